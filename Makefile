@@ -1,0 +1,45 @@
+# `make demo` runs the main job, `make test` the tests; each target sets up what it needs.
+SHELL := /bin/bash
+VENV := .venv
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+export VIRTUAL_ENV := $(CURDIR)/$(VENV)
+PYTHON ?= python3
+STAMP := $(VENV)/.ready
+
+.PHONY: setup demo test check bench mutations soak stubs clean
+
+setup: $(STAMP)
+
+# torch comes with plain pip, which finds a local CPU build where there is one; uv installs the rest in seconds.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch uv
+	$(VENV)/bin/uv pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+demo: setup
+	tidemill demo
+
+test: setup
+	python -m pytest
+
+check: setup
+	ruff check .
+	ruff format --check .
+	pyright
+	python -m pytest tests/tidy
+
+bench: setup
+	python -m benchmarks.all
+
+mutations: setup
+	python -m tests.mutations
+
+soak: setup
+	SIM_RUNS=20000 python -m pytest tests/sim
+
+stubs: setup
+	python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src tidemill/cluster/proto/tidemill.proto
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info
