@@ -1,0 +1,36 @@
+// Depthwise causal convolution with silu over rows of tokens, its window kept in an indexed state.
+#include "../cpu.h"
+
+// x [tokens][groups][channels] with token and group strides; weight [width][groups][channels], oldest tap first;
+// y packed like x; state [slots][groups][width - 1][channels], oldest input first.
+extern "C" void causal_conv(const float* x, int64_t x_token, int64_t x_group, const float* weight, float* y,
+                            float* state, int64_t state_slot, int64_t state_group, const int32_t* cu,
+                            const int32_t* read, const int32_t* write, int64_t rows, int64_t groups, int64_t channels,
+                            int64_t width) {
+    const int64_t past = width - 1;
+#pragma omp parallel for collapse(2) schedule(dynamic) if (cu[rows] * groups * channels >= 1 << 13)
+    for (int64_t b = 0; b < rows; b++) {
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t begin = cu[b], n = cu[b + 1] - begin;
+            std::vector<float> window(past * channels);  // a copy: read and write may be the same slot
+            if (read[b] >= 0) {
+                const float* slot = state + read[b] * state_slot + g * state_group;
+                std::copy(slot, slot + past * channels, window.begin());
+            }
+            const auto input = [&](int64_t i) {  // input i of the row, the window being inputs [0, past)
+                return i < past ? window.data() + i * channels : x + (begin + i - past) * x_token + g * x_group;
+            };
+            for (int64_t t = 0; t < n; t++) {
+                float* out = y + ((begin + t) * groups + g) * channels;
+                std::fill(out, out + channels, 0.0f);
+                for (int64_t j = 0; j < width; j++) {
+                    const float *in = input(t + j), *tap = weight + (j * groups + g) * channels;
+                    for (int64_t c = 0; c < channels; c++) out[c] = __builtin_fmaf(tap[c], in[c], out[c]);
+                }
+                for (int64_t c = 0; c < channels; c++) out[c] = silu(out[c]);
+            }
+            float* slot = state + write[b] * state_slot + g * state_group;
+            for (int64_t i = 0; i < past; i++) std::memcpy(slot + i * channels, input(n + i), channels * sizeof(float));
+        }
+    }
+}

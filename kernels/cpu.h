@@ -1,0 +1,149 @@
+// Vector type, exp and the one matrix tile that linear, attention and moe share.
+//
+// Bit-exactness: the build turns contraction off and never enables fast-math, so a plain loop has the same bits
+// whether the compiler vectorises it or not. What needs a fused multiply-add says so. A sum is either one chain in
+// index order or `LANES_SUM` interleaved chains folded as a tree: its order depends on the length alone.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+constexpr int TILE_ROWS = 12;
+#else
+constexpr int LANES = 8;
+constexpr int TILE_ROWS = 6;
+#endif
+constexpr int PANEL = 2 * LANES;  // columns of one packed panel
+constexpr int LANES_SUM = 16;     // the same on every machine
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+
+static inline vec load(const float* p) {
+    vec v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+static inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
+
+static inline vec splat(float x) { return x - vec{}; }  // -0.0 keeps its sign
+
+static inline vec fused(vec a, vec b, vec c) {  // a * b + c, rounded once
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+// e^x within 2 ulp; x is clamped to the range of normal results. Cody-Waite reduction and the Taylor series on
+// |r| <= ln(2) / 2. libm is not used: its vector and scalar variants may differ in the last bit.
+static inline float exp_f32(float x) {
+    x = x < -87.3f ? -87.3f : x;
+    x = x > 88.3f ? 88.3f : x;
+    const float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // nearest integer
+    float r = __builtin_fmaf(n, -0.693359375f, x);
+    r = __builtin_fmaf(n, 2.12194440e-4f, r);
+    float p = 1.0f / 5040;
+    p = __builtin_fmaf(p, r, 1.0f / 720);
+    p = __builtin_fmaf(p, r, 1.0f / 120);
+    p = __builtin_fmaf(p, r, 1.0f / 24);
+    p = __builtin_fmaf(p, r, 1.0f / 6);
+    p = __builtin_fmaf(p, r, 0.5f);
+    p = __builtin_fmaf(p, r, 1.0f);
+    p = __builtin_fmaf(p, r, 1.0f);
+    return p * __builtin_bit_cast(float, ((int32_t)n + 127) << 23);
+}
+
+static inline float sigmoid(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
+
+static inline float silu(float x) { return x / (1.0f + exp_f32(-x)); }
+
+static inline float fold(float* lanes) {
+    for (int half = LANES_SUM / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+static inline float sum(const float* x, int64_t n) {
+    float lanes[LANES_SUM] = {};
+    int64_t i = 0;
+    for (; i + LANES_SUM <= n; i += LANES_SUM)
+        for (int l = 0; l < LANES_SUM; l++) lanes[l] += x[i + l];
+    for (int l = 0; i + l < n; l++) lanes[l] += x[i + l];
+    return fold(lanes);
+}
+
+static inline float dot(const float* x, const float* y, int64_t n) {
+    float lanes[LANES_SUM] = {};
+    int64_t i = 0;
+    for (; i + LANES_SUM <= n; i += LANES_SUM)
+        for (int l = 0; l < LANES_SUM; l++) lanes[l] = __builtin_fmaf(x[i + l], y[i + l], lanes[l]);
+    for (int l = 0; i + l < n; l++) lanes[l] = __builtin_fmaf(x[i + l], y[i + l], lanes[l]);
+    return fold(lanes);
+}
+
+// c[ROWS][PANELS * PANEL] += a[ROWS][depth] b, b in PANELS panels of [depth][PANEL]. Each element of c is one chain of
+// fused multiply-adds in the order of depth, continued from c: neither ROWS, PANELS nor a split of depth changes it.
+template <int ROWS, int PANELS>
+static inline void tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
+                        int64_t c_stride) {
+    constexpr int N = 2 * PANELS;
+    vec acc[ROWS][N];
+    for (int r = 0; r < ROWS; r++)
+        for (int n = 0; n < N; n++) acc[r][n] = load(c + r * c_stride + n * LANES);
+    for (int64_t k = 0; k < depth; k++) {
+        vec column[N];
+        for (int n = 0; n < N; n++) column[n] = load(b + n / 2 * b_stride + k * PANEL + n % 2 * LANES);
+        for (int r = 0; r < ROWS; r++) {
+            const vec x = splat(a[r * a_stride + k]);
+            for (int n = 0; n < N; n++) acc[r][n] = fused(x, column[n], acc[r][n]);
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int n = 0; n < N; n++) store(c + r * c_stride + n * LANES, acc[r][n]);
+}
+
+template <int ROWS>
+static inline void tile_panels(int64_t panels, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
+                               int64_t depth, float* c, int64_t c_stride) {
+    constexpr int WIDE = ROWS == 1 ? 4 : ROWS <= 3 ? 2 : 1;  // enough chains in flight to hide the latency of one
+    int64_t p = 0;
+    for (; p + WIDE <= panels; p += WIDE)
+        tile<ROWS, WIDE>(a, a_stride, b + p * b_stride, b_stride, depth, c + p * PANEL, c_stride);
+    for (; p < panels; p++) tile<ROWS, 1>(a, a_stride, b + p * b_stride, b_stride, depth, c + p * PANEL, c_stride);
+}
+
+template <int ROWS = TILE_ROWS>
+static inline void tile_rows(int64_t rows, int64_t panels, const float* a, int64_t a_stride, const float* b,
+                             int64_t b_stride, int64_t depth, float* c, int64_t c_stride) {
+    if constexpr (ROWS > 1) {
+        if (rows < ROWS) return tile_rows<ROWS - 1>(rows, panels, a, a_stride, b, b_stride, depth, c, c_stride);
+    }
+    tile_panels<ROWS>(panels, a, a_stride, b, b_stride, depth, c, c_stride);
+}
+
+// c[rows][panels * PANEL] += a b for any number of rows.
+static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, const float* a, int64_t a_stride,
+                                               const float* b, int64_t b_stride, int64_t depth, float* c,
+                                               int64_t c_stride) {
+    for (int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, r = 0; tiles > 0; tiles--) {
+        const int64_t height = (rows - r + tiles - 1) / tiles;  // 7 rows are 4 + 3, not 6 + 1
+        tile_rows(height, panels, a + r * a_stride, a_stride, b, b_stride, depth, c + r * c_stride, c_stride);
+        r += height;
+    }
+}
+
+// y[m][n] = x[m][k] W^T + bias, W packed by linear_pack; bias may be null. Defined in linear/cpu.cpp.
+extern "C" void linear(const float* x, int64_t x_stride, const float* packed, const float* bias, float* y, int64_t m,
+                       int64_t n, int64_t k);

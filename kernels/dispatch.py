@@ -1,0 +1,113 @@
+"""Every operator by variant; `python -m tidemill.kernels.dispatch` prints what there is and what is not."""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, assert_never
+
+from torch import Tensor
+
+from tidemill.kernels.activation import cpu as activation_cpu
+from tidemill.kernels.activation import reference as activation_reference
+from tidemill.kernels.attention import cpu as attention_cpu
+from tidemill.kernels.attention import reference as attention_reference
+from tidemill.kernels.build import KernelUnavailable, build
+from tidemill.kernels.causal_conv import cpu as causal_conv_cpu
+from tidemill.kernels.causal_conv import reference as causal_conv_reference
+from tidemill.kernels.gated_delta import cpu as gated_delta_cpu
+from tidemill.kernels.gated_delta import reference as gated_delta_reference
+from tidemill.kernels.linear import cpu as linear_cpu
+from tidemill.kernels.linear import reference as linear_reference
+from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.moe import cpu as moe_cpu
+from tidemill.kernels.moe import reference as moe_reference
+from tidemill.kernels.moe.experts import Experts
+from tidemill.kernels.rms_norm import cpu as rms_norm_cpu
+from tidemill.kernels.rms_norm import reference as rms_norm_reference
+from tidemill.kernels.rope_store import cpu as rope_store_cpu
+from tidemill.kernels.rope_store import reference as rope_store_reference
+from tidemill.kernels.rows import Rows
+
+Variant = Literal["cpu", "reference"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operators:
+    """One variant of each operator; the docstrings in `reference.py` of its folder say what it computes."""
+
+    pack: Callable[[Tensor, Tensor | None], Packed]
+    linear: Callable[[Tensor, Packed], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    rms_norm_gated: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    silu_mul: Callable[[Tensor], Tensor]
+    sigmoid_mul: Callable[[Tensor, Tensor], Tensor]
+    causal_conv: Callable[[Tensor, Tensor, Tensor, Rows], Tensor]
+    gated_delta: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Rows], Tensor]
+    rope_angles: Callable[[Tensor, Tensor], Tensor]
+    rope_store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, Tensor, Tensor, Rows], Tensor]
+    attention: Callable[[Tensor, Tensor, Rows], Tensor]
+    moe: Callable[[Tensor, Tensor, Experts], Tensor]
+
+
+REFERENCE = Operators(
+    pack=linear_reference.pack,
+    linear=linear_reference.linear,
+    rms_norm=rms_norm_reference.rms_norm,
+    rms_norm_gated=rms_norm_reference.rms_norm_gated,
+    silu_mul=activation_reference.silu_mul,
+    sigmoid_mul=activation_reference.sigmoid_mul,
+    causal_conv=causal_conv_reference.causal_conv,
+    gated_delta=gated_delta_reference.gated_delta,
+    rope_angles=rope_store_reference.rope_angles,
+    rope_store=rope_store_reference.rope_store,
+    attention=attention_reference.attention,
+    moe=moe_reference.moe,
+)
+
+
+def operators(variant: Variant, cache_dir: Path) -> Operators:
+    """All operators of one variant; compiled ones are kept in `cache_dir`. Raises KernelUnavailable.
+
+    `reference` is plain torch on any device and dtype; `cpu` takes float32 and is bit-exact: what it computes
+    for a sequence does not depend on the batch, on how it is cut into steps, or on the number of threads.
+    """
+    match variant:
+        case "reference":
+            return REFERENCE
+        case "cpu":
+            library = build(cache_dir)
+            return Operators(
+                pack=linear_cpu.bind_pack(library),
+                linear=linear_cpu.bind_linear(library),
+                rms_norm=rms_norm_cpu.bind_rms_norm(library),
+                rms_norm_gated=rms_norm_cpu.bind_rms_norm_gated(library),
+                silu_mul=activation_cpu.bind_silu_mul(library),
+                sigmoid_mul=activation_cpu.bind_sigmoid_mul(library),
+                causal_conv=causal_conv_cpu.bind(library),
+                gated_delta=gated_delta_cpu.bind(library),
+                rope_angles=rope_store_cpu.bind_rope_angles(library),
+                rope_store=rope_store_cpu.bind_rope_store(library),
+                attention=attention_cpu.bind(library),
+                moe=moe_cpu.bind(library),
+            )
+        case _:
+            assert_never(variant)
+
+
+def table(cpu: str) -> str:
+    """Operator x device x variant; `cpu` is what became of the compiled variant."""
+    lines = [f"{'operator':16}{'cpu/reference':16}{'cuda/reference':16}{'cpu/cpu':16}cuda/triton"]
+    lines += [f"{field.name:16}{'yes':16}{'yes':16}{cpu:16}missing" for field in fields(Operators)]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            operators("cpu", Path(folder))
+        except KernelUnavailable as error:
+            sys.stdout.write(f"{table('missing')}\n{error}\n")
+        else:
+            sys.stdout.write(f"{table('yes')}\n")

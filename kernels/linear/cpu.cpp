@@ -1,0 +1,53 @@
+// y = x W^T + bias over weights packed once into panels [n / PANEL][k][PANEL], zero-padded in n.
+#include "../cpu.h"
+
+namespace {
+constexpr int64_t ROW_BLOCK = 192;   // rows of x that stay in L2 while all panels pass by
+constexpr int64_t DEPTH_BLOCK = 256; // depth of a panel that stays in L1 while the rows pass by
+constexpr int64_t PANEL_GROUP = 4;   // panels of one task
+constexpr int64_t SERIAL_BELOW = 1 << 20;  // multiply-adds worth less than waking a thread
+}  // namespace
+
+extern "C" int64_t linear_panel() { return PANEL; }
+
+extern "C" void linear_pack(const float* weight, float* packed, int64_t n, int64_t k) {
+    const int64_t panels = (n + PANEL - 1) / PANEL;
+#pragma omp parallel for
+    for (int64_t p = 0; p < panels; p++) {
+        float* panel = packed + p * k * PANEL;
+        for (int64_t j = 0; j < PANEL; j++) {
+            const int64_t row = p * PANEL + j;
+            for (int64_t i = 0; i < k; i++) panel[i * PANEL + j] = row < n ? weight[row * k + i] : 0.0f;
+        }
+    }
+}
+
+extern "C" void linear(const float* x, int64_t x_stride, const float* packed, const float* bias, float* y, int64_t m,
+                       int64_t n, int64_t k) {
+    const int64_t blocks = (m + ROW_BLOCK - 1) / ROW_BLOCK;
+    const int64_t groups = (n + PANEL_GROUP * PANEL - 1) / (PANEL_GROUP * PANEL);
+#pragma omp parallel for collapse(2) if (m * n * k >= SERIAL_BELOW)
+    for (int64_t block = 0; block < blocks; block++) {
+        for (int64_t group = 0; group < groups; group++) {
+            const int64_t row = block * ROW_BLOCK, rows = std::min(ROW_BLOCK, m - row);
+            const int64_t column = group * PANEL_GROUP * PANEL;
+            const int64_t columns = std::min(PANEL_GROUP * PANEL, n - column);
+            const int64_t whole = columns / PANEL, rest = columns % PANEL;
+            float last[ROW_BLOCK * PANEL];  // a panel that is wider than what is left of y
+            for (int64_t r = 0; r < rows; r++) {
+                float* out = y + (row + r) * n + column;
+                for (int64_t c = 0; c < columns; c++) out[c] = bias ? bias[column + c] : 0.0f;
+                for (int64_t c = 0; rest && c < PANEL; c++) last[r * PANEL + c] = c < rest ? out[whole * PANEL + c] : 0;
+            }
+            for (int64_t start = 0; start < k; start += DEPTH_BLOCK) {
+                const int64_t depth = std::min(DEPTH_BLOCK, k - start);
+                const float* a = x + row * x_stride + start;
+                const float* b = packed + column * k + start * PANEL;
+                multiply(rows, whole, a, x_stride, b, k * PANEL, depth, y + row * n + column, n);
+                if (rest) multiply(rows, 1, a, x_stride, b + whole * k * PANEL, k * PANEL, depth, last, PANEL);
+            }
+            for (int64_t r = 0; rest && r < rows; r++)
+                std::memcpy(y + (row + r) * n + column + whole * PANEL, last + r * PANEL, rest * sizeof(float));
+        }
+    }
+}

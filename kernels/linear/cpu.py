@@ -1,0 +1,50 @@
+"""`linear` on CPU: weights packed once into panels; each output is one sum in index order, in any batch."""
+
+from collections.abc import Callable
+
+import torch
+
+from tidemill.kernels.build import Library
+from tidemill.kernels.linear.packed import Packed
+
+
+def bind_pack(library: Library) -> Callable[[torch.Tensor, torch.Tensor | None], Packed]:
+    call = library.function("linear_pack")
+    panel = library.function("linear_panel")()
+    assert panel is not None
+
+    def pack(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> Packed:
+        *experts, n, k = weight_NK.shape
+        weight_ENK = weight_NK.float().contiguous().view(-1, n, k)
+        data = weight_ENK.new_empty(len(weight_ENK), -(-n // panel), k, panel)
+        for source, target in zip(weight_ENK, data, strict=True):
+            call(source.data_ptr(), target.data_ptr(), n, k)
+        bias = None if bias_N is None else bias_N.float().contiguous()
+        return Packed(data.view(*experts, *data.shape[1:]), bias, n, k)
+
+    return pack
+
+
+def bind_linear(library: Library) -> Callable[[torch.Tensor, Packed], torch.Tensor]:
+    call = library.function("linear")
+
+    def linear(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
+        m, k = x_MK.shape
+        assert k == weight.in_features
+        assert x_MK.dtype == torch.float32
+        assert x_MK.stride(1) == 1
+        y_MN = x_MK.new_empty(m, weight.out_features)
+        bias = None if weight.bias_N is None else weight.bias_N.data_ptr()
+        call(
+            x_MK.data_ptr(),
+            x_MK.stride(0),
+            weight.data.data_ptr(),
+            bias,
+            y_MN.data_ptr(),
+            m,
+            weight.out_features,
+            k,
+        )
+        return y_MN
+
+    return linear

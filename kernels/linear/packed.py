@@ -1,0 +1,19 @@
+"""Weights of a linear layer as its operator wants them."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Weights `[.., out, in]` in the order of the variant that packed them; leading dimensions are experts.
+
+    data    the weights; only `linear` and `moe` of the same variant understand their order
+    bias_N  [out] or None
+    """
+
+    data: torch.Tensor
+    bias_N: torch.Tensor | None
+    out_features: int
+    in_features: int

@@ -1,0 +1,16 @@
+"""The definition of `linear`: y = x W^T (+ bias)."""
+
+import torch
+from torch.nn import functional
+
+from tidemill.kernels.linear.packed import Packed
+
+
+def pack(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> Packed:
+    """Weights `[.., N, K]` for `linear` (no leading dimension) or `moe` (experts)."""
+    return Packed(weight_NK, bias_N, weight_NK.shape[-2], weight_NK.shape[-1])
+
+
+def linear(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
+    """Float tensors; returns `[M, N]`."""
+    return functional.linear(x_MK, weight.data, weight.bias_N)

@@ -1,0 +1,72 @@
+// Norm and rotary embedding of q and k, and the store of k and v into their pages.
+#include "../cpu.h"
+
+namespace {
+uint16_t bf16(float x) {  // round to nearest even; NaN stays NaN
+    const uint32_t bits = __builtin_bit_cast(uint32_t, x);
+    return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// y = rotate(x / rms(x) * weight); angles hold cos [half], then sin [half]; element i turns with element i + half.
+void norm_rotate(const float* x, const float* weight, const float* angles, float* y, int64_t dim, int64_t half,
+                 float epsilon) {
+    const float scale = 1.0f / std::sqrt(dot(x, x, dim) / dim + epsilon);
+    for (int64_t i = 0; i < dim; i++) y[i] = x[i] * scale * weight[i];
+    for (int64_t i = 0; i < half; i++) {
+        const float low = y[i], high = y[i + half], c = angles[i], s = angles[half + i];
+        y[i] = low * c - high * s;
+        y[i + half] = high * c + low * s;
+    }
+}
+
+void put(const float* x, char* at, int64_t dim, bool half_width) {
+    if (!half_width) {
+        std::memcpy(at, x, dim * sizeof(float));
+        return;
+    }
+    for (int64_t i = 0; i < dim; i++) {
+        const uint16_t bits = bf16(x[i]);
+        std::memcpy(at + 2 * i, &bits, sizeof bits);
+    }
+}
+}  // namespace
+
+// angles [tokens][cos | sin][half]. libm's scalar cosf and sinf: one code path whatever the number of tokens.
+extern "C" void rope_angles(const int64_t* positions, const float* frequencies, float* angles, int64_t tokens,
+                            int64_t half) {
+    for (int64_t t = 0; t < tokens; t++) {
+        for (int64_t i = 0; i < half; i++) {
+            const float angle = (float)positions[t] * frequencies[i];
+            angles[(2 * t) * half + i] = std::cos(angle);
+            angles[(2 * t + 1) * half + i] = std::sin(angle);
+        }
+    }
+}
+
+// q [tokens][q_heads][dim] by strides; k and v [tokens][kv_heads][dim], heads packed; q_out packed. The cache is
+// [pages][kv_heads][K|V][page_tokens][dim] by strides in bytes, of float32, or of bfloat16 if half_width.
+extern "C" void rope_store(const float* q, int64_t q_token, int64_t q_head, const float* k, int64_t k_token,
+                           const float* v, int64_t v_token, const float* q_weight, const float* k_weight,
+                           const float* angles, float* q_out, char* cache, int64_t page_stride, int64_t head_stride,
+                           int64_t kv_stride, int64_t token_stride, int64_t half_width, const int32_t* table,
+                           int64_t table_row, const int32_t* cu, const int32_t* lens, int64_t rows, int64_t q_heads,
+                           int64_t kv_heads, int64_t dim, int64_t half, int64_t page_tokens, float epsilon) {
+    for (int64_t b = 0; b < rows; b++) {
+#pragma omp parallel for if ((cu[b + 1] - cu[b]) * q_heads * dim >= 1 << 15)
+        for (int64_t t = cu[b]; t < cu[b + 1]; t++) {
+            const int64_t position = lens[b] - (cu[b + 1] - t);
+            const int64_t page = table[b * table_row + position / page_tokens];
+            const float* angle = angles + 2 * t * half;
+            for (int64_t h = 0; h < q_heads; h++)
+                norm_rotate(q + t * q_token + h * q_head, q_weight, angle, q_out + (t * q_heads + h) * dim, dim, half,
+                            epsilon);
+            std::vector<float> turned(dim);
+            for (int64_t h = 0; h < kv_heads; h++) {
+                char* at = cache + page * page_stride + h * head_stride + position % page_tokens * token_stride;
+                norm_rotate(k + t * k_token + h * dim, k_weight, angle, turned.data(), dim, half, epsilon);
+                put(turned.data(), at, dim, half_width);
+                put(v + t * v_token + h * dim, at + kv_stride, dim, half_width);
+            }
+        }
+    }
+}

@@ -1,0 +1,59 @@
+"""`rope_angles` and `rope_store` on CPU."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tidemill.kernels.build import Library
+from tidemill.kernels.pages import page_arguments
+from tidemill.kernels.rows import Rows
+
+RopeStore = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, Tensor, Tensor, Rows], Tensor]
+
+
+def bind_rope_angles(library: Library) -> Callable[[Tensor, Tensor], Tensor]:
+    call = library.function("rope_angles")
+
+    def rope_angles(positions_T: Tensor, frequencies_R: Tensor) -> Tensor:
+        tokens, half = len(positions_T), len(frequencies_R)
+        assert positions_T.dtype == torch.int64
+        assert positions_T.is_contiguous()
+        angles_T2R = frequencies_R.new_empty(tokens, 2, half)
+        call(positions_T.data_ptr(), frequencies_R.data_ptr(), angles_T2R.data_ptr(), tokens, half)
+        return angles_T2R
+
+    return rope_angles
+
+
+def bind_rope_store(library: Library) -> RopeStore:
+    call = library.function("rope_store")
+
+    def rope_store(
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        q_weight_D: Tensor,
+        k_weight_D: Tensor,
+        epsilon: float,
+        angles_T2R: Tensor,
+        cache: Tensor,
+        rows: Rows,
+    ) -> Tensor:
+        tokens, q_heads, dim = q_THD.shape
+        kv_heads = k_TKD.shape[1]
+        assert q_THD.dtype == k_TKD.dtype == v_TKD.dtype == torch.float32
+        assert q_THD.stride(2) == 1
+        assert k_TKD.stride()[1:] == v_TKD.stride()[1:] == (dim, 1)
+        out_THD = q_THD.new_empty(tokens, q_heads, dim)
+        call(
+            q_THD.data_ptr(), q_THD.stride(0), q_THD.stride(1), k_TKD.data_ptr(), k_TKD.stride(0),
+            v_TKD.data_ptr(), v_TKD.stride(0), q_weight_D.data_ptr(), k_weight_D.data_ptr(),
+            angles_T2R.data_ptr(), out_THD.data_ptr(), *page_arguments(cache),
+            rows.pages_BN.data_ptr(), rows.pages_BN.stride(0),
+            rows.cu_B1.data_ptr(), rows.lens_B.data_ptr(), len(rows.lens_B),
+            q_heads, kv_heads, dim, angles_T2R.shape[2], cache.shape[3], epsilon,
+        )  # fmt: skip
+        return out_THD
+
+    return rope_store

@@ -1,0 +1,58 @@
+"""`linear` against its definition at odd sizes, and the same bits for a row in any batch."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.unit.kernels.cases import random, same_bits
+from tidemill.kernels.dispatch import Operators
+
+ROWS = (1, 2, 7, 65, 300)
+OUT = (1, 16, 17, 63, 127, 300)
+IN = (1, 2, 63, 64, 127, 600)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", ROWS)
+def test_matches_the_definition(cpu: Operators, reference: Operators, rows: int, *, bias: bool) -> None:
+    draw = torch.Generator().manual_seed(rows)
+    for n, k in itertools.product(OUT, IN):
+        x, weight = random(draw, rows, k), random(draw, n, k)
+        bias_N = random(draw, n) if bias else None
+        wide = reference.pack(weight.double(), None if bias_N is None else bias_N.double())
+        wanted = reference.linear(x.double(), wide)
+        terms = x.double().abs() @ weight.double().abs().T + 1
+        found = cpu.linear(x, cpu.pack(weight, bias_N))
+        assert float(((found - wanted).abs() / terms).max()) < 1e-5, (n, k)
+
+
+@pytest.mark.parametrize(("n", "k"), [(17, 63), (300, 600), (64, 256), (130, 1000)])
+def test_a_row_has_the_same_bits_in_any_batch(cpu: Operators, n: int, k: int) -> None:
+    draw = torch.Generator().manual_seed(n)
+    x, weight = random(draw, 400, k), cpu.pack(random(draw, n, k), random(draw, n))
+    whole = cpu.linear(x, weight)
+    for rows in (1, 2, 3, 5, 6, 7, 11, 12, 13, 64, 191, 193):
+        picked = torch.randperm(400, generator=draw)[:rows]
+        assert same_bits(cpu.linear(x[picked], weight), whole[picked]), rows
+
+
+def test_threads_change_no_bit(cpu: Operators) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, weight = random(draw, 300, 500), cpu.pack(random(draw, 333, 500), None)
+    torch.set_num_threads(2)
+    two = cpu.linear(x, weight)
+    torch.set_num_threads(1)
+    assert same_bits(cpu.linear(x, weight), two)
+
+
+def test_rows_may_be_a_slice_of_wider_ones(cpu: Operators) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, weight = random(draw, 9, 100), cpu.pack(random(draw, 20, 30), None)
+    assert same_bits(cpu.linear(x[:, 50:80], weight), cpu.linear(x[:, 50:80].contiguous(), weight))
+
+
+def test_half_precision_weights_are_widened(cpu: Operators) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, weight = random(draw, 3, 40), random(draw, 20, 40).bfloat16()
+    assert same_bits(cpu.linear(x, cpu.pack(weight, None)), cpu.linear(x, cpu.pack(weight.float(), None)))

@@ -1,0 +1,167 @@
+"""`rope_store` and `attention` over shuffled, NaN-poisoned pages: definitions, odd sizes, and equal bits."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.kernels.cases import random, relative_error, same_bits, shuffled_pages, step
+from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.rows import Rows
+
+EPSILON = 1e-6
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+@dataclass(frozen=True)
+class Shape:
+    q_heads: int
+    kv_heads: int
+    dim: int
+    rotary: int
+
+
+SHAPES = (
+    Shape(q_heads=1, kv_heads=1, dim=1, rotary=0),
+    Shape(q_heads=4, kv_heads=2, dim=16, rotary=4),
+    Shape(q_heads=6, kv_heads=2, dim=63, rotary=20),
+    Shape(q_heads=5, kv_heads=1, dim=65, rotary=64),
+    Shape(q_heads=2, kv_heads=2, dim=256, rotary=64),
+)
+
+
+class Layer:
+    """One layer of a two-layer arena of NaN, and the q, k, v of its tokens."""
+
+    def __init__(self, shape: Shape, tokens: int, pages: int, page_tokens: int, dtype: torch.dtype) -> None:
+        s = shape
+        draw = torch.Generator().manual_seed(tokens)
+        self.q_THD = random(draw, tokens, s.q_heads, 2 * s.dim)[..., : s.dim]
+        kv_T2KD = random(draw, tokens, 2, s.kv_heads, s.dim)
+        self.k_TKD, self.v_TKD = kv_T2KD[:, 0], kv_T2KD[:, 1]
+        self.weights = random(draw, s.dim), random(draw, s.dim)
+        self.angles_T2R = random(draw, tokens, 2, s.rotary // 2)
+        self.arena = torch.full((pages, s.kv_heads, 2, 2, page_tokens, s.dim), torch.nan, dtype=dtype)
+        self.cache = self.arena[:, :, 1]
+
+    def store(
+        self, ops: Operators, cache: torch.Tensor, rows: Rows, picked: slice | torch.Tensor
+    ) -> torch.Tensor:
+        dtype = torch.float32 if ops.attention.__module__.endswith("cpu") else torch.float64
+        q, k, v, angles = (x[picked].to(dtype) for x in (self.q_THD, self.k_TKD, self.v_TKD, self.angles_T2R))
+        q_weight, k_weight = (weight.to(dtype) for weight in self.weights)
+        return ops.rope_store(q, k, v, q_weight, k_weight, EPSILON, angles, cache, rows)
+
+    def run(self, ops: Operators, rows: Rows, picked: slice | torch.Tensor = slice(None)) -> torch.Tensor:
+        return ops.attention(self.store(ops, self.cache, rows, picked), self.cache, rows)
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("page_tokens", [1, 16, 64])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_the_definition(
+    cpu: Operators, reference: Operators, shape: Shape, page_tokens: int, dtype: torch.dtype
+) -> None:
+    """A prefill of mixed lengths, then a second step: decode, replay and a new sequence in one batch."""
+    first, second = [65, 1, 127, 2, 64], [1, 1, 40, 63, 1]
+    lens = [a + b for a, b in zip(first, second, strict=True)]
+    pages = shuffled_pages(lens, page_tokens, torch.Generator().manual_seed(7))
+    layer = Layer(shape, sum(lens), 1 + int(pages.max()), page_tokens, dtype)
+    truth = layer.arena.clone()[:, :, 1]
+    for new, before, picked in (
+        (first, [0] * 5, slice(0, sum(first))),
+        (second, first, slice(sum(first), None)),
+    ):
+        rows = step(new, before, pages)
+        wanted_q = layer.store(reference, truth, rows, picked)
+        wanted = reference.attention(wanted_q, truth, rows)
+        q = layer.store(cpu, layer.cache, rows, picked)
+        assert relative_error(q, wanted_q) < 1e-5
+        assert relative_error(cpu.attention(q, layer.cache, rows), wanted) < LIMITS[dtype]
+    assert torch.equal(layer.cache.isnan(), truth.isnan())
+    assert relative_error(layer.cache.nan_to_num(), truth.nan_to_num()) < LIMITS[dtype]
+    assert bool(layer.arena[:, :, 0].isnan().all()), "the neighbouring layer was written"
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 300])
+def test_one_token_after_any_length(cpu: Operators, reference: Operators, length: int) -> None:
+    shape, pages = SHAPES[2], shuffled_pages([length], 16, torch.Generator().manual_seed(length))
+    layer = Layer(shape, length, 1 + int(pages.max()), 16, torch.float32)
+    whole = layer.run(cpu, step([length], [0], pages))
+    last = layer.run(cpu, step([1], [length - 1], pages), slice(length - 1, length))
+    assert same_bits(last, whole[-1:])
+    truth = torch.full_like(layer.cache, torch.nan)
+    rows = step([length], [0], pages)
+    wanted = reference.attention(layer.store(reference, truth, rows, slice(None)), truth, rows)
+    assert relative_error(whole, wanted) < 1e-5
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    ends=st.sets(st.integers(1, 199), max_size=8),
+    page_tokens=st.sampled_from([1, 16, 64]),
+    dtype=st.sampled_from(list(LIMITS)),
+)
+def test_the_same_bits_however_a_sequence_is_cut(
+    cpu: Operators, ends: set[int], page_tokens: int, dtype: torch.dtype
+) -> None:
+    pages = shuffled_pages([200], page_tokens, torch.Generator().manual_seed(1))
+    whole, cut = (Layer(SHAPES[1], 200, 1 + int(pages.max()), page_tokens, dtype) for _ in range(2))
+    wanted = whole.run(cpu, step([200], [0], pages))
+    start = 0
+    found: list[torch.Tensor] = []
+    for end in [*sorted(ends), 200]:
+        found.append(cut.run(cpu, step([end - start], [start], pages), slice(start, end)))
+        start = end
+    assert same_bits(torch.cat(found), wanted)
+    assert same_bits(cut.cache, whole.cache)
+
+
+def test_the_same_bits_in_any_batch_and_with_any_threads(cpu: Operators) -> None:
+    lens = [150, 1, 64, 90]
+    pages = shuffled_pages(lens, 16, torch.Generator().manual_seed(2))
+    layer = Layer(SHAPES[1], sum(lens), 1 + int(pages.max()), 16, torch.float32)
+    torch.set_num_threads(2)
+    together = layer.run(cpu, step(lens, None, pages))
+    torch.set_num_threads(1)
+    for order in ([3, 0], [2], [1, 2, 3, 0], [0]):
+        parts = [torch.arange(sum(lens[:b]), sum(lens[: b + 1])) for b in order]
+        picked = torch.cat(parts)
+        found = layer.run(cpu, step([lens[b] for b in order], None, pages[order]), picked)
+        assert same_bits(found, together[picked])
+
+
+@pytest.mark.parametrize("offset_bytes", [1 << 31, 1 << 33], ids=["2^31 bytes", "2^31 elements"])
+def test_pages_far_into_the_arena(cpu: Operators, tmp_path: Path, offset_bytes: int) -> None:
+    """Offsets that do not fit 32 bits, in a file that has blocks only where it is written."""
+    layer = Layer(SHAPES[1], 40, 4, 16, torch.float32)
+    near = layer.arena
+    skipped = -(-offset_bytes // (near[0].numel() * 4))
+    size = (skipped + 4) * near[0].numel()
+    far = torch.from_file(str(tmp_path / "arena"), shared=True, size=size).view(-1, *near.shape[1:])
+    pages = torch.tensor([[2, 0, 3]], dtype=torch.int32)
+    wanted = layer.run(cpu, step([40], [0], pages))
+    layer.cache = far[:, :, 1]
+    found = layer.run(cpu, step([40], [0], pages + skipped))
+    assert same_bits(found, wanted)
+    assert same_bits(far[skipped + 2, :, 1], near[2, :, 1])
+
+
+def test_large_scores_do_not_overflow(cpu: Operators, reference: Operators) -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, cache = 100 * random(draw, 3, 4, 16), 10 * random(draw, 10, 2, 2, 16, 16)
+    rows = step([3], [100], torch.arange(7, dtype=torch.int32)[None])
+    wanted = reference.attention(q.double(), cache.double(), rows)
+    assert relative_error(cpu.attention(q, cache, rows), wanted) < 1e-4
+
+
+def test_bfloat16_pages_round_to_the_nearest_even(cpu: Operators) -> None:
+    layer = Layer(SHAPES[1], 64, 4, 16, torch.bfloat16)
+    layer.v_TKD[:3, 0, 0] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8)])  # half way
+    layer.v_TKD[3:6, 0, 0] = torch.tensor([torch.inf, -torch.inf, 3e38])
+    layer.run(cpu, step([64], [0], torch.arange(4, dtype=torch.int32)[None]))
+    stored_TKD = layer.cache[:, :, 1].transpose(1, 2).reshape(layer.v_TKD.shape)
+    assert same_bits(stored_TKD, layer.v_TKD.bfloat16())
