@@ -1,0 +1,1 @@
+"""Seeded workloads, the bundled model's training, and measurements; never installed."""

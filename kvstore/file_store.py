@@ -1,0 +1,67 @@
+"""The embedded page store: one file per object in a folder on a disk, in memory (tmpfs) or on a network."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from tidemill.kvstore.keys import ObjectKey
+from tidemill.kvstore.object_folder import ObjectFolder
+from tidemill.kvstore.store import Got, Put, StoreStats, Tally, finish
+
+_Result = TypeVar("_Result")
+
+READ_THREADS = 4
+
+
+class FileStore:
+    """Needs no server, survives restarts, and is shared by all processes of one user that open the folder.
+
+    Each bounds it by its own capacity when it puts, so the smallest one rules. All file work is on threads:
+    one call is one hop, puts go one after another and never hold up gets.
+    """
+
+    def __init__(
+        self, folder: Path, capacity_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Scans the folder (blocking). Raises StoreError that names the fix."""
+        self._folder = ObjectFolder(folder, capacity_bytes, clock)
+        self._capacity_bytes = capacity_bytes
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="store-put")
+        self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="store-get")
+        self._tally = Tally()
+
+    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+        return await _on(self._writer, lambda: self._put(objects))
+
+    async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
+        return await _on(self._readers, lambda: self._get(wanted))
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return await _on(self._readers, lambda: self._folder.contains(keys))
+
+    def stats(self) -> StoreStats:
+        objects, num_bytes = self._folder.usage
+        return self._tally.stats(objects=objects, num_bytes=num_bytes, capacity_bytes=self._capacity_bytes)
+
+    async def close(self) -> None:
+        for pool in (self._writer, self._readers):
+            await asyncio.to_thread(pool.shutdown)
+
+    def _put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+        evicted_before = self._folder.evicted
+        outcomes = self._folder.put(objects)
+        self._tally.put(objects, outcomes)
+        self._tally.add(evicted=self._folder.evicted - evicted_before)
+        return outcomes
+
+    def _get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
+        outcomes = self._folder.get(wanted)
+        self._tally.get(wanted, outcomes)
+        return outcomes
+
+
+async def _on(pool: Executor, work: Callable[[], _Result]) -> _Result:
+    return await finish(asyncio.wrap_future(pool.submit(work)))

@@ -1,0 +1,72 @@
+"""Names of pages and checkpoints: a chained digest of every token up to the end, and of all else that shaped
+the bytes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from hashlib import blake2b
+from struct import pack
+from typing import NewType
+
+PageKey = NewType("PageKey", bytes)
+
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """Everything besides the tokens that decides what an object's bytes mean, and who may read them."""
+
+    model: str  # fingerprint of weights and configuration
+    layout: str  # Layout.describe()
+    salt: str = ""  # of the tenant
+
+    def root(self) -> PageKey:
+        fields = (self.model, self.layout, self.salt)
+        return _digest(
+            b"", b"".join(len(field.encode()).to_bytes(4, "little") + field.encode() for field in fields)
+        )
+
+
+class Kind(Enum):
+    """What an object of the store holds."""
+
+    PAGE = "p"
+    CHECKPOINT = "c"
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectKey:
+    """An object of the store: the page that ends at `key`, or the checkpoint after its last token."""
+
+    kind: Kind
+    key: PageKey
+    shard: str = "0of1"  # the head groups it holds: which of how many equal shares
+
+    def __str__(self) -> str:
+        return f"{self.key.hex()}.{self.shard}.{self.kind.value}"
+
+
+def chain(parent: PageKey, page: Sequence[int]) -> PageKey:
+    """Key of the page that holds the tokens `page` and follows `parent`."""
+    return _digest(parent, pack(f"<{len(page)}I", *page))
+
+
+def page_keys(root: PageKey, tokens: Sequence[int], page_tokens: int) -> list[PageKey]:
+    """Keys of the full pages of `tokens`, in order; key i covers tokens `[0, (i + 1) * page_tokens)`."""
+    keys: list[PageKey] = []
+    extend_keys(keys, root, tokens, page_tokens)
+    return keys
+
+
+def extend_keys(keys: list[PageKey], root: PageKey, tokens: Sequence[int], page_tokens: int) -> None:
+    """Append the keys of the pages of `tokens` that became full since `keys` was computed from a prefix of
+    them."""
+    parent = keys[-1] if keys else root
+    for start in range(len(keys) * page_tokens, len(tokens) // page_tokens * page_tokens, page_tokens):
+        parent = chain(parent, tokens[start : start + page_tokens])
+        keys.append(parent)
+
+
+def _digest(parent: bytes, body: bytes) -> PageKey:
+    return PageKey(blake2b(body, key=parent, digest_size=DIGEST_BYTES).digest())
