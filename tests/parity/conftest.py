@@ -1,0 +1,28 @@
+"""Compiled operators, once per session."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tidemill.kernels.dispatch import Operators, operators
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "kernels"
+
+
+@pytest.fixture(scope="session")
+def cpu(kernel_cache: Path) -> Operators:
+    return operators("cpu", kernel_cache)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small models; the test that compares with two threads says so."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,39 @@
+# pyright: basic
+# Settings are replaced by name.
+"""A real engine whose step loop runs, for as long as a test needs it."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
+
+from tidemill.workers.build import Built, build_engine
+from tidemill.workers.messages import Provenance, Request
+from tidemill.workers.settings import EngineSettings
+
+
+@asynccontextmanager
+async def serving(settings: EngineSettings, **changes: object) -> AsyncGenerator[Built]:
+    """An engine whose step loop runs; at the end it must have all its memory back."""
+    built = build_engine(replace(settings, **changes), lambda _done, _total: None)
+    loop = asyncio.create_task(built.engine.run())
+    try:
+        yield built
+        await built.engine.drain_publications()
+        load = built.engine.load()
+        assert (load.live_bytes, load.running_rows, load.waiting_rows) == (0, 0, 0)
+    finally:
+        loop.cancel()
+        with suppress(asyncio.CancelledError):
+            await loop
+
+
+async def answer(built: Built, request: Request) -> tuple[list[int], Provenance]:
+    tokens: list[int] = []
+    provenance = None
+    async with aclosing(built.engine.generate(request)) as deltas:
+        async for delta in deltas:
+            tokens += delta.tokens
+            provenance = provenance or delta.provenance
+    assert provenance is not None
+    return tokens, provenance

@@ -1,0 +1,113 @@
+"""Whole-cluster runs under crashes, lost, corrupted and refused objects, tight memory; replayable from the
+seed.
+
+`SIM_SEED=17 SIM_RUNS=1 pytest tests/sim` replays one seed, `SIM_RUNS=10000` is a soak.
+"""
+
+import asyncio
+import os
+from contextlib import aclosing
+from random import Random
+
+import pytest
+
+from tests.sim.faulty_store import FaultyStore
+from tests.sim.fold import VOCABULARY, expected, fold_layout
+from tests.sim.loop import simulate
+from tests.sim.world import Weather, World
+from tidemill.cluster.flow import serve
+from tidemill.workers.build import capacity_tokens
+from tidemill.workers.messages import Request, Sampling, Unserved
+
+FIRST = int(os.environ.get("SIM_SEED", "0"))
+SEEDS = range(FIRST, FIRST + int(os.environ.get("SIM_RUNS", "500")))
+VIRTUAL_S_MAX = 36_000.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_stream_is_exact_or_unserved(seed: int) -> None:
+    rng = Random(seed)
+    simulate(seed, _run(rng))
+
+
+async def _run(rng: Random) -> None:
+    hybrid = rng.random() < 0.8
+    layout = fold_layout(rng.choice([1, 2, 4, 16]), hybrid=hybrid)
+    mixed = rng.choice([0, 0, 1, 2])
+    weather = Weather(
+        crash=rng.choice([0, 0, 0.003, 0.02]),
+        delay_s_max=rng.choice([0.001, 0.1]),
+        step_s_max=0.05,
+        restart_s=2.0,
+        num_extents=rng.choice([12, 24, 64]),
+        prefill=0 if mixed else rng.choice([1, 2]),
+        decode=0 if mixed else rng.choice([1, 2]),
+        mixed=mixed,
+    )
+    store = FaultyStore(
+        rng,
+        drop=rng.choice([0, 0.05]),
+        evict=rng.choice([0, 0.02]),
+        corrupt=rng.choice([0, 0.02]),
+        refuse=rng.choice([0, 0.05, 1.0]),
+        delay_s_max=rng.choice([0.001, 0.2]),
+    )
+    world = World(rng, weather, store, layout)
+    longest = min(100, capacity_tokens(layout, weather.num_extents))
+    shared = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(longest // 2))]
+    try:
+        async with asyncio.timeout(VIRTUAL_S_MAX), asyncio.TaskGroup() as clients:
+            for index in range(8):
+                clients.create_task(_client(world, rng, index, shared, longest))
+    finally:
+        await world.stop()
+    for life in world.lives:
+        assert life.ledger.num_leases == 0, "a lease outlived its request"
+        life.ledger.check()
+
+
+async def _client(world: World, rng: Random, index: int, shared: list[int], longest: int) -> None:
+    """One conversation: each turn's prompt is the last one with its answer and something new."""
+    tokens = list(shared)
+    for turn in range(rng.choice([1, 1, 2, 3])):
+        await asyncio.sleep(rng.random() * rng.choice([0, 1, 10]))
+        tokens += [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 9))]
+        left = longest - len(tokens)
+        if left < 1:
+            return
+        request = Request(
+            request_id=f"r{index}-{turn}",
+            tokens=tuple(tokens),
+            max_new_tokens=rng.randrange(1, min(30, left) + 1),
+            sampling=Sampling(seed=rng.randrange(3)),
+            stop_token_ids=(7,) if rng.random() < 0.5 else (),
+        )
+        answer = await _ask(world, request, patience=rng.choice([1, 5, 1000, 1000, 1000]))
+        if answer is None:
+            return
+        tokens += answer
+
+
+async def _ask(world: World, request: Request, patience: int) -> list[int] | None:
+    """The answer, checked; None when the client hung up after `patience` tokens, or nobody served it."""
+    want = expected(request, hybrid=world.layout.hybrid)
+    got: list[int] = []
+    finish = None
+    try:
+        stream = serve(request, world, world, world.root_of, world.layout.page_tokens)
+        async with aclosing(stream) as pieces:
+            async for piece in pieces:
+                assert finish is None, "a stream goes on after its finish"
+                got += piece.tokens
+                finish = piece.finish
+                if len(got) >= patience:
+                    break
+    except Unserved:
+        assert got == want[: len(got)]
+        return None
+    if len(got) >= patience:
+        assert got == want[: len(got)]
+        return None
+    assert got == want
+    assert finish == ("stop" if want[-1] in request.stop_token_ids else "length")
+    return got

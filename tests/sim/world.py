@@ -1,0 +1,222 @@
+"""A whole cluster in virtual time: real flow, router, engines and ledgers; a faulty store, faulty workers."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from random import Random
+from typing import TypeVar
+
+from tests.sim.faulty_store import FaultyStore
+from tests.sim.fold import FoldRunner
+from tidemill.cluster.placement import Ask, Route
+from tidemill.cluster.router import Router
+from tidemill.kvstore.arena import Arena
+from tidemill.kvstore.backing import Fixed
+from tidemill.kvstore.keys import Namespace, PageKey
+from tidemill.kvstore.layout import Layout
+from tidemill.kvstore.ledger import Ledger
+from tidemill.workers.build import capacity_tokens
+from tidemill.workers.engine import Engine, Limits
+from tidemill.workers.messages import (
+    Delta,
+    Heartbeat,
+    Produced,
+    Request,
+    Role,
+    WorkerGone,
+    WorkerId,
+    WorkerInfo,
+)
+from tidemill.workers.plan import Budget
+from tidemill.workers.transfer import Transfer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weather:
+    """How bad it gets. Probabilities are per message; times are virtual seconds."""
+
+    crash: float
+    delay_s_max: float
+    step_s_max: float
+    restart_s: float
+    num_extents: int
+    prefill: int
+    decode: int
+    mixed: int
+
+
+class SimWorker:
+    """One life of a worker: an engine, its step loop and its heartbeats, until it is killed."""
+
+    def __init__(self, world: "World", name: str, role: Role) -> None:
+        self.world, self.name = world, name
+        layout = world.layout
+        backing = Fixed(layout.extent_bytes * world.weather.num_extents)
+        memory = backing.memory.numpy().data
+        self.ledger = Ledger(layout, Arena(layout, world.weather.num_extents, backing))
+        self.engine = Engine(
+            self.ledger,
+            Transfer(layout, memory, world.store),
+            FoldRunner(layout, memory, world.rng, world.weather.step_s_max),
+            Limits(
+                budget=Budget(tokens_max=8 + layout.page_tokens, rows_max=8, page_tokens=layout.page_tokens),
+                capacity_tokens=capacity_tokens(layout, world.weather.num_extents),
+            ),
+            world.root_of,
+        )
+        self.info = WorkerInfo(
+            worker=WorkerId(f"{name}.{world.next_life()}"),
+            name=name,
+            role=role,
+            address=f"sim:{name}",
+            pid=0,
+            node="sim",
+            page_tokens=layout.page_tokens,
+        )
+        self.dead = asyncio.Event()
+        self._tasks = [asyncio.create_task(self.engine.run()), asyncio.create_task(self._beat())]
+        for task in self._tasks:
+            task.add_done_callback(_fail_loudly)
+
+    async def stop(self) -> None:
+        """End the life: the step loop and the heartbeats stop where they are."""
+        self.dead.set()
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        await self.engine.drain_publications()
+
+    async def step(self) -> None:
+        """A message to or from this worker passes, or the worker dies."""
+        await asyncio.sleep(self.world.rng.random() * self.world.weather.delay_s_max)
+        if not self.dead.is_set() and self.world.rng.random() < self.world.weather.crash:
+            self.world.kill(self)
+        if self.dead.is_set():
+            raise WorkerGone(self.info.worker)
+
+    async def _beat(self) -> None:
+        sequence, full = 0, True
+        while True:
+            announcement = self.engine.take_announcement(full=full)
+            heartbeat = Heartbeat(
+                info=self.info, sequence=sequence, load=self.engine.load(), announcement=announcement
+            )
+            full = self.world.router.heartbeat(heartbeat)
+            sequence += 1
+            await asyncio.sleep(self.world.rng.random())
+            if self.engine.num_requests == 0:
+                self.ledger.check()
+
+
+def _fail_loudly(task: asyncio.Task[None]) -> None:
+    """A step loop that breaks is a bug in every weather: fail the run (see simulate)."""
+    if not task.cancelled() and task.exception() is not None:
+        task.get_loop().call_exception_handler({"message": "a worker broke", "exception": task.exception()})
+
+
+class World:
+    """The cluster, and what the flow talks to: a router and peers."""
+
+    def __init__(self, rng: Random, weather: Weather, store: FaultyStore, layout: Layout) -> None:
+        self.rng, self.weather, self.store, self.layout = rng, weather, store, layout
+        self.router = Router(asyncio.get_running_loop().time)
+        self.kills = 0
+        self._lives = 0
+        self._background: set[asyncio.Task[None]] = set()
+        self.workers: dict[str, SimWorker] = {}
+        self.lives: list[SimWorker] = []
+        counts: dict[Role, int] = {
+            "prefill": weather.prefill,
+            "decode": weather.decode,
+            "mixed": weather.mixed,
+        }
+        for role, count in counts.items():
+            for index in range(count):
+                self._start(f"{role}-{index}", role)
+        self._later(self._tick())
+
+    def root_of(self, salt: str) -> PageKey:
+        return Namespace(model="fold", layout=self.layout.describe(), salt=salt).root()
+
+    def next_life(self) -> int:
+        self._lives += 1
+        return self._lives
+
+    def kill(self, worker: SimWorker) -> None:
+        """kill -9; somebody starts it again."""
+        self.kills += 1
+        worker.dead.set()
+        self._later(self._restart(worker))
+
+    async def place(self, ask: Ask) -> Route:
+        return await self.router.place(ask)
+
+    async def lost(self, worker: WorkerId) -> None:
+        self.router.lost(worker)
+
+    async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
+        peer = self._at(worker, address)
+        await peer.step()
+        produced = await self._while_alive(peer, peer.engine.produce(request))
+        await peer.step()
+        return produced
+
+    async def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
+        peer = self._at(worker, address)
+        await peer.step()
+        async with aclosing(peer.engine.generate(request)) as deltas:
+            while True:
+                delta = await self._while_alive(peer, anext(deltas, None))
+                if delta is None:
+                    return
+                await peer.step()
+                yield delta
+
+    async def stop(self) -> None:
+        for task in self._background:
+            task.cancel()
+        for worker in self.workers.values():
+            await worker.stop()
+
+    def _start(self, name: str, role: Role) -> None:
+        self.workers[name] = SimWorker(self, name, role)
+        self.lives.append(self.workers[name])
+
+    def _at(self, worker: WorkerId, address: str) -> SimWorker:
+        found = self.workers.get(address.removeprefix("sim:"))
+        if found is None or found.info.worker != worker:
+            raise WorkerGone(worker)
+        return found
+
+    async def _while_alive(self, peer: SimWorker, call: Awaitable[T]) -> T:
+        """The answer of a call on `peer`, or WorkerGone as soon as it dies."""
+        answer, death = asyncio.ensure_future(call), asyncio.ensure_future(peer.dead.wait())
+        try:
+            await asyncio.wait({answer, death}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise WorkerGone(peer.info.worker)
+            return answer.result()
+        finally:
+            death.cancel()
+            answer.cancel()
+            await asyncio.wait({answer, death})
+
+    def _later(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _restart(self, worker: SimWorker) -> None:
+        await worker.stop()
+        await asyncio.sleep(self.weather.restart_s)
+        self._start(worker.name, worker.info.role)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(0.25)
+            self.router.tick()

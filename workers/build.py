@@ -1,0 +1,121 @@
+"""Puts a worker's engine together: model, memory, store, runner."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tidemill.kernels.build import KernelUnavailable
+from tidemill.kernels.dispatch import operators
+from tidemill.kvstore.arena import Arena
+from tidemill.kvstore.backing import Fixed, Mmap
+from tidemill.kvstore.keys import Namespace, PageKey
+from tidemill.kvstore.layout import LayerSpec, Layout, layout_of
+from tidemill.kvstore.ledger import Ledger
+from tidemill.kvstore.open_store import open_store
+from tidemill.workers.engine import Engine, Limits
+from tidemill.workers.inputs import caches_of
+from tidemill.workers.models.errors import ModelError
+from tidemill.workers.models.registry import describe, load
+from tidemill.workers.plan import Budget
+from tidemill.workers.runner import TorchRunner
+from tidemill.workers.settings import EngineSettings, SettingsError
+from tidemill.workers.transfer import Transfer
+
+Progress = Callable[[int, int], None]
+"""Called with (done_bytes, total_bytes) while weights load."""
+
+STATES_PER_REQUEST_MAX = 3
+"""A request reads one state and writes another while the checkpoint before them is still kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """An engine, and what the cluster must know about it (fields of WorkerInfo).
+
+    `max_model_len` is the smaller of the model's (or the configured) limit and of what the memory can hold.
+    """
+
+    engine: Engine
+    fingerprint: str
+    layout: str
+    page_tokens: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """How a worker's memory is cut, and the longest sequence that it serves."""
+
+    layout: Layout
+    num_extents: int
+    max_model_len: int
+
+
+def check_settings(settings: EngineSettings) -> None:
+    """Raise the ModelError that `build_engine` would, as far as it can be told without reading weights."""
+    layers, max_length = describe(settings.model_folder)
+    _memory_of(settings, layers, max_length)
+
+
+def build_engine(settings: EngineSettings, progress: Progress) -> Built:
+    """Load the model and reserve the memory. Raises ModelError, StoreError, OutOfMemory or SettingsError,
+    each with one line that names the fix."""
+    try:
+        ops = operators(settings.kernels, settings.cache_folder)
+    except KernelUnavailable as error:
+        raise SettingsError(str(error)) from error
+    loaded = load(settings.model_folder, ops, progress)
+    memory = _memory_of(settings, loaded.layers, loaded.max_length)
+    layout, max_model_len = memory.layout, memory.max_model_len
+    reservation_bytes = memory.num_extents * layout.extent_bytes
+    backing = Mmap(reservation_bytes) if settings.backing == "mmap" else Fixed(reservation_bytes)
+
+    def root_of(salt: str) -> PageKey:
+        return Namespace(model=loaded.fingerprint, layout=layout.describe(), salt=salt).root()
+
+    engine = Engine(
+        Ledger(layout, Arena(layout, memory.num_extents, backing)),
+        Transfer(layout, backing.memory.numpy().data, open_store(settings.store_url)),
+        TorchRunner(loaded.model, caches_of(layout, backing.memory), layout.page_tokens, settings.threads),
+        Limits(
+            budget=Budget(
+                tokens_max=max(settings.step_tokens_max, settings.rows_max + layout.page_tokens),
+                rows_max=settings.rows_max,
+                page_tokens=layout.page_tokens,
+            ),
+            capacity_tokens=max_model_len,
+        ),
+        root_of,
+    )
+    return Built(
+        engine=engine,
+        fingerprint=loaded.fingerprint,
+        layout=layout.describe(),
+        page_tokens=layout.page_tokens,
+        max_model_len=max_model_len,
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=tuple(sorted(loaded.eos_ids)),
+    )
+
+
+def capacity_tokens(layout: Layout, num_extents: int) -> int:
+    """The longest sequence that an arena of `num_extents` can hold when nothing else is running; 0 if none
+    fits."""
+    state_extents = -(-STATES_PER_REQUEST_MAX // layout.states_per_extent) if layout.hybrid else 0
+    return max(0, num_extents - state_extents) * layout.pages_per_extent * layout.page_tokens
+
+
+def _memory_of(settings: EngineSettings, layers: Sequence[LayerSpec], max_length: int) -> Memory:
+    layout = layout_of(layers, settings.page_tokens, settings.kv_dtype)
+    num_extents = settings.memory_bytes // layout.extent_bytes
+    wanted = min(settings.max_model_len or max_length, max_length)
+    max_model_len = min(wanted, capacity_tokens(layout, num_extents))
+    if max_model_len <= layout.page_tokens and max_model_len < wanted:
+        while capacity_tokens(layout, num_extents) <= layout.page_tokens:
+            num_extents += 1
+        raise ModelError(
+            f"{settings.memory_bytes:,} bytes of memory cannot hold one request of this model: "
+            f"set --memory to {-(-num_extents * layout.extent_bytes // (1 << 20))}MiB or more"
+        )
+    return Memory(layout, num_extents, max_model_len)

@@ -1,0 +1,82 @@
+"""What a model's forward pass reads: the integers of one step as tensors, and its caches as views of the
+arena."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tidemill.kvstore.layout import DTYPE_BYTES, STATE_DTYPE_BYTES, Layout
+
+KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """One step over B rows with T tokens in all; row b runs tokens `[cu[b], cu[b + 1])` of one sequence.
+
+    tokens_T        int64, token ids
+    positions_T     int64, absolute position of each token in its sequence
+    cu_B1           int32, row starts; cu[B] = T
+    pages_BN        int32, page ids of each row, left to right, padded with 0; they cover `lens` tokens
+    lens_B          int32, tokens of the sequence after this step, those of the row included
+    read_B          int32, state id to start from, -1 for the empty state
+    write_B         int32, state id that receives the state after the row's last token (may equal read); -1
+    when
+                    the model has no linear layers
+    """
+
+    tokens_T: torch.Tensor
+    positions_T: torch.Tensor
+    cu_B1: torch.Tensor
+    pages_BN: torch.Tensor
+    lens_B: torch.Tensor
+    read_B: torch.Tensor
+    write_B: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """Strided views of one arena, one per layer of each kind, in layer order. All ids index dimension 0.
+
+    kv          [pages, kv_heads, 2, P, head_dim]                 kv dtype; index 2 is K, V
+    conv        [states, key_heads, conv_width - 1, channels]     float32
+    temporal    [states, key_heads, values_per_group, key_dim, value_dim]  float32
+    """
+
+    kv: tuple[torch.Tensor, ...]
+    conv: tuple[torch.Tensor, ...]
+    temporal: tuple[torch.Tensor, ...]
+
+
+def caches_of(layout: Layout, arena: torch.Tensor) -> Caches:
+    """Views of `arena` (uint8, a whole number of extents) as `layout` places pages and states in it."""
+    assert arena.dtype == torch.uint8
+    assert arena.numel() % layout.extent_bytes == 0
+    pages = arena.view(KV_DTYPES[layout.kv_dtype])
+    page_size = layout.page_bytes // DTYPE_BYTES[layout.kv_dtype]
+    num_pages = arena.numel() // layout.page_bytes
+    kv: list[torch.Tensor] = []
+    offset = 0
+    head_size = sum(2 * layout.page_tokens * layer.head_dim for layer in layout.attention)
+    for layer in layout.attention:
+        size = layout.page_tokens * layer.head_dim
+        shape = (num_pages, layer.kv_heads, 2, layout.page_tokens, layer.head_dim)
+        kv.append(pages.as_strided(shape, (page_size, head_size, size, layer.head_dim, 1), offset))
+        offset += 2 * size
+    conv: list[torch.Tensor] = []
+    temporal: list[torch.Tensor] = []
+    if layout.hybrid:
+        states = arena.view(torch.float32)
+        stride = layout.state_stride_bytes // STATE_DTYPE_BYTES
+        num_states = arena.numel() // layout.state_stride_bytes
+        group_size = sum(layer.conv_elements + layer.temporal_elements for layer in layout.linear)
+        offset = 0
+        for spec in layout.linear:
+            shape = (num_states, spec.key_heads, spec.conv_width - 1, spec.group_channels)
+            conv.append(states.as_strided(shape, (stride, group_size, spec.group_channels, 1), offset))
+            offset += spec.conv_elements
+            head = spec.key_dim * spec.value_dim
+            shape = (num_states, spec.key_heads, spec.values_per_group, spec.key_dim, spec.value_dim)
+            temporal.append(states.as_strided(shape, (stride, group_size, head, spec.value_dim, 1), offset))
+            offset += spec.temporal_elements
+    return Caches(tuple(kv), tuple(conv), tuple(temporal))

@@ -1,0 +1,173 @@
+"""Everything that crosses a process boundary between frontend, router and workers, and nothing else."""
+
+from dataclasses import dataclass, field
+from typing import Literal, NewType
+
+from tidemill.kvstore.errors import TidemillError
+
+WorkerId = NewType("WorkerId", str)
+"""One life of one worker: `decode-0.3f9a1c`. A restarted worker has another id."""
+
+Role = Literal["prefill", "decode", "mixed"]
+FinishReason = Literal["stop", "length"]
+
+ANNOUNCED_KEY_BYTES = 8
+"""Announced keys are cut to this length: a collision costs a wrong guess of the router, never a wrong
+token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn. A draw is a function of the logits, the seed and the token's position.
+
+    temperature 0 is greedy. top_k 0, top_p 1.0 and min_p 0.0 switch the filters off.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to continue. After a loss it is sent again with the tokens already streamed in `tokens`.
+
+    A token of `stop_token_ids` ends the sequence with "stop" (it is reported and counts as a token); they
+    hold the model's end-of-sequence ids unless the client ignores them. `max_new_tokens` counts from the end
+    of `tokens`. A decode worker computes at most `gap_tokens_max` prompt tokens below the last page boundary
+    that nobody holds, beyond that it answers PagesMissing; None is no limit.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_token_ids: tuple[int, ...] = ()
+    salt: str = ""
+    gap_tokens_max: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where the tokens of a prompt came from on one worker; the three add up to the tokens it now holds."""
+
+    reused_tokens: int = 0  # were already in its memory
+    fetched_tokens: int = 0  # came from the store
+    computed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Produced:
+    """A prefill worker's answer: the store holds every page below `depth` and the checkpoint at it."""
+
+    depth: int
+    provenance: Provenance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What one step adds to one stream. The first one says where the prompt came from."""
+
+    tokens: tuple[int, ...]
+    finish: FinishReason | None = None
+    provenance: Provenance | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """What a worker has to do and to hold, for placement and for people. Bytes add up to the budget."""
+
+    queued_tokens: int = 0  # prompt tokens not yet computed, of waiting and running rows
+    running_rows: int = 0
+    waiting_rows: int = 0
+    live_bytes: int = 0  # held by running requests
+    cached_bytes: int = 0  # held by the prefix index alone, can be taken back
+    free_bytes: int = 0
+    page_bytes: int = 0  # in extents of pages, live and cached
+    state_bytes: int = 0  # in extents of states, live and cached
+    counters: dict[str, float] = field(default_factory=dict[str, float])  # totals since the start, by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """Restorable depths that came and went since the last one, as cut keys; `full` replaces all before it."""
+
+    added: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+    full: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """Who a worker is; fixed for its life."""
+
+    worker: WorkerId
+    name: str  # `decode-0`, the same after a restart
+    role: Role
+    address: str  # host:port of its data plane
+    pid: int
+    node: str
+    rank: int = 0
+    fingerprint: str = ""  # of the model's weights and configuration
+    layout: str = ""  # Layout.describe(); with the fingerprint and a salt it is the namespace of its keys
+    page_tokens: int = 64
+    max_model_len: int = 0  # tokens of prompt and answer that the model allows and its memory can hold
+    vocab_size: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """A worker's report to the router, about once a second, sent from its step loop."""
+
+    info: WorkerInfo
+    sequence: int  # counts up by one; a hole makes the router ask for a full announcement
+    load: WorkerLoad
+    announcement: Announcement
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """The way one request took on its last attempt; sums up for usage, the demo and the metrics."""
+
+    attempts: int
+    decode: WorkerId
+    provenance: Provenance  # of the decode worker
+    prefill: WorkerId | None = None
+    produced: Produced | None = None  # by the prefill worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What the flow hands to the edge: new tokens of a stream, in order, each exactly once."""
+
+    tokens: tuple[int, ...]
+    trace: Trace
+    finish: FinishReason | None = None
+
+
+class RequestError(TidemillError):
+    """A request that cannot be served as it is. `param` names the field, `status` is the HTTP status."""
+
+    def __init__(
+        self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.status = status
+        self.code = code
+
+
+class Unserved(TidemillError):
+    """Every attempt failed."""
+
+
+class PagesMissing(TidemillError):
+    """A longer gap than the worker may compute: produce the prompt again."""
+
+
+class WorkerGone(TidemillError):
+    """The worker died, or does not take work any more."""

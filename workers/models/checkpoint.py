@@ -1,0 +1,110 @@
+"""Reads the tensors of a Hugging Face folder: safetensors, memory-mapped, one file or an index of shards."""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from tidemill.workers.models.errors import ModelError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F32", "BF16", "F16"}
+
+Progress = Callable[[int, int], None]
+
+
+class Checkpoint:
+    """The tensors of one folder by name; reading one counts its bytes and adds them to the fingerprint."""
+
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        """Opens the files and reads their headers. Raises ModelError when one is missing or damaged."""
+        self._folder = folder
+        self._progress = progress
+        self._digest = xxhash.xxh3_128()
+        self._files = {name: _open(folder / name) for name in _shards(folder)}
+        self._file_of = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118  not a dict
+        self._done_bytes = 0
+        self._all_bytes = sum((folder / name).stat().st_size for name in self._files)
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool]) -> None:
+        """Raises ModelError unless the folder holds exactly these tensors, those `ignored` aside."""
+        _complain("lacks", [name for name in shapes if name not in self._file_of], self._folder)
+        extra = [name for name in self._file_of if name not in shapes and not ignored(name)]
+        _complain("has unexpected", extra, self._folder)
+        for name, shape in shapes.items():
+            header = self._files[self._file_of[name]].get_slice(name)
+            found = tuple(header.get_shape())
+            if found != shape:
+                raise ModelError(
+                    f"tensor {name} has shape {found} but config.json asks for {shape}: "
+                    "the weights and config.json belong to different models"
+                )
+            if header.get_dtype() not in DTYPES:
+                raise ModelError(
+                    f"tensor {name} is {header.get_dtype()}: quantised weights are not supported, "
+                    "use a float32, bfloat16 or float16 checkpoint"
+                )
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor in float32. Raises ModelError when its bytes cannot be read."""
+        try:
+            tensor = cast("torch.Tensor", self._files[self._file_of[name]].get_tensor(name))
+        except SafetensorError as error:
+            raise ModelError(f"tensor {name} cannot be read ({error}): download the model again") from error
+        data = tensor.contiguous().view(torch.uint8)
+        self._digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        self._digest.update(data.numpy().data)
+        self._done_bytes += data.numel()
+        self._progress(self._done_bytes, self._all_bytes)
+        return tensor.float()
+
+    def fingerprint(self, config: str) -> str:
+        """Digest of `config` and of every tensor read so far, in the order of reading."""
+        digest = self._digest.copy()
+        digest.update(config.encode())
+        return digest.hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a model folder. Raises ModelError when it is missing or not an object."""
+    try:
+        content: Any = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ModelError(f"{path.parent} has no {path.name}: --model takes a Hugging Face folder") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path} is not valid JSON ({error}): download the model again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a JSON object: download the model again")
+    return cast("dict[str, Any]", content)
+
+
+def _shards(folder: Path) -> list[str]:
+    if not (folder / INDEX).exists():
+        return [SINGLE]
+    return sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+
+
+def _open(path: Path) -> Any:  # noqa: ANN401  safetensors has no types
+    try:
+        return safe_open(str(path), framework="pt")
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"{path.parent} has no {path.name}: convert the model to safetensors or download it again"
+        ) from error
+    except SafetensorError as error:
+        raise ModelError(f"{path} is damaged or cut short ({error}): download it again") from error
+
+
+def _complain(what: str, names: Collection[str], folder: Path) -> None:
+    if names:
+        shown, more = sorted(names)[:3], len(names) - 3
+        listed = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+        raise ModelError(
+            f"{folder} {what} {'tensor' if len(names) == 1 else 'tensors'} {listed}: "
+            "the weights and config.json belong to different models"
+        )
