@@ -1,0 +1,113 @@
+"""Seeded workloads as plain data: which prompts are sent, and which of them wait for which.
+
+Prompts are token ids drawn from the vocabulary of the served model, so that every run, and every server with
+that vocabulary, computes the same.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+FIRST_TOKEN = 16
+"""Smaller ids are special tokens in many vocabularies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One request. It is sent when the item of index `after` has been answered.
+
+    position counts the requests of its group from 0. The first `shared_tokens` of the prompt were in that
+    of the request before it in the group.
+    """
+
+    tokens: tuple[int, ...]
+    max_tokens: int
+    group: int
+    position: int
+    shared_tokens: int
+    after: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    name: str
+    items: tuple[Item, ...]
+
+
+def shared_prefix(
+    rng: Random, vocab_size: int, *, groups: int = 8, prompts: int = 8, shared: int = 1024
+) -> Workload:
+    """Groups of prompts that start with the same `shared` tokens and end with 32 to 96 of their own.
+
+    The second prompt of a group waits for the first, the rest for the second: one prompt makes the pages, the
+    next finds out where it leaves them, which is where a hybrid model needs a checkpoint, the rest are warm.
+    """
+    items: list[Item] = []
+    for group in range(groups):
+        prefix = _tokens(rng, vocab_size, shared)
+        first = len(items)
+        items += [
+            Item(
+                tokens=prefix + _tokens(rng, vocab_size, rng.randrange(32, 97)),
+                max_tokens=16,
+                group=group,
+                position=position,
+                shared_tokens=shared if position else 0,
+                after=None if position == 0 else first + min(position - 1, 1),
+            )
+            for position in range(prompts)
+        ]
+    return Workload("shared-prefix", tuple(items))
+
+
+def multi_turn(rng: Random, vocab_size: int, *, conversations: int = 8, turns: int = 5) -> Workload:
+    """Conversations whose prompts hold all that was said before: a system prompt, questions, and answers.
+
+    The answers in the history are scripted, not the model's own: each run sends the same tokens.
+    """
+    items: list[Item] = []
+    system = _tokens(rng, vocab_size, 256)
+    for conversation in range(conversations):
+        history = system
+        for turn in range(turns):
+            history += _tokens(rng, vocab_size, rng.randrange(24, 120))
+            items.append(
+                Item(
+                    tokens=history,
+                    max_tokens=32,
+                    group=conversation,
+                    position=turn,
+                    shared_tokens=len(items[-1].tokens) if turn else 0,
+                    after=len(items) - 1 if turn else None,
+                )
+            )
+            history += _tokens(rng, vocab_size, 32)
+    return Workload("multi-turn", tuple(items))
+
+
+def unique(rng: Random, vocab_size: int, *, prompts: int = 32) -> Workload:
+    """Long prompts that have nothing in common: no cache can help."""
+    return Workload(
+        "unique",
+        tuple(
+            Item(
+                tokens=_tokens(rng, vocab_size, rng.randrange(768, 1536)),
+                max_tokens=64,
+                group=group,
+                position=0,
+                shared_tokens=0,
+            )
+            for group in range(prompts)
+        ),
+    )
+
+
+WORKLOADS: dict[str, Callable[[Random, int], Workload]] = {
+    "shared-prefix": shared_prefix,
+    "multi-turn": multi_turn,
+    "unique": unique,
+}
+
+
+def _tokens(rng: Random, vocab_size: int, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(FIRST_TOKEN, vocab_size) for _ in range(count))

@@ -1,0 +1,61 @@
+"""How our gRPC connections are set up: what a peer may send, and how soon a silent one is given up."""
+
+import grpc
+import grpc.aio
+
+FRAME_BYTES_MAX = 16 * 2**20
+"""A prompt of a million tokens is 3 MB; a full announcement of a million pages is 8 MB."""
+
+METADATA_BYTES_MAX = 8 * 2**10
+STREAMS_MAX = 1024
+"""Streams and calls that one server has open at once."""
+
+SILENCE_MS = 1000
+SILENCE_ANSWER_MS = 2000
+"""One that was silent for SILENCE_MS is asked for a sign of life, and closed SILENCE_ANSWER_MS after.
+This notices a frozen process or a lost machine within 3 s; a killed process is noticed at once."""
+
+CONNECT_MS_MAX = 3000
+
+_LIMITS = [
+    ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
+    ("grpc.max_send_message_length", FRAME_BYTES_MAX),
+    ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+    ("grpc.keepalive_time_ms", SILENCE_MS),
+    ("grpc.keepalive_timeout_ms", SILENCE_ANSWER_MS),
+    ("grpc.http2.ping_timeout_ms", SILENCE_ANSWER_MS),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A connection of its own to `address` (host:port): no proxy, no back-off from earlier ones."""
+    return grpc.aio.insecure_channel(
+        address,
+        options=[
+            *_LIMITS,
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.min_reconnect_backoff_ms", CONNECT_MS_MAX),
+        ],
+    )
+
+
+def new_server() -> grpc.aio.Server:
+    return grpc.aio.server(
+        options=[
+            *_LIMITS,
+            ("grpc.so_reuseport", 0),  # two lives of a worker never share a port
+            ("grpc.http2.min_ping_interval_without_data_ms", SILENCE_MS // 2),
+        ],
+        maximum_concurrent_rpcs=STREAMS_MAX,
+    )
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> str:
+    """Bind to `host`, port 0 for any free one; the address that others reach it at. Raises OSError."""
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError as error:  # what gRPC raises for every reason
+        raise OSError(f"{host}:{port} cannot be bound: {error}") from error
+    return f"{host}:{bound}"

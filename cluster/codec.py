@@ -1,0 +1,258 @@
+"""Frames of the data plane as bytes: what frontends and workers say to each other, and back. Pure."""
+
+from dataclasses import dataclass
+from typing import TypeVar, assert_never
+
+from google.protobuf.message import DecodeError, Message
+
+from tidemill.cluster.proto import tidemill_pb2 as pb
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import (
+    Delta,
+    FinishReason,
+    PagesMissing,
+    Produced,
+    Provenance,
+    Request,
+    RequestError,
+    Sampling,
+    WorkerGone,
+    WorkerId,
+)
+
+
+class Malformed(TidemillError):
+    """Bytes from a socket that are not a message of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first frame of a stream: the life of the worker that the frontend was routed to."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    call: int
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Produce:
+    call: int
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    call: int
+
+
+ClientFrame = Hello | Generate | Produce | Cancel
+
+Failure = PagesMissing | WorkerGone | RequestError
+"""How a call fails at its caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What a worker has for one call. Produced, a failure, and a delta with a finish end their call."""
+
+    call: int
+    body: Delta | Produced | Failure
+
+    @property
+    def last(self) -> bool:
+        return not isinstance(self.body, Delta) or self.body.finish is not None
+
+
+_FINISHES: dict[FinishReason | None, pb.Finish] = {None: pb.NONE, "stop": pb.STOP, "length": pb.LENGTH}
+_FINISH_REASONS: dict[int, FinishReason | None] = {number: reason for reason, number in _FINISHES.items()}
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+def encode_client_frame(frame: ClientFrame) -> bytes:
+    """Raises RequestError for a number or a text that cannot be sent: a seed beyond 64 bits, half a surrogate
+    pair."""
+    try:
+        match frame:
+            case Hello(worker):
+                message = pb.ClientFrame(hello=pb.Hello(worker=worker))
+            case Generate(call, request):
+                message = pb.ClientFrame(generate=pb.Call(call=call, request=_request_to(request)))
+            case Produce(call, request):
+                message = pb.ClientFrame(produce=pb.Call(call=call, request=_request_to(request)))
+            case Cancel(call):
+                message = pb.ClientFrame(cancel=pb.Cancel(call=call))
+            case _:
+                assert_never(frame)
+    except ValueError as error:
+        raise RequestError(f"the request cannot be sent to a worker: {error}") from error
+    return message.SerializeToString()
+
+
+def decode_client_frame(data: bytes) -> ClientFrame:
+    """Raises Malformed."""
+    message = parse(pb.ClientFrame(), data)
+    match message.WhichOneof("kind"):
+        case "hello":
+            return Hello(WorkerId(message.hello.worker))
+        case "generate":
+            return Generate(message.generate.call, _request_from(message.generate.request))
+        case "produce":
+            return Produce(message.produce.call, _request_from(message.produce.request))
+        case "cancel":
+            return Cancel(message.cancel.call)
+        case _:
+            raise Malformed("a client frame of no known kind")
+
+
+def encode_worker_frame(items: list[Item]) -> bytes:
+    return pb.WorkerFrame(items=[_item_to(item) for item in items]).SerializeToString()
+
+
+def decode_worker_frame(data: bytes) -> list[Item]:
+    """Raises Malformed."""
+    return [_item_from(item) for item in parse(pb.WorkerFrame(), data).items]
+
+
+def parse(message: MessageT, data: bytes) -> MessageT:
+    """Fill an empty message. Raises Malformed."""
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise Malformed(f"{len(data)} bytes are not a {message.DESCRIPTOR.name}: {error}") from error
+    return message
+
+
+def _request_to(request: Request) -> pb.Request:
+    sampling = request.sampling
+    return pb.Request(
+        request_id=request.request_id,
+        tokens=request.tokens,
+        max_new_tokens=request.max_new_tokens,
+        sampling=pb.Sampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+        ),
+        stop_token_ids=request.stop_token_ids,
+        salt=request.salt,
+        gap_tokens_max=request.gap_tokens_max,
+    )
+
+
+def _request_from(message: pb.Request) -> Request:
+    sampling = message.sampling
+    return Request(
+        request_id=message.request_id,
+        tokens=tuple(message.tokens),
+        max_new_tokens=message.max_new_tokens,
+        sampling=Sampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+        ),
+        stop_token_ids=tuple(message.stop_token_ids),
+        salt=message.salt,
+        gap_tokens_max=message.gap_tokens_max if message.HasField("gap_tokens_max") else None,
+    )
+
+
+def _item_to(item: Item) -> pb.Item:
+    match item.body:
+        case Delta() as delta:
+            return pb.Item(
+                call=item.call,
+                delta=pb.Delta(
+                    tokens=delta.tokens,
+                    finish=_FINISHES[delta.finish],
+                    provenance=None if delta.provenance is None else _provenance_to(delta.provenance),
+                ),
+            )
+        case Produced(depth=depth, provenance=provenance):
+            return pb.Item(
+                call=item.call, produced=pb.Produced(depth=depth, provenance=_provenance_to(provenance))
+            )
+        case failure:
+            return pb.Item(call=item.call, failure=_failure_to(failure))
+
+
+def _item_from(message: pb.Item) -> Item:
+    match message.WhichOneof("kind"):
+        case "delta":
+            delta = message.delta
+            if delta.finish not in _FINISH_REASONS:
+                raise Malformed(f"finish {delta.finish} is not known")
+            return Item(
+                message.call,
+                Delta(
+                    tokens=tuple(delta.tokens),
+                    finish=_FINISH_REASONS[delta.finish],
+                    provenance=_provenance_from(delta.provenance) if delta.HasField("provenance") else None,
+                ),
+            )
+        case "produced":
+            produced = message.produced
+            return Item(
+                message.call,
+                Produced(depth=produced.depth, provenance=_provenance_from(produced.provenance)),
+            )
+        case "failure":
+            return Item(message.call, _failure_from(message.failure))
+        case _:
+            raise Malformed("an item of no known kind")
+
+
+def _provenance_to(provenance: Provenance) -> pb.Provenance:
+    return pb.Provenance(
+        reused_tokens=provenance.reused_tokens,
+        fetched_tokens=provenance.fetched_tokens,
+        computed_tokens=provenance.computed_tokens,
+    )
+
+
+def _provenance_from(message: pb.Provenance) -> Provenance:
+    return Provenance(
+        reused_tokens=message.reused_tokens,
+        fetched_tokens=message.fetched_tokens,
+        computed_tokens=message.computed_tokens,
+    )
+
+
+def _failure_to(failure: Failure) -> pb.Failure:
+    text = str(failure).encode(errors="replace").decode()
+    match failure:
+        case PagesMissing():
+            return pb.Failure(kind=pb.Failure.PAGES_MISSING, message=text)
+        case WorkerGone():
+            return pb.Failure(kind=pb.Failure.WORKER_GONE, message=text)
+        case RequestError():
+            return pb.Failure(
+                kind=pb.Failure.BAD_REQUEST,
+                message=text,
+                param=failure.param,
+                status=failure.status,
+                code=failure.code,
+            )
+
+
+def _failure_from(message: pb.Failure) -> Failure:
+    if message.kind == pb.Failure.PAGES_MISSING:
+        return PagesMissing(message.message)
+    if message.kind == pb.Failure.WORKER_GONE:
+        return WorkerGone(message.message)
+    if message.kind == pb.Failure.BAD_REQUEST:
+        return RequestError(
+            message.message,
+            param=message.param if message.HasField("param") else None,
+            status=message.status,
+            code=message.code if message.HasField("code") else None,
+        )
+    raise Malformed(f"failure kind {message.kind} is not known")

@@ -1,0 +1,173 @@
+"""The worker's side of the data plane: runs what frontends ask for, and sends each one a frame per step."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import grpc
+import grpc.aio
+
+from tidemill.cluster.channels import bind, new_server
+from tidemill.cluster.codec import (
+    Cancel,
+    Failure,
+    Generate,
+    Hello,
+    Item,
+    Malformed,
+    Produce,
+    decode_client_frame,
+    encode_worker_frame,
+)
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import (
+    Delta,
+    PagesMissing,
+    Produced,
+    Request,
+    RequestError,
+    WorkerGone,
+    WorkerId,
+)
+
+if TYPE_CHECKING:  # generic in the type stubs alone
+    Context = grpc.aio.ServicerContext[bytes, bytes]
+
+log = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    async def produce(self, request: Request) -> Produced: ...
+    def generate(self, request: Request) -> AsyncGenerator[Delta]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one frontend may hold: calls at once, and items of one call that it has not taken yet."""
+
+    calls_max: int = 4096
+    items_max: int = 1024
+    frame_items_max: int = 4096
+
+
+class DataPlane:
+    """Serves the streams of all frontends of one worker."""
+
+    def __init__(self, engine: Engine, worker: WorkerId, limits: Limits | None = None) -> None:
+        self._engine = engine
+        self._worker = worker
+        self._limits = Limits() if limits is None else limits
+        self._server = new_server()
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(
+                    "tidemill.Worker", {"Stream": grpc.stream_stream_rpc_method_handler(self._serve)}
+                ),
+            )
+        )
+
+    async def start(self, host: str, port: int = 0) -> str:
+        """Listen; the address, host:port. Raises OSError."""
+        address = bind(self._server, host, port)
+        await self._server.start()
+        return address
+
+    async def stop(self) -> None:
+        """End every stream, and with them every call."""
+        await self._server.stop(grace=None)
+
+    async def _serve(self, frames: AsyncIterator[bytes], context: "Context") -> None:
+        try:
+            hello = decode_client_frame(await anext(frames, b""))
+            if hello != Hello(self._worker):
+                raise Malformed(f"this is {self._worker}: not the worker that was asked for")
+            await _Stream(self._engine, self._limits, context.write).run(frames)
+        except Malformed as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+
+class _Stream:
+    """The calls of one frontend. Items wait in `_outbox` until the frame before them is sent, so that a slow
+    frontend gets fewer and larger frames and never holds up the engine."""
+
+    def __init__(self, engine: Engine, limits: Limits, send: Callable[[bytes], Awaitable[None]]) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._send = send
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._outbox: list[Item] = []
+        self._waiting = Counter[int]()  # items in the outbox, by call
+        self._filled = asyncio.Event()
+
+    async def run(self, frames: AsyncIterator[bytes]) -> None:
+        """Serve until the frontend ends the stream or vanishes. Raises Malformed."""
+        sender = asyncio.create_task(self._send_items())
+        try:
+            async for data in frames:
+                self._take(data)
+        finally:
+            tasks = [sender, *self._calls.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _take(self, data: bytes) -> None:
+        match decode_client_frame(data):
+            case Cancel(call):
+                if task := self._calls.get(call):
+                    task.cancel()
+            case Hello():
+                raise Malformed("a second hello")
+            case frame if frame.call in self._calls:
+                raise Malformed(f"call {frame.call} is in use")
+            case frame if len(self._calls) == self._limits.calls_max:
+                self._put(frame.call, WorkerGone(f"{self._limits.calls_max} calls of this frontend are open"))
+            case frame:
+                task = asyncio.create_task(self._run(frame))
+                self._calls[frame.call] = task
+                task.add_done_callback(lambda task: self._ended(frame.call, task))
+
+    async def _run(self, frame: Generate | Produce) -> None:
+        try:
+            if isinstance(frame, Produce):
+                self._put(frame.call, await self._engine.produce(frame.request))
+                return
+            async with aclosing(self._engine.generate(frame.request)) as deltas:
+                async for delta in deltas:
+                    if self._waiting[frame.call] == self._limits.items_max:
+                        raise PagesMissing("the frontend does not read: its pages are given up until it does")
+                    self._put(frame.call, delta)
+                    if delta.finish is not None:
+                        return
+            raise WorkerGone("the engine ended a stream that was not finished")
+        except (PagesMissing, WorkerGone, RequestError) as failure:
+            self._put(frame.call, failure)
+        except TidemillError as error:
+            self._put(frame.call, WorkerGone(f"{type(error).__name__}: {error}"))
+
+    def _ended(self, call: int, task: asyncio.Task[None]) -> None:
+        del self._calls[call]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a request broke", exc_info=error)
+            self._put(call, WorkerGone(f"the worker broke on this request: {type(error).__name__}"))
+
+    def _put(self, call: int, body: Delta | Produced | Failure) -> None:
+        self._outbox.append(Item(call, body))
+        self._waiting[call] += 1
+        self._filled.set()
+
+    async def _send_items(self) -> None:
+        """One frame at a time. The calls that a step wakes run in one turn of the loop, and this after them:
+        what a step brings goes out together."""
+        while True:
+            await self._filled.wait()
+            items = self._outbox[: self._limits.frame_items_max]
+            del self._outbox[: len(items)]
+            self._waiting = Counter(item.call for item in self._outbox)
+            if not self._outbox:
+                self._filled.clear()
+            await self._send(encode_worker_frame(items))

@@ -1,0 +1,148 @@
+"""`tidemill demo`: asks the bundled questions over HTTP, checks the answers, shows the way of their pages."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import Unserved
+
+TIMEOUT_S = 60
+ANSWER_TOKENS_MAX = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One question, what was answered, and the usage that the server reported."""
+
+    question: str
+    expected: str
+    answer: str
+    usage: dict[str, Any]
+
+    @property
+    def right(self) -> bool:
+        return self.answer.strip() == self.expected.strip()
+
+
+async def run_demo(base_url: str, model: str, folder: Path, console: Console) -> bool:
+    """Whether every question of `folder`/demo.json was answered right. Raises TidemillError."""
+    demo = _read(folder / "demo.json")
+    notebook: str = demo["notebook"]
+    console.print(Text(notebook, style="dim"), "\n")
+    asked: list[Asked] = []
+    async with httpx.AsyncClient(base_url=base_url, timeout=TIMEOUT_S, trust_env=False) as client:
+        page_tokens = await _page_tokens(client)
+        for item in demo["questions"]:
+            console.print(Text(f"  {item['question']}", style="bold"))
+            body = {
+                "model": model,
+                "messages": [{"role": "user", "content": f"{notebook} {item['question']}"}],
+                "temperature": 0,
+                "max_tokens": ANSWER_TOKENS_MAX,
+            }
+            console.print("   ", end="")
+            # the first answer is shown as it comes
+            answer, usage = await (_ask if asked else _ask_streaming)(client, body, console)
+            asked.append(Asked(item["question"], item["answer"], answer, usage))
+            _print_verdict(console, asked[-1])
+    console.print(pages_table(asked, page_tokens))
+    num_right = sum(one.right for one in asked)
+    console.print(f"\n{num_right} of {len(asked)} answers are right")
+    return bool(asked) and num_right == len(asked)
+
+
+def pages_table(asked: list[Asked], page_tokens: int) -> Table:
+    """Where the tokens of each prompt came from, as full pages and tokens."""
+    table = Table(
+        title=f"\nWhere the prompts came from (p: pages of {page_tokens} tokens, t: tokens)",
+        title_justify="left",
+        caption="the decode worker has what it fetched, replayed and reused",
+        caption_justify="left",
+        box=None,
+    )
+    for column in (
+        "question",
+        "prompt",
+        "computed by prefill",
+        "fetched by decode",
+        "replayed tail",
+        "reused",
+    ):
+        table.add_column(column, justify="right")
+    for index, one in enumerate(asked, start=1):
+        details = one.usage["prompt_tokens_details"]
+        counts = [details[f"{way}_tokens"] for way in ("prefilled", "fetched", "replayed", "reused")]
+        cells = (_pages(count, page_tokens) for count in (one.usage["prompt_tokens"], *counts))
+        table.add_row(str(index), *cells)
+    return table
+
+
+def _pages(num_tokens: int, page_tokens: int) -> str:
+    pages, rest = divmod(num_tokens, page_tokens)
+    if not num_tokens:
+        return "-"
+    return " + ".join([f"{pages} p"] * (pages > 0) + [f"{rest} t"] * (rest > 0))
+
+
+def _print_verdict(console: Console, one: Asked) -> None:
+    verdict = Text("right", style="green") if one.right else Text("wrong", style="red")
+    console.print(Text(f"   expected: {one.expected}", style="dim"), verdict)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise TidemillError(f"{path} cannot be read, run the demo with the bundled model: {error}") from error
+
+
+async def _page_tokens(client: httpx.AsyncClient) -> int:
+    response = await client.get("/cluster")
+    _check(response)
+    return response.json()["workers"][0]["info"]["page_tokens"]
+
+
+async def _ask(
+    client: httpx.AsyncClient, body: dict[str, Any], console: Console
+) -> tuple[str, dict[str, Any]]:
+    response = await client.post("/v1/chat/completions", json=body)
+    _check(response)
+    reply = response.json()
+    answer = reply["choices"][0]["message"]["content"]
+    console.print(Text(answer), end="")
+    return answer, reply["usage"]
+
+
+async def _ask_streaming(
+    client: httpx.AsyncClient, body: dict[str, Any], console: Console
+) -> tuple[str, dict[str, Any]]:
+    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    answer, usage = "", dict[str, Any]()
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.is_error:
+            await response.aread()
+        _check(response)
+        async for line in response.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            if "error" in chunk:
+                raise Unserved(chunk["error"]["message"])
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
+                answer += choice["delta"]["content"]
+                console.print(Text(choice["delta"]["content"]), end="")
+    console.print(Text(" (streamed)", style="dim"), end="")
+    return answer, usage
+
+
+def _check(response: httpx.Response) -> None:
+    if response.is_error:
+        raise Unserved(f"{response.request.url} answered HTTP {response.status_code}: {response.text[:500]}")

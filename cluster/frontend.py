@@ -1,0 +1,33 @@
+"""The service behind the HTTP edge: the flow over a router and peers, for one model."""
+
+from collections.abc import AsyncGenerator
+
+from tidemill.cluster.flow import serve
+from tidemill.cluster.peers import GrpcPeers
+from tidemill.cluster.router_client import RouterClient
+from tidemill.cluster.service import FleetStatus, ServedModel
+from tidemill.kvstore.keys import Namespace, PageKey
+from tidemill.workers.messages import Piece, Request, WorkerInfo
+
+
+class ClusterService:
+    """`info` is of any ready worker: what names keys is the same on all workers of one model."""
+
+    def __init__(self, model: ServedModel, router: RouterClient, peers: GrpcPeers, info: WorkerInfo) -> None:
+        self.model = model
+        self._router = router
+        self._peers = peers
+        self._info = info
+
+    def generate(self, request: Request) -> AsyncGenerator[Piece]:
+        return serve(request, self._router, self._peers, self._root_of, self._info.page_tokens)
+
+    async def status(self) -> FleetStatus:
+        return await self._router.status()
+
+    async def close(self) -> None:
+        await self._peers.close()
+        await self._router.close()
+
+    def _root_of(self, salt: str) -> PageKey:
+        return Namespace(model=self._info.fingerprint, layout=self._info.layout, salt=salt).root()

@@ -1,0 +1,87 @@
+"""A worker's heartbeat to the router: beats only while the engine's step loop turns."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+import grpc.aio
+
+from tidemill.cluster.channels import open_channel
+from tidemill.cluster.codec import Malformed
+from tidemill.cluster.router_client import FindRouter
+from tidemill.cluster.router_codec import decode_ack, encode_heartbeat
+from tidemill.workers.messages import Announcement, Heartbeat, WorkerGone, WorkerInfo, WorkerLoad
+
+if TYPE_CHECKING:  # generic in the type stubs alone
+    ReportMethod = grpc.aio.StreamStreamMultiCallable[bytes, bytes]
+
+LOOK_S = 0.25
+"""How often a worker looks whether there is something new to report."""
+
+BEAT_S_MAX = 0.9
+"""A worker with nothing new beats this often: with the time of a look, about once a second."""
+
+RECONNECT_S = 0.1
+
+log = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    @property
+    def steps(self) -> int: ...
+    def load(self) -> WorkerLoad: ...
+    def take_announcement(self, *, full: bool) -> Announcement: ...
+
+
+class Heartbeats:
+    def __init__(
+        self, engine: Engine, info: WorkerInfo, find_router: FindRouter, heard: Callable[[], None]
+    ) -> None:
+        """`heard` is called at every acknowledged beat: from the first on, the router knows the worker."""
+        self._engine = engine
+        self._info = info
+        self._find_router = find_router
+        self._heard = heard
+        self._sequence = 0
+
+    async def run(self) -> None:
+        """Report until cancelled, to whatever router there is; a new connection starts with everything."""
+        while True:
+            try:
+                async with open_channel(await self._find_router()) as channel:
+                    await self._report(channel)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, WorkerGone, Malformed) as error:
+                log.info("the router is away: %s", error)
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _report(self, channel: grpc.aio.Channel) -> None:
+        method: ReportMethod = channel.stream_stream("/tidemill.Router/Report")
+        now_s = asyncio.get_running_loop().time
+        stream = method()
+        full = True
+        steps = -1
+        sent: WorkerLoad | None = None
+        sent_at_s = 0.0
+        while True:
+            load = self._engine.load()
+            new = sent is None or full or replace(load, counters=sent.counters) != sent
+            if self._engine.steps != steps and (new or now_s() - sent_at_s >= BEAT_S_MAX):
+                steps, sent, sent_at_s = self._engine.steps, load, now_s()
+                await stream.write(encode_heartbeat(self._beat(load, full=full)))
+                answer = await stream.read()
+                if not isinstance(answer, bytes):  # the end of the stream
+                    return
+                full = decode_ack(answer)
+                self._heard()
+            await asyncio.sleep(LOOK_S)
+
+    def _beat(self, load: WorkerLoad, *, full: bool) -> Heartbeat:
+        self._sequence += 1
+        return Heartbeat(
+            info=self._info,
+            sequence=self._sequence,
+            load=load,
+            announcement=self._engine.take_announcement(full=full),
+        )

@@ -1,0 +1,1 @@
+"""The HTTP edge: the OpenAI API over a Service. Start at app.py."""

@@ -1,0 +1,80 @@
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import RequestError
+
+RETRY_AFTER_S = 1
+FIXES = {
+    "json_invalid": "send a JSON object",
+    "missing": "is needed",
+    "model_attributes_type": "send a JSON object with content-type: application/json",
+}
+
+
+def error_of(error: Exception) -> tuple[int, dict[str, object]]:
+    """HTTP status and body. A bug tells clients nothing about itself."""
+    match error:
+        case RequestError():
+            return error.status, _body(error.status, str(error), error.param, error.code)
+        case TidemillError():
+            return 503, _body(
+                503, f"the request could not be served now, try again: {error}", None, "unserved"
+            )
+        case _:
+            return 500, _body(500, "internal error: the server's log has the cause", None, "internal_error")
+
+
+def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
+    """Make every error of `app` an OpenAI-shaped reply. `count` gets the status of each."""
+
+    async def expected(_: Request, error: Exception) -> Response:
+        status, body = error_of(error)
+        count(status)
+        headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else None
+        return JSONResponse(body, status, headers)
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return await expected(_, validation_error(error.errors()))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = {
+            404: f"there is no {request.url.path[:256]}: /docs lists what there is",
+            405: f"{request.url.path[:256]} does not take {request.method[:16]}: /docs says what it takes",
+        }.get(error.status_code, str(error.detail))
+        count(error.status_code)
+        return JSONResponse(_body(error.status_code, message, None, None), error.status_code, error.headers)
+
+    app.add_exception_handler(TidemillError, expected)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, expected)
+
+
+def validation_error(problems: Sequence[Mapping[str, object]]) -> RequestError:
+    """The first thing that pydantic found wrong, with the field as a client writes it: `messages[0].role`."""
+    problem = problems[0]
+    place = cast("tuple[int | str, ...]", problem["loc"])
+    kind = str(problem["type"])
+    field = "" if kind == "json_invalid" else _path(place[1:])
+    reason = FIXES.get(kind, str(problem["msg"]).removeprefix("Value error, "))
+    return RequestError(f"{field}: {reason}" if field else reason, param=field or None)
+
+
+def _path(parts: Sequence[int | str]) -> str:
+    steps = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return "".join(steps).removeprefix(".")
+
+
+def _body(status: int, message: str, param: str | None, code: str | None) -> dict[str, object]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,146 @@
+"""What Prometheus reads: the edge's own measurements, and each worker's report at the time of the scrape."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from tidemill.cluster.http.answers import Increment
+from tidemill.cluster.http.replies import cached_tokens
+from tidemill.cluster.service import FleetStatus, WorkerStatus
+from tidemill.workers.messages import Request
+
+PREFIX = "tidemill:"
+TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+ITL_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
+E2E_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 600)
+
+WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
+    "queued_tokens": ("Prompt tokens not yet computed.", lambda status: status.load.queued_tokens),
+    "running_rows": ("Sequences in the running batch.", lambda status: status.load.running_rows),
+    "waiting_rows": ("Sequences that wait for memory.", lambda status: status.load.waiting_rows),
+    "live_bytes": ("Memory held by running requests.", lambda status: status.load.live_bytes),
+    "cached_bytes": ("Memory held by the prefix index alone.", lambda status: status.load.cached_bytes),
+    "free_bytes": ("Memory held by nobody.", lambda status: status.load.free_bytes),
+    "page_bytes": ("Memory in extents of pages.", lambda status: status.load.page_bytes),
+    "state_bytes": ("Memory in extents of states.", lambda status: status.load.state_bytes),
+    "restorable_depths": ("Prefixes that the worker can resume.", lambda status: status.restorable_depths),
+    "heard_ago_seconds": ("Time since the last heartbeat.", lambda status: status.heard_ago_s),
+}
+
+
+class Metrics:
+    """Instruments of one edge. Labels come from fixed sets: status codes, finish reasons, worker names."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.registry = registry = CollectorRegistry()
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(PREFIX + name, text, buckets=buckets, registry=registry)
+
+        def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(PREFIX + name, text, labels, registry=registry)
+
+        self.ttft_s = histogram(
+            "time_to_first_token_seconds", "From the request to its first token.", TTFT_BUCKETS_S
+        )
+        self.itl_s = histogram(
+            "inter_token_latency_seconds", "Between the tokens of an answer.", ITL_BUCKETS_S
+        )
+        self.e2e_s = histogram(
+            "e2e_request_latency_seconds", "From the request to its last token.", E2E_BUCKETS_S
+        )
+        self.running = Gauge(PREFIX + "num_requests_running", "Answers being made.", registry=registry)
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answers that started.")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self.success = counter("request_success", "Answers by how they ended.", ["finished_reason"])
+        self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up.")
+        self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens that did not have to be computed.")
+        self.errors = counter("request_errors", "Error replies by HTTP status.", ["code"])
+
+    def count_error(self, status: int) -> None:
+        self.errors.labels(code=str(status)).inc()
+
+    @contextmanager
+    def watch(self, requests: Sequence[Request]) -> Generator["Watch"]:
+        """Measures the answers to `requests`, from now to the end of the block, whatever ends it."""
+        watch = Watch(self, requests, self._clock)
+        self.running.inc(len(requests))
+        try:
+            yield watch
+        finally:
+            self.running.dec(len(requests))
+            for _ in range(watch.unfinished):
+                self.success.labels(finished_reason="abort").inc()
+
+
+class Watch:
+    """The times of one HTTP request."""
+
+    def __init__(self, metrics: Metrics, requests: Sequence[Request], clock: Callable[[], float]) -> None:
+        self._metrics = metrics
+        self._requests = requests
+        self._clock = clock
+        self._start_s = clock()
+        self._last_s: dict[int, float] = {}
+        self.unfinished = len(requests)
+
+    def saw(self, increment: Increment) -> None:
+        now_s = self._clock()
+        metrics = self._metrics
+        last_s = self._last_s.get(increment.choice)
+        if last_s is None:
+            num_tokens = len(self._requests[increment.choice].tokens)
+            metrics.ttft_s.observe(now_s - self._start_s)
+            metrics.prompt_tokens.inc(num_tokens)
+            metrics.prefix_queries.inc(num_tokens)
+            metrics.prefix_hits.inc(cached_tokens(num_tokens, increment.trace))
+        elif increment.num_tokens:
+            for _ in range(increment.num_tokens):
+                metrics.itl_s.observe((now_s - last_s) / increment.num_tokens)
+        self._last_s[increment.choice] = now_s
+        metrics.generation_tokens.inc(increment.num_tokens)
+        if increment.finish:
+            self.unfinished -= 1
+            metrics.e2e_s.observe(now_s - self._start_s)
+            metrics.success.labels(finished_reason=increment.finish).inc()
+
+
+class _FleetCollector:
+    """The workers' reports as metric families."""
+
+    def __init__(self, status: FleetStatus) -> None:
+        self._workers = status.workers
+
+    def collect(self) -> Iterator[Metric]:
+        for name, (text, read) in WORKER_GAUGES.items():
+            gauge = GaugeMetricFamily(f"{PREFIX}worker_{name}", text, labels=["worker", "role"])
+            for status in self._workers:
+                gauge.add_metric([status.info.name, status.info.role], read(status))
+            yield gauge
+        counters: defaultdict[str, list[tuple[WorkerStatus, float]]] = defaultdict(list)
+        for status in self._workers:
+            for name, value in status.load.counters.items():
+                counters[re.sub(r"[^a-zA-Z0-9_]", "_", name)].append((status, value))
+        for name, samples in sorted(counters.items()):
+            counter = CounterMetricFamily(
+                f"{PREFIX}worker_{name}", "Counted by the worker since its start.", labels=["worker", "role"]
+            )
+            for status, value in samples:
+                counter.add_metric([status.info.name, status.info.role], value)
+            yield counter
+
+
+def exposition(metrics: Metrics, fleet: FleetStatus | None) -> bytes:
+    """The text that Prometheus scrapes; without the workers while the router does not answer."""
+    text = generate_latest(metrics.registry)
+    if fleet is not None:
+        workers = CollectorRegistry(auto_describe=False)
+        workers.register(_FleetCollector(fleet))
+        text += generate_latest(workers)
+    return text

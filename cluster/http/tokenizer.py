@@ -1,0 +1,86 @@
+# pyright: basic
+# transformers has no complete types
+"""The tokenizer and the chat template of a Hugging Face folder."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.decoders import DecodeStream
+from transformers import AutoTokenizer
+
+from tidemill.cluster.http.text import Message
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import RequestError
+
+PENDING_TOKENS_MAX = 8
+"""A character has at most 4 bytes: after this many tokens without text, what is pending is no character."""
+
+Render = Callable[[Sequence[Message]], str]
+
+
+class FolderTokenizer:
+    """Encodes, decodes and renders chats. `render` is None for a model without a chat template."""
+
+    def __init__(self, raw: RawTokenizer, render: Render | None) -> None:
+        raw.no_truncation()  # the edge refuses long prompts, it does not cut them
+        raw.no_padding()
+        self._raw = raw
+        self._render = render
+
+    def encode(self, text: str) -> list[int]:
+        return self._raw.encode(text).ids
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        if self._render is None:
+            raise RequestError("this model has no chat template: use /v1/completions", param="messages")
+        try:
+            text = self._render(messages)
+        except Exception as error:  # a template is a program that came with the model: it may raise anything
+            raise RequestError(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+        return self._raw.encode(text, add_special_tokens=False).ids
+
+    def decoder(self) -> "StreamDecoder":
+        return StreamDecoder(self._raw)
+
+
+class StreamDecoder:
+    """Text of one stream, in constant memory whatever bytes the model emits."""
+
+    def __init__(self, raw: RawTokenizer) -> None:
+        self._raw = raw
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._pending: list[int] = []
+
+    def push(self, token: int) -> str:
+        self._pending.append(token)
+        text = self._stream.step(self._raw, token)
+        if text is None and len(self._pending) < PENDING_TOKENS_MAX:
+            return ""
+        if text is None:
+            text = self._raw.decode(self._pending, skip_special_tokens=True)
+            self._stream = DecodeStream(skip_special_tokens=True)
+        self._pending.clear()
+        return text
+
+
+def load_tokenizer(folder: Path) -> FolderTokenizer:
+    """Read the tokenizer of a model folder; nothing is downloaded, no code of the folder is run."""
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise TidemillError(
+            f"{folder} has no tokenizer that can be read, check tokenizer.json: {reason}"
+        ) from error
+    raw = getattr(loaded, "backend_tokenizer", None)
+    if raw is None:
+        raise TidemillError(f"{folder} has no tokenizer.json: convert its tokenizer to the fast format")
+
+    def render(messages: Sequence[Message]) -> str:
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        return loaded.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+
+    return FolderTokenizer(raw, render if loaded.chat_template else None)

@@ -1,0 +1,206 @@
+"""Starts and stops a cluster: Ray, the router, the workers. Either all are ready, or nothing is left."""
+
+import contextlib
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+import ray.exceptions
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+
+from tidemill.cluster.actors import RouterActor, WorkerActor, find_router
+from tidemill.cluster.peers import GrpcPeers
+from tidemill.cluster.processes import children, end, with_descendants
+from tidemill.cluster.router_client import RouterClient
+from tidemill.cluster.settings import ClusterSettings, WorkerSettings
+from tidemill.cluster.worker_process import Failed, Loading, Ready, State
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import WorkerInfo
+
+RAY: Any = ray  # much of it has no types
+
+LOOK_S = 0.1
+GRACE_S = 3.0
+TEMP_PATH_LENGTH_MAX = 40
+"""Ray puts sockets 60 characters below it, and a socket's path is at most 107 long."""
+
+
+class LaunchError(TidemillError):
+    """The cluster cannot start; one line that says why."""
+
+
+class Cluster:
+    """A running cluster. `start_cluster` makes it, `stop` ends it, both in the main thread outside of any
+    event loop."""
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        self.workers: tuple[WorkerInfo, ...] = ()
+        self._settings = settings
+        self._temp_folder: Path | None = None
+        self._processes: list[psutil.Process] = []  # Ray's own, if we started it
+        self._router: Any = None
+        self._actors: dict[str, Any] = {}
+
+    def router(self) -> RouterClient:
+        """A new client of the router, for one event loop of this process."""
+        return RouterClient(find_router(self._settings.router.name, self._settings.namespace))
+
+    def peers(self) -> GrpcPeers:
+        """New streams to the workers, for one event loop of this process."""
+        return GrpcPeers()
+
+    def start_ray(self) -> None:
+        settings = self._settings
+        options: dict[str, Any] = {"address": settings.ray_address}
+        if settings.ray_address is None:
+            if len(str(settings.temp_folder)) > TEMP_PATH_LENGTH_MAX:
+                raise LaunchError(
+                    f"{settings.temp_folder} is too long a path for Ray's sockets: set TMPDIR=/tmp"
+                )
+            self._temp_folder = Path(tempfile.mkdtemp(prefix="tidemill-", dir=settings.temp_folder))
+            options = {
+                "address": "local",
+                "_temp_dir": str(self._temp_folder),
+                "include_dashboard": False,
+                "object_store_memory": settings.object_store_bytes,
+            }
+        before = children()
+        ours = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            RAY.init(**options, namespace=settings.namespace, logging_level="error", log_to_driver=True)
+        except Exception as error:
+            raise LaunchError(f"Ray does not start: {_line(error)}") from error
+        except SystemExit:
+            raise KeyboardInterrupt from None  # Ray's own answer to SIGTERM
+        finally:
+            for number, disposition in ours.items():  # Ray's own would end the process without a stop
+                signal.signal(number, disposition)
+            self._processes = [process for process in children() if process not in before]
+
+    def start_actors(self) -> None:
+        settings = self._settings
+        options = {"max_restarts": -1, "max_task_retries": 0, "num_cpus": 0}
+        try:
+            router = RAY.remote(RouterActor).options(**options, name=settings.router.name)
+            self._router = router.remote(settings.router)
+            for worker in settings.workers:
+                options |= {"num_cpus": worker.num_cpus, "num_gpus": worker.num_gpus}
+                actor = RAY.remote(WorkerActor).options(**options, name=worker.name)
+                self._actors[worker.name] = actor.remote(worker, settings.router.name, settings.namespace)
+        except ValueError as error:
+            raise LaunchError(
+                f"the actors cannot be created in namespace {settings.namespace}: {error}"
+            ) from error
+
+    def wait_until_ready(self, show: Callable[[str, State], None], clock: Callable[[], float]) -> None:
+        """Until the router knows every worker. Raises LaunchError with the first thing that went wrong."""
+        give_up_s = clock() + self._settings.process_wait_s_max
+        ready: dict[str, WorkerInfo] = {}
+        silent = {worker.name: worker for worker in self._settings.workers}  # no process yet
+        asked: dict[Any, str] = {}
+        while len(ready) < len(self._actors):
+            waited = set(asked.values()) | set(ready)
+            asked |= {
+                actor.state.remote(): name for name, actor in self._actors.items() if name not in waited
+            }
+            answers, _ = RAY.wait(list(asked), num_returns=len(asked), timeout=LOOK_S)
+            for answer in answers:
+                name = asked.pop(answer)
+                silent.pop(name, None)
+                state = _state(name, answer)
+                show(name, state)
+                if isinstance(state, Failed):
+                    raise LaunchError(f"{name}: {state.reason}")
+                if isinstance(state, Ready):
+                    ready[name] = state.info
+            if silent and clock() > give_up_s:
+                raise LaunchError(_no_process(*silent.values()))
+            time.sleep(LOOK_S)
+        self.workers = tuple(ready[worker.name] for worker in self._settings.workers)
+
+    def stop(self) -> None:
+        """End every process and remove every file of the cluster; of one that was joined, our actors. May
+        be called at any time, also twice."""
+        processes = with_descendants(self._processes)
+        for actor in [*self._actors.values(), self._router]:
+            if actor is not None:
+                with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                    RAY.kill(actor, no_restart=True)
+        self._actors.clear()
+        self._router = None
+        grace_s = GRACE_S if RAY.is_initialized() else 0.0
+        RAY.shutdown()
+        end(processes, grace_s)
+        if self._temp_folder is not None:
+            shutil.rmtree(self._temp_folder, ignore_errors=True)
+
+
+def start_cluster(
+    settings: ClusterSettings, console: Console, clock: Callable[[], float] = time.monotonic
+) -> Cluster:
+    """Start everything and wait until the router knows every worker. The environment holds `ray_environ`.
+
+    Raises LaunchError. Nothing is left running then, nor when it is interrupted.
+    """
+    cluster = Cluster(settings)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[state]}"),
+    )
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            ray_bar = progress.add_task("Ray", total=None, state="starting")
+            cluster.start_ray()
+            progress.remove_task(ray_bar)
+            bars = {
+                worker.name: progress.add_task(worker.name, total=None, state="starting")
+                for worker in settings.workers
+            }
+            cluster.start_actors()
+            cluster.wait_until_ready(lambda name, state: _show(progress, bars[name], state), clock)
+    except BaseException:
+        cluster.stop()
+        raise
+    return cluster
+
+
+def _show(progress: Progress, bar: TaskID, state: State) -> None:
+    match state:
+        case Loading(done_bytes, total_bytes):
+            text = f"{done_bytes / 1e6:,.0f} of {total_bytes / 1e6:,.0f} MB" if total_bytes else "starting"
+            progress.update(bar, total=total_bytes or None, completed=done_bytes, state=text)
+        case Ready():
+            progress.update(bar, total=1, completed=1, state="ready")
+        case Failed():
+            progress.update(bar, state="failed")
+
+
+def _state(name: str, answer: object) -> State:
+    try:
+        return RAY.get(answer)
+    except ray.exceptions.RayError as error:
+        raise LaunchError(f"{name} died while it started: {_line(error)}") from error
+
+
+def _no_process(worker: WorkerSettings, *_: WorkerSettings) -> str:
+    needs = f"{worker.num_cpus:g} CPUs and {worker.num_gpus:g} GPUs"
+    has = RAY.cluster_resources()
+    return (
+        f"Ray finds no place for {worker.name}, which needs {needs}: "
+        f"the cluster has {has.get('CPU', 0):g} CPUs and {has.get('GPU', 0):g} GPUs in all"
+    )
+
+
+def _line(error: Exception) -> str:
+    """The line of Ray's message that says what happened: the last one of a traceback, else the first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1] if any(line.startswith("Traceback") for line in lines) else lines[0]

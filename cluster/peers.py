@@ -1,0 +1,176 @@
+"""The frontend's side of the data plane: one stream to each worker, shared by all requests that run there."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Generator
+from contextlib import contextmanager
+from itertools import count
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from tidemill.cluster.channels import FRAME_BYTES_MAX, open_channel
+from tidemill.cluster.codec import (
+    Cancel,
+    Failure,
+    Generate,
+    Hello,
+    Item,
+    Malformed,
+    Produce,
+    decode_worker_frame,
+    encode_client_frame,
+)
+from tidemill.workers.messages import (
+    Delta,
+    PagesMissing,
+    Produced,
+    Request,
+    RequestError,
+    WorkerGone,
+    WorkerId,
+)
+
+if TYPE_CHECKING:  # generic in the type stubs alone
+    StreamMethod = grpc.aio.StreamStreamMultiCallable[bytes, bytes]
+
+UNREAD_ITEMS_MAX = 1024
+"""Steps that a reader may be behind; then its call is cancelled, and placed again when it reads on."""
+
+Inbox = asyncio.Queue[Delta | Produced | Failure]
+
+
+class GrpcPeers:
+    """The workers over gRPC: the `Peers` of cluster/flow.py. Lives on one asyncio loop."""
+
+    def __init__(self, unread_items_max: int = UNREAD_ITEMS_MAX) -> None:
+        self._unread_items_max = unread_items_max
+        self._streams: dict[tuple[WorkerId, str], _Stream] = {}
+
+    async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
+        """Raises PagesMissing, WorkerGone, RequestError."""
+        stream = self._stream(worker, address)
+        with stream.call(Produce(stream.new_call(), request)) as inbox:
+            match await inbox.get():
+                case Produced() as produced:
+                    return produced
+                case Delta():
+                    raise WorkerGone(f"{worker} generates instead of producing")
+                case failure:
+                    raise failure
+
+    async def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
+        """Closing the generator cancels the request on the worker. Raises as `produce` does."""
+        stream = self._stream(worker, address)
+        with stream.call(Generate(stream.new_call(), request)) as inbox:
+            while True:
+                match await inbox.get():
+                    case Delta() as delta:
+                        yield delta
+                        if delta.finish is not None:
+                            return
+                    case Produced():
+                        raise WorkerGone(f"{worker} produces instead of generating")
+                    case failure:
+                        raise failure
+
+    async def close(self) -> None:
+        await asyncio.gather(*(stream.close() for stream in self._streams.values()))
+
+    def _stream(self, worker: WorkerId, address: str) -> "_Stream":
+        key = (worker, address)
+        stream = self._streams.get(key)
+        if stream is None:
+            stream = self._streams[key] = _Stream(worker, address, self._unread_items_max)
+            stream.reader.add_done_callback(lambda _: self._forget(key, stream))
+        return stream
+
+    def _forget(self, key: tuple[WorkerId, str], stream: "_Stream") -> None:
+        if self._streams.get(key) is stream:
+            del self._streams[key]
+
+
+class _Stream:
+    """One connection to one life of a worker. Once broken it stays so, and every call on it fails at once."""
+
+    def __init__(self, worker: WorkerId, address: str, unread_items_max: int) -> None:
+        self.broken = ""  # why
+        self._worker = worker
+        self._address = address
+        self._unread_items_max = unread_items_max
+        self._numbers = count(1)
+        self._inboxes: dict[int, Inbox] = {}
+        self._frames = asyncio.Queue[bytes | None]()  # None ends it
+        self._frames.put_nowait(encode_client_frame(Hello(worker)))
+        self.reader = asyncio.create_task(self._read())
+
+    def new_call(self) -> int:
+        return next(self._numbers)
+
+    @contextmanager
+    def call(self, frame: Generate | Produce) -> Generator[Inbox]:
+        """Send `frame`; inside, the inbox fills with what the worker has for it. Leaving early cancels it."""
+        data = encode_client_frame(frame)
+        if len(data) > FRAME_BYTES_MAX:
+            raise RequestError(
+                f"the request takes {len(data)} bytes, more than {FRAME_BYTES_MAX}", param="prompt"
+            )
+        if self.broken:
+            raise self._gone()
+        inbox = self._inboxes[frame.call] = Inbox()
+        self._frames.put_nowait(data)
+        try:
+            yield inbox
+        finally:
+            self._cancel(frame.call)
+
+    async def close(self) -> None:
+        self.reader.cancel()
+        await asyncio.wait([self.reader])
+
+    def _cancel(self, call: int) -> None:
+        if self._inboxes.pop(call, None) is not None and not self.broken:
+            self._frames.put_nowait(encode_client_frame(Cancel(call)))
+
+    async def _sent(self) -> AsyncIterator[bytes]:
+        while (frame := await self._frames.get()) is not None:
+            yield frame
+
+    async def _read(self) -> None:
+        reason = "the connection was closed"
+        try:
+            async with open_channel(self._address) as channel:
+                async for data in self._open(channel):
+                    for item in decode_worker_frame(data):
+                        self._deliver(item)
+        except grpc.aio.AioRpcError as error:
+            reason = error.details() or error.code().name
+        except Malformed as error:
+            reason = str(error)
+        finally:
+            self._break(reason)
+
+    def _open(self, channel: grpc.aio.Channel) -> AsyncIterable[bytes]:
+        method: StreamMethod = channel.stream_stream("/tidemill.Worker/Stream")
+        return method(self._sent())
+
+    def _deliver(self, item: Item) -> None:
+        inbox = self._inboxes.get(item.call)
+        if inbox is None:  # cancelled while this was on its way
+            return
+        if inbox.qsize() >= self._unread_items_max:
+            inbox.put_nowait(PagesMissing("the stream is not read: its pages are given up until it is"))
+            self._cancel(item.call)
+            return
+        inbox.put_nowait(item.body)
+        if item.last:
+            del self._inboxes[item.call]
+
+    def _break(self, reason: str) -> None:
+        self.broken = reason
+        self._frames.put_nowait(None)
+        for inbox in self._inboxes.values():
+            inbox.put_nowait(self._gone())
+        self._inboxes.clear()
+
+    def _gone(self) -> WorkerGone:
+        return WorkerGone(f"{self._worker} at {self._address}: {self.broken}")

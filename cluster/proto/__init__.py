@@ -1,0 +1,1 @@
+"""Generated from tidemill.proto; never edited by hand (`make stubs`)."""

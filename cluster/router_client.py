@@ -1,0 +1,90 @@
+"""A frontend's way to the router, which may be restarted under another address at any time."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from tidemill.cluster.channels import open_channel
+from tidemill.cluster.codec import Malformed
+from tidemill.cluster.placement import Ask, Route
+from tidemill.cluster.router_codec import decode_route, decode_status, encode_ask, encode_loss
+from tidemill.cluster.service import FleetStatus
+from tidemill.workers.messages import Unserved, WorkerGone, WorkerId
+
+if TYPE_CHECKING:  # generic in the type stubs alone
+    UnaryMethod = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+
+FindRouter = Callable[[], Awaitable[str]]
+"""The router's address now. Raises WorkerGone while it is away."""
+
+STATUS_WAIT_S_MAX = 5.0
+LOST_WAIT_S_MAX = 1.0
+RETRY_S = 0.1
+ANSWER_S_MAX = 1.0
+"""What an answer may take beyond the time that the router was told to wait."""
+
+
+class RouterClient:
+    """The `Router` of cluster/flow.py, over gRPC. Lives on one asyncio loop."""
+
+    def __init__(self, find: FindRouter) -> None:
+        self._find = find
+        self._channel: grpc.aio.Channel | None = None
+
+    async def place(self, ask: Ask) -> Route:
+        """Waits up to `ask.wait_s_max` for the router and for a worker. Raises Unserved."""
+        now_s = asyncio.get_running_loop().time
+        give_up_s = now_s() + ask.wait_s_max
+
+        def asking() -> bytes:
+            return encode_ask(replace(ask, wait_s_max=max(0.0, give_up_s - now_s())))
+
+        return decode_route(await self._call("Place", asking, ask.wait_s_max))
+
+    async def lost(self, worker: WorkerId) -> None:
+        """Tell the router that a worker is gone; it finds out by itself when it cannot be reached."""
+        with suppress(Unserved):
+            await self._call("Lost", lambda: encode_loss(worker), LOST_WAIT_S_MAX)
+
+    async def status(self) -> FleetStatus:
+        """Raises Unserved when no router answers."""
+        return decode_status(await self._call("Status", lambda: b"", STATUS_WAIT_S_MAX))
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def _call(self, name: str, data: Callable[[], bytes], wait_s_max: float) -> bytes:
+        """Ask until there is an answer or the time is up; `data` makes the question anew each time."""
+        reason = "it does not answer"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s_max + ANSWER_S_MAX):
+                while True:
+                    try:
+                        return await self._ask_once(name, data())
+                    except grpc.aio.AioRpcError as error:
+                        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                            raise Unserved(error.details() or "the router is full") from None
+                        reason = error.details() or error.code().name
+                    except (WorkerGone, Malformed) as error:
+                        reason = str(error)
+                    await asyncio.sleep(RETRY_S)
+        raise Unserved(f"no answer from the router within {wait_s_max:g} s: {reason}")
+
+    async def _ask_once(self, name: str, data: bytes) -> bytes:
+        if self._channel is None:
+            self._channel = open_channel(await self._find())
+        channel = self._channel
+        method: UnaryMethod = channel.unary_unary(f"/tidemill.Router/{name}")
+        try:
+            return await method(data)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE and self._channel is channel:
+                self._channel = None
+                await channel.close()
+            raise

@@ -1,0 +1,47 @@
+"""What the edge needs from the cluster: one served model, its streams, and the state of the fleet."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tidemill.workers.messages import Piece, Request, WorkerInfo, WorkerLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model as clients name and use it. `max_model_len` counts prompt and output tokens together: the
+    smaller of the model's own limit and of what one worker's memory can hold."""
+
+    name: str
+    folder: Path
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    created_s: int  # unix time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """One row of `tidemill status`. state: ready, draining, silent."""
+
+    info: WorkerInfo
+    load: WorkerLoad
+    state: str
+    heard_ago_s: float
+    restorable_depths: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetStatus:
+    workers: tuple[WorkerStatus, ...]
+
+
+class Service(Protocol):
+    model: ServedModel
+
+    def generate(self, request: Request) -> AsyncGenerator[Piece]:
+        """Tokens of one request until its finish; closing the generator cancels it. Raises Unserved."""
+        ...
+
+    async def status(self) -> FleetStatus: ...

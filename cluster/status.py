@@ -1,0 +1,83 @@
+"""`tidemill status`: reads the fleet's state from a running server and draws it."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, cast
+
+import httpx
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tidemill.workers.messages import Unserved
+
+TIMEOUT_S = 10
+STATE_STYLES = {"ready": "green", "draining": "yellow", "silent": "red"}
+WHO = ("name", "role", "rank", "pid", "node")
+DOES = {"running_rows": "rows", "waiting_rows": "waiting", "queued_tokens": "tokens"}
+HOLDS = {
+    "live_bytes": "live",
+    "cached_bytes": "cached",
+    "free_bytes": "free",
+    "page_bytes": "pages",
+    "state_bytes": "states",
+}
+
+
+def fetch_status(url: str) -> dict[str, Any]:
+    """The answer of GET /cluster. Raises Unserved with one line that says what to do."""
+    try:
+        response = httpx.get(f"{url.rstrip('/')}/cluster", timeout=TIMEOUT_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise Unserved(
+            f"no server answers at {url} ({error}): start one with `tidemill serve`, or give its --url"
+        ) from error
+    try:
+        status = response.json()
+    except ValueError:
+        status = None
+    if response.is_error or not isinstance(status, dict) or "workers" not in status:
+        raise Unserved(
+            f"{url} is no Tidemill server that is ready (HTTP {response.status_code}): check --url"
+        )
+    return cast("dict[str, Any]", status)
+
+
+def as_json(status: dict[str, Any]) -> str:
+    return json.dumps(status, indent=2)
+
+
+def render(status: dict[str, Any]) -> RenderableType:
+    """A line about the server, its workers, and what each has to do and holds; fits 80 columns."""
+    model, frontend = status["model"], status["frontend"]
+    title = Text(f"{model['id']}, up to {model['max_model_len']:,} tokens, frontend pid {frontend['pid']}")
+    workers = sorted(status["workers"], key=lambda one: (one["info"]["name"], one["info"]["rank"]))
+    if not workers:
+        return Group(title, Text("no worker is alive", style="red"))
+    who = _table(("worker", *WHO[1:], "state"), num_left=len(WHO) + 1)
+    work = _table(("worker", *DOES.values(), *HOLDS.values()), num_left=1)
+    for worker in workers:
+        info, load, state = worker["info"], worker["load"], worker["state"]
+        shown = state if state == "ready" else f"{state} for {worker['heard_ago_s']:.1f} s"
+        # as Text: a name in square brackets is no markup
+        who.add_row(*(Text(str(info[name])) for name in WHO), Text(shown, style=STATE_STYLES.get(state, "")))
+        numbers = [f"{load[name]:,}" for name in DOES] + [human_bytes(load[name]) for name in HOLDS]
+        work.add_row(Text(info["name"]), *numbers)
+    return Group(title, "", who, "", work)
+
+
+def _table(columns: Sequence[str], num_left: int) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < num_left else "right")
+    return table
+
+
+def human_bytes(num_bytes: float) -> str:
+    """A size with three digits and a binary unit: `1.50 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1000 or unit == "TiB":
+            break
+        num_bytes /= 1024
+    digits = 0 if unit == "B" or num_bytes >= 99.95 else 1 if num_bytes >= 9.995 else 2
+    return f"{num_bytes:.{digits}f} {unit}"

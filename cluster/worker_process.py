@@ -1,0 +1,127 @@
+"""One worker's life: builds the engine, opens the data plane, beats. Knows no Ray."""
+
+import asyncio
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from tidemill.cluster import data_plane, heartbeats
+from tidemill.cluster.data_plane import DataPlane
+from tidemill.cluster.heartbeats import Heartbeats
+from tidemill.cluster.router_client import FindRouter
+from tidemill.cluster.settings import WorkerSettings
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import WorkerId, WorkerInfo
+
+
+class Engine(data_plane.Engine, heartbeats.Engine, Protocol):
+    async def run(self) -> None: ...
+
+
+class Built(Protocol):
+    """What the builder of an engine hands over: workers/build.py."""
+
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    done_bytes: int = 0
+    total_bytes: int = 0  # 0 while nobody knows
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The router knows the worker."""
+
+    info: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """`expected` failures name their fix; others are bugs."""
+
+    reason: str
+    expected: bool
+
+
+State = Loading | Ready | Failed
+
+
+class WorkerProcess:
+    def __init__(self, settings: WorkerSettings, host: str, life: str, node: str) -> None:
+        """`life` tells this life of the worker from all others, `host` is where the data plane binds."""
+        self.state: State = Loading()
+        self._settings = settings
+        self._host = host
+        self._worker = WorkerId(f"{settings.name}.{life}")
+        self._node = node
+
+    async def run(self, find_router: FindRouter) -> None:
+        """Serve until something breaks, and raise it. Raises ModelError and the like when it cannot start."""
+        build = cast("Callable[[Any, Callable[[int, int], None]], Built]", resolve(self._settings.build))
+        built = await asyncio.to_thread(build, self._settings.engine, self._progress)
+        plane = DataPlane(built.engine, self._worker)
+        try:
+            info = self._info(built, await plane.start(self._host))
+            beats = Heartbeats(built.engine, info, find_router, lambda: self._heard(info))
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(built.engine.run())
+                tasks.create_task(beats.run())
+        finally:
+            await plane.stop()
+
+    def fail(self, error: BaseException) -> Failed:
+        """Say what broke, as one line for people."""
+        cause = error
+        while isinstance(cause, BaseExceptionGroup):  # of a task group
+            cause = cast("BaseExceptionGroup[BaseException]", cause).exceptions[0]
+        text = " ".join(str(cause).split())
+        expected = isinstance(cause, TidemillError | OSError)
+        self.state = failed = Failed(text if expected else f"{type(cause).__name__}: {text}", expected)
+        return failed
+
+    def _progress(self, done_bytes: int, total_bytes: int) -> None:
+        self.state = Loading(done_bytes, total_bytes)
+
+    def _heard(self, info: WorkerInfo) -> None:
+        self.state = Ready(info)
+
+    def _info(self, built: Built, address: str) -> WorkerInfo:
+        return WorkerInfo(
+            worker=self._worker,
+            name=self._settings.name,
+            role=self._settings.role,
+            address=address,
+            pid=os.getpid(),
+            node=self._node,
+            fingerprint=built.fingerprint,
+            layout=built.layout,
+            page_tokens=built.page_tokens,
+            max_model_len=built.max_model_len,
+            vocab_size=built.vocab_size,
+            eos_token_ids=built.eos_token_ids,
+        )
+
+
+def resolve(path: str) -> Callable[..., object]:
+    """The callable at `package.module:name`."""
+    module, _, name = path.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    assert callable(found), path
+    return found

@@ -1,0 +1,96 @@
+"""A `tidemill serve` process under test: starts it, knows all its processes, proves that none is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+ENDED_S_MAX = 30
+READY = "ready: "
+MARK = "TIDEMILL_TEST_RUN"
+
+
+class Server:
+    """A server that answers. `url` is its root."""
+
+    def __init__(self, arguments: Sequence[str], log_file: Path) -> None:
+        self._log_file = log_file
+        with log_file.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tidemill", "serve", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.startswith(READY):
+            self._process.wait()
+            raise AssertionError(f"not ready: {line!r}\n{log_file.read_text()}")
+        self.url = line.removeprefix(READY).split("/v1 ")[0]
+
+    def workers(self, role: str = "") -> list[dict[str, Any]]:
+        """The rows of `tidemill status`, of one role."""
+        rows = httpx.get(f"{self.url}/cluster", timeout=60).json()["workers"]
+        return [row for row in rows if row["info"]["role"].startswith(role)]
+
+    def counter(self, name: str) -> float:
+        """Sum of a counter over the workers."""
+        return sum(row["load"]["counters"].get(name, 0) for row in self.workers())
+
+    def processes(self) -> list[psutil.Process]:
+        process = psutil.Process(self._process.pid)
+        return [process, *process.children(recursive=True)]
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and wait for the end; returns the exit status. Fails when a process outlives it."""
+        processes = self.processes()
+        os.kill(self._process.pid, number)
+        status = self._process.wait(timeout=ENDED_S_MAX)
+        _, alive = psutil.wait_procs(processes, timeout=ENDED_S_MAX)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        assert not alive, f"processes outlive the server: {alive}"
+        return status
+
+    def kill_everything(self) -> None:
+        """After a failed test."""
+        if self._process.poll() is None:
+            for process in reversed(self.processes()):
+                process.kill()
+            self._process.wait()
+
+
+def run_cli(
+    *arguments: str, **environment: str
+) -> tuple[subprocess.CompletedProcess[str], list[psutil.Process]]:
+    """Run a command that is expected to end by itself; with the processes that it has left behind."""
+    mark = uuid.uuid4().hex  # every descendant inherits it
+    ended = subprocess.run(
+        [sys.executable, "-m", "tidemill", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment, MARK: mark},
+        timeout=ENDED_S_MAX * 10,
+    )
+    _, alive = psutil.wait_procs(_marked(mark), timeout=ENDED_S_MAX)
+    return ended, alive
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found

@@ -1,0 +1,163 @@
+"""Real processes: workers and router under Ray, killed, frozen and broken while a frontend talks to them."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.fake_engine import BREAK_TOKEN
+from tidemill.cluster.launch import Cluster
+from tidemill.cluster.peers import GrpcPeers
+from tidemill.cluster.placement import Ask, Route
+from tidemill.cluster.router_client import RouterClient
+from tidemill.cluster.service import FleetStatus
+from tidemill.workers.messages import Request, WorkerGone, WorkerInfo
+
+WAIT_S_MAX = 60.0
+
+
+class Frontend:
+    def __init__(self, cluster: Cluster) -> None:
+        self.router: RouterClient = cluster.router()
+        self.peers: GrpcPeers = cluster.peers()
+
+    async def place(self, num_tokens: int = 1) -> Route:
+        return await self.router.place(
+            Ask(request_id="r", keys=(), num_tokens=num_tokens, max_new_tokens=1, wait_s_max=WAIT_S_MAX)
+        )
+
+    async def tokens(self, route: Route, request: Request) -> list[int]:
+        async with aclosing(self.peers.generate(route.decode, route.decode_address, request)) as deltas:
+            return [token async for delta in deltas for token in delta.tokens]
+
+    async def until(self, holds: Callable[[FleetStatus], bool]) -> FleetStatus:
+        """Ask for the state of the fleet until it is as expected."""
+        async with asyncio.timeout(WAIT_S_MAX):
+            while not holds(status := await self.router.status()):  # noqa: ASYNC110 - other processes change it
+                await asyncio.sleep(0.1)
+        return status
+
+    async def until_all_are_back(self) -> dict[str, WorkerInfo]:
+        status = await self.until(lambda status: len(status.workers) == 2)
+        return {worker.info.name: worker.info for worker in status.workers}
+
+
+@asynccontextmanager
+async def frontend(cluster: Cluster) -> AsyncGenerator[Frontend]:
+    frontend = Frontend(cluster)
+    try:
+        yield frontend
+    finally:
+        await frontend.peers.close()
+        await frontend.router.close()
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(2 * WAIT_S_MAX):
+            await coroutine
+
+    asyncio.run(bounded())
+
+
+def request(*tokens: int, max_new_tokens: int = 5) -> Request:
+    return Request(request_id="r", tokens=tokens, max_new_tokens=max_new_tokens)
+
+
+def test_a_request_goes_the_whole_way(cluster: Cluster) -> None:
+    async def main() -> None:
+        async with frontend(cluster) as here:
+            infos = await here.until_all_are_back()
+            assert {info.role for info in infos.values()} == {"prefill", "decode"}
+            route = await here.place(num_tokens=1000)
+            prefill = infos["prefill-0"]
+            assert route.prefill == prefill.worker
+            produced = await here.peers.produce(prefill.worker, prefill.address, request(1, 2, 3))
+            assert produced.depth == 2
+            assert await here.tokens(route, request(1, 2, 3)) == [4, 5, 6, 7, 8]
+
+    run(main())
+
+
+def test_a_killed_worker_is_noticed_and_comes_back(cluster: Cluster) -> None:
+    async def main() -> None:
+        async with frontend(cluster) as here:
+            before = (await here.until_all_are_back())["decode-0"]
+            route = await here.place()
+            endless = request(1, max_new_tokens=10**6)
+            async with aclosing(here.peers.generate(route.decode, route.decode_address, endless)) as deltas:
+                await anext(deltas)
+                os.kill(before.pid, signal.SIGKILL)
+                with pytest.raises(WorkerGone):
+                    async for _ in deltas:
+                        pass
+            with pytest.raises(WorkerGone):
+                await here.tokens(route, request(1))
+            after = (await here.until_all_are_back())["decode-0"]
+            assert after.worker != before.worker
+            assert await here.tokens(await here.place(), request(7)) == [8, 9, 10, 11, 12]
+
+    run(main())
+
+
+def test_a_broken_step_loop_ends_the_worker_and_ray_starts_its_next_life(cluster: Cluster) -> None:
+    async def main() -> None:
+        async with frontend(cluster) as here:
+            before = (await here.until_all_are_back())["decode-0"]
+            with pytest.raises(WorkerGone):
+                await here.tokens(await here.place(), request(BREAK_TOKEN, max_new_tokens=10**6))
+            await here.until(lambda status: before.worker not in [one.info.worker for one in status.workers])
+            after = (await here.until_all_are_back())["decode-0"]
+            assert after.pid != before.pid
+
+    run(main())
+
+
+def test_a_killed_router_comes_back_and_hears_the_same_workers(cluster: Cluster) -> None:
+    async def main() -> None:
+        async with frontend(cluster) as here:
+            before = await here.until_all_are_back()
+            (router,) = [
+                process
+                for process in psutil.Process().children(recursive=True)
+                if "ray::RouterActor" in " ".join(process.cmdline())
+            ]
+            router.kill()
+            assert (await here.place()).decode == before["decode-0"].worker
+            assert await here.until_all_are_back() == before
+
+    run(main())
+
+
+def test_a_frozen_worker_is_dropped_and_heard_again(cluster: Cluster) -> None:
+    async def main() -> None:
+        async with frontend(cluster) as here:
+            frozen = (await here.until_all_are_back())["decode-0"]
+            route = await here.place()
+            os.kill(frozen.pid, signal.SIGSTOP)
+            try:
+                with pytest.raises(WorkerGone):
+                    await here.tokens(route, request(1, max_new_tokens=10**6))
+                await here.until(lambda status: [one.info.name for one in status.workers] == ["prefill-0"])
+            finally:
+                os.kill(frozen.pid, signal.SIGCONT)
+            assert (await here.until_all_are_back())["decode-0"] == frozen
+
+    run(main())
+
+
+def test_nothing_listens_beyond_loopback(cluster: Cluster) -> None:
+    del cluster  # that it runs is enough
+    listening = [
+        connection.laddr.ip
+        for process in psutil.Process().children(recursive=True)
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening
+    assert {ip for ip in listening if ip not in {"127.0.0.1", "::1", "::ffff:127.0.0.1"}} == set()

@@ -1,0 +1,31 @@
+"""What a user can get wrong at start-up, as a real process: one line, exit status 2, nothing left running.
+
+The mistakes that are found before anything is started are all in tests/unit/cluster/test_cli.py.
+"""
+
+from pathlib import Path
+
+from tests.e2e.server import run_cli
+
+
+def refused(*arguments: str, **environment: str) -> str:
+    """The one line that the command is refused with."""
+    ended, left = run_cli(*arguments, **environment)
+    assert ended.returncode == 2, ended
+    assert ended.stdout == ""
+    lines = ended.stderr.splitlines()
+    assert len(lines) == 1, ended.stderr
+    assert lines[0].startswith("tidemill: ")
+    assert not left, f"processes outlive the command: {left}"
+    return lines[0]
+
+
+def test_before_anything_is_started() -> None:
+    assert "/nowhere" in refused("serve", "/nowhere")
+
+
+def test_in_a_worker(tmp_path: Path) -> None:
+    """The compiler is looked for by the workers: their error comes back as a line of the command."""
+    line = refused("serve", "keeper", "--port", "0", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
+    assert "g++" in line
+    assert "--kernels reference" in line

@@ -1,0 +1,102 @@
+"""Starting a cluster that cannot start, or is told to stop while it starts: one line, and nothing left."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tidemill.cluster.settings import ray_environ
+
+ROOT = Path(__file__).parents[2]
+
+DRIVER = """
+import signal, sys
+from pathlib import Path
+from rich.console import Console
+from tests.e2e.fake_engine import worker
+from tidemill.cluster.launch import LaunchError, start_cluster
+from tidemill.cluster.settings import ClusterSettings
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGTERM, interrupt)
+workers = (worker("prefill-0", "prefill"), worker("decode-0", "decode", store_url=sys.argv[2]))
+try:
+    cluster = start_cluster(
+        ClusterSettings(workers=workers, temp_folder=Path(sys.argv[1])), Console(stderr=True)
+    )
+    print("ready", flush=True)
+    signal.pause()
+except LaunchError as error:
+    print(error, flush=True)
+except KeyboardInterrupt:
+    if "cluster" in globals():
+        cluster.stop()
+    print("interrupted", flush=True)
+"""
+
+
+MARK = "TIDEMILL_TEST_FOLDER"
+
+
+def drive(folder: str, store_url: str) -> "subprocess.Popen[str]":
+    environ = {**os.environ, **ray_environ(joins=False, token=secrets.token_hex(16))}
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, folder, store_url],
+        cwd=ROOT,
+        env=environ | {"PYTHONPATH": str(ROOT), MARK: folder},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def processes_of(folder: str) -> list[psutil.Process]:
+    """Every process of the cluster: the mark is inherited."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == folder:
+                found.append(process)
+    return found
+
+
+@pytest.fixture
+def folder() -> str:
+    return tempfile.mkdtemp(prefix="launch-")
+
+
+def test_a_worker_that_cannot_start_is_one_line_and_nothing_is_left(folder: str) -> None:
+    with drive(folder, "file:///refused") as driver:
+        stdout, stderr = driver.communicate()
+    assert stdout == "decode-0: the store at /refused cannot be written: give it another --store\n"
+    assert stderr.strip() == ""
+    assert processes_of(folder) == []
+    Path(folder).rmdir()  # and so it is empty
+
+
+@pytest.mark.parametrize("when", ["while Ray starts", "when ready"])
+def test_a_signal_stops_everything(folder: str, when: str) -> None:
+    with drive(folder, "memory:") as driver:
+        assert driver.stdout is not None
+        if when == "when ready":
+            assert driver.stdout.readline() == "ready\n"
+            assert len(processes_of(folder)) > 3
+        else:
+            started = psutil.Process(driver.pid)
+            while not started.children():
+                assert driver.poll() is None
+        driver.send_signal(signal.SIGTERM)
+        stdout, _ = driver.communicate()
+    assert stdout.strip() == "interrupted"
+    assert driver.returncode == 0
+    assert processes_of(folder) == []
+    Path(folder).rmdir()

@@ -1,0 +1,33 @@
+"""Start and stop of whole servers: the demo, one worker of both roles, and both signals."""
+
+import asyncio
+import signal
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.e2e.server import Server, run_cli
+from tests.e2e.streams import run_all
+
+
+def test_demo() -> None:
+    ended, left = run_cli("demo")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "6 of 6 answers are right" in ended.stdout
+    assert not left
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_no_process_survives_a_signal(tmp_path: Path, number: int) -> None:
+    """One mixed worker serves the same tokens cold and warm; then it is stopped, with nothing left."""
+    server = Server(["keeper", "--port", "0", "--mixed", "1", "--memory", "32MiB"], tmp_path / "log")
+    try:
+        prompt = [Random(1).randrange(5, 890) for _ in range(200)]
+        body = {"model": "keeper", "prompt": prompt, "max_tokens": 30, "temperature": 0}
+        cold, warm = (asyncio.run(run_all(server.url, [body]))[0] for _ in range(2))
+        assert cold.outcome == warm.outcome
+        assert warm.usage["prompt_tokens_details"]["cached_tokens"] == 192
+        assert server.stop(number) == 0
+    finally:
+        server.kill_everything()

@@ -1,0 +1,209 @@
+"""The whole cluster with the bundled model: right answers, one answer on every path, exact streams through
+kills."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+from benchmarks.keeper.evaluate import exact_matches, load
+from benchmarks.keeper.questions import questions
+
+from tests.e2e.server import Server, run_cli
+from tests.e2e.streams import Stream, client_of, run_all
+from tidemill.workers.models.bundled import bundled
+
+KEEPER = bundled()["keeper"]
+FOLDER = "store"
+PAGE_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("serving")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    """One prefill and two decode workers. Each must be stopped by its test module without leaving a
+    process."""
+    store = f"file://{folder / FOLDER}?size=1GiB"
+    server = Server(
+        ["keeper", "--port", "0", "--prefill", "1", "--decode", "2", "--memory", "64MiB", "--store", store],
+        folder / "log",
+    )
+    try:
+        yield server
+        assert server.stop() == 0
+    finally:
+        server.kill_everything()
+
+
+def body_of(prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
+    return {
+        "model": "keeper",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        **more,
+    }
+
+
+def prompt_of(rng: Random, num_tokens: int) -> list[int]:
+    return [rng.randrange(5, 890) for _ in range(num_tokens)]
+
+
+def test_accuracy_is_the_offline_accuracy(server: Server) -> None:
+    """300 held-out questions of both kinds: each is right over HTTP exactly when it is right in
+    transformers."""
+    asked = questions(300, context_tokens=512, seed=11)
+    offline = exact_matches(*load(KEEPER), asked)["intact"]
+
+    async def ask() -> list[bool]:
+        gate = asyncio.Semaphore(16)
+        async with client_of(server.url) as client:
+
+            async def answer(messages: list[Any], expected: str) -> bool:
+                body = {"model": "keeper", "messages": messages, "temperature": 0, "max_tokens": 40}
+                async with gate:
+                    response = await client.post("/v1/chat/completions", json=body)
+                return response.json()["choices"][0]["message"]["content"].strip() == expected
+
+            return await asyncio.gather(*(answer(list(one.messages), one.answer) for one in asked))
+
+    online = asyncio.run(ask())
+    assert online == offline
+    static = [right for right, one in zip(online, asked, strict=True) if one.kind == "static"]
+    changing = [right for right, one in zip(online, asked, strict=True) if one.kind == "changing"]
+    assert sum(static) >= 0.95 * len(static)
+    assert sum(changing) >= 0.90 * len(changing)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40, 64, 65, 128, 320, 383])
+def test_cold_and_warm_give_the_same_tokens(server: Server, num_tokens: int) -> None:
+    body = body_of(prompt_of(Random(num_tokens), num_tokens), 40)
+    greedy = [asyncio.run(run_all(server.url, [body]))[0] for _ in range(2)]
+    assert greedy[0].outcome == greedy[1].outcome
+    details = [stream.usage["prompt_tokens_details"]["cached_tokens"] for stream in greedy]
+    assert details == [0, (num_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS]
+
+
+def test_n_and_seed(server: Server) -> None:
+    body = body_of(prompt_of(Random(5), 100), 20, temperature=1.0, seed=3, n=3)
+    first, second = (
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json() for _ in range(2)
+    )
+    texts = [choice["text"] for choice in first["choices"]]
+    assert texts == [choice["text"] for choice in second["choices"]]
+    assert len(set(texts)) == 3
+
+
+def test_damaged_objects_are_found_and_computed_again(server: Server, folder: Path) -> None:
+    """Flip a bit in every stored page, then in every checkpoint: detected, counted, never served."""
+    bodies = [body_of(prompt_of(Random(100 + index), 300), 30) for index in range(4)]
+    before = asyncio.run(run_all(server.url, bodies))
+    for suffix in (".p", ".c"):
+        _forget_pages(server)
+        objects = [path for path in (folder / FOLDER).rglob(f"*{suffix}") if path.is_file()]
+        assert objects
+        for path in objects:
+            _flip_a_bit(path)
+        corrupt = server.counter("store_corrupt")
+        again = asyncio.run(run_all(server.url, bodies))
+        assert [stream.outcome for stream in again] == [stream.outcome for stream in before]
+        assert server.counter("store_corrupt") > corrupt
+
+
+def test_sixteen_streams_survive_the_death_of_their_decode_worker(server: Server) -> None:
+    """kill -9 of the worker that carries the streams, while they run: each one ends with the exact tokens."""
+    bodies = [
+        body_of(prompt_of(Random(200 + index), 150 + 7 * index), 600, temperature=index % 2, seed=index)
+        for index in range(16)
+    ]
+    expected = [stream.outcome for stream in asyncio.run(run_all(server.url, bodies))]
+
+    async def run() -> list[Stream]:
+        streams = [Stream(body) for body in bodies]
+        async with client_of(server.url) as client, asyncio.TaskGroup() as running:
+            for stream in streams:
+                running.create_task(stream.run(client))
+            for stream in streams:
+                await stream.under_way.wait()
+            rows = await asyncio.to_thread(server.workers, "decode")
+            busiest = max(rows, key=lambda row: row["load"]["running_rows"])
+            assert busiest["load"]["running_rows"] > 0
+            assert not all(stream.finish_reason for stream in streams), "too late: make the streams longer"
+            os.kill(busiest["info"]["pid"], signal.SIGKILL)
+        return streams
+
+    assert [stream.outcome for stream in asyncio.run(run())] == expected
+
+
+def test_a_client_that_hangs_up_holds_nothing(server: Server) -> None:
+    async def hang_up() -> None:
+        stream = Stream(body_of(prompt_of(Random(300), 200), 4000))
+        async with client_of(server.url) as client:
+            running = asyncio.create_task(stream.run(client))
+            await stream.under_way.wait()
+            running.cancel()
+            await asyncio.wait({running})
+
+    asyncio.run(hang_up())
+    _wait_until_idle(server)
+
+
+def test_bad_requests_get_the_shape_of_openai(server: Server) -> None:
+    for body, status, param in (
+        ({**body_of([5], 4), "model": "nobody"}, 404, "model"),
+        (body_of(prompt_of(Random(0), 9000), 4), 400, None),
+        (body_of([5], 4, temperature=-1), 400, "temperature"),
+        (body_of([5], 4, n=1000), 400, "n"),
+    ):
+        response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert param is None or error["param"] == param
+    _wait_until_idle(server)
+
+
+def test_status(server: Server) -> None:
+    ended, left = run_cli("status", "--url", server.url)
+    assert ended.returncode == 0, ended.stderr
+    assert not left
+    for row in server.workers():
+        assert str(row["info"]["pid"]) in ended.stdout
+
+
+def _wait_until_idle(server: Server) -> None:
+    """All memory of requests is back. Bounded by the number of looks, each of which takes its time."""
+    for _ in range(600):
+        if all(
+            row["load"]["live_bytes"] == 0 and row["load"]["running_rows"] == 0 for row in server.workers()
+        ):
+            return
+    raise AssertionError(server.workers())
+
+
+def _forget_pages(server: Server) -> None:
+    """Kill the workers: their next lives hold nothing, and must fetch."""
+    before = {row["info"]["worker"] for row in server.workers()}
+    for row in server.workers():
+        os.kill(row["info"]["pid"], signal.SIGKILL)
+    for _ in range(6000):
+        now = {row["info"]["worker"] for row in server.workers()}
+        if len(now) == len(before) and now.isdisjoint(before):
+            return
+    raise AssertionError("the workers were not restarted")
+
+
+def _flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)

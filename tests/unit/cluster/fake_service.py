@@ -1,0 +1,185 @@
+"""A scripted Service for tests of the edge: it replays tokens, counts open streams, and can fail or stall."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+
+from tidemill.cluster.http.app import Sources, build_app
+from tidemill.cluster.http.tokenizer import FolderTokenizer, load_tokenizer
+from tidemill.cluster.service import FleetStatus, ServedModel, WorkerStatus
+from tidemill.workers.messages import (
+    Piece,
+    Produced,
+    Provenance,
+    Request,
+    Trace,
+    Unserved,
+    WorkerId,
+    WorkerInfo,
+    WorkerLoad,
+)
+
+KEEPER = Path(__file__).parents[3] / "workers" / "models" / "keeper"
+EOS = 1
+MODEL = ServedModel(
+    name="keeper",
+    folder=KEEPER,
+    max_model_len=512,
+    vocab_size=896,
+    eos_token_ids=(EOS,),
+    created_s=1_700_000_000,
+)
+TRACE = Trace(
+    attempts=1,
+    decode=WorkerId("decode-0.a"),
+    provenance=Provenance(reused_tokens=2, fetched_tokens=3, computed_tokens=1),
+    prefill=WorkerId("prefill-0.b"),
+    produced=Produced(depth=5, provenance=Provenance(reused_tokens=1, computed_tokens=4)),
+)
+
+
+def worker_status(name: str, role: str = "decode", state: str = "ready") -> WorkerStatus:
+    assert role in ("prefill", "decode", "mixed")
+    info = WorkerInfo(
+        worker=WorkerId(f"{name}.x"),
+        name=name,
+        role=role,
+        address="127.0.0.1:1",
+        pid=7,
+        node="here",
+        page_tokens=4,
+    )
+    load = WorkerLoad(running_rows=2, live_bytes=1 << 20, free_bytes=3 << 20, counters={"pages_published": 5})
+    return WorkerStatus(info=info, load=load, state=state, heard_ago_s=0.5, restorable_depths=3)
+
+
+@dataclass
+class FakeService:
+    """Answers each request with `script`, `per_piece` tokens at a time, to `max_new_tokens` or a stop token.
+
+    `fail_at` raises Unserved before the piece of that index, `stall_at` waits for ever there.
+    """
+
+    script: Callable[[Request], Sequence[int]]
+    per_piece: int = 1
+    fail_at: int | None = None
+    stall_at: int | None = None
+    model: ServedModel = MODEL
+    workers: tuple[WorkerStatus, ...] = (worker_status("prefill-0", "prefill"), worker_status("decode-0"))
+    requests: list[Request] = field(default_factory=list[Request])
+    open_streams: int = 0
+    pieces: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    stalled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Piece]:
+        self.requests.append(request)
+        self.open_streams += 1
+        self.idle.clear()
+        try:
+            tokens = list(self.script(request))[: request.max_new_tokens]
+            ends = [index for index, token in enumerate(tokens) if token in request.stop_token_ids]
+            finish = "stop" if ends else "length"
+            tokens = tokens[: ends[0] + 1] if ends else tokens
+            starts = range(0, len(tokens), self.per_piece)
+            for index, start in enumerate(starts):
+                if index == self.stall_at:
+                    self.stalled.set()
+                    await asyncio.Event().wait()
+                if index == self.fail_at:
+                    raise Unserved("no worker is left")
+                await asyncio.sleep(0)
+                last = start == starts[-1]
+                self.pieces += 1
+                yield Piece(
+                    tokens=tuple(tokens[start : start + self.per_piece]),
+                    trace=TRACE,
+                    finish=finish if last else None,
+                )
+        finally:
+            self.open_streams -= 1
+            if self.open_streams == 0:
+                self.idle.set()
+
+    async def status(self) -> FleetStatus:
+        return FleetStatus(workers=self.workers)
+
+
+def sources(seed: int = 0) -> Sources:
+    """Ids that count up, a clock that ticks at each look, seeded randomness."""
+    ids, ticks = count(), count()
+    return Sources(
+        clock_s=lambda: next(ticks) / 64,
+        unix_time_s=lambda: 1_700_000_123.5,
+        new_id=lambda: f"id{next(ids)}",
+        rng=Random(seed),
+    )
+
+
+@cache
+def tokenizer() -> FolderTokenizer:
+    return load_tokenizer(KEEPER)
+
+
+def saying(text: str, *, eos: bool = True) -> Callable[[Request], list[int]]:
+    """A script: these words, then the end of the sequence."""
+    tokens = tokenizer().encode(text)
+    return lambda _: [*tokens, EOS] if eos else tokens
+
+
+def app_over(service: FakeService, seed: int = 0) -> FastAPI:
+    return build_app(service, tokenizer(), sources(seed))
+
+
+def call(app: FastAPI, method: str, path: str, **content: Any) -> httpx.Response:  # noqa: ANN401 - as httpx takes it
+    """One request, in process."""
+
+    async def send() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client:
+            return await client.request(method, path, **content)
+
+    return asyncio.run(send())
+
+
+def complete(app: FastAPI, **body: object) -> dict[str, Any]:
+    """The answer of /v1/completions."""
+    response = call(app, "POST", "/v1/completions", json={"prompt": "Hello", **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events_of(response: httpx.Response) -> list[Any]:
+    """The bodies of a stream's data lines; [DONE] as it is."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def chat(app: FastAPI, **body: object) -> httpx.Response:
+    messages = [{"role": "user", "content": "Hello!"}]
+    return call(app, "POST", "/v1/chat/completions", json={"messages": messages, **body})
+
+
+@asynccontextmanager
+async def serving(app: FastAPI) -> AsyncGenerator[str]:
+    """The base URL of `app` behind a real socket, which listens at once: nobody has to wait for the start."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none", lifespan="off"))
+        running = asyncio.create_task(server.serve(sockets=[listening]))
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await running

@@ -1,0 +1,136 @@
+"""The command line: its option names, and the mistakes that are refused before anything is started."""
+
+import argparse
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from tidemill.cluster import cli
+from tidemill.workers.models.bundled import bundled
+
+# A new knob is a decision, not an accident.
+SERVE_OPTIONS = [
+    "--decode",
+    "--help",
+    "--host",
+    "--kernels",
+    "--kv-cache-dtype",
+    "--max-model-len",
+    "--max-num-batched-tokens",
+    "--max-num-seqs",
+    "--memory",
+    "--mixed",
+    "--page-size",
+    "--port",
+    "--prefill",
+    "--ray-address",
+    "--served-model-name",
+    "--store",
+    "--threads",
+]
+
+
+@pytest.fixture(autouse=True)
+def _same_environment_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+    """The command prepares the environment for Ray."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
+        monkeypatch.setenv(name, "")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the bundled model, to be damaged."""
+    return Path(shutil.copytree(bundled()["keeper"], tmp_path / "model"))
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> "Refused":
+    return Refused(capsys)
+
+
+class Refused:
+    """Runs a command that must be refused, and hands over its one line."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> str:
+        assert cli.main(arguments) == cli.EXIT_REFUSED
+        out, err = self._capsys.readouterr()
+        assert out == ""
+        assert err.startswith("tidemill: ")
+        assert err.count("\n") == 1
+        return err
+
+
+def test_option_names() -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_serving_options(parser)
+    assert (
+        sorted(option for option in parser._option_string_actions if option.startswith("--")) == SERVE_OPTIONS
+    )
+
+
+def test_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models"]) == 0
+    name, folder = capsys.readouterr().out.split()
+    assert name == "keeper"
+    assert (Path(folder) / "model.safetensors").exists()
+
+
+def test_missing_model_folder(refused: Refused) -> None:
+    assert "/nowhere" in refused("serve", "/nowhere")
+
+
+def test_wrong_architecture(refused: Refused, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    line = refused("serve", str(model))
+    assert "LlamaForCausalLM" in line
+    assert "Qwen3NextForCausalLM" in line
+
+
+def test_corrupt_safetensors(refused: Refused, model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1_000_000])
+    assert "model.safetensors" in refused("serve", str(model))
+
+
+def test_no_free_port(refused: Refused) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "--port" in refused("serve", "keeper", "--port", str(taken.getsockname()[1]))
+
+
+def test_store_path_not_writable(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert str(tmp_path) in refused("serve", "keeper", "--store", f"file://{tmp_path}/file/store")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--memory", "much"), "--memory"),
+        (("--memory", "1MiB"), "--memory"),
+        (("--mixed", "1", "--decode", "1"), "--mixed"),
+        (("--prefill", "0"), "--prefill"),
+        (("--store", "memory:"), "file:///path"),
+        (("--store", "mooncake://host:1"), "file:///path"),
+        (("--page-size", "0"), "--page-size"),
+        (("--port", "65536"), "--port"),
+        (("--host", "no.such.host.invalid"), "--host"),
+    ],
+)
+def test_options(refused: Refused, arguments: tuple[str, ...], named: str) -> None:
+    assert named in refused("serve", "keeper", *arguments)
+
+
+def test_status_without_a_server(refused: Refused) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    assert "--url" in refused("status", "--url", url)

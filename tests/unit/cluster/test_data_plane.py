@@ -1,0 +1,155 @@
+"""Streams and answers over a loopback socket: whole, in order, one frame per step, cancelled when closed."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from tests.unit.cluster.scripted_engine import (
+    FIRST,
+    LAST,
+    WORKER,
+    collect,
+    fails,
+    frontend,
+    raw_stream,
+    request,
+    run,
+    serving,
+)
+from tidemill.cluster.codec import (
+    Generate,
+    Hello,
+    Item,
+)
+from tidemill.kvstore.errors import OutOfMemory
+from tidemill.workers.messages import (
+    Delta,
+    PagesMissing,
+    Produced,
+    Provenance,
+    RequestError,
+    WorkerGone,
+)
+
+
+def test_streams_and_answers_arrive_whole() -> None:
+    async def main() -> None:
+        async with serving() as (engine, address), frontend() as peers:
+            streams = [
+                asyncio.create_task(collect(peers.generate(WORKER, address, request(name)))) for name in "ab"
+            ]
+            answer = asyncio.create_task(peers.produce(WORKER, address, request("p")))
+            await engine.until(lambda engine: len(engine.calls) == 3)
+            produced = Produced(depth=64, provenance=Provenance(computed_tokens=64))
+            engine.step(("a", FIRST), ("b", FIRST), ("p", produced))
+            engine.step(("a", Delta(tokens=(5,))), ("b", LAST))
+            engine.step(("a", LAST))
+            assert await answer == produced
+            assert await streams[1] == [FIRST, LAST]
+            assert await streams[0] == [FIRST, Delta(tokens=(5,)), LAST]
+            await engine.until(lambda engine: not engine.calls)
+
+    run(main())
+
+
+def test_one_step_is_one_frame() -> None:
+    async def main() -> None:
+        names = [f"r{i}" for i in range(50)]
+        async with serving() as (engine, address), raw_stream(address) as stream:
+            await stream.send(Hello(WORKER), *(Generate(i, request(name)) for i, name in enumerate(names)))
+            await engine.until(lambda engine: len(engine.calls) == len(names))
+            for token in range(5):
+                delta = Delta(tokens=(token,))
+                engine.step(*((name, delta) for name in names))
+                assert await stream.frame() == [Item(i, delta) for i in range(len(names))]
+
+    run(main())
+
+
+@pytest.mark.parametrize("failure", [PagesMissing("gap of 9 pages"), WorkerGone("draining")])
+def test_failures_of_the_engine_are_failures_of_the_call(failure: Exception) -> None:
+    async def main() -> None:
+        async with serving() as (engine, address), frontend() as peers:
+            stream = asyncio.create_task(collect(peers.generate(WORKER, address, request("a"))))
+            answer = asyncio.create_task(peers.produce(WORKER, address, request("p")))
+            await engine.until(lambda engine: len(engine.calls) == 2)
+            engine.step(("a", failure), ("p", failure))
+            assert await fails(stream, type(failure)) == str(failure)
+            assert await fails(answer, type(failure)) == str(failure)
+
+    run(main())
+
+
+def test_a_users_mistake_keeps_its_name() -> None:
+    async def main() -> None:
+        async with serving() as (engine, address), frontend() as peers:
+            stream = asyncio.create_task(collect(peers.generate(WORKER, address, request())))
+            await engine.until(lambda engine: "r" in engine.calls)
+            engine.step(("r", RequestError("too long", param="prompt", code="context_length_exceeded")))
+            with pytest.raises(RequestError, match="too long") as caught:
+                await stream
+            assert (caught.value.param, caught.value.status, caught.value.code) == (
+                "prompt",
+                400,
+                "context_length_exceeded",
+            )
+
+    run(main())
+
+
+@pytest.mark.parametrize("error", [OutOfMemory("full"), AssertionError("a bug")])
+def test_whatever_else_breaks_a_request_breaks_it_alone(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with serving() as (engine, address), frontend() as peers:
+            poisoned = asyncio.create_task(collect(peers.generate(WORKER, address, request("poisoned"))))
+            healthy = asyncio.create_task(collect(peers.generate(WORKER, address, request("healthy"))))
+            await engine.until(lambda engine: len(engine.calls) == 2)
+            engine.step(("poisoned", error), ("healthy", FIRST))
+            assert type(error).__name__ in await fails(poisoned, WorkerGone)
+            engine.step(("healthy", LAST))
+            assert await healthy == [FIRST, LAST]
+
+    run(main())
+    assert bool(caplog.records) == isinstance(error, AssertionError), (
+        "a bug leaves its traceback, and only a bug"
+    )
+
+
+def test_closing_a_stream_cancels_it_on_the_worker() -> None:
+    async def main() -> None:
+        async with serving() as (engine, address), frontend() as peers:
+            async with aclosing(peers.generate(WORKER, address, request("a"))) as stream:
+                first = asyncio.ensure_future(anext(stream))
+                await engine.until(lambda engine: "a" in engine.calls)
+                engine.step(("a", FIRST))
+                assert await first == FIRST
+            await engine.until(lambda engine: not engine.calls)
+
+            answer = asyncio.create_task(peers.produce(WORKER, address, request("p")))
+            await engine.until(lambda engine: "p" in engine.calls)
+            answer.cancel()
+            await engine.until(lambda engine: not engine.calls)
+
+    run(main())
+
+
+def test_a_request_can_be_sent_again_while_it_is_being_cancelled() -> None:
+    async def main() -> None:
+        async with serving() as (engine, address), frontend() as peers:
+            for _ in range(20):
+                stream = peers.generate(WORKER, address, request("a"))
+                first = asyncio.ensure_future(anext(stream))
+                await engine.until(lambda engine: "a" in engine.calls)
+                engine.step(("a", FIRST))
+                await first
+                await stream.aclose()
+                again = asyncio.create_task(collect(peers.generate(WORKER, address, request("a"))))
+                await engine.until(lambda engine: not engine.calls)
+                await engine.until(lambda engine: "a" in engine.calls)
+                engine.step(("a", FIRST), ("a", LAST))
+                assert await again == [FIRST, LAST]
+
+    run(main())

@@ -1,0 +1,271 @@
+"""One request against scripted workers: whatever is lost, each token arrives exactly once."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.cluster.flow import ATTEMPTS_MAX, PATIENT_ATTEMPTS, serve
+from tidemill.cluster.placement import Ask, Route
+from tidemill.kvstore.keys import Namespace, PageKey, page_keys
+from tidemill.workers.messages import (
+    ANNOUNCED_KEY_BYTES,
+    Delta,
+    FinishReason,
+    PagesMissing,
+    Piece,
+    Produced,
+    Provenance,
+    Request,
+    RequestError,
+    Unserved,
+    WorkerGone,
+    WorkerId,
+)
+
+P = 4
+PROMPT = tuple(range(100, 110))
+GAP_TOKENS_MAX = 8
+FETCHED = Provenance(fetched_tokens=8, computed_tokens=2)
+
+
+@dataclass(frozen=True)
+class Act:
+    """What the workers do in one attempt: the decode worker streams `tokens` more, `per_delta` at a time,
+    and then `end` happens, unless that was all."""
+
+    prefill: bool = True
+    produce: Exception | Produced = field(default_factory=lambda: Produced(depth=8, provenance=Provenance()))
+    tokens: int = 10**9
+    per_delta: int = 1
+    end: Exception | None = None
+
+
+def nth_token(position: int) -> int:
+    return position * position % 97
+
+
+class Script:
+    """Router and peers in one; attempt i plays `acts[i]`, the last one for ever."""
+
+    def __init__(self, *acts: Act) -> None:
+        self.acts = acts
+        self.asks: list[Ask] = []
+        self.lost_workers: list[WorkerId] = []
+        self.calls: list[tuple[str, Request]] = []
+        self.closed = 0
+
+    @property
+    def act(self) -> Act:
+        return self.acts[min(len(self.asks), len(self.acts)) - 1]
+
+    async def place(self, ask: Ask) -> Route:
+        self.asks.append(ask)
+        attempt = len(self.asks)
+        route = Route(decode=WorkerId(f"d.{attempt}"), decode_address="at:d")
+        if not self.act.prefill:
+            return route
+        return Route(
+            decode=route.decode,
+            decode_address="at:d",
+            prefill=WorkerId(f"p.{attempt}"),
+            prefill_address="at:p",
+            gap_tokens_max=GAP_TOKENS_MAX,
+        )
+
+    async def lost(self, worker: WorkerId) -> None:
+        self.lost_workers.append(worker)
+
+    async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
+        assert (worker, address) == (f"p.{len(self.asks)}", "at:p")
+        self.calls.append(("produce", request))
+        await asyncio.sleep(0)
+        if isinstance(self.act.produce, Exception):
+            raise self.act.produce
+        return self.act.produce
+
+    async def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
+        assert (worker, address) == (f"d.{len(self.asks)}", "at:d")
+        self.calls.append(("generate", request))
+        act = self.act
+        try:
+            end = len(request.tokens) + request.max_new_tokens
+            stop = min(end, len(request.tokens) + act.tokens)
+            provenance: Provenance | None = FETCHED
+            for start in range(len(request.tokens), stop, act.per_delta):
+                await asyncio.sleep(0)
+                last = min(start + act.per_delta, stop)
+                finish: FinishReason | None = "length" if last == end else None
+                tokens = tuple(map(nth_token, range(start, last)))
+                yield Delta(tokens=tokens, finish=finish, provenance=provenance)
+                provenance = None
+            if act.end is not None:
+                raise act.end
+        finally:
+            self.closed += 1
+
+
+def a_request(max_new_tokens: int = 6) -> Request:
+    return Request(request_id="r", tokens=PROMPT, max_new_tokens=max_new_tokens, salt="s")
+
+
+def root_of(salt: str) -> PageKey:
+    return Namespace(model="m", layout="l", salt=salt).root()
+
+
+def pieces_of(script: Script, request: Request) -> list[Piece]:
+    async def main() -> list[Piece]:
+        async with aclosing(serve(request, script, script, root_of, P)) as pieces:
+            return [piece async for piece in pieces]
+
+    return asyncio.run(main())
+
+
+def check_answer(pieces: list[Piece], request: Request) -> None:
+    """Each token exactly once, in order; one finish, at the end."""
+    first = len(request.tokens)
+    want = [nth_token(position) for position in range(first, first + request.max_new_tokens)]
+    assert [token for piece in pieces for token in piece.tokens] == want
+    assert [piece.finish for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+
+
+ends = st.sampled_from([None, WorkerGone("w"), PagesMissing("m")])
+acts = st.builds(
+    Act,
+    prefill=st.booleans(),
+    produce=st.just(Produced(depth=8, provenance=Provenance()))
+    | st.sampled_from([WorkerGone("w"), PagesMissing("m")]),
+    tokens=st.integers(0, 4),
+    per_delta=st.integers(1, 3),
+    end=ends,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(st.lists(acts, max_size=ATTEMPTS_MAX - 1), st.integers(1, 12))
+def test_whatever_is_lost_each_token_arrives_once(losses: list[Act], max_new_tokens: int) -> None:
+    request = a_request(max_new_tokens)
+    script = Script(*losses, Act())
+    check_answer(pieces_of(script, request), request)
+    generated = [sent for kind, sent in script.calls if kind == "generate"]
+    assert script.closed == len(generated), "every stream is closed"
+    for ask, following in zip(script.asks, script.asks[1:], strict=False):
+        assert ask.num_tokens <= following.num_tokens
+        assert ask.avoid <= following.avoid
+    for _, sent in script.calls:
+        done = len(sent.tokens) - len(PROMPT)
+        assert sent.tokens == PROMPT + tuple(map(nth_token, range(len(PROMPT), len(PROMPT) + done)))
+        assert sent.max_new_tokens == max_new_tokens - done
+
+
+def test_the_way_of_an_undisturbed_request() -> None:
+    script = Script(Act())
+    request = a_request(2)
+    first, second = pieces_of(script, request)
+    assert first.trace is second.trace
+    trace = first.trace
+    assert (trace.attempts, trace.prefill, trace.decode) == (1, "p.1", "d.1")
+    assert (trace.produced, trace.provenance) == (Produced(depth=8, provenance=Provenance()), FETCHED)
+    (ask,) = script.asks
+    keys = page_keys(root_of("s"), PROMPT[:8], P)
+    assert ask.keys == tuple(key[:ANNOUNCED_KEY_BYTES] for key in keys)
+    assert (ask.request_id, ask.num_tokens, ask.max_new_tokens, ask.avoid) == ("r", 10, 2, frozenset())
+    assert [kind for kind, _ in script.calls] == ["produce", "generate"]
+    assert script.lost_workers == []
+
+
+def test_the_last_token_is_never_asked_for_as_a_page() -> None:
+    script = Script(Act())
+    pieces_of(script, Request(request_id="r", tokens=tuple(range(8)), max_new_tokens=1))
+    assert len(script.asks[0].keys) == 1
+
+
+def test_a_prompt_without_a_hop() -> None:
+    script = Script(Act(prefill=False))
+    (piece,) = pieces_of(script, a_request(1))
+    assert [kind for kind, _ in script.calls] == ["generate"]
+    assert (piece.trace.prefill, piece.trace.produced) == (None, None)
+    assert script.calls[0][1].gap_tokens_max is None
+
+
+def test_a_lost_prefill_worker_is_avoided() -> None:
+    script = Script(Act(produce=WorkerGone("p")), Act())
+    pieces = pieces_of(script, a_request())
+    check_answer(pieces, a_request())
+    assert script.lost_workers == ["p.1"]
+    assert script.asks[1].avoid == {"p.1"}
+    assert pieces[0].trace.attempts == 2
+
+
+def test_a_decode_worker_lost_in_the_middle_is_avoided_and_its_tokens_are_kept() -> None:
+    script = Script(Act(tokens=3, end=WorkerGone("d")), Act())
+    pieces = pieces_of(script, a_request())
+    check_answer(pieces, a_request())
+    assert script.lost_workers == ["d.1"]
+    assert script.asks[1].avoid == {"d.1"}
+    assert script.asks[1].num_tokens == len(PROMPT) + 3
+    assert len(script.asks[1].keys) == (len(PROMPT) + 2) // P
+    assert [piece.trace.attempts for piece in pieces] == [1] * 3 + [2] * 3
+
+
+def test_a_stream_that_just_ends_is_a_lost_worker() -> None:
+    script = Script(Act(tokens=2), Act())
+    check_answer(pieces_of(script, a_request()), a_request())
+    assert script.lost_workers == ["d.1"]
+
+
+def test_a_loss_after_the_last_token_is_no_loss() -> None:
+    script = Script(Act(end=WorkerGone("d")))
+    check_answer(pieces_of(script, a_request()), a_request())
+    assert script.lost_workers == []
+    assert script.closed == 1
+
+
+def test_missing_pages_are_nobodys_fault_and_end_the_patience() -> None:
+    """The first attempts insist on pages; then the decode worker may compute whatever is missing."""
+    missing = Act(tokens=0, end=PagesMissing("m"))
+    script = Script(*[missing] * 5, Act())
+    check_answer(pieces_of(script, a_request()), a_request())
+    assert script.lost_workers == []
+    assert all(ask.avoid == frozenset() for ask in script.asks)
+    gaps = [sent.gap_tokens_max for kind, sent in script.calls if kind == "generate"]
+    assert gaps == [GAP_TOKENS_MAX] * PATIENT_ATTEMPTS + [None] * (6 - PATIENT_ATTEMPTS)
+
+
+def test_a_store_that_takes_nothing_makes_answers_slow_and_never_fails_them() -> None:
+    """Depth 0 was produced: the decode worker is asked all the same, for it may hold the pages itself."""
+    script = Script(Act(produce=Produced(depth=0, provenance=Provenance())))
+    pieces = pieces_of(script, a_request(1))
+    assert [kind for kind, _ in script.calls] == ["produce", "generate"]
+    assert pieces[0].trace.produced == Produced(depth=0, provenance=Provenance())
+
+
+def test_when_every_attempt_fails_it_says_so() -> None:
+    script = Script(Act(tokens=0, end=WorkerGone("d")))
+    with pytest.raises(Unserved, match=str(ATTEMPTS_MAX)):
+        pieces_of(script, a_request())
+    assert len(script.asks) == ATTEMPTS_MAX
+    assert script.asks[-1].avoid == {f"d.{attempt}" for attempt in range(1, ATTEMPTS_MAX)}
+
+
+def test_a_users_mistake_is_not_tried_again() -> None:
+    script = Script(Act(tokens=0, end=RequestError("too long")))
+    with pytest.raises(RequestError, match="too long"):
+        pieces_of(script, a_request())
+    assert len(script.asks) == 1
+
+
+def test_a_client_that_hangs_up_closes_the_stream() -> None:
+    script = Script(Act())
+
+    async def main() -> None:
+        async with aclosing(serve(a_request(), script, script, root_of, P)) as pieces:
+            async for _ in pieces:
+                break
+
+    asyncio.run(main())
+    assert script.closed == 1

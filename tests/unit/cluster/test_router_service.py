@@ -1,0 +1,319 @@
+"""Router, heartbeats and the frontend's client over loopback sockets, with an engine that only counts."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+import pytest
+
+from tidemill.cluster.channels import open_channel
+from tidemill.cluster.heartbeats import Heartbeats
+from tidemill.cluster.placement import Ask
+from tidemill.cluster.router import Router
+from tidemill.cluster.router_client import RouterClient
+from tidemill.cluster.router_codec import encode_heartbeat
+from tidemill.cluster.router_service import RouterService
+from tidemill.workers.messages import (
+    Announcement,
+    Heartbeat,
+    Unserved,
+    WorkerGone,
+    WorkerId,
+    WorkerInfo,
+    WorkerLoad,
+)
+
+WAIT_S_MAX = 20.0
+KEYS = (b"depth--1", b"depth--2")
+INFO = WorkerInfo(
+    worker=WorkerId("decode-0.1"),
+    name="decode-0",
+    role="decode",
+    address="127.0.0.1:1",
+    pid=1,
+    node="n",
+    page_tokens=64,
+)
+ASK = Ask(request_id="r", keys=(), num_tokens=10, max_new_tokens=1, wait_s_max=WAIT_S_MAX)
+
+
+@dataclass
+class CountingEngine:
+    """Its loop turns once at every look, unless it is wedged."""
+
+    wedged: bool = False
+    rows: int = 0
+    turns: int = 0
+    announced: list[bool] = field(default_factory=list[bool])  # whether each announcement was a full one
+
+    @property
+    def steps(self) -> int:
+        self.turns += not self.wedged
+        return self.turns
+
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(running_rows=self.rows, counters={"steps": float(self.turns)})
+
+    def take_announcement(self, *, full: bool) -> Announcement:
+        self.announced.append(full)
+        return Announcement(added=KEYS if full else (), full=full)
+
+
+@dataclass
+class Here:
+    """A router that may move, and everything that finds it through `find`."""
+
+    router: Router
+    service: RouterService
+    address: str
+    away: bool = False
+
+    async def find(self) -> str:
+        if self.away:
+            raise WorkerGone("the router is away")
+        return self.address
+
+    async def restart(self) -> None:
+        await self.service.stop()
+        fresh = await started()
+        self.router, self.service, self.address = fresh.router, fresh.service, fresh.address
+
+
+async def started() -> Here:
+    router = Router(asyncio.get_running_loop().time)
+    service = RouterService(router)
+    return Here(router, service, await service.start("127.0.0.1"))
+
+
+@asynccontextmanager
+async def cluster() -> AsyncGenerator[Here]:
+    here = await started()
+    try:
+        yield here
+    finally:
+        await here.service.stop()
+
+
+@asynccontextmanager
+async def beating(
+    here: Here, engine: CountingEngine, info: WorkerInfo = INFO
+) -> AsyncGenerator[asyncio.Event]:
+    heard = asyncio.Event()
+    task = asyncio.create_task(Heartbeats(engine, info, here.find, heard.set).run())
+    try:
+        yield heard
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+@asynccontextmanager
+async def client(here: Here) -> AsyncGenerator[RouterClient]:
+    client = RouterClient(here.find)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(3 * WAIT_S_MAX):
+            await coroutine
+
+    asyncio.run(bounded())
+
+
+def report_to(channel: grpc.aio.Channel) -> Any:  # noqa: ANN401 - half of gRPC's call types are unknown
+    return cast("Any", channel).stream_stream("/tidemill.Router/Report")()
+
+
+def ask(channel: grpc.aio.Channel, method: str, data: bytes) -> Any:  # noqa: ANN401 - as above
+    return cast("Any", channel).unary_unary(f"/tidemill.Router/{method}")(data)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S_MAX):
+        while not holds():  # noqa: ASYNC110 - what changes it is behind a socket
+            await asyncio.sleep(0.01)
+
+
+async def fails(awaitable: Awaitable[object], kind: type[Exception]) -> str:
+    with pytest.raises(kind) as caught:
+        await awaitable
+    return str(caught.value)
+
+
+def test_the_first_beat_says_everything_and_requests_find_the_worker() -> None:
+    async def main() -> None:
+        engine = CountingEngine(rows=3)
+        async with cluster() as here, client(here) as frontend:
+            placed = asyncio.create_task(frontend.place(ASK))  # waits for a worker
+            async with beating(here, engine) as heard:
+                await heard.wait()
+                assert (await placed).decode == INFO.worker
+                (worker,) = (await frontend.status()).workers
+                assert worker.info == INFO
+                assert worker.restorable_depths == len(KEYS)
+                assert worker.load.running_rows == 3
+                await until(lambda: len(engine.announced) >= 3)
+                assert engine.announced[:3] == [True, False, False]
+
+    run(main())
+
+
+def test_a_wedged_step_loop_does_not_beat() -> None:
+    async def main() -> None:
+        engine = CountingEngine()
+        async with cluster() as here, beating(here, engine) as heard:
+            await heard.wait()
+            engine.wedged = True
+            engine.rows = 1  # even though there is something to say
+            beats = len(engine.announced)
+            await asyncio.sleep(0)
+            heard.clear()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.5):
+                    await heard.wait()
+            assert len(engine.announced) <= beats + 1  # the turn before
+            engine.wedged = False
+            await heard.wait()
+
+    run(main())
+
+
+def test_a_worker_whose_report_breaks_off_is_lost_at_once() -> None:
+    async def main() -> None:
+        async with cluster() as here:
+            async with beating(here, CountingEngine()) as heard:
+                await heard.wait()
+            await until(lambda: not here.router.status().workers)  # and nobody calls tick
+
+    run(main())
+
+
+def test_a_silent_worker_is_lost_at_the_tick() -> None:
+    async def main() -> None:
+        engine = CountingEngine()
+        async with cluster() as here, beating(here, engine) as heard:
+            ticks = asyncio.create_task(here.service.run())
+            await heard.wait()
+            engine.wedged = True
+            await until(lambda: not here.router.status().workers)
+            engine.wedged = False
+            await until(
+                lambda: [worker.restorable_depths for worker in here.router.status().workers] == [len(KEYS)]
+            )
+            ticks.cancel()
+
+    run(main())
+
+
+def test_a_worker_that_was_called_lost_comes_back_with_everything() -> None:
+    async def main() -> None:
+        async with cluster() as here, client(here) as frontend, beating(here, CountingEngine()) as heard:
+            await heard.wait()
+            await frontend.lost(INFO.worker)
+            await until(
+                lambda: [worker.restorable_depths for worker in here.router.status().workers] == [len(KEYS)]
+            )
+
+    run(main())
+
+
+def test_a_restarted_router_is_found_and_told_everything() -> None:
+    async def main() -> None:
+        async with cluster() as here, client(here) as frontend, beating(here, CountingEngine()) as heard:
+            await heard.wait()
+            assert (await frontend.place(ASK)).decode == INFO.worker
+            here.away = True
+            await here.restart()
+            placed = asyncio.create_task(frontend.place(ASK))
+            await asyncio.sleep(0.2)
+            here.away = False
+            assert (await placed).decode == INFO.worker
+            (worker,) = (await frontend.status()).workers
+            assert worker.restorable_depths == len(KEYS)
+
+    run(main())
+
+
+def test_an_old_report_that_ends_late_does_not_lose_the_worker() -> None:
+    async def main() -> None:
+        async with cluster() as here:
+            async with open_channel(here.address) as old:
+                stream = report_to(old)
+                beat = Heartbeat(
+                    info=INFO, sequence=1, load=WorkerLoad(), announcement=Announcement(full=True)
+                )
+                await stream.write(encode_heartbeat(beat))
+                await stream.read()
+                heartbeats = beating(here, CountingEngine())
+                await (await heartbeats.__aenter__()).wait()
+            await asyncio.sleep(0.1)
+            assert len(here.router.status().workers) == 1
+            await heartbeats.__aexit__(None, None, None)
+
+    run(main())
+
+
+def test_no_worker_and_no_router_are_unserved() -> None:
+    async def main() -> None:
+        async with cluster() as here, client(here) as frontend:
+            ask = replace(ASK, wait_s_max=0.1)
+            assert "no decode worker" in await fails(frontend.place(ask), Unserved)
+            here.away = True
+            await here.service.stop()
+            assert "router" in await fails(frontend.place(ask), Unserved)
+            await frontend.lost(INFO.worker)  # nobody to tell, nothing to fail
+
+    run(main())
+
+
+def test_a_frontend_that_gives_up_waits_no_more() -> None:
+    async def main() -> None:
+        async with cluster() as here, client(here) as frontend:
+            before = asyncio.all_tasks()
+            placed = asyncio.create_task(frontend.place(ASK))
+            await asyncio.sleep(0.1)
+            placed.cancel()
+            await asyncio.wait([placed])
+            await until(lambda: len(asyncio.all_tasks()) <= len(before))
+
+    run(main())
+
+
+@pytest.mark.parametrize("method", ["Place", "Lost"])
+@pytest.mark.parametrize("data", [b"\xff" * 9, b"\x12\x03abc"])
+def test_malformed_questions_are_refused(method: str, data: bytes) -> None:
+    async def main() -> None:
+        async with cluster() as here, open_channel(here.address) as channel:
+            call = ask(channel, method, data)
+            if method == "Lost" and data[0] != 0xFF:
+                assert await call == b""  # an unknown field: nobody is lost
+                return
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    run(main())
+
+
+def test_a_worker_reports_for_itself_alone() -> None:
+    async def main() -> None:
+        async with cluster() as here, open_channel(here.address) as channel:
+            stream = report_to(channel)
+            for info in (INFO, replace(INFO, worker=WorkerId("decode-1.1"), name="decode-1")):
+                beat = Heartbeat(
+                    info=info, sequence=1, load=WorkerLoad(), announcement=Announcement(full=True)
+                )
+                await stream.write(encode_heartbeat(beat))
+            await stream.read()  # the answer to the first
+            assert await stream.code() is grpc.StatusCode.INVALID_ARGUMENT
+            await until(lambda: not here.router.status().workers)
+
+    run(main())
