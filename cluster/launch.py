@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ RAY: Any = ray  # much of it has no types
 
 LOOK_S = 0.1
 GRACE_S = 3.0
+CONNECT_S_MAX = 5.0
 TEMP_PATH_LENGTH_MAX = 40
 """Ray puts sockets 60 characters below it, and a socket's path is at most 107 long."""
 
@@ -71,6 +73,8 @@ class Cluster:
                 "include_dashboard": False,
                 "object_store_memory": settings.object_store_bytes,
             }
+        else:
+            _check_reachable(settings.ray_address)
         before = children()
         ours = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -171,6 +175,20 @@ def start_cluster(
         cluster.stop()
         raise
     return cluster
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():  # a word of Ray's, like auto
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S_MAX).close()
+    except (OSError, OverflowError) as error:
+        raise LaunchError(
+            f"no Ray cluster answers at {address} ({error}): start one with `ray start --head`, "
+            "or start one with this server by giving no address"
+        ) from error
 
 
 def _show(progress: Progress, bar: TaskID, state: State) -> None:

@@ -48,6 +48,27 @@ def test_after_eviction_and_preemption(seed: int) -> None:
     run(main(), seed)
 
 
+def test_the_oldest_request_is_never_held_up_by_a_younger_one() -> None:
+    """Each fits alone, and no two of them together."""
+
+    async def main() -> None:
+        async with bench(num_extents=4) as one:
+            ended: list[int] = []
+
+            async def answer(seed: int) -> None:
+                await one.answer(a_request(prompt(10, seed), 34))
+                ended.append(seed)
+
+            async with asyncio.TaskGroup() as clients:
+                for seed in range(3):
+                    clients.create_task(answer(seed))
+                    await asyncio.sleep(0.1)
+            assert ended == [0, 1, 2]
+            assert one.engine.load().counters["preemptions"] > 0
+
+    run(main())
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_memory_for_one_request_serves_one_after_the_other(

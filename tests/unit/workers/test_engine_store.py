@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.sim.fold import expected, fold_layout
-from tests.unit.workers.bench import a_request, a_store, bench, prompt, run
-from tidemill.kvstore.keys import Kind, ObjectKey
+from tests.unit.workers.bench import a_request, a_store, bench, prompt, root_of, run
+from tidemill.kvstore.keys import Kind, ObjectKey, page_keys
 from tidemill.kvstore.layout import restorable_end
 from tidemill.kvstore.memory_store import MemoryStore
-from tidemill.kvstore.store import Got
+from tidemill.kvstore.store import Got, Put
 from tidemill.workers.messages import (
     PagesMissing,
     Produced,
@@ -171,6 +171,33 @@ def test_a_longer_gap_than_allowed_is_not_computed(gap_tokens_max: int) -> None:
                 assert one.engine.num_requests == 0
                 await one.engine.produce(request)
             await one.answer(request)
+
+    run(main())
+
+
+class PutOrder(MemoryStore):
+    """Remembers in which order it was offered what."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.offered: list[ObjectKey] = []
+
+    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+        self.offered += [key for key, _ in objects]
+        return await super().put(objects)
+
+
+def test_a_checkpoint_is_published_behind_its_pages() -> None:
+    """It says that they were stored before it."""
+
+    async def main() -> None:
+        store = PutOrder()
+        async with bench(store) as one:
+            request = a_request(prompt(15))
+            await one.engine.produce(request)
+            keys = page_keys(root_of(""), request.tokens[:12], 4)
+            pages = [ObjectKey(Kind.PAGE, key) for key in keys]
+            assert store.offered == [*pages, ObjectKey(Kind.CHECKPOINT, keys[-1])]
 
     run(main())
 
