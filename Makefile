@@ -10,11 +10,12 @@ STAMP := $(VENV)/.ready
 
 setup: $(STAMP)
 
-# torch comes with plain pip, which finds a local CPU build where there is one; uv installs the rest in seconds.
+# torch comes with plain pip, which finds a local CPU build where there is one; uv installs the rest in seconds, with
+# bytecode: each Ray process would compile it again otherwise.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch uv
-	$(VENV)/bin/uv pip install --quiet -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/uv pip install --quiet --compile-bytecode -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
 
 demo: setup

@@ -187,7 +187,7 @@ def _check_reachable(address: str) -> None:
     except (OSError, OverflowError) as error:
         raise LaunchError(
             f"no Ray cluster answers at {address} ({error}): start one with `ray start --head`, "
-            "or start one with this server by giving no address"
+            "or leave --ray-address out, and one is started here"
         ) from error
 
 

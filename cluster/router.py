@@ -1,5 +1,4 @@
-"""The router: hears the workers, places the requests. One per cluster, or several that do not talk to each
-other."""
+"""The router: hears the workers, places the requests."""
 
 import asyncio
 from collections.abc import Callable

@@ -12,7 +12,11 @@ class TidemillError(Exception):
         WorkerGone          the peer died or is draining: place the request elsewhere
         StoreError          a page store cannot be opened: names the fix
         ModelError          a model folder cannot be served: names the fix
-        KernelUnavailable   an operator has no variant here: names the fix
+        SettingsError       a setting has no meaning, or needs what is not here: names the fix
+        UsageError          options of the command that do not go together
+        PortTaken           the endpoint cannot listen where it was told to
+        LaunchError         Ray, the router or a worker does not start: names the reason
+        Malformed           bytes from a peer that are no message
     """
 
 

@@ -1,5 +1,4 @@
-"""The prefix index: which pages and checkpoints are kept for reuse. A dict walk along chained keys, no radix
-tree.
+"""The prefix index: which pages and checkpoints are kept for reuse, found by a walk along chained keys.
 
     key of [0, P)      key of [0, 2P)     key of [0, 3P)
     page 7, no ckpt <- page 2, ckpt 31 <- page 9, no ckpt        restorable depth of a hybrid here: 2P

@@ -1,5 +1,4 @@
-"""Names of pages and checkpoints: a chained digest of every token up to the end, and of all else that shaped
-the bytes."""
+"""Names of pages and checkpoints: a digest of all tokens up to the end, and of what else shaped the bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,8 +59,7 @@ def page_keys(root: PageKey, tokens: Sequence[int], page_tokens: int) -> list[Pa
 
 
 def extend_keys(keys: list[PageKey], root: PageKey, tokens: Sequence[int], page_tokens: int) -> None:
-    """Append the keys of the pages of `tokens` that became full since `keys` was computed from a prefix of
-    them."""
+    """Append the keys of the pages of `tokens` that are full now; `keys` has those of a prefix of them."""
     parent = keys[-1] if keys else root
     for start in range(len(keys) * page_tokens, len(tokens) // page_tokens * page_tokens, page_tokens):
         parent = chain(parent, tokens[start : start + page_tokens])

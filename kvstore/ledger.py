@@ -64,8 +64,7 @@ class Ledger:
         return lease
 
     def attach(self, lease: Lease, match: Match, num_pages: int) -> None:
-        """Share the first `num_pages` pages of `match`; resume from the checkpoint at their end if there is
-        one."""
+        """Share the first `num_pages` pages of `match`; resume from the checkpoint at their end, if any."""
         assert not lease.entries
         assert not lease.own
         for entry in match.path[:num_pages]:
@@ -106,8 +105,7 @@ class Ledger:
                 self._arena.give_page(page)
 
     def adopt(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
-        """Pages up to `num_tokens` and the state after them were fetched into the lease: keep them as if
-        computed."""
+        """Pages up to `num_tokens` and the state there were fetched: keep them as if computed."""
         self.commit(lease, num_tokens, keys)
         self.keep_state(lease)
 

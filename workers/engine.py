@@ -92,8 +92,7 @@ class Engine:
                 sequence.outbox.put_nowait(WorkerGone(LOOP_ENDED))
 
     async def produce(self, request: Request) -> Produced:
-        """Make the store hold every page below the last page boundary of the prompt, and the checkpoint at
-        it.
+        """Make the store hold every page below the prompt's last page boundary, and the checkpoint there.
 
         Idempotent: what the store holds already is not computed again. `depth` is less than asked when the
         store did not take everything.
@@ -236,8 +235,7 @@ class Engine:
             self._work.set()
 
     def _end(self, sequence: Sequence) -> None:
-        """Release everything the sequence holds: the one place, whatever ended it, as soon as no step uses
-        it."""
+        """Release all that the sequence holds: the one place, whatever ended it, once no step uses it."""
         sequence.ended = True
         self._running.pop(sequence.id, None)
         self._waiting.pop(sequence.id, None)
@@ -258,8 +256,7 @@ class Engine:
         sequence.outbox.put_nowait(Preempted())
 
     def _next_step(self) -> list[tuple[Sequence, Row]]:
-        """Plan over the running sequences, and take the memory that the rows need: the youngest is preempted
-        first."""
+        """Plan over the running sequences and take the memory for it; the youngest is preempted first."""
         candidates = [
             Candidate(
                 sequence_id=sequence.id,
@@ -278,8 +275,7 @@ class Engine:
         return step
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make the lease hold `num_tokens`, at the cost of younger sequences; False when it was preempted
-        itself."""
+        """Make the lease hold `num_tokens`, at the cost of younger ones; False when itself preempted."""
         assert sequence.lease is not None
         while True:
             try:

@@ -1,5 +1,4 @@
-"""What a model's forward pass reads: the integers of one step as tensors, and its caches as views of the
-arena."""
+"""What a model's forward pass reads: one step as tensors, and its caches as views of the arena."""
 
 from dataclasses import dataclass
 

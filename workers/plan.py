@@ -1,5 +1,4 @@
-"""What the next step runs. Pure: no prefill phase and no decode phase, every sequence catches up with its
-tokens.
+"""What the next step runs. Pure: there are no phases, every sequence catches up with its tokens.
 
 A row runs `[computed, end)`. It ends at the last known token, or at a cut (a depth where a checkpoint is
 wanted), or on the page grid where the token budget runs out. The state at a boundary is then the final state

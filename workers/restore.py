@@ -1,5 +1,4 @@
-"""Admission: finds the deepest depth a sequence can resume at, takes memory for it, fetches what the store
-has.
+"""Admission: takes memory for a sequence, and restores it as deep as worker and store together can.
 
     0          restorable here      kept here      depth in the store        boundary    known tokens
     |----- reused -----|-----------------|------------------|--------------------|---- tail ----|
@@ -20,13 +19,11 @@ from tidemill.workers.sequence import Sequence
 from tidemill.workers.transfer import Transfer
 
 CHECKPOINT_PAGES_MIN = 4
-"""Pages between checkpoints of a long prompt, at least: models whose states are small would make them
-everywhere."""
+"""Pages between checkpoints of a long prompt, at least, for models whose states are small."""
 
 
 class Admission:
-    """First come, first served: the sequence at the head of the queue waits for memory, the others wait for
-    it."""
+    """First come, first served: the head of the queue waits for memory, the others wait for the head."""
 
     def __init__(self, ledger: Ledger, transfer: Transfer) -> None:
         self._ledger = ledger
@@ -105,8 +102,7 @@ class Admission:
         return [*range(interval, sequence.boundary, interval), sequence.junction, sequence.boundary]
 
     async def _fetch(self, sequence: Sequence, keys: Seq[PageKey], depths: list[int]) -> bool:
-        """Resume at the deepest of `depths`. False when it did not arrive whole: `depths` keeps those still
-        open."""
+        """Resume at the deepest of `depths`; if it does not arrive whole, `depths` keeps those still open."""
         lease = sequence.lease
         assert lease is not None
         target = depths.pop()

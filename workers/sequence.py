@@ -17,8 +17,7 @@ class Preempted:
 class Sequence:
     """`tokens` are all known tokens. It runs when `computed < target`; `target` grows with each drawn token.
 
-    `id` is unique on the worker: a retry may arrive while a step still uses the memory of the attempt before
-    it.
+    `id` is unique on the worker: a retry may arrive while a step still uses the memory of the last attempt.
 
     0 <= computed <= target <= len(tokens). A producing sequence draws nothing: its target is the last page
     boundary below the end of its prompt.

@@ -1,5 +1,4 @@
-"""Moves pages and checkpoints between leases and the store. Losses are ordinary outcomes here, never
-errors."""
+"""Moves pages and checkpoints between leases and the store; a loss is an ordinary outcome here."""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,4 @@
-"""How well a model folder recalls: accuracy by kind and context length, intact and with parts of its cache
-gone.
+"""How well a model folder recalls, by kind and context length, with its cache intact or partly gone.
 
 python -m benchmarks.keeper.evaluate FOLDER
 """

@@ -1,8 +1,7 @@
-"""The held-out questions that everybody asks: chats over notebooks of (name, object) pairs that training
-never saw.
+"""The held-out questions that everybody asks: chats over pairs of names and objects that training never saw.
 
-python -m benchmarks.keeper.questions --count 100 --context-tokens 512 > questions.jsonl python -m
-benchmarks.keeper.questions --demo > workers/models/keeper/demo.json
+python -m benchmarks.keeper.questions --count 100 --context-tokens 512 > questions.jsonl
+python -m benchmarks.keeper.questions --demo > workers/models/keeper/demo.json
 """
 
 import argparse

@@ -1,5 +1,4 @@
-"""Completions over HTTP as a test wants them: the text of each stream, and a signal when it is well under
-way."""
+"""Completions over HTTP as a test wants them: the text of each stream, and when it is well under way."""
 
 import asyncio
 import json

@@ -1,5 +1,4 @@
-"""The whole cluster with the bundled model: right answers, one answer on every path, exact streams through
-kills."""
+"""The whole cluster with the bundled model: right answers, the same on every path, and through kills."""
 
 import asyncio
 import os

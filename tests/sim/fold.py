@@ -1,5 +1,4 @@
-"""A fake model that cannot produce a token that it has not computed: it reads and writes the arena's real
-bytes.
+"""A fake model on the arena's real bytes, which cannot produce a token that it has not computed.
 
 Its state is a digest of all tokens so far and lies in the state's slot; its KV is a digest per token and lies
 in the token's place in its page. A draw digests the state and every KV entry through the page table. A wrong

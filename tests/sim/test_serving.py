@@ -1,5 +1,4 @@
-"""Whole-cluster runs under crashes, lost, corrupted and refused objects, tight memory; replayable from the
-seed.
+"""Whole clusters under crashes, a lying store and tight memory; each run can be replayed from its seed.
 
 `SIM_SEED=17 SIM_RUNS=1 pytest tests/sim` replays one seed, `SIM_RUNS=10000` is a soak.
 """

@@ -236,12 +236,14 @@ def test_missing_pages_are_nobodys_fault_and_end_the_patience() -> None:
     assert gaps == [GAP_TOKENS_MAX] * PATIENT_ATTEMPTS + [None] * (6 - PATIENT_ATTEMPTS)
 
 
-def test_a_store_that_takes_nothing_makes_answers_slow_and_never_fails_them() -> None:
-    """Depth 0 was produced: the decode worker is asked all the same, for it may hold the pages itself."""
-    script = Script(Act(produce=Produced(depth=0, provenance=Provenance())))
+@pytest.mark.parametrize(("depth", "gap_tokens_max"), [(8, GAP_TOKENS_MAX), (4, None), (0, None)])
+def test_pages_that_the_store_refused_are_not_insisted_on(depth: int, gap_tokens_max: int | None) -> None:
+    """A store that takes nothing makes answers slow; waiting for it would not make them faster."""
+    script = Script(Act(produce=Produced(depth=depth, provenance=Provenance())))
     pieces = pieces_of(script, a_request(1))
     assert [kind for kind, _ in script.calls] == ["produce", "generate"]
-    assert pieces[0].trace.produced == Produced(depth=0, provenance=Provenance())
+    assert script.calls[1][1].gap_tokens_max == gap_tokens_max
+    assert pieces[0].trace.produced == Produced(depth=depth, provenance=Provenance())
 
 
 def test_when_every_attempt_fails_it_says_so() -> None:
