@@ -4,17 +4,27 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
-ENDED_S_MAX = 30
+ENDED_S_MAX = 60
+EVENTUALLY_S_MAX = 300
 READY = "ready: "
 MARK = "TIDEMILL_TEST_RUN"
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Look again and again until `holds`; a bound far beyond any machine's slowness ends a run that hangs."""
+    give_up_s = time.monotonic() + EVENTUALLY_S_MAX
+    while not holds():
+        assert time.monotonic() < give_up_s, "it never came to hold"
+        time.sleep(0.02)
 
 
 class Server:

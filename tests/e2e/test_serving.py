@@ -13,7 +13,7 @@ import pytest
 from benchmarks.keeper.evaluate import exact_matches, load
 from benchmarks.keeper.questions import questions
 
-from tests.e2e.server import Server, run_cli
+from tests.e2e.server import Server, eventually, run_cli
 from tests.e2e.streams import Stream, client_of, run_all
 from tidemill.workers.models.bundled import bundled
 
@@ -181,13 +181,12 @@ def test_status(server: Server) -> None:
 
 
 def _wait_until_idle(server: Server) -> None:
-    """All memory of requests is back. Bounded by the number of looks, each of which takes its time."""
-    for _ in range(600):
-        if all(
+    """All memory of requests is back."""
+    eventually(
+        lambda: all(
             row["load"]["live_bytes"] == 0 and row["load"]["running_rows"] == 0 for row in server.workers()
-        ):
-            return
-    raise AssertionError(server.workers())
+        )
+    )
 
 
 def _forget_pages(server: Server) -> None:
@@ -195,11 +194,12 @@ def _forget_pages(server: Server) -> None:
     before = {row["info"]["worker"] for row in server.workers()}
     for row in server.workers():
         os.kill(row["info"]["pid"], signal.SIGKILL)
-    for _ in range(6000):
+
+    def all_are_new() -> bool:
         now = {row["info"]["worker"] for row in server.workers()}
-        if len(now) == len(before) and now.isdisjoint(before):
-            return
-    raise AssertionError("the workers were not restarted")
+        return len(now) == len(before) and now.isdisjoint(before)
+
+    eventually(all_are_new)
 
 
 def _flip_a_bit(path: Path) -> None:
