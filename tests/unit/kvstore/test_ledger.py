@@ -1,24 +1,19 @@
 """Arena, index and ledger together, against a memory that remembers who wrote what for which tokens."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tidemill.kvstore.arena import Arena
-from tidemill.kvstore.backing import Fixed
+from tests.unit.kvstore.leases import ROOT, P, a_ledger
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.index import Entry
-from tidemill.kvstore.keys import Namespace, PageKey, page_keys
-from tidemill.kvstore.layout import Attention, Linear, PageId, StateId, layout_of
-from tidemill.kvstore.ledger import Lease, Ledger
+from tidemill.kvstore.keys import PageKey, page_keys
+from tidemill.kvstore.layout import PageId, StateId
+from tidemill.kvstore.ledger import Lease
 
-P = 2
-ROOT = Namespace(model="m", layout="l").root()
 Written = tuple[int, ...]
 """What lies in a place: the tokens up to it."""
 
@@ -40,16 +35,6 @@ class Row:
     @property
     def keys(self) -> list[PageKey]:
         return page_keys(ROOT, self.tokens, P)
-
-
-def a_ledger(num_extents: int, states_per_extent: int = 1, *, hybrid: bool = True) -> Ledger:
-    """16 bytes per page of two tokens, 32 per state: two pages or one state, `states_per_extent` times."""
-    linear = Linear(key_heads=1, value_heads=1, key_dim=1, value_dim=2, conv_width=2)
-    attention = Attention(kv_heads=1, head_dim=1)
-    layers = (linear, attention) if hybrid else (attention,)
-    layout = layout_of(layers, P, extent_bytes_min=32 * states_per_extent, granule_bytes=1)
-    assert layout.pages_per_extent == 2 * states_per_extent
-    return Ledger(layout, Arena(layout, num_extents, Fixed(num_extents * layout.extent_bytes)))
 
 
 class LedgerAgainstMemory(RuleBasedStateMachine):
@@ -274,121 +259,3 @@ TestLedgerAgainstMemory = LedgerAgainstMemory.TestCase
 TestLedgerAgainstMemory.settings = settings(
     deadline=None, derandomize=True, max_examples=60, stateful_step_count=40
 )
-
-
-TOKENS = list(range(20))
-KEYS = page_keys(ROOT, TOKENS, P)
-
-
-def grown(ledger: Ledger, lease: Lease, num_tokens: int, keys: Sequence[PageKey] = KEYS) -> Lease:
-    """`num_tokens` of the request are computed."""
-    ledger.reserve(lease, num_tokens)
-    ledger.commit(lease, num_tokens, keys)
-    ledger.check()
-    return lease
-
-
-def test_a_rolling_checkpoint_takes_the_place_of_the_one_before() -> None:
-    ledger = a_ledger(8)
-    lease = grown(ledger, ledger.open("a"), P)
-    ledger.roll_checkpoint(lease)
-    grown(ledger, lease, 2 * P)
-    ledger.roll_checkpoint(lease)
-    first, second = lease.entries
-    assert (first.checkpoint is None, second.checkpoint is None) == (True, False)
-    reader = ledger.share("reader", lease, 2)
-    grown(ledger, lease, 3 * P)
-    ledger.roll_checkpoint(lease)
-    assert second.checkpoint is not None, "somebody reads it"
-    assert reader.source is second
-    assert lease.rolling is lease.entries[2]
-    ledger.release("a")
-    ledger.release("reader")
-    ledger.check()
-    assert ledger.usage().states_taken == 2
-
-
-def test_a_checkpoint_that_finds_no_memory_is_skipped() -> None:
-    ledger = a_ledger(2)
-    lease = grown(ledger, ledger.open("a"), P)
-    state = lease.state
-    ledger.roll_checkpoint(lease)
-    assert ledger.counters["checkpoints_skipped"] == 1
-    assert (lease.state, lease.rolling, lease.entries[0].checkpoint) == (state, None, None)
-    ledger.check()
-
-
-def test_a_checkpoint_that_is_there_already_is_read() -> None:
-    ledger = a_ledger(8)
-    one, other = ledger.open("one"), ledger.open("other")
-    ledger.reserve(one, P)
-    grown(ledger, other, P)
-    ledger.keep_state(other)
-    ledger.commit(one, P, KEYS)
-    ledger.keep_state(one)
-    assert one.source is other.source
-    assert one.pages() == other.pages(), "the first writer's page is shared"
-    assert one.read_state == other.read_state != one.state
-    assert ledger.usage().pages_taken == 1
-
-
-def test_a_reservation_is_all_or_nothing() -> None:
-    ledger = a_ledger(4)
-    lease = grown(ledger, ledger.open("a"), 1)
-    before = ledger.usage()
-    with pytest.raises(OutOfMemory):
-        ledger.reserve(lease, 7 * P)
-    assert ledger.usage() == before
-    ledger.keep_state(grown(ledger, lease, P), last=True)
-    with pytest.raises(OutOfMemory):
-        ledger.reserve(lease, 7 * P)
-    assert lease.state is None
-    ledger.check()
-
-
-def test_what_is_evicted_is_counted() -> None:
-    ledger = a_ledger(4)
-    lease = grown(ledger, ledger.open("a"), 2 * P)
-    ledger.keep_state(lease)
-    ledger.release("a")
-    lease = ledger.open("b")
-    for num_pages, evicted in ((2, (0, 0)), (3, (1, 1)), (5, (1, 1)), (6, (2, 1))):
-        grown(ledger, lease, num_pages * P, page_keys(ROOT, [1] * 20, P))
-        counters = ledger.counters
-        assert (counters["pages_evicted"], counters["checkpoints_evicted"]) == evicted
-
-
-def scattered(ledger: Ledger, keys: Sequence[PageKey]) -> None:
-    """Six extents: one for the checkpoint of the first five pages of `keys`, the others for a page each."""
-    path, other = ledger.open("path"), ledger.open("other")
-    for num_pages in range(1, 5):
-        ledger.reserve(path, num_pages * P)
-        ledger.reserve(other, num_pages * P)
-    ledger.commit(other, 4 * P, page_keys(ROOT, [1] * 20, P))
-    ledger.release("other")
-    ledger.keep_state(grown(ledger, path, 5 * P, keys), last=True)
-    ledger.release("path")
-    assert len({entry.page // 2 for entry in ledger.index.match(keys[:5]).path}) == 5
-
-
-def test_pages_scattered_over_all_extents_can_be_given_up() -> None:
-    """They leave no extent for a state as long as they are attached."""
-    ledger = a_ledger(6)
-    scattered(ledger, KEYS)
-    lease = ledger.open("a")
-    ledger.attach(lease, ledger.index.match(KEYS[:5]), 5)
-    with pytest.raises(OutOfMemory):
-        ledger.reserve(lease, 11)
-    ledger.release("a")
-    ledger.forget()
-    assert ledger.usage().empty_extents == 6
-    grown(ledger, ledger.open("a"), 11)
-    with pytest.raises(AssertionError):
-        ledger.forget()
-
-
-def test_a_name_holds_one_lease() -> None:
-    ledger = a_ledger(2)
-    ledger.open("a")
-    with pytest.raises(AssertionError, match="a holds a lease already"):
-        ledger.open("a")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.sim.fold import ATTENTION, LINEAR, expected, fold_layout
-from tests.unit.kvstore.test_ledger import scattered
+from tests.unit.kvstore.leases import scattered
 from tests.unit.workers.bench import Bench, BrokenRunner, a_request, a_store, bench, prompt, root_of, run
 from tidemill.kvstore.keys import PageKey, page_keys
 from tidemill.kvstore.layout import layout_of
