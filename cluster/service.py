@@ -23,7 +23,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """One row of `tidemill status`. state: ready, draining, silent."""
+    """One row of `tidemill status`. state: ready or draining; a silent worker has no row."""
 
     info: WorkerInfo
     load: WorkerLoad
