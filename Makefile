@@ -6,7 +6,7 @@ export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test check bench mutations soak stubs clean
+.PHONY: setup demo test gpu check bench mutations soak stubs clean
 
 setup: $(STAMP)
 
@@ -25,6 +25,10 @@ demo: setup
 
 test: setup
 	python -m pytest
+
+# On a machine with a CUDA toolkit, after: uv pip install --no-build-isolation -e '.[gpu]'
+gpu: setup
+	python -m pytest tests/gpu
 
 check: setup
 	ruff check .
