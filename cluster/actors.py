@@ -77,7 +77,8 @@ class RouterActor:
 
     def __init__(self, settings: RouterSettings) -> None:
         loop = asyncio.get_running_loop()
-        router = cast("Router", resolve(settings.build)(loop.time))
+        build = resolve(settings.build)
+        router = cast("Router", build(loop.time, broker=settings.broker, expected=settings.expected))
         self._service = RouterService(router)
         host: str = settings.host or RAY.util.get_node_ip_address()
         self._address = loop.create_task(self._service.start(host))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from tidemill import __version__
-from tidemill.cluster.settings import ClusterSettings, WorkerSettings, ray_environ
+from tidemill.cluster.settings import ClusterSettings, RouterSettings, WorkerSettings, ray_environ
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.workers.messages import Role
@@ -46,7 +46,7 @@ class UsageError(TidemillError):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. 0: done, 1: the demo had a wrong answer, 2: refused, with one line that names the
     fix."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         return options.run(options)
@@ -63,12 +63,12 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    command = argparse.ArgumentParser(
         prog="tidemill", description="A serving cluster for hybrid language models, on Ray."
     )
-    parser.add_argument("--version", action="version", version=f"tidemill {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    command.add_argument("--version", action="version", version=f"tidemill {__version__}")
+    commands = command.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="serve a model over HTTP")
     serve.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or a bundled model: keeper")
@@ -82,10 +82,24 @@ def _parser() -> argparse.ArgumentParser:
     models.set_defaults(run=_models)
 
     status = commands.add_parser("status", help="show the workers of a running server")
-    status.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (%(default)s)")
-    status.add_argument("--json", action="store_true", help="as JSON")
+    _add_reading_options(status)
     status.set_defaults(run=_status)
-    return parser
+
+    memory = commands.add_parser(
+        "memory", help="show the memory of a running server's workers, or give one of them another budget"
+    )
+    _add_reading_options(memory)
+    memory.add_argument("--worker", metavar="NAME", help="whose budget to set")
+    memory.add_argument(
+        "--budget", metavar="SIZE", help="what it may take from now on; auto leaves it to the broker"
+    )
+    memory.set_defaults(run=_memory)
+    return command
+
+
+def _add_reading_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (%(default)s)")
+    command.add_argument("--json", action="store_true", help="as JSON")
 
 
 def add_serving_options(serve: argparse.ArgumentParser) -> None:
@@ -101,13 +115,14 @@ def add_serving_options(serve: argparse.ArgumentParser) -> None:
     workers.add_argument("--prefill", type=int, metavar="N", help="workers that compute prompts (1)")
     workers.add_argument("--decode", type=int, metavar="N", help="workers that generate (1)")
     workers.add_argument("--mixed", type=int, metavar="N", help="workers that do both, instead of these two")
-    _add(workers.add_argument, "--memory", "1GiB", "of each worker, for pages and states", metavar="SIZE")
     _add(workers.add_argument, "--page-size", 64, "tokens in a page", metavar="TOKENS")
     _add(workers.add_argument, "--kv-cache-dtype", "float32", "of pages", choices=["float32", "bfloat16"])
     _add(workers.add_argument, "--max-num-seqs", 64, "rows of a step", metavar="N")
     _add(workers.add_argument, "--max-num-batched-tokens", 512, "token budget of a step", metavar="N")
     _add(workers.add_argument, "--threads", 1, "CPU threads of each worker", metavar="N")
     _add(workers.add_argument, "--kernels", "cpu", "operator variants", choices=["cpu", "reference"])
+
+    _add_memory_options(serve)
 
     cluster = serve.add_argument_group("cluster")
     cluster.add_argument(
@@ -116,6 +131,49 @@ def add_serving_options(serve: argparse.ArgumentParser) -> None:
         help="where workers exchange pages: file:///path?size=8GiB (a folder of its own, removed at the end)",
     )
     cluster.add_argument("--ray-address", metavar="ADDRESS", help="join this Ray cluster; without, start one")
+
+
+def _add_memory_options(serve: argparse.ArgumentParser) -> None:
+    memory = serve.add_argument_group("memory")
+    _add(memory.add_argument, "--memory", "1GiB", "each worker's share, for pages and states", metavar="SIZE")
+    memory.add_argument(
+        "--memory-floor",
+        metavar="SIZE",
+        help="a worker never has less (what one request of --max-model-len needs)",
+    )
+    memory.add_argument(
+        "--memory-broker",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="workers of one device lend each other what they do not need; without, each keeps its share",
+    )
+    _add(
+        memory.add_argument,
+        "--checkpoint-strategy",
+        "lazy",
+        "while generating: none, two more states per row, or one more at a checkpoint only",
+        choices=["none", "double", "lazy"],
+    )
+    memory.add_argument(
+        "--checkpoint-interval",
+        type=int,
+        metavar="TOKENS",
+        help="between checkpoints while generating, a multiple of the page size (the page size)",
+    )
+    _add(
+        memory.add_argument,
+        "--checkpoints-per-path",
+        16,
+        "kept at most on the way to one prefix",
+        metavar="N",
+    )
+    _add(
+        memory.add_argument,
+        "--eviction-policy",
+        "value",
+        "what goes first: used least recently, or least compute saved per byte",
+        choices=["lru", "value"],
+    )
 
 
 def _add(
@@ -140,7 +198,7 @@ def _demo(options: argparse.Namespace) -> int:
     from tidemill.cluster.demo import run_demo
 
     del options
-    served = _parser().parse_args(["serve", "keeper", "--port", "0", "--memory", "64MiB"])
+    served = parser().parse_args(["serve", "keeper", "--port", "0", "--memory", "64MiB"])
     is_right = False
 
     async def work(url: str) -> None:
@@ -169,6 +227,31 @@ def _status(options: argparse.Namespace) -> int:
     return 0
 
 
+def _memory(options: argparse.Namespace) -> int:
+    from tidemill.cluster.memory import fetch_memory, render_memory, set_budget
+    from tidemill.cluster.status import as_json
+
+    if (options.worker is None) != (options.budget is None):
+        raise UsageError("--worker and --budget go together: name a worker and what it shall have")
+    if options.worker is None:
+        memory = fetch_memory(options.url)
+    else:
+        budget = None if options.budget == "auto" else str(_bytes_of(options.budget, "--budget"))
+        memory = set_budget(options.url, options.worker, budget)
+    if options.json:
+        sys.stdout.write(as_json(memory) + "\n")
+    else:
+        Console().print(render_memory(memory))
+    return 0
+
+
+def _bytes_of(size: str, option: str) -> int:
+    try:
+        return parse_bytes(size)
+    except ValueError as error:
+        raise UsageError(f"{option} {size}: {error}") from error
+
+
 def _run(options: argparse.Namespace, work: "Work") -> None:
     """Serve as `options` say while `work` runs. Ray's environment is set before anything imports Ray."""
     os.environ.update(ray_environ(joins=options.ray_address is not None, token=secrets.token_hex(32)))
@@ -192,13 +275,19 @@ def _run(options: argparse.Namespace, work: "Work") -> None:
 
 
 def _cluster_settings(options: argparse.Namespace, store_url: str) -> ClusterSettings:
-    try:
-        memory_bytes = parse_bytes(options.memory)
-    except ValueError as error:
-        raise UsageError(f"--memory {options.memory}: {error}") from error
+    counts = _worker_counts(options)
+    memory_bytes = _bytes_of(options.memory, "--memory")
+    floor = options.memory_floor
     engine = EngineSettings(
         model_folder=_model_folder(options),
         memory_bytes=memory_bytes,
+        memory_max_bytes=memory_bytes * (sum(counts.values()) if options.memory_broker else 2),
+        memory_floor_bytes=None if floor is None else _bytes_of(floor, "--memory-floor"),
+        starts_at_floor=options.memory_broker,
+        eviction=options.eviction_policy,
+        checkpoints_per_path=options.checkpoints_per_path,
+        checkpoint_strategy=options.checkpoint_strategy,
+        checkpoint_interval=options.checkpoint_interval,
         store_url=store_url,
         cache_folder=Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill",
         page_tokens=options.page_size,
@@ -211,10 +300,15 @@ def _cluster_settings(options: argparse.Namespace, store_url: str) -> ClusterSet
     )
     workers = [
         WorkerSettings(name=f"{role}-{index}", role=role, engine=engine)
-        for role, count in _worker_counts(options).items()
+        for role, count in counts.items()
         for index in range(count)
     ]
-    return ClusterSettings(workers=tuple(workers), ray_address=options.ray_address)
+    expected = frozenset(worker.name for worker in workers)
+    return ClusterSettings(
+        workers=tuple(workers),
+        router=RouterSettings(broker=options.memory_broker, expected=expected),
+        ray_address=options.ray_address,
+    )
 
 
 def _worker_counts(options: argparse.Namespace) -> dict[Role, int]:

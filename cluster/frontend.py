@@ -25,6 +25,9 @@ class ClusterService:
     async def status(self) -> FleetStatus:
         return await self._router.status()
 
+    async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
+        await self._router.set_budget(worker, budget_bytes)
+
     async def close(self) -> None:
         await self._peers.close()
         await self._router.close()

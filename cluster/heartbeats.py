@@ -33,6 +33,7 @@ class Engine(Protocol):
     def steps(self) -> int: ...
     def load(self) -> WorkerLoad: ...
     def take_announcement(self, *, full: bool) -> Announcement: ...
+    def resize(self, budget_bytes: int) -> None: ...
 
 
 class Heartbeats:
@@ -45,6 +46,7 @@ class Heartbeats:
         self._find_router = find_router
         self._heard = heard
         self._sequence = 0
+        self._asked_bytes: int | None = None  # of the engine, by the last ack that named a budget
 
     async def run(self) -> None:
         """Report until cancelled, to whatever router there is; a new connection starts with everything."""
@@ -73,9 +75,18 @@ class Heartbeats:
                 answer = await stream.read()
                 if not isinstance(answer, bytes):  # the end of the stream
                     return
-                full = decode_ack(answer)
+                ack = decode_ack(answer)
+                full = ack.want_full
+                self._take_budget(ack.budget_bytes, load)
                 self._heard()
             await asyncio.sleep(LOOK_S)
+
+    def _take_budget(self, budget_bytes: int | None, reported: WorkerLoad) -> None:
+        """The last word counts, also when it takes back one that the engine has not acted on yet."""
+        if budget_bytes is None or budget_bytes == (self._asked_bytes or reported.budget_bytes):
+            return
+        self._asked_bytes = budget_bytes
+        self._engine.resize(budget_bytes)
 
     def _beat(self, load: WorkerLoad, *, full: bool) -> Heartbeat:
         self._sequence += 1

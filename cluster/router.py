@@ -3,22 +3,28 @@
 import asyncio
 from collections.abc import Callable
 
-from tidemill.cluster.fleet import Fleet, Heard, Lost, wants_full_announcement
+from tidemill.cluster.budgets import Budgets
+from tidemill.cluster.fleet import Fleet, Heard, Lost, Member, wants_full_announcement
 from tidemill.cluster.placement import Ask, Route, bookings, place
 from tidemill.cluster.service import FleetStatus, WorkerStatus
-from tidemill.workers.messages import Heartbeat, Unserved, WorkerId
+from tidemill.workers.messages import Ack, Heartbeat, Unserved, WorkerId
 
 SILENCE_S_MAX = 3.0
 """Workers beat at least once a second, from their step loop: three missed beats and a worker is out."""
 
 
 class Router:
-    """The only mutable thing is the view; a router that starts again has it back after one heartbeat
-    interval."""
+    """Mutable are the view and the budgets alone; a router that starts again has both back after one
+    heartbeat interval, without the budgets that people set."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], *, broker: bool = True, expected: frozenset[str] = frozenset()
+    ) -> None:
+        """`broker`: move memory between the workers of a device, once those of the names `expected` have been
+        heard; without, each keeps its share."""
         self._clock = clock
         self._fleet = Fleet()
+        self._budgets = Budgets(clock, broker=broker, expected=expected)
         self._changed = asyncio.Event()
 
     async def place(self, ask: Ask) -> Route:
@@ -40,11 +46,15 @@ class Router:
             self._fleet = self._fleet.apply(booked)
         return route
 
-    def heartbeat(self, heartbeat: Heartbeat) -> bool:
-        """Take a worker's report. True asks it for a full announcement: some of them were missed."""
-        wants_full = wants_full_announcement(self._fleet, heartbeat)
+    def heartbeat(self, heartbeat: Heartbeat) -> Ack:
+        """Take a worker's report. It is asked for a full announcement when some of them were missed."""
+        want_full = wants_full_announcement(self._fleet, heartbeat)
         self._become(self._fleet.apply(Heard(heartbeat, self._clock())))
-        return wants_full
+        return Ack(want_full=want_full, budget_bytes=self._budgets.heard(heartbeat))
+
+    def set_budget(self, name: str, budget_bytes: int | None) -> None:
+        """A person's word; None takes it back. Raises RequestError."""
+        self._budgets.set(name, budget_bytes)
 
     def lost(self, worker: WorkerId) -> None:
         """A frontend's stream to this worker broke. If it lives, its next heartbeat brings it back."""
@@ -57,17 +67,19 @@ class Router:
 
     def status(self) -> FleetStatus:
         now_s = self._clock()
-        return FleetStatus(
-            workers=tuple(
-                WorkerStatus(
-                    info=member.info,
-                    load=member.load,
-                    state="draining" if member.draining else "ready",
-                    heard_ago_s=now_s - member.heard_at_s,
-                    restorable_depths=len(member.held),
-                )
-                for member in sorted(self._fleet.members.values(), key=lambda member: member.info.name)
-            )
+        members = sorted(self._fleet.members.values(), key=lambda member: member.info.name)
+        return FleetStatus(workers=tuple(self._row(member, now_s) for member in members))
+
+    def _row(self, member: Member, now_s: float) -> WorkerStatus:
+        set_by, set_bytes = self._budgets.set_of(member.info)
+        return WorkerStatus(
+            info=member.info,
+            load=member.load,
+            state="draining" if member.draining else "ready",
+            heard_ago_s=now_s - member.heard_at_s,
+            restorable_depths=len(member.held),
+            set_by=set_by,
+            set_bytes=set_bytes,
         )
 
     def _become(self, fleet: Fleet) -> None:

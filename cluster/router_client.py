@@ -12,9 +12,15 @@ import grpc.aio
 from tidemill.cluster.channels import open_channel
 from tidemill.cluster.codec import Malformed
 from tidemill.cluster.placement import Ask, Route
-from tidemill.cluster.router_codec import decode_route, decode_status, encode_ask, encode_loss
+from tidemill.cluster.router_codec import (
+    decode_route,
+    decode_status,
+    encode_ask,
+    encode_budget,
+    encode_loss,
+)
 from tidemill.cluster.service import FleetStatus
-from tidemill.workers.messages import Unserved, WorkerGone, WorkerId
+from tidemill.workers.messages import RequestError, Unserved, WorkerGone, WorkerId
 
 if TYPE_CHECKING:  # generic in the type stubs alone
     UnaryMethod = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
@@ -23,6 +29,7 @@ FindRouter = Callable[[], Awaitable[str]]
 """The router's address now. Raises WorkerGone while it is away."""
 
 STATUS_WAIT_S_MAX = 5.0
+BUDGET_WAIT_S_MAX = 5.0
 LOST_WAIT_S_MAX = 1.0
 RETRY_S = 0.1
 ANSWER_S_MAX = 1.0
@@ -55,6 +62,11 @@ class RouterClient:
         """Raises Unserved when no router answers."""
         return decode_status(await self._call("Status", lambda: b"", STATUS_WAIT_S_MAX))
 
+    async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
+        """Give a worker this budget; None leaves it to the broker. Raises RequestError that says what it can
+        have, or which workers there are; Unserved."""
+        await self._call("SetBudget", lambda: encode_budget(worker, budget_bytes), BUDGET_WAIT_S_MAX)
+
     async def close(self) -> None:
         if self._channel is not None:
             await self._channel.close()
@@ -68,8 +80,7 @@ class RouterClient:
                     try:
                         return await self._ask_once(name, data())
                     except grpc.aio.AioRpcError as error:
-                        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                            raise Unserved(error.details() or "the router is full") from None
+                        _raise_refusal(error)
                         reason = error.details() or error.code().name
                     except (WorkerGone, Malformed) as error:
                         reason = str(error)
@@ -88,3 +99,17 @@ class RouterClient:
                 self._channel = None
                 await channel.close()
             raise
+
+
+def _raise_refusal(error: grpc.aio.AioRpcError) -> None:
+    """Raise what the router means for good; asking again would bring the same."""
+    details = error.details() or "the router refuses"
+    match error.code():
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            raise Unserved(details) from None
+        case grpc.StatusCode.NOT_FOUND:
+            raise RequestError(details, param="worker", status=404) from None
+        case grpc.StatusCode.OUT_OF_RANGE:
+            raise RequestError(details, param="budget") from None
+        case _:
+            pass

@@ -6,11 +6,13 @@ from typing import get_args
 from tidemill.cluster.codec import Malformed, parse
 from tidemill.cluster.placement import Ask, Route
 from tidemill.cluster.proto import tidemill_pb2 as pb
-from tidemill.cluster.service import FleetStatus, WorkerStatus
+from tidemill.cluster.service import FleetStatus, SetBy, WorkerStatus
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
+    Ack,
     Announcement,
     Heartbeat,
+    MemoryUse,
     Role,
     WorkerId,
     WorkerInfo,
@@ -18,6 +20,7 @@ from tidemill.workers.messages import (
 )
 
 _ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
+_SET_BY: dict[str, SetBy] = {set_by: set_by for set_by in get_args(SetBy)}
 
 
 def encode_ask(ask: Ask) -> bytes:
@@ -95,13 +98,26 @@ def decode_heartbeat(data: bytes) -> Heartbeat:
     )
 
 
-def encode_ack(*, want_full: bool) -> bytes:
-    return pb.Ack(want_full=want_full).SerializeToString()
+def encode_ack(ack: Ack) -> bytes:
+    return pb.Ack(want_full=ack.want_full, budget_bytes=ack.budget_bytes).SerializeToString()
 
 
-def decode_ack(data: bytes) -> bool:
-    """Whether the router wants a full announcement next."""
-    return parse(pb.Ack(), data).want_full
+def decode_ack(data: bytes) -> Ack:
+    message = parse(pb.Ack(), data)
+    return Ack(
+        want_full=message.want_full,
+        budget_bytes=message.budget_bytes if message.HasField("budget_bytes") else None,
+    )
+
+
+def encode_budget(name: str, budget_bytes: int | None) -> bytes:
+    return pb.Budget(name=name, budget_bytes=budget_bytes).SerializeToString()
+
+
+def decode_budget(data: bytes) -> tuple[str, int | None]:
+    """A worker's name and the budget that an operator gives it; None gives it back to the router."""
+    message = parse(pb.Budget(), data)
+    return message.name, message.budget_bytes if message.HasField("budget_bytes") else None
 
 
 def encode_loss(worker: WorkerId) -> bytes:
@@ -121,6 +137,8 @@ def encode_status(status: FleetStatus) -> bytes:
                 state=worker.state,
                 heard_ago_s=worker.heard_ago_s,
                 restorable_depths=worker.restorable_depths,
+                set_by=worker.set_by,
+                set_bytes=worker.set_bytes,
             )
             for worker in status.workers
         ]
@@ -136,10 +154,19 @@ def decode_status(data: bytes) -> FleetStatus:
                 state=worker.state,
                 heard_ago_s=worker.heard_ago_s,
                 restorable_depths=worker.restorable_depths,
+                set_by=_set_by(worker.set_by),
+                set_bytes=worker.set_bytes,
             )
             for worker in parse(pb.FleetStatus(), data).workers
         )
     )
+
+
+def _set_by(text: str) -> SetBy:
+    found = _SET_BY.get(text)
+    if found is None:
+        raise Malformed(f"a budget is set by one of {', '.join(_SET_BY)}")
+    return found
 
 
 def _info_to(info: WorkerInfo) -> pb.WorkerInfo:
@@ -157,6 +184,10 @@ def _info_to(info: WorkerInfo) -> pb.WorkerInfo:
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,
+        device=info.device,
+        memory_bytes=info.memory_bytes,
+        memory_floor_bytes=info.memory_floor_bytes,
+        memory_max_bytes=info.memory_max_bytes,
     )
 
 
@@ -178,6 +209,10 @@ def _info_from(message: pb.WorkerInfo) -> WorkerInfo:
         max_model_len=message.max_model_len,
         vocab_size=message.vocab_size,
         eos_token_ids=tuple(message.eos_token_ids),
+        device=message.device,
+        memory_bytes=message.memory_bytes,
+        memory_floor_bytes=message.memory_floor_bytes,
+        memory_max_bytes=message.memory_max_bytes,
     )
 
 
@@ -186,11 +221,18 @@ def _load_to(load: WorkerLoad) -> pb.WorkerLoad:
         queued_tokens=load.queued_tokens,
         running_rows=load.running_rows,
         waiting_rows=load.waiting_rows,
-        live_bytes=load.live_bytes,
-        cached_bytes=load.cached_bytes,
-        free_bytes=load.free_bytes,
-        page_bytes=load.page_bytes,
-        state_bytes=load.state_bytes,
+        memory=pb.MemoryUse(
+            pages_live=load.memory.pages_live,
+            pages_cached=load.memory.pages_cached,
+            states_live=load.memory.states_live,
+            states_cached=load.memory.states_cached,
+            free=load.memory.free,
+            empty=load.memory.empty,
+            unmapped=load.memory.unmapped,
+        ),
+        budget_bytes=load.budget_bytes,
+        wanted_bytes=load.wanted_bytes,
+        state_slots=load.state_slots,
         counters=load.counters,
     )
 
@@ -200,11 +242,18 @@ def _load_from(message: pb.WorkerLoad) -> WorkerLoad:
         queued_tokens=message.queued_tokens,
         running_rows=message.running_rows,
         waiting_rows=message.waiting_rows,
-        live_bytes=message.live_bytes,
-        cached_bytes=message.cached_bytes,
-        free_bytes=message.free_bytes,
-        page_bytes=message.page_bytes,
-        state_bytes=message.state_bytes,
+        memory=MemoryUse(
+            pages_live=message.memory.pages_live,
+            pages_cached=message.memory.pages_cached,
+            states_live=message.memory.states_live,
+            states_cached=message.memory.states_cached,
+            free=message.memory.free,
+            empty=message.memory.empty,
+            unmapped=message.memory.unmapped,
+        ),
+        budget_bytes=message.budget_bytes,
+        wanted_bytes=message.wanted_bytes,
+        state_slots=message.state_slots,
         counters=dict(message.counters),
     )
 

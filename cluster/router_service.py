@@ -13,6 +13,7 @@ from tidemill.cluster.codec import Malformed
 from tidemill.cluster.placement import Ask, Route
 from tidemill.cluster.router_codec import (
     decode_ask,
+    decode_budget,
     decode_heartbeat,
     decode_loss,
     encode_ack,
@@ -20,7 +21,7 @@ from tidemill.cluster.router_codec import (
     encode_status,
 )
 from tidemill.cluster.service import FleetStatus
-from tidemill.workers.messages import Heartbeat, Unserved, WorkerId
+from tidemill.workers.messages import Ack, Heartbeat, RequestError, Unserved, WorkerId
 
 if TYPE_CHECKING:  # generic in the type stubs alone
     Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -33,10 +34,11 @@ log = logging.getLogger(__name__)
 
 class Router(Protocol):
     async def place(self, ask: Ask) -> Route: ...
-    def heartbeat(self, heartbeat: Heartbeat) -> bool: ...
+    def heartbeat(self, heartbeat: Heartbeat) -> Ack: ...
     def lost(self, worker: WorkerId) -> None: ...
     def tick(self) -> None: ...
     def status(self) -> FleetStatus: ...
+    def set_budget(self, name: str, budget_bytes: int | None) -> None: ...
 
 
 class RouterService:
@@ -51,6 +53,7 @@ class RouterService:
             "Report": grpc.stream_stream_rpc_method_handler(self._report),
             "Lost": grpc.unary_unary_rpc_method_handler(self._lost),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
+            "SetBudget": grpc.unary_unary_rpc_method_handler(self._set_budget),
         }
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("tidemill.Router", handlers),)
@@ -90,7 +93,7 @@ class RouterService:
                     self._reports[worker] = report
                 elif heartbeat.info.worker != worker:
                     raise Malformed(f"{worker} reports for {heartbeat.info.worker}")
-                await context.write(encode_ack(want_full=self._router.heartbeat(heartbeat)))
+                await context.write(encode_ack(self._router.heartbeat(heartbeat)))
         except Malformed as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
@@ -107,3 +110,14 @@ class RouterService:
 
     async def _status(self, _: bytes, context: "Context") -> bytes:  # noqa: ARG002 - gRPC passes both
         return encode_status(self._router.status())
+
+    async def _set_budget(self, data: bytes, context: "Context") -> bytes:
+        try:
+            self._router.set_budget(*decode_budget(data))
+        except RequestError as error:
+            unknown = error.status == 404
+            code = grpc.StatusCode.NOT_FOUND if unknown else grpc.StatusCode.OUT_OF_RANGE
+            await context.abort(code, str(error))
+        except Malformed as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return b""

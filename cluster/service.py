@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from tidemill.workers.messages import Piece, Request, WorkerInfo, WorkerLoad
 
@@ -21,15 +21,25 @@ class ServedModel:
     created_s: int  # unix time
 
 
+SetBy = Literal["operator", "broker", "share"]
+"""Who says what a worker's budget is: a person, the broker, or the share that it was started with."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """One row of `tidemill status`. state: ready or draining; a silent worker has no row."""
+    """One row of `tidemill status`. state: ready or draining; a silent worker has no row.
+
+    `set_bytes` is the budget that it shall have; `load.budget_bytes`, the one it has, follows as others give
+    memory back.
+    """
 
     info: WorkerInfo
     load: WorkerLoad
     state: str
     heard_ago_s: float
     restorable_depths: int
+    set_by: SetBy = "share"
+    set_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,3 +55,8 @@ class Service(Protocol):
         ...
 
     async def status(self) -> FleetStatus: ...
+
+    async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
+        """Give a worker this budget, by its name; None leaves it to the broker. Raises RequestError,
+        Unserved."""
+        ...

@@ -26,9 +26,13 @@ class WorkerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
+    """`broker` moves memory between the workers of a device, once the `expected` ones have been heard."""
+
     name: str = "router"
-    build: str = "tidemill.cluster.router:Router"  # called with a clock, in seconds
+    build: str = "tidemill.cluster.router:Router"  # called with a clock in seconds, broker and expected
     host: str | None = "127.0.0.1"
+    broker: bool = True
+    expected: frozenset[str] = frozenset()  # names of workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

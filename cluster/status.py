@@ -1,7 +1,7 @@
 """`tidemill status`: reads the fleet's state from a running server and draws it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import httpx
@@ -9,38 +9,57 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tidemill.workers.messages import Unserved
+from tidemill.workers.messages import RequestError, Unserved
 
 TIMEOUT_S = 10
 STATE_STYLES = {"ready": "green", "draining": "yellow", "silent": "red"}
 WHO = ("name", "role", "rank", "pid", "node")
-DOES = {"running_rows": "rows", "waiting_rows": "waiting", "queued_tokens": "tokens"}
-HOLDS = {
-    "live_bytes": "live",
-    "cached_bytes": "cached",
-    "free_bytes": "free",
-    "page_bytes": "pages",
-    "state_bytes": "states",
+DOES = {
+    "running_rows": "rows",
+    "waiting_rows": "waiting",
+    "queued_tokens": "tokens",
+    "state_slots": "slots",
+}
+SIZES = {"wanted_bytes": "wanted", "budget_bytes": "budget"}
+CLASSES = {
+    "pages_live": "pages\nlive",
+    "pages_cached": "\ncached",
+    "states_live": "states\nlive",
+    "states_cached": "\ncached",
+    "free": "\nfree",
+    "empty": "\nempty",
+    "unmapped": "\nunmapped",
 }
 
 
 def fetch_status(url: str) -> dict[str, Any]:
     """The answer of GET /cluster. Raises Unserved with one line that says what to do."""
+    return ask_server(url, "GET", "/cluster", answer="workers")
+
+
+def ask_server(url: str, method: str, path: str, answer: str, body: object = None) -> dict[str, Any]:
+    """The JSON that a server answers, which holds `answer`. Raises Unserved with one line that says what to
+    do, or RequestError with what the server says against the request."""
     try:
-        response = httpx.get(f"{url.rstrip('/')}/cluster", timeout=TIMEOUT_S)
+        response = httpx.request(method, f"{url.rstrip('/')}{path}", json=body, timeout=TIMEOUT_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unserved(
             f"no server answers at {url} ({error}): start one with `tidemill serve`, or give its --url"
         ) from error
     try:
-        status = response.json()
+        found = response.json()
     except ValueError:
-        status = None
-    if response.is_error or not isinstance(status, dict) or "workers" not in status:
+        found = None
+    match found:
+        case {"error": {"message": str(message), "type": "invalid_request_error", "param": str()}}:
+            raise RequestError(message)
+        case _:
+            pass
+    if response.is_error or not isinstance(found, dict) or answer not in found:
         raise Unserved(
             f"{url} is no Tidemill server that is ready (HTTP {response.status_code}): check --url"
         )
-    return cast("dict[str, Any]", status)
+    return cast("dict[str, Any]", found)
 
 
 def as_json(status: dict[str, Any]) -> str:
@@ -54,19 +73,28 @@ def render(status: dict[str, Any]) -> RenderableType:
     workers = sorted(status["workers"], key=lambda one: (one["info"]["name"], one["info"]["rank"]))
     if not workers:
         return Group(title, Text("no worker is alive", style="red"))
-    who = _table(("worker", *WHO[1:], "state"), num_left=len(WHO) + 1)
-    work = _table(("worker", *DOES.values(), *HOLDS.values()), num_left=1)
+    who = table(("worker", *WHO[1:], "state"), num_left=len(WHO) + 1)
+    work = table(("worker", *DOES.values(), *SIZES.values()), num_left=1)
     for worker in workers:
         info, load, state = worker["info"], worker["load"], worker["state"]
         shown = state if state == "ready" else f"{state} for {worker['heard_ago_s']:.1f} s"
         # as Text: a name in square brackets is no markup
         who.add_row(*(Text(str(info[name])) for name in WHO), Text(shown, style=STATE_STYLES.get(state, "")))
-        numbers = [f"{load[name]:,}" for name in DOES] + [human_bytes(load[name]) for name in HOLDS]
+        numbers = [f"{load[name]:,}" for name in DOES] + [human_bytes(load[name]) for name in SIZES]
         work.add_row(Text(info["name"]), *numbers)
-    return Group(title, "", who, "", work)
+    held = memory_table((worker["info"]["name"], worker["load"]["memory"]) for worker in workers)
+    return Group(title, "", who, "", work, "", held)
 
 
-def _table(columns: Sequence[str], num_left: int) -> Table:
+def memory_table(workers: Iterable[tuple[str, dict[str, int]]]) -> Table:
+    """The memory of workers, given by name, by what it holds."""
+    held = table(("worker", *CLASSES.values()), num_left=1)
+    for name, memory in workers:
+        held.add_row(Text(name), *(human_bytes(memory[one]) for one in CLASSES))
+    return held
+
+
+def table(columns: Sequence[str], num_left: int) -> Table:
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < num_left else "right")

@@ -37,6 +37,12 @@ class Built(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def memory_bytes(self) -> int: ...
+    @property
+    def memory_floor_bytes(self) -> int: ...
+    @property
+    def memory_max_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +122,10 @@ class WorkerProcess:
             max_model_len=built.max_model_len,
             vocab_size=built.vocab_size,
             eos_token_ids=built.eos_token_ids,
+            device=f"{self._node}/cpu",
+            memory_bytes=built.memory_bytes,
+            memory_floor_bytes=built.memory_floor_bytes,
+            memory_max_bytes=built.memory_max_bytes,
         )
 
 

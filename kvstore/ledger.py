@@ -1,77 +1,79 @@
-"""Who owns which byte of the arena: the free extents, one lease, or the prefix index. Nobody else allocates.
+"""Who owns which byte of the arena: the free places, one lease, or the prefix index. Nobody else allocates.
 
-A lease is what one request holds, in tokens:
-
-    |<-- entries: full pages, shared, pinned in the index -->|<-- own: being written, or reserved -->|
-    0                                     len(entries) * P <= committed                      allocated
-                                                            [0, committed) is written
-
-    state     the slot that the next step writes, or None until that step is reserved
-    source    the pinned entry whose checkpoint the next step reads, or None: it reads `state`, or starts
-    empty
+    open -> attach -> reserve -> launch -> land ... -> release
+                         ^                   |  keep_state: a state at a page boundary becomes a checkpoint
+                         +-------------------+  at most two steps in flight: the next is launched before this
+                                                one has landed
 
 A checkpoint is made without a copy: the slot that holds the state at a page boundary goes to the index, the
-next step reads it there and writes to a fresh slot.
+next step reads it there and writes to another slot. What is committed has landed; what is released while its
+steps are in flight comes back when the last of them has landed.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import Enum
 
-from tidemill.kvstore.arena import Arena, Usage
+from tidemill.kvstore.arena import Usage
+from tidemill.kvstore.cache import Cache
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.index import Entry, Match, PrefixIndex
+from tidemill.kvstore.index import Entry, Match
 from tidemill.kvstore.keys import PageKey
-from tidemill.kvstore.layout import Layout, PageId, StateId
+from tidemill.kvstore.layout import StateId
+from tidemill.kvstore.lease import Flight, Lease
+
+FLIGHTS_MAX = 2
+CHECKPOINTS_PER_PATH = 16
 
 
-@dataclass(slots=True, eq=False)
-class Lease:
-    """What one request holds. Only the ledger changes it."""
+class Site(Enum):
+    """Where the ledger allocates. Tests refuse memory at each of them."""
 
-    entries: list[Entry] = field(default_factory=list[Entry])
-    own: list[PageId] = field(default_factory=list[PageId])
-    committed: int = 0
-    state: StateId | None = None
-    source: Entry | None = None
-    rolling: Entry | None = None  # the last checkpoint made while decoding: the next one replaces it
+    RUN_PAGE = "a page for tokens to run"
+    RUN_STATE = "the slot that the next step writes"
+    SPARE_STATE = "the second slot of the strategy `double`"
+    SCRATCH_STATE = "a slot for a draft that may be rejected"
+    CHECKPOINT_STATE = "a slot to go on in when the state becomes a checkpoint: optional"
 
-    def pages(self) -> list[PageId]:
-        """The page table, left to right."""
-        return [*(entry.page for entry in self.entries), *self.own]
 
-    @property
-    def read_state(self) -> StateId | None:
-        """Where the next step reads the state at `committed`; None is the empty state."""
-        if self.source is not None:
-            return self.source.checkpoint
-        return self.state if self.committed else None
+def granted(_: Site) -> bool:
+    return False
 
 
 class Ledger:
-    """Leases over one arena and one index. Memory of the index is taken back when a lease needs it."""
+    """Leases over one cache, which gives up what it keeps when a lease needs memory."""
 
-    def __init__(self, layout: Layout, arena: Arena) -> None:
-        self.layout = layout
-        self.index = PrefixIndex(hybrid=layout.hybrid)
-        self.counters: Counter[str] = Counter()
-        self._arena = arena
+    def __init__(
+        self,
+        cache: Cache,
+        checkpoints_per_path: int = CHECKPOINTS_PER_PATH,
+        refuses: Callable[[Site], bool] = granted,
+    ) -> None:
+        """`refuses` is asked before each allocation, so that tests can make any of them fail."""
+        self.layout = cache.layout
+        self.index = cache.index
+        self.counters = cache.counters
+        self._cache = cache
+        self._checkpoints_per_path = checkpoints_per_path
+        self._refuses = refuses
         self._leases: dict[str, Lease] = {}
+        self._landing: list[Lease] = []  # released, with steps in flight
 
-    def open(self, request_id: str) -> Lease:
+    def open(self, request_id: str, *, spares_min: int = 0) -> Lease:
         assert request_id not in self._leases, f"{request_id} holds a lease already"
-        lease = self._leases[request_id] = Lease()
+        lease = self._leases[request_id] = Lease(self.layout.page_tokens, spares_min)
         return lease
 
     def attach(self, lease: Lease, match: Match, num_pages: int) -> None:
         """Share the first `num_pages` pages of `match`; resume from the checkpoint at their end, if any."""
-        assert not lease.entries
-        assert not lease.own
-        for entry in match.path[:num_pages]:
-            self.index.pin(entry)
-            lease.entries.append(entry)
+        assert not lease.allocated
+        lease.entries += match.path[:num_pages]
+        for entry in lease.entries:
+            self._cache.pin(entry)
         lease.committed = num_pages * self.layout.page_tokens
-        self._resume_at_end(lease)
+        if lease.entries and lease.entries[-1].checkpoint is not None:
+            lease.source = self._cache.pin_checkpoint(lease.entries[-1])
 
     def share(self, request_id: str, lease: Lease, num_pages: int) -> Lease:
         """A second lease on the first `num_pages` pages of `lease`, to read them after it has ended."""
@@ -79,138 +81,245 @@ class Ledger:
         self.attach(second, Match(tuple(lease.entries[:num_pages]), num_pages), num_pages)
         return second
 
-    def reserve(self, lease: Lease, num_tokens: int) -> None:
-        """Grow the lease to hold `num_tokens` and, for a hybrid, a slot to write. All or nothing:
-        OutOfMemory."""
-        try:
-            self._grow(lease, num_tokens)
-        except OutOfMemory:
-            self._grow(lease, num_tokens)  # what was evicted on the way may have left whole extents
+    def reserve(self, lease: Lease, num_tokens: int, *, drafts: int = 0, pages_beside: int = 0) -> None:
+        """Grow the lease to hold `num_tokens` and, for a hybrid, the slots that its next step writes: one, or
+        one for each of `drafts` tokens more that may be rejected. All or nothing: OutOfMemory, also when
+        `pages_beside` pages could not be had after that.
 
-    def commit(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
-        """`[0, num_tokens)` is written, by a step that has completed. Pages that became full go to the index;
-        where it holds that page already, the lease shares it and its own is freed."""
-        size = self.layout.page_tokens
-        assert lease.committed <= num_tokens <= (len(lease.entries) + len(lease.own)) * size
-        lease.committed = num_tokens
-        if lease.source is not None:
-            self.index.unpin_checkpoint(lease.source)
-            lease.source = None
-        while (len(lease.entries) + 1) * size <= num_tokens:
-            parent = lease.entries[-1] if lease.entries else None
-            page = lease.own.pop(0)
-            entry, taken_over = self.index.insert(parent, keys[len(lease.entries)], page)
-            lease.entries.append(entry)
-            if not taken_over:
-                self._arena.give_page(page)
+        Before it fails, what the lease holds for its checkpoints is used to run (`_spared`).
+        """
+        assert not lease.ended, "memory for a request that has ended"
+        slots = self._slots_wanted(lease, drafts)
+        pages = max(0, -(-num_tokens // self.layout.page_tokens) - len(lease.entries) - len(lease.own))
+        if any(map(self._refuses, [*slots, *[Site.RUN_PAGE] * pages])):
+            raise OutOfMemory("refused")
+        if not self._cache.could_hold(pages + pages_beside, len(slots)):
+            if not pages_beside and self._spared(lease):
+                self.reserve(lease, num_tokens, drafts=drafts)
+                return
+            raise OutOfMemory(f"{pages} pages and {len(slots)} states are more than all that is not held")
+        try:
+            self._grow(lease, pages, len(slots))
+        except OutOfMemory:
+            self._cache.clear()  # the states took extents that the pages need, and there was a slot elsewhere
+            self._grow(lease, pages, len(slots))
+
+    def trim(self, lease: Lease, num_tokens: int) -> None:
+        """Give back pages that were reserved beyond `num_tokens`, and that no step in flight writes."""
+        kept_tokens = max(num_tokens, max((flight.end for flight in lease.flights), default=lease.committed))
+        self._give_pages(lease, max(0, -(-kept_tokens // self.layout.page_tokens) - len(lease.entries)))
+
+    def launch(self, lease: Lease, end: int, *, keep: bool = False, drafts: int = 0) -> Flight:
+        """A step goes off that runs `[launched, end)`, the last `drafts` tokens of it on trial.
+
+        `keep`: the state where it starts is wanted as a checkpoint (call `keep_state` when the step before
+        has landed), so it is not overwritten if another slot can be had.
+        """
+        assert not lease.ended
+        assert len(lease.flights) < FLIGHTS_MAX
+        start = lease.launched
+        assert start < end - drafts <= end <= lease.allocated
+        flight = Flight(start, end, None, ())
+        if self.layout.hybrid:
+            if lease.source is not None:
+                flight.source, lease.source = lease.source, None
+                flight.read = flight.source.checkpoint
+            elif start:
+                flight.read = lease.states[start]
+            if lease.writes_in_place(drafts) and not (keep and self._borrow(lease)):
+                flight.writes = (lease.states.pop(start),)
+            else:
+                flight.writes = tuple(lease.spare.pop() for _ in range(drafts + 1))
+            lease.states |= zip(range(end - drafts, end + 1), flight.writes, strict=True)
+        lease.flights.append(flight)
+        return flight
+
+    def land(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
+        """The oldest step in flight has completed, and `[0, num_tokens)` is written and accepted. If that is
+        less than it ran, the steps after it are void; if it is where it started, nothing of it counts.
+
+        Pages that became full go to the index; where it holds that page already, the lease shares it and its
+        own is freed. For a request that has ended nothing is committed.
+        """
+        flight = lease.flights.popleft()
+        if flight.source is not None:
+            self._cache.unpin_checkpoint(flight.source)
+        for slot in flight.limbo:
+            self._cache.give_state(slot)
+        for page in flight.limbo_pages:
+            self._cache.give_page(page)
+        if not flight.void and not lease.ended:
+            assert flight.start <= num_tokens <= flight.end
+            rejected = self._reject(lease, num_tokens) if num_tokens < flight.end else []
+            self._commit(lease, num_tokens, keys)
+            for slot in rejected:
+                self._return_state(lease, slot)
+        if lease.ended and not lease.flights:
+            self._landing.remove(lease)
+            self._free(lease)
 
     def adopt(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
-        """Pages up to `num_tokens` and the state there were fetched: keep them as if computed."""
-        self.commit(lease, num_tokens, keys)
+        """Pages up to `num_tokens` and (into the last spare slot) the state there were fetched: keep them as
+        if computed."""
+        assert not lease.flights
+        if lease.source is not None:
+            self._cache.unpin_checkpoint(lease.source)
+            lease.source = None
+        if self.layout.hybrid:
+            lease.states[num_tokens] = lease.spare.pop()
+        self._commit(lease, num_tokens, keys)
         self.keep_state(lease)
 
-    def keep_state(self, lease: Lease, *, last: bool = False) -> None:
-        """The state at `committed`, a page boundary, becomes the checkpoint there. The next step reads it
-        there and writes to a fresh slot; with `last` there is no next step.
+    def keep_state(self, lease: Lease, *, last: bool = False) -> bool:
+        """The state at `committed`, a page boundary, becomes the checkpoint there, unless there is one. The
+        next step reads it there and writes to another slot; with `last` there is no next step.
 
-        Cache memory is optional: when no second slot is free, the lease keeps its state to itself.
+        Cache memory is optional: False when no second slot is free, or when the step in flight overwrites the
+        state. The lease then keeps what it has.
         """
-        entry = self._boundary(lease)
-        if not self.layout.hybrid:
-            return
-        if entry.checkpoint is None:
-            assert lease.state is not None
-            try:
-                fresh = None if last else self._take_state()
-            except OutOfMemory:
-                self.counters["checkpoints_skipped"] += 1
-                return
-            self.index.keep_checkpoint(entry, lease.state)
-            lease.state = fresh
-        self._resume_at_end(lease)
+        kept = self._keep_state(lease, last=last)
+        if kept:
+            self._thin(lease)
+        return kept
 
-    def roll_checkpoint(self, lease: Lease) -> None:
+    def roll_checkpoint(self, lease: Lease) -> bool:
         """Keep the state at `committed`, a page boundary reached while decoding, in place of the one kept
-        before. When no second slot is free the earlier one stays, and the next boundary tries again."""
+        before. When no second slot can be had the earlier one stays: False, try again at the next one."""
         entry = self._boundary(lease)
         if not self.layout.hybrid or entry.checkpoint is not None:
-            return
-        self.keep_state(lease)
-        if entry.checkpoint is None:
-            return
-        earlier, lease.rolling = lease.rolling, entry
-        if earlier is not None and earlier.checkpoint is not None and not earlier.checkpoint_pins:
-            self._arena.give_state(self.index.drop_checkpoint(earlier))
+            return True
+        goes_on = lease.launched == lease.committed
+        if goes_on and not (lease.spare or self._cache.state_is_free()):
+            lease.spare += self._drop_rolling(lease)  # as the second one: nobody else loses a checkpoint
+        if not self._keep_state(lease, last=False):
+            return False
+        for slot in self._drop_rolling(lease):
+            self._return_state(lease, slot)
+        lease.rolling = entry
+        self._thin(lease)
+        return True
 
     def release(self, request_id: str) -> None:
         """The only way memory comes back, whatever ended the request."""
         lease = self._leases.pop(request_id)
-        self._let_go(lease)
-        while lease.entries:
-            self.index.unpin(lease.entries.pop())
+        lease.ended = True
+        if lease.flights:
+            self._landing.append(lease)
+        else:
+            self._free(lease)
 
-    def forget(self) -> None:
-        """Give up everything that is kept, which nobody uses: pages that lie scattered over all extents leave
-        none for a state."""
-        assert not self._leases
-        assert len(self.index), "the memory is empty, and still too small for a request that was let in"
-        while self._evict_leaf():
-            pass
-
-    def live_bytes(self) -> int:
-        """Bytes that running requests hold, alone or shared."""
-        pages = {page for lease in self._leases.values() for page in lease.pages()}
-        states = {state for lease in self._leases.values() for state in (lease.state, lease.read_state)} - {
-            None
-        }
-        return len(pages) * self.layout.page_bytes + len(states) * self.layout.state_stride_bytes
+    def resize(self, budget_extents: int) -> bool:
+        """Change what the arena may map; evicts what is kept, and answers whether that was enough. If not,
+        preempt and call again."""
+        return self._cache.resize(budget_extents)
 
     def usage(self) -> Usage:
-        return self._arena.usage()
+        return self._cache.arena.usage()
+
+    @property
+    def budget_extents(self) -> int:
+        return self._cache.arena.budget_extents
+
+    @property
+    def num_extents(self) -> int:
+        """The most that the budget can be."""
+        return self._cache.arena.num_extents
+
+    @property
+    def excess(self) -> int:
+        """Extents that are mapped above the budget."""
+        return self._cache.arena.excess
+
+    @property
+    def num_slots(self) -> int:
+        """States held for requests, shared ones left out; 1, 2 or 3 for each at rest, by strategy."""
+        return sum(lease.num_slots for lease in self._leases.values())
 
     @property
     def num_leases(self) -> int:
-        return len(self._leases)
+        return len(self._leases) + len(self._landing)
 
     def check(self) -> None:
         """Prove that every byte has exactly one owner, and that every pin has a reason."""
-        entries = list(self.index)
-        leases = list(self._leases.values())
-        self._arena.check(
-            [*(entry.page for entry in entries), *(page for lease in leases for page in lease.own)],
-            [
-                *(entry.checkpoint for entry in entries if entry.checkpoint is not None),
-                *(lease.state for lease in leases if lease.state is not None),
-            ],
+        leases = [*self._leases.values(), *self._landing]
+        pins = Counter(entry for lease in leases for entry in lease.entries)
+        reading = Counter(entry for lease in leases for entry in lease.sources())
+        for entry in self.index:
+            found = (entry.pins, entry.checkpoint_pins)
+            assert found == (pins[entry], reading[entry]), "a pin without a reason"
+        self._cache.check(
+            [page for lease in leases for page in lease.own_pages()],
+            [state for lease in leases for state in lease.own_states()],
         )
-        self.index.check()
-        pins = Counter(entry.key for lease in leases for entry in lease.entries)
-        checkpoint_pins = Counter(lease.source.key for lease in leases if lease.source is not None)
-        for entry in entries:
-            assert entry.pins >= pins[entry.key]
-            assert entry.checkpoint_pins >= checkpoint_pins[entry.key]
-            if not leases:
-                assert entry.pins == 0, "a pin outlived its lease"
-                assert entry.checkpoint_pins == 0, "a checkpoint pin outlived its lease"
         for lease in leases:
-            assert len(lease.entries) == lease.committed // self.layout.page_tokens
-            assert lease.committed <= (len(lease.entries) + len(lease.own)) * self.layout.page_tokens
-            assert lease.source is None or lease.source is lease.entries[-1]
+            lease.check()
+            assert lease.ended == (lease in self._landing)
 
-    def _grow(self, lease: Lease, num_tokens: int) -> None:
-        """The state first: pages fit between other pages, a state may need an extent."""
-        wanted = -(-num_tokens // self.layout.page_tokens) - len(lease.entries) - len(lease.own)
-        before, state = len(lease.own), lease.state
+    def _commit(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
+        lease.committed = num_tokens
+        while (len(lease.entries) + 1) * self.layout.page_tokens <= num_tokens:
+            parent = lease.entries[-1] if lease.entries else None
+            page = lease.own.pop(0)
+            entry, taken_over = self._cache.insert(parent, keys[len(lease.entries)], page)
+            if not taken_over and lease.flights:
+                lease.flights[-1].limbo_pages.append(page)
+            elif not taken_over:
+                self._cache.give_page(page)
+            lease.entries.append(entry)
+        for depth in [depth for depth in lease.states if depth < num_tokens]:
+            self._return_state(lease, lease.states.pop(depth))
+
+    def _reject(self, lease: Lease, landed: int) -> list[StateId]:
+        """Of the step that has just landed, the tokens from `landed` on do not count, nor do the steps after
+        it. Answers the states there, unless those still use them: then they come back when they have landed.
+        """
+        slots = [lease.states.pop(depth) for depth in list(lease.states) if depth > landed]
+        for flight in lease.flights:
+            flight.void = True
+        if not lease.flights:
+            return slots
+        lease.flights[-1].limbo = tuple(slots)
+        return []
+
+    def _slots_wanted(self, lease: Lease, drafts: int) -> list[Site]:
+        """The sites of the slots that are missing for the next step."""
+        if not self.layout.hybrid:
+            return []
+        sites = [Site.RUN_STATE, *[Site.SCRATCH_STATE] * drafts]
+        if lease.writes_in_place(drafts):
+            sites = []
+        sites += [Site.SPARE_STATE] * lease.spares_min
+        return sites[len(lease.spare) :]
+
+    def _spared(self, lease: Lease) -> bool:
+        """Checkpoints are optional: take back what the lease holds for them, and say whether it had any. If
+        nobody else reads the checkpoint that its next step reads, that step can as well overwrite it; and
+        the second slot of `double` can be borrowed when it is needed, as with `lazy`."""
+        source = lease.source
+        if source is not None and source.checkpoint_pins == 1:
+            lease.source = None
+            if lease.rolling is source:
+                lease.rolling = None
+            self._cache.unpin_checkpoint(source)
+            lease.states[lease.committed] = self._cache.reclaim_checkpoint(source)
+            self.counters["evicted_checkpoints_for_run"] += 1
+        elif not lease.spares_min:
+            return False
+        lease.spares_min = 0
+        while lease.spare:
+            self._cache.give_state(lease.spare.pop())
+        return True
+
+    def _grow(self, lease: Lease, pages: int, slots: int) -> None:
+        """All or nothing. The states first: pages fit between other pages, a state may need an extent."""
+        num_own, num_spare = len(lease.own), len(lease.spare)
         try:
-            if self.layout.hybrid and state is None:
-                lease.state = self._take_state()
-            lease.own.extend(self._take_page() for _ in range(wanted))
+            lease.spare.extend(self._cache.take_state() for _ in range(slots))
+            lease.own.extend(self._cache.take_page() for _ in range(pages))
         except OutOfMemory:
-            while len(lease.own) > before:
-                self._arena.give_page(lease.own.pop())
-            if lease.state is not None and state is None:
-                self._arena.give_state(lease.state)
-                lease.state = None
+            self._give_pages(lease, num_own)
+            while len(lease.spare) > num_spare:
+                self._cache.give_state(lease.spare.pop())
             raise
 
     def _boundary(self, lease: Lease) -> Entry:
@@ -218,54 +327,65 @@ class Ledger:
         assert lease.committed > 0
         return lease.entries[-1]
 
-    def _resume_at_end(self, lease: Lease) -> None:
-        """Read from the checkpoint at the end of the shared pages next, where there is one."""
-        assert lease.source is None
-        if lease.entries and lease.entries[-1].checkpoint is not None:
-            lease.source = lease.entries[-1]
-            self.index.pin_checkpoint(lease.source)
+    def _borrow(self, lease: Lease) -> bool:
+        """Whether the lease has a slot to go on in, if need be one that it did not have."""
+        if not lease.spare and not self._refuses(Site.CHECKPOINT_STATE):
+            with suppress(OutOfMemory):
+                lease.spare.append(self._cache.take_state())
+        return bool(lease.spare)
 
-    def _let_go(self, lease: Lease) -> None:
+    def _keep_state(self, lease: Lease, *, last: bool) -> bool:
+        entry = self._boundary(lease)
+        if not self.layout.hybrid or entry.checkpoint is not None:
+            if last and self.layout.hybrid and lease.source is None:
+                lease.source = self._cache.pin_checkpoint(entry)
+            return True
+        in_flight = next((flight for flight in lease.flights if not flight.void), None)
+        goes_on = in_flight is None and not last
+        if lease.committed not in lease.states or (goes_on and not self._borrow(lease)):
+            self.counters["checkpoints_skipped"] += 1
+            return False
+        slot = lease.states.pop(lease.committed)
+        self._cache.keep_checkpoint(entry, slot)
+        (in_flight or lease).source = self._cache.pin_checkpoint(entry)
+        return True
+
+    def _drop_rolling(self, lease: Lease) -> list[StateId]:
+        """The slot of the checkpoint kept before, if nobody reads it; the lease owns it now."""
+        earlier = lease.rolling
+        if earlier is None or earlier.checkpoint is None or earlier.checkpoint_pins:
+            return []
+        lease.rolling = None
+        return [self._cache.reclaim_checkpoint(earlier)]
+
+    def _return_state(self, lease: Lease, slot: StateId) -> None:
+        """A slot that is not needed any more is the next spare, or free."""
+        if len(lease.spare) < lease.spares_min + (not lease.writes_in_place(0)):
+            lease.spare.append(slot)
+        else:
+            self._cache.give_state(slot)
+
+    def _thin(self, lease: Lease) -> None:
+        """Hold the checkpoints on the path of the lease to their number; junctions stay longest."""
+        above = list(self.index.checkpoints_above(lease.entries[-1]))
+        surplus = len(above) + 1 - self._checkpoints_per_path
+        loose = [one for one in above if not one.checkpoint_pins]
+        loose.sort(key=lambda one: (len(one.children) > 1, one.score))
+        for one in loose[: max(0, surplus)]:
+            self._cache.drop_checkpoint(one, "cap")
+
+    def _free(self, lease: Lease) -> None:
         if lease.source is not None:
-            self.index.unpin_checkpoint(lease.source)
+            self._cache.unpin_checkpoint(lease.source)
             lease.source = None
-        if lease.state is not None:
-            self._arena.give_state(lease.state)
-            lease.state = None
-        while lease.own:
-            self._arena.give_page(lease.own.pop())
+        for slot in [*lease.states.values(), *lease.spare]:
+            self._cache.give_state(slot)
+        lease.states.clear()
+        lease.spare.clear()
+        self._give_pages(lease, 0)
+        while lease.entries:
+            self._cache.unpin(lease.entries.pop())
 
-    def _take_page(self) -> PageId:
-        while True:
-            try:
-                return self._arena.take_page()
-            except OutOfMemory:
-                if not self._evict_leaf() and not self._evict_checkpoint():
-                    raise
-
-    def _take_state(self) -> StateId:
-        while True:
-            try:
-                return self._arena.take_state()
-            except OutOfMemory:
-                if not self._evict_checkpoint() and not self._evict_leaf():
-                    raise
-
-    def _evict_checkpoint(self) -> bool:
-        state = self.index.evict_checkpoint()
-        if state is None:
-            return False
-        self.counters["checkpoints_evicted"] += 1
-        self._arena.give_state(state)
-        return True
-
-    def _evict_leaf(self) -> bool:
-        entry = self.index.evict_leaf()
-        if entry is None:
-            return False
-        self.counters["pages_evicted"] += 1
-        self._arena.give_page(entry.page)
-        if entry.checkpoint is not None:
-            self.counters["checkpoints_evicted"] += 1
-            self._arena.give_state(entry.checkpoint)
-        return True
+    def _give_pages(self, lease: Lease, num_kept: int) -> None:
+        while len(lease.own) > num_kept:
+            self._cache.give_page(lease.own.pop())

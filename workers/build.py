@@ -7,6 +7,8 @@ from tidemill.kernels.build import KernelUnavailable
 from tidemill.kernels.dispatch import operators
 from tidemill.kvstore.arena import Arena
 from tidemill.kvstore.backing import Fixed, Mmap
+from tidemill.kvstore.cache import Cache
+from tidemill.kvstore.index import PrefixIndex
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import LayerSpec, Layout, layout_of
 from tidemill.kvstore.ledger import Ledger
@@ -16,6 +18,7 @@ from tidemill.workers.inputs import caches_of
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.registry import describe, load
 from tidemill.workers.plan import Budget
+from tidemill.workers.restore import STATES_PER_REQUEST_MAX
 from tidemill.workers.runner import TorchRunner
 from tidemill.workers.settings import EngineSettings, SettingsError
 from tidemill.workers.transfer import Transfer
@@ -23,15 +26,14 @@ from tidemill.workers.transfer import Transfer
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) while weights load."""
 
-STATES_PER_REQUEST_MAX = 3
-"""A request reads one state and writes another while the checkpoint before them is still kept."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
     """An engine, and what the cluster must know about it (fields of WorkerInfo).
 
     `max_model_len` is the smaller of the model's (or the configured) limit and of what the memory can hold.
+    The memory is what the settings give, the least that holds one such request (or the configured floor), and
+    the address space that it can grow into.
     """
 
     engine: Engine
@@ -41,14 +43,19 @@ class Built:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    memory_bytes: int
+    memory_floor_bytes: int
+    memory_max_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """How a worker's memory is cut, and the longest sequence that it serves."""
+    """How a worker's memory is cut, in extents, and the longest sequence that the least of it serves."""
 
     layout: Layout
-    num_extents: int
+    share: int
+    floor: int
+    reserved: int
     max_model_len: int
 
 
@@ -68,14 +75,18 @@ def build_engine(settings: EngineSettings, progress: Progress) -> Built:
     loaded = load(settings.model_folder, ops, progress)
     memory = _memory_of(settings, loaded.layers, loaded.max_length)
     layout, max_model_len = memory.layout, memory.max_model_len
-    reservation_bytes = memory.num_extents * layout.extent_bytes
+    reservation_bytes = memory.reserved * layout.extent_bytes
     backing = Mmap(reservation_bytes) if settings.backing == "mmap" else Fixed(reservation_bytes)
 
     def root_of(salt: str) -> PageKey:
         return Namespace(model=loaded.fingerprint, layout=layout.describe(), salt=salt).root()
 
+    arena = Arena(
+        layout, memory.reserved, backing, memory.floor if settings.starts_at_floor else memory.share
+    )
+    index = PrefixIndex(layout, settings.eviction, loaded.cost)
     engine = Engine(
-        Ledger(layout, Arena(layout, memory.num_extents, backing)),
+        Ledger(Cache(layout, arena, index), settings.checkpoints_per_path),
         Transfer(layout, backing.memory.numpy().data, open_store(settings.store_url)),
         TorchRunner(loaded.model, caches_of(layout, backing.memory), layout.page_tokens, settings.threads),
         Limits(
@@ -85,6 +96,9 @@ def build_engine(settings: EngineSettings, progress: Progress) -> Built:
                 page_tokens=layout.page_tokens,
             ),
             capacity_tokens=max_model_len,
+            extents_min=memory.floor,
+            checkpoint_strategy=settings.checkpoint_strategy,
+            checkpoint_interval=(settings.checkpoint_interval or layout.page_tokens) // layout.page_tokens,
         ),
         root_of,
     )
@@ -96,6 +110,9 @@ def build_engine(settings: EngineSettings, progress: Progress) -> Built:
         max_model_len=max_model_len,
         vocab_size=loaded.vocab_size,
         eos_token_ids=tuple(sorted(loaded.eos_ids)),
+        memory_bytes=memory.share * layout.extent_bytes,
+        memory_floor_bytes=memory.floor * layout.extent_bytes,
+        memory_max_bytes=memory.reserved * layout.extent_bytes,
     )
 
 
@@ -118,4 +135,13 @@ def _memory_of(settings: EngineSettings, layers: Sequence[LayerSpec], max_length
             f"{settings.memory_bytes:,} bytes of memory cannot hold one request of this model: "
             f"set --memory to {-(-num_extents * layout.extent_bytes // (1 << 20))}MiB or more"
         )
-    return Memory(layout, num_extents, max_model_len)
+    floor = 1
+    while capacity_tokens(layout, floor) < max_model_len:
+        floor += 1
+    floor = max(floor, -(-(settings.memory_floor_bytes or 0) // layout.extent_bytes))
+    if floor > num_extents:
+        raise SettingsError(
+            f"--memory-floor is {settings.memory_floor_bytes:,} bytes: set it to --memory or less"
+        )
+    reserved = max(num_extents, (settings.memory_max_bytes or 0) // layout.extent_bytes)
+    return Memory(layout, num_extents, floor, reserved, max_model_len)

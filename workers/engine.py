@@ -6,14 +6,16 @@ One asyncio loop owns everything here; only the Runner and the store work elsewh
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey
-from tidemill.kvstore.ledger import Lease, Ledger
+from tidemill.kvstore.lease import Flight, Lease
+from tidemill.kvstore.ledger import Ledger
+from tidemill.workers.line import Line
+from tidemill.workers.load import load_of
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
     Announcement,
@@ -26,23 +28,36 @@ from tidemill.workers.messages import (
     WorkerLoad,
 )
 from tidemill.workers.plan import Budget, Candidate, plan
+from tidemill.workers.publications import Publications
 from tidemill.workers.restore import Admission
 from tidemill.workers.sequence import Preempted, Sequence, sequence_of
+from tidemill.workers.settings import CheckpointStrategy
 from tidemill.workers.step import Row, Runner
 from tidemill.workers.transfer import Transfer
 
 IDLE_TURN_S = 0.1
 LOOP_ENDED = "the worker's step loop has ended"
-PUBLICATIONS_MAX = 64
-"""Publications in the background at once; publishing is best effort, and each one holds its pages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """`capacity_tokens` is the longest sequence that the memory can hold when nothing else is running."""
+    """`capacity_tokens` is the longest sequence that the smallest budget can hold when nothing else runs."""
 
     budget: Budget
     capacity_tokens: int
+    extents_min: int = 1  # of the arena; `resize` goes no lower
+    checkpoint_strategy: CheckpointStrategy = "lazy"
+    checkpoint_interval: int = 1  # pages
+
+
+@dataclass(slots=True, eq=False)
+class Launched:
+    """A row of a step in flight."""
+
+    sequence: Sequence
+    lease: Lease
+    flight: Flight
+    row: Row
 
 
 class Engine:
@@ -60,15 +75,17 @@ class Engine:
         self._transfer = transfer
         self._runner = runner
         self._root_of = root_of
-        self._admission = Admission(ledger, transfer)
-        self._running: dict[str, Sequence] = {}  # in order of admission
+        self._running: dict[str, Sequence] = {}
         self._waiting: dict[str, Sequence] = {}
+        self._line = Line()
+        self._admission = Admission(
+            ledger, transfer, self._line, self._running, self._waiting, limits.checkpoint_strategy
+        )
+        self._publications = Publications(ledger, transfer, self._line)
         self._producing: dict[PageKey, asyncio.Lock] = {}
-        self._publications: set[asyncio.Task[None]] = set()
         self._work = asyncio.Event()
-        self._serial = 0
+        self._arrivals = 0
         self._over = False  # the step loop has ended: nobody would run what is admitted now
-        self._counters: Counter[str] = Counter()
 
     async def run(self) -> None:
         """Run steps until cancelled. When it breaks, every stream ends with WorkerGone."""
@@ -131,34 +148,22 @@ class Engine:
         finally:
             self._end(sequence)
 
+    def resize(self, budget_bytes: int) -> None:
+        """Change the memory budget while everything runs, in whole extents, between the smallest that serves
+        one request and what was reserved. What is kept is evicted at once; running requests are preempted,
+        the youngest first, before the next step."""
+        extents = budget_bytes // self._ledger.layout.extent_bytes
+        self._ledger.resize(max(self._limits.extents_min, min(extents, self._ledger.num_extents)))
+        self._line.memory_freed()
+        self._work.set()
+
     def load(self) -> WorkerLoad:
-        usage = self._ledger.usage()
-        layout = self._ledger.layout
-        rows = [*self._running.values(), *self._waiting.values()]
-        taken_bytes = usage.pages_taken * layout.page_bytes + usage.states_taken * layout.state_stride_bytes
-        live_bytes = self._ledger.live_bytes()
-        budget_bytes = layout.extent_bytes * (usage.page_extents + usage.state_extents + usage.empty_extents)
-        stats = self._transfer.store.stats()
-        return WorkerLoad(
-            queued_tokens=sum(sequence.target - sequence.computed for sequence in rows),
-            running_rows=len(self._running),
-            waiting_rows=len(self._waiting),
-            live_bytes=live_bytes,
-            cached_bytes=taken_bytes - live_bytes,
-            free_bytes=budget_bytes - taken_bytes,
-            page_bytes=usage.page_extents * layout.extent_bytes,
-            state_bytes=usage.state_extents * layout.extent_bytes,
-            counters={
-                **self._counters,
-                **self._ledger.counters,
-                "steps": float(self.steps),
-                "store_hits": stats.hits,
-                "store_misses": stats.misses,
-                "store_corrupt": stats.corrupt,
-                "store_refused": stats.refused,
-                "store_put_bytes": stats.put_bytes,
-                "store_get_bytes": stats.get_bytes,
-            },
+        return load_of(
+            self._ledger,
+            list(self._running.values()),
+            list(self._waiting.values()),
+            self._transfer,
+            self.steps,
         )
 
     def take_announcement(self, *, full: bool) -> Announcement:
@@ -179,13 +184,12 @@ class Engine:
 
     async def drain_publications(self) -> None:
         """Wait until what was being published in the background is stored, or was refused."""
-        while self._publications:
-            await asyncio.wait(self._publications)
+        await self._publications.drain()
 
     def _sequence(self, request: Request, *, produces: bool) -> Sequence:
-        self._serial += 1
+        self._arrivals += 1
         return sequence_of(
-            f"{request.request_id}#{self._serial}",
+            self._arrivals,
             request,
             self._root_of(request.salt),
             self._ledger.layout.page_tokens,
@@ -235,139 +239,139 @@ class Engine:
             self._work.set()
 
     def _end(self, sequence: Sequence) -> None:
-        """Release all that the sequence holds: the one place, whatever ended it, once no step uses it."""
+        """Release all that the sequence holds: the one place, whatever ended it."""
         sequence.ended = True
         self._running.pop(sequence.id, None)
         self._waiting.pop(sequence.id, None)
-        if sequence.lease is not None and not sequence.in_step:
-            sequence.lease = None
-            self._ledger.release(sequence.id)
-            self._admission.memory_freed()
+        self._release(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take the memory of a running sequence; its pages stay restorable, it is admitted again."""
-        assert not sequence.in_step
-        self._counters["preemptions"] += 1
         del self._running[sequence.id]
         self._waiting[sequence.id] = sequence
-        sequence.lease = None
-        self._ledger.release(sequence.id)
-        self._admission.memory_freed()
+        self._release(sequence)
         sequence.outbox.put_nowait(Preempted())
 
-    def _next_step(self) -> list[tuple[Sequence, Row]]:
-        """Plan over the running sequences and take the memory for it; the youngest is preempted first."""
-        candidates = [
-            Candidate(
-                sequence_id=sequence.id,
-                computed=sequence.computed,
-                known=sequence.target,
-                cut=sequence.next_cut,
-            )
-            for sequence in self._running.values()
-        ]
-        step: list[tuple[Sequence, Row]] = []
-        for sequence_id, num_tokens in plan(candidates, self._limits.budget):
-            sequence = self._running.get(sequence_id)
-            if sequence is not None and self._reserve(sequence, sequence.computed + num_tokens):
-                sequence.in_step = True
-                step.append((sequence, _row(sequence, num_tokens)))
-        return step
+    def _release(self, sequence: Sequence) -> None:
+        self._admission.makers.left(sequence)
+        if sequence.lease is not None:
+            sequence.lease = None
+            self._ledger.release(sequence.id)
+            self._line.memory_freed()
 
-    def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make the lease hold `num_tokens`, at the cost of younger ones; False when itself preempted."""
-        assert sequence.lease is not None
-        while True:
+    def _next_step(self) -> list[Launched]:
+        """Plan over the running sequences, oldest first, and take the memory for it; the youngest is
+        preempted first."""
+        self._shrink()
+        rows = sorted(self._running.values(), key=lambda one: one.arrival)
+        candidates = [
+            Candidate(sequence_id=one.id, computed=one.computed, known=one.target, cut=one.next_cut)
+            for one in rows
+        ]
+        planned = plan(candidates, self._limits.budget)
+        planned.sort(key=lambda row: self._running[row[0]].arrival)
+        reserved = [(sequence_id, n) for sequence_id, n in planned if self._reserve(sequence_id, n)]
+        return [self._launch(self._running[sequence_id], n) for sequence_id, n in reserved]
+
+    def _shrink(self) -> None:
+        """Bring the memory down to its budget, at the cost of the youngest."""
+        if not self._ledger.excess:
+            return
+        while self._ledger.excess and not self._ledger.resize(self._ledger.budget_extents) and self._running:
+            self._ledger.counters["preemptions_for_resize"] += 1
+            self._preempt(max(self._running.values(), key=lambda one: one.arrival))
+        self._line.memory_freed()
+
+    def _reserve(self, sequence_id: str, num_tokens: int) -> bool:
+        """Make the lease hold `num_tokens` more, at the cost of younger requests. False when it was
+        preempted, or when it is the only one and lacks memory that is still being fetched or published."""
+        sequence = self._running.get(sequence_id)
+        while sequence is not None and sequence.lease is not None:
             try:
-                self._ledger.reserve(sequence.lease, num_tokens)
+                self._ledger.reserve(sequence.lease, sequence.computed + num_tokens)
             except OutOfMemory:
-                victim = [one for one in self._running.values() if not one.in_step][-1]
-                self._preempt(victim)
-                if victim is sequence:
+                victim = max(self._running.values(), key=lambda one: one.arrival)
+                if len(self._running) == 1:
                     return False
+                victim.preemptions += 1
+                self._ledger.counters["preemptions"] += 1
+                self._preempt(victim)
+                sequence = self._running.get(sequence_id)
             else:
                 return True
+        return False
 
-    async def _run_step(self, step: list[tuple[Sequence, Row]]) -> None:
+    def _launch(self, sequence: Sequence, num_tokens: int) -> Launched:
+        assert sequence.lease is not None
+        flight = self._ledger.launch(sequence.lease, sequence.computed + num_tokens)
+        return Launched(sequence, sequence.lease, flight, _row(sequence, sequence.lease, flight))
+
+    async def _run_step(self, step: list[Launched]) -> None:
+        landed = 0
         try:
-            drawn = await self._runner.run(tuple(row for _, row in step))
+            drawn = await self._runner.run(tuple(one.row for one in step))
+            for one, token in zip(step, drawn, strict=True):
+                landed += 1
+                self._ledger.land(one.lease, one.flight.end, one.sequence.keys)
+                if one.lease.ended:
+                    self._line.memory_freed()
+                else:
+                    self._advance(one.sequence, one.lease, one.flight, token)
         finally:
-            for sequence, _ in step:
-                sequence.in_step = False
-                if sequence.ended:  # while the step was using its memory
-                    self._end(sequence)
-        for (sequence, row), token in zip(step, drawn, strict=True):
-            if not sequence.ended:
-                self._advance(sequence, len(row.tokens), token)
+            for one in step[landed:]:  # the step broke, and nothing of it counts
+                self._ledger.land(one.lease, one.flight.start, one.sequence.keys)
 
-    def _advance(self, sequence: Sequence, num_tokens: int, token: int | None) -> None:
-        """The step has written `num_tokens` more and drawn `token`: commit, keep the state where it is
-        wanted, end."""
-        lease = sequence.lease
-        assert lease is not None
-        depth = lease.committed + num_tokens
-        self._ledger.commit(lease, depth, sequence.keys)
-        self._counters["computed_tokens"] += num_tokens
+    def _advance(self, sequence: Sequence, lease: Lease, flight: Flight, token: int | None) -> None:
+        """A row has landed and drawn `token`: keep the state where it is wanted, end."""
+        depth = lease.committed
+        self._ledger.counters["computed_tokens"] += flight.end - flight.start
         done = sequence.produces and depth == sequence.target
-        if depth in sequence.cuts:
+        if depth in sequence.cuts or depth in sequence.junctions:
             self._ledger.keep_state(lease, last=done)
-            if not done and depth in (sequence.junction, sequence.boundary):  # others will want it
-                self._publish(sequence, depth // sequence.page_tokens)
+            if not done and (
+                depth in sequence.junctions or depth == sequence.boundary
+            ):  # others will want it
+                self._publications.publish(sequence, depth // sequence.page_tokens)
         elif depth % sequence.page_tokens == 0 and depth > len(sequence.request.tokens):
-            self._ledger.roll_checkpoint(lease)
+            self._checkpoint(sequence, lease)
+        self._admission.makers.advanced(sequence, flight.start)
         if done:
             del self._running[sequence.id]
             sequence.outbox.put_nowait(Delta(tokens=()))
         elif token is not None:
-            self._counters["generated_tokens"] += 1
+            self._ledger.counters["generated_tokens"] += 1
             finish = sequence.draw(token)
             sequence.outbox.put_nowait(Delta(tokens=(token,), finish=finish))
             if finish is not None:
                 self._publish_turn(sequence, lease)
                 self._end(sequence)
 
+    def _checkpoint(self, sequence: Sequence, lease: Lease) -> None:
+        """A page boundary was passed while decoding."""
+        limits = self._limits
+        if limits.checkpoint_strategy == "none" and self._ledger.layout.hybrid:
+            return
+        pages = lease.committed // sequence.page_tokens
+        if sequence.checkpoint_owed or pages % limits.checkpoint_interval == 0:
+            sequence.checkpoint_owed = not self._ledger.roll_checkpoint(lease)
+
     def _publish_turn(self, sequence: Sequence, lease: Lease) -> None:
         """The next turn of this conversation will resume where this one ends, on whatever worker it lands."""
         if not self._ledger.layout.hybrid:
             if lease.entries:
-                self._publish(sequence, len(lease.entries))
+                self._publications.publish(sequence, len(lease.entries))
         elif lease.rolling is not None and lease.rolling.checkpoint is not None:
-            self._publish(sequence, lease.rolling.depth_pages)
-
-    def _publish(self, sequence: Sequence, num_pages: int) -> None:
-        """Store the first pages of the sequence and the checkpoint at their end, in the background."""
-        if len(self._publications) >= PUBLICATIONS_MAX:
-            self._counters["publications_skipped"] += 1
-            return
-        assert sequence.lease is not None
-        self._serial += 1
-        lease_id = f"{sequence.id}/publish#{self._serial}"
-        lease = self._ledger.share(lease_id, sequence.lease, num_pages)
-        keys = sequence.keys[:num_pages]
-
-        async def publish() -> None:
-            try:
-                await self._transfer.publish(lease, keys)
-            finally:
-                self._ledger.release(lease_id)
-                self._admission.memory_freed()
-
-        task = asyncio.create_task(publish())
-        self._publications.add(task)
-        task.add_done_callback(self._publications.discard)
+            self._publications.publish(sequence, lease.rolling.depth_pages)
 
 
-def _row(sequence: Sequence, num_tokens: int) -> Row:
-    lease = sequence.lease
-    assert lease is not None
-    start = lease.committed
-    draws = not sequence.produces and start + num_tokens == len(sequence.tokens)
+def _row(sequence: Sequence, lease: Lease, flight: Flight) -> Row:
+    draws = not sequence.produces and flight.end == len(sequence.tokens)
     return Row(
         sequence_id=sequence.id,
-        tokens=tuple(sequence.tokens[start : start + num_tokens]),
-        start=start,
+        tokens=tuple(sequence.tokens[flight.start : flight.end]),
+        start=flight.start,
         pages=tuple(lease.pages()),
-        read=lease.read_state,
-        write=lease.state,
+        read=flight.read,
+        write=flight.writes[-1] if flight.writes else None,
         sampling=sequence.request.sampling if draws else None,
     )

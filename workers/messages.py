@@ -76,17 +76,40 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes of a worker's arena by what they hold. They add up to its budget, or to more while it shrinks.
+
+    live is held by requests that run; cached by the prefix index alone, and can be taken back.
+    """
+
+    pages_live: int = 0
+    pages_cached: int = 0
+    states_live: int = 0
+    states_cached: int = 0
+    free: int = 0  # places that nobody holds in extents that hold something
+    empty: int = 0  # extents that hold nothing, mapped
+    unmapped: int = 0  # of the budget, not taken from the system
+
+    @property
+    def live(self) -> int:
+        return self.pages_live + self.states_live
+
+    @property
+    def cached(self) -> int:
+        return self.pages_cached + self.states_cached
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """What a worker has to do and to hold, for placement and for people. Bytes add up to the budget."""
+    """What a worker has to do and to hold, for placement, for the broker and for people."""
 
     queued_tokens: int = 0  # prompt tokens not yet computed, of waiting and running rows
     running_rows: int = 0
     waiting_rows: int = 0
-    live_bytes: int = 0  # held by running requests
-    cached_bytes: int = 0  # held by the prefix index alone, can be taken back
-    free_bytes: int = 0
-    page_bytes: int = 0  # in extents of pages, live and cached
-    state_bytes: int = 0  # in extents of states, live and cached
+    memory: MemoryUse = field(default_factory=MemoryUse)
+    budget_bytes: int = 0  # what it may take from the system
+    wanted_bytes: int = 0  # what its waiting requests will need
+    state_slots: int = 0  # states that running rows hold: their own, and the checkpoint each keeps for itself
     counters: dict[str, float] = field(default_factory=dict[str, float])  # totals since the start, by name
 
 
@@ -116,6 +139,10 @@ class WorkerInfo:
     max_model_len: int = 0  # tokens of prompt and answer that the model allows and its memory can hold
     vocab_size: int = 0
     eos_token_ids: tuple[int, ...] = ()
+    device: str = ""  # workers with the same one can hand memory to each other
+    memory_bytes: int = 0  # what it brought: the budget of a device is the sum of its workers'
+    memory_floor_bytes: int = 0  # its budget is never less: one request of max_model_len
+    memory_max_bytes: int = 0  # its budget is never more: the address space that it reserved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +154,14 @@ class Heartbeat:
     load: WorkerLoad
     announcement: Announcement
     draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ack:
+    """The router's answer to a heartbeat."""
+
+    want_full: bool = False  # the next announcement shall replace all before it
+    budget_bytes: int | None = None  # of the worker's memory from now on; None leaves it as it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,31 +8,55 @@ Pages that are kept here beyond the restorable depth spare their fetch. Without 
 they are computed again, and the place where they end is a junction: this time a checkpoint is made there.
 """
 
-import asyncio
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from tidemill.kvstore.errors import OutOfMemory
+from tidemill.kvstore.index import Match
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.ledger import Ledger
+from tidemill.workers.line import Line
+from tidemill.workers.makers import Makers
 from tidemill.workers.messages import PagesMissing, Provenance
 from tidemill.workers.sequence import Sequence
+from tidemill.workers.settings import CheckpointStrategy
 from tidemill.workers.transfer import Transfer
 
 CHECKPOINT_PAGES_MIN = 4
 """Pages between checkpoints of a long prompt, at least, for models whose states are small."""
 
+GRID_CHECKPOINTS_MAX = 8
+"""Checkpoints of a long prompt, at most; the distance between them is doubled until they are no more."""
+
+STATES_PER_REQUEST_MAX = 3
+"""A request reads one state and writes another while the checkpoint before them is still kept."""
+
+PREEMPTIONS_BEFORE_FIT = 2
+PREEMPTIONS_MAX = 3
+"""A request is preempted this often at most, changes of the budget aside. After the second time it comes back
+only when it and all older ones fit to their ends; after the third, when it is the oldest one, which nobody
+preempts."""
+
 
 class Admission:
-    """First come, first served: the head of the queue waits for memory, the others wait for the head."""
+    """The oldest request that waits takes memory first; the others wait for it."""
 
-    def __init__(self, ledger: Ledger, transfer: Transfer) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        transfer: Transfer,
+        line: Line,
+        running: Mapping[str, Sequence],
+        waiting: Mapping[str, Sequence],
+        strategy: CheckpointStrategy,
+    ) -> None:
         self._ledger = ledger
         self._transfer = transfer
-        self._head = asyncio.Lock()
-        self._freed = asyncio.Event()
-
-    def memory_freed(self) -> None:
-        self._freed.set()
+        self._line = line
+        self._running = running
+        self._waiting = waiting
+        self._strategy: CheckpointStrategy = strategy
+        self.makers = Makers(ledger.index)
 
     async def admit(self, sequence: Sequence) -> None:
         """Give `sequence` a lease that holds all its known tokens, restored as deep as possible.
@@ -40,22 +64,28 @@ class Admission:
         Raises PagesMissing when more remains to be computed than the request allows. The caller releases the
         lease.
         """
+        await self.makers.follow(sequence)
         keys = sequence.keys[: sequence.boundary // sequence.page_tokens]
         here = self._ledger.index.match(keys).restorable_pages
         depths = await self._transfer.restorable_depths(keys, here) if here < len(keys) else []
         while True:
-            async with self._head:
-                attached = await self._take_memory(sequence, keys, depths)
+            pages = await self._take_memory(sequence, keys, depths)
+            if pages is None:
+                await self.makers.follow(sequence)
+                continue
             if not depths or await self._fetch(sequence, keys, depths):
                 break
             self._ledger.release(sequence.id)
             sequence.lease = None
-            self.memory_freed()
+            self._line.memory_freed()
+        attached, kept = pages
+        self.makers.advanced(sequence, 0)
         depth = sequence.computed
         reused = min(depth, attached * sequence.page_tokens)
         sequence.provenance = Provenance(
             reused_tokens=reused, fetched_tokens=depth - reused, computed_tokens=sequence.target - depth
         )
+        self._ledger.counters["kv_hit_without_state_tokens"] += max(0, kept * sequence.page_tokens - depth)
         gap_tokens_max = sequence.request.gap_tokens_max
         if (
             gap_tokens_max is not None
@@ -67,39 +97,84 @@ class Admission:
                 f"more than {gap_tokens_max} are missing"
             )
 
-    async def _take_memory(self, sequence: Sequence, keys: Seq[PageKey], depths: list[int]) -> int:
-        """Attach what is kept here and reserve the rest; answers the number of pages attached.
+    async def _take_memory(
+        self, sequence: Sequence, keys: Seq[PageKey], depths: list[int]
+    ) -> tuple[int, int] | None:
+        """Attach what is kept here and reserve the rest; answers the numbers of pages attached and kept. None
+        when another request has begun to compute its prefix."""
+        while True:
+            async with self._line.turn(sequence.arrival):
+                self._line.forget_news()
+                if self.makers.is_made(sequence):
+                    return None
+                pages = self._try_memory(sequence, keys, depths)
+                if pages is not None:
+                    return pages
+                await self._line.news()
+
+    def _try_memory(
+        self, sequence: Sequence, keys: Seq[PageKey], depths: list[int]
+    ) -> tuple[int, int] | None:
+        """The numbers of pages attached and kept, or None when the memory does not suffice.
 
         `depths` loses those that are no deeper than what can be restored here.
         """
-        while True:
-            self._freed.clear()
-            lease = sequence.lease = self._ledger.open(sequence.id)
-            match = self._ledger.index.match(keys)
-            depths[:] = [depth for depth in depths if depth > match.restorable_pages]
-            attached = min(len(match.path), depths[-1]) if depths else match.restorable_pages
-            self._ledger.attach(lease, match, attached)
-            sequence.junction = len(match.path) * sequence.page_tokens
-            sequence.cuts = self._cuts(sequence)
-            try:
-                self._ledger.reserve(lease, len(sequence.tokens))
-            except OutOfMemory:
-                self._ledger.release(sequence.id)
-                sequence.lease = None
-                if self._ledger.num_leases:
-                    await self._freed.wait()
-                else:
-                    self._ledger.forget()
-            else:
-                return attached
+        if self._ledger.excess or not self._may_come(sequence):
+            return None
+        match = self._ledger.index.match(keys)
+        depths[:] = [depth for depth in depths if depth > match.restorable_pages]
+        attached = min(len(match.path), depths[-1]) if depths else match.restorable_pages
+        if not self._lease(sequence, match, attached):
+            if self._ledger.num_leases or not attached:
+                return None
+            attached = 0  # its own prefix lies so scattered that nothing else fits beside it
+            if not self._lease(sequence, match, attached):
+                return None
+        sequence.junctions.add(len(match.path) * sequence.page_tokens)
+        sequence.cuts = self._cuts(sequence)
+        return attached, len(match.path)
 
-    def _cuts(self, sequence: Sequence) -> list[int]:
-        """Where checkpoints are wanted: at the junction, at the last page boundary, and on a grid so wide
-        that they take no more memory than the pages between them."""
+    def _lease(self, sequence: Sequence, match: Match, attached: int) -> bool:
+        """Whether memory for all known tokens could be had, and leaves a page for each running request: its
+        next one would preempt this request again."""
+        spares_min = 1 if self._strategy == "double" and not sequence.produces else 0
+        lease = self._ledger.open(sequence.id, spares_min=spares_min)
+        self._ledger.attach(lease, match, attached)
+        try:
+            beside = len(self._running) + 1 if self._running else 0
+            self._ledger.reserve(lease, len(sequence.tokens), pages_beside=beside)
+        except OutOfMemory:
+            self._ledger.release(sequence.id)
+            return False
+        self._ledger.index.use(lease.entries)
+        sequence.lease = lease
+        return True
+
+    def _may_come(self, sequence: Sequence) -> bool:
+        """Whether a request that was preempted often has reason to hope that it will not be again."""
+        here = [*self._running.values(), *self._waiting.values()]
+        older = [one for one in here if one.arrival < sequence.arrival]
+        if not older or sequence.preemptions < PREEMPTIONS_BEFORE_FIT:
+            return True
+        if sequence.preemptions >= PREEMPTIONS_MAX:
+            return False
+        layout = self._ledger.layout
+        rows = [*older, sequence]
+        pages = sum(-(-one.end // layout.page_tokens) for one in rows)
+        extents = -(-pages // layout.pages_per_extent)
+        if layout.hybrid:
+            extents += -(-len(rows) * STATES_PER_REQUEST_MAX // layout.states_per_extent)
+        return extents <= self._ledger.budget_extents
+
+    def _cuts(self, sequence: Sequence) -> set[int]:
+        """Where checkpoints are wanted: at the last page boundary, and on a grid so wide that they take no
+        more memory than the pages between them."""
         layout = self._ledger.layout
         state_pages = layout.state_stride_bytes // layout.page_bytes
         interval = max(CHECKPOINT_PAGES_MIN, state_pages) * layout.page_tokens
-        return [*range(interval, sequence.boundary, interval), sequence.junction, sequence.boundary]
+        while sequence.boundary > GRID_CHECKPOINTS_MAX * interval:
+            interval *= 2
+        return {*range(interval, sequence.boundary, interval), sequence.boundary}
 
     async def _fetch(self, sequence: Sequence, keys: Seq[PageKey], depths: list[int]) -> bool:
         """Resume at the deepest of `depths`; if it does not arrive whole, `depths` keeps those still open."""

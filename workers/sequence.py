@@ -24,6 +24,7 @@ class Sequence:
     """
 
     id: str
+    arrival: int  # counts up; who came earlier goes first, also after a preemption
     request: Request
     root: PageKey
     page_tokens: int
@@ -32,10 +33,11 @@ class Sequence:
     target: int
     keys: list[PageKey] = field(default_factory=list[PageKey])
     lease: Lease | None = None  # None while it waits for memory, and after its end
-    in_step: bool = False  # a step is running that reads and writes its memory
     ended: bool = False
-    cuts: list[int] = field(default_factory=list[int])  # depths where a checkpoint is wanted
-    junction: int = 0  # the one where its prompt leaves what is kept
+    preemptions: int = 0
+    cuts: set[int] = field(default_factory=set[int])  # depths where a checkpoint is wanted
+    junctions: set[int] = field(default_factory=set[int])  # ... because prompts part there
+    checkpoint_owed: bool = False  # a boundary passed while decoding, and no slot could be had
     provenance: Provenance = field(default_factory=Provenance)
     outbox: asyncio.Queue[Delta | Preempted | Exception] = field(
         default_factory=asyncio.Queue[Delta | Preempted | Exception]
@@ -51,8 +53,13 @@ class Sequence:
         return restorable_end(len(self.tokens), self.page_tokens)
 
     @property
+    def end(self) -> int:
+        """The number of tokens it may grow to."""
+        return len(self.request.tokens) + (0 if self.produces else self.request.max_new_tokens)
+
+    @property
     def next_cut(self) -> int | None:
-        return min((cut for cut in self.cuts if cut > self.computed), default=None)
+        return min((cut for cut in self.cuts | self.junctions if cut > self.computed), default=None)
 
     def draw(self, token: int) -> FinishReason | None:
         """Append a drawn token; says whether it was the last."""
@@ -61,16 +68,17 @@ class Sequence:
         self.target = len(self.tokens)
         if token in self.request.stop_token_ids:
             return "stop"
-        if len(self.tokens) == len(self.request.tokens) + self.request.max_new_tokens:
+        if len(self.tokens) == self.end:
             return "length"
         return None
 
 
 def sequence_of(
-    sequence_id: str, request: Request, root: PageKey, page_tokens: int, *, produces: bool
+    arrival: int, request: Request, root: PageKey, page_tokens: int, *, produces: bool
 ) -> Sequence:
     tokens = list(request.tokens)
     target = restorable_end(len(tokens), page_tokens) if produces else len(tokens)
-    sequence = Sequence(sequence_id, request, root, page_tokens, produces, tokens, target)
+    name = f"{request.request_id}#{arrival}"
+    sequence = Sequence(name, arrival, request, root, page_tokens, produces, tokens, target)
     extend_keys(sequence.keys, root, tokens, page_tokens)
     return sequence

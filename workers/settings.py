@@ -6,6 +6,11 @@ from typing import Literal
 
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.layout import KvDtype
+from tidemill.kvstore.worth import Policy
+
+CheckpointStrategy = Literal["none", "double", "lazy"]
+"""While decoding, at each boundary of the interval: no checkpoint, and the sequence holds one state; one that
+replaces the one before it, in a slot kept ready for that (3 states); or in one borrowed only then (2)."""
 
 
 class SettingsError(TidemillError):
@@ -23,6 +28,13 @@ class EngineSettings:
     page_tokens: int = 64
     kv_dtype: KvDtype = "float32"
     backing: Literal["fixed", "mmap"] = "mmap"
+    memory_max_bytes: int | None = None  # address space to grow into; None: memory_bytes
+    memory_floor_bytes: int | None = None  # never less; at least what one request of max_model_len needs
+    starts_at_floor: bool = False  # a broker gives the rest
+    eviction: Policy = "value"
+    checkpoints_per_path: int = 16
+    checkpoint_strategy: CheckpointStrategy = "lazy"
+    checkpoint_interval: int | None = None  # tokens between checkpoints while decoding; None: a page
     kernels: Literal["cpu", "reference"] = "cpu"
     threads: int = 1
     step_tokens_max: int = 512
@@ -37,6 +49,13 @@ class EngineSettings:
             ("--max-num-batched-tokens", self.step_tokens_max),
             ("--max-num-seqs", self.rows_max),
             ("--max-model-len", self.max_model_len),
+            ("--checkpoints-per-path", self.checkpoints_per_path),
         ):
             if value is not None and value < 1:
                 raise SettingsError(f"{flag} is {value}: set it to 1 or more")
+        interval = self.checkpoint_interval
+        if interval is not None and (interval < 1 or interval % self.page_tokens):
+            raise SettingsError(
+                f"--checkpoint-interval is {interval} tokens: set it to a multiple of the page size,"
+                f" {self.page_tokens}"
+            )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.layout import Layout, PageId, StateId
-from tidemill.kvstore.ledger import Lease
+from tidemill.kvstore.lease import Lease
 from tidemill.kvstore.store import Got, PageStore, Put
 
 
@@ -29,7 +29,8 @@ class Transfer:
         return list(range(above_pages + 1, above_pages + unbroken + 1))
 
     async def fetch(self, lease: Lease, keys: Sequence[PageKey], num_pages: int) -> int:
-        """Fill the lease's own pages up to `num_pages` and its state; answers how many pages are good.
+        """Fill the lease's own pages up to `num_pages` and its last spare slot; answers how many pages are
+        good.
 
         `num_pages` is the answer only when the checkpoint arrived too. Nothing is committed here.
         """
@@ -39,8 +40,7 @@ class Transfer:
             for index in range(first, num_pages)
         ]
         if self._layout.hybrid:
-            assert lease.state is not None
-            wanted.append((ObjectKey(Kind.CHECKPOINT, keys[num_pages - 1]), self._state(lease.state)))
+            wanted.append((ObjectKey(Kind.CHECKPOINT, keys[num_pages - 1]), self._state(lease.spare[-1])))
         got = await self.store.get(wanted)
         bad = next((index for index, outcome in enumerate(got) if outcome is not Got.HIT), None)
         if bad is None:

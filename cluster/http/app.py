@@ -18,6 +18,7 @@ from tidemill.cluster.http.answers import Increment, answers
 from tidemill.cluster.http.boundary import Boundary
 from tidemill.cluster.http.errors import add_error_replies, error_of
 from tidemill.cluster.http.intake import Intake, Job
+from tidemill.cluster.http.memory import BudgetBody, memory_of
 from tidemill.cluster.http.metrics import Metrics, exposition
 from tidemill.cluster.http.protocol import ChatBody, CompletionBody, StreamOptions
 from tidemill.cluster.http.replies import Head, Json, Kind, Tally, chunk_choice, opening_choice, whole_choice
@@ -54,6 +55,8 @@ def build_app(service: Service, tokenizer: Tokenizer, sources: Sources) -> FastA
     app.add_api_route("/v1/models/{name:path}", edge.model)
     app.add_api_route("/health", edge.health)
     app.add_api_route("/cluster", edge.cluster)
+    app.add_api_route("/cluster/memory", edge.memory)
+    app.add_api_route("/cluster/memory", edge.set_budget, methods=["POST"])
     app.add_api_route("/version", edge.version)
     app.add_api_route("/metrics", edge.metrics)
     app.add_api_route("/metrics", edge.metrics, methods=["HEAD"], include_in_schema=False)
@@ -107,6 +110,16 @@ class Edge:
             "frontend": {"pid": os.getpid(), "version": __version__},
             **asdict(await self._service.status()),
         }
+
+    async def memory(self) -> Json:
+        """The memory of every worker: its budget, who set it, and what it holds."""
+        return memory_of(await self._service.status())
+
+    async def set_budget(self, body: BudgetBody) -> Json:
+        """Give a worker another memory budget, or leave it to the broker. It takes effect within seconds: the
+        answer is the memory of every worker now."""
+        await self._service.set_budget(body.worker, body.budget)
+        return memory_of(await self._service.status())
 
     async def version(self) -> Json:
         """The version of the server."""

@@ -4,6 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -23,14 +24,15 @@ WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
     "queued_tokens": ("Prompt tokens not yet computed.", lambda status: status.load.queued_tokens),
     "running_rows": ("Sequences in the running batch.", lambda status: status.load.running_rows),
     "waiting_rows": ("Sequences that wait for memory.", lambda status: status.load.waiting_rows),
-    "live_bytes": ("Memory held by running requests.", lambda status: status.load.live_bytes),
-    "cached_bytes": ("Memory held by the prefix index alone.", lambda status: status.load.cached_bytes),
-    "free_bytes": ("Memory held by nobody.", lambda status: status.load.free_bytes),
-    "page_bytes": ("Memory in extents of pages.", lambda status: status.load.page_bytes),
-    "state_bytes": ("Memory in extents of states.", lambda status: status.load.state_bytes),
+    "memory_budget_bytes": ("Memory that it may take.", lambda status: status.load.budget_bytes),
+    "wanted_bytes": ("Memory that its waiting requests need.", lambda status: status.load.wanted_bytes),
+    "state_slots": ("States that running sequences hold.", lambda status: status.load.state_slots),
     "restorable_depths": ("Prefixes that the worker can resume.", lambda status: status.restorable_depths),
     "heard_ago_seconds": ("Time since the last heartbeat.", lambda status: status.heard_ago_s),
 }
+
+BY_REASON = ("evicted_pages", "evicted_checkpoints")
+"""Workers count these for each reason by itself."""
 
 
 class Metrics:
@@ -123,17 +125,37 @@ class _FleetCollector:
             for status in self._workers:
                 gauge.add_metric([status.info.name, status.info.role], read(status))
             yield gauge
-        counters: defaultdict[str, list[tuple[WorkerStatus, float]]] = defaultdict(list)
+        yield self._memory()
+        yield from self._counters()
+
+    def _memory(self) -> Metric:
+        labels = ["worker", "role", "class"]
+        gauge = GaugeMetricFamily(f"{PREFIX}worker_memory_bytes", "Memory by what it holds.", labels=labels)
         for status in self._workers:
-            for name, value in status.load.counters.items():
-                counters[re.sub(r"[^a-zA-Z0-9_]", "_", name)].append((status, value))
-        for name, samples in sorted(counters.items()):
-            counter = CounterMetricFamily(
-                f"{PREFIX}worker_{name}", "Counted by the worker since its start.", labels=["worker", "role"]
-            )
-            for status, value in samples:
-                counter.add_metric([status.info.name, status.info.role], value)
+            for name, num_bytes in asdict(status.load.memory).items():
+                gauge.add_metric([status.info.name, status.info.role, name], num_bytes)
+        return gauge
+
+    def _counters(self) -> Iterator[Metric]:
+        families: defaultdict[str, list[tuple[WorkerStatus, str, float]]] = defaultdict(list)
+        for status in self._workers:
+            for counted, value in status.load.counters.items():
+                name, reason = _family(re.sub(r"[^a-zA-Z0-9_]", "_", counted))
+                families[name].append((status, reason, value))
+        for name, samples in sorted(families.items()):
+            labels = ["worker", "role", "reason"] if name in BY_REASON else ["worker", "role"]
+            text = "Counted by the worker since its start."
+            counter = CounterMetricFamily(f"{PREFIX}worker_{name}", text, labels=labels)
+            for status, reason, value in samples:
+                values = [status.info.name, status.info.role, reason]
+                counter.add_metric(values[: len(labels)], value)
             yield counter
+
+
+def _family(counted: str) -> tuple[str, str]:
+    """The metric of a counter, and the reason in its name: `evicted_pages_for_resize`."""
+    name, separator, reason = counted.partition("_for_")
+    return (name, reason) if separator and name in BY_REASON else (counted, "")
 
 
 def exposition(metrics: Metrics, fleet: FleetStatus | None) -> bytes:

@@ -190,10 +190,20 @@ class Nothing(_message.Message):
     def __init__(self) -> None: ...
 
 class Ack(_message.Message):
-    __slots__ = ("want_full",)
+    __slots__ = ("want_full", "budget_bytes")
     WANT_FULL_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     want_full: bool
-    def __init__(self, want_full: bool = ...) -> None: ...
+    budget_bytes: int
+    def __init__(self, want_full: bool = ..., budget_bytes: _Optional[int] = ...) -> None: ...
+
+class Budget(_message.Message):
+    __slots__ = ("name", "budget_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    budget_bytes: int
+    def __init__(self, name: _Optional[str] = ..., budget_bytes: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("info", "sequence", "load", "announcement", "draining")
@@ -210,7 +220,7 @@ class Heartbeat(_message.Message):
     def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., sequence: _Optional[int] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., announcement: _Optional[_Union[Announcement, _Mapping]] = ..., draining: bool = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker", "name", "role", "address", "pid", "node", "rank", "fingerprint", "layout", "page_tokens", "max_model_len", "vocab_size", "eos_token_ids")
+    __slots__ = ("worker", "name", "role", "address", "pid", "node", "rank", "fingerprint", "layout", "page_tokens", "max_model_len", "vocab_size", "eos_token_ids", "device", "memory_bytes", "memory_floor_bytes", "memory_max_bytes")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +234,10 @@ class WorkerInfo(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FLOOR_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker: str
     name: str
     role: str
@@ -237,10 +251,32 @@ class WorkerInfo(_message.Message):
     max_model_len: int
     vocab_size: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, worker: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., rank: _Optional[int] = ..., fingerprint: _Optional[str] = ..., layout: _Optional[str] = ..., page_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    device: str
+    memory_bytes: int
+    memory_floor_bytes: int
+    memory_max_bytes: int
+    def __init__(self, worker: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., rank: _Optional[int] = ..., fingerprint: _Optional[str] = ..., layout: _Optional[str] = ..., page_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., device: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., memory_floor_bytes: _Optional[int] = ..., memory_max_bytes: _Optional[int] = ...) -> None: ...
+
+class MemoryUse(_message.Message):
+    __slots__ = ("pages_live", "pages_cached", "states_live", "states_cached", "free", "empty", "unmapped")
+    PAGES_LIVE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
+    STATES_LIVE_FIELD_NUMBER: _ClassVar[int]
+    STATES_CACHED_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    EMPTY_FIELD_NUMBER: _ClassVar[int]
+    UNMAPPED_FIELD_NUMBER: _ClassVar[int]
+    pages_live: int
+    pages_cached: int
+    states_live: int
+    states_cached: int
+    free: int
+    empty: int
+    unmapped: int
+    def __init__(self, pages_live: _Optional[int] = ..., pages_cached: _Optional[int] = ..., states_live: _Optional[int] = ..., states_cached: _Optional[int] = ..., free: _Optional[int] = ..., empty: _Optional[int] = ..., unmapped: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("queued_tokens", "running_rows", "waiting_rows", "live_bytes", "cached_bytes", "free_bytes", "page_bytes", "state_bytes", "counters")
+    __slots__ = ("queued_tokens", "running_rows", "waiting_rows", "memory", "budget_bytes", "wanted_bytes", "state_slots", "counters")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -251,22 +287,20 @@ class WorkerLoad(_message.Message):
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_ROWS_FIELD_NUMBER: _ClassVar[int]
     WAITING_ROWS_FIELD_NUMBER: _ClassVar[int]
-    LIVE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    CACHED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WANTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     queued_tokens: int
     running_rows: int
     waiting_rows: int
-    live_bytes: int
-    cached_bytes: int
-    free_bytes: int
-    page_bytes: int
-    state_bytes: int
+    memory: MemoryUse
+    budget_bytes: int
+    wanted_bytes: int
+    state_slots: int
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, queued_tokens: _Optional[int] = ..., running_rows: _Optional[int] = ..., waiting_rows: _Optional[int] = ..., live_bytes: _Optional[int] = ..., cached_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., page_bytes: _Optional[int] = ..., state_bytes: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    def __init__(self, queued_tokens: _Optional[int] = ..., running_rows: _Optional[int] = ..., waiting_rows: _Optional[int] = ..., memory: _Optional[_Union[MemoryUse, _Mapping]] = ..., budget_bytes: _Optional[int] = ..., wanted_bytes: _Optional[int] = ..., state_slots: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Announcement(_message.Message):
     __slots__ = ("added", "removed", "full")
@@ -279,18 +313,22 @@ class Announcement(_message.Message):
     def __init__(self, added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., full: bool = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("info", "load", "state", "heard_ago_s", "restorable_depths")
+    __slots__ = ("info", "load", "state", "heard_ago_s", "restorable_depths", "set_by", "set_bytes")
     INFO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     HEARD_AGO_S_FIELD_NUMBER: _ClassVar[int]
     RESTORABLE_DEPTHS_FIELD_NUMBER: _ClassVar[int]
+    SET_BY_FIELD_NUMBER: _ClassVar[int]
+    SET_BYTES_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo
     load: WorkerLoad
     state: str
     heard_ago_s: float
     restorable_depths: int
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., state: _Optional[str] = ..., heard_ago_s: _Optional[float] = ..., restorable_depths: _Optional[int] = ...) -> None: ...
+    set_by: str
+    set_bytes: int
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., state: _Optional[str] = ..., heard_ago_s: _Optional[float] = ..., restorable_depths: _Optional[int] = ..., set_by: _Optional[str] = ..., set_bytes: _Optional[int] = ...) -> None: ...
 
 class FleetStatus(_message.Message):
     __slots__ = ("workers",)

@@ -65,6 +65,9 @@ class FakeEngine:
     def take_announcement(self, *, full: bool) -> Announcement:
         return Announcement(added=(b"12345678",) if full else (), full=full)
 
+    def resize(self, budget_bytes: int) -> None:
+        raise AssertionError(f"it has no memory, and was told to have {budget_bytes} bytes")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeBuilt:
@@ -75,6 +78,9 @@ class FakeBuilt:
     max_model_len: int = 2048
     vocab_size: int = 1000
     eos_token_ids: tuple[int, ...] = (0,)
+    memory_bytes: int = 0
+    memory_floor_bytes: int = 0
+    memory_max_bytes: int = 0
 
 
 def build(settings: EngineSettings, progress: Callable[[int, int], None]) -> FakeBuilt:

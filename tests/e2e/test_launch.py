@@ -17,7 +17,7 @@ from tidemill.cluster.settings import ray_environ
 ROOT = Path(__file__).parents[2]
 
 DRIVER = """
-import signal, sys
+import signal, sys, time
 from pathlib import Path
 from rich.console import Console
 from tests.e2e.fake_engine import worker
@@ -34,7 +34,8 @@ try:
         ClusterSettings(workers=workers, temp_folder=Path(sys.argv[1])), Console(stderr=True)
     )
     print("ready", flush=True)
-    signal.pause()
+    while True:  # signal.pause() sleeps through a signal that comes just before it
+        time.sleep(0.1)
 except LaunchError as error:
     print(error, flush=True)
 except KeyboardInterrupt:

@@ -185,7 +185,9 @@ def _wait_until_idle(server: Server) -> None:
     """All memory of requests is back."""
     eventually(
         lambda: all(
-            row["load"]["live_bytes"] == 0 and row["load"]["running_rows"] == 0 for row in server.workers()
+            row["load"]["running_rows"] == row["load"]["memory"]["pages_live"] == 0
+            and row["load"]["memory"]["states_live"] == 0
+            for row in server.workers()
         )
     )
 

@@ -1,6 +1,10 @@
 """Bugs to plant in kvstore/."""
 
-from tests.mutations.planted import ARENA, ENGINE, INDEX, KEYS, LEDGER, SIM, Planted
+from tests.mutations.planted import ARENA, INDEX, KEYS, UNIT, Planted
+from tests.mutations.planted_ledger import LEASES, LEDGER, LEDGER_BUGS
+
+POLICIES = f"{UNIT}/kvstore/test_policies.py"
+EVICTION = f"{UNIT}/kvstore/test_eviction.py"
 
 KVSTORE = (
     Planted(
@@ -13,8 +17,10 @@ KVSTORE = (
     Planted(
         "two extents hand out the same ids",
         "kvstore/arena.py",
-        "first = extent * self.places",
-        "first = extent",
+        """        first = extent * self.places
+        self._free""",
+        """        first = extent
+        self._free""",
         ARENA,
     ),
     Planted(
@@ -27,32 +33,79 @@ KVSTORE = (
     Planted(
         "the emptiest extent is filled first",
         "kvstore/arena.py",
-        "max(self._fullest, count)",
-        "min(self._fullest, count) if self._buckets[self._fullest] else max(self._fullest, count)",
+        "self._fullest = max(self._fullest, taken)",
+        "self._fullest = (min if self._buckets[self._fullest] else max)(self._fullest, taken)",
         ARENA,
+    ),
+    Planted(
+        "a smaller budget leaves empty extents mapped",
+        "kvstore/arena.py",
+        "while self._spare and self.excess:",
+        "while False:",
+        ARENA,
+    ),
+    Planted(
+        "the budget is exceeded by an extent",
+        "kvstore/arena.py",
+        "if self._mapped >= self.budget_extents:",
+        "if self._mapped > self.budget_extents:",
+        ARENA,
+    ),
+    Planted(
+        "an extent that the system refuses is lost",
+        "kvstore/arena.py",
+        """        extent = self._unmapped[-1]
+        self._backing.map(extent * self._extent_bytes, self._extent_bytes)
+        return self._unmapped.pop()
+""",
+        """        extent = self._unmapped.pop()
+        self._backing.map(extent * self._extent_bytes, self._extent_bytes)
+        return extent
+""",
+        ARENA,
+    ),
+    Planted(
+        "idle extents stay mapped for ever",
+        "kvstore/arena.py",
+        "if self.excess or len(self._spare) > SPARE_EXTENTS_MAX:",
+        "if self.excess:",
+        ARENA,
+    ),
+    Planted(
+        "what is kept counts as held",
+        "kvstore/arena.py",
+        "        self._count_held(kept // self.places, -1)\n",
+        "",
+        ARENA,
+    ),
+    Planted(
+        "a token is not computed over itself",
+        "kvstore/worth.py",
+        "(end * (end + 1) - start * (start + 1)) / 2",
+        "(end * (end - 1) - start * (start - 1)) / 2",
+        INDEX,
     ),
     Planted(
         "a match of a hybrid resumes without a checkpoint",
         "kvstore/index.py",
-        """            if self._is_restorable(entry):
+        """            if self.is_restorable(entry):
                 restorable = len(path)
 """,
-        """            restorable = len(path)
-""",
-        f"{INDEX} {SIM}",
+        "            restorable = len(path)\n",
+        INDEX,
     ),
     Planted(
         "parents of evicted leaves stay for ever",
         "kvstore/index.py",
-        "                self._offer(entry.parent)\n",
+        "            self._offer(entry.parent)\n",
         "",
         INDEX,
     ),
     Planted(
         "a checkpoint that is being read is evicted",
         "kvstore/index.py",
-        "if entry is None or entry.checkpoint is None or entry.checkpoint_pins:",
-        "if entry is None or entry.checkpoint is None:",
+        "            if entry is not None and entry.checkpoint is not None and not entry.checkpoint_pins:",
+        "            if entry is not None and entry.checkpoint is not None:",
         INDEX,
     ),
     Planted(
@@ -72,13 +125,15 @@ KVSTORE = (
             entry.page = page
             return entry, False
 """,
-        f"{INDEX} {LEDGER}",
+        f"{INDEX} {LEASES}",
     ),
     Planted(
         "a lost checkpoint is not announced",
         "kvstore/index.py",
-        "        self._changes.remove(entry.key)\n",
-        "",
+        """        del self._by_state[state]
+        self._changes.remove(entry.key)
+""",
+        "        del self._by_state[state]\n",
         INDEX,
     ),
     Planted(
@@ -91,109 +146,100 @@ KVSTORE = (
     Planted(
         "leaves with a checkpoint are evicted first",
         "kvstore/index.py",
-        "return self._is_restorable(entry), entry.last_use",
-        "return not self._is_restorable(entry), entry.last_use",
+        "return (True, entry.score) if self.is_restorable(entry) else (False,",
+        "return (False, entry.score) if self.is_restorable(entry) else (True,",
+        f"{POLICIES} {INDEX}",
+    ),
+    Planted(
+        "records of the past pile up",
+        "kvstore/index.py",
+        "+ STALE_RECORDS_MAX:",
+        "+ (1 << 40):",
         INDEX,
     ),
-    Planted("records of the past pile up", "kvstore/index.py", "+ STALE_RECORDS_MAX:", "+ (1 << 40):", INDEX),
     Planted(
-        "shared pages are not pinned",
-        "kvstore/ledger.py",
-        "            self.index.pin(entry)\n",
+        "what was used long ago is worth what it was then",
+        "kvstore/index.py",
+        "value = self._clock + entry.uses",
+        "value = 0.0 + entry.uses",
+        f"{POLICIES} {INDEX}",
+    ),
+    Planted(
+        "the credit ignores the clock",
+        "kvstore/index.py",
+        "max(0.0, entry.score[0] - self._clock)",
+        "max(0.0, entry.score[0])",
+        f"{POLICIES} {INDEX}",
+    ),
+    Planted(
+        "a checkpoint saves all that lies before it",
+        "kvstore/index.py",
+        "self._appraise(entry, above_pages, segment_bytes",
+        "self._appraise(entry, 0, segment_bytes",
+        f"{POLICIES} {INDEX}",
+    ),
+    Planted(
+        "half an extent of pages goes although the rest is held",
+        "kvstore/eviction.py",
+        "        if extent in arena.pages.loose:\n",
+        "        if extent >= 0:\n",
+        EVICTION,
+    ),
+    Planted(
+        "half an extent of states goes although the rest is held",
+        "kvstore/eviction.py",
+        "        if extent in arena.states.loose:\n",
+        "        if extent >= 0:\n",
+        EVICTION,
+    ),
+    Planted(
+        "what hangs below an evicted page stays",
+        "kvstore/eviction.py",
+        "            stack += entry.children\n",
         "",
+        EVICTION,
+    ),
+    Planted(
+        "a subtree goes root first",
+        "kvstore/eviction.py",
+        "key=lambda entry: -entry.depth_pages",
+        "key=lambda entry: entry.depth_pages",
+        EVICTION,
+    ),
+    Planted(
+        "pages never take what states keep while there are leaves",
+        "kvstore/eviction.py",
+        "key=_price) if price else direct",
+        "key=_price) if price < 0 else direct",
+        EVICTION,
+    ),
+    Planted(
+        "an entry that is shared again counts as kept",
+        "kvstore/cache.py",
+        "if not taken_over and entry.pins == 1:",
+        "if not taken_over and entry.pins == 0:",
         LEDGER,
     ),
     Planted(
-        "a checkpoint stays pinned after it was read",
-        "kvstore/ledger.py",
-        """        lease.committed = num_tokens
-        if lease.source is not None:
-            self.index.unpin_checkpoint(lease.source)
-""",
-        """        lease.committed = num_tokens
-        if lease.source is not None:
-""",
-        LEDGER,
-    ),
-    Planted(
-        "the page that nobody keeps leaks",
-        "kvstore/ledger.py",
-        "            if not taken_over:\n",
-        "            if not taken_over and False:\n",
-        LEDGER,
-    ),
-    Planted(
-        "the next step writes into the checkpoint",
-        "kvstore/ledger.py",
-        "            lease.state = fresh\n",
+        "the checkpoint of an evicted page leaks",
+        "kvstore/cache.py",
+        "                self.arena.states.give(entry.checkpoint)\n",
         "",
-        LEDGER,
+        f"{EVICTION} {LEASES}",
     ),
     Planted(
-        "a checkpoint that finds no memory breaks the step",
-        "kvstore/ledger.py",
-        """                self.counters["checkpoints_skipped"] += 1
-                return
-""",
-        """                self.counters["checkpoints_skipped"] += 1
-                raise
-""",
-        LEDGER,
+        "places between held pages pass for an extent",
+        "kvstore/cache.py",
+        "return extents <= self._loose_extents() and pages <= pages_left",
+        "return pages <= pages_left",
+        EVICTION,
     ),
     Planted(
-        "a rolled checkpoint is dropped while somebody reads it",
-        "kvstore/ledger.py",
-        "earlier.checkpoint is not None and not earlier.checkpoint_pins",
-        "earlier.checkpoint is not None",
-        LEDGER,
+        "a smaller budget evicts nothing",
+        "kvstore/cache.py",
+        "        while self.arena.excess:\n",
+        "        while self.arena.excess and False:\n",
+        LEASES,
     ),
-    Planted(
-        "rolling keeps every checkpoint",
-        "kvstore/ledger.py",
-        "earlier, lease.rolling = lease.rolling, entry",
-        "earlier, lease.rolling = None, entry",
-        f"{LEDGER} {ENGINE}",
-    ),
-    Planted(
-        "a released path stays pinned",
-        "kvstore/ledger.py",
-        "            self.index.unpin(lease.entries.pop())\n",
-        "            lease.entries.pop()\n",
-        LEDGER,
-    ),
-    Planted(
-        "a refused reservation keeps a page",
-        "kvstore/ledger.py",
-        "while len(lease.own) > before:",
-        "while len(lease.own) > before + 1:",
-        LEDGER,
-    ),
-    Planted(
-        "a refused reservation keeps its state",
-        "kvstore/ledger.py",
-        "if lease.state is not None and state is None:",
-        "if lease.state is not None and state is None and False:",
-        LEDGER,
-    ),
-    Planted(
-        "a reservation fails although its evictions made enough free",
-        "kvstore/ledger.py",
-        "            self._grow(lease, num_tokens)  #",
-        "            raise  #",
-        LEDGER,
-    ),
-    Planted(
-        "an empty sequence starts from an old state",
-        "kvstore/ledger.py",
-        "return self.state if self.committed else None",
-        "return self.state",
-        f"{LEDGER} {SIM}",
-    ),
-    Planted(
-        "a page is published before it is full",
-        "kvstore/ledger.py",
-        "while (len(lease.entries) + 1) * size <= num_tokens:",
-        "while len(lease.entries) * size < num_tokens:",
-        LEDGER,
-    ),
+    *LEDGER_BUGS,
 )

@@ -1,30 +1,19 @@
 """Bugs to plant in workers/."""
 
-from tests.mutations.planted import ENGINE, LAYOUT, PLAN, RUNNER, SAMPLING, SIM, STORE, Planted
+from tests.mutations.planted import ENGINE, LAYOUT, PLAN, RUNNER, SAMPLING, SIM, STORE, UNIT, Planted
+
+BUDGET = f"{UNIT}/workers/test_budget.py"
+LINE = f"{UNIT}/workers/test_line.py"
+MAKERS = f"{UNIT}/workers/test_makers.py {UNIT}/workers/test_shared_prompts.py"
+STRATEGIES = f"{UNIT}/workers/test_strategies.py"
 
 WORKERS = (
     Planted("layers overlap in a page", "workers/inputs.py", "offset += 2 * size", "offset += size", LAYOUT),
     Planted(
-        "memory is freed under a running step",
-        "workers/engine.py",
-        "if sequence.lease is not None and not sequence.in_step:",
-        "if sequence.lease is not None:",
-        f"{ENGINE} {SIM}",
-    ),
-    Planted(
         "an aborted sequence goes on",
         "workers/engine.py",
-        "            if not sequence.ended:\n",
-        "            if True:\n",
-        f"{ENGINE} {SIM}",
-    ),
-    Planted(
-        "memory of what was aborted during a step never comes back",
-        "workers/engine.py",
-        """                if sequence.ended:  # while the step was using its memory
-                    self._end(sequence)
-""",
-        "",
+        "                if one.lease.ended:\n",
+        "                if False:\n",
         f"{ENGINE} {SIM}",
     ),
     Planted(
@@ -37,16 +26,16 @@ WORKERS = (
     Planted(
         "a token is drawn in the middle of a prompt",
         "workers/engine.py",
-        "draws = not sequence.produces and start + num_tokens == len(sequence.tokens)",
+        "draws = not sequence.produces and flight.end == len(sequence.tokens)",
         "draws = not sequence.produces",
         f"{ENGINE} {STORE}",
     ),
     Planted(
         "the oldest request is preempted",
         "workers/engine.py",
-        "if not one.in_step][-1]",
-        "if not one.in_step][0]",
-        ENGINE,
+        "                victim = max(self._running",
+        "                victim = min(self._running",
+        f"{ENGINE} {BUDGET}",
     ),
     Planted(
         "a preempted sequence is not told",
@@ -57,17 +46,17 @@ WORKERS = (
     ),
     Planted(
         "freed memory wakes nobody",
-        "workers/restore.py",
-        "        self._freed.set()\n",
-        "        pass\n",
-        ENGINE,
+        "workers/line.py",
+        "    def memory_freed(self) -> None:\n        self._news.set()\n",
+        "    def memory_freed(self) -> None:\n        pass\n",
+        LINE,
     ),
     Planted(
         "every boundary of an answer keeps its checkpoint",
         "workers/engine.py",
-        "        if depth in sequence.cuts:\n",
-        "        if depth in sequence.cuts or depth % sequence.page_tokens == 0:\n",
-        ENGINE,
+        "        if depth in sequence.cuts or depth in sequence.junctions:\n",
+        "        if depth % sequence.page_tokens == 0:\n",
+        f"{ENGINE} {STRATEGIES}",
     ),
     Planted(
         "a long answer is not resumable by its next turn elsewhere",
@@ -91,24 +80,17 @@ WORKERS = (
         ENGINE,
     ),
     Planted(
-        "a state is drawn from before it was computed",
-        "workers/engine.py",
-        "read=lease.read_state,",
-        "read=lease.state if start else None,",
-        f"{ENGINE} {STORE}",
-    ),
-    Planted(
-        "two requests deadlock when a fetch fails",
+        "a failed fetch keeps its memory while it waits",
         "workers/restore.py",
-        "            self.memory_freed()\n",
-        "",
+        "            self._ledger.release(sequence.id)\n            sequence.lease = None\n",
+        "            sequence.lease = None\n",
         STORE,
     ),
     Planted(
         "scattered pages lock a request out",
         "workers/restore.py",
-        "                if self._ledger.num_leases:\n",
-        "                if self._ledger.num_leases or self._freed:\n",
+        "            if self._ledger.num_leases or not attached:\n",
+        "            if self._ledger.num_leases or not attached or depths == []:\n",
         ENGINE,
     ),
     Planted(
@@ -128,15 +110,15 @@ WORKERS = (
     Planted(
         "no checkpoints on the way through a long prompt",
         "workers/restore.py",
-        "[*range(interval, sequence.boundary, interval), sequence",
-        "[sequence",
+        "{*range(interval, sequence.boundary, interval), sequence",
+        "{sequence",
         STORE,
     ),
     Planted(
         "no checkpoint at a junction",
         "workers/restore.py",
-        "sequence.junction = len(match.path) * sequence.page_tokens",
-        "sequence.junction = 0",
+        "        sequence.junctions.add(len(match.path) * sequence.page_tokens)\n",
+        "",
         STORE,
     ),
     Planted(
@@ -156,7 +138,7 @@ WORKERS = (
     Planted(
         "a fetched prompt runs without its state",
         "workers/transfer.py",
-        "wanted.append((ObjectKey(Kind.CHECKPOINT, keys[num_pages - 1]), self._state(lease.state)))",
+        "wanted.append((ObjectKey(Kind.CHECKPOINT, keys[num_pages - 1]), self._state(lease.spare[-1])))",
         "pass",
         STORE,
     ),
@@ -253,5 +235,159 @@ WORKERS = (
         "            left -= num_tokens\n",
         "",
         PLAN,
+    ),
+    Planted(
+        "a request comes back however often it was preempted",
+        "workers/restore.py",
+        "PREEMPTIONS_BEFORE_FIT = 2\nPREEMPTIONS_MAX = 3",
+        "PREEMPTIONS_BEFORE_FIT = 1000\nPREEMPTIONS_MAX = 3",
+        BUDGET,
+    ),
+    Planted(
+        "preemptions are not counted",
+        "workers/engine.py",
+        "                victim.preemptions += 1\n",
+        "",
+        BUDGET,
+    ),
+    Planted(
+        "the oldest loses its memory when the budget shrinks",
+        "workers/engine.py",
+        "self._preempt(max(self._running.values(), key=lambda one: one.arrival))",
+        "self._preempt(min(self._running.values(), key=lambda one: one.arrival))",
+        BUDGET,
+    ),
+    Planted(
+        "the budget goes below one request",
+        "workers/engine.py",
+        "max(self._limits.extents_min, min(extents, self._ledger.num_extents))",
+        "max(1, min(extents, self._ledger.num_extents))",
+        BUDGET,
+    ),
+    Planted(
+        "the budget goes above what is reserved",
+        "workers/engine.py",
+        "min(extents, self._ledger.num_extents))",
+        "extents)",
+        BUDGET,
+    ),
+    Planted(
+        "requests are admitted while the memory shrinks",
+        "workers/restore.py",
+        "if self._ledger.excess or not self._may_come(sequence)",
+        "if not self._may_come(sequence)",
+        SIM,
+    ),
+    Planted(
+        "admission leaves no page for those that run",
+        "workers/restore.py",
+        "pages_beside=beside",
+        "pages_beside=0",
+        BUDGET,
+    ),
+    Planted(
+        "the strategy double reserves no slot",
+        "workers/restore.py",
+        'spares_min = 1 if self._strategy == "double" and not',
+        'spares_min = 0 if self._strategy == "double" and not',
+        STRATEGIES,
+    ),
+    Planted(
+        "the strategy none makes checkpoints",
+        "workers/engine.py",
+        'if limits.checkpoint_strategy == "none" and',
+        'if limits.checkpoint_strategy == "never" and',
+        STRATEGIES,
+    ),
+    Planted(
+        "a boundary that was missed is not caught up with",
+        "workers/engine.py",
+        "if sequence.checkpoint_owed or pages % limits",
+        "if pages % limits",
+        STRATEGIES,
+    ),
+    Planted(
+        "the interval is not kept",
+        "workers/engine.py",
+        "pages % limits.checkpoint_interval == 0",
+        "True",
+        STRATEGIES,
+    ),
+    Planted(
+        "a hit without a state is not counted",
+        "workers/restore.py",
+        'counters["kv_hit_without_state_tokens"] += max(0, kept * sequence.page_tokens - depth)',
+        'counters["kv_hit_without_state_tokens"] += 0',
+        MAKERS,
+    ),
+    Planted(
+        "the line is served in the order of joining",
+        "workers/line.py",
+        "        mine = (arrival, asyncio.Event())\n",
+        "        mine = (len(self._waiting), asyncio.Event())\n",
+        LINE,
+    ),
+    Planted(
+        "whoever gives up in its turn keeps it",
+        "workers/line.py",
+        "            else:\n                self._leave()\n            raise",
+        "            raise",
+        LINE,
+    ),
+    Planted(
+        "whoever gives up stays in the line",
+        "workers/line.py",
+        "                self._waiting.remove(mine)\n                heapq.heapify(self._waiting)\n",
+        "                pass\n",
+        LINE,
+    ),
+    Planted(
+        "who joins the line is not heard",
+        "workers/line.py",
+        "        heapq.heappush(self._waiting, mine)\n        self._news.set()\n",
+        "        heapq.heappush(self._waiting, mine)\n",
+        LINE,
+    ),
+    Planted(
+        "the line does not look again",
+        "workers/line.py",
+        "async with asyncio.timeout(RETRY_S):",
+        "async with asyncio.timeout(1e9):",
+        LINE,
+    ),
+    Planted(
+        "nobody waits for the maker of its prompt",
+        "workers/makers.py",
+        "            await reached.wait()\n",
+        "            break\n",
+        MAKERS,
+    ),
+    Planted(
+        "the maker runs past the place where its followers part",
+        "workers/makers.py",
+        "            maker.junctions.add(depth)\n",
+        "",
+        MAKERS,
+    ),
+    Planted(
+        "followers of a lost maker wait for ever",
+        "workers/makers.py",
+        "        for _, reached in self._followers.pop(sequence.id, []):\n            reached.set()\n",
+        "        pass\n",
+        MAKERS,
+    ),
+    Planted(
+        "followers wait longer than they must",
+        "workers/makers.py",
+        "                if depth <= sequence.computed:\n",
+        "                if depth < sequence.computed:\n",
+        MAKERS,
+    ),
+    Planted(
+        "an older request waits for a younger one that waits for it",
+        "workers/makers.py",
+        "maker.arrival > sequence.arrival and maker.lease is None",
+        "maker.arrival > sequence.arrival and maker.ended",
+        MAKERS,
     ),
 )

@@ -21,7 +21,7 @@ async def serving(settings: EngineSettings, **changes: object) -> AsyncGenerator
         yield built
         await built.engine.drain_publications()
         load = built.engine.load()
-        assert (load.live_bytes, load.running_rows, load.waiting_rows) == (0, 0, 0)
+        assert (load.memory.live, load.running_rows, load.waiting_rows) == (0, 0, 0)
     finally:
         loop.cancel()
         with suppress(asyncio.CancelledError):

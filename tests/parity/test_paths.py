@@ -176,6 +176,6 @@ def test_preempted_and_evicted(
             await check(built, requests, wanted)
             counters = built.engine.load().counters
             assert counters.get("preemptions", 0) > 0
-            assert counters["pages_evicted"] > 0
+            assert counters["evicted_pages_for_pages"] > 0
 
     asyncio.run(main())

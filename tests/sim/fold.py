@@ -22,10 +22,10 @@ ATTENTION = Attention(kv_heads=1, head_dim=2)
 LINEAR = Linear(key_heads=1, value_heads=1, key_dim=2, value_dim=2, conv_width=2)
 
 
-def fold_layout(page_tokens: int, *, hybrid: bool) -> Layout:
-    """Room for one KV digest per token and one state digest per state; small extents."""
+def fold_layout(page_tokens: int, *, hybrid: bool, extent_bytes_min: int = 256) -> Layout:
+    """Space for one KV digest per token and one state digest per state; small extents."""
     layers = (LINEAR, ATTENTION) if hybrid else (ATTENTION,)
-    layout = layout_of(layers, page_tokens, extent_bytes_min=256, granule_bytes=1)
+    layout = layout_of(layers, page_tokens, extent_bytes_min=extent_bytes_min, granule_bytes=1)
     assert layout.page_bytes == page_tokens * KV_BYTES
     return layout
 

@@ -6,6 +6,7 @@
 import asyncio
 import os
 from contextlib import aclosing
+from itertools import count
 from random import Random
 
 import pytest
@@ -15,8 +16,10 @@ from tests.sim.fold import VOCABULARY, expected, fold_layout
 from tests.sim.loop import simulate
 from tests.sim.world import Weather, World
 from tidemill.cluster.flow import serve
+from tidemill.kvstore.layout import Layout
 from tidemill.workers.build import capacity_tokens
 from tidemill.workers.messages import Request, Sampling, Unserved
+from tidemill.workers.restore import PREEMPTIONS_MAX
 
 FIRST = int(os.environ.get("SIM_SEED", "0"))
 SEEDS = range(FIRST, FIRST + int(os.environ.get("SIM_RUNS", "500")))
@@ -31,18 +34,10 @@ def test_every_stream_is_exact_or_unserved(seed: int) -> None:
 
 async def _run(rng: Random) -> None:
     hybrid = rng.random() < 0.8
-    layout = fold_layout(rng.choice([1, 2, 4, 16]), hybrid=hybrid)
-    mixed = rng.choice([0, 0, 1, 2])
-    weather = Weather(
-        crash=rng.choice([0, 0, 0.003, 0.02]),
-        delay_s_max=rng.choice([0.001, 0.1]),
-        step_s_max=0.05,
-        restart_s=2.0,
-        num_extents=rng.choice([12, 24, 64]),
-        prefill=0 if mixed else rng.choice([1, 2]),
-        decode=0 if mixed else rng.choice([1, 2]),
-        mixed=mixed,
+    layout = fold_layout(
+        rng.choice([1, 2, 4, 16]), hybrid=hybrid, extent_bytes_min=rng.choice([1, 256, 1024])
     )
+    weather = _weather(rng, layout)
     store = FaultyStore(
         rng,
         drop=rng.choice([0, 0.05]),
@@ -52,7 +47,7 @@ async def _run(rng: Random) -> None:
         delay_s_max=rng.choice([0.001, 0.2]),
     )
     world = World(rng, weather, store, layout)
-    longest = min(100, capacity_tokens(layout, weather.num_extents))
+    longest = min(100, capacity_tokens(layout, weather.extents_min))
     shared = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(longest // 2))]
     try:
         async with asyncio.timeout(VIRTUAL_S_MAX), asyncio.TaskGroup() as clients:
@@ -63,6 +58,31 @@ async def _run(rng: Random) -> None:
     for life in world.lives:
         assert life.ledger.num_leases == 0, "a lease outlived its request"
         life.ledger.check()
+        assert weather.resize_s or life.engine.preemptions_max <= PREEMPTIONS_MAX
+
+
+def _weather(rng: Random, layout: Layout) -> Weather:
+    mixed = rng.choice([0, 0, 1, 2])
+    longest = rng.choice([3 * layout.page_tokens, 40, 100])
+    extents_min = next(extents for extents in count(1) if capacity_tokens(layout, extents) >= longest)
+    num_extents = extents_min * rng.choice([1, 2, 6])
+    return Weather(
+        crash=rng.choice([0, 0, 0.003, 0.02]),
+        delay_s_max=rng.choice([0.001, 0.1]),
+        step_s_max=0.05,
+        restart_s=2.0,
+        num_extents=num_extents,
+        extents_min=extents_min,
+        extents_max=num_extents + rng.choice([0, 0, num_extents]),
+        resize_s=rng.choice([0, 0.2, 5.0]),
+        strategy=rng.choice(["none", "double", "lazy", "lazy"]),
+        checkpoint_interval=rng.choice([1, 1, 2, 3]),
+        checkpoints_per_path=rng.choice([2, 4, 16]),
+        policy=rng.choice(["lru", "value"]),
+        prefill=0 if mixed else rng.choice([1, 2]),
+        decode=0 if mixed else rng.choice([1, 2]),
+        mixed=mixed,
+    )
 
 
 async def _client(world: World, rng: Random, index: int, shared: list[int], longest: int) -> None:

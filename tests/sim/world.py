@@ -9,15 +9,19 @@ from typing import TypeVar
 
 from tests.sim.faulty_store import FaultyStore
 from tests.sim.fold import FoldRunner
+from tests.sim.watched import WatchedEngine
 from tidemill.cluster.placement import Ask, Route
 from tidemill.cluster.router import Router
 from tidemill.kvstore.arena import Arena
 from tidemill.kvstore.backing import Fixed
+from tidemill.kvstore.cache import Cache
+from tidemill.kvstore.index import PrefixIndex
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.ledger import Ledger
+from tidemill.kvstore.worth import Policy
 from tidemill.workers.build import capacity_tokens
-from tidemill.workers.engine import Engine, Limits
+from tidemill.workers.engine import Limits
 from tidemill.workers.messages import (
     Delta,
     Heartbeat,
@@ -29,6 +33,7 @@ from tidemill.workers.messages import (
     WorkerInfo,
 )
 from tidemill.workers.plan import Budget
+from tidemill.workers.settings import CheckpointStrategy
 from tidemill.workers.transfer import Transfer
 
 T = TypeVar("T")
@@ -36,16 +41,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Weather:
-    """How bad it gets. Probabilities are per message; times are virtual seconds."""
+    """How bad it gets, and how tight. Probabilities are per message; times are virtual seconds.
+
+    Memory in extents: `extents_min` is the floor, `num_extents` the budget at the start, `extents_max` what
+    is reserved; `resize_s` is the mean time between two changes of the budget of a worker, 0 for none.
+    """
 
     crash: float
     delay_s_max: float
     step_s_max: float
     restart_s: float
     num_extents: int
+    extents_min: int
+    extents_max: int
+    resize_s: float
+    strategy: CheckpointStrategy
+    checkpoint_interval: int
+    checkpoints_per_path: int
+    policy: Policy
     prefill: int
     decode: int
     mixed: int
+    broker: bool = False  # all workers share one device, and start at their floors
 
 
 class SimWorker:
@@ -54,16 +71,23 @@ class SimWorker:
     def __init__(self, world: "World", name: str, role: Role) -> None:
         self.world, self.name = world, name
         layout = world.layout
-        backing = Fixed(layout.extent_bytes * world.weather.num_extents)
+        weather = world.weather
+        backing = Fixed(layout.extent_bytes * weather.extents_max)
         memory = backing.memory.numpy().data
-        self.ledger = Ledger(layout, Arena(layout, world.weather.num_extents, backing))
-        self.engine = Engine(
+        start = weather.extents_min if weather.broker else weather.num_extents
+        arena = Arena(layout, weather.extents_max, backing, start)
+        cache = Cache(layout, arena, PrefixIndex(layout, weather.policy))
+        self.ledger = Ledger(cache, weather.checkpoints_per_path)
+        self.engine = WatchedEngine(
             self.ledger,
             Transfer(layout, memory, world.store),
-            FoldRunner(layout, memory, world.rng, world.weather.step_s_max),
+            FoldRunner(layout, memory, world.rng, weather.step_s_max),
             Limits(
                 budget=Budget(tokens_max=8 + layout.page_tokens, rows_max=8, page_tokens=layout.page_tokens),
-                capacity_tokens=capacity_tokens(layout, world.weather.num_extents),
+                capacity_tokens=capacity_tokens(layout, weather.extents_min),
+                extents_min=weather.extents_min,
+                checkpoint_strategy=weather.strategy,
+                checkpoint_interval=weather.checkpoint_interval,
             ),
             world.root_of,
         )
@@ -75,9 +99,16 @@ class SimWorker:
             pid=0,
             node="sim",
             page_tokens=layout.page_tokens,
+            device="sim",
+            memory_bytes=layout.extent_bytes * weather.num_extents,
+            memory_floor_bytes=layout.extent_bytes * weather.extents_min,
+            memory_max_bytes=layout.extent_bytes * weather.extents_max if weather.broker else 0,
         )
         self.dead = asyncio.Event()
-        self._tasks = [asyncio.create_task(self.engine.run()), asyncio.create_task(self._beat())]
+        self._tasks = [
+            asyncio.create_task(life)
+            for life in (self.engine.run(), self._beat(), self._check(), self._breathe())
+        ]
         for task in self._tasks:
             task.add_done_callback(_fail_loudly)
 
@@ -106,11 +137,26 @@ class SimWorker:
             heartbeat = Heartbeat(
                 info=self.info, sequence=sequence, load=self.engine.load(), announcement=announcement
             )
-            full = self.world.router.heartbeat(heartbeat)
+            ack = self.world.router.heartbeat(heartbeat)
+            full = ack.want_full
+            if ack.budget_bytes is not None:
+                self.engine.resize(ack.budget_bytes)
             sequence += 1
             await asyncio.sleep(self.world.rng.random())
-            if self.engine.num_requests == 0:
-                self.ledger.check()
+
+    async def _check(self) -> None:
+        while True:
+            self.ledger.check()
+            await asyncio.sleep(self.world.rng.random())
+
+    async def _breathe(self) -> None:
+        """The budget goes down to the floor, or anywhere, and up again, while requests run."""
+        rng, weather = self.world.rng, self.world.weather
+        while weather.resize_s:
+            await asyncio.sleep(2 * rng.random() * weather.resize_s)
+            extents = rng.choice([0, rng.randrange(weather.extents_max + 2)])
+            self.engine.resize(extents * self.world.layout.extent_bytes)
+            assert weather.extents_min <= self.ledger.budget_extents <= weather.extents_max
 
 
 def _fail_loudly(task: asyncio.Task[None]) -> None:

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from tidemill.kvstore.layout import Attention, LayerSpec, Linear
+from tidemill.kvstore.worth import Cost
 from tidemill.workers.models.errors import ModelError
 
 ROTARY_SHARE = 0.25
@@ -119,6 +121,18 @@ def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
         }
         shapes |= {prefix + name: shape for name, shape in part.items()}
     return shapes
+
+
+def cost(config: Config) -> Cost:
+    """FLOPs of a forward pass: two per weight that a token meets, and attention to what is before it."""
+    weights = 0.0
+    for name, shape in tensor_shapes(config).items():
+        if len(shape) == 2 and "embed_tokens" not in name:
+            active = config.routing.top_k / config.routing.experts if ".experts." in name else 1.0
+            weights += prod(shape) * active
+    heads = config.heads.query_heads
+    context = sum(4 * heads * layer.head_dim for layer in config.layers if isinstance(layer, Attention))
+    return Cost(token_flops=2 * weights, context_flops=context)
 
 
 def _attention_shapes(config: Config, layer: Attention) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ import torch
 
 from tidemill.kernels.dispatch import Operators
 from tidemill.kvstore.layout import LayerSpec
+from tidemill.kvstore.worth import Cost
 from tidemill.workers.inputs import Caches, Inputs
 from tidemill.workers.models import qwen3_next_config
 from tidemill.workers.models.bundled import bundled
@@ -37,6 +38,7 @@ class LoadedModel:
     max_length      tokens of prompt and answer together
     eos_ids         token ids that end an answer
     fingerprint     digest of architecture, config and weights, for the namespace of keys
+    cost            FLOPs of its forward pass
     """
 
     model: Model
@@ -45,6 +47,7 @@ class LoadedModel:
     max_length: int
     eos_ids: frozenset[int]
     fingerprint: str
+    cost: Cost
 
 
 def load(folder: Path, operators: Operators, progress: Progress) -> LoadedModel:
@@ -61,6 +64,7 @@ def load(folder: Path, operators: Operators, progress: Progress) -> LoadedModel:
         max_length=config.max_length,
         eos_ids=_eos_ids(folder, raw),
         fingerprint=checkpoint.fingerprint(f"{_architecture(raw)} {config}"),
+        cost=qwen3_next_config.cost(config),
     )
 
 

@@ -20,10 +20,12 @@ from tidemill.cluster.http.app import Sources, build_app
 from tidemill.cluster.http.tokenizer import FolderTokenizer, load_tokenizer
 from tidemill.cluster.service import FleetStatus, ServedModel, WorkerStatus
 from tidemill.workers.messages import (
+    MemoryUse,
     Piece,
     Produced,
     Provenance,
     Request,
+    RequestError,
     Trace,
     Unserved,
     WorkerId,
@@ -60,9 +62,27 @@ def worker_status(name: str, role: str = "decode", state: str = "ready") -> Work
         pid=7,
         node="here",
         page_tokens=4,
+        device="here/cpu",
+        memory_bytes=8 << 20,
+        memory_floor_bytes=1 << 20,
+        memory_max_bytes=16 << 20,
     )
-    load = WorkerLoad(running_rows=2, live_bytes=1 << 20, free_bytes=3 << 20, counters={"pages_published": 5})
-    return WorkerStatus(info=info, load=load, state=state, heard_ago_s=0.5, restorable_depths=3)
+    load = WorkerLoad(
+        running_rows=2,
+        memory=MemoryUse(pages_live=1 << 20, free=3 << 20),
+        budget_bytes=4 << 20,
+        state_slots=6,
+        counters={"pages_published": 5, "evicted_pages_for_states": 2, "evicted_pages_for_resize": 3},
+    )
+    return WorkerStatus(
+        info=info,
+        load=load,
+        state=state,
+        heard_ago_s=0.5,
+        restorable_depths=3,
+        set_by="broker",
+        set_bytes=5 << 20,
+    )
 
 
 @dataclass
@@ -79,6 +99,7 @@ class FakeService:
     model: ServedModel = MODEL
     workers: tuple[WorkerStatus, ...] = (worker_status("prefill-0", "prefill"), worker_status("decode-0"))
     requests: list[Request] = field(default_factory=list[Request])
+    budgets: list[tuple[str, int | None]] = field(default_factory=list[tuple[str, int | None]])
     open_streams: int = 0
     pieces: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -115,6 +136,11 @@ class FakeService:
 
     async def status(self) -> FleetStatus:
         return FleetStatus(workers=self.workers)
+
+    async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
+        if worker not in [one.info.name for one in self.workers]:
+            raise RequestError(f"there is no worker {worker!r}", param="worker", status=404)
+        self.budgets.append((worker, budget_bytes))
 
 
 def sources(seed: int = 0) -> Sources:

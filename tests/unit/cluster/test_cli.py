@@ -13,7 +13,11 @@ from tidemill.workers.models.bundled import bundled
 
 # A new knob is a decision, not an accident.
 SERVE_OPTIONS = [
+    "--checkpoint-interval",
+    "--checkpoint-strategy",
+    "--checkpoints-per-path",
     "--decode",
+    "--eviction-policy",
     "--help",
     "--host",
     "--kernels",
@@ -22,7 +26,10 @@ SERVE_OPTIONS = [
     "--max-num-batched-tokens",
     "--max-num-seqs",
     "--memory",
+    "--memory-broker",
+    "--memory-floor",
     "--mixed",
+    "--no-memory-broker",
     "--page-size",
     "--port",
     "--prefill",
@@ -116,6 +123,10 @@ def test_store_path_not_writable(refused: Refused, tmp_path: Path) -> None:
     [
         (("--memory", "much"), "--memory"),
         (("--memory", "1MiB"), "--memory"),
+        (("--memory-floor", "little"), "--memory-floor"),
+        (("--memory", "64MiB", "--memory-floor", "1GiB"), "--memory-floor"),
+        (("--checkpoint-interval", "65"), "--checkpoint-interval"),
+        (("--checkpoints-per-path", "0"), "--checkpoints-per-path"),
         (("--mixed", "1", "--decode", "1"), "--mixed"),
         (("--prefill", "0"), "--prefill"),
         (("--store", "memory:"), "file:///path"),
@@ -129,8 +140,21 @@ def test_options(refused: Refused, arguments: tuple[str, ...], named: str) -> No
     assert named in refused("serve", "keeper", *arguments)
 
 
-def test_status_without_a_server(refused: Refused) -> None:
+@pytest.mark.parametrize("command", ["status", "memory"])
+def test_reading_without_a_server(refused: Refused, command: str) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    assert "--url" in refused("status", "--url", url)
+    assert "--url" in refused(command, "--url", url)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--worker", "decode-0"), "--budget"),
+        (("--budget", "1GiB"), "--worker"),
+        (("--worker", "decode-0", "--budget", "most"), "512MiB"),
+    ],
+)
+def test_a_budget_needs_a_worker_and_a_size(refused: Refused, arguments: tuple[str, ...], named: str) -> None:
+    assert named in refused("memory", *arguments)

@@ -25,12 +25,14 @@ from tidemill.cluster.proto import tidemill_pb2 as pb
 from tidemill.cluster.router_codec import (
     decode_ack,
     decode_ask,
+    decode_budget,
     decode_heartbeat,
     decode_loss,
     decode_route,
     decode_status,
     encode_ack,
     encode_ask,
+    encode_budget,
     encode_heartbeat,
     encode_loss,
     encode_route,
@@ -38,9 +40,11 @@ from tidemill.cluster.router_codec import (
 )
 from tidemill.cluster.service import FleetStatus, WorkerStatus
 from tidemill.workers.messages import (
+    Ack,
     Announcement,
     Delta,
     Heartbeat,
+    MemoryUse,
     PagesMissing,
     Produced,
     Provenance,
@@ -103,17 +107,29 @@ infos = st.builds(
     max_model_len=u64,
     vocab_size=u32,
     eos_token_ids=token_ids,
+    device=texts,
+    memory_bytes=u64,
+    memory_floor_bytes=u64,
+    memory_max_bytes=u64,
 )
 loads = st.builds(
     WorkerLoad,
     queued_tokens=u64,
     running_rows=u32,
     waiting_rows=u32,
-    live_bytes=u64,
-    cached_bytes=u64,
-    free_bytes=u64,
-    page_bytes=u64,
-    state_bytes=u64,
+    memory=st.builds(
+        MemoryUse,
+        pages_live=u64,
+        pages_cached=u64,
+        states_live=u64,
+        states_cached=u64,
+        free=u64,
+        empty=u64,
+        unmapped=u64,
+    ),
+    budget_bytes=u64,
+    wanted_bytes=u64,
+    state_slots=u64,
     counters=st.dictionaries(texts, floats, max_size=4),
 )
 announcements = st.builds(Announcement, added=keys, removed=keys, full=st.booleans())
@@ -141,7 +157,14 @@ statuses = st.builds(
     FleetStatus,
     workers=st.lists(
         st.builds(
-            WorkerStatus, info=infos, load=loads, state=texts, heard_ago_s=floats, restorable_depths=u64
+            WorkerStatus,
+            info=infos,
+            load=loads,
+            state=texts,
+            heard_ago_s=floats,
+            restorable_depths=u64,
+            set_by=st.sampled_from(["operator", "broker", "share"]),
+            set_bytes=u64,
         ),
         max_size=3,
     ).map(tuple),
@@ -156,6 +179,7 @@ DECODERS: list[Callable[[bytes], Any]] = [
     decode_ack,
     decode_loss,
     decode_status,
+    decode_budget,
 ]
 
 
@@ -171,7 +195,9 @@ DECODERS: list[Callable[[bytes], Any]] = [
         Route,
         Heartbeat,
         WorkerInfo,
+        MemoryUse,
         WorkerLoad,
+        Ack,
         Announcement,
         WorkerStatus,
         FleetStatus,
@@ -203,10 +229,11 @@ def test_fleet_messages_survive_the_trip(
     assert decode_status(encode_status(status)) == status
 
 
-@given(workers, st.booleans())
-def test_short_messages_survive_the_trip(worker: WorkerId, want_full: bool) -> None:  # noqa: FBT001 - drawn
+@given(workers, st.builds(Ack, want_full=st.booleans(), budget_bytes=st.none() | u64))
+def test_short_messages_survive_the_trip(worker: WorkerId, ack: Ack) -> None:
     assert decode_loss(encode_loss(worker)) == worker
-    assert decode_ack(encode_ack(want_full=want_full)) is want_full
+    assert decode_ack(encode_ack(ack)) == ack
+    assert decode_budget(encode_budget(worker, ack.budget_bytes)) == (worker, ack.budget_bytes)
 
 
 @given(

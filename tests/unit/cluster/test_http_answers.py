@@ -254,7 +254,7 @@ def test_the_small_endpoints() -> None:
     assert "/v1/chat/completions" in call(app, "GET", "/openapi.json").json()["paths"]
     cluster = call(app, "GET", "/cluster").json()
     assert [worker["info"]["name"] for worker in cluster["workers"]] == ["prefill-0", "decode-0"]
-    assert cluster["workers"][0]["load"]["free_bytes"] == 3 << 20
+    assert cluster["workers"][0]["load"]["memory"]["free"] == 3 << 20
     assert cluster["frontend"]["pid"] > 0
 
 

@@ -62,7 +62,25 @@ def test_workers_report_through_the_edge() -> None:
     seen = scrape(app_over(FakeService(saying(" a"))))
     decode = (("role", "decode"), ("worker", "decode-0"))
     assert seen["worker_running_rows", decode] == 2
-    assert seen["worker_live_bytes", decode] == 1 << 20
+    assert seen["worker_memory_budget_bytes", decode] == 4 << 20
+    assert seen["worker_wanted_bytes", decode] == 0
+    assert seen["worker_state_slots", decode] == 6
+    memory = {
+        dict(labels)["class"]: value
+        for (name, labels), value in seen.items()
+        if name == "worker_memory_bytes" and ("worker", "decode-0") in labels
+    }
+    assert memory == {
+        "pages_live": 1 << 20,
+        "pages_cached": 0,
+        "states_live": 0,
+        "states_cached": 0,
+        "free": 3 << 20,
+        "empty": 0,
+        "unmapped": 0,
+    }
+    for reason, count in (("states", 2), ("resize", 3)):
+        assert seen["worker_evicted_pages_total", (("reason", reason), *decode)] == count
     assert seen["worker_pages_published_total", decode] == 5
     assert seen["worker_pages_published_total", (("role", "prefill"), ("worker", "prefill-0"))] == 5
 

@@ -47,9 +47,10 @@ def test_every_worker_is_a_row() -> None:
     status = status_of(FakeService(saying(" a"), workers=(worker_status("decode-0"), odd)))
     assert json.loads(as_json(status)) == status
     text = drawn(render(status))
-    who, work = [" ".join(line.split()) for line in text.splitlines() if "decode-0" in line]
+    who, work, held = [" ".join(line.split()) for line in text.splitlines() if "decode-0" in line]
     assert who == "decode-0 decode 0 7 here ready"
-    assert work == "decode-0 2 0 0 1.00 MiB 0 B 3.00 MiB 0 B 0 B"
+    assert work == "decode-0 2 0 0 6 0 B 4.00 MiB"
+    assert held == "decode-0 1.00 MiB 0 B 0 B 0 B 3.00 MiB 0 B 0 B"
     assert "[red]decode-1" in text
     assert "silent for 0.5 s" in text
     assert "keeper, up to 512 tokens" in text

@@ -117,13 +117,13 @@ def test_a_hole_in_the_heartbeats_asks_for_everything() -> None:
     async def main() -> None:
         router = a_router()
         part = Announcement(added=(b"k",))
-        assert router.heartbeat(beat("a.1", 4, announcement=part)), "a stranger"
-        assert not router.heartbeat(beat("a.1", 5))
-        assert not router.heartbeat(beat("a.1", 6, announcement=part))
-        assert router.heartbeat(beat("a.1", 8, announcement=part))
-        assert not router.heartbeat(beat("a.1", 9))
+        assert router.heartbeat(beat("a.1", 4, announcement=part)).want_full, "a stranger"
+        assert not router.heartbeat(beat("a.1", 5)).want_full
+        assert not router.heartbeat(beat("a.1", 6, announcement=part)).want_full
+        assert router.heartbeat(beat("a.1", 8, announcement=part)).want_full
+        assert not router.heartbeat(beat("a.1", 9)).want_full
         router.lost(WorkerId("a.1"))
-        assert router.heartbeat(beat("a.1", 10, announcement=part)), "it was thought to be gone"
+        assert router.heartbeat(beat("a.1", 10, announcement=part)).want_full, "it was thought to be gone"
 
     run(main())
 
@@ -139,7 +139,7 @@ def test_a_silent_worker_is_dropped_and_comes_back_with_its_next_heartbeat() -> 
         router.tick()
         with pytest.raises(Unserved):
             await router.place(ask(0.0))
-        assert router.heartbeat(beat("a.1", 1, announcement=Announcement()))
+        assert router.heartbeat(beat("a.1", 1, announcement=Announcement())).want_full
         assert (await router.place(ask(0.0))).decode == "a.1"
 
     run(main())

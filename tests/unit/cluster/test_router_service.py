@@ -20,6 +20,7 @@ from tidemill.cluster.router_service import RouterService
 from tidemill.workers.messages import (
     Announcement,
     Heartbeat,
+    RequestError,
     Unserved,
     WorkerGone,
     WorkerId,
@@ -37,6 +38,10 @@ INFO = WorkerInfo(
     pid=1,
     node="n",
     page_tokens=64,
+    device="n/cpu",
+    memory_bytes=1000,
+    memory_floor_bytes=100,
+    memory_max_bytes=2000,
 )
 ASK = Ask(request_id="r", keys=(), num_tokens=10, max_new_tokens=1, wait_s_max=WAIT_S_MAX)
 
@@ -48,6 +53,7 @@ class CountingEngine:
     wedged: bool = False
     rows: int = 0
     turns: int = 0
+    budgets: list[int] = field(default_factory=list[int])
     announced: list[bool] = field(default_factory=list[bool])  # whether each announcement was a full one
 
     @property
@@ -56,11 +62,18 @@ class CountingEngine:
         return self.turns
 
     def load(self) -> WorkerLoad:
-        return WorkerLoad(running_rows=self.rows, counters={"steps": float(self.turns)})
+        return WorkerLoad(
+            running_rows=self.rows,
+            budget_bytes=self.budgets[-1] if self.budgets else INFO.memory_floor_bytes,
+            counters={"steps": float(self.turns)},
+        )
 
     def take_announcement(self, *, full: bool) -> Announcement:
         self.announced.append(full)
         return Announcement(added=KEYS if full else (), full=full)
+
+    def resize(self, budget_bytes: int) -> None:
+        self.budgets.append(budget_bytes)
 
 
 @dataclass
@@ -299,6 +312,63 @@ def test_malformed_questions_are_refused(method: str, data: bytes) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    run(main())
+
+
+def test_an_engine_gets_the_budget_that_the_router_and_people_find_right() -> None:
+    async def main() -> None:
+        engine = CountingEngine()
+        async with cluster() as here, client(here) as frontend, beating(here, engine) as heard:
+            await heard.wait()
+            await until(lambda: engine.budgets == [INFO.memory_bytes])  # it is alone on its device
+            await frontend.set_budget(INFO.name, 500)
+            await until(lambda: engine.budgets == [INFO.memory_bytes, 500])
+            (worker,) = (await frontend.status()).workers
+            assert (worker.set_by, worker.set_bytes) == ("operator", 500)
+            heard.clear()
+            await heard.wait()
+            await frontend.set_budget(INFO.name, None)
+            await until(lambda: engine.budgets == [INFO.memory_bytes, 500, INFO.memory_bytes])
+
+    run(main())
+
+
+def test_a_budget_is_told_to_the_engine_once_even_when_it_rounds_it() -> None:
+    class Rounding(CountingEngine):
+        def load(self) -> WorkerLoad:
+            load = super().load()
+            return replace(load, budget_bytes=load.budget_bytes - load.budget_bytes % 64)
+
+    async def main() -> None:
+        engine = Rounding()
+        async with cluster() as here, beating(here, engine) as heard:
+            for _ in range(3):
+                await heard.wait()
+                heard.clear()
+            assert engine.budgets == [INFO.memory_bytes]
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "status", "param", "words"),
+    [
+        ("decode-7", 500, 404, "worker", "decode-0"),
+        (INFO.name, 99, 400, "budget", "100"),
+        (INFO.name, 1001, 400, "budget", "1,000"),
+        (INFO.name, 2001, 400, "budget", "2,000"),
+    ],
+)
+def test_a_budget_that_cannot_be_is_refused_at_once(
+    name: str, budget: int, status: int, param: str, words: str
+) -> None:
+    async def main() -> None:
+        async with cluster() as here, client(here) as frontend, beating(here, CountingEngine()) as heard:
+            await heard.wait()
+            with pytest.raises(RequestError, match=words) as caught:
+                await frontend.set_budget(name, budget)
+            assert (caught.value.status, caught.value.param) == (status, param)
 
     run(main())
 

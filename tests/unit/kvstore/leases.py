@@ -1,12 +1,16 @@
 """Small ledgers and leases, and a memory that is cut to pieces."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tidemill.kvstore.arena import Arena
-from tidemill.kvstore.backing import Fixed
+from tidemill.kvstore.backing import Backing, Fixed
+from tidemill.kvstore.cache import Cache
+from tidemill.kvstore.index import PrefixIndex
 from tidemill.kvstore.keys import Namespace, PageKey, page_keys
-from tidemill.kvstore.layout import Attention, Linear, layout_of
-from tidemill.kvstore.ledger import Lease, Ledger
+from tidemill.kvstore.layout import Attention, Linear, PageId, StateId, layout_of
+from tidemill.kvstore.lease import Lease
+from tidemill.kvstore.ledger import Ledger, Site, granted
+from tidemill.kvstore.worth import Policy
 
 P = 2
 ROOT = Namespace(model="m", layout="l").root()
@@ -14,20 +18,62 @@ TOKENS = list(range(20))
 KEYS = page_keys(ROOT, TOKENS, P)
 
 
-def a_ledger(num_extents: int, states_per_extent: int = 1, *, hybrid: bool = True) -> Ledger:
-    """16 bytes per page of two tokens, 32 per state: two pages or one state, `states_per_extent` times."""
+def a_cache(
+    num_extents: int,
+    states_per_extent: int = 1,
+    *,
+    page_tokens: int = P,
+    hybrid: bool = True,
+    policy: Policy = "value",
+    backing: Backing | None = None,
+) -> Cache:
+    """8 bytes per token, 24 per state. With pages of two tokens an extent holds two pages or one state,
+    `states_per_extent` times."""
     linear = Linear(key_heads=1, value_heads=1, key_dim=1, value_dim=2, conv_width=2)
     attention = Attention(kv_heads=1, head_dim=1)
     layers = (linear, attention) if hybrid else (attention,)
-    layout = layout_of(layers, P, extent_bytes_min=32 * states_per_extent, granule_bytes=1)
-    assert layout.pages_per_extent == 2 * states_per_extent
-    return Ledger(layout, Arena(layout, num_extents, Fixed(num_extents * layout.extent_bytes)))
+    state_pages = -(-3 // page_tokens)
+    extent_bytes = 8 * page_tokens * state_pages * states_per_extent
+    layout = layout_of(layers, page_tokens, extent_bytes_min=extent_bytes, granule_bytes=1)
+    assert layout.pages_per_extent == state_pages * states_per_extent
+    arena = Arena(layout, num_extents, backing or Fixed(num_extents * layout.extent_bytes))
+    return Cache(layout, arena, PrefixIndex(layout, policy))
+
+
+def a_ledger(
+    num_extents: int,
+    states_per_extent: int = 1,
+    *,
+    hybrid: bool = True,
+    policy: Policy = "value",
+    refuses: Callable[[Site], bool] = granted,
+) -> Ledger:
+    return Ledger(a_cache(num_extents, states_per_extent, hybrid=hybrid, policy=policy), refuses=refuses)
+
+
+def could_serve(cache: Cache, leases: Iterable[Lease], num_states: int, num_pages: int) -> bool:
+    """Whether so much could be had if everything that no lease holds was given up, wherever it lies."""
+    layout = cache.layout
+    pages, states = set[PageId](), set[StateId]()
+    for lease in leases:
+        pages |= {*lease.pages(), *lease.own_pages()}
+        states |= set(lease.own_states())
+        states |= {entry.checkpoint for entry in lease.sources() if entry.checkpoint is not None}
+    in_pages = {cache.arena.pages.extent_of(page) for page in pages}
+    in_states = {cache.arena.states.extent_of(state) for state in states}
+    extents = cache.arena.budget_extents - len(in_pages) - len(in_states)
+    pages_beside = len(in_pages) * layout.pages_per_extent - len(pages)
+    states_beside = len(in_states) * layout.states_per_extent - len(states)
+    if num_states > states_beside:
+        extents -= -(-(num_states - states_beside) // layout.states_per_extent)
+    return extents >= 0 and num_pages <= pages_beside + extents * layout.pages_per_extent
 
 
 def grown(ledger: Ledger, lease: Lease, num_tokens: int, keys: Sequence[PageKey] = KEYS) -> Lease:
     """`num_tokens` of the request are computed."""
     ledger.reserve(lease, num_tokens)
-    ledger.commit(lease, num_tokens, keys)
+    ledger.launch(lease, num_tokens)
+    ledger.land(lease, num_tokens, keys)
     ledger.check()
     return lease
 
@@ -38,7 +84,8 @@ def scattered(ledger: Ledger, keys: Sequence[PageKey]) -> None:
     for num_pages in range(1, 5):
         ledger.reserve(path, num_pages * P)
         ledger.reserve(other, num_pages * P)
-    ledger.commit(other, 4 * P, page_keys(ROOT, [1] * 20, P))
+    ledger.launch(other, 4 * P)
+    ledger.land(other, 4 * P, page_keys(ROOT, [1] * 20, P))
     ledger.release("other")
     ledger.keep_state(grown(ledger, path, 5 * P, keys), last=True)
     ledger.release("path")

@@ -1,40 +1,81 @@
 """One engine around the fake model of the simulator, in virtual time, that must end with all memory back."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from random import Random
 
 from tests.sim.fold import FoldRunner, expected, fold_layout
 from tests.sim.loop import simulate
+from tests.sim.watched import WatchedEngine
 from tidemill.kvstore.arena import Arena
-from tidemill.kvstore.backing import Fixed
+from tidemill.kvstore.backing import Backing, Fixed
+from tidemill.kvstore.cache import Cache
+from tidemill.kvstore.index import PrefixIndex
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import Layout
-from tidemill.kvstore.ledger import Ledger
+from tidemill.kvstore.ledger import Ledger, Site, granted
 from tidemill.kvstore.memory_store import MemoryStore
 from tidemill.kvstore.store import PageStore
+from tidemill.kvstore.worth import Policy
 from tidemill.workers.build import capacity_tokens
-from tidemill.workers.engine import Engine, Limits
+from tidemill.workers.engine import Limits
 from tidemill.workers.messages import Delta, Provenance, Request, Sampling
 from tidemill.workers.plan import Budget
+from tidemill.workers.settings import CheckpointStrategy
 from tidemill.workers.step import Runner, Step
 from tidemill.workers.transfer import Transfer
 
-VIRTUAL_S_MAX = 1000.0
+VIRTUAL_S_MAX = 10_000.0
 STORE_BYTES = 1 << 20
+LOOK_S = 0.001
+"""Less than a step takes, mostly."""
 HYBRID = fold_layout(4, hybrid=True)
+ATTENTION_ONLY = fold_layout(4, hybrid=False)
+TIGHT = fold_layout(4, hybrid=True, extent_bytes_min=1)
+"""One state or one page in an extent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Memory in extents: `extents_min` is the floor, `extents_max` what is reserved; 0 is `num_extents`."""
+
+    extents_min: int = 0
+    extents_max: int = 0
+    interval: int = 1
+    rows_max: int = 8
+    policy: Policy = "value"
+    checkpoints_per_path: int = 16
+    step_s_max: float = 0.02
+    refuses: Callable[[Site], bool] = granted
+    backing: Callable[[int], Backing] = Fixed
+
+
+class Watched:
+    """A runner that remembers its steps, and holds them while the gate is closed."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.steps: list[Step] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self._runner = runner
+
+    async def run(self, step: Step) -> list[int | None]:
+        self.steps.append(step)
+        await self.gate.wait()
+        return await self._runner.run(step)
 
 
 @dataclass(frozen=True)
 class Bench:
     """An engine whose step loop runs, and everything in it."""
 
-    engine: Engine
+    engine: WatchedEngine
     ledger: Ledger
     store: PageStore
     layout: Layout
+    runner: Watched
 
     async def answer(self, request: Request) -> Provenance:
         """Generate to the end, check every token; says where the prompt came from."""
@@ -50,6 +91,32 @@ class Bench:
         assert provenance is not None
         assert all(delta.provenance is None for delta in deltas[1:])
         return provenance
+
+    async def answer_all(self, requests: Iterable[Request]) -> list[Provenance]:
+        """All at once, in this order of arrival; proves the memory while they run."""
+        work = [asyncio.create_task(self.answer(request)) for request in requests]
+        while not all(task.done() for task in work):
+            self.ledger.check()
+            await asyncio.wait(work, timeout=1.0, return_when=asyncio.FIRST_EXCEPTION)
+            if any(task.done() and task.exception() for task in work):
+                for task in work:
+                    task.cancel()
+        return await asyncio.gather(*work)
+
+    async def until(self, met: Callable[[], bool]) -> None:
+        """Look often, in virtual time."""
+        while True:
+            if met():
+                return
+            await asyncio.sleep(LOOK_S)
+
+    def count(self, counter: str) -> int:
+        return int(self.engine.load().counters.get(counter, 0))
+
+    @property
+    def idle_turns(self) -> int:
+        """Turns of the step loop in which nothing ran."""
+        return self.engine.steps - len(self.runner.steps)
 
     async def settle(self) -> None:
         """Wait for the steps and publications of requests that have ended."""
@@ -67,24 +134,35 @@ async def bench(
     num_extents: int = 64,
     tokens_max: int = 0,
     runner: Runner | None = None,
+    strategy: CheckpointStrategy = "lazy",
+    tuning: Tuning | None = None,
 ) -> AsyncGenerator[Bench]:
-    page_tokens = layout.page_tokens
-    backing = Fixed(layout.extent_bytes * num_extents)
+    tuning = tuning or Tuning()
+    page_tokens, rows_max = layout.page_tokens, tuning.rows_max
+    reserved, extents_min = tuning.extents_max or num_extents, tuning.extents_min or num_extents
+    backing = tuning.backing(layout.extent_bytes * reserved)
     memory = backing.memory.numpy().data
-    ledger = Ledger(layout, Arena(layout, num_extents, backing))
+    arena = Arena(layout, reserved, backing, num_extents)
+    cache = Cache(layout, arena, PrefixIndex(layout, tuning.policy))
+    ledger = Ledger(cache, tuning.checkpoints_per_path, tuning.refuses)
     store = a_store() if store is None else store
-    engine = Engine(
+    watched = Watched(runner or FoldRunner(layout, memory, Random(0), step_s_max=tuning.step_s_max))
+    tokens_max = max(tokens_max, rows_max + page_tokens)
+    engine = WatchedEngine(
         ledger,
         Transfer(layout, memory, store),
-        runner or FoldRunner(layout, memory, Random(0), step_s_max=0.02),
+        watched,
         Limits(
-            budget=Budget(tokens_max=max(tokens_max, 8 + page_tokens), rows_max=8, page_tokens=page_tokens),
-            capacity_tokens=capacity_tokens(layout, num_extents),
+            budget=Budget(tokens_max=tokens_max, rows_max=rows_max, page_tokens=page_tokens),
+            capacity_tokens=capacity_tokens(layout, extents_min),
+            extents_min=extents_min,
+            checkpoint_strategy=strategy,
+            checkpoint_interval=tuning.interval,
         ),
         root_of,
     )
     loop = asyncio.create_task(engine.run())
-    made = Bench(engine, ledger, store, layout)
+    made = Bench(engine, ledger, store, layout, watched)
     try:
         async with asyncio.timeout(VIRTUAL_S_MAX):
             yield made

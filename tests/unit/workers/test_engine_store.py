@@ -12,12 +12,12 @@ from tidemill.kvstore.keys import Kind, ObjectKey, page_keys
 from tidemill.kvstore.layout import restorable_end
 from tidemill.kvstore.memory_store import MemoryStore
 from tidemill.kvstore.store import Got, Put
-from tidemill.workers.engine import PUBLICATIONS_MAX
 from tidemill.workers.messages import (
     PagesMissing,
     Produced,
     Provenance,
 )
+from tidemill.workers.publications import PUBLICATIONS_MAX
 
 SHAPES = sorted(
     {(P, num_tokens) for P in (1, 4, 16) for num_tokens in (1, P - 1, P, P + 1, 2 * P, 3 * P - 1, 3 * P + 1)}

@@ -1,0 +1,107 @@
+"""The served model as figures: sizes and FLOPs of Qwen3-Next-80B-A3B, and how long a step of it takes.
+
+A step costs a fixed time (launches, and the weights that a batch reads), its FLOPs at the speed of a large
+accelerator, and the KV and states that it moves at the speed of its memory. No byte is computed or kept.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tidemill.kvstore.keys import ObjectKey
+from tidemill.kvstore.layout import Attention, Layout, Linear, layout_of
+from tidemill.kvstore.store import Got, Put, StoreStats
+from tidemill.kvstore.worth import Cost
+from tidemill.workers.step import Row, Step
+
+ATTENTION_LAYERS = 12
+LINEAR_LAYERS = 36
+ATTENTION = Attention(kv_heads=2, head_dim=256)
+LINEAR = Linear(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv_width=4)
+COST = Cost(token_flops=2 * 3e9, context_flops=4 * 16 * 256 * ATTENTION_LAYERS)  # 16 query heads of 256
+
+VOCABULARY = 150_000
+FIRST_TOKEN = 16
+
+
+def qwen_layout(page_tokens: int) -> Layout:
+    """24,576 B of KV per token in bfloat16, 75.4 MiB per state in float32: the bytes of 3,216 tokens."""
+    layers = (*[ATTENTION] * ATTENTION_LAYERS, *[LINEAR] * LINEAR_LAYERS)
+    return layout_of(layers, page_tokens, kv_dtype="bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """How fast a step runs; about two H100."""
+
+    step_s: float = 8e-3
+    flops_per_s: float = 8e14
+    bytes_per_s: float = 5e12
+
+
+def step_seconds(step: Step, layout: Layout, cost: Cost, device: Device) -> float:
+    """Each row reads the KV before it once, reads and writes its state, and computes its tokens."""
+    flops = sum(cost.flops(row.start, row.start + len(row.tokens)) for row in step)
+    page_bytes = sum(len(row.pages) for row in step) * layout.page_bytes
+    state_bytes = 2 * len(step) * layout.state_bytes
+    return device.step_s + flops / device.flops_per_s + (page_bytes + state_bytes) / device.bytes_per_s
+
+
+def answer_token(seed: int, position: int) -> int:
+    """What the model draws at `position` of the sequence that is sampled with `seed`."""
+    return FIRST_TOKEN + (seed * 1_000_003 + position * 7_919) % (VOCABULARY - FIRST_TOKEN)
+
+
+class ModelRunner:
+    """Lets virtual time pass for each step; `observe` is called when one starts."""
+
+    def __init__(self, layout: Layout, device: Device, observe: Callable[[Step], None]) -> None:
+        self._layout = layout
+        self._device = device
+        self._observe = observe
+
+    async def run(self, step: Step) -> list[int | None]:
+        self._observe(step)
+        await asyncio.sleep(step_seconds(step, self._layout, COST, self._device))
+        return [_drawn(row) for row in step]
+
+
+class NoBytes:
+    """Memory that is only counted."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def map(self, offset_bytes: int, num_bytes: int) -> None:
+        pass
+
+    def unmap(self, offset_bytes: int, num_bytes: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class NoStore:
+    """A store that takes nothing: what one worker keeps is all there is."""
+
+    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+        return [Put.REFUSED] * len(objects)
+
+    async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
+        return [Got.MISS] * len(wanted)
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return [False] * len(keys)
+
+    def stats(self) -> StoreStats:
+        return StoreStats(objects=0, bytes=0, capacity_bytes=0)
+
+    async def close(self) -> None:
+        pass
+
+
+def _drawn(row: Row) -> int | None:
+    return None if row.sampling is None else answer_token(row.sampling.seed, row.start + len(row.tokens))

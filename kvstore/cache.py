@@ -1,0 +1,163 @@
+"""The arena and the prefix index as one: what is kept fills the memory, and is given up when it is needed.
+
+An object is held while a lease owns it or pins its entry, and kept while the index alone has it. Whatever is
+kept can be evicted, in an order that loses least (`eviction.py`).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from tidemill.kvstore import eviction
+from tidemill.kvstore.arena import Arena, Id, Pool
+from tidemill.kvstore.errors import OutOfMemory
+from tidemill.kvstore.index import Entry, PrefixIndex
+from tidemill.kvstore.keys import PageKey
+from tidemill.kvstore.layout import Layout, PageId, StateId
+
+
+class Cache:
+    def __init__(self, layout: Layout, arena: Arena, index: PrefixIndex) -> None:
+        self.layout = layout
+        self.arena = arena
+        self.index = index
+        self.counters: Counter[str] = Counter()
+
+    def take_page(self) -> PageId:
+        """A page, held; evicts what it takes. Raises OutOfMemory when everything is held."""
+        while True:
+            try:
+                return self.arena.pages.take()
+            except OutOfMemory:
+                victim = eviction.for_page(self.index, self.arena, self.layout)
+                if victim is None:
+                    raise
+                self._evict(victim, "pages")
+
+    def take_state(self) -> StateId:
+        """A state, held; evicts what it takes. Raises OutOfMemory when all extents hold what is held."""
+        while True:
+            try:
+                return self.arena.states.take()
+            except OutOfMemory:
+                victim = eviction.for_state(self.index, self.arena, self.layout)
+                if victim is None:
+                    raise
+                self._evict(victim, "states")
+
+    def give_page(self, page: PageId) -> None:
+        self.arena.pages.give(page)
+
+    def give_state(self, state: StateId) -> None:
+        self.arena.states.give(state)
+
+    def could_hold(self, pages: int, states: int) -> bool:
+        """Whether so many more could be held if everything that is kept was given up."""
+        lacking = max(0, states - _places(self.arena.states))
+        extents = -(-lacking // self.arena.states.places)
+        pages_left = self.pages_available() - extents * self.layout.pages_per_extent
+        return extents <= self._loose_extents() and pages <= pages_left
+
+    def pages_available(self) -> int:
+        """Pages that could be held if everything that is kept was given up, and no state needed."""
+        return _places(self.arena.pages) + self._loose_extents() * self.layout.pages_per_extent
+
+    def clear(self) -> None:
+        """Give up everything that is kept."""
+        while (leaf := self.index.cheapest_leaf()) is not None:
+            self._evict(eviction.Victim(entries=(leaf,)), "clear")
+        while (entry := self.index.cheapest_checkpoint()) is not None:
+            self.drop_checkpoint(entry, "clear")
+
+    def state_is_free(self) -> bool:
+        """Whether a state can be taken without evicting anything."""
+        return bool(self.arena.states.num_free or self.arena.num_empty)
+
+    def resize(self, budget_extents: int) -> bool:
+        """Change what the arena may map; evicts what is kept, and answers whether that was enough."""
+        self.arena.resize(budget_extents)
+        while self.arena.excess:
+            victim = eviction.for_extent(self.index, self.arena, self.layout)
+            if victim is None:
+                return False
+            self._evict(victim, "resize")
+        return True
+
+    def insert(self, parent: Entry | None, key: PageKey, page: PageId) -> tuple[Entry, bool]:
+        """`PrefixIndex.insert` of a page that is held; the entry is pinned."""
+        entry, taken_over = self.index.insert(parent, key, page)
+        if not taken_over and entry.pins == 1:
+            self.arena.pages.hold(entry.page)
+        return entry, taken_over
+
+    def keep_checkpoint(self, entry: Entry, state: StateId) -> None:
+        self.index.keep_checkpoint(entry, state)
+        self.arena.states.loosen(state)
+
+    def drop_checkpoint(self, entry: Entry, reason: str) -> None:
+        """`reason` ends up in the name of a metric."""
+        self.arena.states.give(self.index.drop_checkpoint(entry))
+        self.counters[f"evicted_checkpoints_for_{reason}"] += 1
+
+    def reclaim_checkpoint(self, entry: Entry) -> StateId:
+        """Take the checkpoint out of the index; the caller holds the slot, and can write to it."""
+        state = self.index.drop_checkpoint(entry)
+        self.arena.states.hold(state)
+        return state
+
+    def pin(self, entry: Entry) -> None:
+        if not entry.pins:
+            self.arena.pages.hold(entry.page)
+        self.index.pin(entry)
+
+    def unpin(self, entry: Entry) -> None:
+        self.index.unpin(entry)
+        if not entry.pins:
+            self.arena.pages.loosen(entry.page)
+
+    def pin_checkpoint(self, entry: Entry) -> Entry:
+        assert entry.checkpoint is not None
+        if not entry.checkpoint_pins:
+            self.arena.states.hold(entry.checkpoint)
+        self.index.pin_checkpoint(entry)
+        return entry
+
+    def unpin_checkpoint(self, entry: Entry) -> None:
+        self.index.unpin_checkpoint(entry)
+        if not entry.checkpoint_pins:
+            assert entry.checkpoint is not None
+            self.arena.states.loosen(entry.checkpoint)
+
+    def check(self, own_pages: Sequence[PageId], own_states: Sequence[StateId]) -> None:
+        """Prove that every byte is free, or held by these owners, or held or kept by the index: by exactly
+        one."""
+        held_pages, kept_pages = list(own_pages), list[PageId]()
+        held_states, kept_states = list(own_states), list[StateId]()
+        for entry in self.index:
+            (held_pages if entry.pins else kept_pages).append(entry.page)
+            if entry.checkpoint is not None:
+                (held_states if entry.checkpoint_pins else kept_states).append(entry.checkpoint)
+        self.arena.check((held_pages, kept_pages), (held_states, kept_states))
+        self.index.check()
+
+    def _loose_extents(self) -> int:
+        """Extents in which nothing is held; above the budget they cannot be used again."""
+        arena = self.arena
+        extents = arena.num_empty + len(arena.pages.loose) + len(arena.states.loose)
+        return max(0, extents - arena.excess)
+
+    def _evict(self, victim: eviction.Victim, reason: str) -> None:
+        self.index.age(victim.price)
+        for entry in victim.entries:
+            self.index.remove(entry)
+            self.arena.pages.give(entry.page)
+            if entry.checkpoint is not None:
+                self.arena.states.give(entry.checkpoint)
+                self.counters[f"evicted_checkpoints_for_{reason}"] += 1
+        for entry in victim.bare:
+            self.drop_checkpoint(entry, reason)
+        self.counters[f"evicted_pages_for_{reason}"] += len(victim.entries)
+
+
+def _places(pool: Pool[Id]) -> int:
+    """In extents where something is held, places that are free or kept."""
+    return (pool.num_extents - len(pool.loose)) * pool.places - pool.num_held

@@ -1,0 +1,109 @@
+"""What one request holds. Only the ledger changes it.
+
+|<-- entries: full pages, shared, pinned in the index -->|<-- own: being written, or reserved -->|
+0                       len(entries) * P <= committed          launched                      allocated
+                                [0, committed) is written      [committed, launched) by steps in flight
+
+states    the slots that it owns, by the number of tokens folded into them (or that will be, by a step in
+          flight)
+spare     slots that it owns and nothing was written to
+source    the pinned entry whose checkpoint the next step reads, unless `states` has that depth
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import chain
+
+from tidemill.kvstore.index import Entry
+from tidemill.kvstore.layout import PageId, StateId
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A step that was launched and has not landed: it runs `[start, end)` of one lease.
+
+    `read` is the state at `start` (None: the empty one), `writes` receive the states at the last
+    `len(writes)` depths up to `end` (none in a model without states). A flight is void when the one before it
+    landed short: what it writes does not count. `limbo` comes back when it has landed: slots that it uses and
+    nobody needs, pages of its table that the index had already.
+    """
+
+    start: int
+    end: int
+    read: StateId | None
+    writes: tuple[StateId, ...]
+    source: Entry | None = None  # pinned while its checkpoint is read
+    void: bool = False
+    limbo: tuple[StateId, ...] = ()
+    limbo_pages: list[PageId] = field(default_factory=list[PageId])
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """`spares_min` slots stay reserved between steps: 1 for the strategy `double`."""
+
+    page_tokens: int
+    spares_min: int = 0
+    entries: list[Entry] = field(default_factory=list[Entry])
+    own: list[PageId] = field(default_factory=list[PageId])
+    committed: int = 0
+    states: dict[int, StateId] = field(default_factory=dict[int, StateId])
+    spare: list[StateId] = field(default_factory=list[StateId])
+    source: Entry | None = None
+    rolling: Entry | None = None  # the last checkpoint made while decoding: the next one replaces it
+    flights: deque[Flight] = field(default_factory=deque[Flight])
+    ended: bool = False
+
+    @property
+    def launched(self) -> int:
+        """Where the next step starts."""
+        return next((flight.end for flight in reversed(self.flights) if not flight.void), self.committed)
+
+    @property
+    def allocated(self) -> int:
+        return (len(self.entries) + len(self.own)) * self.page_tokens
+
+    def pages(self) -> list[PageId]:
+        """The page table, left to right."""
+        return [*(entry.page for entry in self.entries), *self.own]
+
+    def own_pages(self) -> list[PageId]:
+        """Every page that it owns."""
+        limbo = chain.from_iterable(flight.limbo_pages for flight in self.flights)
+        return [*self.own, *limbo]
+
+    def own_states(self) -> list[StateId]:
+        """Every slot that it owns."""
+        limbo = chain.from_iterable(flight.limbo for flight in self.flights)
+        return [*self.states.values(), *self.spare, *limbo]
+
+    def sources(self) -> list[Entry]:
+        """The entries whose checkpoints it has pinned, once for each pin."""
+        found = [self.source, *(flight.source for flight in self.flights)]
+        return [entry for entry in found if entry is not None]
+
+    @property
+    def num_slots(self) -> int:
+        """States held for this request: its own, and the checkpoint that it keeps to itself."""
+        kept = self.rolling is not None and self.rolling.checkpoint is not None
+        return len(self.states) + len(self.spare) + kept
+
+    def writes_in_place(self, drafts: int) -> bool:
+        """Whether the next step can overwrite the state that it reads."""
+        return not drafts and self.launched in self.states
+
+    def check(self) -> None:
+        assert len(self.entries) == self.committed // self.page_tokens
+        assert self.committed <= self.launched <= self.allocated
+        depth = self.committed
+        for flight in self.flights:
+            if not flight.void:
+                assert depth == flight.start < flight.end or self.ended
+                depth = flight.end
+        written = set(self.own_states())
+        assert all(written.issuperset(flight.writes) for flight in self.flights)
+        assert all(flight.void or not flight.limbo for flight in self.flights)
+        assert all(self.committed <= at <= self.launched for at in self.states)
+        if self.source is not None:
+            assert self.source is self.entries[-1]
+            assert self.launched == self.committed == len(self.entries) * self.page_tokens

@@ -1,0 +1,215 @@
+"""Bugs to plant in the ledger."""
+
+from tests.mutations.planted import UNIT, Planted
+
+LEASES = f"{UNIT}/kvstore/test_leases.py"
+LEDGER = f"{UNIT}/kvstore/test_ledger.py"
+MATRIX = f"{UNIT}/kvstore/test_lease_matrix.py"
+SITES = f"{UNIT}/kvstore/test_sites.py"
+
+LEDGER_BUGS = (
+    Planted(
+        "shared pages are not pinned",
+        "kvstore/ledger.py",
+        "            self._cache.pin(entry)\n",
+        "            self.index.pin(entry)\n",
+        f"{LEASES} {LEDGER}",
+    ),
+    Planted(
+        "a checkpoint is let go when the step that reads it goes off",
+        "kvstore/ledger.py",
+        "                flight.read = flight.source.checkpoint\n",
+        """                flight.read = flight.source.checkpoint
+                self._cache.unpin_checkpoint(flight.source)
+                flight.source = None
+""",
+        LEDGER,
+    ),
+    Planted(
+        "a checkpoint stays pinned after it was read",
+        "kvstore/ledger.py",
+        """        if flight.source is not None:
+            self._cache.unpin_checkpoint(flight.source)
+""",
+        "",
+        LEASES,
+    ),
+    Planted(
+        "the slots of a void step are free at once",
+        "kvstore/ledger.py",
+        """        lease.flights[-1].limbo = tuple(slots)
+        return []
+""",
+        "        return slots\n",
+        LEDGER,
+    ),
+    Planted(
+        "a page that a step in flight reads is free at once",
+        "kvstore/ledger.py",
+        "if not taken_over and lease.flights:",
+        "if not taken_over and not lease.committed:",
+        f"{LEASES} {LEDGER}",
+    ),
+    Planted(
+        "a void step counts",
+        "kvstore/ledger.py",
+        "if not flight.void and not lease.ended:",
+        "if not lease.ended:",
+        f"{LEASES} {LEDGER}",
+    ),
+    Planted(
+        "a step that lands after the end counts",
+        "kvstore/ledger.py",
+        "if not flight.void and not lease.ended:",
+        "if not flight.void:",
+        f"{LEASES} {LEDGER}",
+    ),
+    Planted(
+        "rejected drafts keep their slots",
+        "kvstore/ledger.py",
+        """            for slot in rejected:
+                self._return_state(lease, slot)
+""",
+        "",
+        LEASES,
+    ),
+    Planted(
+        "what is released in flight is free at once",
+        "kvstore/ledger.py",
+        "            self._landing.append(lease)\n",
+        """            self._landing.append(lease)
+            self._give_pages(lease, 0)
+""",
+        f"{LEASES} {LEDGER}",
+    ),
+    Planted(
+        "memory for a request that has ended",
+        "kvstore/ledger.py",
+        '        assert not lease.ended, "memory for a request that has ended"\n',
+        "",
+        MATRIX,
+    ),
+    Planted(
+        "pages that a step in flight writes are trimmed",
+        "kvstore/ledger.py",
+        "max((flight.end for flight in lease.flights), default=lease.committed)",
+        "lease.committed",
+        f"{LEASES} {LEDGER}",
+    ),
+    Planted(
+        "the page that nobody keeps leaks",
+        "kvstore/ledger.py",
+        """            elif not taken_over:
+                self._cache.give_page(page)
+""",
+        "",
+        f"{LEASES} {LEDGER}",
+    ),
+    Planted(
+        "a page is published before it is full",
+        "kvstore/ledger.py",
+        "while (len(lease.entries) + 1) * self.layout.page_tokens <= num_tokens:",
+        "while len(lease.entries) * self.layout.page_tokens < num_tokens:",
+        LEASES,
+    ),
+    Planted(
+        "the next step writes into the checkpoint",
+        "kvstore/ledger.py",
+        "slot = lease.states.pop(lease.committed)",
+        "slot = lease.states[lease.committed]",
+        LEASES,
+    ),
+    Planted(
+        "the state that is wanted is overwritten in flight",
+        "kvstore/ledger.py",
+        "if lease.writes_in_place(drafts) and not (keep and self._borrow(lease)):",
+        "if lease.writes_in_place(drafts):",
+        f"{SITES} {MATRIX}",
+    ),
+    Planted(
+        "a rolled checkpoint is dropped while somebody reads it",
+        "kvstore/ledger.py",
+        "earlier is None or earlier.checkpoint is None or earlier.checkpoint_pins:",
+        "earlier is None or earlier.checkpoint is None:",
+        LEASES,
+    ),
+    Planted(
+        "rolling keeps every checkpoint",
+        "kvstore/ledger.py",
+        "        for slot in self._drop_rolling(lease):\n",
+        "        for slot in self._drop_rolling(lease) if lease.ended else ():\n",
+        LEASES,
+    ),
+    Planted(
+        "who finds no second slot takes that of another",
+        "kvstore/ledger.py",
+        "if goes_on and not (lease.spare or self._cache.state_is_free()):",
+        "if goes_on and lease.ended:",
+        LEASES,
+    ),
+    Planted(
+        "a skipped checkpoint costs another",
+        "kvstore/ledger.py",
+        """        if kept:
+            self._thin(lease)
+""",
+        "        self._thin(lease)\n",
+        LEASES,
+    ),
+    Planted(
+        "checkpoints go where paths part",
+        "kvstore/ledger.py",
+        "(len(one.children) > 1, one.score)",
+        "(len(one.children) < 2, one.score)",
+        LEASES,
+    ),
+    Planted(
+        "a path keeps one checkpoint more than it may",
+        "kvstore/ledger.py",
+        "len(above) + 1 - self._checkpoints_per_path",
+        "len(above) - self._checkpoints_per_path",
+        LEASES,
+    ),
+    Planted(
+        "a checkpoint that another request reads is overwritten",
+        "kvstore/ledger.py",
+        "if source is not None and source.checkpoint_pins == 1:",
+        "if source is not None:",
+        LEASES,
+    ),
+    Planted(
+        "a released path stays pinned",
+        "kvstore/ledger.py",
+        "            self._cache.unpin(lease.entries.pop())\n",
+        "            lease.entries.pop()\n",
+        LEASES,
+    ),
+    Planted(
+        "a refused reservation keeps a page",
+        "kvstore/ledger.py",
+        "            self._give_pages(lease, num_own)\n",
+        "            self._give_pages(lease, num_own + 1)\n",
+        SITES,
+    ),
+    Planted(
+        "a refused reservation keeps its state",
+        "kvstore/ledger.py",
+        "while len(lease.spare) > num_spare:",
+        "while len(lease.spare) > num_spare + 1:",
+        SITES,
+    ),
+    Planted(
+        "a checkpoint that finds no memory ends the step",
+        "kvstore/ledger.py",
+        "            with suppress(OutOfMemory):\n",
+        "            with suppress(ValueError):\n",
+        LEASES,
+    ),
+    Planted(
+        "the second slot of double is not reserved",
+        "kvstore/ledger.py",
+        "        sites += [Site.SPARE_STATE] * lease.spares_min\n",
+        "",
+        f"{SITES} {MATRIX}",
+    ),
+)

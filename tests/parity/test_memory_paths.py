@@ -1,0 +1,268 @@
+# pyright: basic
+# transformers' classes have no usable types.
+"""Whatever memory does to a request in real engines, its logits are those of the cold path.
+
+By every bit in fp32. The arena is cut into extents of one state, so that a few requests exceed it.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity.hybrid import random_model, save
+from tests.parity.served import answer, serving
+from tidemill.kvstore.layout import KvDtype, Layout, layout_of
+from tidemill.kvstore.worth import Policy
+from tidemill.workers import build, runner
+from tidemill.workers.build import Built
+from tidemill.workers.messages import Request, Sampling
+from tidemill.workers.models.bundled import bundled
+from tidemill.workers.models.registry import describe
+from tidemill.workers.settings import CheckpointStrategy, EngineSettings
+
+P = 16
+NEW_TOKENS = 20
+VOCABULARY = 97
+LONGEST = 160
+EXTENTS = 20
+
+Logits = dict[tuple[int, int], torch.Tensor]
+"""By the seed of the request, which is its own, and the position of the token drawn."""
+
+
+@pytest.fixture(scope="module", params=["keeper", "moe-two-values"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "keeper":
+        return bundled()["keeper"]
+    return save(random_model(request.param), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
+    """What the tokens were drawn from."""
+    seen: Logits = {}
+    draw = runner.draw
+
+    def recorded(logits_NV: torch.Tensor, samplings: list[Sampling], positions: list[int]) -> list[int]:
+        for row_V, sampling, position in zip(logits_NV, samplings, positions, strict=True):
+            seen[sampling.seed, position] = row_V.clone()
+        return draw(logits_NV, samplings, positions)
+
+    monkeypatch.setattr(runner, "draw", recorded)
+    monkeypatch.setattr(build, "layout_of", partial(layout_of, extent_bytes_min=1, granule_bytes=1))
+    return seen
+
+
+@dataclass(frozen=True)
+class Bed:
+    """Settings with memory for `EXTENTS`, and what was drawn since the last look."""
+
+    settings: EngineSettings
+    layout: Layout
+    logits: Logits
+
+    @property
+    def extent_bytes(self) -> int:
+        return self.layout.extent_bytes
+
+    def memory_for(self, num_pages: int) -> int:
+        """Bytes that hold so many pages beside five states."""
+        return (-(-num_pages // self.layout.pages_per_extent) + 5) * self.extent_bytes
+
+
+@pytest.fixture
+def bed(folder: Path, kernel_cache: Path, logits: Logits) -> Callable[[KvDtype], Bed]:
+    def make(kv_dtype: KvDtype) -> Bed:
+        layers, _ = describe(folder)
+        layout = layout_of(layers, P, kv_dtype, extent_bytes_min=1, granule_bytes=1)
+        settings = EngineSettings(
+            model_folder=folder,
+            memory_bytes=EXTENTS * layout.extent_bytes,
+            store_url="memory:?size=0",
+            cache_folder=kernel_cache,
+            page_tokens=P,
+            kv_dtype=kv_dtype,
+            backing="fixed",
+            max_model_len=LONGEST,
+        )
+        return Bed(settings, layout, logits)
+
+    return make
+
+
+def tokens_of(length: int, seed: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, VOCABULARY, (length,), generator=generator).tolist())
+
+
+def conversations() -> list[Request]:
+    """Prompts that part inside and behind their second page, greedy and drawn."""
+    shared = tokens_of(3 * P - 5, 1)
+    return [
+        Request(
+            request_id=str(index),
+            tokens=shared[: 2 * P + 8 * (index % 2)] + tokens_of(3 + 4 * index, 100 + index),
+            max_new_tokens=NEW_TOKENS + index,
+            sampling=Sampling(temperature=0.9 * (index % 2), top_p=0.95, seed=index),
+        )
+        for index in range(8)
+    ]
+
+
+async def ask(built: Built, requests: list[Request]) -> list[list[int]]:
+    """All at once."""
+    return [tokens for tokens, _ in await asyncio.gather(*(answer(built, one) for one in requests))]
+
+
+async def generated(built: Built, num_tokens: int) -> None:
+    """Until the engine has drawn so many."""
+    while True:
+        if built.engine.load().counters.get("generated_tokens", 0) >= num_tokens:
+            return
+        await asyncio.sleep(0)
+
+
+def next_turns(requests: list[Request], answers: list[list[int]]) -> list[Request]:
+    return [
+        replace(
+            one,
+            tokens=(*one.tokens, *tokens, *tokens_of(5, index)),
+            max_new_tokens=NEW_TOKENS,
+            sampling=replace(one.sampling, seed=one.sampling.seed + 1000),
+        )
+        for index, (one, tokens) in enumerate(zip(requests, answers, strict=True))
+    ]
+
+
+@dataclass(frozen=True)
+class Cold:
+    """Each prompt alone, with a salt of its own, and the whole of it in one step where the grid allows."""
+
+    first: list[list[int]]
+    second: list[list[int]]
+    logits: Logits
+
+
+async def cold_of(bed: Bed, requests: list[Request]) -> Cold:
+    async def alone(built: Built, requests: list[Request]) -> list[list[int]]:
+        return [(await answer(built, replace(one, salt=f"{one.sampling.seed}")))[0] for one in requests]
+
+    async with serving(bed.settings, step_tokens_max=4096) as built:
+        first = await alone(built, requests)
+        second = await alone(built, next_turns(requests, first))
+    cold = Cold(first, second, dict(bed.logits))
+    bed.logits.clear()
+    return cold
+
+
+def compare(bed: Bed, cold: Cold, kl_max: float) -> None:
+    """Of everything drawn since the last look; `kl_max` 0 means bit by bit."""
+    assert bed.logits
+    for key, warm_V in bed.logits.items():
+        cold_V = cold.logits[key]
+        kl = torch.nn.functional.kl_div(
+            cold_V.double().log_softmax(-1), warm_V.double().log_softmax(-1), log_target=True, reduction="sum"
+        ).item()
+        if kl_max:
+            assert abs(kl) < kl_max, key
+        else:
+            assert torch.equal(warm_V, cold_V), key
+            assert kl == 0.0, key
+    bed.logits.clear()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "policy", "interval"),
+    [("none", "lru", 16), ("double", "value", 32), ("lazy", "lru", 16), ("lazy", "value", 48)],
+)
+def test_eviction_preemption_junctions_and_thinning(
+    bed: Callable[[KvDtype], Bed], strategy: CheckpointStrategy, policy: Policy, interval: int
+) -> None:
+    one = bed("float32")
+    tight = {"checkpoint_strategy": strategy, "eviction": policy, "checkpoint_interval": interval}
+
+    async def main() -> None:
+        cold = await cold_of(one, conversations())
+        async with serving(one.settings, **tight, checkpoints_per_path=2) as built:
+            for _ in range(2):
+                assert await ask(built, conversations()) == cold.first
+                assert await ask(built, next_turns(conversations(), cold.first)) == cold.second
+                compare(one, cold, 0.0)
+            counters = built.engine.load().counters
+            assert counters["kv_hit_without_state_tokens"] > 0
+            assert strategy == "none" or counters["evicted_checkpoints_for_cap"] > 0
+            built.engine.resize(0)
+            assert await ask(built, conversations()) == cold.first
+            compare(one, cold, 0.0)
+            counters = built.engine.load().counters
+            assert (
+                sum(counters.get(f"evicted_pages_for_{why}", 0) for why in ("pages", "states", "resize")) > 0
+            )
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("strategy", ["none", "lazy"])
+def test_preemption(bed: Callable[[KvDtype], Bed], strategy: CheckpointStrategy) -> None:
+    """Short prompts are admitted together; their answers do not fit together."""
+    one = bed("float32")
+    requests = [
+        replace(request, tokens=tokens_of(9 + index, 200 + index), max_new_tokens=60)
+        for index, request in enumerate(conversations()[:5])
+    ]
+
+    async def main() -> None:
+        cold = await cold_of(one, requests)
+        async with serving(
+            one.settings, memory_bytes=one.memory_for(10), checkpoint_strategy=strategy
+        ) as built:
+            assert await ask(built, requests) == cold.first
+            compare(one, cold, 0.0)
+            assert built.engine.load().counters["preemptions"] > 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("strategy", ["double", "lazy"])
+def test_the_budget_goes_down_and_up_while_they_run(
+    bed: Callable[[KvDtype], Bed], strategy: CheckpointStrategy
+) -> None:
+    one = bed("float32")
+
+    async def main() -> None:
+        cold = await cold_of(one, conversations())
+        memory = {"memory_max_bytes": 60 * one.extent_bytes, "memory_bytes": 50 * one.extent_bytes}
+        async with serving(one.settings, checkpoint_strategy=strategy, **memory) as built:
+            work = asyncio.create_task(ask(built, conversations()))
+            for tokens, budget_bytes in ((24, 0), (40, memory["memory_max_bytes"]), (90, 0), (120, 1 << 40)):
+                await generated(built, tokens)
+                built.engine.resize(budget_bytes)
+            assert await work == cold.first
+            assert built.engine.load().counters["preemptions_for_resize"] > 0
+            built.engine.resize(0)
+            assert await ask(built, next_turns(conversations(), cold.first)) == cold.second
+            compare(one, cold, 0.0)
+
+    asyncio.run(main())
+
+
+def test_bfloat16_pages(bed: Callable[[KvDtype], Bed]) -> None:
+    """Bit by bit where both cut on the grid: the first turns, again from their checkpoints. A second turn
+    resumes where its first one decoded token by token, and the cold one computed pages at once."""
+    one = bed("bfloat16")
+
+    async def main() -> None:
+        cold = await cold_of(one, conversations())
+        async with serving(one.settings, memory_bytes=100 * one.extent_bytes) as built:
+            for _ in range(2):
+                assert await ask(built, conversations()) == cold.first
+            compare(one, cold, 0.0)
+            assert await ask(built, next_turns(conversations(), cold.first)) == cold.second
+            compare(one, cold, 1e-4)
+
+    asyncio.run(main())

@@ -1,0 +1,250 @@
+"""One memory for several workers, in virtual time: through the flow, and with two models on one device."""
+
+import asyncio
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+
+from tests.sim.faulty_store import FaultyStore
+from tests.sim.fold import VOCABULARY, FoldRunner, expected, fold_layout
+from tests.sim.loop import simulate
+from tests.sim.world import Weather, World
+from tidemill.cluster.flow import serve
+from tidemill.cluster.router import Router
+from tidemill.kvstore.arena import Arena
+from tidemill.kvstore.backing import Fixed
+from tidemill.kvstore.cache import Cache
+from tidemill.kvstore.index import PrefixIndex
+from tidemill.kvstore.keys import Namespace, PageKey
+from tidemill.kvstore.layout import Layout
+from tidemill.kvstore.ledger import Ledger
+from tidemill.kvstore.memory_store import MemoryStore
+from tidemill.workers.build import capacity_tokens
+from tidemill.workers.engine import Engine, Limits
+from tidemill.workers.messages import (
+    Heartbeat,
+    MemoryUse,
+    Request,
+    Sampling,
+    WorkerId,
+    WorkerInfo,
+)
+from tidemill.workers.plan import Budget
+from tidemill.workers.transfer import Transfer
+
+VIRTUAL_S_MAX = 36_000.0
+LONGEST = 60
+LOOK_S = 0.05
+
+
+def mapped_bytes(memory: MemoryUse) -> int:
+    return memory.live + memory.cached + memory.free + memory.empty
+
+
+def extents_for(layout: Layout, num_tokens: int) -> int:
+    return next(extents for extents in range(1, 1 << 20) if capacity_tokens(layout, extents) >= num_tokens)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_prefill_and_decode_share_one_memory_under_the_flow(seed: int) -> None:
+    """Long prompts and long generations by turns, with crashes: every stream is exact, and what the workers
+    have mapped is never more than there is."""
+    rng = Random(seed)
+    layout = fold_layout(rng.choice([1, 4]), hybrid=rng.random() < 0.8, extent_bytes_min=256)
+    floor = extents_for(layout, LONGEST + 40)
+    share = floor * rng.choice([1, 2, 4])
+    weather = Weather(
+        crash=rng.choice([0, 0, 0.005]),
+        delay_s_max=0.01,
+        step_s_max=0.05,
+        restart_s=2.0,
+        num_extents=share,
+        extents_min=floor,
+        extents_max=2 * share,
+        resize_s=0,
+        strategy="lazy",
+        checkpoint_interval=1,
+        checkpoints_per_path=16,
+        policy="value",
+        prefill=1,
+        decode=1,
+        mixed=0,
+        broker=True,
+    )
+
+    async def main() -> None:
+        store = FaultyStore(rng, drop=0, evict=0, corrupt=0, refuse=0, delay_s_max=0.01)
+        world = World(rng, weather, store, layout)
+        watch = asyncio.create_task(_watch(world, 2 * share * layout.extent_bytes))
+        try:
+            async with asyncio.timeout(VIRTUAL_S_MAX):
+                for turn in range(4):
+                    async with asyncio.TaskGroup() as clients:
+                        for index in range(6):
+                            clients.create_task(_stream(world, rng, f"{turn}.{index}", long=turn % 2 == 0))
+        finally:
+            watch.cancel()
+            await world.stop()
+        with suppress(asyncio.CancelledError):
+            await watch
+
+    simulate(seed, main())
+
+
+async def _watch(world: World, total_bytes: int) -> None:
+    while True:
+        alive = [worker for worker in world.workers.values() if not worker.dead.is_set()]
+        mapped = sum(mapped_bytes(worker.engine.load().memory) for worker in alive)
+        assert mapped <= total_bytes
+        await asyncio.sleep(LOOK_S)
+
+
+async def _stream(world: World, rng: Random, name: str, *, long: bool) -> None:
+    num_tokens, max_new_tokens = (LONGEST, 4) if long else (4, 40)
+    request = Request(
+        request_id=name,
+        tokens=tuple(rng.randrange(VOCABULARY) for _ in range(num_tokens)),
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(seed=1),
+    )
+    got: list[int] = []
+    async with aclosing(serve(request, world, world, world.root_of, world.layout.page_tokens)) as pieces:
+        async for piece in pieces:
+            got += piece.tokens
+    assert got == expected(request, hybrid=world.layout.hybrid)
+
+
+@dataclass(frozen=True)
+class Model:
+    """One of the models that share the device: a layout of its own, the same number of bytes."""
+
+    name: str
+    layout: Layout
+    share_bytes: int
+
+    def extents(self, num_bytes: int) -> int:
+        return num_bytes // self.layout.extent_bytes
+
+
+class Peer:
+    """The worker of one model, which beats to a router that all share; every answer may be lost."""
+
+    def __init__(self, model: Model, router: Router, rng: Random, loss: float) -> None:
+        layout = model.layout
+        floor, most = extents_for(layout, LONGEST), model.extents(2 * model.share_bytes)
+        backing = Fixed(layout.extent_bytes * most)
+        memory = backing.memory.numpy().data
+        self.model, self._router, self._rng, self._loss = model, router, rng, loss
+        cache = Cache(layout, Arena(layout, most, backing, floor), PrefixIndex(layout, "value"))
+        self.ledger = Ledger(cache, 16)
+        self.engine = Engine(
+            self.ledger,
+            Transfer(layout, memory, MemoryStore(1 << 20)),
+            FoldRunner(layout, memory, rng, 0.02),
+            Limits(
+                budget=Budget(tokens_max=8 + layout.page_tokens, rows_max=8, page_tokens=layout.page_tokens),
+                capacity_tokens=LONGEST,
+                extents_min=floor,
+            ),
+            self._root_of,
+        )
+        self.info = WorkerInfo(
+            worker=WorkerId(f"{model.name}.1"),
+            name=model.name,
+            role="mixed",
+            address="",
+            pid=0,
+            node="sim",
+            fingerprint=model.name,
+            page_tokens=layout.page_tokens,
+            device="sim",
+            memory_bytes=model.share_bytes,
+            memory_floor_bytes=floor * layout.extent_bytes,
+            memory_max_bytes=most * layout.extent_bytes,
+        )
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.engine.load().budget_bytes
+
+    async def beat(self) -> None:
+        sequence, full = 0, True
+        while True:
+            announcement = self.engine.take_announcement(full=full)
+            load = self.engine.load()
+            beat = Heartbeat(info=self.info, sequence=sequence, load=load, announcement=announcement)
+            ack = self._router.heartbeat(beat)
+            full = self._rng.random() < self._loss or ack.want_full
+            if not full and ack.budget_bytes is not None:
+                self.engine.resize(ack.budget_bytes)
+            sequence += 1
+            self.ledger.check()
+            await asyncio.sleep(self._rng.random())
+
+    async def ask(self, name: str) -> None:
+        rng = self._rng
+        num_tokens = rng.randrange(1, LONGEST - 20)
+        request = Request(
+            request_id=name,
+            tokens=tuple(rng.randrange(VOCABULARY) for _ in range(num_tokens)),
+            max_new_tokens=rng.randrange(1, 20),
+        )
+        got: list[int] = []
+        async with aclosing(self.engine.generate(request)) as deltas:
+            async for delta in deltas:
+                got += delta.tokens
+        assert got == expected(request, hybrid=self.model.layout.hybrid)
+
+    def _root_of(self, salt: str) -> PageKey:
+        return Namespace(model=self.model.name, layout=self.model.layout.describe(), salt=salt).root()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_two_models_share_one_device(seed: int) -> None:
+    """A hybrid and an attention model, of unlike pages and extents, are busy by turns: the memory goes to the
+    busy one, every answer is exact, and together they never map more than the device has."""
+    rng = Random(seed)
+    layouts = (
+        fold_layout(rng.choice([2, 4]), hybrid=True, extent_bytes_min=1024),
+        fold_layout(rng.choice([1, 16]), hybrid=False, extent_bytes_min=256),
+    )
+    share = max(extents_for(layout, LONGEST) * layout.extent_bytes for layout in layouts) * rng.choice([2, 4])
+
+    async def main() -> None:
+        router = Router(asyncio.get_running_loop().time)
+        loss = rng.choice([0, 0.3])
+        peers = [
+            Peer(Model(f"model-{i}", layout, share), router, rng, loss) for i, layout in enumerate(layouts)
+        ]
+        lives = [asyncio.create_task(life) for peer in peers for life in (peer.engine.run(), peer.beat())]
+        try:
+            async with asyncio.timeout(VIRTUAL_S_MAX):
+                for turn in range(3):
+                    await _busy(peers, peers[turn % 2], 2 * share)
+        finally:
+            for life in lives:
+                life.cancel()
+            await asyncio.wait(lives)
+        for peer in peers:
+            assert peer.ledger.num_leases == 0
+            peer.ledger.check()
+
+    simulate(seed, main())
+
+
+async def _busy(peers: list[Peer], busy: Peer, total_bytes: int) -> None:
+    """One model has more to do than fits, until it has most of the memory; the other one a little."""
+    other = next(peer for peer in peers if peer is not busy)
+    running = {asyncio.create_task(busy.ask(f"r{index}")) for index in range(80)}
+    running.add(asyncio.create_task(other.ask("r")))
+    had_most = False
+    while running:
+        assert sum(mapped_bytes(peer.engine.load().memory) for peer in peers) <= total_bytes
+        assert sum(peer.budget_bytes for peer in peers) <= total_bytes
+        had_most |= busy.budget_bytes > total_bytes * 0.6
+        done, running = await asyncio.wait(running, timeout=LOOK_S)
+        for task in done:
+            task.result()
+    assert had_most

@@ -1,0 +1,91 @@
+"""The memory benchmark's model and clock: a formula of the step, and time that nobody waits for."""
+
+import asyncio
+
+import pytest
+from benchmarks.memory_clock import run_virtual
+from benchmarks.memory_figures import Outcome, Sample
+from benchmarks.memory_model import COST, Device, qwen_layout, step_seconds
+
+from tidemill.kvstore.layout import PageId, StateId
+from tidemill.workers.messages import MemoryUse
+from tidemill.workers.step import Row
+
+LAYOUT = qwen_layout(64)
+DEVICE = Device(step_s=1.0, flops_per_s=1e12, bytes_per_s=1e9)
+
+
+def a_row(start: int, num_tokens: int) -> Row:
+    pages = -(-(start + num_tokens) // 64)
+    return Row(
+        sequence_id="r",
+        tokens=(1,) * num_tokens,
+        start=start,
+        pages=tuple(map(PageId, range(pages))),
+        read=None,
+        write=StateId(0),
+        sampling=None,
+    )
+
+
+def test_the_proportions_are_those_of_the_model() -> None:
+    assert LAYOUT.page_bytes == 64 * 24_576
+    assert LAYOUT.state_bytes == 3_216 * 24_576
+    assert LAYOUT.states_per_extent == 1
+
+
+def test_a_step_costs_its_start_its_flops_and_its_bytes() -> None:
+    empty = step_seconds((), LAYOUT, COST, DEVICE)
+    first = step_seconds((a_row(0, 64),), LAYOUT, COST, DEVICE)
+    assert empty == 1.0
+    moved_bytes = LAYOUT.page_bytes + 2 * LAYOUT.state_bytes
+    assert first == pytest.approx(1.0 + COST.flops(0, 64) / 1e12 + moved_bytes / 1e9)
+    both = step_seconds((a_row(0, 64), a_row(640, 1)), LAYOUT, COST, DEVICE)
+    alone = step_seconds((a_row(640, 1),), LAYOUT, COST, DEVICE)
+    assert both == pytest.approx(first + alone - 1.0)
+
+
+def test_sleep_moves_the_clock_and_keeps_the_order() -> None:
+    seen: list[tuple[str, float]] = []
+
+    async def sleeper(name: str, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        seen.append((name, asyncio.get_running_loop().time()))
+
+    async def main() -> str:
+        await asyncio.gather(sleeper("late", 3600.0), sleeper("early", 0.5), sleeper("now", 0.0))
+        return "done"
+
+    assert run_virtual(main()) == "done"
+    assert [name for name, _ in seen] == ["now", "early", "late"]
+    assert [at for _, at in seen] == pytest.approx([0.0, 0.5, 3600.0])
+
+
+def test_a_deadlock_ends_the_run() -> None:
+    async def main() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(AssertionError, match="deadlock"):
+        run_virtual(main())
+
+
+def test_means_are_weighted_by_time() -> None:
+    half = MemoryUse(pages_live=1, states_cached=1, free=1, empty=1)
+    full = MemoryUse(pages_live=4)
+    outcome = Outcome(
+        makespan_s=5.0,
+        output_tokens=10,
+        prompts=[100, 300],
+        reused=[0, 100],
+        counters={},
+        preemptions_max=0,
+        samples=[Sample(1.0, 1, 2, half), Sample(2.0, 3, 3, full)],
+    )
+    figures = outcome.figures()
+    assert figures["in_flight_mean"] == pytest.approx((1 + 3 * 3) / 4)
+    assert figures["usage_mean"] == pytest.approx((0.5 + 3 * 1) / 4)
+    assert figures["time_full"] == pytest.approx(3 / 4)
+    assert figures["slots_per_row"] == pytest.approx((2 + 9) / (1 + 9))
+    assert figures["output_tokens_per_s"] == pytest.approx(2.0)
+    assert figures["token_hit_rate"] == pytest.approx(0.25)
+    assert 0 < figures["flops_saved_rate"] < 0.25

@@ -1,0 +1,64 @@
+"""The memory benchmark as a whole: equal runs are equal, and each part leaves its figures."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from benchmarks import memory, memory_workloads
+from benchmarks.memory_figures import usage
+from benchmarks.memory_run import Setup, serve
+
+SMALL = Setup(num_extents=12, rows_max=16, tokens_max=1024)
+
+
+@pytest.mark.parametrize("page_share", [None, 0.5])
+def test_equal_runs_are_equal_and_serve_everything(page_share: float | None) -> None:
+    workload = memory_workloads.long_generations(Random(0), prompts=12)
+    setup = replace(SMALL, page_share=page_share)
+    outcome = serve(workload, setup)
+    assert outcome.counters["generated_tokens"] == sum(item.max_tokens for item in workload.items)
+    assert serve(workload, setup) == outcome
+    times = [one.at_s for one in outcome.samples]
+    assert times == sorted(times)
+    assert all(0 < usage(one.memory) <= 1 for one in outcome.samples)
+
+
+def test_the_elastic_arena_uses_what_a_split_leaves_idle() -> None:
+    workload = memory_workloads.long_generations(Random(0), prompts=12)
+    elastic, static = serve(workload, SMALL), serve(workload, replace(SMALL, page_share=0.75))
+    assert elastic.figures()["in_flight_max"] > static.figures()["in_flight_max"]
+    assert elastic.makespan_s < static.makespan_s
+
+
+def test_the_command_writes_figures_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 1500, "output_length": 9, "hash_ids": [1, 0, 3]}
+    trace.write_text("\n".join(json.dumps(line) for _ in range(3)))
+    assert memory.main(["--quick", "--trace", str(trace), "--output", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "memory.json").read_text())
+    printed = capsys.readouterr().out
+    for part, columns in memory.COLUMNS.items():
+        of_part = [one for one in results if one["part"] == part]
+        assert of_part
+        assert part in printed
+        for one in of_part:
+            assert set(columns) <= one["figures"].keys()
+            assert one["setup"]["num_extents"] > 0
+    assert {one["workload"] for one in results} == {
+        "long-prompts",
+        "long-generations",
+        "alternating",
+        "mixed",
+        "multi-turn",
+        "shared-prefix",
+        "mooncake-trace",
+    }
+    assert {one["setup"]["strategy"] for one in results if one["part"] == "overload"} == {
+        "none",
+        "double",
+        "lazy",
+    }
+    assert (tmp_path / "memory-alternating.png").stat().st_size > 0
+    assert (tmp_path / "memory-splits.png").stat().st_size > 0

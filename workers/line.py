@@ -1,0 +1,61 @@
+"""The line of requests that wait for memory: the oldest first, whenever it joined."""
+
+import asyncio
+import heapq
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+RETRY_S = 0.25
+"""Memory that nobody here holds may come free unannounced: another process on the device gives it back."""
+
+
+class Line:
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, asyncio.Event]] = []
+        self._taken = False
+        self._news = asyncio.Event()
+
+    @asynccontextmanager
+    async def turn(self, arrival: int) -> AsyncGenerator[None]:
+        """The block runs when it is the turn of the request that arrived as number `arrival`."""
+        mine = (arrival, asyncio.Event())
+        heapq.heappush(self._waiting, mine)
+        self._news.set()
+        self._call_next()
+        try:
+            await mine[1].wait()
+        except asyncio.CancelledError:
+            if mine in self._waiting:
+                self._waiting.remove(mine)
+                heapq.heapify(self._waiting)
+            else:
+                self._leave()
+            raise
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def memory_freed(self) -> None:
+        self._news.set()
+
+    def forget_news(self) -> None:
+        """What is awaited next must happen after this moment."""
+        self._news.clear()
+
+    async def news(self) -> None:
+        """Until memory came free, or somebody joined the line, who may be older; or for a moment."""
+        try:
+            async with asyncio.timeout(RETRY_S):
+                await self._news.wait()
+        except TimeoutError:
+            pass
+
+    def _leave(self) -> None:
+        self._taken = False
+        self._call_next()
+
+    def _call_next(self) -> None:
+        if self._waiting and not self._taken:
+            self._taken = True
+            heapq.heappop(self._waiting)[1].set()
