@@ -7,21 +7,21 @@ page that comes in evicts one. The model runs on the same thread in the same run
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Seq
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from random import Random
+from typing import ParamSpec, TypeVar
 
 from benchmarks.memory_model import NoStore
 from tidemill.kernels.dispatch import Operators
 from tidemill.kvstore.arena import Arena
 from tidemill.kvstore.backing import Fixed
 from tidemill.kvstore.cache import Cache
-from tidemill.kvstore.index import Match, PrefixIndex
+from tidemill.kvstore.index import PrefixIndex
 from tidemill.kvstore.keys import Namespace, PageKey, page_keys
 from tidemill.kvstore.layout import layout_of
-from tidemill.kvstore.lease import Flight, Lease
 from tidemill.kvstore.ledger import Ledger
 from tidemill.kvstore.worth import Policy
 from tidemill.workers.build import capacity_tokens
@@ -35,8 +35,12 @@ from tidemill.workers.runner import TorchRunner
 from tidemill.workers.step import Step
 from tidemill.workers.transfer import Transfer
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 PAGE_TOKENS = 64
-PARTS = ("match", "attach", "reserve", "launch", "land", "keep_state", "release")
+INDEX_PARTS = ("match",)
+LEDGER_PARTS = ("attach", "reserve", "launch", "land", "keep_state", "release")
 """Calls into the memory: reserving evicts, landing inserts."""
 
 
@@ -83,41 +87,17 @@ class Watch:
         finally:
             self.seconds[name] += time.process_time() - start_s
 
+    def timed(self, name: str, call: Callable[P, R]) -> Callable[P, R]:
+        def timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self(name):
+                return call(*args, **kwargs)
 
-class TimedIndex(PrefixIndex):
-    watch: Watch
+        return timed
 
-    def match(self, keys: Seq[PageKey]) -> Match:
-        with self.watch("match"):
-            return super().match(keys)
-
-
-class TimedLedger(Ledger):
-    watch: Watch
-
-    def attach(self, lease: Lease, match: Match, num_pages: int) -> None:
-        with self.watch("attach"):
-            super().attach(lease, match, num_pages)
-
-    def reserve(self, lease: Lease, num_tokens: int, *, drafts: int = 0) -> None:
-        with self.watch("reserve"):
-            super().reserve(lease, num_tokens, drafts=drafts)
-
-    def launch(self, lease: Lease, end: int, *, keep: bool = False, drafts: int = 0) -> Flight:
-        with self.watch("launch"):
-            return super().launch(lease, end, keep=keep, drafts=drafts)
-
-    def land(self, lease: Lease, num_tokens: int, keys: Seq[PageKey]) -> None:
-        with self.watch("land"):
-            super().land(lease, num_tokens, keys)
-
-    def keep_state(self, lease: Lease, *, last: bool = False) -> bool:
-        with self.watch("keep_state"):
-            return super().keep_state(lease, last=last)
-
-    def release(self, request_id: str) -> None:
-        with self.watch("release"):
-            super().release(request_id)
+    def attach_to(self, owner: object, names: Seq[str]) -> None:
+        """Time these methods of `owner` from now on."""
+        for name in names:
+            setattr(owner, name, self.timed(name, getattr(owner, name)))
 
 
 class TimedRunner:
@@ -150,9 +130,10 @@ def _bench(policy: Policy, ops: Operators, watch: Watch, prompt_tokens: int) -> 
     layout = layout_of(loaded.layers, PAGE_TOKENS)
     num_extents = 2 + -(-2 * prompt_tokens // (layout.pages_per_extent * layout.page_tokens))
     backing = Fixed(num_extents * layout.extent_bytes)
-    index = TimedIndex(layout, policy, loaded.cost)
-    ledger = TimedLedger(Cache(layout, Arena(layout, num_extents, backing), index))
-    index.watch = ledger.watch = watch
+    index = PrefixIndex(layout, policy, loaded.cost)
+    ledger = Ledger(Cache(layout, Arena(layout, num_extents, backing), index))
+    watch.attach_to(index, INDEX_PARTS)
+    watch.attach_to(ledger, LEDGER_PARTS)
     root = Namespace(model=loaded.fingerprint, layout=layout.describe()).root()
     model = TorchRunner(loaded.model, caches_of(layout, backing.memory), PAGE_TOKENS, 1)
     engine = Engine(
@@ -193,7 +174,7 @@ async def _overhead(policy: Policy, ops: Operators, prompt_tokens: int, prompts:
         model_ms=ms["model"],
         engine_ms=1000 * total_s / prompts - ms["model"],
         keys_ms=ms["keys"],
-        parts_ms={name: ms.get(name, 0.0) for name in PARTS},
+        parts_ms={name: ms.get(name, 0.0) for name in (*INDEX_PARTS, *LEDGER_PARTS)},
         evicted_pages=bench.ledger.counters["evicted_pages_for_pages"] - evicted,
     )
 

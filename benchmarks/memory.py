@@ -26,7 +26,7 @@ from tidemill.kvstore.worth import Policy
 from tidemill.workers.settings import CheckpointStrategy
 
 RESULTS = Path(__file__).parent / "results"
-PAGE_SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
+PAGE_SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9)
 SPLIT_EXTENTS = 96
 HIT_CLIENTS = 8
 HIT_EXTENTS = (32, 64, 128)
@@ -79,7 +79,7 @@ class Benchmark:
 
     def __init__(self, console: Console, *, quick: bool) -> None:
         self._quick = quick
-        self._shares = PAGE_SHARES[::4] if quick else PAGE_SHARES
+        self._shares = PAGE_SHARES[::6] if quick else PAGE_SHARES
         self.results: list[Result] = []
         self._console = console
 

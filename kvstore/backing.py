@@ -81,6 +81,7 @@ class Mmap:
 
     def __init__(self, num_bytes: int) -> None:
         self._reservation = _anonymous(num_bytes, flags=_MAP_NORESERVE)
+        self._reservation.madvise(mmap.MADV_DONTDUMP)  # a core dump shall hold neither gigabytes nor prompts
         self.memory = torch.frombuffer(self._reservation, dtype=torch.uint8)
 
     def map(self, offset_bytes: int, num_bytes: int) -> None:

@@ -66,13 +66,6 @@ WORKERS = (
         STORE,
     ),
     Planted(
-        "the same prompt is produced twice at once",
-        "workers/engine.py",
-        "lock = self._producing.setdefault(keys[-1], asyncio.Lock())",
-        "lock = asyncio.Lock()",
-        STORE,
-    ),
-    Planted(
         "requests hang that come after the step loop broke",
         "workers/engine.py",
         "            self._over = True\n",
@@ -85,13 +78,6 @@ WORKERS = (
         "            self._ledger.release(sequence.id)\n            sequence.lease = None\n",
         "            sequence.lease = None\n",
         STORE,
-    ),
-    Planted(
-        "scattered pages lock a request out",
-        "workers/restore.py",
-        "            if self._ledger.num_leases or not attached:\n",
-        "            if self._ledger.num_leases or not attached or depths == []:\n",
-        ENGINE,
     ),
     Planted(
         "a longer gap than allowed is computed",
@@ -318,7 +304,7 @@ WORKERS = (
         "workers/restore.py",
         'counters["kv_hit_without_state_tokens"] += max(0, kept * sequence.page_tokens - depth)',
         'counters["kv_hit_without_state_tokens"] += 0',
-        MAKERS,
+        STORE,
     ),
     Planted(
         "the line is served in the order of joining",

@@ -1,5 +1,6 @@
 """An engine that remembers whom it preempted."""
 
+from collections import Counter
 from collections.abc import Callable
 
 from tidemill.kvstore.keys import PageKey
@@ -11,8 +12,7 @@ from tidemill.workers.transfer import Transfer
 
 
 class WatchedEngine(Engine):
-    """`preempted`: the names of requests, in order, whatever for. `preemptions_max`: of one request for the
-    memory of older ones, changes of the budget aside."""
+    """`preempted`: the names of requests, in order, whatever for. `preemptions_max`: of any one of them."""
 
     def __init__(
         self,
@@ -24,9 +24,13 @@ class WatchedEngine(Engine):
     ) -> None:
         super().__init__(ledger, transfer, runner, limits, root_of)
         self.preempted: list[str] = []
-        self.preemptions_max = 0
+        self._times = Counter[str]()
 
     def _preempt(self, sequence: Sequence) -> None:
         super()._preempt(sequence)
         self.preempted.append(sequence.request.request_id)
-        self.preemptions_max = max(self.preemptions_max, sequence.preemptions)
+        self._times[sequence.id] += 1
+
+    @property
+    def preemptions_max(self) -> int:
+        return max(self._times.values(), default=0)

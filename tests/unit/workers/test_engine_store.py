@@ -67,6 +67,7 @@ def test_a_short_shared_part_is_restorable_from_its_third_sight_on() -> None:
                 provenance = await one.answer(a_request(shared + prompt(11, seed), 3))
                 reused.append(provenance.reused_tokens)
             assert reused == [0, 0, 8]
+            assert one.count("kv_hit_without_state_tokens") == 8, "of the second one"
         async with bench(one.store) as other:
             provenance = await other.answer(a_request(shared + prompt(9, 4), 3))
             assert provenance.fetched_tokens == 8, "junctions are published"
