@@ -6,7 +6,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,8 @@ class Cluster:
         before = children()
         ours = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            RAY.init(**options, namespace=settings.namespace, logging_level="error", log_to_driver=True)
+            with _told_to_stop():
+                RAY.init(**options, namespace=settings.namespace, logging_level="error", log_to_driver=True)
         except Exception as error:
             raise LaunchError(f"Ray does not start: {_line(error)}") from error
         except SystemExit:
@@ -144,6 +145,24 @@ class Cluster:
         end(processes, grace_s)
         if self._temp_folder is not None:
             shutil.rmtree(self._temp_folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _told_to_stop() -> Generator[None]:
+    """Raises KeyboardInterrupt at the end if a signal came meanwhile: what its handler raised may have been
+    swallowed, in a callback or a broad `except`."""
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        reader.settimeout(0)
+        writer.settimeout(0)
+        before = signal.set_wakeup_fd(writer.fileno())
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+        with contextlib.suppress(BlockingIOError):
+            if {signal.SIGTERM, signal.SIGINT}.intersection(reader.recv(4096)):
+                raise KeyboardInterrupt
 
 
 def start_cluster(
