@@ -19,7 +19,7 @@ from tidemill.kvstore.layout import Layout
 CANDIDATES_MAX = 4
 OTHERS_MAX = 16
 """Extents of pages that are looked at before one is chosen: those of what is worth least (often in use), and
-some of those that can be emptied."""
+some of those that can be emptied, for one that costs nothing."""
 
 SUBTREE_FACTOR_MAX = 8
 """An extent whose pages have more than this many times as many below them goes only when nothing else can."""
@@ -81,16 +81,21 @@ def _state_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Iterator
 
 
 def _page_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Iterator[Victim]:
-    """The extents of the least worthy leaves that can be emptied, each with what hangs below its pages."""
+    """Extents that can be emptied, each with what hangs below its pages: those of the least worthy leaves,
+    and the first one that is found to cost nothing."""
+    size_max = SUBTREE_FACTOR_MAX * layout.pages_per_extent
     leaves = index.cheapest_leaves(CANDIDATES_MAX)
-    likely = (arena.pages.extent_of(leaf.page) for leaf in leaves)
-    others = islice(arena.pages.loose, OTHERS_MAX)
-    for extent in dict.fromkeys((*likely, *others)):
+    likely = dict.fromkeys(arena.pages.extent_of(leaf.page) for leaf in leaves)
+    for extent in likely:
         if extent in arena.pages.loose:
-            size_max = SUBTREE_FACTOR_MAX * layout.pages_per_extent
-            victim = _page_extent(index, arena, layout, extent, size_max)
-            if victim is not None:
-                yield victim
+            entries = _subtree(index, arena, extent, size_max)
+            if entries:
+                yield Victim(entries=entries, price=_lost_per_byte(index, layout, entries))
+    for extent in islice(arena.pages.loose, OTHERS_MAX):
+        entries = () if extent in likely else _subtree(index, arena, extent, size_max, worthless=True)
+        if entries:
+            yield Victim(entries=entries)
+            return
 
 
 def _any_extent(index: PrefixIndex, arena: Arena, layout: Layout, *, states: bool) -> Victim | None:
@@ -99,7 +104,7 @@ def _any_extent(index: PrefixIndex, arena: Arena, layout: Layout, *, states: boo
         extent = next(iter(arena.states.loose), None)
         return None if extent is None else _state_extent(index, arena, layout, extent)
     extent = next(iter(arena.pages.loose), None)
-    return None if extent is None else _page_extent(index, arena, layout, extent, len(index))
+    return None if extent is None else Victim(entries=_subtree(index, arena, extent, len(index)))
 
 
 def _state_extent(index: PrefixIndex, arena: Arena, layout: Layout, extent: int) -> Victim:
@@ -109,25 +114,25 @@ def _state_extent(index: PrefixIndex, arena: Arena, layout: Layout, extent: int)
     return Victim(bare=bare, price=_lost_per_byte(index, layout, bare))
 
 
-def _page_extent(
-    index: PrefixIndex, arena: Arena, layout: Layout, extent: int, size_max: int
-) -> Victim | None:
-    """None when more than `size_max` entries would go."""
-    found: dict[Entry, None] = {}
-    stack: list[Entry] = []
-    for page in arena.pages.taken_in(extent):
-        owner = index.owner_of_page(page)
-        assert owner is not None, "a page is kept without an owner"
-        stack.append(owner)
+def _subtree(
+    index: PrefixIndex, arena: Arena, extent: int, size_max: int, *, worthless: bool = False
+) -> tuple[Entry, ...]:
+    """The entries whose pages are in `extent` and all below them, leaves first. Empty when they are more than
+    `size_max`, or shall be `worthless` and one of them is not."""
+    owners = [index.owner_of_page(page) for page in arena.pages.taken_in(extent)]
+    stack = [owner for owner in owners if owner is not None]
+    assert len(stack) == len(owners), "a page is kept without an owner"
+    found: dict[Entry, None] = {}  # in an order that a run can repeat
     while stack:
         entry = stack.pop()
+        if worthless and index.is_restorable(entry) and index.credit(entry):
+            return ()
         if entry not in found:
             found[entry] = None
             stack += entry.children
         if len(found) > size_max:
-            return None
-    entries = tuple(sorted(found, key=lambda entry: -entry.depth_pages))
-    return Victim(entries=entries, price=_lost_per_byte(index, layout, entries))
+            return ()
+    return tuple(sorted(found, key=lambda entry: -entry.depth_pages))
 
 
 def _lost_per_byte(index: PrefixIndex, layout: Layout, entries: tuple[Entry, ...]) -> float:

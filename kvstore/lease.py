@@ -83,6 +83,11 @@ class Lease:
         return [entry for entry in found if entry is not None]
 
     @property
+    def fetch_slot(self) -> StateId:
+        """Where a state that is fetched goes: if the fetch fails, the lease is of no use any more."""
+        return self.spare[-1] if self.spare else self.states[self.committed]
+
+    @property
     def num_slots(self) -> int:
         """States held for this request: its own, and the checkpoint that it keeps to itself."""
         kept = self.rolling is not None and self.rolling.checkpoint is not None

@@ -136,7 +136,8 @@ class Ledger:
 
     def land(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
         """The oldest step in flight has completed, and `[0, num_tokens)` is written and accepted. If that is
-        less than it ran, the steps after it are void; if it is where it started, nothing of it counts.
+        less than it ran, the steps after it are void; if it is where it started, nothing of it counts, and a
+        state that it overwrote is lost: such a lease can only be released.
 
         Pages that became full go to the index; where it holds that page already, the lease shares it and its
         own is freed. For a request that has ended nothing is committed.
@@ -159,14 +160,15 @@ class Ledger:
             self._free(lease)
 
     def adopt(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
-        """Pages up to `num_tokens` and (into the last spare slot) the state there were fetched: keep them as
-        if computed."""
+        """Pages up to `num_tokens` and (into `fetch_slot`) the state there were fetched: keep them as if
+        computed."""
         assert not lease.flights
         if lease.source is not None:
             self._cache.unpin_checkpoint(lease.source)
             lease.source = None
         if self.layout.hybrid:
-            lease.states[num_tokens] = lease.spare.pop()
+            slot = lease.spare.pop() if lease.spare else lease.states.pop(lease.committed)
+            lease.states[num_tokens] = slot
         self._commit(lease, num_tokens, keys)
         self.keep_state(lease)
 

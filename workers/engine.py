@@ -121,7 +121,7 @@ class Engine:
             return Produced(depth=0, provenance=Provenance())
         lock = self._producing.setdefault(keys[-1], asyncio.Lock())
         try:
-            async with lock:  # the same prompt twice at once: the second one finds it stored
+            async with lock:  # the same prompt twice at once is published once
                 if await self._transfer.holds(keys):
                     return Produced(
                         depth=sequence.target, provenance=Provenance(reused_tokens=sequence.target)

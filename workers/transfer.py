@@ -29,8 +29,7 @@ class Transfer:
         return list(range(above_pages + 1, above_pages + unbroken + 1))
 
     async def fetch(self, lease: Lease, keys: Sequence[PageKey], num_pages: int) -> int:
-        """Fill the lease's own pages up to `num_pages` and its last spare slot; answers how many pages are
-        good.
+        """Fill the lease's own pages up to `num_pages` and its `fetch_slot`; answers how many pages are good.
 
         `num_pages` is the answer only when the checkpoint arrived too. Nothing is committed here.
         """
@@ -40,7 +39,7 @@ class Transfer:
             for index in range(first, num_pages)
         ]
         if self._layout.hybrid:
-            wanted.append((ObjectKey(Kind.CHECKPOINT, keys[num_pages - 1]), self._state(lease.spare[-1])))
+            wanted.append((ObjectKey(Kind.CHECKPOINT, keys[num_pages - 1]), self._state(lease.fetch_slot)))
         got = await self.store.get(wanted)
         bad = next((index for index, outcome in enumerate(got) if outcome is not Got.HIT), None)
         if bad is None:

@@ -124,7 +124,7 @@ WORKERS = (
     Planted(
         "a fetched prompt runs without its state",
         "workers/transfer.py",
-        "wanted.append((ObjectKey(Kind.CHECKPOINT, keys[num_pages - 1]), self._state(lease.spare[-1])))",
+        "wanted.append((ObjectKey(Kind.CHECKPOINT, keys[num_pages - 1]), self._state(lease.fetch_slot)))",
         "pass",
         STORE,
     ),

@@ -164,7 +164,7 @@ def test_preempted_and_evicted(
             Request(
                 request_id=f"filler {seed}",
                 tokens=tokens_of(200 + seed, seed),
-                max_new_tokens=60,
+                max_new_tokens=3 * page_tokens,
                 sampling=SAMPLINGS[0],
             )
             for seed in range(24)

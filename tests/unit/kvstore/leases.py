@@ -78,15 +78,16 @@ def grown(ledger: Ledger, lease: Lease, num_tokens: int, keys: Sequence[PageKey]
     return lease
 
 
-def scattered(ledger: Ledger, keys: Sequence[PageKey]) -> None:
-    """Six extents: one for the checkpoint of the first five pages of `keys`, the others for a page each."""
+def scattered(ledger: Ledger, keys: Sequence[PageKey], path_pages: int = 5) -> None:
+    """`path_pages + 1` extents: one for the checkpoint at the end of the first pages of `keys`, the rest for
+    one of these pages each."""
     path, other = ledger.open("path"), ledger.open("other")
-    for num_pages in range(1, 5):
+    for num_pages in range(1, path_pages):
         ledger.reserve(path, num_pages * P)
         ledger.reserve(other, num_pages * P)
-    ledger.launch(other, 4 * P)
-    ledger.land(other, 4 * P, page_keys(ROOT, [1] * 20, P))
+    ledger.launch(other, (path_pages - 1) * P)
+    ledger.land(other, (path_pages - 1) * P, page_keys(ROOT, [1] * 20, P))
     ledger.release("other")
-    ledger.keep_state(grown(ledger, path, 5 * P, keys), last=True)
+    ledger.keep_state(grown(ledger, path, path_pages * P, keys), last=True)
     ledger.release("path")
-    assert len({entry.page // 2 for entry in ledger.index.match(keys[:5]).path}) == 5
+    assert len({entry.page // 2 for entry in ledger.index.match(keys[:path_pages]).path}) == path_pages

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.sim.fold import expected, fold_layout
-from tests.unit.workers.bench import a_request, a_store, bench, prompt, root_of, run
+from tests.sim.fold import ATTENTION, LINEAR, expected, fold_layout
+from tests.unit.kvstore.leases import scattered
+from tests.unit.workers.bench import STORE_BYTES, Tuning, a_request, a_store, bench, prompt, root_of, run
 from tidemill.kvstore.keys import Kind, ObjectKey, page_keys
-from tidemill.kvstore.layout import restorable_end
+from tidemill.kvstore.layout import layout_of, restorable_end
 from tidemill.kvstore.memory_store import MemoryStore
 from tidemill.kvstore.store import Got, Put
 from tidemill.workers.messages import (
@@ -159,6 +160,51 @@ def test_a_prompt_produced_twice_at_once_is_computed_once() -> None:
             again = await one.engine.produce(request)
             assert again == Produced(depth=36, provenance=Provenance(reused_tokens=36))
             assert one.engine.load().counters["computed_tokens"] == 36
+
+    run(main())
+
+
+class SlowStore(MemoryStore):
+    """Counts what it is given, and takes its time."""
+
+    puts = 0
+
+    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+        self.puts += len(objects)
+        await asyncio.sleep(1.0)
+        return await super().put(objects)
+
+
+def test_a_prompt_produced_twice_at_once_is_published_once() -> None:
+    async def main() -> None:
+        store = SlowStore(STORE_BYTES)
+        async with bench(store) as one:
+            await asyncio.gather(*(one.engine.produce(a_request(prompt(40))) for _ in range(3)))
+            assert store.puts == 36 // 4 + 1, "its pages and its checkpoint"
+
+    run(main())
+
+
+@pytest.mark.parametrize(("num_extents", "num_tokens"), [(7, 15), (8, 17)])
+def test_pages_in_every_extent_do_not_lock_out_a_request_that_is_fetched(
+    num_extents: int, num_tokens: int
+) -> None:
+    """Its first seven pages, kept here in an extent each, leave none for a state. They are given up; or, with
+    an eighth extent, it takes the place of their checkpoint."""
+
+    async def main() -> None:
+        layout = layout_of((LINEAR, ATTENTION), 2, extent_bytes_min=1, granule_bytes=1)
+        store, request = a_store(), a_request(prompt(num_tokens), 1)
+        async with bench(store, layout=layout) as one:
+            await one.engine.produce(request)
+        tuning = Tuning(extents_min=num_extents)
+        async with bench(store, layout=layout, num_extents=8, tuning=tuning) as one:
+            scattered(one.ledger, page_keys(root_of(""), request.tokens, 2), path_pages=7)
+            one.engine.resize(num_extents * layout.extent_bytes)
+            assert one.ledger.usage().state_extents == num_extents - 7
+            (delta,) = [delta async for delta in one.engine.generate(request)]
+            assert delta.provenance is not None
+            assert delta.provenance.computed_tokens == 1
 
     run(main())
 
