@@ -10,6 +10,9 @@ from tidemill.workers.sequence import Sequence
 from tidemill.workers.step import Runner
 from tidemill.workers.transfer import Transfer
 
+PREEMPTIONS_MAX = 5_000
+"""Of all requests of a run: no test comes near it, and a livelock is over in a moment instead of never."""
+
 
 class WatchedEngine(Engine):
     """`preempted`: the names of requests, in order, whatever for. `preemptions_max`: of any one of them."""
@@ -30,6 +33,7 @@ class WatchedEngine(Engine):
         super()._preempt(sequence)
         self.preempted.append(sequence.request.request_id)
         self._times[sequence.id] += 1
+        assert len(self.preempted) < PREEMPTIONS_MAX, "a storm: the loop turns and nothing runs"
 
     @property
     def preemptions_max(self) -> int:
