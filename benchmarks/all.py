@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks import serve
 
 RESULTS = Path(__file__).parent / "results"
-WORKLOADS = {"shared-prefix": 1, "multi-turn": 4, "unique": 4}  # with the concurrency of each
+WORKLOADS = {"shared-prefix": 1, "multi-turn": 4, "unique": 4, "burst": 128}  # with the concurrency of each
 
 
 def serving() -> None:

@@ -102,10 +102,30 @@ def unique(rng: Random, vocab_size: int, *, prompts: int = 32) -> Workload:
     )
 
 
+def burst(rng: Random, vocab_size: int, *, prompts: int = 128, shared: int = 1000) -> Workload:
+    """Prompts with the same `shared` tokens and 32 to 96 of their own, all at the same moment: nothing is
+    kept yet when they arrive. Run it with a concurrency of as many."""
+    prefix = _tokens(rng, vocab_size, shared)
+    return Workload(
+        "burst",
+        tuple(
+            Item(
+                tokens=prefix + _tokens(rng, vocab_size, rng.randrange(32, 97)),
+                max_tokens=4,
+                group=0,
+                position=position,
+                shared_tokens=shared if position else 0,
+            )
+            for position in range(prompts)
+        ),
+    )
+
+
 WORKLOADS: dict[str, Callable[[Random, int], Workload]] = {
     "shared-prefix": shared_prefix,
     "multi-turn": multi_turn,
     "unique": unique,
+    "burst": burst,
 }
 
 
