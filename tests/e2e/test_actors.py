@@ -98,6 +98,7 @@ def test_a_killed_worker_is_noticed_and_comes_back(cluster: Cluster) -> None:
                         pass
             with pytest.raises(WorkerGone):
                 await here.tokens(route, request(1))
+            await here.until(lambda status: before.worker not in [one.info.worker for one in status.workers])
             after = (await here.until_all_are_back())["decode-0"]
             assert after.worker != before.worker
             assert await here.tokens(await here.place(), request(7)) == [8, 9, 10, 11, 12]
