@@ -42,31 +42,30 @@ class StaticCache(Cache):
         self._split = arena
 
     def take_page(self) -> PageId:
-        while True:
-            try:
-                return self.arena.pages.take()
-            except OutOfMemory:
-                leaf = self.index.cheapest_leaf()
-                if leaf is None:
-                    raise
-                price = self.index.credit(leaf) if self.index.is_restorable(leaf) else 0.0
-                self._evict(Victim(entries=(leaf,), price=price), "pages")
+        return self._take(self.arena.pages, _leaf, "pages")
 
     def take_state(self) -> StateId:
-        while True:
-            try:
-                return self.arena.states.take()
-            except OutOfMemory:
-                owner = self.index.cheapest_checkpoint()
-                if owner is None:
-                    raise
-                self._evict(Victim(bare=(owner,), price=self.index.credit(owner)), "states")
+        return self._take(self.arena.states, _checkpoint, "states")
 
-    def pages_available(self) -> int:
-        pages = self.arena.pages
-        closed = self._split.page_extents_max - pages.num_extents
-        return pages.num_free + pages.num_kept + closed * self.layout.pages_per_extent
+    def could_hold(self, pages: int, states: int) -> bool:
+        """Each class by itself: neither has anything of the other."""
+        split = self._split
+        pages_max = split.page_extents_max * split.pages.places
+        states_max = split.state_extents_max * split.states.places
+        return split.pages.num_held + pages <= pages_max and split.states.num_held + states <= states_max
 
     def state_is_free(self) -> bool:
         states = self.arena.states
         return states.num_free > 0 or states.num_extents < self._split.state_extents_max
+
+
+def _leaf(index: PrefixIndex, _arena: Arena, _layout: Layout) -> Victim | None:
+    leaf = index.cheapest_leaf()
+    if leaf is None:
+        return None
+    return Victim(entries=(leaf,), price=index.credit(leaf) if index.is_restorable(leaf) else 0.0)
+
+
+def _checkpoint(index: PrefixIndex, _arena: Arena, _layout: Layout) -> Victim | None:
+    owner = index.cheapest_checkpoint()
+    return None if owner is None else Victim(bare=(owner,), price=index.credit(owner))

@@ -5,7 +5,7 @@ kept can be evicted, in an order that loses least (`eviction.py`).
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tidemill.kvstore import eviction
 from tidemill.kvstore.arena import Arena, Id, Pool
@@ -13,6 +13,9 @@ from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.index import Entry, PrefixIndex
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import Layout, PageId, StateId
+
+Choose = Callable[[PrefixIndex, Arena, Layout], eviction.Victim | None]
+"""What goes so that something can be taken; None when nothing that is kept would help."""
 
 
 class Cache:
@@ -24,25 +27,11 @@ class Cache:
 
     def take_page(self) -> PageId:
         """A page, held; evicts what it takes. Raises OutOfMemory when everything is held."""
-        while True:
-            try:
-                return self.arena.pages.take()
-            except OutOfMemory:
-                victim = eviction.for_page(self.index, self.arena, self.layout)
-                if victim is None:
-                    raise
-                self._evict(victim, "pages")
+        return self._take(self.arena.pages, eviction.for_page, "pages")
 
     def take_state(self) -> StateId:
         """A state, held; evicts what it takes. Raises OutOfMemory when all extents hold what is held."""
-        while True:
-            try:
-                return self.arena.states.take()
-            except OutOfMemory:
-                victim = eviction.for_state(self.index, self.arena, self.layout)
-                if victim is None:
-                    raise
-                self._evict(victim, "states")
+        return self._take(self.arena.states, eviction.for_state, "states")
 
     def give_page(self, page: PageId) -> None:
         self.arena.pages.give(page)
@@ -53,13 +42,8 @@ class Cache:
     def could_hold(self, pages: int, states: int) -> bool:
         """Whether so many more could be held if everything that is kept was given up."""
         lacking = max(0, states - _places(self.arena.states))
-        extents = -(-lacking // self.arena.states.places)
-        pages_left = self.pages_available() - extents * self.layout.pages_per_extent
-        return extents <= self._loose_extents() and pages <= pages_left
-
-    def pages_available(self) -> int:
-        """Pages that could be held if everything that is kept was given up, and no state needed."""
-        return _places(self.arena.pages) + self._loose_extents() * self.layout.pages_per_extent
+        left = self._loose_extents() - -(-lacking // self.arena.states.places)
+        return left >= 0 and pages <= _places(self.arena.pages) + left * self.arena.pages.places
 
     def clear(self) -> None:
         """Give up everything that is kept."""
@@ -144,6 +128,16 @@ class Cache:
         arena = self.arena
         extents = arena.num_empty + len(arena.pages.loose) + len(arena.states.loose)
         return max(0, extents - arena.excess)
+
+    def _take(self, pool: Pool[Id], choose: Choose, reason: str) -> Id:
+        while True:
+            try:
+                return pool.take()
+            except OutOfMemory:
+                victim = choose(self.index, self.arena, self.layout)
+                if victim is None:
+                    raise
+                self._evict(victim, reason)
 
     def _evict(self, victim: eviction.Victim, reason: str) -> None:
         self.index.age(victim.price)

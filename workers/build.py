@@ -119,8 +119,17 @@ def build_engine(settings: EngineSettings, progress: Progress) -> Built:
 def capacity_tokens(layout: Layout, num_extents: int) -> int:
     """The longest sequence that an arena of `num_extents` can hold when nothing else is running; 0 if none
     fits."""
-    state_extents = -(-STATES_PER_REQUEST_MAX // layout.states_per_extent) if layout.hybrid else 0
-    return max(0, num_extents - state_extents) * layout.pages_per_extent * layout.page_tokens
+    return max(0, num_extents - _state_extents(layout)) * layout.pages_per_extent * layout.page_tokens
+
+
+def extents_for(layout: Layout, num_tokens: int) -> int:
+    """The smallest arena, in extents, whose `capacity_tokens` are `num_tokens` or more."""
+    return _state_extents(layout) + -(-num_tokens // (layout.pages_per_extent * layout.page_tokens))
+
+
+def _state_extents(layout: Layout) -> int:
+    """Of the states of one request."""
+    return -(-STATES_PER_REQUEST_MAX // layout.states_per_extent) if layout.hybrid else 0
 
 
 def _memory_of(settings: EngineSettings, layers: Sequence[LayerSpec], max_length: int) -> Memory:
@@ -129,16 +138,14 @@ def _memory_of(settings: EngineSettings, layers: Sequence[LayerSpec], max_length
     wanted = min(settings.max_model_len or max_length, max_length)
     max_model_len = min(wanted, capacity_tokens(layout, num_extents))
     if max_model_len <= layout.page_tokens and max_model_len < wanted:
-        while capacity_tokens(layout, num_extents) <= layout.page_tokens:
-            num_extents += 1
+        num_extents = extents_for(layout, layout.page_tokens + 1)
         raise ModelError(
             f"{settings.memory_bytes:,} bytes of memory cannot hold one request of this model: "
             f"set --memory to {-(-num_extents * layout.extent_bytes // (1 << 20))}MiB or more"
         )
-    floor = 1
-    while capacity_tokens(layout, floor) < max_model_len:
-        floor += 1
-    floor = max(floor, -(-(settings.memory_floor_bytes or 0) // layout.extent_bytes))
+    floor = max(
+        extents_for(layout, max_model_len), -(-(settings.memory_floor_bytes or 0) // layout.extent_bytes)
+    )
     if floor > num_extents:
         raise SettingsError(
             f"--memory-floor is {settings.memory_floor_bytes:,} bytes: set it to --memory or less"

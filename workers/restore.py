@@ -152,9 +152,11 @@ class Admission:
 
     def _may_come(self, sequence: Sequence) -> bool:
         """Whether a request that was preempted often has reason to hope that it will not be again."""
+        if sequence.preemptions < PREEMPTIONS_BEFORE_FIT:
+            return True
         here = [*self._running.values(), *self._waiting.values()]
         older = [one for one in here if one.arrival < sequence.arrival]
-        if not older or sequence.preemptions < PREEMPTIONS_BEFORE_FIT:
+        if not older:
             return True
         if sequence.preemptions >= PREEMPTIONS_MAX:
             return False

@@ -230,8 +230,8 @@ KVSTORE = (
     Planted(
         "places between held pages pass for an extent",
         "kvstore/cache.py",
-        "return extents <= self._loose_extents() and pages <= pages_left",
-        "return pages <= pages_left",
+        "return left >= 0 and pages <= _places(",
+        "return pages <= _places(",
         EVICTION,
     ),
     Planted(

@@ -21,7 +21,7 @@ from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.ledger import Ledger
 from tidemill.kvstore.memory_store import MemoryStore
-from tidemill.workers.build import capacity_tokens
+from tidemill.workers.build import extents_for
 from tidemill.workers.engine import Engine, Limits
 from tidemill.workers.messages import (
     Heartbeat,
@@ -41,10 +41,6 @@ LOOK_S = 0.05
 
 def mapped_bytes(memory: MemoryUse) -> int:
     return memory.live + memory.cached + memory.free + memory.empty
-
-
-def extents_for(layout: Layout, num_tokens: int) -> int:
-    return next(extents for extents in range(1, 1 << 20) if capacity_tokens(layout, extents) >= num_tokens)
 
 
 @pytest.mark.parametrize("seed", range(25))

@@ -6,7 +6,6 @@
 import asyncio
 import os
 from contextlib import aclosing
-from itertools import count
 from random import Random
 
 import pytest
@@ -17,7 +16,7 @@ from tests.sim.loop import simulate
 from tests.sim.world import Weather, World
 from tidemill.cluster.flow import serve
 from tidemill.kvstore.layout import Layout
-from tidemill.workers.build import capacity_tokens
+from tidemill.workers.build import capacity_tokens, extents_for
 from tidemill.workers.messages import Request, Sampling, Unserved
 from tidemill.workers.restore import PREEMPTIONS_MAX
 
@@ -64,7 +63,7 @@ async def _run(rng: Random) -> None:
 def _weather(rng: Random, layout: Layout) -> Weather:
     mixed = rng.choice([0, 0, 1, 2])
     longest = rng.choice([3 * layout.page_tokens, 40, 100])
-    extents_min = next(extents for extents in count(1) if capacity_tokens(layout, extents) >= longest)
+    extents_min = extents_for(layout, longest)
     num_extents = extents_min * rng.choice([1, 2, 6])
     return Weather(
         crash=rng.choice([0, 0, 0.003, 0.02]),

@@ -12,6 +12,7 @@ from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.index import Entry, PrefixIndex
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import PageId, StateId
+from tidemill.kvstore.ledger import Ledger
 
 LAYOUT = qwen_layout(64)
 
@@ -30,13 +31,16 @@ def test_each_class_takes_exactly_its_share_in_any_order(num_extents: int, data:
     full: set[str] = set()
     while len(full) < 2:
         if rng.random() < 0.9:
-            assert cache.pages_available() == page_extents * LAYOUT.pages_per_extent - len(pages)
+            left = page_extents * LAYOUT.pages_per_extent - len(pages)
+            assert cache.could_hold(left, 0)
+            assert not cache.could_hold(left + 1, 0)
             try:
                 pages.append(cache.take_page())
             except OutOfMemory:
                 full.add("pages")
         else:
             free = cache.state_is_free()
+            assert cache.could_hold(0, 1) == free
             try:
                 states.append(cache.take_state())
                 assert free
@@ -80,3 +84,18 @@ def test_what_is_held_is_not_taken() -> None:
         cache.take_page()
     with pytest.raises(OutOfMemory):
         cache.take_state()
+
+
+@pytest.mark.parametrize("num_pages", [1, 10])
+def test_a_state_takes_nothing_from_pages_and_a_refusal_costs_no_cache(num_pages: int) -> None:
+    """A reservation of the last pages and the last state is granted; one more state evicts nothing."""
+    cache = a_cache(2, 1)
+    ledger = Ledger(cache)
+    path = a_kept_path(cache, LAYOUT.pages_per_extent - num_pages)
+    for entry in reversed(path):
+        cache.unpin(entry)
+    ledger.reserve(ledger.open("first"), num_pages * LAYOUT.page_tokens)
+    with pytest.raises(OutOfMemory):
+        ledger.reserve(ledger.open("second"), 1)
+    assert len(cache.index) == LAYOUT.pages_per_extent - num_pages
+    ledger.check()

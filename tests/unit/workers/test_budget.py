@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from itertools import count
 from random import Random
 from statistics import median
 
@@ -23,7 +22,7 @@ from tidemill.kvstore.backing import Fixed
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.ledger import Site
-from tidemill.workers.build import capacity_tokens
+from tidemill.workers.build import extents_for
 from tidemill.workers.messages import Request
 from tidemill.workers.restore import PREEMPTIONS_MAX
 from tidemill.workers.settings import CheckpointStrategy
@@ -84,7 +83,7 @@ def test_a_budget_for_one_request_serves_one_after_the_other(layout: Layout, see
     """Each of them fills it."""
 
     async def main() -> None:
-        floor = _floor(layout, 53)
+        floor = extents_for(layout, 53)
         async with bench(layout=layout, num_extents=floor) as one:
             rows_max = 0
             work = asyncio.create_task(one.answer_all(requests_of(6, 40, 7)))
@@ -102,7 +101,7 @@ def test_a_budget_for_one_request_serves_one_after_the_other(layout: Layout, see
 @pytest.mark.parametrize("strategy", ["none", "double", "lazy"])
 def test_down_to_the_floor_while_eight_run_and_up_again(layout: Layout, strategy: CheckpointStrategy) -> None:
     """The youngest lose their memory first, and all resume exactly."""
-    floor = _floor(layout, 63)
+    floor = extents_for(layout, 63)
     requests = requests_of(8, 20, 37)
 
     async def main() -> None:
@@ -133,7 +132,7 @@ def test_down_to_the_floor_while_eight_run_and_up_again(layout: Layout, strategy
 
 @layouts
 def test_what_is_kept_goes_before_what_runs(layout: Layout) -> None:
-    floor = _floor(layout, 63)
+    floor = extents_for(layout, 63)
 
     async def main() -> None:
         async with bench(layout=layout, num_extents=200, tuning=Tuning(extents_min=floor)) as one:
@@ -243,11 +242,6 @@ def test_memory_that_another_process_took_for_a_while(layout: Layout, generated:
 
 def _arrival(row: Row) -> int:
     return int(row.sequence_id.split("#")[1])
-
-
-def _floor(layout: Layout, num_tokens: int) -> int:
-    """The least that serves a request of so many tokens."""
-    return next(extents for extents in count(1) if capacity_tokens(layout, extents) >= num_tokens)
 
 
 @pytest.mark.parametrize(
