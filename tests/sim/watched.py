@@ -1,14 +1,10 @@
 """An engine that remembers whom it preempted."""
 
 from collections import Counter
-from collections.abc import Callable
+from functools import cached_property
 
-from tidemill.kvstore.keys import PageKey
-from tidemill.kvstore.ledger import Ledger
-from tidemill.workers.engine import Engine, Limits
+from tidemill.workers.engine import Engine
 from tidemill.workers.sequence import Sequence
-from tidemill.workers.step import Runner
-from tidemill.workers.transfer import Transfer
 
 PREEMPTIONS_MAX = 5_000
 """Of all requests of a run: no test comes near it, and a livelock is over in a moment instead of never."""
@@ -17,17 +13,13 @@ PREEMPTIONS_MAX = 5_000
 class WatchedEngine(Engine):
     """`preempted`: the names of requests, in order, whatever for. `preemptions_max`: of any one of them."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        transfer: Transfer,
-        runner: Runner,
-        limits: Limits,
-        root_of: Callable[[str], PageKey],
-    ) -> None:
-        super().__init__(ledger, transfer, runner, limits, root_of)
-        self.preempted: list[str] = []
-        self._times = Counter[str]()
+    @cached_property
+    def preempted(self) -> list[str]:
+        return []
+
+    @cached_property
+    def _times(self) -> Counter[str]:
+        return Counter()
 
     def _preempt(self, sequence: Sequence) -> None:
         super()._preempt(sequence)
