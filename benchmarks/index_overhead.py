@@ -25,8 +25,9 @@ from tidemill.kvstore.layout import layout_of
 from tidemill.kvstore.ledger import Ledger
 from tidemill.kvstore.worth import Policy
 from tidemill.workers.build import capacity_tokens
-from tidemill.workers.engine import Engine, Limits
+from tidemill.workers.engine import Engine
 from tidemill.workers.inputs import caches_of
+from tidemill.workers.limits import Limits
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.registry import load

@@ -77,7 +77,7 @@ def step_inputs(new: list[int], before: list[int]) -> Inputs:
         pages_BN=torch.randperm(len(new) * width).view(len(new), width).to(torch.int32),
         lens_B=torch.tensor(lens, dtype=torch.int32),
         read_B=torch.arange(len(new), dtype=torch.int32),
-        write_B=torch.arange(len(new), dtype=torch.int32),
+        writes_BK=torch.arange(len(new), dtype=torch.int32)[:, None],
     )
 
 
@@ -146,7 +146,7 @@ def moe_case(rows: int, experts: int, top_k: int, width: int, inner: int) -> Cas
 
     def run(ops: Operators) -> Callable[[], object]:
         weights = Experts(ops.pack(gate_up, None), ops.pack(down, None), top_k, renormalise=True)
-        return lambda: ops.moe(x, logits, weights)
+        return lambda: ops.moe_outer(*ops.moe_inner(x, logits, weights), weights)
 
     return Case(f"moe {rows}x{width}, {top_k} of {experts} experts of {inner}", run)
 

@@ -14,7 +14,7 @@ from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.layout import Attention, Layout, Linear, layout_of
 from tidemill.kvstore.store import Got, Put, StoreStats
 from tidemill.kvstore.worth import Cost
-from tidemill.workers.step import Row, Step
+from tidemill.workers.step import Drawn, Row, Step
 
 ATTENTION_LAYERS = 12
 LINEAR_LAYERS = 36
@@ -61,8 +61,15 @@ class ModelRunner:
         self._layout = layout
         self._device = device
         self._observe = observe
+        self._newest: asyncio.Future[list[Drawn]] | None = None
 
-    async def run(self, step: Step) -> list[int | None]:
+    def run(self, step: Step) -> asyncio.Future[list[Drawn]]:
+        self._newest = asyncio.ensure_future(self._run(self._newest, step))
+        return self._newest
+
+    async def _run(self, before: asyncio.Future[list[Drawn]] | None, step: Step) -> list[Drawn]:
+        if before is not None:
+            await asyncio.wait([before])
         self._observe(step)
         await asyncio.sleep(step_seconds(step, self._layout, COST, self._device))
         return [_drawn(row) for row in step]
@@ -103,5 +110,5 @@ class NoStore:
         pass
 
 
-def _drawn(row: Row) -> int | None:
-    return None if row.sampling is None else answer_token(row.sampling.seed, row.start + len(row.tokens))
+def _drawn(row: Row) -> Drawn:
+    return Drawn() if row.draws is None else Drawn((answer_token(row.draws.sampling.seed, row.end),))

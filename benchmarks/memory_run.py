@@ -16,7 +16,8 @@ from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.ledger import Ledger
 from tidemill.kvstore.worth import Policy
 from tidemill.workers.build import capacity_tokens
-from tidemill.workers.engine import Engine, Limits
+from tidemill.workers.engine import Engine
+from tidemill.workers.limits import Limits
 from tidemill.workers.load import memory_use
 from tidemill.workers.messages import Provenance, Request, Sampling
 from tidemill.workers.plan import Budget

@@ -4,21 +4,30 @@ import asyncio
 import logging
 import os
 import secrets
+from pathlib import Path
 from typing import Any, cast
 
 import ray
 import ray.exceptions
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tidemill.cluster.router_client import FindRouter
 from tidemill.cluster.router_service import Router, RouterService
 from tidemill.cluster.settings import RouterSettings, WorkerSettings
 from tidemill.cluster.worker_process import Ready, State, WorkerProcess, resolve
 from tidemill.workers.messages import WorkerGone
+from tidemill.workers.settings import EngineSettings
+from tidemill.workers.tp.link import Ended
+from tidemill.workers.tp.rank import build_rank, carry_out
 
 FIND_S_MAX = 3.0
 
 LAST_WORDS_S = 5.0
 """A worker that cannot start says why for this long before its process ends and Ray tries again."""
+
+LOOK_S = 0.2
+
+BUNDLE_CPUS_MIN = 0.001
 
 RAY: Any = ray  # much of it has no types
 
@@ -39,20 +48,66 @@ def find_router(name: str, namespace: str) -> FindRouter:
     return find
 
 
-class WorkerActor:
-    """The process of one worker. When the worker breaks, the process ends and Ray starts its next life."""
+def bundle(settings: WorkerSettings) -> dict[str, float]:
+    """What Ray reserves for each rank of a group. A bundle of nothing is none."""
+    return {"CPU": max(settings.num_cpus, BUNDLE_CPUS_MIN)} | (
+        {"GPU": settings.num_gpus} if settings.num_gpus else {}
+    )
 
-    def __init__(self, settings: WorkerSettings, router_name: str, namespace: str) -> None:
+
+def options_of(settings: WorkerSettings, place: Any, index: int) -> dict[str, Any]:  # noqa: ANN401 - Ray's types
+    """How Ray runs rank `index` of a worker; `place` is the placement group of its ranks, if it has any."""
+    options = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus}
+    if place is None:
+        return options
+    strategy = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=index)
+    return {**options, "scheduling_strategy": strategy}
+
+
+class WorkerActor:
+    """The process of one worker, or of the leader of its group. When the worker breaks, the process ends and
+    Ray starts its next life."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        router_name: str,
+        namespace: str,
+        place: Any,  # noqa: ANN401 - a placement group with a bundle for each rank, None for a single rank
+    ) -> None:
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
         node: str = RAY.util.get_node_ip_address()
-        self._name = settings.name
-        self._process = WorkerProcess(settings, settings.host or node, secrets.token_hex(3), node)
+        self._settings = settings
+        self._place = place
+        self._ranks: list[Any] = []  # Ray ends an actor that nobody refers to
+        self._loop = asyncio.get_running_loop()
+        self._process = WorkerProcess(
+            settings, settings.host or node, secrets.token_hex(3), node, self._start_ranks
+        )
         run = self._process.run(find_router(router_name, namespace))
-        self._task = asyncio.get_running_loop().create_task(run)
+        self._task = self._loop.create_task(run)
         self._task.add_done_callback(self._ended)
 
     async def state(self) -> State:
         return self._process.state
+
+    def _start_ranks(self, engine: EngineSettings, folder: Path) -> Ended:
+        """Called on the thread that builds the engine."""
+        for index in range(1, engine.tensor_parallel_size):
+            options = options_of(self._settings, self._place, index)
+            actor = RAY.remote(RankActor).options(max_restarts=0, **options)
+            self._ranks.append(actor.remote(self._settings.name, engine, index, str(folder)))
+        return lambda: asyncio.run_coroutine_threadsafe(self._why_ended(), self._loop).result()
+
+    async def _why_ended(self) -> str | None:
+        try:
+            async with asyncio.timeout(LOOK_S):
+                await asyncio.gather(*(rank.is_alive.remote() for rank in self._ranks))
+        except TimeoutError:
+            return None
+        except ray.exceptions.RayError as error:
+            return str(error)
+        return None
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
@@ -64,11 +119,32 @@ class WorkerActor:
         if failed.expected:  # whoever started the worker reads it from the state
             task.get_loop().call_later(LAST_WORDS_S, self._exit, failed.reason)
             return
-        log.error("%s broke", self._name, exc_info=error)
+        log.error("%s broke", self._settings.name, exc_info=error)
         task.get_loop().call_later(0.0 if served else LAST_WORDS_S, self._exit, failed.reason)
 
     def _exit(self, reason: str) -> None:
-        log.error("%s ends: %s", self._name, reason)
+        log.error("%s ends: %s", self._settings.name, reason)
+        os._exit(1)
+
+
+class RankActor:
+    """The process of another rank of a group. It ends with its leader, and whatever breaks here ends it."""
+
+    def __init__(self, name: str, settings: EngineSettings, index: int, folder: str) -> None:
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+        self._name = f"rank {index} of {name}"
+        meet = Path(folder)
+        self._task = asyncio.get_running_loop().create_task(
+            carry_out(meet, index, lambda: build_rank(settings, index, meet))
+        )
+        self._task.add_done_callback(self._ended)
+
+    async def is_alive(self) -> bool:
+        return True
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s broke: %s", self._name, error)
         os._exit(1)
 
 

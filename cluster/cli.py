@@ -14,7 +14,8 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -115,11 +116,36 @@ def add_serving_options(serve: argparse.ArgumentParser) -> None:
     workers.add_argument("--prefill", type=int, metavar="N", help="workers that compute prompts (1)")
     workers.add_argument("--decode", type=int, metavar="N", help="workers that generate (1)")
     workers.add_argument("--mixed", type=int, metavar="N", help="workers that do both, instead of these two")
+    workers.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that a worker consists of: its ranks, on one node (%(default)s)",
+    )
+    for role in ("prefill", "decode"):
+        workers.add_argument(
+            f"--{role}-tensor-parallel-size", type=int, metavar="N", help=f"the same, of {role} workers alone"
+        )
     _add(workers.add_argument, "--page-size", 64, "tokens in a page", metavar="TOKENS")
     _add(workers.add_argument, "--kv-cache-dtype", "float32", "of pages", choices=["float32", "bfloat16"])
     _add(workers.add_argument, "--max-num-seqs", 64, "rows of a step", metavar="N")
     _add(workers.add_argument, "--max-num-batched-tokens", 512, "token budget of a step", metavar="N")
-    _add(workers.add_argument, "--threads", 1, "CPU threads of each worker", metavar="N")
+    _add(
+        workers.add_argument,
+        "--num-speculative-tokens",
+        0,
+        "tokens of a row that are guessed from its text and verified; the answers stay the same",
+        metavar="N",
+    )
+    workers.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="launch the next step before the tokens of this one are read",
+    )
+    _add(workers.add_argument, "--threads", 1, "CPU threads of each rank", metavar="N")
     _add(workers.add_argument, "--kernels", "cpu", "operator variants", choices=["cpu", "reference"])
 
     _add_memory_options(serve)
@@ -276,6 +302,7 @@ def _run(options: argparse.Namespace, work: "Work") -> None:
 
 def _cluster_settings(options: argparse.Namespace, store_url: str) -> ClusterSettings:
     counts = _worker_counts(options)
+    sizes = _tensor_parallel_sizes(options, counts)
     memory_bytes = _bytes_of(options.memory, "--memory")
     floor = options.memory_floor
     engine = EngineSettings(
@@ -297,9 +324,14 @@ def _cluster_settings(options: argparse.Namespace, store_url: str) -> ClusterSet
         step_tokens_max=options.max_num_batched_tokens,
         rows_max=options.max_num_seqs,
         max_model_len=options.max_model_len,
+        overlap=options.overlap,
+        drafts_max=options.num_speculative_tokens,
+        tensor_parallel_sizes=tuple(sorted(set(sizes.values()))),
     )
     workers = [
-        WorkerSettings(name=f"{role}-{index}", role=role, engine=engine)
+        WorkerSettings(
+            name=f"{role}-{index}", role=role, engine=replace(engine, tensor_parallel_size=sizes[role])
+        )
         for role, count in counts.items()
         for index in range(count)
     ]
@@ -321,6 +353,21 @@ def _worker_counts(options: argparse.Namespace) -> dict[Role, int]:
     if prefill < 1 or decode < 1:
         raise UsageError("--prefill and --decode take 1 or more; for workers that do both use --mixed N")
     return {"prefill": prefill, "decode": decode}
+
+
+def _tensor_parallel_sizes(options: argparse.Namespace, roles: Collection[Role]) -> dict[Role, int]:
+    own: dict[Role, int | None] = {
+        "prefill": options.prefill_tensor_parallel_size,
+        "decode": options.decode_tensor_parallel_size,
+    }
+    if "mixed" in roles and any(size is not None for size in own.values()):
+        raise UsageError("--mixed N goes with --tensor-parallel-size, the same for all workers")
+    common: int = options.tensor_parallel_size
+    sizes: dict[Role, int] = {}
+    for role in roles:
+        size = own.get(role)
+        sizes[role] = common if size is None else size
+    return sizes
 
 
 def _model_folder(options: argparse.Namespace) -> Path:

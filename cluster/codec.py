@@ -1,7 +1,8 @@
 """Frames of the data plane as bytes: what frontends and workers say to each other, and back. Pure."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar, assert_never
+from typing import TypeVar, assert_never, get_args
 
 from google.protobuf.message import DecodeError, Message
 
@@ -10,12 +11,15 @@ from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import (
     Delta,
     FinishReason,
+    Grammar,
+    GrammarKind,
     PagesMissing,
     Produced,
     Provenance,
     Request,
     RequestError,
     Sampling,
+    TokenLogprob,
     WorkerGone,
     WorkerId,
 )
@@ -69,6 +73,7 @@ class Item:
 
 _FINISHES: dict[FinishReason | None, pb.Finish] = {None: pb.NONE, "stop": pb.STOP, "length": pb.LENGTH}
 _FINISH_REASONS: dict[int, FinishReason | None] = {number: reason for reason, number in _FINISHES.items()}
+_GRAMMAR_KINDS: dict[str, GrammarKind] = {kind: kind for kind in get_args(GrammarKind)}
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -128,41 +133,82 @@ def parse(message: MessageT, data: bytes) -> MessageT:
 
 
 def _request_to(request: Request) -> pb.Request:
-    sampling = request.sampling
     return pb.Request(
         request_id=request.request_id,
         tokens=request.tokens,
         max_new_tokens=request.max_new_tokens,
-        sampling=pb.Sampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-        ),
+        sampling=_sampling_to(request.sampling),
         stop_token_ids=request.stop_token_ids,
         salt=request.salt,
         gap_tokens_max=request.gap_tokens_max,
+        drawn=request.drawn,
+        priority=request.priority,
     )
 
 
 def _request_from(message: pb.Request) -> Request:
-    sampling = message.sampling
+    if message.drawn > len(message.tokens):
+        raise Malformed(f"{message.drawn} of {len(message.tokens)} tokens cannot have been drawn")
     return Request(
         request_id=message.request_id,
         tokens=tuple(message.tokens),
         max_new_tokens=message.max_new_tokens,
-        sampling=Sampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-        ),
+        sampling=_sampling_from(message.sampling),
         stop_token_ids=tuple(message.stop_token_ids),
         salt=message.salt,
         gap_tokens_max=message.gap_tokens_max if message.HasField("gap_tokens_max") else None,
+        drawn=message.drawn,
+        priority=message.priority,
     )
+
+
+def _sampling_to(sampling: Sampling) -> pb.Sampling:
+    grammar = sampling.grammar
+    return pb.Sampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=_values_to(sampling.logit_bias),
+        min_tokens=sampling.min_tokens,
+        logprobs=sampling.logprobs,
+        grammar=None if grammar is None else pb.Grammar(kind=grammar.kind, text=grammar.text),
+    )
+
+
+def _sampling_from(message: pb.Sampling) -> Sampling:
+    return Sampling(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        seed=message.seed,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        logit_bias=_values_from(message.logit_bias),
+        min_tokens=message.min_tokens,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        grammar=_grammar_from(message.grammar) if message.HasField("grammar") else None,
+    )
+
+
+def _grammar_from(message: pb.Grammar) -> Grammar:
+    if message.kind not in _GRAMMAR_KINDS:
+        raise Malformed(f"grammar {message.kind!r} is not known")
+    return Grammar(kind=_GRAMMAR_KINDS[message.kind], text=message.text)
+
+
+def _values_to(values: Iterable[tuple[int, float]]) -> list[pb.TokenValue]:
+    return [pb.TokenValue(token=token, value=value) for token, value in values]
+
+
+def _values_from(messages: Iterable[pb.TokenValue]) -> tuple[tuple[int, float], ...]:
+    return tuple((message.token, message.value) for message in messages)
 
 
 def _item_to(item: Item) -> pb.Item:
@@ -172,6 +218,10 @@ def _item_to(item: Item) -> pb.Item:
                 call=item.call,
                 delta=pb.Delta(
                     tokens=delta.tokens,
+                    logprobs=[
+                        pb.TokenLogprob(logprob=one.logprob, top=_values_to(one.top))
+                        for one in delta.logprobs
+                    ],
                     finish=_FINISHES[delta.finish],
                     provenance=None if delta.provenance is None else _provenance_to(delta.provenance),
                 ),
@@ -194,6 +244,9 @@ def _item_from(message: pb.Item) -> Item:
                 message.call,
                 Delta(
                     tokens=tuple(delta.tokens),
+                    logprobs=tuple(
+                        TokenLogprob(one.logprob, _values_from(one.top)) for one in delta.logprobs
+                    ),
                     finish=_FINISH_REASONS[delta.finish],
                     provenance=_provenance_from(delta.provenance) if delta.HasField("provenance") else None,
                 ),

@@ -73,7 +73,9 @@ async def serve(
                         trace = _trace(attempt, route, produced, delta)
                     assert trace is not None, "the first delta of a stream says where its prompt came from"
                     streamed += delta.tokens
-                    yield Piece(tokens=delta.tokens, finish=delta.finish, trace=trace)
+                    yield Piece(
+                        tokens=delta.tokens, logprobs=delta.logprobs, finish=delta.finish, trace=trace
+                    )
                     if delta.finish is not None:
                         return
             raise WorkerGone(f"{at} ended a stream that was not finished")
@@ -103,6 +105,7 @@ def _continued(request: Request, streamed: Sequence[int]) -> Request:
         request,
         tokens=(*request.tokens, *streamed),
         max_new_tokens=request.max_new_tokens - len(streamed),
+        drawn=request.drawn + len(streamed),
     )
 
 

@@ -16,7 +16,7 @@ import ray.exceptions
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
-from tidemill.cluster.actors import RouterActor, WorkerActor, find_router
+from tidemill.cluster.actors import RouterActor, WorkerActor, bundle, find_router, options_of
 from tidemill.cluster.peers import GrpcPeers
 from tidemill.cluster.processes import children, end, with_descendants
 from tidemill.cluster.router_client import RouterClient
@@ -49,6 +49,7 @@ class Cluster:
         self._processes: list[psutil.Process] = []  # Ray's own, if we started it
         self._router: Any = None
         self._actors: dict[str, Any] = {}
+        self._places: list[Any] = []  # of groups
 
     def router(self) -> RouterClient:
         """A new client of the router, for one event loop of this process."""
@@ -91,18 +92,30 @@ class Cluster:
 
     def start_actors(self) -> None:
         settings = self._settings
-        options = {"max_restarts": -1, "max_task_retries": 0, "num_cpus": 0}
+        options = {"max_restarts": -1, "max_task_retries": 0}
         try:
-            router = RAY.remote(RouterActor).options(**options, name=settings.router.name)
+            router = RAY.remote(RouterActor).options(**options, num_cpus=0, name=settings.router.name)
             self._router = router.remote(settings.router)
             for worker in settings.workers:
-                options |= {"num_cpus": worker.num_cpus, "num_gpus": worker.num_gpus}
-                actor = RAY.remote(WorkerActor).options(**options, name=worker.name)
-                self._actors[worker.name] = actor.remote(worker, settings.router.name, settings.namespace)
+                place = self._place_of(worker)
+                actor = RAY.remote(WorkerActor).options(
+                    **options, **options_of(worker, place, 0), name=worker.name
+                )
+                self._actors[worker.name] = actor.remote(
+                    worker, settings.router.name, settings.namespace, place
+                )
         except ValueError as error:
             raise LaunchError(
                 f"the actors cannot be created in namespace {settings.namespace}: {error}"
             ) from error
+
+    def _place_of(self, worker: WorkerSettings) -> Any:  # noqa: ANN401 - much of Ray has no types
+        """A placement group on one node for the ranks of a group, None for a worker of one rank."""
+        size = worker.engine.tensor_parallel_size
+        if size == 1:
+            return None
+        self._places.append(RAY.util.placement_group([bundle(worker)] * size, strategy="STRICT_PACK"))
+        return self._places[-1]
 
     def wait_until_ready(self, show: Callable[[str, State], None], clock: Callable[[], float]) -> None:
         """Until the router knows every worker. Raises LaunchError with the first thing that went wrong."""
@@ -138,7 +151,11 @@ class Cluster:
             if actor is not None:
                 with contextlib.suppress(ray.exceptions.RayError, ValueError):
                     RAY.kill(actor, no_restart=True)
+        for place in self._places:
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                RAY.util.remove_placement_group(place)
         self._actors.clear()
+        self._places.clear()
         self._router = None
         grace_s = GRACE_S if RAY.is_initialized() else 0.0
         RAY.shutdown()
@@ -230,6 +247,8 @@ def _state(name: str, answer: object) -> State:
 
 def _no_process(worker: WorkerSettings, *_: WorkerSettings) -> str:
     needs = f"{worker.num_cpus:g} CPUs and {worker.num_gpus:g} GPUs"
+    if worker.engine.tensor_parallel_size > 1:
+        needs += f" for each of the {worker.engine.tensor_parallel_size} ranks of its group, on one node"
     has = RAY.cluster_resources()
     return (
         f"Ray finds no place for {worker.name}, which needs {needs}: "

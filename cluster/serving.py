@@ -16,13 +16,13 @@ from rich.console import Console
 
 from tidemill.cluster.frontend import ClusterService
 from tidemill.cluster.http.app import Sources, build_app
-from tidemill.cluster.http.text import Tokenizer
-from tidemill.cluster.http.tokenizer import load_tokenizer
 from tidemill.cluster.launch import Cluster, start_cluster
 from tidemill.cluster.service import ServedModel
 from tidemill.cluster.settings import ClusterSettings
 from tidemill.kvstore.errors import StoreError, TidemillError
 from tidemill.kvstore.open_store import open_store
+from tidemill.workers.api.text import Tokenizer
+from tidemill.workers.api.tokenizer import load_tokenizer
 from tidemill.workers.build import check_settings
 
 DRAIN_S_MAX = 5

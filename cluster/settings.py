@@ -10,7 +10,8 @@ from tidemill.workers.settings import EngineSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """One worker. `num_cpus` and `num_gpus` are what Ray reserves for it; with none it always finds a place.
+    """One worker. `num_cpus` and `num_gpus` are what Ray reserves for each of its ranks; with none it always
+    finds a place. The ranks of a group are on one node.
 
     `host` is what its data plane binds to; None binds to the address that the node has in the Ray cluster.
     """
@@ -18,7 +19,7 @@ class WorkerSettings:
     name: str  # `decode-0`
     role: Role
     engine: EngineSettings
-    build: str = "tidemill.workers.build:build_engine"  # called with `engine` and a Progress
+    build: str = "tidemill.workers.build:build_engine"  # called with `engine`, Progress, StartRanks
     host: str | None = "127.0.0.1"
     num_cpus: float = 0.0
     num_gpus: float = 0.0

@@ -5,7 +5,7 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from tidemill.cluster import data_plane, heartbeats
 from tidemill.cluster.data_plane import DataPlane
@@ -14,10 +14,20 @@ from tidemill.cluster.router_client import FindRouter
 from tidemill.cluster.settings import WorkerSettings
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import WorkerId, WorkerInfo
+from tidemill.workers.settings import EngineSettings
+from tidemill.workers.tp.link import StartRanks
 
 
 class Engine(data_plane.Engine, heartbeats.Engine, Protocol):
     async def run(self) -> None: ...
+
+
+class Group(Protocol):
+    """The other ranks of the worker."""
+
+    async def watch(self) -> None:
+        """Raises when one of them is gone."""
+        ...
 
 
 class Built(Protocol):
@@ -25,6 +35,8 @@ class Built(Protocol):
 
     @property
     def engine(self) -> Engine: ...
+    @property
+    def group(self) -> Group | None: ...
     @property
     def fingerprint(self) -> str: ...
     @property
@@ -43,6 +55,9 @@ class Built(Protocol):
     def memory_floor_bytes(self) -> int: ...
     @property
     def memory_max_bytes(self) -> int: ...
+
+
+Build = Callable[[EngineSettings, Callable[[int, int], None], StartRanks], Built]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +85,21 @@ State = Loading | Ready | Failed
 
 
 class WorkerProcess:
-    def __init__(self, settings: WorkerSettings, host: str, life: str, node: str) -> None:
+    def __init__(
+        self, settings: WorkerSettings, host: str, life: str, node: str, start_ranks: StartRanks
+    ) -> None:
         """`life` tells this life of the worker from all others, `host` is where the data plane binds."""
         self.state: State = Loading()
         self._settings = settings
         self._host = host
         self._worker = WorkerId(f"{settings.name}.{life}")
         self._node = node
+        self._start_ranks = start_ranks
 
     async def run(self, find_router: FindRouter) -> None:
         """Serve until something breaks, and raise it. Raises ModelError and the like when it cannot start."""
-        build = cast("Callable[[Any, Callable[[int, int], None]], Built]", resolve(self._settings.build))
-        built = await asyncio.to_thread(build, self._settings.engine, self._progress)
+        build = cast("Build", resolve(self._settings.build))
+        built = await asyncio.to_thread(build, self._settings.engine, self._progress, self._start_ranks)
         plane = DataPlane(built.engine, self._worker)
         try:
             info = self._info(built, await plane.start(self._host))
@@ -89,6 +107,8 @@ class WorkerProcess:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(built.engine.run())
                 tasks.create_task(beats.run())
+                if built.group is not None:
+                    tasks.create_task(built.group.watch())
         finally:
             await plane.stop()
 

@@ -48,7 +48,8 @@ class Operators:
     rope_angles: Callable[[Tensor, Tensor], Tensor]
     rope_store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, Tensor, Tensor, Rows], Tensor]
     attention: Callable[[Tensor, Tensor, Rows], Tensor]
-    moe: Callable[[Tensor, Tensor, Experts], Tensor]
+    moe_inner: Callable[[Tensor, Tensor, Experts], tuple[Tensor, Tensor, Tensor]]
+    moe_outer: Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
 
 
 REFERENCE = Operators(
@@ -63,7 +64,8 @@ REFERENCE = Operators(
     rope_angles=rope_store_reference.rope_angles,
     rope_store=rope_store_reference.rope_store,
     attention=attention_reference.attention,
-    moe=moe_reference.moe,
+    moe_inner=moe_reference.moe_inner,
+    moe_outer=moe_reference.moe_outer,
 )
 
 
@@ -90,7 +92,8 @@ def operators(variant: Variant, cache_dir: Path) -> Operators:
                 rope_angles=rope_store_cpu.bind_rope_angles(library),
                 rope_store=rope_store_cpu.bind_rope_store(library),
                 attention=attention_cpu.bind(library),
-                moe=moe_cpu.bind(library),
+                moe_inner=moe_cpu.bind_moe_inner(library),
+                moe_outer=moe_cpu.bind_moe_outer(library),
             )
         case _:
             assert_never(variant)

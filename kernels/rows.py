@@ -12,7 +12,11 @@ class Rows(Protocol):
     lens_B      int32, tokens of the sequence, those of the row included
     pages_BN    int32, page ids of each sequence, left to right, covering `lens` tokens
     read_B      int32, state id to start from, -1 for the empty state
-    write_B     int32, state id that receives the state after the row; may equal read
+    writes_BK   int32, packed, K >= 1, state ids that receive the states after the last K tokens of the row,
+                the last column after its last token; -1: that one is not kept. A row of fewer tokens has -1
+                in its columns on the left
+
+    The ids that a row writes differ, and no other row reads or writes them; one may equal its own `read`.
     """
 
     @property
@@ -24,9 +28,21 @@ class Rows(Protocol):
     @property
     def read_B(self) -> torch.Tensor: ...
     @property
-    def write_B(self) -> torch.Tensor: ...
+    def writes_BK(self) -> torch.Tensor: ...
 
 
 def integers(values_N: torch.Tensor) -> list[int]:
     """The values as a list; torch's own `tolist` has no type."""
     return [int(value) for value in values_N.unbind()]
+
+
+def slots_after(rows: Rows) -> dict[int, int]:
+    """Of each token whose state is kept, by its place in the batch: the state id that receives it."""
+    starts = integers(rows.cu_B1)
+    slots: dict[int, int] = {}
+    for b, writes_K in enumerate(rows.writes_BK.unbind()):
+        for token, slot in enumerate(integers(writes_K), starts[b + 1] - len(writes_K)):
+            if slot >= 0:
+                assert token >= starts[b], "a state from before the row"
+                slots[token] = slot
+    return slots

@@ -10,6 +10,7 @@ class TidemillError(Exception):
         OutOfMemory         the arena cannot hold more now: the engine waits, evicts or preempts
         PagesMissing        neither worker nor store holds what the request was promised: produce it again
         WorkerGone          the peer died or is draining: place the request elsewhere
+            GroupBroken     ... because ranks of its group lost each other
         StoreError          a page store cannot be opened: names the fix
         ModelError          a model folder cannot be served: names the fix
         SettingsError       a setting has no meaning, or needs what is not here: names the fix

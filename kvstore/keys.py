@@ -17,7 +17,7 @@ class Namespace:
     """Everything besides the tokens that decides what an object's bytes mean, and who may read them."""
 
     model: str  # fingerprint of weights and configuration
-    layout: str  # Layout.describe()
+    layout: str  # Shards.describe()
     salt: str = ""  # of the tenant
 
     def root(self) -> PageKey:
@@ -36,14 +36,15 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ObjectKey:
-    """An object of the store: the page that ends at `key`, or the checkpoint after its last token."""
+    """An object of the store: a shard of the page that ends at `key`, or of the checkpoint after its last
+    token. All of a namespace agree on the number of shards: see shards.py."""
 
     kind: Kind
     key: PageKey
-    shard: str = "0of1"  # the head groups it holds: which of how many equal shares
+    shard: int = 0  # below 1 << 16
 
     def __str__(self) -> str:
-        return f"{self.key.hex()}.{self.shard}.{self.kind.value}"
+        return f"{self.key.hex()}.{self.shard:04x}.{self.kind.value}"
 
 
 def chain(parent: PageKey, page: Sequence[int]) -> PageKey:

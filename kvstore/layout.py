@@ -7,7 +7,7 @@
 
 A head group is one key head with the value heads that share it; its channels are its q, its k and its v
 heads. Head (group) comes first so that the share of a tensor-parallel rank is one contiguous range of the
-object.
+object (shards.py).
 
     arena   |  extent 0  |  extent 1  |  ...          page id p starts at byte p * page_bytes,
             pages_per_extent pages, or                state id s starts at byte s * state_stride_bytes:
@@ -103,7 +103,8 @@ class Layout:
         return state * self.state_stride_bytes
 
     def describe(self) -> str:
-        """Everything that decides the meaning of an object's bytes, for the namespace of its key."""
+        """What the bytes of a page and of a state mean. A key's namespace also covers how they are cut: see
+        Shards.describe."""
         return f"v{LAYOUT_VERSION}/p{self.page_tokens}/{self.kv_dtype}/{self.attention}/{self.linear}"
 
 

@@ -46,7 +46,9 @@ class Lease:
     spares_min: int = 0
     entries: list[Entry] = field(default_factory=list[Entry])
     own: list[PageId] = field(default_factory=list[PageId])
+    pages: tuple[PageId, ...] = ()  # the page table, left to right: what is in `entries`, then `own`
     committed: int = 0
+    launched: int = 0  # where the next step starts
     states: dict[int, StateId] = field(default_factory=dict[int, StateId])
     spare: list[StateId] = field(default_factory=list[StateId])
     source: Entry | None = None
@@ -55,17 +57,8 @@ class Lease:
     ended: bool = False
 
     @property
-    def launched(self) -> int:
-        """Where the next step starts."""
-        return next((flight.end for flight in reversed(self.flights) if not flight.void), self.committed)
-
-    @property
     def allocated(self) -> int:
         return (len(self.entries) + len(self.own)) * self.page_tokens
-
-    def pages(self) -> list[PageId]:
-        """The page table, left to right."""
-        return [*(entry.page for entry in self.entries), *self.own]
 
     def own_pages(self) -> list[PageId]:
         """Every page that it owns."""
@@ -97,7 +90,12 @@ class Lease:
         """Whether the next step can overwrite the state that it reads."""
         return not drafts and self.launched in self.states
 
+    def count_pages(self) -> None:
+        """Make the page table anew: called after every change of it."""
+        self.pages = (*(entry.page for entry in self.entries), *self.own)
+
     def check(self) -> None:
+        assert self.pages == (*(entry.page for entry in self.entries), *self.own)
         assert len(self.entries) == self.committed // self.page_tokens
         assert self.committed <= self.launched <= self.allocated
         depth = self.committed
@@ -105,6 +103,7 @@ class Lease:
             if not flight.void:
                 assert depth == flight.start < flight.end or self.ended
                 depth = flight.end
+        assert depth == self.launched or self.ended
         written = set(self.own_states())
         assert all(written.issuperset(flight.writes) for flight in self.flights)
         assert all(flight.void or not flight.limbo for flight in self.flights)

@@ -71,7 +71,8 @@ class Ledger:
         lease.entries += match.path[:num_pages]
         for entry in lease.entries:
             self._cache.pin(entry)
-        lease.committed = num_pages * self.layout.page_tokens
+        lease.count_pages()
+        lease.committed = lease.launched = num_pages * self.layout.page_tokens
         if lease.entries and lease.entries[-1].checkpoint is not None:
             lease.source = self._cache.pin_checkpoint(lease.entries[-1])
 
@@ -90,6 +91,8 @@ class Ledger:
         """
         assert not lease.ended, "memory for a request that has ended"
         slots = self._slots_wanted(lease, drafts)
+        if not slots and not pages_beside and num_tokens <= lease.allocated:
+            return
         pages = max(0, -(-num_tokens // self.layout.page_tokens) - len(lease.entries) - len(lease.own))
         if any(map(self._refuses, [*slots, *[Site.RUN_PAGE] * pages])):
             raise OutOfMemory("refused")
@@ -103,11 +106,6 @@ class Ledger:
         except OutOfMemory:
             self._cache.clear()  # the states took extents that the pages need, and there was a slot elsewhere
             self._grow(lease, pages, len(slots))
-
-    def trim(self, lease: Lease, num_tokens: int) -> None:
-        """Give back pages that were reserved beyond `num_tokens`, and that no step in flight writes."""
-        kept_tokens = max(num_tokens, max((flight.end for flight in lease.flights), default=lease.committed))
-        self._give_pages(lease, max(0, -(-kept_tokens // self.layout.page_tokens) - len(lease.entries)))
 
     def launch(self, lease: Lease, end: int, *, keep: bool = False, drafts: int = 0) -> Flight:
         """A step goes off that runs `[launched, end)`, the last `drafts` tokens of it on trial.
@@ -132,6 +130,7 @@ class Ledger:
                 flight.writes = tuple(lease.spare.pop() for _ in range(drafts + 1))
             lease.states |= zip(range(end - drafts, end + 1), flight.writes, strict=True)
         lease.flights.append(flight)
+        lease.launched = end
         return flight
 
     def land(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
@@ -259,15 +258,18 @@ class Ledger:
 
     def _commit(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
         lease.committed = num_tokens
+        lease.launched = max(lease.launched, num_tokens)
         while (len(lease.entries) + 1) * self.layout.page_tokens <= num_tokens:
             parent = lease.entries[-1] if lease.entries else None
             page = lease.own.pop(0)
             entry, taken_over = self._cache.insert(parent, keys[len(lease.entries)], page)
-            if not taken_over and lease.flights:
-                lease.flights[-1].limbo_pages.append(page)
-            elif not taken_over:
-                self._cache.give_page(page)
             lease.entries.append(entry)
+            if not taken_over:
+                lease.count_pages()
+                if lease.flights:
+                    lease.flights[-1].limbo_pages.append(page)
+                else:
+                    self._cache.give_page(page)
         for depth in [depth for depth in lease.states if depth < num_tokens]:
             self._return_state(lease, lease.states.pop(depth))
 
@@ -276,6 +278,7 @@ class Ledger:
         it. Answers the states there, unless those still use them: then they come back when they have landed.
         """
         slots = [lease.states.pop(depth) for depth in list(lease.states) if depth > landed]
+        lease.launched = landed
         for flight in lease.flights:
             flight.void = True
         if not lease.flights:
@@ -287,9 +290,10 @@ class Ledger:
         """The sites of the slots that are missing for the next step."""
         if not self.layout.hybrid:
             return []
-        sites = [Site.RUN_STATE, *[Site.SCRATCH_STATE] * drafts]
-        if lease.writes_in_place(drafts):
-            sites = []
+        in_place = lease.writes_in_place(drafts)
+        if in_place and not lease.spares_min:
+            return []
+        sites = [] if in_place else [Site.RUN_STATE, *[Site.SCRATCH_STATE] * drafts]
         sites += [Site.SPARE_STATE] * lease.spares_min
         return sites[len(lease.spare) :]
 
@@ -323,6 +327,8 @@ class Ledger:
             while len(lease.spare) > num_spare:
                 self._cache.give_state(lease.spare.pop())
             raise
+        if pages:
+            lease.count_pages()
 
     def _boundary(self, lease: Lease) -> Entry:
         assert lease.committed % self.layout.page_tokens == 0
@@ -384,10 +390,11 @@ class Ledger:
             self._cache.give_state(slot)
         lease.states.clear()
         lease.spare.clear()
-        self._give_pages(lease, 0)
         while lease.entries:
             self._cache.unpin(lease.entries.pop())
+        self._give_pages(lease, 0)
 
     def _give_pages(self, lease: Lease, num_kept: int) -> None:
         while len(lease.own) > num_kept:
             self._cache.give_page(lease.own.pop())
+        lease.count_pages()

@@ -1,6 +1,6 @@
 """Sealed objects as files of one folder that several processes share; blocking, knows no event loop.
 
-    folder/objects/ab/abcdef....0of1.p      seal, then body
+    folder/objects/ab/abcdef....0000.p      seal, then body
 
 An object is written aside and appears under its name by a hard link, which fails if the name exists: whole
 or not at all, and the first writer wins. Nothing is synced to the disk: after a power failure the seal finds

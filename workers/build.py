@@ -4,23 +4,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tidemill.kernels.build import KernelUnavailable
-from tidemill.kernels.dispatch import operators
+from tidemill.kernels.dispatch import Operators, operators
 from tidemill.kvstore.arena import Arena
-from tidemill.kvstore.backing import Fixed, Mmap
+from tidemill.kvstore.backing import Backing, Fixed, Mmap
 from tidemill.kvstore.cache import Cache
 from tidemill.kvstore.index import PrefixIndex
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import LayerSpec, Layout, layout_of
 from tidemill.kvstore.ledger import Ledger
 from tidemill.kvstore.open_store import open_store
-from tidemill.workers.engine import Engine, Limits
+from tidemill.kvstore.shards import shards_of, share_of
+from tidemill.workers.engine import Engine
+from tidemill.workers.grammar import Grammars
 from tidemill.workers.inputs import caches_of
+from tidemill.workers.limits import Limits
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.registry import describe, load
 from tidemill.workers.plan import Budget
 from tidemill.workers.restore import STATES_PER_REQUEST_MAX
 from tidemill.workers.runner import TorchRunner
 from tidemill.workers.settings import EngineSettings, SettingsError
+from tidemill.workers.tp.collectives import ALONE
+from tidemill.workers.tp.group import Group, GroupRunner, open_group
+from tidemill.workers.tp.link import StartRanks
 from tidemill.workers.transfer import Transfer
 
 Progress = Callable[[int, int], None]
@@ -33,7 +39,8 @@ class Built:
 
     `max_model_len` is the smaller of the model's (or the configured) limit and of what the memory can hold.
     The memory is what the settings give, the least that holds one such request (or the configured floor), and
-    the address space that it can grow into.
+    the address space that it can grow into; of all ranks together. `close` ends what the engine started, when
+    its `run` has ended.
     """
 
     engine: Engine
@@ -46,11 +53,13 @@ class Built:
     memory_bytes: int
     memory_floor_bytes: int
     memory_max_bytes: int
+    group: Group | None  # its other ranks
+    close: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """How a worker's memory is cut, in extents, and the longest sequence that the least of it serves."""
+    """How the memory of a rank is cut, in extents, and the longest sequence that the least of it serves."""
 
     layout: Layout
     share: int
@@ -62,33 +71,47 @@ class Memory:
 def check_settings(settings: EngineSettings) -> None:
     """Raise the ModelError that `build_engine` would, as far as it can be told without reading weights."""
     layers, max_length = describe(settings.model_folder)
-    _memory_of(settings, layers, max_length)
+    memory_of(settings, layers, max_length)
 
 
-def build_engine(settings: EngineSettings, progress: Progress) -> Built:
-    """Load the model and reserve the memory. Raises ModelError, StoreError, OutOfMemory or SettingsError,
-    each with one line that names the fix."""
-    try:
-        ops = operators(settings.kernels, settings.cache_folder)
-    except KernelUnavailable as error:
-        raise SettingsError(str(error)) from error
-    loaded = load(settings.model_folder, ops, progress)
-    memory = _memory_of(settings, loaded.layers, loaded.max_length)
-    layout, max_model_len = memory.layout, memory.max_model_len
-    reservation_bytes = memory.reserved * layout.extent_bytes
-    backing = Mmap(reservation_bytes) if settings.backing == "mmap" else Fixed(reservation_bytes)
+def build_engine(
+    settings: EngineSettings, progress: Progress, start_ranks: StartRanks | None = None
+) -> Built:
+    """Load the model and reserve the memory; of a group, on all its ranks. Raises ModelError, StoreError,
+    OutOfMemory, SettingsError or GroupBroken, each with one line that names the fix."""
+    ops = operators_of(settings)
+    if settings.tensor_parallel_size == 1:
+        return _build(settings, progress, ops, None)
+    if start_ranks is None:
+        raise SettingsError("--tensor-parallel-size above 1 needs a server: this engine is one process")
+    with open_group(settings, start_ranks) as group:
+        return _build(settings, progress, ops, group)
+
+
+def _build(settings: EngineSettings, progress: Progress, ops: Operators, group: Group | None) -> Built:
+    loaded = load(settings.model_folder, ops, progress, ALONE if group is None else group.ranks)
+    shards = shards_of(loaded.layers, settings.tensor_parallel_sizes)
+    namespace = shards.describe(layout_of(loaded.layers, settings.page_tokens, settings.kv_dtype))
+    memory = memory_of(settings, loaded.layers, loaded.max_length)
+    layout, max_model_len, ranks = memory.layout, memory.max_model_len, settings.tensor_parallel_size
+    own = open_backing(settings, memory)
+    backing = own if group is None else group.backing(own)
 
     def root_of(salt: str) -> PageKey:
-        return Namespace(model=loaded.fingerprint, layout=layout.describe(), salt=salt).root()
+        return Namespace(model=loaded.fingerprint, layout=namespace, salt=salt).root()
 
     arena = Arena(
         layout, memory.reserved, backing, memory.floor if settings.starts_at_floor else memory.share
     )
     index = PrefixIndex(layout, settings.eviction, loaded.cost)
+    running = (loaded.model, caches_of(layout, backing.memory), layout.page_tokens, settings.threads)
+    runner = TorchRunner(*running) if group is None else GroupRunner(*running, group, loaded.vocab_size)
+    store = open_store(settings.store_url)
+    mates = () if group is None else group.mates()
     engine = Engine(
         Ledger(Cache(layout, arena, index), settings.checkpoints_per_path),
-        Transfer(layout, backing.memory.numpy().data, open_store(settings.store_url)),
-        TorchRunner(loaded.model, caches_of(layout, backing.memory), layout.page_tokens, settings.threads),
+        Transfer(layout, backing.memory.numpy().data, store, shards, mates),
+        runner,
         Limits(
             budget=Budget(
                 tokens_max=max(settings.step_tokens_max, settings.rows_max + layout.page_tokens),
@@ -96,24 +119,44 @@ def build_engine(settings: EngineSettings, progress: Progress) -> Built:
                 page_tokens=layout.page_tokens,
             ),
             capacity_tokens=max_model_len,
+            ranks=ranks,
             extents_min=memory.floor,
             checkpoint_strategy=settings.checkpoint_strategy,
             checkpoint_interval=(settings.checkpoint_interval or layout.page_tokens) // layout.page_tokens,
+            overlap=settings.overlap,
+            drafts_max=settings.drafts_max,
         ),
         root_of,
+        Grammars(settings.model_folder, loaded.vocab_size, loaded.eos_ids),
     )
     return Built(
         engine=engine,
         fingerprint=loaded.fingerprint,
-        layout=layout.describe(),
+        layout=namespace,
         page_tokens=layout.page_tokens,
         max_model_len=max_model_len,
         vocab_size=loaded.vocab_size,
         eos_token_ids=tuple(sorted(loaded.eos_ids)),
-        memory_bytes=memory.share * layout.extent_bytes,
-        memory_floor_bytes=memory.floor * layout.extent_bytes,
-        memory_max_bytes=memory.reserved * layout.extent_bytes,
+        memory_bytes=memory.share * layout.extent_bytes * ranks,
+        memory_floor_bytes=memory.floor * layout.extent_bytes * ranks,
+        memory_max_bytes=memory.reserved * layout.extent_bytes * ranks,
+        group=group,
+        close=runner.close,
     )
+
+
+def operators_of(settings: EngineSettings) -> Operators:
+    """Raises SettingsError."""
+    try:
+        return operators(settings.kernels, settings.cache_folder)
+    except KernelUnavailable as error:
+        raise SettingsError(str(error)) from error
+
+
+def open_backing(settings: EngineSettings, memory: Memory) -> Backing:
+    """What one rank reserves. Raises OutOfMemory."""
+    num_bytes = memory.reserved * memory.layout.extent_bytes
+    return Mmap(num_bytes) if settings.backing == "mmap" else Fixed(num_bytes)
 
 
 def capacity_tokens(layout: Layout, num_extents: int) -> int:
@@ -132,23 +175,30 @@ def _state_extents(layout: Layout) -> int:
     return -(-STATES_PER_REQUEST_MAX // layout.states_per_extent) if layout.hybrid else 0
 
 
-def _memory_of(settings: EngineSettings, layers: Sequence[LayerSpec], max_length: int) -> Memory:
+def memory_of(settings: EngineSettings, layers: Sequence[LayerSpec], max_length: int) -> Memory:
+    """Raises ModelError and SettingsError."""
+    ranks = settings.tensor_parallel_size
+    try:
+        layers = share_of(layers, ranks)
+    except ValueError as error:
+        raise SettingsError(f"--tensor-parallel-size: {error}") from error
     layout = layout_of(layers, settings.page_tokens, settings.kv_dtype)
-    num_extents = settings.memory_bytes // layout.extent_bytes
+    num_extents = settings.memory_bytes // (layout.extent_bytes * ranks)
     wanted = min(settings.max_model_len or max_length, max_length)
     max_model_len = min(wanted, capacity_tokens(layout, num_extents))
     if max_model_len <= layout.page_tokens and max_model_len < wanted:
         num_extents = extents_for(layout, layout.page_tokens + 1)
         raise ModelError(
             f"{settings.memory_bytes:,} bytes of memory cannot hold one request of this model: "
-            f"set --memory to {-(-num_extents * layout.extent_bytes // (1 << 20))}MiB or more"
+            f"set --memory to {-(-num_extents * layout.extent_bytes * ranks // (1 << 20))}MiB or more"
         )
     floor = max(
-        extents_for(layout, max_model_len), -(-(settings.memory_floor_bytes or 0) // layout.extent_bytes)
+        extents_for(layout, max_model_len),
+        -(-(settings.memory_floor_bytes or 0) // (layout.extent_bytes * ranks)),
     )
     if floor > num_extents:
         raise SettingsError(
             f"--memory-floor is {settings.memory_floor_bytes:,} bytes: set it to --memory or less"
         )
-    reserved = max(num_extents, (settings.memory_max_bytes or 0) // layout.extent_bytes)
+    reserved = max(num_extents, (settings.memory_max_bytes or 0) // (layout.extent_bytes * ranks))
     return Memory(layout, num_extents, floor, reserved, max_model_len)

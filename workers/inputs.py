@@ -19,9 +19,8 @@ class Inputs:
     pages_BN        int32, page ids of each row, left to right, padded with 0; they cover `lens` tokens
     lens_B          int32, tokens of the sequence after this step, those of the row included
     read_B          int32, state id to start from, -1 for the empty state
-    write_B         int32, state id that receives the state after the row's last token (may equal read); -1
-    when
-                    the model has no linear layers
+    writes_BK       int32, state ids that receive the states after the row's last K tokens, the last column
+                    after its last one (any of them may equal read); -1: that one is not kept
     """
 
     tokens_T: torch.Tensor
@@ -30,7 +29,7 @@ class Inputs:
     pages_BN: torch.Tensor
     lens_B: torch.Tensor
     read_B: torch.Tensor
-    write_B: torch.Tensor
+    writes_BK: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

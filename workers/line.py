@@ -9,16 +9,20 @@ RETRY_S = 0.25
 """Memory that nobody here holds may come free unannounced: another process on the device gives it back."""
 
 
+Seniority = tuple[float, int]
+"""When a request came, in seconds, later for one of a lower class; then its number, which no other has."""
+
+
 class Line:
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, asyncio.Event]] = []
+        self._waiting: list[tuple[Seniority, asyncio.Event]] = []
         self._taken = False
         self._news = asyncio.Event()
 
     @asynccontextmanager
-    async def turn(self, arrival: int) -> AsyncGenerator[None]:
-        """The block runs when it is the turn of the request that arrived as number `arrival`."""
-        mine = (arrival, asyncio.Event())
+    async def turn(self, seniority: Seniority) -> AsyncGenerator[None]:
+        """The block runs when it is the turn of the request of this `seniority`: the smallest goes first."""
+        mine = (seniority, asyncio.Event())
         heapq.heappush(self._waiting, mine)
         self._news.set()
         self._call_next()
@@ -35,6 +39,10 @@ class Line:
             yield
         finally:
             self._leave()
+
+    def has_older(self, seniority: Seniority) -> bool:
+        """Whether somebody waits whose turn it should be instead."""
+        return bool(self._waiting) and self._waiting[0][0] < seniority
 
     def memory_freed(self) -> None:
         self._news.set()

@@ -33,7 +33,7 @@ class Makers:
             await reached.wait()
         for key in keys:
             maker = self._of.get(key)
-            if maker is None or (maker.lease is None and maker.arrival > sequence.arrival):
+            if maker is None or (maker.lease is None and maker.seniority > sequence.seniority):
                 self._of[key] = sequence
 
     def is_made(self, sequence: Sequence) -> bool:
@@ -43,7 +43,10 @@ class Makers:
     def advanced(self, sequence: Sequence, before: int) -> None:
         """`sequence` has committed the tokens from `before` on, and kept its state where it should."""
         size = sequence.page_tokens
-        self._forget(sequence, sequence.keys[before // size : sequence.computed // size])
+        first, end = before // size, sequence.computed // size
+        if first == end:
+            return
+        self._forget(sequence, sequence.keys[first:end])
         followers = self._followers.get(sequence.id)
         if followers:
             self._followers[sequence.id] = [one for one in followers if one[0] > sequence.computed]
@@ -71,6 +74,6 @@ class Makers:
         while depth_pages < len(keys) and self._of.get(keys[depth_pages]) is maker:
             depth_pages += 1
         depth = depth_pages * sequence.page_tokens
-        if maker.arrival > sequence.arrival and maker.lease is None:  # it waits in line behind this one
+        if maker.seniority > sequence.seniority and maker.lease is None:  # it waits in line behind this one
             return None
         return maker, depth

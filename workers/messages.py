@@ -16,11 +16,25 @@ ANNOUNCED_KEY_BYTES = 8
 token."""
 
 
+GrammarKind = Literal["json_object", "json_schema", "regex", "lark", "choice"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What an answer must match. `text` is a JSON schema, a regular expression, a grammar in the Lark form of
+    llguidance, or a JSON list of texts to choose from; empty for json_object."""
+
+    kind: GrammarKind
+    text: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn. A draw is a function of the logits, the seed and the token's position.
+    """How the next token is drawn. A draw is a function of the logits, the tokens before it, the seed and the
+    token's position.
 
-    temperature 0 is greedy. top_k 0, top_p 1.0 and min_p 0.0 switch the filters off.
+    temperature 0 is greedy. top_k 0, top_p 1.0 and min_p 0.0 switch the filters off. The presence and the
+    frequency penalty count the tokens of the answer, the repetition penalty those of the prompt as well.
     """
 
     temperature: float = 1.0
@@ -28,6 +42,24 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    min_tokens: int = 0  # of the answer, before any of the stop tokens can be drawn
+    logprobs: int | None = None  # alternatives reported with each token, 0 for the token alone; None: nothing
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithm of a drawn token's probability, and the likeliest tokens at its place with theirs.
+
+    Of the model's own distribution: before temperature, penalties, bias, filters and grammar.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +69,8 @@ class Request:
     A token of `stop_token_ids` ends the sequence with "stop" (it is reported and counts as a token); they
     hold the model's end-of-sequence ids unless the client ignores them. `max_new_tokens` counts from the end
     of `tokens`. A decode worker computes at most `gap_tokens_max` prompt tokens below the last page boundary
-    that nobody holds, beyond that it answers PagesMissing; None is no limit.
+    that nobody holds, beyond that it answers PagesMissing; None is no limit. The last `drawn` of `tokens`
+    are not the prompt's: they were drawn and streamed before a loss. Lower values of `priority` go first.
     """
 
     request_id: str
@@ -47,6 +80,8 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     salt: str = ""
     gap_tokens_max: int | None = None
+    drawn: int = 0
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +103,13 @@ class Produced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What one step adds to one stream. The first one says where the prompt came from."""
+    """What one step adds to one stream. The first one says where the prompt came from.
+
+    `logprobs` has an item for each token if the request asked for them, else none.
+    """
 
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
     provenance: Provenance | None = None
 
@@ -134,7 +173,7 @@ class WorkerInfo:
     node: str
     rank: int = 0
     fingerprint: str = ""  # of the model's weights and configuration
-    layout: str = ""  # Layout.describe(); with the fingerprint and a salt it is the namespace of its keys
+    layout: str = ""  # Shards.describe(); with the fingerprint and a salt it is the namespace of its keys
     page_tokens: int = 64
     max_model_len: int = 0  # tokens of prompt and answer that the model allows and its memory can hold
     vocab_size: int = 0
@@ -181,6 +220,7 @@ class Piece:
 
     tokens: tuple[int, ...]
     trace: Trace
+    logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
 
 

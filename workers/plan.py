@@ -2,28 +2,36 @@
 
 A row runs `[computed, end)`. It ends at the last known token, or at a cut (a depth where a checkpoint is
 wanted), or on the page grid where the token budget runs out. The state at a boundary is then the final state
-of a row.
+of a row. Guesses (drafts) follow the token of a stream when tokens of the budget are left over.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A sequence that can run: `computed < known`; `cut` is the next depth where a row of it must end, or
-    None."""
+class Candidate(NamedTuple):
+    """A sequence that can run: `computed < known`, counted as if all steps in flight had landed; `cut` is the
+    next depth where a row of it must end, or None; `drafts` are its guesses for what follows."""
 
     sequence_id: str
     computed: int
     known: int
     cut: int | None = None
+    drafts: int = 0
+
+
+class Planned(NamedTuple):
+    """A row: `num_tokens` known ones, then `drafts` guessed ones."""
+
+    sequence_id: str
+    num_tokens: int
+    drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Limits of one step. Some prefill always fits beside the short rows: tokens_max >= rows_max +
-    page_tokens."""
+    """Limits of one step. Some prefill fits beside all streams: tokens_max >= rows_max + page_tokens."""
 
     tokens_max: int
     rows_max: int
@@ -33,22 +41,35 @@ class Budget:
         assert self.tokens_max >= self.rows_max + self.page_tokens, "long prompts would starve"
 
 
-def plan(candidates: Sequence[Candidate], budget: Budget) -> list[tuple[str, int]]:
-    """Rows as (sequence id, tokens to run): short rows first, then long ones, each in the order of
-    `candidates`.
+def plan(candidates: Sequence[Candidate], budget: Budget, prompt_tokens_max: int) -> list[Planned]:
+    """Streams, then prompts, each in the order of `candidates`; drafts take what is left.
 
-    A short row (a decode token, a tail) has at most a page to run; a stream is never held up by a long
-    prompt.
+    A stream has one token to run and always runs: no prompt holds it up. Prompts have `prompt_tokens_max` of
+    the budget together.
     """
-    rows: list[tuple[str, int]] = []
+    rows: list[Planned] = []
     left = budget.tokens_max
-    short = [one for one in candidates if one.known - one.computed <= budget.page_tokens]
-    long = [one for one in candidates if one.known - one.computed > budget.page_tokens]
-    for one in [*short, *long][: budget.rows_max]:
-        num_tokens = _row_tokens(one, left, budget.page_tokens)
-        if num_tokens:
-            rows.append((one.sequence_id, num_tokens))
+    prompts: list[Candidate] = []
+    drafted: list[tuple[int, Candidate]] = []
+    for one in candidates:
+        if one.known - one.computed > 1:
+            prompts.append(one)
+        elif left and len(rows) < budget.rows_max:
+            if one.drafts:
+                drafted.append((len(rows), one))
+            rows.append(Planned(one.sequence_id, 1))
+            left -= 1
+    prompts_left = min(left, prompt_tokens_max)
+    for one in prompts:
+        num_tokens = _row_tokens(one, prompts_left, budget.page_tokens)
+        if num_tokens and len(rows) < budget.rows_max:
+            rows.append(Planned(one.sequence_id, num_tokens))
+            prompts_left -= num_tokens
             left -= num_tokens
+    for index, one in drafted:
+        drafts = min(one.drafts, left)
+        rows[index] = Planned(one.sequence_id, 1, drafts)
+        left -= drafts
     return rows
 
 

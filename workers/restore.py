@@ -15,11 +15,11 @@ from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.index import Match
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.ledger import Ledger
+from tidemill.workers.limits import Limits
 from tidemill.workers.line import Line
 from tidemill.workers.makers import Makers
 from tidemill.workers.messages import PagesMissing, Provenance
 from tidemill.workers.sequence import Sequence
-from tidemill.workers.settings import CheckpointStrategy
 from tidemill.workers.transfer import Transfer
 
 CHECKPOINT_PAGES_MIN = 4
@@ -48,14 +48,14 @@ class Admission:
         line: Line,
         running: Mapping[str, Sequence],
         waiting: Mapping[str, Sequence],
-        strategy: CheckpointStrategy,
+        limits: Limits,
     ) -> None:
         self._ledger = ledger
         self._transfer = transfer
         self._line = line
         self._running = running
         self._waiting = waiting
-        self._strategy: CheckpointStrategy = strategy
+        self._limits = limits
         self.makers = Makers(ledger.index)
 
     async def admit(self, sequence: Sequence) -> None:
@@ -103,14 +103,15 @@ class Admission:
         """Attach what is kept here and reserve the rest; answers the numbers of pages attached and kept. None
         when another request has begun to compute its prefix."""
         while True:
-            async with self._line.turn(sequence.arrival):
-                self._line.forget_news()
-                if self.makers.is_made(sequence):
-                    return None
-                pages = self._try_memory(sequence, keys, depths)
-                if pages is not None:
-                    return pages
-                await self._line.news()
+            async with self._line.turn(sequence.seniority):
+                while not self._line.has_older(sequence.seniority):
+                    self._line.forget_news()
+                    if self.makers.is_made(sequence):
+                        return None
+                    pages = self._try_memory(sequence, keys, depths)
+                    if pages is not None:
+                        return pages
+                    await self._line.news()
 
     def _try_memory(
         self, sequence: Sequence, keys: Seq[PageKey], depths: list[int]
@@ -119,7 +120,11 @@ class Admission:
 
         `depths` loses those that are no deeper than what can be restored here.
         """
-        if self._ledger.excess or not self._may_come(sequence):
+        if (
+            self._num_held() >= self._limits.budget.rows_max
+            or self._ledger.excess
+            or not self._may_come(sequence)
+        ):
             return None
         match = self._ledger.index.match(keys)
         depths[:] = [depth for depth in depths if depth > match.restorable_pages]
@@ -137,11 +142,12 @@ class Admission:
     def _lease(self, sequence: Sequence, match: Match, attached: int) -> bool:
         """Whether memory for all known tokens could be had, and leaves a page for each running request: its
         next one would preempt this request again."""
-        spares_min = 1 if self._strategy == "double" and not sequence.produces else 0
+        spares_min = int(self._limits.checkpoint_strategy == "double" and not sequence.produces)
         lease = self._ledger.open(sequence.id, spares_min=spares_min)
         self._ledger.attach(lease, match, attached)
         try:
-            beside = len(self._running) + 1 if self._running else 0
+            held = self._num_held()
+            beside = held + 1 if held else 0
             self._ledger.reserve(lease, len(sequence.tokens), pages_beside=beside)
         except OutOfMemory:
             self._ledger.release(sequence.id)
@@ -150,12 +156,16 @@ class Admission:
         sequence.lease = lease
         return True
 
+    def _num_held(self) -> int:
+        """Requests that have memory: those that run, and those that are being fetched."""
+        return len(self._running) + sum(one.lease is not None for one in self._waiting.values())
+
     def _may_come(self, sequence: Sequence) -> bool:
         """Whether a request that was preempted often has reason to hope that it will not be again."""
         if sequence.preemptions < PREEMPTIONS_BEFORE_FIT:
             return True
         here = [*self._running.values(), *self._waiting.values()]
-        older = [one for one in here if one.arrival < sequence.arrival]
+        older = [one for one in here if one.seniority < sequence.seniority]
         if not older:
             return True
         if sequence.preemptions >= PREEMPTIONS_MAX:

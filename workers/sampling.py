@@ -1,32 +1,70 @@
-"""Draws the next token of each row: a function of its logits, its seed and its position, and of nothing else.
+"""Draws the tokens of a step: each is a function of its logits, the tokens before it, its seed and its
+position, and of nothing else.
 
 The uniform number behind a draw is a hash of (seed, position), so a stream that moves to another worker goes
-on with the same draws. Probabilities are float64, tokens are ordered by falling logit and then by id, and
-each row is padded to a whole number of vector registers, so that its numbers do not depend on the rows beside
-it.
+on with the same draws, and a guess on trial is compared with the token that is drawn in its place anyway.
+Where more than the greatest logit is asked for, numbers are float64, and only operations that treat whole
+rows one by one are used: a row's bits do not depend on the rows beside it, nor on the number of threads.
 """
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Any, cast
 
+import numpy as np
 import torch
-from torch.nn.functional import pad
 
-from tidemill.workers.messages import Sampling
+from tidemill.workers.draws import Draws
+from tidemill.workers.messages import Sampling, TokenLogprob
+from tidemill.workers.step import Drawn, Row
 
-LANES = 64
+CANDIDATES = 1024
+"""Filters look at so many of the likeliest tokens first: nearly always they cut among these, and the whole
+vocabulary is not sorted."""
+
+CHUNK_NUMBERS = 1 << 21
+"""Rows are drawn in chunks of about so many logits, 16 MiB of float64."""
 
 
-def draw(logits_NV: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
-    """Token ids, one per row of `logits_NV` (float); `positions` are those of the tokens to be drawn."""
-    drawn = _ints(logits_NV.argmax(dim=-1))
-    rows = [index for index, sampling in enumerate(samplings) if sampling.temperature > 0]
-    if rows:
-        chosen = [samplings[index] for index in rows]
-        uniform = [uniform_of(samplings[index].seed, positions[index]) for index in rows]
-        for index, token in zip(rows, _sample(logits_NV[rows], chosen, uniform), strict=True):
-            drawn[index] = token
-    return drawn
+def draw(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
+    """What each row draws; its `draws` have seen it then.
+
+    `logits_NV` (float) holds, row after row, those after each of the row's last `drafts + 1` tokens. The
+    first token is drawn as if nothing had been guessed, and while it equals the guess in its place, the next
+    one is drawn behind it. So the tokens are the very ones that come without guesses (decisions/0012).
+    """
+    starts, count = list[int](), 0
+    for row in rows:
+        starts.append(count)
+        count += row.drafts + 1
+    assert len(logits_NV) == count
+    best_N = _ints(logits_NV.argmax(dim=-1))
+    tokens: list[list[int]] = [[] for _ in rows]
+    logprobs: list[list[TokenLogprob]] = [[] for _ in rows]
+    alive = list(range(len(rows)))
+    for row in rows:
+        _draws(row).rewind(row.end - row.drafts)
+    while alive:
+        places = {index: starts[index] + len(tokens[index]) for index in alive}
+        chosen = {index: best_N[place] for index, place in places.items()}
+        others = [index for index in alive if not _draws(rows[index]).greedy]
+        size = max(1, CHUNK_NUMBERS // logits_NV.shape[1])
+        for start in range(0, len(others), size):
+            chunk = others[start : start + size]
+            draws = [_draws(rows[index]) for index in chunk]
+            chunk_NV = logits_NV[[places[index] for index in chunk]]
+            chosen.update(zip(chunk, _choose(chunk_NV, draws), strict=True))
+            for index, logprob in _logprobs(chunk_NV, draws, [chosen[index] for index in chunk]):
+                logprobs[chunk[index]].append(logprob)
+        still: list[int] = []
+        for index, token in chosen.items():
+            row, drawn = rows[index], tokens[index]
+            _draws(row).push(token)
+            drawn.append(token)
+            if len(drawn) <= row.drafts and row.tokens[len(drawn) - 1 - row.drafts] == token:
+                still.append(index)
+        alive = still
+    return [Drawn(tuple(one), tuple(more)) for one, more in zip(tokens, logprobs, strict=True)]
 
 
 def uniform_of(seed: int, position: int) -> float:
@@ -37,30 +75,147 @@ def uniform_of(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
-def _sample(logits_NV: torch.Tensor, samplings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
-    """Inverse of the cumulative distribution that is left after top-k, top-p and min-p, at `uniform`."""
+def _choose(logits_NV: torch.Tensor, draws: Sequence[Draws]) -> list[int]:
+    """The next token of each row."""
+    scores_NV = logits_NV.double()
+    for scores_V, one in zip(scores_NV, draws, strict=True):
+        _penalise(scores_V, one)
+        _restrict(scores_V, one)
+    tokens = _ints(scores_NV.argmax(dim=-1))
+    random = [index for index, one in enumerate(draws) if one.sampling.temperature > 0]
+    filtered = [index for index in random if _filters(draws[index].sampling)]
+    open_ = [index for index in random if not _filters(draws[index].sampling)]
+    for indices, sample in ((filtered, _sample_filtered), (open_, _sample)):
+        if indices:
+            samplings = [draws[index].sampling for index in indices]
+            uniform = [uniform_of(draws[index].sampling.seed, draws[index].position) for index in indices]
+            for index, token in zip(indices, sample(scores_NV[indices], samplings, uniform), strict=True):
+                tokens[index] = token
+    return tokens
 
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64).unsqueeze(1)
 
-    vocabulary = logits_NV.shape[1]
-    padded = pad(logits_NV.double(), (0, -vocabulary % LANES), value=-torch.inf)
-    scores, tokens = padded.sort(dim=-1, descending=True, stable=True)
-    scores = (scores - scores[:, :1]) / column([sampling.temperature for sampling in samplings])
-    weights = scores.exp()
-    cumulative = weights.cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    ranks = torch.arange(padded.shape[1])
-    top_k = column([sampling.top_k or vocabulary for sampling in samplings])
-    keep = ranks < top_k
-    keep &= cumulative - weights < column([sampling.top_p for sampling in samplings]) * total
-    keep &= weights >= column([sampling.min_p for sampling in samplings])  # the best token weighs 1
-    keep[:, 0] = True  # whatever the filters say
-    kept = (weights * keep).cumsum(dim=-1)
-    threshold = column(uniform) * kept[:, -1:]
-    places = (kept <= threshold).sum(dim=-1, keepdim=True).clamp_(max=padded.shape[1] - 1)
-    return _ints(tokens.gather(1, places).squeeze(1))
+def _penalise(scores_V: torch.Tensor, draws: Draws) -> None:
+    """Repetition, then frequency and presence penalty, then the bias, in place."""
+    sampling, counts, device = draws.sampling, draws.counts, scores_V.device
+    if counts is not None and counts.ids:
+        ids = torch.as_tensor(np.array(counts.ids)).to(device)
+        times = torch.as_tensor(np.array(counts.counts)).to(device)
+        seen = times > 0
+        scores = scores_V[ids]
+        repeated = seen.clone()
+        repeated[: counts.num_prompt] = True
+        penalty = sampling.repetition_penalty
+        scores = torch.where(repeated, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+        scores -= sampling.frequency_penalty * times
+        scores -= sampling.presence_penalty * seen
+        scores_V[ids] = scores
+    for token, bias in sampling.logit_bias:
+        if token < len(scores_V):
+            scores_V[token] += bias
+
+
+def _restrict(scores_V: torch.Tensor, draws: Draws) -> None:
+    """Put -inf in the place of what must not come. An end that is too early must not, unless the grammar
+    has nothing else."""
+    if draws.matcher is not None:
+        may_V = torch.as_tensor(draws.matcher.mask()).to(scores_V.device)
+        scores_V.masked_fill_(~may_V, -torch.inf)
+    barred = [token for token in draws.barred if token < len(scores_V)]
+    if barred:
+        kept = scores_V[barred]
+        scores_V[barred] = -torch.inf
+        if scores_V.max() == -torch.inf:
+            scores_V[barred] = kept
+
+
+def _filters(sampling: Sampling) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+
+
+def _sample(scores_NV: torch.Tensor, samplings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
+    """Inverse of the cumulative distribution over the ids, at `uniform`."""
+    return _ints(_inverse(_weights(scores_NV, samplings), uniform).squeeze(1))
+
+
+def _sample_filtered(
+    scores_NV: torch.Tensor,
+    samplings: Sequence[Sampling],
+    uniform: Sequence[float],
+    candidates: int = CANDIDATES,
+) -> list[int]:
+    """Inverse of the cumulative distribution that is left after top-k, top-p and min-p, over tokens by
+    falling score and then by id, at `uniform`. Each filter looks at the whole distribution."""
+    vocabulary = scores_NV.shape[1]
+    ids_NC = scores_NV.topk(min(candidates, vocabulary), sorted=False).indices.sort(dim=-1).values
+    scores_NC, order_NC = scores_NV.gather(1, ids_NC).sort(dim=-1, descending=True, stable=True)
+    ids_NC = ids_NC.gather(1, order_NC)
+    weights_NC = _weights(scores_NV, samplings).gather(1, ids_NC)
+    cumulative_NC = weights_NC.cumsum(dim=-1)
+    ranks_C = torch.arange(ids_NC.shape[1], device=scores_NV.device)
+    top_p = [sampling.top_p if sampling.top_p < 1 else torch.inf for sampling in samplings]
+    keep_NC = ranks_C < _column([sampling.top_k or vocabulary for sampling in samplings], scores_NV)
+    keep_NC &= cumulative_NC - weights_NC < _column(top_p, scores_NV)
+    keep_NC &= weights_NC >= weights_NC[:, :1] * _column([one.min_p for one in samplings], scores_NV)
+    keep_NC &= weights_NC > 0
+    keep_NC[:, 0] = True  # whatever the filters say
+    tokens = _ints(ids_NC.gather(1, _inverse(weights_NC * keep_NC, uniform)).squeeze(1))
+    if candidates >= vocabulary:
+        return tokens
+    # Of equal scores any may be among the candidates: what is kept must lie above the least of them.
+    open_N = (keep_NC & (scores_NC == scores_NC[:, -1:])).any(dim=-1)
+    rows = [index for index, undecided in enumerate(_ints(open_N)) if undecided]
+    if rows:
+        whole = _sample_filtered(
+            scores_NV[rows], [samplings[row] for row in rows], [uniform[row] for row in rows], vocabulary
+        )
+        for row, token in zip(rows, whole, strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def _weights(scores_NV: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
+    return (scores_NV / _column([one.temperature for one in samplings], scores_NV)).softmax(dim=-1)
+
+
+def _inverse(weights_NC: torch.Tensor, uniform: Sequence[float]) -> torch.Tensor:
+    """[N, 1] int64: where the sum of the weights passes `uniform` of it all; never a place of weight 0."""
+    cumulative_NC = weights_NC.cumsum(dim=-1)
+    total_N1 = cumulative_NC[:, -1:].contiguous()
+    threshold_N1 = _column(uniform, weights_NC) * total_N1
+    place_N1 = torch.searchsorted(cumulative_NC, threshold_N1, right=True)
+    last_N1 = torch.searchsorted(cumulative_NC, total_N1)
+    return torch.minimum(place_N1, last_N1).clamp_(max=weights_NC.shape[1] - 1)  # NaN is beyond the end
+
+
+def _logprobs(
+    logits_NV: torch.Tensor, draws: Sequence[Draws], tokens: Sequence[int]
+) -> list[tuple[int, TokenLogprob]]:
+    """(index, what is reported with its token) of the rows that ask for it."""
+    asking = [index for index, one in enumerate(draws) if one.sampling.logprobs is not None]
+    if not asking:
+        return []
+    found: list[tuple[int, TokenLogprob]] = []
+    for index, logprobs_V in zip(asking, logits_NV[asking].double().log_softmax(dim=-1), strict=True):
+        most = min(draws[index].sampling.logprobs or 0, len(logprobs_V))
+        top: tuple[tuple[int, float], ...] = ()
+        if most:
+            least = logprobs_V.topk(most).values[-1]
+            ids = (logprobs_V >= least).nonzero().squeeze(1)  # more than `most` when some are equal
+            order = logprobs_V[ids].argsort(descending=True, stable=True)[:most]
+            top = tuple((int(token), float(logprobs_V[token])) for token in ids[order])
+        found.append((index, TokenLogprob(float(logprobs_V[tokens[index]]), top)))
+    return found
+
+
+def _draws(row: Row) -> Draws:
+    assert row.draws is not None
+    return row.draws
+
+
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(1)
 
 
 def _ints(ids_N: torch.Tensor) -> list[int]:
-    return [int(token) for token in ids_N]
+    values: list[int] = cast("Any", ids_N).tolist()  # torch leaves the type open
+    return values

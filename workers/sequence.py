@@ -1,12 +1,20 @@
 """One request on one worker, from its arrival to the release of its memory."""
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tidemill.kvstore.keys import PageKey, extend_keys
 from tidemill.kvstore.layout import restorable_end
 from tidemill.kvstore.ledger import Lease
+from tidemill.workers.drafts import Drafter
+from tidemill.workers.draws import Draws
+from tidemill.workers.line import Seniority
 from tidemill.workers.messages import Delta, FinishReason, Provenance, Request
+
+PRIORITY_AGE_S = 10.0
+"""A request overtakes those of the next lower class that came at most so much earlier. So urgent ones go
+first, and whoever waits long enough is first in the end."""
 
 
 class Preempted:
@@ -19,22 +27,29 @@ class Sequence:
 
     `id` is unique on the worker: a retry may arrive while a step still uses the memory of the last attempt.
 
-    0 <= computed <= target <= len(tokens). A producing sequence draws nothing: its target is the last page
-    boundary below the end of its prompt.
+    0 <= computed <= launched; computed <= target <= len(tokens). A producing sequence draws nothing: its
+    target is the last page boundary below the end of its prompt.
+
+    launched < len(tokens)    the next row runs known tokens
+    launched == len(tokens)   ... the token that a step in flight draws
+    launched > len(tokens)    guesses are on trial: what the next row runs is known when they have landed
     """
 
     id: str
-    arrival: int  # counts up; who came earlier goes first, also after a preemption
+    seniority: Seniority  # the smaller goes first, also after a preemption
     request: Request
     root: PageKey
     page_tokens: int
     produces: bool
     tokens: list[int]
     target: int
+    draws: Draws
+    drafter: Drafter | None
     keys: list[PageKey] = field(default_factory=list[PageKey])
     lease: Lease | None = None  # None while it waits for memory, and after its end
     ended: bool = False
     preemptions: int = 0
+    suspect_until: int = 0  # a step that broke ended here: up to this depth it runs alone
     cuts: set[int] = field(default_factory=set[int])  # depths where a checkpoint is wanted
     junctions: set[int] = field(default_factory=set[int])  # ... because prompts part there
     checkpoint_owed: bool = False  # a boundary passed while decoding, and no slot could be had
@@ -48,6 +63,16 @@ class Sequence:
         return self.lease.committed if self.lease else 0
 
     @property
+    def launched(self) -> int:
+        """What is computed when the steps in flight have landed."""
+        return self.lease.launched if self.lease else 0
+
+    @property
+    def streams(self) -> bool:
+        """Whether its answer has begun, or will when the steps in flight have landed."""
+        return not self.produces and self.launched >= len(self.tokens) - 1
+
+    @property
     def boundary(self) -> int:
         """The deepest depth that can be restored rather than computed."""
         return restorable_end(len(self.tokens), self.page_tokens)
@@ -59,26 +84,40 @@ class Sequence:
 
     @property
     def next_cut(self) -> int | None:
-        return min((cut for cut in self.cuts | self.junctions if cut > self.computed), default=None)
+        return min((cut for cut in self.cuts | self.junctions if cut > self.launched), default=None)
 
-    def draw(self, token: int) -> FinishReason | None:
-        """Append a drawn token; says whether it was the last."""
-        self.tokens.append(token)
-        extend_keys(self.keys, self.root, self.tokens, self.page_tokens)
+    def to_run(self, launched: int) -> int:
+        """How many tokens the next row can have, guesses aside; 0 while it waits for a step in flight."""
+        if launched < self.target:
+            return self.target - launched
+        known = len(self.tokens)
+        return int(launched == known and known + 1 < self.end and not self.produces)
+
+    def rolls(self, depth: int, interval_pages: int) -> bool:
+        """Whether the state at `depth`, reached while decoding, is wanted as a checkpoint; 0 is never."""
+        pages, odd = divmod(depth, self.page_tokens)
+        return interval_pages > 0 and not odd and (self.checkpoint_owed or pages % interval_pages == 0)
+
+    def guesses(self, most: int) -> tuple[int, ...]:
+        """At most so many tokens that may follow those it has."""
+        if self.drafter is None or self.computed < len(self.request.tokens) - 1:
+            return ()
+        most = min(most, self.end - len(self.tokens) - 1)
+        return tuple(self.drafter.propose(self.tokens, most)) if most > 0 else ()
+
+    def draw(self, tokens: Iterable[int]) -> tuple[int, FinishReason | None]:
+        """Append drawn tokens up to the last one of the answer; says how many, and whether it was there."""
+        count, finish = 0, None
+        for token in tokens:
+            self.tokens.append(token)
+            count += 1
+            if token in self.request.stop_token_ids:
+                finish = "stop"
+            elif len(self.tokens) == self.end:
+                finish = "length"
+            if finish is not None:
+                break
         self.target = len(self.tokens)
-        if token in self.request.stop_token_ids:
-            return "stop"
-        if len(self.tokens) == self.end:
-            return "length"
-        return None
-
-
-def sequence_of(
-    arrival: int, request: Request, root: PageKey, page_tokens: int, *, produces: bool
-) -> Sequence:
-    tokens = list(request.tokens)
-    target = restorable_end(len(tokens), page_tokens) if produces else len(tokens)
-    name = f"{request.request_id}#{arrival}"
-    sequence = Sequence(name, arrival, request, root, page_tokens, produces, tokens, target)
-    extend_keys(sequence.keys, root, tokens, page_tokens)
-    return sequence
+        if self.target // self.page_tokens > len(self.keys):
+            extend_keys(self.keys, self.root, self.tokens, self.page_tokens)
+        return count, finish

@@ -13,6 +13,10 @@ CheckpointStrategy = Literal["none", "double", "lazy"]
 replaces the one before it, in a slot kept ready for that (3 states); or in one borrowed only then (2)."""
 
 
+DRAFTS_MAX = 16
+"""Each guess costs a hybrid a state while it is on trial, and a row of logits."""
+
+
 class SettingsError(TidemillError):
     """A setting has no meaning; the message names it."""
 
@@ -40,6 +44,10 @@ class EngineSettings:
     step_tokens_max: int = 512
     rows_max: int = 64
     max_model_len: int | None = None
+    overlap: bool = True  # the next step is launched before the tokens of this one are read
+    drafts_max: int = 0  # tokens guessed from the text so far, run on trial; 0: no speculation
+    tensor_parallel_size: int = 1  # ranks of this worker
+    tensor_parallel_sizes: tuple[int, ...] = (1,)  # all that are in use with this store
 
     def __post_init__(self) -> None:
         """Raises SettingsError."""
@@ -50,9 +58,14 @@ class EngineSettings:
             ("--max-num-seqs", self.rows_max),
             ("--max-model-len", self.max_model_len),
             ("--checkpoints-per-path", self.checkpoints_per_path),
+            ("--tensor-parallel-size", self.tensor_parallel_size),
         ):
             if value is not None and value < 1:
                 raise SettingsError(f"{flag} is {value}: set it to 1 or more")
+        if self.tensor_parallel_size > 1 and self.store_url.startswith("memory"):
+            raise SettingsError("the ranks of a group share no memory: use --store file:///path?size=8GiB")
+        if not 0 <= self.drafts_max <= DRAFTS_MAX:
+            raise SettingsError(f"--num-speculative-tokens is {self.drafts_max}: set it to 0 to {DRAFTS_MAX}")
         interval = self.checkpoint_interval
         if interval is not None and (interval < 1 or interval % self.page_tokens):
             raise SettingsError(

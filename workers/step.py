@@ -1,19 +1,25 @@
 """One forward pass as plain integers: what the engine decides and every rank of a group carries out."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Awaitable
+from typing import NamedTuple, Protocol
 
 from tidemill.kvstore.layout import PageId, StateId
-from tidemill.workers.messages import Sampling
+from tidemill.workers.draws import Draws
+from tidemill.workers.messages import TokenLogprob
+
+PENDING = -1
+"""Stands for the token that the same sequence draws in the step before, which nobody has read yet."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """`tokens` of one sequence, the first of them at position `start`. The page table covers them.
 
-    `read` is the state after `start` tokens (None: the empty state), `write` receives the state after the
-    last one (None: the model has no states). `sampling` is set when the row ends at the last known token: the
-    next one is drawn at position `start + len(tokens)`.
+    `read` is the state after `start` tokens (None: the empty state); `writes` receive the states after the
+    last `len(writes)` tokens (none in a model without states). The last `drafts` tokens are guesses on trial:
+    each has its own slot among `writes`.
+
+    `draws` is set when the row ends at the last known token or at guesses after it: the first token is drawn
+    at position `start + len(tokens) - drafts`, and another one after each guess that was right.
     """
 
     sequence_id: str
@@ -21,16 +27,33 @@ class Row:
     start: int
     pages: tuple[PageId, ...]
     read: StateId | None
-    write: StateId | None
-    sampling: Sampling | None
+    writes: tuple[StateId, ...]
+    drafts: int = 0
+    draws: Draws | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
 
 
 Step = tuple[Row, ...]
 
 
-class Runner(Protocol):
-    """Carries out steps on the arena: the model, or in the simulator a fake that cannot cheat."""
+class Drawn(NamedTuple):
+    """What one row drew: nothing, or a token, preceded by those of its guesses that were right.
 
-    async def run(self, step: Step) -> list[int | None]:
-        """The drawn token of each row, None for rows that draw nothing."""
+    `logprobs` has an item for each token if the request asks for them, else none.
+    """
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Runner(Protocol):
+    """Carries out steps on the arena, one after the other in the order of the calls: the model, or in the
+    simulator a fake that cannot cheat."""
+
+    def run(self, step: Step) -> Awaitable[list[Drawn]]:
+        """What each row drew. The step is under way when this returns; an exception of the awaited answer
+        says that nothing of the step counts."""
         ...

@@ -23,9 +23,10 @@ from tidemill.cluster.http.metrics import Metrics, exposition
 from tidemill.cluster.http.protocol import ChatBody, CompletionBody, StreamOptions
 from tidemill.cluster.http.replies import Head, Json, Kind, Tally, chunk_choice, opening_choice, whole_choice
 from tidemill.cluster.http.stream import DONE, EventStream, event, while_connected
-from tidemill.cluster.http.text import Tokenizer
 from tidemill.cluster.service import Service
 from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.api.answer import Growth
+from tidemill.workers.api.text import Tokenizer
 from tidemill.workers.messages import Unserved
 
 CLIENT_CLOSED_REQUEST = 499
@@ -139,6 +140,7 @@ class Edge:
             reply_id=f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{self._sources.new_id()}",
             created_s=int(self._sources.unix_time_s()),
             model=self._service.model.name,
+            piece=self._tokenizer.piece,
         )
 
     def _model(self) -> Json:
@@ -167,17 +169,12 @@ class Edge:
 
     async def _whole(self, job: Job, head: Head) -> Json:
         tally = Tally(job)
-        texts: list[list[str]] = [[] for _ in job.requests]
-        finishes: list[str | None] = [None for _ in job.requests]
+        growths: list[list[Growth]] = [[] for _ in job.requests]
         async with aclosing(self._answers(job)) as increments:
             async for increment in increments:
                 tally.saw(increment)
-                texts[increment.choice].append(increment.text)
-                finishes[increment.choice] = increment.finish
-        choices = [
-            whole_choice(head.kind, index, "".join(parts), finish)
-            for index, (parts, finish) in enumerate(zip(texts, finishes, strict=True))
-        ]
+                growths[increment.choice].append(increment.growth)
+        choices = [whole_choice(head, index, one, logprobs=job.logprobs) for index, one in enumerate(growths)]
         return {**head.whole(choices), "usage": tally.usage()}
 
     async def _chunks(self, job: Job, head: Head, options: StreamOptions) -> AsyncGenerator[bytes]:
@@ -192,7 +189,7 @@ class Edge:
                             yield event(head.chunk([opening_choice(index)]))
                             started = True
                     tally.saw(increment)
-                    chunk = head.chunk([chunk_choice(head.kind, increment)])
+                    chunk = head.chunk([chunk_choice(head, increment)])
                     if options.continuous_usage_stats:
                         chunk["usage"] = tally.usage()
                     elif options.include_usage:

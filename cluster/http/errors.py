@@ -1,6 +1,6 @@
 """Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import cast
 
 from fastapi import FastAPI, Request
@@ -9,14 +9,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.api.validation import request_error
 from tidemill.workers.messages import RequestError
 
 RETRY_AFTER_S = 1
-FIXES = {
-    "json_invalid": "send a JSON object",
-    "missing": "is needed",
-    "model_attributes_type": "send a JSON object with content-type: application/json",
-}
 
 
 def error_of(error: Exception) -> tuple[int, dict[str, object]]:
@@ -43,7 +39,7 @@ def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
 
     async def invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return await expected(_, validation_error(error.errors()))
+        return await expected(_, request_error([_in_body(problem) for problem in error.errors()]))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -60,19 +56,9 @@ def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
     app.add_exception_handler(Exception, expected)
 
 
-def validation_error(problems: Sequence[Mapping[str, object]]) -> RequestError:
-    """The first thing that pydantic found wrong, with the field as a client writes it: `messages[0].role`."""
-    problem = problems[0]
-    place = cast("tuple[int | str, ...]", problem["loc"])
-    kind = str(problem["type"])
-    field = "" if kind == "json_invalid" else _path(place[1:])
-    reason = FIXES.get(kind, str(problem["msg"]).removeprefix("Value error, "))
-    return RequestError(f"{field}: {reason}" if field else reason, param=field or None)
-
-
-def _path(parts: Sequence[int | str]) -> str:
-    steps = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
-    return "".join(steps).removeprefix(".")
+def _in_body(problem: Mapping[str, object]) -> dict[str, object]:
+    """Its place, which starts with the word "body", as a place in the body."""
+    return {**problem, "loc": cast("tuple[int | str, ...]", problem["loc"])[1:]}
 
 
 def _body(status: int, message: str, param: str | None, code: str | None) -> dict[str, object]:

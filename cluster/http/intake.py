@@ -1,15 +1,18 @@
 """From a body to the requests that the service gets: everything is checked here, before anything is sent."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from random import Random
 
-from tidemill.cluster.http.protocol import SEED_BITS, Body, ChatBody, CompletionBody, unsupported_field
-from tidemill.cluster.http.text import Message, Tokenizer
+from tidemill.cluster.http.protocol import Body, ChatBody, CompletionBody, unsupported_field
 from tidemill.cluster.service import ServedModel
-from tidemill.workers.messages import Request, RequestError, Sampling
+from tidemill.workers.api.answer import Ending
+from tidemill.workers.api.params import SEED_BITS
+from tidemill.workers.api.structured import grammar_of
+from tidemill.workers.api.terms import requests_of, terms_of
+from tidemill.workers.api.text import Tokenizer
+from tidemill.workers.messages import Request, RequestError
 
 REQUEST_CHOICES_MAX = 128
 INLINE_CHARS_MAX = 8192
@@ -22,7 +25,8 @@ class Job:
 
     requests: tuple[Request, ...]
     n: int
-    stops: tuple[str, ...]
+    ending: Ending
+    logprobs: bool
 
 
 class Intake:
@@ -39,26 +43,23 @@ class Intake:
     async def chat(self, body: ChatBody) -> Job:
         """Raises RequestError."""
         self._check(body)
-        messages = [
-            Message("system" if turn.role == "developer" else turn.role, turn.content)
-            for turn in body.messages
-        ]
+        messages = [turn.message() for turn in body.messages]
         chars = sum(len(message.content) for message in messages)
         if chars + len(messages) <= INLINE_CHARS_MAX:
             tokens = self._tokenizer.chat(messages)
         else:
             tokens = await asyncio.to_thread(self._tokenizer.chat, messages)
-        return self._job(body, [tokens], "messages", body.max_completion_tokens or body.max_tokens)
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        return self._job(body, [tokens], "messages", max_tokens, body.num_logprobs())
 
     async def completion(self, body: CompletionBody) -> Job:
         """Raises RequestError."""
         self._check(body)
         prompts = [await self._encoded(prompt) for prompt in body.prompt]
-        return self._job(body, prompts, "prompt", body.max_tokens)
+        return self._job(body, prompts, "prompt", body.max_tokens, body.logprobs)
 
     async def _encoded(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
-            self._check_tokens(prompt, "prompt")
             return prompt
         if len(prompt) <= INLINE_CHARS_MAX:
             return self._tokenizer.encode(prompt)
@@ -71,7 +72,6 @@ class Intake:
             raise RequestError(
                 f"{field} is not supported yet: leave it out", param=field, code="unsupported_parameter"
             )
-        self._check_tokens(body.stop_token_ids, "stop_token_ids")
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, self._model.name):
@@ -82,63 +82,30 @@ class Intake:
                 code="model_not_found",
             )
 
-    def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        if tokens and not (min(tokens) >= 0 and max(tokens) < self._model.vocab_size):
-            raise RequestError(
-                f"{param} holds ids outside of the vocabulary: use 0 to {self._model.vocab_size - 1}",
-                param=param,
-            )
-
-    def _job(self, body: Body, prompts: list[list[int]], param: str, max_tokens: int | None) -> Job:
+    def _job(
+        self,
+        body: Body,
+        prompts: list[list[int]],
+        param: str,
+        max_tokens: int | None,
+        logprobs: int | None,
+    ) -> Job:
         if len(prompts) * body.n > REQUEST_CHOICES_MAX:
             raise RequestError(
                 f"{len(prompts)} prompts with n = {body.n}: ask for at most {REQUEST_CHOICES_MAX} answers",
                 param="n",
             )
-        allowances = [self._allowance(len(prompt), param, max_tokens) for prompt in prompts]
-        seed = self._rng.getrandbits(SEED_BITS) if body.seed is None else body.seed
-        eos = () if body.ignore_eos else self._model.eos_token_ids
-        requests = tuple(
-            Request(
-                request_id=self._new_id(),
-                tokens=tuple(prompt),
-                max_new_tokens=allowance,
-                sampling=Sampling(
-                    temperature=body.temperature,
-                    top_k=max(body.top_k, 0),
-                    top_p=body.top_p,
-                    min_p=body.min_p,
-                    seed=choice_seed(seed, choice),
-                ),
-                stop_token_ids=(*eos, *body.stop_token_ids),
-                salt=body.cache_salt or "",
-            )
-            for prompt, allowance in zip(prompts, allowances, strict=True)
-            for choice in range(body.n)
+        grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
+        seed = self._rng.getrandbits(SEED_BITS)
+        terms = replace(
+            terms_of(body, self._model, seed=seed, logprobs=logprobs, grammar=grammar),
+            max_tokens=max_tokens,
+            salt=body.cache_salt or "",
+            priority=body.priority,
         )
-        return Job(requests=requests, n=body.n, stops=tuple(body.stop))
-
-    def _allowance(self, num_tokens: int, param: str, max_tokens: int | None) -> int:
-        """How many tokens may follow a prompt of `num_tokens`."""
-        if num_tokens == 0:
-            raise RequestError(f"{param} is empty: give at least one token", param=param)
-        left = self._model.max_model_len - num_tokens
-        if max_tokens is None and left > 0:
-            return left
-        if max_tokens is None or max_tokens > left:
-            asked = "" if max_tokens is None else f" and max_tokens {max_tokens}"
-            raise RequestError(
-                f"{num_tokens} prompt tokens{asked} exceed the {self._model.max_model_len} tokens that this "
-                "model takes in all: shorten the prompt or lower max_tokens",
-                param=param,
-                code="context_length_exceeded",
-            )
-        return max_tokens
-
-
-def choice_seed(seed: int, choice: int) -> int:
-    """Seed of one of the `n` answers, in [0, 2 ** 63): another one for each, the same at each repetition."""
-    digest = blake2b(
-        seed.to_bytes(8, "little", signed=True) + choice.to_bytes(4, "little"), digest_size=8
-    ).digest()
-    return int.from_bytes(digest, "little") >> (64 - SEED_BITS)
+        requests = tuple(
+            request
+            for prompt in prompts
+            for request in requests_of(terms, self._model, prompt, param, self._new_id)
+        )
+        return Job(requests=requests, n=body.n, ending=terms.ending, logprobs=logprobs is not None)

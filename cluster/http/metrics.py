@@ -35,6 +35,14 @@ BY_REASON = ("evicted_pages", "evicted_checkpoints")
 """Workers count these for each reason by itself."""
 
 
+KNOWN_NAMES = {
+    "spec_drafted_tokens": "spec_decode_num_draft_tokens",
+    "spec_accepted_tokens": "spec_decode_num_accepted_tokens",
+    "spec_trials": "spec_decode_num_drafts",
+}
+"""Counters of workers that have a name which operators of vLLM know."""
+
+
 class Metrics:
     """Instruments of one edge. Labels come from fixed sets: status codes, finish reasons, worker names."""
 
@@ -96,21 +104,23 @@ class Watch:
         now_s = self._clock()
         metrics = self._metrics
         last_s = self._last_s.get(increment.choice)
+        num_new = increment.growth.num_tokens
         if last_s is None:
             num_tokens = len(self._requests[increment.choice].tokens)
             metrics.ttft_s.observe(now_s - self._start_s)
             metrics.prompt_tokens.inc(num_tokens)
             metrics.prefix_queries.inc(num_tokens)
             metrics.prefix_hits.inc(cached_tokens(num_tokens, increment.trace))
-        elif increment.num_tokens:
-            for _ in range(increment.num_tokens):
-                metrics.itl_s.observe((now_s - last_s) / increment.num_tokens)
+        elif num_new:
+            for _ in range(num_new):
+                metrics.itl_s.observe((now_s - last_s) / num_new)
         self._last_s[increment.choice] = now_s
-        metrics.generation_tokens.inc(increment.num_tokens)
-        if increment.finish:
+        metrics.generation_tokens.inc(num_new)
+        finish = increment.growth.finish
+        if finish:
             self.unfinished -= 1
             metrics.e2e_s.observe(now_s - self._start_s)
-            metrics.success.labels(finished_reason=increment.finish).inc()
+            metrics.success.labels(finished_reason=finish).inc()
 
 
 class _FleetCollector:
@@ -145,7 +155,8 @@ class _FleetCollector:
         for name, samples in sorted(families.items()):
             labels = ["worker", "role", "reason"] if name in BY_REASON else ["worker", "role"]
             text = "Counted by the worker since its start."
-            counter = CounterMetricFamily(f"{PREFIX}worker_{name}", text, labels=labels)
+            full_name = PREFIX + KNOWN_NAMES.get(name, f"worker_{name}")
+            counter = CounterMetricFamily(full_name, text, labels=labels)
             for status, reason, value in samples:
                 values = [status.info.name, status.info.role, reason]
                 counter.add_metric(values[: len(labels)], value)

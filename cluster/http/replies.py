@@ -6,6 +6,8 @@ from typing import Literal, assert_never
 
 from tidemill.cluster.http.answers import Increment
 from tidemill.cluster.http.intake import Job
+from tidemill.cluster.http.logprobs import Piece, chat_logprobs, completion_logprobs
+from tidemill.workers.api.answer import Growth, Scored
 from tidemill.workers.messages import Provenance, Trace
 
 Json = dict[str, object]
@@ -20,6 +22,11 @@ class Head:
     reply_id: str
     created_s: int  # unix time
     model: str
+    piece: Piece  # the bytes of a token
+
+    def logprobs(self, scored: Sequence[Scored]) -> Json:
+        write = chat_logprobs if self.kind == "chat" else completion_logprobs
+        return write(scored, self.piece)
 
     def chunk(self, choices: Sequence[Json]) -> Json:
         return self._body("chat.completion.chunk" if self.kind == "chat" else "text_completion", choices)
@@ -43,26 +50,35 @@ def opening_choice(index: int) -> Json:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def chunk_choice(kind: Kind, increment: Increment) -> Json:
-    match kind:
+def chunk_choice(head: Head, increment: Increment) -> Json:
+    growth = increment.growth
+    match head.kind:
         case "chat":
-            text: Json = {"delta": {"content": increment.text}}
+            text: Json = {"delta": {"content": growth.text}}
         case "text":
-            text = {"text": increment.text}
+            text = {"text": growth.text}
         case _:
-            assert_never(kind)
-    return {"index": increment.choice, **text, "logprobs": None, "finish_reason": increment.finish}
+            assert_never(head.kind)
+    logprobs = head.logprobs(growth.scored) if growth.scored else None
+    return {"index": increment.choice, **text, "logprobs": logprobs, "finish_reason": growth.finish}
 
 
-def whole_choice(kind: Kind, index: int, text: str, finish: str | None) -> Json:
-    match kind:
+def whole_choice(head: Head, index: int, growths: Sequence[Growth], *, logprobs: bool) -> Json:
+    text = "".join(growth.text for growth in growths)
+    match head.kind:
         case "chat":
             body: Json = {"message": {"role": "assistant", "content": text, "refusal": None}}
         case "text":
             body = {"text": text}
         case _:
-            assert_never(kind)
-    return {"index": index, **body, "logprobs": None, "finish_reason": finish}
+            assert_never(head.kind)
+    scored = [one for growth in growths for one in growth.scored]
+    return {
+        "index": index,
+        **body,
+        "logprobs": head.logprobs(scored) if logprobs else None,
+        "finish_reason": growths[-1].finish,
+    }
 
 
 class Tally:
@@ -74,7 +90,7 @@ class Tally:
         self._completion_tokens = 0
 
     def saw(self, increment: Increment) -> None:
-        self._completion_tokens += increment.num_tokens
+        self._completion_tokens += increment.growth.num_tokens
         self._traces.setdefault(increment.choice, increment.trace)
 
     def usage(self) -> Json:

@@ -2,17 +2,18 @@
 #include "../cpu.h"
 
 // x [tokens][groups][channels] with token and group strides; weight [width][groups][channels], oldest tap first;
-// y packed like x; state [slots][groups][width - 1][channels], oldest input first.
+// y packed like x; state [slots][groups][width - 1][channels], oldest input first;
+// writes [rows][kept]: slots for the states after the last `kept` tokens of a row, -1 for none.
 extern "C" void causal_conv(const float* x, int64_t x_token, int64_t x_group, const float* weight, float* y,
                             float* state, int64_t state_slot, int64_t state_group, const int32_t* cu,
-                            const int32_t* read, const int32_t* write, int64_t rows, int64_t groups, int64_t channels,
-                            int64_t width) {
+                            const int32_t* read, const int32_t* writes, int64_t rows, int64_t kept, int64_t groups,
+                            int64_t channels, int64_t width) {
     const int64_t past = width - 1;
 #pragma omp parallel for collapse(2) schedule(dynamic) if (cu[rows] * groups * channels >= 1 << 13)
     for (int64_t b = 0; b < rows; b++) {
         for (int64_t g = 0; g < groups; g++) {
             const int64_t begin = cu[b], n = cu[b + 1] - begin;
-            std::vector<float> window(past * channels);  // a copy: read and write may be the same slot
+            std::vector<float> window(past * channels);  // a copy: the slot that is read may be written
             if (read[b] >= 0) {
                 const float* slot = state + read[b] * state_slot + g * state_group;
                 std::copy(slot, slot + past * channels, window.begin());
@@ -29,8 +30,13 @@ extern "C" void causal_conv(const float* x, int64_t x_token, int64_t x_group, co
                 }
                 for (int64_t c = 0; c < channels; c++) out[c] = silu(out[c]);
             }
-            float* slot = state + write[b] * state_slot + g * state_group;
-            for (int64_t i = 0; i < past; i++) std::memcpy(slot + i * channels, input(n + i), channels * sizeof(float));
+            for (int64_t column = std::max<int64_t>(0, kept - n); column < kept; column++) {
+                if (writes[b * kept + column] < 0) continue;
+                float* slot = state + writes[b * kept + column] * state_slot + g * state_group;
+                const int64_t first = n - (kept - 1 - column);
+                for (int64_t i = 0; i < past; i++)
+                    std::memcpy(slot + i * channels, input(first + i), channels * sizeof(float));
+            }
         }
     }
 }

@@ -18,12 +18,13 @@ def bind(library: Library) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor
         assert x_TGC.dtype == weight_WGC.dtype == state_SGWC.dtype == torch.float32
         assert x_TGC.stride(2) == 1
         assert weight_WGC.is_contiguous()
+        assert rows.writes_BK.is_contiguous()
         y_TGC = x_TGC.new_empty(tokens, groups, channels)
         call(
             x_TGC.data_ptr(), x_TGC.stride(0), x_TGC.stride(1), weight_WGC.data_ptr(), y_TGC.data_ptr(),
             state_SGWC.data_ptr(), state_SGWC.stride(0), state_SGWC.stride(1),
-            rows.cu_B1.data_ptr(), rows.read_B.data_ptr(), rows.write_B.data_ptr(),
-            len(rows.read_B), groups, channels, len(weight_WGC),
+            rows.cu_B1.data_ptr(), rows.read_B.data_ptr(), rows.writes_BK.data_ptr(),
+            *rows.writes_BK.shape, groups, channels, len(weight_WGC),
         )  # fmt: skip
         return y_TGC
 

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from tidemill.kernels.rows import Rows, integers
+from tidemill.kernels.rows import Rows, integers, slots_after
 
 
 def causal_conv(
@@ -12,15 +12,18 @@ def causal_conv(
     """y[t] = silu(sum over j of weight[j] * x[t - W + 1 + j]) for every channel, `[T, G, C]`.
 
     state_SGWC  [states, G, W - 1, C], the inputs before the row, oldest first, read at `rows.read_B`
-                (-1: zeros); `rows.write_B` then receives the last W - 1 inputs
+                (-1: zeros); the slots of `rows.writes_BK` then receive the W - 1 inputs up to their token
     """
     y_TGC = torch.empty_like(x_TGC, memory_format=torch.contiguous_format)
     width = len(weight_WGC)
-    starts = integers(rows.cu_B1)
-    for b, (read, write) in enumerate(zip(integers(rows.read_B), integers(rows.write_B), strict=True)):
+    starts, slots = integers(rows.cu_B1), slots_after(rows)
+    for b, read in enumerate(integers(rows.read_B)):
         window = state_SGWC[read] if read >= 0 else torch.zeros_like(state_SGWC[0])
         inputs_NGC = torch.cat([window.transpose(0, 1), x_TGC[starts[b] : starts[b + 1]]])
         taps_NGCW = inputs_NGC.unfold(0, width, 1)
         y_TGC[starts[b] : starts[b + 1]] = functional.silu((taps_NGCW * weight_WGC.permute(1, 2, 0)).sum(-1))
-        state_SGWC[write] = inputs_NGC[len(inputs_NGC) - width + 1 :].transpose(0, 1)
+        for n in range(1, starts[b + 1] - starts[b] + 1):
+            slot = slots.get(starts[b] + n - 1)
+            if slot is not None:
+                state_SGWC[slot] = inputs_NGC[n : n + width - 1].transpose(0, 1)
     return y_TGC

@@ -60,10 +60,11 @@ float softplus(float x) { return x > 20 ? x : std::log1p(exp_f32(x)); }
 // gates   [tokens][key_heads][b of its value heads | a of its value heads], tokens by stride
 // state   [slots][key_heads][values][key_dim][value_dim]
 // out     [tokens][key_heads][values][value_dim], packed
+// writes  [rows][kept]: slots for the states after the last `kept` tokens of a row, -1 for none
 extern "C" void gated_delta(const float* mixed, const float* gates, int64_t gates_token, const float* a_log,
                             const float* dt_bias, float* state, int64_t state_slot, int64_t state_group, float* out,
-                            const int32_t* cu, const int32_t* read, const int32_t* write, int64_t rows,
-                            int64_t key_heads, int64_t values, int64_t key_dim, int64_t value_dim) {
+                            const int32_t* cu, const int32_t* read, const int32_t* writes, int64_t rows,
+                            int64_t kept, int64_t key_heads, int64_t values, int64_t key_dim, int64_t value_dim) {
     const Sizes s{key_heads, values, key_dim, value_dim};
     const int64_t tokens = cu[rows], heads = key_heads * values, parts = (value_dim + COLUMNS - 1) / COLUMNS;
     static thread_local std::vector<float> scratch;
@@ -98,10 +99,12 @@ extern "C" void gated_delta(const float* mixed, const float* gates, int64_t gate
                     const float* scale = scales + 2 * (t * heads + head);
                     step(S, keys + (t * key_heads + group) * (2 * key_dim + 1), v, scale[0], scale[1], o, key_dim);
                     std::memcpy(out + (t * heads + head) * value_dim + start, o, width * sizeof(float));
+                    const int64_t column = kept - (cu[b + 1] - t);
+                    if (column < 0 || writes[b * kept + column] < 0) continue;
+                    float* slot = state + writes[b * kept + column] * state_slot + offset;
+                    for (int64_t i = 0; i < key_dim; i++)
+                        std::memcpy(slot + i * value_dim, S + i * COLUMNS, width * sizeof(float));
                 }
-                float* slot = state + write[b] * state_slot + offset;
-                for (int64_t i = 0; i < key_dim; i++)
-                    std::memcpy(slot + i * value_dim, S + i * COLUMNS, width * sizeof(float));
             }
         }
     }

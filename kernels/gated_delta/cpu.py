@@ -28,13 +28,14 @@ def bind(library: Library) -> GatedDelta:
         assert mixed_TGC.is_contiguous()
         assert gates_TI.stride(1) == 1
         assert state_SGRKV.stride()[2:] == (key_dim * value_dim, value_dim, 1)
+        assert rows.writes_BK.is_contiguous()
         o_TGRV = mixed_TGC.new_empty(len(mixed_TGC), groups, heads, value_dim)
         call(
             mixed_TGC.data_ptr(), gates_TI.data_ptr(), gates_TI.stride(0),
             a_log_H.data_ptr(), dt_bias_H.data_ptr(),
             state_SGRKV.data_ptr(), state_SGRKV.stride(0), state_SGRKV.stride(1), o_TGRV.data_ptr(),
-            rows.cu_B1.data_ptr(), rows.read_B.data_ptr(), rows.write_B.data_ptr(),
-            len(rows.read_B), groups, heads, key_dim, value_dim,
+            rows.cu_B1.data_ptr(), rows.read_B.data_ptr(), rows.writes_BK.data_ptr(),
+            *rows.writes_BK.shape, groups, heads, key_dim, value_dim,
         )  # fmt: skip
         return o_TGRV
 

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from tidemill.kernels.rows import Rows, integers
+from tidemill.kernels.rows import Rows, integers, slots_after
 
 EPSILON = 1e-6
 
@@ -22,7 +22,7 @@ def gated_delta(
                  length 1, q is then scaled by K ** -0.5
     gates_TI     [T, G * 2 * R], of each key head b then a of its value heads: beta = sigmoid(b),
                  g = -exp(a_log) * softplus(a + dt_bias)
-    state_SGRKV  [states, G, R, K, V], read by `rows.read_B` (-1: zeros), written by `rows.write_B`
+    state_SGRKV  [states, G, R, K, V], read by `rows.read_B` (-1: zeros), written by `rows.writes_BK`
     """
     _, groups, heads, key_dim, value_dim = state_SGRKV.shape
     q_TGK = _unit(mixed_TGC[..., :key_dim]) * key_dim**-0.5
@@ -32,8 +32,8 @@ def gated_delta(
     beta_TGR, a_TGR = torch.sigmoid(gates_TG2R[:, :, 0]), gates_TG2R[:, :, 1]
     g_TGR = -a_log_H.view(groups, heads).exp() * functional.softplus(a_TGR + dt_bias_H.view(groups, heads))
     o_TGRV = torch.empty_like(v_TGRV, memory_format=torch.contiguous_format)
-    starts = integers(rows.cu_B1)
-    for b, (read, write) in enumerate(zip(integers(rows.read_B), integers(rows.write_B), strict=True)):
+    starts, slots = integers(rows.cu_B1), slots_after(rows)
+    for b, read in enumerate(integers(rows.read_B)):
         state = state_SGRKV[read].clone() if read >= 0 else torch.zeros_like(state_SGRKV[0])
         for t in range(starts[b], starts[b + 1]):
             state = state * g_TGR[t, :, :, None, None].exp()
@@ -41,7 +41,8 @@ def gated_delta(
             change_GRV = beta_TGR[t, :, :, None] * (v_TGRV[t] - known_GRV)
             state = state + torch.einsum("gk,grv->grkv", k_TGK[t], change_GRV)
             o_TGRV[t] = torch.einsum("gk,grkv->grv", q_TGK[t], state)
-        state_SGRKV[write] = state
+            if t in slots:
+                state_SGRKV[slots[t]] = state
     return o_TGRV
 
 

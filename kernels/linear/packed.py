@@ -9,7 +9,7 @@ import torch
 class Packed:
     """Weights `[.., out, in]` in the order of the variant that packed them; leading dimensions are experts.
 
-    data    the weights; only `linear` and `moe` of the same variant understand their order
+    data    the weights; only `linear`, `moe_inner` and `moe_outer` of the same variant understand their order
     bias_N  [out] or None
     """
 

@@ -7,7 +7,7 @@ from tidemill.kernels.linear.packed import Packed
 
 
 def pack(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> Packed:
-    """Weights `[.., N, K]` for `linear` (no leading dimension) or `moe` (experts)."""
+    """Weights `[.., N, K]` for `linear` (no leading dimension) or `moe_inner` and `moe_outer` (experts)."""
     return Packed(weight_NK, bias_N, weight_NK.shape[-2], weight_NK.shape[-1])
 
 

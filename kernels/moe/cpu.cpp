@@ -1,10 +1,24 @@
-// Mixture of experts: routing, and the routed experts as linears over gathered rows.
+// Mixture of experts: routing, and the two halves of the routed experts as linears over gathered rows.
 #include "../cpu.h"
+
+namespace {
+struct Picks {  // indices into chosen, by expert, then by token; those of expert e are [start[e], start[e + 1])
+    std::vector<int64_t> start, index;
+};
+
+Picks by_expert(const int32_t* chosen, int64_t count, int64_t experts) {
+    Picks picks{std::vector<int64_t>(experts + 1), std::vector<int64_t>(count)};
+    for (int64_t i = 0; i < count; i++) picks.start[chosen[i] + 1]++;
+    for (int64_t e = 0; e < experts; e++) picks.start[e + 1] += picks.start[e];
+    std::vector<int64_t> next(picks.start);
+    for (int64_t i = 0; i < count; i++) picks.index[next[chosen[i]]++] = i;
+    return picks;
+}
 
 // The top_k most probable experts of each token in ascending order of id (ties go to the lower id), with their softmax
 // probabilities, divided by their sum if renormalise.
-extern "C" void moe_route(const float* logits, int32_t* chosen, float* weights, int64_t tokens, int64_t experts,
-                          int64_t top_k, int64_t renormalise) {
+void route(const float* logits, int32_t* chosen, float* weights, int64_t tokens, int64_t experts, int64_t top_k,
+           bool renormalise) {
     std::vector<float> p(experts);
     std::vector<int32_t> order(experts);
     for (int64_t t = 0; t < tokens; t++) {
@@ -24,31 +38,49 @@ extern "C" void moe_route(const float* logits, int32_t* chosen, float* weights, 
         }
     }
 }
+}  // namespace
 
-// y[t] = sum over its experts, in ascending order, of weight * down(silu(gate(x[t])) * up(x[t])). Packed weights of
-// expert e start at e * gate_up_size and e * down_size.
-extern "C" void moe_experts(const float* x, const int32_t* chosen, const float* weights, const float* gate_up,
-                            int64_t gate_up_size, const float* down, int64_t down_size, float* y, int64_t tokens,
-                            int64_t experts, int64_t top_k, int64_t width, int64_t inner) {
-    std::vector<std::vector<int64_t>> picks(experts);  // of each expert: indices into chosen, by token
-    for (int64_t i = 0; i < tokens * top_k; i++) picks[chosen[i]].push_back(i);
-    std::fill(y, y + tokens * width, 0.0f);
-    std::vector<float> in, projected, hidden, out;
+// hidden[t][i] = silu(gate(x[t])) * up(x[t]) of the expert chosen[t][i]. Packed weights of expert e start at
+// e * gate_up_size.
+extern "C" void moe_inner(const float* x, const float* logits, const float* gate_up, int64_t gate_up_size,
+                          float* hidden, int32_t* chosen, float* weights, int64_t tokens, int64_t experts,
+                          int64_t top_k, int64_t renormalise, int64_t width, int64_t inner) {
+    route(logits, chosen, weights, tokens, experts, top_k, renormalise);
+    const Picks picks = by_expert(chosen, tokens * top_k, experts);
+    std::vector<float> in, projected;
     for (int64_t e = 0; e < experts; e++) {
-        const int64_t n = picks[e].size();
+        const int64_t *pick = picks.index.data() + picks.start[e], n = picks.start[e + 1] - picks.start[e];
         if (n == 0) continue;
-        in.resize(n * width), projected.resize(n * 2 * inner), hidden.resize(n * inner), out.resize(n * width);
+        in.resize(n * width), projected.resize(n * 2 * inner);
         for (int64_t r = 0; r < n; r++)
-            std::memcpy(in.data() + r * width, x + picks[e][r] / top_k * width, width * sizeof(float));
+            std::memcpy(in.data() + r * width, x + pick[r] / top_k * width, width * sizeof(float));
         linear(in.data(), width, gate_up + e * gate_up_size, nullptr, projected.data(), n, 2 * inner, width);
         for (int64_t r = 0; r < n; r++) {
             const float *gate = projected.data() + r * 2 * inner, *up = gate + inner;
-            for (int64_t i = 0; i < inner; i++) hidden[r * inner + i] = silu(gate[i]) * up[i];
+            float* out = hidden + pick[r] * inner;
+            for (int64_t i = 0; i < inner; i++) out[i] = silu(gate[i]) * up[i];
         }
-        linear(hidden.data(), inner, down + e * down_size, nullptr, out.data(), n, width, inner);
+    }
+}
+
+// y[t] = sum over its experts, in ascending order, of weight * down(hidden). Packed weights of expert e start at
+// e * down_size.
+extern "C" void moe_outer(const float* hidden, const int32_t* chosen, const float* weights, const float* down,
+                          int64_t down_size, float* y, int64_t tokens, int64_t experts, int64_t top_k, int64_t width,
+                          int64_t inner) {
+    const Picks picks = by_expert(chosen, tokens * top_k, experts);
+    std::fill(y, y + tokens * width, 0.0f);
+    std::vector<float> in, out;
+    for (int64_t e = 0; e < experts; e++) {
+        const int64_t *pick = picks.index.data() + picks.start[e], n = picks.start[e + 1] - picks.start[e];
+        if (n == 0) continue;
+        in.resize(n * inner), out.resize(n * width);
+        for (int64_t r = 0; r < n; r++)
+            std::memcpy(in.data() + r * inner, hidden + pick[r] * inner, inner * sizeof(float));
+        linear(in.data(), inner, down + e * down_size, nullptr, out.data(), n, width, inner);
         for (int64_t r = 0; r < n; r++) {
-            float* to = y + picks[e][r] / top_k * width;
-            const float weight = weights[picks[e][r]], *from = out.data() + r * width;
+            float* to = y + pick[r] / top_k * width;
+            const float weight = weights[pick[r]], *from = out.data() + r * width;
             for (int64_t i = 0; i < width; i++) to[i] = __builtin_fmaf(weight, from[i], to[i]);
         }
     }

@@ -1,35 +1,55 @@
-"""`moe` on CPU: each token's sum runs in ascending order of its experts, whatever else is in the batch."""
+"""`moe_inner` and `moe_outer` on CPU: a token's sum runs in ascending order of its experts, in any batch."""
 
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from tidemill.kernels.build import Library
 from tidemill.kernels.moe.experts import Experts
 
 
-def bind(library: Library) -> Callable[[torch.Tensor, torch.Tensor, Experts], torch.Tensor]:
-    route = library.function("moe_route")
-    run = library.function("moe_experts")
+def bind_moe_inner(library: Library) -> Callable[[Tensor, Tensor, Experts], tuple[Tensor, Tensor, Tensor]]:
+    call = library.function("moe_inner")
 
-    def moe(x_TH: torch.Tensor, logits_TE: torch.Tensor, experts: Experts) -> torch.Tensor:
+    def moe_inner(x_TH: Tensor, logits_TE: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor]:
         (tokens, width), count = x_TH.shape, logits_TE.shape[1]
+        gate_up, inner = experts.gate_up.data, experts.gate_up.out_features // 2
         assert x_TH.dtype == logits_TE.dtype == torch.float32
         assert x_TH.is_contiguous()
         assert logits_TE.is_contiguous()
-        gate_up, down = experts.gate_up.data, experts.down.data
+        assert (len(gate_up), experts.gate_up.in_features) == (count, width)
+        hidden_TKI = x_TH.new_empty(tokens, experts.top_k, inner)
         chosen_TK = torch.empty(tokens, experts.top_k, dtype=torch.int32)
         weights_TK = x_TH.new_empty(tokens, experts.top_k)
-        y_TH = x_TH.new_empty(tokens, width)
-        route(
-            logits_TE.data_ptr(), chosen_TK.data_ptr(), weights_TK.data_ptr(),
-            tokens, count, experts.top_k, experts.renormalise,
+        call(
+            x_TH.data_ptr(), logits_TE.data_ptr(), gate_up.data_ptr(), gate_up.stride(0),
+            hidden_TKI.data_ptr(), chosen_TK.data_ptr(), weights_TK.data_ptr(),
+            tokens, count, experts.top_k, experts.renormalise, width, inner,
         )  # fmt: skip
-        run(
-            x_TH.data_ptr(), chosen_TK.data_ptr(), weights_TK.data_ptr(),
-            gate_up.data_ptr(), gate_up.stride(0), down.data_ptr(), down.stride(0), y_TH.data_ptr(),
-            tokens, count, experts.top_k, width, experts.down.in_features,
+        return hidden_TKI, chosen_TK, weights_TK
+
+    return moe_inner
+
+
+def bind_moe_outer(library: Library) -> Callable[[Tensor, Tensor, Tensor, Experts], Tensor]:
+    call = library.function("moe_outer")
+
+    def moe_outer(hidden_TKI: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
+        tokens, top_k, inner = hidden_TKI.shape
+        down, width = experts.down.data, experts.down.out_features
+        assert hidden_TKI.dtype == weights_TK.dtype == torch.float32
+        assert chosen_TK.dtype == torch.int32
+        assert hidden_TKI.is_contiguous()
+        assert chosen_TK.is_contiguous()
+        assert weights_TK.is_contiguous()
+        assert chosen_TK.shape == weights_TK.shape == (tokens, top_k)
+        assert inner == experts.down.in_features
+        y_TH = hidden_TKI.new_empty(tokens, width)
+        call(
+            hidden_TKI.data_ptr(), chosen_TK.data_ptr(), weights_TK.data_ptr(),
+            down.data_ptr(), down.stride(0), y_TH.data_ptr(), tokens, len(down), top_k, width, inner,
         )  # fmt: skip
         return y_TH
 
-    return moe
+    return moe_outer

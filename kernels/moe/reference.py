@@ -1,4 +1,7 @@
-"""The definition of `moe`: softmax routing, top-k, and the weighted sum of the experts chosen."""
+"""The definition of `moe_inner` and `moe_outer`: softmax routing, top-k, and the weighted sum of the experts.
+
+Two halves, so that ranks that hold slices of the experts can exchange `hidden` between them.
+"""
 
 import torch
 from torch.nn import functional
@@ -6,15 +9,34 @@ from torch.nn import functional
 from tidemill.kernels.moe.experts import Experts
 
 
-def moe(x_TH: torch.Tensor, logits_TE: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """Sum over a token's experts of weight * down(silu(gate(x)) * up(x)), `[T, H]`."""
+def moe_inner(
+    x_TH: torch.Tensor, logits_TE: torch.Tensor, experts: Experts
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """silu(gate(x)) * up(x) of the K experts of each token, as wide as `experts.gate_up` says.
+
+    Returns hidden `[T, K, I]`, the experts chosen, int32 `[T, K]`, ascending, and their weights `[T, K]`.
+    """
     weights_TK, chosen_TK = logits_TE.softmax(-1).topk(experts.top_k)
     if experts.renormalise:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-    y_TH = torch.zeros_like(x_TH)
+    chosen_TK, order_TK = chosen_TK.sort(-1)
+    hidden_TKI = x_TH.new_empty(*chosen_TK.shape, experts.gate_up.out_features // 2)
     for expert in range(logits_TE.shape[1]):
         token, pick = torch.where(chosen_TK == expert)
         gate, up = functional.linear(x_TH[token], experts.gate_up.data[expert]).chunk(2, dim=-1)
-        out = functional.linear(functional.silu(gate) * up, experts.down.data[expert])
-        y_TH[token] += weights_TK[token, pick, None] * out
+        hidden_TKI[token, pick] = functional.silu(gate) * up
+    return hidden_TKI, chosen_TK.int(), weights_TK.gather(-1, order_TK)
+
+
+def moe_outer(
+    hidden_TKI: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor, experts: Experts
+) -> torch.Tensor:
+    """Sum over a token's experts, in ascending order, of weight * down(hidden), `[T, H]`.
+
+    hidden_TKI  the full width of the experts; H is that of `experts.down`
+    """
+    y_TH = hidden_TKI.new_zeros(len(hidden_TKI), experts.down.out_features)
+    for expert, down_HI in enumerate(experts.down.data):
+        token, pick = torch.where(chosen_TK == expert)
+        y_TH[token] += weights_TK[token, pick, None] * functional.linear(hidden_TKI[token, pick], down_HI)
     return y_TH

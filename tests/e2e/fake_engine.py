@@ -9,6 +9,7 @@ from tidemill.cluster.settings import WorkerSettings
 from tidemill.kvstore.errors import StoreError
 from tidemill.workers.messages import Announcement, Delta, Produced, Provenance, Request, Role, WorkerLoad
 from tidemill.workers.settings import EngineSettings
+from tidemill.workers.tp.link import StartRanks
 
 BREAK_TOKEN = 666
 """A prompt that ends with it breaks the step loop."""
@@ -81,9 +82,13 @@ class FakeBuilt:
     memory_bytes: int = 0
     memory_floor_bytes: int = 0
     memory_max_bytes: int = 0
+    group: None = None
 
 
-def build(settings: EngineSettings, progress: Callable[[int, int], None]) -> FakeBuilt:
+def build(
+    settings: EngineSettings, progress: Callable[[int, int], None], start_ranks: StartRanks
+) -> FakeBuilt:
+    del start_ranks
     progress(1, 2)
     if settings.store_url == REFUSED_STORE:
         raise StoreError("the store at /refused cannot be written: give it another --store")

@@ -73,7 +73,7 @@ def outcomes(streams: list[Stream]) -> list[Outcome]:
 def test_a_budget_is_lowered_and_raised_by_hand_while_streams_run(server: Server) -> None:
     """Lowered to less than what the eight streams hold: they go on with the exact tokens, one after the other
     when need be, and the system has the memory back."""
-    bodies = [body_of(index, 100 + 9 * index, 800) for index in range(8)]
+    bodies = [body_of(index, 100 + 9 * index, 1200) for index in range(8)]
     expected = outcomes(asyncio.run(run_all(server.url, bodies)))
     (pid,) = (row["info"]["pid"] for row in server.workers("decode"))
     decode = memory_of(server)["decode-0"]

@@ -56,7 +56,8 @@ def _is_caught(copy: Path, planted: Planted) -> bool:
 def _passes(copy: Path, tests: Iterable[str]) -> bool:
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "tests.mutations.no_shrinking"]
     command = [sys.executable, "-B", "-m", "pytest", *options, *tests]
-    environment = os.environ | {"SIM_RUNS": str(SIM_RUNS), "OMP_NUM_THREADS": "1"}
+    paths = f"{copy}/src:{copy}"  # also for processes that the tests start
+    environment = os.environ | {"SIM_RUNS": str(SIM_RUNS), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     try:
         done = subprocess.run(
             command, cwd=copy, env=environment, capture_output=True, timeout=HANG_S, check=False

@@ -46,8 +46,10 @@ LEDGER_BUGS = (
     Planted(
         "a page that a step in flight reads is free at once",
         "kvstore/ledger.py",
-        "if not taken_over and lease.flights:",
-        "if not taken_over and not lease.committed:",
+        """                if lease.flights:
+                    lease.flights[-1].limbo_pages""",
+        """                if not lease.committed:
+                    lease.flights[-1].limbo_pages""",
         f"{LEASES} {LEDGER}",
     ),
     Planted(
@@ -90,17 +92,18 @@ LEDGER_BUGS = (
         MATRIX,
     ),
     Planted(
-        "pages that a step in flight writes are trimmed",
+        "a step in flight keeps the page table of another's page",
         "kvstore/ledger.py",
-        "max((flight.end for flight in lease.flights), default=lease.committed)",
-        "lease.committed",
+        """                lease.count_pages()
+                if""",
+        """                if""",
         f"{LEASES} {LEDGER}",
     ),
     Planted(
         "the page that nobody keeps leaks",
         "kvstore/ledger.py",
-        """            elif not taken_over:
-                self._cache.give_page(page)
+        """                else:
+                    self._cache.give_page(page)
 """,
         "",
         f"{LEASES} {LEDGER}",

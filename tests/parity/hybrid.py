@@ -136,7 +136,7 @@ class Runner:
             ),
             lens_B=torch.tensor(ends, dtype=torch.int32),
             read_B=torch.tensor([s.state if s.computed else -1 for s, _ in batch], dtype=torch.int32),
-            write_B=torch.tensor([s.state for s, _ in batch], dtype=torch.int32),
+            writes_BK=torch.tensor([[s.state] for s, _ in batch], dtype=torch.int32),
         )
         hidden = self.loaded.model.forward(inputs, self.caches)
         start = 0

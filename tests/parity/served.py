@@ -11,6 +11,9 @@ from tidemill.workers.build import Built, build_engine
 from tidemill.workers.messages import Provenance, Request
 from tidemill.workers.settings import EngineSettings
 
+LANDING_S_MAX = 60
+LOOK_S = 0.001
+
 
 @asynccontextmanager
 async def serving(settings: EngineSettings, **changes: object) -> AsyncGenerator[Built]:
@@ -20,6 +23,9 @@ async def serving(settings: EngineSettings, **changes: object) -> AsyncGenerator
     try:
         yield built
         await built.engine.drain_publications()
+        async with asyncio.timeout(LANDING_S_MAX):
+            while built.engine.load().memory.live:  # noqa: ASYNC110  steps are in flight, and tell nobody
+                await asyncio.sleep(LOOK_S)
         load = built.engine.load()
         assert (load.memory.live, load.running_rows, load.waiting_rows) == (0, 0, 0)
     finally:

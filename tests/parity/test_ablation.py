@@ -9,12 +9,12 @@ from pathlib import Path
 from benchmarks.keeper.questions import Question, questions
 
 from tests.parity.served import answer, serving
-from tidemill.cluster.http.text import Message
-from tidemill.cluster.http.tokenizer import load_tokenizer
 from tidemill.kvstore.file_store import FileStore
 from tidemill.kvstore.keys import Kind, Namespace, ObjectKey, page_keys
 from tidemill.kvstore.layout import Layout, layout_of, restorable_end
 from tidemill.kvstore.store import Got, Put
+from tidemill.workers.api.text import Message
+from tidemill.workers.api.tokenizer import load_tokenizer
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.registry import describe

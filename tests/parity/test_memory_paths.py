@@ -24,6 +24,7 @@ from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.registry import describe
 from tidemill.workers.settings import CheckpointStrategy, EngineSettings
+from tidemill.workers.step import Drawn, Row
 
 P = 16
 NEW_TOKENS = 20
@@ -48,10 +49,16 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
     seen: Logits = {}
     draw = runner.draw
 
-    def recorded(logits_NV: torch.Tensor, samplings: list[Sampling], positions: list[int]) -> list[int]:
-        for row_V, sampling, position in zip(logits_NV, samplings, positions, strict=True):
-            seen[sampling.seed, position] = row_V.clone()
-        return draw(logits_NV, samplings, positions)
+    def recorded(logits_NV: torch.Tensor, rows: list[Row]) -> list[Drawn]:
+        found = draw(logits_NV, rows)
+        first = 0
+        for row, drawn in zip(rows, found, strict=True):
+            assert row.draws is not None
+            for count in range(len(drawn.tokens)):  # what lies behind a wrong guess is not drawn from
+                position = row.end - row.drafts + count
+                seen[row.draws.sampling.seed, position] = logits_NV[first + count].clone()
+            first += row.drafts + 1
+        return found
 
     monkeypatch.setattr(runner, "draw", recorded)
     monkeypatch.setattr(build, "layout_of", partial(layout_of, extent_bytes_min=1, granule_bytes=1))
@@ -177,14 +184,25 @@ def compare(bed: Bed, cold: Cold, kl_max: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "policy", "interval"),
-    [("none", "lru", 16), ("double", "value", 32), ("lazy", "lru", 16), ("lazy", "value", 48)],
+    ("strategy", "policy", "interval", "drafts_max", "overlap"),
+    [
+        ("none", "lru", 16, 4, True),
+        ("double", "value", 32, 0, True),
+        ("lazy", "lru", 16, 3, True),
+        ("lazy", "value", 48, 3, False),
+    ],
 )
 def test_eviction_preemption_junctions_and_thinning(
-    bed: Callable[[KvDtype], Bed], strategy: CheckpointStrategy, policy: Policy, interval: int
+    bed: Callable[[KvDtype], Bed],
+    strategy: CheckpointStrategy,
+    policy: Policy,
+    interval: int,
+    drafts_max: int,
+    overlap: bool,  # noqa: FBT001  a parameter of the test
 ) -> None:
     one = bed("float32")
     tight = {"checkpoint_strategy": strategy, "eviction": policy, "checkpoint_interval": interval}
+    tight |= {"drafts_max": drafts_max, "overlap": overlap}
 
     async def main() -> None:
         cold = await cold_of(one, conversations())
@@ -207,8 +225,9 @@ def test_eviction_preemption_junctions_and_thinning(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("drafts_max", [0, 4])
 @pytest.mark.parametrize("strategy", ["none", "lazy"])
-def test_preemption(bed: Callable[[KvDtype], Bed], strategy: CheckpointStrategy) -> None:
+def test_preemption(bed: Callable[[KvDtype], Bed], strategy: CheckpointStrategy, drafts_max: int) -> None:
     """Short prompts are admitted together; their answers do not fit together."""
     one = bed("float32")
     requests = [
@@ -219,7 +238,10 @@ def test_preemption(bed: Callable[[KvDtype], Bed], strategy: CheckpointStrategy)
     async def main() -> None:
         cold = await cold_of(one, requests)
         async with serving(
-            one.settings, memory_bytes=one.memory_for(10), checkpoint_strategy=strategy
+            one.settings,
+            memory_bytes=one.memory_for(10),
+            checkpoint_strategy=strategy,
+            drafts_max=drafts_max,
         ) as built:
             assert await ask(built, requests) == cold.first
             compare(one, cold, 0.0)

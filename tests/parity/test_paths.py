@@ -119,6 +119,28 @@ def test_the_size_of_a_step_does_not_matter(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("drafts_max", [0, 1, 5])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_overlap_and_guesses(
+    settings: EngineSettings,
+    wanted: dict[str, list[int]],
+    overlap: bool,  # noqa: FBT001  a parameter of the test
+    drafts_max: int,
+) -> None:
+    async def main() -> None:
+        requests = requests_of(16)
+        async with serving(settings, page_tokens=16, overlap=overlap, drafts_max=drafts_max) as built:
+            await check(built, requests, wanted)
+            for request in requests[:4]:
+                await check(built, [replace(request, salt="alone")], wanted)
+            counters = built.engine.load().counters
+            tried, right = counters.get("spec_drafted_tokens", 0), counters.get("spec_accepted_tokens", 0)
+            assert right <= tried
+            assert (tried > 0) == (drafts_max > 0)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("page_tokens", PAGES)
 def test_produced_on_one_engine_and_generated_on_another(
     settings: EngineSettings, wanted: dict[str, list[int]], page_tokens: int, tmp_path: Path
@@ -164,7 +186,7 @@ def test_preempted_and_evicted(
             Request(
                 request_id=f"filler {seed}",
                 tokens=tokens_of(200 + seed, seed),
-                max_new_tokens=3 * page_tokens,
+                max_new_tokens=max(100, 3 * page_tokens),
                 sampling=SAMPLINGS[0],
             )
             for seed in range(24)

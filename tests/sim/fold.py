@@ -6,13 +6,14 @@ page, a stale state, a token folded twice or not at all changes that token and a
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from random import Random
 
+from tests.sim.in_order import InOrder
 from tidemill.kvstore.layout import Attention, Layout, Linear, PageId, StateId, layout_of
 from tidemill.workers.messages import Request
-from tidemill.workers.step import Row, Step
+from tidemill.workers.step import PENDING, Drawn, Row, Step
 
 VOCABULARY = 251
 KV_BYTES = 16
@@ -30,29 +31,90 @@ def fold_layout(page_tokens: int, *, hybrid: bool, extent_bytes_min: int = 256) 
     return layout
 
 
+class Broke(Exception):
+    """What a step raises on purpose, and the one after it that needs its tokens."""
+
+
+def sound(_: Step) -> Exception | None:
+    return None
+
+
 class FoldRunner:
-    def __init__(self, layout: Layout, memory: memoryview, rng: Random, step_s_max: float) -> None:
+    """An exception that is none of `breaks` fails the whole run of the simulator: an engine that goes on
+    after a step that broke must not hide it."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        memory: memoryview,
+        rng: Random,
+        step_s_max: float,
+        vocabulary: int = VOCABULARY,
+        breaks: Callable[[Step], Exception | None] = sound,
+    ) -> None:
+        """A step of which `breaks` makes an exception leaves garbage wherever it may write."""
         self._layout, self._memory = layout, memory
         self._rng, self._step_s_max = rng, step_s_max
+        self._vocabulary = vocabulary
+        self._order = InOrder[list[Drawn]]()
+        self._breaks = breaks
+        self._last: dict[str, int] | None = {}  # what each row of the step before drew; None: it broke
 
-    async def run(self, step: Step) -> list[int | None]:
+    def run(self, step: Step) -> asyncio.Future[list[Drawn]]:
+        return self._order.add(lambda: self._run(step))
+
+    async def _run(self, step: Step) -> list[Drawn]:
         await asyncio.sleep(self._rng.random() * self._step_s_max)
-        drawn = [self._row(row) for row in step]
+        last, self._last = self._last, None
+        error = self._breaks(step)
+        if error is None and last is None and any(PENDING in row.tokens for row in step):
+            error = Broke("the tokens of the step before are lost")
+        if error is not None:
+            self._spoil(step)
+            raise error
+        try:
+            drawn = [self._row(row, (last or {}).get(row.sequence_id)) for row in step]
+        except Exception as error:
+            asyncio.get_running_loop().call_exception_handler({"message": "a wrong step", "exception": error})
+            raise
+        self._last = {
+            row.sequence_id: one.tokens[-1] for row, one in zip(step, drawn, strict=True) if one.tokens
+        }
         await asyncio.sleep(self._rng.random() * self._step_s_max)
         return drawn
 
-    def _row(self, row: Row) -> int | None:
+    def _row(self, row: Row, last: int | None) -> Drawn:
+        """Every place of the row is written before anything is drawn, wrong guesses included."""
+        known = len(row.tokens) - row.drafts
         state = EMPTY if row.read is None else bytes(self._state(row.read))
+        states: list[bytes] = []
         for position, token in enumerate(row.tokens, row.start):
+            if token == PENDING:
+                assert last is not None, "a token that no row of the step before drew"
+                token = last  # noqa: PLW2901  it stands for this one
             state = _digest(state, token)
+            states.append(state)
             self._kv(row.pages, position)[:] = state if self._layout.hybrid else _digest(EMPTY, token)
-        if row.write is not None:
-            self._state(row.write)[:] = state
-        if row.sampling is None:
-            return None
-        known = row.start + len(row.tokens)
-        kv = b"".join(bytes(self._kv(row.pages, position)) for position in range(known))
-        return _draw(state if self._layout.hybrid else EMPTY, kv, row.sampling.seed, known)
+        for slot, after in zip(reversed(row.writes), reversed(states), strict=False):
+            self._state(slot)[:] = after
+        drawn: list[int] = []
+        if row.draws is None:
+            return Drawn()
+        for count in range(known, len(row.tokens) + 1):
+            position = row.start + count
+            kv = b"".join(bytes(self._kv(row.pages, at)) for at in range(position))
+            after = states[count - 1] if self._layout.hybrid else EMPTY
+            drawn.append(_draw(after, kv, row.draws.sampling.seed, position, self._vocabulary))
+            if count == len(row.tokens) or drawn[-1] != row.tokens[count]:
+                break
+        return Drawn(tuple(drawn))
+
+    def _spoil(self, step: Step) -> None:
+        for row in step:
+            for position in range(row.start, row.end):
+                self._kv(row.pages, position)[:] = b"\xee" * KV_BYTES
+            for slot in row.writes:
+                self._state(slot)[:] = b"\xee" * len(EMPTY)
 
     def _kv(self, pages: Sequence[PageId], position: int) -> memoryview:
         size = self._layout.page_tokens
@@ -64,7 +126,7 @@ class FoldRunner:
         return self._memory[start : start + len(EMPTY)]
 
 
-def expected(request: Request, *, hybrid: bool) -> list[int]:
+def expected(request: Request, *, hybrid: bool, vocabulary: int = VOCABULARY) -> list[int]:
     """The tokens of `request` by the definition of the fake model, without any cache."""
     tokens = list(request.tokens)
     state, kv = EMPTY, b""
@@ -72,7 +134,7 @@ def expected(request: Request, *, hybrid: bool) -> list[int]:
         state = _digest(state, token)
         kv += state if hybrid else _digest(EMPTY, token)
     while len(tokens) < len(request.tokens) + request.max_new_tokens:
-        token = _draw(state if hybrid else EMPTY, kv, request.sampling.seed, len(tokens))
+        token = _draw(state if hybrid else EMPTY, kv, request.sampling.seed, len(tokens), vocabulary)
         tokens.append(token)
         if token in request.stop_token_ids:
             break
@@ -85,6 +147,6 @@ def _digest(state: bytes, token: int) -> bytes:
     return blake2b(token.to_bytes(4, "little"), key=state, digest_size=16).digest()
 
 
-def _draw(state: bytes, kv: bytes, seed: int, position: int) -> int:
+def _draw(state: bytes, kv: bytes, seed: int, position: int, vocabulary: int) -> int:
     key = seed.to_bytes(8, "little") + position.to_bytes(8, "little")
-    return blake2b(state + kv, key=key, digest_size=8).digest()[0] % VOCABULARY
+    return blake2b(state + kv, key=key, digest_size=8).digest()[0] % vocabulary

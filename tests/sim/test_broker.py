@@ -22,7 +22,8 @@ from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.ledger import Ledger
 from tidemill.kvstore.memory_store import MemoryStore
 from tidemill.workers.build import extents_for
-from tidemill.workers.engine import Engine, Limits
+from tidemill.workers.engine import Engine
+from tidemill.workers.limits import Limits
 from tidemill.workers.messages import (
     Heartbeat,
     MemoryUse,
@@ -224,6 +225,7 @@ def test_two_models_share_one_device(seed: int) -> None:
                 life.cancel()
             await asyncio.wait(lives)
         for peer in peers:
+            await peer.engine.drain_publications()
             assert peer.ledger.num_leases == 0
             peer.ledger.check()
 

@@ -5,7 +5,7 @@
 
 import asyncio
 import os
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from random import Random
 
 import pytest
@@ -13,11 +13,11 @@ import pytest
 from tests.sim.faulty_store import FaultyStore
 from tests.sim.fold import VOCABULARY, expected, fold_layout
 from tests.sim.loop import simulate
-from tests.sim.world import Weather, World
+from tests.sim.world import POISON, Weather, World
 from tidemill.cluster.flow import serve
 from tidemill.kvstore.layout import Layout
 from tidemill.workers.build import capacity_tokens, extents_for
-from tidemill.workers.messages import Request, Sampling, Unserved
+from tidemill.workers.messages import Request, RequestError, Sampling, Unserved
 from tidemill.workers.restore import PREEMPTIONS_MAX
 
 FIRST = int(os.environ.get("SIM_SEED", "0"))
@@ -47,17 +47,21 @@ async def _run(rng: Random) -> None:
     )
     world = World(rng, weather, store, layout)
     longest = min(100, capacity_tokens(layout, weather.extents_min))
-    shared = [rng.randrange(VOCABULARY) for _ in range(rng.randrange(longest // 2))]
+    shared = [rng.randrange(weather.vocabulary) for _ in range(rng.randrange(longest // 2))]
+    poisoned = rng.random() < 0.1
     try:
         async with asyncio.timeout(VIRTUAL_S_MAX), asyncio.TaskGroup() as clients:
             for index in range(8):
                 clients.create_task(_client(world, rng, index, shared, longest))
+            if poisoned:
+                clients.create_task(_poison(world, rng, shared))
     finally:
         await world.stop()
     for life in world.lives:
         assert life.ledger.num_leases == 0, "a lease outlived its request"
         life.ledger.check()
-        assert weather.resize_s or life.engine.preemptions_max <= PREEMPTIONS_MAX
+        troubled = weather.resize_s or weather.breaks or poisoned  # preempted for no lack of memory
+        assert troubled or life.engine.preemptions_max <= PREEMPTIONS_MAX
 
 
 def _weather(rng: Random, layout: Layout) -> Weather:
@@ -81,6 +85,10 @@ def _weather(rng: Random, layout: Layout) -> Weather:
         prefill=0 if mixed else rng.choice([1, 2]),
         decode=0 if mixed else rng.choice([1, 2]),
         mixed=mixed,
+        overlap=rng.random() < 0.75,
+        drafts_max=rng.choice([0, 0, 1, 2, 4]),
+        vocabulary=rng.choice([VOCABULARY, 3]),
+        breaks=rng.choice([0, 0, 0.01, 0.1]),
     )
 
 
@@ -89,7 +97,7 @@ async def _client(world: World, rng: Random, index: int, shared: list[int], long
     tokens = list(shared)
     for turn in range(rng.choice([1, 1, 2, 3])):
         await asyncio.sleep(rng.random() * rng.choice([0, 1, 10]))
-        tokens += [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 9))]
+        tokens += [rng.randrange(world.weather.vocabulary) for _ in range(rng.randrange(1, 9))]
         left = longest - len(tokens)
         if left < 1:
             return
@@ -98,7 +106,8 @@ async def _client(world: World, rng: Random, index: int, shared: list[int], long
             tokens=tuple(tokens),
             max_new_tokens=rng.randrange(1, min(30, left) + 1),
             sampling=Sampling(seed=rng.randrange(3)),
-            stop_token_ids=(7,) if rng.random() < 0.5 else (),
+            stop_token_ids=(2 + rng.randrange(6),) if rng.random() < 0.5 else (),
+            priority=rng.choice([0, 0, 0, 1, -3]),
         )
         answer = await _ask(world, request, patience=rng.choice([1, 5, 1000, 1000, 1000]))
         if answer is None:
@@ -106,9 +115,17 @@ async def _client(world: World, rng: Random, index: int, shared: list[int], long
         tokens += answer
 
 
+async def _poison(world: World, rng: Random, shared: list[int]) -> None:
+    """It is refused, and nobody else; unless it is not served at all."""
+    await asyncio.sleep(rng.random() * 5)
+    request = Request(request_id=POISON, tokens=(*shared, 1), max_new_tokens=1)
+    with suppress(Unserved), pytest.raises(RequestError, match="on no other"):
+        await _ask(world, request, patience=1000)
+
+
 async def _ask(world: World, request: Request, patience: int) -> list[int] | None:
     """The answer, checked; None when the client hung up after `patience` tokens, or nobody served it."""
-    want = expected(request, hybrid=world.layout.hybrid)
+    want = expected(request, hybrid=world.layout.hybrid, vocabulary=world.weather.vocabulary)
     got: list[int] = []
     finish = None
     try:

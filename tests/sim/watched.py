@@ -21,8 +21,8 @@ class WatchedEngine(Engine):
     def _times(self) -> Counter[str]:
         return Counter()
 
-    def _preempt(self, sequence: Sequence) -> None:
-        super()._preempt(sequence)
+    def _preempt(self, sequence: Sequence, error: Exception | None = None) -> None:
+        super()._preempt(sequence, error)
         self.preempted.append(sequence.request.request_id)
         self._times[sequence.id] += 1
         assert len(self.preempted) < PREEMPTIONS_MAX, "a storm: the loop turns and nothing runs"

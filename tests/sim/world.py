@@ -8,7 +8,7 @@ from random import Random
 from typing import TypeVar
 
 from tests.sim.faulty_store import FaultyStore
-from tests.sim.fold import FoldRunner
+from tests.sim.fold import VOCABULARY, Broke, FoldRunner
 from tests.sim.watched import WatchedEngine
 from tidemill.cluster.placement import Ask, Route
 from tidemill.cluster.router import Router
@@ -21,7 +21,7 @@ from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.ledger import Ledger
 from tidemill.kvstore.worth import Policy
 from tidemill.workers.build import capacity_tokens
-from tidemill.workers.engine import Limits
+from tidemill.workers.limits import Limits
 from tidemill.workers.messages import (
     Delta,
     Heartbeat,
@@ -34,9 +34,13 @@ from tidemill.workers.messages import (
 )
 from tidemill.workers.plan import Budget
 from tidemill.workers.settings import CheckpointStrategy
+from tidemill.workers.step import Step
 from tidemill.workers.transfer import Transfer
 
 T = TypeVar("T")
+
+POISON = "poison"
+"""How the names of requests begin that break every step in which they draw."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,10 @@ class Weather:
     decode: int
     mixed: int
     broker: bool = False  # all workers share one device, and start at their floors
+    overlap: bool = True
+    drafts_max: int = 0
+    vocabulary: int = VOCABULARY
+    breaks: float = 0.0  # of a step with several rows: each of them alone would not have broken it
 
 
 class SimWorker:
@@ -81,13 +89,15 @@ class SimWorker:
         self.engine = WatchedEngine(
             self.ledger,
             Transfer(layout, memory, world.store),
-            FoldRunner(layout, memory, world.rng, weather.step_s_max),
+            FoldRunner(layout, memory, world.rng, weather.step_s_max, weather.vocabulary, self._breaks),
             Limits(
                 budget=Budget(tokens_max=8 + layout.page_tokens, rows_max=8, page_tokens=layout.page_tokens),
                 capacity_tokens=capacity_tokens(layout, weather.extents_min),
                 extents_min=weather.extents_min,
                 checkpoint_strategy=weather.strategy,
                 checkpoint_interval=weather.checkpoint_interval,
+                overlap=weather.overlap,
+                drafts_max=weather.drafts_max,
             ),
             world.root_of,
         )
@@ -129,6 +139,16 @@ class SimWorker:
             self.world.kill(self)
         if self.dead.is_set():
             raise WorkerGone(self.info.worker)
+
+    def _breaks(self, step: Step) -> Exception | None:
+        """By chance, and always when a poison request goes beyond its prompt."""
+        if any(row.sequence_id.startswith(POISON) and row.draws is not None for row in step):
+            return Broke(POISON)
+        return (
+            Broke("by chance")
+            if len(step) > 1 and self.world.rng.random() < self.world.weather.breaks
+            else None
+        )
 
     async def _beat(self) -> None:
         sequence, full = 0, True

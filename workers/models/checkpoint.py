@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,21 +11,26 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from tidemill.workers.models.errors import ModelError
+from tidemill.workers.tp.sharding import Part
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = {"F32", "BF16", "F16"}
+DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 Progress = Callable[[int, int], None]
 
 
 class Checkpoint:
-    """The tensors of one folder by name; reading one counts its bytes and adds them to the fingerprint."""
+    """The tensors of one folder by name; reading one counts its bytes and adds them to the fingerprint.
 
-    def __init__(self, folder: Path, progress: Progress) -> None:
+    Without `digests`, only the bytes of the parts asked for are read, and there is no fingerprint.
+    """
+
+    def __init__(self, folder: Path, progress: Progress, *, digests: bool) -> None:
         """Opens the files and reads their headers. Raises ModelError when one is missing or damaged."""
         self._folder = folder
         self._progress = progress
+        self._digests = digests
         self._digest = xxhash.xxh3_128()
         self._files = {name: _open(folder / name) for name in _shards(folder)}
         self._file_of = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118  not a dict
@@ -44,27 +50,43 @@ class Checkpoint:
                     f"tensor {name} has shape {found} but config.json asks for {shape}: "
                     "the weights and config.json belong to different models"
                 )
-            if header.get_dtype() not in DTYPES:
+            if header.get_dtype() not in DTYPE_BYTES:
                 raise ModelError(
                     f"tensor {name} is {header.get_dtype()}: quantised weights are not supported, "
                     "use a float32, bfloat16 or float16 checkpoint"
                 )
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor in float32. Raises ModelError when its bytes cannot be read."""
+    def rows(self, name: str) -> int:
+        """How many rows the tensor has."""
+        return int(self._files[self._file_of[name]].get_slice(name).get_shape()[0])
+
+    def read(self, name: str, part: Part) -> torch.Tensor:
+        """The rows of `part` in float32. Raises ModelError when bytes cannot be read."""
+        file = self._files[self._file_of[name]]
+        header = file.get_slice(name)
         try:
-            tensor = cast("torch.Tensor", self._files[self._file_of[name]].get_tensor(name))
+            source = self._digested(name, file.get_tensor(name)) if self._digests else header
+            pieces = [cast("torch.Tensor", source[start:end]) for start, end in part.ranges if start < end]
         except SafetensorError as error:
             raise ModelError(f"tensor {name} cannot be read ({error}): download the model again") from error
-        data = tensor.contiguous().view(torch.uint8)
-        self._digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        self._digest.update(data.numpy().data)
-        self._done_bytes += data.numel()
+        shape = header.get_shape()
+        self._done_bytes += prod(shape) * DTYPE_BYTES[header.get_dtype()]
         self._progress(self._done_bytes, self._all_bytes)
-        return tensor.float()
+        if part.zeros:
+            pieces.append(torch.zeros(part.zeros, *shape[1:]))
+        if len(pieces) == 1 and len(pieces[0]) == shape[0]:
+            return pieces[0].float()
+        # A copy: a view would keep the whole tensor in memory.
+        return torch.cat([piece.float() for piece in pieces])
+
+    def _digested(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        self._digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        self._digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        return tensor
 
     def fingerprint(self, config: str) -> str:
         """Digest of `config` and of every tensor read so far, in the order of reading."""
+        assert self._digests
         digest = self._digest.copy()
         digest.update(config.encode())
         return digest.hexdigest()

@@ -8,9 +8,10 @@ import torch
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.moe.experts import Experts
-from tidemill.kvstore.layout import Attention, LayerSpec, Linear
+from tidemill.kvstore.layout import Attention, Linear
 from tidemill.workers.inputs import Caches, Inputs
 from tidemill.workers.models.qwen3_next_config import Config
+from tidemill.workers.tp.collectives import Ranks
 
 Read = Callable[[str], torch.Tensor]
 
@@ -62,11 +63,17 @@ class Layer:
 
 
 class Qwen3Next:
-    """The model with its weights in memory; computes in float32."""
+    """The model, or a rank's part of it, with its weights in memory; computes in float32.
 
-    def __init__(self, config: Config, read: Read, operators: Operators) -> None:
+    A rank has some heads of every mixer, some inner columns of every MLP and some rows of the vocabulary. Of
+    the projections back it computes some columns, over the whole of their input: what ranks exchange is
+    columns to put side by side, never terms to add up. `config` has the rank's heads, `read` its tensors.
+    """
+
+    def __init__(self, config: Config, read: Read, operators: Operators, ranks: Ranks) -> None:
         self._config = config
         self._ops = operators
+        self._ranks = ranks
         self._embedding_VH = read("model.embed_tokens.weight")
         self._layers = tuple(
             _load_layer(config, index, lambda name, i=index: read(f"model.layers.{i}.{name}"), operators)
@@ -78,29 +85,40 @@ class Qwen3Next:
         rotary_R = torch.arange(0, config.heads.rotary_dim, 2, dtype=torch.float32) / config.heads.rotary_dim
         self._frequencies_R = 1 / config.heads.rope_theta**rotary_R
 
-    @property
-    def layers(self) -> tuple[LayerSpec, ...]:
-        return self._config.layers
-
     def forward(self, inputs: Inputs, caches: Caches) -> torch.Tensor:
         """Final hidden states `[T, hidden]`; writes this step's keys, values and states into `caches`."""
         ops, epsilon = self._ops, self._config.epsilon
-        x_TH = self._embedding_VH[inputs.tokens_T]
+        x_TH = self._embed(inputs.tokens_T)
         angles_T2R = ops.rope_angles(inputs.positions_T, self._frequencies_R)
         kv, states = iter(caches.kv), iter(zip(caches.conv, caches.temporal, strict=True))
         for layer in self._layers:
             h_TH = ops.rms_norm(x_TH, layer.norm_H, epsilon)
             match layer.mixer:
                 case AttentionWeights() as weights:
-                    x_TH = x_TH + self._attend(h_TH, weights, angles_T2R, next(kv), inputs)
+                    mixed_TH = self._attend(h_TH, weights, angles_T2R, next(kv), inputs)
                 case LinearWeights() as weights:
-                    x_TH = x_TH + self._recur(h_TH, weights, *next(states), inputs)
-            x_TH = x_TH + self._mlp(ops.rms_norm(x_TH, layer.mlp_norm_H, epsilon), layer.mlp)
+                    mixed_TH = self._recur(h_TH, weights, *next(states), inputs)
+            x_TH = x_TH + self._ranks.gather(mixed_TH, self._config.hidden)
+            mlp_TH = self._mlp(ops.rms_norm(x_TH, layer.mlp_norm_H, epsilon), layer.mlp)
+            x_TH = x_TH + self._ranks.gather(mlp_TH, self._config.hidden)
         return ops.rms_norm(x_TH, self._norm_H, epsilon)
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, vocabulary]` of the rows asked for."""
-        return self._ops.linear(hidden_NH, self._head)
+        """Logits `[N, vocabulary]` of the rows asked for; `[N, 0]` on ranks that are not the leader."""
+        return self._ranks.gather_to_leader(self._ops.linear(hidden_NH, self._head), self._config.vocab_size)
+
+    def _embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        """Every rank looks up what it can; of each token, the row of the rank that has it counts."""
+        ranks, (rows, hidden) = self._ranks, self._embedding_VH.shape
+        if ranks.size == 1:
+            return self._embedding_VH[tokens_T]
+        own_TH = self._embedding_VH[(tokens_T - ranks.index * rows).clamp(0, rows - 1)]
+        every_TRH = ranks.gather(own_TH, ranks.size * hidden).view(-1, ranks.size, hidden)
+        return every_TRH[torch.arange(len(tokens_T)), tokens_T // rows]
+
+    def _project_out(self, x_TI: torch.Tensor, out: Packed) -> torch.Tensor:
+        """This rank's columns, from those of all ranks."""
+        return self._ops.linear(self._ranks.gather(x_TI, out.in_features), out)
 
     def _attend(
         self,
@@ -126,7 +144,7 @@ class Qwen3Next:
             inputs,
         )
         o_THD = ops.attention(q_THD, kv, inputs)
-        return ops.linear(ops.sigmoid_mul(o_THD, q_gate_THI[..., spec.head_dim :]), weights.out)
+        return self._project_out(ops.sigmoid_mul(o_THD, q_gate_THI[..., spec.head_dim :]), weights.out)
 
     def _recur(
         self,
@@ -145,15 +163,18 @@ class Qwen3Next:
             mixed_TGC, projected_TI[:, -gates:], weights.a_log_H, weights.dt_bias_H, temporal, inputs
         )
         z_TGRV = qkvz_TGI[..., spec.group_channels :].view(o_TGRV.shape)
-        return ops.linear(
-            ops.rms_norm_gated(o_TGRV, z_TGRV, weights.norm_V, self._config.epsilon), weights.out
-        )
+        gated_TI = ops.rms_norm_gated(o_TGRV, z_TGRV, weights.norm_V, self._config.epsilon)
+        return self._project_out(gated_TI, weights.out)
 
     def _mlp(self, h_TH: torch.Tensor, mlp: Mlp | Moe) -> torch.Tensor:
         ops = self._ops
         if isinstance(mlp, Mlp):
-            return ops.linear(ops.silu_mul(ops.linear(h_TH, mlp.gate_up)), mlp.down)
-        routed_TH = ops.moe(h_TH, ops.linear(h_TH, mlp.router), mlp.experts)
+            return self._project_out(ops.silu_mul(ops.linear(h_TH, mlp.gate_up)), mlp.down)
+        experts = mlp.experts
+        hidden_TKI, chosen_TK, weights_TK = ops.moe_inner(h_TH, ops.linear(h_TH, mlp.router), experts)
+        whole_NI = self._ranks.gather(hidden_TKI.flatten(0, 1), experts.down.in_features)
+        whole_TKI = whole_NI.view(*chosen_TK.shape, -1)
+        routed_TH = ops.moe_outer(whole_TKI, chosen_TK, weights_TK, experts)
         shared_TH = self._mlp(h_TH, mlp.shared)
         gate_TH = ops.linear(h_TH, mlp.shared_gate).expand_as(shared_TH)
         return routed_TH + ops.sigmoid_mul(shared_TH[:, None], gate_TH[:, None])

@@ -15,6 +15,9 @@ from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.checkpoint import Checkpoint, Progress, read_json
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.qwen3_next import Qwen3Next
+from tidemill.workers.models.qwen3_next_cuts import cut_of, local
+from tidemill.workers.tp.collectives import ALONE, LEADER, Ranks
+from tidemill.workers.tp.sharding import part_of
 
 SUPPORTED = ("Qwen3NextForCausalLM",)
 
@@ -27,22 +30,26 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, vocabulary]` of some of those hidden states."""
+        """Logits `[N, vocabulary]` of some of those hidden states; `[N, 0]` on all ranks but the leader."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to run.
+    """A model ready to run, or a rank's part of it.
 
+    layers          of the whole model
+    local_layers    of this rank: what its arena is laid out by
     max_length      tokens of prompt and answer together
     eos_ids         token ids that end an answer
-    fingerprint     digest of architecture, config and weights, for the namespace of keys
+    fingerprint     digest of architecture, config and weights, for the namespace of keys; the leader's is the
+                    same in groups of every size, that of other ranks is empty
     cost            FLOPs of its forward pass
     """
 
     model: Model
     layers: tuple[LayerSpec, ...]
+    local_layers: tuple[LayerSpec, ...]
     vocab_size: int
     max_length: int
     eos_ids: frozenset[int]
@@ -50,32 +57,46 @@ class LoadedModel:
     cost: Cost
 
 
-def load(folder: Path, operators: Operators, progress: Progress) -> LoadedModel:
-    """The model of a Hugging Face folder; `progress(done_bytes, total_bytes)` is called per tensor.
+def load(folder: Path, operators: Operators, progress: Progress, ranks: Ranks = ALONE) -> LoadedModel:
+    """The model of a Hugging Face folder, or this rank's part of it.
 
-    Raises ModelError, with one line that names the fix, when the folder cannot be served.
+    `progress(done_bytes, total_bytes)` is called per tensor.
+
+    The leader reads all bytes, for the fingerprint, the other ranks just theirs. Raises ModelError, with one
+    line that names the fix, when the folder cannot be served or the ranks cannot share the model.
     """
-    raw, config, checkpoint = _open(folder, progress)
-    model = Qwen3Next(config, checkpoint.read, operators)
+    is_leader = ranks.index == LEADER
+    raw, config, checkpoint = _open(folder, progress, digests=is_leader)
+    part = local(config, ranks.size)
+
+    def read(name: str) -> torch.Tensor:
+        rows = checkpoint.rows(name)
+        return checkpoint.read(name, part_of(cut_of(config, name, rows), rows, ranks.index, ranks.size))
+
+    model = Qwen3Next(part, read, operators, ranks)
     return LoadedModel(
         model=model,
         layers=config.layers,
+        local_layers=part.layers,
         vocab_size=config.vocab_size,
         max_length=config.max_length,
         eos_ids=_eos_ids(folder, raw),
-        fingerprint=checkpoint.fingerprint(f"{_architecture(raw)} {config}"),
+        fingerprint=checkpoint.fingerprint(f"{_architecture(raw)} {config}") if is_leader else "",
         cost=qwen3_next_config.cost(config),
     )
 
 
-def describe(folder: Path) -> tuple[tuple[LayerSpec, ...], int]:
-    """Layers and length limit of a model, without reading its weights. Raises the ModelError that `load`
-    would, as far as headers tell."""
-    _, config, _ = _open(folder, lambda _done_bytes, _total_bytes: None)
+def describe(folder: Path, tensor_parallel_size: int = 1) -> tuple[tuple[LayerSpec, ...], int]:
+    """Layers of the whole model and its length limit, without reading its weights. Raises the ModelError that
+    `load` would in a group of this size, as far as headers tell."""
+    _, config, _ = _open(folder, lambda _done_bytes, _total_bytes: None, digests=False)
+    local(config, tensor_parallel_size)
     return config.layers, config.max_length
 
 
-def _open(folder: Path, progress: Progress) -> tuple[dict[str, Any], qwen3_next_config.Config, Checkpoint]:
+def _open(
+    folder: Path, progress: Progress, *, digests: bool
+) -> tuple[dict[str, Any], qwen3_next_config.Config, Checkpoint]:
     if not folder.is_dir():
         raise ModelError(
             f"there is no model folder {folder}: give a Hugging Face folder or one of {', '.join(bundled())}"
@@ -84,7 +105,7 @@ def _open(folder: Path, progress: Progress) -> tuple[dict[str, Any], qwen3_next_
     if _architecture(raw) not in SUPPORTED:
         raise ModelError(f"{folder} is a {_architecture(raw)}: supported are {', '.join(SUPPORTED)}")
     config = qwen3_next_config.parse(raw)
-    checkpoint = Checkpoint(folder, progress)
+    checkpoint = Checkpoint(folder, progress, digests=digests)
     checkpoint.check(qwen3_next_config.tensor_shapes(config), _ignored)
     return raw, config, checkpoint
 

@@ -23,8 +23,7 @@ def a_row(start: int, num_tokens: int) -> Row:
         start=start,
         pages=tuple(map(PageId, range(pages))),
         read=None,
-        write=StateId(0),
-        sampling=None,
+        writes=(StateId(0),),
     )
 
 

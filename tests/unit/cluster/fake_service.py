@@ -17,8 +17,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from tidemill.cluster.http.app import Sources, build_app
-from tidemill.cluster.http.tokenizer import FolderTokenizer, load_tokenizer
 from tidemill.cluster.service import FleetStatus, ServedModel, WorkerStatus
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.api.tokenizer import FolderTokenizer, load_tokenizer
 from tidemill.workers.messages import (
     MemoryUse,
     Piece,
@@ -26,6 +27,7 @@ from tidemill.workers.messages import (
     Provenance,
     Request,
     RequestError,
+    TokenLogprob,
     Trace,
     Unserved,
     WorkerId,
@@ -72,7 +74,12 @@ def worker_status(name: str, role: str = "decode", state: str = "ready") -> Work
         memory=MemoryUse(pages_live=1 << 20, free=3 << 20),
         budget_bytes=4 << 20,
         state_slots=6,
-        counters={"pages_published": 5, "evicted_pages_for_states": 2, "evicted_pages_for_resize": 3},
+        counters={
+            "pages_published": 5,
+            "evicted_pages_for_states": 2,
+            "evicted_pages_for_resize": 3,
+            "spec_trials": 4,
+        },
     )
     return WorkerStatus(
         info=info,
@@ -89,12 +96,13 @@ def worker_status(name: str, role: str = "decode", state: str = "ready") -> Work
 class FakeService:
     """Answers each request with `script`, `per_piece` tokens at a time, to `max_new_tokens` or a stop token.
 
-    `fail_at` raises Unserved before the piece of that index, `stall_at` waits for ever there.
+    `fail_at` raises `failure` before the piece of that index, `stall_at` waits for ever there.
     """
 
     script: Callable[[Request], Sequence[int]]
     per_piece: int = 1
     fail_at: int | None = None
+    failure: TidemillError = field(default_factory=lambda: Unserved("no worker is left"))
     stall_at: int | None = None
     model: ServedModel = MODEL
     workers: tuple[WorkerStatus, ...] = (worker_status("prefill-0", "prefill"), worker_status("decode-0"))
@@ -120,12 +128,15 @@ class FakeService:
                     self.stalled.set()
                     await asyncio.Event().wait()
                 if index == self.fail_at:
-                    raise Unserved("no worker is left")
+                    raise self.failure
                 await asyncio.sleep(0)
                 last = start == starts[-1]
                 self.pieces += 1
+                new = tuple(tokens[start : start + self.per_piece])
+                asked = request.sampling.logprobs
                 yield Piece(
-                    tokens=tuple(tokens[start : start + self.per_piece]),
+                    tokens=new,
+                    logprobs=() if asked is None else tuple(scored(token, asked) for token in new),
                     trace=TRACE,
                     finish=finish if last else None,
                 )
@@ -141,6 +152,11 @@ class FakeService:
         if worker not in [one.info.name for one in self.workers]:
             raise RequestError(f"there is no worker {worker!r}", param="worker", status=404)
         self.budgets.append((worker, budget_bytes))
+
+
+def scored(token: int, count: int) -> TokenLogprob:
+    """What the fake's model thinks: each token has its own logprob, the likeliest are always the same."""
+    return TokenLogprob(-token / 64, tuple((10 + place, -place / 8) for place in range(count)))
 
 
 def sources(seed: int = 0) -> Sources:

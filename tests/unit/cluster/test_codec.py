@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -43,6 +43,8 @@ from tidemill.workers.messages import (
     Ack,
     Announcement,
     Delta,
+    Grammar,
+    GrammarKind,
     Heartbeat,
     MemoryUse,
     PagesMissing,
@@ -51,6 +53,7 @@ from tidemill.workers.messages import (
     Request,
     RequestError,
     Sampling,
+    TokenLogprob,
     WorkerGone,
     WorkerId,
     WorkerInfo,
@@ -66,18 +69,34 @@ floats = st.floats(allow_nan=False)
 token_ids = st.lists(u32, max_size=20).map(tuple)
 keys = st.lists(st.binary(min_size=8, max_size=8), max_size=5).map(tuple)
 
+token_values = st.lists(st.tuples(u32, floats), max_size=3).map(tuple)
+grammars = st.builds(Grammar, kind=st.sampled_from(get_args(GrammarKind)), text=texts)
 samplings = st.builds(
-    Sampling, temperature=floats, top_k=u32, top_p=floats, min_p=floats, seed=st.integers(-(2**63), 2**63 - 1)
+    Sampling,
+    temperature=floats,
+    top_k=u32,
+    top_p=floats,
+    min_p=floats,
+    seed=st.integers(-(2**63), 2**63 - 1),
+    presence_penalty=floats,
+    frequency_penalty=floats,
+    repetition_penalty=floats,
+    logit_bias=token_values,
+    min_tokens=u32,
+    logprobs=st.none() | u32,
+    grammar=st.none() | grammars,
 )
 requests = st.builds(
     Request,
     request_id=texts,
-    tokens=token_ids,
+    tokens=st.lists(u32, min_size=5, max_size=20).map(tuple),
     max_new_tokens=u32,
     sampling=samplings,
     stop_token_ids=token_ids,
     salt=texts,
     gap_tokens_max=st.none() | u32,
+    drawn=st.integers(0, 5),
+    priority=st.integers(-(2**31), 2**31 - 1),
 )
 client_frames = (
     st.builds(Hello, workers)
@@ -89,6 +108,7 @@ provenances = st.builds(Provenance, reused_tokens=u32, fetched_tokens=u32, compu
 bodies = st.builds(
     Delta,
     tokens=token_ids,
+    logprobs=st.lists(st.builds(TokenLogprob, floats, token_values), max_size=3).map(tuple),
     finish=st.sampled_from([None, "stop", "length"]),
     provenance=st.none() | provenances,
 ) | st.builds(Produced, depth=u32, provenance=provenances)
@@ -188,7 +208,9 @@ DECODERS: list[Callable[[bytes], Any]] = [
     [
         Request,
         Sampling,
+        Grammar,
         Delta,
+        TokenLogprob,
         Produced,
         Provenance,
         Ask,
@@ -297,6 +319,26 @@ def test_half_a_surrogate_pair_is_the_users_mistake() -> None:
 def test_a_failure_with_half_a_surrogate_pair_still_arrives() -> None:
     (item,) = decode_worker_frame(encode_worker_frame([Item(1, WorkerGone("half \ud800"))]))
     assert str(item.body) == "half ?"
+
+
+@pytest.mark.parametrize("field", [{"logprobs": -1}, {"logit_bias": ((-1, 0.5),)}, {"min_tokens": -1}])
+def test_a_sampling_that_cannot_be_sent_is_the_users_mistake(field: dict[str, Any]) -> None:
+    request = Request(request_id="r", tokens=(1,), max_new_tokens=1, sampling=Sampling(**field))
+    with pytest.raises(RequestError):
+        encode_client_frame(Generate(1, request))
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        pb.Request(tokens=[1], drawn=2),
+        pb.Request(tokens=[1], sampling=pb.Sampling(grammar=pb.Grammar(kind="xml"))),
+    ],
+)
+def test_a_request_that_contradicts_itself_is_malformed(request_of: pb.Request) -> None:
+    frame = pb.ClientFrame(generate=pb.Call(call=1, request=request_of))
+    with pytest.raises(Malformed):
+        decode_client_frame(frame.SerializeToString())
 
 
 def test_a_token_takes_few_bytes() -> None:

@@ -19,9 +19,9 @@ from tests.unit.cluster.fake_service import (
     tokenizer,
     worker_status,
 )
-from tidemill.cluster.http.intake import choice_seed
 from tidemill.cluster.http.replies import cached_tokens
 from tidemill.cluster.service import WorkerStatus
+from tidemill.workers.api.terms import choice_seed
 from tidemill.workers.messages import Provenance, Trace
 
 WORDS = " Emma is in the tower. naïve 日本"

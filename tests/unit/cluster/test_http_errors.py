@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.unit.cluster.fake_service import FakeService, app_over, call, chat, events_of, saying
 from tidemill.cluster.http.boundary import BODY_BYTES_MAX
 from tidemill.cluster.http.protocol import UNSUPPORTED, ChatBody, CompletionBody
-from tidemill.workers.messages import Piece, Request
+from tidemill.workers.messages import Piece, Request, RequestError
 
 SERVICE = FakeService(saying(" ok"))
 APP = app_over(SERVICE)
@@ -54,6 +54,34 @@ def refused(path: str, body: object) -> tuple[int, dict[str, str | None]]:
         ({"prompt": "a", "stop": 7}, "stop"),
         ({"prompt": "a", "stop": ["\ud800"]}, "stop[0]"),
         ({"prompt": "a", "stop_token_ids": [896]}, "stop_token_ids"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "logprobs": -1}, "logprobs"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "presence_penalty": 2.1}, "presence_penalty"),
+        ({"prompt": "a", "frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+        ({"prompt": "a", "repetition_penalty": 1e9}, "repetition_penalty"),
+        ({"prompt": "a", "logit_bias": {"896": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"5.0": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"\u0665": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"5": 100.5}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"5": True}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"5": float("nan")}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": [5]}, "logit_bias"),
+        ({"prompt": "a", "max_tokens": 3, "min_tokens": 4}, "min_tokens"),
+        ({"prompt": "a", "min_tokens": 512}, "min_tokens"),
+        ({"prompt": "a", "min_tokens": -1}, "min_tokens"),
+        ({"prompt": "a", "priority": 101}, "priority"),
+        ({"prompt": "a", "priority": 0.5}, "priority"),
+        ({"prompt": "a", "include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+        ({"prompt": "a", "response_format": "json_object"}, "response_format"),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
+        ({"prompt": "a", "structured_outputs": {"regex": "a" * 65_537}}, "structured_outputs.regex"),
+        ({"prompt": "a", "structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
+        ({"prompt": "a", "structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex"),
+        ({"prompt": "a", "guided_json": [1]}, "guided_json"),
         ({"prompt": "a", "stream": "yes"}, "stream"),
         ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"prompt": "a", "cache_salt": "a b"}, "cache_salt"),
@@ -98,6 +126,20 @@ def test_a_bad_message_is_named(messages: object, param: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"max_completion_tokens": 3, "max_tokens": 9, "min_tokens": 5}, "min_tokens"),
+    ],
+)
+def test_a_bad_field_of_a_chat_is_named(field: dict[str, object], param: str) -> None:
+    status, error = refused(CHAT, {"messages": [USER], **field})
+    assert (status, error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
     ("path", "body"),
     [(TEXT, {"prompt": "a " * 20_000}), (CHAT, {"messages": [{"role": "user", "content": "a " * 20_000}]})],
 )
@@ -130,11 +172,6 @@ def test_what_would_change_the_answer_is_refused_by_name(field: str) -> None:
     assert (status, error["param"], error["code"]) == (400, field, "unsupported_parameter")
     for harmless in (*UNSUPPORTED[field], None):
         assert chat(APP, **{field: harmless}).status_code == 200
-
-
-def test_asking_for_no_logprobs_differs_from_asking_for_the_chosen_ones() -> None:
-    assert refused(TEXT, {"prompt": "a", "logprobs": 0})[1]["param"] == "logprobs"
-    assert call(APP, "POST", TEXT, json={"prompt": "a", "logprobs": False}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -206,6 +243,32 @@ def test_a_failure_in_mid_stream_is_an_event() -> None:
     *chunks, error = events_of(response)
     assert len(chunks) == 1 + 2
     assert error["error"]["code"] == "unserved"
+    assert service.open_streams == 0
+
+
+UNFIT = RequestError("schema: patternProperties is not supported", param="response_format", code="unfit")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_worker_refuses_is_the_clients_error(*, stream: bool) -> None:
+    """Grammars are read by workers: what is wrong with them comes back through the data plane."""
+    service = FakeService(saying(" ok"), fail_at=0, failure=UNFIT)
+    response = chat(app_over(service), stream=stream)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"], error["message"]) == ("response_format", "unfit", str(UNFIT))
+    assert service.open_streams == 0
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_what_a_worker_refuses_in_mid_stream_keeps_its_param(choices: int) -> None:
+    service = FakeService(saying(" Emma is here"), fail_at=2, failure=UNFIT)
+    error = events_of(chat(app_over(service), stream=True, n=choices))[-1]["error"]
+    assert (error["param"], error["code"], error["type"]) == (
+        "response_format",
+        "unfit",
+        "invalid_request_error",
+    )
     assert service.open_streams == 0
 
 

@@ -1,13 +1,15 @@
 """The `openai` SDK, unmodified, over a real socket."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 
 import openai
 import pytest
 from openai import AsyncOpenAI
+from pydantic import BaseModel
 
-from tests.unit.cluster.fake_service import FakeService, app_over, saying, serving
+from tests.unit.cluster.fake_service import FakeService, app_over, saying, scored, serving, tokenizer
 
 ANSWER = " Emma is in the tower."
 
@@ -81,6 +83,49 @@ def test_completions_streamed_and_not() -> None:
         assert text == ANSWER
 
     ask(FakeService(saying(ANSWER)), talk)
+
+
+def test_logprobs_of_chats_and_completions() -> None:
+    tokens = tokenizer().encode(ANSWER)
+
+    async def talk(client: AsyncOpenAI) -> None:
+        reply = await client.chat.completions.create(
+            model="keeper", messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=2
+        )
+        logprobs = reply.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.content is not None
+        assert "".join(one.token for one in logprobs.content) == ANSWER
+        assert [one.logprob for one in logprobs.content] == [scored(token, 2).logprob for token in tokens]
+        assert all(len(one.top_logprobs) == 2 for one in logprobs.content)
+        async with client.chat.completions.stream(
+            model="keeper", messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=2
+        ) as stream:
+            final = await stream.get_final_completion()
+        assert final.choices[0].logprobs == logprobs
+        whole = await client.completions.create(model="keeper", prompt="a", logprobs=1)
+        assert whole.choices[0].logprobs is not None
+        assert whole.choices[0].logprobs.tokens == [one.token for one in logprobs.content]
+
+    ask(FakeService(saying(ANSWER)), talk)
+
+
+def test_a_parsed_answer() -> None:
+    class Place(BaseModel):
+        name: str
+
+    service = FakeService(saying('{"name": "tower"}'))
+
+    async def talk(client: AsyncOpenAI) -> None:
+        reply = await client.chat.completions.parse(
+            model="keeper", messages=[{"role": "user", "content": "a"}], response_format=Place
+        )
+        assert reply.choices[0].message.parsed == Place(name="tower")
+
+    ask(service, talk)
+    grammar = service.requests[0].sampling.grammar
+    assert grammar is not None
+    assert json.loads(grammar.text)["properties"]["name"]["type"] == "string"
 
 
 def test_closing_a_stream_early_ends_its_work() -> None:

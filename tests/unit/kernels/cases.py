@@ -14,10 +14,10 @@ class Step:
     lens_B: torch.Tensor
     pages_BN: torch.Tensor
     read_B: torch.Tensor
-    write_B: torch.Tensor
+    writes_BK: torch.Tensor
 
 
-def int32(values: Sequence[int]) -> torch.Tensor:
+def int32(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
@@ -26,7 +26,7 @@ def step(
     before: Sequence[int] | None = None,
     pages: torch.Tensor | None = None,
     read: Sequence[int] | None = None,
-    write: Sequence[int] | None = None,
+    writes: Sequence[Sequence[int]] | None = None,
 ) -> Step:
     """Rows of `new` tokens after `before` tokens; without states, row b starts empty and writes state b."""
     before = before or [0] * len(new)
@@ -35,7 +35,7 @@ def step(
         lens_B=int32([old + n for old, n in zip(before, new, strict=True)]),
         pages_BN=torch.zeros(len(new), 1, dtype=torch.int32) if pages is None else pages,
         read_B=int32(read or [-1] * len(new)),
-        write_B=int32(write or range(len(new))),
+        writes_BK=int32(writes or [[b] for b in range(len(new))]),
     )
 
 

@@ -1,4 +1,6 @@
-"""`moe` against its definition; a token's sum does not depend on who else is in the batch."""
+"""`moe_inner` and `moe_outer` against their definitions; a token's sum is the same in any batch."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +16,15 @@ class Layer:
         self.x_TH, self.logits_TE = random(draw, tokens, width), 2 * random(draw, tokens, experts)
         self.gate_up, self.down = random(draw, experts, 2 * inner, width), random(draw, experts, width, inner)
 
-    def run(self, ops: Operators, top_k: int, *, renormalise: bool, dtype: torch.dtype) -> torch.Tensor:
+    def experts(
+        self, ops: Operators, top_k: int, *, renormalise: bool = True, dtype: torch.dtype = torch.float32
+    ) -> Experts:
         gate_up, down = (ops.pack(weight.to(dtype), None) for weight in (self.gate_up, self.down))
-        experts = Experts(gate_up, down, top_k, renormalise)
-        return ops.moe(self.x_TH.to(dtype), self.logits_TE.to(dtype), experts)
+        return Experts(gate_up, down, top_k, renormalise)
+
+
+def moe(ops: Operators, x_TH: torch.Tensor, logits_TE: torch.Tensor, experts: Experts) -> torch.Tensor:
+    return ops.moe_outer(*ops.moe_inner(x_TH, logits_TE, experts), experts)
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
@@ -37,22 +44,73 @@ def test_matches_the_definition(
     renormalise: bool,
 ) -> None:
     layer = Layer(tokens, experts, width, inner)
-    wanted = layer.run(reference, top_k, renormalise=renormalise, dtype=torch.float64)
-    found = layer.run(cpu, top_k, renormalise=renormalise, dtype=torch.float32)
-    assert relative_error(found, wanted) < 1e-5
+    ours = layer.experts(cpu, top_k, renormalise=renormalise)
+    truth = layer.experts(reference, top_k, renormalise=renormalise, dtype=torch.float64)
+    hidden, chosen, weights = cpu.moe_inner(layer.x_TH, layer.logits_TE, ours)
+    wanted = reference.moe_inner(layer.x_TH.double(), layer.logits_TE.double(), truth)
+    assert torch.equal(chosen, wanted[1])
+    assert chosen.dtype == wanted[1].dtype == torch.int32
+    assert relative_error(hidden, wanted[0]) < 1e-5
+    assert relative_error(weights, wanted[2]) < 1e-5
+    y = cpu.moe_outer(hidden, chosen, weights, ours)
+    assert relative_error(y, reference.moe_outer(*wanted, truth)) < 1e-5
+
+
+@pytest.mark.parametrize("variant", ["cpu", "reference"])
+def test_the_halves_are_each_tokens_sum_over_its_most_probable_experts(
+    request: pytest.FixtureRequest, variant: str
+) -> None:
+    """Written out in another way, so that a mistake which both halves share shows."""
+    ops: Operators = request.getfixturevalue(variant)
+    layer = Layer(5, 6, 9, 4)
+    probabilities_TE = layer.logits_TE.softmax(-1)
+    y_TH = torch.zeros(5, 9)
+    for t in range(5):
+        best = sorted(range(6), key=lambda e, t=t: -float(probabilities_TE[t, e]))[:2]
+        for e in best:
+            gate, up = (layer.gate_up[e] @ layer.x_TH[t]).chunk(2)
+            weight = probabilities_TE[t, e] / probabilities_TE[t, best].sum()
+            y_TH[t] += weight * (layer.down[e] @ (gate * torch.sigmoid(gate) * up))
+    found = moe(ops, layer.x_TH, layer.logits_TE, layer.experts(ops, 2))
+    assert relative_error(found, y_TH) < 1e-5
 
 
 def test_a_token_has_the_same_bits_in_any_batch(cpu: Operators) -> None:
     layer = Layer(50, 6, 40, 24)
-    experts = Experts(cpu.pack(layer.gate_up, None), cpu.pack(layer.down, None), 3, renormalise=True)
-    whole = cpu.moe(layer.x_TH, layer.logits_TE, experts)
+    experts = layer.experts(cpu, 3)
+    whole = moe(cpu, layer.x_TH, layer.logits_TE, experts)
     for picked in (torch.arange(1), torch.arange(49, -1, -1), torch.arange(7, 50, 3)):
-        found = cpu.moe(layer.x_TH[picked], layer.logits_TE[picked], experts)
+        found = moe(cpu, layer.x_TH[picked], layer.logits_TE[picked], experts)
         assert same_bits(found, whole[picked])
+
+
+def test_the_sum_runs_in_ascending_order_of_the_experts(cpu: Operators) -> None:
+    layer = Layer(20, 6, 40, 24)
+    experts = layer.experts(cpu, 5)
+    hidden, chosen, weights = cpu.moe_inner(layer.x_TH, layer.logits_TE, experts)
+    assert bool((chosen.diff() > 0).all())
+    y = torch.zeros(20, 40, dtype=torch.float64)
+    for i in range(5):
+        for t in range(20):
+            down = layer.down[int(chosen[t, i])]
+            out = cpu.linear(hidden[t, i : i + 1], cpu.pack(down, None))[0]
+            # The product is exact in float64: rounded like a fused multiply-add but for a tie by chance.
+            y[t] = (weights[t, i].double() * out.double() + y[t]).float()
+    assert same_bits(cpu.moe_outer(hidden, chosen, weights, experts), y.float())
 
 
 def test_equal_probabilities_go_to_the_lower_ids(cpu: Operators) -> None:
     layer = Layer(3, 5, 8, 8)
-    experts = Experts(cpu.pack(layer.gate_up, None), cpu.pack(layer.down, None), 2, renormalise=True)
+    experts = layer.experts(cpu, 2)
     first_two = torch.tensor([0.0, 0.0, -50.0, -50.0, -50.0]).expand(3, 5).contiguous()
-    assert same_bits(cpu.moe(layer.x_TH, torch.zeros(3, 5), experts), cpu.moe(layer.x_TH, first_two, experts))
+    tied = moe(cpu, layer.x_TH, torch.zeros(3, 5), experts)
+    assert same_bits(tied, moe(cpu, layer.x_TH, first_two, experts))
+
+
+def test_hidden_of_another_width_than_down_is_refused(cpu: Operators) -> None:
+    """A rank that forgot to gather would read beyond its rows."""
+    layer = Layer(3, 5, 8, 8)
+    experts = layer.experts(cpu, 2)
+    local = replace(experts, gate_up=cpu.pack(layer.gate_up[:, 4:12].contiguous(), None))
+    with pytest.raises(AssertionError):
+        moe(cpu, layer.x_TH, layer.logits_TE, local)

@@ -1,7 +1,7 @@
-"""`causal_conv` and `gated_delta` against their definitions; the same bits in any cut and any batch."""
+"""`causal_conv` and `gated_delta` against their definitions; the same bits in any cut and batch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.unit.kernels.cases import Step, random, relative_error, same_bits, st
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.rows import Rows
 
-SLOTS = 9
+SLOTS = 19
 LENGTHS = ([1], [65], [1, 127, 2, 64, 1], [3, 1, 1, 63])
 
 
@@ -57,10 +57,11 @@ class Layer:
         self.a_log_H, self.dt_bias_H = random(draw, s.groups * s.heads), random(draw, s.groups * s.heads)
         # Both states lie side by side in one slot, as in the arena.
         conv, temporal = (s.width - 1) * s.channels, s.heads * s.key_dim * s.value_dim
-        pool = torch.full((SLOTS, s.groups, conv + temporal), torch.nan)
+        # One more slot in front: who takes -1 for an index writes there, or into the last one.
+        self.arena = torch.full((1 + SLOTS, s.groups, conv + temporal), torch.nan)
+        self.pool = pool = self.arena[1:]
         self.conv = pool[..., :conv].view(SLOTS, s.groups, s.width - 1, s.channels)
         self.temporal = pool[..., conv:].view(SLOTS, s.groups, s.heads, s.key_dim, s.value_dim)
-        self.pool = pool
 
     def convolve(self, ops: Operators, rows: Rows, span: slice, dtype: torch.dtype) -> Result:
         state = self.conv.to(dtype)
@@ -85,20 +86,27 @@ RUNS: tuple[Run, ...] = (Layer.convolve, Layer.recur)
 def test_matches_the_definition(
     cpu: Operators, reference: Operators, run: Run, shape: Shape, lengths: list[int]
 ) -> None:
-    """Rows start empty, then run again from what they wrote, one of five into the same slot."""
-    layer = Layer(shape, sum(lengths))
+    """Rows start empty, run again from what they wrote, then again and keep the states of their last tokens.
+
+    Of the last step, one state is kept of some rows and none of others, and one goes where the row started.
+    """
+    layer, count = Layer(shape, sum(lengths)), len(lengths)
+    states = range(count)
     empty = step(lengths)
-    again = step(lengths, read=range(len(lengths)), write=[SLOTS - 1 - b for b in range(len(lengths))])
-    for rows in (empty, again):
-        before = layer.pool.clone()
+    again = step(lengths, read=states, writes=[[8 - b] for b in states])
+    three = [[9 + b, -1 if b % 3 == 1 else 8 - b, -1 if b % 3 else 14 + b] for b in states]
+    tried = [[-1] * (3 - n) + writes[max(0, 3 - n) :] for n, writes in zip(lengths, three, strict=True)]
+    for rows in (empty, again, step(lengths, read=[8 - b for b in states], writes=tried)):
+        before = layer.arena.clone()
         wanted, wanted_state = run(layer, reference, rows, ALL, torch.float64)
         found, state = run(layer, cpu, rows, ALL, torch.float32)
         assert relative_error(found, wanted) < 1e-5
-        written = rows.write_B.long()
+        written = rows.writes_BK[rows.writes_BK >= 0].long()
         if state.numel():
             assert relative_error(state[written], wanted_state[written]) < 1e-5
-        untouched = torch.ones(SLOTS, dtype=torch.bool).index_fill(0, written, value=False)
-        assert same_bits(layer.pool[untouched], before[untouched])
+        untouched = torch.ones(1 + SLOTS, dtype=torch.bool).index_fill(0, 1 + written, value=False)
+        assert same_bits(layer.arena[untouched], before[untouched])
+        assert torch.equal(state.isnan(), wanted_state.isnan())
 
 
 @settings(max_examples=25, deadline=None)
@@ -107,14 +115,14 @@ def test_the_same_bits_however_a_sequence_is_cut(
     cpu: Operators, data: st.DataObject, shape: Shape, run: Run
 ) -> None:
     whole, cut = Layer(shape, 70), Layer(shape, 70)
-    wanted, _ = run(whole, cpu, step([70], write=[4]), ALL, torch.float32)
+    wanted, _ = run(whole, cpu, step([70], writes=[[4]]), ALL, torch.float32)
     ends = [*sorted(data.draw(st.sets(st.integers(1, 69), max_size=8))), 70]
     found: list[torch.Tensor] = []
     start, slot = 0, -1
     for end in ends:
         write = data.draw(st.sampled_from(sorted({slot, 4, 5} - {-1})))
         out, _ = run(
-            cut, cpu, step([end - start], read=[slot], write=[write]), slice(start, end), torch.float32
+            cut, cpu, step([end - start], read=[slot], writes=[[write]]), slice(start, end), torch.float32
         )
         found.append(out)
         start, slot = end, write
@@ -133,7 +141,63 @@ def test_the_same_bits_in_any_batch_and_with_any_threads(cpu: Operators, run: Ru
     state = state.clone()
     torch.set_num_threads(1)
     for b, (start, n) in enumerate(zip(starts, lengths, strict=True)):
-        alone: Step = step([n], write=[b])
+        alone: Step = step([n], writes=[[b]])
         found, after = run(layer, cpu, alone, slice(start, start + n), torch.float32)
         assert same_bits(found, together[start : start + n])
         assert same_bits(after[b], state[b])
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), shape=st.sampled_from(SHAPES[1:3]), run=st.sampled_from(RUNS))
+def test_a_kept_state_is_that_of_a_row_that_ends_there(
+    cpu: Operators, data: st.DataObject, shape: Shape, run: Run
+) -> None:
+    """Any lengths, columns and holes; what is not kept changes no bit, and no slot that is not named."""
+    lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    kept = data.draw(st.integers(1, 4))
+    read = [data.draw(st.sampled_from([-1, b])) for b in range(len(lengths))]
+    writes: list[list[int]] = []
+    for b, n in enumerate(lengths):
+        own = data.draw(st.permutations([b, *range(4 + 4 * b, 8 + 4 * b)]))[:kept]
+        taken = [data.draw(st.booleans()) and kept - column <= n for column in range(kept)]
+        writes.append([slot if take else -1 for slot, take in zip(own, taken, strict=True)])
+    many, single = Layer(shape, sum(lengths)), Layer(shape, sum(lengths))
+    for layer in (many, single):
+        layer.pool[:3] = random(torch.Generator().manual_seed(1), *layer.pool[:3].shape)
+    begun = many.arena.clone()
+    found, _ = run(many, cpu, step(lengths, read=read, writes=writes), ALL, torch.float32)
+    named: set[int] = set()
+    start = 0
+    for b, n in enumerate(lengths):
+        for column, slot in enumerate(writes[b]):
+            if slot < 0:
+                continue
+            named.add(1 + slot)
+            end = start + n - (kept - 1 - column)
+            single.arena.copy_(begun)
+            alone = step([end - start], read=[read[b]], writes=[[SLOTS - 1]])
+            out, state = run(single, cpu, alone, slice(start, end), torch.float32)
+            assert same_bits(found[start:end], out)
+            kept_state = many.conv if run is Layer.convolve else many.temporal
+            assert same_bits(kept_state[slot], state[SLOTS - 1])
+        start += n
+    others = sorted(set(range(1 + SLOTS)) - named)
+    assert same_bits(many.arena[others], begun[others])
+
+
+@pytest.mark.parametrize("variant", ["cpu", "reference"])
+@pytest.mark.parametrize("run", RUNS)
+def test_a_row_may_keep_nothing(request: pytest.FixtureRequest, run: Run, variant: str) -> None:
+    ops: Operators = request.getfixturevalue(variant)
+    layer, other = Layer(SHAPES[1], 5), Layer(SHAPES[1], 5)
+    wanted, _ = run(other, ops, step([2, 3]), ALL, torch.float32)
+    found, _ = run(layer, ops, step([2, 3], writes=[[-1, -1], [-1, -1]]), ALL, torch.float32)
+    assert same_bits(found, wanted)
+    assert bool(layer.arena.isnan().all())
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_view_of_some_columns_is_refused(cpu: Operators, run: Run) -> None:
+    layer, rows = Layer(SHAPES[1], 5), step([2, 3], writes=[[0, 1], [2, 3]])
+    with pytest.raises(AssertionError):
+        run(layer, cpu, replace(rows, writes_BK=rows.writes_BK[:, 1:]), ALL, torch.float32)

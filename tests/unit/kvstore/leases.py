@@ -56,7 +56,7 @@ def could_serve(cache: Cache, leases: Iterable[Lease], num_states: int, num_page
     layout = cache.layout
     pages, states = set[PageId](), set[StateId]()
     for lease in leases:
-        pages |= {*lease.pages(), *lease.own_pages()}
+        pages |= {*lease.pages, *lease.own_pages()}
         states |= set(lease.own_states())
         states |= {entry.checkpoint for entry in lease.sources() if entry.checkpoint is not None}
     in_pages = {cache.arena.pages.extent_of(page) for page in pages}

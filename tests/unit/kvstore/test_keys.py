@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tidemill.kvstore.folder_bound import OBJECT_NAME
 from tidemill.kvstore.keys import (
     DIGEST_BYTES,
     Kind,
@@ -109,6 +110,8 @@ def test_objects_of_one_key_have_different_names() -> None:
         str(ObjectKey(kind, key, shard))
         for kind in Kind
         for key in page_keys(ROOT, range(4), 2)
-        for shard in ("0of1", "0of2", "1of2")
+        for shard in (0, 1, 0xFFFF)
     }
     assert len(names) == 2 * 2 * 3
+    assert len({len(name) for name in names}) == 1
+    assert all(OBJECT_NAME.fullmatch(name) for name in names), "the folder's bound counts them"

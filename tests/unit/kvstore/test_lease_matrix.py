@@ -90,7 +90,7 @@ class Driver:
             self.ledger.land(lease, lease.flights[0].end, self._keys())
             assert (lease.committed, len(self.ledger.index)) == before, "committed after the end"
             self.ledger.check()
-        assert not [*lease.pages(), *lease.own_states(), *lease.sources()]
+        assert not [*lease.pages, *lease.own_states(), *lease.sources()]
 
     def _launch(self) -> None:
         start = self.lease.launched

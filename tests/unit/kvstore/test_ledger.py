@@ -93,7 +93,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         self.ledger.attach(row.lease, match, min(len(match.path), depth_pages))
         if self._reserve(row, len(tokens)):
             state = row.lease.spare[-1] if self.hybrid else None
-            self.memory.write(row.lease.pages(), tokens[: depth_pages * P], row.lease.committed, state)
+            self.memory.write(row.lease.pages, tokens[: depth_pages * P], row.lease.committed, state)
             self.ledger.adopt(row.lease, depth_pages * P, row.keys)
             self._scribble_spares(row.lease)
 
@@ -152,15 +152,6 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             lease = row.lease
             assert not [*lease.entries, *lease.own, *lease.own_states(), *lease.sources()]
             self.landing.remove(row)
-
-    @precondition(lambda self: self.rows)
-    @rule(choice=choices, num_tokens=st.integers(0, TOKENS_MAX))
-    def trim(self, choice: int, num_tokens: int) -> None:
-        lease = self.rows[choice % len(self.rows)].lease
-        before = lease.allocated
-        self.ledger.trim(lease, num_tokens)
-        used = max([num_tokens, lease.committed, *(flight.end for flight in lease.flights)])
-        assert lease.allocated == min(before, -(-used // P) * P)
 
     @precondition(lambda self: self.rows)
     @rule(choice=choices)
@@ -223,7 +214,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
     def what_is_written_is_what_the_tokens_say(self) -> None:
         for row in (*self.rows, *self.readers):
             lease = row.lease
-            table = lease.pages()
+            table = lease.pages
             for position in range(lease.committed):
                 assert self.memory.page(table[position // P], position % P) == tuple(
                     row.tokens[: position + 1]

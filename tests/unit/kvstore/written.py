@@ -86,7 +86,7 @@ class Memory:
             self.states[state] = tuple(tokens)
 
     def launched(self, lease: Lease, flight: Flight, tokens: Sequence[int], *, hybrid: bool) -> Shot:
-        table = tuple(lease.pages()[: -(-flight.end // self.page_tokens)])
+        table = tuple(lease.pages[: -(-flight.end // self.page_tokens)])
         shot = Shot(lease, flight, tuple(tokens[: flight.end]), table, self.page_tokens)
         assert not hybrid or flight.writes, "the state of the step is lost"
         assert (flight.read is None) == (not hybrid or not flight.start)

@@ -6,7 +6,8 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from random import Random
 
-from tests.sim.fold import FoldRunner, expected, fold_layout
+from tests.sim.fold import VOCABULARY, Broke, FoldRunner, expected, fold_layout, sound
+from tests.sim.in_order import InOrder
 from tests.sim.loop import simulate
 from tests.sim.watched import WatchedEngine
 from tidemill.kvstore.arena import Arena
@@ -14,20 +15,21 @@ from tidemill.kvstore.backing import Backing, Fixed
 from tidemill.kvstore.cache import Cache
 from tidemill.kvstore.index import PrefixIndex
 from tidemill.kvstore.keys import Namespace, PageKey
-from tidemill.kvstore.layout import Layout
+from tidemill.kvstore.layout import Layout, PageId, StateId
 from tidemill.kvstore.ledger import Ledger, Site, granted
 from tidemill.kvstore.memory_store import MemoryStore
 from tidemill.kvstore.store import PageStore
 from tidemill.kvstore.worth import Policy
 from tidemill.workers.build import capacity_tokens
-from tidemill.workers.engine import Limits
-from tidemill.workers.messages import Delta, Provenance, Request, Sampling
+from tidemill.workers.limits import Limits
+from tidemill.workers.messages import Delta, Provenance, Request, Sampling, WorkerGone
 from tidemill.workers.plan import Budget
 from tidemill.workers.settings import CheckpointStrategy
-from tidemill.workers.step import Runner, Step
+from tidemill.workers.step import Drawn, Runner, Step
 from tidemill.workers.transfer import Transfer
 
 VIRTUAL_S_MAX = 10_000.0
+SETTLE_S_MAX = 60.0
 STORE_BYTES = 1 << 20
 LOOK_S = 0.001
 """Less than a step takes, mostly."""
@@ -44,27 +46,65 @@ class Tuning:
     extents_min: int = 0
     extents_max: int = 0
     interval: int = 1
+    overlap: bool = True
+    drafts_max: int = 0
+    vocabulary: int = VOCABULARY
     rows_max: int = 8
     policy: Policy = "value"
     checkpoints_per_path: int = 16
     step_s_max: float = 0.02
     refuses: Callable[[Site], bool] = granted
+    breaks: Callable[[Step], Exception | None] = sound
+    wraps: bool = True  # the runner is watched
     backing: Callable[[int], Backing] = Fixed
 
 
 class Watched:
-    """A runner that remembers its steps, and holds them while the gate is closed."""
+    """A runner that remembers its steps and what they drew, and holds them while the gate is closed. No row
+    of a step, or of the one in flight, may touch what another sequence writes."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, page_tokens: int) -> None:
         self.steps: list[Step] = []
+        self.drawn: list[list[Drawn]] = []
+        self.in_flight: list[Step] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self._runner = runner
+        self._page_tokens = page_tokens
+        self._order = InOrder[list[Drawn]]()
 
-    async def run(self, step: Step) -> list[int | None]:
+    def run(self, step: Step) -> asyncio.Future[list[Drawn]]:
+        assert step, "an empty step"
+        assert len({row.sequence_id for row in step}) == len(step)
         self.steps.append(step)
-        await self.gate.wait()
-        return await self._runner.run(step)
+        self.in_flight.append(step)
+        self._check_writes()
+        return self._order.add(lambda: self._run(step))
+
+    async def _run(self, step: Step) -> list[Drawn]:
+        try:
+            await self.gate.wait()
+            drawn = await self._runner.run(step)
+            self.drawn.append(drawn)
+            return drawn
+        finally:
+            self.in_flight.pop(0)
+
+    def _check_writes(self) -> None:
+        touches: dict[PageId, set[str]] = {}
+        holds: dict[StateId, set[str]] = {}
+        rows = [row for step in self.in_flight for row in step]
+        for row in rows:
+            for page in row.pages:
+                touches.setdefault(page, set()).add(row.sequence_id)
+            for slot in (*row.writes, *([] if row.read is None else [row.read])):
+                holds.setdefault(slot, set()).add(row.sequence_id)
+        for row in rows:
+            written = row.pages[row.start // self._page_tokens : -(-row.end // self._page_tokens)]
+            assert len(written) * self._page_tokens >= row.end - row.start, "tokens without a page"
+            assert len(set(row.writes)) == len(row.writes)
+            assert all(touches[page] == {row.sequence_id} for page in written), "a page of somebody else"
+            assert all(holds[slot] == {row.sequence_id} for slot in row.writes), "a slot of somebody else"
 
 
 @dataclass(frozen=True)
@@ -76,6 +116,8 @@ class Bench:
     store: PageStore
     layout: Layout
     runner: Watched
+    loop: asyncio.Task[None]
+    vocabulary: int = VOCABULARY
 
     async def answer(self, request: Request) -> Provenance:
         """Generate to the end, check every token; says where the prompt came from."""
@@ -85,7 +127,7 @@ class Bench:
             async for delta in stream:
                 got += delta.tokens
                 deltas.append(delta)
-        assert got == expected(request, hybrid=self.layout.hybrid)
+        assert got == expected(request, hybrid=self.layout.hybrid, vocabulary=self.vocabulary)
         assert [delta.finish is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
         provenance = deltas[0].provenance
         assert provenance is not None
@@ -120,10 +162,13 @@ class Bench:
 
     async def settle(self) -> None:
         """Wait for the steps and publications of requests that have ended."""
-        while self.ledger.num_leases:
-            await self.engine.drain_publications()
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(SETTLE_S_MAX):
+            while self.ledger.num_leases:
+                await self.engine.drain_publications()
+                await asyncio.sleep(0.01)
         self.ledger.check()
+        usage = self.ledger.usage()
+        assert (usage.pages_held, usage.states_held) == (0, 0)
 
 
 @asynccontextmanager
@@ -146,23 +191,27 @@ async def bench(
     cache = Cache(layout, arena, PrefixIndex(layout, tuning.policy))
     ledger = Ledger(cache, tuning.checkpoints_per_path, tuning.refuses)
     store = a_store() if store is None else store
-    watched = Watched(runner or FoldRunner(layout, memory, Random(0), step_s_max=tuning.step_s_max))
+    fold = FoldRunner(layout, memory, Random(0), tuning.step_s_max, tuning.vocabulary, tuning.breaks)
+    watched = Watched(runner or fold, page_tokens)
+    carries_out = watched if tuning.wraps or runner is None else runner
     tokens_max = max(tokens_max, rows_max + page_tokens)
     engine = WatchedEngine(
         ledger,
         Transfer(layout, memory, store),
-        watched,
+        carries_out,
         Limits(
             budget=Budget(tokens_max=tokens_max, rows_max=rows_max, page_tokens=page_tokens),
             capacity_tokens=capacity_tokens(layout, extents_min),
             extents_min=extents_min,
             checkpoint_strategy=strategy,
             checkpoint_interval=tuning.interval,
+            overlap=tuning.overlap,
+            drafts_max=tuning.drafts_max,
         ),
         root_of,
     )
     loop = asyncio.create_task(engine.run())
-    made = Bench(engine, ledger, store, layout, watched)
+    made = Bench(engine, ledger, store, layout, watched, loop, tuning.vocabulary)
     try:
         async with asyncio.timeout(VIRTUAL_S_MAX):
             yield made
@@ -170,26 +219,23 @@ async def bench(
             assert engine.num_requests == 0
     finally:
         loop.cancel()
-        with suppress(asyncio.CancelledError, Broken):
+        with suppress(asyncio.CancelledError, Broke, WorkerGone):
             await loop
 
 
-class Broken(Exception):
-    """What the runner of a test raises."""
-
-
 class BrokenRunner:
-    """Never finishes its step number `last`, but breaks."""
+    """Breaks with its step number `last`, and with all after it."""
 
-    def __init__(self, last: int) -> None:
+    def __init__(self, last: int, error: type[Exception] = WorkerGone) -> None:
         self._left = last
+        self._error = error
 
-    async def run(self, step: Step) -> list[int | None]:
+    async def run(self, step: Step) -> list[Drawn]:
         await asyncio.sleep(1.0)
         self._left -= 1
-        if not self._left:
-            raise Broken
-        return [None if row.sampling is None else 0 for row in step]
+        if self._left <= 0:
+            raise self._error
+        return [Drawn() if row.draws is None else Drawn((0,)) for row in step]
 
 
 def a_store() -> MemoryStore:
@@ -200,9 +246,9 @@ def root_of(salt: str) -> PageKey:
     return Namespace(model="fold", layout="", salt=salt).root()
 
 
-def prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
+def prompt(num_tokens: int, seed: int = 0, vocabulary: int = VOCABULARY) -> tuple[int, ...]:
     rng = Random(seed)
-    return tuple(rng.randrange(251) for _ in range(num_tokens))
+    return tuple(rng.randrange(vocabulary) for _ in range(num_tokens))
 
 
 def a_request(tokens: tuple[int, ...], max_new_tokens: int = 6, **changes: str | int) -> Request:
@@ -214,6 +260,7 @@ def a_request(tokens: tuple[int, ...], max_new_tokens: int = 6, **changes: str |
         sampling=Sampling(seed=1),
         salt=str(changes.get("salt", "")),
         gap_tokens_max=None if gap is None else int(gap),
+        priority=int(changes.get("priority", 0)),
     )
 
 

@@ -26,7 +26,6 @@ from tidemill.workers.build import extents_for
 from tidemill.workers.messages import Request
 from tidemill.workers.restore import PREEMPTIONS_MAX
 from tidemill.workers.settings import CheckpointStrategy
-from tidemill.workers.step import Row
 
 layouts = pytest.mark.parametrize(
     "layout", [HYBRID, ATTENTION_ONLY, TIGHT], ids=["hybrid", "attention", "tight"]
@@ -108,10 +107,13 @@ def test_down_to_the_floor_while_eight_run_and_up_again(layout: Layout, strategy
         tuning = Tuning(extents_min=floor, extents_max=300)
         async with bench(strategy=strategy, layout=layout, num_extents=200, tuning=tuning) as one:
             work = asyncio.create_task(one.answer_all(requests))
-            await one.until(lambda: one.count("generated_tokens") > 8 * 10)
+
+            def ran() -> set[str]:
+                return {row.sequence_id for step in one.runner.steps for row in step}
+
+            await one.until(lambda: len(ran()) == 8 and one.count("generated_tokens") > 8 * 10)
             assert one.engine.load().running_rows == 8
-            arrived = one.runner.steps[-1]
-            order = [row.sequence_id.split("#")[0] for row in sorted(arrived, key=_arrival)]
+            order = [name.split("#")[0] for name in sorted(ran(), key=_arrival)]
             one.engine.resize(0)
             assert one.ledger.budget_extents == floor, "never less"
             await one.until(lambda: not one.ledger.excess)
@@ -240,8 +242,8 @@ def test_memory_that_another_process_took_for_a_while(layout: Layout, generated:
     run(main())
 
 
-def _arrival(row: Row) -> int:
-    return int(row.sequence_id.split("#")[1])
+def _arrival(sequence_id: str) -> int:
+    return int(sequence_id.split("#")[1])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,17 @@ import pytest
 
 from tests.sim.fold import ATTENTION, LINEAR, expected, fold_layout
 from tests.unit.kvstore.leases import scattered
-from tests.unit.workers.bench import Bench, BrokenRunner, a_request, a_store, bench, prompt, root_of, run
+from tests.unit.workers.bench import (
+    Bench,
+    BrokenRunner,
+    Tuning,
+    a_request,
+    a_store,
+    bench,
+    prompt,
+    root_of,
+    run,
+)
 from tidemill.kvstore.keys import PageKey, page_keys
 from tidemill.kvstore.layout import layout_of
 from tidemill.workers.messages import (
@@ -221,11 +231,12 @@ def test_a_client_that_hangs_up_frees_its_memory() -> None:
 
 
 @pytest.mark.parametrize("last", [1, 2, 5])
-def test_when_the_step_loop_breaks_every_stream_ends(last: int) -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_when_the_step_loop_breaks_every_stream_ends(last: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
     """Those that run, those that wait for memory, and those that wait for the same prompt to be produced."""
 
     async def main() -> None:
-        async with bench(num_extents=4, runner=BrokenRunner(last)) as one:
+        async with bench(num_extents=4, runner=BrokenRunner(last), tuning=Tuning(overlap=overlap)) as one:
             requests = [a_request(prompt(30, index), 9) for index in range(5)]
             streams = [_all_of(one, request) for request in requests]
             prompts = [one.engine.produce(requests[0]) for _ in range(3)]

@@ -18,7 +18,7 @@ class Clients:
         self._inside = 0
 
     async def take(self, arrival: int) -> None:
-        async with self.line.turn(arrival):
+        async with self.line.turn((0.0, arrival)):
             self._inside += 1
             assert self._inside == 1
             try:
@@ -41,6 +41,26 @@ def test_who_came_first_goes_first_whenever_it_joined(seed: int) -> None:
         assert clients.served == [50, *range(20)]
 
     run(main(), seed)
+
+
+def test_an_urgent_one_goes_before_those_that_came_first_and_equals_by_their_numbers() -> None:
+    async def main() -> None:
+        line = Line()
+        served: list[tuple[float, int]] = []
+
+        async def take(seniority: tuple[float, int]) -> None:
+            async with line.turn(seniority):
+                await asyncio.sleep(1.0)
+                served.append(seniority)
+
+        tasks = [asyncio.create_task(take((0.0, 0)))]
+        await asyncio.sleep(0.5)
+        waiting = [(20.0, 1), (10.0, 2), (-5.0, 3), (10.0, 4), (9.0, 5)]
+        tasks += [asyncio.create_task(take(one)) for one in waiting]
+        await asyncio.gather(*tasks)
+        assert served == [(0.0, 0), *sorted(waiting)]
+
+    run(main())
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -103,7 +123,7 @@ def test_whoever_waits_for_memory_hears_of_it_and_of_who_joins() -> None:
             heard_s.append(clock())
 
         async def join() -> None:
-            async with line.turn(7):
+            async with line.turn((0.0, 7)):
                 pass
 
         for tell in (asyncio.create_task, None):

@@ -6,11 +6,12 @@ import pytest
 
 from tests.unit.kvstore.leases import P, a_ledger, grown
 from tests.unit.workers.bench import run
-from tidemill.kvstore.keys import Namespace
+from tidemill.kvstore.keys import Namespace, page_keys
 from tidemill.kvstore.ledger import Ledger
+from tidemill.workers.draws import Draws
 from tidemill.workers.makers import Makers
 from tidemill.workers.messages import Request
-from tidemill.workers.sequence import Sequence, sequence_of
+from tidemill.workers.sequence import Sequence
 
 ROOT = Namespace(model="m", layout="l").root()
 SHARED = (1, 2, 3, 4, 5, 6)
@@ -18,7 +19,19 @@ SHARED = (1, 2, 3, 4, 5, 6)
 
 def a_sequence(arrival: int, tokens: tuple[int, ...]) -> Sequence:
     request = Request(request_id=str(arrival), tokens=tokens, max_new_tokens=1)
-    return sequence_of(arrival, request, ROOT, P, produces=False)
+    return Sequence(
+        id=str(arrival),
+        seniority=(0.0, arrival),
+        request=request,
+        root=ROOT,
+        page_tokens=P,
+        produces=False,
+        tokens=list(tokens),
+        target=len(tokens),
+        draws=Draws(request),
+        drafter=None,
+        keys=page_keys(ROOT, tokens, P),
+    )
 
 
 class Scene:

@@ -1,4 +1,4 @@
-"""Between tokens and text: what the edge needs of a tokenizer, and the search for stop strings."""
+"""Between tokens and text: what is needed of a tokenizer, and the search for stop strings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,28 +32,39 @@ class Tokenizer(Protocol):
 
     def decoder(self) -> Decoder: ...
 
+    def piece(self, token: int) -> bytes:
+        """What one token stands for, which may be a part of a character; empty if it is none of the
+        tokenizer's."""
+        ...
+
 
 class StopScanner:
     """Passes text up to the first stop string: the one that ends first, or the longest of those that do.
 
-    Text that may still grow into a stop string is held back, so that no part of one is ever passed on.
+    Text that may still grow into a stop string is held back, so that no part of one is ever passed on. With
+    `include` the stop string itself is passed on.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         assert all(stops), "an empty stop string would match everywhere"
         self._stops = tuple(stops)
+        self._include = include
         self._held: str = ""
-        self.stopped = False
+        self.stop: str | None = None  # the one that was found
 
-    def push(self, text: str) -> str:
-        """The text that can be passed on now that `text` has come. Sets `stopped` at a stop string."""
-        assert not self.stopped
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """The text that can be passed on now that `text` has come. Sets `stop` at a stop string.
+
+        One that ends in text which may not stop does not count; one that only starts there does.
+        """
+        assert self.stop is None
+        held = len(self._held)
         text = self._held + text
-        ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if ends:
-            self.stopped = True
+        found = self._first_end(text, held) if may_stop else None
+        if found is not None:
+            end, start, self.stop = found
             self._held = ""
-            return text[: min(ends)[1]]
+            return text[: end if self._include else start]
         cut = len(text) - self._growing(text)
         self._held = text[cut:]
         return text[:cut]
@@ -62,6 +73,16 @@ class StopScanner:
         """What was held back: the text has ended, so it does not grow into a stop string."""
         held, self._held = self._held, ""
         return held
+
+    def _first_end(self, text: str, old: int) -> tuple[int, int, str] | None:
+        """End, start and stop string of the match that ends first behind the `old` characters, the longest of
+        those that do."""
+        matches = (
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := text.find(stop, max(0, old + 1 - len(stop)))) >= 0
+        )
+        return min(matches, default=None)
 
     def _growing(self, text: str) -> int:
         """Length of the longest end of `text` that starts a stop string."""

@@ -2,6 +2,7 @@
 # transformers has no complete types
 """The tokenizer and the chat template of a Hugging Face folder."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,12 +10,14 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
-from tidemill.cluster.http.text import Message
 from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.api.text import Message
 from tidemill.workers.messages import RequestError
 
 PENDING_TOKENS_MAX = 8
 """A character has at most 4 bytes: after this many tokens without text, what is pending is no character."""
+
+BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 Render = Callable[[Sequence[Message]], str]
 
@@ -23,10 +26,12 @@ class FolderTokenizer:
     """Encodes, decodes and renders chats. `render` is None for a model without a chat template."""
 
     def __init__(self, raw: RawTokenizer, render: Render | None) -> None:
-        raw.no_truncation()  # the edge refuses long prompts, it does not cut them
+        raw.no_truncation()  # long prompts are refused, not cut
         raw.no_padding()
         self._raw = raw
         self._render = render
+        self._added = {token: one.content for token, one in raw.get_added_tokens_decoder().items()}
+        self._bytes_of = byte_alphabet() if "ByteLevel" in str(raw.decoder) else None
 
     def encode(self, text: str) -> list[int]:
         return self._raw.encode(text).ids
@@ -44,6 +49,16 @@ class FolderTokenizer:
 
     def decoder(self) -> "StreamDecoder":
         return StreamDecoder(self._raw)
+
+    def piece(self, token: int) -> bytes:
+        text = self._added.get(token)
+        if text is not None:
+            return text.encode()
+        written = self._raw.id_to_token(token) or ""
+        if self._bytes_of is not None:
+            return b"".join(self._bytes_of.get(char) or char.encode() for char in written)
+        fallback = BYTE_FALLBACK.fullmatch(written)
+        return bytes.fromhex(fallback[1]) if fallback else written.replace("\u2581", " ").encode()
 
 
 class StreamDecoder:
@@ -64,6 +79,15 @@ class StreamDecoder:
             self._stream = DecodeStream(skip_special_tokens=True)
         self._pending.clear()
         return text
+
+
+def byte_alphabet() -> dict[str, bytes]:
+    """How byte-level vocabularies write bytes (GPT-2): a printable byte as its Latin-1 character, the others
+    as the characters from 256 on, in their order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    written = {chr(byte): bytes([byte]) for byte in printable}
+    return written | {chr(256 + place): bytes([byte]) for place, byte in enumerate(others)}
 
 
 def load_tokenizer(folder: Path) -> FolderTokenizer:

@@ -1,0 +1,118 @@
+"""How whole pages and states are cut for tensor parallelism: shares of ranks, shards in the store. Pure.
+
+    a whole page      | head 0 | head 1 | head 2 | head 3 |      4 KV heads, cut into 4 shards
+    a rank of 2       |<---- rank 0 --->|<---- rank 1 --->|      its page is shards 0-1, or 2-3, end to end
+    a rank of 8       |<- 0,1->|<- 2,3->|<- 4,5->|<- 6,7->|      two ranks hold a copy; the first publishes
+
+States are cut by head groups in the same way, and never copied. Heads come first in pages and states, so a
+share is one run of bytes, and the page of a rank is what `layout_of` makes of the rank's layers.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from math import gcd, lcm
+from typing import assert_never
+
+from tidemill.kvstore.layout import Attention, LayerSpec, Layout, Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Into how many equal ranges the store cuts each whole page and each whole state.
+
+    Fixed for all that share a store: keys of other counts are in another namespace.
+    """
+
+    pages: int = 1
+    states: int = 1
+
+    def describe(self, whole: Layout) -> str:
+        """What decides the meaning of an object's bytes, for the namespace of its key. `whole` is the layout
+        of the model, not of a rank."""
+        cut = "" if self == WHOLE else f"/shards {self.pages}, {self.states}"
+        return whole.describe() + cut
+
+
+WHOLE = Shards()
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The shards that lie end to end in each page and each state of one rank.
+
+    `publishes_pages` is False where another rank has the same KV head and publishes it.
+    """
+
+    pages: range
+    states: range
+    publishes_pages: bool
+
+
+def share_of(layers: Sequence[LayerSpec], size: int) -> tuple[LayerSpec, ...]:
+    """What each of `size` ranks has of every layer, the same for all of them: contiguous heads, rank by rank.
+
+    Ranks beyond the KV heads have copies: rank r has KV head `r * kv_heads // size`. Raises ValueError that
+    names the sizes that work.
+    """
+    if size < 1 or not all(_fits(layer, size) for layer in layers):
+        raise ValueError(f"{size} ranks cannot share the heads of this model: use {_sizes(layers)}")
+    return tuple(_part(layer, size) for layer in layers)
+
+
+def shards_of(layers: Sequence[LayerSpec], sizes: Collection[int]) -> Shards:
+    """The fewest shards from which ranks of every group size in `sizes` can take their shares.
+
+    Raises ValueError as `share_of` does.
+    """
+    for size in sizes:
+        share_of(layers, size)
+    kv_heads = next(layer.kv_heads for layer in layers if isinstance(layer, Attention))
+    hybrid = any(isinstance(layer, Linear) for layer in layers)
+    return Shards(lcm(*(min(size, kv_heads) for size in sizes)), lcm(*sizes) if hybrid else 1)
+
+
+def mine(shards: Shards, rank: int, size: int) -> Share:
+    """The share of `rank` in a group of `size`, one of the sizes that `shards` were made for."""
+    assert 0 <= rank < size
+    copies = max(1, size // shards.pages)
+    return Share(
+        _range(shards.pages, rank, size),
+        _range(shards.states, rank, size),
+        publishes_pages=rank % copies == 0,
+    )
+
+
+def _range(count: int, rank: int, size: int) -> range:
+    assert count % size == 0 or size % count == 0
+    first = rank * count // size
+    return range(first, first + max(1, count // size))
+
+
+def _fits(layer: LayerSpec, size: int) -> bool:
+    match layer:
+        case Attention():
+            return layer.kv_heads % size == 0 or size % layer.kv_heads == 0
+        case Linear():
+            return layer.key_heads % size == 0
+        case _:
+            assert_never(layer)
+
+
+def _part(layer: LayerSpec, size: int) -> LayerSpec:
+    match layer:
+        case Attention():
+            return replace(layer, kv_heads=max(1, layer.kv_heads // size))
+        case Linear():
+            return replace(layer, key_heads=layer.key_heads // size, value_heads=layer.value_heads // size)
+        case _:
+            assert_never(layer)
+
+
+def _sizes(layers: Sequence[LayerSpec]) -> str:
+    key_heads = [layer.key_heads for layer in layers if isinstance(layer, Linear)]
+    kv_heads = [layer.kv_heads for layer in layers if isinstance(layer, Attention)]
+    bound = gcd(*key_heads) if key_heads else lcm(*kv_heads)
+    sizes = [str(size) for size in range(1, bound + 1) if all(_fits(layer, size) for layer in layers)]
+    return " or ".join(filter(None, (", ".join(sizes[:-1]), sizes[-1]))) + (
+        "" if key_heads else f", or a multiple of {bound}"
+    )

@@ -1,0 +1,100 @@
+"""A worker of two ranks behind a prefill worker of one: the tokens of one process, also when ranks die."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.server import Server, eventually
+from tests.e2e.streams import Stream, client_of, run_all
+from tidemill import LLM, SamplingParams
+
+Outcome = tuple[str, str | None, int]
+"""The text, why it ends, and how many tokens it has."""
+
+STREAMS = 8
+GROUP = ["--prefill", "1", "--decode", "1", "--decode-tensor-parallel-size", "2", "--memory", "64MiB"]
+
+
+def bodies() -> list[dict[str, Any]]:
+    rng = Random(7)
+    return [
+        {
+            "model": "keeper",
+            "prompt": [rng.randrange(5, 890) for _ in range(60 + 30 * index)],
+            "max_tokens": 300,
+            "temperature": index % 2,
+            "seed": index,
+            "ignore_eos": True,
+        }
+        for index in range(STREAMS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[Outcome]:
+    """What the engine says in one process."""
+    asked = bodies()
+    fields = ("max_tokens", "temperature", "seed", "ignore_eos")
+    params = [SamplingParams(**{field: body[field] for field in fields}) for body in asked]
+    with LLM("keeper", memory="64MiB") as alone:
+        answers = [one.outputs[0] for one in alone.generate([body["prompt"] for body in asked], params)]
+    return [(answer.text, answer.finish_reason, len(answer.token_ids)) for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """It must be stopped without leaving a process."""
+    server = Server(["keeper", "--port", "0", *GROUP], tmp_path_factory.mktemp("group") / "log")
+    try:
+        yield server
+        assert server.stop() == 0
+    finally:
+        server.kill_everything()
+
+
+def rank_of(server: Server) -> psutil.Process:
+    """The process of the group that is not its leader."""
+    (rank,) = (one for one in server.processes() if "ray::RankActor" in " ".join(one.cmdline()))
+    return rank
+
+
+def leader_of(server: Server) -> psutil.Process:
+    (row,) = server.workers("decode")
+    return psutil.Process(row["info"]["pid"])
+
+
+def test_tokens_are_those_of_one_process(server: Server, wanted: list[Outcome]) -> None:
+    """The prompts come from a prefill worker of one rank, as shards that two ranks fetch."""
+    assert [stream.outcome for stream in asyncio.run(run_all(server.url, bodies()))] == wanted
+    (row,) = server.workers("decode")
+    assert row["load"]["counters"]["store_hits"] > 0
+
+
+@pytest.mark.parametrize("victim", [rank_of, leader_of])
+def test_streams_survive_the_death_of_a_rank(
+    server: Server,
+    wanted: list[Outcome],
+    victim: Any,  # noqa: ANN401 - one of two functions
+) -> None:
+    """kill -9 while all streams run: each ends with the exact tokens, on the next life of the group."""
+    before = {rank_of(server).pid, leader_of(server).pid}
+
+    async def main() -> list[Stream]:
+        streams = [Stream(body) for body in bodies()]
+        async with client_of(server.url) as client, asyncio.TaskGroup() as running:
+            for stream in streams:
+                running.create_task(stream.run(client))
+            for stream in streams:
+                await stream.under_way.wait()
+            assert not all(stream.finish_reason for stream in streams), "too late: make the streams longer"
+            (await asyncio.to_thread(victim, server)).send_signal(signal.SIGKILL)
+        return streams
+
+    assert [stream.outcome for stream in asyncio.run(main())] == wanted
+    assert before.isdisjoint({rank_of(server).pid, leader_of(server).pid})
+    eventually(lambda: not any(psutil.pid_exists(pid) for pid in before))

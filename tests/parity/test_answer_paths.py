@@ -1,0 +1,151 @@
+# pyright: basic
+# Settings are replaced by name.
+"""What an answer must match, and what its tokens are drawn with, holds on every path: the same tokens with
+steps in flight, with guesses, after preemption, and when another worker goes on with it."""
+
+import asyncio
+import json
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.parity.served import answer, serving
+from tidemill.kvstore.layout import layout_of
+from tidemill.workers import build
+from tidemill.workers.api.tokenizer import load_tokenizer
+from tidemill.workers.build import Built
+from tidemill.workers.messages import Grammar, Request, Sampling
+from tidemill.workers.models.bundled import bundled
+from tidemill.workers.models.registry import describe
+from tidemill.workers.settings import EngineSettings
+
+P = 16
+NEW_TOKENS = 40
+EXTENTS = 200
+SHAKE_S = 0.03
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "schema": Grammar(kind="json_schema", text=json.dumps(SCHEMA)),
+    "object": Grammar(kind="json_object"),
+    "regex": Grammar(kind="regex", text="(ab|cd){3,12}x"),
+    "choice": Grammar(kind="choice", text=json.dumps(["harbor", "harbour master", "garden"])),
+    "lark": Grammar(kind="lark", text='start: "(" item ("," item)* ")"\nitem: /[0-9]{1,3}/'),
+}
+DRAWN = {
+    "greedy": Sampling(temperature=0),
+    "seeded": Sampling(temperature=0.9, top_p=0.95, seed=5),
+    "penalised": Sampling(
+        temperature=0.7, seed=3, presence_penalty=0.5, repetition_penalty=1.2, min_tokens=9
+    ),
+}
+
+
+@pytest.fixture
+def settings(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> EngineSettings:
+    """Extents of one state."""
+    layers, _ = describe(bundled()["keeper"])
+    monkeypatch.setattr(build, "layout_of", partial(layout_of, extent_bytes_min=1, granule_bytes=1))
+    layout = layout_of(layers, P, extent_bytes_min=1, granule_bytes=1)
+    return EngineSettings(
+        model_folder=bundled()["keeper"],
+        memory_bytes=EXTENTS * layout.extent_bytes,
+        store_url="memory:?size=0",
+        cache_folder=kernel_cache,
+        page_tokens=P,
+        backing="fixed",
+        max_model_len=120,
+    )
+
+
+def requests() -> list[Request]:
+    tokenizer = load_tokenizer(bundled()["keeper"])
+    eos = json.loads((bundled()["keeper"] / "config.json").read_text())["eos_token_id"]
+    return [
+        Request(
+            request_id=f"{kind}-{how}",
+            tokens=tuple(tokenizer.encode(f"Alice keeps the {kind} in the harbor. Where is it? ")),
+            max_new_tokens=NEW_TOKENS,
+            sampling=replace(sampling, grammar=grammar),
+            stop_token_ids=(eos,),
+        )
+        for kind, grammar in {**GRAMMARS, "key": None}.items()
+        for how, sampling in DRAWN.items()
+    ]
+
+
+async def answers(
+    settings: EngineSettings, asked: list[Request], *, shaken: bool = False, **changes: object
+) -> list[list[int]]:
+    """`shaken`: the memory shrinks to its floor and grows again all the time."""
+    async with serving(settings, **changes) as built:
+        shaking = asyncio.create_task(_shake(built)) if shaken else None
+        got = await asyncio.gather(*(answer(built, one) for one in asked))
+        if shaking is not None:
+            shaking.cancel()
+        counters = built.engine.load().counters
+    if changes.get("drafts_max"):
+        assert 0 < counters["spec_accepted_tokens"] < counters["spec_drafted_tokens"]
+    assert (counters.get("preemptions_for_resize", 0) > 0) == shaken
+    return [tokens for tokens, _ in got]
+
+
+async def _shake(built: Built) -> None:
+    while True:
+        for budget_bytes in (built.memory_floor_bytes, built.memory_bytes):
+            built.engine.resize(budget_bytes)
+            await asyncio.sleep(SHAKE_S)
+
+
+def test_every_path_gives_the_answer_that_matches(settings: EngineSettings) -> None:
+    asked = requests()
+    plain = asyncio.run(answers(settings, asked, overlap=False))
+    assert asyncio.run(answers(settings, asked)) == plain
+    assert asyncio.run(answers(settings, asked, drafts_max=4)) == plain
+    assert asyncio.run(answers(settings, asked, drafts_max=4, shaken=True)) == plain
+    assert asyncio.run(answers(settings, asked, overlap=False, shaken=True)) == plain
+    cuts = [min(number, len(tokens) - 1) for number, tokens in enumerate(plain)]
+    moved = [
+        replace(one, tokens=one.tokens + tuple(tokens[:cut]), drawn=cut, max_new_tokens=NEW_TOKENS - cut)
+        for one, tokens, cut in zip(asked, plain, cuts, strict=True)
+    ]
+    rests = [tokens[cut:] for tokens, cut in zip(plain, cuts, strict=True)]
+    assert asyncio.run(answers(settings, moved, drafts_max=4)) == rests
+    _check_grammars(asked, plain)
+
+
+def _check_grammars(asked: list[Request], answered: list[list[int]]) -> None:
+    """Those that came to their end match; the others ran out of tokens."""
+    tokenizer = load_tokenizer(bundled()["keeper"])
+    ended: list[str] = []
+    for request, tokens in zip(asked, answered, strict=True):
+        decoder = tokenizer.decoder()
+        text = "".join(map(decoder.push, tokens[:-1]))
+        if tokens[-1] not in request.stop_token_ids or request.sampling.grammar is None:
+            continue
+        ended.append(request.sampling.grammar.kind)
+        match request.sampling.grammar.kind:
+            case "json_schema":
+                value = json.loads(text)
+                assert set(value) == set(SCHEMA["properties"])
+                assert 0 <= value["age"] <= 99
+            case "json_object":
+                assert isinstance(json.loads(text), dict)
+            case "regex":
+                assert re.fullmatch("(ab|cd){3,12}x", text)
+            case "choice":
+                assert text in {"harbor", "harbour master", "garden"}
+            case "lark":
+                assert re.fullmatch(r"\([0-9]{1,3}(,[0-9]{1,3})*\)", text)
+    assert {"regex", "choice"} <= set(ended)

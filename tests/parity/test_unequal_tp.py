@@ -1,0 +1,170 @@
+# pyright: basic
+# transformers' classes have no usable types.
+"""A prompt computed by a group of one size is continued by a group of another, bit for bit."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from threading import Barrier
+
+import pytest
+import torch
+
+from tests.parity.hybrid import CONFIGS, random_model, save
+from tidemill.kernels.dispatch import Operators
+from tidemill.kvstore.file_store import FileStore
+from tidemill.kvstore.index import Entry
+from tidemill.kvstore.keys import Namespace, page_keys
+from tidemill.kvstore.layout import PageId, StateId, layout_of
+from tidemill.kvstore.lease import Lease
+from tidemill.kvstore.shards import Shards, mine, shards_of
+from tidemill.kvstore.store import PageStore
+from tidemill.workers.draws import Draws
+from tidemill.workers.inputs import caches_of
+from tidemill.workers.messages import Request
+from tidemill.workers.models.registry import describe, load
+from tidemill.workers.runner import inputs_of, logits_of
+from tidemill.workers.step import Row
+from tidemill.workers.transfer import RankTransfer, Transfer
+
+P = 8
+NUM_PAGES = 3
+TOKENS = tuple(Random(3).choices(range(97), k=NUM_PAGES * P + 3))
+KEYS = page_keys(Namespace(model="m", layout="l").root(), TOKENS[: NUM_PAGES * P], P)
+FOUR_HEADS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
+DRAWS = Draws(Request(request_id="", tokens=TOKENS, max_new_tokens=1))
+TIMEOUT_S = 60.0
+
+
+class Exchange:
+    """Collectives of ranks that are threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = Barrier(size, timeout=TIMEOUT_S)
+        self.given: list[torch.Tensor] = [torch.empty(0)] * size
+
+
+class ThreadRank:
+    def __init__(self, index: int, exchange: Exchange) -> None:
+        self.index = index
+        self.size = len(exchange.given)
+        self._exchange = exchange
+
+    def gather(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
+        return torch.cat(self._all(x_TN), dim=1)[:, :width].contiguous()
+
+    def gather_to_leader(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
+        return self.gather(x_TN, width if self.index == 0 else 0)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        x.copy_(self._all(x)[0])
+
+    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self._exchange.given[self.index] = x.clone()
+        self._exchange.barrier.wait()
+        given = list(self._exchange.given)
+        self._exchange.barrier.wait()
+        return given
+
+
+class Group:
+    """A model on the threads of `size` ranks, each with an arena full of NaN, and its transfers."""
+
+    def __init__(self, folder: Path, cpu: Operators, store: PageStore, shards: Shards, size: int) -> None:
+        self._threads = ThreadPoolExecutor(size)
+        self._size = size
+        self._exchange = Exchange(size)
+        ranks = [ThreadRank(rank, self._exchange) for rank in range(size)]
+        loaded = [load(folder, cpu, lambda _done, _total: None, rank) for rank in ranks]
+        self.fingerprint = loaded[0].fingerprint
+        self.models = [one.model for one in loaded]
+        self.layout = layout_of(loaded[0].local_layers, P, extent_bytes_min=1, granule_bytes=1)
+        num_bytes = 8 * max(self.layout.extent_bytes, self.layout.state_stride_bytes)
+        arenas = [torch.full((num_bytes,), 0xFF, dtype=torch.uint8) for _ in ranks]
+        self.caches = [caches_of(self.layout, arena) for arena in arenas]
+        parts = [
+            RankTransfer(self.layout, arena.numpy().data, store, mine(shards, rank, size))
+            for rank, arena in enumerate(arenas)
+        ]
+        self.transfer = Transfer(self.layout, arenas[0].numpy().data, store, shards, parts[1:])
+        per_state = self.layout.state_stride_bytes // self.layout.page_bytes
+        self.pages = tuple(PageId(page) for page in (3, 1, 0, 2))
+        self.slot = StateId(-(-4 // per_state))
+
+    def run(self, start: int, end: int) -> torch.Tensor | None:
+        """Logits after the last token of all; None of a step that ends before it."""
+        row = Row(
+            sequence_id="one",
+            tokens=TOKENS[start:end],
+            start=start,
+            pages=self.pages,
+            read=self.slot if start else None,
+            writes=(self.slot,),
+            draws=DRAWS if end == len(TOKENS) else None,
+        )
+        leader, *_ = self._threads.map(lambda rank: self._rank(rank, row), range(self._size))
+        return leader
+
+    def _rank(self, rank: int, row: Row) -> torch.Tensor | None:
+        try:
+            with torch.inference_mode():
+                inputs = inputs_of((row,), list(row.tokens), P)
+                return logits_of(self.models[rank], self.caches[rank], inputs, (row,))
+        except BaseException:
+            self._exchange.barrier.abort()
+            raise
+
+    async def publish(self) -> bool:
+        entries: list[Entry] = []
+        for depth, (key, page) in enumerate(zip(KEYS, self.pages, strict=False), 1):
+            entries.append(Entry(key, entries[-1] if entries else None, depth, page))
+        entries[-1].checkpoint = self.slot
+        return await self.transfer.publish(Lease(P, entries=entries, source=entries[-1]), KEYS)
+
+    async def fetch(self) -> int:
+        return await self.transfer.fetch(Lease(P, own=list(self.pages), spare=[self.slot]), KEYS, NUM_PAGES)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+@pytest.fixture(scope="module", params=["dense", "moe"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = CONFIGS["dense-tied" if request.param == "dense" else "moe-two-values"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CONFIGS, "four-heads", base | FOUR_HEADS)
+        return save(random_model("four-heads"), tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 4), (4, 1)])
+def test_a_prompt_computed_by_one_group_is_continued_by_another(
+    folder: Path, cpu: Operators, tmp_path: Path, writers: int, readers: int
+) -> None:
+    layers, _ = describe(folder)
+    shards = shards_of(layers, {1, writers, readers})
+    boundary = NUM_PAGES * P
+
+    async def main() -> None:
+        store = FileStore(tmp_path, 1 << 30)
+        groups = [Group(folder, cpu, store, shards, size) for size in (1, writers, readers)]
+        assert len({group.fingerprint for group in groups}) == 1, "their keys would differ"
+        cold, prefill, decode = groups
+        wanted = cold.run(0, len(TOKENS))
+        assert wanted is not None
+        assert prefill.run(0, boundary) is None
+        assert await prefill.publish()
+        assert await decode.fetch() == NUM_PAGES
+        found = decode.run(boundary, len(TOKENS))
+        assert found is not None
+        assert torch.equal(found, wanted)
+        for group in groups:
+            group.close()
+        await store.close()
+
+    asyncio.run(main())

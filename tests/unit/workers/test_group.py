@@ -1,0 +1,260 @@
+# pyright: basic
+# transformers' classes have no usable types, and settings are replaced by name.
+"""A small model on groups of real processes: the tokens of one process, and an end that leaves nothing."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from tests.parity.hybrid import CONFIGS, random_model, save
+from tests.unit.workers.ranks import RANKS, end, rank_of_a_model, started
+from tidemill.workers import runner
+from tidemill.workers.build import Built, build_engine
+from tidemill.workers.messages import Delta, Provenance, Request, RequestError, Sampling, WorkerGone
+from tidemill.workers.settings import EngineSettings
+from tidemill.workers.step import Row
+from tidemill.workers.tp.errors import GroupBroken
+from tidemill.workers.tp.link import Ended
+
+P = 16
+VOCABULARY = 97
+SIX_HEADS = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "tie_word_embeddings": True,
+} | {
+    f"linear_{name}": value
+    for name, value in {
+        "num_key_heads": 6,
+        "num_value_heads": 6,
+        "key_head_dim": 8,
+        "value_head_dim": 8,
+    }.items()
+}
+"""Divides among 2 and 3 ranks; the one KV head is there on each of them."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CONFIGS, "six-heads", SIX_HEADS)
+        folder = save(random_model("six-heads"), tmp_path_factory.mktemp("model"))
+    return EngineSettings(
+        model_folder=folder,
+        memory_bytes=24 << 20,
+        store_url="memory:?size=0",
+        cache_folder=tmp_path_factory.getbasetemp() / "kernels",
+        page_tokens=P,
+        tensor_parallel_sizes=(1, 2, 3),
+        step_tokens_max=64,
+    )
+
+
+@pytest.fixture
+def settings(alone: EngineSettings, tmp_path: Path) -> EngineSettings:
+    """With an empty store that processes share."""
+    return replace(alone, store_url=f"file://{tmp_path}?size=64MiB")
+
+
+@dataclass
+class Worker:
+    built: Built
+    ranks: list[BaseProcess]
+    running: asyncio.Task[None]
+
+
+@asynccontextmanager
+async def worker(settings: EngineSettings, **changes: object) -> AsyncGenerator[Worker]:
+    """A group whose step loop runs. At the end no process of it is left."""
+    ranks: list[BaseProcess] = []
+
+    def start_ranks(settings: EngineSettings, folder: Path) -> Ended:
+        indices = range(1, settings.tensor_parallel_size)
+        ranks.extend(RANKS.Process(target=rank_of_a_model, args=(settings, folder, i)) for i in indices)
+        return started(ranks)
+
+    built = build_engine(replace(settings, **changes), lambda _done, _total: None, start_ranks)
+    running = asyncio.create_task(built.engine.run())
+    try:
+        yield Worker(built, ranks, running)
+        if not running.done():
+            await built.engine.drain_publications()
+            load = built.engine.load()
+            assert (load.memory.live, load.running_rows, load.waiting_rows) == (0, 0, 0)
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        built.close()
+        await asyncio.to_thread(end, ranks)
+
+
+def requests() -> list[Request]:
+    """Prompts of all lengths near a page boundary; one of them repeats itself, so that guesses come true."""
+    rng = Random(1)
+    prompts = [tuple(rng.randrange(2, VOCABULARY) for _ in range(n)) for n in (1, P, P + 1, 3 * P - 1, 90)]
+    prompts.append((3, 4, 5, 6) * 12)
+    return [
+        Request(
+            request_id=f"{len(prompt)}-{sampling.temperature}",
+            tokens=prompt,
+            max_new_tokens=3 * P,
+            sampling=sampling,
+        )
+        for prompt in prompts
+        for sampling in (Sampling(temperature=0), Sampling(temperature=0.9, top_p=0.95, seed=5))
+    ]
+
+
+async def answer(worker: Worker, request: Request) -> tuple[list[int], Provenance]:
+    tokens: list[int] = []
+    provenance = None
+    async with aclosing(worker.built.engine.generate(request)) as deltas:
+        async for delta in deltas:
+            tokens += delta.tokens
+            provenance = provenance or delta.provenance
+    assert provenance is not None
+    return tokens, provenance
+
+
+async def take_all(deltas: AsyncGenerator[Delta], found: list[int]) -> None:
+    async for delta in deltas:
+        found += delta.tokens
+
+
+async def answers(worker: Worker) -> list[list[int]]:
+    return [tokens for tokens, _ in await asyncio.gather(*(answer(worker, one) for one in requests()))]
+
+
+@pytest.fixture(scope="module")
+def wanted(alone: EngineSettings) -> list[list[int]]:
+    async def main() -> list[list[int]]:
+        async with worker(alone, overlap=False) as single:
+            return [(await answer(single, replace(one, salt=one.request_id)))[0] for one in requests()]
+
+    found = asyncio.run(main())
+    assert len(set(map(tuple, found))) == len(found)
+    return found
+
+
+@pytest.mark.parametrize(("size", "drafts_max"), [(2, 0), (3, 3)])
+def test_tokens_are_those_of_one_process(
+    settings: EngineSettings, wanted: list[list[int]], size: int, drafts_max: int
+) -> None:
+    async def main() -> None:
+        async with worker(settings, tensor_parallel_size=size, drafts_max=drafts_max) as group:
+            assert await answers(group) == wanted
+            assert await answers(group) == wanted  # warm
+
+    asyncio.run(main())
+
+
+def test_a_group_fetches_what_a_group_of_another_size_has_stored(
+    settings: EngineSettings, wanted: list[list[int]]
+) -> None:
+    async def main() -> None:
+        async with worker(settings, tensor_parallel_size=3) as group:
+            for request in requests():
+                await group.built.engine.produce(request)
+        async with worker(settings, tensor_parallel_size=2) as group:
+            for request, tokens in zip(requests(), wanted, strict=True):
+                found, provenance = await answer(group, request)
+                assert found == tokens
+                held = provenance.fetched_tokens + provenance.reused_tokens
+                assert held == (len(request.tokens) - 1) // P * P
+
+    asyncio.run(main())
+
+
+def test_a_killed_rank_ends_the_group(settings: EngineSettings, wanted: list[list[int]]) -> None:
+    """Every stream breaks off for a reason that sends its request elsewhere, none with a wrong token."""
+    request, tokens = requests()[8], wanted[8]
+
+    async def main() -> None:
+        async with worker(settings, tensor_parallel_size=3) as group:
+            assert group.built.group is not None
+            watching = asyncio.create_task(group.built.group.watch())
+            async with aclosing(group.built.engine.generate(request)) as deltas:
+                found = list((await anext(deltas)).tokens)
+                group.ranks[1].kill()
+                with pytest.raises(WorkerGone):
+                    await take_all(deltas, found)
+            assert found == tokens[: len(found)]
+            with pytest.raises(GroupBroken):
+                await watching
+            with pytest.raises(WorkerGone):
+                await group.running
+            await asyncio.to_thread(end, group.ranks)
+
+    asyncio.run(main())
+
+
+def test_a_step_that_breaks_before_the_ranks_know_of_it_is_its_own_requests_error(
+    settings: EngineSettings, wanted: list[list[int]]
+) -> None:
+    async def main() -> None:
+        async with worker(settings, tensor_parallel_size=2) as group:
+            good = asyncio.gather(*(answer(group, one) for one in requests()))
+            with pytest.raises(RequestError):
+                await answer(group, replace(requests()[0], tokens=(5, VOCABULARY)))
+            assert [tokens for tokens, _ in await good] == wanted
+
+    asyncio.run(main())
+
+
+def test_a_draw_that_breaks_leaves_the_ranks_together(
+    settings: EngineSettings, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step after it is on its way and waits for the token that was not drawn."""
+    draw, calls = runner.draw, 0
+
+    def breaks_at_times(logits_NV: torch.Tensor, rows: list[Row]) -> object:
+        nonlocal calls
+        calls += 1
+        if calls in {7, 20}:
+            raise ValueError("no luck")
+        return draw(logits_NV, rows)
+
+    async def main() -> None:
+        async with worker(settings, tensor_parallel_size=2) as group:
+            assert await answers(group) == wanted
+            assert calls > 20
+
+    monkeypatch.setattr(runner, "draw", breaks_at_times)
+    asyncio.run(main())
+
+
+def test_a_leader_that_breaks_amid_a_step_ends_the_group(
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks wait for it inside the model, and nothing else would wake them."""
+
+    def breaks(*_: object) -> None:
+        raise ValueError("no luck")
+
+    async def main() -> None:
+        async with worker(settings, tensor_parallel_size=3) as group:
+            await answer(group, requests()[0])
+            monkeypatch.setattr(runner, "logits_of", breaks)
+            with pytest.raises(WorkerGone, match="the worker's step loop has ended"):
+                await answer(group, requests()[1])
+            with pytest.raises(GroupBroken, match="no luck"):
+                await group.running
+            await asyncio.to_thread(end, group.ranks)
+
+    asyncio.run(main())

@@ -1,0 +1,150 @@
+"""What an answer must match, in the forms that clients use, as a Grammar. Pure.
+
+response_format      OpenAI: text, json_object, or json_schema with {"schema": ...}
+structured_outputs   vLLM: one of json, regex, choice, grammar (Lark), json_object; once guided_json and so on
+"""
+
+import json
+from collections.abc import Mapping
+from typing import cast
+
+from tidemill.workers.messages import Grammar, RequestError
+
+GRAMMAR_BYTES_MAX = 64 << 10
+SCHEMA_DEPTH_MAX = 64
+"""Levels of objects and lists in a JSON schema."""
+
+FORMS = ("json", "regex", "choice", "grammar", "json_object")
+HARMLESS = ("disable_fallback", "backend")
+
+
+def grammar_of(
+    response_format: Mapping[str, object] | None,
+    structured_outputs: Mapping[str, object] | None = None,
+    guided: Mapping[str, object] | None = None,
+) -> Grammar | None:
+    """The one thing that is asked for; `guided` has what the guided_ fields hold, by form. Raises
+    RequestError."""
+    asked: dict[str, Grammar | None] = {}
+    if response_format is not None:
+        asked["response_format"] = _of_response_format(response_format)
+    if structured_outputs is not None:
+        asked["structured_outputs"] = _of_structured_outputs(structured_outputs)
+    for form, value in (guided or {}).items():
+        if value not in (None, []):
+            asked[f"guided_{form}"] = _of_form(form, value, f"guided_{form}")
+    found = {field: grammar for field, grammar in asked.items() if grammar is not None}
+    if len(found) > 1:
+        first, second, *_ = found
+        raise RequestError(f"{second}: {first} says what the answer must match too: give one", param=second)
+    return next(iter(found.values()), None)
+
+
+def _of_response_format(value: Mapping[str, object]) -> Grammar | None:
+    param = "response_format"
+    match value:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object", "schema": dict()} if value["schema"]:
+            return _schema(cast("dict[str, object]", value["schema"]), f"{param}.schema")
+        case {"type": "json_object"}:
+            return Grammar(kind="json_object")
+        case {"type": "json_schema", "json_schema": {"schema": dict()}}:
+            named = cast("dict[str, dict[str, object]]", value["json_schema"])
+            return _schema(named["schema"], f"{param}.json_schema.schema")
+        case {"type": "json_schema"}:
+            raise RequestError(
+                f'{param}.json_schema: give {{"name": ..., "schema": {{...}}}}', param=f"{param}.json_schema"
+            )
+        case _:
+            raise RequestError(f"{param}.type: use text, json_object or json_schema", param=f"{param}.type")
+
+
+def _of_structured_outputs(value: Mapping[str, object]) -> Grammar | None:
+    param = "structured_outputs"
+    given = {
+        name: one for name, one in value.items() if one not in (None, False, []) and name not in HARMLESS
+    }
+    unknown = next((name for name in given if name not in FORMS), None)
+    if unknown is not None:
+        raise RequestError(
+            f"{param}.{unknown[:64]} is not supported: use one of {', '.join(FORMS)}",
+            param=f"{param}.{unknown[:64]}",
+        )
+    if len(given) > 1:
+        raise RequestError(f"{param}: {' and '.join(given)} exclude each other: give one", param=param)
+    return next((_of_form(form, one, f"{param}.{form}") for form, one in given.items()), None)
+
+
+def _of_form(form: str, value: object, param: str) -> Grammar:
+    match form, value:
+        case "json", dict():
+            return _schema(cast("dict[str, object]", value), param)
+        case "json", str(text):
+            return _schema(_parsed(text, param), param)
+        case "regex", str(text) if text:
+            return Grammar(kind="regex", text=_bounded(text, param))
+        case "grammar", str(text) if text:
+            return Grammar(kind="lark", text=_bounded(text, param))
+        case "choice", list() if all(isinstance(one, str) for one in cast("list[object]", value)):
+            return Grammar(kind="choice", text=_bounded(json.dumps(value, ensure_ascii=False), param))
+        case "json_object", True:
+            return Grammar(kind="json_object")
+        case _:
+            wanted = {
+                "json": "a JSON schema, as an object or as its text",
+                "choice": "a list of texts",
+                "json_object": "true",
+            }.get(form, "a text that is not empty")
+            raise RequestError(f"{param}: give {wanted}", param=param)
+
+
+def _parsed(text: str, param: str) -> dict[str, object]:
+    try:
+        schema: object = json.loads(_bounded(text, param))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{param} is not the text of a JSON schema: {error}", param=param) from error
+    if not isinstance(schema, dict):
+        raise RequestError(f"{param}: give a JSON schema that is an object", param=param)
+    return cast("dict[str, object]", schema)
+
+
+def _schema(schema: dict[str, object], param: str) -> Grammar:
+    level: list[object] = [schema]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > SCHEMA_DEPTH_MAX:
+            raise RequestError(
+                f"{param} is nested more than {SCHEMA_DEPTH_MAX} levels deep: use $defs and $ref", param=param
+            )
+        level = [child for one in level for child in _children(one)]
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"{param} cannot be written as JSON: {error}", param=param) from error
+    return Grammar(kind="json_schema", text=_bounded(text, param))
+
+
+def _children(value: object) -> list[object]:
+    """Objects and lists in an object or a list."""
+    items: list[object] = []
+    if isinstance(value, dict):
+        items = list(cast("dict[object, object]", value).values())
+    elif isinstance(value, list):
+        items = cast("list[object]", value)
+    return [item for item in items if isinstance(item, dict | list)]
+
+
+def _bounded(text: str, param: str) -> str:
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError:
+        raise RequestError(
+            f"{param} holds half of a surrogate pair: send valid Unicode", param=param
+        ) from None
+    if num_bytes > GRAMMAR_BYTES_MAX:
+        raise RequestError(
+            f"{param} has {num_bytes:,} bytes: shorten it to {GRAMMAR_BYTES_MAX:,} or less", param=param
+        )
+    return text

@@ -1,0 +1,36 @@
+"""What pydantic finds wrong with a client's fields, as a RequestError that names the field and the fix."""
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from pydantic import ValidationError
+
+from tidemill.workers.messages import RequestError
+
+FIXES = {
+    "extra_forbidden": "there is no such parameter: leave it out",
+    "json_invalid": "send a JSON object",
+    "missing": "is needed",
+    "model_attributes_type": "send a JSON object with content-type: application/json",
+}
+
+
+def request_error(problems: Sequence[Mapping[str, object]]) -> RequestError:
+    """The first problem, with the field as a client writes it: `messages[0].role`."""
+    problem = problems[0]
+    place = cast("tuple[int | str, ...]", problem["loc"])
+    kind = str(problem["type"])
+    field = "" if kind == "json_invalid" else _path(place)
+    reason = FIXES.get(kind, str(problem["msg"]).removeprefix("Value error, "))
+    return RequestError(f"{field}: {reason}" if field else reason, param=field or None)
+
+
+def problems_of(error: ValidationError, *place: str) -> list[dict[str, object]]:
+    """With where the fields are, if they are not at the top."""
+    problems = error.errors(include_url=False, include_input=False)
+    return [{**problem, "loc": (*place, *problem["loc"])} for problem in problems]
+
+
+def _path(parts: Sequence[int | str]) -> str:
+    steps = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return "".join(steps).removeprefix(".")

@@ -1,0 +1,1 @@
+"""Answers without a server. Start at llm.py."""
