@@ -154,8 +154,8 @@ def groups(settings: EngineSettings, turns: int) -> list[Row]:
             folder = model_folder(name, Path(scratch))
             for batch in (1, 8, 32):
                 load = a_load(batch, new_tokens=NEW_TOKENS // 4)
-                one = replace(settings, model_folder=folder, tensor_parallel_sizes=(1, 2))
-                two = replace(one, tensor_parallel_size=2, store_url=f"file://{scratch}/store?size=64MiB")
+                one = replace(settings, model_folder=folder)
+                two = replace(one, tensor_parallel_size=2)
                 pair, single = _turn_by_turn(
                     turns,
                     lambda two=two, load=load: measure(two, load),
@@ -216,7 +216,7 @@ def main() -> None:
     settings = EngineSettings(
         model_folder=bundled()["keeper"],
         memory_bytes=1 << 30,
-        store_url="memory:",
+        store_url="memory:?size=0",
         cache_folder=args.cache_dir,
         threads=THREADS,
     )

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import multiprocessing
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -26,8 +25,7 @@ from tidemill.workers.models.bundled import bundled
 from tidemill.workers.runner import TorchRunner
 from tidemill.workers.schedule import Schedule
 from tidemill.workers.settings import EngineSettings
-from tidemill.workers.tp.link import Ended
-from tidemill.workers.tp.rank import build_rank, carry_out
+from tidemill.workers.tp.processes import start_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +155,7 @@ async def running(settings: EngineSettings) -> AsyncGenerator[tuple[Built, list[
     """An engine whose loop runs, and its processes, ranks included."""
     me = psutil.Process()
     known = set(me.children(recursive=True))
-    built = await asyncio.to_thread(build_engine, settings, lambda _done, _total: None, _start_ranks)
+    built = await asyncio.to_thread(build_engine, settings, lambda _done, _total: None, start_ranks)
     loop = asyncio.create_task(built.engine.run())
     try:
         yield built, [me, *(child for child in me.children(recursive=True) if child not in known)]
@@ -166,22 +164,6 @@ async def running(settings: EngineSettings) -> AsyncGenerator[tuple[Built, list[
         with suppress(asyncio.CancelledError):
             await loop
         built.close()
-
-
-def _start_ranks(settings: EngineSettings, folder: Path) -> Ended:
-    """The other ranks as processes of this one."""
-    context = multiprocessing.get_context("spawn")
-    ranks = [
-        context.Process(target=_run_rank, args=(settings, index, folder), daemon=True)
-        for index in range(1, settings.tensor_parallel_size)
-    ]
-    for rank in ranks:
-        rank.start()
-    return lambda: next((f"rank {rank.pid} ended" for rank in ranks if not rank.is_alive()), None)
-
-
-def _run_rank(settings: EngineSettings, index: int, folder: Path) -> None:
-    asyncio.run(carry_out(folder, index, lambda: build_rank(settings, index, folder)))
 
 
 async def _answer(built: Built, request: Request) -> tuple[list[int], list[float]]:

@@ -83,14 +83,16 @@ def build_engine(
     if settings.tensor_parallel_size == 1:
         return _build(settings, progress, ops, None)
     if start_ranks is None:
-        raise SettingsError("--tensor-parallel-size above 1 needs a server: this engine is one process")
+        raise SettingsError(
+            "--tensor-parallel-size above 1 needs a start for its ranks: LLM and serve have one"
+        )
     with open_group(settings, start_ranks) as group:
         return _build(settings, progress, ops, group)
 
 
 def _build(settings: EngineSettings, progress: Progress, ops: Operators, group: Group | None) -> Built:
     loaded = load(settings.model_folder, ops, progress, ALONE if group is None else group.ranks)
-    shards = shards_of(loaded.layers, settings.tensor_parallel_sizes)
+    shards = shards_of(loaded.layers, settings.group_sizes)
     namespace = shards.describe(layout_of(loaded.layers, settings.page_tokens, settings.kv_dtype))
     memory = memory_of(settings, loaded.layers, loaded.max_length)
     layout, max_model_len, ranks = memory.layout, memory.max_model_len, settings.tensor_parallel_size

@@ -47,7 +47,12 @@ class EngineSettings:
     overlap: bool = True  # the next step is launched before the tokens of this one are read
     drafts_max: int = 0  # tokens guessed from the text so far, run on trial; 0: no speculation
     tensor_parallel_size: int = 1  # ranks of this worker
-    tensor_parallel_sizes: tuple[int, ...] = (1,)  # all that are in use with this store
+    tensor_parallel_sizes: tuple[int, ...] = ()  # of the other workers that use this store
+
+    @property
+    def group_sizes(self) -> frozenset[int]:
+        """All that are in use with this store: they decide how it cuts pages and states."""
+        return frozenset((self.tensor_parallel_size, *self.tensor_parallel_sizes))
 
     def __post_init__(self) -> None:
         """Raises SettingsError."""
@@ -62,8 +67,6 @@ class EngineSettings:
         ):
             if value is not None and value < 1:
                 raise SettingsError(f"{flag} is {value}: set it to 1 or more")
-        if self.tensor_parallel_size > 1 and self.store_url.startswith("memory"):
-            raise SettingsError("the ranks of a group share no memory: use --store file:///path?size=8GiB")
         if not 0 <= self.drafts_max <= DRAFTS_MAX:
             raise SettingsError(f"--num-speculative-tokens is {self.drafts_max}: set it to 0 to {DRAFTS_MAX}")
         interval = self.checkpoint_interval

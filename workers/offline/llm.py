@@ -30,6 +30,7 @@ from tidemill.workers.offline.calls import Job, answer_all
 from tidemill.workers.offline.engine_thread import EngineThread
 from tidemill.workers.offline.outputs import RequestOutput
 from tidemill.workers.settings import EngineSettings, SettingsError
+from tidemill.workers.tp.processes import start_ranks
 
 Prompt: TypeAlias = str | Sequence[int]
 Chat: TypeAlias = Sequence[dict[str, Any]]
@@ -68,7 +69,7 @@ class LLM:
         """
         made = settings_of(model, settings)
         self._tokenizer = load_tokenizer(made.model_folder)
-        self._built = build_engine(made, lambda _done, _total: None)
+        self._built = build_engine(made, lambda _done, _total: None, start_ranks)
         self._grammars = Grammars(made.model_folder, self._built.vocab_size, self._built.eos_token_ids)
         self._rng = Random(seed)  # noqa: S311 - seeds of draws are no secrets
         self._ids = count()

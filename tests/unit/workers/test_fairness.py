@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from itertools import product
 from random import Random
 from statistics import mean
 
@@ -29,6 +30,9 @@ SLOWDOWN_MAX = 2.0
 
 PROMPT_TOKENS = 640
 FLOOD = 6
+
+NOISES = [(1.0,), (0.8, 0.9, 1.0, 1.1, 1.2), (1.0, 1.0, 1.0, 1.0, 1.0, 5.0)]
+"""Steps as they should be, as they are, and with one in six that the machine holds up."""
 
 overlaps = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
 
@@ -142,9 +146,13 @@ async def flooded(one: Bench, num_streams: int, num_prompts: int = FLOOD) -> tup
 
 
 @overlaps
-@pytest.mark.parametrize("num_streams", [1, 8, 32])
-@pytest.mark.parametrize("token_s", [0.0001, 0.001, 0.01])
-@pytest.mark.parametrize("noise", [(1.0,), (0.8, 0.9, 1.0, 1.1, 1.2), (1.0, 1.0, 1.0, 1.0, 1.0, 5.0)])
+@pytest.mark.parametrize(
+    ("num_streams", "token_s", "noise"),
+    [
+        *product([1, 8, 32], [0.001], NOISES),
+        *product([1, 24], [0.0001, 0.01], [NOISES[0], NOISES[2]]),
+    ],
+)
 def test_streams_beside_a_flood_of_long_prompts(
     num_streams: int,
     token_s: float,
@@ -169,14 +177,19 @@ def test_streams_beside_a_flood_of_long_prompts(
 
 @overlaps
 @pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("token_s", [0.001, 0.01])
-def test_streams_that_guess_beside_a_flood(token_s: float, right: float, overlap: bool) -> None:  # noqa: FBT001  a parameter
+@pytest.mark.parametrize(("num_streams", "token_s"), [(1, 0.001), (4, 0.01)])
+def test_streams_that_guess_beside_a_flood(
+    num_streams: int,
+    token_s: float,
+    right: float,
+    overlap: bool,  # noqa: FBT001  a parameter of the test
+) -> None:
     """A stream that waits for its guesses is a stream."""
     machine = Machine(base_s=0.02, row_s=0.001, token_s=token_s, right=right, rng=Random(1))
 
     async def main() -> None:
         async with a_machine(machine, overlap=overlap, drafts_max=4) as one:
-            slowdown, _ = await flooded(one, 4)
+            slowdown, _ = await flooded(one, num_streams)
             assert slowdown <= SLOWDOWN_MAX
             for step in one.runner.steps:
                 names = {row.sequence_id[0] for row in step}
@@ -184,6 +197,27 @@ def test_streams_that_guess_beside_a_flood(token_s: float, right: float, overlap
             assert right < 1 or one.count("spec_accepted_tokens") > 0
 
     run(main())
+
+
+@pytest.mark.xfail(strict=True, reason="the batch falls into halves: bugs_engine4.md, 14")
+@pytest.mark.parametrize("right", [0.7, 1.0])
+def test_streams_that_guess_stay_in_one_step(right: float) -> None:
+    """Some wait for their guesses: the others do not go on in a step of their own, by turns."""
+    rates = dict[bool, float]()
+
+    async def main(*, overlap: bool) -> None:
+        machine = Machine(base_s=0.02, row_s=0.001, token_s=0.0002, right=right, rng=Random(1))
+        async with a_machine(machine, overlap=overlap, drafts_max=4) as one:
+            streams = [Stream(one, f"stream{index}") for index in range(8)]
+            await asyncio.sleep(5.0)
+            rates[overlap] = one.count("generated_tokens")
+            for stream in streams:
+                stream.task.cancel()
+            await asyncio.wait([stream.task for stream in streams])
+
+    for overlap in (True, False):
+        run(main(overlap=overlap))
+    assert rates[True] >= 0.9 * rates[False]
 
 
 @overlaps
@@ -250,7 +284,8 @@ def test_a_flood_of_short_prompts_does_not_starve_a_long_one(streams: int) -> No
                     await first_token_s(one, a_request(prompt(P, 1000 + count), 1, request_id=f"s{count}"))
 
             flood = [asyncio.create_task(short_ones()) for _ in range(10)]
-            last_s = await long
+            async with asyncio.timeout(300):
+                last_s = await long
             assert last_s <= PRIORITY_AGE_S + 3 * 2 * 800 / 64 * (0.02 + 0.064) + 5
             assert count > 100
             for task in [*flood, *(stream.task for stream in decoding)]:

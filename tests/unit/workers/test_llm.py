@@ -13,6 +13,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 import pytest
 
 import tidemill
@@ -375,3 +376,14 @@ def test_the_package_waits_for_no_library() -> None:
     found = subprocess.run([sys.executable, "-c", look], check=True, capture_output=True, text=True)
     assert found.stdout.strip() == "set()"
     assert not hasattr(tidemill, "Llm")
+
+
+def test_a_group_of_two_gives_the_same_answers(llm: LLM, settings: dict[str, Any]) -> None:
+    with LLM("keeper", **settings, tensor_parallel_size=2) as group:
+        outputs = group.generate(PROMPTS, WARM)
+        ranks = psutil.Process().children()
+        assert any("tidemill.workers.tp.processes" in rank.cmdline() for rank in ranks)
+    assert tokens_of(outputs) == tokens_of(llm.generate(PROMPTS, WARM))
+    gone, left = psutil.wait_procs(ranks, timeout=60)
+    assert len(gone) == len(ranks)
+    assert not left
