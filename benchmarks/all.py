@@ -34,5 +34,5 @@ def serving() -> None:
 if __name__ == "__main__":
     RESULTS.mkdir(exist_ok=True)
     serving()
-    for name in ("kernels", "store", "index", "memory"):
+    for name in ("kernels", "engine", "store", "index", "memory"):
         subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)  # noqa: S603 - our own command

@@ -87,7 +87,7 @@ class Ledger:
         one for each of `drafts` tokens more that may be rejected. All or nothing: OutOfMemory, also when
         `pages_beside` pages could not be had after that.
 
-        Before it fails, what the lease holds for its checkpoints is used to run (`_spared`).
+        Before it fails, what the lease holds for its checkpoints is used to run (`_spared`), not for drafts.
         """
         assert not lease.ended, "memory for a request that has ended"
         slots = self._slots_wanted(lease, drafts)
@@ -97,8 +97,8 @@ class Ledger:
         if any(map(self._refuses, [*slots, *[Site.RUN_PAGE] * pages])):
             raise OutOfMemory("refused")
         if not self._cache.could_hold(pages + pages_beside, len(slots)):
-            if not pages_beside and self._spared(lease):
-                self.reserve(lease, num_tokens, drafts=drafts)
+            if not pages_beside and not drafts and self._spared(lease):
+                self.reserve(lease, num_tokens)
                 return
             raise OutOfMemory(f"{pages} pages and {len(slots)} states are more than all that is not held")
         try:

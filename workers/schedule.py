@@ -47,7 +47,8 @@ class Schedule:
         self._running = running
         self._preempt = preempt
         self._pace = Pace(ledger.layout.page_tokens)
-        self._guesses: dict[str, tuple[int, ...]] = {}
+        self._guesses: dict[str, tuple[int, ...]] = {}  # of each stream that the next step can have
+        self._guessing = False  # ... or that waits for a step in flight, because of guesses
 
     def next_step(self, *, in_flight: bool) -> Batch:
         """Plan over the running sequences, the oldest first, and take the memory for it. No rows when there
@@ -86,10 +87,11 @@ class Schedule:
         if suspects:  # one of them broke a step: each runs alone until it is past that place
             rows = [] if in_flight else suspects[:1]
         self._guesses = {}
+        self._guessing = False
         candidates = [one for one in map(self._candidate, rows) if one is not None]
+        if self._guessing:
+            return [], None  # streams that wait in turns would fall into two halves of a batch
         streams = any(one.streams for one in rows)
-        if streams and in_flight and not any(one.known - one.computed == 1 for one in candidates):
-            return [], None  # streams wait for their guesses in flight, and would wait for this step as well
         most = self._pace.prompt_tokens(budget.tokens_max) if streams else budget.tokens_max
         planned = plan(candidates, budget, most)
         planned.sort(key=lambda row: self._running[row.sequence_id].seniority)
@@ -100,6 +102,7 @@ class Schedule:
         launched = sequence.launched
         count = sequence.to_run(launched)
         if count == 0:
+            self._guessing |= launched > len(sequence.tokens)
             return None
         if count > 1:
             return Candidate(sequence.id, launched, launched + count, sequence.next_cut)
@@ -107,7 +110,10 @@ class Schedule:
             return Candidate(sequence.id, launched, launched + 1)
         guesses = sequence.guesses(self._drafts_max(sequence))
         if guesses and launched == len(sequence.tokens):
-            return None  # in a text that repeats itself: its next row has guesses, when this one has landed
+            self._guessing = (
+                True  # in a text that repeats itself: its next row has some, when this one has landed
+            )
+            return None
         self._guesses[sequence.id] = guesses
         return Candidate(sequence.id, launched, launched + 1, None, len(guesses))
 

@@ -73,17 +73,16 @@ def outcomes(streams: list[Stream]) -> list[Outcome]:
 def test_a_budget_is_lowered_and_raised_by_hand_while_streams_run(server: Server) -> None:
     """Lowered to less than what the eight streams hold: they go on with the exact tokens, one after the other
     when need be, and the system has the memory back."""
-    bodies = [body_of(index, 100 + 9 * index, 1200) for index in range(8)]
+    bodies = [body_of(index, 100 + 9 * index, 800) for index in range(8)]
     expected = outcomes(asyncio.run(run_all(server.url, bodies)))
     (pid,) = (row["info"]["pid"] for row in server.workers("decode"))
     decode = memory_of(server)["decode-0"]
     low = decode["floor_bytes"] + MIB
 
-    def set_budget(size: str) -> None:
-        ended, left = run_cli("memory", "--url", server.url, "--worker", "decode-0", "--budget", size)
-        assert ended.returncode == 0, ended.stderr
-        assert "decode-0" in ended.stdout
-        assert not left
+    def lower() -> None:
+        """At once, while the streams are young: the command takes a second to start."""
+        body = {"worker": "decode-0", "budget": low}
+        assert httpx.post(f"{server.url}/cluster/memory", json=body, timeout=60).status_code == 200
 
     def is_low() -> bool:
         row = memory_of(server)["decode-0"]
@@ -97,7 +96,7 @@ def test_a_budget_is_lowered_and_raised_by_hand_while_streams_run(server: Server
             for stream in streams:
                 await stream.under_way.wait()
             before = resident_bytes(pid, decode["max_bytes"])
-            await asyncio.to_thread(set_budget, str(low))
+            await asyncio.to_thread(lower)
             assert not any(stream.finish_reason for stream in streams), "too late: make the streams longer"
             await asyncio.to_thread(eventually, is_low)
             assert resident_bytes(pid, decode["max_bytes"]) <= low < before
@@ -106,7 +105,10 @@ def test_a_budget_is_lowered_and_raised_by_hand_while_streams_run(server: Server
     assert outcomes(asyncio.run(run())) == expected
     eventually(lambda: server.counter("preemptions") > 0)  # the next heartbeat tells
     assert memory_of(server)["decode-0"]["set_by"] == "operator"
-    set_budget("auto")
+    ended, left = run_cli("memory", "--url", server.url, "--worker", "decode-0", "--budget", "auto")
+    assert ended.returncode == 0, ended.stderr
+    assert "decode-0" in ended.stdout
+    assert not left
     eventually(lambda: memory_of(server)["decode-0"]["budget_bytes"] > low)
     assert memory_of(server)["decode-0"]["set_by"] == "broker"
     assert outcomes(asyncio.run(run_all(server.url, bodies))) == expected

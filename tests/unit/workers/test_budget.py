@@ -205,6 +205,27 @@ def test_memory_refused_at_each_site(strategy: CheckpointStrategy, site: Site) -
     run(main())
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("count", [16, 40])
+@pytest.mark.parametrize(
+    "layout", [HYBRID, TIGHT, fold_layout(1, hybrid=False)], ids=["hybrid", "tight", "attention"]
+)
+def test_short_prompts_with_long_answers(layout: Layout, count: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
+    """All are admitted at once, and memory is there for the end of a few."""
+
+    async def main() -> None:
+        tuning = Tuning(rows_max=count, overlap=overlap)
+        async with bench(layout=layout, num_extents=extents_for(layout, 90), tuning=tuning) as one:
+            rng = Random(count)
+            await one.answer_all(
+                a_request(prompt(rng.randrange(1, 5), seed), rng.randrange(20, 80), request_id=str(seed))
+                for seed in range(count)
+            )
+            assert 0 < one.engine.preemptions_max <= PREEMPTIONS_MAX
+
+    run(main())
+
+
 class Grudging(Fixed):
     """While `refuses` is set, another process has the memory."""
 

@@ -199,7 +199,6 @@ def test_streams_that_guess_beside_a_flood(
     run(main())
 
 
-@pytest.mark.xfail(strict=True, reason="the batch falls into halves: bugs_engine4.md, 14")
 @pytest.mark.parametrize("right", [0.7, 1.0])
 def test_streams_that_guess_stay_in_one_step(right: float) -> None:
     """Some wait for their guesses: the others do not go on in a step of their own, by turns."""

@@ -40,7 +40,7 @@ LAYOUTS = {
 LONGEST = 72
 
 
-def requests_of(layout: Layout, rng: Random, count: int = 5, new_tokens: int = 24) -> list[Request]:
+def requests_of(layout: Layout, rng: Random, count: int = 5, new_tokens: int = 18) -> list[Request]:
     """Some share a prompt; lengths around page boundaries."""
     least = max(1, layout.page_tokens - 30)
     shared = prompt(9 + layout.page_tokens // 2, rng.randrange(99), VOCABULARY)
@@ -60,9 +60,8 @@ async def by_length(one: Bench, rng: Random) -> None:
 
 async def by_stop_token(one: Bench, rng: Random) -> None:
     """One token in three ends an answer, often amid guesses that were right."""
-    for _ in range(2):
-        requests = requests_of(one.layout, rng, 8)
-        await one.answer_all(replace(request, stop_token_ids=(2,)) for request in requests)
+    requests = requests_of(one.layout, rng, 10)
+    await one.answer_all(replace(request, stop_token_ids=(2,)) for request in requests)
 
 
 async def by_stop_string(one: Bench, rng: Random) -> None:
@@ -80,7 +79,7 @@ async def by_stop_string(one: Bench, rng: Random) -> None:
         assert len(got) >= most
 
     requests = requests_of(one.layout, rng, 6)
-    await asyncio.gather(*(read(request, rng.randrange(1, 20)) for request in requests))
+    await asyncio.gather(*(read(request, rng.randrange(1, 18)) for request in requests))
 
 
 async def by_abort(one: Bench, rng: Random) -> None:
@@ -190,4 +189,4 @@ async def _a_bench(
 async def _check(one: Bench) -> None:
     while True:
         one.ledger.check()
-        await asyncio.sleep(3 * LOOK_S)
+        await asyncio.sleep(15 * LOOK_S)
