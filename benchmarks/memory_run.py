@@ -55,8 +55,8 @@ class WatchedEngine(Engine):
     def num_running(self) -> int:
         return len(self._running)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        super()._preempt(sequence)
+    def _preempt(self, sequence: Sequence, error: Exception | None = None) -> None:
+        super()._preempt(sequence, error)
         self.preemptions_max = max(self.preemptions_max, sequence.preemptions)
 
 

@@ -189,9 +189,6 @@ class Ledger:
         entry = self._boundary(lease)
         if not self.layout.hybrid or entry.checkpoint is not None:
             return True
-        goes_on = lease.launched == lease.committed
-        if goes_on and not (lease.spare or self._cache.state_is_free()):
-            lease.spare += self._drop_rolling(lease)  # as the second one: nobody else loses a checkpoint
         if not self._keep_state(lease, last=False):
             return False
         for slot in self._drop_rolling(lease):
@@ -336,7 +333,10 @@ class Ledger:
         return lease.entries[-1]
 
     def _borrow(self, lease: Lease) -> bool:
-        """Whether the lease has a slot to go on in, if need be one that it did not have."""
+        """Whether the lease has a slot to go on in, if need be one that it did not have: the slot of the
+        checkpoint that the new one replaces, before another one's."""
+        if not lease.spare and not self._cache.state_is_free():
+            lease.spare += self._drop_rolling(lease)
         if not lease.spare and not self._refuses(Site.CHECKPOINT_STATE):
             with suppress(OutOfMemory):
                 lease.spare.append(self._cache.take_state())

@@ -146,8 +146,8 @@ LEDGER_BUGS = (
     Planted(
         "who finds no second slot takes that of another",
         "kvstore/ledger.py",
-        "if goes_on and not (lease.spare or self._cache.state_is_free()):",
-        "if goes_on and lease.ended:",
+        "if not lease.spare and not self._cache.state_is_free():",
+        "if lease.ended:",
         LEASES,
     ),
     Planted(
