@@ -222,7 +222,7 @@ def main() -> None:
     )
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for part in args.only:
-        rows = PARTS[part](settings, 1 if args.quick else 5)
+        rows = PARTS[part](settings, 1 if args.quick else 3)
         show((PARTS[part].__doc__ or part).splitlines()[0], rows)
         found[part] = rows
     if not args.quick:
