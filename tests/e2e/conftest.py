@@ -32,4 +32,4 @@ def cluster() -> Generator[Cluster]:
         cluster.stop()
     assert not [process for process in started if process.is_running()], "stop leaves no process behind"
     later = set(psutil.Process().children()) - before
-    assert not [process for process in later if "ray" in " ".join(process.cmdline())]
+    assert not [process for process in later if "multiprocessing" not in " ".join(process.cmdline())]
