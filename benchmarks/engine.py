@@ -2,8 +2,8 @@
 
     python -m benchmarks.engine [--quick] [--only peers bookkeeping features flood groups]
 
-What is compared runs turn by turn in one process with the same number of threads; the ratios are medians over
-the turns. CPU time is that of the whole process, for groups of all ranks.
+What is compared runs turn by turn in one process with the same number of threads; a ratio is that of the run
+of median speed on either side. CPU time is that of the whole process, for groups of all ranks.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine_run import Load, Run, generate, measure, model_folder
-from benchmarks.kernels import HYBRID_80M
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import EngineSettings
 
@@ -30,6 +29,9 @@ RESULTS = Path(__file__).parent / "results" / "engine.json"
 THREADS = 1
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
 FIRST_TOKEN, VOCABULARY = 3, 800
+
+MODELS = ("keeper", "hybrid-80m")
+BATCHES = (1, 8, 32)
 
 Row = dict[str, Any]
 
@@ -44,13 +46,10 @@ def peers(settings: EngineSettings, turns: int) -> list[Row]:
     """The same prompts, greedy, to the same length."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for name, folder in (("keeper", bundled()["keeper"]), ("hybrid-80m", Path(scratch))):
-            if name != "keeper":
-                torch.manual_seed(0)
-                config = transformers.Qwen3NextConfig(**HYBRID_80M)
-                transformers.Qwen3NextForCausalLM(config).save_pretrained(folder)
+        for name in MODELS:
+            folder = model_folder(name, Path(scratch))
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-            for batch in (1, 8, 32):
+            for batch in BATCHES:
                 load = a_load(batch, new_tokens=NEW_TOKENS if name == "keeper" else NEW_TOKENS // 4)
                 ours, theirs = _turn_by_turn(
                     turns,
@@ -98,12 +97,12 @@ def features(settings: EngineSettings, turns: int) -> list[Row]:
     """Tokens per second and CPU time with a feature, over those without it."""
     rows: list[Row] = []
     guesses = replace(settings, drafts_max=4)
-    for name, on, off, temperature, batches in (
-        ("overlap", settings, replace(settings, overlap=False), 0.0, (1, 8, 32)),
-        ("speculation, repetitive text", guesses, settings, 0.0, (1, 8, 32)),
-        ("speculation, sampled text", guesses, settings, 1.0, (1, 8, 32)),
+    for name, on, off, temperature in (
+        ("overlap", settings, replace(settings, overlap=False), 0.0),
+        ("speculation, repetitive text", guesses, settings, 0.0),
+        ("speculation, sampled text", guesses, settings, 1.0),
     ):
-        for batch in batches:
+        for batch in BATCHES:
             load = a_load(batch, new_tokens=NEW_TOKENS, temperature=temperature)
             with_it, without = _turn_by_turn(
                 turns,
@@ -126,7 +125,7 @@ def features(settings: EngineSettings, turns: int) -> list[Row]:
 def flood(settings: EngineSettings, turns: int) -> list[Row]:
     """Time between the tokens of running streams, alone and while long prompts keep coming."""
     rows: list[Row] = []
-    for streams in (1, 8, 32):
+    for streams in BATCHES:
         load = a_load(streams, new_tokens=4 * NEW_TOKENS, temperature=1.0)
         flooded, alone = _turn_by_turn(
             turns,
@@ -150,9 +149,9 @@ def groups(settings: EngineSettings, turns: int) -> list[Row]:
     """A group of two ranks against one process, each rank with one thread."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
-        for name in ("keeper", "hybrid-80m"):
+        for name in MODELS:
             folder = model_folder(name, Path(scratch))
-            for batch in (1, 8, 32):
+            for batch in BATCHES:
                 load = a_load(batch, new_tokens=NEW_TOKENS // 4)
                 one = replace(settings, model_folder=folder)
                 two = replace(one, tensor_parallel_size=2)

@@ -53,6 +53,7 @@ class Built:
     memory_bytes: int
     memory_floor_bytes: int
     memory_max_bytes: int
+    grammars: Grammars
     group: Group | None  # its other ranks
     close: Callable[[], None]
 
@@ -70,8 +71,9 @@ class Memory:
 
 def check_settings(settings: EngineSettings) -> None:
     """Raise the ModelError that `build_engine` would, as far as it can be told without reading weights."""
-    layers, max_length = describe(settings.model_folder)
-    memory_of(settings, layers, max_length)
+    ranks = settings.tensor_parallel_size
+    layers, max_length = describe(settings.model_folder, ranks)
+    memory_of(settings, share_of(layers, ranks), max_length)
 
 
 def build_engine(
@@ -94,7 +96,7 @@ def _build(settings: EngineSettings, progress: Progress, ops: Operators, group: 
     loaded = load(settings.model_folder, ops, progress, ALONE if group is None else group.ranks)
     shards = shards_of(loaded.layers, settings.group_sizes)
     namespace = shards.describe(layout_of(loaded.layers, settings.page_tokens, settings.kv_dtype))
-    memory = memory_of(settings, loaded.layers, loaded.max_length)
+    memory = memory_of(settings, loaded.local_layers, loaded.max_length)
     layout, max_model_len, ranks = memory.layout, memory.max_model_len, settings.tensor_parallel_size
     own = open_backing(settings, memory)
     backing = own if group is None else group.backing(own)
@@ -110,6 +112,7 @@ def _build(settings: EngineSettings, progress: Progress, ops: Operators, group: 
     runner = TorchRunner(*running) if group is None else GroupRunner(*running, group, loaded.vocab_size)
     store = open_store(settings.store_url)
     mates = () if group is None else group.mates()
+    grammars = Grammars(settings.model_folder, loaded.vocab_size, loaded.eos_ids)
     engine = Engine(
         Ledger(Cache(layout, arena, index), settings.checkpoints_per_path),
         Transfer(layout, backing.memory.numpy().data, store, shards, mates),
@@ -129,7 +132,7 @@ def _build(settings: EngineSettings, progress: Progress, ops: Operators, group: 
             drafts_max=settings.drafts_max,
         ),
         root_of,
-        Grammars(settings.model_folder, loaded.vocab_size, loaded.eos_ids),
+        grammars,
     )
     return Built(
         engine=engine,
@@ -142,6 +145,7 @@ def _build(settings: EngineSettings, progress: Progress, ops: Operators, group: 
         memory_bytes=memory.share * layout.extent_bytes * ranks,
         memory_floor_bytes=memory.floor * layout.extent_bytes * ranks,
         memory_max_bytes=memory.reserved * layout.extent_bytes * ranks,
+        grammars=grammars,
         group=group,
         close=runner.close,
     )
@@ -178,12 +182,8 @@ def _state_extents(layout: Layout) -> int:
 
 
 def memory_of(settings: EngineSettings, layers: Sequence[LayerSpec], max_length: int) -> Memory:
-    """Raises ModelError and SettingsError."""
+    """`layers` are those of one rank. Raises ModelError and SettingsError."""
     ranks = settings.tensor_parallel_size
-    try:
-        layers = share_of(layers, ranks)
-    except ValueError as error:
-        raise SettingsError(f"--tensor-parallel-size: {error}") from error
     layout = layout_of(layers, settings.page_tokens, settings.kv_dtype)
     num_extents = settings.memory_bytes // (layout.extent_bytes * ranks)
     wanted = min(settings.max_model_len or max_length, max_length)

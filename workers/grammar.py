@@ -14,13 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from tidemill.workers.messages import Grammar, RequestError
+from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError
 
 Mask = npt.NDArray[np.bool_]
 """[V], V the width of the model's logits: the tokens that may come."""
-
-GRAMMAR_BYTES_MAX = 64 * 1024
-"""Compiling an ordinary schema takes a millisecond or two, the worst of this size that we found 0.13 s."""
 
 STEP_FUEL_MAX = 200_000
 STEP_ITEMS_MAX = 50_000

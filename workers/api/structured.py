@@ -8,9 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import cast
 
-from tidemill.workers.messages import Grammar, RequestError
+from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError
 
-GRAMMAR_BYTES_MAX = 64 << 10
 SCHEMA_DEPTH_MAX = 64
 """Levels of objects and lists in a JSON schema."""
 

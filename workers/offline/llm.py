@@ -23,7 +23,6 @@ from tidemill.workers.api.text import Message
 from tidemill.workers.api.tokenizer import load_tokenizer
 from tidemill.workers.api.validation import problems_of, request_error
 from tidemill.workers.build import build_engine
-from tidemill.workers.grammar import Grammars
 from tidemill.workers.messages import RequestError, WorkerLoad
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.offline.calls import Job, answer_all
@@ -70,7 +69,6 @@ class LLM:
         made = settings_of(model, settings)
         self._tokenizer = load_tokenizer(made.model_folder)
         self._built = build_engine(made, lambda _done, _total: None, start_ranks)
-        self._grammars = Grammars(made.model_folder, self._built.vocab_size, self._built.eos_token_ids)
         self._rng = Random(seed)  # noqa: S311 - seeds of draws are no secrets
         self._ids = count()
         self._thread = EngineThread(self._built)
@@ -138,7 +136,7 @@ class LLM:
         ]
         for grammar in {job.requests[0].sampling.grammar for job in jobs}:
             if grammar is not None:
-                self._grammars.matcher(grammar)
+                self._built.grammars.matcher(grammar)
         with _bar(sum(len(job.requests) for job in jobs), show=progress) as advance:
             return self._thread.run(answer_all(self._built.engine, self._tokenizer, jobs, advance))
 

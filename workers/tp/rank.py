@@ -166,7 +166,7 @@ def build_rank(settings: EngineSettings, index: int, folder: Path) -> Part:
     size = settings.tensor_parallel_size
     ranks = SharedMemory(folder, index, size, WAIT_S_MAX)
     loaded = load(settings.model_folder, operators_of(settings), _nobody_looks, ranks)
-    memory = memory_of(settings, loaded.layers, loaded.max_length)
+    memory = memory_of(settings, loaded.local_layers, loaded.max_length)
     layout, backing = memory.layout, open_backing(settings, memory)
     share = mine(shards_of(loaded.layers, settings.group_sizes), index, size)
     transfer = RankTransfer(layout, backing.memory.numpy().data, open_store(settings.store_url), share)
