@@ -3,6 +3,8 @@ SHELL := /bin/bash
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
+DEBIAN_LIBS := $(CURDIR)/$(VENV)/lib-debian
+export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
@@ -12,12 +14,13 @@ setup: $(STAMP)
 
 # torch comes with plain pip, which finds a local CPU build where there is one; uv installs the rest in seconds, with
 # bytecode: each Ray process would compile it again otherwise.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt deploy/mooncake_libs.sh
 	@command -v g++ >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get install -y -qq --no-install-recommends g++; } \
 	  || { echo "g++ is missing, the CPU kernels are compiled with it: apt-get install g++"; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch uv
-	$(VENV)/bin/uv pip install --quiet --compile-bytecode -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/uv pip install --quiet --compile-bytecode -c constraints.txt -e '.[dev,mooncake]'
+	deploy/mooncake_libs.sh $(VENV)/bin/python $(DEBIAN_LIBS)
 	touch $(STAMP)
 
 demo: setup

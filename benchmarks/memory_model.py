@@ -5,14 +5,13 @@ accelerator, and the KV and states that it moves at the speed of its memory. No 
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.layout import Attention, Layout, Linear, layout_of
-from tidemill.kvstore.store import Got, Put, StoreStats
+from tidemill.kvstore.memory_store import MemoryStore
 from tidemill.kvstore.worth import Cost
 from tidemill.workers.step import Drawn, Row, Step
 
@@ -91,23 +90,11 @@ class NoBytes:
         pass
 
 
-class NoStore:
+class NoStore(MemoryStore):
     """A store that takes nothing: what one worker keeps is all there is."""
 
-    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
-        return [Put.REFUSED] * len(objects)
-
-    async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
-        return [Got.MISS] * len(wanted)
-
-    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        return [False] * len(keys)
-
-    def stats(self) -> StoreStats:
-        return StoreStats(objects=0, bytes=0, capacity_bytes=0)
-
-    async def close(self) -> None:
-        pass
+    def __init__(self) -> None:
+        super().__init__(capacity_bytes=0)
 
 
 def _drawn(row: Row) -> Drawn:

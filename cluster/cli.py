@@ -8,45 +8,61 @@ its environment when it is imported.
 
 import argparse
 import asyncio
+import json
 import os
 import secrets
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
+from rich.text import Text
 
 from tidemill import __version__
-from tidemill.cluster.settings import ClusterSettings, RouterSettings, WorkerSettings, ray_environ
+from tidemill.cluster.cli_serve import (
+    UsageError,
+    add_serving_options,
+    bytes_of,
+    cluster_settings,
+    model_folder,
+    model_name,
+    worker_counts,
+)
+from tidemill.cluster.settings import ray_environ
 from tidemill.kvstore.errors import TidemillError
-from tidemill.kvstore.sizes import parse_bytes
-from tidemill.workers.messages import Role
+from tidemill.kvstore.guard import ABSENT
+from tidemill.kvstore.keys import ObjectKey
+from tidemill.kvstore.seal import PLAIN, Sealing
+from tidemill.kvstore.secret import is_public, read_secret
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.settings import EngineSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from rich.console import RenderableType
+
     from tidemill.cluster.serving import Work
+    from tidemill.kvstore.store import PageStore
+
+_Result = TypeVar("_Result")
 
 EXIT_WRONG_ANSWER = 1
+EXIT_NOT_THERE = 1
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 
 STORE_FOLDERS = (Path("/dev/shm"),)  # noqa: S108 - where a private folder is made, when there is no --store
 
 
-class UsageError(TidemillError):
-    """Options that do not go together."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. 0: done, 1: the demo had a wrong answer, 2: refused, with one line that names the
-    fix."""
+    """Run one command. 0: done, 1: the demo had a wrong answer, or the store has not what was asked for,
+    2: refused, with one line that names the fix."""
     options = parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -95,7 +111,40 @@ def parser() -> argparse.ArgumentParser:
         "--budget", metavar="SIZE", help="what it may take from now on; auto leaves it to the broker"
     )
     memory.set_defaults(run=_memory)
+
+    _add_store_commands(commands.add_parser("store", help="look into a page store, or measure it"))
     return command
+
+
+def _add_store_commands(store: argparse.ArgumentParser) -> None:
+    actions = store.add_subparsers(dest="action", required=True, metavar="ACTION")
+    ls = actions.add_parser("ls", help="list what it holds, what was used last first")
+    stat = actions.add_parser("stat", help="does it answer, and how much does it hold?")
+    get = actions.add_parser("get", help="write the body of an object to a file, once its seal is verified")
+    get.add_argument("key", metavar="KEY", help="as ls shows it")
+    get.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="to write it to")
+    rm = actions.add_parser("rm", help="forget objects")
+    rm.add_argument("keys", metavar="KEY", nargs="+", help="as ls shows them")
+    bench = actions.add_parser("bench", help="measure it, with objects that are removed again")
+    bench.add_argument(
+        "--sizes", default="64KiB,1536KiB,75MiB", metavar="SIZES", help="of objects (%(default)s)"
+    )
+    bench.add_argument("--batches", default="1,16,128", metavar="NUMBERS", help="of objects (%(default)s)")
+    bench.add_argument(
+        "--bytes", default="256MiB", metavar="SIZE", help="moved at most by each line (%(default)s)"
+    )
+    for action, run in (
+        (ls, _store_ls),
+        (stat, _store_stat),
+        (get, _store_get),
+        (rm, _store_rm),
+        (bench, _store_bench),
+    ):
+        action.add_argument("--store", required=True, metavar="URL", help="as `tidemill serve` prints it")
+        action.add_argument("--store-secret-file", type=Path, metavar="PATH", help="as of `tidemill serve`")
+        action.set_defaults(run=run)
+    for action in (ls, stat, bench):
+        action.add_argument("--json", action="store_true", help="as JSON")
 
 
 def _add_reading_options(command: argparse.ArgumentParser) -> None:
@@ -103,116 +152,11 @@ def _add_reading_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="as JSON")
 
 
-def add_serving_options(serve: argparse.ArgumentParser) -> None:
-    edge = serve.add_argument_group("endpoint")
-    _add(edge.add_argument, "--host", "127.0.0.1", "address to listen on")
-    _add(edge.add_argument, "--port", 8000, "0 takes a free one")
-    edge.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
-    edge.add_argument(
-        "--max-model-len", type=int, metavar="TOKENS", help="limit of prompt and output together"
-    )
-
-    workers = serve.add_argument_group("workers")
-    workers.add_argument("--prefill", type=int, metavar="N", help="workers that compute prompts (1)")
-    workers.add_argument("--decode", type=int, metavar="N", help="workers that generate (1)")
-    workers.add_argument("--mixed", type=int, metavar="N", help="workers that do both, instead of these two")
-    workers.add_argument(
-        "--tensor-parallel-size",
-        "-tp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="processes that a worker consists of: its ranks, on one node (%(default)s)",
-    )
-    for role in ("prefill", "decode"):
-        workers.add_argument(
-            f"--{role}-tensor-parallel-size", type=int, metavar="N", help=f"the same, of {role} workers alone"
-        )
-    _add(workers.add_argument, "--page-size", 64, "tokens in a page", metavar="TOKENS")
-    _add(workers.add_argument, "--kv-cache-dtype", "float32", "of pages", choices=["float32", "bfloat16"])
-    _add(workers.add_argument, "--max-num-seqs", 64, "rows of a step", metavar="N")
-    _add(workers.add_argument, "--max-num-batched-tokens", 512, "token budget of a step", metavar="N")
-    _add(
-        workers.add_argument,
-        "--num-speculative-tokens",
-        0,
-        "tokens of a row that are guessed from its text and verified; the answers stay the same",
-        metavar="N",
-    )
-    workers.add_argument(
-        "--overlap",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="launch the next step before the tokens of this one are read",
-    )
-    _add(workers.add_argument, "--threads", 1, "CPU threads of each rank", metavar="N")
-    _add(workers.add_argument, "--kernels", "cpu", "operator variants", choices=["cpu", "reference"])
-
-    _add_memory_options(serve)
-
-    cluster = serve.add_argument_group("cluster")
-    cluster.add_argument(
-        "--store",
-        metavar="URL",
-        help="where workers exchange pages: file:///path?size=8GiB (a folder of its own, removed at the end)",
-    )
-    cluster.add_argument("--ray-address", metavar="ADDRESS", help="join this Ray cluster; without, start one")
-
-
-def _add_memory_options(serve: argparse.ArgumentParser) -> None:
-    memory = serve.add_argument_group("memory")
-    _add(memory.add_argument, "--memory", "1GiB", "each worker's share, for pages and states", metavar="SIZE")
-    memory.add_argument(
-        "--memory-floor",
-        metavar="SIZE",
-        help="a worker never has less (what one request of --max-model-len needs)",
-    )
-    memory.add_argument(
-        "--memory-broker",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="workers of one device lend each other what they do not need; without, each keeps its share",
-    )
-    _add(
-        memory.add_argument,
-        "--checkpoint-strategy",
-        "lazy",
-        "while generating: none, two more states per row, or one more at a checkpoint only",
-        choices=["none", "double", "lazy"],
-    )
-    memory.add_argument(
-        "--checkpoint-interval",
-        type=int,
-        metavar="TOKENS",
-        help="between checkpoints while generating, a multiple of the page size (the page size)",
-    )
-    _add(
-        memory.add_argument,
-        "--checkpoints-per-path",
-        16,
-        "kept at most on the way to one prefix",
-        metavar="N",
-    )
-    _add(
-        memory.add_argument,
-        "--eviction-policy",
-        "value",
-        "what goes first: used least recently, or least compute saved per byte",
-        choices=["lru", "value"],
-    )
-
-
-def _add(
-    add_argument: Callable[..., object], name: str, default: str | int, text: str, **more: object
-) -> None:
-    add_argument(name, default=default, type=type(default), help=f"{text} (%(default)s)", **more)
-
-
 def _serve(options: argparse.Namespace) -> int:
-    counts = " + ".join(f"{count} {role}" for role, count in _worker_counts(options).items())
+    counts = " + ".join(f"{count} {role}" for role, count in worker_counts(options).items())
 
     async def work(url: str) -> None:
-        sys.stdout.write(f"ready: {url}/v1 serves {_model_name(options)} with {counts}\n")
+        sys.stdout.write(f"ready: {url}/v1 serves {model_name(options)} with {counts}\n")
         sys.stdout.flush()
         await asyncio.Event().wait()
 
@@ -243,39 +187,117 @@ def _models(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from tidemill.cluster.status import as_json, fetch_status, render
+    from tidemill.cluster.status import fetch_status, render
 
     status = fetch_status(options.url)
-    if options.json:
-        sys.stdout.write(as_json(status) + "\n")
-    else:
-        Console().print(render(status))
+    _show(options, status, render(status))
     return 0
 
 
 def _memory(options: argparse.Namespace) -> int:
     from tidemill.cluster.memory import fetch_memory, render_memory, set_budget
-    from tidemill.cluster.status import as_json
 
     if (options.worker is None) != (options.budget is None):
         raise UsageError("--worker and --budget go together: name a worker and what it shall have")
     if options.worker is None:
         memory = fetch_memory(options.url)
     else:
-        budget = None if options.budget == "auto" else str(_bytes_of(options.budget, "--budget"))
+        budget = None if options.budget == "auto" else str(bytes_of(options.budget, "--budget"))
         memory = set_budget(options.url, options.worker, budget)
-    if options.json:
-        sys.stdout.write(as_json(memory) + "\n")
-    else:
-        Console().print(render_memory(memory))
+    _show(options, memory, render_memory(memory))
     return 0
 
 
-def _bytes_of(size: str, option: str) -> int:
+def _store_ls(options: argparse.Namespace) -> int:
+    from tidemill.cluster.store_cli import listed, listed_json, listed_table
+
+    held = _asked(options, listed)
+    _show(options, listed_json(held), listed_table(held))
+    return 0
+
+
+def _store_stat(options: argparse.Namespace) -> int:
+    from tidemill.cluster.store_cli import state_of, state_table
+
+    state = _asked(options, lambda store: state_of(store, time.perf_counter))
+    _show(options, asdict(state), state_table(state))
+    return 0 if state.is_reachable else EXIT_NOT_THERE
+
+
+def _store_get(options: argparse.Namespace) -> int:
+    from tidemill.cluster.store_cli import fetch
+    from tidemill.kvstore.store import Got
+
+    [key] = _keys([options.key])
+    outcome, body = _asked(options, lambda store: fetch(store, key))
+    if outcome is not Got.HIT:
+        sys.stdout.write(f"{outcome.value}\n")
+        return EXIT_NOT_THERE
     try:
-        return parse_bytes(size)
+        options.output.write_bytes(body)
+    except OSError as error:
+        raise UsageError(f"--output {options.output}: {error.strerror}") from error
+    sys.stdout.write(f"{outcome.value}: {len(body)} bytes in {options.output}\n")
+    return 0
+
+
+def _store_rm(options: argparse.Namespace) -> int:
+    from tidemill.cluster.store_cli import forget
+
+    keys = _keys(options.keys)
+    removed = _asked(options, lambda store: forget(store, keys))
+    sys.stdout.write(f"{removed} of {len(keys)} removed\n")
+    return 0 if removed == len(keys) else EXIT_NOT_THERE
+
+
+def _store_bench(options: argparse.Namespace) -> int:
+    from tidemill.cluster.store_cli import Bench, measure, measured_json, measured_table
+
+    batches = options.batches.split(",")
+    if not all(batch.isdecimal() and int(batch) for batch in batches):
+        raise UsageError(f"--batches {options.batches}: write them like 1,16,128")
+    bench = Bench(
+        sizes=tuple(bytes_of(size, "--sizes") for size in options.sizes.split(",")),
+        batches=tuple(map(int, batches)),
+        bytes_max=bytes_of(options.bytes, "--bytes"),
+    )
+    if not all(bench.sizes):
+        raise UsageError(f"--sizes {options.sizes}: an object has bytes")
+    rng = Random(secrets.randbits(64))  # noqa: S311 - names and bodies of objects, for a moment
+    found = _asked(options, lambda store: measure(store, bench, rng, time.perf_counter))
+    _show(options, measured_json(found), measured_table(found))
+    return 0
+
+
+def _asked(options: argparse.Namespace, work: "Callable[[PageStore], Awaitable[_Result]]") -> "_Result":
+    from tidemill.cluster.store_cli import with_store
+
+    return with_store(options.store, _sealing(options.store_secret_file), work)
+
+
+def _show(options: argparse.Namespace, found: object, drawn: "RenderableType") -> None:
+    if options.json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        Console().print(drawn)
+
+
+def _keys(texts: Sequence[str]) -> list[ObjectKey]:
+    try:
+        return [ObjectKey.parse(text) for text in texts]
     except ValueError as error:
-        raise UsageError(f"{option} {size}: {error}") from error
+        raise UsageError(
+            f"{' '.join(texts)}: an object is named as `tidemill store ls` shows it, like {ABSENT}"
+        ) from error
+
+
+def _sealing(secret_file: Path | None) -> Sealing:
+    if secret_file is None:
+        return PLAIN
+    sealing = Sealing(read_secret(secret_file))
+    if is_public(secret_file):
+        sys.stderr.write(f"tidemill: every user can read {secret_file}: chmod 600 {secret_file}\n")
+    return sealing
 
 
 def _run(options: argparse.Namespace, work: "Work") -> None:
@@ -287,8 +309,8 @@ def _run(options: argparse.Namespace, work: "Work") -> None:
     endpoint = Endpoint(
         host=options.host,
         port=options.port,
-        model_name=_model_name(options),
-        model_folder=_model_folder(options),
+        model_name=model_name(options),
+        model_folder=model_folder(options),
     )
     sources = Sources(
         clock_s=time.monotonic,
@@ -296,83 +318,10 @@ def _run(options: argparse.Namespace, work: "Work") -> None:
         new_id=lambda: uuid.uuid4().hex,
         rng=Random(secrets.randbits(64)),  # noqa: S311 - seeds of draws are no secrets
     )
+    _sealing(options.store_secret_file)  # is it there?
+    cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill"
+    console = Console(stderr=True)
     with shared_store(options.store, STORE_FOLDERS) as store_url:
-        serve(endpoint, _cluster_settings(options, store_url), sources, Console(stderr=True), work)
-
-
-def _cluster_settings(options: argparse.Namespace, store_url: str) -> ClusterSettings:
-    counts = _worker_counts(options)
-    sizes = _tensor_parallel_sizes(options, counts)
-    memory_bytes = _bytes_of(options.memory, "--memory")
-    floor = options.memory_floor
-    engine = EngineSettings(
-        model_folder=_model_folder(options),
-        memory_bytes=memory_bytes,
-        memory_max_bytes=memory_bytes * (sum(counts.values()) if options.memory_broker else 2),
-        memory_floor_bytes=None if floor is None else _bytes_of(floor, "--memory-floor"),
-        starts_at_floor=options.memory_broker,
-        eviction=options.eviction_policy,
-        checkpoints_per_path=options.checkpoints_per_path,
-        checkpoint_strategy=options.checkpoint_strategy,
-        checkpoint_interval=options.checkpoint_interval,
-        store_url=store_url,
-        cache_folder=Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill",
-        page_tokens=options.page_size,
-        kv_dtype=options.kv_cache_dtype,
-        kernels=options.kernels,
-        threads=options.threads,
-        step_tokens_max=options.max_num_batched_tokens,
-        rows_max=options.max_num_seqs,
-        max_model_len=options.max_model_len,
-        overlap=options.overlap,
-        drafts_max=options.num_speculative_tokens,
-        tensor_parallel_sizes=tuple(sorted(set(sizes.values()))),
-    )
-    workers = [
-        WorkerSettings(
-            name=f"{role}-{index}", role=role, engine=replace(engine, tensor_parallel_size=sizes[role])
-        )
-        for role, count in counts.items()
-        for index in range(count)
-    ]
-    expected = frozenset(worker.name for worker in workers)
-    return ClusterSettings(
-        workers=tuple(workers),
-        router=RouterSettings(broker=options.memory_broker, expected=expected),
-        ray_address=options.ray_address,
-    )
-
-
-def _worker_counts(options: argparse.Namespace) -> dict[Role, int]:
-    if options.mixed is not None:
-        if options.prefill is not None or options.decode is not None or options.mixed < 1:
-            raise UsageError("--mixed N takes 1 or more, and stands alone: without --prefill and --decode")
-        return {"mixed": options.mixed}
-    prefill = 1 if options.prefill is None else options.prefill
-    decode = 1 if options.decode is None else options.decode
-    if prefill < 1 or decode < 1:
-        raise UsageError("--prefill and --decode take 1 or more; for workers that do both use --mixed N")
-    return {"prefill": prefill, "decode": decode}
-
-
-def _tensor_parallel_sizes(options: argparse.Namespace, roles: Collection[Role]) -> dict[Role, int]:
-    own: dict[Role, int | None] = {
-        "prefill": options.prefill_tensor_parallel_size,
-        "decode": options.decode_tensor_parallel_size,
-    }
-    if "mixed" in roles and any(size is not None for size in own.values()):
-        raise UsageError("--mixed N goes with --tensor-parallel-size, the same for all workers")
-    common: int = options.tensor_parallel_size
-    sizes: dict[Role, int] = {}
-    for role in roles:
-        size = own.get(role)
-        sizes[role] = common if size is None else size
-    return sizes
-
-
-def _model_folder(options: argparse.Namespace) -> Path:
-    return bundled().get(options.model) or Path(options.model)
-
-
-def _model_name(options: argparse.Namespace) -> str:
-    return options.served_model_name or options.model
+        if options.store is not None and store_url != options.store:
+            console.print(Text(f"store: {store_url}"))  # for `tidemill store`
+        serve(endpoint, cluster_settings(options, store_url, cache_folder), sources, console, work)

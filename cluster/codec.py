@@ -49,11 +49,19 @@ class Produce:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Fetch what the store gets of this prompt, until that is all of it or cancelled. Answered as Produce."""
+
+    call: int
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     call: int
 
 
-ClientFrame = Hello | Generate | Produce | Cancel
+ClientFrame = Hello | Generate | Produce | Prefetch | Cancel
 
 Failure = PagesMissing | WorkerGone | RequestError
 """How a call fails at its caller."""
@@ -89,6 +97,8 @@ def encode_client_frame(frame: ClientFrame) -> bytes:
                 message = pb.ClientFrame(generate=pb.Call(call=call, request=_request_to(request)))
             case Produce(call, request):
                 message = pb.ClientFrame(produce=pb.Call(call=call, request=_request_to(request)))
+            case Prefetch(call, request):
+                message = pb.ClientFrame(prefetch=pb.Call(call=call, request=_request_to(request)))
             case Cancel(call):
                 message = pb.ClientFrame(cancel=pb.Cancel(call=call))
             case _:
@@ -108,6 +118,8 @@ def decode_client_frame(data: bytes) -> ClientFrame:
             return Generate(message.generate.call, _request_from(message.generate.request))
         case "produce":
             return Produce(message.produce.call, _request_from(message.produce.request))
+        case "prefetch":
+            return Prefetch(message.prefetch.call, _request_from(message.prefetch.request))
         case "cancel":
             return Cancel(message.cancel.call)
         case _:

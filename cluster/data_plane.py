@@ -19,6 +19,7 @@ from tidemill.cluster.codec import (
     Hello,
     Item,
     Malformed,
+    Prefetch,
     Produce,
     decode_client_frame,
     encode_worker_frame,
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 
 class Engine(Protocol):
     async def produce(self, request: Request) -> Produced: ...
+    async def prefetch(self, request: Request) -> Produced: ...
     def generate(self, request: Request) -> AsyncGenerator[Delta]: ...
 
 
@@ -131,10 +133,11 @@ class _Stream:
                 self._calls[frame.call] = task
                 task.add_done_callback(lambda task: self._ended(frame.call, task))
 
-    async def _run(self, frame: Generate | Produce) -> None:
+    async def _run(self, frame: Generate | Produce | Prefetch) -> None:
         try:
-            if isinstance(frame, Produce):
-                self._put(frame.call, await self._engine.produce(frame.request))
+            if not isinstance(frame, Generate):
+                call = self._engine.produce if isinstance(frame, Produce) else self._engine.prefetch
+                self._put(frame.call, await call(frame.request))
                 return
             async with aclosing(self._engine.generate(frame.request)) as deltas:
                 async for delta in deltas:

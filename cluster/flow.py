@@ -1,11 +1,13 @@
 """The life of one request. Start reading here."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Protocol
 
 from tidemill.cluster.placement import Ask, Route
+from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.keys import PageKey, page_keys
 from tidemill.kvstore.layout import restorable_end
 from tidemill.workers.messages import (
@@ -33,9 +35,10 @@ class Router(Protocol):
 
 
 class Peers(Protocol):
-    """The workers, wherever they are. Both calls raise PagesMissing or WorkerGone."""
+    """The workers, wherever they are. Every call raises PagesMissing or WorkerGone."""
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced: ...
+    async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None: ...
     def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]: ...
 
 
@@ -62,7 +65,8 @@ async def serve(
             produced: Produced | None = None
             if route.prefill is not None:
                 at = route.prefill
-                produced = await peers.produce(route.prefill, route.prefill_address, rest)
+                async with _prefetching(peers, route, rest):
+                    produced = await peers.produce(route.prefill, route.prefill_address, rest)
             at = route.decode
             patient = attempt <= PATIENT_ATTEMPTS and _is_stored(produced, rest, page_tokens)
             sent = replace(rest, gap_tokens_max=route.gap_tokens_max if patient else None)
@@ -85,6 +89,24 @@ async def serve(
             avoid |= {at}
             await router.lost(at)
     raise Unserved(f"{ATTEMPTS_MAX} attempts failed: see `tidemill status` for the workers' state")
+
+
+@asynccontextmanager
+async def _prefetching(peers: Peers, route: Route, request: Request) -> AsyncGenerator[None]:
+    """Inside, the decode worker fetches pages as the prefill worker stores them; it has stopped, or has been
+    told to, before the request goes there. What it did not fetch it fetches then: no failure matters."""
+
+    async def prefetch() -> None:
+        with suppress(TidemillError):
+            await peers.prefetch(route.decode, route.decode_address, request)
+
+    task = asyncio.create_task(prefetch())
+    try:
+        yield
+    finally:
+        if not task.done():  # to cancel one that broke would silence the loop's report of it
+            task.cancel()
+            await asyncio.wait([task])
 
 
 def _ask(request: Request, root: PageKey, page_tokens: int, avoid: frozenset[WorkerId]) -> Ask:

@@ -16,6 +16,7 @@ from tidemill.cluster.codec import (
     Hello,
     Item,
     Malformed,
+    Prefetch,
     Produce,
     decode_worker_frame,
     encode_client_frame,
@@ -48,15 +49,12 @@ class GrpcPeers:
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
         """Raises PagesMissing, WorkerGone, RequestError."""
-        stream = self._stream(worker, address)
-        with stream.call(Produce(stream.new_call(), request)) as inbox:
-            match await inbox.get():
-                case Produced() as produced:
-                    return produced
-                case Delta():
-                    raise WorkerGone(f"{worker} generates instead of producing")
-                case failure:
-                    raise failure
+        return await self._produced(worker, address, Produce, request)
+
+    async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None:
+        """Until the worker has fetched all that it can. Cancelling ends it there, before whatever is called
+        next. Raises as `produce` does."""
+        await self._produced(worker, address, Prefetch, request)
 
     async def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
         """Closing the generator cancels the request on the worker. Raises as `produce` does."""
@@ -72,6 +70,19 @@ class GrpcPeers:
                         raise WorkerGone(f"{worker} produces instead of generating")
                     case failure:
                         raise failure
+
+    async def _produced(
+        self, worker: WorkerId, address: str, kind: type[Produce | Prefetch], request: Request
+    ) -> Produced:
+        stream = self._stream(worker, address)
+        with stream.call(kind(stream.new_call(), request)) as inbox:
+            match await inbox.get():
+                case Produced() as produced:
+                    return produced
+                case Delta():
+                    raise WorkerGone(f"{worker} generates instead of producing")
+                case failure:
+                    raise failure
 
     async def close(self) -> None:
         await asyncio.gather(*(stream.close() for stream in self._streams.values()))
@@ -107,7 +118,7 @@ class _Stream:
         return next(self._numbers)
 
     @contextmanager
-    def call(self, frame: Generate | Produce) -> Generator[Inbox]:
+    def call(self, frame: Generate | Produce | Prefetch) -> Generator[Inbox]:
         """Send `frame`; inside, the inbox fills with what the worker has for it. Leaving early cancels it."""
         data = encode_client_frame(frame)
         if len(data) > FRAME_BYTES_MAX:

@@ -19,6 +19,8 @@ from tidemill.cluster.http.app import Sources, build_app
 from tidemill.cluster.launch import Cluster, start_cluster
 from tidemill.cluster.service import ServedModel
 from tidemill.cluster.settings import ClusterSettings
+from tidemill.cluster.store_plan import other_tiers
+from tidemill.cluster.store_service import running_store
 from tidemill.kvstore.errors import StoreError, TidemillError
 from tidemill.kvstore.open_store import open_store
 from tidemill.workers.api.text import Tokenizer
@@ -141,14 +143,16 @@ def _listening(endpoint: Endpoint) -> Generator[socket.socket]:
 
 @contextmanager
 def shared_store(url: str | None, folders: tuple[Path, ...]) -> Generator[str]:
-    """The URL of a store that several processes can share: `url`, checked, or a folder of our own for this
-    run."""
+    """The URL of a store that several processes can share: that which `url` names, checked and with all that
+    it needs running, or a folder of our own for this run."""
     if url is None:
         base = next((folder for folder in folders if folder.is_dir()), None)
         with tempfile.TemporaryDirectory(prefix="tidemill-store-", dir=base) as folder:
             yield f"file://{folder}"
         return
-    if url.startswith("memory"):
+    if all(tier.startswith("memory") for tier in url.split(",")):
         raise StoreError("store memory: is inside one process: give workers a folder, file:///path?size=8GiB")
-    asyncio.run(open_store(url).close())
-    yield url
+    if files := other_tiers(url):
+        asyncio.run(open_store(files).close())
+    with running_store(url) as shared:  # Mooncake's client is not for this process: it takes the signals
+        yield shared

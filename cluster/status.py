@@ -1,6 +1,5 @@
 """`tidemill status`: reads the fleet's state from a running server and draws it."""
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -9,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tidemill.kvstore.store import Got, Put
 from tidemill.workers.messages import RequestError, Unserved
 
 TIMEOUT_S = 10
@@ -30,6 +30,15 @@ CLASSES = {
     "empty": "\nempty",
     "unmapped": "\nunmapped",
 }
+STORE: dict[str, tuple[str, ...]] = {
+    "stored": tuple(f"store_puts_as_{one.value}" for one in Put if one.is_there),
+    "lost": tuple(f"store_puts_as_{one.value}" for one in Put if not one.is_there),
+    "hits": (f"store_gets_as_{Got.HIT.value}",),
+    "misses": (f"store_gets_as_{Got.MISS.value}",),
+    "failed": tuple(f"store_gets_as_{one.value}" for one in Got if one not in {Got.HIT, Got.MISS}),
+    "trips": ("store_trips",),
+}
+STORE_BYTES = {"store_put_bytes": "put", "store_get_bytes": "got"}
 
 
 def fetch_status(url: str) -> dict[str, Any]:
@@ -62,10 +71,6 @@ def ask_server(url: str, method: str, path: str, answer: str, body: object = Non
     return cast("dict[str, Any]", found)
 
 
-def as_json(status: dict[str, Any]) -> str:
-    return json.dumps(status, indent=2)
-
-
 def render(status: dict[str, Any]) -> RenderableType:
     """A line about the server, its workers, and what each has to do and holds; fits 80 columns."""
     model, frontend = status["model"], status["frontend"]
@@ -83,7 +88,8 @@ def render(status: dict[str, Any]) -> RenderableType:
         numbers = [f"{load[name]:,}" for name in DOES] + [human_bytes(load[name]) for name in SIZES]
         work.add_row(Text(info["name"]), *numbers)
     held = memory_table((worker["info"]["name"], worker["load"]["memory"]) for worker in workers)
-    return Group(title, "", who, "", work, "", held)
+    stores = _stores((worker["info"]["name"], worker["load"]["counters"]) for worker in workers)
+    return Group(title, "", who, "", work, "", held, "", stores)
 
 
 def memory_table(workers: Iterable[tuple[str, dict[str, int]]]) -> Table:
@@ -92,6 +98,18 @@ def memory_table(workers: Iterable[tuple[str, dict[str, int]]]) -> Table:
     for name, memory in workers:
         held.add_row(Text(name), *(human_bytes(memory[one]) for one in CLASSES))
     return held
+
+
+def _stores(workers: Iterable[tuple[str, dict[str, float]]]) -> Table:
+    """What became of the objects that workers, given by name, offered to the page store and wanted of it."""
+    stores = table(("worker", "store", *STORE, *STORE_BYTES.values()), num_left=2)
+    for name, counters in workers:
+        state = Text("down", style="red") if counters.get("store_is_down") else Text("up", style="green")
+        counts = [f"{sum(counters.get(one, 0) for one in parts):,.0f}" for parts in STORE.values()]
+        stores.add_row(
+            Text(name), state, *counts, *(human_bytes(counters.get(one, 0)) for one in STORE_BYTES)
+        )
+    return stores
 
 
 def table(columns: Sequence[str], num_left: int) -> Table:

@@ -4,8 +4,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, assert_never
+from typing import Literal, assert_never, cast
 
 from torch import Tensor
 
@@ -24,6 +26,9 @@ from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.moe import cpu as moe_cpu
 from tidemill.kernels.moe import reference as moe_reference
 from tidemill.kernels.moe.experts import Experts
+from tidemill.kernels.page_copy import cpu as page_copy_cpu
+from tidemill.kernels.page_copy import reference as page_copy_reference
+from tidemill.kernels.page_copy.planes import PageCopy
 from tidemill.kernels.rms_norm import cpu as rms_norm_cpu
 from tidemill.kernels.rms_norm import reference as rms_norm_reference
 from tidemill.kernels.rope_store import cpu as rope_store_cpu
@@ -99,10 +104,29 @@ def operators(variant: Variant, cache_dir: Path) -> Operators:
             assert_never(variant)
 
 
+def page_copy(variant: Variant | Literal["triton"], cache_dir: Path) -> PageCopy:
+    """What no model computes: copies to and from the caches of other engines. Raises KernelUnavailable.
+
+    `reference` takes any device, `cpu` host memory, `triton` CUDA memory.
+    """
+    match variant:
+        case "reference":
+            return page_copy_reference.page_copy
+        case "cpu":
+            return page_copy_cpu.bind(build(cache_dir))
+        case "triton":
+            if find_spec("triton") is None:
+                raise KernelUnavailable("no triton for the CUDA kernels: pip install 'tidemill[gpu]'")
+            return cast("PageCopy", import_module("tidemill.kernels.page_copy.cuda").page_copy)
+        case _:
+            assert_never(variant)
+
+
 def table(cpu: str) -> str:
     """Operator x device x variant; `cpu` is what became of the compiled variant."""
     lines = [f"{'operator':16}{'cpu/reference':16}{'cuda/reference':16}{'cpu/cpu':16}cuda/triton"]
     lines += [f"{field.name:16}{'yes':16}{'yes':16}{cpu:16}missing" for field in fields(Operators)]
+    lines.append(f"{'page_copy':16}{'yes':16}{'yes':16}{cpu:16}{'yes' if find_spec('triton') else 'missing'}")
     return "\n".join(lines)
 
 

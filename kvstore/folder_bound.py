@@ -1,14 +1,15 @@
 """How several processes keep one folder of objects within its size, without a server.
 
     folder/usage        objects and bytes that are held or promised, 8 bytes each; its lock guards the bound
-    folder/aside/       objects being written
+    folder/aside/ID     a promise: what one put has yet to publish, in the same form; locked while it lasts
+    folder/aside/ID.new the object that this put is writing
     folder/objects/ab/  objects, by the first digits of their names
 
-A writer adds what it will write to `usage` before it writes. When that does not fit, it holds the lock,
-counts the files, and deletes the least recently used until it fits. A count misses what others have promised
-but not begun to write, so each other writer can exceed the bound by one batch until the next count. A writer
-that dies leaves its promise behind: the next count comes earlier. The lock is held for microseconds or for
-one count; who cannot get it in time is refused.
+A put promises what it will write before it writes: under the lock it adds that to `usage`. When it does not
+fit, it counts what is promised and what is there, and deletes the least recently used until it does. An
+object is published before its promise shrinks and promises are counted before objects, so that none is
+counted less than once: objects and promises never exceed the capacity. Counted twice, it makes an eviction
+come early. A promise that nobody has locked is that of a dead writer: a count deletes it, and what it wrote.
 """
 
 import errno
@@ -17,21 +18,19 @@ import os
 import re
 import struct
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
+from uuid import uuid4
 
-STALE_S = 600.0
-"""A file aside that was not written to for so long belongs to a writer that died."""
+OBJECT_NAME = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{4}\.[pc]")  # an ObjectKey
 
-OBJECT_NAME = re.compile(r"[0-9a-f]{32}\.[0-9A-Za-z]+\.[a-z]")
-ASIDE_PREFIX = "object-"
-
-_LOCK_TRIES = 200
-_LOCK_RETRY_S = 0.01
+_ASIDE_NAME = re.compile(r"([0-9a-f]{32}-[0-9]+)(\.new)?")
+_LOCK_WAITS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, *[0.01] * 99)
 _SLACK = 16
-"""An eviction frees one part in so many of the capacity beyond what is needed, so that counts are rare."""
+"""An eviction frees one part in so many of the limit beyond what is needed, so that counts are rare."""
 
 _USAGE = struct.Struct("<QQ")
 
@@ -43,14 +42,45 @@ class Usage(NamedTuple):
     bytes: int
 
 
-class _File(NamedTuple):
+NOTHING = Usage(0, 0)
+
+
+class File(NamedTuple):
     used_ns: int
     path: str
     bytes: int
 
 
+class Promise:
+    """What one put may still publish. Everybody counts it while this process keeps it locked."""
+
+    def __init__(self, path: str, left: Usage) -> None:
+        """The lock of the bound is held. Raises OSError."""
+        self.left = left
+        self.aside = f"{path}.new"
+        self._path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.pwrite(self._fd, _USAGE.pack(*left), 0)
+        except OSError:
+            self.end()
+            raise
+
+    def reduce(self, part: Usage) -> None:
+        """So much can be seen now, or will not be written."""
+        self.left = _less(self.left, part)
+        with suppress(OSError):  # it is counted twice then
+            os.pwrite(self._fd, _USAGE.pack(*self.left), 0)
+
+    def end(self) -> None:
+        with suppress(OSError):
+            unlink(self._path)
+        os.close(self._fd)
+
+
 class FolderBound:
-    """For one thread at a time, except `now_s`.
+    """For one thread at a time, except `now_s` and `files`.
 
     usage       as of the last promise of this process
     evicted     objects that this process deleted to make space
@@ -58,65 +88,91 @@ class FolderBound:
 
     def __init__(self, path: Path, capacity_bytes: int, clock: Callable[[], float]) -> None:
         """Create or reopen the folder, clear what dead writers left, and count. Raises OSError."""
-        self.usage = Usage(0, 0)
+        self.usage = NOTHING
         self.evicted = 0
         self.objects = path / "objects"
         self.aside = path / "aside"
+        self._names = map(f"{self.aside}/{uuid4().hex}-{{}}".format, count())
         self._usage_path = path / "usage"
         self._capacity_bytes = capacity_bytes
         self._clock = clock
+        self._make_folders()
         with self._locked() as usage_fd:
-            self._recount(usage_fd, need_bytes=0, keep=frozenset())
+            self._count(usage_fd, capacity_bytes, keep=frozenset())
+            _probe_links(next(self._names))
 
     def now_s(self) -> float:
         """Time of the file system, which dates the files; on a network it is not this machine's."""
         return self._ahead_s + self._clock()
 
-    def promise(self, need: Usage, keep: frozenset[str]) -> bool:
-        """Have `need` counted as held, evicting others than the paths `keep`; False if it does not fit."""
-        if need.objects == 0:
-            return True
+    def promise(self, need: Usage, keep: frozenset[str]) -> Promise:
+        """Have `need` counted as held, evicting others than the paths `keep`; `end` it. Raises OSError:
+        ENOSPC when it does not fit."""
         try:
-            with self._locked() as usage_fd:
-                usage = _read_usage(usage_fd)
-                if usage is None or usage.bytes + need.bytes > self._capacity_bytes:
-                    usage = self._recount(usage_fd, need.bytes, keep)
-                if usage.bytes + need.bytes > self._capacity_bytes:
-                    return False
-                self._write_usage(usage_fd, Usage(usage.objects + need.objects, usage.bytes + need.bytes))
-        except OSError:
-            return False
-        return True
+            return self._promise(need, keep)
+        except FileNotFoundError:  # somebody has emptied the folder
+            self._make_folders()
+            return self._promise(need, keep)
 
-    def take_back(self, unused: Usage) -> None:
-        """The part of a promise that was not written."""
-        if unused.objects == 0:
-            return
+    def end(self, promise: Promise) -> None:
+        """Take back what the put has not published. If that fails, the next count comes early."""
+        try:
+            if promise.left != NOTHING:
+                with suppress(OSError), self._locked() as usage_fd:
+                    usage = _read_usage(usage_fd)
+                    if usage is not None:
+                        self._write_usage(usage_fd, _less(usage, promise.left))
+                    promise.reduce(promise.left)
+        finally:
+            promise.end()
+
+    def give_way(self, num_bytes: int, keep: frozenset[str]) -> None:
+        """The disk is full though the folder is not: evict so many bytes, as far as they go."""
         with suppress(OSError), self._locked() as usage_fd:
             usage = _read_usage(usage_fd)
             if usage is not None:
-                objects, num_bytes = usage.objects - unused.objects, usage.bytes - unused.bytes
-                self._write_usage(usage_fd, Usage(max(0, objects), max(0, num_bytes)))
+                self._count(usage_fd, usage.bytes - num_bytes, keep)
 
-    def _recount(self, usage_fd: int, need_bytes: int, keep: frozenset[str]) -> Usage:
-        """Count what is there and, if `need_bytes` more do not fit, evict. The lock is held."""
+    def files(self) -> list[File]:
+        """The objects that are there, least recently used first. Raises OSError."""
+        return sorted(_files(self.objects))
+
+    def _make_folders(self) -> None:
+        for folder in (self.objects, self.aside):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def _promise(self, need: Usage, keep: frozenset[str]) -> Promise:
+        with self._locked() as usage_fd:
+            usage = _read_usage(usage_fd)
+            if usage is None or usage.bytes + need.bytes > self._capacity_bytes:
+                usage = self._count(usage_fd, self._capacity_bytes - need.bytes, keep)
+            if usage.bytes + need.bytes > self._capacity_bytes:
+                raise OSError(errno.ENOSPC, "the store is full of what is being written")
+            promise = Promise(next(self._names), need)
+            self._write_usage(usage_fd, Usage(usage.objects + need.objects, usage.bytes + need.bytes))
+        return promise
+
+    def _count(self, usage_fd: int, limit_bytes: int, keep: frozenset[str]) -> Usage:
+        """Count what is promised and what is there, and evict until that is within the limit. The lock is
+        held."""
         os.utime(usage_fd)
-        now_ns = os.fstat(usage_fd).st_mtime_ns
-        self._ahead_s = now_ns / 1e9 - self._clock()
-        files = sorted(_files(self.objects))
-        objects = len(files)
-        used_bytes = sum(file.bytes for file in files) + _sweep(self.aside, now_ns)
-        if used_bytes + need_bytes > self._capacity_bytes:
-            slack_bytes = self._capacity_bytes // _SLACK
-            for file in files:
-                if used_bytes + need_bytes + slack_bytes <= self._capacity_bytes:
-                    break
-                if file.path not in keep:
-                    Path(file.path).unlink(missing_ok=True)
-                    self.evicted += 1
-                    objects, used_bytes = objects - 1, used_bytes - file.bytes
-        usage = Usage(objects, used_bytes)
+        self._ahead_s = os.fstat(usage_fd).st_mtime_ns / 1e9 - self._clock()
+        usage = _promised(self.aside)  # first: see above
+        files = self.files()
+        usage = Usage(usage.objects + len(files), usage.bytes + sum(file.bytes for file in files))
+        if usage.bytes > limit_bytes:
+            usage = self._evict(usage, limit_bytes - limit_bytes // _SLACK, files, keep)
         self._write_usage(usage_fd, usage)
+        return usage
+
+    def _evict(self, usage: Usage, limit_bytes: int, files: Sequence[File], keep: frozenset[str]) -> Usage:
+        for file in files:
+            if usage.bytes <= limit_bytes:
+                break
+            if file.path not in keep:
+                unlink(file.path)
+                self.evicted += 1
+                usage = _less(usage, Usage(1, file.bytes))
         return usage
 
     def _write_usage(self, usage_fd: int, usage: Usage) -> None:
@@ -126,48 +182,89 @@ class FolderBound:
     @contextmanager
     def _locked(self) -> Generator[int]:
         """The usage file, locked against all processes. Raises OSError, also when the lock stays taken."""
-        for folder in (self.objects, self.aside):  # somebody may have emptied the folder meanwhile
-            folder.mkdir(parents=True, exist_ok=True)
         usage_fd = os.open(self._usage_path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            for _ in range(_LOCK_TRIES):
-                with suppress(BlockingIOError):
-                    fcntl.flock(usage_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                time.sleep(_LOCK_RETRY_S)
-            else:
-                raise TimeoutError(errno.ETIMEDOUT, "another process keeps it locked")
+            waits_s = iter(_LOCK_WAITS_S)
+            while not _lock(usage_fd):
+                wait_s = next(waits_s, None)
+                if wait_s is None:
+                    raise TimeoutError(errno.ETIMEDOUT, "another process keeps it locked")
+                time.sleep(wait_s)
             yield usage_fd
         finally:
             os.close(usage_fd)
 
 
-def _files(objects: Path) -> Generator[_File]:
+def unlink(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)  # noqa: PTH108 - building a Path costs more than the call
+
+
+def _probe_links(path: str) -> None:
+    """Raises OSError when files cannot be written or linked here."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    try:
+        os.link(path, f"{path}.new")
+    finally:
+        unlink(f"{path}.new")
+        unlink(path)
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _less(usage: Usage, part: Usage) -> Usage:
+    return Usage(max(0, usage.objects - part.objects), max(0, usage.bytes - part.bytes))
+
+
+def _files(objects: Path) -> Generator[File]:
     """Files named like objects; whatever else lies there is not ours to count or to delete."""
-    for folder in os.scandir(objects):
+    for folder in _entries(objects):
         if folder.is_dir(follow_symlinks=False):
-            for entry in os.scandir(folder.path):
+            for entry in _entries(folder):
                 if OBJECT_NAME.fullmatch(entry.name):
                     with suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
-                        yield _File(status.st_mtime_ns, entry.path, status.st_size)
+                        yield File(status.st_mtime_ns, entry.path, status.st_size)
 
 
-def _sweep(aside: Path, now_ns: int) -> int:
-    """Delete what dead writers left; bytes of the files still being written."""
-    writing_bytes = 0
-    for entry in os.scandir(aside):
-        if entry.name.startswith(ASIDE_PREFIX):
-            with suppress(FileNotFoundError):
-                status = entry.stat(follow_symlinks=False)
-                published = status.st_nlink > 1
-                if published or now_ns - status.st_mtime_ns > STALE_S * 1e9:
-                    Path(entry.path).unlink()
-                else:
-                    writing_bytes += status.st_size
-    return writing_bytes
+def _entries(folder: "os.PathLike[str]") -> Generator["os.DirEntry[str]"]:
+    """None when somebody has deleted it."""
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        yield from entries
 
 
-def _read_usage(usage_fd: int) -> Usage | None:
-    record = os.pread(usage_fd, _USAGE.size, 0)
+def _promised(aside: Path) -> Usage:
+    """What living writers have promised; what dead ones left is deleted. The lock of the bound is held, so
+    that promises end but none begins."""
+    total = NOTHING
+    names = [match for entry in _entries(aside) if (match := _ASIDE_NAME.fullmatch(entry.name))]
+    for path in {f"{aside}/{match[1]}" for match in names}:
+        left = _promise_of_the_living(path)
+        if left is None:
+            unlink(f"{path}.new")
+            unlink(path)
+        else:
+            total = Usage(total.objects + left.objects, total.bytes + left.bytes)
+    return total
+
+
+def _promise_of_the_living(path: str) -> Usage | None:
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return None
+    try:
+        return None if _lock(fd) else _read_usage(fd)
+    finally:
+        os.close(fd)
+
+
+def _read_usage(fd: int) -> Usage | None:
+    record = os.pread(fd, _USAGE.size, 0)
     return Usage(*_USAGE.unpack(record)) if len(record) == _USAGE.size else None

@@ -46,6 +46,15 @@ class ObjectKey:
     def __str__(self) -> str:
         return f"{self.key.hex()}.{self.shard:04x}.{self.kind.value}"
 
+    @classmethod
+    def parse(cls, text: str) -> "ObjectKey":
+        """The inverse of `str`. Raises ValueError."""
+        digest, shard, kind = text.split(".")
+        key = PageKey(bytes.fromhex(digest))
+        if len(key) != DIGEST_BYTES:
+            raise ValueError(f"{text} does not name an object")
+        return cls(Kind(kind), key, int(shard, 16))
+
 
 def chain(parent: PageKey, page: Sequence[int]) -> PageKey:
     """Key of the page that holds the tokens `page` and follows `parent`."""

@@ -40,10 +40,12 @@ class Flight:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """`spares_min` slots stay reserved between steps: 1 for the strategy `double`."""
+    """`spares_min` slots stay reserved between steps: 1 for the strategy `double`. A lease that never `runs`
+    needs no state: it holds pages."""
 
     page_tokens: int
     spares_min: int = 0
+    runs: bool = True
     entries: list[Entry] = field(default_factory=list[Entry])
     own: list[PageId] = field(default_factory=list[PageId])
     pages: tuple[PageId, ...] = ()  # the page table, left to right: what is in `entries`, then `own`

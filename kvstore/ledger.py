@@ -13,7 +13,6 @@ steps are in flight comes back when the last of them has landed.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from enum import Enum
 
 from tidemill.kvstore.arena import Usage
 from tidemill.kvstore.cache import Cache
@@ -22,23 +21,10 @@ from tidemill.kvstore.index import Entry, Match
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import StateId
 from tidemill.kvstore.lease import Flight, Lease
+from tidemill.kvstore.sites import Site, granted
 
 FLIGHTS_MAX = 2
 CHECKPOINTS_PER_PATH = 16
-
-
-class Site(Enum):
-    """Where the ledger allocates. Tests refuse memory at each of them."""
-
-    RUN_PAGE = "a page for tokens to run"
-    RUN_STATE = "the slot that the next step writes"
-    SPARE_STATE = "the second slot of the strategy `double`"
-    SCRATCH_STATE = "a slot for a draft that may be rejected"
-    CHECKPOINT_STATE = "a slot to go on in when the state becomes a checkpoint: optional"
-
-
-def granted(_: Site) -> bool:
-    return False
 
 
 class Ledger:
@@ -60,10 +46,15 @@ class Ledger:
         self._leases: dict[str, Lease] = {}
         self._landing: list[Lease] = []  # released, with steps in flight
 
-    def open(self, request_id: str, *, spares_min: int = 0) -> Lease:
+    def open(self, request_id: str, *, spares_min: int = 0, runs: bool = True) -> Lease:
         assert request_id not in self._leases, f"{request_id} holds a lease already"
-        lease = self._leases[request_id] = Lease(self.layout.page_tokens, spares_min)
+        lease = self._leases[request_id] = Lease(self.layout.page_tokens, spares_min, runs)
         return lease
+
+    def rename(self, request_id: str, new_id: str) -> None:
+        """What `request_id` holds is not its any more: a transfer that it does not wait for still uses it."""
+        assert new_id not in self._leases
+        self._leases[new_id] = self._leases.pop(request_id)
 
     def attach(self, lease: Lease, match: Match, num_pages: int) -> None:
         """Share the first `num_pages` pages of `match`; resume from the checkpoint at their end, if any."""
@@ -160,16 +151,17 @@ class Ledger:
 
     def adopt(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
         """Pages up to `num_tokens` and (into `fetch_slot`) the state there were fetched: keep them as if
-        computed."""
+        computed. A lease that does not run has pages alone."""
         assert not lease.flights
         if lease.source is not None:
             self._cache.unpin_checkpoint(lease.source)
             lease.source = None
-        if self.layout.hybrid:
+        if self.layout.hybrid and lease.runs:
             slot = lease.spare.pop() if lease.spare else lease.states.pop(lease.committed)
             lease.states[num_tokens] = slot
         self._commit(lease, num_tokens, keys)
-        self.keep_state(lease)
+        if lease.runs:
+            self.keep_state(lease)
 
     def keep_state(self, lease: Lease, *, last: bool = False) -> bool:
         """The state at `committed`, a page boundary, becomes the checkpoint there, unless there is one. The
@@ -285,7 +277,7 @@ class Ledger:
 
     def _slots_wanted(self, lease: Lease, drafts: int) -> list[Site]:
         """The sites of the slots that are missing for the next step."""
-        if not self.layout.hybrid:
+        if not self.layout.hybrid or not lease.runs:
             return []
         in_place = lease.writes_in_place(drafts)
         if in_place and not lease.spares_min:

@@ -1,11 +1,12 @@
 """A page store inside one process: for tests, the simulator, and workers that share an event loop."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from tidemill.kvstore.keys import ObjectKey
-from tidemill.kvstore.seal import SEAL_BYTES, seal, verify
-from tidemill.kvstore.store import Got, Put, StoreStats, Tally, fitting
+from tidemill.kvstore.seal import PLAIN, SEAL_BYTES, Sealing
+from tidemill.kvstore.store import Got, Held, Put, StoreStats, Tally, fitting, full_after
 
 
 class MemoryStore:
@@ -14,9 +15,10 @@ class MemoryStore:
     objects     seal and body of each object, least recently used first; tests damage it
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, sealing: Sealing = PLAIN) -> None:
         self.objects: OrderedDict[ObjectKey, bytearray] = OrderedDict()
         self._capacity_bytes = capacity_bytes
+        self._sealing = sealing
         self._used_bytes = 0
         self._tally = Tally()
 
@@ -26,7 +28,7 @@ class MemoryStore:
             if key in self.objects:
                 self.objects.move_to_end(key)
         outcomes = [self._store(key, body) for key, body in objects[:count]]
-        outcomes += [Put.REFUSED] * (len(objects) - count)
+        outcomes += full_after(outcomes, objects)
         self._tally.put(objects, outcomes)
         return outcomes
 
@@ -37,6 +39,20 @@ class MemoryStore:
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return [key in self.objects for key in keys]
+
+    async def remove(self, keys: Sequence[ObjectKey]) -> None:
+        for key in keys:
+            if key in self.objects:
+                self.forget(key)
+
+    async def held(self) -> list[Held]:
+        return [Held(key, len(stored)) for key, stored in self.objects.items()]
+
+    def register(self, memory: memoryview) -> None:
+        pass
+
+    def patience_s(self, num_bytes: int) -> float:  # noqa: ARG002 - it answers at once
+        return math.inf
 
     def stats(self) -> StoreStats:
         return self._tally.stats(
@@ -52,10 +68,10 @@ class MemoryStore:
             return Put.EXISTED
         size = SEAL_BYTES + body.nbytes
         while self._used_bytes + size > self._capacity_bytes:
-            self.remove(next(iter(self.objects)))
-            self._tally.add(evicted=1)
+            self.forget(next(iter(self.objects)))
+            self._tally.evicted(1)
         stored = bytearray(size)
-        stored[:SEAL_BYTES] = seal(key, body)
+        stored[:SEAL_BYTES] = self._sealing.seal(key, body)
         stored[SEAL_BYTES:] = body
         self.objects[key] = stored
         self._used_bytes += size
@@ -65,14 +81,15 @@ class MemoryStore:
         stored = self.objects.get(key)
         if stored is None:
             return Got.MISS
+        got = Got.TRUNCATED
         if len(stored) == SEAL_BYTES + view.nbytes:
             view[:] = memoryview(stored)[SEAL_BYTES:]
-            if verify(key, view, stored[:SEAL_BYTES]):
-                self.objects.move_to_end(key)
-                return Got.HIT
-        self.remove(key)
-        return Got.CORRUPT
+            got = self._sealing.verify(key, view, stored[:SEAL_BYTES])
+        if got is Got.HIT:
+            self.objects.move_to_end(key)
+        else:
+            self.forget(key)
+        return got
 
-    def remove(self, key: ObjectKey) -> None:
-        """Forget an object that is there, as an eviction would."""
+    def forget(self, key: ObjectKey) -> None:
         self._used_bytes -= len(self.objects.pop(key))

@@ -7,36 +7,42 @@ or not at all, and the first writer wins. Nothing is synced to the disk: after a
 what is torn. folder_bound.py keeps the folder within its size.
 
 Last use is a file's modification time, renewed by a read once it is older than TOUCH_S: most reads cost no
-write.
+write, a restart knows what was used last, and so does a store in which everything is replaced within seconds.
 """
 
 import errno
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 from tidemill.kvstore.errors import StoreError
-from tidemill.kvstore.folder_bound import ASIDE_PREFIX, FolderBound, Usage
+from tidemill.kvstore.folder_bound import FolderBound, Promise, Usage, unlink
 from tidemill.kvstore.keys import ObjectKey
-from tidemill.kvstore.seal import SEAL_BYTES, seal, verify
-from tidemill.kvstore.store import Got, Put, fitting
+from tidemill.kvstore.seal import PLAIN, SEAL_BYTES, Sealing
+from tidemill.kvstore.store import Got, Held, Put, fitting, full_after
 
-TOUCH_S = 60.0
+TOUCH_S = 1.0
 
 
 class ObjectFolder:
     """`put` is for one thread at a time, `get` and `contains` run beside it in any number."""
 
-    def __init__(self, path: Path, capacity_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: Path,
+        capacity_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        sealing: Sealing = PLAIN,
+    ) -> None:
         """Create or reopen; `clock` counts seconds from anywhere. Raises StoreError that names the fix."""
         self._capacity_bytes = capacity_bytes
+        self._sealing = sealing
         try:
             self._bound = FolderBound(path, capacity_bytes, clock)
             self._objects = str(self._bound.objects)
-            _probe(self._bound.aside)
         except OSError as error:
             raise StoreError(
                 f"file store {path}: {error.strerror}: name a folder that this user may write to, on a file"
@@ -57,18 +63,24 @@ class ObjectFolder:
         count = fitting([SEAL_BYTES + body.nbytes for _, body in objects], self._capacity_bytes)
         batch = [(self._file(key), key, body) for key, body in objects[:count]]
         missing = {path: SEAL_BYTES + body.nbytes for path, _, body in batch if not self._renew(path)}
-        promised = Usage(len(missing), sum(missing.values()))
-        outcomes: list[Put] = []
-        if self._bound.promise(promised, keep=frozenset(path for path, _, _ in batch)):
-            stored = Usage(0, 0)
-            for path, key, body in batch:
-                outcomes.append(self._store(path, key, body) if path in missing else Put.EXISTED)
-                if outcomes[-1] is Put.REFUSED:
-                    break
-                if outcomes[-1] is Put.STORED:
-                    stored = Usage(stored.objects + 1, stored.bytes + SEAL_BYTES + body.nbytes)
-            self._bound.take_back(Usage(promised.objects - stored.objects, promised.bytes - stored.bytes))
-        return outcomes + [Put.REFUSED] * (len(objects) - len(outcomes))
+        outcomes = [Put.EXISTED for _ in takewhile(lambda one: one[0] not in missing, batch)]
+        if missing:
+            keep = frozenset(path for path, _, _ in batch)
+            try:
+                promise = self._bound.promise(Usage(len(missing), sum(missing.values())), keep)
+            except OSError as error:
+                outcomes.append(_failed(error))
+            else:
+                try:
+                    outcomes += self._store(batch[len(outcomes) :], set(missing), promise)
+                finally:
+                    left_bytes = promise.left.bytes
+                    self._bound.end(promise)
+                if outcomes[-1] is Put.FULL:  # though it was promised: others fill the disk
+                    self._bound.give_way(left_bytes, keep)
+        if outcomes and not outcomes[-1].is_there:
+            return outcomes + [Put.SKIPPED] * (len(objects) - len(outcomes))
+        return outcomes + full_after(outcomes, objects)
 
     def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
         return [self._load(key, view) for key, view in wanted]
@@ -76,44 +88,65 @@ class ObjectFolder:
     def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return [os.access(self._file(key), os.F_OK) for key in keys]
 
-    def _store(self, path: str, key: ObjectKey, body: memoryview) -> Put:
-        try:
-            fd, name = tempfile.mkstemp(prefix=ASIDE_PREFIX, dir=self._bound.aside)
-            try:
+    def remove(self, keys: Sequence[ObjectKey]) -> None:
+        for key in keys:
+            with suppress(OSError):
+                unlink(self._file(key))
+
+    def held(self) -> list[Held]:
+        """Raises OSError."""
+        now_s = self._bound.now_s()
+        return [
+            Held(ObjectKey.parse(Path(file.path).name), file.bytes, max(0.0, now_s - file.used_ns / 1e9))
+            for file in self._bound.files()
+        ]
+
+    def _store(
+        self, batch: Sequence[tuple[str, ObjectKey, memoryview]], missing: set[str], promise: Promise
+    ) -> list[Put]:
+        """Up to the first that is not there."""
+        outcomes: list[Put] = []
+        for path, key, body in batch:
+            outcome = Put.EXISTED
+            if path in missing:
+                missing.remove(path)  # the same key may come again
+                parts = [memoryview(self._sealing.seal(key, body)), body]
                 try:
-                    _write(fd, [memoryview(seal(key, body)), body])
-                finally:
-                    os.close(fd)
-                _publish(name, path)
-            finally:
-                _unlink(name)
-        except FileExistsError:
-            return Put.EXISTED
-        except OSError:
-            return Put.REFUSED
-        return Put.STORED
+                    is_first = _publish(promise.aside, path, parts)
+                except OSError as error:
+                    return [*outcomes, _failed(error)]
+                if is_first:
+                    outcome = Put.STORED
+                    promise.reduce(Usage(1, SEAL_BYTES + body.nbytes))
+            outcomes.append(outcome)
+        return outcomes
 
     def _load(self, key: ObjectKey, view: memoryview) -> Got:
         path = self._file(key)
         try:
             fd = os.open(path, os.O_RDONLY)
-        except OSError:
+        except FileNotFoundError:
             return Got.MISS
+        except OSError:
+            return Got.UNREACHABLE
         try:
             status = os.fstat(fd)
             found = bytearray(SEAL_BYTES)
-            whole = status.st_size == SEAL_BYTES + view.nbytes and _read(fd, [memoryview(found), view])
-            if whole and verify(key, view, found):
+            got = Got.TRUNCATED
+            if status.st_size == SEAL_BYTES + view.nbytes and _read(fd, [memoryview(found), view]):
+                got = self._sealing.verify(key, view, found)
+            if got is Got.HIT:
                 self._touch(fd, status)
-                return Got.HIT
+                return got
         except OSError as error:
             if error.errno != errno.EIO:
-                return Got.MISS
+                return Got.UNREACHABLE
+            got = Got.CORRUPT
         finally:
             os.close(fd)
         with suppress(OSError):
-            _unlink(path)
-        return Got.CORRUPT
+            unlink(path)
+        return got
 
     def _file(self, key: ObjectKey) -> str:
         name = str(key)
@@ -133,30 +166,34 @@ class ObjectFolder:
                 os.utime(file)
 
 
-def _publish(aside: str, path: str) -> None:
-    """Raises FileExistsError when another writer was first, and OSError."""
+def _failed(error: OSError) -> Put:
+    return Put.FULL if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} else Put.UNREACHABLE
+
+
+def _publish(aside: str, path: str, parts: list[memoryview]) -> bool:
+    """Write `parts` to the file `aside`, which nobody else uses, and have it appear whole as `path`; False
+    when another writer was first. Raises OSError."""
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.link(aside, path)
-    except FileNotFoundError:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        os.link(aside, path)
-
-
-def _unlink(path: str) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(path)  # noqa: PTH108 - building a Path costs more than the call
-
-
-def _probe(aside: Path) -> None:
-    """Raises OSError when objects cannot be written or linked here."""
-    fd, name = tempfile.mkstemp(prefix=ASIDE_PREFIX, dir=aside)
-    os.close(fd)
-    linked = Path(f"{name}.linked")
-    try:
-        os.link(name, linked)
+        try:
+            _write(fd, parts)
+        finally:
+            os.close(fd)  # before the link: on a network it is what sends the bytes
+        return _link(aside, path)
     finally:
-        linked.unlink(missing_ok=True)
-        Path(name).unlink(missing_ok=True)
+        unlink(aside)
+
+
+def _link(aside: str, path: str) -> bool:
+    try:
+        try:
+            os.link(aside, path)
+        except FileNotFoundError:  # the first of its folder
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            os.link(aside, path)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _write(fd: int, parts: list[memoryview]) -> None:

@@ -2,11 +2,11 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from threading import Lock
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from tidemill.kvstore.keys import ObjectKey
 
@@ -16,39 +16,88 @@ _Result = TypeVar("_Result")
 class Put(Enum):
     """What became of an object that was offered. Publishing is best effort."""
 
-    STORED = "stored"
+    STORED = "stored"  # and still there when the store was asked again
     EXISTED = "existed"  # an earlier writer's object is kept; its bytes may differ from these
-    REFUSED = "refused"  # the store is full, failed, or refused an object before this one
+    FULL = "full"
+    UNCONFIRMED = "unconfirmed"  # taken, but not there afterwards: evicted, or a dead writer holds its key
+    OWNER_DOWN = "owner_down"  # the process that lends the memory does not answer
+    UNREACHABLE = "unreachable"  # down, broken or late, or left alone for having been so a moment ago
+    SKIPPED = "skipped"  # an object before it is not there
+
+    @property
+    def is_there(self) -> bool:
+        return self in {Put.STORED, Put.EXISTED}
 
 
 class Got(Enum):
-    """What became of an object that was wanted. The bytes of its view are defined for HIT alone."""
+    """What became of an object that was wanted. The bytes of its view are defined for HIT alone.
+
+    CORRUPT, TRUNCATED and OTHER_VERSION are deleted, so the next answer is MISS.
+    """
 
     HIT = "hit"
     MISS = "miss"
-    CORRUPT = "corrupt"  # its seal did not fit; it is deleted, so the next answer is MISS
+    CORRUPT = "corrupt"  # its seal does not fit
+    TRUNCATED = "truncated"  # it is not as long as its view
+    OTHER_VERSION = "other_version"  # sealed by a version of Tidemill that lays bytes out differently
+    EXPIRED = "expired"  # its lease ran out before the transfer ended
+    OWNER_DOWN = "owner_down"
+    UNREACHABLE = "unreachable"
+
+
+DAMAGED = frozenset({Got.CORRUPT, Got.TRUNCATED, Got.OTHER_VERSION})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
     """What a store holds, as far as this user knows of all of them, and what this user did since it opened.
 
-    puts = stored + existed + refused, gets = hits + misses + corrupt; put_bytes and get_bytes are the bodies
-    of stored objects and of hits. `bytes` counts seals too.
+    put_bytes and get_bytes are the bodies of stored objects and of hits. `bytes` counts seals too. A store
+    that cannot tell what it holds says 0.
     """
 
     objects: int
     bytes: int
     capacity_bytes: int
-    puts: int = 0
-    gets: int = 0
-    hits: int = 0
-    misses: int = 0
-    corrupt: int = 0
-    refused: int = 0
+    put: Mapping[Put, int] = field(default_factory=Counter[Put])
+    got: Mapping[Got, int] = field(default_factory=Counter[Got])
     evicted: int = 0
     put_bytes: int = 0
     get_bytes: int = 0
+    trips: int = 0  # how often it was found down or late, and left alone: see guard.py
+    is_down: bool = False  # at this moment
+
+    @property
+    def puts(self) -> int:
+        return sum(self.put.values())
+
+    @property
+    def gets(self) -> int:
+        return sum(self.got.values())
+
+    @property
+    def refused(self) -> int:
+        return sum(count for outcome, count in self.put.items() if not outcome.is_there)
+
+    @property
+    def hits(self) -> int:
+        return self.got.get(Got.HIT, 0)
+
+    @property
+    def misses(self) -> int:
+        return self.got.get(Got.MISS, 0)
+
+    @property
+    def corrupt(self) -> int:
+        return sum(self.got.get(outcome, 0) for outcome in DAMAGED)
+
+
+class Held(NamedTuple):
+    """An object that a store holds, for operators. `used_s`: seconds since its last use, if it is known."""
+
+    key: ObjectKey
+    bytes: int  # with its seal
+    used_s: float | None = None
 
 
 class PageStore(Protocol):
@@ -56,13 +105,13 @@ class PageStore(Protocol):
 
     - The first writer of a key wins; nobody ever sees a part of an object, or a mixture of two.
     - Every object carries a seal (see seal.py), checked by each get.
-    - Results are in the order of the arguments. A full, failed or absent store answers REFUSED and MISS: no
-      call raises for it.
-    - The objects of one put are stored in order, and after a REFUSED one all that follow are refused, so that
+    - Results are in the order of the arguments. A full, failed or absent store is an outcome: no call raises
+      for it.
+    - The objects of one put are stored in order, and behind one that is not there all are SKIPPED, so that
       a checkpoint put behind its pages says that they were stored before it. A put that is cancelled may have
       stored any number of its first objects. No put evicts its own objects.
     - Views are contiguous bytes, and for get writable; nobody else writes them during a call. No call touches
-      a view after it has returned: a cancelled call ends when its transfer has ended.
+      a view after it has returned: a cancelled call ends when its transfer has ended, and so does a late one.
     - Calls may overlap, in one event loop and in several processes that share the store.
     """
 
@@ -71,11 +120,28 @@ class PageStore(Protocol):
         ...
 
     async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
-        """Fill each view with the object of its key; one of another length is CORRUPT."""
+        """Fill each view with the object of its key."""
         ...
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Which are held. A hint: a later get may miss, and nothing is verified."""
+        ...
+
+    async def remove(self, keys: Sequence[ObjectKey]) -> None:
+        """Forget them, as an eviction would. Best effort."""
+        ...
+
+    async def held(self) -> list[Held]:
+        """Everything that it holds, for operators: slow. Raises StoreError when it cannot tell."""
+        ...
+
+    def register(self, memory: memoryview) -> None:
+        """Views inside of `memory` will be used with this store for as long as it is open: it may move them
+        without a copy. Not needed, and blocking."""
+        ...
+
+    def patience_s(self, num_bytes: int) -> float:
+        """How long a call that moves so many bytes is worth waiting for; inf without a limit."""
         ...
 
     def stats(self) -> StoreStats: ...
@@ -113,34 +179,50 @@ def fitting(sizes: Sequence[int], capacity_bytes: int) -> int:
     return len(sizes)
 
 
+def full_after(outcomes: Sequence[Put], objects: Sequence[object]) -> list[Put]:
+    """Outcomes of the rest of `objects`, the first of which finds the store full."""
+    left = len(objects) - len(outcomes)
+    return [Put.FULL, *[Put.SKIPPED] * (left - 1)] if left else []
+
+
 class Tally:
     """What a store did since it opened. May be used from several threads."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+        self._put = Counter[Put]()
+        self._got = Counter[Got]()
+        self._put_bytes = 0
+        self._get_bytes = 0
+        self._evicted = 0
         self._lock = Lock()
 
     def put(self, objects: Sequence[tuple[ObjectKey, memoryview]], outcomes: Sequence[Put]) -> None:
-        stored = sum(
-            body.nbytes for (_, body), outcome in zip(objects, outcomes, strict=True) if outcome is Put.STORED
-        )
-        self.add(puts=len(outcomes), refused=outcomes.count(Put.REFUSED), put_bytes=stored)
+        moved = zip(objects, outcomes, strict=True)
+        num_bytes = sum(body.nbytes for (_, body), outcome in moved if outcome is Put.STORED)
+        with self._lock:
+            self._put.update(outcomes)
+            self._put_bytes += num_bytes
 
     def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]], outcomes: Sequence[Got]) -> None:
-        self.add(
-            gets=len(outcomes),
-            hits=outcomes.count(Got.HIT),
-            misses=outcomes.count(Got.MISS),
-            corrupt=outcomes.count(Got.CORRUPT),
-            get_bytes=sum(
-                view.nbytes for (_, view), outcome in zip(wanted, outcomes, strict=True) if outcome is Got.HIT
-            ),
-        )
-
-    def add(self, **counts: int) -> None:
+        moved = zip(wanted, outcomes, strict=True)
+        num_bytes = sum(view.nbytes for (_, view), outcome in moved if outcome is Got.HIT)
         with self._lock:
-            self._counts.update(counts)
+            self._got.update(outcomes)
+            self._get_bytes += num_bytes
+
+    def evicted(self, count: int) -> None:
+        with self._lock:
+            self._evicted += count
 
     def stats(self, *, objects: int, num_bytes: int, capacity_bytes: int) -> StoreStats:
         with self._lock:
-            return StoreStats(objects=objects, bytes=num_bytes, capacity_bytes=capacity_bytes, **self._counts)
+            return StoreStats(
+                objects=objects,
+                bytes=num_bytes,
+                capacity_bytes=capacity_bytes,
+                put=self._put.copy(),
+                got=self._got.copy(),
+                evicted=self._evicted,
+                put_bytes=self._put_bytes,
+                get_bytes=self._get_bytes,
+            )

@@ -13,7 +13,10 @@ from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import LayerSpec, Layout, layout_of
 from tidemill.kvstore.ledger import Ledger
 from tidemill.kvstore.open_store import open_store
+from tidemill.kvstore.seal import Sealing
+from tidemill.kvstore.secret import read_secret
 from tidemill.kvstore.shards import shards_of, share_of
+from tidemill.kvstore.store import PageStore
 from tidemill.workers.engine import Engine
 from tidemill.workers.grammar import Grammars
 from tidemill.workers.inputs import caches_of
@@ -95,7 +98,8 @@ def build_engine(
 def _build(settings: EngineSettings, progress: Progress, ops: Operators, group: Group | None) -> Built:
     loaded = load(settings.model_folder, ops, progress, ALONE if group is None else group.ranks)
     shards = shards_of(loaded.layers, settings.group_sizes)
-    namespace = shards.describe(layout_of(loaded.layers, settings.page_tokens, settings.kv_dtype))
+    layout = layout_of(loaded.layers, settings.page_tokens, settings.kv_dtype)
+    namespace = shards.describe(layout) + sealing_of(settings).describe()
     memory = memory_of(settings, loaded.local_layers, loaded.max_length)
     layout, max_model_len, ranks = memory.layout, memory.max_model_len, settings.tensor_parallel_size
     own = open_backing(settings, memory)
@@ -110,12 +114,12 @@ def _build(settings: EngineSettings, progress: Progress, ops: Operators, group: 
     index = PrefixIndex(layout, settings.eviction, loaded.cost)
     running = (loaded.model, caches_of(layout, backing.memory), layout.page_tokens, settings.threads)
     runner = TorchRunner(*running) if group is None else GroupRunner(*running, group, loaded.vocab_size)
-    store = open_store(settings.store_url)
+    store = open_registered_store(settings, backing)
     mates = () if group is None else group.mates()
     grammars = Grammars(settings.model_folder, loaded.vocab_size, loaded.eos_ids)
     engine = Engine(
         Ledger(Cache(layout, arena, index), settings.checkpoints_per_path),
-        Transfer(layout, backing.memory.numpy().data, store, shards, mates),
+        Transfer(layout, memory_view(backing), store, shards, mates),
         runner,
         Limits(
             budget=Budget(
@@ -163,6 +167,23 @@ def open_backing(settings: EngineSettings, memory: Memory) -> Backing:
     """What one rank reserves. Raises OutOfMemory."""
     num_bytes = memory.reserved * memory.layout.extent_bytes
     return Mmap(num_bytes) if settings.backing == "mmap" else Fixed(num_bytes)
+
+
+def sealing_of(settings: EngineSettings) -> Sealing:
+    """Raises StoreError."""
+    return Sealing(None if settings.store_secret_file is None else read_secret(settings.store_secret_file))
+
+
+def open_registered_store(settings: EngineSettings, backing: Backing) -> PageStore:
+    """The store of one rank, which moves objects from and into its arena. Raises StoreError."""
+    store = open_store(settings.store_url, sealing_of(settings))
+    store.register(memory_view(backing))
+    return store
+
+
+def memory_view(backing: Backing) -> memoryview:
+    """The bytes of an arena in host memory."""
+    return backing.memory.numpy().data
 
 
 def capacity_tokens(layout: Layout, num_extents: int) -> int:

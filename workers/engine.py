@@ -29,6 +29,7 @@ from tidemill.workers.messages import (
     WorkerLoad,
 )
 from tidemill.workers.pipeline import Pipeline
+from tidemill.workers.prefetch import Prefetcher
 from tidemill.workers.publications import Publications
 from tidemill.workers.restore import Admission
 from tidemill.workers.schedule import Schedule
@@ -61,6 +62,7 @@ class Engine:
         self._line = Line()
         self._admission = Admission(ledger, transfer, self._line, self._running, self._waiting, limits)
         self._publications = Publications(ledger, transfer, self._line)
+        self._prefetcher = Prefetcher(ledger, transfer, self._line)
         self._pipeline = Pipeline(
             runner,
             Schedule(ledger, limits, self._running, self._preempt),
@@ -111,18 +113,27 @@ class Engine:
                     )
                 async for _ in self._stream(sequence):
                     pass
-                assert sequence.lease is not None
-                stored = await self._transfer.publish(sequence.lease, keys)
+                self._publications.publish(sequence, len(keys))
+                stored = await self._publications.published(sequence, len(keys))
         finally:
             self._end(sequence)
             if not lock.locked():
                 self._producing.pop(keys[-1], None)
         return Produced(depth=sequence.target if stored else 0, provenance=sequence.provenance)
 
+    async def prefetch(self, request: Request) -> Produced:
+        """Keep the pages of the prompt here as they appear in the store, until it is cancelled, in time for
+        `generate`. Best effort; `depth` says how far it got."""
+        sequence = self._arrivals.producing(request)
+        keys = sequence.keys[: sequence.target // sequence.page_tokens]
+        depth = await self._prefetcher.run(request, keys) * sequence.page_tokens
+        return Produced(depth=depth, provenance=Provenance(fetched_tokens=depth))
+
     async def generate(self, request: Request) -> AsyncGenerator[Delta]:
         """The tokens of `request`, one delta per step; closing the generator cancels it. Raises PagesMissing,
         RequestError, WorkerGone."""
         sequence = await self._arrivals.generating(request)
+        sequence.prefetched_pages = await self._prefetcher.take(request)
         try:
             async with aclosing(self._stream(sequence)) as deltas:
                 async for delta in deltas:

@@ -42,6 +42,8 @@ class Landing:
         self._ledger.counters["computed_tokens"] += end - flight.start
         done = sequence.produces and end == sequence.target
         self._keep_state(sequence, lease, done=done)
+        if sequence.produces and not done:  # the end of it waits for the checkpoint
+            self._publications.publish(sequence, len(lease.entries), checkpoint=False)
         self._makers.advanced(sequence, flight.start)
         if done:
             sequence.outbox.put_nowait(Delta(tokens=()))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Seq
 
 from tidemill.kvstore.ledger import Ledger
+from tidemill.kvstore.store import Got, Put
 from tidemill.workers.messages import MemoryUse, WorkerLoad
 from tidemill.workers.sequence import Sequence
 from tidemill.workers.transfer import Transfer
@@ -27,12 +28,12 @@ def load_of(
         counters={
             **ledger.counters,
             "steps": float(steps),
-            "store_hits": stats.hits,
-            "store_misses": stats.misses,
-            "store_corrupt": stats.corrupt,
-            "store_refused": stats.refused,
+            **{f"store_puts_as_{outcome.value}": stats.put.get(outcome, 0) for outcome in Put},
+            **{f"store_gets_as_{outcome.value}": stats.got.get(outcome, 0) for outcome in Got},
             "store_put_bytes": stats.put_bytes,
             "store_get_bytes": stats.get_bytes,
+            "store_trips": stats.trips,
+            "store_is_down": stats.is_down,
         },
     )
 

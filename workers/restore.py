@@ -8,8 +8,10 @@ Pages that are kept here beyond the restorable depth spare their fetch. Without 
 they are computed again, and the place where they end is a junction: this time a checkpoint is made there.
 """
 
+import asyncio
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.index import Match
@@ -57,6 +59,7 @@ class Admission:
         self._waiting = waiting
         self._limits = limits
         self.makers = Makers(ledger.index)
+        self._serial = 0
 
     async def admit(self, sequence: Sequence) -> None:
         """Give `sequence` a lease that holds all its known tokens, restored as deep as possible.
@@ -75,13 +78,15 @@ class Admission:
                 continue
             if not depths or await self._fetch(sequence, keys, depths):
                 break
-            self._ledger.release(sequence.id)
-            sequence.lease = None
-            self._line.memory_freed()
+            if sequence.lease is not None:
+                self._ledger.release(sequence.id)
+                sequence.lease = None
+                self._line.memory_freed()
         attached, kept = pages
         self.makers.advanced(sequence, 0)
         depth = sequence.computed
-        reused = min(depth, attached * sequence.page_tokens)
+        prefetched = range(sequence.prefetched_pages.start, min(sequence.prefetched_pages.stop, attached))
+        reused = min(depth, (attached - len(prefetched)) * sequence.page_tokens)
         sequence.provenance = Provenance(
             reused_tokens=reused, fetched_tokens=depth - reused, computed_tokens=sequence.target - depth
         )
@@ -189,13 +194,31 @@ class Admission:
         return {*range(interval, sequence.boundary, interval), sequence.boundary}
 
     async def _fetch(self, sequence: Sequence, keys: Seq[PageKey], depths: list[int]) -> bool:
-        """Resume at the deepest of `depths`; if it does not arrive whole, `depths` keeps those still open."""
+        """Resume at the deepest of `depths`; if it does not arrive whole, `depths` keeps those still open,
+        and if it does not arrive in time none."""
         lease = sequence.lease
         assert lease is not None
         target = depths.pop()
-        good = await self._transfer.fetch(lease, keys, target)
+        good = await self._transfer.fetch(lease, keys, target, partial(self._leave, sequence))
+        if sequence.lease is None:
+            depths.clear()
+            return False
         if good == target or (good > len(lease.entries) and not self._ledger.layout.hybrid):
             self._ledger.adopt(lease, good * sequence.page_tokens, keys)
             return True
         depths[:] = [depth for depth in depths if depth <= good]
         return False
+
+    def _leave(self, sequence: Sequence, moving: asyncio.Future[int]) -> None:
+        """Nobody waits for `moving`: what the sequence holds is given back when it has ended."""
+        self._serial += 1
+        lease_id = f"{sequence.id}/late#{self._serial}"
+        self._ledger.rename(sequence.id, lease_id)
+        sequence.lease = None
+        self._ledger.counters["fetches_late"] += 1
+
+        def ended(_: asyncio.Future[int]) -> None:
+            self._ledger.release(lease_id)
+            self._line.memory_freed()
+
+        moving.add_done_callback(ended)

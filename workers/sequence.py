@@ -1,12 +1,13 @@
 """One request on one worker, from its arrival to the release of its memory."""
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tidemill.kvstore.keys import PageKey, extend_keys
 from tidemill.kvstore.layout import restorable_end
-from tidemill.kvstore.ledger import Lease
+from tidemill.kvstore.lease import Lease
 from tidemill.workers.drafts import Drafter
 from tidemill.workers.draws import Draws
 from tidemill.workers.line import Seniority
@@ -15,6 +16,27 @@ from tidemill.workers.messages import Delta, FinishReason, Provenance, Request
 PRIORITY_AGE_S = 10.0
 """A request overtakes those of the next lower class that came at most so much earlier. So urgent ones go
 first, and whoever waits long enough is first in the end."""
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """What is put into the store at once: a sequence's first `num_pages` pages, those that are there already
+    aside, then the checkpoint at their end if it is wanted."""
+
+    lease_id: str
+    lease: Lease
+    num_pages: int
+    checkpoint: bool
+
+
+@dataclass(slots=True, eq=False)
+class Publication:
+    """What of a sequence was stored, `[0, there_pages)`, and what is to follow, ascending."""
+
+    pieces: deque[Piece] = field(default_factory=deque[Piece])
+    there_pages: int = 0
+    complete: bool = True  # the last piece that ended was stored
+    task: asyncio.Task[None] | None = None
 
 
 class Preempted:
@@ -54,6 +76,8 @@ class Sequence:
     junctions: set[int] = field(default_factory=set[int])  # ... because prompts part there
     checkpoint_owed: bool = False  # a boundary passed while decoding, and no slot could be had
     provenance: Provenance = field(default_factory=Provenance)
+    prefetched_pages: range = range(0)  # came from the store before its turn
+    publication: Publication = field(default_factory=Publication)
     outbox: asyncio.Queue[Delta | Preempted | Exception] = field(
         default_factory=asyncio.Queue[Delta | Preempted | Exception]
     )

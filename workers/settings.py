@@ -27,8 +27,9 @@ class EngineSettings:
 
     model_folder: Path
     memory_bytes: int
-    store_url: str
     cache_folder: Path  # where compiled kernels are kept
+    store_url: str
+    store_secret_file: Path | None = None  # seals what is stored: all workers of a store have the same one
     page_tokens: int = 64
     kv_dtype: KvDtype = "float32"
     backing: Literal["fixed", "mmap"] = "mmap"

@@ -5,6 +5,8 @@ own arena, between that arena and the store. An object is good when it is good o
 """
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -13,7 +15,10 @@ from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.layout import Layout, PageId, StateId
 from tidemill.kvstore.lease import Lease
 from tidemill.kvstore.shards import WHOLE, Shards, Share, mine
-from tidemill.kvstore.store import Got, PageStore, Put, finish
+from tidemill.kvstore.store import Got, PageStore, finish
+
+IN_FLIGHT_BYTES_MAX = 256 << 20
+"""Of one rank at a time, for fetching and for publishing each: enough to fill any link."""
 
 
 class Moved(NamedTuple):
@@ -53,7 +58,7 @@ class RankTransfer:
             for moved in objects
         ]
         outcomes = await self.store.put([shard for shards in offered for shard in shards])
-        return _unbroken(_intact(offered, (outcome is not Put.REFUSED for outcome in outcomes)))
+        return _unbroken(_intact(offered, (outcome.is_there for outcome in outcomes)))
 
     async def get(self, objects: Sequence[Moved]) -> int:
         """Fill their places; how many of the first ones arrived whole."""
@@ -77,6 +82,10 @@ class RankTransfer:
         ]
 
 
+OnLate = Callable[[asyncio.Future[int]], None]
+"""Called with a transfer that nobody waits for any more: until it has ended it uses its memory."""
+
+
 class Transfer:
     """The leader's: rank 0 of a group of which the others are `mates`."""
 
@@ -87,51 +96,84 @@ class Transfer:
         store: PageStore,
         shards: Shards = WHOLE,
         mates: Sequence[Mate] = (),
+        in_flight_bytes_max: int = IN_FLIGHT_BYTES_MAX,
     ) -> None:
-        """`layout` and `memory` are those of rank 0."""
         self.store = store
-        self._hybrid = layout.hybrid
-        self._shards = shards
-        self._mates = mates
         self._own = RankTransfer(layout, memory, store, mine(shards, 0, 1 + len(mates)))
+        self._mates = mates
+        self._hybrid = layout.hybrid
+        self._sizes = {Kind.PAGE: layout.page_bytes, Kind.CHECKPOINT: layout.state_bytes}
+        self._shards = {Kind.PAGE: shards.pages, Kind.CHECKPOINT: shards.states}
+        self._fetching = Quota(in_flight_bytes_max)
+        self._publishing = Quota(in_flight_bytes_max)
 
     async def restorable_depths(self, keys: Sequence[PageKey], above_pages: int) -> list[int]:
-        """Depths in pages, above `above_pages` and up to all of `keys`, ascending, where the store can
-        resume.
+        """Depths above `above_pages` that the store can probably restore, in pages, ascending.
 
-        For a hybrid these are the checkpoints it holds, each of which says that its pages were stored before
-        it; without states every page of an unbroken run is one.
+        Checkpoints alone are asked for in a hybrid: they are stored after the pages below them.
         """
         if self._hybrid:
             held = await self._held([(Kind.CHECKPOINT, key) for key in keys[above_pages:]])
             return [above_pages + index + 1 for index, is_held in enumerate(held) if is_held]
-        held = await self._held([(Kind.PAGE, key) for key in keys[above_pages:]])
-        return list(range(above_pages + 1, above_pages + _unbroken(held) + 1))
+        return list(range(above_pages + 1, above_pages + await self.num_stored(keys[above_pages:]) + 1))
 
-    async def fetch(self, lease: Lease, keys: Sequence[PageKey], num_pages: int) -> int:
-        """Fill the lease's own pages up to `num_pages` and its `fetch_slot`; answers how many pages are good.
+    async def num_stored(self, keys: Sequence[PageKey]) -> int:
+        """How many of these pages the store holds before the first that it does not."""
+        return _unbroken(await self._held([(Kind.PAGE, key) for key in keys]))
 
-        `num_pages` is the answer only when the checkpoint arrived too. Nothing is committed here.
+    async def fetch(self, lease: Lease, keys: Sequence[PageKey], num_pages: int, on_late: OnLate) -> int:
+        """Fill the lease's own pages up to `num_pages` and, if it runs, its `fetch_slot`; answers how many
+        pages are good.
+
+        `num_pages` is the answer only when the checkpoint arrived too. Nothing is committed here. When this
+        is cancelled, or the store takes longer than it is worth waiting for, `on_late` gets the transfer.
         """
         first = len(lease.entries)
         wanted = [
             Moved(Kind.PAGE, keys[index], lease.own[index - first]) for index in range(first, num_pages)
         ]
-        if self._hybrid:
+        if self._hybrid and lease.runs:
             wanted.append(Moved(Kind.CHECKPOINT, keys[num_pages - 1], lease.fetch_slot))
-        good = await self._least(lambda rank: rank.get(wanted))
+        num_bytes = self._num_bytes(wanted)
+        patience_s = self._patience_s(num_bytes)
+        try:
+            async with asyncio.timeout(
+                patience_s
+            ):  # what is late in front of it must not hold it up for ever
+                await self._fetching.take(num_bytes)
+        except TimeoutError:
+            return first
+        moving = asyncio.ensure_future(self._least(lambda rank: rank.get(wanted)))
+        moving.add_done_callback(lambda _: self._fetching.give_back(num_bytes))
+        late = False
+        try:
+            await asyncio.wait({moving}, timeout=patience_s)
+        finally:
+            if not moving.done():
+                late = True
+                moving.add_done_callback(_look_at)
+                on_late(moving)
+        good = 0 if late else moving.result()
         return num_pages if good == len(wanted) else min(first + good, num_pages - 1)
 
-    async def publish(self, lease: Lease, keys: Sequence[PageKey]) -> bool:
-        """Store the lease's shared pages in order, then the checkpoint at their end; True when all are
-        there."""
-        pages = [Moved(Kind.PAGE, key, entry.page) for key, entry in zip(keys, lease.entries, strict=False)]
-        checkpoint: list[Moved] = []
-        if lease.source is not None and lease.source.checkpoint is not None:
-            checkpoint = [Moved(Kind.CHECKPOINT, lease.source.key, lease.source.checkpoint)]
-        if not self._mates:  # one put, which is ordered and evicts nothing of its own
-            return await self._put(pages + checkpoint)
-        return await self._put(pages) and await self._put(checkpoint)
+    async def publish(self, lease: Lease, keys: Sequence[PageKey], first: int, *, checkpoint: bool) -> bool:
+        """Store the lease's shared pages from `first` on, in order, then the checkpoint at their end if that
+        is wanted; True when all are there. Those before `first` are there."""
+        pages = [
+            Moved(Kind.PAGE, keys[index], entry.page)
+            for index, entry in enumerate(lease.entries[first:], start=first)
+        ]
+        last: list[Moved] = []
+        if checkpoint and lease.source is not None and lease.source.checkpoint is not None:
+            last = [Moved(Kind.CHECKPOINT, lease.source.key, lease.source.checkpoint)]
+        num_bytes = self._num_bytes([*pages, *last])
+        await self._publishing.take(num_bytes)
+        try:
+            if not self._mates:  # one put, which is ordered and evicts nothing of its own
+                return await self._put(pages + last)
+            return await self._put(pages) and await self._put(last)
+        finally:
+            self._publishing.give_back(num_bytes)
 
     async def holds(self, keys: Sequence[PageKey]) -> bool:
         """Whether the store holds every page of `keys` and, for a hybrid, the checkpoint at their end."""
@@ -140,16 +182,30 @@ class Transfer:
             objects.append((Kind.CHECKPOINT, keys[-1]))
         return all(await self._held(objects))
 
+    def patience_s(self, num_pages: int) -> float | None:
+        """How long it is worth waiting until so many pages and a checkpoint are published, behind all that is
+        to be published before them; None without a limit."""
+        num_bytes = num_pages * self._sizes[Kind.PAGE] + self._sizes[Kind.CHECKPOINT]
+        return self._patience_s(num_bytes + self._publishing.wanted_bytes)
+
+    def _patience_s(self, num_bytes: int) -> float | None:
+        """All ranks move their parts at once."""
+        patience_s = self.store.patience_s(num_bytes * (1 + len(self._mates)))
+        return None if math.isinf(patience_s) else patience_s
+
+    def _num_bytes(self, objects: Sequence[Moved]) -> int:
+        """On each rank."""
+        return sum(self._sizes[moved.kind] for moved in objects)
+
     async def _put(self, objects: Sequence[Moved]) -> bool:
-        """Store those that the store lacks; True when all are there."""
-        held = await self._held([(moved.kind, moved.key) for moved in objects])
-        missing = [moved for moved, is_held in zip(objects, held, strict=True) if not is_held]
-        return not missing or await self._least(lambda rank: rank.put(missing)) == len(missing)
+        """True when all are there."""
+        return await self._least(lambda rank: rank.put(objects)) == len(objects)
 
     async def _held(self, objects: Sequence[tuple[Kind, PageKey]]) -> list[bool]:
         """Of which objects the store holds every shard, those of other ranks included."""
-        counts = {Kind.PAGE: self._shards.pages, Kind.CHECKPOINT: self._shards.states}
-        shards = [[ObjectKey(kind, key, shard) for shard in range(counts[kind])] for kind, key in objects]
+        shards = [
+            [ObjectKey(kind, key, shard) for shard in range(self._shards[kind])] for kind, key in objects
+        ]
         return _intact(shards, await self.store.contains([shard for whole in shards for shard in whole]))
 
     async def _least(self, call: Callable[[Mate], Awaitable[int]]) -> int:
@@ -158,6 +214,51 @@ class Transfer:
         answers = [asyncio.ensure_future(call(rank)) for rank in (*self._mates, self._own)]
         await finish(asyncio.gather(*answers, return_exceptions=True))
         return min(answer.result() for answer in answers)
+
+
+class Quota:
+    """Bytes that may be in flight at once; first come, first served. What is larger goes alone."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.wanted_bytes = 0  # in flight and waiting
+        self._used_bytes = 0
+        self._bytes_max = bytes_max
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, num_bytes: int) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.wanted_bytes += num_bytes
+        self._waiting.append((num_bytes, turn))
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self.wanted_bytes -= num_bytes
+                self._admit()
+            else:
+                self.give_back(num_bytes)
+            raise
+
+    def give_back(self, num_bytes: int) -> None:
+        self.wanted_bytes -= num_bytes
+        self._used_bytes -= num_bytes
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            num_bytes, turn = self._waiting[0]
+            if not turn.cancelled():
+                if self._used_bytes and self._used_bytes + num_bytes > self._bytes_max:
+                    return
+                self._used_bytes += num_bytes
+                turn.set_result(None)
+            self._waiting.popleft()
+
+
+def _look_at(moving: asyncio.Future[int]) -> None:
+    """For nobody else does: asyncio would complain of an error that was not seen."""
+    moving.exception()
 
 
 def _intact(wholes: Sequence[Sequence[object]], good: Iterable[bool]) -> list[bool]:

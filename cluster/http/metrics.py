@@ -31,9 +31,16 @@ WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
     "heard_ago_seconds": ("Time since the last heartbeat.", lambda status: status.heard_ago_s),
 }
 
-BY_REASON = ("evicted_pages", "evicted_checkpoints")
-"""Workers count these for each reason by itself."""
+SPLIT = {
+    "evicted_pages": ("_for_", "reason"),
+    "evicted_checkpoints": ("_for_", "reason"),
+    "store_puts": ("_as_", "outcome"),
+    "store_gets": ("_as_", "outcome"),
+}
+"""Workers count these for each value of a label by itself: `evicted_pages_for_resize`."""
 
+STATES = {"store_is_down": "Whether the page store is left alone for now: it was down or late."}
+"""Not counted, but true or false now."""
 
 KNOWN_NAMES = {
     "spec_drafted_tokens": "spec_decode_num_draft_tokens",
@@ -150,23 +157,28 @@ class _FleetCollector:
         families: defaultdict[str, list[tuple[WorkerStatus, str, float]]] = defaultdict(list)
         for status in self._workers:
             for counted, value in status.load.counters.items():
-                name, reason = _family(re.sub(r"[^a-zA-Z0-9_]", "_", counted))
-                families[name].append((status, reason, value))
+                name, part = _family(re.sub(r"[^a-zA-Z0-9_]", "_", counted))
+                families[name].append((status, part, value))
         for name, samples in sorted(families.items()):
-            labels = ["worker", "role", "reason"] if name in BY_REASON else ["worker", "role"]
-            text = "Counted by the worker since its start."
+            labels = ["worker", "role", *SPLIT.get(name, ())[1:]]
             full_name = PREFIX + KNOWN_NAMES.get(name, f"worker_{name}")
-            counter = CounterMetricFamily(full_name, text, labels=labels)
-            for status, reason, value in samples:
-                values = [status.info.name, status.info.role, reason]
-                counter.add_metric(values[: len(labels)], value)
-            yield counter
+            family = (
+                GaugeMetricFamily(full_name, STATES[name], labels=labels)
+                if name in STATES
+                else CounterMetricFamily(full_name, "Counted by the worker since its start.", labels=labels)
+            )
+            for status, part, value in samples:
+                values = [status.info.name, status.info.role, part]
+                family.add_metric(values[: len(labels)], value)
+            yield family
 
 
 def _family(counted: str) -> tuple[str, str]:
-    """The metric of a counter, and the reason in its name: `evicted_pages_for_resize`."""
-    name, separator, reason = counted.partition("_for_")
-    return (name, reason) if separator and name in BY_REASON else (counted, "")
+    """The metric of a counter, and the part of it that its name says."""
+    for name, (separator, _) in SPLIT.items():
+        if counted.startswith(name + separator):
+            return name, counted.removeprefix(name + separator)
+    return counted, ""
 
 
 def exposition(metrics: Metrics, fleet: FleetStatus | None) -> bytes:

@@ -16,16 +16,18 @@ STOP: Finish
 LENGTH: Finish
 
 class ClientFrame(_message.Message):
-    __slots__ = ("hello", "generate", "produce", "cancel")
+    __slots__ = ("hello", "generate", "produce", "cancel", "prefetch")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     GENERATE_FIELD_NUMBER: _ClassVar[int]
     PRODUCE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     generate: Call
     produce: Call
     cancel: Cancel
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., generate: _Optional[_Union[Call, _Mapping]] = ..., produce: _Optional[_Union[Call, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+    prefetch: Call
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., generate: _Optional[_Union[Call, _Mapping]] = ..., produce: _Optional[_Union[Call, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., prefetch: _Optional[_Union[Call, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("worker",)

@@ -44,6 +44,10 @@ class FakeEngine:
         depth = len(request.tokens) - 1
         return Produced(depth=depth, provenance=Provenance(computed_tokens=depth))
 
+    async def prefetch(self, request: Request) -> Produced:
+        depth = len(request.tokens) - 1
+        return Produced(depth=depth, provenance=Provenance(fetched_tokens=depth))
+
     async def generate(self, request: Request) -> AsyncGenerator[Delta]:
         last = request.tokens[-1]
         self._broken |= last == BREAK_TOKEN

@@ -1,9 +1,11 @@
-"""A `tidemill serve` process under test: starts it, knows all its processes, proves that none is left."""
+"""A `tidemill serve` process under test: starts it, knows all its processes, proves that nothing is left."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -32,12 +34,14 @@ class Server:
 
     def __init__(self, arguments: Sequence[str], log_file: Path) -> None:
         self._log_file = log_file
+        self._temp_folder = Path(tempfile.mkdtemp(prefix="e2e-"))  # a short path, for Ray's sockets
         with log_file.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tidemill", "serve", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                env={**os.environ, "TMPDIR": str(self._temp_folder)},
             )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -60,7 +64,8 @@ class Server:
         return [process, *process.children(recursive=True)]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal and wait for the end; returns the exit status. Fails when a process outlives it."""
+        """Send a signal and wait for the end; returns the exit status. Fails when a process outlives it, or a
+        temporary file."""
         processes = self.processes()
         os.kill(self._process.pid, number)
         status = self._process.wait(timeout=ENDED_S_MAX)
@@ -68,14 +73,17 @@ class Server:
         assert self._process.stdout is not None
         self._process.stdout.close()
         assert not alive, f"processes outlive the server: {alive}"
+        files = list(self._temp_folder.iterdir())
+        assert not files, f"files outlive the server: {files}"
         return status
 
     def kill_everything(self) -> None:
-        """After a failed test."""
+        """What a failed test has left."""
         if self._process.poll() is None:
             for process in reversed(self.processes()):
                 process.kill()
             self._process.wait()
+        shutil.rmtree(self._temp_folder, ignore_errors=True)
 
 
 def run_cli(

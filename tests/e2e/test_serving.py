@@ -113,10 +113,12 @@ def test_damaged_objects_are_found_and_computed_again(server: Server, folder: Pa
         assert objects
         for path in objects:
             _flip_a_bit(path)
-        corrupt = server.counter("store_corrupt")
+        corrupt = server.counter("store_gets_as_corrupt")
         again = asyncio.run(run_all(server.url, bodies))
         assert [stream.outcome for stream in again] == [stream.outcome for stream in before]
-        eventually(lambda seen=corrupt: server.counter("store_corrupt") > seen)  # the next heartbeat tells
+        eventually(
+            lambda seen=corrupt: server.counter("store_gets_as_corrupt") > seen
+        )  # the next heartbeat tells
 
 
 def test_sixteen_streams_survive_the_death_of_their_decode_worker(server: Server) -> None:

@@ -79,6 +79,7 @@ class Group:
     def __init__(self, folder: Path, cpu: Operators, store: PageStore, shards: Shards, size: int) -> None:
         self._threads = ThreadPoolExecutor(size)
         self._size = size
+        self.late: list[asyncio.Future[int]] = []
         self._exchange = Exchange(size)
         ranks = [ThreadRank(rank, self._exchange) for rank in range(size)]
         loaded = [load(folder, cpu, lambda _done, _total: None, rank) for rank in ranks]
@@ -125,10 +126,12 @@ class Group:
         for depth, (key, page) in enumerate(zip(KEYS, self.pages, strict=False), 1):
             entries.append(Entry(key, entries[-1] if entries else None, depth, page))
         entries[-1].checkpoint = self.slot
-        return await self.transfer.publish(Lease(P, entries=entries, source=entries[-1]), KEYS)
+        lease = Lease(P, entries=entries, source=entries[-1])
+        return await self.transfer.publish(lease, KEYS, 0, checkpoint=True)
 
     async def fetch(self) -> int:
-        return await self.transfer.fetch(Lease(P, own=list(self.pages), spare=[self.slot]), KEYS, NUM_PAGES)
+        lease = Lease(P, own=list(self.pages), spare=[self.slot])
+        return await self.transfer.fetch(lease, KEYS, NUM_PAGES, self.late.append)
 
     def close(self) -> None:
         self._threads.shutdown()

@@ -73,7 +73,7 @@ def test_prefill_and_decode_share_one_memory_under_the_flow(seed: int) -> None:
 
     async def main() -> None:
         store = FaultyStore(rng, drop=0, evict=0, corrupt=0, refuse=0, delay_s_max=0.01)
-        world = World(rng, weather, store, layout)
+        world = World(rng, weather, lambda: store, layout)
         watch = asyncio.create_task(_watch(world, 2 * share * layout.extent_bytes))
         try:
             async with asyncio.timeout(VIRTUAL_S_MAX):

@@ -5,19 +5,19 @@
 
 import asyncio
 import os
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from random import Random
 
 import pytest
 
 from tests.sim.faulty_store import FaultyStore
-from tests.sim.fold import VOCABULARY, expected, fold_layout
+from tests.sim.fold import VOCABULARY, fold_layout
 from tests.sim.loop import simulate
+from tests.sim.traffic import ask, converse
 from tests.sim.world import POISON, Weather, World
-from tidemill.cluster.flow import serve
 from tidemill.kvstore.layout import Layout
 from tidemill.workers.build import capacity_tokens, extents_for
-from tidemill.workers.messages import Request, RequestError, Sampling, Unserved
+from tidemill.workers.messages import Request, RequestError, Unserved
 from tidemill.workers.restore import PREEMPTIONS_MAX
 
 FIRST = int(os.environ.get("SIM_SEED", "0"))
@@ -45,14 +45,14 @@ async def _run(rng: Random) -> None:
         refuse=rng.choice([0, 0.05, 1.0]),
         delay_s_max=rng.choice([0.001, 0.2]),
     )
-    world = World(rng, weather, store, layout)
+    world = World(rng, weather, lambda: store, layout)
     longest = min(100, capacity_tokens(layout, weather.extents_min))
     shared = [rng.randrange(weather.vocabulary) for _ in range(rng.randrange(longest // 2))]
     poisoned = rng.random() < 0.1
     try:
         async with asyncio.timeout(VIRTUAL_S_MAX), asyncio.TaskGroup() as clients:
             for index in range(8):
-                clients.create_task(_client(world, rng, index, shared, longest))
+                clients.create_task(converse(world, rng, index, shared, longest))
             if poisoned:
                 clients.create_task(_poison(world, rng, shared))
     finally:
@@ -92,57 +92,9 @@ def _weather(rng: Random, layout: Layout) -> Weather:
     )
 
 
-async def _client(world: World, rng: Random, index: int, shared: list[int], longest: int) -> None:
-    """One conversation: each turn's prompt is the last one with its answer and something new."""
-    tokens = list(shared)
-    for turn in range(rng.choice([1, 1, 2, 3])):
-        await asyncio.sleep(rng.random() * rng.choice([0, 1, 10]))
-        tokens += [rng.randrange(world.weather.vocabulary) for _ in range(rng.randrange(1, 9))]
-        left = longest - len(tokens)
-        if left < 1:
-            return
-        request = Request(
-            request_id=f"r{index}-{turn}",
-            tokens=tuple(tokens),
-            max_new_tokens=rng.randrange(1, min(30, left) + 1),
-            sampling=Sampling(seed=rng.randrange(3)),
-            stop_token_ids=(2 + rng.randrange(6),) if rng.random() < 0.5 else (),
-            priority=rng.choice([0, 0, 0, 1, -3]),
-        )
-        answer = await _ask(world, request, patience=rng.choice([1, 5, 1000, 1000, 1000]))
-        if answer is None:
-            return
-        tokens += answer
-
-
 async def _poison(world: World, rng: Random, shared: list[int]) -> None:
     """It is refused, and nobody else; unless it is not served at all."""
     await asyncio.sleep(rng.random() * 5)
     request = Request(request_id=POISON, tokens=(*shared, 1), max_new_tokens=1)
     with suppress(Unserved), pytest.raises(RequestError, match="on no other"):
-        await _ask(world, request, patience=1000)
-
-
-async def _ask(world: World, request: Request, patience: int) -> list[int] | None:
-    """The answer, checked; None when the client hung up after `patience` tokens, or nobody served it."""
-    want = expected(request, hybrid=world.layout.hybrid, vocabulary=world.weather.vocabulary)
-    got: list[int] = []
-    finish = None
-    try:
-        stream = serve(request, world, world, world.root_of, world.layout.page_tokens)
-        async with aclosing(stream) as pieces:
-            async for piece in pieces:
-                assert finish is None, "a stream goes on after its finish"
-                got += piece.tokens
-                finish = piece.finish
-                if len(got) >= patience:
-                    break
-    except Unserved:
-        assert got == want[: len(got)]
-        return None
-    if len(got) >= patience:
-        assert got == want[: len(got)]
-        return None
-    assert got == want
-    assert finish == ("stop" if want[-1] in request.stop_token_ids else "length")
-    return got
+        await ask(world, request, patience=1000)

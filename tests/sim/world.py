@@ -1,13 +1,12 @@
 """A whole cluster in virtual time: real flow, router, engines and ledgers; a faulty store, faulty workers."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
 from dataclasses import dataclass
 from random import Random
 from typing import TypeVar
 
-from tests.sim.faulty_store import FaultyStore
 from tests.sim.fold import VOCABULARY, Broke, FoldRunner
 from tests.sim.watched import WatchedEngine
 from tidemill.cluster.placement import Ask, Route
@@ -19,6 +18,7 @@ from tidemill.kvstore.index import PrefixIndex
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.ledger import Ledger
+from tidemill.kvstore.store import PageStore
 from tidemill.kvstore.worth import Policy
 from tidemill.workers.build import capacity_tokens
 from tidemill.workers.limits import Limits
@@ -88,7 +88,7 @@ class SimWorker:
         self.ledger = Ledger(cache, weather.checkpoints_per_path)
         self.engine = WatchedEngine(
             self.ledger,
-            Transfer(layout, memory, world.store),
+            Transfer(layout, memory, world.open_store()),
             FoldRunner(layout, memory, world.rng, weather.step_s_max, weather.vocabulary, self._breaks),
             Limits(
                 budget=Budget(tokens_max=8 + layout.page_tokens, rows_max=8, page_tokens=layout.page_tokens),
@@ -115,6 +115,7 @@ class SimWorker:
             memory_max_bytes=layout.extent_bytes * weather.extents_max if weather.broker else 0,
         )
         self.dead = asyncio.Event()
+        self._told = False
         self._tasks = [
             asyncio.create_task(life)
             for life in (self.engine.run(), self._beat(), self._check(), self._breathe())
@@ -123,13 +124,14 @@ class SimWorker:
             task.add_done_callback(_fail_loudly)
 
     async def stop(self) -> None:
-        """End the life: the step loop and the heartbeats stop where they are."""
+        """End the life: the step loop and the heartbeats stop where they are. May be called again while it
+        is at it, and cancelled: the step loop is told once, and settles its steps."""
         self.dead.set()
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with suppress(asyncio.CancelledError):
-                await task
+        if not self._told:
+            self._told = True
+            for task in self._tasks:
+                task.cancel()
+        await asyncio.wait(self._tasks)
         await self.engine.drain_publications()
 
     async def step(self) -> None:
@@ -188,8 +190,11 @@ def _fail_loudly(task: asyncio.Task[None]) -> None:
 class World:
     """The cluster, and what the flow talks to: a router and peers."""
 
-    def __init__(self, rng: Random, weather: Weather, store: FaultyStore, layout: Layout) -> None:
-        self.rng, self.weather, self.store, self.layout = rng, weather, store, layout
+    def __init__(
+        self, rng: Random, weather: Weather, open_store: Callable[[], PageStore], layout: Layout
+    ) -> None:
+        """`open_store`: by each life of each worker."""
+        self.rng, self.weather, self.open_store, self.layout = rng, weather, open_store, layout
         self.router = Router(asyncio.get_running_loop().time)
         self.kills = 0
         self._lives = 0
@@ -231,6 +236,12 @@ class World:
         produced = await self._while_alive(peer, peer.engine.produce(request))
         await peer.step()
         return produced
+
+    async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None:
+        peer = self._at(worker, address)
+        await peer.step()
+        await self._while_alive(peer, peer.engine.prefetch(request))
+        await peer.step()
 
     async def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
         peer = self._at(worker, address)

@@ -79,6 +79,14 @@ def worker_status(name: str, role: str = "decode", state: str = "ready") -> Work
             "evicted_pages_for_states": 2,
             "evicted_pages_for_resize": 3,
             "spec_trials": 4,
+            "store_puts_as_stored": 6,
+            "store_puts_as_existed": 1,
+            "store_puts_as_full": 1,
+            "store_puts_as_skipped": 3,
+            "store_gets_as_corrupt": 4,
+            "store_gets_as_truncated": 1,
+            "store_put_bytes": 2048,
+            "store_is_down": 0,
         },
     )
     return WorkerStatus(

@@ -10,11 +10,8 @@ import pytest
 
 from tidemill.cluster.channels import open_channel
 from tidemill.cluster.codec import (
-    Cancel,
-    Generate,
-    Hello,
+    ClientFrame,
     Item,
-    Produce,
     decode_worker_frame,
     encode_client_frame,
 )
@@ -39,10 +36,11 @@ class ScriptedEngine:
     calls: dict[str, asyncio.Queue[Delta | Produced | Exception]] = field(
         default_factory=dict[str, asyncio.Queue[Delta | Produced | Exception]]
     )
+    begun: list[str] = field(default_factory=list[str])  # kinds of calls, in order
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta]:
-        with_queue = self._open(request)
+        with_queue = self._open("generate", request)
         try:
             while True:
                 item = await with_queue.get()
@@ -54,15 +52,10 @@ class ScriptedEngine:
             self._close(request)
 
     async def produce(self, request: Request) -> Produced:
-        queue = self._open(request)
-        try:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            assert isinstance(item, Produced)
-            return item
-        finally:
-            self._close(request)
+        return await self._answer("produce", request)
+
+    async def prefetch(self, request: Request) -> Produced:
+        return await self._answer("prefetch", request)
 
     def step(self, *items: tuple[str, Delta | Produced | Exception]) -> None:
         for request_id, item in items:
@@ -74,7 +67,19 @@ class ScriptedEngine:
                 self.changed.clear()
                 await self.changed.wait()
 
-    def _open(self, request: Request) -> asyncio.Queue[Delta | Produced | Exception]:
+    async def _answer(self, kind: str, request: Request) -> Produced:
+        queue = self._open(kind, request)
+        try:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            assert isinstance(item, Produced)
+            return item
+        finally:
+            self._close(request)
+
+    def _open(self, kind: str, request: Request) -> asyncio.Queue[Delta | Produced | Exception]:
+        self.begun.append(kind)
         queue = self.calls[request.request_id] = asyncio.Queue()
         self.changed.set()
         return queue
@@ -109,7 +114,7 @@ class RawStream:
     def __init__(self, call: Any) -> None:  # noqa: ANN401 - gRPC's call object has no public type at run time
         self.call = call
 
-    async def send(self, *frames: Hello | Generate | Produce | Cancel) -> None:
+    async def send(self, *frames: ClientFrame) -> None:
         for frame in frames:
             await self.call.write(encode_client_frame(frame))
 

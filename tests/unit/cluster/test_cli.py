@@ -41,6 +41,7 @@ SERVE_OPTIONS = [
     "--ray-address",
     "--served-model-name",
     "--store",
+    "--store-secret-file",
     "--tensor-parallel-size",
     "--threads",
 ]
@@ -139,7 +140,9 @@ def test_store_path_not_writable(refused: Refused, tmp_path: Path) -> None:
         (("--mixed", "1", "--decode-tensor-parallel-size", "2"), "--mixed"),
         (("-tp", "7"), "--tensor-parallel-size"),
         (("--store", "memory:"), "file:///path"),
-        (("--store", "mooncake://host:1"), "file:///path"),
+        (("--store", "mooncake://127.0.0.1:9"), "mooncake?size=8GiB"),
+        (("--store", "mooncake?size=much"), "512MiB"),
+        (("--store-secret-file", "/nowhere"), "openssl rand -hex 32"),
         (("--page-size", "0"), "--page-size"),
         (("--port", "65536"), "--port"),
         (("--host", "no.such.host.invalid"), "--host"),

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from tidemill.cluster.codec import (
     Cancel,
+    ClientFrame,
     Generate,
     Hello,
     Item,
     Malformed,
+    Prefetch,
     Produce,
     decode_client_frame,
     decode_worker_frame,
@@ -102,6 +104,7 @@ client_frames = (
     st.builds(Hello, workers)
     | st.builds(Generate, u64, requests)
     | st.builds(Produce, u64, requests)
+    | st.builds(Prefetch, u64, requests)
     | st.builds(Cancel, u64)
 )
 provenances = st.builds(Provenance, reused_tokens=u32, fetched_tokens=u32, computed_tokens=u32)
@@ -232,7 +235,7 @@ def test_every_field_travels(kind: type[Any]) -> None:
 
 
 @given(client_frames)
-def test_client_frames_survive_the_trip(frame: Hello | Generate | Produce | Cancel) -> None:
+def test_client_frames_survive_the_trip(frame: ClientFrame) -> None:
     assert decode_client_frame(encode_client_frame(frame)) == frame
 
 

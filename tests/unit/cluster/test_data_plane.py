@@ -22,7 +22,10 @@ from tidemill.cluster.codec import (
     Hello,
     Item,
 )
+from tidemill.cluster.flow import serve
+from tidemill.cluster.placement import Ask, Route
 from tidemill.kvstore.errors import OutOfMemory
+from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.workers.messages import (
     Delta,
     PagesMissing,
@@ -30,7 +33,12 @@ from tidemill.workers.messages import (
     Provenance,
     RequestError,
     WorkerGone,
+    WorkerId,
 )
+
+
+def root_of(salt: str) -> PageKey:
+    return Namespace(model="m", layout="l", salt=salt).root()
 
 
 def test_streams_and_answers_arrive_whole() -> None:
@@ -49,6 +57,36 @@ def test_streams_and_answers_arrive_whole() -> None:
             assert await streams[1] == [FIRST, LAST]
             assert await streams[0] == [FIRST, Delta(tokens=(5,)), LAST]
             await engine.until(lambda engine: not engine.calls)
+
+    run(main())
+
+
+def test_a_prefetch_runs_until_it_has_all_or_is_cancelled() -> None:
+    async def main() -> None:
+        async with serving() as (engine, address), frontend() as peers:
+            whole, part = (
+                asyncio.create_task(peers.prefetch(WORKER, address, request(name))) for name in ("a", "b")
+            )
+            await engine.until(lambda engine: len(engine.calls) == 2)
+            engine.step(("a", Produced(depth=64, provenance=Provenance(fetched_tokens=64))))
+            await whole
+            part.cancel()
+            await engine.until(lambda engine: not engine.calls)
+
+    run(main())
+
+
+@pytest.mark.parametrize("failure", [PagesMissing("m"), WorkerGone("w"), RequestError("r"), OutOfMemory("o")])
+def test_a_failed_prefetch_leaves_the_stream_alone(failure: Exception) -> None:
+    async def main() -> None:
+        async with serving() as (engine, address), frontend() as peers:
+            answers = asyncio.create_task(collect(peers.generate(WORKER, address, request("a"))))
+            prefetch = asyncio.create_task(peers.prefetch(WORKER, address, request("p")))
+            await engine.until(lambda engine: len(engine.calls) == 2)
+            engine.step(("p", failure))
+            await fails(prefetch, WorkerGone if isinstance(failure, OutOfMemory) else type(failure))
+            engine.step(("a", FIRST), ("a", LAST))
+            assert await answers == [FIRST, LAST]
 
     run(main())
 
@@ -132,6 +170,48 @@ def test_closing_a_stream_cancels_it_on_the_worker() -> None:
             await engine.until(lambda engine: "p" in engine.calls)
             answer.cancel()
             await engine.until(lambda engine: not engine.calls)
+
+    run(main())
+
+
+class OneRoute:
+    """A router that knows one way."""
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+
+    async def place(self, ask: Ask) -> Route:
+        assert ask.request_id == "a"
+        return self.route
+
+    async def lost(self, worker: WorkerId) -> None:
+        pytest.fail(f"{worker} was not lost")
+
+
+@pytest.mark.parametrize("hangs_up", [False, True])
+def test_under_the_flow_a_prefetch_ends_with_what_it_is_for(*, hangs_up: bool) -> None:
+    """Through real streams to two workers: the prefetch is over before the request is there."""
+
+    async def main() -> None:
+        async with serving() as (prefill, at_p), serving() as (decode, at_d), frontend() as peers:
+            router = OneRoute(Route(decode=WORKER, decode_address=at_d, prefill=WORKER, prefill_address=at_p))
+            async with aclosing(serve(request("a"), router, peers, root_of, page_tokens=2)) as pieces:
+                first = asyncio.ensure_future(anext(pieces))
+                await prefill.until(lambda engine: engine.begun == ["produce"])
+                await decode.until(lambda engine: engine.begun == ["prefetch"])
+                if hangs_up:
+                    first.cancel()
+                    await asyncio.wait([first])
+                    await prefill.until(lambda engine: not engine.calls)
+                else:
+                    prefill.step(("a", Produced(depth=2, provenance=Provenance())))
+                    await decode.until(lambda engine: engine.begun == ["prefetch", "generate"])
+                    decode.step(("a", FIRST), ("a", LAST))
+                    assert (await first).tokens == FIRST.tokens
+                    assert [piece.tokens async for piece in pieces] == [LAST.tokens]
+                await decode.until(lambda engine: not engine.calls)
+        assert prefill.begun == ["produce"]
+        assert decode.begun == (["prefetch"] if hangs_up else ["prefetch", "generate"])
 
     run(main())
 

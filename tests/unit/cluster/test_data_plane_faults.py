@@ -25,9 +25,11 @@ from tests.unit.cluster.scripted_engine import (
 )
 from tidemill.cluster.codec import (
     Cancel,
+    ClientFrame,
     Generate,
     Hello,
     Item,
+    Prefetch,
     Produce,
     decode_client_frame,
     encode_client_frame,
@@ -45,13 +47,17 @@ from tidemill.workers.messages import (
     WorkerId,
 )
 
+KINDS = (Generate, Produce, Prefetch)
+
 
 def test_a_vanished_frontend_holds_nothing() -> None:
     async def main() -> None:
         async with serving() as (engine, address):
             async with raw_stream(address) as stream:
-                await stream.send(Hello(WORKER), Generate(1, request("a")), Produce(2, request("p")))
-                await engine.until(lambda engine: len(engine.calls) == 2)
+                await stream.send(
+                    Hello(WORKER), *(kind(call, request(str(call))) for call, kind in enumerate(KINDS))
+                )
+                await engine.until(lambda engine: len(engine.calls) == len(KINDS))
             await engine.until(lambda engine: not engine.calls)
 
     run(main())
@@ -77,8 +83,9 @@ def test_a_lost_worker_fails_all_its_calls() -> None:
                     for name in "abc"
                 ]
                 answer = asyncio.create_task(peers.produce(WORKER, address, request("p")))
-                await engine.until(lambda engine: len(engine.calls) == 4)
-            for call in [*streams, answer]:
+                prefetch = asyncio.create_task(peers.prefetch(WORKER, address, request("f")))
+                await engine.until(lambda engine: len(engine.calls) == 5)
+            for call in [*streams, answer, prefetch]:
                 assert WORKER in await fails(call, WorkerGone)
             assert WORKER in await fails(peers.produce(WORKER, address, request()), WorkerGone)
 
@@ -113,6 +120,7 @@ def test_another_life_of_the_worker_is_not_the_worker() -> None:
         async with serving() as (engine, address), frontend() as peers:
             before = WorkerId("decode-0.0")
             await fails(collect(peers.generate(before, address, request())), WorkerGone)
+            await fails(peers.prefetch(before, address, request()), WorkerGone)
             assert not engine.calls
 
     run(main())
@@ -178,7 +186,18 @@ def test_a_frontend_has_a_bounded_number_of_calls() -> None:
 
 
 HELLO, WORK = encode_client_frame(Hello(WORKER)), encode_client_frame(Generate(1, request("work")))
-MALFORMED = [[b""], [b"\xff" * 40], [WORK], [HELLO, HELLO], [HELLO, WORK, WORK], [HELLO, WORK, b""]]
+FETCH = encode_client_frame(Prefetch(1, request("fetch")))
+MALFORMED = [
+    [b""],
+    [b"\xff" * 40],
+    [WORK],
+    [FETCH],
+    [HELLO, HELLO],
+    [HELLO, WORK, WORK],
+    [HELLO, FETCH, WORK],
+    [HELLO, WORK, FETCH],
+    [HELLO, WORK, b""],
+]
 
 
 def test_malformed_frames_tie_up_nothing_and_kill_nothing() -> None:
@@ -244,10 +263,11 @@ def test_a_worker_that_talks_nonsense_is_gone(data: bytes, reason: str) -> None:
 
 def test_a_call_that_has_ended_is_not_cancelled() -> None:
     async def serve(frames: AsyncIterator[bytes], context: Any) -> None:  # noqa: ANN401 - as above
-        answers = {Generate: LAST, Produce: Produced(depth=0, provenance=Provenance())}
+        produced = Produced(depth=0, provenance=Provenance())
+        answers = {Generate: LAST, Produce: produced, Prefetch: produced}
         async for data in frames:
             match decode_client_frame(data):
-                case Generate(call) | Produce(call) as frame:
+                case Generate(call) | Produce(call) | Prefetch(call) as frame:
                     await context.write(encode_worker_frame([Item(call, answers[type(frame)])]))
                 case Cancel():
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "nothing to cancel")
@@ -259,8 +279,37 @@ def test_a_call_that_has_ended_is_not_cancelled() -> None:
             for _ in range(3):
                 assert await collect(peers.generate(WORKER, address, request())) == [LAST]
                 await peers.produce(WORKER, address, request())
+                await peers.prefetch(WORKER, address, request())
 
     run(main())
+
+
+def test_a_prefetch_is_cancelled_before_the_request_that_it_was_for() -> None:
+    """What the worker hears, in order: it never fetches for a prefetch and for its request at once."""
+    heard: list[ClientFrame] = []
+    came = asyncio.Queue[ClientFrame]()
+
+    async def serve(frames: AsyncIterator[bytes], context: Any) -> None:  # noqa: ANN401, ARG001 - as above
+        async for data in frames:
+            heard.append(frame := decode_client_frame(data))
+            came.put_nowait(frame)
+
+    async def until_heard(kind: type[ClientFrame]) -> None:
+        while not isinstance(await came.get(), kind):
+            pass
+
+    async def main() -> None:
+        async with impostor(serve) as address, frontend() as peers:
+            prefetch = asyncio.create_task(peers.prefetch(WORKER, address, request("a")))
+            await until_heard(Prefetch)
+            prefetch.cancel()
+            await asyncio.wait([prefetch])
+            stream = asyncio.create_task(collect(peers.generate(WORKER, address, request("a"))))
+            await until_heard(Generate)
+        await fails(stream, WorkerGone)
+
+    run(main())
+    assert heard == [Hello(WORKER), Prefetch(1, request("a")), Cancel(1), Generate(2, request("a"))]
 
 
 def test_a_prompt_too_large_to_send_is_the_users_mistake() -> None:

@@ -1,142 +1,44 @@
 """One request against scripted workers: whatever is lost, each token arrives exactly once."""
 
-import asyncio
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.cluster.scripted_peers import (
+    FETCHED,
+    GAP_TOKENS_MAX,
+    PROMPT,
+    Act,
+    P,
+    Script,
+    a_request,
+    check_answer,
+    nth_token,
+    pieces_of,
+    root_of,
+    run,
+)
 from tidemill.cluster.flow import ATTEMPTS_MAX, PATIENT_ATTEMPTS, serve
-from tidemill.cluster.placement import Ask, Route
-from tidemill.kvstore.keys import Namespace, PageKey, page_keys
+from tidemill.kvstore.keys import page_keys
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
-    Delta,
-    FinishReason,
     PagesMissing,
-    Piece,
     Produced,
     Provenance,
     Request,
     RequestError,
     Unserved,
     WorkerGone,
-    WorkerId,
 )
-
-P = 4
-PROMPT = tuple(range(100, 110))
-GAP_TOKENS_MAX = 8
-FETCHED = Provenance(fetched_tokens=8, computed_tokens=2)
-
-
-@dataclass(frozen=True)
-class Act:
-    """What the workers do in one attempt: the decode worker streams `tokens` more, `per_delta` at a time,
-    and then `end` happens, unless that was all."""
-
-    prefill: bool = True
-    produce: Exception | Produced = field(default_factory=lambda: Produced(depth=8, provenance=Provenance()))
-    tokens: int = 10**9
-    per_delta: int = 1
-    end: Exception | None = None
-
-
-def nth_token(position: int) -> int:
-    return position * position % 97
-
-
-class Script:
-    """Router and peers in one; attempt i plays `acts[i]`, the last one for ever."""
-
-    def __init__(self, *acts: Act) -> None:
-        self.acts = acts
-        self.asks: list[Ask] = []
-        self.lost_workers: list[WorkerId] = []
-        self.calls: list[tuple[str, Request]] = []
-        self.closed = 0
-
-    @property
-    def act(self) -> Act:
-        return self.acts[min(len(self.asks), len(self.acts)) - 1]
-
-    async def place(self, ask: Ask) -> Route:
-        self.asks.append(ask)
-        attempt = len(self.asks)
-        route = Route(decode=WorkerId(f"d.{attempt}"), decode_address="at:d")
-        if not self.act.prefill:
-            return route
-        return Route(
-            decode=route.decode,
-            decode_address="at:d",
-            prefill=WorkerId(f"p.{attempt}"),
-            prefill_address="at:p",
-            gap_tokens_max=GAP_TOKENS_MAX,
-        )
-
-    async def lost(self, worker: WorkerId) -> None:
-        self.lost_workers.append(worker)
-
-    async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
-        assert (worker, address) == (f"p.{len(self.asks)}", "at:p")
-        self.calls.append(("produce", request))
-        await asyncio.sleep(0)
-        if isinstance(self.act.produce, Exception):
-            raise self.act.produce
-        return self.act.produce
-
-    async def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
-        assert (worker, address) == (f"d.{len(self.asks)}", "at:d")
-        self.calls.append(("generate", request))
-        act = self.act
-        try:
-            end = len(request.tokens) + request.max_new_tokens
-            stop = min(end, len(request.tokens) + act.tokens)
-            provenance: Provenance | None = FETCHED
-            for start in range(len(request.tokens), stop, act.per_delta):
-                await asyncio.sleep(0)
-                last = min(start + act.per_delta, stop)
-                finish: FinishReason | None = "length" if last == end else None
-                tokens = tuple(map(nth_token, range(start, last)))
-                yield Delta(tokens=tokens, finish=finish, provenance=provenance)
-                provenance = None
-            if act.end is not None:
-                raise act.end
-        finally:
-            self.closed += 1
-
-
-def a_request(max_new_tokens: int = 6) -> Request:
-    return Request(request_id="r", tokens=PROMPT, max_new_tokens=max_new_tokens, salt="s")
-
-
-def root_of(salt: str) -> PageKey:
-    return Namespace(model="m", layout="l", salt=salt).root()
-
-
-def pieces_of(script: Script, request: Request) -> list[Piece]:
-    async def main() -> list[Piece]:
-        async with aclosing(serve(request, script, script, root_of, P)) as pieces:
-            return [piece async for piece in pieces]
-
-    return asyncio.run(main())
-
-
-def check_answer(pieces: list[Piece], request: Request) -> None:
-    """Each token exactly once, in order; one finish, at the end."""
-    first = len(request.tokens)
-    want = [nth_token(position) for position in range(first, first + request.max_new_tokens)]
-    assert [token for piece in pieces for token in piece.tokens] == want
-    assert [piece.finish for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
-
 
 ends = st.sampled_from([None, WorkerGone("w"), PagesMissing("m")])
 acts = st.builds(
     Act,
     prefill=st.booleans(),
+    prefetch=st.sampled_from([None, "ends", WorkerGone("d"), PagesMissing("m"), RequestError("r")]),
+    produce_turns=st.integers(0, 3),
     produce=st.just(Produced(depth=8, provenance=Provenance()))
     | st.sampled_from([WorkerGone("w"), PagesMissing("m")]),
     tokens=st.integers(0, 4),
@@ -153,6 +55,7 @@ def test_whatever_is_lost_each_token_arrives_once(losses: list[Act], max_new_tok
     check_answer(pieces_of(script, request), request)
     generated = [sent for kind, sent in script.calls if kind == "generate"]
     assert script.closed == len(generated), "every stream is closed"
+    assert script.prefetching == 0
     for ask, following in zip(script.asks, script.asks[1:], strict=False):
         assert ask.num_tokens <= following.num_tokens
         assert ask.avoid <= following.avoid
@@ -190,6 +93,7 @@ def test_a_prompt_without_a_hop() -> None:
     assert [kind for kind, _ in script.calls] == ["generate"]
     assert (piece.trace.prefill, piece.trace.produced) == (None, None)
     assert script.calls[0][1].gap_tokens_max is None
+    assert script.prefetched == []
 
 
 def test_a_lost_prefill_worker_is_avoided() -> None:
@@ -269,5 +173,5 @@ def test_a_client_that_hangs_up_closes_the_stream() -> None:
             async for _ in pieces:
                 break
 
-    asyncio.run(main())
+    run(main())
     assert script.closed == 1

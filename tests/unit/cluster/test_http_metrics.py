@@ -82,6 +82,10 @@ def test_workers_report_through_the_edge() -> None:
     for reason, count in (("states", 2), ("resize", 3)):
         assert seen["worker_evicted_pages_total", (("reason", reason), *decode)] == count
     assert seen["worker_pages_published_total", decode] == 5
+    assert seen["worker_store_puts_total", (("outcome", "full"), *decode)] == 1
+    assert seen["worker_store_gets_total", (("outcome", "corrupt"), *decode)] == 4
+    assert seen["worker_store_put_bytes_total", decode] == 2048
+    assert seen["worker_store_is_down", decode] == 0
     assert seen["spec_decode_num_drafts_total", decode] == 4
     assert ("worker_spec_trials_total", decode) not in seen
     assert seen["worker_pages_published_total", (("role", "prefill"), ("worker", "prefill-0"))] == 5

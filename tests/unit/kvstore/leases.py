@@ -9,7 +9,8 @@ from tidemill.kvstore.index import PrefixIndex
 from tidemill.kvstore.keys import Namespace, PageKey, page_keys
 from tidemill.kvstore.layout import Attention, Linear, PageId, StateId, layout_of
 from tidemill.kvstore.lease import Lease
-from tidemill.kvstore.ledger import Ledger, Site, granted
+from tidemill.kvstore.ledger import Ledger
+from tidemill.kvstore.sites import Site, granted
 from tidemill.kvstore.worth import Policy
 
 P = 2

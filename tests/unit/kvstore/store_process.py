@@ -1,10 +1,13 @@
 """What the tests of the file store run in processes of their own, as `python -m`."""
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -21,7 +24,9 @@ from tidemill.kvstore.store import Got
 TRACED = {object_folder.__file__, folder_bound.__file__}
 CRASH_BODY_BYTES = 5000
 CRASH_LINES_MAX = 2000
-KILL_BODY_BYTES = 1 << 20
+STORM_BYTES_MAX = 100_000
+STORM_KEYS = 200
+STORM_WRITERS = 3
 
 
 def page(number: int) -> ObjectKey:
@@ -45,16 +50,6 @@ async def contend(folder: Path, writer: int, num_keys: int, num_bytes: int) -> N
     }
     await store.close()
     print(json.dumps(outcomes))  # noqa: T201 - the answer
-
-
-async def fill(folder: Path, writer: int, num_puts: int, num_bytes: int, capacity_bytes: int) -> None:
-    """Put two new objects at a time, far beyond the capacity."""
-    store = FileStore(folder, capacity_bytes)
-    for index in range(num_puts):
-        numbers = [writer * 1_000_000 + 2 * index, writer * 1_000_000 + 2 * index + 1]
-        await store.put([(page(number), memoryview(body(number, writer, num_bytes))) for number in numbers])
-        print(index, flush=True)  # noqa: T201 - the test looks at the folder after each
-    await store.close()
 
 
 def crash_at_each_line(folder: Path) -> None:
@@ -96,28 +91,75 @@ def put(folder: ObjectFolder, numbers: list[int]) -> None:
     folder.put([(page(number), memoryview(body(number, 1, CRASH_BODY_BYTES))) for number in numbers])
 
 
-def kill_in_a_loop(folder: Path, rounds: int) -> None:
-    """Kill a writer at some moment after some of its puts, again and again."""
-    rng = Random(7)
-    for _ in range(rounds):
-        told, tell = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            asyncio.run(write_on(folder, tell))
-        for _ in range(rng.randrange(1, 6)):
-            os.read(told, 1)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(told)
-        os.close(tell)
-        print(check(folder, range(200), KILL_BODY_BYTES), flush=True)  # noqa: T201 - the answer
+def storm(folder: Path, kills: int) -> None:
+    """Writers put at the edge of the capacity, and one after the other is killed at some moment, while a
+    reader looks. Prints what the folder held at moments at which nobody could evict."""
+    rng, capacity_bytes = Random(7), 20 * STORM_BYTES_MAX
+    reader = forked(lambda: read_for_ever(folder, capacity_bytes))
+    writers = [forked(lambda: write_for_ever(folder, 1, capacity_bytes))]
+    while kills or len(writers) < STORM_WRITERS:
+        writers.append(forked(lambda: write_for_ever(folder, len(writers) + 1, capacity_bytes)))
+        for _ in range(rng.randrange(1, 20)):
+            print(locked_bytes(folder))  # noqa: T201 - the answer
+        if kills and len(writers) == STORM_WRITERS:
+            kill(writers.pop(rng.randrange(STORM_WRITERS)))
+            kills -= 1
+    assert os.waitpid(reader, os.WNOHANG) == (0, 0), "the reader has seen half an object"
+    for pid in (reader, *writers):
+        kill(pid)
+    folder_after = ObjectFolder(folder, capacity_bytes)
+    print(folder_after.usage.bytes, locked_bytes(folder))  # noqa: T201 - the answer
 
 
-async def write_on(folder: Path, tell: int) -> None:
-    store = FileStore(folder, 1 << 30)
-    for number in range(200):
-        await store.put([(page(number), memoryview(body(number, 1, KILL_BODY_BYTES)))])
-        os.write(tell, b".")
+def forked(work: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    return pid
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def write_for_ever(folder: Path, writer: int, capacity_bytes: int) -> None:
+    store, rng = ObjectFolder(folder, capacity_bytes), Random(os.getpid())
+    while True:
+        numbers = rng.sample(range(STORM_KEYS), rng.randrange(1, 5))
+        store.put(
+            [(page(number), memoryview(body(number, writer, storm_bytes(number)))) for number in numbers]
+        )
+
+
+def read_for_ever(folder: Path, capacity_bytes: int) -> None:
+    """Ends when an object is neither whole nor missing."""
+    store, rng, got = ObjectFolder(folder, capacity_bytes), Random(3), Got.MISS
+    while got in {Got.HIT, Got.MISS}:
+        number = rng.randrange(STORM_KEYS)
+        view = bytearray(storm_bytes(number))
+        [got] = store.get([(page(number), memoryview(view))])
+        assert got is Got.MISS or view == body(number, view[-1], len(view))
+
+
+def storm_bytes(number: int) -> int:
+    return STORM_BYTES_MAX // (1 + number % 7) - SEAL_BYTES
+
+
+def locked_bytes(folder: Path) -> int:
+    """What is in the folder and what is being written, at a moment at which nobody evicts."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "usage").open("ab") as usage:
+        fcntl.flock(usage, fcntl.LOCK_EX)
+        files: dict[int, int] = {}  # an object has two names for a moment
+        for path in (*folder.glob("aside/*.new"), *folder.glob("objects/*/*")):
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                files[status.st_ino] = status.st_size
+        return sum(files.values())
 
 
 def check(folder: Path, numbers: range, num_bytes: int) -> int:
@@ -138,11 +180,9 @@ if __name__ == "__main__":
     match action, [int(number) for number in numbers]:
         case "contend", [writer, num_keys, num_bytes]:
             asyncio.run(contend(Path(path), writer, num_keys, num_bytes))
-        case "fill", [writer, num_puts, num_bytes, capacity_bytes]:
-            asyncio.run(fill(Path(path), writer, num_puts, num_bytes, capacity_bytes))
         case "crash", []:
             crash_at_each_line(Path(path))
-        case "kill", [rounds]:
-            kill_in_a_loop(Path(path), rounds)
+        case "storm", [kills]:
+            storm(Path(path), kills)
         case _:
             sys.exit(f"unknown: {sys.argv[1:]}")

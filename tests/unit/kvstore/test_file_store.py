@@ -5,8 +5,9 @@ import errno
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.unit.kvstore.store_process import body, page
 from tidemill.kvstore import folder_bound
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.file_store import FileStore
-from tidemill.kvstore.folder_bound import STALE_S
+from tidemill.kvstore.folder_bound import FolderBound, Usage
 from tidemill.kvstore.object_folder import TOUCH_S, ObjectFolder
 from tidemill.kvstore.seal import SEAL_BYTES
 from tidemill.kvstore.store import Got, Put
@@ -77,16 +78,35 @@ def test_use_is_written_down_once_in_a_while_and_decides_who_goes(tmp_path: Path
     clock = Clock()
     folder = ObjectFolder(tmp_path, 3 * OBJECT_BYTES, clock)
     put(folder, 1, 2, 3)
-    for number, by_s in ((1, 30.0), (2, 20.0), (3, 10.0)):
+    for number, by_s in ((1, 0.6), (2, 0.4), (3, 0.2)):
         age(object_path(tmp_path, number), by_s)
     used = object_path(tmp_path, 1).stat().st_mtime_ns
     assert get(folder, 1) is Got.HIT
     assert object_path(tmp_path, 1).stat().st_mtime_ns == used, "a read of a recent object wrote"
-    clock.now_s += TOUCH_S - 15
+    clock.now_s += TOUCH_S
     assert get(folder, 1) is Got.HIT
     assert object_path(tmp_path, 1).stat().st_mtime_ns > used
     put(folder, 4)
     assert [get(folder, number) for number in (1, 2, 4)] == [Got.HIT, Got.MISS, Got.HIT]
+
+
+def test_a_restart_knows_what_was_used_last(tmp_path: Path) -> None:
+    put(ObjectFolder(tmp_path, AMPLE_BYTES), 1, 2, 3)
+    for number, by_s in ((1, 900.0), (2, 800.0), (3, 700.0)):
+        age(object_path(tmp_path, number), by_s)
+    assert get(ObjectFolder(tmp_path, AMPLE_BYTES), 1) is Got.HIT
+    reopened = ObjectFolder(tmp_path, 3 * OBJECT_BYTES)
+    put(reopened, 4)
+    assert [get(reopened, number) for number in (1, 2, 4)] == [Got.HIT, Got.MISS, Got.HIT]
+
+
+def test_what_is_read_all_the_time_outlives_a_store_that_is_replaced_within_seconds(tmp_path: Path) -> None:
+    folder = ObjectFolder(tmp_path, 32 * OBJECT_BYTES)
+    for number in range(200):
+        put(folder, number)
+        for path in tmp_path.glob("objects/*/*"):
+            age(path, TOUCH_S / 2)  # so much time passes
+        assert get(folder, 0) is Got.HIT, number
 
 
 def test_a_put_of_an_old_object_is_a_use(tmp_path: Path) -> None:
@@ -133,13 +153,74 @@ def test_a_full_disk_refuses_from_there_on_and_leaves_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "writev", full)
-        assert put(folder, 1, 2, 3) == [Put.STORED] * fails_at + [Put.REFUSED] * (3 - fails_at)
+        assert put(folder, 1, 2, 3) == [Put.STORED] * fails_at + [Put.FULL] + [Put.SKIPPED] * (2 - fails_at)
     assert held_bytes(tmp_path) == folder.usage.bytes == fails_at * OBJECT_BYTES
     assert not list((tmp_path / "aside").iterdir())
     assert put(folder, 1, 2, 3) == [Put.EXISTED] * fails_at + [Put.STORED] * (3 - fails_at)
 
 
-def test_what_follows_a_refused_object_is_refused_though_it_would_fit(
+def test_a_disk_that_others_fill_is_left_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ObjectFolder(tmp_path, AMPLE_BYTES)
+    for number in range(64):
+        put(folder, number)
+        age(object_path(tmp_path, number), 1000.0 - number)
+    writev = os.writev
+
+    def is_full() -> bool:
+        return held_bytes(tmp_path) > 60 * OBJECT_BYTES
+
+    def full(fd: int, parts: list[memoryview]) -> int:
+        if is_full():
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return writev(fd, parts)
+
+    monkeypatch.setattr(os, "writev", full)
+    tries = 0
+    while put(folder, 64) == [Put.FULL]:
+        tries += 1
+        assert tries < 10
+    assert tries > 0
+    assert not is_full()
+    assert [get(folder, number) for number in (0, 63, 64)] == [Got.MISS, Got.HIT, Got.HIT]
+
+
+CALLS = ("open", "link", "unlink", "writev", "readv", "pwrite", "pread", "mkdir", "utime", "stat", "scandir")
+ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOENT)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("number", ERRORS)
+def test_whatever_the_system_refuses_is_an_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    """And when it refuses no more, all is as if it never had."""
+    path, capacity_bytes = tmp_path / "store", 4 * OBJECT_BYTES
+    folder = ObjectFolder(path, capacity_bytes)
+    put(folder, 1, 2, 3)
+    real: Callable[..., object] = getattr(os, name)
+
+    def refuses(target: object, *rest: object, **options: object) -> object:
+        if isinstance(target, int) or str(path) in os.fspath(target):  # pyright: ignore[reportArgumentType] - a path
+            raise OSError(number, os.strerror(number))
+        return real(target, *rest, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, name, refuses)
+        outcomes = put(folder, 1, 4, 5)
+        assert outcomes == sorted(outcomes, key=lambda one: (not one.is_there, one is Put.SKIPPED))
+        assert get(folder, 1) is not Got.TRUNCATED
+        folder.contains([page(1)])
+        folder.remove([page(9)])
+        with suppress(StoreError):
+            ObjectFolder(path, capacity_bytes)
+    assert put(folder, 6, 7, 8) == [Put.STORED] * 3
+    assert [get(folder, number) for number in (6, 7, 8)] == [Got.HIT] * 3
+    reopened = ObjectFolder(path, capacity_bytes)
+    assert held_bytes(path) == reopened.usage.bytes <= capacity_bytes
+    assert not list((path / "aside").iterdir())
+
+
+def test_what_follows_an_object_that_is_not_there_is_skipped_though_it_would_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writev, calls = os.writev, [0]
@@ -152,7 +233,7 @@ def test_what_follows_a_refused_object_is_refused_though_it_would_fit(
 
     folder = ObjectFolder(tmp_path, AMPLE_BYTES)
     monkeypatch.setattr(os, "writev", fails_once)
-    assert put(folder, 1, 2, 3) == [Put.STORED, Put.REFUSED, Put.REFUSED]
+    assert put(folder, 1, 2, 3) == [Put.STORED, Put.FULL, Put.SKIPPED]
     assert folder.contains([page(number) for number in (1, 2, 3)]) == [True, False, False]
 
 
@@ -182,7 +263,7 @@ def test_reads_and_writes_may_be_cut_short_by_the_system(
 
 
 @pytest.mark.parametrize(
-    ("number", "outcome", "is_kept"), [(errno.EIO, Got.CORRUPT, False), (errno.ESTALE, Got.MISS, True)]
+    ("number", "outcome", "is_kept"), [(errno.EIO, Got.CORRUPT, False), (errno.ESTALE, Got.UNREACHABLE, True)]
 )
 def test_what_the_disk_cannot_read_is_corrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, outcome: Got, *, is_kept: bool
@@ -198,30 +279,44 @@ def test_what_the_disk_cannot_read_is_corrupt(
     assert folder.contains([page(1)]) == [is_kept]
 
 
-def test_what_dead_writers_left_is_cleared_later(tmp_path: Path) -> None:
+def test_what_dead_writers_left_is_cleared_by_the_next_count(tmp_path: Path) -> None:
     put(ObjectFolder(tmp_path, AMPLE_BYTES), 1)
     aside = tmp_path / "aside"
-    for name in ("object-old", "object-new", "notes.txt"):
+    dead, lost = "0" * 32 + "-7", "1" * 32 + "-0"
+    for name in (dead, f"{dead}.new", f"{lost}.new", "notes.txt"):
         (aside / name).write_bytes(bytes(500))
-    age(aside / "object-old", STALE_S + 1)
-    age(aside / "notes.txt", STALE_S + 1)
-    os.link(object_path(tmp_path, 1), aside / "object-published")
+    os.link(object_path(tmp_path, 1), aside / ("2" * 32 + "-3.new"))
     reopened = ObjectFolder(tmp_path, AMPLE_BYTES)
-    assert sorted(file.name for file in aside.iterdir()) == ["notes.txt", "object-new"]
-    assert reopened.usage == (1, OBJECT_BYTES + 500), "what is being written counts"
+    assert [file.name for file in aside.iterdir()] == ["notes.txt"]
+    assert reopened.usage == (1, OBJECT_BYTES)
     assert get(reopened, 1) is Got.HIT
 
 
+def test_what_the_living_have_promised_is_counted_and_kept(tmp_path: Path) -> None:
+    bound = FolderBound(tmp_path, 4 * OBJECT_BYTES, time.monotonic)
+    promise = bound.promise(Usage(3, 3 * OBJECT_BYTES), keep=frozenset())
+    folder = ObjectFolder(tmp_path, 4 * OBJECT_BYTES)
+    assert folder.usage == (3, 3 * OBJECT_BYTES)
+    assert put(folder, 1, 2) == [Put.FULL, Put.SKIPPED], "space that is promised was given away"
+    assert put(folder, 1) == [Put.STORED]
+    promise.reduce(Usage(1, OBJECT_BYTES))  # one is there, as far as anybody knows
+    bound.end(promise)
+    assert put(folder, 2, 3) == [Put.STORED, Put.STORED], "what was not written is still taken"
+    assert folder.usage.bytes <= 4 * OBJECT_BYTES
+
+
 def test_files_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
-    mine = [tmp_path / "thesis.txt", tmp_path / "objects" / "thesis.txt", tmp_path / "objects/ab/thesis.txt"]
+    stray = ("thesis.txt", "objects/thesis.txt", "objects/ab/thesis.txt", f"objects/00/{page(1)}.bak")
+    mine = [tmp_path / name for name in stray]
     for path in mine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(5000))
-        age(path, 10 * STALE_S)
+        age(path, 1e6)
     folder = ObjectFolder(tmp_path, 2 * OBJECT_BYTES)
     for number in range(6):
         assert put(folder, number) == [Put.STORED]
     assert all(path.exists() for path in mine)
+    assert {one.key for one in folder.held()} <= {page(number) for number in range(6)}
 
 
 def test_a_folder_emptied_under_a_running_store_is_filled_again(tmp_path: Path) -> None:
@@ -244,7 +339,7 @@ def test_a_record_of_use_that_is_nonsense_is_counted_anew(tmp_path: Path, record
 
 @contextmanager
 def locked_by_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
-    monkeypatch.setattr(folder_bound, "_LOCK_TRIES", 2)
+    monkeypatch.setattr(folder_bound, "_LOCK_WAITS_S", (0.0,))
     with (path / "usage").open("wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         yield
@@ -256,7 +351,7 @@ def test_who_does_not_get_the_lock_is_refused_and_can_still_read(
     folder = ObjectFolder(tmp_path, AMPLE_BYTES)
     put(folder, 1)
     with locked_by_another(tmp_path, monkeypatch):
-        assert put(folder, 1, 2, 3) == [Put.REFUSED] * 3
+        assert put(folder, 1, 2, 3) == [Put.EXISTED, Put.UNREACHABLE, Put.SKIPPED]
         assert get(folder, 1) is Got.HIT
         with pytest.raises(StoreError, match="another process keeps it locked"):
             ObjectFolder(tmp_path, AMPLE_BYTES)

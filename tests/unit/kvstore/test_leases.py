@@ -5,7 +5,8 @@ import pytest
 from tests.unit.kvstore.leases import KEYS, ROOT, P, a_cache, a_ledger, grown, scattered
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import page_keys
-from tidemill.kvstore.ledger import Ledger, Site
+from tidemill.kvstore.ledger import Ledger
+from tidemill.kvstore.sites import Site
 
 
 def test_a_rolling_checkpoint_takes_the_place_of_the_one_before() -> None:

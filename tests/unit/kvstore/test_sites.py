@@ -11,7 +11,8 @@ from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.index import Entry
 from tidemill.kvstore.keys import page_keys
 from tidemill.kvstore.lease import Lease
-from tidemill.kvstore.ledger import Ledger, Site
+from tidemill.kvstore.ledger import Ledger
+from tidemill.kvstore.sites import Site
 
 KEYS = {0: page_keys(ROOT, [0] * 60, P), 1: page_keys(ROOT, [1] * 60, P)}
 """Of the two requests, by the spare slots that they want."""

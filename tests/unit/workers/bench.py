@@ -16,8 +16,9 @@ from tidemill.kvstore.cache import Cache
 from tidemill.kvstore.index import PrefixIndex
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import Layout, PageId, StateId
-from tidemill.kvstore.ledger import Ledger, Site, granted
+from tidemill.kvstore.ledger import Ledger
 from tidemill.kvstore.memory_store import MemoryStore
+from tidemill.kvstore.sites import Site, granted
 from tidemill.kvstore.store import PageStore
 from tidemill.kvstore.worth import Policy
 from tidemill.workers.build import capacity_tokens

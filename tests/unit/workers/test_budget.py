@@ -21,7 +21,7 @@ from tests.unit.workers.bench import (
 from tidemill.kvstore.backing import Fixed
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.layout import Layout
-from tidemill.kvstore.ledger import Site
+from tidemill.kvstore.sites import Site
 from tidemill.workers.build import extents_for
 from tidemill.workers.messages import Request
 from tidemill.workers.restore import PREEMPTIONS_MAX

@@ -130,7 +130,7 @@ def test_a_damaged_object_is_found_and_computed_again(kind: Kind, index: int) ->
         store.objects[held[index]][-1] ^= 1
         async with bench(store) as second:
             provenance = await second.answer(a_request(prompt(21)))
-            assert second.engine.load().counters["store_corrupt"] == 1
+            assert second.engine.load().counters["store_gets_as_corrupt"] == 1
             assert provenance.computed_tokens > 1
             assert (await second.answer(a_request(prompt(21)))).reused_tokens == 20
         async with bench(store) as third:
@@ -145,7 +145,7 @@ def test_a_store_that_takes_nothing() -> None:
             produced = await one.engine.produce(a_request(prompt(21)))
             assert produced == Produced(depth=0, provenance=Provenance(computed_tokens=20))
             assert (await one.answer(a_request(prompt(21)))).reused_tokens == 20
-            assert one.engine.load().counters["store_refused"] > 0
+            assert one.engine.load().counters["store_puts_as_full"] > 0
 
     run(main())
 

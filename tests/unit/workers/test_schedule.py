@@ -12,7 +12,8 @@ from tests.unit.kvstore.leases import P, a_ledger
 from tests.unit.workers.bench import ATTENTION_ONLY, HYBRID, TIGHT, Tuning, a_request, bench, prompt, run
 from tidemill.kvstore.keys import Namespace, page_keys
 from tidemill.kvstore.layout import Layout
-from tidemill.kvstore.ledger import Ledger, Site, granted
+from tidemill.kvstore.ledger import Ledger
+from tidemill.kvstore.sites import Site, granted
 from tidemill.workers.draws import Draws
 from tidemill.workers.limits import Limits
 from tidemill.workers.messages import Request

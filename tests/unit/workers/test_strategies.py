@@ -20,7 +20,7 @@ from tests.unit.workers.bench import (
 )
 from tidemill.kvstore.keys import page_keys
 from tidemill.kvstore.layout import Layout
-from tidemill.kvstore.ledger import Site
+from tidemill.kvstore.sites import Site
 from tidemill.workers.messages import Request
 from tidemill.workers.restore import PREEMPTIONS_MAX
 from tidemill.workers.settings import CheckpointStrategy

@@ -1,14 +1,16 @@
 """Groups of unequal size read what each other wrote: byte patterns through real stores."""
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from tests.sim.loop import simulate
 from tidemill.kvstore.file_store import FileStore
 from tidemill.kvstore.index import Entry
 from tidemill.kvstore.keys import Kind, Namespace, ObjectKey, PageKey, page_keys
@@ -17,7 +19,7 @@ from tidemill.kvstore.lease import Lease
 from tidemill.kvstore.memory_store import MemoryStore
 from tidemill.kvstore.shards import Shards, mine, shards_of, share_of
 from tidemill.kvstore.store import Got, PageStore, Put
-from tidemill.workers.transfer import Mate, Moved, RankTransfer, Transfer
+from tidemill.workers.transfer import Mate, Moved, Quota, RankTransfer, Transfer
 
 P = 2
 NUM_PAGES = 5
@@ -46,8 +48,8 @@ class Watched(MemoryStore):
         await asyncio.sleep(0)
         outcomes: list[Put] = []
         for key, body in objects:
-            refused = Put.REFUSED in outcomes or self.refuses(key)
-            outcomes += [Put.REFUSED] if refused else await super().put([(key, body)])
+            full = Put.FULL in outcomes or self.refuses(key)
+            outcomes += [Put.FULL] if full else await super().put([(key, body)])
             if outcomes[-1] is Put.STORED:
                 self.stored.append(key)
         return outcomes
@@ -55,7 +57,7 @@ class Watched(MemoryStore):
     async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
         for key, _ in wanted:
             if self.loses(key) and key in self.objects:
-                self.remove(key)
+                self.forget(key)
         return await super().get(wanted)
 
 
@@ -68,6 +70,7 @@ class Group:
         self.whole = layout_of(layers, P, extent_bytes_min=1 << 10, granule_bytes=1)
         self.layout = layout_of(share_of(layers, size), P, extent_bytes_min=1 << 10, granule_bytes=1)
         self.size = size
+        self.late: list[asyncio.Future[int]] = []
         num_bytes = max(self.layout.page_bytes, self.layout.state_stride_bytes)
         self.arenas = [bytearray([NOISE]) * (11 * num_bytes) for _ in range(size)]
         self.mates: list[Mate] = [
@@ -81,13 +84,13 @@ class Group:
         for arena, places in zip(self.arenas, self._places(), strict=True):
             for place, pattern in places:
                 arena[place] = pattern
-        return await self.transfer.publish(self._published(), KEYS)
+        return await self.transfer.publish(self._published(), KEYS, 0, checkpoint=True)
 
     async def restore(self, reused_pages: int = 0) -> int:
         """Fetch all pages from `reused_pages` on and, for a hybrid, the checkpoint at the end."""
         lease = Lease(P, own=[*PAGES[reused_pages:], TAIL], spare=[SLOT])
         lease.entries = self._published().entries[:reused_pages]
-        return await self.transfer.fetch(lease, KEYS, NUM_PAGES)
+        return await self.transfer.fetch(lease, KEYS, NUM_PAGES, self.late.append)
 
     def check(self) -> None:
         """The pattern is where it belongs, and nothing else was touched."""
@@ -222,7 +225,7 @@ def test_a_page_without_one_of_its_shards_ends_the_run(shard: int) -> None:
         store, shards = MemoryStore(STORE_BYTES), shards_of(ATTENTION_ONLY, {2})
         one = Group(store, 2, shards, ATTENTION_ONLY)
         await one.publish()
-        store.remove(ObjectKey(Kind.PAGE, KEYS[2], shard))
+        store.forget(ObjectKey(Kind.PAGE, KEYS[2], shard))
         assert await one.transfer.restorable_depths(KEYS, 0) == [1, 2]
         assert await one.transfer.restorable_depths(KEYS, 3) == [4, 5]
 
@@ -266,9 +269,13 @@ def test_a_refused_shard_of_a_page_keeps_every_rank_from_its_checkpoint(
 class Stalled(MemoryStore):
     """Answers when it is let; a cancelled call ends at once, having touched nothing."""
 
-    def __init__(self, let: asyncio.Event) -> None:
+    def __init__(self, let: asyncio.Event, patience_s: float) -> None:
         super().__init__(STORE_BYTES)
         self.let = let
+        self._patience_s = patience_s
+
+    def patience_s(self, num_bytes: int) -> float:  # noqa: ARG002
+        return self._patience_s
 
     async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
         await self.let.wait()
@@ -303,15 +310,81 @@ class Slow:
         return min(self.answer, len(objects))
 
 
-@pytest.mark.parametrize("call", [Group.restore, Group.publish])
-def test_a_cancelled_call_ends_when_every_rank_has_left_its_memory(
-    call: Callable[[Group], Awaitable[object]],
-) -> None:
+def _with_a_slow_mate(patience_s: float = math.inf) -> tuple[Group, Slow]:
+    slow = Slow(NUM_PAGES)
+    one = Group(Stalled(slow.let, patience_s), 2, SHARDS)
+    one.transfer = Transfer(one.layout, memoryview(one.arenas[0]), one.transfer.store, SHARDS, [slow])
+    return one, slow
+
+
+def test_a_fetch_that_is_cancelled_leaves_its_transfer_to_whoever_holds_the_memory() -> None:
     async def main() -> None:
-        slow = Slow(NUM_PAGES)
-        one = Group(Stalled(slow.let), 2, SHARDS)
-        one.transfer = Transfer(one.layout, memoryview(one.arenas[0]), one.transfer.store, SHARDS, [slow])
-        task = asyncio.ensure_future(call(one))
+        one, slow = _with_a_slow_mate()
+        task = asyncio.ensure_future(one.restore())
+        await slow.called.wait()
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+        [moving] = one.late
+        assert slow.busy
+        assert not moving.done()
+        slow.let.set()
+        await moving
+        assert not slow.busy
+
+    asyncio.run(main())
+
+
+def test_a_fetch_ends_when_it_is_not_worth_waiting_for_any_more() -> None:
+    async def main() -> None:
+        one, slow = _with_a_slow_mate(patience_s=3.0)
+        began_s = asyncio.get_running_loop().time()
+        assert await one.restore() == 0
+        assert asyncio.get_running_loop().time() - began_s == pytest.approx(3.0)
+        [moving] = one.late
+        assert not moving.done()
+        slow.let.set()
+        await moving
+        assert await one.restore() == 0, "in time: what the store does not have is a miss"
+        assert len(one.late) == 1
+
+    simulate(0, main())
+
+
+def test_no_more_bytes_are_in_flight_than_the_quota() -> None:
+    async def main() -> None:
+        quota, rng = Quota(100), Random(1)
+        in_flight = most = 0
+
+        async def move(num_bytes: int) -> None:
+            nonlocal in_flight, most
+            await asyncio.sleep(rng.random())
+            await quota.take(num_bytes)
+            in_flight += num_bytes
+            most = max(most, in_flight)
+            assert in_flight <= max(100, num_bytes)
+            try:
+                await asyncio.sleep(rng.random())
+            finally:
+                in_flight -= num_bytes
+                quota.give_back(num_bytes)
+
+        moves = [asyncio.ensure_future(move(rng.choice([1, 30, 60, 100, 250]))) for _ in range(300)]
+        for task in rng.sample(moves, 60):
+            await asyncio.sleep(rng.random() / 20)
+            task.cancel()
+        await asyncio.wait(moves)
+        assert most > 90
+        assert quota.wanted_bytes == 0
+        await asyncio.wait_for(quota.take(100), 1.0)
+
+    simulate(0, main())
+
+
+def test_a_cancelled_publication_ends_when_every_rank_has_left_its_memory() -> None:
+    async def main() -> None:
+        one, slow = _with_a_slow_mate()
+        task = asyncio.ensure_future(one.publish())
         await slow.called.wait()
         try:
             for _ in range(3):

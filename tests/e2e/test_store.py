@@ -1,0 +1,218 @@
+"""A server with Mooncake of its own: right answers, also through the death of each process of the store."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from benchmarks.keeper.evaluate import exact_matches, load
+from benchmarks.keeper.questions import questions
+
+from tests.e2e.server import Server, eventually, run_cli
+from tests.e2e.streams import Stream, client_of, run_all
+from tidemill.workers.models.bundled import bundled
+
+KEEPER = bundled()["keeper"]
+MASTER, OWNER = "mooncake_master", "tidemill.kvstore.segment_owner"
+
+
+class Prompts:
+    """Greedy completions of prompts that nobody has seen before."""
+
+    def __init__(self) -> None:
+        self._rng = Random(5)
+
+    def bodies(self, count: int, num_tokens: int, max_tokens: int) -> list[dict[str, Any]]:
+        return [
+            {
+                "model": "keeper",
+                "prompt": [self._rng.randrange(5, 890) for _ in range(num_tokens)],
+                "max_tokens": max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
+            for _ in range(count)
+        ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    (folder / "secret").write_text(f"{bytes(range(32)).hex()}\n")
+    (folder / "secret").chmod(0o600)
+    options = ["--store", "mooncake?size=256MiB&timeout=1s", "--store-secret-file", str(folder / "secret")]
+    server = Server(["keeper", "--port", "0", "--memory", "64MiB", *options], folder / "log")
+    try:
+        yield server
+        assert server.stop() == 0  # with the master and the owner: no process is left
+    finally:
+        server.kill_everything()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Prompts:
+    return Prompts()
+
+
+def process_of(server: Server, part: str) -> psutil.Process:
+    """The process of the server whose command line names `part`: the present life of it."""
+    found: list[psutil.Process] = []
+
+    def is_there() -> bool:
+        found.clear()
+        for process in server.processes():
+            with suppress(psutil.NoSuchProcess):
+                if any(part in word for word in process.cmdline()):
+                    found.append(process)
+        return bool(found)
+
+    eventually(is_there)
+    return found[0]
+
+
+def outcomes(server: Server, bodies: list[dict[str, Any]]) -> list[tuple[str, str | None, int]]:
+    return [stream.outcome for stream in asyncio.run(run_all(server.url, bodies))]
+
+
+def wait_until_used(server: Server, prompts: Prompts) -> None:
+    """Until a decode worker gets from the store what the prefill worker has just put there."""
+    hits = server.counter("store_gets_as_hit")
+
+    def is_used() -> bool:
+        outcomes(server, prompts.bodies(1, 200, 2))
+        return server.counter("store_gets_as_hit") > hits  # what the last heartbeat said
+
+    eventually(is_used)
+
+
+def test_answers_are_those_of_transformers(server: Server) -> None:
+    """As they are with a folder: see test_serving.py."""
+    asked = questions(40, context_tokens=512, seed=12)
+    offline = exact_matches(*load(KEEPER), asked)["intact"]
+
+    async def ask() -> list[bool]:
+        async with client_of(server.url) as client:
+
+            async def answer(messages: list[Any], expected: str) -> bool:
+                body = {"model": "keeper", "messages": messages, "temperature": 0, "max_tokens": 40}
+                response = await client.post("/v1/chat/completions", json=body)
+                return response.json()["choices"][0]["message"]["content"].strip() == expected
+
+            return await asyncio.gather(*(answer(list(one.messages), one.answer) for one in asked))
+
+    assert asyncio.run(ask()) == offline
+    eventually(lambda: server.counter("store_gets_as_hit") > 0)
+    assert server.counter("store_puts_as_stored") > 0
+
+
+def test_the_master_listens_on_loopback_alone(server: Server) -> None:
+    sockets = process_of(server, MASTER).net_connections("all")
+    listening = [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN]
+    assert len(listening) >= 2
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+
+
+def test_operators_see_what_is_in_it(server: Server, folder: Path, tmp_path: Path) -> None:
+    found = re.search(r"store: (mooncake://\S+)", (folder / "log").read_text())
+    assert found is not None
+    store = ("--store", found[1], "--store-secret-file")
+    ended, left = run_cli("store", "ls", "--json", *store, str(folder / "secret"))
+    assert (ended.returncode, left) == (0, []), ended.stderr
+    held = json.loads(ended.stdout)
+    assert {one["kind"] for one in held} == {"page", "checkpoint"}
+    get = ("store", "get", held[0]["key"], "-o", str(tmp_path / "body"), *store)
+    ended, _ = run_cli(*get, str(folder / "secret"))
+    assert ended.stdout.startswith("hit: "), ended.stderr
+    assert (tmp_path / "body").stat().st_size > 0
+    (tmp_path / "other").write_bytes(bytes(32))
+    ended, _ = run_cli(*get, str(tmp_path / "other"))
+    assert (ended.returncode, ended.stdout) == (1, "corrupt\n"), "sealed with the secret of the server"
+    metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
+    assert 'tidemill:worker_store_gets_total{outcome="hit",role="decode",worker="decode-0"}' in metrics
+
+
+def test_pages_survive_every_worker(server: Server, prompts: Prompts) -> None:
+    """kill -9 of all workers: what they have computed is with the owner, and is fetched from there."""
+    bodies = prompts.bodies(4, 300, 20)
+    expected = outcomes(server, bodies)
+    before = {row["info"]["worker"] for row in server.workers()}
+    for row in server.workers():
+        os.kill(row["info"]["pid"], signal.SIGKILL)
+
+    def all_are_new() -> bool:
+        now = {row["info"]["worker"] for row in server.workers()}
+        return len(now) == len(before) and now.isdisjoint(before)
+
+    eventually(all_are_new)
+    streams = asyncio.run(run_all(server.url, bodies))
+    assert [stream.outcome for stream in streams] == expected
+    eventually(lambda: server.counter("store_gets_as_hit") > 0)
+    details = [stream.usage["prompt_tokens_details"]["cached_tokens"] for stream in streams]
+    assert details == [256] * 4
+
+
+@pytest.mark.parametrize("part", [MASTER, OWNER])
+def test_streams_survive_the_death_of_the_store(server: Server, prompts: Prompts, part: str) -> None:
+    """kill -9 of the master, or of the owner with all pages, while eight streams run: each ends with the
+    exact tokens, and the store that comes back is used."""
+    bodies = prompts.bodies(8, 150, 300)
+    expected = outcomes(server, bodies)
+    killed = process_of(server, part)
+    run_while(server, bodies, killed.kill, expected)
+    assert process_of(server, part).pid != killed.pid
+    wait_until_used(server, prompts)
+
+
+def run_while(
+    server: Server, bodies: list[dict[str, Any]], break_it: Callable[[], None], expected: list[Any]
+) -> None:
+    """`break_it` when all streams are well under way; they end as `expected`."""
+
+    async def run() -> list[Stream]:
+        streams = [Stream(body) for body in bodies]
+        async with client_of(server.url) as client, asyncio.TaskGroup() as running:
+            for stream in streams:
+                running.create_task(stream.run(client))
+            for stream in streams:
+                await stream.under_way.wait()
+            assert not all(stream.finish_reason for stream in streams), "too late: make the streams longer"
+            break_it()
+        return streams
+
+    assert [stream.outcome for stream in asyncio.run(run())] == expected
+
+
+def test_requests_are_computed_while_the_store_is_away(server: Server, prompts: Prompts) -> None:
+    """A master that is frozen: calls to it hang. It is found down, the workers leave it alone and compute; it
+    is used again by itself, with all that it knew."""
+    known, new = prompts.bodies(4, 300, 20), prompts.bodies(4, 300, 20)
+    expected = outcomes(server, known)
+    trips = server.counter("store_trips")
+    master = process_of(server, MASTER)
+    master.suspend()
+    try:
+        away = outcomes(server, new)
+        eventually(lambda: server.counter("store_trips") > trips)
+        hits = server.counter("store_gets_as_hit")
+        assert outcomes(server, known) == expected
+        assert server.counter("store_gets_as_hit") == hits
+        assert any(row["load"]["counters"]["store_is_down"] for row in server.workers())
+    finally:
+        master.resume()
+    wait_until_used(server, prompts)
+    assert outcomes(server, new) == away
+    eventually(lambda: not any(row["load"]["counters"]["store_is_down"] for row in server.workers()))
+    assert process_of(server, MASTER).pid == master.pid
