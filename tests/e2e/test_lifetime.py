@@ -1,4 +1,4 @@
-"""Start and stop of whole servers: the demo, and Ctrl-C. Other modules of this folder end theirs by SIGTERM."""
+"""Start and stop of whole servers: the demo, and Ctrl-C. Other modules stop theirs by SIGTERM."""
 
 import asyncio
 import signal
