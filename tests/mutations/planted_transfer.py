@@ -4,6 +4,8 @@ from tests.mutations.planted import KEYS, UNIT, Planted
 
 TRANSFER = f"{UNIT}/workers/test_transfer.py"
 SHARDS = f"{UNIT}/kvstore/test_shards.py"
+GUARD = f"{UNIT}/kvstore/test_guard.py {UNIT}/kvstore/test_breaker.py"
+STORE_FAULTS = "tests/sim/test_store_faults.py"
 
 TRANSFER_BUGS = (
     Planted(
@@ -23,15 +25,15 @@ TRANSFER_BUGS = (
     Planted(
         "the checkpoint is published before its pages",
         "workers/transfer.py",
-        "self._put(pages + checkpoint)",
-        "self._put(checkpoint + pages)",
+        "self._put(pages + last)",
+        "self._put(last + pages)",
         TRANSFER,
     ),
     Planted(
         "the checkpoint is published before the pages of another rank",
         "workers/transfer.py",
-        "self._put(pages) and await self._put(checkpoint)",
-        "self._put([*pages, *checkpoint])",
+        "self._put(pages) and await self._put(last)",
+        "self._put([*pages, *last])",
         TRANSFER,
     ),
     Planted(
@@ -51,7 +53,7 @@ TRANSFER_BUGS = (
     Planted(
         "the store is asked for the first shard alone",
         "workers/transfer.py",
-        "for shard in range(counts[kind])",
+        "for shard in range(self._shards[kind])",
         "for shard in range(1)",
         TRANSFER,
     ),
@@ -107,8 +109,8 @@ TRANSFER_BUGS = (
     Planted(
         "a shard under the name of another one passes for it",
         "kvstore/seal.py",
-        "        key.shard,\n",
-        "        0,\n",
+        "key.shard, key.key)",
+        "0, key.key)",
         f"{UNIT}/kvstore/test_seal.py",
     ),
     Planted(
@@ -117,5 +119,93 @@ TRANSFER_BUGS = (
         "{self.shard:04x}",
         "0000",
         KEYS,
+    ),
+    Planted(
+        "the memory of a late fetch is free at once",
+        "workers/restore.py",
+        "moving.add_done_callback(ended)",
+        "ended(moving)",
+        STORE_FAULTS,
+    ),
+    Planted(
+        "a fetch is waited for however late it is",
+        "workers/transfer.py",
+        "asyncio.wait({moving}, timeout=self._patience_s(num_bytes))",
+        "asyncio.wait({moving})",
+        STORE_FAULTS,
+    ),
+    Planted(
+        "a late store is asked again by each request",
+        "kvstore/guard.py",
+        "            self._ring()\n",
+        "            pass\n",
+        f"{GUARD} {STORE_FAULTS}",
+    ),
+    Planted(
+        "a get reaches a store that is left alone",
+        "kvstore/guard.py",
+        """        if self._breaker.is_open:
+            outcomes = [Got""",
+        """        if not self._store:
+            outcomes = [Got""",
+        GUARD,
+    ),
+    Planted(
+        "a question waits although the store was found down",
+        "kvstore/guard.py",
+        "for let_go in self._asking:",
+        "for let_go in set(self._asking) & {asyncio.current_task()}:",
+        GUARD,
+    ),
+    Planted(
+        "a failure of long ago opens the breaker again",
+        "kvstore/guard.py",
+        "if self.is_open or trips != self.trips:",
+        "if self.is_open:",
+        GUARD,
+    ),
+    Planted(
+        "a probe that is answered late closes the breaker",
+        "kvstore/guard.py",
+        "got is not Got.UNREACHABLE and loop.time() - started <= self._timeout_s",
+        "got is not Got.UNREACHABLE",
+        GUARD,
+    ),
+    Planted(
+        "probes come at the same pace for ever",
+        "kvstore/guard.py",
+        "self._wait_s = min(2 * wait_s, PROBE_S_MAX)",
+        "self._wait_s = wait_s",
+        GUARD,
+    ),
+    Planted(
+        "a store that answers probes alone is tried as often as one that works",
+        "kvstore/guard.py",
+        "        self.is_open = False\n\n    def moved",
+        "        self.is_open = False\n        self._wait_s = PROBE_S_MIN\n\n    def moved",
+        GUARD,
+    ),
+    Planted(
+        "a busy event loop is taken for a late store",
+        "kvstore/guard.py",
+        "if behind_s > BUSY_S:",
+        "if behind_s < 0:",
+        GUARD,
+    ),
+    Planted(
+        "a slow link is down for ever",
+        "kvstore/guard.py",
+        "            self._rate.add(num_bytes, took_s)\n",
+        "            pass\n",
+        GUARD,
+    ),
+    Planted(
+        "a call that nobody waits for is cut off by closing",
+        "kvstore/guard.py",
+        """        if self._asked:
+            await asyncio.wait(self._asked)
+""",
+        "",
+        GUARD,
     ),
 )

@@ -75,8 +75,8 @@ WORKERS = (
     Planted(
         "a failed fetch keeps its memory while it waits",
         "workers/restore.py",
-        "            self._ledger.release(sequence.id)\n            sequence.lease = None\n",
-        "            sequence.lease = None\n",
+        "                self._ledger.release(sequence.id)\n                sequence.lease = None\n",
+        "                sequence.lease = None\n",
         STORE,
     ),
     Planted(

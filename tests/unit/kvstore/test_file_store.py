@@ -19,7 +19,7 @@ from tests.unit.kvstore.folders import (
     put,
 )
 from tests.unit.kvstore.store_process import body, page
-from tidemill.kvstore import folder_bound
+from tidemill.kvstore import file_store, folder_bound
 from tidemill.kvstore.file_store import FileStore
 from tidemill.kvstore.object_folder import TOUCH_S, ObjectFolder
 from tidemill.kvstore.store import Got, Put
@@ -197,3 +197,22 @@ def test_closing_waits_for_the_transfers_under_way(tmp_path: Path, monkeypatch: 
         assert await read == [Got.HIT]
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 8, 9, 19])
+def test_several_threads_read_a_large_batch_in_its_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(file_store, "SHARE_BYTES_MIN", 2 * BODY_BYTES)
+    put(ObjectFolder(tmp_path, AMPLE_BYTES), *range(0, count, 2))
+    views = [memoryview(bytearray(BODY_BYTES)) for _ in range(count)]
+
+    async def scenario() -> list[Got]:
+        store = FileStore(tmp_path, AMPLE_BYTES)
+        outcomes = await store.get([(page(number), view) for number, view in enumerate(views)])
+        await store.close()
+        return outcomes
+
+    assert asyncio.run(scenario()) == [Got.MISS if number % 2 else Got.HIT for number in range(count)]
+    for number, view in enumerate(views):
+        assert number % 2 or view == body(number, 1, BODY_BYTES)
