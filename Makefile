@@ -26,8 +26,9 @@ $(STAMP): pyproject.toml constraints.txt deploy/mooncake_libs.sh
 demo: setup
 	tidemill demo
 
+# Two processes: what starts servers mostly waits. The tests of a file share its servers, so they stay together.
 test: setup
-	python -m pytest
+	python -m pytest -n 2 --dist loadfile
 
 # On a machine with a CUDA toolkit, after: uv pip install --no-build-isolation -e '.[gpu]'
 gpu: setup

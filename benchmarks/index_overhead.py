@@ -31,6 +31,7 @@ from tidemill.workers.limits import Limits
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.registry import load
+from tidemill.workers.places import Direct
 from tidemill.workers.plan import Budget
 from tidemill.workers.runner import TorchRunner
 from tidemill.workers.step import Step
@@ -139,7 +140,7 @@ def _bench(policy: Policy, ops: Operators, watch: Watch, prompt_tokens: int) -> 
     model = TorchRunner(loaded.model, caches_of(layout, backing.memory), PAGE_TOKENS, 1)
     engine = Engine(
         ledger,
-        Transfer(layout, backing.memory.numpy().data, NoStore()),
+        Transfer(layout, Direct(NoStore(), backing.memory.numpy().data)),
         TimedRunner(model, watch),
         Limits(
             budget=Budget(tokens_max=512, rows_max=64, page_tokens=PAGE_TOKENS),

@@ -20,6 +20,7 @@ from tidemill.workers.engine import Engine
 from tidemill.workers.limits import Limits
 from tidemill.workers.load import memory_use
 from tidemill.workers.messages import Provenance, Request, Sampling
+from tidemill.workers.places import Direct
 from tidemill.workers.plan import Budget
 from tidemill.workers.sequence import Sequence
 from tidemill.workers.settings import CheckpointStrategy
@@ -85,7 +86,7 @@ async def _serve(workload: Workload, setup: Setup) -> Outcome:
 
     engine = WatchedEngine(
         ledger,
-        Transfer(layout, memoryview(b""), NoStore()),
+        Transfer(layout, Direct(NoStore(), memoryview(b""))),
         ModelRunner(layout, Device(), observe),
         Limits(
             budget=Budget(

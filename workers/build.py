@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from tidemill.kernels.build import KernelUnavailable
 from tidemill.kernels.dispatch import Operators, operators
 from tidemill.kvstore.arena import Arena
@@ -15,22 +17,23 @@ from tidemill.kvstore.ledger import Ledger
 from tidemill.kvstore.open_store import open_store
 from tidemill.kvstore.seal import Sealing
 from tidemill.kvstore.secret import read_secret
-from tidemill.kvstore.shards import shards_of, share_of
-from tidemill.kvstore.store import PageStore
+from tidemill.kvstore.shards import Share, mine, shards_of, share_of
 from tidemill.workers.engine import Engine
 from tidemill.workers.grammar import Grammars
 from tidemill.workers.inputs import caches_of
 from tidemill.workers.limits import Limits
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.registry import describe, load
+from tidemill.workers.places import Direct, Places
 from tidemill.workers.plan import Budget
 from tidemill.workers.restore import STATES_PER_REQUEST_MAX
 from tidemill.workers.runner import TorchRunner
 from tidemill.workers.settings import EngineSettings, SettingsError
+from tidemill.workers.staging import StagingRing
 from tidemill.workers.tp.collectives import ALONE
 from tidemill.workers.tp.group import Group, GroupRunner, open_group
 from tidemill.workers.tp.link import StartRanks
-from tidemill.workers.transfer import Transfer
+from tidemill.workers.transfer import IN_FLIGHT_BYTES_MAX, Transfer
 
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) while weights load."""
@@ -114,12 +117,12 @@ def _build(settings: EngineSettings, progress: Progress, ops: Operators, group: 
     index = PrefixIndex(layout, settings.eviction, loaded.cost)
     running = (loaded.model, caches_of(layout, backing.memory), layout.page_tokens, settings.threads)
     runner = TorchRunner(*running) if group is None else GroupRunner(*running, group, loaded.vocab_size)
-    store = open_registered_store(settings, backing)
+    places = open_places(settings, layout, backing.memory, mine(shards, 0, ranks))
     mates = () if group is None else group.mates()
     grammars = Grammars(settings.model_folder, loaded.vocab_size, loaded.eos_ids)
     engine = Engine(
         Ledger(Cache(layout, arena, index), settings.checkpoints_per_path),
-        Transfer(layout, memory_view(backing), store, shards, mates),
+        Transfer(layout, places, shards, mates),
         runner,
         Limits(
             budget=Budget(
@@ -174,16 +177,16 @@ def sealing_of(settings: EngineSettings) -> Sealing:
     return Sealing(None if settings.store_secret_file is None else read_secret(settings.store_secret_file))
 
 
-def open_registered_store(settings: EngineSettings, backing: Backing) -> PageStore:
-    """The store of one rank, which moves objects from and into its arena. Raises StoreError."""
+def open_places(settings: EngineSettings, layout: Layout, arena: Tensor, share: Share) -> Places:
+    """The store of one rank, which has `share` of every page and state and keeps it in `arena`, uint8
+    [bytes]. Raises StoreError."""
     store = open_store(settings.store_url, sealing_of(settings))
-    store.register(memory_view(backing))
-    return store
-
-
-def memory_view(backing: Backing) -> memoryview:
-    """The bytes of an arena in host memory."""
-    return backing.memory.numpy().data
+    if arena.device.type == "cpu":
+        return Direct(store, arena.numpy().data)
+    object_bytes_max = max(
+        layout.page_bytes // max(1, len(share.pages)), layout.state_bytes // max(1, len(share.states))
+    )
+    return StagingRing(store, arena, max(IN_FLIGHT_BYTES_MAX, object_bytes_max), object_bytes_max)
 
 
 def capacity_tokens(layout: Layout, num_extents: int) -> int:

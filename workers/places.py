@@ -16,7 +16,10 @@ class Placed(NamedTuple):
 
 
 class Places(Protocol):
-    """A store, for objects by where they lie. Outcomes, order and cancellation are those of PageStore."""
+    """`store`, for objects by where they lie. Outcomes, order and cancellation are those of PageStore."""
+
+    @property
+    def store(self) -> PageStore: ...
 
     async def put(self, objects: Sequence[Placed]) -> list[Put]: ...
 
@@ -29,14 +32,15 @@ class Direct:
     """The store itself reads and writes the arena: see staging.py for memory that it cannot reach."""
 
     def __init__(self, store: PageStore, memory: memoryview) -> None:
-        self._store = store
+        store.register(memory)
+        self.store = store
         self._memory = memory
 
     async def put(self, objects: Sequence[Placed]) -> list[Put]:
-        return await self._store.put([self._view(placed) for placed in objects])
+        return await self.store.put([self._view(placed) for placed in objects])
 
     async def get(self, wanted: Sequence[Placed]) -> list[Got]:
-        return await self._store.get([self._view(placed) for placed in wanted])
+        return await self.store.get([self._view(placed) for placed in wanted])
 
     def _view(self, placed: Placed) -> tuple[ObjectKey, memoryview]:
         return placed.key, self._memory[placed.offset : placed.offset + placed.num_bytes]

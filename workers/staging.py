@@ -41,7 +41,7 @@ class StagingRing:
                 f" make the ring {-(-object_bytes_max // (1 << 20))} MiB, or a multiple of that for speed"
             )
         assert device_memory.dtype == torch.uint8
-        self._store = store
+        self.store = store
         self._device_memory = device_memory
         self._ring = torch.empty(ring_bytes, dtype=torch.uint8, pin_memory=device_memory.is_cuda)
         self._view = self._ring.numpy().data
@@ -86,14 +86,14 @@ class StagingRing:
                 await asyncio.wait({before})
             if _ends_in_loss(before):
                 return [Put.SKIPPED] * len(piece)
-            return await self._store.put(
+            return await self.store.put(
                 [(placed.key, self._view[part]) for placed, part in zip(piece, parts, strict=True)]
             )
 
     async def _get_piece(self, piece: Sequence[Placed]) -> list[Got]:
         async with self._spans.take(_num_bytes(piece)) as start:
             parts = _parts(piece, start)
-            outcomes = await self._store.get(
+            outcomes = await self.store.get(
                 [(placed.key, self._view[part]) for placed, part in zip(piece, parts, strict=True)]
             )
             await self._in.copy(

@@ -15,7 +15,8 @@ from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.layout import Layout, PageId, StateId
 from tidemill.kvstore.lease import Lease
 from tidemill.kvstore.shards import WHOLE, Shards, Share, mine
-from tidemill.kvstore.store import Got, PageStore, finish
+from tidemill.kvstore.store import Got, finish
+from tidemill.workers.places import Placed, Places
 
 IN_FLIGHT_BYTES_MAX = 256 << 20
 """Of one rank at a time, for fetching and for publishing each: enough to fill any link."""
@@ -44,10 +45,9 @@ class Mate(Protocol):
 class RankTransfer:
     """One rank's part: `share` names the shards that each page and state of its arena consists of."""
 
-    def __init__(self, layout: Layout, memory: memoryview, store: PageStore, share: Share) -> None:
-        self.store = store
+    def __init__(self, layout: Layout, places: Places, share: Share) -> None:
         self._layout = layout
-        self._memory = memory
+        self._places = places
         self._share = share
 
     async def put(self, objects: Sequence[Moved]) -> int:
@@ -57,17 +57,17 @@ class RankTransfer:
             [] if moved.kind is Kind.PAGE and not self._share.publishes_pages else self._shards(moved)
             for moved in objects
         ]
-        outcomes = await self.store.put([shard for shards in offered for shard in shards])
+        outcomes = await self._places.put([shard for shards in offered for shard in shards])
         return _unbroken(_intact(offered, (outcome.is_there for outcome in outcomes)))
 
     async def get(self, objects: Sequence[Moved]) -> int:
         """Fill their places; how many of the first ones arrived whole."""
         wanted = [self._shards(moved) for moved in objects]
-        outcomes = await self.store.get([shard for shards in wanted for shard in shards])
+        outcomes = await self._places.get([shard for shards in wanted for shard in shards])
         return _unbroken(_intact(wanted, (outcome is Got.HIT for outcome in outcomes)))
 
-    def _shards(self, moved: Moved) -> list[tuple[ObjectKey, memoryview]]:
-        """Its shards on this rank, and the bytes of each."""
+    def _shards(self, moved: Moved) -> list[Placed]:
+        """Its shards on this rank."""
         match moved.kind:
             case Kind.PAGE:
                 shards, num_bytes = self._share.pages, self._layout.page_bytes
@@ -77,7 +77,7 @@ class RankTransfer:
                 offset = self._layout.state_offset(StateId(moved.place))
         size = num_bytes // len(shards)
         return [
-            (ObjectKey(moved.kind, moved.key, shard), self._memory[start : start + size])
+            Placed(ObjectKey(moved.kind, moved.key, shard), start, size)
             for shard, start in zip(shards, range(offset, offset + num_bytes, size), strict=True)
         ]
 
@@ -92,14 +92,13 @@ class Transfer:
     def __init__(
         self,
         layout: Layout,
-        memory: memoryview,
-        store: PageStore,
+        places: Places,
         shards: Shards = WHOLE,
         mates: Sequence[Mate] = (),
         in_flight_bytes_max: int = IN_FLIGHT_BYTES_MAX,
     ) -> None:
-        self.store = store
-        self._own = RankTransfer(layout, memory, store, mine(shards, 0, 1 + len(mates)))
+        self.store = places.store
+        self._own = RankTransfer(layout, places, mine(shards, 0, 1 + len(mates)))
         self._mates = mates
         self._hybrid = layout.hybrid
         self._sizes = {Kind.PAGE: layout.page_bytes, Kind.CHECKPOINT: layout.state_bytes}
@@ -137,9 +136,7 @@ class Transfer:
         num_bytes = self._num_bytes(wanted)
         patience_s = self._patience_s(num_bytes)
         try:
-            async with asyncio.timeout(
-                patience_s
-            ):  # what is late in front of it must not hold it up for ever
+            async with asyncio.timeout(patience_s):  # what is before it may be late
                 await self._fetching.take(num_bytes)
         except TimeoutError:
             return first

@@ -72,7 +72,7 @@ def test_tokens_are_those_of_one_process(server: Server, wanted: list[Outcome]) 
     """The prompts come from a prefill worker of one rank, as shards that two ranks fetch."""
     assert [stream.outcome for stream in asyncio.run(run_all(server.url, bodies()))] == wanted
     (row,) = server.workers("decode")
-    assert row["load"]["counters"]["store_hits"] > 0
+    assert row["load"]["counters"]["store_gets_as_hit"] > 0
 
 
 @pytest.mark.parametrize("victim", [rank_of, leader_of])

@@ -4,7 +4,17 @@ from tests.mutations.planted_cluster import CLUSTER
 from tests.mutations.planted_engine import ENGINE_BUGS
 from tests.mutations.planted_group import GROUP_BUGS
 from tests.mutations.planted_kvstore import KVSTORE
+from tests.mutations.planted_store import PUBLISHING_BUGS, STORE_BUGS
 from tests.mutations.planted_transfer import TRANSFER_BUGS
 from tests.mutations.planted_workers import WORKERS
 
-PLANTED = (*KVSTORE, *TRANSFER_BUGS, *WORKERS, *ENGINE_BUGS, *GROUP_BUGS, *CLUSTER)
+PLANTED = (
+    *KVSTORE,
+    *STORE_BUGS,
+    *TRANSFER_BUGS,
+    *PUBLISHING_BUGS,
+    *WORKERS,
+    *ENGINE_BUGS,
+    *GROUP_BUGS,
+    *CLUSTER,
+)

@@ -130,7 +130,7 @@ TRANSFER_BUGS = (
     Planted(
         "a fetch is waited for however late it is",
         "workers/transfer.py",
-        "asyncio.wait({moving}, timeout=self._patience_s(num_bytes))",
+        "asyncio.wait({moving}, timeout=patience_s)",
         "asyncio.wait({moving})",
         STORE_FAULTS,
     ),

@@ -206,7 +206,7 @@ def test_eviction_preemption_junctions_and_thinning(
 
     async def main() -> None:
         cold = await cold_of(one, conversations())
-        async with serving(one.settings, **tight, checkpoints_per_path=2) as built:
+        async with serving(one.settings, **tight, checkpoints_per_path=1) as built:
             for _ in range(2):
                 assert await ask(built, conversations()) == cold.first
                 assert await ask(built, next_turns(conversations(), cold.first)) == cold.second

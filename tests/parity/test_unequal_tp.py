@@ -24,6 +24,7 @@ from tidemill.workers.draws import Draws
 from tidemill.workers.inputs import caches_of
 from tidemill.workers.messages import Request
 from tidemill.workers.models.registry import describe, load
+from tidemill.workers.places import Direct
 from tidemill.workers.runner import inputs_of, logits_of
 from tidemill.workers.step import Row
 from tidemill.workers.transfer import RankTransfer, Transfer
@@ -90,10 +91,10 @@ class Group:
         arenas = [torch.full((num_bytes,), 0xFF, dtype=torch.uint8) for _ in ranks]
         self.caches = [caches_of(self.layout, arena) for arena in arenas]
         parts = [
-            RankTransfer(self.layout, arena.numpy().data, store, mine(shards, rank, size))
+            RankTransfer(self.layout, Direct(store, arena.numpy().data), mine(shards, rank, size))
             for rank, arena in enumerate(arenas)
         ]
-        self.transfer = Transfer(self.layout, arenas[0].numpy().data, store, shards, parts[1:])
+        self.transfer = Transfer(self.layout, Direct(store, arenas[0].numpy().data), shards, parts[1:])
         per_state = self.layout.state_stride_bytes // self.layout.page_bytes
         self.pages = tuple(PageId(page) for page in (3, 1, 0, 2))
         self.slot = StateId(-(-4 // per_state))

@@ -32,6 +32,7 @@ from tidemill.workers.messages import (
     WorkerId,
     WorkerInfo,
 )
+from tidemill.workers.places import Direct
 from tidemill.workers.plan import Budget
 from tidemill.workers.transfer import Transfer
 
@@ -138,7 +139,7 @@ class Peer:
         self.ledger = Ledger(cache, 16)
         self.engine = Engine(
             self.ledger,
-            Transfer(layout, memory, MemoryStore(1 << 20)),
+            Transfer(layout, Direct(MemoryStore(1 << 20), memory)),
             FoldRunner(layout, memory, rng, 0.02),
             Limits(
                 budget=Budget(tokens_max=8 + layout.page_tokens, rows_max=8, page_tokens=layout.page_tokens),

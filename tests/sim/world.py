@@ -32,6 +32,7 @@ from tidemill.workers.messages import (
     WorkerId,
     WorkerInfo,
 )
+from tidemill.workers.places import Direct
 from tidemill.workers.plan import Budget
 from tidemill.workers.settings import CheckpointStrategy
 from tidemill.workers.step import Step
@@ -88,7 +89,7 @@ class SimWorker:
         self.ledger = Ledger(cache, weather.checkpoints_per_path)
         self.engine = WatchedEngine(
             self.ledger,
-            Transfer(layout, memory, world.open_store()),
+            Transfer(layout, Direct(world.open_store(), memory)),
             FoldRunner(layout, memory, world.rng, weather.step_s_max, weather.vocabulary, self._breaks),
             Limits(
                 budget=Budget(tokens_max=8 + layout.page_tokens, rows_max=8, page_tokens=layout.page_tokens),

@@ -12,7 +12,7 @@ import torch
 from tidemill.kvstore.backing import Backing
 from tidemill.kvstore.errors import OutOfMemory, TidemillError
 from tidemill.kvstore.shards import mine, shards_of
-from tidemill.workers.build import memory_of, memory_view, open_backing, open_registered_store, operators_of
+from tidemill.workers.build import memory_of, open_backing, open_places, operators_of
 from tidemill.workers.inputs import caches_of
 from tidemill.workers.models.registry import load
 from tidemill.workers.runner import inputs_of, logits_of
@@ -168,7 +168,7 @@ def build_rank(settings: EngineSettings, index: int, folder: Path) -> Part:
     memory = memory_of(settings, loaded.local_layers, loaded.max_length)
     layout, backing = memory.layout, open_backing(settings, memory)
     share = mine(shards_of(loaded.layers, settings.group_sizes), index, size)
-    transfer = RankTransfer(layout, memory_view(backing), open_registered_store(settings, backing), share)
+    transfer = RankTransfer(layout, open_places(settings, layout, backing.memory, share), share)
     caches = caches_of(layout, backing.memory)
 
     def run(step: Step) -> None:

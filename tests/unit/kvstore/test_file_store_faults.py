@@ -10,8 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.kvstore.folders import AMPLE_BYTES, OBJECT_BYTES, age, get, held_bytes, object_path, put
-from tests.unit.kvstore.store_process import page
+from tests.unit.kvstore.folders import (
+    AMPLE_BYTES,
+    BODY_BYTES,
+    OBJECT_BYTES,
+    age,
+    get,
+    held_bytes,
+    object_path,
+    put,
+)
+from tests.unit.kvstore.store_process import body, page
 from tidemill.kvstore import folder_bound
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.folder_bound import FolderBound, Usage
@@ -117,6 +126,27 @@ def test_what_follows_an_object_that_is_not_there_is_skipped_though_it_would_fit
     monkeypatch.setattr(os, "writev", fails_once)
     assert put(folder, 1, 2, 3) == [Put.STORED, Put.FULL, Put.SKIPPED]
     assert folder.contains([page(number) for number in (1, 2, 3)]) == [True, False, False]
+
+
+def test_who_writes_an_object_while_another_one_does_has_not_stored_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = ObjectFolder(tmp_path, AMPLE_BYTES), ObjectFolder(tmp_path, AMPLE_BYTES)
+    writev, outcomes = os.writev, list[Put]()
+
+    def meanwhile(fd: int, parts: list[memoryview]) -> int:
+        monkeypatch.setattr(os, "writev", writev)
+        outcomes.extend(other.put([(page(1), memoryview(body(1, 2, BODY_BYTES)))]))
+        return writev(fd, parts)
+
+    monkeypatch.setattr(os, "writev", meanwhile)
+    assert put(one, 1) == [Put.EXISTED]
+    assert outcomes == [Put.STORED]
+    view = bytearray(BODY_BYTES)
+    assert one.get([(page(1), memoryview(view))]) == [Got.HIT]
+    assert view == body(1, 2, BODY_BYTES)
+    assert put(one, 2) == [Put.STORED]
+    assert one.usage == (2, 2 * OBJECT_BYTES), "what was not stored is counted"
 
 
 def test_reads_and_writes_may_be_cut_short_by_the_system(

@@ -99,6 +99,14 @@ def test_while_it_is_open_calls_are_answered_at_once_and_never_reach_the_store(b
     play(scenario, Fault(0, 1000, blocks_s))
 
 
+def test_a_put_that_is_not_answered_opens_it() -> None:
+    async def scenario(_: Scripted, guard: Guard) -> None:
+        assert await one_put(guard) == [Put.UNREACHABLE]
+        assert guard.stats().is_down
+
+    play(scenario, Fault(0, 1000, 0.0))
+
+
 def ask(store: PageStore) -> Awaitable[object]:
     return store.contains(KEYS)
 
@@ -200,6 +208,20 @@ def test_a_store_that_answers_probes_and_moves_nothing_is_tried_ever_less_often(
         await asyncio.wait(late)
 
     play(scenario, Fault(0, 1000, 30.0, slow=True))
+
+
+def test_a_transfer_that_succeeds_late_does_not_make_the_pauses_short_again() -> None:
+    async def scenario(store: Scripted, guard: Guard) -> None:
+        pauses_s: list[float] = []
+        for number in range(6):
+            put = asyncio.ensure_future(one_put(guard, number))
+            tripped_s = now() + guard.patience_s(100)
+            await asyncio.sleep(2 * PROBE_S_MAX)
+            pauses_s.append(store.probed_at[-1] - tripped_s)
+            assert await put == [Put.STORED]
+        assert pauses_s == pytest.approx([0.25, 0.5, 1, 2, 4, PROBE_S_MAX], abs=0.01)
+
+    play(scenario, Fault(0, 1000, 1.0, slow=True))
 
 
 class Slowest(MemoryStore):

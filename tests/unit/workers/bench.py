@@ -24,6 +24,7 @@ from tidemill.kvstore.worth import Policy
 from tidemill.workers.build import capacity_tokens
 from tidemill.workers.limits import Limits
 from tidemill.workers.messages import Delta, Provenance, Request, Sampling, WorkerGone
+from tidemill.workers.places import Direct
 from tidemill.workers.plan import Budget
 from tidemill.workers.settings import CheckpointStrategy
 from tidemill.workers.step import Drawn, Runner, Step
@@ -198,7 +199,7 @@ async def bench(
     tokens_max = max(tokens_max, rows_max + page_tokens)
     engine = WatchedEngine(
         ledger,
-        Transfer(layout, memory, store),
+        Transfer(layout, Direct(store, memory)),
         carries_out,
         Limits(
             budget=Budget(tokens_max=tokens_max, rows_max=rows_max, page_tokens=page_tokens),

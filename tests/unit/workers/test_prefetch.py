@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.sim.fold import fold_layout
 from tests.unit.workers.bench import (
     ATTENTION_ONLY,
     HYBRID,
@@ -24,6 +25,7 @@ from tidemill.kvstore.memory_store import MemoryStore
 from tidemill.kvstore.store import Got, Put
 from tidemill.workers.build import extents_for
 from tidemill.workers.messages import Produced, Provenance
+from tidemill.workers.prefetch import AHEAD_PAGES_MAX, POLL_S_MAX
 
 LONG = prompt(121)
 KEYS = page_keys(root_of(""), LONG[:120], 4)
@@ -43,6 +45,7 @@ class Timed(MemoryStore):
         self.gets: list[list[ObjectKey]] = []
         self.refuses = 0  # puts from now on
         self.under_way = 0
+        self.asked: list[list[ObjectKey]] = []
 
     async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
         self.puts.append([key for key, _ in objects])
@@ -64,6 +67,10 @@ class Timed(MemoryStore):
             return await super().get(wanted)
         finally:
             self.under_way -= 1
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        self.asked.append(list(keys))
+        return await super().contains(keys)
 
     def patience_s(self, num_bytes: int) -> float:  # noqa: ARG002
         return self.patience
@@ -118,6 +125,38 @@ def test_behind_a_page_that_was_not_stored_none_is_said_to_be(layout: Layout, re
             store.objects.clear()
             store.refuses = 1000
             assert (await one.engine.produce(a_request(LONG))).depth == 0
+
+    run(main())
+
+
+def test_what_waits_behind_a_put_that_is_refused_is_not_offered() -> None:
+    """The end of the prompt waits for its turn, which never comes."""
+
+    async def main() -> None:
+        store = Timed(put_s=5.0)
+        store.refuses = 1
+        async with bench(store, tokens_max=12) as one:
+            assert (await one.engine.produce(a_request(LONG))).depth == 0
+            assert len(store.puts) == 1
+            assert one.ledger.num_leases == 0, "it is held for a put that never comes"
+
+    run(main())
+
+
+def test_the_checkpoint_of_a_junction_is_published_though_later_pages_wait_as_well() -> None:
+    """The pages up to it came from a prefetch, so it is computed in several steps, and in front of all that
+    waits is a put that takes long."""
+    shared = prompt(47)
+    keys = page_keys(root_of(""), shared, 4)
+
+    async def main() -> None:
+        store = Timed()
+        async with bench(store) as one, bench(store, tokens_max=12) as other:
+            await one.engine.produce(a_request(shared + prompt(10, 1)))
+            assert (await other.engine.prefetch(a_request(shared))).depth == 44
+            store.put_s = 5.0
+            await other.engine.produce(a_request(shared + prompt(40, 2)))
+            assert ObjectKey(Kind.CHECKPOINT, keys[-1]) in store.objects
 
     run(main())
 
@@ -239,6 +278,68 @@ def test_a_prefetch_takes_no_memory_that_is_needed() -> None:
             await other.until(lambda: other.engine.load().waiting_rows == 1)
             await _prefetched(other, 0)
             await asyncio.gather(running, waiting)
+
+    run(main())
+
+
+def test_a_prefetch_gives_way_to_a_request_that_waits_for_memory() -> None:
+    async def main() -> None:
+        store, rest = Timed(), a_store()
+        async with bench(store, layout=ATTENTION_ONLY) as one:
+            await one.engine.produce(a_request(LONG))
+        rest.objects, store.objects = store.objects, rest.objects
+        num_extents = extents_for(ATTENTION_ONLY, 200)
+        async with bench(store, layout=ATTENTION_ONLY, num_extents=num_extents) as other:
+            ahead = asyncio.create_task(other.engine.prefetch(a_request(LONG, request_id="ahead")))
+            for index, key in enumerate(rest.objects):
+                await other.until(lambda there=index: len(other.ledger.index) == there)
+                if index < 29:
+                    store.objects[key] = rest.objects[key]
+            async with asyncio.timeout(50.0):
+                await other.answer(a_request(prompt(121, 1), 70))
+            assert (await ahead).depth == 29 * 4, "it ended by itself"
+
+    run(main())
+
+
+def test_a_prefetch_that_finds_nothing_asks_ever_less_often() -> None:
+    async def main() -> None:
+        store = Timed()
+        async with bench(store) as one:
+            ahead = asyncio.create_task(one.engine.prefetch(a_request(LONG)))
+            await asyncio.sleep(10.0)
+            ahead.cancel()
+            assert 10.0 / POLL_S_MAX < len(store.asked) < 10.0 / POLL_S_MAX + 10
+
+    run(main())
+
+
+def test_a_prefetch_asks_for_a_part_of_a_long_prompt() -> None:
+    async def main() -> None:
+        store, layout = Timed(), fold_layout(1, hybrid=False)
+        async with bench(store, layout=layout) as one, bench(store, layout=layout) as other:
+            await one.engine.produce(a_request(LONG))
+            store.asked.clear()
+            assert (await other.engine.prefetch(a_request(LONG))).depth == 120
+            assert [len(keys) for keys in store.asked] == [AHEAD_PAGES_MAX, 120 - AHEAD_PAGES_MAX]
+
+    run(main())
+
+
+def test_a_prefetch_that_is_late_keeps_its_memory_and_the_request_does_not_wait_for_it() -> None:
+    async def main() -> None:
+        store = Timed()
+        async with bench(store) as one:
+            await one.engine.produce(a_request(LONG))
+        store.get_s, store.patience = 500.0, 2.0
+        async with bench(store) as other:
+            ahead = asyncio.create_task(other.engine.prefetch(a_request(LONG)))
+            await asyncio.sleep(10.0)
+            assert store.under_way == other.ledger.num_leases == 1, "the transfer uses it"
+            async with asyncio.timeout(50.0):
+                assert await other.answer(a_request(LONG)) == Provenance(computed_tokens=121)
+            await ahead
+            await asyncio.sleep(500.0)
 
     run(main())
 

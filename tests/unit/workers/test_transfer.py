@@ -19,6 +19,7 @@ from tidemill.kvstore.lease import Lease
 from tidemill.kvstore.memory_store import MemoryStore
 from tidemill.kvstore.shards import Shards, mine, shards_of, share_of
 from tidemill.kvstore.store import Got, PageStore, Put
+from tidemill.workers.places import Direct
 from tidemill.workers.transfer import Mate, Moved, Quota, RankTransfer, Transfer
 
 P = 2
@@ -74,10 +75,15 @@ class Group:
         num_bytes = max(self.layout.page_bytes, self.layout.state_stride_bytes)
         self.arenas = [bytearray([NOISE]) * (11 * num_bytes) for _ in range(size)]
         self.mates: list[Mate] = [
-            RankTransfer(self.layout, memoryview(arena), store, mine(shards, rank, size))
+            RankTransfer(self.layout, Direct(store, memoryview(arena)), mine(shards, rank, size))
             for rank, arena in enumerate(self.arenas)
         ]
-        self.transfer = Transfer(self.layout, memoryview(self.arenas[0]), store, shards, self.mates[1:])
+        self.lead(self.mates[1:], store, shards)
+
+    def lead(self, mates: Sequence[Mate], store: PageStore, shards: Shards) -> None:
+        """The first rank leads these."""
+        places = Direct(store, memoryview(self.arenas[0]))
+        self.transfer = Transfer(self.layout, places, shards, mates)
 
     async def publish(self) -> bool:
         """Fill the pages and the state of each rank with its part of the pattern, and publish them."""
@@ -313,7 +319,7 @@ class Slow:
 def _with_a_slow_mate(patience_s: float = math.inf) -> tuple[Group, Slow]:
     slow = Slow(NUM_PAGES)
     one = Group(Stalled(slow.let, patience_s), 2, SHARDS)
-    one.transfer = Transfer(one.layout, memoryview(one.arenas[0]), one.transfer.store, SHARDS, [slow])
+    one.lead([slow], one.transfer.store, SHARDS)
     return one, slow
 
 
@@ -409,8 +415,7 @@ def test_a_mate_whose_link_is_broken_is_a_loss(broken: int) -> None:
         gone = Slow(0)
         gone.let.set()
         one.mates[broken] = gone
-        other = Transfer(one.layout, memoryview(one.arenas[0]), store, SHARDS, one.mates[1:])
-        one.transfer = other
+        one.lead(one.mates[1:], store, SHARDS)
         assert await one.restore() == 0
         store.objects.clear()
         assert not await one.publish()
