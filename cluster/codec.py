@@ -155,6 +155,10 @@ def _request_to(request: Request) -> pb.Request:
         gap_tokens_max=request.gap_tokens_max,
         drawn=request.drawn,
         priority=request.priority,
+        tenant=request.tenant,
+        ttft_s_max=request.ttft_s_max,
+        lag_s=request.lag_s,
+        on_trial=request.on_trial,
     )
 
 
@@ -171,6 +175,10 @@ def _request_from(message: pb.Request) -> Request:
         gap_tokens_max=message.gap_tokens_max if message.HasField("gap_tokens_max") else None,
         drawn=message.drawn,
         priority=message.priority,
+        tenant=message.tenant,
+        ttft_s_max=message.ttft_s_max if message.HasField("ttft_s_max") else None,
+        lag_s=message.lag_s,
+        on_trial=message.on_trial,
     )
 
 

@@ -32,6 +32,9 @@ class Ask:
     max_new_tokens: int
     avoid: frozenset[WorkerId] = field(default_factory=frozenset[WorkerId])  # those that it was lost on
     wait_s_max: float = 60.0
+    tenant: str = ""
+    ttft_s_max: float | None = None  # None: as long as the server lets it wait
+    content: bytes = b""  # names what is asked, whatever its request_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,8 @@ class Route:
     prefill: WorkerId | None = None
     prefill_address: str = ""
     gap_tokens_max: int | None = None
+    predicted_s: float = 0.0  # until the first token
+    lag_s: float = 0.0  # others who come up to so much later go first: the tenant has had its share
 
 
 def place(fleet: Fleet, ask: Ask) -> Route | None:

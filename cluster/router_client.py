@@ -13,7 +13,7 @@ from tidemill.cluster.channels import open_channel
 from tidemill.cluster.codec import Malformed
 from tidemill.cluster.placement import Ask, Route
 from tidemill.cluster.router_codec import (
-    decode_route,
+    decode_placed,
     decode_status,
     encode_ask,
     encode_budget,
@@ -44,19 +44,23 @@ class RouterClient:
         self._channel: grpc.aio.Channel | None = None
 
     async def place(self, ask: Ask) -> Route:
-        """Waits up to `ask.wait_s_max` for the router and for a worker. Raises Unserved."""
+        """Waits up to `ask.wait_s_max` for the router and for a worker. Raises Unserved, Overloaded,
+        Poisonous."""
         now_s = asyncio.get_running_loop().time
         give_up_s = now_s() + ask.wait_s_max
 
         def asking() -> bytes:
             return encode_ask(replace(ask, wait_s_max=max(0.0, give_up_s - now_s())))
 
-        return decode_route(await self._call("Place", asking, ask.wait_s_max))
+        placed = decode_placed(await self._call("Place", asking, ask.wait_s_max))
+        if isinstance(placed, Route):
+            return placed
+        raise placed
 
     async def lost(self, worker: WorkerId) -> None:
         """Tell the router that a worker is gone; it finds out by itself when it cannot be reached."""
         with suppress(Unserved):
-            await self._call("Lost", lambda: encode_loss(worker), LOST_WAIT_S_MAX)
+            await self._call("Lost", lambda: encode_loss(worker, b""), LOST_WAIT_S_MAX)
 
     async def status(self) -> FleetStatus:
         """Raises Unserved when no router answers."""

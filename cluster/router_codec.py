@@ -13,7 +13,10 @@ from tidemill.workers.messages import (
     Announcement,
     Heartbeat,
     MemoryUse,
+    Overloaded,
+    Poisonous,
     Role,
+    Speed,
     WorkerId,
     WorkerInfo,
     WorkerLoad,
@@ -31,6 +34,9 @@ def encode_ask(ask: Ask) -> bytes:
         max_new_tokens=ask.max_new_tokens,
         avoid=sorted(ask.avoid),
         wait_s_max=ask.wait_s_max,
+        tenant=ask.tenant,
+        ttft_s_max=ask.ttft_s_max,
+        content=ask.content,
     ).SerializeToString()
 
 
@@ -44,28 +50,64 @@ def decode_ask(data: bytes) -> Ask:
         max_new_tokens=message.max_new_tokens,
         avoid=frozenset(WorkerId(worker) for worker in message.avoid),
         wait_s_max=message.wait_s_max,
+        tenant=message.tenant,
+        ttft_s_max=message.ttft_s_max if message.HasField("ttft_s_max") else None,
+        content=message.content,
     )
 
 
-def encode_route(route: Route) -> bytes:
-    return pb.Route(
-        decode=route.decode,
-        decode_address=route.decode_address,
-        prefill=route.prefill,
-        prefill_address=route.prefill_address,
-        gap_tokens_max=route.gap_tokens_max,
-    ).SerializeToString()
+Placed = Route | Overloaded | Poisonous
+"""What a router answers to an ask, unless it is Unserved."""
 
 
-def decode_route(data: bytes) -> Route:
-    message = parse(pb.Route(), data)
-    return Route(
-        decode=WorkerId(message.decode),
-        decode_address=message.decode_address,
-        prefill=WorkerId(message.prefill) if message.HasField("prefill") else None,
-        prefill_address=message.prefill_address,
-        gap_tokens_max=message.gap_tokens_max if message.HasField("gap_tokens_max") else None,
-    )
+def encode_placed(placed: Placed) -> bytes:
+    match placed:
+        case Route():
+            message = pb.Placed(
+                route=pb.Route(
+                    decode=placed.decode,
+                    decode_address=placed.decode_address,
+                    prefill=placed.prefill,
+                    prefill_address=placed.prefill_address,
+                    gap_tokens_max=placed.gap_tokens_max,
+                    predicted_s=placed.predicted_s,
+                    lag_s=placed.lag_s,
+                )
+            )
+        case Overloaded():
+            message = pb.Placed(
+                overload=pb.Overload(
+                    message=str(placed), predicted_s=placed.predicted_s, retry_after_s=placed.retry_after_s
+                )
+            )
+        case Poisonous():
+            message = pb.Placed(poisonous=str(placed))
+    return message.SerializeToString()
+
+
+def decode_placed(data: bytes) -> Placed:
+    message = parse(pb.Placed(), data)
+    match message.WhichOneof("kind"):
+        case "route":
+            route = message.route
+            return Route(
+                decode=WorkerId(route.decode),
+                decode_address=route.decode_address,
+                prefill=WorkerId(route.prefill) if route.HasField("prefill") else None,
+                prefill_address=route.prefill_address,
+                gap_tokens_max=route.gap_tokens_max if route.HasField("gap_tokens_max") else None,
+                predicted_s=route.predicted_s,
+                lag_s=route.lag_s,
+            )
+        case "overload":
+            overload = message.overload
+            return Overloaded(
+                overload.message, predicted_s=overload.predicted_s, retry_after_s=overload.retry_after_s
+            )
+        case "poisonous":
+            return Poisonous(message.poisonous)
+        case _:
+            raise Malformed("an answer of no known kind")
 
 
 def encode_heartbeat(heartbeat: Heartbeat) -> bytes:
@@ -99,7 +141,9 @@ def decode_heartbeat(data: bytes) -> Heartbeat:
 
 
 def encode_ack(ack: Ack) -> bytes:
-    return pb.Ack(want_full=ack.want_full, budget_bytes=ack.budget_bytes).SerializeToString()
+    return pb.Ack(
+        want_full=ack.want_full, budget_bytes=ack.budget_bytes, drain=ack.drain, role=ack.role
+    ).SerializeToString()
 
 
 def decode_ack(data: bytes) -> Ack:
@@ -107,7 +151,28 @@ def decode_ack(data: bytes) -> Ack:
     return Ack(
         want_full=message.want_full,
         budget_bytes=message.budget_bytes if message.HasField("budget_bytes") else None,
+        drain=message.drain,
+        role=_role(message.role) if message.HasField("role") else None,
     )
+
+
+def encode_draining(name: str, *, drain: bool, force: bool) -> bytes:
+    return pb.Draining(name=name, drain=drain, force=force).SerializeToString()
+
+
+def decode_draining(data: bytes) -> tuple[str, bool, bool]:
+    """A worker's name, whether it shall drain, and whether it shall also if nobody else does its work."""
+    message = parse(pb.Draining(), data)
+    return message.name, message.drain, message.force
+
+
+def encode_role(name: str, role: Role) -> bytes:
+    return pb.RoleChange(name=name, role=role).SerializeToString()
+
+
+def decode_role(data: bytes) -> tuple[str, Role]:
+    message = parse(pb.RoleChange(), data)
+    return message.name, _role(message.role)
 
 
 def encode_budget(name: str, budget_bytes: int | None) -> bytes:
@@ -120,12 +185,14 @@ def decode_budget(data: bytes) -> tuple[str, int | None]:
     return message.name, message.budget_bytes if message.HasField("budget_bytes") else None
 
 
-def encode_loss(worker: WorkerId) -> bytes:
-    return pb.Loss(worker=worker).SerializeToString()
+def encode_loss(worker: WorkerId, content: bytes) -> bytes:
+    return pb.Loss(worker=worker, content=content).SerializeToString()
 
 
-def decode_loss(data: bytes) -> WorkerId:
-    return WorkerId(parse(pb.Loss(), data).worker)
+def decode_loss(data: bytes) -> tuple[WorkerId, bytes]:
+    """Who was lost, and the content of the request that is to blame, empty if none is."""
+    message = parse(pb.Loss(), data)
+    return WorkerId(message.worker), message.content
 
 
 def encode_status(status: FleetStatus) -> bytes:
@@ -169,6 +236,13 @@ def _set_by(text: str) -> SetBy:
     return found
 
 
+def _role(text: str) -> Role:
+    found = _ROLES.get(text)
+    if found is None:
+        raise Malformed(f"a role is one of {', '.join(_ROLES)}")
+    return found
+
+
 def _info_to(info: WorkerInfo) -> pb.WorkerInfo:
     return pb.WorkerInfo(
         worker=info.worker,
@@ -188,17 +262,19 @@ def _info_to(info: WorkerInfo) -> pb.WorkerInfo:
         memory_bytes=info.memory_bytes,
         memory_floor_bytes=info.memory_floor_bytes,
         memory_max_bytes=info.memory_max_bytes,
+        page_bytes=info.page_bytes,
+        state_bytes=info.state_bytes,
+        step_tokens_max=info.step_tokens_max,
     )
 
 
 def _info_from(message: pb.WorkerInfo) -> WorkerInfo:
-    role = _ROLES.get(message.role)
-    if role is None or not message.worker or not message.page_tokens:
-        raise Malformed("a worker needs an id, a role and a page size")
+    if not message.worker or not message.page_tokens or not message.step_tokens_max:
+        raise Malformed("a worker needs an id, a page size and a step size")
     return WorkerInfo(
         worker=WorkerId(message.worker),
         name=message.name,
-        role=role,
+        role=_role(message.role),
         address=message.address,
         pid=message.pid,
         node=message.node,
@@ -213,6 +289,9 @@ def _info_from(message: pb.WorkerInfo) -> WorkerInfo:
         memory_bytes=message.memory_bytes,
         memory_floor_bytes=message.memory_floor_bytes,
         memory_max_bytes=message.memory_max_bytes,
+        page_bytes=message.page_bytes,
+        state_bytes=message.state_bytes,
+        step_tokens_max=message.step_tokens_max,
     )
 
 
@@ -234,6 +313,14 @@ def _load_to(load: WorkerLoad) -> pb.WorkerLoad:
         wanted_bytes=load.wanted_bytes,
         state_slots=load.state_slots,
         counters=load.counters,
+        queued_s=load.queued_s,
+        speed=pb.Speed(
+            step_s=load.speed.step_s,
+            token_s=load.speed.token_s,
+            pair_s=load.speed.pair_s,
+            row_s=load.speed.row_s,
+            fetch_bytes_per_s=load.speed.fetch_bytes_per_s,
+        ),
     )
 
 
@@ -255,6 +342,14 @@ def _load_from(message: pb.WorkerLoad) -> WorkerLoad:
         wanted_bytes=message.wanted_bytes,
         state_slots=message.state_slots,
         counters=dict(message.counters),
+        queued_s=message.queued_s,
+        speed=Speed(
+            step_s=message.speed.step_s,
+            token_s=message.speed.token_s,
+            pair_s=message.speed.pair_s,
+            row_s=message.speed.row_s,
+            fetch_bytes_per_s=message.speed.fetch_bytes_per_s,
+        ),
     )
 
 

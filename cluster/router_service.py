@@ -17,11 +17,11 @@ from tidemill.cluster.router_codec import (
     decode_heartbeat,
     decode_loss,
     encode_ack,
-    encode_route,
+    encode_placed,
     encode_status,
 )
 from tidemill.cluster.service import FleetStatus
-from tidemill.workers.messages import Ack, Heartbeat, RequestError, Unserved, WorkerId
+from tidemill.workers.messages import Ack, Heartbeat, Overloaded, Poisonous, RequestError, Unserved, WorkerId
 
 if TYPE_CHECKING:  # generic in the type stubs alone
     Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -76,7 +76,9 @@ class RouterService:
 
     async def _place(self, data: bytes, context: "Context") -> bytes:
         try:
-            return encode_route(await self._router.place(decode_ask(data)))
+            return encode_placed(await self._router.place(decode_ask(data)))
+        except (Overloaded, Poisonous) as error:
+            return encode_placed(error)
         except Unserved as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except Malformed as error:
@@ -103,7 +105,8 @@ class RouterService:
 
     async def _lost(self, data: bytes, context: "Context") -> bytes:
         try:
-            self._router.lost(decode_loss(data))
+            worker, _ = decode_loss(data)
+            self._router.lost(worker)
         except Malformed as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return b""

@@ -74,6 +74,10 @@ class Request:
     of `tokens`. A decode worker computes at most `gap_tokens_max` prompt tokens below the last page boundary
     that nobody holds, beyond that it answers PagesMissing; None is no limit. The last `drawn` of `tokens`
     are not the prompt's: they were drawn and streamed before a loss. Lower values of `priority` go first.
+
+    `tenant` is who asks, `ttft_s_max` how long they want to wait for the first token (None: as long as the
+    server lets them); both are for the router. A worker lets others go first who came up to `lag_s`
+    later. `on_trial`: it was in a step of a worker that died, and runs alone until its first token.
     """
 
     request_id: str
@@ -85,6 +89,10 @@ class Request:
     gap_tokens_max: int | None = None
     drawn: int = 0
     priority: int = 0
+    tenant: str = ""
+    ttft_s_max: float | None = None
+    lag_s: float = 0.0
+    on_trial: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,16 +150,36 @@ class MemoryUse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """How fast a worker is, as it measures itself: seconds, and bytes per second. 0: not measured yet."""
+
+    step_s: float = 0.0  # of a step, whatever is in it
+    token_s: float = 0.0  # of a prompt token
+    pair_s: float = 0.0  # of a prompt token, for each token before it
+    row_s: float = 0.0  # of a row that decodes
+    fetch_bytes_per_s: float = 0.0  # from the store
+
+    def prefill_s(self, start: int, end: int, step_tokens: int) -> float:
+        """Of the prompt tokens `[start, end)`, in steps of so many and nothing beside them."""
+        num_tokens = max(0, end - start)
+        steps = -(-num_tokens // step_tokens)
+        pairs = num_tokens * (start + end) / 2
+        return steps * self.step_s + num_tokens * self.token_s + pairs * self.pair_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     """What a worker has to do and to hold, for placement, for the broker and for people."""
 
     queued_tokens: int = 0  # prompt tokens not yet computed, of waiting and running rows
+    queued_s: float = 0.0  # how long these will take, by `speed`
     running_rows: int = 0
     waiting_rows: int = 0
     memory: MemoryUse = field(default_factory=MemoryUse)
     budget_bytes: int = 0  # what it may take from the system
     wanted_bytes: int = 0  # what its waiting requests will need
     state_slots: int = 0  # states that running rows hold: their own, and the checkpoint each keeps for itself
+    speed: Speed = field(default_factory=Speed)
     counters: dict[str, float] = field(default_factory=dict[str, float])  # totals since the start, by name
 
 
@@ -166,7 +194,7 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """Who a worker is; fixed for its life."""
+    """Who a worker is; fixed for its life, but for its role."""
 
     worker: WorkerId
     name: str  # `decode-0`, the same after a restart
@@ -178,6 +206,9 @@ class WorkerInfo:
     fingerprint: str = ""  # of the model's weights and configuration
     layout: str = ""  # Shards.describe(); with the fingerprint and a salt it is the namespace of its keys
     page_tokens: int = 64
+    page_bytes: int = 0  # of a page of the whole model
+    state_bytes: int = 0  # of a checkpoint; 0 without linear attention
+    step_tokens_max: int = 8192  # that a step computes
     max_model_len: int = 0  # tokens of prompt and answer that the model allows and its memory can hold
     vocab_size: int = 0
     eos_token_ids: tuple[int, ...] = ()
@@ -204,6 +235,8 @@ class Ack:
 
     want_full: bool = False  # the next announcement shall replace all before it
     budget_bytes: int | None = None  # of the worker's memory from now on; None leaves it as it is
+    drain: bool = False  # take no more work, and hand over what is there
+    role: Role | None = None  # to be from now on; None leaves it as it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +274,20 @@ class RequestError(TidemillError):
 
 class Unserved(TidemillError):
     """Every attempt failed."""
+
+
+class Overloaded(Unserved):
+    """Refused before anything was begun: the first token would come after `predicted_s`, later than it is
+    worth. Ask again in `retry_after_s`."""
+
+    def __init__(self, message: str, *, predicted_s: float, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.predicted_s = predicted_s
+        self.retry_after_s = retry_after_s
+
+
+class Poisonous(TidemillError):
+    """The request has ended workers, so it is not tried again."""
 
 
 class PagesMissing(TidemillError):

@@ -50,7 +50,7 @@ class Cancel(_message.Message):
     def __init__(self, call: _Optional[int] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("request_id", "tokens", "max_new_tokens", "sampling", "stop_token_ids", "salt", "gap_tokens_max", "drawn", "priority")
+    __slots__ = ("request_id", "tokens", "max_new_tokens", "sampling", "stop_token_ids", "salt", "gap_tokens_max", "drawn", "priority", "tenant", "ttft_s_max", "lag_s", "on_trial")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,10 @@ class Request(_message.Message):
     GAP_TOKENS_MAX_FIELD_NUMBER: _ClassVar[int]
     DRAWN_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_MAX_FIELD_NUMBER: _ClassVar[int]
+    LAG_S_FIELD_NUMBER: _ClassVar[int]
+    ON_TRIAL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     max_new_tokens: int
@@ -69,7 +73,11 @@ class Request(_message.Message):
     gap_tokens_max: int
     drawn: int
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., gap_tokens_max: _Optional[int] = ..., drawn: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+    tenant: str
+    ttft_s_max: float
+    lag_s: float
+    on_trial: bool
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[str] = ..., gap_tokens_max: _Optional[int] = ..., drawn: _Optional[int] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., ttft_s_max: _Optional[float] = ..., lag_s: _Optional[float] = ..., on_trial: bool = ...) -> None: ...
 
 class Sampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "logprobs", "grammar")
@@ -196,52 +204,106 @@ class Failure(_message.Message):
     def __init__(self, kind: _Optional[_Union[Failure.Kind, str]] = ..., message: _Optional[str] = ..., param: _Optional[str] = ..., status: _Optional[int] = ..., code: _Optional[str] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("request_id", "keys", "num_tokens", "max_new_tokens", "avoid", "wait_s_max")
+    __slots__ = ("request_id", "keys", "num_tokens", "max_new_tokens", "avoid", "wait_s_max", "tenant", "ttft_s_max", "content")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     AVOID_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_MAX_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_MAX_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     keys: bytes
     num_tokens: int
     max_new_tokens: int
     avoid: _containers.RepeatedScalarFieldContainer[str]
     wait_s_max: float
-    def __init__(self, request_id: _Optional[str] = ..., keys: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., avoid: _Optional[_Iterable[str]] = ..., wait_s_max: _Optional[float] = ...) -> None: ...
+    tenant: str
+    ttft_s_max: float
+    content: bytes
+    def __init__(self, request_id: _Optional[str] = ..., keys: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., avoid: _Optional[_Iterable[str]] = ..., wait_s_max: _Optional[float] = ..., tenant: _Optional[str] = ..., ttft_s_max: _Optional[float] = ..., content: _Optional[bytes] = ...) -> None: ...
+
+class Placed(_message.Message):
+    __slots__ = ("route", "overload", "poisonous")
+    ROUTE_FIELD_NUMBER: _ClassVar[int]
+    OVERLOAD_FIELD_NUMBER: _ClassVar[int]
+    POISONOUS_FIELD_NUMBER: _ClassVar[int]
+    route: Route
+    overload: Overload
+    poisonous: str
+    def __init__(self, route: _Optional[_Union[Route, _Mapping]] = ..., overload: _Optional[_Union[Overload, _Mapping]] = ..., poisonous: _Optional[str] = ...) -> None: ...
+
+class Overload(_message.Message):
+    __slots__ = ("message", "predicted_s", "retry_after_s")
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_S_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    message: str
+    predicted_s: float
+    retry_after_s: float
+    def __init__(self, message: _Optional[str] = ..., predicted_s: _Optional[float] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Route(_message.Message):
-    __slots__ = ("decode", "decode_address", "prefill", "prefill_address", "gap_tokens_max")
+    __slots__ = ("decode", "decode_address", "prefill", "prefill_address", "gap_tokens_max", "predicted_s", "lag_s")
     DECODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     PREFILL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     GAP_TOKENS_MAX_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_S_FIELD_NUMBER: _ClassVar[int]
+    LAG_S_FIELD_NUMBER: _ClassVar[int]
     decode: str
     decode_address: str
     prefill: str
     prefill_address: str
     gap_tokens_max: int
-    def __init__(self, decode: _Optional[str] = ..., decode_address: _Optional[str] = ..., prefill: _Optional[str] = ..., prefill_address: _Optional[str] = ..., gap_tokens_max: _Optional[int] = ...) -> None: ...
+    predicted_s: float
+    lag_s: float
+    def __init__(self, decode: _Optional[str] = ..., decode_address: _Optional[str] = ..., prefill: _Optional[str] = ..., prefill_address: _Optional[str] = ..., gap_tokens_max: _Optional[int] = ..., predicted_s: _Optional[float] = ..., lag_s: _Optional[float] = ...) -> None: ...
 
 class Loss(_message.Message):
-    __slots__ = ("worker",)
+    __slots__ = ("worker", "content")
     WORKER_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
     worker: str
-    def __init__(self, worker: _Optional[str] = ...) -> None: ...
+    content: bytes
+    def __init__(self, worker: _Optional[str] = ..., content: _Optional[bytes] = ...) -> None: ...
 
 class Nothing(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Ack(_message.Message):
-    __slots__ = ("want_full", "budget_bytes")
+    __slots__ = ("want_full", "budget_bytes", "drain", "role")
     WANT_FULL_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     want_full: bool
     budget_bytes: int
-    def __init__(self, want_full: bool = ..., budget_bytes: _Optional[int] = ...) -> None: ...
+    drain: bool
+    role: str
+    def __init__(self, want_full: bool = ..., budget_bytes: _Optional[int] = ..., drain: bool = ..., role: _Optional[str] = ...) -> None: ...
+
+class Draining(_message.Message):
+    __slots__ = ("name", "drain", "force")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    drain: bool
+    force: bool
+    def __init__(self, name: _Optional[str] = ..., drain: bool = ..., force: bool = ...) -> None: ...
+
+class RoleChange(_message.Message):
+    __slots__ = ("name", "role")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
 
 class Budget(_message.Message):
     __slots__ = ("name", "budget_bytes")
@@ -266,7 +328,7 @@ class Heartbeat(_message.Message):
     def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., sequence: _Optional[int] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., announcement: _Optional[_Union[Announcement, _Mapping]] = ..., draining: bool = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker", "name", "role", "address", "pid", "node", "rank", "fingerprint", "layout", "page_tokens", "max_model_len", "vocab_size", "eos_token_ids", "device", "memory_bytes", "memory_floor_bytes", "memory_max_bytes")
+    __slots__ = ("worker", "name", "role", "address", "pid", "node", "rank", "fingerprint", "layout", "page_tokens", "page_bytes", "state_bytes", "step_tokens_max", "max_model_len", "vocab_size", "eos_token_ids", "device", "memory_bytes", "memory_floor_bytes", "memory_max_bytes")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -277,6 +339,9 @@ class WorkerInfo(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_MAX_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -294,6 +359,9 @@ class WorkerInfo(_message.Message):
     fingerprint: str
     layout: str
     page_tokens: int
+    page_bytes: int
+    state_bytes: int
+    step_tokens_max: int
     max_model_len: int
     vocab_size: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -301,7 +369,7 @@ class WorkerInfo(_message.Message):
     memory_bytes: int
     memory_floor_bytes: int
     memory_max_bytes: int
-    def __init__(self, worker: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., rank: _Optional[int] = ..., fingerprint: _Optional[str] = ..., layout: _Optional[str] = ..., page_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., device: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., memory_floor_bytes: _Optional[int] = ..., memory_max_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., rank: _Optional[int] = ..., fingerprint: _Optional[str] = ..., layout: _Optional[str] = ..., page_tokens: _Optional[int] = ..., page_bytes: _Optional[int] = ..., state_bytes: _Optional[int] = ..., step_tokens_max: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., device: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., memory_floor_bytes: _Optional[int] = ..., memory_max_bytes: _Optional[int] = ...) -> None: ...
 
 class MemoryUse(_message.Message):
     __slots__ = ("pages_live", "pages_cached", "states_live", "states_cached", "free", "empty", "unmapped")
@@ -321,8 +389,22 @@ class MemoryUse(_message.Message):
     unmapped: int
     def __init__(self, pages_live: _Optional[int] = ..., pages_cached: _Optional[int] = ..., states_live: _Optional[int] = ..., states_cached: _Optional[int] = ..., free: _Optional[int] = ..., empty: _Optional[int] = ..., unmapped: _Optional[int] = ...) -> None: ...
 
+class Speed(_message.Message):
+    __slots__ = ("step_s", "token_s", "pair_s", "row_s", "fetch_bytes_per_s")
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PAIR_S_FIELD_NUMBER: _ClassVar[int]
+    ROW_S_FIELD_NUMBER: _ClassVar[int]
+    FETCH_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    step_s: float
+    token_s: float
+    pair_s: float
+    row_s: float
+    fetch_bytes_per_s: float
+    def __init__(self, step_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., row_s: _Optional[float] = ..., fetch_bytes_per_s: _Optional[float] = ...) -> None: ...
+
 class WorkerLoad(_message.Message):
-    __slots__ = ("queued_tokens", "running_rows", "waiting_rows", "memory", "budget_bytes", "wanted_bytes", "state_slots", "counters")
+    __slots__ = ("queued_tokens", "queued_s", "running_rows", "waiting_rows", "memory", "budget_bytes", "wanted_bytes", "state_slots", "speed", "counters")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -331,22 +413,26 @@ class WorkerLoad(_message.Message):
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_S_FIELD_NUMBER: _ClassVar[int]
     RUNNING_ROWS_FIELD_NUMBER: _ClassVar[int]
     WAITING_ROWS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     WANTED_BYTES_FIELD_NUMBER: _ClassVar[int]
     STATE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SPEED_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     queued_tokens: int
+    queued_s: float
     running_rows: int
     waiting_rows: int
     memory: MemoryUse
     budget_bytes: int
     wanted_bytes: int
     state_slots: int
+    speed: Speed
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, queued_tokens: _Optional[int] = ..., running_rows: _Optional[int] = ..., waiting_rows: _Optional[int] = ..., memory: _Optional[_Union[MemoryUse, _Mapping]] = ..., budget_bytes: _Optional[int] = ..., wanted_bytes: _Optional[int] = ..., state_slots: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    def __init__(self, queued_tokens: _Optional[int] = ..., queued_s: _Optional[float] = ..., running_rows: _Optional[int] = ..., waiting_rows: _Optional[int] = ..., memory: _Optional[_Union[MemoryUse, _Mapping]] = ..., budget_bytes: _Optional[int] = ..., wanted_bytes: _Optional[int] = ..., state_slots: _Optional[int] = ..., speed: _Optional[_Union[Speed, _Mapping]] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Announcement(_message.Message):
     __slots__ = ("added", "removed", "full")

@@ -28,16 +28,20 @@ from tidemill.cluster.router_codec import (
     decode_ack,
     decode_ask,
     decode_budget,
+    decode_draining,
     decode_heartbeat,
     decode_loss,
-    decode_route,
+    decode_placed,
+    decode_role,
     decode_status,
     encode_ack,
     encode_ask,
     encode_budget,
+    encode_draining,
     encode_heartbeat,
     encode_loss,
-    encode_route,
+    encode_placed,
+    encode_role,
     encode_status,
 )
 from tidemill.cluster.service import FleetStatus, WorkerStatus
@@ -49,12 +53,16 @@ from tidemill.workers.messages import (
     GrammarKind,
     Heartbeat,
     MemoryUse,
+    Overloaded,
     PagesMissing,
+    Poisonous,
     Produced,
     Provenance,
     Request,
     RequestError,
+    Role,
     Sampling,
+    Speed,
     TokenLogprob,
     WorkerGone,
     WorkerId,
@@ -99,6 +107,10 @@ requests = st.builds(
     gap_tokens_max=st.none() | u32,
     drawn=st.integers(0, 5),
     priority=st.integers(-(2**31), 2**31 - 1),
+    tenant=texts,
+    ttft_s_max=st.none() | floats,
+    lag_s=floats,
+    on_trial=st.booleans(),
 )
 client_frames = (
     st.builds(Hello, workers)
@@ -115,11 +127,12 @@ bodies = st.builds(
     finish=st.sampled_from([None, "stop", "length"]),
     provenance=st.none() | provenances,
 ) | st.builds(Produced, depth=u32, provenance=provenances)
+roles = st.sampled_from(get_args(Role))
 infos = st.builds(
     WorkerInfo,
     worker=workers,
     name=names,
-    role=st.sampled_from(["prefill", "decode", "mixed"]),
+    role=roles,
     address=texts,
     pid=u32,
     node=texts,
@@ -127,6 +140,9 @@ infos = st.builds(
     fingerprint=texts,
     layout=texts,
     page_tokens=st.integers(1, 2**16),
+    page_bytes=u64,
+    state_bytes=u64,
+    step_tokens_max=st.integers(1, 2**16),
     max_model_len=u64,
     vocab_size=u32,
     eos_token_ids=token_ids,
@@ -138,6 +154,7 @@ infos = st.builds(
 loads = st.builds(
     WorkerLoad,
     queued_tokens=u64,
+    queued_s=floats,
     running_rows=u32,
     waiting_rows=u32,
     memory=st.builds(
@@ -153,6 +170,9 @@ loads = st.builds(
     budget_bytes=u64,
     wanted_bytes=u64,
     state_slots=u64,
+    speed=st.builds(
+        Speed, step_s=floats, token_s=floats, pair_s=floats, row_s=floats, fetch_bytes_per_s=floats
+    ),
     counters=st.dictionaries(texts, floats, max_size=4),
 )
 announcements = st.builds(Announcement, added=keys, removed=keys, full=st.booleans())
@@ -167,6 +187,9 @@ asks = st.builds(
     max_new_tokens=u32,
     avoid=st.frozensets(workers, max_size=3),
     wait_s_max=floats,
+    tenant=texts,
+    ttft_s_max=st.none() | floats,
+    content=st.binary(max_size=16),
 )
 routes = st.builds(
     Route,
@@ -175,6 +198,8 @@ routes = st.builds(
     prefill=st.none() | workers,
     prefill_address=texts,
     gap_tokens_max=st.none() | u32,
+    predicted_s=floats,
+    lag_s=floats,
 )
 statuses = st.builds(
     FleetStatus,
@@ -197,7 +222,9 @@ DECODERS: list[Callable[[bytes], Any]] = [
     decode_client_frame,
     decode_worker_frame,
     decode_ask,
-    decode_route,
+    decode_placed,
+    decode_draining,
+    decode_role,
     decode_heartbeat,
     decode_ack,
     decode_loss,
@@ -222,6 +249,7 @@ DECODERS: list[Callable[[bytes], Any]] = [
         WorkerInfo,
         MemoryUse,
         WorkerLoad,
+        Speed,
         Ack,
         Announcement,
         WorkerStatus,
@@ -250,13 +278,46 @@ def test_fleet_messages_survive_the_trip(
 ) -> None:
     assert decode_heartbeat(encode_heartbeat(heartbeat)) == heartbeat
     assert decode_ask(encode_ask(ask)) == ask
-    assert decode_route(encode_route(route)) == route
+    assert decode_placed(encode_placed(route)) == route
     assert decode_status(encode_status(status)) == status
 
 
-@given(workers, st.builds(Ack, want_full=st.booleans(), budget_bytes=st.none() | u64))
-def test_short_messages_survive_the_trip(worker: WorkerId, ack: Ack) -> None:
-    assert decode_loss(encode_loss(worker)) == worker
+@given(texts, floats, floats)
+def test_refusals_survive_the_trip(text: str, predicted_s: float, retry_after_s: float) -> None:
+    overloaded = decode_placed(
+        encode_placed(Overloaded(text, predicted_s=predicted_s, retry_after_s=retry_after_s))
+    )
+    assert isinstance(overloaded, Overloaded)
+    assert (str(overloaded), overloaded.predicted_s, overloaded.retry_after_s) == (
+        text,
+        predicted_s,
+        retry_after_s,
+    )
+    poisonous = decode_placed(encode_placed(Poisonous(text)))
+    assert isinstance(poisonous, Poisonous)
+    assert str(poisonous) == text
+
+
+@given(
+    workers,
+    st.builds(
+        Ack,
+        want_full=st.booleans(),
+        budget_bytes=st.none() | u64,
+        drain=st.booleans(),
+        role=st.none() | roles,
+    ),
+    st.binary(max_size=16),
+    roles,
+)
+def test_short_messages_survive_the_trip(worker: WorkerId, ack: Ack, content: bytes, role: Role) -> None:
+    assert decode_loss(encode_loss(worker, content)) == (worker, content)
+    assert decode_draining(encode_draining(worker, drain=ack.drain, force=ack.want_full)) == (
+        worker,
+        ack.drain,
+        ack.want_full,
+    )
+    assert decode_role(encode_role(worker, role)) == (worker, role)
     assert decode_ack(encode_ack(ack)) == ack
     assert decode_budget(encode_budget(worker, ack.budget_bytes)) == (worker, ack.budget_bytes)
 
