@@ -87,7 +87,7 @@ class State:
     """A store at a glance. `bytes` and the counts are 0 when it cannot tell."""
 
     is_reachable: bool
-    answer_s: float  # of the question whether it holds something
+    answer_s: float  # of a get of something that is nowhere
     pages: int
     checkpoints: int
     bytes: int
@@ -98,7 +98,7 @@ class State:
 
 async def state_of(store: PageStore, clock: Callable[[], float]) -> State:
     started = clock()
-    await store.contains([ABSENT])
+    [got] = await store.get([(ABSENT, memoryview(bytearray(1)))])
     answer_s = clock() - started
     held: list[Held] = []
     problem = ""
@@ -110,7 +110,7 @@ async def state_of(store: PageStore, clock: Callable[[], float]) -> State:
     kinds = Counter(one.key.kind for one in held)
     ages = [one.used_s for one in held if one.used_s is not None]
     return State(
-        is_reachable=not stats.is_down,
+        is_reachable=not stats.is_down and got is not Got.UNREACHABLE,
         answer_s=answer_s,
         pages=kinds[Kind.PAGE],
         checkpoints=kinds[Kind.CHECKPOINT],

@@ -89,6 +89,8 @@ def _is_mooncake(tier: str) -> bool:
 
 def _plan_tier(tier: str) -> Plan:
     parts = urlsplit(tier)
+    if parts.scheme and not parts.netloc and parts.path:
+        raise StoreError(f"store {tier}: a master that runs is written mooncake://host:port")
     options = parse_qsl(parts.query, keep_blank_values=True)
     ours = {name: value for name, value in options if name in OURS}
     left = [(name, value) for name, value in options if name not in OURS]
@@ -104,6 +106,8 @@ def _plan_tier(tier: str) -> Plan:
             host=host, port=_port(tier, ours.get("port"), host), admin_port=_free_port(tier, host)
         )
         address = f"{host}:{master.port}"
+    if joined and "host" in ours and "size" not in ours:
+        raise StoreError(f"store {tier}: host is where an owner of memory listens: give it a size= to lend")
     owner = None
     if "size" in ours or master is not None:
         owner = Owner(

@@ -21,8 +21,10 @@ from threading import Event, Lock, Thread
 from tidemill.cluster.store_plan import Master, Owner, Plan, plan_store
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.mooncake_store import check_library, is_there
+from tidemill.kvstore.open_store import check_url
 
 START_S_MAX = 30.0
+STOP_S_MAX = 3.0
 PAUSE_S_MIN, PAUSE_S_MAX = 0.1, 5.0
 """Before a process that died is started again: doubled each time, and short again once it was ready."""
 
@@ -40,6 +42,7 @@ def running_store(url: str) -> Generator[str]:
     Raises StoreError with one line that names the fix; nothing is left running then.
     """
     plan = plan_store(url)
+    check_url(plan.url)
     if not plan.has_mooncake:
         yield plan.url
         return
@@ -93,11 +96,14 @@ class Kept:
             ) from None
 
     def stop(self) -> None:
-        """Ends it for good, and waits for that."""
+        """Ends it for good, and waits for that. An owner tells its master, if it gets the time to."""
         with self._lock:
             self._stopped.set()
             if self._process is not None:
-                self._process.kill()
+                self._process.terminate()
+        self._thread.join(STOP_S_MAX)
+        if self._process is not None:
+            self._process.kill()
         self._thread.join()
 
     def _run(self) -> None:

@@ -8,6 +8,7 @@ wait so long waits `patience_s` and leaves that memory alone until then.
 """
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
@@ -97,6 +98,8 @@ class Guard:
         self._asked: set[asyncio.Future[Any]] = set()  # calls to the store that nobody may be waiting for
         self._probing: asyncio.Task[None] | None = None
         self._closed = False
+        self._moving_bytes = 0  # by calls that are under way
+        self._moved_last_s = -math.inf
         self._refused_puts = Counter[Put]()
         self._refused_gets = Counter[Got]()
 
@@ -190,10 +193,12 @@ class Guard:
         def fail() -> None:
             self._fail(trips)
 
-        alarm = Alarm(self.patience_s(num_bytes), fail)
+        self._moving_bytes += num_bytes
+        alarm = Alarm(self.patience_s(self._moving_bytes), fail)  # they share the link
         try:
             yield fail
         finally:
+            self._moving_bytes -= num_bytes
             alarm.cancel()
 
     def _fail(self, trips: int) -> None:
@@ -206,12 +211,14 @@ class Guard:
             self._probing = asyncio.ensure_future(self._probe())
 
     def _moved(self, num_bytes: int, started: float) -> None:
-        """A late transfer tells the rate too: a link that is slow for good is not found down for ever."""
-        took_s = asyncio.get_running_loop().time() - started
+        """A late transfer tells the rate too: a link that is slow for good is not found down for ever. Its
+        time begins with the end of the one before: until then others may have had the link."""
+        now_s = asyncio.get_running_loop().time()
         if num_bytes:
-            if took_s <= self.patience_s(num_bytes):
+            if now_s - started <= self.patience_s(num_bytes):
                 self._breaker.moved()
-            self._rate.add(num_bytes, took_s)
+            self._rate.add(num_bytes, now_s - max(started, self._moved_last_s))
+            self._moved_last_s = now_s
 
     async def _probe(self) -> None:
         """Ask until an answer comes in time. One that does not come keeps the breaker open, and is the only

@@ -19,7 +19,7 @@ from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.listeners import listening_only_at
 from tidemill.kvstore.mooncake_admin import list_objects
 from tidemill.kvstore.mooncake_client import MooncakeClient, Native
-from tidemill.kvstore.remote_store import RemoteStore
+from tidemill.kvstore.remote_store import LEASE_S, RemoteStore
 from tidemill.kvstore.seal import PLAIN, Sealing
 
 LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
@@ -70,10 +70,12 @@ def open_mooncake(
     devices: str = "",
     admin: str = "",
     host: str = "",
+    lease_s: float = LEASE_S,
     sealing: Sealing = PLAIN,
 ) -> RemoteStore:
     """Join the store of the master at `HOST:PORT`. `admin` is where its HTTP server is, `host` what this host
-    is called. Blocking. Raises StoreError, also when there is no master, and then soon."""
+    is called, `lease_s` what the master grants. Blocking. Raises StoreError, also when there is no master,
+    and then soon."""
     site = _reach(master, host, protocol, devices)
     library = load_library()
     config = library.ReplicateConfig()
@@ -85,6 +87,7 @@ def open_mooncake(
     return RemoteStore(
         client,
         sealing=sealing,
+        lease_s=lease_s,
         executor=client.readers,
         listing=lambda: asyncio.to_thread(list_objects, page),
     )
@@ -131,6 +134,7 @@ class _Site:
             native.close()
             raise StoreError(f"the ports of Mooncake cannot be kept to {self.host}: {error}") from error
         if code != 0:
+            native.close()
             raise StoreError(
                 f"the Mooncake master at {self.master} does not take {name} in (code {code}): is it a "
                 f"mooncake_master of the version of this client, and protocol {self.protocol} what both have?"

@@ -25,6 +25,7 @@ from tidemill.kvstore.seal import PLAIN, SEAL_BYTES, Sealing
 from tidemill.kvstore.store import Got, Held, Put, fitting, full_after
 
 TOUCH_S = 1.0
+GONE = {errno.ENOENT, errno.ESTALE}  # evicted, the latter by another host of a network file system
 
 
 class ObjectFolder:
@@ -125,10 +126,8 @@ class ObjectFolder:
         path = self._file(key)
         try:
             fd = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            return Got.MISS
-        except OSError:
-            return Got.UNREACHABLE
+        except OSError as error:
+            return Got.MISS if error.errno in GONE else Got.UNREACHABLE
         try:
             status = os.fstat(fd)
             found = bytearray(SEAL_BYTES)
@@ -139,6 +138,8 @@ class ObjectFolder:
                 self._touch(fd, status)
                 return got
         except OSError as error:
+            if error.errno in GONE:
+                return Got.MISS
             if error.errno != errno.EIO:
                 return Got.UNREACHABLE
             got = Got.CORRUPT

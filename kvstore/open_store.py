@@ -19,6 +19,7 @@ from tidemill.kvstore.file_store import FileStore
 from tidemill.kvstore.guard import TIMEOUT_S, Guard
 from tidemill.kvstore.memory_store import MemoryStore
 from tidemill.kvstore.mooncake_store import open_mooncake
+from tidemill.kvstore.remote_store import LEASE_S
 from tidemill.kvstore.seal import PLAIN, Sealing
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.kvstore.store import PageStore
@@ -28,7 +29,7 @@ _FORMS = "memory:?size=1GiB, file:///path?size=8GiB or mooncake://host:port"
 _OPTIONS = {
     "memory": ("size", "write"),
     "file": ("size", "write", "timeout"),
-    "mooncake": ("write", "timeout", "protocol", "device", "admin"),
+    "mooncake": ("write", "timeout", "lease", "protocol", "device", "admin"),
 }
 _PROTOCOLS = ("tcp", "rdma")
 _MEMORY_BYTES = 1 << 30
@@ -44,16 +45,33 @@ def open_store(url: str, sealing: Sealing = PLAIN) -> PageStore:
 
     Without a size, memory is 1 GiB, and files are 8 GiB or half of their file system, whichever is less.
     """
-    texts = [_Text.of(tier) for tier in url.split(",")]
-    for text in texts[1:]:
-        if text.kind == "memory":
-            raise text.error("memory is nearer than all other tiers: name it first")
+    texts = _texts(url)
     policies = [text.write() for text in texts]
     opened: dict[int, PageStore] = {}
     for index in sorted(range(len(texts)), key=lambda index: texts[index].kind == "mooncake"):
         opened[index] = _open(texts[index], sealing)  # what would need closing if another fails comes last
     tiers = [Tier(opened[index], policy) for index, policy in enumerate(policies)]
     return tiers[0].store if policies == [Write.ALL] else TieredStore(tiers)
+
+
+def check_url(url: str) -> None:
+    """Raises the StoreError that `open_store` would, as far as the text alone tells; opens nothing."""
+    for text in _texts(url):
+        text.write()
+        text.size_bytes(0)
+        if text.kind != "memory":
+            text.timeout_s()
+        if text.kind == "mooncake":
+            text.lease_s()
+            text.protocol()
+
+
+def _texts(url: str) -> "list[_Text]":
+    texts = [_Text.of(tier) for tier in url.split(",")]
+    for text in texts[1:]:
+        if text.kind == "memory":
+            raise text.error("memory is nearer than all other tiers: name it first")
+    return texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +119,25 @@ class _Text:
         return Write(given)
 
     def timeout_s(self) -> float:
-        if "timeout" not in self.options:
-            return _TIMEOUTS_S[self.kind]
-        match = _SECONDS.fullmatch(self.options["timeout"])
-        timeout_s = float(match[1]) * (1e-3 if match[2] == "ms" else 1.0) if match else 0.0
-        if timeout_s <= 0:
-            raise self.error("timeout is a time: write it like 250ms or 2s")
-        return timeout_s
+        return self._seconds("timeout", _TIMEOUTS_S[self.kind])
+
+    def lease_s(self) -> float:
+        return self._seconds("lease", LEASE_S)
+
+    def protocol(self) -> str:
+        given = self.options.get("protocol", _PROTOCOLS[0])
+        if given not in _PROTOCOLS:
+            raise self.error(f"protocol is {' or '.join(_PROTOCOLS)}, not {given!r}")
+        return given
+
+    def _seconds(self, name: str, otherwise: float) -> float:
+        if name not in self.options:
+            return otherwise
+        match = _SECONDS.fullmatch(self.options[name])
+        seconds = float(match[1]) * (1e-3 if match[2] == "ms" else 1.0) if match else 0.0
+        if seconds <= 0:
+            raise self.error(f"{name} is a time: write it like 250ms or 2s")
+        return seconds
 
 
 def _open(text: _Text, sealing: Sealing) -> PageStore:
@@ -130,14 +160,13 @@ def _open_mooncake(text: _Text, sealing: Sealing) -> PageStore:
         raise text.error(
             "only tidemill serve starts a master: join one with mooncake://host:port, or use file:///path"
         )
-    protocol, timeout_s = text.options.get("protocol", _PROTOCOLS[0]), text.timeout_s()
-    if protocol not in _PROTOCOLS:
-        raise text.error(f"protocol is {' or '.join(_PROTOCOLS)}, not {protocol!r}")
+    timeout_s = text.timeout_s()
     store = open_mooncake(
         text.parts.netloc,
-        protocol=protocol,
+        protocol=text.protocol(),
         devices=text.options.get("device", ""),
         admin=text.options.get("admin", ""),
+        lease_s=text.lease_s(),
         sealing=sealing,
     )
     return Guard(store, timeout_s)

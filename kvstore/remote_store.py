@@ -38,6 +38,7 @@ GET_OUTCOMES = {
 }
 """Codes of Mooncake 0.3.13. All others, such as -900 and -901, mean that the master does not answer."""
 
+LEASE_S = 10.0  # of a master that was told nothing else
 NO_SPACE_PAUSES_S = (0.02, 0.06)  # the master makes space bit by bit, and only after it was asked for some
 BATCH_BYTES_MAX = 64 << 20  # enough for full speed; a cancelled call ends with its batch
 BATCH_OBJECTS_MAX = 256
@@ -95,7 +96,7 @@ class RemoteStore:
         client: RemoteClient,
         *,
         sealing: Sealing = PLAIN,
-        lease_s: float = 10.0,
+        lease_s: float = LEASE_S,
         executor: Executor | None = None,
         listing: Callable[[], Awaitable[Listing]] | None = None,
     ) -> None:

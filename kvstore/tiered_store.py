@@ -189,10 +189,12 @@ class TieredStore:
         self._offering = asyncio.ensure_future(self._spread(copies, memory))
 
     async def _spread(self, copies: Sequence[_Offer], memory: memoryview) -> None:
-        for index in range(len(self._tiers)):
-            if objects := [(copy.key, copy.body) for copy in copies if index in copy.tiers]:
-                await self._put(index, objects)
-        self._memory = memory
+        try:
+            for index in range(len(self._tiers)):
+                if objects := [(copy.key, copy.body) for copy in copies if index in copy.tiers]:
+                    await self._put(index, objects)
+        finally:
+            self._memory = memory
 
     def _lacks(self, index: int, hit: _Hit) -> bool:
         """A nearer tier has just said so; a farther one was not asked."""

@@ -40,10 +40,6 @@ class Line:
         finally:
             self._leave()
 
-    @property
-    def has_waiting(self) -> bool:
-        return self._taken
-
     def has_older(self, seniority: Seniority) -> bool:
         """Whether somebody waits whose turn it should be instead."""
         return bool(self._waiting) and self._waiting[0][0] < seniority

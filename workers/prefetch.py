@@ -69,12 +69,11 @@ class Prefetcher:
         return prefetch.pages
 
     async def _follow(self, lease_id: str, keys: list[PageKey], prefetch: _Prefetch) -> int:
-        lease = self._ledger.open(lease_id, runs=False)
-        match = self._ledger.index.match(keys)
-        self._ledger.attach(lease, match, len(match.path))
+        """It holds pages while it fetches and none while it waits: those who run may need the memory."""
+        first = here = len(self._ledger.index.match(keys).path)
+        poll_s = POLL_S_MIN
         try:
-            first, poll_s = len(lease.entries), POLL_S_MIN
-            while (here := len(lease.entries)) < len(keys) and not self._line.has_waiting:
+            while here < len(keys):
                 stored = await self._transfer.num_stored(keys[here : here + AHEAD_PAGES_MAX])
                 if prefetch.unwanted.is_set():
                     break
@@ -83,29 +82,43 @@ class Prefetcher:
                     poll_s = min(2 * poll_s, POLL_S_MAX)
                     continue
                 poll_s = POLL_S_MIN
-                good = await self._fetch(lease, keys, here + stored)
-                if good == here:
+                good = await self._fetch(lease_id, keys, here, here + stored)
+                if good <= here:
                     break
-                prefetch.pages = range(first, good)
-            return len(lease.entries)
+                here = good
+                prefetch.pages = range(first, here)
+            return here
+        finally:
+            prefetch.over.set()
+
+    async def _fetch(self, lease_id: str, keys: list[PageKey], here: int, num_pages: int) -> int:
+        """How many pages are here then; no more than `here` when it has to end."""
+        lease = self._ledger.open(lease_id, runs=False)
+        try:
+            match = self._ledger.index.match(keys)
+            if len(match.path) < here:  # memory is so short that they were evicted
+                return here
+            self._ledger.attach(lease, match, len(match.path))
+            first = len(lease.entries)
+            if first >= num_pages:
+                return first
+            return await self._fill(lease, keys, first, num_pages)
         finally:
             self._ledger.release(lease_id)
             self._line.memory_freed()
-            prefetch.over.set()
 
-    async def _fetch(self, lease: Lease, keys: list[PageKey], num_pages: int) -> int:
-        """How many pages are here then; no more than before when it has to end."""
-        size, here = self._ledger.layout.page_tokens, len(lease.entries)
+    async def _fill(self, lease: Lease, keys: list[PageKey], first: int, num_pages: int) -> int:
+        size = self._ledger.layout.page_tokens
         try:  # as many again shall be left for requests that run
-            self._ledger.reserve(lease, num_pages * size, pages_beside=num_pages - here)
+            self._ledger.reserve(lease, num_pages * size, pages_beside=num_pages - first)
         except OutOfMemory:
-            return here
+            return first
         late: list[asyncio.Future[int]] = []
         good = await self._transfer.fetch(lease, keys, num_pages, late.append)
         if late:
             await asyncio.wait(late)
-            return here
-        if good > here:
+            return first
+        if good > first:
             self._ledger.adopt(lease, good * size, keys)
         return good
 

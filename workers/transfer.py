@@ -139,7 +139,7 @@ class Transfer:
             async with asyncio.timeout(patience_s):  # what is before it may be late
                 await self._fetching.take(num_bytes)
         except TimeoutError:
-            return first
+            return min(first, num_pages - 1)
         moving = asyncio.ensure_future(self._least(lambda rank: rank.get(wanted)))
         moving.add_done_callback(lambda _: self._fetching.give_back(num_bytes))
         late = False

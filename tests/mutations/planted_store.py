@@ -55,16 +55,9 @@ PUBLISHING_BUGS = (
         STORE,
     ),
     Planted(
-        "a prefetch goes on while somebody waits for memory",
-        "workers/prefetch.py",
-        " and not self._line.has_waiting:",
-        ":",
-        PREFETCH,
-    ),
-    Planted(
         "a prefetch takes the last memory",
         "workers/prefetch.py",
-        "pages_beside=num_pages - here",
+        "pages_beside=num_pages - first",
         "pages_beside=0",
         PREFETCH,
     ),
@@ -113,8 +106,8 @@ PUBLISHING_BUGS = (
     Planted(
         "what was prefetched counts as reused",
         "workers/prefetch.py",
-        "prefetch.pages = range(first, good)",
-        "prefetch.pages = range(good, good)",
+        "prefetch.pages = range(first, here)",
+        "prefetch.pages = range(here, here)",
         PREFETCH,
     ),
     Planted(
@@ -309,8 +302,22 @@ STORE_BUGS = (
     Planted(
         "a late transfer shortens the pauses between trials",
         "kvstore/guard.py",
-        "            if took_s <= self.patience_s(num_bytes):\n                self._breaker.moved()\n",
-        "            self._breaker.moved()\n",
+        "now_s - started <= self.patience_s(num_bytes):",
+        "now_s >= started:",
+        GUARD,
+    ),
+    Planted(
+        "a transfer behind others is found late",
+        "kvstore/guard.py",
+        "self.patience_s(self._moving_bytes)",
+        "self.patience_s(num_bytes)",
+        GUARD,
+    ),
+    Planted(
+        "waiting behind others counts as moving slowly",
+        "kvstore/guard.py",
+        "now_s - max(started, self._moved_last_s)",
+        "now_s - started",
         GUARD,
     ),
 )

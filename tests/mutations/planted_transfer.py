@@ -195,7 +195,7 @@ TRANSFER_BUGS = (
     Planted(
         "a slow link is down for ever",
         "kvstore/guard.py",
-        "            self._rate.add(num_bytes, took_s)\n",
+        "            self._rate.add(num_bytes, now_s - max(started, self._moved_last_s))\n",
         "            pass\n",
         GUARD,
     ),

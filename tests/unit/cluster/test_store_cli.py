@@ -18,7 +18,7 @@ from tidemill.kvstore.open_store import open_store
 from tidemill.kvstore.seal import SEAL_BYTES, Sealing
 from tidemill.kvstore.store import Held, Put
 
-PAGES = [ObjectKey(Kind.PAGE, PageKey(bytes([index]) * 16), shard=index) for index in range(3)]
+PAGES = [ObjectKey(Kind.PAGE, PageKey(bytes([1 + index]) * 16), shard=index) for index in range(3)]
 CHECKPOINT = ObjectKey(Kind.CHECKPOINT, PageKey(bytes([2]) * 16))
 SECRET = bytes(range(32))
 

@@ -87,6 +87,8 @@ def test_other_tiers_stay_where_they_are() -> None:
         ("mooncake://host:port", "mooncake://host:port"),
         ("mooncake://host:1?port=2", "port"),
         ("mooncake,mooncake://h:1", "one tier"),
+        ("mooncake:10.0.0.5:50051", "mooncake://host:port"),
+        ("mooncake://10.0.0.5:50051?host=lo", "size="),
     ],
 )
 def test_mistakes(url: str, named: str) -> None:

@@ -165,7 +165,12 @@ def test_reads_and_writes_may_be_cut_short_by_the_system(
 
 
 @pytest.mark.parametrize(
-    ("number", "outcome", "is_kept"), [(errno.EIO, Got.CORRUPT, False), (errno.ESTALE, Got.UNREACHABLE, True)]
+    ("number", "outcome", "is_kept"),
+    [
+        (errno.EIO, Got.CORRUPT, False),
+        (errno.ESTALE, Got.MISS, True),
+        (errno.EACCES, Got.UNREACHABLE, True),
+    ],
 )
 def test_what_the_disk_cannot_read_is_corrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, outcome: Got, *, is_kept: bool

@@ -393,3 +393,34 @@ def test_a_link_that_is_slow_for_good_is_waited_for() -> None:
         await guard.close()
 
     simulate(0, main())
+
+
+class OneLink(MemoryStore):
+    """Its transfers go one after the other, over a link of so many bytes per second."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        super().__init__(1 << 30)
+        self._bytes_per_s = bytes_per_s
+        self._link = asyncio.Lock()
+
+    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+        async with self._link:
+            await asyncio.sleep(sum(body.nbytes for _, body in objects) / self._bytes_per_s)
+        return [Put.STORED] * len(objects)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "num_bytes", "count"), [(1e8, 24 << 20, 10), (1e9, 2 << 20, 120)])
+def test_waiting_behind_others_is_no_fault_of_the_store(
+    bytes_per_s: float, num_bytes: int, count: int
+) -> None:
+    async def main() -> None:
+        guard = Guard(OneLink(bytes_per_s), TIMEOUT_S)
+        body = memoryview(bytes(num_bytes))
+        puts = [guard.put([(KEYS[number % len(KEYS)], body)]) for number in range(count)]
+        assert await asyncio.gather(*puts) == [[Put.STORED]] * count
+        assert guard.stats().trips == 0
+        patience_s = TIMEOUT_S + 3 * num_bytes / bytes_per_s
+        assert guard.patience_s(num_bytes) == pytest.approx(patience_s, rel=0.2)
+        await guard.close()
+
+    simulate(0, main())

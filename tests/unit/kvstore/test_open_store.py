@@ -74,9 +74,11 @@ class Joined:
 def test_a_mooncake_store_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     joined = Joined(monkeypatch)
     opened("mooncake://host:1", Guard)
-    opened("mooncake://host:2?protocol=rdma&device=mlx5_0,mlx5_1&admin=host:3".replace(",", "%2C"), Guard)
-    plain = {"protocol": "tcp", "devices": "", "admin": "", "sealing": PLAIN}
-    rdma = {"protocol": "rdma", "devices": "mlx5_0,mlx5_1", "admin": "host:3", "sealing": PLAIN}
+    options = "protocol=rdma&device=mlx5_0%2Cmlx5_1&admin=host:3&lease=2s"
+    opened(f"mooncake://host:2?{options}", Guard)
+    plain = {"protocol": "tcp", "devices": "", "admin": "", "lease_s": 10.0, "sealing": PLAIN}
+    rdma = {"protocol": "rdma", "devices": "mlx5_0,mlx5_1", "admin": "host:3", "lease_s": 2.0}
+    rdma |= {"sealing": PLAIN}
     assert joined.calls == [("host:1", plain), ("host:2", rdma)]
 
 

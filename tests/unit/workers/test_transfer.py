@@ -323,6 +323,30 @@ def _with_a_slow_mate(patience_s: float = math.inf) -> tuple[Group, Slow]:
     return one, slow
 
 
+@pytest.mark.parametrize("reused_pages", [0, 2, NUM_PAGES])
+def test_a_fetch_that_finds_no_place_in_the_quota_has_fetched_nothing(reused_pages: int) -> None:
+    """Least of all the checkpoint, where all pages are here."""
+
+    async def main() -> None:
+        let = asyncio.Event()
+        let.set()
+        one = Group(Stalled(let, 3.0), 1, SHARDS)
+        places = Direct(one.transfer.store, memoryview(one.arenas[0]))
+        one.transfer = Transfer(one.layout, places, SHARDS, in_flight_bytes_max=1)
+        await one.publish()
+        let.clear()
+        first = asyncio.ensure_future(one.restore())
+        await asyncio.sleep(1.0)
+        second = asyncio.ensure_future(one.restore(reused_pages))
+        assert await first == 0
+        assert await second == min(reused_pages, NUM_PAGES - 1)
+        let.set()
+        for moving in one.late:
+            await moving
+
+    simulate(0, main())
+
+
 def test_a_fetch_that_is_cancelled_leaves_its_transfer_to_whoever_holds_the_memory() -> None:
     async def main() -> None:
         one, slow = _with_a_slow_mate()
