@@ -40,7 +40,7 @@ GET_OUTCOMES = {
 
 LEASE_S = 10.0  # of a master that was told nothing else
 NO_SPACE_PAUSES_S = (0.02, 0.06)  # the master makes space bit by bit, and only after it was asked for some
-BATCH_BYTES_MAX = 64 << 20  # enough for full speed; a cancelled call ends with its batch
+BATCH_BYTES_MAX = 256 << 20  # enough for full speed; a cancelled call ends with its batch
 BATCH_OBJECTS_MAX = 256
 INLINE_BYTES_MAX = 1 << 20  # another thread would take longer to wake up than to read so little
 
