@@ -8,7 +8,7 @@ export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test gpu check bench mutations soak stubs clean
+.PHONY: setup demo test gpu check bench mutations soak soak-faults stubs clean
 
 setup: $(STAMP)
 
@@ -48,6 +48,10 @@ mutations: setup
 
 soak: setup
 	SIM_RUNS=20000 python -m pytest tests/sim
+
+soak-faults: setup
+	FAULT_RUNS=50 python -m pytest tests/e2e/test_faults.py -s -k storm
+	FAULT_RUNS=50 FAULT_RANKS=2 python -m pytest tests/e2e/test_faults.py -s -k storm
 
 stubs: setup
 	python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src tidemill/cluster/proto/tidemill.proto

@@ -8,18 +8,16 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from tidemill.kvstore.layout import Attention, Layout, Linear, layout_of
+from tidemill.cluster.simulate.cost import ATTENTION, ATTENTION_LAYERS, LINEAR, LINEAR_LAYERS
+from tidemill.cluster.simulate.engines import NoBytes
+from tidemill.kvstore.layout import Layout, layout_of
 from tidemill.kvstore.memory_store import MemoryStore
 from tidemill.kvstore.worth import Cost
 from tidemill.workers.step import Drawn, Row, Step
 
-ATTENTION_LAYERS = 12
-LINEAR_LAYERS = 36
-ATTENTION = Attention(kv_heads=2, head_dim=256)
-LINEAR = Linear(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv_width=4)
 COST = Cost(token_flops=2 * 3e9, context_flops=4 * 16 * 256 * ATTENTION_LAYERS)  # 16 query heads of 256
+
+__all__ = ["ATTENTION", "ATTENTION_LAYERS", "NoBytes"]  # that others import from here
 
 VOCABULARY = 150_000
 FIRST_TOKEN = 16
@@ -72,22 +70,6 @@ class ModelRunner:
         self._observe(step)
         await asyncio.sleep(step_seconds(step, self._layout, COST, self._device))
         return [_drawn(row) for row in step]
-
-
-class NoBytes:
-    """Memory that is only counted."""
-
-    def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
-
-    def map(self, offset_bytes: int, num_bytes: int) -> None:
-        pass
-
-    def unmap(self, offset_bytes: int, num_bytes: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class NoStore(MemoryStore):

@@ -4,11 +4,11 @@ import asyncio
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
-from benchmarks.memory_clock import run_virtual
 from benchmarks.memory_figures import Outcome, Sample
 from benchmarks.memory_model import COST, Device, ModelRunner, NoBytes, NoStore, qwen_layout
 from benchmarks.memory_static import StaticArena, StaticCache
 from benchmarks.workloads import Item, Workload
+from tidemill.cluster.simulate.clock import run_virtual
 from tidemill.kvstore.arena import Arena
 from tidemill.kvstore.cache import Cache
 from tidemill.kvstore.index import PrefixIndex

@@ -4,13 +4,17 @@ import asyncio
 import logging
 import os
 import secrets
+import signal
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import ray
+import ray.actor
 import ray.exceptions
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from tidemill.cluster.backoff import Backoff
 from tidemill.cluster.router_client import FindRouter
 from tidemill.cluster.router_service import Router, RouterService
 from tidemill.cluster.settings import RouterSettings, WorkerSettings
@@ -66,7 +70,15 @@ def options_of(settings: WorkerSettings, place: Any, index: int) -> dict[str, An
 
 class WorkerActor:
     """The process of one worker, or of the leader of its group. When the worker breaks, the process ends and
-    Ray starts its next life."""
+    Ray starts its next life. SIGTERM tells it to go: it hands its work over, and has no next life."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:  # noqa: ANN401 - whatever __init__ takes
+        """Ray makes actors in the main thread, which alone can take signals, and starts them in another. It
+        also makes one of its own classes from this one, in the process that asks for actors."""
+        actor = super().__new__(cls)
+        if not issubclass(cls, ray.actor.ActorClass):
+            signal.signal(signal.SIGTERM, actor.leave)
+        return actor
 
     def __init__(
         self,
@@ -84,9 +96,31 @@ class WorkerActor:
         self._process = WorkerProcess(
             settings, settings.host or node, secrets.token_hex(3), node, self._start_ranks
         )
-        run = self._process.run(find_router(router_name, namespace))
-        self._task = self._loop.create_task(run)
+        self._router = (router_name, namespace)
+        self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._ended)
+        self._watch = self._loop.create_task(self._process.hangs())
+        self._watch.add_done_callback(self._hung)
+
+    def leave(self, *_: object) -> None:
+        """Called in the main thread."""
+        self._loop.call_soon_threadsafe(self._process.leave)
+
+    async def exit(self) -> None:
+        """Must be called as an actor's method: so Ray knows that this is no failure."""
+        ray.actor.exit_actor()
+
+    async def _run(self) -> None:
+        await asyncio.sleep(await self._wait_s())
+        await self._process.run(find_router(*self._router))
+
+    async def _wait_s(self) -> float:
+        """Before this life starts: see cluster/backoff.py. A router that is away knows of no earlier one."""
+        with suppress(ValueError, TimeoutError, ray.exceptions.RayError):
+            router = await asyncio.to_thread(RAY.get_actor, *self._router)
+            async with asyncio.timeout(FIND_S_MAX):
+                return await router.begin.remote(self._settings.name)
+        return 0.0
 
     async def state(self) -> State:
         return self._process.state
@@ -113,7 +147,10 @@ class WorkerActor:
         if task.cancelled():
             return
         error = task.exception()
-        assert error is not None, "a worker runs until something breaks"
+        if error is None:
+            log.warning("%s has handed its work over and goes", self._settings.name)
+            RAY.get_runtime_context().current_actor.exit.remote()
+            return
         served = isinstance(self._process.state, Ready)
         failed = self._process.fail(error)
         if failed.expected:  # whoever started the worker reads it from the state
@@ -121,6 +158,10 @@ class WorkerActor:
             return
         log.error("%s broke", self._settings.name, exc_info=error)
         task.get_loop().call_later(0.0 if served else LAST_WORDS_S, self._exit, failed.reason)
+
+    def _hung(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self._exit("its step loop stands still")
 
     def _exit(self, reason: str) -> None:
         log.error("%s ends: %s", self._settings.name, reason)
@@ -154,11 +195,18 @@ class RouterActor:
     def __init__(self, settings: RouterSettings) -> None:
         loop = asyncio.get_running_loop()
         build = resolve(settings.build)
-        router = cast("Router", build(loop.time, broker=settings.broker, expected=settings.expected))
-        self._service = RouterService(router)
+        router = build(
+            loop.time, broker=settings.broker, expected=settings.expected, ttft_s_max=settings.ttft_s_max
+        )
+        self._service = RouterService(cast("Router", router))
+        self._backoff = Backoff()
         host: str = settings.host or RAY.util.get_node_ip_address()
         self._address = loop.create_task(self._service.start(host))
         self._ticks = loop.create_task(self._service.run())
 
     async def address(self) -> str:
         return await self._address
+
+    async def begin(self, name: str) -> float:
+        """A life of this worker begins: how many seconds it shall wait before it starts."""
+        return self._backoff.begin(name, asyncio.get_running_loop().time())

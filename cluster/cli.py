@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 from rich.console import Console
 from rich.text import Text
@@ -34,12 +34,14 @@ from tidemill.cluster.cli_serve import (
     model_name,
     worker_counts,
 )
+from tidemill.cluster.cli_simulate import add_simulate_options
 from tidemill.cluster.settings import ray_environ
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.guard import ABSENT
 from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.seal import PLAIN, Sealing
 from tidemill.kvstore.secret import is_public, read_secret
+from tidemill.workers.messages import Role
 from tidemill.workers.models.bundled import bundled
 
 if TYPE_CHECKING:
@@ -112,8 +114,28 @@ def parser() -> argparse.ArgumentParser:
     )
     memory.set_defaults(run=_memory)
 
+    _add_drain_options(commands.add_parser("drain", help="have a worker hand its work over and take no more"))
+    add_simulate_options(
+        commands.add_parser("simulate", help="replay a request trace through a cluster in virtual time")
+    )
+    _add_role_options(commands.add_parser("role", help="give a worker of a running server another role"))
     _add_store_commands(commands.add_parser("store", help="look into a page store, or measure it"))
     return command
+
+
+def _add_drain_options(drain: argparse.ArgumentParser) -> None:
+    _add_reading_options(drain)
+    drain.add_argument("worker", metavar="WORKER", help="its name, as `tidemill status` shows it")
+    drain.add_argument("--undo", action="store_true", help="let it take work again")
+    drain.add_argument("--force", action="store_true", help="also when no other worker does its work")
+    drain.set_defaults(run=_drain)
+
+
+def _add_role_options(role: argparse.ArgumentParser) -> None:
+    _add_reading_options(role)
+    role.add_argument("worker", metavar="WORKER", help="its name, as `tidemill status` shows it")
+    role.add_argument("role", metavar="ROLE", choices=get_args(Role), help="prefill, decode or mixed")
+    role.set_defaults(run=_role)
 
 
 def _add_store_commands(store: argparse.ArgumentParser) -> None:
@@ -205,6 +227,23 @@ def _memory(options: argparse.Namespace) -> int:
         budget = None if options.budget == "auto" else str(bytes_of(options.budget, "--budget"))
         memory = set_budget(options.url, options.worker, budget)
     _show(options, memory, render_memory(memory))
+    return 0
+
+
+def _drain(options: argparse.Namespace) -> int:
+    from tidemill.cluster.orders_cli import drain
+
+    told = drain(options.url, options.worker, undo=options.undo, force=options.force)
+    does = "takes work again" if options.undo else "hands its work over: see `tidemill status`"
+    _show(options, told, Text(f"{options.worker} {does}"))
+    return 0
+
+
+def _role(options: argparse.Namespace) -> int:
+    from tidemill.cluster.orders_cli import set_role
+
+    told = set_role(options.url, options.worker, options.role)
+    _show(options, told, Text(f"{options.worker} becomes {options.role}"))
     return 0
 
 

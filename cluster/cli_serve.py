@@ -1,10 +1,12 @@
 """The options of `tidemill serve`, and the cluster that they describe."""
 
 import argparse
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
+from tidemill.cluster.autoscale import Bounds
 from tidemill.cluster.settings import ClusterSettings, RouterSettings, WorkerSettings
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.sizes import parse_bytes
@@ -26,6 +28,14 @@ def add_serving_options(serve: argparse.ArgumentParser) -> None:
         "--max-model-len", type=int, metavar="TOKENS", help="limit of prompt and output together"
     )
 
+    _add(
+        edge.add_argument,
+        "--ttft-max",
+        60.0,
+        "refuse at once (429) what would wait longer than this for its first token",
+        metavar="SECONDS",
+    )
+
     _add_worker_options(serve)
     _add_memory_options(serve)
     _add_cluster_options(serve)
@@ -36,6 +46,13 @@ def _add_worker_options(serve: argparse.ArgumentParser) -> None:
     workers.add_argument("--prefill", type=int, metavar="N", help="workers that compute prompts (1)")
     workers.add_argument("--decode", type=int, metavar="N", help="workers that generate (1)")
     workers.add_argument("--mixed", type=int, metavar="N", help="workers that do both, instead of these two")
+    for role in ("prefill", "decode", "mixed"):
+        workers.add_argument(
+            f"--{role}-max",
+            type=int,
+            metavar="N",
+            help=f"more {role} workers are started under load, up to so many in all",
+        )
     workers.add_argument(
         "--tensor-parallel-size",
         "-tp",
@@ -131,7 +148,7 @@ def _add_memory_options(serve: argparse.ArgumentParser) -> None:
 
 
 def _add(
-    add_argument: Callable[..., object], name: str, default: str | int, text: str, **more: object
+    add_argument: Callable[..., object], name: str, default: str | float, text: str, **more: object
 ) -> None:
     add_argument(name, default=default, type=type(default), help=f"{text} (%(default)s)", **more)
 
@@ -175,8 +192,9 @@ def cluster_settings(options: argparse.Namespace, store_url: str, cache_folder: 
     expected = frozenset(worker.name for worker in workers)
     return ClusterSettings(
         workers=tuple(workers),
-        router=RouterSettings(broker=options.memory_broker, expected=expected),
+        router=RouterSettings(broker=options.memory_broker, expected=expected, ttft_s_max=options.ttft_max),
         ray_address=options.ray_address,
+        bounds=_bounds(options, counts),
     )
 
 
@@ -190,6 +208,21 @@ def worker_counts(options: argparse.Namespace) -> dict[Role, int]:
     if prefill < 1 or decode < 1:
         raise UsageError("--prefill and --decode take 1 or more; for workers that do both use --mixed N")
     return {"prefill": prefill, "decode": decode}
+
+
+def _bounds(options: argparse.Namespace, counts: Mapping[Role, int]) -> dict[Role, Bounds]:
+    bounds: dict[Role, Bounds] = {}
+    for role in get_args(Role):
+        most = getattr(options, f"{role}_max")
+        if most is None:
+            continue
+        least = counts.get(role)
+        if least is None or most < least:
+            raise UsageError(
+                f"--{role}-max {most}: set it to --{role} or more, with at least one such worker"
+            )
+        bounds[role] = Bounds(least=least, most=most)
+    return bounds
 
 
 def _tensor_parallel_sizes(options: argparse.Namespace, roles: Collection[Role]) -> dict[Role, int]:

@@ -13,6 +13,7 @@ from tidemill.workers.messages import (
     FinishReason,
     Grammar,
     GrammarKind,
+    HandedOver,
     PagesMissing,
     Produced,
     Provenance,
@@ -68,15 +69,29 @@ Failure = PagesMissing | WorkerGone | RequestError
 
 
 @dataclass(frozen=True, slots=True)
+class Trial:
+    """`alone`: from now on the worker runs this request and no other. Not `alone`: the trial is over, or has
+    to begin again."""
+
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Item:
     """What a worker has for one call. Produced, a failure, and a delta with a finish end their call."""
 
     call: int
-    body: Delta | Produced | Failure
+    body: Delta | Produced | Trial | Failure
 
     @property
     def last(self) -> bool:
-        return not isinstance(self.body, Delta) or self.body.finish is not None
+        match self.body:
+            case Trial():
+                return False
+            case Delta(finish=finish):
+                return finish is not None
+            case _:
+                return True
 
 
 _FINISHES: dict[FinishReason | None, pb.Finish] = {None: pb.NONE, "stop": pb.STOP, "length": pb.LENGTH}
@@ -250,6 +265,8 @@ def _item_to(item: Item) -> pb.Item:
             return pb.Item(
                 call=item.call, produced=pb.Produced(depth=depth, provenance=_provenance_to(provenance))
             )
+        case Trial(alone):
+            return pb.Item(call=item.call, alone=alone)
         case failure:
             return pb.Item(call=item.call, failure=_failure_to(failure))
 
@@ -277,6 +294,8 @@ def _item_from(message: pb.Item) -> Item:
                 message.call,
                 Produced(depth=produced.depth, provenance=_provenance_from(produced.provenance)),
             )
+        case "alone":
+            return Item(message.call, Trial(message.alone))
         case "failure":
             return Item(message.call, _failure_from(message.failure))
         case _:
@@ -304,6 +323,8 @@ def _failure_to(failure: Failure) -> pb.Failure:
     match failure:
         case PagesMissing():
             return pb.Failure(kind=pb.Failure.PAGES_MISSING, message=text)
+        case HandedOver():
+            return pb.Failure(kind=pb.Failure.HANDED_OVER, message=text)
         case WorkerGone():
             return pb.Failure(kind=pb.Failure.WORKER_GONE, message=text)
         case RequestError():
@@ -319,6 +340,8 @@ def _failure_to(failure: Failure) -> pb.Failure:
 def _failure_from(message: pb.Failure) -> Failure:
     if message.kind == pb.Failure.PAGES_MISSING:
         return PagesMissing(message.message)
+    if message.kind == pb.Failure.HANDED_OVER:
+        return HandedOver(message.message)
     if message.kind == pb.Failure.WORKER_GONE:
         return WorkerGone(message.message)
     if message.kind == pb.Failure.BAD_REQUEST:

@@ -1,9 +1,12 @@
 """The life of one request. Start reading here."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+import math
+from array import array
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Protocol
 
 from tidemill.cluster.placement import Ask, Route
@@ -13,8 +16,11 @@ from tidemill.kvstore.layout import restorable_end
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
     Delta,
+    DiedAlone,
+    HandedOver,
     PagesMissing,
     Piece,
+    Poisonous,
     Produced,
     Request,
     Trace,
@@ -29,13 +35,22 @@ PATIENT_ATTEMPTS = 2
 that a store that loses everything makes answers slow and never makes them fail."""
 
 
+WAIT_S_MAX = 60.0
+"""For a router, and for a worker to come up."""
+
+HAND_OVERS_MAX = 64
+HAND_OVER_PAUSE_S = 0.1
+"""Before a request goes to the same worker again, which was told not to take it: the router may not know."""
+
+
 class Router(Protocol):
     async def place(self, ask: Ask) -> Route: ...
-    async def lost(self, worker: WorkerId) -> None: ...
+    async def lost(self, worker: WorkerId, blamed: bytes = b"") -> None: ...
 
 
 class Peers(Protocol):
-    """The workers, wherever they are. Every call raises PagesMissing or WorkerGone."""
+    """The workers, wherever they are. Every call raises PagesMissing or WorkerGone: HandedOver if the worker
+    was told not to do this work, DiedAlone if it was lost while it ran this request alone, on trial."""
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced: ...
     async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None: ...
@@ -52,14 +67,14 @@ async def serve(
     """Stream the tokens of `request`, placing it again whenever a worker or a page is lost.
 
     Pages are named by their tokens and a draw is a function of (seed, position), so a retry is an ordinary
-    request whose prompt also holds what was already streamed. `root_of(salt)` is the namespace's root key.
-    Raises Unserved.
+    request whose prompt also holds what was already streamed. After a loss it goes on trial, for it may be
+    what the worker died of. `root_of(salt)` is the namespace's root key. Raises Unserved, Overloaded,
+    Poisonous.
     """
-    streamed: list[int] = []
-    avoid: frozenset[WorkerId] = frozenset()
-    for attempt in range(1, ATTEMPTS_MAX + 1):
-        rest = _continued(request, streamed)
-        route = await router.place(_ask(rest, root_of(rest.salt), page_tokens, avoid))
+    story = Story(request, content_of(request))
+    while story.attempt <= ATTEMPTS_MAX and story.hand_overs <= HAND_OVERS_MAX:
+        route = await router.place(story.ask(root_of(request.salt), page_tokens))
+        rest = replace(story.rest(), lag_s=route.lag_s)
         at = route.decode
         try:
             produced: Produced | None = None
@@ -68,27 +83,86 @@ async def serve(
                 async with _prefetching(peers, route, rest):
                     produced = await peers.produce(route.prefill, route.prefill_address, rest)
             at = route.decode
-            patient = attempt <= PATIENT_ATTEMPTS and _is_stored(produced, rest, page_tokens)
+            patient = story.attempt <= PATIENT_ATTEMPTS and _is_stored(produced, rest, page_tokens)
             sent = replace(rest, gap_tokens_max=route.gap_tokens_max if patient else None)
             trace: Trace | None = None
             async with aclosing(peers.generate(route.decode, route.decode_address, sent)) as deltas:
                 async for delta in deltas:
                     if delta.provenance is not None:
-                        trace = _trace(attempt, route, produced, delta)
+                        trace = _trace(story.attempt, route, produced, delta)
                     assert trace is not None, "the first delta of a stream says where its prompt came from"
-                    streamed += delta.tokens
+                    story.streamed += delta.tokens
                     yield Piece(
                         tokens=delta.tokens, logprobs=delta.logprobs, finish=delta.finish, trace=trace
                     )
                     if delta.finish is not None:
                         return
             raise WorkerGone(f"{at} ended a stream that was not finished")
-        except PagesMissing:
-            continue
-        except WorkerGone:
-            avoid |= {at}
-            await router.lost(at)
-    raise Unserved(f"{ATTEMPTS_MAX} attempts failed: see `tidemill status` for the workers' state")
+        except (PagesMissing, WorkerGone) as error:
+            await story.failed(at, error, router)
+    raise Unserved(
+        f"{story.attempt - 1} attempts failed and {story.hand_overs} workers handed it over: "
+        "see `tidemill status` for the workers' state"
+    )
+
+
+@dataclass(slots=True)
+class Story:
+    """What has become of a request so far."""
+
+    request: Request
+    content: bytes
+    attempt: int = 1
+    hand_overs: int = 0  # planned ones, which are no failures
+    streamed: list[int] = field(default_factory=list[int])
+    avoid: frozenset[WorkerId] = frozenset()
+    on_trial: bool = False
+
+    def rest(self) -> Request:
+        """What is left of the request after what was streamed, which is part of the prompt now."""
+        return replace(
+            self.request,
+            tokens=(*self.request.tokens, *self.streamed),
+            max_new_tokens=self.request.max_new_tokens - len(self.streamed),
+            drawn=self.request.drawn + len(self.streamed),
+            on_trial=self.on_trial,
+        )
+
+    def ask(self, root: PageKey, page_tokens: int) -> Ask:
+        tokens = (*self.request.tokens, *self.streamed)
+        end = restorable_end(len(tokens), page_tokens)
+        keys = page_keys(root, tokens[:end], page_tokens)
+        is_first = self.attempt == 1 and not self.hand_overs
+        return Ask(
+            request_id=self.request.request_id,
+            keys=tuple(key[:ANNOUNCED_KEY_BYTES] for key in keys),
+            num_tokens=len(tokens),
+            max_new_tokens=self.request.max_new_tokens - len(self.streamed),
+            avoid=self.avoid,
+            tenant=self.request.tenant,
+            ttft_s_max=self.request.ttft_s_max if is_first else math.inf,  # it was accepted
+            content=self.content,
+            wait_s_max=min(WAIT_S_MAX, self.request.ttft_s_max or WAIT_S_MAX) if is_first else WAIT_S_MAX,
+        )
+
+    async def failed(self, at: WorkerId, error: PagesMissing | WorkerGone, router: Router) -> None:
+        """An attempt has ended at this worker. Raises Poisonous."""
+        match error:
+            case PagesMissing():
+                self.attempt += 1
+                return
+            case HandedOver():
+                self.hand_overs += 1
+                if at in self.avoid:
+                    await asyncio.sleep(HAND_OVER_PAUSE_S)
+            case DiedAlone():
+                await router.lost(at, self.content)
+                raise Poisonous(f"workers are lost with this request, the last ran nothing else: {error}")
+            case WorkerGone():
+                self.attempt += 1
+                self.on_trial = True
+                await router.lost(at)
+        self.avoid |= {at}
 
 
 @asynccontextmanager
@@ -109,26 +183,12 @@ async def _prefetching(peers: Peers, route: Route, request: Request) -> AsyncGen
             await asyncio.wait([task])
 
 
-def _ask(request: Request, root: PageKey, page_tokens: int, avoid: frozenset[WorkerId]) -> Ask:
-    end = restorable_end(len(request.tokens), page_tokens)
-    keys = page_keys(root, request.tokens[:end], page_tokens)
-    return Ask(
-        request_id=request.request_id,
-        keys=tuple(key[:ANNOUNCED_KEY_BYTES] for key in keys),
-        num_tokens=len(request.tokens),
-        max_new_tokens=request.max_new_tokens,
-        avoid=avoid,
-    )
-
-
-def _continued(request: Request, streamed: Sequence[int]) -> Request:
-    """What is left of `request` after `streamed`: these tokens are part of the prompt now."""
-    return replace(
-        request,
-        tokens=(*request.tokens, *streamed),
-        max_new_tokens=request.max_new_tokens - len(streamed),
-        drawn=request.drawn + len(streamed),
-    )
+def content_of(request: Request) -> bytes:
+    """16 bytes that name what is asked, whoever asks and whatever the seed of its draws."""
+    terms = (request.max_new_tokens, replace(request.sampling, seed=0), request.stop_token_ids, request.salt)
+    digest = blake2b(repr(terms).encode(errors="surrogatepass"), digest_size=16)
+    digest.update(array("Q", request.tokens).tobytes())
+    return digest.digest()
 
 
 def _is_stored(produced: Produced | None, request: Request, page_tokens: int) -> bool:

@@ -6,8 +6,9 @@ from tidemill.cluster.flow import serve
 from tidemill.cluster.peers import GrpcPeers
 from tidemill.cluster.router_client import RouterClient
 from tidemill.cluster.service import FleetStatus, ServedModel
+from tidemill.cluster.watch import watch
 from tidemill.kvstore.keys import Namespace, PageKey
-from tidemill.workers.messages import Piece, Request, WorkerInfo
+from tidemill.workers.messages import Piece, Request, Role, WorkerInfo
 
 
 class ClusterService:
@@ -27,6 +28,16 @@ class ClusterService:
 
     async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
         await self._router.set_budget(worker, budget_bytes)
+
+    async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
+        await self._router.drain(worker, drain=drain, force=force)
+
+    async def set_role(self, worker: str, role: Role) -> None:
+        await self._router.set_role(worker, role)
+
+    async def run(self) -> None:
+        """Give up workers that are out, until cancelled."""
+        await watch(self._peers, self._router)
 
     async def close(self) -> None:
         await self._peers.close()

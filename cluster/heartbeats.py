@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import grpc.aio
 
+from tidemill.cluster import duties
 from tidemill.cluster.channels import open_channel
 from tidemill.cluster.codec import Malformed
+from tidemill.cluster.duties import Duties
 from tidemill.cluster.router_client import FindRouter
 from tidemill.cluster.router_codec import decode_ack, encode_heartbeat
-from tidemill.workers.messages import Announcement, Heartbeat, WorkerGone, WorkerInfo, WorkerLoad
+from tidemill.workers.messages import Announcement, Heartbeat, WorkerGone, WorkerLoad
 
 if TYPE_CHECKING:  # generic in the type stubs alone
     ReportMethod = grpc.aio.StreamStreamMultiCallable[bytes, bytes]
@@ -28,7 +30,7 @@ RECONNECT_S = 0.1
 log = logging.getLogger(__name__)
 
 
-class Engine(Protocol):
+class Engine(duties.Engine, Protocol):
     @property
     def steps(self) -> int: ...
     def load(self) -> WorkerLoad: ...
@@ -38,11 +40,11 @@ class Engine(Protocol):
 
 class Heartbeats:
     def __init__(
-        self, engine: Engine, info: WorkerInfo, find_router: FindRouter, heard: Callable[[], None]
+        self, engine: Engine, duties: Duties, find_router: FindRouter, heard: Callable[[], None]
     ) -> None:
         """`heard` is called at every acknowledged beat: from the first on, the router knows the worker."""
         self._engine = engine
-        self._info = info
+        self._duties = duties
         self._find_router = find_router
         self._heard = heard
         self._sequence = 0
@@ -65,12 +67,15 @@ class Heartbeats:
         full = True
         steps = -1
         sent: WorkerLoad | None = None
+        sent_duties = (self._duties.info.role, self._duties.draining)
         sent_at_s = 0.0
         while True:
             load = self._engine.load()
+            duties = (self._duties.info.role, self._duties.draining)
             new = sent is None or full or replace(load, counters=sent.counters) != sent
+            new |= duties != sent_duties
             if self._engine.steps != steps and (new or now_s() - sent_at_s >= BEAT_S_MAX):
-                steps, sent, sent_at_s = self._engine.steps, load, now_s()
+                steps, sent, sent_duties, sent_at_s = self._engine.steps, load, duties, now_s()
                 await stream.write(encode_heartbeat(self._beat(load, full=full)))
                 answer = await stream.read()
                 if not isinstance(answer, bytes):  # the end of the stream
@@ -78,6 +83,7 @@ class Heartbeats:
                 ack = decode_ack(answer)
                 full = ack.want_full
                 self._take_budget(ack.budget_bytes, load)
+                self._duties.told(ack)
                 self._heard()
             await asyncio.sleep(LOOK_S)
 
@@ -91,8 +97,9 @@ class Heartbeats:
     def _beat(self, load: WorkerLoad, *, full: bool) -> Heartbeat:
         self._sequence += 1
         return Heartbeat(
-            info=self._info,
+            info=self._duties.info,
             sequence=self._sequence,
             load=load,
             announcement=self._engine.take_announcement(full=full),
+            draining=self._duties.draining,
         )

@@ -27,6 +27,8 @@ from tidemill.workers.messages import WorkerInfo
 
 RAY: Any = ray  # much of it has no types
 
+LIVES = {"max_restarts": -1, "max_task_retries": 0}
+
 LOOK_S = 0.1
 GRACE_S = 3.0
 CONNECT_S_MAX = 5.0
@@ -49,7 +51,7 @@ class Cluster:
         self._processes: list[psutil.Process] = []  # Ray's own, if we started it
         self._router: Any = None
         self._actors: dict[str, Any] = {}
-        self._places: list[Any] = []  # of groups
+        self._places: dict[str, Any] = {}  # of groups, by name
 
     def router(self) -> RouterClient:
         """A new client of the router, for one event loop of this process."""
@@ -92,18 +94,11 @@ class Cluster:
 
     def start_actors(self) -> None:
         settings = self._settings
-        options = {"max_restarts": -1, "max_task_retries": 0}
         try:
-            router = RAY.remote(RouterActor).options(**options, num_cpus=0, name=settings.router.name)
+            router = RAY.remote(RouterActor).options(**LIVES, num_cpus=0, name=settings.router.name)
             self._router = router.remote(settings.router)
             for worker in settings.workers:
-                place = self._place_of(worker)
-                actor = RAY.remote(WorkerActor).options(
-                    **options, **options_of(worker, place, 0), name=worker.name
-                )
-                self._actors[worker.name] = actor.remote(
-                    worker, settings.router.name, settings.namespace, place
-                )
+                self.add_worker(worker)
         except ValueError as error:
             raise LaunchError(
                 f"the actors cannot be created in namespace {settings.namespace}: {error}"
@@ -114,8 +109,26 @@ class Cluster:
         size = worker.engine.tensor_parallel_size
         if size == 1:
             return None
-        self._places.append(RAY.util.placement_group([bundle(worker)] * size, strategy="STRICT_PACK"))
-        return self._places[-1]
+        place = RAY.util.placement_group([bundle(worker)] * size, strategy="STRICT_PACK")
+        self._places[worker.name] = place
+        return place
+
+    def add_worker(self, worker: WorkerSettings) -> None:
+        """Start one; its first heartbeat says that it is ready. May be called on another thread."""
+        place = self._place_of(worker)
+        options = {**LIVES, **options_of(worker, place, 0)}
+        actor = RAY.remote(WorkerActor).options(**options, name=worker.name)
+        router = self._settings.router.name
+        self._actors[worker.name] = actor.remote(worker, router, self._settings.namespace, place)
+
+    def remove_worker(self, name: str) -> None:
+        """End one for good, if it is there: it should have been drained. May be called on another thread."""
+        actor, place = self._actors.pop(name, None), self._places.pop(name, None)
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            if actor is not None:
+                RAY.kill(actor, no_restart=True)
+            if place is not None:
+                RAY.util.remove_placement_group(place)
 
     def wait_until_ready(self, show: Callable[[str, State], None], clock: Callable[[], float]) -> None:
         """Until the router knows every worker. Raises LaunchError with the first thing that went wrong."""
@@ -151,7 +164,7 @@ class Cluster:
             if actor is not None:
                 with contextlib.suppress(ray.exceptions.RayError, ValueError):
                     RAY.kill(actor, no_restart=True)
-        for place in self._places:
+        for place in self._places.values():
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
                 RAY.util.remove_placement_group(place)
         self._actors.clear()

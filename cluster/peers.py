@@ -1,7 +1,7 @@
 """The frontend's side of the data plane: one stream to each worker, shared by all requests that run there."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Generator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Collection, Generator
 from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING
@@ -18,11 +18,13 @@ from tidemill.cluster.codec import (
     Malformed,
     Prefetch,
     Produce,
+    Trial,
     decode_worker_frame,
     encode_client_frame,
 )
 from tidemill.workers.messages import (
     Delta,
+    DiedAlone,
     PagesMissing,
     Produced,
     Request,
@@ -37,7 +39,10 @@ if TYPE_CHECKING:  # generic in the type stubs alone
 UNREAD_ITEMS_MAX = 1024
 """Steps that a reader may be behind; then its call is cancelled, and placed again when it reads on."""
 
-Inbox = asyncio.Queue[Delta | Produced | Failure]
+SILENCE_S_MAX = 1.0
+"""A worker that owes answers and was silent for so long may be out: the router knows."""
+
+Inbox = asyncio.Queue[Delta | Produced | Trial | Failure]
 
 
 class GrpcPeers:
@@ -48,7 +53,7 @@ class GrpcPeers:
         self._streams: dict[tuple[WorkerId, str], _Stream] = {}
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
-        """Raises PagesMissing, WorkerGone, RequestError."""
+        """Raises PagesMissing, WorkerGone, HandedOver, DiedAlone, RequestError."""
         return await self._produced(worker, address, Produce, request)
 
     async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None:
@@ -61,28 +66,34 @@ class GrpcPeers:
         stream = self._stream(worker, address)
         with stream.call(Generate(stream.new_call(), request)) as inbox:
             while True:
-                match await inbox.get():
+                match await _answer(inbox):
                     case Delta() as delta:
                         yield delta
                         if delta.finish is not None:
                             return
                     case Produced():
                         raise WorkerGone(f"{worker} produces instead of generating")
-                    case failure:
-                        raise failure
 
     async def _produced(
         self, worker: WorkerId, address: str, kind: type[Produce | Prefetch], request: Request
     ) -> Produced:
         stream = self._stream(worker, address)
         with stream.call(kind(stream.new_call(), request)) as inbox:
-            match await inbox.get():
+            match await _answer(inbox):
                 case Produced() as produced:
                     return produced
                 case Delta():
                     raise WorkerGone(f"{worker} generates instead of producing")
-                case failure:
-                    raise failure
+
+    def silent(self) -> frozenset[WorkerId]:
+        """Workers that owe answers and have sent nothing for SILENCE_S_MAX."""
+        return frozenset(worker for (worker, _), stream in self._streams.items() if stream.is_silent)
+
+    def give_up(self, workers: Collection[WorkerId]) -> None:
+        """Break the streams to these. One that lives sees its end, and cancels what was called on it."""
+        for (worker, _), stream in list(self._streams.items()):
+            if worker in workers:
+                stream.give_up("the router has not heard it for too long")
 
     async def close(self) -> None:
         await asyncio.gather(*(stream.close() for stream in self._streams.values()))
@@ -105,14 +116,26 @@ class _Stream:
 
     def __init__(self, worker: WorkerId, address: str, unread_items_max: int) -> None:
         self.broken = ""  # why
+        self._heard_s = asyncio.get_running_loop().time()
         self._worker = worker
         self._address = address
         self._unread_items_max = unread_items_max
         self._numbers = count(1)
+        self._reason = "the connection was closed"  # why it will be broken
         self._inboxes: dict[int, Inbox] = {}
+        self._alone: set[int] = set()  # calls that the worker runs and no other, on trial
         self._frames = asyncio.Queue[bytes | None]()  # None ends it
         self._frames.put_nowait(encode_client_frame(Hello(worker)))
         self.reader = asyncio.create_task(self._read())
+
+    @property
+    def is_silent(self) -> bool:
+        since_s = asyncio.get_running_loop().time() - self._heard_s
+        return bool(self._inboxes) and since_s > SILENCE_S_MAX
+
+    def give_up(self, reason: str) -> None:
+        self._reason = reason
+        self.reader.cancel()
 
     def new_call(self) -> int:
         return next(self._numbers)
@@ -127,6 +150,8 @@ class _Stream:
             )
         if self.broken:
             raise self._gone()
+        if not self._inboxes:  # it owes nothing so far
+            self._heard_s = asyncio.get_running_loop().time()
         inbox = self._inboxes[frame.call] = Inbox()
         self._frames.put_nowait(data)
         try:
@@ -139,6 +164,7 @@ class _Stream:
         await asyncio.wait([self.reader])
 
     def _cancel(self, call: int) -> None:
+        self._alone.discard(call)
         if self._inboxes.pop(call, None) is not None and not self.broken:
             self._frames.put_nowait(encode_client_frame(Cancel(call)))
 
@@ -147,18 +173,18 @@ class _Stream:
             yield frame
 
     async def _read(self) -> None:
-        reason = "the connection was closed"
         try:
             async with open_channel(self._address) as channel:
                 async for data in self._open(channel):
+                    self._heard_s = asyncio.get_running_loop().time()
                     for item in decode_worker_frame(data):
                         self._deliver(item)
         except grpc.aio.AioRpcError as error:
-            reason = error.details() or error.code().name
+            self._reason = error.details() or error.code().name
         except Malformed as error:
-            reason = str(error)
+            self._reason = str(error)
         finally:
-            self._break(reason)
+            self._break(self._reason)
 
     def _open(self, channel: grpc.aio.Channel) -> AsyncIterable[bytes]:
         method: StreamMethod = channel.stream_stream("/tidemill.Worker/Stream")
@@ -173,15 +199,28 @@ class _Stream:
             self._cancel(item.call)
             return
         inbox.put_nowait(item.body)
+        if isinstance(item.body, Trial) and item.body.alone:
+            self._alone.add(item.call)
+        elif isinstance(item.body, Trial) or item.last:
+            self._alone.discard(item.call)
         if item.last:
             del self._inboxes[item.call]
 
     def _break(self, reason: str) -> None:
         self.broken = reason
         self._frames.put_nowait(None)
-        for inbox in self._inboxes.values():
-            inbox.put_nowait(self._gone())
+        for call, inbox in self._inboxes.items():
+            inbox.put_nowait(self._gone(DiedAlone if call in self._alone else WorkerGone))
         self._inboxes.clear()
 
-    def _gone(self) -> WorkerGone:
-        return WorkerGone(f"{self._worker} at {self._address}: {self.broken}")
+    def _gone(self, kind: type[WorkerGone] = WorkerGone) -> WorkerGone:
+        return kind(f"{self._worker} at {self._address}: {self.broken}")
+
+
+async def _answer(inbox: Inbox) -> Delta | Produced:
+    """The next one. Raises the failure of the call."""
+    while isinstance(item := await inbox.get(), Trial):
+        pass
+    if isinstance(item, Delta | Produced):
+        return item
+    raise item

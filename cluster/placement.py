@@ -1,25 +1,63 @@
 """Which workers serve a request: filter, score, pick. Pure.
 
-The score counts tokens: those queued on the worker, those nobody would have to compute if another worker were
-taken, and a term for each row that shares its steps. It is the smallest formula that sends a prefix where it
-is held and a flood everywhere; ties break by rendezvous hashing on the first page, so that routers agree
-without talking.
+    score = W + S(u) + kappa S(k)            kappa = min(8, rho / (1 - rho))
+
+`W` is the wait for what is queued, `S(x)` the time to serve the prompt where its first `x` tokens are: `u`
+can be restored there, of `k` the pages are or will be there. The last term is what the choice costs all those
+who come after: a prefix that is taken away from home is computed again, and the busier the fleet is, the
+longer others wait for that (docs/decisions/0017). A stream is placed where prompt and answer cost least; ties
+break by rendezvous hashing on the first page, so that routers agree without talking.
 """
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import NamedTuple
 
-from tidemill.cluster.fleet import Booked, Booking, Fleet, Member
-from tidemill.kvstore.layout import restorable_end
-from tidemill.workers.messages import Role, WorkerId
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.cluster.costs import Costs, Vector
+from tidemill.cluster.fleet import Booked, Booking, Column, Fleet, Member
+from tidemill.cluster.prefixes import cut_keys
+from tidemill.workers.load import BESIDE_STREAMS
+from tidemill.workers.messages import WorkerId
 
 GAP_PAGES_MAX = 2
-"""A decode worker computes a gap of this many pages itself: shorter than a hop to a prefill worker is
-worth."""
+GAP_TOKENS_MIN = 128
+"""A decode worker always computes a gap of so many pages itself, of large pages no more than so many tokens
+and the tail: shorter than a hop to a prefill worker is worth."""
 
-ROW_TOKENS = 16
-"""What one more row in a worker's steps costs, in tokens of prefill."""
+GAP_S_MAX = 0.25
+"""... and a longer one, if the prefill workers are so busy that none would have it computed before,
+and if it takes no longer than this: a prefill worker would keep the pages for others, and streams wait."""
+
+HOP_S = 0.02
+HOP_PAGES = 2
+"""What it costs to have a prompt computed elsewhere; in pages of prompt tokens while speeds are unknown."""
+
+KAPPA_MAX = 8.0
+
+ANSWER_TOKENS = 256
+"""Answers are taken to be no longer than this: what clients allow says little."""
+
+FULL_S = 0.1
+"""What it costs to be placed where half of the memory is taken; nine times as much at nine tenths."""
+
+OVERFULL_S = 60.0
+"""... and where the memory does not suffice, for each time that it is taken."""
+
+FILLED_MAX = 0.98
+
+TOKENS_PER_S = 1e4
+"""... while speeds are unknown."""
+
+TIED = 1.02
+"""Scores that differ by less say nothing."""
+
+SPREAD = np.uint64(0xD6E8FEB86659FD93)  # an odd number with half of its bits set
+
+Chosen = npt.NDArray[np.int64]
+"""Slots of workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +71,7 @@ class Ask:
     avoid: frozenset[WorkerId] = field(default_factory=frozenset[WorkerId])  # those that it was lost on
     wait_s_max: float = 60.0
     tenant: str = ""
-    ttft_s_max: float | None = None  # None: as long as the server lets it wait
+    ttft_s_max: float | None = None  # None: as long as the server lets it wait; inf: it was taken before
     content: bytes = b""  # names what is asked, whatever its request_id
 
 
@@ -47,28 +85,31 @@ class Route:
     prefill: WorkerId | None = None
     prefill_address: str = ""
     gap_tokens_max: int | None = None
-    predicted_s: float = 0.0  # until the first token
-    lag_s: float = 0.0  # others who come up to so much later go first: the tenant has had its share
+    predicted_s: float = 0.0  # until the first token; 0: nobody knows how fast the workers are
+    lag_s: float = 0.0  # see Request
 
 
-def place(fleet: Fleet, ask: Ask) -> Route | None:
+def place(fleet: Fleet, ask: Ask, now_s: float) -> Route | None:
     """The best route now, or None when no worker can decode."""
-    decode = _pick(fleet, ask, ("decode", "mixed"), lambda member: _decode_score(member, ask))
-    if decode is None:
+    view = _View(fleet, ask, now_s)
+    decoding = view.able(Column.DECODES)
+    if not len(decoding):
         return None
-    route = Route(decode=decode.info.worker, decode_address=decode.info.address)
-    gap_tokens_max = GAP_PAGES_MAX * decode.info.page_tokens
-    if decode.info.role == "mixed" or ask.num_tokens - held_tokens(decode, ask) <= gap_tokens_max:
-        return route
-    prefill = _pick(fleet, ask, ("prefill",), lambda member: member.queued_tokens + _lacking(member, ask))
-    if prefill is None:  # serve slowly rather than not at all
-        return route
+    computing = view.able(Column.PREFILLS)
+    prefill, elsewhere = view.best_prefill(computing) if len(computing) else (None, np.inf)
+    streams = view.streams(elsewhere)
+    best = view.pick(decoding, streams.score)
+    decode = fleet.at(best).info
+    predicted_s = float(streams.first[best]) if view.costs.in_seconds else 0.0
+    if prefill is None or streams.alone[best]:
+        return Route(decode=decode.worker, decode_address=decode.address, predicted_s=predicted_s)
     return Route(
-        decode=decode.info.worker,
-        decode_address=decode.info.address,
+        decode=decode.worker,
+        decode_address=decode.address,
         prefill=prefill.info.worker,
         prefill_address=prefill.info.address,
-        gap_tokens_max=gap_tokens_max,
+        gap_tokens_max=GAP_PAGES_MAX * decode.page_tokens,
+        predicted_s=predicted_s,
     )
 
 
@@ -76,40 +117,142 @@ def bookings(fleet: Fleet, ask: Ask, route: Route, now_s: float) -> list[Booked]
     """What the route adds to the load of its workers until they report it themselves."""
     decode = fleet.members[route.decode]
     if route.prefill is None:
-        return [Booked(route.decode, Booking(tokens=_lacking(decode, ask), rows=1, at_s=now_s))]
+        view = _View(fleet, ask, now_s, [decode.slot])
+        return [Booked(route.decode, view.prompt(0, ask.num_tokens))]
     prefill = fleet.members[route.prefill]
-    return [
-        Booked(route.prefill, Booking(tokens=_lacking(prefill, ask), rows=1, at_s=now_s)),
-        Booked(route.decode, Booking(tokens=decode.info.page_tokens, rows=1, at_s=now_s)),
-    ]
+    view = _View(fleet, ask, now_s, [decode.slot, prefill.slot])
+    produced = view.prompt(1, view.boundary)
+    wait_s = float(view.costs.wait[1]) if view.costs.in_seconds else 0.0
+    streamed = Booking(
+        tokens=decode.info.page_tokens,
+        rows=1,
+        at_s=now_s,
+        due_s=now_s + wait_s + produced.seconds,
+        num_bytes=int(view.needed_bytes()[0]),
+        keys=ask.keys,
+    )
+    return [Booked(route.prefill, produced), Booked(route.decode, streamed)]
 
 
-def held_tokens(member: Member, ask: Ask) -> int:
-    """The deepest restorable depth of this prompt that the worker has announced."""
-    for pages in range(
-        restorable_end(ask.num_tokens, member.info.page_tokens) // member.info.page_tokens, 0, -1
-    ):
-        if pages <= len(ask.keys) and ask.keys[pages - 1] in member.held:
-            return pages * member.info.page_tokens
-    return 0
+class _Streams(NamedTuple):
+    """Of each worker that takes streams: the time to the first token, what else counts against it added, and
+    whether it computes the prompt alone."""
+
+    score: Vector
+    first: Vector
+    alone: npt.NDArray[np.bool_]
 
 
-def _lacking(member: Member, ask: Ask) -> int:
-    return ask.num_tokens - held_tokens(member, ask)
+class _View:
+    """The fleet, or some slots of it, as one request sees it. Depths are in tokens."""
 
+    def __init__(self, fleet: Fleet, ask: Ask, now_s: float, slots: list[int] | None = None) -> None:
+        self._fleet = fleet
+        self._ask = ask
+        self._now_s = now_s
+        self._table = table = fleet.table if slots is None else fleet.table[:, slots]
+        self.costs = Costs(table, now_s, like=fleet.table)
+        announced, resident = fleet.depths(ask.keys)
+        page_tokens = fleet.table[Column.PAGE_TOKENS]
+        self.boundary = len(ask.keys) * int(page_tokens.max())
+        self._stored = float((announced * page_tokens).max())  # what one has made, it has published
+        if slots is not None:
+            announced, resident = announced[slots], resident[slots]
+        self._announced: Vector = announced * self.costs.page_tokens
+        self._resident: Vector = resident * self.costs.page_tokens
+        hybrid = table[Column.STATE_BYTES] > 0
+        self._restorable: Vector = np.where(hybrid, self._announced, self._resident)
+        rho = fleet.rho(now_s)
+        self._kappa = KAPPA_MAX if rho * (1 + KAPPA_MAX) >= KAPPA_MAX else rho / (1 - rho)
+        streams = (table[Column.DECODES] > 0) & (table[Column.ROWS] > 0)
+        self._beside: Vector = np.where(streams, BESIDE_STREAMS, 1.0)
 
-def _decode_score(member: Member, ask: Ask) -> float:
-    return member.queued_tokens + ROW_TOKENS * member.rows + _lacking(member, ask)
+    def able(self, column: Column) -> Chosen:
+        """The workers that do this; those that the request was lost on are better than none."""
+        able = np.flatnonzero(self._table[column])
+        lost = [self._fleet.members[one].slot for one in self._ask.avoid if one in self._fleet.members]
+        others = able[~np.isin(able, lost)] if lost else able
+        return others if len(others) else able
 
+    def pick(self, slots: Chosen, scores: Vector) -> int:
+        """Which of them: the one with the least score, and among equals the one whose name is next to the
+        request's first page (rendezvous hashing, Thaler and Ravishankar, 1998)."""
+        score = scores[slots]
+        tied = slots[score <= score.min() * TIED]
+        if len(tied) == 1:
+            return int(tied[0])
+        ask = self._ask
+        family = ask.keys[0] if ask.keys else blake2b(ask.request_id.encode(), digest_size=8).digest()
+        names = self._table[Column.NAME, tied].astype(np.uint64)
+        mixed = (names ^ cut_keys([family])) * SPREAD
+        mixed = (mixed ^ (mixed >> np.uint64(32))) * SPREAD
+        return int(tied[np.argmax(mixed ^ (mixed >> np.uint64(29)))])
 
-def _pick(fleet: Fleet, ask: Ask, roles: Iterable[Role], score: Callable[[Member], float]) -> Member | None:
-    able = [member for member in fleet.members.values() if member.info.role in roles and not member.draining]
-    candidates = [member for member in able if member.info.worker not in ask.avoid] or able
-    if not candidates:
-        return None
-    family = ask.keys[0] if ask.keys else ask.request_id.encode()
-    return min(candidates, key=lambda member: (score(member), _rendezvous(family, member.info.name)))
+    def best_prefill(self, slots: Chosen) -> tuple[Member, float]:
+        """Where the prompt is computed best, and when it will be."""
+        done = self.costs.wait + self.costs.serving(self._restorable, self._stored, self.boundary)
+        best = self.pick(slots, done + self._staying(self.boundary))
+        return self._fleet.at(best), float(done[best])
 
+    def streams(self, elsewhere: float) -> _Streams:
+        """`elsewhere`: when the best prefill worker will have computed the prompt."""
+        costs, end = self.costs, self._ask.num_tokens
+        mixed = self._table[Column.MIXED] > 0
+        here = np.where(mixed, self._restorable, self._announced)
+        own = costs.serving(here, self._stored, end) * self._beside
+        short = np.minimum(GAP_PAGES_MAX * costs.page_tokens, np.maximum(costs.page_tokens, GAP_TOKENS_MIN))
+        alone = mixed | (end - here <= short)
+        if costs.in_seconds:
+            alone |= (own <= elsewhere) & (costs.computing(here, end) * self._beside <= GAP_S_MAX)
+        home = self._staying(end) * self._beside if mixed.any() else 0.0
+        if np.isinf(elsewhere):
+            alone[:] = True
+            first = costs.wait + own + costs.step
+            return _Streams(first + np.where(mixed, home, 0.0) + self._crowding(), first, alone)
+        pages = np.maximum(0.0, self.boundary - self._restorable) / costs.page_tokens
+        late = np.minimum(pages, np.ceil(costs.step_tokens / costs.page_tokens))  # of the last step
+        hop = HOP_S if costs.in_seconds else HOP_PAGES * costs.page_tokens
+        fetched = late * costs.page + np.sign(pages) * costs.state  # the others come while it computes
+        by_hop = elsewhere + hop + fetched + costs.computing(self.boundary, end) * self._beside
+        first = costs.wait + np.where(alone, own, by_hop) + costs.step
+        stays = np.where(mixed, home, (pages - late) * costs.page)
+        return _Streams(first + stays + self._crowding(), first, alone)
 
-def _rendezvous(family: bytes, name: str) -> bytes:
-    return blake2b(family + name.encode(), digest_size=8).digest()
+    def prompt(self, index: int, end: int) -> Booking:
+        """What it is for one of the slots to compute the prompt up to `end`."""
+        seconds = self.costs.serving(self._restorable, self._stored, end) * self._beside
+        return Booking(
+            tokens=self._ask.num_tokens - int(self._restorable[index]),
+            rows=1,
+            at_s=self._now_s,
+            due_s=self._now_s,
+            seconds=float(seconds[index]) if self.costs.in_seconds else 0.0,
+            num_bytes=int(self.needed_bytes()[index]),
+            keys=self._ask.keys,
+        )
+
+    def needed_bytes(self) -> Vector:
+        """What prompt and answer take."""
+        table, ask = self._table, self._ask
+        answer = np.sign(table[Column.DECODES]) * min(ask.max_new_tokens, ANSWER_TOKENS)
+        pages = np.ceil((ask.num_tokens + answer) / table[Column.PAGE_TOKENS])
+        return pages * table[Column.PAGE_BYTES] + table[Column.STATE_BYTES]
+
+    def _staying(self, end: int) -> Vector:
+        """What it costs those who come later when this prompt is computed there."""
+        if self._kappa == 0:
+            return np.zeros_like(self._resident)
+        return self._kappa * self.costs.serving(self._resident, self._stored, end)
+
+    def _crowding(self) -> Vector:
+        """What the rows beside it cost it, and it them, and what it costs when memory runs short."""
+        table, costs = self._table, self.costs
+        rows, budget = table[Column.ROWS], table[Column.BUDGET_BYTES]
+        taken = (table[Column.TAKEN_BYTES] + self.needed_bytes()) / np.maximum(budget, 1.0)
+        taken = np.where(budget > 0, taken, 0.0)
+        overfull = np.where(taken > 1, OVERFULL_S * taken, 0.0)
+        if not costs.in_seconds:
+            return rows * costs.row + overfull * TOKENS_PER_S
+        slowed = 2 * min(self._ask.max_new_tokens, ANSWER_TOKENS) * rows * costs.row
+        filled = np.minimum(taken, FILLED_MAX)
+        return slowed + FULL_S * filled / (1 - filled) + overfull

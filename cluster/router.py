@@ -1,16 +1,23 @@
-"""The router: hears the workers, places the requests."""
+"""The router: hears the workers, places the requests, and passes on what people tell workers to do."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
+from tidemill.cluster.admission import TTFT_S_MAX, Admission
 from tidemill.cluster.budgets import Budgets
 from tidemill.cluster.fleet import Fleet, Heard, Lost, Member, wants_full_announcement
+from tidemill.cluster.orders import Orders
 from tidemill.cluster.placement import Ask, Route, bookings, place
+from tidemill.cluster.quarantine import Quarantine
 from tidemill.cluster.service import FleetStatus, WorkerStatus
-from tidemill.workers.messages import Ack, Heartbeat, Unserved, WorkerId
+from tidemill.workers.messages import Ack, Heartbeat, Role, Unserved, WorkerId
 
 SILENCE_S_MAX = 3.0
 """Workers beat at least once a second, from their step loop: three missed beats and a worker is out."""
+
+REMEMBERED_S = 60.0
+"""A life that is over is forgotten after this time: from then on it counts as silent, too."""
 
 
 class Router:
@@ -18,52 +25,99 @@ class Router:
     heartbeat interval, without the budgets that people set."""
 
     def __init__(
-        self, clock: Callable[[], float], *, broker: bool = True, expected: frozenset[str] = frozenset()
+        self,
+        clock: Callable[[], float],
+        *,
+        broker: bool = True,
+        expected: frozenset[str] = frozenset(),
+        ttft_s_max: float = TTFT_S_MAX,
     ) -> None:
         """`broker`: move memory between the workers of a device, once those of the names `expected` have been
-        heard; without, each keeps its share."""
+        heard; without, each keeps its share. `ttft_s_max`: what would wait longer for its first token is
+        refused."""
         self._clock = clock
         self._fleet = Fleet()
         self._budgets = Budgets(clock, broker=broker, expected=expected)
+        self._orders = Orders()
+        self._quarantine = Quarantine()
+        self._admission = Admission(ttft_s_max)
+        self._heard_s: dict[WorkerId, float] = {}  # when each life was heard last, also one that was dropped
+        self._began_s = clock()
         self._changed = asyncio.Event()
 
     async def place(self, ask: Ask) -> Route:
         """Choose the workers of one attempt; waits up to `ask.wait_s_max` for a worker that can decode.
 
-        Raises Unserved when none comes.
+        Raises Unserved when none comes, Overloaded, Poisonous.
         """
-        give_up_s = self._clock() + ask.wait_s_max
-        while (route := place(self._fleet, ask)) is None:
+        self._quarantine.check(ask.content, self._clock())
+        wait_s_max = min(ask.wait_s_max, self._admission.patience_s(ask))
+        give_up_s = self._clock() + wait_s_max
+        while (route := place(self._fleet, ask, self._clock())) is None:
             changed = self._changed
             try:
                 async with asyncio.timeout(max(0.0, give_up_s - self._clock())):
                     await changed.wait()
             except TimeoutError:
                 raise Unserved(
-                    f"no decode worker came up within {ask.wait_s_max:g} s: see `tidemill status`"
+                    f"no decode worker came up within {wait_s_max:g} s: see `tidemill status`"
                 ) from None
-        for booked in bookings(self._fleet, ask, route, self._clock()):
-            self._fleet = self._fleet.apply(booked)
+        now_s = self._clock()
+        booked = bookings(self._fleet, ask, route, now_s)
+        route = self._admission.admit(ask, route, self._fleet, booked, now_s)
+        for one in booked:
+            self._fleet.apply(one)
         return route
 
     def heartbeat(self, heartbeat: Heartbeat) -> Ack:
         """Take a worker's report. It is asked for a full announcement when some of them were missed."""
+        now_s = self._clock()
         want_full = wants_full_announcement(self._fleet, heartbeat)
-        self._become(self._fleet.apply(Heard(heartbeat, self._clock())))
-        return Ack(want_full=want_full, budget_bytes=self._budgets.heard(heartbeat))
+        is_new = heartbeat.info.worker not in self._heard_s
+        drain, role = self._orders.heard(heartbeat.info, draining=heartbeat.draining, is_new=is_new)
+        if drain and not heartbeat.draining:  # it will be, when it has read the answer
+            heartbeat = replace(heartbeat, draining=True)
+        self._heard_s[heartbeat.info.worker] = now_s
+        self._fleet.apply(Heard(heartbeat, now_s))
+        self._wake()
+        return Ack(want_full=want_full, budget_bytes=self._budgets.heard(heartbeat), drain=drain, role=role)
 
     def set_budget(self, name: str, budget_bytes: int | None) -> None:
         """A person's word; None takes it back. Raises RequestError."""
         self._budgets.set(name, budget_bytes)
 
-    def lost(self, worker: WorkerId) -> None:
-        """A frontend's stream to this worker broke. If it lives, its next heartbeat brings it back."""
-        self._become(self._fleet.apply(Lost(worker)))
+    def drain(self, name: str, *, drain: bool, force: bool) -> None:
+        """A person's word: hand everything over, or take work again. Raises RequestError."""
+        self._orders.drain(name, self._fleet.members.values(), drain=drain, force=force)
+
+    def set_role(self, name: str, role: Role) -> None:
+        """A person's word. Raises RequestError."""
+        self._orders.set_role(name, role, self._fleet.members.values())
+
+    def out(self, workers: Iterable[WorkerId]) -> frozenset[WorkerId]:
+        """Which of these have been silent for too long: what runs there is to be placed again. None while
+        this router is so young that those that live may not have found it."""
+        since_s = self._clock() - SILENCE_S_MAX
+        if self._began_s >= since_s:
+            return frozenset()
+        return frozenset(worker for worker in workers if self._heard_s.get(worker, since_s - 1.0) < since_s)
+
+    def lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
+        """A frontend's stream to this worker broke, because of the content `blamed` if there is one. If it
+        lives, its next heartbeat brings it back."""
+        if blamed:
+            self._quarantine.add(blamed, self._clock())
+        self._fleet.apply(Lost(worker))
+        self._wake()
 
     def tick(self) -> None:
         """Drop the workers that have been silent for too long."""
-        for worker in self._fleet.silent(self._clock(), SILENCE_S_MAX):
-            self._become(self._fleet.apply(Lost(worker)))
+        now_s = self._clock()
+        for worker in [one for one, at_s in self._heard_s.items() if now_s - at_s > REMEMBERED_S]:
+            del self._heard_s[worker]
+        for worker in self._fleet.silent(now_s, SILENCE_S_MAX):
+            self._fleet.apply(Lost(worker))
+            self._wake()
 
     def status(self) -> FleetStatus:
         now_s = self._clock()
@@ -77,12 +131,11 @@ class Router:
             load=member.load,
             state="draining" if member.draining else "ready",
             heard_ago_s=now_s - member.heard_at_s,
-            restorable_depths=len(member.held),
+            restorable_depths=self._fleet.num_held(member),
             set_by=set_by,
             set_bytes=set_bytes,
         )
 
-    def _become(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def _wake(self) -> None:
         self._changed.set()  # wakes those who wait now; the next ones wait for the next change
         self._changed = asyncio.Event()

@@ -1,7 +1,7 @@
 """A frontend's way to the router, which may be restarted under another address at any time."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,14 +13,18 @@ from tidemill.cluster.channels import open_channel
 from tidemill.cluster.codec import Malformed
 from tidemill.cluster.placement import Ask, Route
 from tidemill.cluster.router_codec import (
+    decode_lives,
     decode_placed,
     decode_status,
     encode_ask,
     encode_budget,
+    encode_draining,
+    encode_lives,
     encode_loss,
+    encode_role,
 )
 from tidemill.cluster.service import FleetStatus
-from tidemill.workers.messages import RequestError, Unserved, WorkerGone, WorkerId
+from tidemill.workers.messages import RequestError, Role, Unserved, WorkerGone, WorkerId
 
 if TYPE_CHECKING:  # generic in the type stubs alone
     UnaryMethod = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
@@ -29,7 +33,8 @@ FindRouter = Callable[[], Awaitable[str]]
 """The router's address now. Raises WorkerGone while it is away."""
 
 STATUS_WAIT_S_MAX = 5.0
-BUDGET_WAIT_S_MAX = 5.0
+ORDER_WAIT_S_MAX = 5.0
+OUT_WAIT_S_MAX = 0.5
 LOST_WAIT_S_MAX = 1.0
 RETRY_S = 0.1
 ANSWER_S_MAX = 1.0
@@ -42,6 +47,7 @@ class RouterClient:
     def __init__(self, find: FindRouter) -> None:
         self._find = find
         self._channel: grpc.aio.Channel | None = None
+        self._finding = asyncio.Lock()  # thousands may wait for a router that comes back
 
     async def place(self, ask: Ask) -> Route:
         """Waits up to `ask.wait_s_max` for the router and for a worker. Raises Unserved, Overloaded,
@@ -57,10 +63,17 @@ class RouterClient:
             return placed
         raise placed
 
-    async def lost(self, worker: WorkerId) -> None:
-        """Tell the router that a worker is gone; it finds out by itself when it cannot be reached."""
+    async def lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
+        """Tell the router that a worker is gone, and what content it died of if that is known; it finds out
+        by itself when it cannot be reached."""
         with suppress(Unserved):
-            await self._call("Lost", lambda: encode_loss(worker, b""), LOST_WAIT_S_MAX)
+            await self._call("Lost", lambda: encode_loss(worker, blamed), LOST_WAIT_S_MAX)
+
+    async def out(self, workers: Collection[WorkerId]) -> frozenset[WorkerId]:
+        """Which of these the router has not heard for too long; none when it does not answer."""
+        with suppress(Unserved, Malformed):
+            return decode_lives(await self._call("Out", lambda: encode_lives(workers), OUT_WAIT_S_MAX))
+        return frozenset()
 
     async def status(self) -> FleetStatus:
         """Raises Unserved when no router answers."""
@@ -69,7 +82,16 @@ class RouterClient:
     async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
         """Give a worker this budget; None leaves it to the broker. Raises RequestError that says what it can
         have, or which workers there are; Unserved."""
-        await self._call("SetBudget", lambda: encode_budget(worker, budget_bytes), BUDGET_WAIT_S_MAX)
+        await self._call("SetBudget", lambda: encode_budget(worker, budget_bytes), ORDER_WAIT_S_MAX)
+
+    async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
+        """Tell a worker to hand everything over, or to take work again. Raises RequestError, Unserved."""
+        order = encode_draining(worker, drain=drain, force=force)
+        await self._call("Drain", lambda: order, ORDER_WAIT_S_MAX)
+
+    async def set_role(self, worker: str, role: Role) -> None:
+        """Give a worker another role. Raises RequestError, Unserved."""
+        await self._call("SetRole", lambda: encode_role(worker, role), ORDER_WAIT_S_MAX)
 
     async def close(self) -> None:
         if self._channel is not None:
@@ -91,10 +113,14 @@ class RouterClient:
                     await asyncio.sleep(RETRY_S)
         raise Unserved(f"no answer from the router within {wait_s_max:g} s: {reason}")
 
+    async def _open(self) -> grpc.aio.Channel:
+        async with self._finding:
+            if self._channel is None:
+                self._channel = open_channel(await self._find())
+            return self._channel
+
     async def _ask_once(self, name: str, data: bytes) -> bytes:
-        if self._channel is None:
-            self._channel = open_channel(await self._find())
-        channel = self._channel
+        channel = await self._open()
         method: UnaryMethod = channel.unary_unary(f"/tidemill.Router/{name}")
         try:
             return await method(data)
@@ -113,6 +139,8 @@ def _raise_refusal(error: grpc.aio.AioRpcError) -> None:
             raise Unserved(details) from None
         case grpc.StatusCode.NOT_FOUND:
             raise RequestError(details, param="worker", status=404) from None
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            raise RequestError(details, param="worker", status=409, code="last_of_its_kind") from None
         case grpc.StatusCode.OUT_OF_RANGE:
             raise RequestError(details, param="budget") from None
         case _:

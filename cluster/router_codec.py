@@ -195,6 +195,15 @@ def decode_loss(data: bytes) -> tuple[WorkerId, bytes]:
     return WorkerId(message.worker), message.content
 
 
+def encode_lives(workers: Iterable[WorkerId]) -> bytes:
+    return pb.Lives(workers=sorted(workers)).SerializeToString()
+
+
+def decode_lives(data: bytes) -> frozenset[WorkerId]:
+    """Lives of workers."""
+    return frozenset(WorkerId(worker) for worker in parse(pb.Lives(), data).workers)
+
+
 def encode_status(status: FleetStatus) -> bytes:
     return pb.FleetStatus(
         workers=[

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
@@ -14,14 +14,27 @@ from tidemill.cluster.placement import Ask, Route
 from tidemill.cluster.router_codec import (
     decode_ask,
     decode_budget,
+    decode_draining,
     decode_heartbeat,
+    decode_lives,
     decode_loss,
+    decode_role,
     encode_ack,
+    encode_lives,
     encode_placed,
     encode_status,
 )
 from tidemill.cluster.service import FleetStatus
-from tidemill.workers.messages import Ack, Heartbeat, Overloaded, Poisonous, RequestError, Unserved, WorkerId
+from tidemill.workers.messages import (
+    Ack,
+    Heartbeat,
+    Overloaded,
+    Poisonous,
+    RequestError,
+    Role,
+    Unserved,
+    WorkerId,
+)
 
 if TYPE_CHECKING:  # generic in the type stubs alone
     Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -35,10 +48,13 @@ log = logging.getLogger(__name__)
 class Router(Protocol):
     async def place(self, ask: Ask) -> Route: ...
     def heartbeat(self, heartbeat: Heartbeat) -> Ack: ...
-    def lost(self, worker: WorkerId) -> None: ...
+    def lost(self, worker: WorkerId, blamed: bytes = b"") -> None: ...
+    def out(self, workers: Iterable[WorkerId]) -> frozenset[WorkerId]: ...
     def tick(self) -> None: ...
     def status(self) -> FleetStatus: ...
     def set_budget(self, name: str, budget_bytes: int | None) -> None: ...
+    def drain(self, name: str, *, drain: bool, force: bool) -> None: ...
+    def set_role(self, name: str, role: Role) -> None: ...
 
 
 class RouterService:
@@ -53,7 +69,10 @@ class RouterService:
             "Report": grpc.stream_stream_rpc_method_handler(self._report),
             "Lost": grpc.unary_unary_rpc_method_handler(self._lost),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
-            "SetBudget": grpc.unary_unary_rpc_method_handler(self._set_budget),
+            "Out": grpc.unary_unary_rpc_method_handler(self._out),
+            "SetBudget": self._order(lambda data: router.set_budget(*decode_budget(data))),
+            "Drain": self._order(lambda data: _drain(router, data)),
+            "SetRole": self._order(lambda data: router.set_role(*decode_role(data))),
         }
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("tidemill.Router", handlers),)
@@ -105,8 +124,7 @@ class RouterService:
 
     async def _lost(self, data: bytes, context: "Context") -> bytes:
         try:
-            worker, _ = decode_loss(data)
-            self._router.lost(worker)
+            self._router.lost(*decode_loss(data))
         except Malformed as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return b""
@@ -114,13 +132,30 @@ class RouterService:
     async def _status(self, _: bytes, context: "Context") -> bytes:  # noqa: ARG002 - gRPC passes both
         return encode_status(self._router.status())
 
-    async def _set_budget(self, data: bytes, context: "Context") -> bytes:
+    async def _out(self, data: bytes, context: "Context") -> bytes:
         try:
-            self._router.set_budget(*decode_budget(data))
-        except RequestError as error:
-            unknown = error.status == 404
-            code = grpc.StatusCode.NOT_FOUND if unknown else grpc.StatusCode.OUT_OF_RANGE
-            await context.abort(code, str(error))
+            return encode_lives(self._router.out(decode_lives(data)))
         except Malformed as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        return b""
+
+    def _order(self, carry_out: Callable[[bytes], None]) -> "Handler":
+        """A person's word about a worker, which may be refused."""
+
+        async def call(data: bytes, context: "Context") -> bytes:
+            try:
+                carry_out(data)
+            except RequestError as error:
+                await context.abort(_CODES.get(error.status, grpc.StatusCode.OUT_OF_RANGE), str(error))
+            except Malformed as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(call)
+
+
+_CODES = {404: grpc.StatusCode.NOT_FOUND, 409: grpc.StatusCode.FAILED_PRECONDITION}
+
+
+def _drain(router: Router, data: bytes) -> None:
+    name, drain, force = decode_draining(data)
+    router.drain(name, drain=drain, force=force)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from tidemill.workers.messages import Piece, Request, WorkerInfo, WorkerLoad
+from tidemill.workers.messages import Piece, Request, Role, WorkerInfo, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,4 +59,13 @@ class Service(Protocol):
     async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
         """Give a worker this budget, by its name; None leaves it to the broker. Raises RequestError,
         Unserved."""
+        ...
+
+    async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
+        """Have a worker hand everything over, or take work again; by `force` also if no other does its work.
+        Raises RequestError, Unserved."""
+        ...
+
+    async def set_role(self, worker: str, role: Role) -> None:
+        """Raises RequestError, Unserved."""
         ...

@@ -16,7 +16,9 @@ from rich.console import Console
 
 from tidemill.cluster.frontend import ClusterService
 from tidemill.cluster.http.app import Sources, build_app
+from tidemill.cluster.http.metrics import Metrics
 from tidemill.cluster.launch import Cluster, start_cluster
+from tidemill.cluster.scaler import Scaler
 from tidemill.cluster.service import ServedModel
 from tidemill.cluster.settings import ClusterSettings
 from tidemill.cluster.store_plan import other_tiers
@@ -64,7 +66,7 @@ def serve(
         cluster = start_cluster(settings, console)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(endpoint, cluster, tokenizer.result(), sources, listener, work))
+                runner.run(_serve(endpoint, settings, cluster, tokenizer.result(), sources, listener, work))
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not leave half of it behind
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -73,6 +75,7 @@ def serve(
 
 async def _serve(
     endpoint: Endpoint,
+    settings: ClusterSettings,
     cluster: Cluster,
     tokenizer: Tokenizer,
     sources: Sources,
@@ -89,8 +92,9 @@ async def _serve(
         created_s=int(sources.unix_time_s()),
     )
     service = ClusterService(model, cluster.router(), cluster.peers(), info)
+    metrics = Metrics(sources.clock_s, settings.router.ttft_s_max)
     config = uvicorn.Config(
-        build_app(service, tokenizer, sources),
+        build_app(service, tokenizer, sources, metrics=metrics),
         log_level="warning",
         access_log=False,
         ws="none",
@@ -100,6 +104,10 @@ async def _serve(
     told_to_stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, told_to_stop.set)
+    beside = [asyncio.create_task(service.run())]
+    if settings.bounds:
+        scaler = Scaler(cluster, service, settings.workers, settings.bounds, lambda: metrics.misses)
+        beside.append(asyncio.create_task(scaler.run()))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     working = asyncio.ensure_future(work(f"http://{endpoint.host}:{listener.getsockname()[1]}"))
     stopping = asyncio.create_task(told_to_stop.wait())
@@ -109,7 +117,9 @@ async def _serve(
         server.should_exit = True
         working.cancel()
         stopping.cancel()
-        await asyncio.wait({serving, working, stopping})
+        for task in beside:
+            task.cancel()
+        await asyncio.wait({serving, working, stopping, *beside})
         await service.close()
     if not working.cancelled():
         working.result()

@@ -1,9 +1,11 @@
 """What a cluster is made of: plain data that travels to the actors unchanged."""
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tidemill.cluster.autoscale import Bounds
 from tidemill.workers.messages import Role
 from tidemill.workers.settings import EngineSettings
 
@@ -30,10 +32,11 @@ class RouterSettings:
     """`broker` moves memory between the workers of a device, once the `expected` ones have been heard."""
 
     name: str = "router"
-    build: str = "tidemill.cluster.router:Router"  # called with a clock in seconds, broker and expected
+    build: str = "tidemill.cluster.router:Router"  # called with a clock in seconds and the rest
     host: str | None = "127.0.0.1"
     broker: bool = True
     expected: frozenset[str] = frozenset()  # names of workers
+    ttft_s_max: float = 60.0  # what would wait longer for its first token is refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,9 @@ class ClusterSettings:
     ray_address: str | None = None
     namespace: str = "tidemill"  # of the actors' names
     temp_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
+    bounds: Mapping[Role, Bounds] = field(
+        default_factory=dict[Role, Bounds]
+    )  # of autoscaling; none: no scaling
     object_store_bytes: int = 80 * 2**20  # Ray's own store, which carries next to nothing here
     process_wait_s_max: float = 120.0  # until Ray has a process for each actor
 

@@ -4,11 +4,13 @@ import asyncio
 import importlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 from tidemill.cluster import data_plane, heartbeats
 from tidemill.cluster.data_plane import DataPlane
+from tidemill.cluster.duties import Duties
 from tidemill.cluster.heartbeats import Heartbeats
 from tidemill.cluster.router_client import FindRouter
 from tidemill.cluster.settings import WorkerSettings
@@ -20,6 +22,7 @@ from tidemill.workers.tp.link import StartRanks
 
 class Engine(data_plane.Engine, heartbeats.Engine, Protocol):
     async def run(self) -> None: ...
+    async def drain_publications(self) -> None: ...
 
 
 class Group(Protocol):
@@ -84,12 +87,25 @@ class Failed:
 State = Loading | Ready | Failed
 
 
+LEAVE_S_MAX = 28.0
+"""A worker that was told to go ends after this time at the latest."""
+
+HANG_S_MAX = 120.0
+"""A step loop that stood still for so long will not go on. Longer than the ranks of a group wait for each
+other."""
+
+LOOK_S = 0.05
+WATCH_S = 5.0
+
+
 class WorkerProcess:
     def __init__(
         self, settings: WorkerSettings, host: str, life: str, node: str, start_ranks: StartRanks
     ) -> None:
         """`life` tells this life of the worker from all others, `host` is where the data plane binds."""
         self.state: State = Loading()
+        self._told_to_go = asyncio.Event()
+        self._engine: Engine | None = None
         self._settings = settings
         self._host = host
         self._worker = WorkerId(f"{settings.name}.{life}")
@@ -97,20 +113,41 @@ class WorkerProcess:
         self._start_ranks = start_ranks
 
     async def run(self, find_router: FindRouter) -> None:
-        """Serve until something breaks, and raise it. Raises ModelError and the like when it cannot start."""
+        """Serve until something breaks, and raise it, or until `leave`. Raises ModelError and the like when
+        it cannot start."""
         build = cast("Build", resolve(self._settings.build))
         built = await asyncio.to_thread(build, self._settings.engine, self._progress, self._start_ranks)
         plane = DataPlane(built.engine, self._worker)
         try:
-            info = self._info(built, await plane.start(self._host))
-            beats = Heartbeats(built.engine, info, find_router, lambda: self._heard(info))
+            duties = Duties(built.engine, self._info(built, await plane.start(self._host)))
+            beats = Heartbeats(built.engine, duties, find_router, lambda: self._heard(duties.info))
+            self._engine = built.engine
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(built.engine.run())
-                tasks.create_task(beats.run())
+                works = [tasks.create_task(built.engine.run()), tasks.create_task(beats.run())]
                 if built.group is not None:
-                    tasks.create_task(built.group.watch())
+                    works.append(tasks.create_task(built.group.watch()))
+                await self._told_to_go.wait()
+                duties.leave()
+                await _handed_over(built.engine, plane)
+                for work in works:
+                    work.cancel()
         finally:
             await plane.stop()
+
+    def leave(self) -> None:
+        """Hand everything over, and end `run`."""
+        self._told_to_go.set()
+
+    async def hangs(self) -> None:
+        """Until the step loop has stood still for too long."""
+        steps, since_s = -1, 0.0
+        now_s = asyncio.get_running_loop().time
+        while True:
+            if self._engine is None or self._engine.steps != steps:
+                steps, since_s = (-1 if self._engine is None else self._engine.steps), now_s()
+            elif now_s() - since_s > HANG_S_MAX:
+                return
+            await asyncio.sleep(WATCH_S)
 
     def fail(self, error: BaseException) -> Failed:
         """Say what broke, as one line for people."""
@@ -147,6 +184,16 @@ class WorkerProcess:
             memory_floor_bytes=built.memory_floor_bytes,
             memory_max_bytes=built.memory_max_bytes,
         )
+
+
+async def _handed_over(engine: Engine, plane: DataPlane) -> None:
+    """Until all calls have ended, their callers know it, and what they had is stored; or for LEAVE_S_MAX."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LEAVE_S_MAX):
+            while plane.num_calls:  # noqa: ASYNC110 - they end one by one, for many reasons
+                await asyncio.sleep(LOOK_S)
+            await engine.drain_publications()
+            await plane.flush()
 
 
 def resolve(path: str) -> Callable[..., object]:

@@ -9,7 +9,7 @@ from tidemill.workers.drafts import NgramDrafter
 from tidemill.workers.draws import Draws
 from tidemill.workers.grammar import Grammars, Matcher
 from tidemill.workers.limits import Limits
-from tidemill.workers.messages import Request, RequestError
+from tidemill.workers.messages import TRIAL_TOKENS, Request, RequestError
 from tidemill.workers.sequence import PRIORITY_AGE_S, Sequence
 
 
@@ -58,18 +58,25 @@ class Arrivals:
     def _sequence(self, request: Request, matcher: Matcher | None, *, produces: bool) -> Sequence:
         self._count += 1
         size, num_tokens = self._layout.page_tokens, len(request.tokens)
+        target = restorable_end(num_tokens, size) if produces else num_tokens
         root = self._root_of(request.salt)
         now_s = asyncio.get_running_loop().time()
         return Sequence(
             id=f"{request.request_id}#{self._count}",
-            seniority=(now_s + request.priority * PRIORITY_AGE_S, self._count),
+            seniority=(now_s + request.priority * PRIORITY_AGE_S + request.lag_s, self._count),
             request=request,
             root=root,
             page_tokens=size,
             produces=produces,
             tokens=list(request.tokens),
-            target=restorable_end(num_tokens, size) if produces else num_tokens,
+            target=target,
+            suspect_until=_trial_end(request, target, produces=produces) if request.on_trial else 0,
             draws=Draws(request, matcher),
             drafter=NgramDrafter() if self._limits.drafts_max and not produces else None,
             keys=page_keys(root, request.tokens, size),
         )
+
+
+def _trial_end(request: Request, target: int, *, produces: bool) -> int:
+    """What has to be computed until a request on trial is beyond suspicion."""
+    return target if produces else target - 1 + min(TRIAL_TOKENS, request.max_new_tokens)

@@ -14,6 +14,7 @@ from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.ledger import Ledger
 from tidemill.workers.arrivals import Arrivals
 from tidemill.workers.grammar import Grammars
+from tidemill.workers.handover import HandOver
 from tidemill.workers.landing import Landing
 from tidemill.workers.limits import Limits
 from tidemill.workers.line import Line
@@ -33,11 +34,11 @@ from tidemill.workers.prefetch import Prefetcher
 from tidemill.workers.publications import Publications
 from tidemill.workers.restore import Admission
 from tidemill.workers.schedule import Schedule
-from tidemill.workers.sequence import Preempted, Sequence
+from tidemill.workers.sequence import Preempted, Sequence, ToTell
 from tidemill.workers.step import Runner
 from tidemill.workers.transfer import Transfer
+from tidemill.workers.trials import Tell
 
-IDLE_TURN_S = 0.1
 LOOP_ENDED = "the worker's step loop has ended"
 
 
@@ -59,19 +60,20 @@ class Engine:
         self._arrivals = Arrivals(limits, ledger.layout, root_of, grammars)
         self._running: dict[str, Sequence] = {}
         self._waiting: dict[str, Sequence] = {}
-        self._line = Line()
-        self._admission = Admission(ledger, transfer, self._line, self._running, self._waiting, limits)
-        self._publications = Publications(ledger, transfer, self._line)
-        self._prefetcher = Prefetcher(ledger, transfer, self._line)
+        line = Line()
+        self._admission = Admission(ledger, transfer, line, self._running, self._waiting, limits)
+        self._publications = Publications(ledger, transfer, line)
+        self._prefetcher = Prefetcher(ledger, transfer, line)
         self._pipeline = Pipeline(
             runner,
             Schedule(ledger, limits, self._running, self._preempt),
-            Landing(ledger, limits, self._line, self._admission.makers, self._publications),
+            Landing(ledger, limits, line, self._admission.makers, self._publications),
             self._preempt,
             self._landed_last,
         )
         self._producing: dict[PageKey, asyncio.Lock] = {}
         self._work = asyncio.Event()
+        self._hand_over = HandOver(self._publications, self._preempt)
         self._over = False  # the step loop has ended: nobody would run what is admitted now
 
     async def run(self) -> None:
@@ -79,12 +81,13 @@ class Engine:
         try:
             while True:
                 self.steps += 1
+                self._hand_over.turn(self._running.values(), _now_s())
                 if await self._pipeline.turn(self._limits.flights_max):
                     await asyncio.sleep(0)  # streams take their tokens before the next step
                     continue
                 self._work.clear()
                 try:
-                    async with asyncio.timeout(IDLE_TURN_S):
+                    async with asyncio.timeout(self._limits.idle_turn_s):
                         await self._work.wait()
                 except TimeoutError:
                     pass
@@ -94,12 +97,13 @@ class Engine:
                 sequence.outbox.put_nowait(WorkerGone(LOOP_ENDED))
             await self._pipeline.settle()
 
-    async def produce(self, request: Request) -> Produced:
+    async def produce(self, request: Request, tell: Tell | None = None) -> Produced:
         """Make the store hold every page below the prompt's last page boundary, and the checkpoint there.
 
         Idempotent: what the store holds already is not computed again. `depth` is less than asked when the
         store did not take everything.
         """
+        self._hand_over.check(produces=True)
         sequence = self._arrivals.producing(request)
         keys = sequence.keys[: sequence.target // sequence.page_tokens]
         if not keys:
@@ -111,12 +115,13 @@ class Engine:
                     return Produced(
                         depth=sequence.target, provenance=Provenance(reused_tokens=sequence.target)
                     )
-                async for _ in self._stream(sequence):
+                async for _ in self._stream(sequence, tell):
                     pass
+                await self._tell(sequence, tell, alone=False)
                 self._publications.publish(sequence, len(keys))
                 stored = await self._publications.published(sequence, len(keys))
         finally:
-            self._end(sequence)
+            self._close(sequence)
             if not lock.locked():
                 self._producing.pop(keys[-1], None)
         return Produced(depth=sequence.target if stored else 0, provenance=sequence.provenance)
@@ -124,22 +129,33 @@ class Engine:
     async def prefetch(self, request: Request) -> Produced:
         """Keep the pages of the prompt here as they appear in the store, until it is cancelled, in time for
         `generate`. Best effort; `depth` says how far it got."""
+        self._hand_over.check(produces=False)
         sequence = self._arrivals.producing(request)
         keys = sequence.keys[: sequence.target // sequence.page_tokens]
         depth = await self._prefetcher.run(request, keys) * sequence.page_tokens
         return Produced(depth=depth, provenance=Provenance(fetched_tokens=depth))
 
-    async def generate(self, request: Request) -> AsyncGenerator[Delta]:
-        """The tokens of `request`, one delta per step; closing the generator cancels it. Raises PagesMissing,
-        RequestError, WorkerGone."""
+    async def generate(self, request: Request, tell: Tell | None = None) -> AsyncGenerator[Delta]:
+        """The tokens of `request`, one delta per step; closing the generator cancels it. `tell` is for a
+        request on trial: see workers/trials.py. Raises PagesMissing, RequestError, WorkerGone, HandedOver."""
+        self._hand_over.check(produces=False)
         sequence = await self._arrivals.generating(request)
         sequence.prefetched_pages = await self._prefetcher.take(request)
         try:
-            async with aclosing(self._stream(sequence)) as deltas:
+            async with aclosing(self._stream(sequence, tell)) as deltas:
                 async for delta in deltas:
                     yield delta
         finally:
-            self._end(sequence)
+            self._close(sequence)
+
+    def restrict(self, *, produces: bool, generates: bool) -> None:
+        """Take only such calls from now on. Others end with HandedOver, new ones and those that wait at once,
+        running ones when what they need elsewhere is stored."""
+        self._hand_over.restrict(produces=produces, generates=generates, now_s=_now_s())
+        for sequence in self._waiting.values():
+            if sequence.patience is not None and not self._hand_over.takes(produces=sequence.produces):
+                sequence.patience.reschedule(_now_s())
+        self._work.set()
 
     def resize(self, budget_bytes: int) -> None:
         """Change how much memory the worker may use: no less than one request of the longest kind needs, no
@@ -147,7 +163,7 @@ class Engine:
         the youngest first, before the next step."""
         extents = budget_bytes // (self._ledger.layout.extent_bytes * self._limits.ranks)
         self._ledger.resize(max(self._limits.extents_min, min(extents, self._ledger.num_extents)))
-        self._line.memory_freed()
+        self._admission.line.memory_freed()
         self._work.set()
 
     def load(self) -> WorkerLoad:
@@ -156,8 +172,9 @@ class Engine:
             list(self._running.values()),
             list(self._waiting.values()),
             self._transfer,
+            self._pipeline.speedometer.speed,
+            self._limits,
             self.steps,
-            self._limits.ranks,
         )
 
     def take_announcement(self, *, full: bool) -> Announcement:
@@ -180,7 +197,7 @@ class Engine:
         """Wait until what was being published in the background is stored, or was refused."""
         await self._publications.drain()
 
-    async def _stream(self, sequence: Sequence) -> AsyncGenerator[Delta]:
+    async def _stream(self, sequence: Sequence, tell: Tell | None) -> AsyncGenerator[Delta]:
         """Admit the sequence, again after each preemption, and pass on what its steps bring. A producing one
         brings nothing and ends when its target is computed."""
         first = True
@@ -188,20 +205,35 @@ class Engine:
         while sequence.computed < sequence.target or not sequence.produces:
             item = await sequence.outbox.get()
             if isinstance(item, Exception):
+                await self._tell(sequence, tell, alone=False)
                 raise item
+            if isinstance(item, ToTell):
+                await self._tell(sequence, tell, alone=item.alone and sequence.id in self._running)
+                continue
             if isinstance(item, Preempted):
+                await self._tell(sequence, tell, alone=False)
                 await self._admit(sequence)
                 continue
             if sequence.produces:
                 return
+            if item.finish is not None:
+                await self._tell(sequence, tell, alone=False)
             yield replace(item, provenance=sequence.provenance) if first else item
             first = False
             if item.finish is not None:
                 return
 
     async def _admit(self, sequence: Sequence) -> None:
+        self._hand_over.check(produces=sequence.produces)
         self._waiting[sequence.id] = sequence
-        await self._admission.admit(sequence)
+        try:
+            async with asyncio.timeout(None) as sequence.patience:
+                await self._admission.admit(sequence)
+        except TimeoutError:
+            self._hand_over.check(produces=sequence.produces)
+            raise
+        finally:
+            sequence.patience = None
         del self._waiting[sequence.id]
         if sequence.computed < sequence.target:  # else a producing one: all its pages were here
             if self._over:
@@ -209,11 +241,25 @@ class Engine:
             self._running[sequence.id] = sequence
             self._work.set()
 
+    async def _tell(self, sequence: Sequence, tell: Tell | None, *, alone: bool) -> None:
+        if sequence.alone is not alone:
+            if tell is not None:
+                await tell(alone)
+            sequence.alone = alone
+            self._work.set()
+
     def _landed_last(self, sequence: Sequence) -> None:
         """All that was asked for is computed. A producing sequence still publishes it."""
         del self._running[sequence.id]
         if not sequence.produces:
             self._end(sequence)
+
+    def _close(self, sequence: Sequence) -> None:
+        """The call has ended: nobody is left who could blame it."""
+        self._end(sequence)
+        if sequence.alone:
+            sequence.alone = False
+            self._work.set()
 
     def _end(self, sequence: Sequence) -> None:
         """Release all that the sequence holds: the one place, whatever ended it."""
@@ -235,4 +281,8 @@ class Engine:
         if sequence.lease is not None:
             sequence.lease = None
             self._ledger.release(sequence.id)
-            self._line.memory_freed()
+            self._admission.line.memory_freed()
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

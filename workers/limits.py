@@ -17,6 +17,7 @@ class Limits:
     checkpoint_strategy: CheckpointStrategy = "lazy"
     checkpoint_interval: int = 1  # pages
     overlap: bool = True  # the next step is launched before the tokens of this one are read
+    idle_turn_s: float = 0.1  # an idle step loop turns at least so often
     drafts_max: int = 0  # guessed tokens of a row, on trial; 0: no speculation
 
     @property

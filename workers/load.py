@@ -4,27 +4,49 @@ from collections.abc import Sequence as Seq
 
 from tidemill.kvstore.ledger import Ledger
 from tidemill.kvstore.store import Got, Put
-from tidemill.workers.messages import MemoryUse, WorkerLoad
+from tidemill.workers.limits import Limits
+from tidemill.workers.messages import MemoryUse, Speed, WorkerLoad
+from tidemill.workers.pace import SLOWDOWN_MAX
 from tidemill.workers.sequence import Sequence
 from tidemill.workers.transfer import Transfer
 
+BESIDE_STREAMS = SLOWDOWN_MAX / (SLOWDOWN_MAX - 1)
+"""How much longer a prompt takes where answers stream: of steps that may last 1.8 times as long for its sake
+the 0.8 are the prompt's (workers/pace.py)."""
+
+MATCHED_MAX = 64
+"""Waiting requests whose prefix is looked up; later ones are taken to find nothing."""
+
 
 def load_of(
-    ledger: Ledger, running: Seq[Sequence], waiting: Seq[Sequence], transfer: Transfer, steps: int, ranks: int
+    ledger: Ledger,
+    running: Seq[Sequence],
+    waiting: Seq[Sequence],
+    transfer: Transfer,
+    speed: Speed,
+    limits: Limits,
+    steps: int,
 ) -> WorkerLoad:
     """The ledger is that of one rank; all bytes are those of the group."""
-    layout = ledger.layout
+    layout, ranks = ledger.layout, limits.ranks
+    starts = [_start(ledger, one) for one in waiting[:MATCHED_MAX]] + [0] * len(waiting[MATCHED_MAX:])
+    queued = [(one.computed, one.target) for one in running]
+    queued += [(start, one.target) for start, one in zip(starts, waiting, strict=True)]
     stats = transfer.store.stats()
     waiting_pages = sum(-(-len(one.tokens) // layout.page_tokens) for one in waiting)
     wanted_bytes = waiting_pages * layout.page_bytes + len(waiting) * layout.state_stride_bytes
     return WorkerLoad(
-        queued_tokens=sum(one.target - one.computed for one in (*running, *waiting)),
+        queued_tokens=sum(end - start for start, end in queued),
+        queued_s=queued_s(
+            speed, queued, limits.budget.tokens_max, streams=any(one.streams for one in running)
+        ),
         running_rows=len(running),
         waiting_rows=len(waiting),
         memory=memory_use(ledger, ranks),
         budget_bytes=ledger.budget_extents * layout.extent_bytes * ranks,
         wanted_bytes=wanted_bytes * ranks,
         state_slots=ledger.num_slots,
+        speed=transfer.throughput.told(speed),
         counters={
             **ledger.counters,
             "steps": float(steps),
@@ -36,6 +58,22 @@ def load_of(
             "store_is_down": stats.is_down,
         },
     )
+
+
+def queued_s(speed: Speed, queued: Seq[tuple[int, int]], step_tokens: int, *, streams: bool) -> float:
+    """How long the ranges of prompt tokens `queued` will take, which share steps; 0 when nobody knows."""
+    num_tokens = sum(end - start for start, end in queued if end - start > 1)
+    pairs = sum((end - start) * (start + end) / 2 for start, end in queued if end - start > 1)
+    alone_s = speed.prefill_s(0, num_tokens, step_tokens) + (pairs - num_tokens**2 / 2) * speed.pair_s
+    return alone_s * (BESIDE_STREAMS if streams else 1.0)
+
+
+def _start(ledger: Ledger, sequence: Sequence) -> int:
+    """Where a waiting sequence will begin to compute, if the store has no more of it."""
+    if sequence.lease is not None:
+        return sequence.computed
+    keys = sequence.keys[: sequence.boundary // sequence.page_tokens]
+    return min(ledger.index.match(keys).restorable_pages * sequence.page_tokens, sequence.target)
 
 
 def memory_use(ledger: Ledger, ranks: int = 1) -> MemoryUse:

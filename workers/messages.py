@@ -11,6 +11,10 @@ WorkerId = NewType("WorkerId", str)
 Role = Literal["prefill", "decode", "mixed"]
 FinishReason = Literal["stop", "length"]
 
+TRIAL_TOKENS = 3
+"""A request on trial runs alone until it has drawn so many: those of the steps that can have been in flight
+when its worker died, and of one whose tokens were still on their way."""
+
 ANNOUNCED_KEY_BYTES = 8
 """Announced keys are cut to this length: a collision costs a wrong guess of the router, never a wrong
 token."""
@@ -76,8 +80,9 @@ class Request:
     are not the prompt's: they were drawn and streamed before a loss. Lower values of `priority` go first.
 
     `tenant` is who asks, `ttft_s_max` how long they want to wait for the first token (None: as long as the
-    server lets them); both are for the router. A worker lets others go first who came up to `lag_s`
-    later. `on_trial`: it was in a step of a worker that died, and runs alone until its first token.
+    server lets them, inf: for ever, for it was taken before); both are for the router. A worker takes it in
+    order of its arrival plus `lag_s`: negative, it goes before those of tenants that have had more.
+    `on_trial`: it was in a step of a worker that died, and runs alone until it has drawn TRIAL_TOKENS.
     """
 
     request_id: str
@@ -296,3 +301,11 @@ class PagesMissing(TidemillError):
 
 class WorkerGone(TidemillError):
     """The worker died, or does not take work any more."""
+
+
+class HandedOver(WorkerGone):
+    """The worker was told not to do this work: nobody has failed, and what it had of it is stored."""
+
+
+class DiedAlone(WorkerGone):
+    """The worker was lost while it ran nothing but this request, which was on trial."""

@@ -18,6 +18,7 @@ from tidemill.workers.landing import Landing
 from tidemill.workers.messages import RequestError, WorkerGone
 from tidemill.workers.schedule import Batch, Schedule
 from tidemill.workers.sequence import Sequence
+from tidemill.workers.speed import Speedometer
 from tidemill.workers.step import Drawn, Runner
 
 FAILURES_MAX = 8
@@ -50,6 +51,7 @@ class Pipeline:
         self._preempt = preempt
         self._landed_last = landed_last
         self._in_flight: deque[InFlight] = deque()
+        self.speedometer = Speedometer()
         self._landed_s = 0.0
         self._failures = 0
 
@@ -104,7 +106,15 @@ class Pipeline:
 
     def _time(self, step: InFlight) -> None:
         now_s = asyncio.get_running_loop().time()
-        self._schedule.landed(step.batch, now_s - max(step.launched_s, self._landed_s))
+        seconds = now_s - max(step.launched_s, self._landed_s)
+        self._schedule.landed(step.batch, seconds)
+        prompts = [(one.row.start, one.row.end) for one in step.batch.rows if one.row.is_prompt]
+        self.speedometer.stepped(
+            seconds,
+            prompt_tokens=sum(end - start for start, end in prompts),
+            pairs=sum((end - start) * (start + end) // 2 for start, end in prompts),
+            rows=len(step.batch.rows) - len(prompts),
+        )
         self._landed_s = now_s
 
     def _broke(self, batch: Batch, error: Exception) -> None:

@@ -54,7 +54,7 @@ class Admission:
     ) -> None:
         self._ledger = ledger
         self._transfer = transfer
-        self._line = line
+        self.line = line
         self._running = running
         self._waiting = waiting
         self._limits = limits
@@ -81,7 +81,7 @@ class Admission:
             if sequence.lease is not None:
                 self._ledger.release(sequence.id)
                 sequence.lease = None
-                self._line.memory_freed()
+                self.line.memory_freed()
         attached, kept = pages
         self.makers.advanced(sequence, 0)
         depth = sequence.computed
@@ -108,15 +108,15 @@ class Admission:
         """Attach what is kept here and reserve the rest; answers the numbers of pages attached and kept. None
         when another request has begun to compute its prefix."""
         while True:
-            async with self._line.turn(sequence.seniority):
-                while not self._line.has_older(sequence.seniority):
-                    self._line.forget_news()
+            async with self.line.turn(sequence.seniority):
+                while not self.line.has_older(sequence.seniority):
+                    self.line.forget_news()
                     if self.makers.is_made(sequence):
                         return None
                     pages = self._try_memory(sequence, keys, depths)
                     if pages is not None:
                         return pages
-                    await self._line.news()
+                    await self.line.news()
 
     def _try_memory(
         self, sequence: Sequence, keys: Seq[PageKey], depths: list[int]
@@ -219,6 +219,6 @@ class Admission:
 
         def ended(_: asyncio.Future[int]) -> None:
             self._ledger.release(lease_id)
-            self._line.memory_freed()
+            self.line.memory_freed()
 
         moving.add_done_callback(ended)

@@ -11,6 +11,7 @@ from tidemill.workers.pace import Pace
 from tidemill.workers.plan import Candidate, Planned, plan
 from tidemill.workers.sequence import PRIORITY_AGE_S, Sequence
 from tidemill.workers.step import PENDING, Row
+from tidemill.workers.trials import Trials
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +48,7 @@ class Schedule:
         self._running = running
         self._preempt = preempt
         self._pace = Pace(ledger.layout.page_tokens)
+        self._trials = Trials()
         self._guesses: dict[str, tuple[int, ...]] = {}  # of each stream that the next step can have
         self._guessing = False  # ... or that waits for a step in flight, because of guesses
 
@@ -82,10 +84,7 @@ class Schedule:
     def _plan(self, *, in_flight: bool) -> tuple[list[Planned], int | None]:
         """Rows, the oldest first, and how many prompt tokens they run beside streams (None: no streams)."""
         budget = self._limits.budget
-        rows = sorted(self._running.values(), key=_turn)
-        suspects = [one for one in rows if one.suspect_until and one.computed < one.suspect_until]
-        if suspects:  # one of them broke a step: each runs alone until it is past that place
-            rows = [] if in_flight else suspects[:1]
+        rows = self._trials.choose(sorted(self._running.values(), key=_turn), in_flight=in_flight)
         self._guesses = {}
         self._guessing = False
         candidates = [one for one in map(self._candidate, rows) if one is not None]
@@ -120,7 +119,7 @@ class Schedule:
     def _drafts_max(self, sequence: Sequence) -> int:
         """Guesses stop at a page boundary where the state is wanted: it would lie amid those on trial."""
         most = self._limits.drafts_max
-        if self._ledger.layout.hybrid and self._limits.roll_pages:
+        if self._ledger.layout.hybrid and (self._limits.roll_pages or sequence.next_cut is not None):
             most = min(most, -len(sequence.tokens) % sequence.page_tokens)
         return most
 

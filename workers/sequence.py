@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tidemill.kvstore.keys import PageKey, extend_keys
 from tidemill.kvstore.layout import restorable_end
@@ -43,6 +44,12 @@ class Preempted:
     """Put into an outbox: the sequence has lost its memory and must be restored."""
 
 
+class ToTell(NamedTuple):
+    """Put into an outbox: the caller is to be told whether the sequence runs alone."""
+
+    alone: bool
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """`tokens` are all known tokens. It runs when `computed < target`; `target` grows with each drawn token.
@@ -69,17 +76,19 @@ class Sequence:
     drafter: Drafter | None
     keys: list[PageKey] = field(default_factory=list[PageKey])
     lease: Lease | None = None  # None while it waits for memory, and after its end
+    patience: asyncio.Timeout | None = None  # while it waits for memory
     ended: bool = False
     preemptions: int = 0
-    suspect_until: int = 0  # a step that broke ended here: up to this depth it runs alone
+    suspect_until: int = 0  # up to this depth it runs alone: see workers/trials.py
+    alone: bool = False  # its caller has been told that it does
     cuts: set[int] = field(default_factory=set[int])  # depths where a checkpoint is wanted
     junctions: set[int] = field(default_factory=set[int])  # ... because prompts part there
     checkpoint_owed: bool = False  # a boundary passed while decoding, and no slot could be had
     provenance: Provenance = field(default_factory=Provenance)
     prefetched_pages: range = range(0)  # came from the store before its turn
     publication: Publication = field(default_factory=Publication)
-    outbox: asyncio.Queue[Delta | Preempted | Exception] = field(
-        default_factory=asyncio.Queue[Delta | Preempted | Exception]
+    outbox: asyncio.Queue[Delta | Preempted | ToTell | Exception] = field(
+        default_factory=asyncio.Queue[Delta | Preempted | ToTell | Exception]
     )
 
     @property
@@ -95,6 +104,10 @@ class Sequence:
     def streams(self) -> bool:
         """Whether its answer has begun, or will when the steps in flight have landed."""
         return not self.produces and self.launched >= len(self.tokens) - 1
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.computed < self.suspect_until
 
     @property
     def boundary(self) -> int:

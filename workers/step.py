@@ -35,6 +35,11 @@ class Row(NamedTuple):
     def end(self) -> int:
         return self.start + len(self.tokens)
 
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it runs more than one token that is known, rather than decode."""
+        return len(self.tokens) - self.drafts > 1
+
 
 Step = tuple[Row, ...]
 

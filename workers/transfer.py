@@ -17,6 +17,7 @@ from tidemill.kvstore.lease import Lease
 from tidemill.kvstore.shards import WHOLE, Shards, Share, mine
 from tidemill.kvstore.store import Got, finish
 from tidemill.workers.places import Placed, Places
+from tidemill.workers.speed import Throughput
 
 IN_FLIGHT_BYTES_MAX = 256 << 20
 """Of one rank at a time, for fetching and for publishing each: enough to fill any link."""
@@ -98,6 +99,7 @@ class Transfer:
         in_flight_bytes_max: int = IN_FLIGHT_BYTES_MAX,
     ) -> None:
         self.store = places.store
+        self.throughput = Throughput()  # of fetches, all ranks together
         self._own = RankTransfer(layout, places, mine(shards, 0, 1 + len(mates)))
         self._mates = mates
         self._hybrid = layout.hybrid
@@ -140,6 +142,7 @@ class Transfer:
                 await self._fetching.take(num_bytes)
         except TimeoutError:
             return min(first, num_pages - 1)
+        began_s = asyncio.get_running_loop().time()
         moving = asyncio.ensure_future(self._least(lambda rank: rank.get(wanted)))
         moving.add_done_callback(lambda _: self._fetching.give_back(num_bytes))
         late = False
@@ -151,6 +154,9 @@ class Transfer:
                 moving.add_done_callback(_look_at)
                 on_late(moving)
         good = 0 if late else moving.result()
+        if good == len(wanted):
+            seconds = asyncio.get_running_loop().time() - began_s
+            self.throughput.fetched(num_bytes * (1 + len(self._mates)), seconds)
         return num_pages if good == len(wanted) else min(first + good, num_pages - 1)
 
     async def publish(self, lease: Lease, keys: Sequence[PageKey], first: int, *, checkpoint: bool) -> bool:

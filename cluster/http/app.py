@@ -15,7 +15,9 @@ from starlette.responses import JSONResponse, Response
 
 from tidemill import __version__
 from tidemill.cluster.http.answers import Increment, answers
+from tidemill.cluster.http.asker import asker_of
 from tidemill.cluster.http.boundary import Boundary
+from tidemill.cluster.http.bounds import Bound, EdgeLimits
 from tidemill.cluster.http.errors import add_error_replies, error_of
 from tidemill.cluster.http.intake import Intake, Job
 from tidemill.cluster.http.memory import BudgetBody, memory_of
@@ -23,6 +25,7 @@ from tidemill.cluster.http.metrics import Metrics, exposition
 from tidemill.cluster.http.protocol import ChatBody, CompletionBody, StreamOptions
 from tidemill.cluster.http.replies import Head, Json, Kind, Tally, chunk_choice, opening_choice, whole_choice
 from tidemill.cluster.http.stream import DONE, EventStream, event, while_connected
+from tidemill.cluster.http.workers import add_worker_routes
 from tidemill.cluster.service import Service
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.api.answer import Growth
@@ -43,12 +46,20 @@ class Sources:
     rng: Random
 
 
-def build_app(service: Service, tokenizer: Tokenizer, sources: Sources) -> FastAPI:
+def build_app(
+    service: Service,
+    tokenizer: Tokenizer,
+    sources: Sources,
+    *,
+    metrics: Metrics | None = None,
+    limits: EdgeLimits | None = None,
+) -> FastAPI:
     """The OpenAI API over `service`, with /health, /metrics, /cluster, /version and /docs."""
-    metrics = Metrics(sources.clock_s)
-    edge = Edge(service, tokenizer, sources, metrics)
+    metrics = Metrics(sources.clock_s) if metrics is None else metrics
+    limits = EdgeLimits() if limits is None else limits
+    edge = Edge(service, tokenizer, sources, metrics, Bound(limits.answers_max, "answers"))
     app = FastAPI(title="Tidemill", version=__version__, redoc_url=None)
-    app.add_middleware(Boundary, new_id=sources.new_id, count=metrics.count_error)
+    app.add_middleware(Boundary, new_id=sources.new_id, count=metrics.count_error, limits=limits)
     add_error_replies(app, metrics.count_error)
     app.add_api_route("/v1/chat/completions", edge.chat, methods=["POST"])
     app.add_api_route("/v1/completions", edge.completions, methods=["POST"])
@@ -58,6 +69,7 @@ def build_app(service: Service, tokenizer: Tokenizer, sources: Sources) -> FastA
     app.add_api_route("/cluster", edge.cluster)
     app.add_api_route("/cluster/memory", edge.memory)
     app.add_api_route("/cluster/memory", edge.set_budget, methods=["POST"])
+    add_worker_routes(app, service)
     app.add_api_route("/version", edge.version)
     app.add_api_route("/metrics", edge.metrics)
     app.add_api_route("/metrics", edge.metrics, methods=["HEAD"], include_in_schema=False)
@@ -67,8 +79,11 @@ def build_app(service: Service, tokenizer: Tokenizer, sources: Sources) -> FastA
 class Edge:
     """The endpoints."""
 
-    def __init__(self, service: Service, tokenizer: Tokenizer, sources: Sources, metrics: Metrics) -> None:
+    def __init__(
+        self, service: Service, tokenizer: Tokenizer, sources: Sources, metrics: Metrics, answers: Bound
+    ) -> None:
         self._service = service
+        self._open_answers = answers
         self._tokenizer = tokenizer
         self._sources = sources
         self._metrics = metrics
@@ -76,14 +91,14 @@ class Edge:
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """A chat: the answer of the assistant, streamed or whole."""
-        job = await self._intake.chat(body)
+        job = await self._intake.chat(body, asker_of(request.headers))
         return await self._reply(
             request, job, self._head("chat"), body.stream_options if body.stream else None
         )
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """The continuation of one prompt or of several, streamed or whole."""
-        job = await self._intake.completion(body)
+        job = await self._intake.completion(body, asker_of(request.headers))
         return await self._reply(
             request, job, self._head("text"), body.stream_options if body.stream else None
         )
@@ -161,7 +176,7 @@ class Edge:
         return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else JSONResponse(whole)
 
     async def _answers(self, job: Job) -> AsyncGenerator[Increment]:
-        with self._metrics.watch(job.requests) as watch:
+        with self._open_answers.holding(len(job.requests)), self._metrics.watch(job.requests) as watch:
             async with aclosing(answers(self._service, self._tokenizer, job)) as increments:
                 async for increment in increments:
                     watch.saw(increment)

@@ -1,5 +1,6 @@
 """Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import cast
 
@@ -10,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.api.validation import request_error
-from tidemill.workers.messages import RequestError
+from tidemill.workers.messages import Overloaded, Poisonous, RequestError
 
 RETRY_AFTER_S = 1
 
@@ -20,6 +21,10 @@ def error_of(error: Exception) -> tuple[int, dict[str, object]]:
     match error:
         case RequestError():
             return error.status, _body(error.status, str(error), error.param, error.code)
+        case Overloaded():
+            return 429, _body(429, str(error), None, "overloaded")
+        case Poisonous():
+            return 500, _body(500, str(error), None, "poisonous")
         case TidemillError():
             return 503, _body(
                 503, f"the request could not be served now, try again: {error}", None, "unserved"
@@ -28,14 +33,26 @@ def error_of(error: Exception) -> tuple[int, dict[str, object]]:
             return 500, _body(500, "internal error: the server's log has the cause", None, "internal_error")
 
 
+def retry_headers(error: Exception) -> dict[str, str] | None:
+    """When to ask again, in whole seconds, if that can help."""
+    match error:
+        case RequestError() | Poisonous():
+            return None
+        case Overloaded():
+            return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+        case TidemillError():
+            return {"retry-after": str(RETRY_AFTER_S)}
+        case _:
+            return None
+
+
 def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
     """Make every error of `app` an OpenAI-shaped reply. `count` gets the status of each."""
 
     async def expected(_: Request, error: Exception) -> Response:
         status, body = error_of(error)
         count(status)
-        headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else None
-        return JSONResponse(body, status, headers)
+        return JSONResponse(body, status, retry_headers(error))
 
     async def invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -63,4 +80,5 @@ def _in_body(problem: Mapping[str, object]) -> dict[str, object]:
 
 def _body(status: int, message: str, param: str | None, code: str | None) -> dict[str, object]:
     kind = "invalid_request_error" if status < 500 else "server_error"
+    kind = "rate_limit_error" if status == 429 else kind
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
+from tidemill.cluster.http.asker import Asker
 from tidemill.cluster.http.protocol import Body, ChatBody, CompletionBody, unsupported_field
 from tidemill.cluster.service import ServedModel
 from tidemill.workers.api.answer import Ending
 from tidemill.workers.api.params import SEED_BITS
 from tidemill.workers.api.structured import grammar_of
-from tidemill.workers.api.terms import requests_of, terms_of
+from tidemill.workers.api.terms import Terms, requests_of, terms_of
 from tidemill.workers.api.text import Tokenizer
 from tidemill.workers.messages import Request, RequestError
 
@@ -40,7 +41,7 @@ class Intake:
         self._new_id = new_id
         self._rng = rng
 
-    async def chat(self, body: ChatBody) -> Job:
+    async def chat(self, body: ChatBody, asker: Asker) -> Job:
         """Raises RequestError."""
         self._check(body)
         messages = [turn.message() for turn in body.messages]
@@ -50,13 +51,15 @@ class Intake:
         else:
             tokens = await asyncio.to_thread(self._tokenizer.chat, messages)
         max_tokens = body.max_completion_tokens or body.max_tokens
-        return self._job(body, [tokens], "messages", max_tokens, body.num_logprobs())
+        terms = self._terms(body, 1, max_tokens, body.num_logprobs())
+        return self._job(terms, [tokens], "messages", asker.ttft_s_max, asker.tenant_with(body.cache_salt))
 
-    async def completion(self, body: CompletionBody) -> Job:
+    async def completion(self, body: CompletionBody, asker: Asker) -> Job:
         """Raises RequestError."""
         self._check(body)
         prompts = [await self._encoded(prompt) for prompt in body.prompt]
-        return self._job(body, prompts, "prompt", body.max_tokens, body.logprobs)
+        terms = self._terms(body, len(prompts), body.max_tokens, body.logprobs)
+        return self._job(terms, prompts, "prompt", asker.ttft_s_max, asker.tenant_with(body.cache_salt))
 
     async def _encoded(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
@@ -82,30 +85,28 @@ class Intake:
                 code="model_not_found",
             )
 
-    def _job(
-        self,
-        body: Body,
-        prompts: list[list[int]],
-        param: str,
-        max_tokens: int | None,
-        logprobs: int | None,
-    ) -> Job:
-        if len(prompts) * body.n > REQUEST_CHOICES_MAX:
+    def _terms(self, body: Body, num_prompts: int, max_tokens: int | None, logprobs: int | None) -> Terms:
+        if num_prompts * body.n > REQUEST_CHOICES_MAX:
             raise RequestError(
-                f"{len(prompts)} prompts with n = {body.n}: ask for at most {REQUEST_CHOICES_MAX} answers",
+                f"{num_prompts} prompts with n = {body.n}: ask for at most {REQUEST_CHOICES_MAX} answers",
                 param="n",
             )
         grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
         seed = self._rng.getrandbits(SEED_BITS)
-        terms = replace(
+        return replace(
             terms_of(body, self._model, seed=seed, logprobs=logprobs, grammar=grammar),
             max_tokens=max_tokens,
             salt=body.cache_salt or "",
             priority=body.priority,
         )
+
+    def _job(
+        self, terms: Terms, prompts: list[list[int]], param: str, ttft_s_max: float | None, tenant: str
+    ) -> Job:
         requests = tuple(
-            request
+            replace(request, tenant=tenant, ttft_s_max=ttft_s_max)
             for prompt in prompts
             for request in requests_of(terms, self._model, prompt, param, self._new_id)
         )
-        return Job(requests=requests, n=body.n, ending=terms.ending, logprobs=logprobs is not None)
+        logprobs = terms.sampling.logprobs is not None
+        return Job(requests=requests, n=terms.n, ending=terms.ending, logprobs=logprobs)

@@ -4,12 +4,14 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from tidemill.cluster.admission import TTFT_S_MAX
+from tidemill.cluster.autoscale import Misses
 from tidemill.cluster.http.answers import Increment
 from tidemill.cluster.http.replies import cached_tokens
 from tidemill.cluster.service import FleetStatus, WorkerStatus
@@ -20,8 +22,12 @@ TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 ITL_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
 E2E_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 600)
 
+REFUSED = (429, 503)
+"""How those end that found no place: what a larger fleet would have served."""
+
 WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
     "queued_tokens": ("Prompt tokens not yet computed.", lambda status: status.load.queued_tokens),
+    "queued_seconds": ("How long these will take.", lambda status: status.load.queued_s),
     "running_rows": ("Sequences in the running batch.", lambda status: status.load.running_rows),
     "waiting_rows": ("Sequences that wait for memory.", lambda status: status.load.waiting_rows),
     "memory_budget_bytes": ("Memory that it may take.", lambda status: status.load.budget_bytes),
@@ -53,8 +59,11 @@ KNOWN_NAMES = {
 class Metrics:
     """Instruments of one edge. Labels come from fixed sets: status codes, finish reasons, worker names."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], ttft_s_max: float = TTFT_S_MAX) -> None:
+        """A first token is late after `ttft_s_max`, or after the deadline of its own request."""
         self._clock = clock
+        self._ttft_s_max = ttft_s_max
+        self._misses = Misses()
         self.registry = registry = CollectorRegistry()
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
@@ -79,9 +88,26 @@ class Metrics:
         self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up.")
         self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens that did not have to be computed.")
         self.errors = counter("request_errors", "Error replies by HTTP status.", ["code"])
+        self.late = counter("late_first_tokens", "First tokens that came after their deadline.")
+
+    @property
+    def misses(self) -> Misses:
+        """Totals since the start, of what was asked for and of what was not had in time."""
+        return self._misses
 
     def count_error(self, status: int) -> None:
         self.errors.labels(code=str(status)).inc()
+        if status in REFUSED:
+            self._misses = replace(self._misses, refused=self._misses.refused + 1)
+
+    def saw_first(self, request: Request, ttft_s: float) -> None:
+        self.ttft_s.observe(ttft_s)
+        deadline_s = self._ttft_s_max if request.ttft_s_max is None else request.ttft_s_max
+        is_late = ttft_s > min(deadline_s, self._ttft_s_max)
+        self.late.inc(is_late)
+        self._misses = replace(
+            self._misses, answered=self._misses.answered + 1, late=self._misses.late + is_late
+        )
 
     @contextmanager
     def watch(self, requests: Sequence[Request]) -> Generator["Watch"]:
@@ -113,8 +139,9 @@ class Watch:
         last_s = self._last_s.get(increment.choice)
         num_new = increment.growth.num_tokens
         if last_s is None:
-            num_tokens = len(self._requests[increment.choice].tokens)
-            metrics.ttft_s.observe(now_s - self._start_s)
+            request = self._requests[increment.choice]
+            num_tokens = len(request.tokens)
+            metrics.saw_first(request, now_s - self._start_s)
             metrics.prompt_tokens.inc(num_tokens)
             metrics.prefix_queries.inc(num_tokens)
             metrics.prefix_hits.inc(cached_tokens(num_tokens, increment.trace))

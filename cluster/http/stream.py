@@ -13,11 +13,14 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 
+ENCODER = json.JSONEncoder(separators=(",", ":"))
+"""`json.dumps` would make one for each event."""
+
 
 def event(body: object, name: str | None = None) -> bytes:
     """One server-sent event."""
     line = f"event: {name}\n" if name else ""
-    return f"{line}data: {json.dumps(body, separators=(',', ':'))}\n\n".encode()
+    return f"{line}data: {ENCODER.encode(body)}\n\n".encode()
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

@@ -130,16 +130,18 @@ class WorkerFrame(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[Item, _Mapping]]] = ...) -> None: ...
 
 class Item(_message.Message):
-    __slots__ = ("call", "delta", "produced", "failure")
+    __slots__ = ("call", "delta", "produced", "failure", "alone")
     CALL_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     PRODUCED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     call: int
     delta: Delta
     produced: Produced
     failure: Failure
-    def __init__(self, call: _Optional[int] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., produced: _Optional[_Union[Produced, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    alone: bool
+    def __init__(self, call: _Optional[int] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., produced: _Optional[_Union[Produced, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., alone: bool = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("tokens", "logprobs", "finish", "provenance")
@@ -187,10 +189,12 @@ class Failure(_message.Message):
         PAGES_MISSING: _ClassVar[Failure.Kind]
         WORKER_GONE: _ClassVar[Failure.Kind]
         BAD_REQUEST: _ClassVar[Failure.Kind]
+        HANDED_OVER: _ClassVar[Failure.Kind]
     UNKNOWN: Failure.Kind
     PAGES_MISSING: Failure.Kind
     WORKER_GONE: Failure.Kind
     BAD_REQUEST: Failure.Kind
+    HANDED_OVER: Failure.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     PARAM_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +278,12 @@ class Loss(_message.Message):
 class Nothing(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Lives(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, workers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ("want_full", "budget_bytes", "drain", "role")

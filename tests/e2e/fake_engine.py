@@ -7,9 +7,19 @@ from pathlib import Path
 
 from tidemill.cluster.settings import WorkerSettings
 from tidemill.kvstore.errors import StoreError
-from tidemill.workers.messages import Announcement, Delta, Produced, Provenance, Request, Role, WorkerLoad
+from tidemill.workers.messages import (
+    Announcement,
+    Delta,
+    HandedOver,
+    Produced,
+    Provenance,
+    Request,
+    Role,
+    WorkerLoad,
+)
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.tp.link import StartRanks
+from tidemill.workers.trials import Tell
 
 BREAK_TOKEN = 666
 """A prompt that ends with it breaks the step loop."""
@@ -31,6 +41,7 @@ class FakeEngine:
         self._running = 0
         self._turned = asyncio.Condition()
         self._broken = False
+        self._produces = self._generates = True
 
     async def run(self) -> None:
         while not self._broken:
@@ -40,7 +51,9 @@ class FakeEngine:
                 self._turned.notify_all()
         raise RuntimeError("the step loop met its breaking point")
 
-    async def produce(self, request: Request) -> Produced:
+    async def produce(self, request: Request, tell: Tell | None = None) -> Produced:
+        del tell
+        self._check(takes=self._produces)
         depth = len(request.tokens) - 1
         return Produced(depth=depth, provenance=Provenance(computed_tokens=depth))
 
@@ -48,7 +61,9 @@ class FakeEngine:
         depth = len(request.tokens) - 1
         return Produced(depth=depth, provenance=Provenance(fetched_tokens=depth))
 
-    async def generate(self, request: Request) -> AsyncGenerator[Delta]:
+    async def generate(self, request: Request, tell: Tell | None = None) -> AsyncGenerator[Delta]:
+        del tell
+        self._check(takes=self._generates)
         last = request.tokens[-1]
         self._broken |= last == BREAK_TOKEN
         self._running += 1
@@ -56,6 +71,7 @@ class FakeEngine:
             for i in range(request.max_new_tokens):
                 async with self._turned:
                     await self._turned.wait()
+                self._check(takes=self._generates)
                 yield Delta(
                     tokens=(last + i + 1,),
                     finish="length" if i + 1 == request.max_new_tokens else None,
@@ -63,6 +79,16 @@ class FakeEngine:
                 )
         finally:
             self._running -= 1
+
+    def restrict(self, *, produces: bool, generates: bool) -> None:
+        self._produces, self._generates = produces, generates
+
+    async def drain_publications(self) -> None:
+        """It stores nothing."""
+
+    def _check(self, *, takes: bool) -> None:
+        if not takes:
+            raise HandedOver("told to leave it to others")
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(running_rows=self._running, counters={"steps": float(self.steps)})

@@ -32,12 +32,12 @@ def eventually(holds: Callable[[], bool]) -> None:
 class Server:
     """A server that answers. `url` is its root."""
 
-    def __init__(self, arguments: Sequence[str], log_file: Path) -> None:
+    def __init__(self, arguments: Sequence[str], log_file: Path, module: str = "tidemill") -> None:
         self._log_file = log_file
         self._temp_folder = Path(tempfile.mkdtemp(prefix="e2e-"))  # a short path, for Ray's sockets
         with log_file.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tidemill", "serve", *arguments],
+                [sys.executable, "-m", module, "serve", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

@@ -1,9 +1,10 @@
 """Every planted bug."""
 
-from tests.mutations.planted_cluster import CLUSTER
+from tests.mutations.planted_cluster import CLUSTER, RESILIENCE
 from tests.mutations.planted_engine import ENGINE_BUGS
 from tests.mutations.planted_group import GROUP_BUGS
 from tests.mutations.planted_kvstore import KVSTORE
+from tests.mutations.planted_placement import PLACING
 from tests.mutations.planted_store import PUBLISHING_BUGS, STORE_BUGS
 from tests.mutations.planted_transfer import TRANSFER_BUGS
 from tests.mutations.planted_workers import WORKERS
@@ -17,4 +18,6 @@ PLANTED = (
     *ENGINE_BUGS,
     *GROUP_BUGS,
     *CLUSTER,
+    *PLACING,
+    *RESILIENCE,
 )

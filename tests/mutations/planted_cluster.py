@@ -1,23 +1,29 @@
 """Bugs to plant in cluster/."""
 
-from tests.mutations.planted import FLEET, FLOW, PLACEMENT, ROUTER, Planted
+from tests.mutations.planted import FLOW, ROUTER, UNIT, Planted
+
+ORDERS = f"{UNIT}/cluster/test_orders.py"
+BETWEEN = f"{UNIT}/cluster/test_trials_between.py"
+WATCH = f"{UNIT}/cluster/test_watch.py"
+TRIALS = f"{UNIT}/workers/test_trials.py"
+HANDOVER = f"{UNIT}/workers/test_handover.py"
 
 CLUSTER = (
     Planted(
         "streamed tokens are forgotten at a loss",
         "cluster/flow.py",
-        "                    streamed += delta.tokens\n",
+        "                    story.streamed += delta.tokens\n",
         "",
         FLOW,
     ),
     Planted(
         "a retry may write a longer answer",
         "cluster/flow.py",
-        "max_new_tokens=request.max_new_tokens - len(streamed)",
-        "max_new_tokens=request.max_new_tokens",
+        "max_new_tokens=self.request.max_new_tokens - len(self.streamed),\n            drawn",
+        "max_new_tokens=self.request.max_new_tokens,\n            drawn",
         FLOW,
     ),
-    Planted("a lost worker is asked again", "cluster/flow.py", "            avoid |= {at}\n", "", FLOW),
+    Planted("a lost worker is asked again", "cluster/flow.py", "        self.avoid |= {at}\n", "", FLOW),
     Planted(
         "the decode worker is blamed for the prefill worker",
         "cluster/flow.py",
@@ -42,72 +48,9 @@ CLUSTER = (
     Planted(
         "the last token is asked for as a page",
         "cluster/flow.py",
-        "page_keys(root, request.tokens[:end], page_tokens)",
-        "page_keys(root, request.tokens, page_tokens)",
+        "page_keys(root, tokens[:end], page_tokens)",
+        "page_keys(root, tokens, page_tokens)",
         FLOW,
-    ),
-    Planted(
-        "an earlier life of a worker stays",
-        "cluster/fleet.py",
-        "if other.info.name != heartbeat.info.name",
-        "if other.info.worker != heartbeat.info.worker",
-        FLEET,
-    ),
-    Planted(
-        "bookings pile up",
-        "cluster/fleet.py",
-        "if now_s - booking.at_s < BOOKING_SETTLE_S",
-        "if now_s - booking.at_s >= 0",
-        FLEET,
-    ),
-    Planted(
-        "a hole in the heartbeats goes unnoticed",
-        "cluster/fleet.py",
-        "heartbeat.sequence != member.sequence + 1",
-        "heartbeat.sequence < member.sequence",
-        FLEET,
-    ),
-    Planted(
-        "a full announcement is added to what was known",
-        "cluster/fleet.py",
-        "if member is None or announcement.full else",
-        "if member is None else",
-        FLEET,
-    ),
-    Planted(
-        "draining workers get requests",
-        "cluster/placement.py",
-        " and not member.draining",
-        "",
-        PLACEMENT,
-    ),
-    Planted(
-        "routers break ties by what they heard first",
-        "cluster/placement.py",
-        "(score(member), _rendezvous(family, member.info.name))",
-        "score(member)",
-        PLACEMENT,
-    ),
-    Planted(
-        "all families land on one of equal workers",
-        "cluster/placement.py",
-        "blake2b(family + name.encode()",
-        "blake2b(name.encode()",
-        PLACEMENT,
-    ),
-    Planted(
-        "a prompt goes back to where it was lost",
-        "cluster/placement.py",
-        "if member.info.worker not in ask.avoid] or able",
-        "] or able",
-        PLACEMENT,
-    ),
-    Planted(
-        "what a worker holds does not count",
-        "cluster/placement.py",
-        "return member.queued_tokens + ROW_TOKENS * member.rows + _lacking(member, ask)",
-        "return member.queued_tokens + ROW_TOKENS * member.rows",
-        PLACEMENT,
     ),
     Planted(
         "whoever waits for a worker is not woken",
@@ -115,5 +58,155 @@ CLUSTER = (
         "        self._changed.set()",
         "        pass",
         ROUTER,
+    ),
+)
+
+RESILIENCE = (
+    Planted(
+        "a planned hand-over counts as a failure",
+        "cluster/flow.py",
+        "            case HandedOver():\n                self.hand_overs += 1\n",
+        "            case HandedOver():\n                self.attempt += 1\n",
+        FLOW,
+    ),
+    Planted(
+        "nothing goes on trial after a loss",
+        "cluster/flow.py",
+        "                self.on_trial = True\n",
+        "",
+        FLOW,
+    ),
+    Planted(
+        "nobody hears whom a worker died of",
+        "cluster/flow.py",
+        "await router.lost(at, self.content)",
+        "await router.lost(at)",
+        FLOW,
+    ),
+    Planted(
+        "the seed makes a poison another one",
+        "cluster/flow.py",
+        "replace(request.sampling, seed=0)",
+        "(request.sampling, request.request_id)",
+        FLOW,
+    ),
+    Planted(
+        "a suspect's caller is not told before it runs",
+        "workers/trials.py",
+        "        if self._now.request.on_trial and not self._now.alone:\n",
+        "        if self._now.request.on_trial and self._asked is None:\n",
+        TRIALS,
+    ),
+    Planted(
+        "others run before a caller knows that the trial is over",
+        "workers/trials.py",
+        "            return False  # its caller does not know yet\n",
+        "            return True\n",
+        TRIALS,
+    ),
+    Planted(
+        "suspects go one after the other while all others wait",
+        "workers/trials.py",
+        "(self._others_first and others)",
+        "False",
+        TRIALS,
+    ),
+    Planted(
+        "an answer ends before the trial is over",
+        "workers/engine.py",
+        "            if item.finish is not None:\n                await self._tell(",
+        "            if item.finish is not None and sequence.produces:\n                await self._tell(",
+        TRIALS,
+    ),
+    Planted(
+        "a trial ends with the first token",
+        "workers/arrivals.py",
+        "target - 1 + min(TRIAL_TOKENS, request.max_new_tokens)",
+        "target",
+        TRIALS,
+    ),
+    Planted(
+        "a call is blamed for ever after its trial",
+        "cluster/peers.py",
+        "        elif isinstance(item.body, Trial) or item.last:\n",
+        "        elif item.last:\n",
+        BETWEEN,
+    ),
+    Planted(
+        "a hand-over arrives as a loss",
+        "cluster/codec.py",
+        "        return HandedOver(message.message)\n",
+        "        return WorkerGone(message.message)\n",
+        BETWEEN,
+    ),
+    Planted(
+        "a stream is handed over before it can be resumed",
+        "workers/handover.py",
+        "        return sequence.publication.task is None\n",
+        "        return True\n",
+        HANDOVER,
+    ),
+    Planted(
+        "no checkpoint is kept where a stream is handed over",
+        "workers/handover.py",
+        "            sequence.cuts.add(place)\n",
+        "",
+        HANDOVER,
+    ),
+    Planted(
+        "guesses run past the place of a hand-over",
+        "workers/schedule.py",
+        " and (self._limits.roll_pages or sequence.next_cut is not None)",
+        " and self._limits.roll_pages",
+        HANDOVER,
+    ),
+    Planted(
+        "requests that wait are handed over when their turn comes",
+        "workers/engine.py",
+        "                sequence.patience.reschedule(_now_s())\n",
+        "                pass\n",
+        HANDOVER,
+    ),
+    Planted(
+        "a worker that leaves is called back",
+        "cluster/duties.py",
+        "return self.leaves or self._drains",
+        "return self._drains",
+        ORDERS,
+    ),
+    Planted(
+        "a router that begins anew undoes drains",
+        "cluster/orders.py",
+        "        if is_new and draining:\n            self._drained[info.name] = info.worker\n",
+        "",
+        ORDERS,
+    ),
+    Planted(
+        "two workers that need each other can both be drained",
+        "cluster/orders.py",
+        "other is info or member.draining or self._is_drained(other)",
+        "other is info",
+        ORDERS,
+    ),
+    Planted(
+        "a young router calls everybody out",
+        "cluster/router.py",
+        "        if self._began_s >= since_s:\n            return frozenset()\n",
+        "",
+        ORDERS,
+    ),
+    Planted(
+        "a worker that speaks is given up",
+        "cluster/watch.py",
+        "out & peers.silent()",
+        "out",
+        WATCH,
+    ),
+    Planted(
+        "a life that lived waits like one that died",
+        "cluster/backoff.py",
+        "before is None or now_s - before[1] > SOON_S",
+        "before is None",
+        ORDERS,
     ),
 )

@@ -145,16 +145,16 @@ ENGINE_BUGS = (
     ),
     Planted(
         "suspects run together",
-        "workers/schedule.py",
-        "rows = [] if in_flight else suspects[:1]",
-        "rows = [] if in_flight else suspects",
+        "workers/trials.py",
+        "return [self._now] if self._now.is_suspect and self._now in rows else []",
+        "return [one for one in rows if one.is_suspect]",
         SCHEDULE,
     ),
     Planted(
         "a suspect runs beside a step in flight",
-        "workers/schedule.py",
-        "rows = [] if in_flight else suspects[:1]",
-        "rows = suspects[:1]",
+        "workers/trials.py",
+        "            if in_flight:\n                return []\n            self._now",
+        "            self._now",
         SCHEDULE,
     ),
     Planted(

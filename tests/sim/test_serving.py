@@ -14,10 +14,10 @@ from tests.sim.faulty_store import FaultyStore
 from tests.sim.fold import VOCABULARY, fold_layout
 from tests.sim.loop import simulate
 from tests.sim.traffic import ask, converse
-from tests.sim.world import POISON, Weather, World
+from tests.sim.world import DEADLY, POISON, Weather, World
 from tidemill.kvstore.layout import Layout
 from tidemill.workers.build import capacity_tokens, extents_for
-from tidemill.workers.messages import Request, RequestError, Unserved
+from tidemill.workers.messages import Poisonous, Request, RequestError, Unserved
 from tidemill.workers.restore import PREEMPTIONS_MAX
 
 FIRST = int(os.environ.get("SIM_SEED", "0"))
@@ -55,6 +55,8 @@ async def _run(rng: Random) -> None:
                 clients.create_task(converse(world, rng, index, shared, longest))
             if poisoned:
                 clients.create_task(_poison(world, rng, shared))
+            if rng.random() < 0.2:
+                clients.create_task(_deadly(world, rng, shared))
     finally:
         await world.stop()
     for life in world.lives:
@@ -89,6 +91,7 @@ def _weather(rng: Random, layout: Layout) -> Weather:
         drafts_max=rng.choice([0, 0, 1, 2, 4]),
         vocabulary=rng.choice([VOCABULARY, 3]),
         breaks=rng.choice([0, 0, 0.01, 0.1]),
+        fault_s=rng.choice([0, 0, 2.0, 8.0]),
     )
 
 
@@ -96,5 +99,24 @@ async def _poison(world: World, rng: Random, shared: list[int]) -> None:
     """It is refused, and nobody else; unless it is not served at all."""
     await asyncio.sleep(rng.random() * 5)
     request = Request(request_id=POISON, tokens=(*shared, 1), max_new_tokens=1)
-    with suppress(Unserved), pytest.raises(RequestError, match="on no other"):
+    with suppress(Unserved, Poisonous), pytest.raises(RequestError, match="on no other"):
         await ask(world, request, patience=1000)
+
+
+async def _deadly(world: World, rng: Random, shared: list[int]) -> None:
+    """It ends two workers at most, whoever asks it, unless something else goes wrong as well."""
+    await asyncio.sleep(rng.random() * 5)
+    calm = not world.weather.crash and not world.weather.fault_s
+    for index in range(2):
+        router = world.router
+        request = Request(request_id=f"{DEADLY}-{index}", tokens=(*shared, 2), max_new_tokens=1)
+        with pytest.raises((Unserved, Poisonous)) as refused:
+            await ask(world, request, patience=1000)
+        if calm:
+            assert refused.type is Poisonous
+            assert world.deadly_kills == 2
+        elif refused.type is Poisonous and world.router is router:
+            kills = world.deadly_kills
+            with pytest.raises((Unserved, Poisonous)):
+                await ask(world, request, patience=1000)
+            assert world.deadly_kills == kills or world.router is not router

@@ -7,7 +7,7 @@ from random import Random
 from tests.sim.fold import expected
 from tests.sim.world import World
 from tidemill.cluster.flow import serve
-from tidemill.workers.messages import Request, Sampling, Unserved
+from tidemill.workers.messages import Poisonous, Request, Sampling, Unserved
 
 
 async def converse(world: World, rng: Random, index: int, shared: list[int], longest: int) -> bool:
@@ -30,7 +30,7 @@ async def converse(world: World, rng: Random, index: int, shared: list[int], lon
         )
         try:
             answer = await ask(world, request, patience=rng.choice([1, 5, 1000, 1000, 1000]))
-        except Unserved:
+        except (Unserved, Poisonous):
             return False
         if answer is None:
             return True
@@ -39,7 +39,8 @@ async def converse(world: World, rng: Random, index: int, shared: list[int], lon
 
 
 async def ask(world: World, request: Request, patience: int) -> list[int] | None:
-    """The answer, checked; None when the client hung up after `patience` tokens. Raises Unserved."""
+    """The answer, checked; None when the client hung up after `patience` tokens. Raises Unserved and
+    Poisonous."""
     want = expected(request, hybrid=world.layout.hybrid, vocabulary=world.weather.vocabulary)
     got: list[int] = []
     finish = None
@@ -52,7 +53,7 @@ async def ask(world: World, request: Request, patience: int) -> list[int] | None
                 finish = piece.finish
                 if len(got) >= patience:
                     break
-    except Unserved:
+    except (Unserved, Poisonous):
         assert got == want[: len(got)]
         raise
     if len(got) >= patience:

@@ -1,16 +1,19 @@
 """A whole cluster in virtual time: real flow, router, engines and ledgers; a faulty store, faulty workers."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from random import Random
-from typing import TypeVar
 
+from tests.sim.calls import Frontend, Work
 from tests.sim.fold import VOCABULARY, Broke, FoldRunner
 from tests.sim.watched import WatchedEngine
+from tidemill.cluster.duties import Duties
 from tidemill.cluster.placement import Ask, Route
 from tidemill.cluster.router import Router
+from tidemill.cluster.watch import watch
+from tidemill.cluster.worker_process import LEAVE_S_MAX
 from tidemill.kvstore.arena import Arena
 from tidemill.kvstore.backing import Fixed
 from tidemill.kvstore.cache import Cache
@@ -24,9 +27,11 @@ from tidemill.workers.build import capacity_tokens
 from tidemill.workers.limits import Limits
 from tidemill.workers.messages import (
     Delta,
+    DiedAlone,
     Heartbeat,
     Produced,
     Request,
+    RequestError,
     Role,
     WorkerGone,
     WorkerId,
@@ -35,13 +40,17 @@ from tidemill.workers.messages import (
 from tidemill.workers.places import Direct
 from tidemill.workers.plan import Budget
 from tidemill.workers.settings import CheckpointStrategy
-from tidemill.workers.step import Step
+from tidemill.workers.step import Drawn, Step
 from tidemill.workers.transfer import Transfer
-
-T = TypeVar("T")
+from tidemill.workers.trials import Tell
 
 POISON = "poison"
 """How the names of requests begin that break every step in which they draw."""
+
+DEADLY = "deadly"
+"""... that end the worker in each of their steps."""
+
+Answer = Callable[[], Awaitable[Delta | Produced]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +80,35 @@ class Weather:
     overlap: bool = True
     drafts_max: int = 0
     vocabulary: int = VOCABULARY
+    fault_s: float = 0.0  # mean time between two faults that are no crashes; 0: none
     breaks: float = 0.0  # of a step with several rows: each of them alone would not have broken it
+
+
+class _Freezing(FoldRunner):
+    """Whose steps stand still while its worker does."""
+
+    def __init__(self, worker: "SimWorker", memory: memoryview) -> None:
+        world = worker.world
+        super().__init__(
+            world.layout,
+            memory,
+            world.rng,
+            world.weather.step_s_max,
+            world.weather.vocabulary,
+            worker.breaks,
+        )
+        self.steps: list[Step] = []  # in flight
+        self._awake = worker.awake
+
+    async def _run(self, step: Step) -> list[Drawn]:
+        await self._awake.wait()
+        self.steps.append(step)
+        try:
+            drawn = await super()._run(step)
+            await self._awake.wait()
+            return drawn
+        finally:
+            self.steps.remove(step)
 
 
 class SimWorker:
@@ -79,6 +116,7 @@ class SimWorker:
 
     def __init__(self, world: "World", name: str, role: Role) -> None:
         self.world, self.name = world, name
+        self.role: Role = role
         layout = world.layout
         weather = world.weather
         backing = Fixed(layout.extent_bytes * weather.extents_max)
@@ -87,10 +125,15 @@ class SimWorker:
         arena = Arena(layout, weather.extents_max, backing, start)
         cache = Cache(layout, arena, PrefixIndex(layout, weather.policy))
         self.ledger = Ledger(cache, weather.checkpoints_per_path)
+        self.awake, self.linked, self.heard = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        for event in (self.awake, self.linked, self.heard):
+            event.set()
+        self.runner = _Freezing(self, memory)
+        self.last_steps: list[Step] = []  # in flight when it died
         self.engine = WatchedEngine(
             self.ledger,
             Transfer(layout, Direct(world.open_store(), memory)),
-            FoldRunner(layout, memory, world.rng, weather.step_s_max, weather.vocabulary, self._breaks),
+            self.runner,
             Limits(
                 budget=Budget(tokens_max=8 + layout.page_tokens, rows_max=8, page_tokens=layout.page_tokens),
                 capacity_tokens=capacity_tokens(layout, weather.extents_min),
@@ -102,7 +145,7 @@ class SimWorker:
             ),
             world.root_of,
         )
-        self.info = WorkerInfo(
+        info = WorkerInfo(
             worker=WorkerId(f"{name}.{world.next_life()}"),
             name=name,
             role=role,
@@ -115,6 +158,7 @@ class SimWorker:
             memory_floor_bytes=layout.extent_bytes * weather.extents_min,
             memory_max_bytes=layout.extent_bytes * weather.extents_max if weather.broker else 0,
         )
+        self.duties = Duties(self.engine, info)
         self.dead = asyncio.Event()
         self._told = False
         self._tasks = [
@@ -135,18 +179,38 @@ class SimWorker:
         await asyncio.wait(self._tasks)
         await self.engine.drain_publications()
 
-    async def step(self) -> None:
-        """A message to or from this worker passes, or the worker dies."""
-        await asyncio.sleep(self.world.rng.random() * self.world.weather.delay_s_max)
+    @property
+    def life(self) -> WorkerId:
+        return self.duties.info.worker
+
+    async def message(self) -> None:
+        """One to or from this worker passes, if it is awake; the worker may die."""
+        await self.awake.wait()
         if not self.dead.is_set() and self.world.rng.random() < self.world.weather.crash:
             self.world.kill(self)
-        if self.dead.is_set():
-            raise WorkerGone(self.info.worker)
 
-    def _breaks(self, step: Step) -> Exception | None:
+    async def freeze(self, seconds: float) -> None:
+        """Its step loop stands still, and it says nothing; its connections are alive."""
+        self.awake.clear()
+        await asyncio.sleep(seconds)
+        self.awake.set()
+
+    async def leave(self) -> None:
+        """SIGTERM."""
+        self.duties.leave()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S_MAX):
+                while self.world.frontend.num_calls(self):  # noqa: ASYNC110 - they end for many reasons
+                    await asyncio.sleep(0.05)
+
+    def breaks(self, step: Step) -> Exception | None:
         """By chance, and always when a poison request goes beyond its prompt."""
         if any(row.sequence_id.startswith(POISON) and row.draws is not None for row in step):
             return Broke(POISON)
+        if not self.dead.is_set() and any(row.sequence_id.startswith(DEADLY) for row in step):
+            self.world.deadly_kills += 1
+            self.world.kill(self)
+            return Broke(DEADLY)
         return (
             Broke("by chance")
             if len(step) > 1 and self.world.rng.random() < self.world.weather.breaks
@@ -154,14 +218,23 @@ class SimWorker:
         )
 
     async def _beat(self) -> None:
-        sequence, full = 0, True
+        sequence, full, router = 0, True, self.world.router
         while True:
-            announcement = self.engine.take_announcement(full=full)
+            await self.awake.wait()
+            await self.heard.wait()
+            await self.world.router_up.wait()
+            full |= router is not self.world.router
+            router = self.world.router
             heartbeat = Heartbeat(
-                info=self.info, sequence=sequence, load=self.engine.load(), announcement=announcement
+                info=self.duties.info,
+                sequence=sequence,
+                load=self.engine.load(),
+                announcement=self.engine.take_announcement(full=full),
+                draining=self.duties.draining,
             )
-            ack = self.world.router.heartbeat(heartbeat)
+            ack = router.heartbeat(heartbeat)
             full = ack.want_full
+            self.duties.told(ack)
             if ack.budget_bytes is not None:
                 self.engine.resize(ack.budget_bytes)
             sequence += 1
@@ -197,7 +270,11 @@ class World:
         """`open_store`: by each life of each worker."""
         self.rng, self.weather, self.open_store, self.layout = rng, weather, open_store, layout
         self.router = Router(asyncio.get_running_loop().time)
+        self.router_up, self.router_ended = asyncio.Event(), asyncio.Event()
+        self.router_up.set()
+        self.frontend = Frontend(rng, weather.delay_s_max, self._later)
         self.kills = 0
+        self.deadly_kills = 0
         self._lives = 0
         self._background: set[asyncio.Task[None]] = set()
         self.workers: dict[str, SimWorker] = {}
@@ -211,6 +288,8 @@ class World:
             for index in range(count):
                 self._start(f"{role}-{index}", role)
         self._later(self._tick())
+        self._later(self._faults())
+        self._later(watch(self, self))
 
     def root_of(self, salt: str) -> PageKey:
         return Namespace(model="fold", layout=self.layout.describe(), salt=salt).root()
@@ -221,45 +300,93 @@ class World:
 
     def kill(self, worker: SimWorker) -> None:
         """kill -9; somebody starts it again."""
+        if worker.dead.is_set():
+            return
         self.kills += 1
+        worker.last_steps = list(worker.runner.steps)
         worker.dead.set()
         self._later(self._restart(worker))
 
     async def place(self, ask: Ask) -> Route:
-        return await self.router.place(ask)
+        """Asked again when the router restarts meanwhile."""
+        while True:
+            await self.router_up.wait()
+            placed = asyncio.create_task(self.router.place(ask))
+            ended = asyncio.create_task(self.router_ended.wait())
+            try:
+                await asyncio.wait({placed, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if placed.done():
+                    return placed.result()
+            finally:
+                placed.cancel()
+                ended.cancel()
+                await asyncio.wait({placed, ended})
 
-    async def lost(self, worker: WorkerId) -> None:
-        self.router.lost(worker)
+    async def lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
+        await self.router_up.wait()
+        self.router.lost(worker, blamed)
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
         peer = self._at(worker, address)
-        await peer.step()
-        produced = await self._while_alive(peer, peer.engine.produce(request))
-        await peer.step()
+
+        async def work(_: Callable[[Delta], None], tell: Tell) -> Produced:
+            return await peer.engine.produce(request, tell)
+
+        try:
+            async with self._calling(peer, work) as answer:
+                produced = await answer()
+        except DiedAlone:
+            self._check_blame(peer, request)
+            raise
+        assert isinstance(produced, Produced)
         return produced
 
     async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None:
         peer = self._at(worker, address)
-        await peer.step()
-        await self._while_alive(peer, peer.engine.prefetch(request))
-        await peer.step()
+
+        async def work(_: Callable[[Delta], None], __: Tell) -> Produced:
+            return await peer.engine.prefetch(request)
+
+        async with self._calling(peer, work) as answer:
+            await answer()
 
     async def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
         peer = self._at(worker, address)
-        await peer.step()
-        async with aclosing(peer.engine.generate(request)) as deltas:
-            while True:
-                delta = await self._while_alive(peer, anext(deltas, None))
-                if delta is None:
-                    return
-                await peer.step()
-                yield delta
+
+        async def work(put: Callable[[Delta], None], tell: Tell) -> None:
+            async with aclosing(peer.engine.generate(request, tell)) as deltas:
+                async for delta in deltas:
+                    put(delta)
+
+        try:
+            async with self._calling(peer, work) as answer:
+                while True:
+                    delta = await answer()
+                    assert isinstance(delta, Delta)
+                    yield delta
+                    if delta.finish is not None:
+                        return
+        except DiedAlone:
+            self._check_blame(peer, request)
+            raise
+
+    def silent(self) -> frozenset[WorkerId]:
+        return self.frontend.silent()
+
+    def give_up(self, workers: Collection[WorkerId]) -> None:
+        self.frontend.give_up(workers)
+
+    async def out(self, workers: Collection[WorkerId]) -> frozenset[WorkerId]:
+        return self.router.out(workers) if self.router_up.is_set() else frozenset()
 
     async def stop(self) -> None:
+        for worker in self.lives:
+            worker.awake.set()
         for task in self._background:
             task.cancel()
         for worker in self.workers.values():
             await worker.stop()
+        await self.frontend.stop()
 
     def _start(self, name: str, role: Role) -> None:
         self.workers[name] = SimWorker(self, name, role)
@@ -267,22 +394,23 @@ class World:
 
     def _at(self, worker: WorkerId, address: str) -> SimWorker:
         found = self.workers.get(address.removeprefix("sim:"))
-        if found is None or found.info.worker != worker:
+        if found is None or found.life != worker:
             raise WorkerGone(worker)
         return found
 
-    async def _while_alive(self, peer: SimWorker, call: Awaitable[T]) -> T:
-        """The answer of a call on `peer`, or WorkerGone as soon as it dies."""
-        answer, death = asyncio.ensure_future(call), asyncio.ensure_future(peer.dead.wait())
-        try:
-            await asyncio.wait({answer, death}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise WorkerGone(peer.info.worker)
-            return answer.result()
-        finally:
-            death.cancel()
-            answer.cancel()
-            await asyncio.wait({answer, death})
+    @asynccontextmanager
+    async def _calling(self, peer: SimWorker, work: Work) -> AsyncGenerator[Answer]:
+        await asyncio.sleep(self.rng.random() * self.weather.delay_s_max)
+        if peer.dead.is_set():
+            raise WorkerGone(peer.life)
+        async with self.frontend.call(peer, work) as answer:
+            yield answer
+
+    def _check_blame(self, peer: SimWorker, request: Request) -> None:
+        """Whoever is blamed for the end of a worker was alone in its steps."""
+        assert request.on_trial
+        for step in peer.last_steps if peer.dead.is_set() else peer.runner.steps:
+            assert [row.sequence_id.rpartition("#")[0] for row in step] == [request.request_id]
 
     def _later(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -292,9 +420,68 @@ class World:
     async def _restart(self, worker: SimWorker) -> None:
         await worker.stop()
         await asyncio.sleep(self.weather.restart_s)
-        self._start(worker.name, worker.info.role)
+        self._start(worker.name, worker.role)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(0.25)
             self.router.tick()
+
+    async def _faults(self) -> None:
+        """One after the other, at random moments."""
+        rng = self.rng
+        while self.weather.fault_s:
+            await asyncio.sleep(2 * rng.random() * self.weather.fault_s)
+            await rng.choice(
+                [self._freeze, self._cut, self._unheard, self._router_restarts, self._drain, self._role]
+            )()
+
+    def _any(self) -> SimWorker:
+        return self.rng.choice(list(self.workers.values()))
+
+    async def _freeze(self) -> None:
+        self._later(self._any().freeze(self.rng.choice([0.5, 5.0, 20.0])))
+
+    async def _cut(self) -> None:
+        self._later(self.frontend.cut(self._any(), self.rng.choice([0.5, 5.0, 10.0])))
+
+    async def _unheard(self) -> None:
+        worker = self._any()
+
+        async def deaf() -> None:
+            worker.heard.clear()
+            await asyncio.sleep(self.rng.choice([0.5, 5.0, 10.0]))
+            worker.heard.set()
+
+        self._later(deaf())
+
+    async def _router_restarts(self) -> None:
+        self.router_up.clear()
+        self.router_ended.set()
+        await asyncio.sleep(self.rng.random() * 3)
+        self.router = Router(asyncio.get_running_loop().time)
+        self.router_ended = asyncio.Event()
+        self.router_up.set()
+
+    async def _drain(self) -> None:
+        """By hand, and undone; or by SIGTERM, and started again."""
+        worker = self._any()
+        if self.rng.random() < 0.5:
+
+            async def leave() -> None:
+                await worker.leave()
+                if not worker.dead.is_set():
+                    worker.dead.set()
+                    await self._restart(worker)
+
+            self._later(leave())
+            return
+        with suppress(RequestError):
+            self.router.drain(worker.name, drain=True, force=self.rng.random() < 0.2)
+            await asyncio.sleep(self.rng.random() * 10)
+        with suppress(RequestError):
+            self.router.drain(worker.name, drain=False, force=False)
+
+    async def _role(self) -> None:
+        with suppress(RequestError):
+            self.router.set_role(self._any().name, self.rng.choice(["prefill", "decode", "mixed"]))

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from benchmarks.memory_clock import run_virtual
 from benchmarks.memory_figures import Outcome, Sample
 from benchmarks.memory_model import COST, Device, qwen_layout, step_seconds
 
+from tidemill.cluster.simulate.clock import run_virtual
 from tidemill.kvstore.layout import PageId, StateId
 from tidemill.workers.messages import MemoryUse
 from tidemill.workers.step import Row

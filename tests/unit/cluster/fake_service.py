@@ -27,6 +27,7 @@ from tidemill.workers.messages import (
     Provenance,
     Request,
     RequestError,
+    Role,
     TokenLogprob,
     Trace,
     Unserved,
@@ -116,6 +117,7 @@ class FakeService:
     workers: tuple[WorkerStatus, ...] = (worker_status("prefill-0", "prefill"), worker_status("decode-0"))
     requests: list[Request] = field(default_factory=list[Request])
     budgets: list[tuple[str, int | None]] = field(default_factory=list[tuple[str, int | None]])
+    orders: list[tuple[object, ...]] = field(default_factory=list[tuple[object, ...]])
     open_streams: int = 0
     pieces: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -160,6 +162,14 @@ class FakeService:
         if worker not in [one.info.name for one in self.workers]:
             raise RequestError(f"there is no worker {worker!r}", param="worker", status=404)
         self.budgets.append((worker, budget_bytes))
+
+    async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
+        if worker not in [one.info.name for one in self.workers]:
+            raise RequestError(f"there is no worker {worker!r}", param="worker", status=404)
+        self.orders.append((worker, drain, force))
+
+    async def set_role(self, worker: str, role: Role) -> None:
+        self.orders.append((worker, role))
 
 
 def scored(token: int, count: int) -> TokenLogprob:

@@ -24,6 +24,7 @@ from tidemill.workers.messages import (
     Request,
     WorkerId,
 )
+from tidemill.workers.trials import Tell
 
 WORKER = WorkerId("decode-0.1")
 WAIT_S_MAX = 10.0
@@ -37,9 +38,11 @@ class ScriptedEngine:
         default_factory=dict[str, asyncio.Queue[Delta | Produced | Exception]]
     )
     begun: list[str] = field(default_factory=list[str])  # kinds of calls, in order
+    tells: dict[str, Tell | None] = field(default_factory=dict[str, Tell | None])
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def generate(self, request: Request) -> AsyncGenerator[Delta]:
+    async def generate(self, request: Request, tell: Tell | None = None) -> AsyncGenerator[Delta]:
+        self.tells[request.request_id] = tell
         with_queue = self._open("generate", request)
         try:
             while True:
@@ -51,7 +54,8 @@ class ScriptedEngine:
         finally:
             self._close(request)
 
-    async def produce(self, request: Request) -> Produced:
+    async def produce(self, request: Request, tell: Tell | None = None) -> Produced:
+        self.tells[request.request_id] = tell
         return await self._answer("produce", request)
 
     async def prefetch(self, request: Request) -> Produced:

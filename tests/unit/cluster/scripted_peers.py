@@ -54,6 +54,8 @@ class Script:
         self.acts = acts
         self.asks: list[Ask] = []
         self.lost_workers: list[WorkerId] = []
+        self.blamed: list[bytes] = []
+        self.lag_s = 0.0
         self.calls: list[tuple[str, Request]] = []
         self.closed = 0
         self.prefetched: list[Request] = []
@@ -66,7 +68,7 @@ class Script:
     async def place(self, ask: Ask) -> Route:
         self.asks.append(ask)
         attempt = len(self.asks)
-        route = Route(decode=WorkerId(f"d.{attempt}"), decode_address="at:d")
+        route = Route(decode=WorkerId(f"d.{attempt}"), decode_address="at:d", lag_s=self.lag_s)
         if not self.act.prefill:
             return route
         return Route(
@@ -75,10 +77,13 @@ class Script:
             prefill=WorkerId(f"p.{attempt}"),
             prefill_address="at:p",
             gap_tokens_max=GAP_TOKENS_MAX,
+            lag_s=self.lag_s,
         )
 
-    async def lost(self, worker: WorkerId) -> None:
+    async def lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
         self.lost_workers.append(worker)
+        if blamed:
+            self.blamed.append(blamed)
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
         assert (worker, address) == (f"p.{len(self.asks)}", "at:p")

@@ -17,6 +17,7 @@ SERVE_OPTIONS = [
     "--checkpoint-strategy",
     "--checkpoints-per-path",
     "--decode",
+    "--decode-max",
     "--decode-tensor-parallel-size",
     "--eviction-policy",
     "--help",
@@ -30,6 +31,7 @@ SERVE_OPTIONS = [
     "--memory-broker",
     "--memory-floor",
     "--mixed",
+    "--mixed-max",
     "--no-memory-broker",
     "--no-overlap",
     "--num-speculative-tokens",
@@ -37,6 +39,7 @@ SERVE_OPTIONS = [
     "--page-size",
     "--port",
     "--prefill",
+    "--prefill-max",
     "--prefill-tensor-parallel-size",
     "--ray-address",
     "--served-model-name",
@@ -44,6 +47,7 @@ SERVE_OPTIONS = [
     "--store-secret-file",
     "--tensor-parallel-size",
     "--threads",
+    "--ttft-max",
 ]
 
 

@@ -17,6 +17,7 @@ from tidemill.cluster.codec import (
     Malformed,
     Prefetch,
     Produce,
+    Trial,
     decode_client_frame,
     decode_worker_frame,
     encode_client_frame,
@@ -30,6 +31,7 @@ from tidemill.cluster.router_codec import (
     decode_budget,
     decode_draining,
     decode_heartbeat,
+    decode_lives,
     decode_loss,
     decode_placed,
     decode_role,
@@ -39,6 +41,7 @@ from tidemill.cluster.router_codec import (
     encode_budget,
     encode_draining,
     encode_heartbeat,
+    encode_lives,
     encode_loss,
     encode_placed,
     encode_role,
@@ -51,6 +54,7 @@ from tidemill.workers.messages import (
     Delta,
     Grammar,
     GrammarKind,
+    HandedOver,
     Heartbeat,
     MemoryUse,
     Overloaded,
@@ -120,13 +124,17 @@ client_frames = (
     | st.builds(Cancel, u64)
 )
 provenances = st.builds(Provenance, reused_tokens=u32, fetched_tokens=u32, computed_tokens=u32)
-bodies = st.builds(
-    Delta,
-    tokens=token_ids,
-    logprobs=st.lists(st.builds(TokenLogprob, floats, token_values), max_size=3).map(tuple),
-    finish=st.sampled_from([None, "stop", "length"]),
-    provenance=st.none() | provenances,
-) | st.builds(Produced, depth=u32, provenance=provenances)
+bodies = (
+    st.builds(
+        Delta,
+        tokens=token_ids,
+        logprobs=st.lists(st.builds(TokenLogprob, floats, token_values), max_size=3).map(tuple),
+        finish=st.sampled_from([None, "stop", "length"]),
+        provenance=st.none() | provenances,
+    )
+    | st.builds(Produced, depth=u32, provenance=provenances)
+    | st.builds(Trial, st.booleans())
+)
 roles = st.sampled_from(get_args(Role))
 infos = st.builds(
     WorkerInfo,
@@ -228,6 +236,7 @@ DECODERS: list[Callable[[bytes], Any]] = [
     decode_heartbeat,
     decode_ack,
     decode_loss,
+    decode_lives,
     decode_status,
     decode_budget,
 ]
@@ -282,6 +291,11 @@ def test_fleet_messages_survive_the_trip(
     assert decode_status(encode_status(status)) == status
 
 
+@given(st.frozensets(workers, max_size=5))
+def test_lives_survive_the_trip(lives: frozenset[WorkerId]) -> None:
+    assert decode_lives(encode_lives(lives)) == lives
+
+
 @given(texts, floats, floats)
 def test_refusals_survive_the_trip(text: str, predicted_s: float, retry_after_s: float) -> None:
     overloaded = decode_placed(
@@ -323,7 +337,7 @@ def test_short_messages_survive_the_trip(worker: WorkerId, ack: Ack, content: by
 
 
 @given(
-    st.sampled_from([PagesMissing, WorkerGone]),
+    st.sampled_from([PagesMissing, WorkerGone, HandedOver]),
     texts,
     st.none() | texts,
     st.integers(0, 599),

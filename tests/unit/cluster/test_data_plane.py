@@ -184,8 +184,8 @@ class OneRoute:
         assert ask.request_id == "a"
         return self.route
 
-    async def lost(self, worker: WorkerId) -> None:
-        pytest.fail(f"{worker} was not lost")
+    async def lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
+        pytest.fail(f"{worker} was not lost, {blamed.hex()} not to blame")
 
 
 @pytest.mark.parametrize("hangs_up", [False, True])

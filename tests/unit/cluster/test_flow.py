@@ -1,6 +1,8 @@
 """One request against scripted workers: whatever is lost, each token arrives exactly once."""
 
+import math
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -20,15 +22,19 @@ from tests.unit.cluster.scripted_peers import (
     root_of,
     run,
 )
-from tidemill.cluster.flow import ATTEMPTS_MAX, PATIENT_ATTEMPTS, serve
+from tidemill.cluster.flow import ATTEMPTS_MAX, HAND_OVERS_MAX, PATIENT_ATTEMPTS, content_of, serve
 from tidemill.kvstore.keys import page_keys
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
+    DiedAlone,
+    HandedOver,
     PagesMissing,
+    Poisonous,
     Produced,
     Provenance,
     Request,
     RequestError,
+    Sampling,
     Unserved,
     WorkerGone,
 )
@@ -175,3 +181,75 @@ def test_a_client_that_hangs_up_closes_the_stream() -> None:
 
     run(main())
     assert script.closed == 1
+
+
+def test_a_hand_over_is_no_failure() -> None:
+    """Planned, however often: no attempt is counted, nobody is lost, and nothing goes on trial."""
+    script = Script(*[Act(tokens=1, end=HandedOver("d"))] * 5, Act())
+    pieces = pieces_of(script, a_request(8))
+    check_answer(pieces, a_request(8))
+    assert script.lost_workers == []
+    assert {piece.trace.attempts for piece in pieces} == {1}
+    assert script.asks[1].avoid == {"d.1"}
+    assert not any(sent.on_trial for _, sent in script.calls)
+
+
+def test_a_prefill_worker_that_hands_over_is_no_failure() -> None:
+    script = Script(Act(produce=HandedOver("p")), Act())
+    pieces = pieces_of(script, a_request())
+    check_answer(pieces, a_request())
+    assert script.lost_workers == []
+    assert script.asks[1].avoid == {"p.1"}
+    assert pieces[0].trace.attempts == 1
+
+
+def test_hand_overs_have_an_end() -> None:
+    script = Script(Act(tokens=0, end=HandedOver("d")))
+    with pytest.raises(Unserved, match="handed it over"):
+        pieces_of(script, a_request())
+    assert len(script.asks) == HAND_OVERS_MAX + 1
+
+
+def test_after_a_loss_it_is_on_trial_and_was_accepted() -> None:
+    request = replace(a_request(), ttft_s_max=5.0, tenant="t")
+    script = Script(Act(tokens=0, end=PagesMissing("m")), Act(tokens=2, end=WorkerGone("d")), Act())
+    check_answer(pieces_of(script, request), request)
+    sent = [one.on_trial for kind, one in script.calls if kind == "generate"]
+    assert sent == [False, False, True]
+    assert [ask.ttft_s_max for ask in script.asks] == [5.0, math.inf, math.inf]
+    assert [ask.wait_s_max for ask in script.asks] == [5.0, 60.0, 60.0]
+    assert {ask.tenant for ask in script.asks} == {"t"}
+    assert script.blamed == []
+
+
+@pytest.mark.parametrize("produces", [True, False], ids=["produce", "generate"])
+def test_who_ends_a_worker_alone_is_not_tried_again(produces: bool) -> None:  # noqa: FBT001  a parameter
+    alone = Act(produce=DiedAlone("p")) if produces else Act(tokens=0, end=DiedAlone("d"))
+    script = Script(Act(tokens=2, end=WorkerGone("d")), alone, Act())
+    with pytest.raises(Poisonous, match="ran nothing else"):
+        pieces_of(script, a_request())
+    assert len(script.asks) == 2
+    assert script.lost_workers == ["d.1", "p.2" if produces else "d.2"]
+    assert script.blamed == [content_of(a_request())], "told to the router, with what was asked at first"
+    assert {ask.content for ask in script.asks} == {content_of(a_request())}
+
+
+def test_content_is_what_is_asked_and_not_who_asks() -> None:
+    request = a_request()
+    same = replace(request, request_id="other", sampling=Sampling(seed=9), tenant="t", on_trial=True)
+    assert content_of(same) == content_of(request)
+    assert len(content_of(request)) == 16
+    for other in (
+        replace(request, tokens=(*request.tokens, 1)),
+        replace(request, sampling=Sampling(temperature=0.5)),
+        replace(request, salt="s2"),
+        replace(request, stop_token_ids=(3,)),
+    ):
+        assert content_of(other) != content_of(request)
+
+
+def test_every_call_carries_its_place_among_others() -> None:
+    script = Script(Act())
+    script.lag_s = -3.0
+    pieces_of(script, a_request())
+    assert {sent.lag_s for _, sent in script.calls} == {-3.0}

@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 
 from tidemill.cluster.channels import open_channel
+from tidemill.cluster.duties import Duties
 from tidemill.cluster.heartbeats import Heartbeats
 from tidemill.cluster.placement import Ask
 from tidemill.cluster.router import Router
@@ -54,6 +55,7 @@ class CountingEngine:
     rows: int = 0
     turns: int = 0
     budgets: list[int] = field(default_factory=list[int])
+    takes: list[tuple[bool, bool]] = field(default_factory=list[tuple[bool, bool]])
     announced: list[bool] = field(default_factory=list[bool])  # whether each announcement was a full one
 
     @property
@@ -74,6 +76,9 @@ class CountingEngine:
 
     def resize(self, budget_bytes: int) -> None:
         self.budgets.append(budget_bytes)
+
+    def restrict(self, *, produces: bool, generates: bool) -> None:
+        self.takes.append((produces, generates))
 
 
 @dataclass
@@ -116,7 +121,7 @@ async def beating(
     here: Here, engine: CountingEngine, info: WorkerInfo = INFO
 ) -> AsyncGenerator[asyncio.Event]:
     heard = asyncio.Event()
-    task = asyncio.create_task(Heartbeats(engine, info, here.find, heard.set).run())
+    task = asyncio.create_task(Heartbeats(engine, Duties(engine, info), here.find, heard.set).run())
     try:
         yield heard
     finally:

@@ -25,6 +25,7 @@ from tidemill.workers.models.errors import ModelError
 from tidemill.workers.offline.llm import settings_of
 from tidemill.workers.offline.outputs import RequestOutput
 from tidemill.workers.settings import EngineSettings, SettingsError
+from tidemill.workers.trials import Tell
 
 EOS = 1
 FACTS = "Alice keeps the key in the harbor. Tom likes tea. The map is now with Nora."
@@ -284,8 +285,8 @@ class Held:
     def __exit__(self, *_: object) -> None:
         delattr(self._engine, "generate")
 
-    async def generate(self, request: Request) -> AsyncGenerator[Delta]:
-        async with aclosing(self._generate(request)) as deltas:
+    async def generate(self, request: Request, tell: Tell | None = None) -> AsyncGenerator[Delta]:
+        async with aclosing(self._generate(request, tell)) as deltas:
             yield await anext(deltas)
             self.started.release()
             try:

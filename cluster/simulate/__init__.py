@@ -1,0 +1,1 @@
+"""`tidemill simulate`: a request trace through the cluster in virtual time."""

@@ -1,0 +1,141 @@
+"""The memory of a modelled worker: blocks by key, the least recently used goes first. Pure.
+
+A path is used from its end to its start, so a block never outlives those before it.
+"""
+
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+class Stored:
+    """A store without a bound: what any worker has computed."""
+
+    def __init__(self, *, hybrid: bool) -> None:
+        self._hybrid = hybrid
+        self._blocks: set[bytes] = set()
+        self._states: set[bytes] = set()
+
+    def put(self, keys: Sequence[bytes], states: Sequence[bytes]) -> None:
+        self._blocks.update(keys)
+        self._states.update(states)
+
+    def restorable(self, keys: Sequence[bytes]) -> int:
+        """How many of the first blocks it can restore."""
+        depth = bisect_left(keys, x=True, key=lambda key: key not in self._blocks)
+        while self._hybrid and depth and keys[depth - 1] not in self._states:
+            depth -= 1
+        return depth
+
+
+@dataclass(slots=True)
+class Changes:
+    """Restorable depths that came and went, by the key at their end."""
+
+    added: set[bytes] = field(default_factory=set[bytes])
+    removed: set[bytes] = field(default_factory=set[bytes])
+
+
+class Blocks:
+    """`slots_max` checkpoints can be kept beside the blocks; None: a model without states."""
+
+    def __init__(self, blocks_max: int, slots_max: int | None) -> None:
+        self.hybrid = slots_max is not None
+        self.changes = Changes()
+        self._blocks_max = blocks_max
+        self._slots_max = slots_max or 0
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+        self._states: OrderedDict[bytes, None] = OrderedDict()
+        self._promised: Counter[bytes] = Counter()
+        self._promised_states: Counter[bytes] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def resident(self, keys: Sequence[bytes]) -> int:
+        """How many of the first blocks are here."""
+        return bisect_left(keys, x=True, key=lambda key: key not in self._blocks)
+
+    def expected(self, keys: Sequence[bytes]) -> int:
+        """... or will be, when what was promised is computed."""
+        return bisect_left(keys, x=True, key=lambda key: key not in self._blocks and not self._promised[key])
+
+    def usable(self, keys: Sequence[bytes]) -> int:
+        """How many of the first blocks need not be computed."""
+        depth = self.resident(keys)
+        while self.hybrid and depth and keys[depth - 1] not in self._states:
+            depth -= 1
+        return depth
+
+    def expected_usable(self, keys: Sequence[bytes]) -> int:
+        depth = self.expected(keys)
+        while (
+            self.hybrid
+            and depth
+            and keys[depth - 1] not in self._states
+            and not self._promised_states[keys[depth - 1]]
+        ):
+            depth -= 1
+        return depth
+
+    def promise(self, keys: Sequence[bytes]) -> list[bytes]:
+        """These will be computed. Answers where checkpoints will be made: at the end, and where the prompt
+        leaves those that are known."""
+        junction = self.expected(keys)
+        self._promised.update(keys)
+        states = [keys[depth - 1] for depth in sorted({junction, len(keys)}) if depth] if self.hybrid else []
+        self._promised_states.update(states)
+        return states
+
+    def redeem(self, keys: Sequence[bytes], states: Sequence[bytes]) -> None:
+        """What was promised is computed."""
+        for promised, names in ((self._promised, keys), (self._promised_states, states)):
+            promised.subtract(names)
+            for name in names:
+                if not promised[name]:
+                    del promised[name]
+        for key in reversed(keys):
+            if key not in self._blocks and not self.hybrid:
+                self._came(key)
+            self._blocks[key] = None
+            self._blocks.move_to_end(key)
+        for key in states:
+            if key not in self._states:
+                self._came(key)
+            self._states[key] = None
+            self._states.move_to_end(key)
+        self._evict()
+
+    def used(self, keys: Sequence[bytes], depth: int) -> None:
+        """A prompt resumes at `depth`."""
+        for key in reversed(keys[:depth]):
+            self._blocks.move_to_end(key)
+        if self.hybrid and depth:
+            self._states.move_to_end(keys[depth - 1])
+
+    def restorable(self) -> list[bytes]:
+        return list(self._states if self.hybrid else self._blocks)
+
+    def take_changes(self) -> Changes:
+        changes, self.changes = self.changes, Changes()
+        return changes
+
+    def _evict(self) -> None:
+        while len(self._blocks) > self._blocks_max:
+            key, _ = self._blocks.popitem(last=False)
+            if not self.hybrid or key in self._states:
+                self._went(key)
+            self._states.pop(key, None)
+        while len(self._states) > self._slots_max:
+            self._went(self._states.popitem(last=False)[0])
+
+    def _came(self, key: bytes) -> None:
+        self.changes.added.add(key)
+        self.changes.removed.discard(key)
+
+    def _went(self, key: bytes) -> None:
+        if key in self.changes.added:
+            self.changes.added.discard(key)
+        else:
+            self.changes.removed.add(key)

@@ -1,0 +1,200 @@
+"""Workers with the real engine: scheduler, admission, ledger, index, transfers; steps and bytes are numbers.
+
+A token of the engine stands for `grain` tokens of the trace, so that a run of as many decode steps is one.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+
+import torch
+
+from tidemill.cluster.simulate.cost import Cost
+from tidemill.cluster.simulate.shelf import Link, Shelf
+from tidemill.kvstore.arena import Arena
+from tidemill.kvstore.cache import Cache
+from tidemill.kvstore.index import PrefixIndex
+from tidemill.kvstore.keys import Namespace, PageKey
+from tidemill.kvstore.layout import Layout
+from tidemill.kvstore.ledger import Ledger
+from tidemill.workers.build import capacity_tokens
+from tidemill.workers.engine import Engine
+from tidemill.workers.limits import Limits
+from tidemill.workers.messages import Announcement, Delta, Produced, Request, WorkerInfo, WorkerLoad
+from tidemill.workers.places import Direct
+from tidemill.workers.plan import Budget
+from tidemill.workers.step import Drawn, Row, Step
+from tidemill.workers.transfer import Transfer
+
+ROWS_MAX = 256
+IDLE_TURN_S = 1.0
+"""A thousand idle workers must cost little. A row may wait so long for memory that comes without a step."""
+
+DRAWN = 1 << 31
+"""Where the ids of drawn tokens begin: no block of a trace has such a name."""
+
+
+class NoBytes:
+    """Memory that is only counted."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def map(self, offset_bytes: int, num_bytes: int) -> None:
+        pass
+
+    def unmap(self, offset_bytes: int, num_bytes: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def root_of(salt: str) -> PageKey:
+    return Namespace(model="simulated", layout="", salt=salt).root()
+
+
+class CostRunner:
+    """Lets virtual time pass for each step, one after the other; draws tokens that nobody else draws."""
+
+    def __init__(self, cost: Cost, grain: int) -> None:
+        self.busy_s = 0.0
+        self._cost = cost
+        self._grain = grain
+        self._loop = asyncio.get_running_loop()
+        self._free_at_s = 0.0
+
+    def run(self, step: Step) -> asyncio.Future[list[Drawn]]:
+        seconds = self._seconds(step)
+        self.busy_s += seconds
+        self._free_at_s = max(self._loop.time(), self._free_at_s) + seconds
+        answer: asyncio.Future[list[Drawn]] = self._loop.create_future()
+        self._loop.call_at(self._free_at_s, _answer, answer, [_drawn(row) for row in step])
+        return answer
+
+    def _seconds(self, step: Step) -> float:
+        streams = sum(len(row.tokens) == 1 for row in step)
+        times = self._grain if streams else 1
+        prompts = (row for row in step if len(row.tokens) > 1)
+        return times * self._cost.decode_s(streams) + sum(
+            self._cost.tokens_s(row.start * self._grain, row.end * self._grain) for row in prompts
+        )
+
+
+class EngineWorker:
+    """Either kind; `touched` is called when there is something new to report."""
+
+    def __init__(
+        self, info: WorkerInfo, layout: Layout, cost: Cost, shelf: Shelf, touched: Callable[[], None]
+    ) -> None:
+        self.info = info
+        self._cost = cost
+        self._grain = cost.step_tokens // info.step_tokens_max
+        self._touched = touched
+        num_extents = info.memory_bytes // layout.extent_bytes
+        self.ledger = Ledger(Cache(layout, Arena(layout, num_extents, NoBytes()), PrefixIndex(layout)))
+        self._runner = CostRunner(cost, self._grain)
+        self.engine = Engine(
+            self.ledger,
+            Transfer(layout, Direct(Link(shelf, cost.speed.fetch_bytes_per_s), memoryview(b""))),
+            self._runner,
+            Limits(
+                budget=Budget(
+                    tokens_max=max(info.step_tokens_max, ROWS_MAX + layout.page_tokens),
+                    rows_max=ROWS_MAX,
+                    page_tokens=layout.page_tokens,
+                ),
+                capacity_tokens=capacity_tokens(layout, num_extents),
+                idle_turn_s=IDLE_TURN_S,
+            ),
+            root_of,
+        )
+        self._held: set[bytes] = set()
+        self._news = (set[bytes](), set[bytes]())  # that the router has not heard yet: added, removed
+        self._steps = asyncio.create_task(self.engine.run())
+
+    @property
+    def busy_s(self) -> float:
+        return self._runner.busy_s
+
+    @property
+    def wait_s(self) -> float:
+        return self._cost.prefill_s(0, self.engine.load().queued_tokens * self._grain)
+
+    @property
+    def rows(self) -> int:
+        return self.engine.num_requests
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.engine.load().memory.live
+
+    def expected(self, keys: Sequence[bytes]) -> int:
+        self._learn()
+        return next((depth for depth in range(len(keys), 0, -1) if keys[depth - 1] in self._held), 0)
+
+    def usable(self, keys: Sequence[bytes]) -> int:
+        return self.expected(keys)
+
+    def prefill_s(self, start: int, end: int) -> float:
+        return self._cost.prefill_s(start * self._grain, end * self._grain)
+
+    async def produce(self, request: Request) -> Produced:
+        self._loop_soon()
+        try:
+            return await self.engine.produce(request)
+        finally:
+            self._touched()
+
+    async def prefetch(self, request: Request) -> None:
+        await self.engine.prefetch(request)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delta]:
+        self._loop_soon()
+        try:
+            async with aclosing(self.engine.generate(request)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self._touched()
+
+    def load(self) -> WorkerLoad:
+        return self.engine.load()
+
+    def take_announcement(self, *, full: bool) -> Announcement:
+        if full:
+            return self.engine.take_announcement(full=True)
+        self._learn()
+        added, removed = self._news
+        self._news = (set[bytes](), set[bytes]())
+        return Announcement(added=tuple(added), removed=tuple(removed))
+
+    async def stop(self) -> None:
+        """Every byte must be back."""
+        await self.engine.drain_publications()
+        self._steps.cancel()
+        await asyncio.wait([self._steps])
+        self.ledger.check()
+
+    def _loop_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self._touched)  # when the request is queued
+
+    def _learn(self) -> None:
+        """Take what the engine has to announce, for the policies and for the next heartbeat."""
+        changes = self.engine.take_announcement(full=False)
+        added, removed = self._news
+        added.update(changes.added)
+        removed.difference_update(changes.added)
+        removed.update(changes.removed)
+        added.difference_update(changes.removed)
+        self._held.update(changes.added)
+        self._held.difference_update(changes.removed)
+
+
+def _answer(answer: asyncio.Future[list[Drawn]], drawn: list[Drawn]) -> None:
+    if not answer.done():
+        answer.set_result(drawn)
+
+
+def _drawn(row: Row) -> Drawn:
+    return Drawn() if row.draws is None else Drawn((DRAWN + row.draws.sampling.seed,))

@@ -1,0 +1,40 @@
+# pyright: basic
+# matplotlib has no complete types
+"""The picture of a simulated run."""
+
+from pathlib import Path
+
+from tidemill.cluster.simulate.report import Outcome, mean
+from tidemill.kvstore.errors import TidemillError
+
+BINS = 60
+
+
+class NoPictures(TidemillError):
+    """matplotlib is not installed, or the file cannot be written."""
+
+
+def plot(outcome: Outcome, path: Path) -> None:
+    """Times to first token, their mean over the run, and how busy the workers were. Raises NoPictures."""
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise NoPictures("--plot needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    first, over, busy = figure.subplots(1, 3)
+    first.ecdf([max(1e-3, one.ttft_s) for one in outcome.served])
+    first.set(xlabel="time to first token, s", ylabel="share of requests", xscale="log", ylim=(0, 1.02))
+    width_s = max(outcome.makespan_s / BINS, 1e-9)
+    bins: dict[int, list[float]] = {}
+    for one in outcome.served:
+        bins.setdefault(int(one.at_s / width_s), []).append(one.ttft_s)
+    over.plot([number * width_s for number in sorted(bins)], [mean(bins[number]) for number in sorted(bins)])
+    over.set(xlabel="arrival, s", ylabel="mean time to first token, s", ylim=(0, None))
+    for role, seconds in outcome.busy_s.items():
+        busy.plot(sorted((one / max(outcome.makespan_s, 1e-9) for one in seconds), reverse=True), label=role)
+    busy.set(xlabel="worker, the busiest first", ylabel="share of time busy", ylim=(0, 1.02))
+    busy.legend(frameon=False)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise NoPictures(f"--plot {path}: {error}") from error

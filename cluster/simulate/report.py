@@ -1,0 +1,81 @@
+"""What became of the requests of a trace, and the figures of it. Pure."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SHARES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """One request that was answered. The worker that was to compute its prompt did not have to compute
+    `reused_tokens` of it; `fetched_tokens` of these came from the store."""
+
+    at_s: float
+    ttft_s: float
+    prompt_tokens: int
+    reused_tokens: int
+    fetched_tokens: int = 0
+    predicted_s: float = 0.0
+    attempts: int = 1
+    skipped_prefill: bool = False
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of a run. `gaps_s` are the times between tokens, all requests together; `busy_s` is how long each
+    worker computed, by role."""
+
+    served: list[Served] = field(default_factory=list[Served])
+    gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
+    refused: int = 0
+    failed: int = 0
+    makespan_s: float = 0.0
+    busy_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    counters: dict[str, float] = field(default_factory=dict[str, float])
+
+    def figures(self) -> dict[str, Any]:
+        """By name; milliseconds, shares and counts."""
+        first_ms = sorted(1000 * one.ttft_s for one in self.served)
+        gaps_ms = sorted(1000 * gap for gap in self.gaps_s)
+        prompts = sum(one.prompt_tokens for one in self.served)
+        return {
+            "requests": len(self.served) + self.refused + self.failed,
+            "refused": self.refused,
+            "failed": self.failed,
+            "hit_ratio": sum(one.reused_tokens for one in self.served) / max(1, prompts),
+            "fetched_ratio": sum(one.fetched_tokens for one in self.served) / max(1, prompts),
+            "ttft_ms": spread_of(first_ms),
+            "itl_ms": spread_of(gaps_ms),
+            "imbalance": {role: imbalance(busy) for role, busy in self.busy_s.items()},
+            "utilisation": {
+                role: mean(busy) / max(self.makespan_s, 1e-9) for role, busy in self.busy_s.items()
+            },
+            "without_prefill_worker": sum(one.skipped_prefill for one in self.served),
+            "placed_again": sum(one.attempts > 1 for one in self.served),
+            "makespan_s": self.makespan_s,
+            "counters": self.counters,
+        }
+
+
+def spread_of(ascending: Sequence[float]) -> dict[str, float]:
+    return {"mean": mean(ascending)} | {f"p{share}": percentile(ascending, share) for share in SHARES}
+
+
+def percentile(ascending: Sequence[float], share: float) -> float:
+    """The least value that `share` percent of them do not exceed; 0 without any."""
+    if not ascending:
+        return 0.0
+    return ascending[max(0, -int(-share * len(ascending) // 100) - 1)]
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def imbalance(busy_s: Iterable[float]) -> float:
+    """The busiest worker's time to the mean; 1 is even."""
+    each = list(busy_s)
+    return max(each) / mean(each) if any(each) else 1.0

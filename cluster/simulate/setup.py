@@ -1,0 +1,66 @@
+"""What is simulated, as plain data."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tidemill.cluster.simulate.cost import Cost, layout_for
+from tidemill.cluster.simulate.policies import OURS
+from tidemill.kvstore.layout import Layout
+from tidemill.workers.messages import Role, WorkerId, WorkerInfo
+
+NEVER_S = 1e9
+"""A deadline that no prediction exceeds."""
+
+EngineKind = Literal["real", "model"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The cluster, and who places. `blocks` is the memory of a worker, in blocks of the trace. The states
+    of a hybrid come out of it with the real engine; the model has `slots` for checkpoints beside it.
+    With the real engine a token stands for `grain` tokens of the trace."""
+
+    prefill: int = 8
+    decode: int = 8
+    policy: str = OURS
+    engine: EngineKind = "real"
+    hybrid: bool = False
+    blocks: int = 2048
+    slots: int = 256
+    cost: Cost = field(default_factory=Cost)
+    ttft_s_max: float = NEVER_S
+    grain: int = 8
+    store_bytes: int = 1 << 40
+    seed: int = 1
+
+    @property
+    def token(self) -> int:
+        """What a token of a worker stands for, in tokens of the trace."""
+        return self.grain if self.engine == "real" else 1
+
+    @property
+    def layout(self) -> Layout:
+        return layout_for(hybrid=self.hybrid, grain=self.token)
+
+    def infos(self) -> list[WorkerInfo]:
+        """Of all workers."""
+        layout = self.layout
+        counts: dict[Role, int] = {"prefill": self.prefill, "decode": self.decode}
+        return [
+            WorkerInfo(
+                worker=WorkerId(f"{role}-{index}.1"),
+                name=f"{role}-{index}",
+                role=role,
+                address=f"{role}-{index}",
+                pid=0,
+                node="simulated",
+                device=f"{role}-{index}",
+                page_tokens=layout.page_tokens,
+                page_bytes=layout.page_bytes,
+                state_bytes=layout.state_bytes,
+                step_tokens_max=self.cost.step_tokens // self.token,
+                memory_bytes=self.blocks * layout.page_bytes,
+            )
+            for role, count in counts.items()
+            for index in range(count)
+        ]

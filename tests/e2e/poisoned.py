@@ -1,0 +1,43 @@
+"""`tidemill` with workers that die of a poison: of a prompt that says MARK.
+
+python -m tests.e2e.poisoned serve keeper
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+
+from tidemill.cluster import cli, cli_serve
+from tidemill.workers import build as workers
+from tidemill.workers.runner import TorchRunner
+from tidemill.workers.settings import EngineSettings
+from tidemill.workers.step import Drawn, Step
+from tidemill.workers.tp.link import StartRanks
+
+MARK = (11, 12, 13, 14, 15, 16, 17, 18)
+
+
+class DeadlyRunner(TorchRunner):
+    """Its process ends at a step with the mark: nobody is told why."""
+
+    def run_now(self, step: Step) -> list[Drawn]:
+        if any(is_marked(row.tokens) for row in step):
+            os._exit(1)
+        return super().run_now(step)
+
+
+def is_marked(tokens: tuple[int, ...]) -> bool:
+    return any(tokens[i : i + len(MARK)] == MARK for i in range(len(tokens)))
+
+
+def build(
+    settings: EngineSettings, progress: Callable[[int, int], None], start_ranks: StartRanks
+) -> workers.Built:
+    workers.TorchRunner = DeadlyRunner
+    return workers.build_engine(settings, progress, start_ranks)
+
+
+if __name__ == "__main__":
+    cli_serve.WorkerSettings = partial(cli_serve.WorkerSettings, build="tests.e2e.poisoned:build")
+    sys.exit(cli.main())

@@ -1,0 +1,229 @@
+"""Every kind of process killed and stopped under load: each call as if nothing had happened, nothing kept.
+
+What tests/e2e/test_store.py, test_group.py, test_actors.py and test_serving.py kill is left out here.
+`FAULT_RUNS=50 FAULT_RANKS=2 pytest tests/e2e/test_faults.py -k storm` is a soak; `FAULT_SEED` replays one.
+"""
+
+import asyncio
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle
+from random import Random
+
+import httpx
+import pytest
+
+from tests.e2e.faults import (
+    MASTER,
+    OWNER,
+    RANK,
+    ROUTER,
+    Fault,
+    Run,
+    after,
+    holds,
+    kill,
+    process_of,
+    rows_of,
+    run,
+    run_until,
+    stop,
+    storm,
+    wait_until_quiet,
+    when,
+)
+from tests.e2e.history import Ask, Call, Chunk, asks, broken, pauses_s, percentile
+from tests.e2e.poisoned import MARK
+from tests.e2e.server import Server, eventually
+from tests.e2e.streams import client_of
+
+SEED = int(os.environ.get("FAULT_SEED", "0"))
+RUNS = int(os.environ.get("FAULT_RUNS", "1"))
+RANKS = int(os.environ.get("FAULT_RANKS", "1"))
+WORKERS = frozenset(("prefill-0", "decode-0", "decode-1"))
+NAMES = (*sorted(WORKERS), MASTER, OWNER, ROUTER) + ((RANK,) if RANKS > 1 else ())
+ROLES = ("--prefill", "1", "--decode", "2", "--decode-tensor-parallel-size", str(RANKS))
+WIDTH = 8
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = (*ROLES, "--memory", "64MiB", "--store", "mooncake?size=256MiB&timeout=1s")
+    log = tmp_path_factory.mktemp("faults") / "log"
+    server = Server(["keeper", "--port", "0", *options], log, "tests.e2e.poisoned")
+    try:
+        yield server
+        assert server.stop() == 0
+    finally:
+        server.kill_everything()
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Ask]:
+    return asks(Random(6), 12, num_tokens=300, max_tokens=240)
+
+
+@pytest.fixture(scope="module")
+def calm(server: Server, asked: list[Ask]) -> list[Call]:
+    """The same without faults."""
+    calls = asyncio.run(run(server, asked, "calm")).calls
+    assert [broken(call, call) for call in calls] == [[] for _ in calls]
+    return calls
+
+
+def salt_of(*parts: object) -> str:
+    return "-".join(re.findall("[A-Za-z0-9]+", str(parts)))
+
+
+def check(server: Server, found: Run, calm: Sequence[Call], title: str) -> None:
+    """Every call as in the calm, and nothing kept."""
+    pairs = zip(found.calls, cycle(calm), strict=False)
+    assert {number: one for number, pair in enumerate(pairs) if (one := broken(*pair))} == {}, title
+    wait_until_quiet(server, WORKERS)
+    for struck in found.struck:
+        pauses = pauses_s(found.calls, struck.at_s)
+        told = f"{struck.fault} dropped after {struck.missed_s} s"
+        if pauses:
+            told += f", pauses of {len(pauses)} streams: p50 {percentile(pauses, 50):.2f} s"
+            told += f", p99 {percentile(pauses, 99):.2f} s"
+        sys.stdout.write(f"{title}: {told}\n")
+
+
+def lives(server: Server) -> dict[str, str]:
+    return {row["info"]["name"]: row["info"]["worker"] for row in server.workers()}
+
+
+@pytest.mark.parametrize(
+    "fault", [stop(ROUTER, for_s=2.0), stop("decode-0", for_s=5.0), stop(OWNER, for_s=4.0)], ids=str
+)
+def test_streams_do_not_notice(server: Server, asked: list[Ask], calm: list[Call], fault: Fault) -> None:
+    """All streams are under way."""
+    found = asyncio.run(run(server, asked, salt_of("streams", fault), [when(0, 20, fault)]))
+    assert not found.late, "too late: make the streams longer"
+    check(server, found, calm, "streams")
+
+
+@pytest.mark.parametrize("fault", [kill("prefill-0"), stop("prefill-0", for_s=4.0), kill(ROUTER)], ids=str)
+def test_prompts_do_not_notice(server: Server, fault: Fault) -> None:
+    """While prompts are computed, and more come in."""
+    short = asks(Random(7), 12, num_tokens=1200, max_tokens=12)
+    short = [replace(ask, body={**ask.body, "max_tokens": 12}) for ask in short]
+    calm = asyncio.run(run(server, short, "calm", width=WIDTH)).calls
+    found = asyncio.run(run(server, short, salt_of("prompts", fault), [after(0.1, fault)], width=WIDTH))
+    struck_s = found.struck[0].at_s
+    assert any(not call.chunks or call.chunks[0].at_s > struck_s for call in found.calls), "too late"
+    check(server, found, calm, "prompts")
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + RUNS))
+def test_storm(server: Server, seed: int) -> None:
+    """Random faults at random steps of the load."""
+    rng = Random(seed)
+    wanted = asks(rng, 20, num_tokens=250, max_tokens=160)
+    calm = asyncio.run(run(server, wanted, f"calm-{seed}", width=WIDTH)).calls
+    faults = storm(rng, NAMES, 4, len(wanted), 60)
+    found = asyncio.run(run(server, wanted, f"storm-{seed}", faults, width=WIDTH))
+    assert found.struck
+    check(server, found, calm, f"storm {seed}")
+
+
+def test_a_rolling_restart_under_load(server: Server, asked: list[Ask], calm: list[Call]) -> None:
+    """Drained, killed when it is empty, and back: one worker after the other."""
+    before = lives(server)
+
+    def restart(name: str) -> None:
+        body = {"drain": True, "force": name == "prefill-0"}  # the only one: the others compute prompts, too
+        response = httpx.post(f"{server.url}/cluster/workers/{name}/drain", json=body, timeout=60)
+        assert response.status_code == httpx.codes.OK, response.text
+
+        def is_empty() -> bool:
+            rows = [row for row in rows_of(server) or () if row["info"]["name"] == name]
+            return [(row["state"], holds(row)) for row in rows] == [("draining", False)]
+
+        eventually(is_empty)
+        process_of(server, name).kill()
+        eventually(lambda: lives(server).get(name, before[name]) != before[name])
+
+    async def main() -> Run:
+        done = asyncio.Event()
+        load = asyncio.create_task(run_until(server, asked, "rolling", WIDTH, done))
+        try:
+            for name in ("decode-0", "prefill-0"):
+                await asyncio.to_thread(restart, name)
+        finally:
+            done.set()
+            found = await load
+        return found
+
+    check(server, asyncio.run(main()), calm, "rolling restart")
+
+
+def test_a_poison_ends_two_workers_and_no_stream(server: Server, asked: list[Ask], calm: list[Call]) -> None:
+    """A prompt that kills its worker: tried again alone, blamed, and refused from then on."""
+    prompt = [*asks(Random(8), 1, num_tokens=200, max_tokens=1)[0].body["prompt"], *MARK]
+    poison = Ask("/v1/completions", {"model": "keeper", "prompt": prompt, "max_tokens": 8, "stream": True})
+
+    async def main(salt: str) -> tuple[Run, Call]:
+        running = asyncio.create_task(run(server, asked, salt))
+        call = Call(poison)
+        async with client_of(server.url) as client:
+            await call.run(client, "poison")
+        return await running, call
+
+    for salt, num_dead in (("poison", 2), ("quarantine", 0)):
+        before = lives(server)
+        found, call = asyncio.run(main(salt))
+        assert len(call.trouble) == 1
+        assert call.trouble[0].startswith("status 500")
+        assert '"poisonous"' in call.trouble[0]
+        check(server, found, calm, salt)
+        after = lives(server)
+        assert sum(after[name] != before[name] for name in WORKERS) <= num_dead
+
+
+def test_who_is_told_to_go_hands_over(server: Server, asked: list[Ask], calm: list[Call]) -> None:
+    """SIGTERM to a worker: nobody notices, and it does not come back. So this is the last test."""
+    leaving = process_of(server, "decode-1")
+
+    async def main() -> Run:
+        running = asyncio.create_task(run(server, asked, "leaving"))
+        await asyncio.sleep(0.5)
+        leaving.terminate()
+        return await running
+
+    found = asyncio.run(main())
+    assert [broken(*pair) for pair in zip(found.calls, calm, strict=True)] == [[] for _ in calm]
+    eventually(lambda: lives(server).keys() == WORKERS - {"decode-1"} and not leaving.is_running())
+
+
+def test_the_checker_finds() -> None:
+    def chunk(token: str, total: int, finish: str | None = None) -> Chunk:
+        offsets = (total - 1,)
+        return Chunk(
+            at_s=0, choice=0, text=token, tokens=(token,), offsets=offsets, finish=finish, total=total
+        )
+
+    def call(*chunks: Chunk, usage: int = 3, trouble: Sequence[str] = ()) -> Call:
+        return Call(Ask("", {}), chunks=list(chunks), usage={"completion_tokens": usage}, trouble=[*trouble])
+
+    a, b, c = chunk("a", 1), chunk("b", 2), chunk("c", 3, "length")
+    calm = call(a, b, c)
+    assert broken(calm, calm) == []
+    for wrong in (
+        call(a, b, c, trouble=["cut"]),
+        call(a, b, c, usage=2),
+        call(a, b, b, c),  # twice
+        call(a, b, chunk("b", 3), chunk("c", 4, "length"), usage=4),  # one too many
+        call(a, chunk("c", 2, "length"), usage=2),  # one too few
+        call(a, chunk("x", 2), c),
+        call(b, a, c),
+        call(a, b, c, c),
+        call(a, b, chunk("c", 3)),
+        call(a, b, chunk("c", 3, "stop")),
+        call(a, chunk("b", 2, "length"), c),
+        call(),
+    ):
+        assert broken(wrong, calm)

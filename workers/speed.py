@@ -1,0 +1,154 @@
+"""How fast a worker is, measured on its own steps and fetches: nothing to calibrate, and never out of date.
+
+    seconds of a step = step_s + token_s * prompt tokens + pair_s * (tokens before them) + row_s * streams
+
+Least squares that forget, over relative errors: a step that took ten times as long as it should, the first
+one or one beside a pause of the machine, counts a hundredth of an ordinary one. Pure.
+"""
+
+from dataclasses import replace
+from itertools import chain, combinations
+from math import log
+
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.workers.messages import Speed
+
+STEPS_MIN = 8
+"""Steps with prompt tokens before anything is said."""
+
+FETCHES_MIN = 3
+
+MEMORY_STEPS = 256
+"""A step counts e times less when so many of its kind have followed it."""
+
+MEMORY_FETCHES = 16
+
+REFIT_STEPS = 16
+NEWS_MAX = 256
+
+SECONDS_MIN = 1e-5
+PRECISION = 1e-4
+"""Mean square of the relative error below which no formula is better than another one."""
+
+UNITS = np.array([1.0, 1024.0, 1024.0**2, 16.0])
+"""Of the four terms, so that their sums are of the same size."""
+
+STEP, TOKEN, PAIR, ROW = range(4)
+FORMULAS = [
+    [TOKEN, *others]
+    for others in chain.from_iterable(combinations((STEP, PAIR, ROW), count) for count in range(4))
+]
+"""The terms that may explain what was seen. Prompt tokens always do: the speed is there to say what more of
+them would take."""
+
+Vector = npt.NDArray[np.float64]
+
+
+class Speedometer:
+    """Observing costs next to nothing; the sums are made when somebody asks."""
+
+    def __init__(self) -> None:
+        self._with_prompts = _Sums()
+        self._without = _Sums()  # apart, so that hours of decoding do not make it forget how prompts go
+        self._news: list[tuple[float, int, int, int]] = []
+        self._unfitted_steps = 0
+        self._fitted: Vector | None = None
+
+    def stepped(self, seconds: float, *, prompt_tokens: int, pairs: int, rows: int) -> None:
+        """A step took so long. `pairs`: summed over its prompt tokens the tokens before each; `rows`: those
+        that decoded."""
+        self._news.append((seconds, prompt_tokens, pairs, rows))
+        if len(self._news) == NEWS_MAX:
+            self._take_news()
+
+    @property
+    def speed(self) -> Speed:
+        """All 0 until it has seen enough."""
+        self._take_news()
+        if self._with_prompts.steps >= STEPS_MIN and (
+            self._fitted is None or self._unfitted_steps >= REFIT_STEPS
+        ):
+            self._fitted = _fit(self._with_prompts, self._without)
+            self._unfitted_steps = 0
+        if self._fitted is None:
+            return Speed()
+        step_s, token_s, pair_s, row_s = (self._fitted / UNITS).tolist()
+        return Speed(step_s=step_s, token_s=token_s, pair_s=pair_s, row_s=row_s)
+
+    def _take_news(self) -> None:
+        if not self._news:
+            return
+        news = np.array(self._news, dtype=np.float64)
+        self._news.clear()
+        self._unfitted_steps += len(news)
+        terms, seconds = np.insert(news[:, 1:], 0, 1.0, axis=1) / UNITS, np.maximum(news[:, 0], SECONDS_MIN)
+        # A step can seem short because the one before it was noticed late: that is not news either.
+        scale_s = seconds if self._fitted is None else np.maximum(seconds, terms @ self._fitted)
+        prompts = news[:, 1] > 0
+        for sums, mine in ((self._with_prompts, prompts), (self._without, ~prompts)):
+            sums.add(terms[mine] / scale_s[mine, None], seconds[mine] / scale_s[mine])
+
+
+class Throughput:
+    """Of fetches from the store, as one of them sees it."""
+
+    def __init__(self) -> None:
+        self._fetches = 0
+        self._bytes = 0.0
+        self._seconds = 0.0
+
+    def fetched(self, num_bytes: int, seconds: float) -> None:
+        self._fetches += 1
+        kept = 1 - 1 / MEMORY_FETCHES
+        self._bytes = kept * self._bytes + num_bytes
+        self._seconds = kept * self._seconds + max(seconds, SECONDS_MIN)
+
+    def told(self, speed: Speed) -> Speed:
+        """`speed` with this."""
+        if self._fetches < FETCHES_MIN:
+            return speed
+        return replace(speed, fetch_bytes_per_s=self._bytes / self._seconds)
+
+
+class _Sums:
+    """What least squares need to know of all steps so far."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.weight = 0.0
+        self.products = np.zeros((4, 4))
+        self.seen = np.zeros(4)
+        self.square = 0.0
+
+    def add(self, scaled: Vector, shares: Vector) -> None:
+        """Steps in their order: `scaled` terms [N, 4] should make up the `shares` [N]."""
+        kept = 1 - 1 / MEMORY_STEPS
+        weights = kept ** np.arange(len(shares) - 1, -1, -1)
+        before = kept ** len(shares)
+        self.steps += len(shares)
+        self.weight = before * self.weight + float(weights.sum())
+        self.products = before * self.products + (scaled.T * weights) @ scaled
+        self.seen = before * self.seen + scaled.T @ (weights * shares)
+        self.square = before * self.square + float(weights @ shares**2)
+
+
+def _fit(*kinds: _Sums) -> Vector | None:
+    """The best formula whose terms are all positive. One more term has to be worth it (Schwarz's criterion):
+    a slope that short prompts cannot show would be made up for long ones."""
+    products = sum((sums.products for sums in kinds), np.zeros((4, 4)))
+    seen = sum((sums.seen for sums in kinds), np.zeros(4))
+    square = sum(sums.square for sums in kinds)
+    weight = sum(sums.weight for sums in kinds)
+    best: tuple[float, Vector] | None = None
+    for terms in FORMULAS:
+        fitted = np.zeros(4)
+        fitted[terms] = np.linalg.lstsq(products[np.ix_(terms, terms)], seen[terms], rcond=None)[0]
+        if (fitted[terms] <= 0).any():
+            continue
+        error = max(0.0, square - 2 * fitted @ seen + fitted @ products @ fitted) / weight
+        badness = weight * log(error + PRECISION) + len(terms) * log(weight)
+        if best is None or badness < best[0]:
+            best = badness, fitted
+    return None if best is None else best[1]
