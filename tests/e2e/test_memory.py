@@ -119,7 +119,7 @@ def test_the_broker_moves_memory_between_long_prompts_and_long_generations(serve
     """New prompts, generations, other new prompts, the same generations: each answer is the same however the
     memory lay, and at no moment do both workers have more than there is."""
     batches = [
-        [body_of(seed + index, LONGEST - 60, 4) for index in range(24)] for seed in range(100, 700, 100)
+        [body_of(seed + index, LONGEST - 60, 4) for index in range(64)] for seed in range(100, 1300, 100)
     ]
     generations = [body_of(1000 + index, 40, LONGEST - 60) for index in range(24)]
     samples: dict[str, list[dict[str, dict[str, Any]]]] = {}

@@ -27,6 +27,7 @@ from tidemill.workers.limits import Limits
 from tidemill.workers.messages import (
     Heartbeat,
     MemoryUse,
+    Poisonous,
     Request,
     Sampling,
     WorkerId,
@@ -108,10 +109,13 @@ async def _stream(world: World, rng: Random, name: str, *, long: bool) -> None:
         sampling=Sampling(seed=1),
     )
     got: list[int] = []
-    async with aclosing(serve(request, world, world, world.root_of, world.layout.page_tokens)) as pieces:
-        async for piece in pieces:
-            got += piece.tokens
-    assert got == expected(request, hybrid=world.layout.hybrid)
+    want = expected(request, hybrid=world.layout.hybrid)
+    with suppress(Poisonous):  # it lost a second worker while it ran there alone
+        async with aclosing(serve(request, world, world, world.root_of, world.layout.page_tokens)) as pieces:
+            async for piece in pieces:
+                got += piece.tokens
+        assert got == want
+    assert got == want[: len(got)]
 
 
 @dataclass(frozen=True)
