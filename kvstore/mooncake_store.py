@@ -32,8 +32,8 @@ ENVIRONMENT = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",  # 30 s: as long as a get or put hangs on an owner that is stopped
     "MC_TCP_STATUS_TIMEOUT_SEC": "3",  # 30 s: the same, for the last answer of a transfer
     "MC_STORE_CLIENT_SETUP_RETRIES": "3",  # 20, of 4.5 s each without a master
-    "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # a connection for each part of an object otherwise,
-    "MC_TCP_SLICE_SIZE": str(2 << 20),  # and for each 64 KiB of it: a tenth of the CPU time
+    "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # a connection for each part of an object otherwise: a tenth of the CPU
+    "MC_TCP_SLICE_SIZE": str(2 << 20),  # 64 KiB
 }
 """What the library reads once when it is loaded and can be told in no other way; what is set already stays.
 A master that is dead and not stopped costs 4.3 s a call, and nothing shortens that: see guard.py."""
