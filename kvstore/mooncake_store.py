@@ -32,7 +32,7 @@ ENVIRONMENT = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",  # 30 s: as long as a get or put hangs on an owner that is stopped
     "MC_TCP_STATUS_TIMEOUT_SEC": "3",  # 30 s: the same, for the last answer of a transfer
     "MC_STORE_CLIENT_SETUP_RETRIES": "3",  # 20, of 4.5 s each without a master
-    "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # a connection for each part of an object otherwise: a tenth of the CPU
+    "MC_TCP_ENABLE_CONNECTION_POOL": "1",  # else a connection for each part of an object: a tenth of the CPU
     "MC_TCP_SLICE_SIZE": str(2 << 20),  # 64 KiB
 }
 """What the library reads once when it is loaded and can be told in no other way; what is set already stays.
