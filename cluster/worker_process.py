@@ -47,6 +47,12 @@ class Built(Protocol):
     @property
     def page_tokens(self) -> int: ...
     @property
+    def page_bytes(self) -> int: ...
+    @property
+    def state_bytes(self) -> int: ...
+    @property
+    def step_tokens_max(self) -> int: ...
+    @property
     def max_model_len(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
@@ -176,6 +182,9 @@ class WorkerProcess:
             fingerprint=built.fingerprint,
             layout=built.layout,
             page_tokens=built.page_tokens,
+            page_bytes=built.page_bytes,
+            state_bytes=built.state_bytes,
+            step_tokens_max=built.step_tokens_max,
             max_model_len=built.max_model_len,
             vocab_size=built.vocab_size,
             eos_token_ids=built.eos_token_ids,

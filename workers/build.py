@@ -45,14 +45,17 @@ class Built:
 
     `max_model_len` is the smaller of the model's (or the configured) limit and of what the memory can hold.
     The memory is what the settings give, the least that holds one such request (or the configured floor), and
-    the address space that it can grow into; of all ranks together. `close` ends what the engine started, when
-    its `run` has ended.
+    the address space that it can grow into. All bytes are of all ranks together. `close` ends what the engine
+    started, when its `run` has ended.
     """
 
     engine: Engine
     fingerprint: str
     layout: str
     page_tokens: int
+    page_bytes: int
+    state_bytes: int
+    step_tokens_max: int
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -120,15 +123,14 @@ def _build(settings: EngineSettings, progress: Progress, ops: Operators, group: 
     places = open_places(settings, layout, backing.memory, mine(shards, 0, ranks))
     mates = () if group is None else group.mates()
     grammars = Grammars(settings.model_folder, loaded.vocab_size, loaded.eos_ids)
+    step_tokens_max = max(settings.step_tokens_max, settings.rows_max + layout.page_tokens)
     engine = Engine(
         Ledger(Cache(layout, arena, index), settings.checkpoints_per_path),
         Transfer(layout, places, shards, mates),
         runner,
         Limits(
             budget=Budget(
-                tokens_max=max(settings.step_tokens_max, settings.rows_max + layout.page_tokens),
-                rows_max=settings.rows_max,
-                page_tokens=layout.page_tokens,
+                tokens_max=step_tokens_max, rows_max=settings.rows_max, page_tokens=layout.page_tokens
             ),
             capacity_tokens=max_model_len,
             ranks=ranks,
@@ -146,6 +148,9 @@ def _build(settings: EngineSettings, progress: Progress, ops: Operators, group: 
         fingerprint=loaded.fingerprint,
         layout=namespace,
         page_tokens=layout.page_tokens,
+        page_bytes=layout.page_bytes * ranks,
+        state_bytes=layout.state_bytes * ranks,
+        step_tokens_max=step_tokens_max,
         max_model_len=max_model_len,
         vocab_size=loaded.vocab_size,
         eos_token_ids=tuple(sorted(loaded.eos_ids)),

@@ -211,8 +211,8 @@ class WorkerInfo:
     fingerprint: str = ""  # of the model's weights and configuration
     layout: str = ""  # Shards.describe(); with the fingerprint and a salt it is the namespace of its keys
     page_tokens: int = 64
-    page_bytes: int = 0  # of a page of the whole model
-    state_bytes: int = 0  # of a checkpoint; 0 without linear attention
+    page_bytes: int = 0  # of a page, on all ranks together
+    state_bytes: int = 0  # of a checkpoint, the same; 0 without linear attention
     step_tokens_max: int = 8192  # that a step computes
     max_model_len: int = 0  # tokens of prompt and answer that the model allows and its memory can hold
     vocab_size: int = 0

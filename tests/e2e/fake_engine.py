@@ -106,6 +106,9 @@ class FakeBuilt:
     fingerprint: str = "fake"
     layout: str = "none"
     page_tokens: int = 64
+    page_bytes: int = 0
+    state_bytes: int = 0
+    step_tokens_max: int = 8192
     max_model_len: int = 2048
     vocab_size: int = 1000
     eos_token_ids: tuple[int, ...] = (0,)

@@ -15,7 +15,9 @@ from benchmarks.keeper.questions import questions
 
 from tests.e2e.server import Server, eventually, run_cli
 from tests.e2e.streams import Stream, client_of, run_all
+from tidemill.kvstore.layout import layout_of
 from tidemill.workers.models.bundled import bundled
+from tidemill.workers.models.registry import describe
 
 KEEPER = bundled()["keeper"]
 FOLDER = "store"
@@ -181,6 +183,18 @@ def test_status(server: Server) -> None:
     assert not left
     for row in server.workers():
         assert str(row["info"]["pid"]) in ended.stdout
+
+
+def test_workers_say_what_placement_has_to_know(server: Server) -> None:
+    layers, _ = describe(KEEPER)
+    layout = layout_of(layers, 64)
+    for row in server.workers():
+        sizes = {name: row["info"][name] for name in ("page_bytes", "state_bytes", "step_tokens_max")}
+        assert sizes == {
+            "page_bytes": layout.page_bytes,
+            "state_bytes": layout.state_bytes,
+            "step_tokens_max": 512,
+        }
 
 
 def _wait_until_idle(server: Server) -> None:
