@@ -93,10 +93,27 @@ static inline float dot(const float* x, const float* y, int64_t n) {
     return fold(lanes);
 }
 
+// A row of a panel, from float, or from the bits of bfloat16, where column j and column j + LANES share a word: a shift
+// and a mask widen both, without loss.
+static inline void load_panel(const float* p, vec columns[2]) {
+    columns[0] = load(p);
+    columns[1] = load(p + LANES);
+}
+
+typedef uint32_t words __attribute__((vector_size(LANES * 4)));
+
+static inline void load_panel(const uint16_t* p, vec columns[2]) {
+    words v;
+    std::memcpy(&v, p, sizeof v);
+    columns[0] = (vec)(v << 16);
+    columns[1] = (vec)(v & 0xffff0000u);
+}
+
 // c[ROWS][PANELS * PANEL] += a[ROWS][depth] b, b in PANELS panels of [depth][PANEL]. Each element of c is one chain of
 // fused multiply-adds in the order of depth, continued from c: neither ROWS, PANELS nor a split of depth changes it.
-template <int ROWS, int PANELS>
-static inline void tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth, float* c,
+// B is float, or uint16_t for the bits of bfloat16, which give the same sums as their values in float.
+template <int ROWS, int PANELS, typename B>
+static inline void tile(const float* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t depth, float* c,
                         int64_t c_stride) {
     constexpr int N = 2 * PANELS;
     vec acc[ROWS][N];
@@ -104,7 +121,7 @@ static inline void tile(const float* a, int64_t a_stride, const float* b, int64_
         for (int n = 0; n < N; n++) acc[r][n] = load(c + r * c_stride + n * LANES);
     for (int64_t k = 0; k < depth; k++) {
         vec column[N];
-        for (int n = 0; n < N; n++) column[n] = load(b + n / 2 * b_stride + k * PANEL + n % 2 * LANES);
+        for (int p = 0; p < PANELS; p++) load_panel(b + p * b_stride + k * PANEL, column + 2 * p);
         for (int r = 0; r < ROWS; r++) {
             const vec x = splat(a[r * a_stride + k]);
             for (int n = 0; n < N; n++) acc[r][n] = fused(x, column[n], acc[r][n]);
@@ -114,8 +131,8 @@ static inline void tile(const float* a, int64_t a_stride, const float* b, int64_
         for (int n = 0; n < N; n++) store(c + r * c_stride + n * LANES, acc[r][n]);
 }
 
-template <int ROWS>
-static inline void tile_panels(int64_t panels, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
+template <int ROWS, typename B>
+static inline void tile_panels(int64_t panels, const float* a, int64_t a_stride, const B* b, int64_t b_stride,
                                int64_t depth, float* c, int64_t c_stride) {
     constexpr int WIDE = ROWS == 1 ? 4 : ROWS <= 3 ? 2 : 1;  // enough chains in flight to hide the latency of one
     int64_t p = 0;
@@ -124,8 +141,8 @@ static inline void tile_panels(int64_t panels, const float* a, int64_t a_stride,
     for (; p < panels; p++) tile<ROWS, 1>(a, a_stride, b + p * b_stride, b_stride, depth, c + p * PANEL, c_stride);
 }
 
-template <int ROWS = TILE_ROWS>
-static inline void tile_rows(int64_t rows, int64_t panels, const float* a, int64_t a_stride, const float* b,
+template <int ROWS = TILE_ROWS, typename B>
+static inline void tile_rows(int64_t rows, int64_t panels, const float* a, int64_t a_stride, const B* b,
                              int64_t b_stride, int64_t depth, float* c, int64_t c_stride) {
     if constexpr (ROWS > 1) {
         if (rows < ROWS) return tile_rows<ROWS - 1>(rows, panels, a, a_stride, b, b_stride, depth, c, c_stride);
@@ -134,8 +151,9 @@ static inline void tile_rows(int64_t rows, int64_t panels, const float* a, int64
 }
 
 // c[rows][panels * PANEL] += a b for any number of rows.
+template <typename B>
 static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, const float* a, int64_t a_stride,
-                                               const float* b, int64_t b_stride, int64_t depth, float* c,
+                                               const B* b, int64_t b_stride, int64_t depth, float* c,
                                                int64_t c_stride) {
     for (int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, r = 0; tiles > 0; tiles--) {
         const int64_t height = (rows - r + tiles - 1) / tiles;  // 7 rows are 4 + 3, not 6 + 1
@@ -144,6 +162,7 @@ static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, con
     }
 }
 
-// y[m][n] = x[m][k] W^T + bias, W packed by linear_pack; bias may be null. Defined in linear/cpu.cpp.
-extern "C" void linear(const float* x, int64_t x_stride, const float* packed, const float* bias, float* y, int64_t m,
-                       int64_t n, int64_t k);
+// y[m][n] = x[m][k] W^T + bias, W packed by linear_pack, of bfloat16 if is_half; bias may be null. Defined in
+// linear/cpu.cpp.
+extern "C" void linear(const float* x, int64_t x_stride, const void* packed, int64_t is_half, const float* bias,
+                       float* y, int64_t m, int64_t n, int64_t k);

@@ -1,29 +1,41 @@
-// y = x W^T + bias over weights packed once into panels [n / PANEL][k][PANEL], zero-padded in n.
+// y = x W^T + bias over weights packed once into panels [n / PANEL][k][PANEL], zero-padded in n. Weights that come in
+// bfloat16 stay so: half the memory, and half of what a decode step reads.
 #include "../cpu.h"
 
 namespace {
 constexpr int64_t ROW_BLOCK = 192;   // rows of x that stay in L2 while all panels pass by
 constexpr int64_t DEPTH_BLOCK = 256; // depth of a panel that stays in L1 while the rows pass by
 constexpr int64_t PANEL_GROUP = 4;   // panels of one task
+constexpr int64_t WIDEN_ABOVE = 16;   // rows for which bfloat16 is widened once, rather than in every tile
 constexpr int64_t SERIAL_BELOW = 1 << 20;  // multiply-adds worth less than waking a thread
-}  // namespace
 
-extern "C" int64_t linear_panel() { return PANEL; }
-
-extern "C" void linear_pack(const float* weight, float* packed, int64_t n, int64_t k) {
+template <typename W>
+void pack(const W* weight, W* packed, int64_t n, int64_t k) {
     const int64_t panels = (n + PANEL - 1) / PANEL;
 #pragma omp parallel for
     for (int64_t p = 0; p < panels; p++) {
-        float* panel = packed + p * k * PANEL;
+        W* panel = packed + p * k * PANEL;
         for (int64_t j = 0; j < PANEL; j++) {
-            const int64_t row = p * PANEL + j;
-            for (int64_t i = 0; i < k; i++) panel[i * PANEL + j] = row < n ? weight[row * k + i] : 0.0f;
+            const int64_t row = p * PANEL + j, at = sizeof(W) == 4 ? j : j % LANES * 2 + j / LANES;
+            for (int64_t i = 0; i < k; i++) panel[i * PANEL + at] = row < n ? weight[row * k + i] : W{};
         }
     }
 }
 
-extern "C" void linear(const float* x, int64_t x_stride, const float* packed, const float* bias, float* y, int64_t m,
-                       int64_t n, int64_t k) {
+template <typename W>
+void widen(const W* b, int64_t b_stride, int64_t panels, int64_t depth, float* wide) {
+    for (int64_t p = 0; p < panels; p++)
+        for (int64_t i = 0; i < depth; i++, wide += PANEL) {
+            vec columns[2];
+            load_panel(b + p * b_stride + i * PANEL, columns);
+            store(wide, columns[0]);
+            store(wide + LANES, columns[1]);
+        }
+}
+
+template <typename W>
+void apply(const float* x, int64_t x_stride, const W* packed, const float* bias, float* y, int64_t m, int64_t n,
+           int64_t k) {
     const int64_t blocks = (m + ROW_BLOCK - 1) / ROW_BLOCK;
     const int64_t groups = (n + PANEL_GROUP * PANEL - 1) / (PANEL_GROUP * PANEL);
 #pragma omp parallel for collapse(2) if (m * n * k >= SERIAL_BELOW)
@@ -39,15 +51,39 @@ extern "C" void linear(const float* x, int64_t x_stride, const float* packed, co
                 for (int64_t c = 0; c < columns; c++) out[c] = bias ? bias[column + c] : 0.0f;
                 for (int64_t c = 0; rest && c < PANEL; c++) last[r * PANEL + c] = c < rest ? out[whole * PANEL + c] : 0;
             }
-            for (int64_t start = 0; start < k; start += DEPTH_BLOCK) {
-                const int64_t depth = std::min(DEPTH_BLOCK, k - start);
+            const int64_t most = rows <= WIDEN_ABOVE ? k : DEPTH_BLOCK;
+            for (int64_t start = 0; start < k; start += most) {
+                const int64_t depth = std::min(most, k - start);
                 const float* a = x + row * x_stride + start;
-                const float* b = packed + column * k + start * PANEL;
-                multiply(rows, whole, a, x_stride, b, k * PANEL, depth, y + row * n + column, n);
-                if (rest) multiply(rows, 1, a, x_stride, b + whole * k * PANEL, k * PANEL, depth, last, PANEL);
+                const W* b = packed + column * k + start * PANEL;
+                const auto add = [&](const auto* panel, int64_t size) {
+                    multiply(rows, whole, a, x_stride, panel, size, depth, y + row * n + column, n);
+                    if (rest) multiply(rows, 1, a, x_stride, panel + whole * size, size, depth, last, PANEL);
+                };
+                if (sizeof(W) == sizeof(float) || rows <= WIDEN_ABOVE) {
+                    add(b, k * PANEL);
+                } else {
+                    float wide[PANEL_GROUP * PANEL * DEPTH_BLOCK];
+                    widen(b, k * PANEL, whole + (rest > 0), depth, wide);
+                    add(wide, depth * PANEL);
+                }
             }
             for (int64_t r = 0; rest && r < rows; r++)
                 std::memcpy(y + (row + r) * n + column + whole * PANEL, last + r * PANEL, rest * sizeof(float));
         }
     }
+}
+}  // namespace
+
+extern "C" int64_t linear_panel() { return PANEL; }
+
+extern "C" void linear_pack(const void* weight, void* packed, int64_t is_half, int64_t n, int64_t k) {
+    if (is_half) return pack((const uint16_t*)weight, (uint16_t*)packed, n, k);
+    pack((const float*)weight, (float*)packed, n, k);
+}
+
+extern "C" void linear(const float* x, int64_t x_stride, const void* packed, int64_t is_half, const float* bias,
+                       float* y, int64_t m, int64_t n, int64_t k) {
+    if (is_half) return apply(x, x_stride, (const uint16_t*)packed, bias, y, m, n, k);
+    apply(x, x_stride, (const float*)packed, bias, y, m, n, k);
 }

@@ -15,10 +15,11 @@ def bind_pack(library: Library) -> Callable[[torch.Tensor, torch.Tensor | None],
 
     def pack(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> Packed:
         *experts, n, k = weight_NK.shape
-        weight_ENK = weight_NK.float().contiguous().view(-1, n, k)
+        is_half = weight_NK.dtype == torch.bfloat16
+        weight_ENK = (weight_NK if is_half else weight_NK.float()).contiguous().view(-1, n, k)
         data = weight_ENK.new_empty(len(weight_ENK), -(-n // panel), k, panel)
         for source, target in zip(weight_ENK, data, strict=True):
-            call(source.data_ptr(), target.data_ptr(), n, k)
+            call(source.data_ptr(), target.data_ptr(), is_half, n, k)
         bias = None if bias_N is None else bias_N.float().contiguous()
         return Packed(data.view(*experts, *data.shape[1:]), bias, n, k)
 
@@ -39,6 +40,7 @@ def bind_linear(library: Library) -> Callable[[torch.Tensor, Packed], torch.Tens
             x_MK.data_ptr(),
             x_MK.stride(0),
             weight.data.data_ptr(),
+            weight.is_half,
             bias,
             y_MN.data_ptr(),
             m,

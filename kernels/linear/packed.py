@@ -9,7 +9,8 @@ import torch
 class Packed:
     """Weights `[.., out, in]` in the order of the variant that packed them; leading dimensions are experts.
 
-    data    the weights; only `linear`, `moe_inner` and `moe_outer` of the same variant understand their order
+    data    the weights, bfloat16 if they came so, else float32 (of a reference, whatever they were); only
+            `linear`, `moe_inner` and `moe_outer` of the same variant understand their order
     bias_N  [out] or None
     """
 
@@ -17,3 +18,7 @@ class Packed:
     bias_N: torch.Tensor | None
     out_features: int
     in_features: int
+
+    @property
+    def is_half(self) -> bool:
+        return self.data.dtype == torch.bfloat16

@@ -12,5 +12,6 @@ def pack(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> Packed:
 
 
 def linear(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
-    """Float tensors; returns `[M, N]`."""
-    return functional.linear(x_MK, weight.data, weight.bias_N)
+    """Float tensors; returns `[M, N]` in the type of x, to which weights are widened."""
+    bias_N = None if weight.bias_N is None else weight.bias_N.to(x_MK.dtype)
+    return functional.linear(x_MK, weight.data.to(x_MK.dtype), bias_N)

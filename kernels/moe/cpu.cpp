@@ -41,9 +41,9 @@ void route(const float* logits, int32_t* chosen, float* weights, int64_t tokens,
 }  // namespace
 
 // hidden[t][i] = silu(gate(x[t])) * up(x[t]) of the expert chosen[t][i]. Packed weights of expert e start at
-// e * gate_up_size.
-extern "C" void moe_inner(const float* x, const float* logits, const float* gate_up, int64_t gate_up_size,
-                          float* hidden, int32_t* chosen, float* weights, int64_t tokens, int64_t experts,
+// e * gate_up_bytes, of bfloat16 if is_half.
+extern "C" void moe_inner(const float* x, const float* logits, const void* gate_up, int64_t gate_up_bytes,
+                          int64_t is_half, float* hidden, int32_t* chosen, float* weights, int64_t tokens, int64_t experts,
                           int64_t top_k, int64_t renormalise, int64_t width, int64_t inner) {
     route(logits, chosen, weights, tokens, experts, top_k, renormalise);
     const Picks picks = by_expert(chosen, tokens * top_k, experts);
@@ -54,7 +54,7 @@ extern "C" void moe_inner(const float* x, const float* logits, const float* gate
         in.resize(n * width), projected.resize(n * 2 * inner);
         for (int64_t r = 0; r < n; r++)
             std::memcpy(in.data() + r * width, x + pick[r] / top_k * width, width * sizeof(float));
-        linear(in.data(), width, gate_up + e * gate_up_size, nullptr, projected.data(), n, 2 * inner, width);
+        linear(in.data(), width, (const char*)gate_up + e * gate_up_bytes, is_half, nullptr, projected.data(), n, 2 * inner, width);
         for (int64_t r = 0; r < n; r++) {
             const float *gate = projected.data() + r * 2 * inner, *up = gate + inner;
             float* out = hidden + pick[r] * inner;
@@ -64,9 +64,9 @@ extern "C" void moe_inner(const float* x, const float* logits, const float* gate
 }
 
 // y[t] = sum over its experts, in ascending order, of weight * down(hidden). Packed weights of expert e start at
-// e * down_size.
-extern "C" void moe_outer(const float* hidden, const int32_t* chosen, const float* weights, const float* down,
-                          int64_t down_size, float* y, int64_t tokens, int64_t experts, int64_t top_k, int64_t width,
+// e * down_bytes, of bfloat16 if is_half.
+extern "C" void moe_outer(const float* hidden, const int32_t* chosen, const float* weights, const void* down,
+                          int64_t down_bytes, int64_t is_half, float* y, int64_t tokens, int64_t experts, int64_t top_k, int64_t width,
                           int64_t inner) {
     const Picks picks = by_expert(chosen, tokens * top_k, experts);
     std::fill(y, y + tokens * width, 0.0f);
@@ -77,7 +77,7 @@ extern "C" void moe_outer(const float* hidden, const int32_t* chosen, const floa
         in.resize(n * inner), out.resize(n * width);
         for (int64_t r = 0; r < n; r++)
             std::memcpy(in.data() + r * inner, hidden + pick[r] * inner, inner * sizeof(float));
-        linear(in.data(), inner, down + e * down_size, nullptr, out.data(), n, width, inner);
+        linear(in.data(), inner, (const char*)down + e * down_bytes, is_half, nullptr, out.data(), n, width, inner);
         for (int64_t r = 0; r < n; r++) {
             float* to = y + pick[r] / top_k * width;
             const float weight = weights[pick[r]], *from = out.data() + r * width;

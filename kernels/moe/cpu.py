@@ -23,7 +23,8 @@ def bind_moe_inner(library: Library) -> Callable[[Tensor, Tensor, Experts], tupl
         chosen_TK = torch.empty(tokens, experts.top_k, dtype=torch.int32)
         weights_TK = x_TH.new_empty(tokens, experts.top_k)
         call(
-            x_TH.data_ptr(), logits_TE.data_ptr(), gate_up.data_ptr(), gate_up.stride(0),
+            x_TH.data_ptr(), logits_TE.data_ptr(),
+            gate_up.data_ptr(), gate_up.stride(0) * gate_up.element_size(), experts.gate_up.is_half,
             hidden_TKI.data_ptr(), chosen_TK.data_ptr(), weights_TK.data_ptr(),
             tokens, count, experts.top_k, experts.renormalise, width, inner,
         )  # fmt: skip
@@ -48,7 +49,8 @@ def bind_moe_outer(library: Library) -> Callable[[Tensor, Tensor, Tensor, Expert
         y_TH = hidden_TKI.new_empty(tokens, width)
         call(
             hidden_TKI.data_ptr(), chosen_TK.data_ptr(), weights_TK.data_ptr(),
-            down.data_ptr(), down.stride(0), y_TH.data_ptr(), tokens, len(down), top_k, width, inner,
+            down.data_ptr(), down.stride(0) * down.element_size(), experts.down.is_half,
+            y_TH.data_ptr(), tokens, len(down), top_k, width, inner,
         )  # fmt: skip
         return y_TH
 

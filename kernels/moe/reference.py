@@ -23,7 +23,9 @@ def moe_inner(
     hidden_TKI = x_TH.new_empty(*chosen_TK.shape, experts.gate_up.out_features // 2)
     for expert in range(logits_TE.shape[1]):
         token, pick = torch.where(chosen_TK == expert)
-        gate, up = functional.linear(x_TH[token], experts.gate_up.data[expert]).chunk(2, dim=-1)
+        gate, up = functional.linear(x_TH[token], experts.gate_up.data[expert].to(x_TH.dtype)).chunk(
+            2, dim=-1
+        )
         hidden_TKI[token, pick] = functional.silu(gate) * up
     return hidden_TKI, chosen_TK.int(), weights_TK.gather(-1, order_TK)
 
@@ -38,5 +40,7 @@ def moe_outer(
     y_TH = hidden_TKI.new_zeros(len(hidden_TKI), experts.down.out_features)
     for expert, down_HI in enumerate(experts.down.data):
         token, pick = torch.where(chosen_TK == expert)
-        y_TH[token] += weights_TK[token, pick, None] * functional.linear(hidden_TKI[token, pick], down_HI)
+        y_TH[token] += weights_TK[token, pick, None] * functional.linear(
+            hidden_TKI[token, pick], down_HI.to(y_TH.dtype)
+        )
     return y_TH

@@ -61,23 +61,27 @@ class Checkpoint:
         return int(self._files[self._file_of[name]].get_slice(name).get_shape()[0])
 
     def read(self, name: str, part: Part) -> torch.Tensor:
-        """The rows of `part` in float32. Raises ModelError when bytes cannot be read."""
+        """The rows of `part`, in bfloat16 if they are stored so, else in float32. Raises ModelError when
+        bytes cannot be read."""
         file = self._files[self._file_of[name]]
         header = file.get_slice(name)
         try:
             source = self._digested(name, file.get_tensor(name)) if self._digests else header
-            pieces = [cast("torch.Tensor", source[start:end]) for start, end in part.ranges if start < end]
+            pieces = [
+                _widened(cast("torch.Tensor", source[start:end])) for start, end in part.ranges if start < end
+            ]
         except SafetensorError as error:
             raise ModelError(f"tensor {name} cannot be read ({error}): download the model again") from error
         shape = header.get_shape()
         self._done_bytes += prod(shape) * DTYPE_BYTES[header.get_dtype()]
         self._progress(self._done_bytes, self._all_bytes)
         if part.zeros:
-            pieces.append(torch.zeros(part.zeros, *shape[1:]))
+            dtype = torch.bfloat16 if header.get_dtype() == "BF16" else torch.float32
+            pieces.append(torch.zeros(part.zeros, *shape[1:], dtype=dtype))
         if len(pieces) == 1 and len(pieces[0]) == shape[0]:
-            return pieces[0].float()
+            return pieces[0]
         # A copy: a view would keep the whole tensor in memory.
-        return torch.cat([piece.float() for piece in pieces])
+        return torch.cat(pieces)
 
     def _digested(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         self._digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -90,6 +94,10 @@ class Checkpoint:
         digest = self._digest.copy()
         digest.update(config.encode())
         return digest.hexdigest()
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.bfloat16 else tensor.float()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -63,7 +63,8 @@ class Layer:
 
 
 class Qwen3Next:
-    """The model, or a rank's part of it, with its weights in memory; computes in float32.
+    """The model, or a rank's part of it, with its weights in memory; computes in float32, also with weights
+    that are kept in bfloat16.
 
     A rank has some heads of every mixer, some inner columns of every MLP and some rows of the vocabulary. Of
     the projections back it computes some columns, over the whole of their input: what ranks exchange is
@@ -79,7 +80,7 @@ class Qwen3Next:
             _load_layer(config, index, lambda name, i=index: read(f"model.layers.{i}.{name}"), operators)
             for index in range(len(config.layers))
         )
-        self._norm_H = 1 + read("model.norm.weight")
+        self._norm_H = 1 + read("model.norm.weight").float()
         head_VH = self._embedding_VH if config.tied else read("lm_head.weight")
         self._head = operators.pack(head_VH, None)
         rotary_R = torch.arange(0, config.heads.rotary_dim, 2, dtype=torch.float32) / config.heads.rotary_dim
@@ -111,8 +112,8 @@ class Qwen3Next:
         """Every rank looks up what it can; of each token, the row of the rank that has it counts."""
         ranks, (rows, hidden) = self._ranks, self._embedding_VH.shape
         if ranks.size == 1:
-            return self._embedding_VH[tokens_T]
-        own_TH = self._embedding_VH[(tokens_T - ranks.index * rows).clamp(0, rows - 1)]
+            return self._embedding_VH[tokens_T].float()
+        own_TH = self._embedding_VH[(tokens_T - ranks.index * rows).clamp(0, rows - 1)].float()
         every_TRH = ranks.gather(own_TH, ranks.size * hidden).view(-1, ranks.size, hidden)
         return every_TRH[torch.arange(len(tokens_T)), tokens_T // rows]
 
@@ -189,9 +190,9 @@ def _load_layer(config: Config, index: int, read: Read, ops: Operators) -> Layer
     )
     return Layer(
         # The checkpoint stores these weights as their distance from 1.
-        norm_H=1 + read("input_layernorm.weight"),
+        norm_H=1 + read("input_layernorm.weight").float(),
         mixer=mixer,
-        mlp_norm_H=1 + read("post_attention_layernorm.weight"),
+        mlp_norm_H=1 + read("post_attention_layernorm.weight").float(),
         mlp=_load_moe(config, read, ops) if config.routing.layers[index] else _load_mlp("mlp", read, ops),
     )
 
@@ -204,8 +205,8 @@ def _load_attention(config: Config, spec: Attention, read: Read, ops: Operators)
     return AttentionWeights(
         spec=spec,
         project=ops.pack(stacked("weight"), stacked("bias") if bias else None),
-        q_norm_D=1 + read("self_attn.q_norm.weight"),
-        k_norm_D=1 + read("self_attn.k_norm.weight"),
+        q_norm_D=1 + read("self_attn.q_norm.weight").float(),
+        k_norm_D=1 + read("self_attn.k_norm.weight").float(),
         out=ops.pack(read("self_attn.o_proj.weight"), read("self_attn.o_proj.bias") if bias else None),
     )
 
@@ -215,10 +216,10 @@ def _load_linear(spec: Linear, read: Read, ops: Operators) -> LinearWeights:
     return LinearWeights(
         spec=spec,
         project=ops.pack(torch.cat(projections), None),
-        conv_WGC=_by_key_head(read("linear_attn.conv1d.weight")[:, 0], spec),
-        a_log_H=read("linear_attn.A_log"),
-        dt_bias_H=read("linear_attn.dt_bias"),
-        norm_V=read("linear_attn.norm.weight"),
+        conv_WGC=_by_key_head(read("linear_attn.conv1d.weight")[:, 0].float(), spec),
+        a_log_H=read("linear_attn.A_log").float(),
+        dt_bias_H=read("linear_attn.dt_bias").float(),
+        norm_V=read("linear_attn.norm.weight").float(),
         out=ops.pack(read("linear_attn.out_proj.weight"), None),
     )
 

@@ -52,7 +52,14 @@ def test_rows_may_be_a_slice_of_wider_ones(cpu: Operators) -> None:
     assert same_bits(cpu.linear(x[:, 50:80], weight), cpu.linear(x[:, 50:80].contiguous(), weight))
 
 
-def test_half_precision_weights_are_widened(cpu: Operators) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", ROWS)
+def test_half_precision_weights_give_the_bits_of_wide_ones(
+    cpu: Operators, rows: int, dtype: torch.dtype
+) -> None:
     draw = torch.Generator().manual_seed(0)
-    x, weight = random(draw, 3, 40), random(draw, 20, 40).bfloat16()
-    assert same_bits(cpu.linear(x, cpu.pack(weight, None)), cpu.linear(x, cpu.pack(weight.float(), None)))
+    for n, k in itertools.product(OUT, IN):
+        x, weight = random(draw, rows, k), random(draw, n, k).to(dtype)
+        packed = cpu.pack(weight, None)
+        assert packed.data.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+        assert same_bits(cpu.linear(x, packed), cpu.linear(x, cpu.pack(weight.float(), None))), (n, k)

@@ -114,3 +114,11 @@ def test_hidden_of_another_width_than_down_is_refused(cpu: Operators) -> None:
     local = replace(experts, gate_up=cpu.pack(layer.gate_up[:, 4:12].contiguous(), None))
     with pytest.raises(AssertionError):
         moe(cpu, layer.x_TH, layer.logits_TE, local)
+
+
+def test_half_precision_weights_give_the_bits_of_wide_ones(cpu: Operators) -> None:
+    layer = Layer(65, 7, 63, 17)
+    layer.gate_up, layer.down = layer.gate_up.bfloat16(), layer.down.bfloat16()
+    half, wide = layer.experts(cpu, 3, dtype=torch.bfloat16), layer.experts(cpu, 3)
+    found = moe(cpu, layer.x_TH, layer.logits_TE, half)
+    assert same_bits(found, moe(cpu, layer.x_TH, layer.logits_TE, wide))
