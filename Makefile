@@ -8,7 +8,7 @@ export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test gpu check bench mutations soak soak-faults stubs clean
+.PHONY: setup demo test triton gpu check bench mutations soak soak-faults soak-overload stubs clean
 
 setup: $(STAMP)
 
@@ -27,8 +27,12 @@ demo: setup
 	tidemill demo
 
 # Two processes: what starts servers mostly waits. The tests of a file share its servers, so they stay together.
-test: setup
+test: setup triton
 	python -m pytest -n 2 --dist loadfile
+
+# Triton's kernels in its interpreter, which it decides on when it is first imported.
+triton: setup
+	TRITON_INTERPRET=1 python -m pytest -n 2 tests/triton
 
 # On a machine with a CUDA toolkit, after: uv pip install --no-build-isolation -e '.[gpu]'
 gpu: setup
@@ -52,6 +56,9 @@ soak: setup
 soak-faults: setup
 	FAULT_RUNS=50 python -m pytest tests/e2e/test_faults.py -s -k storm
 	FAULT_RUNS=50 FAULT_RANKS=2 python -m pytest tests/e2e/test_faults.py -s -k storm
+
+soak-overload: setup
+	FLOOD_S=60 python -m pytest tests/e2e/test_overload.py -s
 
 stubs: setup
 	python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src tidemill/cluster/proto/tidemill.proto

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, assert_never, cast
+from typing import Any, Literal, assert_never
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ from tidemill.kernels.rope_store import cpu as rope_store_cpu
 from tidemill.kernels.rope_store import reference as rope_store_reference
 from tidemill.kernels.rows import Rows
 
-Variant = Literal["cpu", "reference"]
+Variant = Literal["cpu", "triton", "reference"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +74,23 @@ REFERENCE = Operators(
 )
 
 
+FOLDERS = {  # of the operators that are not called like theirs
+    "pack": "linear",
+    "rms_norm_gated": "rms_norm",
+    "silu_mul": "activation",
+    "sigmoid_mul": "activation",
+    "rope_angles": "rope_store",
+    "moe_inner": "moe",
+    "moe_outer": "moe",
+}
+
+
 def operators(variant: Variant, cache_dir: Path) -> Operators:
     """All operators of one variant; compiled ones are kept in `cache_dir`. Raises KernelUnavailable.
 
     `reference` is plain torch on any device and dtype; `cpu` takes float32 and is bit-exact: what it computes
     for a sequence does not depend on the batch, on how it is cut into steps, or on the number of threads.
+    `triton` takes CUDA memory, and its own cache of compiled kernels is where Triton keeps it.
     """
     match variant:
         case "reference":
@@ -100,11 +112,13 @@ def operators(variant: Variant, cache_dir: Path) -> Operators:
                 moe_inner=moe_cpu.bind_moe_inner(library),
                 moe_outer=moe_cpu.bind_moe_outer(library),
             )
+        case "triton":
+            return Operators(**{field.name: _triton(field.name) for field in fields(Operators)})
         case _:
             assert_never(variant)
 
 
-def page_copy(variant: Variant | Literal["triton"], cache_dir: Path) -> PageCopy:
+def page_copy(variant: Variant, cache_dir: Path) -> PageCopy:
     """What no model computes: copies to and from the caches of other engines. Raises KernelUnavailable.
 
     `reference` takes any device, `cpu` host memory, `triton` CUDA memory.
@@ -115,26 +129,43 @@ def page_copy(variant: Variant | Literal["triton"], cache_dir: Path) -> PageCopy
         case "cpu":
             return page_copy_cpu.bind(build(cache_dir))
         case "triton":
-            if find_spec("triton") is None:
-                raise KernelUnavailable("no triton for the CUDA kernels: pip install 'tidemill[gpu]'")
-            return cast("PageCopy", import_module("tidemill.kernels.page_copy.cuda").page_copy)
+            return _triton("page_copy")
         case _:
             assert_never(variant)
 
 
-def table(cpu: str) -> str:
-    """Operator x device x variant; `cpu` is what became of the compiled variant."""
+def _triton(operator: str) -> Any:  # noqa: ANN401 - a function of its own type for each operator
+    """Its function for CUDA memory, imported when asked for: not every machine has triton."""
+    if find_spec("triton") is None:
+        raise KernelUnavailable("no triton for the CUDA kernels: pip install 'tidemill[gpu]'")
+    module = f"tidemill.kernels.{FOLDERS.get(operator, operator)}.cuda"
+    found = None if find_spec(module) is None else getattr(import_module(module), operator, None)
+    if found is None:
+        raise KernelUnavailable(f"{operator} has no variant for CUDA memory: use --kernels cpu or reference")
+    return found
+
+
+def table(cache_dir: Path) -> str:
+    """Operator x device x variant, and what to do about what is missing."""
+    problems: set[str] = set()
+
+    def tried(find: Callable[[], object]) -> str:
+        try:
+            find()
+        except KernelUnavailable as error:
+            problems.add(str(error))
+            return "missing"
+        return "yes"
+
+    cpu = tried(lambda: operators("cpu", cache_dir))
+    names = [field.name for field in fields(Operators)] + ["page_copy"]
     lines = [f"{'operator':16}{'cpu/reference':16}{'cuda/reference':16}{'cpu/cpu':16}cuda/triton"]
-    lines += [f"{field.name:16}{'yes':16}{'yes':16}{cpu:16}missing" for field in fields(Operators)]
-    lines.append(f"{'page_copy':16}{'yes':16}{'yes':16}{cpu:16}{'yes' if find_spec('triton') else 'missing'}")
-    return "\n".join(lines)
+    lines += [
+        f"{name:16}{'yes':16}{'yes':16}{cpu:16}{tried(lambda name=name: _triton(name))}" for name in names
+    ]
+    return "\n".join([*lines, *sorted(problems)])
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            operators("cpu", Path(folder))
-        except KernelUnavailable as error:
-            sys.stdout.write(f"{table('missing')}\n{error}\n")
-        else:
-            sys.stdout.write(f"{table('yes')}\n")
+        sys.stdout.write(f"{table(Path(folder))}\n")

@@ -20,7 +20,8 @@ def attention(q_THD: torch.Tensor, cache: torch.Tensor, rows: Rows) -> torch.Ten
         kv_K2LD = cache[pages_N].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].to(q_THD.dtype)
         k_HLD, v_HLD = kv_K2LD.repeat_interleave(group, dim=0).unbind(1)
         scores_HNL = torch.einsum("nhd,hld->hnl", q_NHD, k_HLD) * q_THD.shape[2] ** -0.5
-        unseen_NL = torch.ones(len(q_NHD), length, dtype=torch.bool).triu(length - len(q_NHD) + 1)
+        every_NL = torch.ones(len(q_NHD), length, dtype=torch.bool, device=q_THD.device)
+        unseen_NL = every_NL.triu(length - len(q_NHD) + 1)
         weights_HNL = scores_HNL.masked_fill(unseen_NL, float("-inf")).softmax(-1)
         o_THD[starts[b] : starts[b + 1]] = torch.einsum("hnl,hld->nhd", weights_HNL, v_HLD)
     return o_THD

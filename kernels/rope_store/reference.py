@@ -30,8 +30,8 @@ def rope_store(
     """
     page_tokens = cache.shape[3]
     cu_B1 = rows.cu_B1.long()
-    row_T = torch.repeat_interleave(torch.arange(len(rows.lens_B)), cu_B1.diff())
-    position_T = torch.arange(len(q_THD)) + rows.lens_B[row_T] - cu_B1[row_T + 1]
+    row_T = torch.repeat_interleave(torch.arange(len(rows.lens_B), device=q_THD.device), cu_B1.diff())
+    position_T = torch.arange(len(q_THD), device=q_THD.device) + rows.lens_B[row_T] - cu_B1[row_T + 1]
     page_T = rows.pages_BN[row_T, position_T // page_tokens].long()
     k_TKD = _rotate(rms_norm(k_TKD, k_weight_D, epsilon), angles_T2R)
     cache[page_T, :, 0, position_T % page_tokens] = k_TKD.to(cache.dtype)

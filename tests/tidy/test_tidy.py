@@ -135,7 +135,7 @@ def test_kernels_cannot_shadow_another_package() -> None:
 
 
 def test_every_test_file_is_in_exactly_one_folder() -> None:
-    kinds = {"unit", "sim", "parity", "e2e", "gpu", "tidy", "mutations"}
+    kinds = {"unit", "sim", "parity", "e2e", "gpu", "tidy", "mutations", "triton"}
     stray = [
         path for path in (ROOT / "tests").rglob("test_*.py") if path.relative_to(ROOT).parts[1] not in kinds
     ]

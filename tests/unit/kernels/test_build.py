@@ -1,6 +1,7 @@
 """The compiled library: made once, never half, and a clear error where it cannot be made."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from tidemill.kernels import dispatch
 from tidemill.kernels.build import KernelUnavailable, build
 from tidemill.kernels.dispatch import Operators
+
+OPERATORS = len(fields(dispatch.Operators)) + 1  # and page_copy
 
 
 @pytest.fixture
@@ -57,10 +60,21 @@ def test_a_failed_compilation_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["kernels.lock"]
 
 
-def test_the_table_names_every_operator_and_what_is_missing() -> None:
-    lines = dispatch.table("yes").splitlines()
-    assert {line.split()[0] for line in lines[1:]} >= {"linear", "attention", "gated_delta", "moe_outer"}
-    assert all(line.split()[1:] == ["yes", "yes", "yes", "missing"] for line in lines[1:])
+def test_the_table_says_what_became_of_the_compiled_variant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what to do about it. Of Triton's variants, tests/triton."""
+
+    def refused(_: Path) -> None:
+        raise KernelUnavailable("install a compiler")
+
+    found = dispatch.table(tmp_path).splitlines()[1:]
+    assert {line.split()[0] for line in found} >= {"linear", "attention", "gated_delta", "moe_outer"}
+    assert all(line.split()[1:4] == ["yes", "yes", "yes"] for line in found[:OPERATORS])
+    monkeypatch.setattr(dispatch, "build", refused)
+    found = dispatch.table(tmp_path).splitlines()[1:]
+    assert all(line.split()[1:4] == ["yes", "yes", "missing"] for line in found[:OPERATORS])
+    assert "install a compiler" in found[OPERATORS:]
 
 
 def test_the_reference_needs_no_compiler(tmp_path: Path) -> None:

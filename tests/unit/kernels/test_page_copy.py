@@ -1,8 +1,7 @@
 # pyright: basic
-# torch's typing, and Triton's absence, make strict mode noise here.
+# torch's typing makes strict mode noise here.
 """`page_copy` over the caches of other engines: definition, parity, round trips, and nothing else written."""
 
-from importlib import import_module, util
 from math import prod
 from pathlib import Path
 
@@ -19,35 +18,12 @@ from tidemill.kvstore.backing import Mmap
 
 DIRECTIONS: tuple[Direction, ...] = ("export", "import")
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
-VARIANTS = ("cpu", "triton")
 
 
 @pytest.fixture(scope="session")
-def variants(kernel_cache: Path) -> dict[str, PageCopy]:
-    """The Triton variant, where Triton is installed, as its interpreter runs it: a copy of the module, for
-    the CUDA tests compile theirs."""
-    found = {"cpu": page_copy("cpu", kernel_cache)}
-    if util.find_spec("triton") is not None:
-        triton = import_module("triton")
-        origin = util.find_spec("tidemill.kernels.page_copy.cuda")
-        assert origin is not None
-        assert origin.origin is not None
-        spec = util.spec_from_file_location("interpreted_page_copy", origin.origin)
-        assert spec is not None
-        assert spec.loader is not None
-        module = util.module_from_spec(spec)
-        with triton.knobs.runtime.scope():
-            triton.knobs.runtime.interpret = True
-            spec.loader.exec_module(module)
-        found["triton"] = module.page_copy
-    return found
-
-
-@pytest.fixture(params=VARIANTS)
-def variant(request: pytest.FixtureRequest, variants: dict[str, PageCopy]) -> PageCopy:
-    if request.param not in variants:
-        pytest.skip("the Triton variant is tested where Triton is installed")
-    return variants[request.param]
+def variant(kernel_cache: Path) -> PageCopy:
+    """tests/triton runs most of this file with another."""
+    return page_copy("cpu", kernel_cache)
 
 
 def run(copy: PageCopy, memory: Memory, direction: Direction) -> Memory:
@@ -111,10 +87,10 @@ def test_matches_the_definition(
     direction=st.sampled_from(DIRECTIONS),
 )
 def test_cpu_matches_the_definition(
-    variants: dict[str, PageCopy], case: Case, direction: Direction, *, shuffled: bool
+    variant: PageCopy, case: Case, direction: Direction, *, shuffled: bool
 ) -> None:
     expected = run(reference.page_copy, Memory(case, shuffled=shuffled), direction)
-    assert run(variants["cpu"], Memory(case, shuffled=shuffled), direction).is_like(expected)
+    assert run(variant, Memory(case, shuffled=shuffled), direction).is_like(expected)
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -171,11 +147,11 @@ def test_nothing_is_copied_for_nobody(variant: PageCopy) -> None:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_any_number_of_threads(variants: dict[str, PageCopy], direction: Direction) -> None:
+def test_any_number_of_threads(variant: PageCopy, direction: Direction) -> None:
     case = Case(heads=4, dims=(16, 16, 16), page_tokens=8, block_tokens=8, tokens=500)
-    one = run(variants["cpu"], Memory(case), direction)
+    one = run(variant, Memory(case), direction)
     torch.set_num_threads(2)
-    assert run(variants["cpu"], Memory(case), direction).is_like(one)
+    assert run(variant, Memory(case), direction).is_like(one)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -196,12 +172,10 @@ def test_offsets_beyond_32_bits(variant: PageCopy, direction: Direction) -> None
 
 
 @pytest.mark.parametrize(("pages", "slots"), [([4], [0]), ([-1], [0]), ([0], [999]), ([0], [-1])])
-def test_cpu_finds_ids_out_of_range(
-    variants: dict[str, PageCopy], pages: list[int], slots: list[int]
-) -> None:
+def test_cpu_finds_ids_out_of_range(variant: PageCopy, pages: list[int], slots: list[int]) -> None:
     memory = Memory(Case(tokens=8))
     with pytest.raises(AssertionError):
-        variants["cpu"](memory.planes, torch.tensor(pages, dtype=torch.int32), torch.tensor(slots), "export")
+        variant(memory.planes, torch.tensor(pages, dtype=torch.int32), torch.tensor(slots), "export")
 
 
 def test_pages_without_tokens_are_a_mistake(variant: PageCopy) -> None:

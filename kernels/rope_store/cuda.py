@@ -1,0 +1,138 @@
+# pyright: basic, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
+# Nor has it types that pyright could check.
+"""`rope_angles` and `rope_store` on CUDA, and in Triton's interpreter where the tests ask for it."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tidemill.kernels.rope_store import reference
+from tidemill.kernels.rows import Rows
+
+ROWS_AT_ONCE = 128  # of one round of the search for a token's row
+
+rope_angles = reference.rope_angles  # once per step and a few numbers per token: torch's own kernels do
+
+
+@triton.jit
+def norm_and_turn(
+    x,  # the first of HEADS vectors
+    stride,
+    heads,
+    weight,
+    angles,  # of this token, [2, R]
+    epsilon,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """x / rms(x) * weight, turned, float32 `[HEADS, DIMS]`; an element's partner is read once more."""
+    h_H, dim_D = tl.arange(0, HEADS), tl.arange(0, DIMS)
+    partner_D = tl.where(dim_D < R, dim_D + R, dim_D - R)
+    mask_HD = (h_H < heads)[:, None] & (dim_D < D)[None, :]
+    at_H = h_H[:, None] * stride
+    x_HD = tl.load(x + at_H + dim_D[None, :], mask=mask_HD, other=0.0).to(tl.float32)
+    scale_H = tl.rsqrt(tl.sum(x_HD * x_HD, 1) / D + epsilon)
+    weight_D = tl.load(weight + dim_D, mask=dim_D < D, other=0.0).to(tl.float32)
+    x_HD = x_HD * scale_H[:, None] * weight_D[None, :]
+    if R > 0:
+        turns_D = dim_D < 2 * R
+        mask_HD = (h_H < heads)[:, None] & turns_D[None, :]
+        other_HD = tl.load(x + at_H + partner_D[None, :], mask=mask_HD, other=0.0).to(tl.float32)
+        weight_D = tl.load(weight + partner_D, mask=turns_D, other=0.0).to(tl.float32)
+        other_HD = other_HD * scale_H[:, None] * weight_D[None, :]
+        cos_D = tl.load(angles + dim_D % R, mask=turns_D, other=1.0).to(tl.float32)
+        sin_D = tl.load(angles + R + dim_D % R, mask=turns_D, other=0.0).to(tl.float32)
+        x_HD = x_HD * cos_D[None, :] + other_HD * tl.where(dim_D < R, -sin_D, sin_D)[None, :]
+    return x_HD
+
+
+@triton.jit(do_not_specialize=["rows", "pages_stride"])
+def turn_and_store(
+    q,  # [T, H, D]
+    k,  # [T, kv_heads, D]
+    v,  # [T, kv_heads, D]
+    q_weight, k_weight,
+    angles,  # [T, 2, R]
+    out,  # [T, H, D]
+    cache,  # [pages, kv_heads, 2, P, D]
+    cu, lens, pages, epsilon, rows,
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
+    page_stride, head_stride, kv_stride, token_stride, pages_stride,
+    ONE_EACH: tl.constexpr,  # every row has one token
+    P: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a kv head
+    HEADS: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Token i and kv head j, with its query heads, of a grid (i, j)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    angles += token * 2 * R
+    dim_D = tl.arange(0, DIMS)
+    mask_D = dim_D < D
+    h_H = tl.arange(0, HEADS)
+    q += token * q_token_stride + head * GROUP * q_head_stride
+    q_HD = norm_and_turn(q, q_head_stride, GROUP, q_weight, angles, epsilon, R, D, HEADS, DIMS)
+    out += (token * tl.num_programs(1) + head) * GROUP * D
+    mask_HD = (h_H < GROUP)[:, None] & mask_D[None, :]
+    tl.store(out + h_H[:, None] * D + dim_D[None, :], q_HD.to(out.dtype.element_ty), mask=mask_HD)
+
+    row = token
+    if not ONE_EACH:
+        row = 0
+        for first in range(0, rows, ROWS):
+            row_R = first + tl.arange(0, ROWS)
+            end_R = tl.load(cu + 1 + row_R, mask=row_R < rows, other=0)
+            row += tl.sum(((row_R < rows) & (end_R <= token)).to(tl.int32), 0)
+        if row >= rows:
+            return
+    position = tl.load(lens + row) - 1
+    if not ONE_EACH:
+        position += token - tl.load(cu + row + 1) + 1
+    if position < 0:  # the padding of a batch
+        return
+    page = tl.load(pages + row * pages_stride + position // P).to(tl.int64)
+    cache += page * page_stride + head * head_stride + position % P * token_stride
+    k += token * k_token_stride + head * k_head_stride
+    k_HD = norm_and_turn(k, 0, 1, k_weight, angles, epsilon, R, D, 1, DIMS)
+    tl.store(cache + dim_D[None, :], k_HD.to(cache.dtype.element_ty), mask=mask_D[None, :])
+    v_D = tl.load(v + token * v_token_stride + head * v_head_stride + dim_D, mask=mask_D, other=0.0)
+    tl.store(cache + kv_stride + dim_D, v_D.to(tl.float32).to(cache.dtype.element_ty), mask=mask_D)
+
+
+def rope_store(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    q_weight_D: Tensor,
+    k_weight_D: Tensor,
+    epsilon: float,
+    angles_T2R: Tensor,
+    cache: Tensor,
+    rows: Rows,
+) -> Tensor:
+    """One launch: a program per token and kv head. Computes in float32."""
+    tokens, q_heads, dim = q_THD.shape
+    kv_heads, page_tokens, num_rows = cache.shape[1], cache.shape[3], len(rows.lens_B)
+    assert dim == 1 or q_THD.stride(2) == k_TKD.stride(2) == v_TKD.stride(2) == cache.stride(4) == 1
+    assert q_weight_D.is_contiguous()
+    assert k_weight_D.is_contiguous()
+    assert angles_T2R.is_contiguous()
+    assert rows.pages_BN.stride(1) == 1 or rows.pages_BN.shape[1] == 1
+    out_THD = q_THD.new_empty(tokens, q_heads, dim)
+    if not tokens:
+        return out_THD
+    group = q_heads // kv_heads
+    heads, width = triton.next_power_of_2(group), triton.next_power_of_2(dim)
+    turn_and_store[(tokens, kv_heads)](
+        q_THD, k_TKD, v_TKD, q_weight_D, k_weight_D, angles_T2R, out_THD, cache,
+        rows.cu_B1, rows.lens_B, rows.pages_BN, epsilon, num_rows,
+        *q_THD.stride()[:2], *k_TKD.stride()[:2], *v_TKD.stride()[:2], *cache.stride()[:4],
+        rows.pages_BN.stride(0), ONE_EACH=tokens == num_rows, P=page_tokens, R=angles_T2R.shape[2], D=dim,
+        GROUP=group, HEADS=heads, DIMS=width, ROWS=ROWS_AT_ONCE,
+        num_warps=max(1, min(8, heads * width // 512)),
+    )  # fmt: skip
+    return out_THD

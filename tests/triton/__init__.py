@@ -1,0 +1,1 @@
+"""The Triton kernels as Triton's interpreter runs them: `make triton`."""

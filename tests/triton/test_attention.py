@@ -1,0 +1,178 @@
+# pyright: basic
+"""Paged attention in Triton: its definition over odd sizes, NaN in what is nobody's, equal bits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.kernels.cases import Step, int32, random, relative_error, same_bits, shuffled_pages, step
+from tidemill.kernels.attention import cuda, reference
+
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    new: Sequence[int]
+    before: Sequence[int]
+    page_tokens: int = 64
+    heads: tuple[int, int] = (8, 2)
+    dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    cache_dtype: torch.dtype | None = None
+
+    @property
+    def lens(self) -> list[int]:
+        return [old + new for old, new in zip(self.before, self.new, strict=True)]
+
+
+class Layer:
+    """The second of two layers in an arena of NaN, written as far as the rows of a case go, and queries."""
+
+    def __init__(self, case: Case, device: str = "cpu") -> None:
+        draw = torch.Generator().manual_seed(sum(case.lens))
+        dtype = case.cache_dtype or case.dtype
+        q_heads, kv_heads = case.heads
+        self.q_THD = random(draw, sum(case.new), q_heads, case.dim).to(case.dtype)
+        self.pages = shuffled_pages(case.lens, case.page_tokens, draw)
+        written = torch.zeros(1 + int(self.pages.max()), case.page_tokens, dtype=torch.bool)
+        for pages_N, length in zip(self.pages, case.lens, strict=True):
+            token_N = torch.arange(length)
+            written[pages_N[token_N // case.page_tokens].long(), token_N % case.page_tokens] = True
+        shape = (len(written), kv_heads, 2, case.page_tokens, case.dim)
+        kv = torch.where(written[:, None, None, :, None], random(draw, *shape), torch.nan)
+        arena = torch.full((len(written), kv_heads, 2, *shape[2:]), torch.nan, dtype=dtype, device=device)
+        self.cache = arena[:, :, 1]
+        self.cache.copy_(kv)
+        self.rows = step(case.new, case.before, self.pages)
+
+    def run(self, rows: Step | None = None, picked: slice | torch.Tensor = slice(None)) -> torch.Tensor:
+        device = self.cache.device
+        return cuda.attention(
+            self.q_THD[picked].to(device), self.cache, rows_on(rows or self.rows, device)
+        ).cpu()
+
+    def wanted(self) -> torch.Tensor:
+        return reference.attention(self.q_THD.double(), self.cache.cpu(), self.rows)
+
+
+def rows_on(rows: Step, device: torch.device) -> Step:
+    return Step(*(tensor.to(device) for tensor in vars(rows).values()))
+
+
+DECODE: dict[str, Any] = {"new": [1] * 7, "before": [0, 1, 62, 63, 64, 126, 300]}
+MIXED: dict[str, Any] = {"new": [1, 5, 64, 1, 127, 2], "before": [300, 0, 64, 0, 1, 62]}
+EXTEND: dict[str, Any] = {"new": [1, 2, 63, 64, 65], "before": [0, 63, 64, 1, 0]}
+CASES = {
+    "decode": Case(**DECODE, heads=(4, 2)),
+    "decode float32": Case(new=[1, 1], before=[64, 256], heads=(3, 1), dtype=torch.float32),
+    "decode, pages of 16": Case(**DECODE, page_tokens=16, heads=(1, 1), dim=32),
+    "decode, odd": Case(new=[1, 1], before=[64, 257], page_tokens=1, heads=(5, 1), dim=63),
+    "mixed": Case(**MIXED, heads=(4, 2)),
+    "mixed float32": Case(new=[3, 1, 40], before=[20, 7, 9], heads=(3, 1), dim=16, dtype=torch.float32),
+    "mixed, float32 queries": Case(
+        **MIXED, heads=(1, 1), dim=32, dtype=torch.float32, cache_dtype=torch.bfloat16
+    ),
+    "mixed, float32 pages": Case(
+        new=[1, 20], before=[20, 9], heads=(2, 1), dim=16, cache_dtype=torch.float32
+    ),
+    "extend, pages of 16": Case(**EXTEND, page_tokens=16, heads=(3, 1), dim=32),
+    "extend, pages of 128": Case(**EXTEND, page_tokens=128, heads=(2, 1), dim=256),
+    "extend, odd": Case(**EXTEND, page_tokens=1, heads=(5, 1), dim=65),
+    "extend, dim 1": Case(new=[30, 1], before=[3, 7], page_tokens=7, heads=(1, 1), dim=1),
+}
+
+
+def check(case: Case, device: str = "cpu") -> None:
+    layer = Layer(case, device)
+    limit = max(LIMITS[case.dtype], LIMITS[case.cache_dtype or case.dtype])
+    assert relative_error(layer.run(), layer.wanted()) < limit
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_matches_the_definition(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("length", [256, 257, 513])
+def test_long_sequences_have_longer_spans(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    """Of 64 tokens up to 256, of 128 up to 512, of 192 up to 768, two at a time."""
+    monkeypatch.setattr(cuda, "SPAN_TOKENS", 64)
+    monkeypatch.setattr(cuda, "SPANS_MAX", 4)
+    monkeypatch.setattr(cuda, "SPANS_AT_ONCE", 2)
+    check(Case(new=[1], before=[length - 1], heads=(1, 1), dim=32))
+
+
+def test_the_rows_of_a_large_batch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "ROWS_AT_ONCE", 2)
+    check(Case(new=[3, 1, 40, 2, 17], before=[1, 0, 60, 5, 0], heads=(1, 1), dim=32))
+
+
+def test_the_same_bits_in_any_batch() -> None:
+    """A row of one token beside others of one token or more; more tokens beside others and cut otherwise."""
+    case = Case(new=[1, 66, 1, 17], before=[300, 64, 0, 5], heads=(2, 1), dim=32)
+    layer = Layer(case)
+    together = layer.run()
+    starts = [0, 1, 67, 68, 85]
+    for order in ([0, 2], [2, 3, 0]):
+        picked = torch.cat([torch.arange(starts[b], starts[b + 1]) for b in order])
+        rows = step([case.new[b] for b in order], [case.before[b] for b in order], layer.pages[order])
+        assert same_bits(layer.run(rows, picked), together[picked])
+    for start, count in ((0, 40), (40, 26)):
+        rows = step([count], [64 + start], layer.pages[1:2])
+        picked = slice(1 + start, 1 + start + count)
+        assert same_bits(layer.run(rows, picked), together[picked])
+
+
+@pytest.mark.parametrize("new", [[1, 1, 1], [1, 5, 4]], ids=["decode", "mixed"])
+def test_padding_gives_zeros_and_touches_nobody(new: list[int]) -> None:
+    layer = Layer(Case(new=new, before=[70, 0, 64], heads=(2, 1), dim=32))
+    wanted = layer.run()
+    layer.rows.lens_B[1] = 0
+    found = layer.run()
+    assert bool((found[1 : 1 + new[1]] == 0).all())
+    assert same_bits(found[:1], wanted[:1])
+    assert same_bits(found[1 + new[1] :], wanted[1 + new[1] :])
+
+
+def test_a_row_of_no_tokens_is_left_out() -> None:
+    layer = Layer(Case(new=[1, 5, 4], before=[70, 0, 64], heads=(2, 1), dim=32))
+    wanted = layer.run()
+    layer.rows.cu_B1.copy_(int32([0, 1, 1, 5]))
+    assert same_bits(layer.run(picked=torch.tensor([0, 6, 7, 8, 9])), wanted[[0, 6, 7, 8, 9]])
+
+
+def test_no_tokens() -> None:
+    assert len(Layer(Case(new=[1], before=[3], dim=32)).run(step([0], [3]), slice(0))) == 0
+
+
+def test_strided_queries() -> None:
+    layer = Layer(Case(new=[1, 20], before=[70, 3], heads=(2, 1), dim=32))
+    wanted = layer.run()
+    layer.q_THD = torch.cat([layer.q_THD, layer.q_THD], dim=2)[..., :32]
+    assert same_bits(layer.run(), wanted)
+
+
+@pytest.mark.parametrize("page_tokens", [16, 64], ids=["pointers", "descriptor"])
+def test_pages_far_into_the_arena(tmp_path: Path, page_tokens: int) -> None:
+    """2^32 elements away, in a file that has blocks only where it is written."""
+    layer = Layer(Case(new=[1, 20], before=[40, 30], page_tokens=page_tokens, heads=(2, 1), dim=32))
+    wanted = layer.run()
+    near = layer.cache
+    skipped = -(-(1 << 32) // (2 * near[0].numel()))
+    size = (skipped + len(near)) * 2 * near[0].numel()
+    far = torch.from_file(str(tmp_path / "arena"), shared=True, size=size, dtype=near.dtype)
+    layer.cache = far.view(-1, near.shape[1], 2, *near.shape[2:])[:, :, 1]
+    layer.cache[skipped:] = near
+    layer.rows = step([1, 20], [40, 30], layer.pages + skipped)
+    assert same_bits(layer.run(), wanted)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    layer = Layer(Case(new=[1, 20], before=[40, 30], heads=(1, 1), dtype=torch.float32, dim=16))
+    layer.q_THD *= 1000
+    assert relative_error(layer.run(), layer.wanted()) < 1e-4

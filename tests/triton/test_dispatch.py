@@ -1,0 +1,76 @@
+# pyright: basic
+"""What `dispatch` hands out for CUDA memory, its table, and what it says where something is missing."""
+
+from dataclasses import fields
+from inspect import signature
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.kernels.cases import random, relative_error
+from tidemill.kernels import dispatch
+from tidemill.kernels.build import KernelUnavailable
+from tidemill.kernels.page_copy import reference as page_copy_reference
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU variants take longer to compile than these tests."""
+
+    def refused(_: Path) -> None:
+        raise KernelUnavailable("no compiler")
+
+    monkeypatch.setattr(dispatch, "build", refused)
+
+
+def test_every_operator_has_a_variant_of_the_same_signature(tmp_path: Path) -> None:
+    found = dispatch.operators("triton", tmp_path)
+    for field in fields(dispatch.Operators):
+        ours, wanted = (getattr(ops, field.name) for ops in (found, dispatch.REFERENCE))
+        assert (ours is wanted) == (field.name == "rope_angles"), "torch's on any device, once a step"
+        assert list(signature(ours).parameters) == list(signature(wanted).parameters), field.name
+    copy = dispatch.page_copy("triton", tmp_path)
+    assert signature(copy) == signature(page_copy_reference.page_copy)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_the_table_says_yes_to_each(kernel_cache: Path) -> None:
+    *lines, problem = dispatch.table(kernel_cache).splitlines()[1:]
+    names = [field.name for field in fields(dispatch.Operators)] + ["page_copy"]
+    assert [line.split() for line in lines] == [[name, "yes", "yes", "missing", "yes"] for name in names]
+    assert problem == "no compiler"
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_triton_the_fix_is_named(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "find_spec", lambda _: None)
+    for ask in (dispatch.operators, dispatch.page_copy):
+        with pytest.raises(KernelUnavailable, match=r"no triton .* pip install"):
+            ask("triton", kernel_cache)
+    *lines, _, problem = dispatch.table(kernel_cache).splitlines()[1:]
+    assert "pip install" in problem
+    assert all(line.split()[1:] == ["yes", "yes", "missing", "missing"] for line in lines)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_an_operator_without_a_variant_raises(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And takes no other one's place: of the others the table still says yes."""
+    monkeypatch.setitem(dispatch.FOLDERS, "silu_mul", "moe")
+    monkeypatch.setitem(dispatch.FOLDERS, "linear", "moe")
+    with pytest.raises(KernelUnavailable, match="linear has no variant for CUDA memory: use --kernels"):
+        dispatch.operators("triton", kernel_cache)
+    lines = [line.split() for line in dispatch.table(kernel_cache).splitlines()[1:]]
+    assert [line[0] for line in lines if line[4:] == ["missing"]] == ["linear", "silu_mul"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_takes_any_two_types(dtype: torch.dtype, *, has_bias: bool, tmp_path: Path) -> None:
+    ops, draw = dispatch.operators("triton", tmp_path), torch.Generator().manual_seed(0)
+    x, weight = random(draw, 5, 64)[:, 3:33], random(draw, 7, 30).to(dtype)
+    bias = random(draw, 7) if has_bias else None
+    y = ops.linear(x, ops.pack(weight, bias))
+    assert y.dtype == torch.float32
+    wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert relative_error(y, wanted) < (1e-2 if dtype == torch.bfloat16 else 1e-5)

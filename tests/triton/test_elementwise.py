@@ -1,0 +1,121 @@
+# pyright: basic
+"""Norms and activations in Triton against their definitions; a row's bits depend on nothing else."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.unit.kernels.cases import random, relative_error, same_bits
+from tidemill.kernels.activation import cuda as activation_cuda
+from tidemill.kernels.activation import reference as activation_reference
+from tidemill.kernels.rms_norm import cuda as rms_norm_cuda
+from tidemill.kernels.rms_norm import reference as rms_norm_reference
+
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+EPSILON = 1e-6
+SMALL = 1e-3  # so that epsilon counts
+WIDTHS = (1, 2, 63, 64, 65, 127, 300, 1500)
+Inputs = list[torch.Tensor]
+Draw = Callable[..., torch.Tensor]  # of a shape
+Operator = Callable[[int, Draw], Inputs]
+
+
+def rms_norm(width: int, draw: Draw) -> Inputs:
+    return [SMALL * draw(5, width + 8)[:, 8:], draw(width)]
+
+
+def rms_norm_gated(width: int, draw: Draw) -> Inputs:
+    gate = 5 * draw(5, 3, 8 + 2 * width)[..., 8:].view(5, 3, 2, width)
+    return [SMALL * draw(5, 3, 2, width), gate, draw(width)]
+
+
+def silu_mul(width: int, draw: Draw) -> Inputs:
+    return [20 * draw(5, 2 * width)]
+
+
+def sigmoid_mul(width: int, draw: Draw) -> Inputs:
+    return [draw(5, 3, width), 20 * draw(5, 3, 2 * width)[..., width:]]
+
+
+def sigmoid_mul_expanded(width: int, draw: Draw) -> Inputs:
+    x, gate = sigmoid_mul(width, draw)
+    return [x, gate[..., :1].expand(x.shape)]
+
+
+OURS: dict[Operator, Callable[..., torch.Tensor]] = {
+    rms_norm: lambda x, weight: rms_norm_cuda.rms_norm(x, weight, EPSILON),
+    rms_norm_gated: lambda x, gate, weight: rms_norm_cuda.rms_norm_gated(x, gate, weight, EPSILON),
+    silu_mul: activation_cuda.silu_mul,
+    sigmoid_mul: activation_cuda.sigmoid_mul,
+    sigmoid_mul_expanded: activation_cuda.sigmoid_mul,
+}
+REFERENCE: dict[Operator, Callable[..., torch.Tensor]] = {
+    rms_norm: lambda x, weight: rms_norm_reference.rms_norm(x, weight, EPSILON),
+    rms_norm_gated: lambda x, gate, weight: rms_norm_reference.rms_norm_gated(x, gate, weight, EPSILON),
+    silu_mul: activation_reference.silu_mul,
+    sigmoid_mul: activation_reference.sigmoid_mul,
+    sigmoid_mul_expanded: activation_reference.sigmoid_mul,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    operator: Operator
+    width: int
+    dtype: torch.dtype
+
+
+CASES = {
+    f"{operator.__name__} {width} {dtype}": Case(operator, width, dtype)
+    for operator in OURS
+    for width in WIDTHS
+    for dtype in LIMITS
+}
+
+
+def inputs_of(case: Case, device: str) -> Inputs:
+    generator = torch.Generator().manual_seed(case.width)
+    return case.operator(case.width, lambda *shape: random(generator, *shape).to(device, case.dtype))
+
+
+def check(case: Case, device: str = "cpu") -> None:
+    inputs = inputs_of(case, device)
+    wanted = REFERENCE[case.operator](*(part.cpu().double() for part in inputs))
+    found = OURS[case.operator](*inputs)
+    assert found.dtype == case.dtype
+    assert relative_error(found.cpu(), wanted) < LIMITS[case.dtype]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_matches_the_definition(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("operator", OURS, ids=lambda operator: operator.__name__)
+def test_the_same_bits_in_any_batch(operator: Operator) -> None:
+    inputs = inputs_of(Case(operator, 65, torch.float32), "cpu")
+    found = OURS[operator](*inputs)
+    alone = OURS[operator](*(part if part.dim() == 1 else part[3:4] for part in inputs))
+    assert same_bits(alone, found[3:4])
+
+
+@pytest.mark.parametrize("operator", OURS, ids=lambda operator: operator.__name__)
+def test_no_tokens(operator: Operator) -> None:
+    inputs = inputs_of(Case(operator, 65, torch.float32), "cpu")
+    found = OURS[operator](*(part if part.dim() == 1 else part[:0] for part in inputs))
+    wanted = REFERENCE[operator](*(part if part.dim() == 1 else part[:0] for part in inputs))
+    assert found.shape == wanted.shape
+
+
+@pytest.mark.parametrize("value", [-1e30, -200.0, -90.0, -1e-30, 0.0, 1e-30, 90.0, 200.0, 1e30])
+def test_extreme_gates_stay_finite(value: float) -> None:
+    gate = torch.full((1, 1, 5), value)
+    one = torch.ones(1, 1, 5)
+    assert torch.allclose(activation_cuda.sigmoid_mul(one, gate), torch.sigmoid(gate[0]), atol=1e-30)
+    wanted = torch.nn.functional.silu(gate[0])
+    both = torch.cat([gate, one], 2)[0]
+    assert torch.allclose(activation_cuda.silu_mul(both), wanted, atol=1e-30)
+    normed = rms_norm_cuda.rms_norm_gated(one[None], gate[None], one[0, 0], EPSILON)
+    assert torch.allclose(normed, wanted, atol=1e-30)

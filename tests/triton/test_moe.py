@@ -1,0 +1,214 @@
+# pyright: basic
+"""`moe_inner` and `moe_outer` in Triton: parity, which pairs a tile holds, and what a token may depend on."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.unit.kernels.cases import random, relative_error, same_bits
+from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.moe import reference
+from tidemill.kernels.moe.cuda import moe_inner, moe_outer, tile_tokens, tiles_of
+from tidemill.kernels.moe.experts import Experts
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+@dataclass(frozen=True)
+class Layer:
+    x_TH: torch.Tensor
+    logits_TE: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+    def experts(self, top_k: int, *, renormalise: bool = True) -> Experts:
+        return Experts(packed(self.gate_up), packed(self.down), top_k, renormalise)
+
+    def double(self) -> "Layer":
+        return Layer(*(getattr(self, name).double() for name in self.__dataclass_fields__))
+
+    def on(self, device: str) -> "Layer":
+        return Layer(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+
+    def rows(self, rows: list[int]) -> "Layer":
+        return Layer(self.x_TH[rows], self.logits_TE[rows], self.gate_up, self.down)
+
+
+def packed(weight: torch.Tensor) -> Packed:
+    return Packed(weight, None, weight.shape[-2], weight.shape[-1])
+
+
+def layer_of(
+    tokens: int, experts: int, width: int, inner: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Layer:
+    """Logits that differ within a token, in bfloat16 too: a tie has no definition."""
+    draw = torch.Generator().manual_seed(seed)
+    logits_TE = random(draw, tokens, experts).argsort(-1) / 8
+    x_TH = random(draw, tokens, width)
+    gate_up = random(draw, experts, 2 * inner, width) / width**0.5
+    down = random(draw, experts, width, inner) / inner**0.5
+    return Layer(*(part.to(dtype) for part in (x_TH, logits_TE, gate_up, down)))
+
+
+def moe(layer: Layer, experts: Experts) -> torch.Tensor:
+    return moe_outer(*moe_inner(layer.x_TH, layer.logits_TE, experts), experts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    tokens: int
+    experts: int
+    top_k: int
+    width: int
+    inner: int
+    dtype: torch.dtype = torch.float32
+    renormalise: bool = True
+
+
+SIZES = (  # tokens, experts, top k, width, inner; among them every size of a tile
+    (1, 1, 1, 1, 1),
+    (2, 12, 10, 34, 65),
+    (20, 7, 3, 63, 17),
+    (63, 3, 2, 64, 50),
+    (65, 2, 2, 70, 33),
+)
+CASES = {
+    f"{dtype} {tokens}x{width} {top_k} of {experts}x{inner}": Case(
+        tokens=tokens, experts=experts, top_k=top_k, width=width, inner=inner, dtype=dtype,
+        renormalise=tokens != 20,
+    )
+    for dtype in TOLERANCES
+    for tokens, experts, top_k, width, inner in SIZES
+}  # fmt: skip
+
+
+def check(case: Case, device: str = "cpu") -> None:
+    """Against the definition in float64, on the host."""
+    layer = layer_of(case.tokens, case.experts, case.width, case.inner, case.dtype)
+    wide, ours = layer.double(), layer.on(device)
+    experts, truth = (part.experts(case.top_k, renormalise=case.renormalise) for part in (ours, wide))
+    hidden, chosen, weights = moe_inner(ours.x_TH, ours.logits_TE, experts)
+    wanted = reference.moe_inner(wide.x_TH, wide.logits_TE, truth)
+    assert torch.equal(chosen.cpu(), wanted[1])
+    assert chosen.dtype == torch.int32
+    assert hidden.dtype == case.dtype
+    assert relative_error(hidden.cpu(), wanted[0]) < TOLERANCES[case.dtype]
+    assert relative_error(weights.cpu(), wanted[2]) < 1e-5
+    y = moe_outer(hidden, chosen, weights, experts)
+    assert y.dtype == case.dtype
+    assert relative_error(y.cpu(), reference.moe_outer(*wanted, truth)) < TOLERANCES[case.dtype]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_moe_matches_the_definition(case: Case) -> None:
+    check(case)
+
+
+def test_x_may_be_wider_than_the_weights() -> None:
+    layer = layer_of(9, 4, 40, 20, torch.bfloat16)
+    x_TH, logits_TE = random(torch.Generator().manual_seed(1), 9, 40), layer.logits_TE.float()
+    mixed = Layer(x_TH, logits_TE, layer.gate_up, layer.down)
+    wide = mixed.double()
+    y_TH = moe(mixed, mixed.experts(2))
+    assert y_TH.dtype == torch.float32
+    inner = reference.moe_inner(wide.x_TH, wide.logits_TE, wide.experts(2))
+    assert relative_error(y_TH, reference.moe_outer(*inner, wide.experts(2))) < TOLERANCES[torch.bfloat16]
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 9, 4), (40, 50, 1), (130, 9, 1), (90, 3, 3)])
+def test_every_pair_is_in_one_tile_of_its_expert(
+    tokens: int, experts: int, top_k: int, *, skewed: bool
+) -> None:
+    """With more tiles than that or fewer a grid would miss some: they are counted from shapes."""
+    draw = torch.Generator().manual_seed(tokens)
+    chosen_TK = random(draw, tokens, experts).argsort(-1)[:, :top_k].sort(-1).values.int()
+    if skewed:
+        chosen_TK = torch.arange(experts - top_k, experts).expand(tokens, top_k).contiguous().int()
+    tile_expert, tile_pair, m = tiles_of(chosen_TK, experts)
+    assert m == tile_tokens(tokens * top_k, experts)
+    found: list[int] = []
+    last = -1
+    for expert, pair_M in zip(tile_expert.tolist(), tile_pair.tolist(), strict=True):
+        if expert < 0:
+            continue
+        pairs = [pair for pair in pair_M if pair >= 0]
+        assert pairs == pair_M[: len(pairs)], "pairs come first"
+        assert pairs == sorted(pairs)
+        assert pairs
+        assert expert >= last
+        assert {int(chosen_TK.flatten()[pair]) for pair in pairs} == {expert}
+        found += pairs
+        last = expert
+    assert sorted(found) == list(range(tokens * top_k))
+    counts = torch.bincount(chosen_TK.flatten().long(), minlength=experts)
+    assert int((tile_expert >= 0).sum()) == int((-(-counts // m)).sum()), "weights are read once a tile"
+
+
+def test_equal_logits_go_to_the_lower_experts() -> None:
+    layer = layer_of(3, 5, 16, 16)
+    chosen = moe_inner(layer.x_TH, torch.zeros(3, 5), layer.experts(2))[1]
+    assert chosen.tolist() == [[0, 1]] * 3
+
+
+def test_a_token_has_the_same_bits_in_any_batch() -> None:
+    layer = layer_of(12, 6, 48, 24)
+    whole = moe(layer, layer.experts(3))
+    for rows in ([0], [11, 5, 7], list(range(11, -1, -1))):
+        assert same_bits(moe(layer.rows(rows), layer.experts(3)), whole[rows])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # inf / inf
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_a_poisoned_token_harms_no_other(poison: float) -> None:
+    """What pads a batch may be anything: it must find experts that exist."""
+    layer = layer_of(4, 6, 32, 16)
+    wanted = moe(layer, layer.experts(3))
+    layer.x_TH[2], layer.logits_TE[2] = poison, poison
+    chosen_TK = moe_inner(layer.x_TH, layer.logits_TE, layer.experts(3))[1]
+    assert bool((chosen_TK.diff() > 0).all())
+    assert 0 <= int(chosen_TK.min()) <= int(chosen_TK.max()) < 6
+    others = [0, 1, 3]
+    assert same_bits(moe(layer, layer.experts(3))[others], wanted[others])
+
+
+def test_ranks_compute_their_columns() -> None:
+    """Slices of gate, up and down; hidden goes from rank to rank in between."""
+    layer = layer_of(5, 4, 64, 48)
+    wanted = moe(layer, layer.experts(2))
+    gate, up = layer.gate_up.chunk(2, dim=1)
+    halves = [
+        Experts(
+            packed(torch.cat([gate[:, i : i + 24], up[:, i : i + 24]], dim=1)),
+            packed(layer.down[:, j : j + 32].contiguous()),
+            2,
+            renormalise=True,
+        )
+        for i, j in ((0, 0), (24, 32))
+    ]
+    inner = [moe_inner(layer.x_TH, layer.logits_TE, half) for half in halves]
+    hidden_TKI = torch.cat([part[0] for part in inner], dim=-1)
+    y_TH = torch.cat([moe_outer(hidden_TKI, *inner[0][1:], half) for half in halves], dim=-1)
+    assert relative_error(y_TH, wanted) < 1e-6
+
+
+def test_rows_may_be_slices_of_wider_ones() -> None:
+    layer = layer_of(3, 4, 32, 16)
+    wide_TH, wide_TE = torch.full((3, 64), torch.nan), torch.full((3, 9), torch.nan)
+    wide_TH[:, 16:48], wide_TE[:, 1:5] = layer.x_TH, layer.logits_TE
+    sliced = Layer(wide_TH[:, 16:48], wide_TE[:, 1:5], layer.gate_up, layer.down)
+    assert same_bits(moe(sliced, layer.experts(2)), moe(layer, layer.experts(2)))
+
+
+def test_no_tokens_are_no_launch() -> None:
+    layer = layer_of(0, 4, 8, 8)
+    assert moe(layer, layer.experts(2)).shape == (0, 8)
+
+
+def test_hidden_of_another_width_than_down_is_refused() -> None:
+    """A rank that forgot to gather would read beyond its rows."""
+    layer = layer_of(3, 5, 8, 8)
+    local = Layer(layer.x_TH, layer.logits_TE, layer.gate_up[:, 4:12].contiguous(), layer.down)
+    with pytest.raises(AssertionError):
+        moe(local, local.experts(2))

@@ -1,0 +1,133 @@
+# pyright: basic
+"""What each Triton operator launches, compiled for sm_90, which takes no device: nothing spills, everything
+fits, and the matrix units and the copy engine are used where they were meant."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.unit.kernels.cases import step
+from tests.unit.kernels.foreign import Case, Memory
+from tests.unit.kernels.offline import SHARED_BYTES_MAX, compiling
+from tidemill.kernels.activation import cuda as activation_cuda
+from tidemill.kernels.attention import cuda as attention_cuda
+from tidemill.kernels.causal_conv import cuda as causal_conv_cuda
+from tidemill.kernels.gated_delta import cuda as gated_delta_cuda
+from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.moe import cuda as moe_cuda
+from tidemill.kernels.moe.experts import Experts
+from tidemill.kernels.page_copy import cuda as page_copy_cuda
+from tidemill.kernels.rms_norm import cuda as rms_norm_cuda
+from tidemill.kernels.rope_store import cuda as rope_store_cuda
+from tidemill.kvstore.backing import Mmap
+
+
+def copy_pages() -> None:
+    memory = Memory(
+        Case(tokens=64, page_tokens=64, block_tokens=16, heads=2, dims=(64,), dtype=torch.bfloat16)
+    )
+    page_copy_cuda.page_copy(memory.planes, memory.page_N, memory.slot_T, "export")
+
+
+def run_experts(tokens: int) -> Callable[[], None]:
+    """Those of Qwen3-Next; so many tokens are a size of tile each."""
+
+    def run() -> None:
+        count, width, inner = 512, 2048, 512
+        reserved = Mmap(2 * count * 3 * inner * width)
+        weights = reserved.memory.view(torch.bfloat16)
+        gate_up = weights[: count * 2 * inner * width].view(count, 2 * inner, width)
+        down = weights[gate_up.numel() :].view(count, width, inner)
+        experts = Experts(
+            Packed(gate_up, None, 2 * inner, width), Packed(down, None, width, inner), 10, renormalise=True
+        )
+        x_TH, logits_TE = (torch.zeros(tokens, n, dtype=torch.bfloat16) for n in (width, count))
+        moe_cuda.moe_outer(*moe_cuda.moe_inner(x_TH, logits_TE, experts), experts)
+
+    return run
+
+
+def attend(new: list[int], q_heads: int, kv_heads: int, dim: int) -> Callable[[], None]:
+    """Rows of `new` tokens after 500: qk-norm, rope and store, then attention."""
+
+    def run() -> None:
+        cache = torch.zeros(3, kv_heads, 2, 2, 64, dim, dtype=torch.bfloat16)[:, :, 1]
+        rows = step(new, [500] * len(new), torch.zeros(len(new), 64, dtype=torch.int32))
+        tokens = sum(new)
+        q_gate_THD = torch.zeros(tokens, q_heads, 2 * dim, dtype=torch.bfloat16)
+        k_TKD, v_TKD = torch.zeros(2, tokens, kv_heads, dim, dtype=torch.bfloat16)
+        weight_D, angles_T2R = torch.ones(dim, dtype=torch.bfloat16), torch.zeros(tokens, 2, 32)
+        q_THD = rope_store_cuda.rope_store(
+            q_gate_THD[..., :dim], k_TKD, v_TKD, weight_D, weight_D, 1e-6, angles_T2R, cache, rows
+        )
+        attention_cuda.attention(q_THD, cache, rows)
+
+    return run
+
+
+def recur(new: list[int], kept: int, key_heads: int, dim: int) -> Callable[[], None]:
+    """A linear layer like those of Qwen3-Next: two value heads for each key head."""
+
+    def run() -> None:
+        tokens, channels, past = sum(new), 4 * dim, 3 * 4 * dim
+        rows = step(new, writes=[[*range(b * kept, (b + 1) * kept)] for b in range(len(new))])
+        slots = torch.zeros(2, key_heads, past + 2 * dim * dim)
+        projected = torch.zeros(tokens, key_heads * 6 * dim + 4 * key_heads, dtype=torch.bfloat16)
+        qkvz = projected[:, : -4 * key_heads].view(tokens, key_heads, 6 * dim)
+        mixed = causal_conv_cuda.causal_conv(
+            qkvz[..., :channels], projected.new_zeros(4, key_heads, channels),
+            slots[..., :past].view(2, key_heads, 3, channels), rows,
+        )  # fmt: skip
+        per_head, temporal = projected.new_zeros(2 * key_heads), slots[..., past:]
+        out = gated_delta_cuda.gated_delta(
+            mixed, projected[:, -4 * key_heads :], per_head, per_head,
+            temporal.view(2, key_heads, 2, dim, dim), rows,
+        )  # fmt: skip
+        z = qkvz[..., channels:].view(out.shape)
+        rms_norm_cuda.rms_norm_gated(out, z, projected.new_zeros(dim), 1e-6)
+
+    return run
+
+
+def run_elementwise() -> None:
+    hidden = torch.zeros(64, 2048, dtype=torch.bfloat16)
+    rms_norm_cuda.rms_norm(hidden, hidden[0], 1e-6)
+    activation_cuda.silu_mul(hidden)
+    both = torch.zeros(64, 16, 512, dtype=torch.bfloat16)
+    activation_cuda.sigmoid_mul(torch.zeros(64, 16, 256, dtype=torch.bfloat16), both[..., 256:])
+    one = hidden[:, None, :1]
+    activation_cuda.sigmoid_mul(hidden[:, None], one.expand(64, 1, 2048))
+
+
+LAUNCHES: dict[str, Callable[[], None]] = {
+    "attention, decode": attend([1] * 32, 16, 2, 256),
+    "attention, mixed": attend([1, 12, 300], 16, 2, 256),
+    "attention, decode, dim 128": attend([1] * 32, 32, 8, 128),
+    "attention, mixed, dim 128": attend([1, 12, 300], 32, 8, 128),
+    "elementwise": run_elementwise,
+    "linear layer, decode": recur([1] * 64, 1, 16, 128),
+    "linear layer, mixed": recur([1, 12, 2000], 1, 16, 128),
+    "linear layer, mixed, states of 12 tokens": recur([1, 12, 2000], 12, 16, 128),
+    "linear layer, mixed, dim 64": recur([1, 12, 2000], 1, 16, 64),
+    "linear layer, mixed, dim 256": recur([1, 12, 2000], 1, 4, 256),
+    "page_copy": copy_pages,
+    "moe of 64 tokens": run_experts(64),
+    "moe of 2048 tokens": run_experts(2048),
+    "moe of 3072 tokens": run_experts(3072),
+}
+# Kernels that must use them.
+WGMMA: set[str] = {"attend_rows", "gate_up_tile", "down_tile", "prepare", "advance", "answer"}
+TMA: set[str] = {"attend_span", "attend_rows"}
+
+
+@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
+def test_fits_the_device(launch: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    with compiling(monkeypatch) as kernels:
+        launch()
+    assert kernels
+    for kernel in kernels:
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.shared_bytes <= SHARED_BYTES_MAX, kernel
+        assert (kernel.wgmma > 0) >= (kernel.name in WGMMA), kernel
+        assert (kernel.tma > 0) >= (kernel.name in TMA), kernel
