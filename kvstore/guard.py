@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from tidemill.kvstore.errors import StoreError
@@ -20,6 +21,10 @@ from tidemill.kvstore.keys import DIGEST_BYTES, Kind, ObjectKey, PageKey
 from tidemill.kvstore.store import Got, Held, PageStore, Put, StoreStats
 
 _Result = TypeVar("_Result")
+
+Objects = Sequence[tuple[ObjectKey, memoryview]]
+Sizes = Sequence[tuple[int, ObjectKey]]
+Transfer = Callable[[Objects], Coroutine[Any, Any, list[_Result]]]
 
 TIMEOUT_S = 0.25
 PROBE_S_MIN = 0.25
@@ -32,6 +37,7 @@ PATIENCE = 3  # a transfer is late when it takes this many times as long as the 
 BUSY_S = 0.05
 """An event loop that is so late for a deadline was busy with something else."""
 
+PROBE = "probe of the store"
 ABSENT = ObjectKey(Kind.PAGE, PageKey(bytes(DIGEST_BYTES)))
 """No chain of tokens ends here: whether it is missing can be asked of every store."""
 
@@ -93,6 +99,7 @@ class Guard:
         self._store = store
         self._timeout_s = timeout_s
         self._breaker = Breaker()
+        self._known: tuple[int, ObjectKey] = 1, ABSENT
         self._rate = Rate()
         self._asking: set[asyncio.Future[None]] = set()  # callers who are let go when the breaker opens
         self._asked: set[asyncio.Future[Any]] = set()  # calls to the store that nobody may be waiting for
@@ -103,33 +110,19 @@ class Guard:
         self._refused_puts = Counter[Put]()
         self._refused_gets = Counter[Got]()
 
-    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+    async def put(self, objects: Objects) -> list[Put]:
         if self._breaker.is_open:
             outcomes = [Put.UNREACHABLE, *[Put.SKIPPED] * (len(objects) - 1)][: len(objects)]
             self._refused_puts.update(outcomes)
             return outcomes
-        with self._deadline(sum(body.nbytes for _, body in objects)) as fail:
-            started = asyncio.get_running_loop().time()
-            outcomes = await self._store.put(objects)
-            if Put.UNREACHABLE in outcomes:
-                fail()
-        moved = zip(objects, outcomes, strict=True)
-        self._moved(sum(body.nbytes for (_, body), outcome in moved if outcome is Put.STORED), started)
-        return outcomes
+        return await self._move(self._store.put, objects, moved=Put.STORED, lost=Put.UNREACHABLE)
 
-    async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
+    async def get(self, wanted: Objects) -> list[Got]:
         if self._breaker.is_open:
             outcomes = [Got.UNREACHABLE] * len(wanted)
             self._refused_gets.update(outcomes)
             return outcomes
-        with self._deadline(sum(view.nbytes for _, view in wanted)) as fail:
-            started = asyncio.get_running_loop().time()
-            outcomes = await self._store.get(wanted)
-            if Got.UNREACHABLE in outcomes:
-                fail()
-        moved = zip(wanted, outcomes, strict=True)
-        self._moved(sum(view.nbytes for (_, view), outcome in moved if outcome is Got.HIT), started)
-        return outcomes
+        return await self._move(self._store.get, wanted, moved=Got.HIT, lost=Got.UNREACHABLE)
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return await self._ask(lambda: self._store.contains(keys), [False] * len(keys))
@@ -167,6 +160,20 @@ class Guard:
             await asyncio.wait(self._asked)
         await self._store.close()
 
+    async def _move(
+        self, call: Transfer[_Result], objects: Objects, *, moved: _Result, lost: _Result
+    ) -> list[_Result]:
+        sizes = [(view.nbytes, key) for key, view in objects]
+        doubtful = sizes if moved is Got.HIT else []
+        with self._deadline(sum(num_bytes for num_bytes, _ in sizes), doubtful) as fail:
+            started = asyncio.get_running_loop().time()
+            outcomes = await call(objects)
+            if lost in outcomes:
+                fail()
+        done = [size for size, outcome in zip(sizes, outcomes, strict=True) if outcome is moved]
+        self._moved(done, started)
+        return outcomes
+
     async def _ask(self, call: Callable[[], Coroutine[Any, Any, _Result]], otherwise: _Result) -> _Result:
         """The answer of a call that uses no memory of the caller; `otherwise` as soon as the breaker is
         open. The call itself may end later."""
@@ -186,12 +193,13 @@ class Guard:
             asked.cancel()
 
     @contextmanager
-    def _deadline(self, num_bytes: int) -> Generator[Callable[[], None]]:
-        """Opens the breaker when the body takes longer than such a call may, or calls what it is given."""
+    def _deadline(self, num_bytes: int, doubtful: Sizes = ()) -> Generator[Callable[[], None]]:
+        """Opens the breaker when the body takes longer than such a call may, or calls what it is given. One
+        of the `doubtful` objects is asked for then."""
         trips = self._breaker.trips
 
         def fail() -> None:
-            self._fail(trips)
+            self._fail(trips, doubtful)
 
         self._moving_bytes += num_bytes
         alarm = Alarm(self.patience_s(self._moving_bytes), fail)  # they share the link
@@ -201,34 +209,36 @@ class Guard:
             self._moving_bytes -= num_bytes
             alarm.cancel()
 
-    def _fail(self, trips: int) -> None:
+    def _fail(self, trips: int, doubtful: Sizes) -> None:
         if not self._breaker.fail(trips):
             return
+        self._known = min(doubtful, key=itemgetter(0), default=self._known)
         for let_go in self._asking:
             if not let_go.done():
                 let_go.set_result(None)
         if not self._closed:
-            self._probing = asyncio.ensure_future(self._probe())
+            self._probing = asyncio.create_task(self._probe(), name=PROBE)
 
-    def _moved(self, num_bytes: int, started: float) -> None:
+    def _moved(self, sizes: Sizes, started: float) -> None:
         """A late transfer tells the rate too: a link that is slow for good is not found down for ever. Its
         time begins with the end of the one before: until then others may have had the link."""
         now_s = asyncio.get_running_loop().time()
-        if num_bytes:
+        if num_bytes := sum(size for size, _ in sizes):
+            self._known = min(sizes, key=itemgetter(0))
             if now_s - started <= self.patience_s(num_bytes):
                 self._breaker.moved()
             self._rate.add(num_bytes, now_s - max(started, self._moved_last_s))
             self._moved_last_s = now_s
 
     async def _probe(self) -> None:
-        """Ask until an answer comes in time. One that does not come keeps the breaker open, and is the only
-        one out."""
+        """Ask for a known object until an answer comes in time: what knows of the bytes may answer for what
+        has them. An answer that does not come keeps the breaker open, and is the only one out."""
         loop = asyncio.get_running_loop()
         while self._breaker.is_open:
             await asyncio.sleep(self._breaker.next_wait_s())
-            started = loop.time()
-            [got] = await self._store.get([(ABSENT, memoryview(bytearray(1)))])
-            if got is not Got.UNREACHABLE and loop.time() - started <= self._timeout_s:
+            started, (num_bytes, key) = loop.time(), self._known
+            [got] = await self._store.get([(key, memoryview(bytearray(num_bytes)))])
+            if got is not Got.UNREACHABLE and loop.time() - started <= self.patience_s(num_bytes):
                 self._breaker.answered()
 
 

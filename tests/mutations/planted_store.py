@@ -295,7 +295,7 @@ STORE_BUGS = (
     Planted(
         "a put that was not answered leaves the breaker closed",
         "kvstore/guard.py",
-        "            if Put.UNREACHABLE in outcomes:\n                fail()\n",
+        "            if lost in outcomes:\n                fail()\n",
         "",
         GUARD,
     ),

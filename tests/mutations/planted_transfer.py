@@ -167,8 +167,22 @@ TRANSFER_BUGS = (
     Planted(
         "a probe that is answered late closes the breaker",
         "kvstore/guard.py",
-        "got is not Got.UNREACHABLE and loop.time() - started <= self._timeout_s",
+        "got is not Got.UNREACHABLE and loop.time() - started <= self.patience_s(num_bytes)",
         "got is not Got.UNREACHABLE",
+        GUARD,
+    ),
+    Planted(
+        "a part of the store answers for one that is frozen",
+        "kvstore/guard.py",
+        "self._known = min(doubtful, key=itemgetter(0), default=self._known)",
+        "pass",
+        GUARD,
+    ),
+    Planted(
+        "what was moved last is not asked for",
+        "kvstore/guard.py",
+        "            self._known = min(sizes, key=itemgetter(0))\n",
+        "",
         GUARD,
     ),
     Planted(

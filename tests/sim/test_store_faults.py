@@ -143,9 +143,9 @@ def _kill_owner(cluster: FakeMooncake) -> None:
 OUTAGES = {
     "master dead": Outage(FakeMooncake.kill_master, FakeMooncake.start_master, 1),
     "master frozen": Outage(FakeMooncake.freeze_master, FakeMooncake.thaw_master, 1),
-    # the master answers the probes, so calls find out again, ever less often, until it forgets the owners
-    "owners frozen": Outage(_freeze_owners, _thaw_owners, 6),
-    "owner dead": Outage(_kill_owner, _thaw_owners, 6),
+    "owners frozen": Outage(_freeze_owners, _thaw_owners, 2),
+    # the other one answers the probes, and puts find out again, ever less often, until the master forgets it
+    "owner dead": Outage(_kill_owner, _thaw_owners, 8),
 }
 
 

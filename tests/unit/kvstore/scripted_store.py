@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tidemill.kvstore.guard import ABSENT
+from tidemill.kvstore.guard import ABSENT, PROBE
 from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.memory_store import MemoryStore
 from tidemill.kvstore.store import Got, Put, finish
@@ -14,12 +14,14 @@ from tidemill.kvstore.store import Got, Put, finish
 @dataclass(frozen=True)
 class Fault:
     """From `start` to `end` calls take `blocks_s` or until the end, whichever is less, and then fail. `slow`:
-    they succeed after it, and questions without an object are answered at once."""
+    they succeed after it, and probes are answered at once. `frozen`: what has the bytes hangs, what knows of
+    them answers."""
 
     start: float
     end: float
     blocks_s: float
     slow: bool = False
+    frozen: bool = False
 
 
 class Scripted(MemoryStore):
@@ -39,8 +41,9 @@ class Scripted(MemoryStore):
         return await super().put(objects)
 
     async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
-        if wanted[0][0] == ABSENT:
-            return await self._probe()
+        task = asyncio.current_task()
+        if task is not None and task.get_name() == PROBE:
+            return await self._probe(wanted[0][0])
         self.calls["get"] += 1
         return await finish(asyncio.ensure_future(self._get(wanted)))
 
@@ -59,19 +62,20 @@ class Scripted(MemoryStore):
             view[:] = b"\xee" * view.nbytes
         return [Got.UNREACHABLE] * len(wanted) if fails else await super().get(wanted)
 
-    async def _probe(self) -> list[Got]:
+    async def _probe(self, key: ObjectKey) -> list[Got]:
         self.probed_at.append(now())
         self.probes_out += 1
         self.probes_out_max = max(self.probes_out, self.probes_out_max)
         try:
-            return [Got.UNREACHABLE if await self._fails(moves=False) else Got.MISS]
+            return [Got.UNREACHABLE if await self._fails(moves=key != ABSENT, is_probe=True) else Got.MISS]
         finally:
             self.probes_out -= 1
 
-    async def _fails(self, *, moves: bool = True) -> bool:
+    async def _fails(self, *, moves: bool = True, is_probe: bool = False) -> bool:
         await asyncio.sleep(0.001)
         for fault in self._faults:
-            if fault.start <= now() < fault.end and (moves or not fault.slow):
+            spares = (fault.slow and is_probe) or (fault.frozen and not moves)
+            if fault.start <= now() < fault.end and not spares:
                 await asyncio.sleep(min(fault.blocks_s, fault.end - now()))
                 return not fault.slow
         return False

@@ -107,6 +107,27 @@ def test_a_put_that_is_not_answered_opens_it() -> None:
     play(scenario, Fault(0, 1000, 0.0))
 
 
+@pytest.mark.parametrize("call", [one_put, one_get])
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_part_that_answers_for_a_frozen_one_closes_nothing(
+    call: Callable[..., Awaitable[object]], *, knows: bool
+) -> None:
+    """What is asked for is where bytes were, or were looked for: that it is not there is no news of it."""
+
+    async def scenario(store: Scripted, guard: Guard) -> None:
+        await (guard if knows else store).put([(key, memoryview(BODY)) for key in KEYS[:3]])
+        await asyncio.sleep(1)
+        memory = memoryview(bytearray(100))
+        while now() < 20:
+            await (one_get(guard, bytearray(100)) if call is one_get else one_put(guard, 3))
+            await asyncio.sleep(0.5)
+        assert guard.stats().trips == 1 or (call is one_put and not knows)
+        await asyncio.sleep(2 * PROBE_S_MAX)
+        assert await guard.get([(KEYS[0], memory)]) == [Got.HIT]
+
+    play(scenario, Fault(1, 20, 30.0, frozen=True))
+
+
 def ask(store: PageStore) -> Awaitable[object]:
     return store.contains(KEYS)
 
