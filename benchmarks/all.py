@@ -1,4 +1,4 @@
-"""Every benchmark in one run, `make bench`: serving workloads against our own server, kernels, stores."""
+"""Every benchmark in one run, `make bench`: serving workloads against our own server, then the others."""
 
 import subprocess
 import sys
@@ -34,5 +34,5 @@ def serving() -> None:
 if __name__ == "__main__":
     RESULTS.mkdir(exist_ok=True)
     serving()
-    for name in ("kernels", "engine", "store", "index", "memory"):
+    for name in ("kernels", "engine", "store", "index", "memory", "router", "frontend"):
         subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)  # noqa: S603 - our own command

@@ -13,9 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest.mock import patch
 
-from tidemill.cluster import placement
 from tidemill.cluster.simulate.cost import SPEED, Cost
 from tidemill.cluster.simulate.policies import OURS, POLICIES
 from tidemill.cluster.simulate.setup import Setup
@@ -24,10 +22,7 @@ from tidemill.cluster.simulate.world import simulate
 
 RESULTS = Path(__file__).parent / "results" / "placement.json"
 LOADS = {"synthetic": (8.0, 10.0, 11.5), "conversation": (4.0, 9.5, 10.5)}
-HOP = "ours, by hop"
-"""Ours without its choice to let a decode worker compute a longer prompt alone: the others have none."""
-
-NAMES = (*POLICIES, HOP, OURS)
+NAMES = (OURS, *POLICIES)
 
 
 def main() -> None:
@@ -81,9 +76,6 @@ def _runs(options: argparse.Namespace) -> Iterator[tuple[str, str, float, Setup]
 
 
 def _run(items: list[Item], setup: Setup) -> dict[str, float]:
-    if setup.policy == HOP:
-        with patch.object(placement, "GAP_S_MAX", 0.0):
-            return _run(items, replace(setup, policy=OURS))
     figures = simulate(items, setup).figures()
     return {
         "hit": figures["hit_ratio"],

@@ -39,6 +39,7 @@ ANNOUNCED_KEYS = 1000  # by a heartbeat
 INDEX_PAGES = 1_000_000
 INDEX_WORKERS = 64
 PAGE_TOKENS = 64
+DECISIONS_PER_S = 1000  # of the clock that they see
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +122,13 @@ def measure(num_workers: int, count: int, rng: Random) -> Rates:
     fleet = fleet_of(num_workers, families, rng)
     decisions_us = decide(fleet, asks_of(families, count, rng))
     beats = [beat(index % num_workers, 1 + index // num_workers, rng) for index in range(4 * count)]
-    quiet_s = timed(lambda: [fleet.apply(Heard(one, 1.0)) for one in beats])
+    later_s = 1.0 + count / DECISIONS_PER_S
+    quiet_s = timed(lambda: [fleet.apply(Heard(one, later_s)) for one in beats])
     announcing = [
         beat(index % num_workers, 10**6, rng, tuple(rng.randbytes(8) for _ in range(ANNOUNCED_KEYS)))
         for index in range(max(8, count // 4))
     ]
-    announcing_s = timed(lambda: [fleet.apply(Heard(one, 1.0)) for one in announcing])
+    announcing_s = timed(lambda: [fleet.apply(Heard(one, later_s)) for one in announcing])
     return Rates(
         workers=num_workers,
         decisions_per_s=1e6 * len(decisions_us) / sum(decisions_us),
@@ -142,7 +144,7 @@ def decide(fleet: Fleet, asks: Sequence[Ask]) -> list[float]:
     taken_us: list[float] = []
     for number, ask in enumerate(asks):
         began = time.process_time_ns()
-        now_s = number / 1000
+        now_s = number / DECISIONS_PER_S
         route = place(fleet, ask, now_s)
         assert route is not None
         for booked in bookings(fleet, ask, route, now_s):

@@ -1,4 +1,4 @@
-"""Workers and the router as Ray actors: Ray starts them, restarts them, and knows where they are."""
+"""Workers as Ray actors: Ray starts them, restarts them, and knows where they are."""
 
 import asyncio
 import logging
@@ -7,24 +7,22 @@ import secrets
 import signal
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import ray
 import ray.actor
 import ray.exceptions
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tidemill.cluster.backoff import Backoff
 from tidemill.cluster.router_client import FindRouter
-from tidemill.cluster.router_service import Router, RouterService
-from tidemill.cluster.settings import RouterSettings, WorkerSettings
-from tidemill.cluster.worker_process import Ready, State, WorkerProcess, resolve
+from tidemill.cluster.settings import WorkerSettings
+from tidemill.cluster.worker_process import Ready, State, WorkerProcess
 from tidemill.workers.messages import WorkerGone
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.tp.link import Ended
 from tidemill.workers.tp.rank import build_rank, carry_out
 
-FIND_S_MAX = 3.0
+FIND_S_MAX = 1.0
 
 LAST_WORDS_S = 5.0
 """A worker that cannot start says why for this long before its process ends and Ray tries again."""
@@ -187,26 +185,3 @@ class RankActor:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s broke: %s", self._name, error)
         os._exit(1)
-
-
-class RouterActor:
-    """The process of the router. What it knew comes back with the workers' next heartbeats."""
-
-    def __init__(self, settings: RouterSettings) -> None:
-        loop = asyncio.get_running_loop()
-        build = resolve(settings.build)
-        router = build(
-            loop.time, broker=settings.broker, expected=settings.expected, ttft_s_max=settings.ttft_s_max
-        )
-        self._service = RouterService(cast("Router", router))
-        self._backoff = Backoff()
-        host: str = settings.host or RAY.util.get_node_ip_address()
-        self._address = loop.create_task(self._service.start(host))
-        self._ticks = loop.create_task(self._service.run())
-
-    async def address(self) -> str:
-        return await self._address
-
-    async def begin(self, name: str) -> float:
-        """A life of this worker begins: how many seconds it shall wait before it starts."""
-        return self._backoff.begin(name, asyncio.get_running_loop().time())

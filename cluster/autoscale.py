@@ -1,9 +1,9 @@
 """How many workers of each role there shall be, by what the fleet has seen. Pure.
 
 Demand is counted in workers: those that were busy, those that would have kept the queue from growing, those
-that work it off in DRAIN_S, and by as much more as requests were refused. More workers are wanted when it was
-more than HIGH of those there are, over UP_S; fewer, one at a time, when its highest over DOWN_S is no more
-than LOW of the fewer. Between the two nothing changes:
+that work it off in `drain_s`, and by as much more as requests were refused. More workers are wanted when it
+was more than HIGH of those there are, over `up_s`; fewer, one at a time, when its highest over `down_s` is no
+more than LOW of the fewer. Between the two nothing changes:
 
     demand of n workers    0 ........ LOW * (n - 1) ........ HIGH * n ........
                            fewer      |        as they are          |     more
@@ -17,16 +17,9 @@ from tidemill.cluster.service import FleetStatus, WorkerStatus
 from tidemill.workers.messages import Role
 
 HIGH, LOW = 0.8, 0.6
-UP_S, DOWN_S = 30.0, 300.0
-DRAIN_S = 120.0
-COOL_S = 60.0
-"""After a change, before there are fewer; each new worker is waited for, START_S_MAX at most, before there
-are more."""
-
-START_S_MAX = 120.0
 MISSED_SHARE = 0.01
 BUSY_MIN = 0.5
-"""Of the requests of UP_S that were refused or answered late: more than these are worth a worker of the
+"""Of the requests of `up_s` that were refused or answered late: more than these are worth a worker of the
 tightest role, if its workers were busy for so much of the time."""
 
 PER_STEP = 4
@@ -79,6 +72,18 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hysteresis:
+    """How long a fleet is watched before it changes."""
+
+    look_s: float = 2.0  # between two looks
+    up_s: float = 30.0  # of load, before there are more
+    down_s: float = 300.0  # of calm, before there are fewer
+    cool_s: float = 60.0  # after there were fewer, before there are still fewer
+    start_s_max: float = 120.0  # a new worker is waited for, before there are still more
+    drain_s: float = 120.0  # in which the queue shall be worked off
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """So many workers of a role more, or fewer."""
 
@@ -87,17 +92,19 @@ class Change:
     reason: str
 
 
-def decide(history: Sequence[Sample], bounds: Mapping[Role, Bounds]) -> list[Change]:
-    """What to change now. `history` ascends in time; older than DOWN_S is not looked at."""
+def decide(history: Sequence[Sample], bounds: Mapping[Role, Bounds], hysteresis: Hysteresis) -> list[Change]:
+    """What to change now. `history` ascends in time; older than `down_s` is not looked at."""
     if not history:
         return []
-    lately = _since(history, history[-1].at_s - UP_S)
-    loads = {role: _demand(lately, role) / max(1, history[-1].roles[role].wanted) for role in bounds}
+    lately = _since(history, history[-1].at_s - hysteresis.up_s)
+    loads = {
+        role: _demand(lately, role, hysteresis) / max(1, history[-1].roles[role].wanted) for role in bounds
+    }
     tightest = max(loads, key=lambda role: loads[role], default=None)
     changes: list[Change] = []
     for role, bound in bounds.items():
         blamed = lately if role == tightest and loads[role] > BUSY_MIN else lately[-1:]
-        change = _more(history, role, bound, blamed) or _fewer(history, role, bound)
+        change = _more(history, role, bound, blamed, hysteresis) or _fewer(history, role, bound, hysteresis)
         if change is not None:
             changes.append(change)
     return changes
@@ -136,17 +143,20 @@ def _busy(worker: WorkerStatus) -> float:
     return {"prefill": computes, "decode": filled, "mixed": max(computes, filled)}[info.role]
 
 
-def _more(history: Sequence[Sample], role: Role, bound: Bounds, blamed: Sequence[Sample]) -> Change | None:
+def _more(
+    history: Sequence[Sample], role: Role, bound: Bounds, blamed: Sequence[Sample], hysteresis: Hysteresis
+) -> Change | None:
     """`blamed` are the samples whose refused and late requests are for this role to account for."""
     now_s, load = history[-1].at_s, history[-1].roles[role]
     if load.wanted < bound.least:
         return Change(role=role, by=bound.least - load.wanted, reason=f"{bound.least} are the least")
-    if load.ready < load.wanted and now_s - _changed_s(history, role, 1) < START_S_MAX:
+    if load.ready < load.wanted and now_s - _changed_s(history, role, 1) < hysteresis.start_s_max:
         return None
-    if max(history[0].at_s, _ready_s(history, role)) > now_s - UP_S:
+    if max(history[0].at_s, _ready_s(history, role)) > now_s - hysteresis.up_s:
         return None  # not seen for long enough
     refused, missed = _shares(blamed[0].misses, blamed[-1].misses)
-    demand = _demand(_since(history, now_s - UP_S), role) / max(1 - refused, 1 / PER_STEP)
+    used = _demand(_since(history, now_s - hysteresis.up_s), role, hysteresis)
+    demand = used / max(1 - refused, 1 / PER_STEP)
     count = max(math.ceil(demand / HIGH), load.wanted + (missed > MISSED_SHARE))
     count = min(count, max(1, load.wanted) * PER_STEP, bound.most)
     if count <= load.wanted:
@@ -155,38 +165,39 @@ def _more(history: Sequence[Sample], role: Role, bound: Bounds, blamed: Sequence
     return Change(role=role, by=count - load.wanted, reason=f"{demand:.1f} would be busy{why}")
 
 
-def _fewer(history: Sequence[Sample], role: Role, bound: Bounds) -> Change | None:
+def _fewer(history: Sequence[Sample], role: Role, bound: Bounds, hysteresis: Hysteresis) -> Change | None:
     now_s, load = history[-1].at_s, history[-1].roles[role]
     if load.wanted > bound.most:
         return Change(role=role, by=bound.most - load.wanted, reason=f"{bound.most} are the most")
+    up_s, down_s = hysteresis.up_s, hysteresis.down_s
     is_settled = (
-        history[0].at_s <= now_s - DOWN_S
-        and now_s - _changed_s(history, role, 1) >= DOWN_S
-        and now_s - _changed_s(history, role, -1) >= COOL_S
+        history[0].at_s <= now_s - down_s
+        and now_s - _changed_s(history, role, 1) >= down_s
+        and now_s - _changed_s(history, role, -1) >= hysteresis.cool_s
     )
     if not is_settled or load.wanted <= bound.least:
         return None
-    seen = _since(history, now_s - DOWN_S)
-    begins = [seen[0].at_s + UP_S * step for step in range(math.ceil(DOWN_S / UP_S))]
-    spans = [[one for one in seen if begin <= one.at_s < begin + UP_S] for begin in begins]
-    peak = max(_demand(span, role) for span in spans if span)
+    seen = _since(history, now_s - down_s)
+    begins = [seen[0].at_s + up_s * step for step in range(math.ceil(down_s / up_s))]
+    spans = [[one for one in seen if begin <= one.at_s < begin + up_s] for begin in begins]
+    peak = max(_demand(span, role, hysteresis) for span in spans if span)
     if peak > LOW * (load.wanted - 1):
         return None
-    return Change(role=role, by=-1, reason=f"no more than {peak:.1f} were busy for {DOWN_S:g} s")
+    return Change(role=role, by=-1, reason=f"no more than {peak:.1f} were busy for {down_s:g} s")
 
 
 def _since(history: Sequence[Sample], since_s: float) -> list[Sample]:
     return [sample for sample in history if sample.at_s >= since_s]
 
 
-def _demand(samples: Sequence[Sample], role: Role) -> float:
+def _demand(samples: Sequence[Sample], role: Role, hysteresis: Hysteresis) -> float:
     """Workers that could have done what came."""
     first, last = samples[0], samples[-1]
     used = sum(sample.roles[role].used for sample in samples) / len(samples)
     queued_s = last.roles[role].queued_s
     span_s = last.at_s - first.at_s
     growth = (queued_s - first.roles[role].queued_s) / span_s if span_s else 0.0
-    return max(0.0, used + growth + queued_s / DRAIN_S)
+    return max(0.0, used + growth + queued_s / hysteresis.drain_s)
 
 
 def _shares(first: Misses, last: Misses) -> tuple[float, float]:

@@ -8,7 +8,10 @@ FRAME_BYTES_MAX = 16 * 2**20
 
 METADATA_BYTES_MAX = 8 * 2**10
 STREAMS_MAX = 1024
-"""Streams and calls that one server has open at once."""
+"""Streams and calls that a worker has open at once: one stream of each frontend."""
+
+ROUTER_STREAMS_MAX = 16_384
+"""... that a router has: one stream of each worker, and a call of each request that is being placed."""
 
 SILENCE_MS = 1000
 SILENCE_ANSWER_MS = 2000
@@ -41,14 +44,18 @@ def open_channel(address: str) -> grpc.aio.Channel:
     )
 
 
-def new_server() -> grpc.aio.Server:
+def new_server(streams_max: int = STREAMS_MAX) -> grpc.aio.Server:
+    """What is called beyond `streams_max` fails with RESOURCE_EXHAUSTED, and what comes faster than it is
+    taken, in as long a queue, with CANCELLED."""
     return grpc.aio.server(
         options=[
             *_LIMITS,
             ("grpc.so_reuseport", 0),  # two lives of a worker never share a port
             ("grpc.http2.min_ping_interval_without_data_ms", SILENCE_MS // 2),
+            ("grpc.server.max_pending_requests", streams_max),
+            ("grpc.server.max_pending_requests_hard_limit", streams_max),
         ],
-        maximum_concurrent_rpcs=STREAMS_MAX,
+        maximum_concurrent_rpcs=streams_max,
     )
 
 

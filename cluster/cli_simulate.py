@@ -48,12 +48,12 @@ def add_simulate_options(simulate: argparse.ArgumentParser) -> None:
     add("--grain", type=int, default=8, metavar="TOKENS", help="that are simulated as one (%(default)s)")
     add("--seed", type=int, default=1, metavar="N", help="of the jitter of arrivals (%(default)s)")
     add("--json", action="store_true", help="as JSON")
-    add("--plot", type=Path, metavar="FILE", help="write a picture: needs matplotlib")
+    add("--plot", type=Path, metavar="FILE", help="write a picture: needs tidemill[plot]")
     simulate.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Raises UsageError, TraceError, UnknownPolicy."""
+    """Raises UsageError, TraceError, UnknownPolicy, NoPictures."""
     from tidemill.cluster.simulate.command import Asked, simulate_trace  # noqa: PLC0415 - torch, when it runs
 
     return simulate_trace(

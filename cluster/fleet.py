@@ -13,7 +13,7 @@ from typing import assert_never
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.cluster.prefixes import Prefixes, Slots, cut_keys
+from tidemill.cluster.prefixes import Chain, Prefixes, Slots, cut_keys
 from tidemill.workers.messages import Heartbeat, WorkerId, WorkerInfo, WorkerLoad
 
 HELD_KEYS_MAX = 1 << 20
@@ -23,8 +23,8 @@ PLACED_KEYS_MAX = 1 << 14
 """Pages of prompts that the router remembers to have placed on a worker, at most: less where a worker has
 memory for less."""
 
-BOOKING_SETTLE_S = 0.05
-"""So long after it should have reached its worker a booking is in the worker's own report."""
+BOOKING_SETTLE_S = 0.25
+"""So long after it should have reached its worker a booking is in the worker's own report for certain."""
 
 RHO_TAU_S = 10.0
 """Over how long the load of the fleet is averaged."""
@@ -62,6 +62,9 @@ class Column(IntEnum):
 
 Table = npt.NDArray[np.float64]
 """A row for each `Column`, a column for each slot."""
+
+UNSETTLED = [Column.BUSY_UNTIL_S, Column.QUEUED_TOKENS, Column.ROWS, Column.TAKEN_BYTES]
+"""What bookings add to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +130,7 @@ class Fleet:
         self._bookings: dict[WorkerId, list[Booking]] = {}
         self._prefixes = Prefixes()  # of each slot what its worker announced, then what was placed there
         self._looked_up: tuple[tuple[bytes, ...], Slots] | None = None  # last, and nothing happened since
+        self._chain: tuple[tuple[bytes, ...], Chain] | None = None  # asked for last
         self._work_s = 0.0  # booked of late: less by e each RHO_TAU_S
         self._work_at_s = 0.0
 
@@ -169,7 +173,7 @@ class Fleet:
         """For each slot how many of `keys`, from the first, the worker said that it can restore, and of how
         many it has or will have the pages: those of prompts placed there, too."""
         if self._looked_up is None or self._looked_up[0] is not keys:
-            self._looked_up = keys, self._prefixes.depths(cut_keys(keys), 2 * len(self._workers))
+            self._looked_up = keys, self._prefixes.depths(self._chain_of(keys), 2 * len(self._workers))
         announced, placed = self._looked_up[1].reshape(-1, 2).T
         return announced, np.maximum(announced, placed)
 
@@ -198,7 +202,7 @@ class Fleet:
         self._by_name[info.name] = info.worker
         bookings = self._bookings.get(info.worker, ())
         self._bookings[info.worker] = [one for one in bookings if now_s - one.due_s < BOOKING_SETTLE_S]
-        self.table[:, slot] = _column(member, self._bookings[info.worker])
+        self.table[:, slot] = _settled(self.table[:, slot], _column(member), self._bookings[info.worker])
         if announcement.full:
             self._prefixes.clear(_announced(slot))
         if announcement.removed:
@@ -230,12 +234,17 @@ class Fleet:
         column[Column.ROWS] += booking.rows
         column[Column.TAKEN_BYTES] += booking.num_bytes
         pages = member.load.budget_bytes // (member.info.page_bytes or 1) or PLACED_KEYS_MAX
-        keys = cut_keys(booking.keys)[::-1]  # the first page is forgotten last
-        self._prefixes.add(_placed(member.slot), keys, min(pages, PLACED_KEYS_MAX))
+        chain = self._chain_of(booking.keys)
+        self._prefixes.add_chain(_placed(member.slot), chain, min(pages, PLACED_KEYS_MAX))
         if member.info.role != "decode":
             decay = exp((self._work_at_s - booking.at_s) / RHO_TAU_S)
             self._work_s = self._work_s * decay + booking.seconds
             self._work_at_s = booking.at_s
+
+    def _chain_of(self, keys: tuple[bytes, ...]) -> Chain:
+        if self._chain is None or self._chain[0] is not keys:
+            self._chain = keys, Chain(cut_keys(keys))
+        return self._chain[1]
 
     def _new_slot(self) -> int:
         if None not in self._workers:
@@ -266,7 +275,18 @@ def _placed(slot: int) -> int:
     return 2 * slot + 1
 
 
-def _column(member: Member, bookings: list[Booking]) -> Table:
+def _settled(expected: Table, reported: Table, bookings: list[Booking]) -> Table:
+    """A report may have the latest bookings in it, or not yet: what was expected tells which, as far as it
+    can be true. With all of them added, they would count twice until the next report."""
+    if bookings:
+        each = [(one.seconds, one.tokens, one.rows, one.num_bytes) for one in bookings]
+        least = reported[UNSETTLED]
+        most = least + list(map(sum, zip(*each, strict=True)))
+        reported[UNSETTLED] = np.clip(expected[UNSETTLED], least, most)
+    return reported
+
+
+def _column(member: Member) -> Table:
     info, load, speed = member.info, member.load, member.load.speed
     column = np.zeros(len(Column))
     if not member.draining:
@@ -274,13 +294,11 @@ def _column(member: Member, bookings: list[Booking]) -> Table:
         column[Column.PREFILLS] = info.role == "prefill"
         column[Column.MIXED] = info.role == "mixed"
     column[Column.NAME] = int.from_bytes(blake2b(info.name.encode(), digest_size=8).digest()) >> 12
-    booked_s = sum(one.seconds for one in bookings)
-    column[Column.BUSY_UNTIL_S] = member.heard_at_s + load.queued_s + booked_s
-    column[Column.QUEUED_TOKENS] = load.queued_tokens + sum(one.tokens for one in bookings)
-    column[Column.ROWS] = load.running_rows + load.waiting_rows + sum(one.rows for one in bookings)
+    column[Column.BUSY_UNTIL_S] = member.heard_at_s + load.queued_s
+    column[Column.QUEUED_TOKENS] = load.queued_tokens
+    column[Column.ROWS] = load.running_rows + load.waiting_rows
     column[Column.BUDGET_BYTES] = load.budget_bytes
-    booked_bytes = sum(one.num_bytes for one in bookings)
-    column[Column.TAKEN_BYTES] = load.memory.live + load.wanted_bytes + booked_bytes
+    column[Column.TAKEN_BYTES] = load.memory.live + load.wanted_bytes
     column[Column.STEP_S] = speed.step_s
     column[Column.TOKEN_S] = speed.token_s
     column[Column.PAIR_S] = speed.pair_s

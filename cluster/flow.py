@@ -23,6 +23,7 @@ from tidemill.workers.messages import (
     Poisonous,
     Produced,
     Request,
+    SilentAlone,
     Trace,
     Unserved,
     WorkerGone,
@@ -50,7 +51,8 @@ class Router(Protocol):
 
 class Peers(Protocol):
     """The workers, wherever they are. Every call raises PagesMissing or WorkerGone: HandedOver if the worker
-    was told not to do this work, DiedAlone if it was lost while it ran this request alone, on trial."""
+    was told not to do this work, DiedAlone or SilentAlone if it was lost while it ran this request alone, on
+    trial."""
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced: ...
     async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None: ...
@@ -73,8 +75,9 @@ async def serve(
     """
     story = Story(request, content_of(request))
     while story.attempt <= ATTEMPTS_MAX and story.hand_overs <= HAND_OVERS_MAX:
-        route = await router.place(story.ask(root_of(request.salt), page_tokens))
-        rest = replace(story.rest(), lag_s=route.lag_s)
+        rest = story.rest()
+        route = await router.place(story.ask(rest, root_of(request.salt), page_tokens))
+        rest = replace(rest, lag_s=route.lag_s)
         at = route.decode
         try:
             produced: Produced | None = None
@@ -117,6 +120,7 @@ class Story:
     streamed: list[int] = field(default_factory=list[int])
     avoid: frozenset[WorkerId] = frozenset()
     on_trial: bool = False
+    silenced: bool = False  # a worker alone with it: the next one is no coincidence
 
     def rest(self) -> Request:
         """What is left of the request after what was streamed, which is part of the prompt now."""
@@ -128,21 +132,20 @@ class Story:
             on_trial=self.on_trial,
         )
 
-    def ask(self, root: PageKey, page_tokens: int) -> Ask:
-        tokens = (*self.request.tokens, *self.streamed)
-        end = restorable_end(len(tokens), page_tokens)
-        keys = page_keys(root, tokens[:end], page_tokens)
+    def ask(self, rest: Request, root: PageKey, page_tokens: int) -> Ask:
+        end = restorable_end(len(rest.tokens), page_tokens)
+        keys = page_keys(root, rest.tokens[:end], page_tokens)
         is_first = self.attempt == 1 and not self.hand_overs
         return Ask(
-            request_id=self.request.request_id,
+            request_id=rest.request_id,
             keys=tuple(key[:ANNOUNCED_KEY_BYTES] for key in keys),
-            num_tokens=len(tokens),
-            max_new_tokens=self.request.max_new_tokens - len(self.streamed),
+            num_tokens=len(rest.tokens),
+            max_new_tokens=rest.max_new_tokens,
             avoid=self.avoid,
-            tenant=self.request.tenant,
-            ttft_s_max=self.request.ttft_s_max if is_first else math.inf,  # it was accepted
+            tenant=rest.tenant,
+            ttft_s_max=rest.ttft_s_max if is_first else math.inf,  # it was accepted
             content=self.content,
-            wait_s_max=min(WAIT_S_MAX, self.request.ttft_s_max or WAIT_S_MAX) if is_first else WAIT_S_MAX,
+            wait_s_max=min(WAIT_S_MAX, rest.ttft_s_max or WAIT_S_MAX) if is_first else WAIT_S_MAX,
         )
 
     async def failed(self, at: WorkerId, error: PagesMissing | WorkerGone, router: Router) -> None:
@@ -155,6 +158,10 @@ class Story:
                 self.hand_overs += 1
                 if at in self.avoid:
                     await asyncio.sleep(HAND_OVER_PAUSE_S)
+            case SilentAlone() if not self.silenced:
+                self.attempt += 1
+                self.silenced = True
+                await router.lost(at)
             case DiedAlone():
                 await router.lost(at, self.content)
                 raise Poisonous(f"workers are lost with this request, the last ran nothing else: {error}")

@@ -16,9 +16,10 @@ import ray.exceptions
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
-from tidemill.cluster.actors import RouterActor, WorkerActor, bundle, find_router, options_of
+from tidemill.cluster.actors import WorkerActor, bundle, find_router, options_of
 from tidemill.cluster.peers import GrpcPeers
 from tidemill.cluster.processes import children, end, with_descendants
+from tidemill.cluster.router_actor import RouterActor
 from tidemill.cluster.router_client import RouterClient
 from tidemill.cluster.settings import ClusterSettings, WorkerSettings
 from tidemill.cluster.worker_process import Failed, Loading, Ready, State

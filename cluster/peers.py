@@ -29,6 +29,7 @@ from tidemill.workers.messages import (
     Produced,
     Request,
     RequestError,
+    SilentAlone,
     WorkerGone,
     WorkerId,
 )
@@ -42,6 +43,9 @@ UNREAD_ITEMS_MAX = 1024
 SILENCE_S_MAX = 1.0
 """A worker that owes answers and was silent for so long may be out: the router knows."""
 
+PING_TIMEOUT = "ping timeout"
+"""So gRPC calls it when the other end of a connection gives no sign of life, rather than having closed it."""
+
 Inbox = asyncio.Queue[Delta | Produced | Trial | Failure]
 
 
@@ -53,7 +57,7 @@ class GrpcPeers:
         self._streams: dict[tuple[WorkerId, str], _Stream] = {}
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
-        """Raises PagesMissing, WorkerGone, HandedOver, DiedAlone, RequestError."""
+        """Raises PagesMissing, WorkerGone, HandedOver, DiedAlone, SilentAlone, RequestError."""
         return await self._produced(worker, address, Produce, request)
 
     async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None:
@@ -122,6 +126,7 @@ class _Stream:
         self._unread_items_max = unread_items_max
         self._numbers = count(1)
         self._reason = "the connection was closed"  # why it will be broken
+        self._died = True  # ... as far as anybody knows
         self._inboxes: dict[int, Inbox] = {}
         self._alone: set[int] = set()  # calls that the worker runs and no other, on trial
         self._frames = asyncio.Queue[bytes | None]()  # None ends it
@@ -134,7 +139,7 @@ class _Stream:
         return bool(self._inboxes) and since_s > SILENCE_S_MAX
 
     def give_up(self, reason: str) -> None:
-        self._reason = reason
+        self._reason, self._died = reason, False
         self.reader.cancel()
 
     def new_call(self) -> int:
@@ -181,6 +186,7 @@ class _Stream:
                         self._deliver(item)
         except grpc.aio.AioRpcError as error:
             self._reason = error.details() or error.code().name
+            self._died = PING_TIMEOUT not in self._reason
         except Malformed as error:
             self._reason = str(error)
         finally:
@@ -209,8 +215,9 @@ class _Stream:
     def _break(self, reason: str) -> None:
         self.broken = reason
         self._frames.put_nowait(None)
+        alone = DiedAlone if self._died else SilentAlone
         for call, inbox in self._inboxes.items():
-            inbox.put_nowait(self._gone(DiedAlone if call in self._alone else WorkerGone))
+            inbox.put_nowait(self._gone(alone if call in self._alone else WorkerGone))
         self._inboxes.clear()
 
     def _gone(self, kind: type[WorkerGone] = WorkerGone) -> WorkerGone:

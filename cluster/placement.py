@@ -1,12 +1,13 @@
 """Which workers serve a request: filter, score, pick. Pure.
 
-    score = W + S(u) + kappa S(k)            kappa = min(8, rho / (1 - rho))
+    score = W + S(u) + kappa (S(k) - least S(k))     kappa = 2 max(1, rho (2 - rho) / (1 - rho)^2)
 
 `W` is the wait for what is queued, `S(x)` the time to serve the prompt where its first `x` tokens are: `u`
 can be restored there, of `k` the pages are or will be there. The last term is what the choice costs all those
-who come after: a prefix that is taken away from home is computed again, and the busier the fleet is, the
-longer others wait for that (docs/decisions/0017). A stream is placed where prompt and answer cost least; ties
-break by rendezvous hashing on the first page, so that routers agree without talking.
+who come after: a prefix that is taken away from home is computed again and pushes other pages out, and the
+busier the fleet is, the longer others wait for that. No request bears more of it than its patience
+(docs/decisions/0017). A stream is placed where prompt and answer cost least; ties break by rendezvous hashing
+on the first page that is nowhere yet, so that routers agree without talking.
 """
 
 from dataclasses import dataclass, field
@@ -19,8 +20,8 @@ import numpy.typing as npt
 from tidemill.cluster.costs import Costs, Vector
 from tidemill.cluster.fleet import Booked, Booking, Column, Fleet, Member
 from tidemill.cluster.prefixes import cut_keys
-from tidemill.workers.load import BESIDE_STREAMS
 from tidemill.workers.messages import WorkerId
+from tidemill.workers.pace import BESIDE_STREAMS
 
 GAP_PAGES_MAX = 2
 GAP_TOKENS_MIN = 128
@@ -29,13 +30,21 @@ and the tail: shorter than a hop to a prefill worker is worth."""
 
 GAP_S_MAX = 0.25
 """... and a longer one, if the prefill workers are so busy that none would have it computed before,
-and if it takes no longer than this: a prefill worker would keep the pages for others, and streams wait."""
+and if it takes no longer than this: streams wait ..."""
+
+HOME_SHARE = 0.25
+"""... and if no prefill worker holds so much of the prompt: who goes on from there would miss the rest."""
 
 HOP_S = 0.02
 HOP_PAGES = 2
 """What it costs to have a prompt computed elsewhere; in pages of prompt tokens while speeds are unknown."""
 
-KAPPA_MAX = 8.0
+KAPPA = 2.0
+"""What a second of work that is done twice costs others: the pages that it pushes out, which are computed
+again; in a busy fleet so many times what those who come wait for it."""
+
+PATIENCE_S = 1.3
+"""So much longer than elsewhere a request waits for the sake of others, and as long as all must wait."""
 
 ANSWER_TOKENS = 256
 """Answers are taken to be no longer than this: what clients allow says little."""
@@ -51,7 +60,9 @@ FILLED_MAX = 0.98
 TOKENS_PER_S = 1e4
 """... while speeds are unknown."""
 
-TIED = 1.02
+RHO_MAX = 0.99
+
+TIED = 1.01
 """Scores that differ by less say nothing."""
 
 SPREAD = np.uint64(0xD6E8FEB86659FD93)  # an odd number with half of its bits set
@@ -96,8 +107,8 @@ def place(fleet: Fleet, ask: Ask, now_s: float) -> Route | None:
     if not len(decoding):
         return None
     computing = view.able(Column.PREFILLS)
-    prefill, elsewhere = view.best_prefill(computing) if len(computing) else (None, np.inf)
-    streams = view.streams(elsewhere)
+    prefill = view.best_prefill(computing) if len(computing) else None
+    streams = view.streams(prefill)
     best = view.pick(decoding, streams.score)
     decode = fleet.at(best).info
     predicted_s = float(streams.first[best]) if view.costs.in_seconds else 0.0
@@ -106,8 +117,8 @@ def place(fleet: Fleet, ask: Ask, now_s: float) -> Route | None:
     return Route(
         decode=decode.worker,
         decode_address=decode.address,
-        prefill=prefill.info.worker,
-        prefill_address=prefill.info.address,
+        prefill=prefill.member.info.worker,
+        prefill_address=prefill.member.info.address,
         gap_tokens_max=GAP_PAGES_MAX * decode.page_tokens,
         predicted_s=predicted_s,
     )
@@ -132,6 +143,15 @@ def bookings(fleet: Fleet, ask: Ask, route: Route, now_s: float) -> list[Booked]
         keys=ask.keys,
     )
     return [Booked(route.prefill, produced), Booked(route.decode, streamed)]
+
+
+class _Prefill(NamedTuple):
+    """Who would compute the prompt for a stream elsewhere, when it would be done, and how many of its tokens
+    are or will be there anyway."""
+
+    member: Member
+    done: float
+    resident: float
 
 
 class _Streams(NamedTuple):
@@ -162,8 +182,8 @@ class _View:
         self._resident: Vector = resident * self.costs.page_tokens
         hybrid = table[Column.STATE_BYTES] > 0
         self._restorable: Vector = np.where(hybrid, self._announced, self._resident)
-        rho = fleet.rho(now_s)
-        self._kappa = KAPPA_MAX if rho * (1 + KAPPA_MAX) >= KAPPA_MAX else rho / (1 - rho)
+        rho = min(fleet.rho(now_s), RHO_MAX)
+        self._kappa = KAPPA * max(1.0, rho * (2 - rho) / (1 - rho) ** 2)
         streams = (table[Column.DECODES] > 0) & (table[Column.ROWS] > 0)
         self._beside: Vector = np.where(streams, BESIDE_STREAMS, 1.0)
 
@@ -176,44 +196,48 @@ class _View:
 
     def pick(self, slots: Chosen, scores: Vector) -> int:
         """Which of them: the one with the least score, and among equals the one whose name is next to the
-        request's first page (rendezvous hashing, Thaler and Ravishankar, 1998)."""
+        first page that none of them has (rendezvous hashing, Thaler and Ravishankar, 1998)."""
         score = scores[slots]
         tied = slots[score <= score.min() * TIED]
         if len(tied) == 1:
             return int(tied[0])
         ask = self._ask
-        family = ask.keys[0] if ask.keys else blake2b(ask.request_id.encode(), digest_size=8).digest()
+        depth = int((self._resident[tied] / self.costs.page_tokens[tied]).max())
+        known = depth >= len(ask.keys)
+        family = blake2b(ask.request_id.encode(), digest_size=8).digest() if known else ask.keys[depth]
         names = self._table[Column.NAME, tied].astype(np.uint64)
         mixed = (names ^ cut_keys([family])) * SPREAD
         mixed = (mixed ^ (mixed >> np.uint64(32))) * SPREAD
         return int(tied[np.argmax(mixed ^ (mixed >> np.uint64(29)))])
 
-    def best_prefill(self, slots: Chosen) -> tuple[Member, float]:
-        """Where the prompt is computed best, and when it will be."""
+    def best_prefill(self, slots: Chosen) -> _Prefill:
         done = self.costs.wait + self.costs.serving(self._restorable, self._stored, self.boundary)
-        best = self.pick(slots, done + self._staying(self.boundary))
-        return self._fleet.at(best), float(done[best])
+        best = self.pick(slots, done + self._staying(slots, self.boundary))
+        return _Prefill(self._fleet.at(best), float(done[best]), float(self._resident[best]))
 
-    def streams(self, elsewhere: float) -> _Streams:
-        """`elsewhere`: when the best prefill worker will have computed the prompt."""
+    def streams(self, prefill: _Prefill | None) -> _Streams:
+        """`prefill`: where the prompt is computed best."""
         costs, end = self.costs, self._ask.num_tokens
         mixed = self._table[Column.MIXED] > 0
         here = np.where(mixed, self._restorable, self._announced)
         own = costs.serving(here, self._stored, end) * self._beside
         short = np.minimum(GAP_PAGES_MAX * costs.page_tokens, np.maximum(costs.page_tokens, GAP_TOKENS_MIN))
         alone = mixed | (end - here <= short)
-        if costs.in_seconds:
-            alone |= (own <= elsewhere) & (costs.computing(here, end) * self._beside <= GAP_S_MAX)
-        home = self._staying(end) * self._beside if mixed.any() else 0.0
-        if np.isinf(elsewhere):
+        mixing = np.flatnonzero(mixed)
+        home = self._staying(mixing, end) * self._beside if len(mixing) else 0.0
+        if prefill is None:
             alone[:] = True
             first = costs.wait + own + costs.step
             return _Streams(first + np.where(mixed, home, 0.0) + self._crowding(), first, alone)
+        if costs.in_seconds:
+            away = (prefill.resident < HOME_SHARE * end) | (here >= prefill.resident)
+            quick = costs.computing(here, end) * self._beside <= GAP_S_MAX
+            alone |= away & quick & (own <= prefill.done)
         pages = np.maximum(0.0, self.boundary - self._restorable) / costs.page_tokens
         late = np.minimum(pages, np.ceil(costs.step_tokens / costs.page_tokens))  # of the last step
         hop = HOP_S if costs.in_seconds else HOP_PAGES * costs.page_tokens
         fetched = late * costs.page + np.sign(pages) * costs.state  # the others come while it computes
-        by_hop = elsewhere + hop + fetched + costs.computing(self.boundary, end) * self._beside
+        by_hop = prefill.done + hop + fetched + costs.computing(self.boundary, end) * self._beside
         first = costs.wait + np.where(alone, own, by_hop) + costs.step
         stays = np.where(mixed, home, (pages - late) * costs.page)
         return _Streams(first + stays + self._crowding(), first, alone)
@@ -238,11 +262,13 @@ class _View:
         pages = np.ceil((ask.num_tokens + answer) / table[Column.PAGE_TOKENS])
         return pages * table[Column.PAGE_BYTES] + table[Column.STATE_BYTES]
 
-    def _staying(self, end: int) -> Vector:
-        """What it costs those who come later when this prompt is computed there."""
-        if self._kappa == 0:
-            return np.zeros_like(self._resident)
-        return self._kappa * self.costs.serving(self._resident, self._stored, end)
+    def _staying(self, slots: Chosen, end: int) -> Vector:
+        """What it costs those who come later when this prompt is computed there, beyond what it costs at the
+        best of `slots`; up to the patience of this request."""
+        stays = self._kappa * self.costs.serving(self._resident, self._stored, end)
+        second = 1.0 if self.costs.in_seconds else TOKENS_PER_S
+        patience = PATIENCE_S * second + self.costs.wait[slots].min()
+        return np.minimum(stays - stays[slots].min(), patience)
 
     def _crowding(self) -> Vector:
         """What the rows beside it cost it, and it them, and what it costs when memory runs short."""

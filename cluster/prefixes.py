@@ -10,6 +10,7 @@ each crowd on it. All operations are on batches.
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,9 @@ LEAST_PLACES = 1 << 10
 FILL_MAX = 0.7
 SPREAD = np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing (Knuth, TAOCP 3, 6.4)
 LOG_SLACK = 1024
+RUNS_MAX = 16
+"""Pages of a prompt have few crowds between them; keys in any order are sorted by theirs."""
+
 WINDOW = np.arange(8)  # places looked at in one go
 
 
@@ -36,6 +40,20 @@ def cut_keys(keys: Sequence[bytes]) -> Keys:
         packed = b"".join(key[:8].ljust(8, b"\0") for key in keys)
     cut = np.frombuffer(packed, dtype=np.uint64)
     return np.where(cut == FREE, ~FREE, cut)
+
+
+@dataclass(slots=True, eq=False)
+class Chain:
+    """The keys of one prompt, the first page's first. It is looked up once and booked on two workers: where
+    its keys are is kept until the table changes."""
+
+    keys: Keys
+    places: Places = field(default_factory=lambda: np.zeros(0, np.int64))  # negative: it is nowhere
+    version: int = -1  # of the table
+    repeats: bool = False  # some key
+
+    def __post_init__(self) -> None:
+        self.repeats = len(set(self.keys.tolist())) < len(self.keys)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +80,7 @@ class Prefixes:
         self._keys: Keys = np.zeros(LEAST_PLACES, np.uint64)
         self._values: Slots = np.full(LEAST_PLACES, NOBODY, np.int32)
         self._used = 0  # places whose key is not FREE, be they held or not
+        self._version = 0  # another one, another place of some key
         self._crowds = Crowds()
         self._logs: dict[int, _Log] = {}
 
@@ -75,12 +94,12 @@ class Prefixes:
         logs = sum(part.nbytes for log in self._logs.values() for part in log.parts)
         return self._keys.nbytes + self._values.nbytes + logs
 
-    def depths(self, keys: Keys, num_slots: int) -> Slots:
-        """For each slot how many of `keys` end at the deepest one that it holds: 0 if it holds none."""
+    def depths(self, chain: Chain, num_slots: int) -> Slots:
+        """For each slot how many keys end at the deepest one that it holds: 0 if it holds none."""
         found = np.zeros(num_slots, np.int32)
-        if not len(keys):
+        if not len(chain.keys):
             return found
-        places = self._find(keys)
+        places = self._located(chain)
         values = np.where(places < 0, NOBODY, self._values[places])
         (alone,) = np.nonzero(values >= 0)
         found[values[alone]] = alone + 1  # of several values for an element the last one stays
@@ -93,13 +112,28 @@ class Prefixes:
 
     def add(self, slot: int, keys: Keys, keys_max: int) -> None:
         """The worker holds these keys from now on: the last ones are forgotten last."""
-        if not len(keys):
+        if len(keys):
+            distinct = np.unique(keys)
+            self._grow(len(distinct))
+            self._hold(slot, keys.copy(), self._insert(distinct), keys_max)
+
+    def add_chain(self, slot: int, chain: Chain, keys_max: int) -> None:
+        """The same; the first page is forgotten last."""
+        if chain.repeats or not len(chain.keys):
+            self.add(slot, chain.keys[::-1], keys_max)
             return
+        self._grow(len(chain.keys))
+        places = self._located(chain)
+        (missing,) = np.nonzero(places < 0)
+        if len(missing):
+            places[missing] = self._take(chain.keys[missing], ~places[missing])
+            self._version = chain.version = self._version + 1
+        self._hold(slot, chain.keys[::-1].copy(), places, keys_max)
+
+    def _hold(self, slot: int, keys: Keys, places: Places, keys_max: int) -> None:
+        """`places`: of the keys, each once."""
         log = self._logs.setdefault(slot, _Log())
-        log.append(keys.copy())
-        distinct = np.unique(keys)
-        self._grow(len(distinct))
-        places = self._insert(distinct)
+        log.append(keys)
         log.num_held += self._change(places, slot, joins=True)
         if log.num_keys > min(log.limit, keys_max + keys_max // 4 + LOG_SLACK):
             self._tidy(slot, log, keys_max)
@@ -141,32 +175,59 @@ class Prefixes:
 
     def _change(self, places: Places, slot: int, *, joins: bool) -> int:
         """Add the slot to the holders of the keys at `places`, or take it away; by how many more it holds."""
+        if not len(places):
+            return 0
         values = self._values[places]
+        edges = np.flatnonzero(values[1:] != values[:-1])
+        if len(edges) > RUNS_MAX:
+            order = np.argsort(values)
+            places, values = places[order], values[order]
+            edges = np.flatnonzero(values[1:] != values[:-1])
         change = 0
-        for value, count in zip(*map(np.ndarray.tolist, np.unique(values, return_counts=True)), strict=True):
+        for first, end in pairwise([0, *(edges + 1).tolist(), len(values)]):
+            value = int(values[first])
             if (slot in self._crowds.slots(value)) != joins:
-                after = self._crowds.moved(value, slot, joins=joins, num_keys=count)
-                self._values[places[values == value]] = after
-                change += count
+                after = self._crowds.moved(value, slot, joins=joins, num_keys=end - first)
+                self._values[places[first:end]] = after
+                change += end - first
         return change if joins else -change
+
+    def _located(self, chain: Chain) -> Places:
+        if chain.version != self._version:
+            chain.places, chain.version = self._find(chain.keys), self._version
+        return chain.places
 
     def _home(self, keys: Keys) -> Places:
         shift = np.uint64(65 - len(self._keys).bit_length())
         return ((keys * SPREAD) >> shift).astype(np.int64)
 
     def _find(self, keys: Keys) -> Places:
-        """Where each key is, -1 for those that are nowhere."""
-        places = np.full(len(keys), -1, np.int64)
-        searching, windows = np.arange(len(keys)), self._home(keys)[:, None] + WINDOW
+        """Where each key is; of one that is nowhere the free place where its search ended, inverted."""
+        homes = self._home(keys)
+        there = self._keys[homes]
+        places = np.where(there == keys, homes, ~homes)  # most searches end at home
+        (searching,) = np.nonzero((there != keys) & (there != FREE))
+        windows = homes[searching, None] + 1 + WINDOW
         while len(searching):
             at, ends, there = self._look(keys[searching], windows)
-            found = there != FREE
-            places[searching[ends & found]] = at[ends & found]
+            at = np.where(there == FREE, ~at, at)
+            places[searching[ends]] = at[ends]
             searching, windows = searching[~ends], windows[~ends] + len(WINDOW)
+        return places
+
+    def _take(self, keys: Keys, free: Places) -> Places:
+        """Put each of the distinct keys at the free place where its search ended; where it is from now on."""
+        self._keys[free] = keys  # of those that want the same place one gets it
+        has = self._keys[free] == keys
+        self._used += int(np.count_nonzero(has))
+        places = free.copy()
+        if not has.all():
+            places[~has] = self._insert(keys[~has])
         return places
 
     def _insert(self, keys: Keys) -> Places:
         """Where each of the distinct keys is, or is from now on."""
+        self._version += 1
         places = np.empty(len(keys), np.int64)
         searching, windows = np.arange(len(keys)), self._home(keys)[:, None] + WINDOW
         while len(searching):

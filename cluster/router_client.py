@@ -1,6 +1,7 @@
 """A frontend's way to the router, which may be restarted under another address at any time."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
@@ -47,6 +48,7 @@ class RouterClient:
     def __init__(self, find: FindRouter) -> None:
         self._find = find
         self._channel: grpc.aio.Channel | None = None
+        self._calls: Counter[grpc.aio.Channel] = Counter()  # under way
         self._finding = asyncio.Lock()  # thousands may wait for a router that comes back
 
     async def place(self, ask: Ask) -> Route:
@@ -122,13 +124,18 @@ class RouterClient:
     async def _ask_once(self, name: str, data: bytes) -> bytes:
         channel = await self._open()
         method: UnaryMethod = channel.unary_unary(f"/tidemill.Router/{name}")
+        self._calls[channel] += 1
         try:
             return await method(data)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE and self._channel is channel:
                 self._channel = None
-                await channel.close()
             raise
+        finally:
+            self._calls[channel] -= 1
+            if self._channel is not channel and not self._calls[channel]:  # to close it cancels its calls
+                del self._calls[channel]
+                await channel.close()
 
 
 def _raise_refusal(error: grpc.aio.AioRpcError) -> None:

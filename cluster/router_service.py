@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 import grpc.aio
 
-from tidemill.cluster.channels import bind, new_server
+from tidemill.cluster.channels import ROUTER_STREAMS_MAX, bind, new_server
 from tidemill.cluster.codec import Malformed
 from tidemill.cluster.placement import Ask, Route
 from tidemill.cluster.router_codec import (
@@ -63,7 +63,7 @@ class RouterService:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._reports: dict[WorkerId, object] = {}  # the latest report of each worker
-        self._server = new_server()
+        self._server = new_server(ROUTER_STREAMS_MAX)
         handlers: dict[str, Handler] = {
             "Place": grpc.unary_unary_rpc_method_handler(self._place),
             "Report": grpc.stream_stream_rpc_method_handler(self._report),

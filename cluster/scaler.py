@@ -1,23 +1,25 @@
-"""Makes the fleet larger and smaller: looks, asks autoscale.py, starts workers, drains and removes them."""
+"""Makes the fleet larger and smaller: looks, asks autoscale.py, starts workers, drains and removes them.
+
+Workers count in the role that they have now, so the bounds hold for these. What a person says goes first: a
+worker that somebody drained does not count, and one that was given another role is not drained.
+"""
 
 import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from tidemill.cluster.autoscale import DOWN_S, Bounds, Change, Misses, Sample, decide, sample_of
+from tidemill.cluster.autoscale import Bounds, Change, Hysteresis, Misses, Sample, decide, sample_of
 from tidemill.cluster.service import FleetStatus, WorkerStatus
 from tidemill.cluster.settings import WorkerSettings
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError, Role, Unserved
 
-LOOK_S = 2.0
-
 IDLE_LOOKS = 2
-"""A drained worker goes when it was without work so often: what was placed on it just before has come, and
-has been handed over."""
+"""A drained worker goes when it was without work at so many looks in a row: what was placed on it just before
+has come, and has been handed over."""
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,22 @@ class Service(Protocol):
     async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None: ...
 
 
+@dataclass(slots=True)
+class _Worker:
+    """One that was started and not removed, as it was last heard."""
+
+    started_as: Role
+    role: Role
+    is_drained: bool = False
+    leaves: bool = False  # by our order
+    idle_looks: int = 0
+
+    @property
+    def counts(self) -> bool:
+        """One that is not heard of does, too: it starts, or Ray starts it again."""
+        return not (self.is_drained or self.leaves)
+
+
 class Scaler:
     """One for a cluster: the frontend that started it."""
 
@@ -44,6 +62,7 @@ class Scaler:
         workers: Sequence[WorkerSettings],
         bounds: Mapping[Role, Bounds],
         misses: Callable[[], Misses],
+        hysteresis: Hysteresis,
     ) -> None:
         """`workers` are there at the start; new ones are like the first of their role. Roles without `bounds`
         stay as they are."""
@@ -51,35 +70,40 @@ class Scaler:
         self._service = service
         self._bounds = bounds
         self._misses = misses
+        self._hysteresis = hysteresis
         self._models = {worker.role: worker for worker in reversed(workers)}
-        self._names: dict[Role, list[str]] = {
-            role: [one.name for one in workers if one.role == role] for role in bounds
-        }
-        self._leaving: dict[str, int] = {}  # names, and how often they were seen without work
-        self._history = deque[Sample](maxlen=int(DOWN_S / LOOK_S) + 2)
-        assert all(self._names.values()), "a role that is scaled has a worker to be like"
+        self._workers = {one.name: _Worker(one.role, one.role) for one in workers}
+        self._spent: set[str] = set()  # names of removed workers that the router may still give another role
+        self._history = deque[Sample](maxlen=int(hysteresis.down_s / hysteresis.look_s) + 2)
+        assert bounds.keys() <= self._models.keys(), "a role that is scaled has a worker to be like"
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
             await self.look(asyncio.get_running_loop().time())
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._hysteresis.look_s)
 
     async def look(self, now_s: float) -> None:
         try:
             status = await self._service.status()
         except Unserved:  # the router is away: nothing is known, nothing is changed
             return
-        await self._remove_idle(status)
-        self._history.append(sample_of(status, self._wanted(), self._misses(), now_s))
-        for change in decide(tuple(self._history), self._bounds):
+        rows = {worker.info.name: worker for worker in status.workers}
+        for name, worker in list(self._workers.items()):
+            _hear(worker, rows.get(name))
+            if worker.idle_looks >= IDLE_LOOKS:
+                await self._remove(name)
+        wanted: dict[Role, int] = {role: len(self._names(role)) for role in self._bounds}
+        self._history.append(sample_of(status, wanted, self._misses(), now_s))
+        for change in decide(tuple(self._history), self._bounds, self._hysteresis):
             log.info("%s workers: %+d, for %s", change.role, change.by, change.reason)
-            await self._act(change, status)
+            await self._act(change, rows)
 
-    def _wanted(self) -> dict[Role, int]:
-        return {role: len(names) for role, names in self._names.items()}
+    def _names(self, role: Role) -> list[str]:
+        """Of those that count in this role, the oldest first."""
+        return [name for name, one in self._workers.items() if one.counts and one.role == role]
 
-    async def _act(self, change: Change, status: FleetStatus) -> None:
+    async def _act(self, change: Change, rows: Mapping[str, WorkerStatus]) -> None:
         for _ in range(change.by):
             name = self._new_name(change.role)
             worker = replace(self._models[change.role], name=name)
@@ -88,45 +112,51 @@ class Scaler:
             except (TidemillError, ValueError) as error:  # ValueError: Ray still knows one of this name
                 log.warning("%s cannot be started: %s", name, error)
                 return
-            self._names[change.role].append(name)
-        for name in self._least_loaded(change.role, status)[: max(0, -change.by)]:
+            self._workers[name] = _Worker(change.role, change.role)
+        for name in self._least_loaded(change.role, rows)[: max(0, -change.by)]:
             try:
                 await self._service.drain(name, drain=True)
             except (RequestError, Unserved) as error:  # it just died, or does work that nobody else does
                 log.info("%s stays: %s", name, error)
                 continue
-            self._names[change.role].remove(name)
-            self._leaving[name] = 0
+            self._workers[name].leaves = True
 
-    async def _remove_idle(self, status: FleetStatus) -> None:
-        rows = {worker.info.name: worker for worker in status.workers}
-        for name in list(self._leaving):
-            self._leaving[name] = self._leaving[name] + 1 if _is_idle(rows.get(name)) else 0
-            if self._leaving[name] >= IDLE_LOOKS:
-                del self._leaving[name]
-                await asyncio.to_thread(self._cluster.remove_worker, name)
+    async def _remove(self, name: str) -> None:
+        worker = self._workers.pop(name)
+        if worker.role != worker.started_as:
+            self._spent.add(name)
+        await asyncio.to_thread(self._cluster.remove_worker, name)
 
-    def _least_loaded(self, role: Role, status: FleetStatus) -> list[str]:
-        """Those that are not ready first, then those with the least to hand over, of equals the newest."""
-        names = self._names[role]
-        ready = {worker.info.name: worker for worker in status.workers if worker.state == "ready"}
+    def _least_loaded(self, role: Role, rows: Mapping[str, WorkerStatus]) -> list[str]:
+        """Those that are not ready first, then those with the least to hand over, of equals the newest.
+        Without those that were given this role by a person."""
+        names = [name for name in self._names(role) if self._workers[name].started_as == role]
 
         def order(name: str) -> tuple[int, int, int]:
-            worker = ready.get(name)
-            load = None if worker is None else worker.load
-            rows = 0 if load is None else load.running_rows + load.waiting_rows
-            return (-1 if load is None else load.queued_tokens, rows, -names.index(name))
+            load = rows[name].load if name in rows else None
+            rows_there = 0 if load is None else load.running_rows + load.waiting_rows
+            return (-1 if load is None else load.queued_tokens, rows_there, -names.index(name))
 
         return sorted(names, key=order)
 
     def _new_name(self, role: Role) -> str:
-        taken = {*self._names[role], *self._leaving}
+        taken = self._workers.keys() | self._spent
         return next(name for index in range(len(taken) + 1) if (name := f"{role}-{index}") not in taken)
 
 
-def _is_idle(worker: WorkerStatus | None) -> bool:
+def _hear(worker: _Worker, row: WorkerStatus | None) -> None:
+    """`row`: None when the router does not know it."""
+    if row is not None:
+        was_drained, worker.is_drained = worker.is_drained, row.state == "draining"
+        worker.leaves = worker.leaves and (worker.is_drained or not was_drained)  # else it was taken back
+        worker.role = row.info.role
+    goes = worker.leaves if row is not None else not worker.counts  # who was drained by others goes by itself
+    worker.idle_looks = worker.idle_looks + 1 if goes and _is_idle(row) else 0
+
+
+def _is_idle(row: WorkerStatus | None) -> bool:
     """Also when it is gone: Ray would only start it again."""
-    if worker is None:
+    if row is None:
         return True
-    load = worker.load
-    return worker.state == "draining" and not (load.running_rows or load.waiting_rows or load.queued_tokens)
+    load = row.load
+    return row.state == "draining" and not (load.running_rows or load.waiting_rows or load.queued_tokens)

@@ -1,6 +1,7 @@
 """One server: the cluster behind it and the HTTP endpoint before it, both started and both stopped."""
 
 import asyncio
+import logging
 import signal
 import socket
 import tempfile
@@ -28,6 +29,8 @@ from tidemill.kvstore.open_store import open_store
 from tidemill.workers.api.text import Tokenizer
 from tidemill.workers.api.tokenizer import load_tokenizer
 from tidemill.workers.build import check_settings
+
+log = logging.getLogger(__name__)
 
 DRAIN_S_MAX = 5
 """Open streams may go on for this long after the server was told to stop."""
@@ -106,8 +109,17 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, told_to_stop.set)
     beside = [asyncio.create_task(service.run())]
     if settings.bounds:
-        scaler = Scaler(cluster, service, settings.workers, settings.bounds, lambda: metrics.misses)
+        scaler = Scaler(
+            cluster,
+            service,
+            settings.workers,
+            settings.bounds,
+            lambda: metrics.misses,
+            settings.hysteresis,
+        )
         beside.append(asyncio.create_task(scaler.run()))
+    for task in beside:
+        task.add_done_callback(_ended)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     working = asyncio.ensure_future(work(f"http://{endpoint.host}:{listener.getsockname()[1]}"))
     stopping = asyncio.create_task(told_to_stop.wait())
@@ -123,6 +135,11 @@ async def _serve(
         await service.close()
     if not working.cancelled():
         working.result()
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s broke", task.get_coro(), exc_info=error)
 
 
 class _Server(uvicorn.Server):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidemill.cluster.autoscale import Bounds
+from tidemill.cluster.autoscale import Bounds, Hysteresis
 from tidemill.workers.messages import Role
 from tidemill.workers.settings import EngineSettings
 
@@ -53,6 +53,7 @@ class ClusterSettings:
     bounds: Mapping[Role, Bounds] = field(
         default_factory=dict[Role, Bounds]
     )  # of autoscaling; none: no scaling
+    hysteresis: Hysteresis = field(default_factory=Hysteresis)  # the same
     object_store_bytes: int = 80 * 2**20  # Ray's own store, which carries next to nothing here
     process_wait_s_max: float = 120.0  # until Ray has a process for each actor
 

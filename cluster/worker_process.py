@@ -1,11 +1,11 @@
 """One worker's life: builds the engine, opens the data plane, beats. Knows no Ray."""
 
 import asyncio
-import importlib
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Protocol, cast
 
 from tidemill.cluster import data_plane, heartbeats
@@ -121,7 +121,7 @@ class WorkerProcess:
     async def run(self, find_router: FindRouter) -> None:
         """Serve until something breaks, and raise it, or until `leave`. Raises ModelError and the like when
         it cannot start."""
-        build = cast("Build", resolve(self._settings.build))
+        build = cast("Build", resolve_name(self._settings.build))
         built = await asyncio.to_thread(build, self._settings.engine, self._progress, self._start_ranks)
         plane = DataPlane(built.engine, self._worker)
         try:
@@ -203,11 +203,3 @@ async def _handed_over(engine: Engine, plane: DataPlane) -> None:
                 await asyncio.sleep(LOOK_S)
             await engine.drain_publications()
             await plane.flush()
-
-
-def resolve(path: str) -> Callable[..., object]:
-    """The callable at `package.module:name`."""
-    module, _, name = path.partition(":")
-    found = getattr(importlib.import_module(module), name)
-    assert callable(found), path
-    return found

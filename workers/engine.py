@@ -90,7 +90,8 @@ class Engine:
                     async with asyncio.timeout(self._limits.idle_turn_s):
                         await self._work.wait()
                 except TimeoutError:
-                    pass
+                    if self._limits.ranks > 1:
+                        await self._pipeline.beat()
         finally:
             self._over = True
             for sequence in [*self._running.values(), *self._waiting.values()]:
@@ -209,6 +210,8 @@ class Engine:
                 raise item
             if isinstance(item, ToTell):
                 await self._tell(sequence, tell, alone=item.alone and sequence.id in self._running)
+                sequence.is_being_told = False
+                self._work.set()
                 continue
             if isinstance(item, Preempted):
                 await self._tell(sequence, tell, alone=False)
@@ -257,8 +260,8 @@ class Engine:
     def _close(self, sequence: Sequence) -> None:
         """The call has ended: nobody is left who could blame it."""
         self._end(sequence)
-        if sequence.alone:
-            sequence.alone = False
+        if sequence.alone or sequence.is_being_told:
+            sequence.alone = sequence.is_being_told = False
             self._work.set()
 
     def _end(self, sequence: Sequence) -> None:

@@ -6,13 +6,9 @@ from tidemill.kvstore.ledger import Ledger
 from tidemill.kvstore.store import Got, Put
 from tidemill.workers.limits import Limits
 from tidemill.workers.messages import MemoryUse, Speed, WorkerLoad
-from tidemill.workers.pace import SLOWDOWN_MAX
+from tidemill.workers.pace import BESIDE_STREAMS
 from tidemill.workers.sequence import Sequence
 from tidemill.workers.transfer import Transfer
-
-BESIDE_STREAMS = SLOWDOWN_MAX / (SLOWDOWN_MAX - 1)
-"""How much longer a prompt takes where answers stream: of steps that may last 1.8 times as long for its sake
-the 0.8 are the prompt's (workers/pace.py)."""
 
 MATCHED_MAX = 64
 """Waiting requests whose prefix is looked up; later ones are taken to find nothing."""

@@ -309,3 +309,7 @@ class HandedOver(WorkerGone):
 
 class DiedAlone(WorkerGone):
     """The worker was lost while it ran nothing but this request, which was on trial."""
+
+
+class SilentAlone(DiedAlone):
+    """... was lost, but nobody knows that it died: it fell silent, as on a machine that stands still."""

@@ -21,6 +21,8 @@ from tidemill.workers.sequence import Sequence
 from tidemill.workers.speed import Speedometer
 from tidemill.workers.step import Drawn, Runner
 
+BEAT_S = 1.0
+
 FAILURES_MAX = 8
 """Steps that break one after the other: beyond that it is not the requests that are broken."""
 
@@ -82,6 +84,15 @@ class Pipeline:
                 if self._landing.land(one, what):
                     self._landed_last(one.sequence)
         return True
+
+    async def beat(self) -> None:
+        """While nothing is in flight: an empty step now and then. A rank that does not come holds it up, and
+        with it the step loop, as it would a step of requests."""
+        assert not self._in_flight
+        now_s = asyncio.get_running_loop().time
+        if now_s() - self._landed_s > BEAT_S:
+            await self._runner.run(())
+            self._landed_s = now_s()
 
     async def settle(self) -> None:
         """Wait for what is in flight, and count nothing of it: nobody writes to the memory after this."""

@@ -81,6 +81,7 @@ class Sequence:
     preemptions: int = 0
     suspect_until: int = 0  # up to this depth it runs alone: see workers/trials.py
     alone: bool = False  # its caller has been told that it does
+    is_being_told: bool = False  # ... or is about to hear of it
     cuts: set[int] = field(default_factory=set[int])  # depths where a checkpoint is wanted
     junctions: set[int] = field(default_factory=set[int])  # ... because prompts part there
     checkpoint_owed: bool = False  # a boundary passed while decoding, and no slot could be had

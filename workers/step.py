@@ -60,5 +60,6 @@ class Runner(Protocol):
 
     def run(self, step: Step) -> Awaitable[list[Drawn]]:
         """What each row drew. The step is under way when this returns; an exception of the awaited answer
-        says that nothing of the step counts."""
+        says that nothing of the step counts. A step without rows (groups alone have them) ends when all ranks
+        have come."""
         ...

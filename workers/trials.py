@@ -19,7 +19,6 @@ caller can be expected to know."""
 class Trials:
     def __init__(self) -> None:
         self._now: Sequence | None = None
-        self._asked: bool | None = None  # what its caller is being told
         self._others_first = False
 
     def choose(self, rows: list[Sequence], *, in_flight: bool) -> list[Sequence]:
@@ -34,11 +33,11 @@ class Trials:
                 return others
             if in_flight:
                 return []
-            self._now, self._asked = suspects[0], None
+            self._now = suspects[0]
         if in_flight:
             return []
         if self._now.request.on_trial and not self._now.alone:
-            self._ask(self._now, alone=True)
+            _ask(self._now, alone=True)
             return []
         return [self._now] if self._now.is_suspect and self._now in rows else []
 
@@ -48,13 +47,15 @@ class Trials:
             return False
         if now in rows and now.is_suspect:
             return False
-        if now.alone:
+        if now.alone or now.is_being_told:
             if now in rows:
-                self._ask(now, alone=False)
+                _ask(now, alone=False)
             return False  # its caller does not know yet
         return True
 
-    def _ask(self, sequence: Sequence, *, alone: bool) -> None:
-        if self._asked is not alone:
-            self._asked = alone
-            sequence.outbox.put_nowait(ToTell(alone))
+
+def _ask(sequence: Sequence, *, alone: bool) -> None:
+    """Once: it may lose its memory, and have it again, before its caller knows."""
+    if not sequence.is_being_told:
+        sequence.is_being_told = True
+        sequence.outbox.put_nowait(ToTell(alone))

@@ -9,8 +9,9 @@ from tidemill.workers.messages import Ack, Announcement, Heartbeat, WorkerInfo, 
 LOOK_S = 0.25
 """As often as a real worker looks whether there is something new to report."""
 
-IDLE_S = 2.0
-"""Real workers beat every second; with nothing new it changes nothing."""
+IDLE_S, IDLE_S_MAX = 2.0, 64.0
+"""Real workers beat every second. With nothing new it changes nothing, and a thousand idle workers must cost
+little: each wait is twice the one before."""
 
 
 class Reporting(Protocol):
@@ -31,12 +32,14 @@ class Beats:
         self._full = True
         self._soon = False
         self._last_s = 0.0
+        self._idle_s = IDLE_S
         self._next = self._loop.call_soon(self._beat)
 
     def touch(self) -> None:
         """There is something new."""
         if not self._soon:
             self._soon = True
+            self._idle_s = IDLE_S
             self._next.cancel()
             self._next = self._loop.call_at(self._last_s + LOOK_S, self._beat)
 
@@ -56,4 +59,5 @@ class Beats:
             )
         )
         self._full = ack.want_full
-        self._next = self._loop.call_later(IDLE_S, self._beat)
+        self._next = self._loop.call_later(self._idle_s, self._beat)
+        self._idle_s = min(2 * self._idle_s, IDLE_S_MAX)

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tidemill.cluster.simulate.cost import SPEED, Cost
+from tidemill.cluster.simulate.plot import blank, plot
 from tidemill.cluster.simulate.report import SHARES
 from tidemill.cluster.simulate.setup import NEVER_S, EngineKind, Setup
 from tidemill.cluster.simulate.trace import TraceError, read_trace, reusable_tokens, sped_up, spread
@@ -43,7 +44,8 @@ class Asked:
 
 
 def simulate_trace(asked: Asked) -> int:
-    """Raises TraceError, UnknownPolicy."""
+    """Raises TraceError, UnknownPolicy, NoPictures."""
+    figure = None if asked.plot is None else blank()
     items = spread(read_trace(asked.trace), Random(asked.seed))  # noqa: S311 - jitter
     items = sped_up(items, asked.speed_up)[: asked.requests]
     outcome = simulate(items, _setup(asked))
@@ -54,9 +56,7 @@ def simulate_trace(asked: Asked) -> int:
     else:
         Console().print(drawn(figures, asked.policy))
     if asked.plot is not None:
-        from tidemill.cluster.simulate.plot import plot  # noqa: PLC0415 - needs matplotlib, which is optional
-
-        plot(outcome, asked.plot)
+        plot(outcome, figure, asked.plot)
     return 0
 
 

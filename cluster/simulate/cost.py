@@ -20,9 +20,6 @@ SPEED = Speed(
 NO_STORE_BYTES_PER_S = 1.0
 """What a worker says that has none: whatever is fetched comes too late. 0 would say that it does not know."""
 
-BESIDE_STREAMS = 2.25
-"""How much longer a prompt takes beside streams, which it may slow down to 1.8 times their pace at most."""
-
 PAIRLESS_CHUNK_TOKENS = 5000
 """Of a chunk as it is met most: where a cost by chunks is told as one without context."""
 

@@ -7,9 +7,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from tidemill.cluster.simulate.blocks import Blocks, Stored
-from tidemill.cluster.simulate.cost import BESIDE_STREAMS, Cost
+from tidemill.cluster.simulate.cost import Cost
 from tidemill.cluster.simulate.trace import BLOCK_TOKENS, Item
 from tidemill.workers.messages import Announcement, MemoryUse, WorkerInfo, WorkerLoad
+from tidemill.workers.pace import BESIDE_STREAMS
 
 
 class ModelWorker:

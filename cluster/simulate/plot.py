@@ -3,6 +3,7 @@
 """The picture of a simulated run."""
 
 from pathlib import Path
+from typing import Any
 
 from tidemill.cluster.simulate.report import Outcome, mean
 from tidemill.kvstore.errors import TidemillError
@@ -14,13 +15,17 @@ class NoPictures(TidemillError):
     """matplotlib is not installed, or the file cannot be written."""
 
 
-def plot(outcome: Outcome, path: Path) -> None:
-    """Times to first token, their mean over the run, and how busy the workers were. Raises NoPictures."""
+def blank() -> Any:  # noqa: ANN401 - a matplotlib Figure
+    """To draw on; asked for before a long run. Raises NoPictures."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - optional
     except ImportError as error:
-        raise NoPictures("--plot needs matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
+        raise NoPictures("--plot needs matplotlib: pip install 'tidemill[plot]'") from error
+    return Figure(figsize=(11, 3.4), layout="constrained")
+
+
+def plot(outcome: Outcome, figure: Any, path: Path) -> None:  # noqa: ANN401 - as above
+    """Times to first token, their mean over the run, and how busy the workers were. Raises NoPictures."""
     first, over, busy = figure.subplots(1, 3)
     first.ecdf([max(1e-3, one.ttft_s) for one in outcome.served])
     first.set(xlabel="time to first token, s", ylabel="share of requests", xscale="log", ylim=(0, 1.02))

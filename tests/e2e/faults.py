@@ -6,12 +6,16 @@ A name is that of a worker, or one of MASTER, OWNER, ROUTER, RANK: the process t
 """
 
 import asyncio
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import httpx
 import psutil
@@ -75,12 +79,17 @@ def storm(rng: Random, names: Sequence[str], count: int, calls: int, tokens_max:
 
 @dataclass(kw_only=True)
 class Struck:
-    """A fault that happened. `missed_s`: so long after it the router had dropped this life of the worker."""
+    """A fault that happened. `missed_s`: so long after it the cluster knew: of a worker, the router had
+    dropped this life."""
 
     fault: Fault
     at_s: float
     pid: int
     missed_s: float | None = None
+
+
+Rows = list[dict[str, Any]]
+"""The workers, as `tidemill status` has them."""
 
 
 @dataclass
@@ -133,39 +142,55 @@ async def _carry_out(server: Server, event: Event, found: Run) -> None:
     if event.call is not None and not await found.calls[event.call].reach(event.num_tokens):
         found.late.append(event)
         return
-    fault = event.fault
+    await strike(server, event.fault, found)
+
+
+async def strike(
+    server: Server, fault: Fault, found: Run, missed: Callable[[Rows], bool] | None = None
+) -> Struck:
+    """Carry a fault out, now; returns when it is over and the cluster knows, or will not.
+
+    `missed` tells by the workers whether it knows; without, it is a worker that must not be there any more.
+    """
     process = await asyncio.to_thread(process_of, server, fault.name)
     struck = Struck(fault=fault, at_s=time.monotonic(), pid=process.pid)
     found.struck.append(struck)
+    if missed is None and fault.name not in PARTS:
+        missed = partial(_is_out, process.pid)
     if fault.stopped_s is None:
         process.kill()
-        await _watch(server, struck, struck.at_s + EVENTUALLY_S_MAX)
-        return
+        await _watch(server, struck, missed, struck.at_s + EVENTUALLY_S_MAX)
+        return struck
     process.suspend()
     try:
-        await _watch(server, struck, struck.at_s + fault.stopped_s)
+        await _watch(server, struck, missed, struck.at_s + fault.stopped_s)
         await asyncio.sleep(struck.at_s + fault.stopped_s - time.monotonic())
     finally:
         with suppress(psutil.NoSuchProcess):  # another fault, or the server itself, may have ended it
             process.resume()
+    return struck
 
 
-async def _watch(server: Server, struck: Struck, until_s: float) -> None:
-    """Until the router has dropped the worker that was struck."""
-    if struck.fault.name in PARTS:
-        return
-    while time.monotonic() < until_s:
-        rows = await asyncio.to_thread(rows_of, server)
-        if rows is not None and all(row["info"]["pid"] != struck.pid for row in rows):
+def _is_out(pid: int, rows: Rows) -> bool:
+    return all(row["info"]["pid"] != pid for row in rows)
+
+
+async def _watch(
+    server: Server, struck: Struck, missed: Callable[[Rows], bool] | None, until_s: float
+) -> None:
+    while missed is not None and time.monotonic() < until_s:
+        rows = await asyncio.to_thread(rows_of, server, max(LOOK_S, until_s - time.monotonic()))
+        if rows is not None and missed(rows):
             struck.missed_s = time.monotonic() - struck.at_s
             return
         await asyncio.sleep(LOOK_S)
 
 
-def rows_of(server: Server) -> list[dict[str, Any]] | None:
-    """The workers, None while the router is away."""
-    with suppress(httpx.HTTPError, KeyError):
-        return server.workers()
+def rows_of(server: Server, wait_s_max: float = 60.0) -> Rows | None:
+    """None while the router is away."""
+    url = f"{server.url}/cluster"
+    with suppress(URLError, TimeoutError), urlopen(url, timeout=wait_s_max) as answer:  # noqa: S310 - our own
+        return json.load(answer)["workers"]
     return None
 
 

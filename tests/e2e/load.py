@@ -58,10 +58,11 @@ class PacedServer:
 
 @contextmanager
 def paced_server(
-    workers: dict[str, str], tokens_per_s: int, rows_max: int, most: dict[str, int] | None = None
+    workers: dict[str, str], tokens_per_s: int, rows_max: int, **scaling: dict[str, Any]
 ) -> Generator[PacedServer]:
-    """`most` workers of the roles that are scaled. Ends it and all that it started."""
-    options = {"workers": workers, "tokens_per_s": tokens_per_s, "rows_max": rows_max, "most": most or {}}
+    """`scaling`: `most` workers of the roles that are scaled, and their `hysteresis`. Ends it and all that it
+    started."""
+    options = {"workers": workers, "tokens_per_s": tokens_per_s, "rows_max": rows_max, **scaling}
     with tempfile.TemporaryDirectory(prefix="paced-") as folder:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.paced", json.dumps(options)],

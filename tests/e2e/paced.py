@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tidemill.cluster.autoscale import Bounds
+from tidemill.cluster.autoscale import Bounds, Hysteresis
 from tidemill.cluster.settings import ClusterSettings, WorkerSettings, ray_environ
 from tidemill.workers.messages import (
     Announcement,
@@ -53,7 +53,20 @@ class Row:
     seniority: float
     left: float  # prompt tokens to be computed
     drawn: int = 0
-    outbox: asyncio.Queue[Delta | None] = field(default_factory=asyncio.Queue[Delta | None])
+    outbox: asyncio.Queue[Delta | HandedOver | None] = field(
+        default_factory=asyncio.Queue[Delta | HandedOver | None]
+    )
+
+    @property
+    def produces(self) -> bool:
+        return self.request.max_new_tokens == 0
+
+    async def next(self) -> Delta | None:
+        """None: the prompt is computed, and that was all. Raises HandedOver."""
+        item = await self.outbox.get()
+        if isinstance(item, HandedOver):
+            raise item
+        return item
 
     def draw(self) -> bool:
         """Put the next token out; whether it was the last."""
@@ -74,6 +87,7 @@ class PacedEngine:
 
     def __init__(self, tokens_per_s: float, rows_max: int) -> None:
         self.steps = 0
+        self.taken = 0
         self._rate = tokens_per_s
         self._rows_max = rows_max
         self._waiting: list[Row] = []
@@ -100,7 +114,7 @@ class PacedEngine:
             self._credit -= taken
             if row.left > 0:
                 return
-            if row.request.max_new_tokens == 0:
+            if row.produces:
                 row.outbox.put_nowait(None)
             elif len(self._running) >= self._rows_max:
                 continue
@@ -115,7 +129,7 @@ class PacedEngine:
         depth = (len(request.tokens) - 1) // 64 * 64
         row = self._enter(request, depth, produces=True)
         try:
-            await row.outbox.get()
+            await row.next()
         finally:
             self._leave(row)
         return Produced(depth=depth, provenance=Provenance(computed_tokens=depth))
@@ -130,7 +144,7 @@ class PacedEngine:
         row = self._enter(request, tail, produces=False)
         try:
             while True:
-                delta = await row.outbox.get()
+                delta = await row.next()
                 assert delta is not None
                 yield delta
                 if delta.finish is not None:
@@ -144,6 +158,7 @@ class PacedEngine:
             request = Request(request_id=request.request_id, tokens=request.tokens, max_new_tokens=0)
         row = Row(request, came_s, num_tokens)
         self._waiting.append(row)
+        self.taken += 1
         return row
 
     def _leave(self, row: Row) -> None:
@@ -152,25 +167,29 @@ class PacedEngine:
 
     def restrict(self, *, produces: bool, generates: bool) -> None:
         self._produces, self._generates = produces, generates
+        for row in [*self._waiting, *self._running]:
+            if not (produces if row.produces else generates):
+                row.outbox.put_nowait(_handed_over())
 
     def _check(self, *, takes: bool) -> None:
         if not takes:
-            raise HandedOver("told to leave it to others")
+            raise _handed_over()
 
     async def drain_publications(self) -> None:
         """It stores nothing."""
 
     def load(self) -> WorkerLoad:
         queued = sum(row.left for row in self._waiting)
+        live_bytes = MEMORY_BYTES * len(self._running) // self._rows_max
         return WorkerLoad(
             queued_tokens=int(queued),
             queued_s=queued / self._rate,
             running_rows=len(self._running),
             waiting_rows=len(self._waiting),
-            memory=MemoryUse(free=MEMORY_BYTES),
+            memory=MemoryUse(pages_live=live_bytes, free=MEMORY_BYTES - live_bytes),
             budget_bytes=MEMORY_BYTES,
             speed=Speed(step_s=1e-6, token_s=1 / self._rate),
-            counters={"steps": float(self.steps)},
+            counters={"steps": float(self.steps), "taken": float(self.taken)},
         )
 
     def take_announcement(self, *, full: bool) -> Announcement:
@@ -178,6 +197,10 @@ class PacedEngine:
 
     def resize(self, budget_bytes: int) -> None:
         """It holds nothing."""
+
+
+def _handed_over() -> HandedOver:
+    return HandedOver("told to leave it to others")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +258,8 @@ def serve(options: dict[str, Any]) -> None:
     )
     endpoint = Endpoint(host="127.0.0.1", port=0, model_name="paced", model_folder=KEEPER)
     bounds = {role: Bounds(least=1, most=most) for role, most in options.get("most", {}).items()}
-    settings = ClusterSettings(workers=workers, bounds=bounds)
+    hysteresis = Hysteresis(**options.get("hysteresis", {}))
+    settings = ClusterSettings(workers=workers, bounds=bounds, hysteresis=hysteresis)
     serve(endpoint, settings, sources, Console(stderr=True), work)
 
 

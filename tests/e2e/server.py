@@ -59,6 +59,18 @@ class Server:
         """Sum of a counter over the workers."""
         return sum(row["load"]["counters"].get(name, 0) for row in self.workers())
 
+    def replace_workers(self) -> None:
+        """kill -9 of all; returns when their next lives are there, which hold nothing."""
+        before = {row["info"]["worker"] for row in self.workers()}
+        for row in self.workers():
+            os.kill(row["info"]["pid"], signal.SIGKILL)
+
+        def all_are_new() -> bool:
+            now = {row["info"]["worker"] for row in self.workers()}
+            return len(now) == len(before) and now.isdisjoint(before)
+
+        eventually(all_are_new)
+
     def processes(self) -> list[psutil.Process]:
         process = psutil.Process(self._process.pid)
         return [process, *process.children(recursive=True)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +63,23 @@ async def run_all(url: str, bodies: list[dict[str, Any]]) -> list[Stream]:
         for stream in streams:
             running.create_task(stream.run(client))
     return streams
+
+
+def run_while(url: str, bodies: list[dict[str, Any]], break_it: Callable[[], None]) -> list[Stream]:
+    """All of `bodies` at once, to their ends; `break_it` is called when all of them are well under way."""
+
+    async def run() -> list[Stream]:
+        streams = [Stream(body) for body in bodies]
+        async with client_of(url) as client, asyncio.TaskGroup() as running:
+            for stream in streams:
+                running.create_task(stream.run(client))
+            for stream in streams:
+                await stream.under_way.wait()
+            assert not all(stream.finish_reason for stream in streams), "too late: make the streams longer"
+            await asyncio.to_thread(break_it)
+        return streams
+
+    return asyncio.run(run())
 
 
 def client_of(url: str) -> httpx.AsyncClient:

@@ -15,6 +15,7 @@ from random import Random
 
 import httpx
 import pytest
+from benchmarks.faults.flips import flip_all
 
 from tests.e2e.faults import (
     MASTER,
@@ -128,6 +129,17 @@ def test_storm(server: Server, seed: int) -> None:
     found = asyncio.run(run(server, wanted, f"storm-{seed}", faults, width=WIDTH))
     assert found.struck
     check(server, found, calm, f"storm {seed}")
+
+
+def test_bits_that_flip_in_the_store_change_no_answer(
+    server: Server, asked: list[Ask], calm: list[Call]
+) -> None:
+    """In every page and checkpoint; then all workers lose what they hold, and fetch."""
+    check(server, asyncio.run(run(server, asked, "flips", width=WIDTH)), calm, "before flips")
+    assert flip_all(server) > len(asked)
+    server.replace_workers()
+    check(server, asyncio.run(run(server, asked, "flips", width=WIDTH)), calm, "flips")
+    eventually(lambda: server.counter("store_gets_as_corrupt") > 0)
 
 
 def test_a_rolling_restart_under_load(server: Server, asked: list[Ask], calm: list[Call]) -> None:

@@ -1,7 +1,6 @@
 """A worker of two ranks behind a prefill worker of one: the tokens of one process, also when ranks die."""
 
 import asyncio
-import signal
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -10,7 +9,7 @@ import psutil
 import pytest
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.streams import Stream, client_of, run_all
+from tests.e2e.streams import run_all, run_while
 from tidemill import LLM, SamplingParams
 
 Outcome = tuple[str, str | None, int]
@@ -84,17 +83,21 @@ def test_streams_survive_the_death_of_a_rank(
     """kill -9 while all streams run: each ends with the exact tokens, on the next life of the group."""
     before = {rank_of(server).pid, leader_of(server).pid}
 
-    async def main() -> list[Stream]:
-        streams = [Stream(body) for body in bodies()]
-        async with client_of(server.url) as client, asyncio.TaskGroup() as running:
-            for stream in streams:
-                running.create_task(stream.run(client))
-            for stream in streams:
-                await stream.under_way.wait()
-            assert not all(stream.finish_reason for stream in streams), "too late: make the streams longer"
-            (await asyncio.to_thread(victim, server)).send_signal(signal.SIGKILL)
-        return streams
-
-    assert [stream.outcome for stream in asyncio.run(main())] == wanted
+    streams = run_while(server.url, bodies(), lambda: victim(server).kill())
+    assert [stream.outcome for stream in streams] == wanted
     assert before.isdisjoint({rank_of(server).pid, leader_of(server).pid})
     eventually(lambda: not any(psutil.pid_exists(pid) for pid in before))
+
+
+def test_a_rank_that_freezes_in_an_idle_group_is_noticed_before_anybody_asks(
+    server: Server, wanted: list[Outcome]
+) -> None:
+    """The worker is out until the rank goes on, and then it is the same life."""
+    rank, life = rank_of(server), leader_of(server).pid
+    rank.suspend()
+    try:
+        eventually(lambda: not server.workers("decode"))
+    finally:
+        rank.resume()
+    eventually(lambda: [row["info"]["pid"] for row in server.workers("decode")] == [life])
+    assert [stream.outcome for stream in asyncio.run(run_all(server.url, bodies()))] == wanted

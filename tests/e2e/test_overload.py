@@ -1,6 +1,11 @@
-"""A flood of ten times what the fleet can do: it does as much as before, and refuses the rest at once."""
+"""A flood of ten times what the fleet can do: it does as much as before, and refuses the rest at once.
+
+FLOOD_S=60 pytest tests/e2e/test_overload.py -s measures: a flood of a minute, goodput within a tenth of its
+peak.
+"""
 
 import asyncio
+import os
 import sys
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -18,6 +23,10 @@ CAPACITY = 2 * TOKENS_PER_S / PROMPT_TOKENS  # requests in a second
 NEW_TOKENS = 4
 DEADLINE = {"x-slo-ttft-ms": "3000"}
 GROWTH_MIB_MAX = 64
+FLOOD_S = float(os.environ.get("FLOOD_S", "10"))
+GOODPUT_MIN = 0.9 if "FLOOD_S" in os.environ else 0.5  # of the peak; otherwise others use the machine, too
+FILL_S = 3.0
+"""Until the queue is as long as the deadline allows."""
 
 
 @pytest.fixture(scope="module")
@@ -64,36 +73,43 @@ def test_a_flood_changes_nothing_for_those_that_are_taken(server: PacedServer) -
 
 
 async def flood_of(client: Client, server: PacedServer) -> None:
-    check([await client.call(9000, body(9000), {})])
-    full = await at_rate(client, 1.5 * CAPACITY, 6, body, DEADLINE)
+    check([await client.call(0, body(0), {})])
+    peak_s = max(6.0, FLOOD_S / 3)
+    full = await at_rate(client, 1.5 * CAPACITY, peak_s, body, DEADLINE)
     check(full)
     began_s = full[0].sent_s
-    peak = goodput(full, began_s + 2, began_s + 6)
+    peak = goodput(full, began_s + FILL_S, began_s + peak_s)
     before = server.memory_bytes()
 
     flooding = asyncio.create_task(
-        at_rate(client, 10 * CAPACITY, 10, lambda number: body(1000 + number), DEADLINE)
+        at_rate(client, 10 * CAPACITY, FLOOD_S, lambda number: body(1000 + number), DEADLINE)
     )
-    await asyncio.sleep(3)  # the queue is full then, which is the case that is of interest
+    await asyncio.sleep(FILL_S)  # the queue is full then, which is the case that is of interest
     calm = await at_rate(
-        client, 1, 6, lambda number: body(5000 + number), {**DEADLINE, "authorization": "Bearer calm"}
+        client,
+        1,
+        FLOOD_S - FILL_S - 1,
+        lambda number: body(9000 + number),
+        {**DEADLINE, "authorization": "Bearer calm"},
     )
     flood = await flooding
     check(flood, 1000)
-    check(calm, 5000)
+    check(calm, 9000)
     after = server.memory_bytes()
 
     began_s = flood[0].sent_s
-    under_flood = goodput([*flood, *calm], began_s + 2, began_s + 10)
+    under_flood = goodput([*flood, *calm], began_s + FILL_S, began_s + FLOOD_S)
     refused = sum(one.status == 429 for one in flood)
     waits = sorted(one.first_s - one.sent_s for one in flood if one.status == 200 and one.first_s)
     grown = {name: (after[name] - before[name]) >> 20 for name in after}
+    sizes = {name: (before[name] >> 20, after[name] >> 20) for name in after}
     figures = (
         f"peak {peak:.1f}/s, under a flood {under_flood:.1f}/s, {refused} of {len(flood)} refused, first "
-        f"tokens after {waits[len(waits) // 2]:.2f} s, the last after {waits[-1]:.2f} s, MiB: {grown}"
+        f"tokens after {waits[len(waits) // 2]:.2f} s, the last after {waits[-1]:.2f} s, {len(calm)} of "
+        f"another tenant answered; MiB before and after: {sizes}"
     )
     assert refused > len(flood) / 2, figures
-    assert under_flood > peak / 2, figures  # benchmarks/frontend.py measures it; here others use the machine
+    assert under_flood > GOODPUT_MIN * peak, figures
     assert {one.status for one in calm} == {200}, "another tenant's queue is not theirs"
     assert max(grown.values()) < GROWTH_MIB_MAX, figures
     sys.stdout.write(f"{figures}\n")

@@ -14,7 +14,7 @@ from benchmarks.keeper.evaluate import exact_matches, load
 from benchmarks.keeper.questions import questions
 
 from tests.e2e.server import Server, eventually, run_cli
-from tests.e2e.streams import Stream, client_of, run_all
+from tests.e2e.streams import Stream, client_of, run_all, run_while
 from tidemill.kvstore.layout import layout_of
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.registry import describe
@@ -110,7 +110,7 @@ def test_damaged_objects_are_found_and_computed_again(server: Server, folder: Pa
     bodies = [body_of(prompt_of(Random(100 + index), 300), 30) for index in range(4)]
     before = asyncio.run(run_all(server.url, bodies))
     for suffix in (".p", ".c"):
-        _forget_pages(server)
+        server.replace_workers()
         objects = [path for path in (folder / FOLDER).rglob(f"*{suffix}") if path.is_file()]
         assert objects
         for path in objects:
@@ -131,21 +131,13 @@ def test_sixteen_streams_survive_the_death_of_their_decode_worker(server: Server
     ]
     expected = [stream.outcome for stream in asyncio.run(run_all(server.url, bodies))]
 
-    async def run() -> list[Stream]:
-        streams = [Stream(body) for body in bodies]
-        async with client_of(server.url) as client, asyncio.TaskGroup() as running:
-            for stream in streams:
-                running.create_task(stream.run(client))
-            for stream in streams:
-                await stream.under_way.wait()
-            rows = await asyncio.to_thread(server.workers, "decode")
-            busiest = max(rows, key=lambda row: row["load"]["running_rows"])
-            assert busiest["load"]["running_rows"] > 0
-            assert not all(stream.finish_reason for stream in streams), "too late: make the streams longer"
-            os.kill(busiest["info"]["pid"], signal.SIGKILL)
-        return streams
+    def kill_the_busiest() -> None:
+        busiest = max(server.workers("decode"), key=lambda row: row["load"]["running_rows"])
+        assert busiest["load"]["running_rows"] > 0
+        os.kill(busiest["info"]["pid"], signal.SIGKILL)
 
-    assert [stream.outcome for stream in asyncio.run(run())] == expected
+    streams = run_while(server.url, bodies, kill_the_busiest)
+    assert [stream.outcome for stream in streams] == expected
 
 
 def test_a_client_that_hangs_up_holds_nothing(server: Server) -> None:
@@ -206,19 +198,6 @@ def _wait_until_idle(server: Server) -> None:
             for row in server.workers()
         )
     )
-
-
-def _forget_pages(server: Server) -> None:
-    """Kill the workers: their next lives hold nothing, and must fetch."""
-    before = {row["info"]["worker"] for row in server.workers()}
-    for row in server.workers():
-        os.kill(row["info"]["pid"], signal.SIGKILL)
-
-    def all_are_new() -> bool:
-        now = {row["info"]["worker"] for row in server.workers()}
-        return len(now) == len(before) and now.isdisjoint(before)
-
-    eventually(all_are_new)
 
 
 def _flip_a_bit(path: Path) -> None:

@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import os
 import re
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -18,7 +16,7 @@ from benchmarks.keeper.evaluate import exact_matches, load
 from benchmarks.keeper.questions import questions
 
 from tests.e2e.server import Server, eventually, run_cli
-from tests.e2e.streams import Stream, client_of, run_all
+from tests.e2e.streams import client_of, run_all, run_while
 from tidemill.workers.models.bundled import bundled
 
 KEEPER = bundled()["keeper"]
@@ -148,15 +146,7 @@ def test_pages_survive_every_worker(server: Server, prompts: Prompts) -> None:
     """kill -9 of all workers: what they have computed is with the owner, and is fetched from there."""
     bodies = prompts.bodies(4, 300, 20)
     expected = outcomes(server, bodies)
-    before = {row["info"]["worker"] for row in server.workers()}
-    for row in server.workers():
-        os.kill(row["info"]["pid"], signal.SIGKILL)
-
-    def all_are_new() -> bool:
-        now = {row["info"]["worker"] for row in server.workers()}
-        return len(now) == len(before) and now.isdisjoint(before)
-
-    eventually(all_are_new)
+    server.replace_workers()
     streams = asyncio.run(run_all(server.url, bodies))
     assert [stream.outcome for stream in streams] == expected
     eventually(lambda: server.counter("store_gets_as_hit") > 0)
@@ -171,28 +161,10 @@ def test_streams_survive_the_death_of_the_store(server: Server, prompts: Prompts
     bodies = prompts.bodies(8, 150, 300)
     expected = outcomes(server, bodies)
     killed = process_of(server, part)
-    run_while(server, bodies, killed.kill, expected)
+    streams = run_while(server.url, bodies, killed.kill)
+    assert [stream.outcome for stream in streams] == expected
     assert process_of(server, part).pid != killed.pid
     wait_until_used(server, prompts)
-
-
-def run_while(
-    server: Server, bodies: list[dict[str, Any]], break_it: Callable[[], None], expected: list[Any]
-) -> None:
-    """`break_it` when all streams are well under way; they end as `expected`."""
-
-    async def run() -> list[Stream]:
-        streams = [Stream(body) for body in bodies]
-        async with client_of(server.url) as client, asyncio.TaskGroup() as running:
-            for stream in streams:
-                running.create_task(stream.run(client))
-            for stream in streams:
-                await stream.under_way.wait()
-            assert not all(stream.finish_reason for stream in streams), "too late: make the streams longer"
-            break_it()
-        return streams
-
-    assert [stream.outcome for stream in asyncio.run(run())] == expected
 
 
 def test_requests_are_computed_while_the_store_is_away(server: Server, prompts: Prompts) -> None:

@@ -2,6 +2,7 @@
 
 from tests.mutations.planted_cluster import CLUSTER, RESILIENCE
 from tests.mutations.planted_engine import ENGINE_BUGS
+from tests.mutations.planted_fleet_wide import FLEET_WIDE
 from tests.mutations.planted_group import GROUP_BUGS
 from tests.mutations.planted_kvstore import KVSTORE
 from tests.mutations.planted_placement import PLACING
@@ -20,4 +21,5 @@ PLANTED = (
     *CLUSTER,
     *PLACING,
     *RESILIENCE,
+    *FLEET_WIDE,
 )

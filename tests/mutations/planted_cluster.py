@@ -48,8 +48,8 @@ CLUSTER = (
     Planted(
         "the last token is asked for as a page",
         "cluster/flow.py",
-        "page_keys(root, tokens[:end], page_tokens)",
-        "page_keys(root, tokens, page_tokens)",
+        "page_keys(root, rest.tokens[:end], page_tokens)",
+        "page_keys(root, rest.tokens, page_tokens)",
         FLOW,
     ),
     Planted(
@@ -94,7 +94,7 @@ RESILIENCE = (
         "a suspect's caller is not told before it runs",
         "workers/trials.py",
         "        if self._now.request.on_trial and not self._now.alone:\n",
-        "        if self._now.request.on_trial and self._asked is None:\n",
+        "        if self._now.request.on_trial and not self._now.is_being_told:\n",
         TRIALS,
     ),
     Planted(
@@ -103,6 +103,27 @@ RESILIENCE = (
         "            return False  # its caller does not know yet\n",
         "            return True\n",
         TRIALS,
+    ),
+    Planted(
+        "others run while a suspect's caller is being told that it is alone",
+        "workers/trials.py",
+        "        if now.alone or now.is_being_told:\n",
+        "        if now.alone:\n",
+        TRIALS,
+    ),
+    Planted(
+        "a suspect that loses its memory as its trial begins is waited for for ever",
+        "workers/engine.py",
+        "                sequence.is_being_told = False\n                self._work.set()\n",
+        "",
+        TRIALS,
+    ),
+    Planted(
+        "a trial begins while others wait for what they drew",
+        "cluster/data_plane.py",
+        "            await self._flush()\n",
+        "            await self.sent.wait()\n",
+        BETWEEN,
     ),
     Planted(
         "suspects go one after the other while all others wait",

@@ -91,4 +91,18 @@ GROUP_BUGS = (
         "        if error is not None and self.broken.done():",
         LINK,
     ),
+    Planted(
+        "a frozen rank is noticed when somebody waits for it",
+        "workers/engine.py",
+        "if self._limits.ranks > 1:",
+        "if self._limits.ranks > 99:",
+        GROUP,
+    ),
+    Planted(
+        "a leader that beats does not wait for its ranks",
+        "workers/tp/group.py",
+        "        self._group.ranks.broadcast(torch.zeros(1))\n",
+        "",
+        GROUP,
+    ),
 )

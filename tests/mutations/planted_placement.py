@@ -4,6 +4,7 @@ from tests.mutations.planted import FLEET, PLACEMENT, UNIT, Planted
 
 PREFIXES = f"{UNIT}/cluster/test_prefixes.py"
 SPEED = f"{UNIT}/workers/test_speed.py"
+HOMES = f"{UNIT}/cluster/test_placement_homes.py"
 
 PLACING = (
     Planted(
@@ -78,9 +79,9 @@ PLACING = (
     ),
     Planted(
         "the root of a placed prompt is forgotten first",
-        "cluster/fleet.py",
-        "cut_keys(booking.keys)[::-1]",
-        "cut_keys(booking.keys)",
+        "cluster/prefixes.py",
+        "chain.keys[::-1].copy()",
+        "chain.keys.copy()",
         FLEET,
     ),
     Planted(
@@ -95,7 +96,7 @@ PLACING = (
         "cluster/placement.py",
         "names ^ cut_keys([family])",
         "names ^ np.uint64(1)",
-        PLACEMENT,
+        HOMES,
     ),
     Planted(
         "a prompt goes back to where it was lost",
@@ -114,30 +115,72 @@ PLACING = (
     Planted(
         "families have no home",
         "cluster/placement.py",
-        "self._kappa = KAPPA_MAX if rho * (1 + KAPPA_MAX) >= KAPPA_MAX else rho / (1 - rho)",
+        "self._kappa = KAPPA * max(1.0, rho * (2 - rho) / (1 - rho) ** 2)",
         "self._kappa = 0 * rho",
-        PLACEMENT,
+        HOMES,
+    ),
+    Planted(
+        "homes count no more in a busy fleet",
+        "cluster/placement.py",
+        "KAPPA * max(1.0, rho * (2 - rho) / (1 - rho) ** 2)",
+        "KAPPA",
+        HOMES,
     ),
     Planted(
         "pages without a checkpoint count as restorable",
         "cluster/placement.py",
         "np.where(hybrid, self._announced, self._resident)",
         "self._resident",
-        PLACEMENT,
+        HOMES,
     ),
     Planted(
         "belonging is priced from what can be restored",
         "cluster/placement.py",
         "self._kappa * self.costs.serving(self._resident,",
         "self._kappa * self.costs.serving(self._restorable,",
-        PLACEMENT,
+        HOMES,
     ),
     Planted(
         "streams wait for any prompt on their worker",
         "cluster/placement.py",
-        " & (costs.computing(here, end) * self._beside <= GAP_S_MAX)",
-        "",
+        "alone |= away & quick & (own",
+        "alone |= away & (own",
         PLACEMENT,
+    ),
+    Planted(
+        "a prompt leaves its home for an idle decode worker",
+        "cluster/placement.py",
+        "alone |= away & quick & (own",
+        "alone |= quick & (own",
+        HOMES,
+    ),
+    Planted(
+        "a request waits for its home for ever",
+        "cluster/placement.py",
+        "return np.minimum(stays - stays[slots].min(), patience)",
+        "return stays - stays[slots].min()",
+        HOMES,
+    ),
+    Planted(
+        "in a busy fleet what others wait for hides every difference",
+        "cluster/placement.py",
+        "return np.minimum(stays - stays[slots].min(), patience)",
+        "return np.minimum(stays, stays[slots].min() + patience)",
+        HOMES,
+    ),
+    Planted(
+        "where all must wait nobody waits for its home",
+        "cluster/placement.py",
+        "PATIENCE_S * second + self.costs.wait[slots].min()",
+        "PATIENCE_S * second",
+        HOMES,
+    ),
+    Planted(
+        "a page that all prompts begin with makes them one family",
+        "cluster/placement.py",
+        "known else ask.keys[depth]",
+        "known else ask.keys[0]",
+        HOMES,
     ),
     Planted(
         "a full worker is as good as any",

@@ -10,7 +10,15 @@ from tidemill.cluster.codec import Trial
 from tidemill.cluster.data_plane import FLUSH_S_MAX
 from tidemill.cluster.peers import SILENCE_S_MAX
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.messages import Delta, DiedAlone, Produced, RequestError, WorkerGone, WorkerId
+from tidemill.workers.messages import (
+    Delta,
+    DiedAlone,
+    Produced,
+    RequestError,
+    SilentAlone,
+    WorkerGone,
+    WorkerId,
+)
 from tidemill.workers.trials import Tell
 
 BROKEN_S = 3.0
@@ -59,7 +67,8 @@ class Call:
         try:
             await asyncio.wait({got, *lost}, return_when=asyncio.FIRST_COMPLETED)
             if not got.done():
-                raise (DiedAlone if self.alone else WorkerGone)(self.worker.life)
+                alone = DiedAlone if self.worker.dead.is_set() else SilentAlone
+                raise (alone if self.alone else WorkerGone)(self.worker.life)
             item = got.result()
         finally:
             for task in (got, *lost):

@@ -172,6 +172,9 @@ def build_rank(settings: EngineSettings, index: int, folder: Path) -> Part:
     caches = caches_of(layout, backing.memory)
 
     def run(step: Step) -> None:
+        if not step:
+            ranks.broadcast(torch.zeros(1))
+            return
         tokens = _tokens(step, ranks)
         if tokens is not None:
             with torch.inference_mode():

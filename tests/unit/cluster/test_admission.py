@@ -141,7 +141,7 @@ def test_work_that_was_done_makes_place() -> None:
     for number in range(6):
         admit(admission, view, ask("a", name=f"{number}"))
     view.queued[PREFILL] = 0
-    admit(admission, view, ask("b"), now_s=LOOK_S)
+    assert admit(admission, view, ask("b"), now_s=LOOK_S).lag_s == 0.0, "it passes nobody"
     placed = admit(admission, view, ask("a"), now_s=2 * LOOK_S)
     assert placed.predicted_s == pytest.approx(2.0)
 

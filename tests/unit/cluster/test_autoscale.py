@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from tests.unit.cluster.fake_service import worker_status
 from tidemill.cluster.autoscale import (
-    DOWN_S,
     HIGH,
     LOW,
-    UP_S,
     Bounds,
+    Hysteresis,
     Misses,
     RoleLoad,
     Sample,
@@ -30,6 +29,7 @@ from tidemill.workers.messages import MemoryUse, Role, WorkerLoad
 
 STEP_S = 2.0
 START_S = 20.0
+HYSTERESIS = Hysteresis()
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Plant:
             )
             misses = Misses(answered=answered, refused=self.refused)
             history.append(Sample(at_s=now_s, roles={self.role: load}, misses=misses))
-            for change in decide(history, {self.role: self.bounds}):
+            for change in decide(history, {self.role: self.bounds}, HYSTERESIS):
                 assert change.reason
                 if change.by > 0:
                     ready_at_s += [now_s + START_S] * change.by
@@ -91,6 +91,21 @@ def at(counts: list[int], at_s: float) -> int:
     return counts[int(at_s / STEP_S)]
 
 
+@pytest.mark.parametrize("ready_s", [0, 20])
+def test_a_busy_fleet_is_watched_before_it_grows(ready_s: int) -> None:
+    """From the first look on, and again from when the last new worker was ready."""
+    history = [
+        Sample(
+            at_s=float(at_s),
+            roles={"prefill": RoleLoad(wanted=2, ready=1 + (at_s >= ready_s), busy=1.0, queue_s=50)},
+        )
+        for at_s in range(100)
+    ]
+    bounds: dict[Role, Bounds] = {"prefill": Bounds(least=1, most=4)}
+    first = next(n for n in range(1, 101) if decide(history[:n], bounds, HYSTERESIS))
+    assert history[first - 1].at_s == max(0, ready_s - 1) + HYSTERESIS.up_s
+
+
 def test_a_step_up_is_followed_within_minutes() -> None:
     counts = Plant(lambda now_s: 0.5 if now_s < 100 else 5.0).run(900)
     assert at(counts, 99) == 1
@@ -103,7 +118,7 @@ def test_a_step_up_is_followed_within_minutes() -> None:
 def test_a_step_down_is_followed_slowly_and_one_at_a_time() -> None:
     counts = Plant(lambda now_s: 5.0 if now_s < 600 else 1.0).run(2400, start=7)
     assert at(counts, 600) in {7, 8}
-    assert at(counts, 600 + DOWN_S - UP_S) == at(counts, 600)
+    assert at(counts, 600 + HYSTERESIS.down_s - HYSTERESIS.up_s) == at(counts, 600)
     assert counts[-1] == 2, "one of them busy: more than 0.6 of what would be left"
     assert all(a - b <= 1 for a, b in pairwise(counts))
     assert turns(counts) == 0
@@ -137,7 +152,7 @@ def test_waves_do_not_make_it_flap(period_s: float, seed: int) -> None:
         lambda now_s: 3 + 2.5 * math.sin(now_s * 2 * math.pi / period_s), noise=0.1, rng=Random(seed)
     )
     counts = plant.run(3600, start=3)
-    assert turns(counts) <= 2 * 3600 / max(period_s, 2 * DOWN_S) + 4
+    assert turns(counts) <= 2 * 3600 / max(period_s, 2 * HYSTERESIS.down_s) + 4
 
 
 def test_refusals_are_worth_a_worker_where_the_load_is() -> None:
@@ -153,31 +168,43 @@ def test_refusals_are_worth_a_worker_where_the_load_is() -> None:
         )
         for at_s in range(40)
     ]
-    (change,) = decide(history, {"prefill": Bounds(least=1, most=4), "decode": Bounds(least=1, most=4)})
+    (change,) = decide(
+        history, {"prefill": Bounds(least=1, most=4), "decode": Bounds(least=1, most=4)}, HYSTERESIS
+    )
     assert (change.role, change.by) == ("prefill", 1)
     idle = [
         Sample(at_s=one.at_s, roles={"prefill": RoleLoad(wanted=2, ready=2, busy=0.2)}, misses=one.misses)
         for one in history
     ]
-    assert not decide(idle, {"prefill": Bounds(least=1, most=4)}), "more would not help: nobody has to wait"
+    assert not decide(idle, {"prefill": Bounds(least=1, most=4)}, HYSTERESIS), (
+        "more would not help: nobody has to wait"
+    )
 
 
 def test_bounds_are_kept_whatever_happens() -> None:
     idle = Sample(at_s=0.0, roles={"decode": RoleLoad(wanted=1, ready=0)})
-    (more,) = decide([idle], {"decode": Bounds(least=3, most=4)})
+    (more,) = decide([idle], {"decode": Bounds(least=3, most=4)}, HYSTERESIS)
     assert more.by == 2
     many = Sample(at_s=0.0, roles={"decode": RoleLoad(wanted=9, ready=9, busy=1.0)})
-    (fewer,) = decide([many], {"decode": Bounds(least=3, most=4)})
+    (fewer,) = decide([many], {"decode": Bounds(least=3, most=4)}, HYSTERESIS)
     assert fewer.by == -5
-    assert not decide([], {"decode": Bounds(least=3, most=4)})
+    assert not decide([], {"decode": Bounds(least=3, most=4)}, HYSTERESIS)
 
 
 def test_workers_that_are_starting_are_waited_for() -> None:
+    """But not for ever."""
+    began_s = 40
     busy = [
-        Sample(at_s=at_s, roles={"prefill": RoleLoad(wanted=1 + (at_s >= 20), ready=1, busy=1.0, queue_s=50)})
-        for at_s in range(60)
+        Sample(
+            at_s=at_s,
+            roles={"prefill": RoleLoad(wanted=1 + (at_s >= began_s), ready=1, busy=1.0, queue_s=200)},
+        )
+        for at_s in range(200)
     ]
-    assert not decide(busy, {"prefill": Bounds(least=1, most=4)})
+    bounds: dict[Role, Bounds] = {"prefill": Bounds(least=1, most=4)}
+    assert decide(busy[:began_s], bounds, HYSTERESIS)
+    first = next(n for n in range(began_s + 1, 201) if decide(busy[:n], bounds, HYSTERESIS))
+    assert busy[first - 1].at_s == began_s + HYSTERESIS.start_s_max
 
 
 @pytest.mark.parametrize(("role", "busy"), [("prefill", 0.0), ("decode", 0.25), ("mixed", 0.25)])
@@ -191,4 +218,4 @@ def test_what_is_busy_depends_on_the_role(role: Role, busy: float) -> None:
     assert role_load([shrunk, half], 2) == RoleLoad(wanted=2, ready=1, busy=busy)
     sample = sample_of(FleetStatus(workers=(shrunk, half)), {role: 2}, Misses(), 3.0)
     assert sample.roles[role].ready == 1
-    assert UP_S < DOWN_S
+    assert HYSTERESIS.up_s < HYSTERESIS.down_s

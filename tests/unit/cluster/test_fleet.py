@@ -1,5 +1,6 @@
 """The fleet view is what the heartbeats said last and what was placed since, and nothing else."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -216,11 +217,27 @@ def test_a_booking_counts_until_the_worker_reports_it_itself() -> None:
     assert (of(fleet, A, Column.ROWS), of(fleet, A, Column.TAKEN_BYTES)) == (4.0, 10.0)
     assert of(fleet, A, Column.BUSY_UNTIL_S) == 0.5 + 2.0 + 0.25
     fleet.apply(Heard(beat(sequence=1, load=load), 0.25 + BOOKING_SETTLE_S / 2))
-    assert fleet.queued_tokens(A) == 115.0
+    assert fleet.queued_tokens(A) == 115.0, "a report that was on its way"
     fleet.apply(Heard(beat(sequence=2, load=load), 0.25 + 2 * BOOKING_SETTLE_S))
     assert (fleet.queued_tokens(A), of(fleet, A, Column.ROWS)) == (15.0, 3.0), "the late one is on its way"
     fleet.apply(Heard(beat(sequence=3, load=load), 5.0 + 2 * BOOKING_SETTLE_S))
     assert (fleet.queued_tokens(A), of(fleet, A, Column.ROWS)) == (5.0, 1.0)
+
+
+def test_a_report_that_has_the_booking_does_not_count_it_twice() -> None:
+    fleet = Fleet()
+    fleet.apply(Heard(beat(), 0.0))
+    fleet.apply(Booked(A, booking(1.0, seconds=2.0)))
+    load = WorkerLoad(queued_tokens=90, queued_s=1.75, running_rows=1)  # it has begun with it
+    fleet.apply(Heard(beat(sequence=1, load=load), 1.0 + BOOKING_SETTLE_S / 2))
+    assert (fleet.queued_tokens(A), of(fleet, A, Column.ROWS)) == (100.0, 1.0)
+    assert of(fleet, A, Column.BUSY_UNTIL_S) == 3.0
+    more = replace(load, queued_tokens=490, queued_s=10.0)
+    fleet.apply(Heard(beat(sequence=2, load=more), 1.0 + BOOKING_SETTLE_S / 2))
+    assert fleet.queued_tokens(A) == 490.0, "never less than is reported"
+    fleet.apply(Heard(beat(sequence=3), 1.0 + BOOKING_SETTLE_S / 2))
+    assert fleet.queued_tokens(A) == 100.0, "never more than is reported and booked"
+    assert of(fleet, A, Column.BUSY_UNTIL_S) <= 1.0 + BOOKING_SETTLE_S / 2 + 2.0
 
 
 def test_an_idle_worker_is_busy_from_the_booking_on() -> None:
@@ -267,6 +284,10 @@ def test_prompts_are_forgotten_when_the_memory_of_their_worker_is_full(budget_pa
     assert depths == sorted(depths)
     assert most <= sum(depths) <= most + most // 4 + LOG_SLACK
     assert depths[-1] >= min(100, most)
+    roots = [resident(fleet, A, keys[:1]) for keys in prompts]
+    assert roots == [min(1, depth) for depth in depths], (
+        "of one that is forgotten in part, the rest is of use"
+    )
 
 
 def test_rho_is_the_share_of_time_that_was_booked_of_late() -> None:

@@ -35,6 +35,7 @@ from tidemill.workers.messages import (
     Request,
     RequestError,
     Sampling,
+    SilentAlone,
     Unserved,
     WorkerGone,
 )
@@ -232,6 +233,20 @@ def test_who_ends_a_worker_alone_is_not_tried_again(produces: bool) -> None:  # 
     assert script.lost_workers == ["d.1", "p.2" if produces else "d.2"]
     assert script.blamed == [content_of(a_request())], "told to the router, with what was asked at first"
     assert {ask.content for ask in script.asks} == {content_of(a_request())}
+
+
+def test_a_worker_that_falls_silent_alone_proves_nothing_and_two_do() -> None:
+    """A machine may stand still for some seconds; a request that makes steps hang does it again."""
+    silent = Act(tokens=1, end=SilentAlone("d"))
+    request = a_request()
+    script = Script(Act(tokens=2, end=WorkerGone("d")), silent, Act())
+    check_answer(pieces_of(script, request), request)
+    assert [one.on_trial for kind, one in script.calls if kind == "generate"] == [False, True, True]
+    assert script.blamed == []
+    script = Script(Act(tokens=2, end=WorkerGone("d")), silent, silent, Act())
+    with pytest.raises(Poisonous, match="ran nothing else"):
+        pieces_of(script, request)
+    assert script.blamed == [content_of(request)]
 
 
 def test_content_is_what_is_asked_and_not_who_asks() -> None:

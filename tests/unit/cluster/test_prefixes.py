@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.cluster.prefixes import LEAST_PLACES, LOG_SLACK, NOBODY, Crowds, Prefixes, cut_keys
+from tidemill.cluster.prefixes import LEAST_PLACES, LOG_SLACK, NOBODY, Chain, Crowds, Prefixes, cut_keys
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 SLOTS = 5
@@ -28,7 +28,7 @@ def numbers_of(keys: set[bytes]) -> set[int]:
 
 operations = st.lists(
     st.tuples(
-        st.sampled_from(["add", "add", "remove", "clear"]),
+        st.sampled_from(["add", "add", "add_chain", "remove", "clear"]),
         st.integers(0, SLOTS - 1),
         st.lists(st.integers(0, 30), max_size=20),
     ),
@@ -39,12 +39,17 @@ operations = st.lists(
 @PROPERTY
 @given(operations, st.lists(st.integers(0, 30), max_size=12))
 def test_it_is_a_set_of_keys_for_each_slot(steps: list[tuple[str, int, list[int]]], chain: list[int]) -> None:
+    """Also to a chain that was looked up before the table changed."""
     table, model = Prefixes(), [set[bytes]() for _ in range(SLOTS)]
+    kept = Chain(cut_keys(names(chain)))
     for what, slot, numbers in steps:
         keys = names(numbers)
         if what == "add":
             table.add(slot, cut_keys(keys), MANY)
             model[slot].update(keys)
+        elif what == "add_chain":
+            table.add_chain(slot, kept, MANY)
+            model[slot].update(names(chain))
         elif what == "remove":
             table.remove(slot, cut_keys(keys))
             model[slot].difference_update(keys)
@@ -52,8 +57,10 @@ def test_it_is_a_set_of_keys_for_each_slot(steps: list[tuple[str, int, list[int]
             table.clear(slot)
             model[slot].clear()
         assert [table.num_held(each) for each in range(SLOTS)] == [len(each) for each in model]
+        assert table.depths(kept, SLOTS).tolist() == table.depths(Chain(kept.keys), SLOTS).tolist()
     assert [held(table, slot) for slot in range(SLOTS)] == [numbers_of(each) for each in model]
-    depths = table.depths(cut_keys(names(chain)), SLOTS + 1)
+    depths = table.depths(kept, SLOTS + 1)
+    assert table.depths(Chain(kept.keys), SLOTS + 1).tolist() == depths.tolist()
     for slot, keys in enumerate([*model, set[bytes]()]):
         deepest = [depth for depth, key in enumerate(names(chain), start=1) if key in keys]
         assert depths[slot] == max(deepest, default=0)
@@ -76,7 +83,25 @@ def test_it_grows_and_is_tidied(seed: int) -> None:
     assert [held(table, slot) for slot in range(SLOTS)] == [numbers_of(each) for each in model]
     for slot in range(SLOTS):
         table.clear(slot)
-    assert not table.depths(cut_keys(space), SLOTS).any()
+    assert not table.depths(Chain(cut_keys(space)), SLOTS).any()
+
+
+@pytest.mark.parametrize("count", [1, 600])
+def test_a_chain_is_found_and_held_wherever_its_keys_have_to_go(count: int) -> None:
+    """Many keys that want the same places; and each of two lookups sees what the other has put there."""
+    rng = np.random.default_rng(1)
+    table = Prefixes()
+    keys = rng.integers(1, 1 << 63, count, dtype=np.uint64)
+    one, other = Chain(keys), Chain(keys)
+    assert not table.depths(other, 2).any()
+    table.add_chain(0, one, MANY)
+    assert held(table, 0) == set(keys.tolist())
+    assert table.depths(other, 2).tolist() == [count, 0]
+    table.add_chain(1, other, MANY)
+    table.add(0, rng.integers(1, 1 << 63, 5000, dtype=np.uint64), MANY)  # the table grows
+    assert table.depths(one, 2).tolist() == table.depths(other, 2).tolist() == [count, count]
+    table.clear(0)
+    assert held(table, 1) == set(keys.tolist())
 
 
 def test_the_oldest_keys_are_forgotten_first_and_the_bound_holds() -> None:
@@ -113,10 +138,10 @@ def test_a_key_of_zeros_and_short_ones_are_keys_too() -> None:
     table = Prefixes()
     keys = cut_keys([b"\0" * 8, b"a", b"b"])
     table.add(2, keys[:2], MANY)
-    assert table.depths(keys, 3).tolist() == [0, 0, 2]
+    assert table.depths(Chain(keys), 3).tolist() == [0, 0, 2]
     table.remove(2, keys[1:2])
-    assert table.depths(keys, 3).tolist() == [0, 0, 1]
-    assert table.depths(keys[:0], 3).tolist() == [0, 0, 0]
+    assert table.depths(Chain(keys), 3).tolist() == [0, 0, 1]
+    assert table.depths(Chain(keys[:0]), 3).tolist() == [0, 0, 0]
     assert table.num_held(0) == 0
     table.remove(0, keys)
     table.clear(0)

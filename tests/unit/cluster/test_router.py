@@ -1,6 +1,8 @@
 """The router places what it can, waits for what may come, and says when nothing came; in virtual time."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Coroutine
 
 import pytest
@@ -169,3 +171,9 @@ def test_status_shows_every_worker() -> None:
         ]
 
     run(main())
+
+
+def test_the_router_waits_for_no_torch() -> None:
+    look = "import sys, tidemill.cluster.router_actor, tidemill.cluster.router; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", look], check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == "False"

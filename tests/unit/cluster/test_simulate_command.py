@@ -1,6 +1,7 @@
 """`tidemill simulate` as a person calls it."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,25 @@ def test_json_and_a_picture(trace: Path, engine: str, capsys: pytest.CaptureFixt
     figures = json.loads(capsys.readouterr().out)
     assert (figures["requests"], figures["refused"], figures["failed"]) == (20, 0, 0)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_a_picture_is_refused_before_anything_is_simulated(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    picture = trace.with_suffix(".png")
+    assert main(["simulate", str(trace), "--engine=model", f"--plot={picture}"]) == EXIT_REFUSED
+    said = capsys.readouterr()
+    assert "pip install 'tidemill[plot]'" in said.err
+    assert (said.out, picture.exists()) == ("", False)
+
+
+def test_a_picture_that_cannot_be_written_is_said(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("nowhere/run.png", "run.nothing"):
+        options = ["--engine=model", "--requests=3", f"--plot={trace.parent / name}"]
+        assert main(["simulate", str(trace), *options]) == EXIT_REFUSED
+        assert f"{name}: " in capsys.readouterr().err
 
 
 def test_a_table(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 """A trial as both ends of the data plane see it, planned hand-overs, and workers that are given up."""
 
 import asyncio
-from contextlib import suppress
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -13,13 +14,18 @@ from tests.unit.cluster.scripted_engine import (
     collect,
     fails,
     frontend,
+    raw_stream,
     request,
     run,
     serving,
 )
+from tidemill.cluster.codec import Generate, Hello, Item
 from tidemill.cluster.data_plane import DataPlane
 from tidemill.cluster.peers import SILENCE_S_MAX, GrpcPeers
-from tidemill.workers.messages import DiedAlone, HandedOver, WorkerGone
+from tidemill.workers.messages import Delta, DiedAlone, HandedOver, SilentAlone, WorkerGone
+
+MORE_THAN_IS_BUFFERED = Delta(tokens=(2**31,) * 2_000_000)
+"""10 MB: a connection takes 4 whose other end does not read."""
 
 
 async def told(engine: ScriptedEngine, name: str, *, alone: bool) -> None:
@@ -60,6 +66,84 @@ def test_a_worker_that_dies_in_a_trial_is_its_requests_fault_alone(kind: str) ->
                 assert not isinstance(gone.value, DiedAlone)
 
     run(main())
+
+
+def test_a_trial_begins_when_every_frontend_has_what_the_others_drew() -> None:
+    """Or else they would lose it if the worker died, and draw more in their own trials than those cover."""
+
+    async def main() -> None:
+        async with serving() as (engine, address), frontend() as peers, raw_stream(address) as slow:
+            await slow.send(Hello(WORKER), Generate(1, request("slow")))
+            suspect = peers.generate(WORKER, address, request("suspect"))
+            answer = asyncio.ensure_future(anext(suspect))
+            await begun(engine, "slow", "suspect")
+            engine.step(("slow", MORE_THAN_IS_BUFFERED))
+            telling = asyncio.create_task(told(engine, "suspect", alone=True))
+            for _ in range(3):  # its own frontend knows by now
+                engine.step(("suspect", FIRST))
+                assert await answer == FIRST
+                answer = asyncio.ensure_future(anext(suspect))
+            assert not telling.done()
+            assert await slow.frame() == [Item(1, MORE_THAN_IS_BUFFERED)]
+            await telling
+            engine.step(("suspect", LAST))
+            assert await answer == LAST
+            await suspect.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize("gives_up", [True, False], ids=["given up", "no answer to a ping"])
+def test_a_worker_that_falls_silent_in_a_trial_is_not_said_to_have_died(gives_up: bool) -> None:  # noqa: FBT001  a parameter
+    async def main() -> None:
+        async with serving() as (engine, address), wire(address) as (through, frozen), frontend() as peers:
+            suspect = peers.generate(WORKER, through, request("suspect"))
+            beside = asyncio.create_task(collect(peers.generate(WORKER, through, request("beside"))))
+            first = asyncio.ensure_future(anext(suspect))
+            await begun(engine, "suspect", "beside")
+            await told(engine, "suspect", alone=True)
+            engine.step(("suspect", FIRST), ("beside", FIRST))
+            assert await first == FIRST
+            if gives_up:
+                peers.give_up({WORKER})
+            else:
+                frozen.set()
+            await fails(anext(suspect), SilentAlone)
+            with pytest.raises(WorkerGone) as gone:
+                await beside
+            assert not isinstance(gone.value, DiedAlone)
+
+    run(main())
+
+
+@asynccontextmanager
+async def wire(address: str) -> AsyncGenerator[tuple[str, asyncio.Event]]:
+    """Another address of the server; nothing passes once the event is set, and nothing is closed."""
+    frozen = asyncio.Event()
+    writers: list[asyncio.StreamWriter] = []
+    ways: list[asyncio.Task[None]] = []
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                if not frozen.is_set():
+                    writer.write(data)
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = address.rpartition(":")
+        to_reader, to_writer = await asyncio.open_connection(host, int(port))
+        writers.extend((writer, to_writer))
+        ends = (carry(reader, to_writer), carry(to_reader, writer))
+        ways.extend(map(asyncio.ensure_future, ends))
+
+    server = await asyncio.start_server(connect, "127.0.0.1")
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", frozen
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
+        await asyncio.gather(*ways)
 
 
 def test_a_planned_hand_over_is_told_from_a_loss() -> None:

@@ -3,6 +3,8 @@
 """A small model on groups of real processes: the tokens of one process, and an end that leaves nothing."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +26,7 @@ from tidemill.workers.tp.errors import GroupBroken
 from tidemill.workers.tp.link import Ended
 
 P = 16
+FROZEN_S_MAX = 30.0
 VOCABULARY = 97
 SIX_HEADS = {
     "num_attention_heads": 6,
@@ -200,6 +203,31 @@ def test_a_killed_rank_ends_the_group(settings: EngineSettings, wanted: list[lis
             with pytest.raises(WorkerGone):
                 await group.running
             await asyncio.to_thread(end, group.ranks)
+
+    asyncio.run(main())
+
+
+def test_a_frozen_rank_stops_the_step_loop_of_an_idle_group(
+    settings: EngineSettings, wanted: list[list[int]]
+) -> None:
+    """So its worker falls silent before anybody asks it for something."""
+
+    async def main() -> None:
+        async with worker(settings, tensor_parallel_size=3) as group:
+            engine, rank = group.built.engine, group.ranks[1]
+            assert (await answer(group, requests()[3]))[0] == wanted[3]
+            assert rank.pid is not None
+            os.kill(rank.pid, signal.SIGSTOP)
+            try:
+                async with asyncio.timeout(FROZEN_S_MAX):
+                    steps = -1
+                    while engine.steps != steps:
+                        steps = engine.steps
+                        await asyncio.sleep(0.5)  # several idle turns
+            finally:
+                os.kill(rank.pid, signal.SIGCONT)
+            assert (await answer(group, requests()[3]))[0] == wanted[3]
+            assert engine.steps > steps
 
     asyncio.run(main())
 

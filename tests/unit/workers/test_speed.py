@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.workers.load import BESIDE_STREAMS, queued_s
+from tidemill.workers.load import queued_s
 from tidemill.workers.messages import Speed
+from tidemill.workers.pace import BESIDE_STREAMS
 from tidemill.workers.speed import FETCHES_MIN, REFIT_STEPS, STEPS_MIN, Speedometer, Throughput
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)

@@ -3,13 +3,16 @@
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from tests.sim.fold import expected
-from tests.unit.workers.bench import Bench, a_request, bench, prompt, run
+from tests.unit.workers.bench import Bench, Tuning, a_request, bench, prompt, run
 from tidemill.workers.messages import TRIAL_TOKENS, Request
 from tidemill.workers.step import Step
+
+TRIALS_S_MAX = 60.0
 
 
 class Caller:
@@ -30,10 +33,15 @@ class Caller:
             return [token async for delta in deltas for token in delta.tokens]
 
     def steps(self) -> list[Step]:
-        """Between the two words."""
-        (begun, first), (over, last) = self.told
-        assert (begun, over) == (True, False)
-        return self._one.runner.steps[first:last]
+        """Between the two words, each time that they were said."""
+        begun, over = self.told[::2], self.told[1::2]
+        assert [alone for alone, _ in self.told] == [True, False] * len(over)
+        trials = zip(begun, over, strict=True)
+        return [step for (_, first), (_, last) in trials for step in self._one.runner.steps[first:last]]
+
+
+def names_of(step: Step) -> set[str]:
+    return {row.sequence_id.split("#")[0] for row in step}
 
 
 def on_trial(index: int, num_tokens: int = 9, new: int = 12) -> Request:
@@ -57,9 +65,7 @@ def test_each_runs_alone_until_its_first_tokens_and_others_in_between(slow_s: fl
             await stream
             for caller, request in zip(callers, requests, strict=True):
                 steps = caller.steps()
-                assert {row.sequence_id.split("#")[0] for step in steps for row in step} == {
-                    request.request_id
-                }
+                assert {name for step in steps for name in names_of(step)} == {request.request_id}
                 drawn = sum(row.draws is not None for step in steps for row in step)
                 assert drawn == TRIAL_TOKENS
             ends = sorted(caller.told[1][1] for caller in callers)
@@ -113,6 +119,29 @@ def test_a_caller_that_leaves_holds_nobody_up() -> None:
             await stream
 
     run(main())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_budget_that_goes_up_and_down_confuses_no_trial(seed: int) -> None:
+    """A suspect may lose its memory, and have it again, whenever its caller is about to hear of a trial: the
+    next one begins all the same, and whatever runs while a caller takes its request to be alone is that."""
+
+    async def main() -> None:
+        rng = Random(seed)
+        async with bench(num_extents=12, tuning=Tuning(extents_min=3)) as one:
+            requests = [on_trial(index) for index in range(4)]
+            callers = [Caller(one, slow_s=rng.choice([0.0, 0.0, 0.02])) for _ in requests]
+            answers = asyncio.gather(*map(Caller.answer, callers, requests))
+            ends_s = asyncio.get_running_loop().time() + TRIALS_S_MAX
+            while not answers.done():
+                assert asyncio.get_running_loop().time() < ends_s, "a trial that nobody begins or ends"
+                one.engine.resize(rng.choice([0, 12]) * one.layout.extent_bytes)
+                await asyncio.sleep(rng.choice([0.0, 0.0, 0.01]))
+            assert await answers == [expected(request, hybrid=True) for request in requests]
+            for caller, request in zip(callers, requests, strict=True):
+                assert {name for step in caller.steps() for name in names_of(step)} <= {request.request_id}
+
+    run(main(), seed)
 
 
 def test_without_a_trial_nobody_is_told() -> None:
