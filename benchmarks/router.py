@@ -4,6 +4,7 @@ python -m benchmarks.router [--quick] [--output benchmarks/results]
 """
 
 import argparse
+import asyncio
 import json
 import sys
 import time
@@ -20,6 +21,9 @@ from rich.table import Table
 from tidemill.cluster.fleet import Fleet, Heard
 from tidemill.cluster.placement import Ask, bookings, place
 from tidemill.cluster.prefixes import Prefixes
+from tidemill.cluster.router import Router
+from tidemill.cluster.router_client import RouterClient
+from tidemill.cluster.router_service import RouterService
 from tidemill.workers.messages import (
     Announcement,
     Heartbeat,
@@ -44,12 +48,15 @@ DECISIONS_PER_S = 1000  # of the clock that they see
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """On one core. A decision is a placement with its bookings; times in microseconds of CPU."""
+    """On one core. A decision is a placement with its bookings; times in microseconds of CPU, those of an
+    answer in microseconds as a frontend sees them: one at a time, over gRPC on loopback, in one process."""
 
     workers: int
     decisions_per_s: float
     decision_us_p50: float
     decision_us_p99: float
+    answer_us_p50: float
+    answer_us_p99: float
     heartbeats_per_s: float
     announcing_heartbeats_per_s: float  # each with `ANNOUNCED_KEYS` new keys
 
@@ -121,6 +128,7 @@ def measure(num_workers: int, count: int, rng: Random) -> Rates:
     families = [tuple(rng.randbytes(8) for _ in range(PAGES)) for _ in range(FAMILIES)]
     fleet = fleet_of(num_workers, families, rng)
     decisions_us = decide(fleet, asks_of(families, count, rng))
+    answers_us = asyncio.run(answers(num_workers, asks_of(families, count // 4, rng), rng))
     beats = [beat(index % num_workers, 1 + index // num_workers, rng) for index in range(4 * count)]
     later_s = 1.0 + count / DECISIONS_PER_S
     quiet_s = timed(lambda: [fleet.apply(Heard(one, later_s)) for one in beats])
@@ -134,6 +142,8 @@ def measure(num_workers: int, count: int, rng: Random) -> Rates:
         decisions_per_s=1e6 * len(decisions_us) / sum(decisions_us),
         decision_us_p50=float(np.percentile(decisions_us, 50)),
         decision_us_p99=float(np.percentile(decisions_us, 99)),
+        answer_us_p50=float(np.percentile(answers_us, 50)),
+        answer_us_p99=float(np.percentile(answers_us, 99)),
         heartbeats_per_s=len(beats) / quiet_s,
         announcing_heartbeats_per_s=len(announcing) / announcing_s,
     )
@@ -150,6 +160,28 @@ def decide(fleet: Fleet, asks: Sequence[Ask]) -> list[float]:
         for booked in bookings(fleet, ask, route, now_s):
             fleet.apply(booked)
         taken_us.append((time.process_time_ns() - began) / 1e3)
+    return taken_us
+
+
+async def answers(num_workers: int, asks: Sequence[Ask], rng: Random) -> list[float]:
+    """Microseconds until a frontend has each route."""
+    router = Router(asyncio.get_running_loop().time)
+    for index in range(num_workers):
+        router.heartbeat(beat(index, 0, rng))
+    service = RouterService(router)
+    address = await service.start("127.0.0.1")
+
+    async def find() -> str:
+        return address
+
+    client = RouterClient(find)
+    taken_us: list[float] = []
+    for ask in asks:
+        began = time.perf_counter_ns()
+        await client.place(ask)
+        taken_us.append((time.perf_counter_ns() - began) / 1e3)
+    await client.close()
+    await service.stop()
     return taken_us
 
 
@@ -192,13 +224,16 @@ def timed(work: Callable[[], object]) -> float:
 
 def show(console: Console, rates: Sequence[Rates], index: Index) -> None:
     table = Table(
-        "workers", "decisions/s", "us p50", "us p99", "heartbeats/s", f"with {ANNOUNCED_KEYS} keys/s"
+        *("workers", "decisions/s", "us p50", "us p99", "answered, us p50", "us p99", "heartbeats/s"),
+        f"with {ANNOUNCED_KEYS} keys/s",
     )
     for one in rates:
         figures = (
             one.decisions_per_s,
             one.decision_us_p50,
             one.decision_us_p99,
+            one.answer_us_p50,
+            one.answer_us_p99,
             one.heartbeats_per_s,
             one.announcing_heartbeats_per_s,
         )

@@ -81,7 +81,7 @@ class WorkerActor:
     def __init__(
         self,
         settings: WorkerSettings,
-        router_name: str,
+        routers: tuple[str, ...],
         namespace: str,
         place: Any,  # noqa: ANN401 - a placement group with a bundle for each rank, None for a single rank
     ) -> None:
@@ -94,7 +94,7 @@ class WorkerActor:
         self._process = WorkerProcess(
             settings, settings.host or node, secrets.token_hex(3), node, self._start_ranks
         )
-        self._router = (router_name, namespace)
+        self._routers = [(name, namespace) for name in routers]
         self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._ended)
         self._watch = self._loop.create_task(self._process.hangs())
@@ -110,12 +110,12 @@ class WorkerActor:
 
     async def _run(self) -> None:
         await asyncio.sleep(await self._wait_s())
-        await self._process.run(find_router(*self._router))
+        await self._process.run([find_router(*router) for router in self._routers])
 
     async def _wait_s(self) -> float:
         """Before this life starts: see cluster/backoff.py. A router that is away knows of no earlier one."""
         with suppress(ValueError, TimeoutError, ray.exceptions.RayError):
-            router = await asyncio.to_thread(RAY.get_actor, *self._router)
+            router = await asyncio.to_thread(RAY.get_actor, *self._routers[0])
             async with asyncio.timeout(FIND_S_MAX):
                 return await router.begin.remote(self._settings.name)
         return 0.0

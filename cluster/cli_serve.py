@@ -101,6 +101,7 @@ def _add_cluster_options(serve: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="holds 32 secret bytes, in hex, base64 or as they are, that seal what is stored",
     )
+    _add(cluster.add_argument, "--routers", 1, "routers; requests go on when one is lost", metavar="N")
     cluster.add_argument("--ray-address", metavar="ADDRESS", help="join this Ray cluster; without, start one")
 
 
@@ -189,12 +190,22 @@ def cluster_settings(options: argparse.Namespace, store_url: str, cache_folder: 
         for role, count in counts.items()
         for index in range(count)
     ]
-    expected = frozenset(worker.name for worker in workers)
     return ClusterSettings(
         workers=tuple(workers),
-        router=RouterSettings(broker=options.memory_broker, expected=expected, ttft_s_max=options.ttft_max),
+        router=_routers(options, frozenset(worker.name for worker in workers)),
         ray_address=options.ray_address,
         bounds=_bounds(options, counts),
+    )
+
+
+def _routers(options: argparse.Namespace, expected: frozenset[str]) -> RouterSettings:
+    if options.routers < 1:
+        raise UsageError("--routers takes 1 or more")
+    return RouterSettings(
+        replicas=options.routers,
+        broker=options.memory_broker,
+        expected=expected,
+        ttft_s_max=options.ttft_max,
     )
 
 

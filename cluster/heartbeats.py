@@ -1,9 +1,9 @@
-"""A worker's heartbeat to the router: beats only while the engine's step loop turns."""
+"""A worker's heartbeat to each router: beats only while the engine's step loop turns."""
 
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import grpc.aio
@@ -30,25 +30,64 @@ RECONNECT_S = 0.1
 log = logging.getLogger(__name__)
 
 
-class Engine(duties.Engine, Protocol):
+class Announces(Protocol):
+    def take_announcement(self, *, full: bool) -> Announcement:
+        """What came and went since the last call, or all that there is."""
+        ...
+
+
+class Engine(duties.Engine, Announces, Protocol):
     @property
     def steps(self) -> int: ...
     def load(self) -> WorkerLoad: ...
-    def take_announcement(self, *, full: bool) -> Announcement: ...
     def resize(self, budget_bytes: int) -> None: ...
 
 
+@dataclass(slots=True)
+class _Unheard:
+    added: set[bytes] = field(default_factory=set[bytes])
+    removed: set[bytes] = field(default_factory=set[bytes])
+
+
+class News:
+    """What the engine announces, for each router that is being reported to: it says everything once."""
+
+    def __init__(self, engine: Announces) -> None:
+        self._engine = engine
+        self._unheard: dict[object, _Unheard] = {}
+
+    def take(self, listener: object, *, full: bool) -> Announcement:
+        """What this listener has not heard, or everything: that must be its first."""
+        news = self._engine.take_announcement(full=False)
+        for unheard in self._unheard.values():
+            unheard.added = (unheard.added - {*news.removed}) | {*news.added}
+            unheard.removed = (unheard.removed - {*news.added}) | {*news.removed}
+        mine = None if full else self._unheard[listener]
+        self._unheard[listener] = _Unheard()
+        if mine is None:
+            return self._engine.take_announcement(full=True)
+        return Announcement(added=tuple(mine.added), removed=tuple(mine.removed))
+
+    def forget(self, listener: object) -> None:
+        self._unheard.pop(listener, None)
+
+
 class Heartbeats:
-    def __init__(
-        self, engine: Engine, duties: Duties, find_router: FindRouter, heard: Callable[[], None]
-    ) -> None:
-        """`heard` is called at every acknowledged beat: from the first on, the router knows the worker."""
+    """To one router. Of several, `obey` makes it the one whose answers count."""
+
+    def __init__(self, engine: Engine, duties: Duties, find_router: FindRouter, news: News) -> None:
         self._engine = engine
         self._duties = duties
         self._find_router = find_router
-        self._heard = heard
+        self._news = news
+        self._heard: Callable[[], None] | None = None
         self._sequence = 0
         self._asked_bytes: int | None = None  # of the engine, by the last ack that named a budget
+
+    def obey(self, heard: Callable[[], None]) -> None:
+        """Do what the router answers. `heard` is called at every acknowledged beat: from the first on, the
+        router knows the worker."""
+        self._heard = heard
 
     async def run(self) -> None:
         """Report until cancelled, to whatever router there is; a new connection starts with everything."""
@@ -58,6 +97,8 @@ class Heartbeats:
                     await self._report(channel)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError, WorkerGone, Malformed) as error:
                 log.info("the router is away: %s", error)
+            finally:
+                self._news.forget(self)
             await asyncio.sleep(RECONNECT_S)
 
     async def _report(self, channel: grpc.aio.Channel) -> None:
@@ -82,9 +123,10 @@ class Heartbeats:
                     return
                 ack = decode_ack(answer)
                 full = ack.want_full
-                self._take_budget(ack.budget_bytes, load)
-                self._duties.told(ack)
-                self._heard()
+                if self._heard is not None:
+                    self._take_budget(ack.budget_bytes, load)
+                    self._duties.told(ack)
+                    self._heard()
             await asyncio.sleep(LOOK_S)
 
     def _take_budget(self, budget_bytes: int | None, reported: WorkerLoad) -> None:
@@ -100,6 +142,6 @@ class Heartbeats:
             info=self._duties.info,
             sequence=self._sequence,
             load=load,
-            announcement=self._engine.take_announcement(full=full),
+            announcement=self._news.take(self, full=full),
             draining=self._duties.draining,
         )

@@ -50,13 +50,14 @@ class Cluster:
         self._settings = settings
         self._temp_folder: Path | None = None
         self._processes: list[psutil.Process] = []  # Ray's own, if we started it
-        self._router: Any = None
+        self._routers: list[Any] = []
         self._actors: dict[str, Any] = {}
         self._places: dict[str, Any] = {}  # of groups, by name
 
     def router(self) -> RouterClient:
-        """A new client of the router, for one event loop of this process."""
-        return RouterClient(find_router(self._settings.router.name, self._settings.namespace))
+        """A new client of the routers, for one event loop of this process."""
+        names, namespace = self._settings.router.names, self._settings.namespace
+        return RouterClient(*(find_router(name, namespace) for name in names))
 
     def peers(self) -> GrpcPeers:
         """New streams to the workers, for one event loop of this process."""
@@ -96,8 +97,9 @@ class Cluster:
     def start_actors(self) -> None:
         settings = self._settings
         try:
-            router = RAY.remote(RouterActor).options(**LIVES, num_cpus=0, name=settings.router.name)
-            self._router = router.remote(settings.router)
+            for name in settings.router.names:
+                router = RAY.remote(RouterActor).options(**LIVES, num_cpus=0, name=name)
+                self._routers.append(router.remote(settings.router))
             for worker in settings.workers:
                 self.add_worker(worker)
         except ValueError as error:
@@ -119,8 +121,8 @@ class Cluster:
         place = self._place_of(worker)
         options = {**LIVES, **options_of(worker, place, 0)}
         actor = RAY.remote(WorkerActor).options(**options, name=worker.name)
-        router = self._settings.router.name
-        self._actors[worker.name] = actor.remote(worker, router, self._settings.namespace, place)
+        routers = self._settings.router.names
+        self._actors[worker.name] = actor.remote(worker, routers, self._settings.namespace, place)
 
     def remove_worker(self, name: str) -> None:
         """End one for good, if it is there: it should have been drained. May be called on another thread."""
@@ -161,16 +163,15 @@ class Cluster:
         """End every process and remove every file of the cluster; of one that was joined, our actors. May
         be called at any time, also twice."""
         processes = with_descendants(self._processes)
-        for actor in [*self._actors.values(), self._router]:
-            if actor is not None:
-                with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                    RAY.kill(actor, no_restart=True)
+        for actor in [*self._actors.values(), *self._routers]:
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                RAY.kill(actor, no_restart=True)
         for place in self._places.values():
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
                 RAY.util.remove_placement_group(place)
         self._actors.clear()
         self._places.clear()
-        self._router = None
+        self._routers.clear()
         grace_s = GRACE_S if RAY.is_initialized() else 0.0
         RAY.shutdown()
         end(processes, grace_s)

@@ -1,4 +1,4 @@
-"""A frontend's way to the router, which may be restarted under another address at any time."""
+"""A frontend's way to the routers, each of which may be restarted under another address at any time."""
 
 import asyncio
 from collections import Counter
@@ -43,13 +43,12 @@ ANSWER_S_MAX = 1.0
 
 
 class RouterClient:
-    """The `Router` of cluster/flow.py, over gRPC. Lives on one asyncio loop."""
+    """The `Router` of cluster/flow.py, over gRPC. Lives on one asyncio loop. What any of several routers can
+    do is asked of one until it is away, and of the next one then; people's words go to the first."""
 
-    def __init__(self, find: FindRouter) -> None:
-        self._find = find
-        self._channel: grpc.aio.Channel | None = None
-        self._calls: Counter[grpc.aio.Channel] = Counter()  # under way
-        self._finding = asyncio.Lock()  # thousands may wait for a router that comes back
+    def __init__(self, *routers: FindRouter) -> None:
+        self._ways = [_Way(find) for find in routers]
+        self._at = 0  # who is asked now
 
     async def place(self, ask: Ask) -> Route:
         """Waits up to `ask.wait_s_max` for the router and for a worker. Raises Unserved, Overloaded,
@@ -79,41 +78,62 @@ class RouterClient:
 
     async def status(self) -> FleetStatus:
         """Raises Unserved when no router answers."""
-        return decode_status(await self._call("Status", lambda: b"", STATUS_WAIT_S_MAX))
+        return decode_status(await self._call("Status", lambda: b"", STATUS_WAIT_S_MAX, first=True))
 
     async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
         """Give a worker this budget; None leaves it to the broker. Raises RequestError that says what it can
         have, or which workers there are; Unserved."""
-        await self._call("SetBudget", lambda: encode_budget(worker, budget_bytes), ORDER_WAIT_S_MAX)
+        order = encode_budget(worker, budget_bytes)
+        await self._call("SetBudget", lambda: order, ORDER_WAIT_S_MAX, first=True)
 
     async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
         """Tell a worker to hand everything over, or to take work again. Raises RequestError, Unserved."""
         order = encode_draining(worker, drain=drain, force=force)
-        await self._call("Drain", lambda: order, ORDER_WAIT_S_MAX)
+        await self._call("Drain", lambda: order, ORDER_WAIT_S_MAX, first=True)
 
     async def set_role(self, worker: str, role: Role) -> None:
         """Give a worker another role. Raises RequestError, Unserved."""
-        await self._call("SetRole", lambda: encode_role(worker, role), ORDER_WAIT_S_MAX)
+        order = encode_role(worker, role)
+        await self._call("SetRole", lambda: order, ORDER_WAIT_S_MAX, first=True)
 
     async def close(self) -> None:
-        if self._channel is not None:
-            await self._channel.close()
+        for way in self._ways:
+            await way.close()
 
-    async def _call(self, name: str, data: Callable[[], bytes], wait_s_max: float) -> bytes:
+    async def _call(
+        self, name: str, data: Callable[[], bytes], wait_s_max: float, *, first: bool = False
+    ) -> bytes:
         """Ask until there is an answer or the time is up; `data` makes the question anew each time."""
         reason = "it does not answer"
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s_max + ANSWER_S_MAX):
                 while True:
+                    at = 0 if first else self._at
                     try:
-                        return await self._ask_once(name, data())
+                        return await self._ways[at].ask(name, data())
                     except grpc.aio.AioRpcError as error:
                         _raise_refusal(error)
                         reason = error.details() or error.code().name
                     except (WorkerGone, Malformed) as error:
                         reason = str(error)
+                    if at == self._at:  # nobody else has moved on
+                        self._at = (at + 1) % len(self._ways)
                     await asyncio.sleep(RETRY_S)
         raise Unserved(f"no answer from the router within {wait_s_max:g} s: {reason}")
+
+
+class _Way:
+    """To one router."""
+
+    def __init__(self, find: FindRouter) -> None:
+        self._find = find
+        self._channel: grpc.aio.Channel | None = None
+        self._calls: Counter[grpc.aio.Channel] = Counter()  # under way
+        self._finding = asyncio.Lock()  # thousands may wait for a router that comes back
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
 
     async def _open(self) -> grpc.aio.Channel:
         async with self._finding:
@@ -121,7 +141,7 @@ class RouterClient:
                 self._channel = open_channel(await self._find())
             return self._channel
 
-    async def _ask_once(self, name: str, data: bytes) -> bytes:
+    async def ask(self, name: str, data: bytes) -> bytes:
         channel = await self._open()
         method: UnaryMethod = channel.unary_unary(f"/tidemill.Router/{name}")
         self._calls[channel] += 1

@@ -29,14 +29,23 @@ class WorkerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
-    """`broker` moves memory between the workers of a device, once the `expected` ones have been heard."""
+    """`broker` moves memory between the workers of a device, once the `expected` ones have been heard.
+
+    Each of the `replicas` hears all workers and places requests by what it has heard and placed itself. The
+    first one alone tells workers what people and the broker say.
+    """
 
     name: str = "router"
+    replicas: int = 1
     build: str = "tidemill.cluster.router:Router"  # called with a clock in seconds and the rest
     host: str | None = "127.0.0.1"
     broker: bool = True
     expected: frozenset[str] = frozenset()  # names of workers
     ttft_s_max: float = 60.0  # what would wait longer for its first token is refused
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *(f"{self.name}-{index}" for index in range(1, self.replicas)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pkgutil import resolve_name
@@ -11,7 +11,7 @@ from typing import Protocol, cast
 from tidemill.cluster import data_plane, heartbeats
 from tidemill.cluster.data_plane import DataPlane
 from tidemill.cluster.duties import Duties
-from tidemill.cluster.heartbeats import Heartbeats
+from tidemill.cluster.heartbeats import Heartbeats, News
 from tidemill.cluster.router_client import FindRouter
 from tidemill.cluster.settings import WorkerSettings
 from tidemill.kvstore.errors import TidemillError
@@ -118,18 +118,20 @@ class WorkerProcess:
         self._node = node
         self._start_ranks = start_ranks
 
-    async def run(self, find_router: FindRouter) -> None:
-        """Serve until something breaks, and raise it, or until `leave`. Raises ModelError and the like when
-        it cannot start."""
+    async def run(self, routers: Sequence[FindRouter]) -> None:
+        """Serve until something breaks, and raise it, or until `leave`. The word of the first of `routers`
+        counts. Raises ModelError and the like when it cannot start."""
         build = cast("Build", resolve_name(self._settings.build))
         built = await asyncio.to_thread(build, self._settings.engine, self._progress, self._start_ranks)
         plane = DataPlane(built.engine, self._worker)
         try:
             duties = Duties(built.engine, self._info(built, await plane.start(self._host)))
-            beats = Heartbeats(built.engine, duties, find_router, lambda: self._heard(duties.info))
+            news = News(built.engine)
+            heartbeats = [Heartbeats(built.engine, duties, find, news) for find in routers]
+            heartbeats[0].obey(lambda: self._heard(duties.info))
             self._engine = built.engine
             async with asyncio.TaskGroup() as tasks:
-                works = [tasks.create_task(built.engine.run()), tasks.create_task(beats.run())]
+                works = [tasks.create_task(one.run()) for one in (built.engine, *heartbeats)]
                 if built.group is not None:
                     works.append(tasks.create_task(built.group.watch()))
                 await self._told_to_go.wait()

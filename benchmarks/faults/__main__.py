@@ -5,6 +5,7 @@ python -m benchmarks.faults kills ranks --rounds 5
 | part | bar |
 |---|---|
 | kills, ranks | R1, R2: kill -9 and SIGSTOP of every kind of process under streams |
+| routers | the same for one of two routers |
 | idle-rank | the same for a rank of a group that has nothing to do |
 | outage | R3: the store dies or stops, under one request after another |
 | flips | R4: bits of stored objects |
@@ -31,6 +32,7 @@ Part = Callable[[argparse.Namespace], dict[str, Any]]
 PARTS: dict[str, Part] = {
     "kills": lambda options: kills.kills(options.rounds, options.victims.split(",")),
     "ranks": lambda options: kills.ranks(options.rounds),
+    "routers": lambda options: kills.routers(options.rounds),
     "idle-rank": lambda options: kills.idle_rank(options.rounds),
     "outage": lambda options: outage.outages(options.rounds),
     "flips": lambda options: flips.flips(options.flips),

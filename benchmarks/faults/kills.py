@@ -150,6 +150,11 @@ def ranks(count: int) -> dict[str, Any]:
     return rounds(GROUPS, ("rank",), count)
 
 
+def routers(count: int) -> dict[str, Any]:
+    """One of two routers."""
+    return rounds((*WORKERS, "--routers", "2"), ("router",), count)
+
+
 def idle_rank(count: int) -> dict[str, Any]:
     """A rank that was stopped while its group had nothing to do: what the next requests see."""
     noticed: list[float] = []

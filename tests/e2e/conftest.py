@@ -3,7 +3,7 @@
 import os
 import secrets
 
-from tidemill.cluster.settings import ClusterSettings, ray_environ
+from tidemill.cluster.settings import ClusterSettings, RouterSettings, ray_environ
 
 # Ray reads its environment when it is imported
 os.environ.update(ray_environ(joins=False, token=secrets.token_hex(16)))
@@ -21,7 +21,10 @@ from tidemill.cluster.launch import Cluster, start_cluster
 
 @pytest.fixture(scope="session")
 def cluster() -> Generator[Cluster]:
-    settings = ClusterSettings(workers=(worker("prefill-0", "prefill"), worker("decode-0", "decode")))
+    settings = ClusterSettings(
+        workers=(worker("prefill-0", "prefill"), worker("decode-0", "decode")),
+        router=RouterSettings(replicas=2),
+    )
     before = set(psutil.Process().children())
     cluster = start_cluster(settings, Console(file=StringIO()))
     started = set(psutil.Process().children(recursive=True)) - before

@@ -9,6 +9,8 @@ SCALER = f"{UNIT}/cluster/test_scaler.py"
 ORDERS = f"{UNIT}/cluster/test_orders.py"
 CHANNELS = f"{UNIT}/cluster/test_channels.py"
 PREFIXES = f"{UNIT}/cluster/test_prefixes.py"
+NEWS = f"{UNIT}/cluster/test_news.py"
+ROUTERS = f"{UNIT}/cluster/test_router_service.py"
 
 FLEET_WIDE = (
     Planted(
@@ -200,5 +202,40 @@ FLEET_WIDE = (
         "            case DiedAlone():\n",
         "            case DiedAlone() if self.attempt > ATTEMPTS_MAX:\n",
         FLOW,
+    ),
+    Planted(
+        "a router hears of pages that went before it heard that they came",
+        "cluster/heartbeats.py",
+        "(unheard.added - {*news.removed}) | {*news.added}",
+        "unheard.added | {*news.added}",
+        NEWS,
+    ),
+    Planted(
+        "what one router hears no other one does",
+        "cluster/heartbeats.py",
+        "        for unheard in self._unheard.values():\n",
+        "        for unheard in [one for key, one in self._unheard.items() if key == listener]:\n",
+        NEWS,
+    ),
+    Planted(
+        "a lost router is waited for",
+        "cluster/router_client.py",
+        "self._at = (at + 1) % len(self._ways)",
+        "self._at = at",
+        ROUTERS,
+    ),
+    Planted(
+        "any router takes people's words",
+        "cluster/router_client.py",
+        "at = 0 if first else self._at",
+        "at = self._at",
+        ROUTERS,
+    ),
+    Planted(
+        "every router gives orders",
+        "cluster/heartbeats.py",
+        "        self._heard: Callable[[], None] | None = None\n",
+        "        self._heard: Callable[[], None] | None = lambda: None\n",
+        ROUTERS,
     ),
 )

@@ -12,7 +12,7 @@ import pytest
 
 from tidemill.cluster.channels import open_channel
 from tidemill.cluster.duties import Duties
-from tidemill.cluster.heartbeats import Heartbeats
+from tidemill.cluster.heartbeats import Heartbeats, News
 from tidemill.cluster.placement import Ask
 from tidemill.cluster.router import Router
 from tidemill.cluster.router_client import RouterClient
@@ -121,7 +121,9 @@ async def beating(
     here: Here, engine: CountingEngine, info: WorkerInfo = INFO
 ) -> AsyncGenerator[asyncio.Event]:
     heard = asyncio.Event()
-    task = asyncio.create_task(Heartbeats(engine, Duties(engine, info), here.find, heard.set).run())
+    beats = Heartbeats(engine, Duties(engine, info), here.find, News(engine))
+    beats.obey(heard.set)
+    task = asyncio.create_task(beats.run())
     try:
         yield heard
     finally:
@@ -178,8 +180,8 @@ def test_the_first_beat_says_everything_and_requests_find_the_worker() -> None:
                 assert worker.info == INFO
                 assert worker.restorable_depths == len(KEYS)
                 assert worker.load.running_rows == 3
-                await until(lambda: len(engine.announced) >= 3)
-                assert engine.announced[:3] == [True, False, False]
+                await until(lambda: len(engine.announced) >= 4)
+                assert engine.announced[:4] == [False, True, False, False]  # the news that everything holds
 
     run(main())
 
@@ -390,5 +392,36 @@ def test_a_worker_reports_for_itself_alone() -> None:
             await stream.read()  # the answer to the first
             assert await stream.code() is grpc.StatusCode.INVALID_ARGUMENT
             await until(lambda: not here.router.status().workers)
+
+    run(main())
+
+
+def test_requests_go_on_when_one_of_two_routers_is_lost() -> None:
+    """The word of the first alone counts, and is waited for when that one is away."""
+
+    async def main() -> None:
+        engine = CountingEngine()
+        async with cluster() as first, cluster() as second:
+            news, duties = News(engine), Duties(engine, INFO)
+            beats = [Heartbeats(engine, duties, here.find, news) for here in (first, second)]
+            beats[0].obey(lambda: None)
+            tasks = [asyncio.create_task(one.run()) for one in beats]
+            frontend = RouterClient(first.find, second.find)
+            assert (await frontend.place(ASK)).decode == INFO.worker
+            await until(lambda: len(second.router.status().workers) == 1)
+            second.router.drain(INFO.name, drain=True, force=True)
+            await frontend.set_role(INFO.name, "mixed")
+            await until(lambda: second.router.status().workers[0].info.role == "mixed")
+            assert engine.takes == [(True, True)], "drained by nobody who has a say"
+            second.router.drain(INFO.name, drain=False, force=True)
+            await first.service.stop()
+            first.away = True
+            assert (await frontend.place(ASK)).decode == INFO.worker
+            with pytest.raises(Unserved):
+                await frontend.drain(INFO.name, drain=True)
+            await frontend.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
     run(main())
