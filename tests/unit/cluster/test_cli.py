@@ -42,6 +42,7 @@ SERVE_OPTIONS = [
     "--prefill-max",
     "--prefill-tensor-parallel-size",
     "--ray-address",
+    "--routers",
     "--served-model-name",
     "--store",
     "--store-secret-file",
