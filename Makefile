@@ -8,13 +8,13 @@ export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test triton gpu check bench mutations soak soak-faults soak-overload stubs clean
+.PHONY: setup demo test browser triton triton-3.6 gpu check bench clients fuzz mutations soak soak-faults soak-overload stubs metrics-doc clean
 
 setup: $(STAMP)
 
 # torch comes with plain pip, which finds a local CPU build where there is one; uv installs the rest in seconds, with
 # bytecode: each Ray process would compile it again otherwise.
-$(STAMP): pyproject.toml constraints.txt deploy/mooncake_libs.sh
+$(STAMP): pyproject.toml setup.py constraints.txt deploy/mooncake_libs.sh
 	@command -v g++ >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get install -y -qq --no-install-recommends g++; } \
 	  || { echo "g++ is missing, the CPU kernels are compiled with it: apt-get install g++"; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -26,13 +26,21 @@ $(STAMP): pyproject.toml constraints.txt deploy/mooncake_libs.sh
 demo: setup
 	tidemill demo
 
-# Two processes: what starts servers mostly waits. The tests of a file share its servers, so they stay together.
+# Two processes: a third makes servers wait for each other. The tests of a file share its servers, so they stay together.
 test: setup triton
 	python -m pytest -n 2 --dist loadfile
 
 # Triton's kernels in its interpreter, which it decides on when it is first imported.
 triton: setup
 	TRITON_INTERPRET=1 python -m pytest -n 2 tests/triton
+
+# The same with the Triton that torch 2.11 wants, whose interpreter needs an older numpy; beside the venv's own.
+TRITON_3_6 := $(CURDIR)/$(VENV)/triton-3.6
+triton-3.6: setup
+	test -d $(TRITON_3_6)/numpy || uv pip install --quiet --target $(TRITON_3_6) triton==3.6.0 'numpy<2.4'
+	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON_3_6) python -m pytest -n 2 tests/triton \
+	  -W 'ignore:Conversion of an array:DeprecationWarning'
+	PYTHONPATH=$(TRITON_3_6) python -m pytest -n 2 tests/unit/kernels/test_sm90.py
 
 # On a machine with a CUDA toolkit, after: uv pip install --no-build-isolation -e '.[gpu]'
 gpu: setup
@@ -46,6 +54,20 @@ check: setup
 
 bench: setup
 	python -m benchmarks.all
+
+# Load generators and evaluations of others against a server of keeper. VLLM=path/to/python adds `vllm bench serve`.
+CLIENTS := $(VENV)/clients
+clients: setup $(CLIENTS)/aiperf $(CLIENTS)/guidellm $(CLIENTS)/lm-eval
+	python -m tests.clients --environments $(CLIENTS) $(if $(VLLM),--vllm $(VLLM)) $(NAMES)
+
+$(CLIENTS)/%: tests/clients/%.txt
+	$(PYTHON) -m venv $@
+	if grep -q ^torch $<; then $@/bin/python -m pip install --quiet "$$(grep ^torch $<)"; fi
+	uv pip install --quiet --python $@/bin/python -r $<
+	touch $@
+
+fuzz: setup
+	FUZZ_EXAMPLES=2000 python -m pytest tests/unit -k fuzz
 
 mutations: setup
 	python -m tests.mutations
@@ -61,7 +83,17 @@ soak-overload: setup
 	FLOOD_S=60 python -m pytest tests/e2e/test_overload.py -s
 
 stubs: setup
-	python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src tidemill/cluster/proto/tidemill.proto
+	cd src && python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. tidemill/cluster/proto/*.proto
+
+metrics-doc: setup
+	python -m tidemill.cluster.http.metrics_reference > docs/metrics.md
+
+# The status page, in BROWSER or the headless Chromium that apt brings.
+browser: setup
+	@[ -n "$$BROWSER" ] || command -v chromium >/dev/null \
+	  || { [ "$$(id -u)" = 0 ] && apt-get install -y -qq --no-install-recommends chromium; } \
+	  || { echo "chromium is missing, the status page is tested in it: apt-get install chromium, or BROWSER=path"; exit 1; }
+	BROWSER="$${BROWSER:-$$(command -v chromium)}" python -m pytest tests/browser
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

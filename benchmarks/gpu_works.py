@@ -116,7 +116,7 @@ def attention(shape: Shape, ops: Operators, new: int, before: int, batch: int) -
 
     return Work(
         f"attention {batch} x {new} after {before}",
-        lambda: ops.attention(q_THD, cache, rows),
+        lambda: ops.attention(q_THD, cache, rows, None, None),
         2 * size_of(q_THD) + batch * row_bytes,
         4.0 * batch * keys * heads * dim,
         {"flashinfer": flashinfer} | ({} if before and new > 1 else {"sdpa": sdpa}),
@@ -176,7 +176,12 @@ def rope_store(shape: Shape, ops: Operators, new: int, batch: int) -> Work:
 
 def elementwise(shape: Shape, ops: Operators, tokens: int) -> Iterator[Work]:
     x, weight = normal(tokens, shape.hidden), normal(shape.hidden, dtype=torch.float32)
-    yield Work(f"rms_norm {tokens}", lambda: ops.rms_norm(x, weight, 1e-6), 2 * size_of(x))
+    residual = torch.zeros(tokens, shape.hidden)
+    yield Work(
+        f"add_norm {tokens}",
+        lambda: ops.add_norm(residual, x, weight, 1e-6),
+        2 * size_of(x, residual),
+    )
     values = normal(tokens, shape.key_heads, shape.value_heads // shape.key_heads, shape.key_dim)
     norm = normal(shape.key_dim, dtype=torch.float32)
     yield Work(
@@ -212,8 +217,8 @@ def moe(shape: Shape, ops: Operators, experts: Experts, tokens: int) -> Iterator
     )
     yield Work(
         f"moe_outer {tokens}, {read} experts",
-        lambda: ops.moe_outer(hidden, chosen, weights, experts),
-        read * 2 * expert + size_of(x, hidden),
+        lambda: ops.moe_outer(hidden, chosen, weights, experts, x, logits[:, :1]),
+        read * 2 * expert + size_of(x, x, hidden),
         2.0 * pairs * expert,
     )
 

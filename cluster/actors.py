@@ -5,15 +5,17 @@ import logging
 import os
 import secrets
 import signal
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import ray
 import ray.actor
 import ray.exceptions
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from tidemill.cluster.logs import start_logs
 from tidemill.cluster.router_client import FindRouter
 from tidemill.cluster.settings import WorkerSettings
 from tidemill.cluster.worker_process import Ready, State, WorkerProcess
@@ -21,6 +23,8 @@ from tidemill.workers.messages import WorkerGone
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.tp.link import Ended
 from tidemill.workers.tp.rank import build_rank, carry_out
+
+_Answer = TypeVar("_Answer")
 
 FIND_S_MAX = 1.0
 
@@ -36,18 +40,19 @@ RAY: Any = ray  # much of it has no types
 log = logging.getLogger(__name__)
 
 
+async def ask_router(router: tuple[str, str], ask: Callable[[Any], Awaitable[_Answer]]) -> _Answer:
+    """What the actor of this name and namespace answers to `ask`. Raises WorkerGone when it is away."""
+    try:
+        actor = await asyncio.to_thread(RAY.get_actor, *router)
+        async with asyncio.timeout(FIND_S_MAX):
+            return await ask(actor)
+    except (ValueError, TimeoutError, ray.exceptions.RayError) as error:
+        raise WorkerGone(f"the router is away: {error}") from error
+
+
 def find_router(name: str, namespace: str) -> FindRouter:
     """Asks Ray where the router of this name is now."""
-
-    async def find() -> str:
-        try:
-            router = await asyncio.to_thread(RAY.get_actor, name, namespace)
-            async with asyncio.timeout(FIND_S_MAX):
-                return await router.address.remote()
-        except (ValueError, TimeoutError, ray.exceptions.RayError) as error:
-            raise WorkerGone(f"the router is away: {error}") from error
-
-    return find
+    return lambda: ask_router((name, namespace), lambda actor: actor.address.remote())
 
 
 def bundle(settings: WorkerSettings) -> dict[str, float]:
@@ -85,7 +90,7 @@ class WorkerActor:
         namespace: str,
         place: Any,  # noqa: ANN401 - a placement group with a bundle for each rank, None for a single rank
     ) -> None:
-        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+        start_logs(settings.telemetry, worker=settings.name)
         node: str = RAY.util.get_node_ip_address()
         self._settings = settings
         self._place = place
@@ -114,10 +119,8 @@ class WorkerActor:
 
     async def _wait_s(self) -> float:
         """Before this life starts: see cluster/backoff.py. A router that is away knows of no earlier one."""
-        with suppress(ValueError, TimeoutError, ray.exceptions.RayError):
-            router = await asyncio.to_thread(RAY.get_actor, *self._routers[0])
-            async with asyncio.timeout(FIND_S_MAX):
-                return await router.begin.remote(self._settings.name)
+        with suppress(WorkerGone):
+            return await ask_router(self._routers[0], lambda actor: actor.begin.remote(self._settings.name))
         return 0.0
 
     async def state(self) -> State:
@@ -128,7 +131,7 @@ class WorkerActor:
         for index in range(1, engine.tensor_parallel_size):
             options = options_of(self._settings, self._place, index)
             actor = RAY.remote(RankActor).options(max_restarts=0, **options)
-            self._ranks.append(actor.remote(self._settings.name, engine, index, str(folder)))
+            self._ranks.append(actor.remote(self._settings, engine, index, str(folder)))
         return lambda: asyncio.run_coroutine_threadsafe(self._why_ended(), self._loop).result()
 
     async def _why_ended(self) -> str | None:
@@ -169,12 +172,12 @@ class WorkerActor:
 class RankActor:
     """The process of another rank of a group. It ends with its leader, and whatever breaks here ends it."""
 
-    def __init__(self, name: str, settings: EngineSettings, index: int, folder: str) -> None:
-        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-        self._name = f"rank {index} of {name}"
+    def __init__(self, leader: WorkerSettings, engine: EngineSettings, index: int, folder: str) -> None:
+        start_logs(leader.telemetry, worker=leader.name)
+        self._name = f"rank {index} of {leader.name}"
         meet = Path(folder)
         self._task = asyncio.get_running_loop().create_task(
-            carry_out(meet, index, lambda: build_rank(settings, index, meet))
+            carry_out(meet, index, lambda: build_rank(engine, index, meet))
         )
         self._task.add_done_callback(self._ended)
 

@@ -3,6 +3,8 @@
 import grpc
 import grpc.aio
 
+from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
+
 FRAME_BYTES_MAX = 16 * 2**20
 """A prompt of a million tokens is 3 MB; a full announcement of a million pages is 8 MB."""
 
@@ -31,16 +33,22 @@ _LIMITS = [
 ]
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A connection of its own to `address` (host:port): no proxy, no back-off from earlier ones."""
-    return grpc.aio.insecure_channel(
-        address,
-        options=[
-            *_LIMITS,
-            ("grpc.enable_http_proxy", 0),
-            ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.min_reconnect_backoff_ms", CONNECT_MS_MAX),
-        ],
+def open_channel(address: str, tls: MutualTls | None = None) -> grpc.aio.Channel:
+    """A connection of its own to `address` (host:port): no proxy, no back-off from earlier ones. Raises
+    OSError when the files of `tls` cannot be read."""
+    options = [
+        *_LIMITS,
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_MS_MAX),
+    ]
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options)
+    credentials = grpc.ssl_channel_credentials(
+        tls.ca.read_bytes(), tls.key.read_bytes(), tls.certificate.read_bytes()
+    )
+    return grpc.aio.secure_channel(
+        address, credentials, [*options, ("grpc.ssl_target_name_override", CLUSTER_NAME)]
     )
 
 
@@ -59,10 +67,24 @@ def new_server(streams_max: int = STREAMS_MAX) -> grpc.aio.Server:
     )
 
 
-def bind(server: grpc.aio.Server, host: str, port: int) -> str:
+def server_credentials(tls: MutualTls | None) -> grpc.ServerCredentials | None:
+    """For `bind`: only the processes of the cluster are heard. Raises OSError."""
+    if tls is None:
+        return None
+    pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
+    return grpc.ssl_server_credentials([pair], tls.ca.read_bytes(), require_client_auth=True)
+
+
+def bind(
+    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None
+) -> str:
     """Bind to `host`, port 0 for any free one; the address that others reach it at. Raises OSError."""
+    host = f"[{host}]" if ":" in host else host
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        if credentials is None:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        else:
+            bound = server.add_secure_port(f"{host}:{port}", credentials)
     except RuntimeError as error:  # what gRPC raises for every reason
         raise OSError(f"{host}:{port} cannot be bound: {error}") from error
     return f"{host}:{bound}"

@@ -25,16 +25,24 @@ from rich.console import Console
 from rich.text import Text
 
 from tidemill import __version__
+from tidemill.cluster.cli_files import UsageError, with_config
+from tidemill.cluster.cli_security import (
+    add_key_options,
+    add_security_options,
+    add_server_options,
+    guarded,
+    security_of,
+    server_of,
+)
 from tidemill.cluster.cli_serve import (
-    UsageError,
     add_serving_options,
     bytes_of,
     cluster_settings,
-    model_folder,
-    model_name,
-    worker_counts,
+    edge_limits,
+    summary,
 )
 from tidemill.cluster.cli_simulate import add_simulate_options
+from tidemill.cluster.cli_telemetry import telemetry_of
 from tidemill.cluster.settings import ray_environ
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.guard import ABSENT
@@ -65,9 +73,13 @@ STORE_FOLDERS = (Path("/dev/shm"),)  # noqa: S108 - where a private folder is ma
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. 0: done, 1: the demo had a wrong answer, or the store has not what was asked for,
     2: refused, with one line that names the fix."""
-    options = parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command = parser()
+    options = command.parse_args(arguments)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
+        if getattr(options, "config", None) is not None:
+            options = command.parse_args(with_config(arguments, options, options.options))
         return options.run(options)
     except TidemillError as error:
         sys.stderr.write(f"tidemill: {error}\n")
@@ -90,9 +102,14 @@ def parser() -> argparse.ArgumentParser:
     commands = command.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="serve a model over HTTP")
-    serve.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or a bundled model: keeper")
+    serve.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a Hugging Face folder, or a bundled model: keeper"
+    )
     add_serving_options(serve)
-    serve.set_defaults(run=_serve)
+    add_security_options(serve)
+    serve.set_defaults(run=_serve, options=serve)
+
+    add_key_options(commands.add_parser("key", help="make an API key for `tidemill serve --api-keys-file`"))
 
     demo = commands.add_parser("demo", help="serve the bundled model, ask it questions, check the answers")
     demo.set_defaults(run=_demo)
@@ -170,15 +187,15 @@ def _add_store_commands(store: argparse.ArgumentParser) -> None:
 
 
 def _add_reading_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (%(default)s)")
+    add_server_options(command)
     command.add_argument("--json", action="store_true", help="as JSON")
 
 
 def _serve(options: argparse.Namespace) -> int:
-    counts = " + ".join(f"{count} {role}" for role, count in worker_counts(options).items())
+    served = summary(options)
 
     async def work(url: str) -> None:
-        sys.stdout.write(f"ready: {url}/v1 serves {model_name(options)} with {counts}\n")
+        sys.stdout.write(f"ready: {url}/v1 serves {served}\n")
         sys.stdout.flush()
         await asyncio.Event().wait()
 
@@ -190,7 +207,9 @@ def _demo(options: argparse.Namespace) -> int:
     from tidemill.cluster.demo import run_demo
 
     del options
-    served = parser().parse_args(["serve", "keeper", "--port", "0", "--memory", "64MiB"])
+    served = parser().parse_args(
+        ["serve", "keeper", "--port", "0", "--memory", "64MiB", "--log-level", "warning"]
+    )
     is_right = False
 
     async def work(url: str) -> None:
@@ -211,7 +230,7 @@ def _models(options: argparse.Namespace) -> int:
 def _status(options: argparse.Namespace) -> int:
     from tidemill.cluster.status import fetch_status, render
 
-    status = fetch_status(options.url)
+    status = fetch_status(server_of(options, os.environ))
     _show(options, status, render(status))
     return 0
 
@@ -222,10 +241,10 @@ def _memory(options: argparse.Namespace) -> int:
     if (options.worker is None) != (options.budget is None):
         raise UsageError("--worker and --budget go together: name a worker and what it shall have")
     if options.worker is None:
-        memory = fetch_memory(options.url)
+        memory = fetch_memory(server_of(options, os.environ))
     else:
         budget = None if options.budget == "auto" else str(bytes_of(options.budget, "--budget"))
-        memory = set_budget(options.url, options.worker, budget)
+        memory = set_budget(server_of(options, os.environ), options.worker, budget)
     _show(options, memory, render_memory(memory))
     return 0
 
@@ -233,7 +252,7 @@ def _memory(options: argparse.Namespace) -> int:
 def _drain(options: argparse.Namespace) -> int:
     from tidemill.cluster.orders_cli import drain
 
-    told = drain(options.url, options.worker, undo=options.undo, force=options.force)
+    told = drain(server_of(options, os.environ), options.worker, undo=options.undo, force=options.force)
     does = "takes work again" if options.undo else "hands its work over: see `tidemill status`"
     _show(options, told, Text(f"{options.worker} {does}"))
     return 0
@@ -242,7 +261,7 @@ def _drain(options: argparse.Namespace) -> int:
 def _role(options: argparse.Namespace) -> int:
     from tidemill.cluster.orders_cli import set_role
 
-    told = set_role(options.url, options.worker, options.role)
+    told = set_role(server_of(options, os.environ), options.worker, options.role)
     _show(options, told, Text(f"{options.worker} becomes {options.role}"))
     return 0
 
@@ -341,15 +360,21 @@ def _sealing(secret_file: Path | None) -> Sealing:
 
 def _run(options: argparse.Namespace, work: "Work") -> None:
     """Serve as `options` say while `work` runs. Ray's environment is set before anything imports Ray."""
+    telemetry = telemetry_of(options)
     os.environ.update(ray_environ(joins=options.ray_address is not None, token=secrets.token_hex(32)))
-    from tidemill.cluster.http.app import Sources
-    from tidemill.cluster.serving import Endpoint, serve, shared_store
+    os.environ.update(telemetry.environ())
+    from tidemill.cluster.endpoint import Endpoint
+    from tidemill.cluster.http.desk import Sources
+    from tidemill.cluster.logs import start_logs
+    from tidemill.cluster.serving import serve, shared_store
 
     endpoint = Endpoint(
         host=options.host,
         port=options.port,
-        model_name=model_name(options),
-        model_folder=model_folder(options),
+        grpc_port=options.grpc_port,
+        security=security_of(options, os.environ),
+        telemetry=telemetry,
+        limits=edge_limits(options),
     )
     sources = Sources(
         clock_s=time.monotonic,
@@ -363,4 +388,6 @@ def _run(options: argparse.Namespace, work: "Work") -> None:
     with shared_store(options.store, STORE_FOLDERS) as store_url:
         if options.store is not None and store_url != options.store:
             console.print(Text(f"store: {store_url}"))  # for `tidemill store`
-        serve(endpoint, cluster_settings(options, store_url, cache_folder), sources, console, work)
+        settings = guarded(cluster_settings(options, store_url, cache_folder), options).telling(telemetry)
+        start_logs(telemetry)
+        serve(endpoint, settings, sources, console, work)

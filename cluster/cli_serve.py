@@ -1,44 +1,83 @@
 """The options of `tidemill serve`, and the cluster that they describe."""
 
 import argparse
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 from tidemill.cluster.autoscale import Bounds
-from tidemill.cluster.settings import ClusterSettings, RouterSettings, WorkerSettings
-from tidemill.kvstore.errors import TidemillError
+from tidemill.cluster.cli_files import UsageError, models_of
+from tidemill.cluster.cli_telemetry import add_telemetry_options
+from tidemill.cluster.http.bounds import EdgeLimits
+from tidemill.cluster.settings import (
+    ClusterSettings,
+    FleetSettings,
+    RouterSettings,
+    WorkerSettings,
+    worker_name,
+)
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.workers.messages import Role
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import EngineSettings
 
 
-class UsageError(TidemillError):
-    """Options that do not go together."""
-
-
 def add_serving_options(serve: argparse.ArgumentParser) -> None:
     edge = serve.add_argument_group("endpoint")
     _add(edge.add_argument, "--host", "127.0.0.1", "address to listen on")
     _add(edge.add_argument, "--port", 8000, "0 takes a free one")
-    edge.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
     edge.add_argument(
-        "--max-model-len", type=int, metavar="TOKENS", help="limit of prompt and output together"
+        "--grpc-port", type=int, metavar="PORT", help="serve gRPC as well, on this port; 0 takes a free one"
     )
-
     _add(
         edge.add_argument,
+        "--send-timeout",
+        EdgeLimits().send_s_max,
+        "end an answer of which the client takes nothing for so long",
+        metavar="SECONDS",
+    )
+    edge.add_argument("--config", type=Path, metavar="FILE", help="YAML with options of this command")
+    edge.add_argument(
+        "--model-config",
+        type=Path,
+        metavar="FILE",
+        help="YAML with several models, each with options of its own; options given here count for all",
+    )
+    _add_model_options(serve)
+    _add_cluster_options(serve)
+    add_telemetry_options(serve)
+
+
+def edge_limits(options: argparse.Namespace) -> EdgeLimits:
+    if not options.send_timeout > 0:
+        raise UsageError("--send-timeout takes more than 0")
+    return EdgeLimits(send_s_max=options.send_timeout)
+
+
+def _add_model_options(serve: argparse.ArgumentParser) -> None:
+    """What each model of an endpoint may have of its own."""
+    model = serve.add_argument_group("model")
+    model.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="what clients call the model; of several names replies and metrics carry the first",
+    )
+    model.add_argument(
+        "--max-model-len", type=int, metavar="TOKENS", help="limit of prompt and output together"
+    )
+    _add(
+        model.add_argument,
         "--ttft-max",
         60.0,
         "refuse at once (429) what would wait longer than this for its first token",
         metavar="SECONDS",
     )
-
+    _add(model.add_argument, "--routers", 1, "routers; requests go on when one is lost", metavar="N")
     _add_worker_options(serve)
     _add_memory_options(serve)
-    _add_cluster_options(serve)
 
 
 def _add_worker_options(serve: argparse.ArgumentParser) -> None:
@@ -83,7 +122,26 @@ def _add_worker_options(serve: argparse.ArgumentParser) -> None:
         help="launch the next step before the tokens of this one are read",
     )
     _add(workers.add_argument, "--threads", 1, "CPU threads of each rank", metavar="N")
-    _add(workers.add_argument, "--kernels", "cpu", "operator variants", choices=["cpu", "reference"])
+    _add_device_options(serve)
+
+
+def _add_device_options(serve: argparse.ArgumentParser) -> None:
+    device = serve.add_argument_group("device")
+    _add(device.add_argument, "--device", "cpu", "what workers compute on: cpu, cuda, cuda:1", metavar="NAME")
+    device.add_argument(
+        "--kernels",
+        choices=["cpu", "triton", "reference"],
+        help="operator variants (cpu; on CUDA triton)",
+    )
+    device.add_argument(
+        "--backing",
+        choices=["fixed", "mmap", "kvcached"],
+        help="whose memory holds pages and states: fixed takes all of it at once, the others what is used "
+        "(mmap; on CUDA kvcached)",
+    )
+    device.add_argument(
+        "--enforce-eager", action="store_true", help="on CUDA: launch decode steps without CUDA graphs"
+    )
 
 
 def _add_cluster_options(serve: argparse.ArgumentParser) -> None:
@@ -101,7 +159,6 @@ def _add_cluster_options(serve: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="holds 32 secret bytes, in hex, base64 or as they are, that seal what is stored",
     )
-    _add(cluster.add_argument, "--routers", 1, "routers; requests go on when one is lost", metavar="N")
     cluster.add_argument("--ray-address", metavar="ADDRESS", help="join this Ray cluster; without, start one")
 
 
@@ -154,7 +211,37 @@ def _add(
     add_argument(name, default=default, type=type(default), help=f"{text} (%(default)s)", **more)
 
 
+def summary(options: argparse.Namespace) -> str:
+    """What is served: `keeper with 1 prefill + 1 decode`. Raises UsageError."""
+    models = [
+        f"{', '.join(model_names(model))} with "
+        + " + ".join(f"{count} {role}" for role, count in worker_counts(model).items())
+        for model in models_of(options, _add_model_options)
+    ]
+    return "; ".join(models)
+
+
 def cluster_settings(options: argparse.Namespace, store_url: str, cache_folder: Path) -> ClusterSettings:
+    """Raises UsageError."""
+    models = models_of(options, _add_model_options)
+    labels = [_label(model_names(model)[0]) if len(models) > 1 else "" for model in models]
+    for what in (labels, [name for model in models for name in model_names(model)]):
+        if twice := {one for one in what if what.count(one) > 1}:
+            raise UsageError(f"two models are called {min(twice)}: give each a served-model-name of its own")
+    return ClusterSettings(
+        fleets=tuple(
+            _fleet(model, label, store_url, cache_folder) for model, label in zip(models, labels, strict=True)
+        ),
+        ray_address=options.ray_address,
+    )
+
+
+def _label(name: str) -> str:
+    """What names of workers start with: `qwen-qwen3-next` of Qwen/Qwen3-Next."""
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.")
+
+
+def _fleet(options: argparse.Namespace, label: str, store_url: str, cache_folder: Path) -> FleetSettings:
     counts = worker_counts(options)
     sizes = _tensor_parallel_sizes(options, counts)
     memory_bytes = bytes_of(options.memory, "--memory")
@@ -174,7 +261,10 @@ def cluster_settings(options: argparse.Namespace, store_url: str, cache_folder: 
         cache_folder=cache_folder,
         page_tokens=options.page_size,
         kv_dtype=options.kv_cache_dtype,
+        device=options.device,
         kernels=options.kernels,
+        backing=options.backing,
+        enforce_eager=options.enforce_eager,
         threads=options.threads,
         step_tokens_max=options.max_num_batched_tokens,
         rows_max=options.max_num_seqs,
@@ -185,23 +275,27 @@ def cluster_settings(options: argparse.Namespace, store_url: str, cache_folder: 
     )
     workers = [
         WorkerSettings(
-            name=f"{role}-{index}", role=role, engine=replace(engine, tensor_parallel_size=sizes[role])
+            name=worker_name(label, role, index),
+            role=role,
+            engine=replace(engine, tensor_parallel_size=sizes[role]),
         )
         for role, count in counts.items()
         for index in range(count)
     ]
-    return ClusterSettings(
+    return FleetSettings(
+        label=label,
+        names=model_names(options),
         workers=tuple(workers),
-        router=_routers(options, frozenset(worker.name for worker in workers)),
-        ray_address=options.ray_address,
+        router=_routers(options, label, frozenset(worker.name for worker in workers)),
         bounds=_bounds(options, counts),
     )
 
 
-def _routers(options: argparse.Namespace, expected: frozenset[str]) -> RouterSettings:
+def _routers(options: argparse.Namespace, label: str, expected: frozenset[str]) -> RouterSettings:
     if options.routers < 1:
         raise UsageError("--routers takes 1 or more")
     return RouterSettings(
+        name=f"{label}-router" if label else "router",
         replicas=options.routers,
         broker=options.memory_broker,
         expected=expected,
@@ -255,8 +349,8 @@ def model_folder(options: argparse.Namespace) -> Path:
     return bundled().get(options.model) or Path(options.model)
 
 
-def model_name(options: argparse.Namespace) -> str:
-    return options.served_model_name or options.model
+def model_names(options: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(options.served_model_name or (options.model,))
 
 
 def bytes_of(size: str, option: str) -> int:

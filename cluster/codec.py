@@ -1,6 +1,6 @@
 """Frames of the data plane as bytes: what frontends and workers say to each other, and back. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, assert_never, get_args
 
@@ -20,6 +20,7 @@ from tidemill.workers.messages import (
     Request,
     RequestError,
     Sampling,
+    Times,
     TokenLogprob,
     WorkerGone,
     WorkerId,
@@ -141,7 +142,18 @@ def decode_client_frame(data: bytes) -> ClientFrame:
             raise Malformed("a client frame of no known kind")
 
 
-def encode_worker_frame(items: list[Item]) -> bytes:
+def first_frame(items: Sequence[Item], most: int) -> Sequence[Item]:
+    """Those of `items` that go into the next frame: one at least, no more with the logprobs of prompts than
+    `most`."""
+    left = most
+    for count, item in enumerate(items):
+        left -= 1 + (len(item.body.prompt_logprobs) if isinstance(item.body, Delta) else 0)
+        if left < 0:
+            return items[: max(1, count)]
+    return items
+
+
+def encode_worker_frame(items: Sequence[Item]) -> bytes:
     return pb.WorkerFrame(items=[_item_to(item) for item in items]).SerializeToString()
 
 
@@ -174,6 +186,8 @@ def _request_to(request: Request) -> pb.Request:
         ttft_s_max=request.ttft_s_max,
         lag_s=request.lag_s,
         on_trial=request.on_trial,
+        scored=request.scored,
+        trace_parent=request.trace_parent,
     )
 
 
@@ -194,6 +208,8 @@ def _request_from(message: pb.Request) -> Request:
         ttft_s_max=message.ttft_s_max if message.HasField("ttft_s_max") else None,
         lag_s=message.lag_s,
         on_trial=message.on_trial,
+        scored=message.scored,
+        trace_parent=message.trace_parent,
     )
 
 
@@ -211,6 +227,7 @@ def _sampling_to(sampling: Sampling) -> pb.Sampling:
         logit_bias=_values_to(sampling.logit_bias),
         min_tokens=sampling.min_tokens,
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
         grammar=None if grammar is None else pb.Grammar(kind=grammar.kind, text=grammar.text),
     )
 
@@ -228,6 +245,7 @@ def _sampling_from(message: pb.Sampling) -> Sampling:
         logit_bias=_values_from(message.logit_bias),
         min_tokens=message.min_tokens,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         grammar=_grammar_from(message.grammar) if message.HasField("grammar") else None,
     )
 
@@ -253,10 +271,8 @@ def _item_to(item: Item) -> pb.Item:
                 call=item.call,
                 delta=pb.Delta(
                     tokens=delta.tokens,
-                    logprobs=[
-                        pb.TokenLogprob(logprob=one.logprob, top=_values_to(one.top))
-                        for one in delta.logprobs
-                    ],
+                    logprobs=_logprobs_to(delta.logprobs),
+                    prompt_logprobs=_logprobs_to(delta.prompt_logprobs),
                     finish=_FINISHES[delta.finish],
                     provenance=None if delta.provenance is None else _provenance_to(delta.provenance),
                 ),
@@ -281,9 +297,8 @@ def _item_from(message: pb.Item) -> Item:
                 message.call,
                 Delta(
                     tokens=tuple(delta.tokens),
-                    logprobs=tuple(
-                        TokenLogprob(one.logprob, _values_from(one.top)) for one in delta.logprobs
-                    ),
+                    logprobs=_logprobs_from(delta.logprobs),
+                    prompt_logprobs=_logprobs_from(delta.prompt_logprobs),
                     finish=_FINISH_REASONS[delta.finish],
                     provenance=_provenance_from(delta.provenance) if delta.HasField("provenance") else None,
                 ),
@@ -302,19 +317,41 @@ def _item_from(message: pb.Item) -> Item:
             raise Malformed("an item of no known kind")
 
 
+def _logprobs_to(logprobs: Iterable[TokenLogprob]) -> list[pb.TokenLogprob]:
+    return [pb.TokenLogprob(logprob=one.logprob, top=_values_to(one.top)) for one in logprobs]
+
+
+def _logprobs_from(messages: Iterable[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(one.logprob, _values_from(one.top)) for one in messages)
+
+
 def _provenance_to(provenance: Provenance) -> pb.Provenance:
+    times = provenance.times
     return pb.Provenance(
         reused_tokens=provenance.reused_tokens,
         fetched_tokens=provenance.fetched_tokens,
         computed_tokens=provenance.computed_tokens,
+        times=pb.Times(
+            waited_s=times.waited_s,
+            fetched_s=times.fetched_s,
+            computed_s=times.computed_s,
+            stored_s=times.stored_s,
+        ),
     )
 
 
 def _provenance_from(message: pb.Provenance) -> Provenance:
+    times = message.times
     return Provenance(
         reused_tokens=message.reused_tokens,
         fetched_tokens=message.fetched_tokens,
         computed_tokens=message.computed_tokens,
+        times=Times(
+            waited_s=times.waited_s,
+            fetched_s=times.fetched_s,
+            computed_s=times.computed_s,
+            stored_s=times.stored_s,
+        ),
     )
 
 

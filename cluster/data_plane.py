@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 import grpc.aio
 
-from tidemill.cluster.channels import bind, new_server
+from tidemill.cluster.channels import bind, new_server, server_credentials
 from tidemill.cluster.codec import (
     Cancel,
     Failure,
@@ -24,7 +24,9 @@ from tidemill.cluster.codec import (
     Trial,
     decode_client_frame,
     encode_worker_frame,
+    first_frame,
 )
+from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import (
     Delta,
@@ -68,10 +70,17 @@ class Limits:
 class DataPlane:
     """Serves the streams of all frontends of one worker."""
 
-    def __init__(self, engine: Engine, worker: WorkerId, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        worker: WorkerId,
+        limits: Limits | None = None,
+        tls: MutualTls | None = None,
+    ) -> None:
         self._engine = engine
         self._worker = worker
         self._limits = Limits() if limits is None else limits
+        self._tls = tls
         self._streams: set[_Stream] = set()
         self._server = new_server()
         self._server.add_generic_rpc_handlers(
@@ -84,7 +93,7 @@ class DataPlane:
 
     async def start(self, host: str, port: int = 0) -> str:
         """Listen; the address, host:port. Raises OSError."""
-        address = bind(self._server, host, port)
+        address = bind(self._server, host, port, server_credentials(self._tls))
         await self._server.start()
         return address
 
@@ -175,7 +184,7 @@ class _Stream:
                     frame.call, PagesMissing(f"{self._limits.calls_max} calls of this frontend are open")
                 )
             case frame:
-                task = asyncio.create_task(self._run(frame))
+                task = asyncio.create_task(self._run(frame), name=frame.request.request_id)
                 self._calls[frame.call] = task
                 if isinstance(frame, Prefetch):
                     self._prefetches.add(frame.call)
@@ -210,7 +219,8 @@ class _Stream:
         del self._calls[call]
         self._prefetches.discard(call)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a request broke", exc_info=error)
+            request_id = task.get_name()
+            log.error("request %s broke", request_id, exc_info=error, extra={"request_id": request_id})
             self._put(call, WorkerGone(f"the worker broke on this request: {type(error).__name__}"))
 
     def _put(self, call: int, body: Delta | Produced | Trial | Failure) -> None:
@@ -224,7 +234,7 @@ class _Stream:
         what a step brings goes out together."""
         while True:
             await self._filled.wait()
-            items = self._outbox[: self._limits.frame_items_max]
+            items = list(first_frame(self._outbox, self._limits.frame_items_max))
             del self._outbox[: len(items)]
             self._waiting = Counter(item.call for item in self._outbox)
             if not self._outbox:

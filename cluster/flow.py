@@ -76,7 +76,9 @@ async def serve(
     story = Story(request, content_of(request))
     while story.attempt <= ATTEMPTS_MAX and story.hand_overs <= HAND_OVERS_MAX:
         rest = story.rest()
+        began_s = asyncio.get_running_loop().time()
         route = await router.place(story.ask(rest, root_of(request.salt), page_tokens))
+        story.placed_s += asyncio.get_running_loop().time() - began_s
         rest = replace(rest, lag_s=route.lag_s)
         at = route.decode
         try:
@@ -92,12 +94,9 @@ async def serve(
             async with aclosing(peers.generate(route.decode, route.decode_address, sent)) as deltas:
                 async for delta in deltas:
                     if delta.provenance is not None:
-                        trace = _trace(story.attempt, route, produced, delta)
+                        trace = story.trace(route, produced, delta)
                     assert trace is not None, "the first delta of a stream says where its prompt came from"
-                    story.streamed += delta.tokens
-                    yield Piece(
-                        tokens=delta.tokens, logprobs=delta.logprobs, finish=delta.finish, trace=trace
-                    )
+                    yield story.piece(delta, trace)
                     if delta.finish is not None:
                         return
             raise WorkerGone(f"{at} ended a stream that was not finished")
@@ -118,9 +117,11 @@ class Story:
     attempt: int = 1
     hand_overs: int = 0  # planned ones, which are no failures
     streamed: list[int] = field(default_factory=list[int])
+    scored: int = 0  # logprobs of the prompt, before anything was streamed
     avoid: frozenset[WorkerId] = frozenset()
     on_trial: bool = False
     silenced: bool = False  # a worker alone with it: the next one is no coincidence
+    placed_s: float = 0.0  # how long routers took
 
     def rest(self) -> Request:
         """What is left of the request after what was streamed, which is part of the prompt now."""
@@ -129,11 +130,13 @@ class Story:
             tokens=(*self.request.tokens, *self.streamed),
             max_new_tokens=self.request.max_new_tokens - len(self.streamed),
             drawn=self.request.drawn + len(self.streamed),
+            scored=self.scored,
             on_trial=self.on_trial,
         )
 
     def ask(self, rest: Request, root: PageKey, page_tokens: int) -> Ask:
-        end = restorable_end(len(rest.tokens), page_tokens)
+        whole = rest.scored < rest.to_score
+        end = restorable_end(rest.scored + 1 if whole else len(rest.tokens), page_tokens)
         keys = page_keys(root, rest.tokens[:end], page_tokens)
         is_first = self.attempt == 1 and not self.hand_overs
         return Ask(
@@ -145,7 +148,32 @@ class Story:
             tenant=rest.tenant,
             ttft_s_max=rest.ttft_s_max if is_first else math.inf,  # it was accepted
             content=self.content,
+            whole=whole,
             wait_s_max=min(WAIT_S_MAX, rest.ttft_s_max or WAIT_S_MAX) if is_first else WAIT_S_MAX,
+        )
+
+    def piece(self, delta: Delta, trace: Trace) -> Piece:
+        """What the delta adds, which is not asked for again."""
+        self.streamed += delta.tokens
+        self.scored += len(delta.prompt_logprobs)
+        return Piece(
+            tokens=delta.tokens,
+            logprobs=delta.logprobs,
+            prompt_logprobs=delta.prompt_logprobs,
+            finish=delta.finish,
+            trace=trace,
+        )
+
+    def trace(self, route: Route, produced: Produced | None, first: Delta) -> Trace:
+        assert first.provenance is not None
+        return Trace(
+            attempts=self.attempt,
+            hand_overs=self.hand_overs,
+            placed_s=self.placed_s,
+            prefill=route.prefill,
+            decode=route.decode,
+            produced=produced,
+            provenance=first.provenance,
         )
 
     async def failed(self, at: WorkerId, error: PagesMissing | WorkerGone, router: Router) -> None:
@@ -201,14 +229,3 @@ def content_of(request: Request) -> bytes:
 def _is_stored(produced: Produced | None, request: Request, page_tokens: int) -> bool:
     """Whether there are pages to insist on: the store took what the prefill worker made, if one was asked."""
     return produced is None or produced.depth == restorable_end(len(request.tokens), page_tokens)
-
-
-def _trace(attempt: int, route: Route, produced: Produced | None, first: Delta) -> Trace:
-    assert first.provenance is not None
-    return Trace(
-        attempts=attempt,
-        prefill=route.prefill,
-        decode=route.decode,
-        produced=produced,
-        provenance=first.provenance,
-    )

@@ -1,11 +1,14 @@
 """The service behind the HTTP edge: the flow over a router and peers, for one model."""
 
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from tidemill.cluster.flow import serve
 from tidemill.cluster.peers import GrpcPeers
 from tidemill.cluster.router_client import RouterClient
 from tidemill.cluster.service import FleetStatus, ServedModel
+from tidemill.cluster.traced_flow import TracedPeers, TracedRouter
+from tidemill.cluster.tracing import Tracer
 from tidemill.cluster.watch import watch
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.workers.messages import Piece, Request, Role, WorkerInfo
@@ -14,17 +17,37 @@ from tidemill.workers.messages import Piece, Request, Role, WorkerInfo
 class ClusterService:
     """`info` is of any ready worker: what names keys is the same on all workers of one model."""
 
-    def __init__(self, model: ServedModel, router: RouterClient, peers: GrpcPeers, info: WorkerInfo) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        router: RouterClient,
+        peers: GrpcPeers,
+        info: WorkerInfo,
+        tracer: Tracer | None = None,
+    ) -> None:
         self.model = model
+        self._tracer = tracer
         self._router = router
         self._peers = peers
         self._info = info
+        self._resets = 0
 
     def generate(self, request: Request) -> AsyncGenerator[Piece]:
-        return serve(request, self._router, self._peers, self._root_of, self._info.page_tokens)
+        page_tokens = self._info.page_tokens
+        if self._resets:
+            request = replace(request, salt=f"{request.salt}/{self._resets}")
+        if self._tracer is None or not request.trace_parent:
+            return serve(request, self._router, self._peers, self._root_of, page_tokens)
+        router = TracedRouter(self._router, self._tracer, request.trace_parent)
+        peers = TracedPeers(self._peers, self._tracer, page_tokens)
+        return serve(request, router, peers, self._root_of, page_tokens)
 
     async def status(self) -> FleetStatus:
         return await self._router.status()
+
+    def reset_prefix_cache(self) -> None:
+        """All names change: what has the old ones goes as anything that nobody asks for."""
+        self._resets += 1
 
     async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
         await self._router.set_budget(worker, budget_bytes)

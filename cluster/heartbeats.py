@@ -12,6 +12,7 @@ from tidemill.cluster import duties
 from tidemill.cluster.channels import open_channel
 from tidemill.cluster.codec import Malformed
 from tidemill.cluster.duties import Duties
+from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.router_client import FindRouter
 from tidemill.cluster.router_codec import decode_ack, encode_heartbeat
 from tidemill.workers.messages import Announcement, Heartbeat, WorkerGone, WorkerLoad
@@ -75,11 +76,19 @@ class News:
 class Heartbeats:
     """To one router. Of several, `obey` makes it the one whose answers count."""
 
-    def __init__(self, engine: Engine, duties: Duties, find_router: FindRouter, news: News) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        duties: Duties,
+        find_router: FindRouter,
+        news: News,
+        tls: MutualTls | None = None,
+    ) -> None:
         self._engine = engine
         self._duties = duties
         self._find_router = find_router
         self._news = news
+        self._tls = tls
         self._heard: Callable[[], None] | None = None
         self._sequence = 0
         self._asked_bytes: int | None = None  # of the engine, by the last ack that named a budget
@@ -93,9 +102,15 @@ class Heartbeats:
         """Report until cancelled, to whatever router there is; a new connection starts with everything."""
         while True:
             try:
-                async with open_channel(await self._find_router()) as channel:
+                async with open_channel(await self._find_router(), self._tls) as channel:
                     await self._report(channel)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError, WorkerGone, Malformed) as error:
+            except (
+                grpc.aio.AioRpcError,
+                asyncio.InvalidStateError,
+                WorkerGone,
+                Malformed,
+                OSError,
+            ) as error:
                 log.info("the router is away: %s", error)
             finally:
                 self._news.forget(self)

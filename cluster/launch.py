@@ -21,7 +21,7 @@ from tidemill.cluster.peers import GrpcPeers
 from tidemill.cluster.processes import children, end, with_descendants
 from tidemill.cluster.router_actor import RouterActor
 from tidemill.cluster.router_client import RouterClient
-from tidemill.cluster.settings import ClusterSettings, WorkerSettings
+from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
 from tidemill.cluster.worker_process import Failed, Loading, Ready, State
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import WorkerInfo
@@ -46,7 +46,7 @@ class Cluster:
     event loop."""
 
     def __init__(self, settings: ClusterSettings) -> None:
-        self.workers: tuple[WorkerInfo, ...] = ()
+        self._infos: dict[str, WorkerInfo] = {}
         self._settings = settings
         self._temp_folder: Path | None = None
         self._processes: list[psutil.Process] = []  # Ray's own, if we started it
@@ -54,14 +54,19 @@ class Cluster:
         self._actors: dict[str, Any] = {}
         self._places: dict[str, Any] = {}  # of groups, by name
 
-    def router(self) -> RouterClient:
-        """A new client of the routers, for one event loop of this process."""
-        names, namespace = self._settings.router.names, self._settings.namespace
-        return RouterClient(*(find_router(name, namespace) for name in names))
+    def workers(self, fleet: FleetSettings) -> tuple[WorkerInfo, ...]:
+        """Those that the fleet started with."""
+        return tuple(self._infos[worker.name] for worker in fleet.workers)
 
-    def peers(self) -> GrpcPeers:
-        """New streams to the workers, for one event loop of this process."""
-        return GrpcPeers()
+    def router(self, fleet: FleetSettings) -> RouterClient:
+        """A new client of the fleet's routers, for one event loop of this process."""
+        namespace = self._settings.namespace
+        found = (find_router(name, namespace) for name in fleet.router.names)
+        return RouterClient(*found, tls=fleet.router.tls)
+
+    def peers(self, fleet: FleetSettings) -> GrpcPeers:
+        """New streams to the fleet's workers, for one event loop of this process."""
+        return GrpcPeers(tls=fleet.router.tls)
 
     def start_ray(self) -> None:
         settings = self._settings
@@ -97,11 +102,12 @@ class Cluster:
     def start_actors(self) -> None:
         settings = self._settings
         try:
-            for name in settings.router.names:
-                router = RAY.remote(RouterActor).options(**LIVES, num_cpus=0, name=name)
-                self._routers.append(router.remote(settings.router))
-            for worker in settings.workers:
-                self.add_worker(worker)
+            for fleet in settings.fleets:
+                for name in fleet.router.names:
+                    router = RAY.remote(RouterActor).options(**LIVES, num_cpus=0, name=name)
+                    self._routers.append(router.remote(fleet.router))
+                for worker in fleet.workers:
+                    self.add_worker(worker, fleet.router)
         except ValueError as error:
             raise LaunchError(
                 f"the actors cannot be created in namespace {settings.namespace}: {error}"
@@ -116,13 +122,13 @@ class Cluster:
         self._places[worker.name] = place
         return place
 
-    def add_worker(self, worker: WorkerSettings) -> None:
-        """Start one; its first heartbeat says that it is ready. May be called on another thread."""
+    def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None:
+        """Start one; its first heartbeat to these routers says that it is ready. May be called on another
+        thread."""
         place = self._place_of(worker)
         options = {**LIVES, **options_of(worker, place, 0)}
         actor = RAY.remote(WorkerActor).options(**options, name=worker.name)
-        routers = self._settings.router.names
-        self._actors[worker.name] = actor.remote(worker, routers, self._settings.namespace, place)
+        self._actors[worker.name] = actor.remote(worker, routers.names, self._settings.namespace, place)
 
     def remove_worker(self, name: str) -> None:
         """End one for good, if it is there: it should have been drained. May be called on another thread."""
@@ -157,7 +163,7 @@ class Cluster:
             if silent and clock() > give_up_s:
                 raise LaunchError(_no_process(*silent.values()))
             time.sleep(LOOK_S)
-        self.workers = tuple(ready[worker.name] for worker in self._settings.workers)
+        self._infos = ready
 
     def stop(self) -> None:
         """End every process and remove every file of the cluster; of one that was joined, our actors. May

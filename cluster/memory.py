@@ -5,21 +5,22 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from tidemill.cluster.security import Server
 from tidemill.cluster.status import ask_server, human_bytes, memory_table, table
 
 SIZES = {"budget_bytes": "budget", "set_bytes": "set to", "floor_bytes": "floor", "max_bytes": "max"}
 
 
-def fetch_memory(url: str) -> dict[str, Any]:
+def fetch_memory(server: Server) -> dict[str, Any]:
     """The answer of GET /cluster/memory. Raises Unserved with one line that says what to do."""
-    return ask_server(url, "GET", "/cluster/memory", answer="workers")
+    return ask_server(server, "GET", "/cluster/memory", answer="workers")
 
 
-def set_budget(url: str, worker: str, budget: str | None) -> dict[str, Any]:
+def set_budget(server: Server, worker: str, budget: str | None) -> dict[str, Any]:
     """Give a worker this budget, a size; None leaves it to the broker. The answer is the memory of all
     workers. Raises Unserved, or RequestError with what the server says against it."""
     body = {"worker": worker, "budget": budget}
-    return ask_server(url, "POST", "/cluster/memory", answer="workers", body=body)
+    return ask_server(server, "POST", "/cluster/memory", answer="workers", body=body)
 
 
 def render_memory(memory: dict[str, Any]) -> RenderableType:

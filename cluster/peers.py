@@ -22,6 +22,7 @@ from tidemill.cluster.codec import (
     decode_worker_frame,
     encode_client_frame,
 )
+from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.workers.messages import (
     Delta,
     DiedAlone,
@@ -52,8 +53,9 @@ Inbox = asyncio.Queue[Delta | Produced | Trial | Failure]
 class GrpcPeers:
     """The workers over gRPC: the `Peers` of cluster/flow.py. Lives on one asyncio loop."""
 
-    def __init__(self, unread_items_max: int = UNREAD_ITEMS_MAX) -> None:
+    def __init__(self, unread_items_max: int = UNREAD_ITEMS_MAX, tls: MutualTls | None = None) -> None:
         self._unread_items_max = unread_items_max
+        self._tls = tls
         self._streams: dict[tuple[WorkerId, str], _Stream] = {}
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
@@ -106,7 +108,7 @@ class GrpcPeers:
         key = (worker, address)
         stream = self._streams.get(key)
         if stream is None:
-            stream = self._streams[key] = _Stream(worker, address, self._unread_items_max)
+            stream = self._streams[key] = _Stream(worker, address, self._unread_items_max, self._tls)
             stream.reader.add_done_callback(lambda _: self._forget(key, stream))
         return stream
 
@@ -118,12 +120,13 @@ class GrpcPeers:
 class _Stream:
     """One connection to one life of a worker. Once broken it stays so, and every call on it fails at once."""
 
-    def __init__(self, worker: WorkerId, address: str, unread_items_max: int) -> None:
+    def __init__(self, worker: WorkerId, address: str, unread_items_max: int, tls: MutualTls | None) -> None:
         self.broken = ""  # why
         self._heard_s = asyncio.get_running_loop().time()
         self._worker = worker
         self._address = address
         self._unread_items_max = unread_items_max
+        self._tls = tls
         self._numbers = count(1)
         self._reason = "the connection was closed"  # why it will be broken
         self._died = True  # ... as far as anybody knows
@@ -179,7 +182,7 @@ class _Stream:
 
     async def _read(self) -> None:
         try:
-            async with open_channel(self._address) as channel:
+            async with open_channel(self._address, self._tls) as channel:
                 async for data in self._open(channel):
                     self._heard_s = asyncio.get_running_loop().time()
                     for item in decode_worker_frame(data):
@@ -187,7 +190,7 @@ class _Stream:
         except grpc.aio.AioRpcError as error:
             self._reason = error.details() or error.code().name
             self._died = PING_TIMEOUT not in self._reason
-        except Malformed as error:
+        except (Malformed, OSError) as error:
             self._reason = str(error)
         finally:
             self._break(self._reason)

@@ -73,7 +73,8 @@ Chosen = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A request as the router sees it. `keys` are the cut keys of its full pages below the last token."""
+    """A request as the router sees it. `keys` are the cut keys of its full pages below the last token, or of
+    those that may be restored if the `whole` rest is to be computed where it is answered."""
 
     request_id: str
     keys: tuple[bytes, ...]
@@ -84,6 +85,7 @@ class Ask:
     tenant: str = ""
     ttft_s_max: float | None = None  # None: as long as the server lets it wait; inf: it was taken before
     content: bytes = b""  # names what is asked, whatever its request_id
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,7 @@ def place(fleet: Fleet, ask: Ask, now_s: float) -> Route | None:
     if not len(decoding):
         return None
     computing = view.able(Column.PREFILLS)
-    prefill = view.best_prefill(computing) if len(computing) else None
+    prefill = view.best_prefill(computing) if len(computing) and not ask.whole else None
     streams = view.streams(prefill)
     best = view.pick(decoding, streams.score)
     decode = fleet.at(best).info

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 
 from tidemill.cluster.backoff import Backoff
+from tidemill.cluster.logs import start_logs
 from tidemill.cluster.router_service import RouterService
 from tidemill.cluster.settings import RouterSettings
 
@@ -28,12 +29,13 @@ class RouterActor:
     """The process of the router. What it knew comes back with the workers' next heartbeats."""
 
     def __init__(self, settings: RouterSettings) -> None:
+        start_logs(settings.telemetry, router=settings.name)
         loop = asyncio.get_running_loop()
         build = cast("type[Router]", resolve_name(settings.build))
         router = build(
             loop.time, broker=settings.broker, expected=settings.expected, ttft_s_max=settings.ttft_s_max
         )
-        self._service = RouterService(router)
+        self._service = RouterService(router, settings.tls)
         self._backoff = Backoff()
         host: str = settings.host or RAY.util.get_node_ip_address()
         self._address = loop.create_task(self._service.start(host))

@@ -12,6 +12,7 @@ import grpc.aio
 
 from tidemill.cluster.channels import open_channel
 from tidemill.cluster.codec import Malformed
+from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.placement import Ask, Route
 from tidemill.cluster.router_codec import (
     decode_lives,
@@ -46,8 +47,8 @@ class RouterClient:
     """The `Router` of cluster/flow.py, over gRPC. Lives on one asyncio loop. What any of several routers can
     do is asked of one until it is away, and of the next one then; people's words go to the first."""
 
-    def __init__(self, *routers: FindRouter) -> None:
-        self._ways = [_Way(find) for find in routers]
+    def __init__(self, *routers: FindRouter, tls: MutualTls | None = None) -> None:
+        self._ways = [_Way(find, tls) for find in routers]
         self._at = 0  # who is asked now
 
     async def place(self, ask: Ask) -> Route:
@@ -114,7 +115,7 @@ class RouterClient:
                     except grpc.aio.AioRpcError as error:
                         _raise_refusal(error)
                         reason = error.details() or error.code().name
-                    except (WorkerGone, Malformed) as error:
+                    except (WorkerGone, Malformed, OSError) as error:
                         reason = str(error)
                     if at == self._at:  # nobody else has moved on
                         self._at = (at + 1) % len(self._ways)
@@ -125,8 +126,9 @@ class RouterClient:
 class _Way:
     """To one router."""
 
-    def __init__(self, find: FindRouter) -> None:
+    def __init__(self, find: FindRouter, tls: MutualTls | None) -> None:
         self._find = find
+        self._tls = tls
         self._channel: grpc.aio.Channel | None = None
         self._calls: Counter[grpc.aio.Channel] = Counter()  # under way
         self._finding = asyncio.Lock()  # thousands may wait for a router that comes back
@@ -138,7 +140,7 @@ class _Way:
     async def _open(self) -> grpc.aio.Channel:
         async with self._finding:
             if self._channel is None:
-                self._channel = open_channel(await self._find())
+                self._channel = open_channel(await self._find(), self._tls)
             return self._channel
 
     async def ask(self, name: str, data: bytes) -> bytes:

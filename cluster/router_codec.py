@@ -37,6 +37,7 @@ def encode_ask(ask: Ask) -> bytes:
         tenant=ask.tenant,
         ttft_s_max=ask.ttft_s_max,
         content=ask.content,
+        whole=ask.whole,
     ).SerializeToString()
 
 
@@ -53,6 +54,7 @@ def decode_ask(data: bytes) -> Ask:
         tenant=message.tenant,
         ttft_s_max=message.ttft_s_max if message.HasField("ttft_s_max") else None,
         content=message.content,
+        whole=message.whole,
     )
 
 
@@ -260,7 +262,7 @@ def _info_to(info: WorkerInfo) -> pb.WorkerInfo:
         address=info.address,
         pid=info.pid,
         node=info.node,
-        rank=info.rank,
+        tensor_parallel_size=info.tensor_parallel_size,
         fingerprint=info.fingerprint,
         layout=info.layout,
         page_tokens=info.page_tokens,
@@ -287,7 +289,7 @@ def _info_from(message: pb.WorkerInfo) -> WorkerInfo:
         address=message.address,
         pid=message.pid,
         node=message.node,
-        rank=message.rank,
+        tensor_parallel_size=message.tensor_parallel_size,
         fingerprint=message.fingerprint,
         layout=message.layout,
         page_tokens=message.page_tokens,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 import grpc.aio
 
-from tidemill.cluster.channels import ROUTER_STREAMS_MAX, bind, new_server
+from tidemill.cluster.channels import ROUTER_STREAMS_MAX, bind, new_server, server_credentials
 from tidemill.cluster.codec import Malformed
+from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.placement import Ask, Route
 from tidemill.cluster.router_codec import (
     decode_ask,
@@ -60,8 +61,9 @@ class Router(Protocol):
 class RouterService:
     """A worker whose report breaks off is lost at once; one that only falls silent, at the router's tick."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, tls: MutualTls | None = None) -> None:
         self._router = router
+        self._tls = tls
         self._reports: dict[WorkerId, object] = {}  # the latest report of each worker
         self._server = new_server(ROUTER_STREAMS_MAX)
         handlers: dict[str, Handler] = {
@@ -80,7 +82,7 @@ class RouterService:
 
     async def start(self, host: str, port: int = 0) -> str:
         """Listen; the address, host:port. Raises OSError."""
-        address = bind(self._server, host, port)
+        address = bind(self._server, host, port, server_credentials(self._tls))
         await self._server.start()
         return address
 

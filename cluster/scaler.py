@@ -7,13 +7,13 @@ worker that somebody drained does not count, and one that was given another role
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from tidemill.cluster.autoscale import Bounds, Change, Hysteresis, Misses, Sample, decide, sample_of
+from tidemill.cluster.autoscale import Change, Misses, Sample, decide, sample_of
 from tidemill.cluster.service import FleetStatus, WorkerStatus
-from tidemill.cluster.settings import WorkerSettings
+from tidemill.cluster.settings import FleetSettings, RouterSettings, WorkerSettings, worker_name
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError, Role, Unserved
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 class Cluster(Protocol):
     """launch.Cluster. Both calls are made from threads."""
 
-    def add_worker(self, worker: WorkerSettings) -> None: ...
+    def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None: ...
     def remove_worker(self, name: str) -> None: ...
 
 
@@ -53,29 +53,28 @@ class _Worker:
 
 
 class Scaler:
-    """One for a cluster: the frontend that started it."""
+    """One for a fleet, in the frontend that started it."""
 
     def __init__(
         self,
         cluster: Cluster,
         service: Service,
-        workers: Sequence[WorkerSettings],
-        bounds: Mapping[Role, Bounds],
+        fleet: FleetSettings,
         misses: Callable[[], Misses],
-        hysteresis: Hysteresis,
     ) -> None:
-        """`workers` are there at the start; new ones are like the first of their role. Roles without `bounds`
-        stay as they are."""
+        """The fleet's workers are there at the start; new ones are like the first of their role. Roles
+        without bounds stay as they are."""
         self._cluster = cluster
         self._service = service
-        self._bounds = bounds
+        self._fleet = fleet
+        self._bounds = fleet.bounds
         self._misses = misses
-        self._hysteresis = hysteresis
-        self._models = {worker.role: worker for worker in reversed(workers)}
-        self._workers = {one.name: _Worker(one.role, one.role) for one in workers}
+        self._hysteresis = hysteresis = fleet.hysteresis
+        self._models = {worker.role: worker for worker in reversed(fleet.workers)}
+        self._workers = {one.name: _Worker(one.role, one.role) for one in fleet.workers}
         self._spent: set[str] = set()  # names of removed workers that the router may still give another role
         self._history = deque[Sample](maxlen=int(hysteresis.down_s / hysteresis.look_s) + 2)
-        assert bounds.keys() <= self._models.keys(), "a role that is scaled has a worker to be like"
+        assert fleet.bounds.keys() <= self._models.keys(), "a role that is scaled has a worker to be like"
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -108,7 +107,7 @@ class Scaler:
             name = self._new_name(change.role)
             worker = replace(self._models[change.role], name=name)
             try:
-                await asyncio.to_thread(self._cluster.add_worker, worker)
+                await asyncio.to_thread(self._cluster.add_worker, worker, self._fleet.router)
             except (TidemillError, ValueError) as error:  # ValueError: Ray still knows one of this name
                 log.warning("%s cannot be started: %s", name, error)
                 return
@@ -141,7 +140,8 @@ class Scaler:
 
     def _new_name(self, role: Role) -> str:
         taken = self._workers.keys() | self._spent
-        return next(name for index in range(len(taken) + 1) if (name := f"{role}-{index}") not in taken)
+        names = (worker_name(self._fleet.label, role, index) for index in range(len(taken) + 1))
+        return next(name for name in names if name not in taken)
 
 
 def _hear(worker: _Worker, row: WorkerStatus | None) -> None:

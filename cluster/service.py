@@ -19,6 +19,11 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     created_s: int  # unix time
+    aliases: tuple[str, ...] = ()  # other names that clients may use
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
 
 
 SetBy = Literal["operator", "broker", "share"]
@@ -55,6 +60,10 @@ class Service(Protocol):
         ...
 
     async def status(self) -> FleetStatus: ...
+
+    def reset_prefix_cache(self) -> None:
+        """Requests from now on find nothing that was kept before."""
+        ...
 
     async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
         """Give a worker this budget, by its name; None leaves it to the broker. Raises RequestError,

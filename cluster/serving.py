@@ -5,26 +5,35 @@ import logging
 import signal
 import socket
 import tempfile
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 import uvicorn
 import uvloop
 from rich.console import Console
 
+from tidemill.cluster.endpoint import Endpoint, PortTaken, allow_files, listening
 from tidemill.cluster.frontend import ClusterService
-from tidemill.cluster.http.app import Sources, build_app
+from tidemill.cluster.grpc_api.server import PublicServer
+from tidemill.cluster.http.app import app_of
+from tidemill.cluster.http.desk import Desk, Sources, desk_of
 from tidemill.cluster.http.metrics import Metrics
+from tidemill.cluster.http.models import Served
+from tidemill.cluster.http.patience import patient
 from tidemill.cluster.launch import Cluster, start_cluster
 from tidemill.cluster.scaler import Scaler
+from tidemill.cluster.security import uvicorn_settings
 from tidemill.cluster.service import ServedModel
-from tidemill.cluster.settings import ClusterSettings
+from tidemill.cluster.settings import ClusterSettings, FleetSettings
 from tidemill.cluster.store_plan import other_tiers
 from tidemill.cluster.store_service import running_store
-from tidemill.kvstore.errors import StoreError, TidemillError
+from tidemill.cluster.tracing import tracing
+from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.open_store import open_store
 from tidemill.workers.api.text import Tokenizer
 from tidemill.workers.api.tokenizer import load_tokenizer
@@ -36,22 +45,14 @@ DRAIN_S_MAX = 5
 """Open streams may go on for this long after the server was told to stop."""
 
 
-class PortTaken(TidemillError):
-    """The endpoint cannot listen where it was told to."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
-    """Where the server listens, and what it calls its model."""
-
-    host: str
-    port: int
-    model_name: str
-    model_folder: Path
-
-
-Work = Callable[[str], Awaitable[None]]
+Work = Callable[[str], Coroutine[Any, Any, None]]
 """What to do with a server that is up, given its URL."""
+
+
+class _Runs(Protocol):
+    async def run(self) -> None:
+        """Until cancelled."""
+        ...
 
 
 def serve(
@@ -64,12 +65,19 @@ def serve(
     """
     for engine in {worker.engine for worker in settings.workers}:
         check_settings(engine)  # what is wrong there is said before anything is started
-    with _listening(endpoint) as listener, ThreadPoolExecutor(1) as beside:
-        tokenizer = beside.submit(load_tokenizer, endpoint.model_folder)  # takes as long as the cluster
+    allow_files(endpoint.limits.connections_max)
+    with (
+        listening(endpoint) as listener,
+        ThreadPoolExecutor(1) as beside,
+        tracing(endpoint.telemetry, "frontend") as tracer,
+    ):
+        sources = replace(sources, tracer=tracer)
+        folders = [fleet.model_folder for fleet in settings.fleets]
+        tokenizers = beside.map(load_tokenizer, folders)  # takes as long as the cluster
         cluster = start_cluster(settings, console)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(endpoint, settings, cluster, tokenizer.result(), sources, listener, work))
+                runner.run(_serve(endpoint, settings, cluster, list(tokenizers), sources, listener, work))
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not leave half of it behind
             signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -80,61 +88,102 @@ async def _serve(
     endpoint: Endpoint,
     settings: ClusterSettings,
     cluster: Cluster,
-    tokenizer: Tokenizer,
+    tokenizers: Sequence[Tokenizer],
     sources: Sources,
     listener: socket.socket,
     work: Work,
 ) -> None:
-    info = cluster.workers[0]
-    model = ServedModel(
-        name=endpoint.model_name,
-        folder=endpoint.model_folder,
-        max_model_len=min(worker.max_model_len for worker in cluster.workers),
-        vocab_size=info.vocab_size,
-        eos_token_ids=info.eos_token_ids,
-        created_s=int(sources.unix_time_s()),
+    fleets = settings.fleets
+    services = [_service(cluster, fleet, sources) for fleet in fleets]
+    metrics = Metrics(
+        sources.clock_s,
+        {fleet.names[0]: fleet.router.ttft_s_max for fleet in fleets},
+        endpoint.telemetry.metrics_alias,
     )
-    service = ClusterService(model, cluster.router(), cluster.peers(), info)
-    metrics = Metrics(sources.clock_s, settings.router.ttft_s_max)
-    config = uvicorn.Config(
-        build_app(service, tokenizer, sources, metrics=metrics),
-        log_level="warning",
-        access_log=False,
-        ws="none",
-        timeout_graceful_shutdown=DRAIN_S_MAX,
+    desk = desk_of(
+        [Served(*one) for one in zip(services, tokenizers, strict=True)],
+        sources,
+        metrics=metrics,
+        limits=endpoint.limits,
+        keys=endpoint.security.keys,
     )
-    server = _Server(config)
+    scalers = [
+        Scaler(cluster, service, fleet, partial(metrics.misses, service.model.name))
+        for service, fleet in zip(services, fleets, strict=True)
+        if fleet.bounds
+    ]
+    public = await _grpc(endpoint, desk)
+    working = work(f"{endpoint.scheme}://{endpoint.host}:{listener.getsockname()[1]}")
+    try:
+        await _until_told(_http(endpoint, desk), listener, [*services, *scalers, *public], working)
+    finally:
+        for service in services:
+            await service.close()
+
+
+async def _until_told(
+    server: "_Server", listener: socket.socket, beside: Sequence[_Runs], work: Coroutine[Any, Any, None]
+) -> None:
+    """Serve until `work` is done or a signal comes, with all that runs beside it; then end all of it."""
     told_to_stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, told_to_stop.set)
-    beside = [asyncio.create_task(service.run())]
-    if settings.bounds:
-        scaler = Scaler(
-            cluster,
-            service,
-            settings.workers,
-            settings.bounds,
-            lambda: metrics.misses,
-            settings.hysteresis,
-        )
-        beside.append(asyncio.create_task(scaler.run()))
-    for task in beside:
+    others = [asyncio.create_task(one.run()) for one in beside]
+    for task in others:
         task.add_done_callback(_ended)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    working = asyncio.ensure_future(work(f"http://{endpoint.host}:{listener.getsockname()[1]}"))
+    working = asyncio.create_task(work)
     stopping = asyncio.create_task(told_to_stop.wait())
     try:
         await asyncio.wait({serving, working, stopping}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         server.should_exit = True
-        working.cancel()
-        stopping.cancel()
-        for task in beside:
+        for task in (working, stopping, *others):
             task.cancel()
-        await asyncio.wait({serving, working, stopping, *beside})
-        await service.close()
+        await asyncio.wait({serving, working, stopping, *others})
     if not working.cancelled():
         working.result()
+
+
+def _http(endpoint: Endpoint, desk: Desk) -> "_Server":
+    config = uvicorn.Config(
+        app_of(desk),
+        http=patient(desk.limits),
+        log_config=None,  # its warnings go where ours go
+        access_log=False,
+        ws="none",
+        timeout_graceful_shutdown=DRAIN_S_MAX,
+        **uvicorn_settings(endpoint.security.tls),
+    )
+    return _Server(config)
+
+
+def _service(cluster: Cluster, fleet: FleetSettings, sources: Sources) -> ClusterService:
+    workers = cluster.workers(fleet)
+    name, *aliases = fleet.names
+    model = ServedModel(
+        name=name,
+        aliases=tuple(aliases),
+        folder=fleet.model_folder,
+        max_model_len=min(worker.max_model_len for worker in workers),
+        vocab_size=workers[0].vocab_size,
+        eos_token_ids=workers[0].eos_token_ids,
+        created_s=int(sources.unix_time_s()),
+    )
+    return ClusterService(model, cluster.router(fleet), cluster.peers(fleet), workers[0], sources.tracer)
+
+
+async def _grpc(endpoint: Endpoint, desk: Desk) -> list[PublicServer]:
+    """The gRPC server, listening; none where none is wanted. Raises PortTaken."""
+    if endpoint.grpc_port is None:
+        return []
+    server = PublicServer(desk, DRAIN_S_MAX, tls=endpoint.security.tls)
+    try:
+        address = await server.start(endpoint.host, endpoint.grpc_port)
+    except OSError as error:
+        raise PortTaken(f"{error}: give another --grpc-port") from error
+    log.info("gRPC on %s", address)
+    return [server]
 
 
 def _ended(task: asyncio.Task[None]) -> None:
@@ -148,24 +197,6 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
-
-
-@contextmanager
-def _listening(endpoint: Endpoint) -> Generator[socket.socket]:
-    """The endpoint's socket, taken first: a port that is in use is a mistake to tell before the cluster
-    starts."""
-    family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((endpoint.host, endpoint.port))
-        except (OSError, OverflowError) as error:
-            raise PortTaken(
-                f"cannot listen on {endpoint.host}:{endpoint.port} ({error}): "
-                "give another --host or --port, 0 takes a free one"
-            ) from error
-        listener.listen(2048)
-        yield listener
 
 
 @contextmanager

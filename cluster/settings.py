@@ -2,10 +2,12 @@
 
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tidemill.cluster.autoscale import Bounds, Hysteresis
+from tidemill.cluster.mutual_tls import MutualTls
+from tidemill.cluster.telemetry import QUIET, Telemetry
 from tidemill.workers.messages import Role
 from tidemill.workers.settings import EngineSettings
 
@@ -25,6 +27,8 @@ class WorkerSettings:
     host: str | None = "127.0.0.1"
     num_cpus: float = 0.0
     num_gpus: float = 0.0
+    tls: MutualTls | None = None  # None: what crosses sockets is plain, and nobody shows who they are
+    telemetry: Telemetry = QUIET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,8 @@ class RouterSettings:
     broker: bool = True
     expected: frozenset[str] = frozenset()  # names of workers
     ttft_s_max: float = 60.0  # what would wait longer for its first token is refused
+    tls: MutualTls | None = None  # as workers have it
+    telemetry: Telemetry = QUIET
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -49,22 +55,56 @@ class RouterSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterSettings:
-    """A whole cluster. `ray_address` joins a running Ray cluster; None starts one on this machine, which ends
-    with the process that started it and keeps all that it writes in a folder of its own under `temp_folder`.
-    """
+class FleetSettings:
+    """The workers of one model, and the routers that place its requests. Clients know it by `names`."""
 
     workers: tuple[WorkerSettings, ...]
+    names: tuple[str, ...] = ("model",)
     router: RouterSettings = field(default_factory=RouterSettings)
+    bounds: Mapping[Role, Bounds] = field(default_factory=dict[Role, Bounds])  # none: it is not scaled
+    hysteresis: Hysteresis = field(default_factory=Hysteresis)
+    label: str = ""  # what names of its workers start with: empty where there is one fleet
+
+    @property
+    def model_folder(self) -> Path:
+        return self.workers[0].engine.model_folder
+
+
+def worker_name(label: str, role: Role, index: int) -> str:
+    """`decode-0`, or `keeper-decode-0` in the fleet of this label."""
+    return f"{label}-{role}-{index}" if label else f"{role}-{index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSettings:
+    """A whole cluster, of one fleet or several: names of workers and routers are unique.
+
+    `ray_address` joins a running Ray cluster; None starts one on this machine, which ends with the process
+    that started it and keeps all that it writes in a folder of its own under `temp_folder`.
+    """
+
+    fleets: tuple[FleetSettings, ...]
     ray_address: str | None = None
     namespace: str = "tidemill"  # of the actors' names
     temp_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
-    bounds: Mapping[Role, Bounds] = field(
-        default_factory=dict[Role, Bounds]
-    )  # of autoscaling; none: no scaling
-    hysteresis: Hysteresis = field(default_factory=Hysteresis)  # the same
     object_store_bytes: int = 80 * 2**20  # Ray's own store, which carries next to nothing here
     process_wait_s_max: float = 120.0  # until Ray has a process for each actor
+
+    @property
+    def workers(self) -> tuple[WorkerSettings, ...]:
+        return tuple(worker for fleet in self.fleets for worker in fleet.workers)
+
+    def telling(self, telemetry: Telemetry) -> "ClusterSettings":
+        """The same, where every process tells this about itself."""
+        fleets = tuple(
+            replace(
+                fleet,
+                workers=tuple(replace(worker, telemetry=telemetry) for worker in fleet.workers),
+                router=replace(fleet.router, telemetry=telemetry),
+            )
+            for fleet in self.fleets
+        )
+        return replace(self, fleets=fleets)
 
 
 def ray_environ(*, joins: bool, token: str = "") -> dict[str, str]:

@@ -8,12 +8,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tidemill.cluster.security import Server
 from tidemill.kvstore.store import Got, Put
 from tidemill.workers.messages import RequestError, Unserved
 
 TIMEOUT_S = 10
 STATE_STYLES = {"ready": "green", "draining": "yellow", "silent": "red"}
-WHO = ("name", "role", "rank", "pid", "node")
+WHO = {
+    "name": "worker",
+    "role": "role",
+    "tensor_parallel_size": "ranks",
+    "pid": "pid",
+    "node": "node",
+}
 DOES = {
     "running_rows": "rows",
     "waiting_rows": "waiting",
@@ -41,16 +48,20 @@ STORE: dict[str, tuple[str, ...]] = {
 STORE_BYTES = {"store_put_bytes": "put", "store_get_bytes": "got"}
 
 
-def fetch_status(url: str) -> dict[str, Any]:
+def fetch_status(server: Server) -> dict[str, Any]:
     """The answer of GET /cluster. Raises Unserved with one line that says what to do."""
-    return ask_server(url, "GET", "/cluster", answer="workers")
+    return ask_server(server, "GET", "/cluster", answer="workers")
 
 
-def ask_server(url: str, method: str, path: str, answer: str, body: object = None) -> dict[str, Any]:
+def ask_server(server: Server, method: str, path: str, answer: str, body: object = None) -> dict[str, Any]:
     """The JSON that a server answers, which holds `answer`. Raises Unserved with one line that says what to
     do, or RequestError with what the server says against the request."""
+    url = server.url
+    headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     try:
-        response = httpx.request(method, f"{url.rstrip('/')}{path}", json=body, timeout=TIMEOUT_S)
+        response = httpx.request(
+            method, f"{url.rstrip('/')}{path}", json=body, headers=headers, timeout=TIMEOUT_S
+        )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unserved(
             f"no server answers at {url} ({error}): start one with `tidemill serve`, or give its --url"
@@ -62,6 +73,8 @@ def ask_server(url: str, method: str, path: str, answer: str, body: object = Non
     match found:
         case {"error": {"message": str(message), "type": "invalid_request_error", "param": str()}}:
             raise RequestError(message)
+        case {"error": {"message": str(message), "type": "authentication_error" | "permission_error"}}:
+            raise RequestError(f"{message}; here: --api-key")
         case _:
             pass
     if response.is_error or not isinstance(found, dict) or answer not in found:
@@ -73,12 +86,12 @@ def ask_server(url: str, method: str, path: str, answer: str, body: object = Non
 
 def render(status: dict[str, Any]) -> RenderableType:
     """A line about the server, its workers, and what each has to do and holds; fits 80 columns."""
-    model, frontend = status["model"], status["frontend"]
-    title = Text(f"{model['id']}, up to {model['max_model_len']:,} tokens, frontend pid {frontend['pid']}")
-    workers = sorted(status["workers"], key=lambda one: (one["info"]["name"], one["info"]["rank"]))
+    models = "; ".join(f"{one['id']}, up to {one['max_model_len']:,} tokens" for one in status["models"])
+    title = Text(f"{models}, frontend pid {status['frontend']['pid']}")
+    workers = sorted(status["workers"], key=lambda one: one["info"]["name"])
     if not workers:
         return Group(title, Text("no worker is alive", style="red"))
-    who = table(("worker", *WHO[1:], "state"), num_left=len(WHO) + 1)
+    who = table((*WHO.values(), "state"), num_left=len(WHO) + 1)
     work = table(("worker", *DOES.values(), *SIZES.values()), num_left=1)
     for worker in workers:
         info, load, state = worker["info"], worker["load"], worker["state"]

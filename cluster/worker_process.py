@@ -14,6 +14,8 @@ from tidemill.cluster.duties import Duties
 from tidemill.cluster.heartbeats import Heartbeats, News
 from tidemill.cluster.router_client import FindRouter
 from tidemill.cluster.settings import WorkerSettings
+from tidemill.cluster.traced_engine import TracedEngine
+from tidemill.cluster.tracing import tracer_of
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import WorkerId, WorkerInfo
 from tidemill.workers.settings import EngineSettings
@@ -64,6 +66,10 @@ class Built(Protocol):
     def memory_floor_bytes(self) -> int: ...
     @property
     def memory_max_bytes(self) -> int: ...
+    @property
+    def device(self) -> str:
+        """Whose memory that is, among those of the node."""
+        ...
 
 
 Build = Callable[[EngineSettings, Callable[[int, int], None], StartRanks], Built]
@@ -123,11 +129,14 @@ class WorkerProcess:
         counts. Raises ModelError and the like when it cannot start."""
         build = cast("Build", resolve_name(self._settings.build))
         built = await asyncio.to_thread(build, self._settings.engine, self._progress, self._start_ranks)
-        plane = DataPlane(built.engine, self._worker)
+        tls = self._settings.tls
+        tracer = await asyncio.to_thread(tracer_of, self._settings.telemetry, self._settings.name)
+        traced = built.engine if tracer is None else TracedEngine(built.engine, tracer, built.page_tokens)
+        plane = DataPlane(traced, self._worker, tls=tls)
         try:
             duties = Duties(built.engine, self._info(built, await plane.start(self._host)))
             news = News(built.engine)
-            heartbeats = [Heartbeats(built.engine, duties, find, news) for find in routers]
+            heartbeats = [Heartbeats(built.engine, duties, find, news, tls) for find in routers]
             heartbeats[0].obey(lambda: self._heard(duties.info))
             self._engine = built.engine
             async with asyncio.TaskGroup() as tasks:
@@ -141,6 +150,8 @@ class WorkerProcess:
                     work.cancel()
         finally:
             await plane.stop()
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
 
     def leave(self) -> None:
         """Hand everything over, and end `run`."""
@@ -181,6 +192,7 @@ class WorkerProcess:
             address=address,
             pid=os.getpid(),
             node=self._node,
+            tensor_parallel_size=self._settings.engine.tensor_parallel_size,
             fingerprint=built.fingerprint,
             layout=built.layout,
             page_tokens=built.page_tokens,
@@ -190,7 +202,7 @@ class WorkerProcess:
             max_model_len=built.max_model_len,
             vocab_size=built.vocab_size,
             eos_token_ids=built.eos_token_ids,
-            device=f"{self._node}/cpu",
+            device=f"{self._node}/{built.device}",
             memory_bytes=built.memory_bytes,
             memory_floor_bytes=built.memory_floor_bytes,
             memory_max_bytes=built.memory_max_bytes,

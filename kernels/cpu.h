@@ -122,6 +122,7 @@ static inline void tile(const float* a, int64_t a_stride, const B* b, int64_t b_
     for (int64_t k = 0; k < depth; k++) {
         vec column[N];
         for (int p = 0; p < PANELS; p++) load_panel(b + p * b_stride + k * PANEL, column + 2 * p);
+        if (ROWS > 3) __builtin_prefetch(b + PANELS * b_stride + k * PANEL, 0, 2);  // the next panel, for L2
         for (int r = 0; r < ROWS; r++) {
             const vec x = splat(a[r * a_stride + k]);
             for (int n = 0; n < N; n++) acc[r][n] = fused(x, column[n], acc[r][n]);

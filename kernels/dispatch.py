@@ -18,6 +18,7 @@ from tidemill.kernels.attention import reference as attention_reference
 from tidemill.kernels.build import KernelUnavailable, build
 from tidemill.kernels.causal_conv import cpu as causal_conv_cpu
 from tidemill.kernels.causal_conv import reference as causal_conv_reference
+from tidemill.kernels.embed import reference as embed_reference
 from tidemill.kernels.gated_delta import cpu as gated_delta_cpu
 from tidemill.kernels.gated_delta import reference as gated_delta_reference
 from tidemill.kernels.linear import cpu as linear_cpu
@@ -42,9 +43,11 @@ Variant = Literal["cpu", "triton", "reference"]
 class Operators:
     """One variant of each operator; the docstrings in `reference.py` of its folder say what it computes."""
 
+    embed: Callable[[Tensor, Tensor], Tensor]
     pack: Callable[[Tensor, Tensor | None], Packed]
     linear: Callable[[Tensor, Packed], Tensor]
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    logits: Callable[[Tensor, Packed], Tensor]
+    add_norm: Callable[[Tensor | None, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rms_norm_gated: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
     sigmoid_mul: Callable[[Tensor, Tensor], Tensor]
@@ -52,15 +55,17 @@ class Operators:
     gated_delta: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Rows], Tensor]
     rope_angles: Callable[[Tensor, Tensor], Tensor]
     rope_store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, Tensor, Tensor, Rows], Tensor]
-    attention: Callable[[Tensor, Tensor, Rows], Tensor]
+    attention: Callable[[Tensor, Tensor, Rows, int | None, Tensor | None], Tensor]
     moe_inner: Callable[[Tensor, Tensor, Experts], tuple[Tensor, Tensor, Tensor]]
-    moe_outer: Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
+    moe_outer: Callable[[Tensor, Tensor, Tensor, Experts, Tensor | None, Tensor | None], Tensor]
 
 
 REFERENCE = Operators(
+    embed=embed_reference.embed,
     pack=linear_reference.pack,
     linear=linear_reference.linear,
-    rms_norm=rms_norm_reference.rms_norm,
+    logits=linear_reference.logits,
+    add_norm=rms_norm_reference.add_norm,
     rms_norm_gated=rms_norm_reference.rms_norm_gated,
     silu_mul=activation_reference.silu_mul,
     sigmoid_mul=activation_reference.sigmoid_mul,
@@ -76,6 +81,8 @@ REFERENCE = Operators(
 
 FOLDERS = {  # of the operators that are not called like theirs
     "pack": "linear",
+    "logits": "linear",
+    "add_norm": "rms_norm",
     "rms_norm_gated": "rms_norm",
     "silu_mul": "activation",
     "sigmoid_mul": "activation",
@@ -90,7 +97,8 @@ def operators(variant: Variant, cache_dir: Path) -> Operators:
 
     `reference` is plain torch on any device and dtype; `cpu` takes float32 and is bit-exact: what it computes
     for a sequence does not depend on the batch, on how it is cut into steps, or on the number of threads.
-    `triton` takes CUDA memory, and its own cache of compiled kernels is where Triton keeps it.
+    `triton` takes CUDA memory, and its own cache of compiled kernels is where Triton keeps it. What it passes
+    from operator to operator is in the type of the weights; what it adds up over layers is float32.
     """
     match variant:
         case "reference":
@@ -98,9 +106,11 @@ def operators(variant: Variant, cache_dir: Path) -> Operators:
         case "cpu":
             library = build(cache_dir)
             return Operators(
+                embed=embed_reference.embed,
                 pack=linear_cpu.bind_pack(library),
                 linear=linear_cpu.bind_linear(library),
-                rms_norm=rms_norm_cpu.bind_rms_norm(library),
+                logits=linear_cpu.bind_linear(library),
+                add_norm=rms_norm_cpu.bind_add_norm(library),
                 rms_norm_gated=rms_norm_cpu.bind_rms_norm_gated(library),
                 silu_mul=activation_cpu.bind_silu_mul(library),
                 sigmoid_mul=activation_cpu.bind_sigmoid_mul(library),

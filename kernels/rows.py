@@ -9,7 +9,8 @@ class Rows(Protocol):
     """B rows with T tokens in all; row b is tokens `[cu[b], cu[b + 1])`, the last of its sequence so far.
 
     cu_B1       int32, row starts; cu[B] = T
-    lens_B      int32, tokens of the sequence, those of the row included
+    lens_B      int32, tokens of the sequence, those of the row included; 0: the row is the padding of a
+                batch, which stores nothing, and has -1 for its states
     pages_BN    int32, page ids of each sequence, left to right, covering `lens` tokens
     read_B      int32, state id to start from, -1 for the empty state
     writes_BK   int32, packed, K >= 1, state ids that receive the states after the last K tokens of the row,

@@ -74,6 +74,7 @@ class Arrivals:
             draws=Draws(request, matcher),
             drafter=NgramDrafter() if self._limits.drafts_max and not produces else None,
             keys=page_keys(root, request.tokens, size),
+            scored=request.scored,
         )
 
 

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tidemill.kernels.build import KernelUnavailable
 from tidemill.kernels.dispatch import Operators, operators
 from tidemill.kvstore.arena import Arena
-from tidemill.kvstore.backing import Backing, Fixed, Mmap
+from tidemill.kvstore.backing import Kvcached
 from tidemill.kvstore.cache import Cache
 from tidemill.kvstore.index import PrefixIndex
 from tidemill.kvstore.keys import Namespace, PageKey
@@ -17,13 +18,14 @@ from tidemill.kvstore.ledger import Ledger
 from tidemill.kvstore.open_store import open_store
 from tidemill.kvstore.seal import Sealing
 from tidemill.kvstore.secret import read_secret
-from tidemill.kvstore.shards import Share, mine, shards_of, share_of
+from tidemill.kvstore.shards import Shards, Share, mine, shards_of, share_of
+from tidemill.workers.device import device_of, granted, memory_name, open_backing, settle
 from tidemill.workers.engine import Engine
 from tidemill.workers.grammar import Grammars
 from tidemill.workers.inputs import caches_of
 from tidemill.workers.limits import Limits
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.models.registry import describe, load
+from tidemill.workers.models.registry import LoadedModel, describe, load
 from tidemill.workers.places import Direct, Places
 from tidemill.workers.plan import Budget
 from tidemill.workers.restore import STATES_PER_REQUEST_MAX
@@ -45,8 +47,8 @@ class Built:
 
     `max_model_len` is the smaller of the model's (or the configured) limit and of what the memory can hold.
     The memory is what the settings give, the least that holds one such request (or the configured floor), and
-    the address space that it can grow into. All bytes are of all ranks together. `close` ends what the engine
-    started, when its `run` has ended.
+    the address space that it can grow into. All bytes are of all ranks together. `device` names whose memory
+    that is, among those of a node. `close` ends what the engine started, when its `run` has ended.
     """
 
     engine: Engine
@@ -62,6 +64,7 @@ class Built:
     memory_bytes: int
     memory_floor_bytes: int
     memory_max_bytes: int
+    device: str
     grammars: Grammars
     group: Group | None  # its other ranks
     close: Callable[[], None]
@@ -77,9 +80,16 @@ class Memory:
     reserved: int
     max_model_len: int
 
+    @property
+    def reserved_bytes(self) -> int:
+        return self.reserved * self.layout.extent_bytes
+
 
 def check_settings(settings: EngineSettings) -> None:
-    """Raise the ModelError that `build_engine` would, as far as it can be told without reading weights."""
+    """Raise the ModelError or SettingsError that `build_engine` would, as far as it can be told without
+    reading weights, and on a machine that may have no such device."""
+    if not settings.on_cuda:
+        device_of(settings)
     ranks = settings.tensor_parallel_size
     layers, max_length = describe(settings.model_folder, ranks)
     memory_of(settings, share_of(layers, ranks), max_length)
@@ -90,56 +100,56 @@ def build_engine(
 ) -> Built:
     """Load the model and reserve the memory; of a group, on all its ranks. Raises ModelError, StoreError,
     OutOfMemory, SettingsError or GroupBroken, each with one line that names the fix."""
+    device = device_of(settings)
     ops = operators_of(settings)
     if settings.tensor_parallel_size == 1:
-        return _build(settings, progress, ops, None)
+        return _build(settings, progress, ops, device, None)
     if start_ranks is None:
         raise SettingsError(
             "--tensor-parallel-size above 1 needs a start for its ranks: LLM and serve have one"
         )
     with open_group(settings, start_ranks) as group:
-        return _build(settings, progress, ops, group)
+        return _build(settings, progress, ops, device, group)
 
 
-def _build(settings: EngineSettings, progress: Progress, ops: Operators, group: Group | None) -> Built:
-    loaded = load(settings.model_folder, ops, progress, ALONE if group is None else group.ranks)
+def _build(
+    settings: EngineSettings,
+    progress: Progress,
+    ops: Operators,
+    device: torch.device,
+    group: Group | None,
+) -> Built:
+    with granted(device, "the weights of the model: serve a smaller one, or stop what else uses it"):
+        loaded = load(settings.model_folder, ops, progress, ALONE if group is None else group.ranks, device)
+    settle(device)
     shards = shards_of(loaded.layers, settings.group_sizes)
-    layout = layout_of(loaded.layers, settings.page_tokens, settings.kv_dtype)
-    namespace = shards.describe(layout) + sealing_of(settings).describe()
+    namespace = namespace_of(settings, loaded.layers, shards)
     memory = memory_of(settings, loaded.local_layers, loaded.max_length)
     layout, max_model_len, ranks = memory.layout, memory.max_model_len, settings.tensor_parallel_size
-    own = open_backing(settings, memory)
+    own = open_backing(settings, memory.reserved_bytes)
     backing = own if group is None else group.backing(own)
 
     def root_of(salt: str) -> PageKey:
         return Namespace(model=loaded.fingerprint, layout=namespace, salt=salt).root()
 
-    arena = Arena(
-        layout, memory.reserved, backing, memory.floor if settings.starts_at_floor else memory.share
-    )
+    budget = memory.floor if settings.starts_at_floor else memory.share
+    arena = Arena(layout, memory.reserved, backing, budget)
     index = PrefixIndex(layout, settings.eviction, loaded.cost)
-    running = (loaded.model, caches_of(layout, backing.memory), layout.page_tokens, settings.threads)
-    runner = TorchRunner(*running) if group is None else GroupRunner(*running, group, loaded.vocab_size)
+    runner = open_runner(settings, loaded, memory, backing.memory, group)
     places = open_places(settings, layout, backing.memory, mine(shards, 0, ranks))
-    mates = () if group is None else group.mates()
+
+    def close() -> None:
+        runner.close()
+        if settings.on_cuda:  # on a host, what is still being stored must not turn into zeros
+            backing.close()
+
     grammars = Grammars(settings.model_folder, loaded.vocab_size, loaded.eos_ids)
-    step_tokens_max = max(settings.step_tokens_max, settings.rows_max + layout.page_tokens)
+    limits = limits_of(settings, memory)
     engine = Engine(
         Ledger(Cache(layout, arena, index), settings.checkpoints_per_path),
-        Transfer(layout, places, shards, mates),
+        Transfer(layout, places, shards, () if group is None else group.mates()),
         runner,
-        Limits(
-            budget=Budget(
-                tokens_max=step_tokens_max, rows_max=settings.rows_max, page_tokens=layout.page_tokens
-            ),
-            capacity_tokens=max_model_len,
-            ranks=ranks,
-            extents_min=memory.floor,
-            checkpoint_strategy=settings.checkpoint_strategy,
-            checkpoint_interval=(settings.checkpoint_interval or layout.page_tokens) // layout.page_tokens,
-            overlap=settings.overlap,
-            drafts_max=settings.drafts_max,
-        ),
+        limits,
         root_of,
         grammars,
     )
@@ -150,31 +160,71 @@ def _build(settings: EngineSettings, progress: Progress, ops: Operators, group: 
         page_tokens=layout.page_tokens,
         page_bytes=layout.page_bytes * ranks,
         state_bytes=layout.state_bytes * ranks,
-        step_tokens_max=step_tokens_max,
+        step_tokens_max=limits.budget.tokens_max,
         max_model_len=max_model_len,
         vocab_size=loaded.vocab_size,
         eos_token_ids=tuple(sorted(loaded.eos_ids)),
         memory_bytes=memory.share * layout.extent_bytes * ranks,
         memory_floor_bytes=memory.floor * layout.extent_bytes * ranks,
         memory_max_bytes=memory.reserved * layout.extent_bytes * ranks,
+        device=memory_name(device),
         grammars=grammars,
         group=group,
-        close=runner.close,
+        close=close,
     )
 
 
 def operators_of(settings: EngineSettings) -> Operators:
     """Raises SettingsError."""
     try:
-        return operators(settings.kernels, settings.cache_folder)
+        return operators(settings.variant, settings.cache_folder)
     except KernelUnavailable as error:
         raise SettingsError(str(error)) from error
 
 
-def open_backing(settings: EngineSettings, memory: Memory) -> Backing:
-    """What one rank reserves. Raises OutOfMemory."""
-    num_bytes = memory.reserved * memory.layout.extent_bytes
-    return Mmap(num_bytes) if settings.backing == "mmap" else Fixed(num_bytes)
+def namespace_of(settings: EngineSettings, layers: Sequence[LayerSpec], shards: Shards) -> str:
+    """What the bytes of the store's objects mean, tokens aside; `layers` are those of the whole model. Raises
+    StoreError."""
+    layout = layout_of(layers, settings.page_tokens, settings.kv_dtype)
+    return shards.describe(layout) + sealing_of(settings).describe()
+
+
+def limits_of(settings: EngineSettings, memory: Memory) -> Limits:
+    page_tokens = memory.layout.page_tokens
+    return Limits(
+        budget=Budget(
+            tokens_max=max(settings.step_tokens_max, settings.rows_max + page_tokens),
+            rows_max=settings.rows_max,
+            page_tokens=page_tokens,
+        ),
+        capacity_tokens=memory.max_model_len,
+        ranks=settings.tensor_parallel_size,
+        extents_min=memory.floor,
+        checkpoint_strategy=settings.checkpoint_strategy,
+        checkpoint_interval=(settings.checkpoint_interval or page_tokens) // page_tokens,
+        overlap=settings.overlap,
+        drafts_max=settings.drafts_max,
+    )
+
+
+def open_runner(
+    settings: EngineSettings, loaded: LoadedModel, memory: Memory, arena: torch.Tensor, group: Group | None
+) -> TorchRunner:
+    """Of a group, its leader's. On a device it has compiled its kernels, and captured its graphs. Raises
+    OutOfMemory."""
+    layout = memory.layout
+    running = (loaded.model, caches_of(layout, arena), layout.page_tokens, settings.threads)
+    if group is not None:
+        return GroupRunner(*running, group, loaded.vocab_size)
+    runner = TorchRunner(*running, arena.device)
+    if not settings.on_cuda or settings.variant != "triton":
+        return runner
+    with granted(arena.device, "the largest step: lower --memory or --max-num-batched-tokens"):
+        runner.warm_up(settings.rows_max, limits_of(settings, memory).budget.tokens_max)
+    if not settings.enforce_eager:
+        with granted(arena.device, "CUDA graphs: lower --memory or --max-num-seqs, or pass --enforce-eager"):
+            runner.use_graphs(settings.rows_max, -(-memory.max_model_len // layout.page_tokens))
+    return runner
 
 
 def sealing_of(settings: EngineSettings) -> Sealing:
@@ -213,7 +263,8 @@ def _state_extents(layout: Layout) -> int:
 def memory_of(settings: EngineSettings, layers: Sequence[LayerSpec], max_length: int) -> Memory:
     """`layers` are those of one rank. Raises ModelError and SettingsError."""
     ranks = settings.tensor_parallel_size
-    layout = layout_of(layers, settings.page_tokens, settings.kv_dtype)
+    granules = {"granule_bytes": Kvcached.granule_bytes} if settings.backing_kind == "kvcached" else {}
+    layout = layout_of(layers, settings.page_tokens, settings.kv_dtype, **granules)
     num_extents = settings.memory_bytes // (layout.extent_bytes * ranks)
     wanted = min(settings.max_model_len or max_length, max_length)
     max_model_len = min(wanted, capacity_tokens(layout, num_extents))
@@ -231,5 +282,7 @@ def memory_of(settings: EngineSettings, layers: Sequence[LayerSpec], max_length:
         raise SettingsError(
             f"--memory-floor is {settings.memory_floor_bytes:,} bytes: set it to --memory or less"
         )
+    if settings.on_cuda and settings.backing_kind == "fixed":  # all of it is taken at once
+        return Memory(layout, num_extents, floor, num_extents, max_model_len)
     reserved = max(num_extents, (settings.memory_max_bytes or 0) // (layout.extent_bytes * ranks))
     return Memory(layout, num_extents, floor, reserved, max_model_len)

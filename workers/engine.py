@@ -116,11 +116,15 @@ class Engine:
                     return Produced(
                         depth=sequence.target, provenance=Provenance(reused_tokens=sequence.target)
                     )
+                began_s = _now_s()
                 async for _ in self._stream(sequence, tell):
                     pass
                 await self._tell(sequence, tell, alone=False)
+                computed_at_s = _now_s()
+                sequence.time_since(began_s, computed_at_s)
                 self._publications.publish(sequence, len(keys))
                 stored = await self._publications.published(sequence, len(keys))
+                sequence.time_stored(_now_s() - computed_at_s)
         finally:
             self._close(sequence)
             if not lock.locked():
@@ -201,7 +205,7 @@ class Engine:
     async def _stream(self, sequence: Sequence, tell: Tell | None) -> AsyncGenerator[Delta]:
         """Admit the sequence, again after each preemption, and pass on what its steps bring. A producing one
         brings nothing and ends when its target is computed."""
-        first = True
+        first, began_s = True, _now_s()
         await self._admit(sequence)
         while sequence.computed < sequence.target or not sequence.produces:
             item = await sequence.outbox.get()
@@ -219,6 +223,8 @@ class Engine:
                 continue
             if sequence.produces:
                 return
+            if first:
+                sequence.time_since(began_s, _now_s())
             if item.finish is not None:
                 await self._tell(sequence, tell, alone=False)
             yield replace(item, provenance=sequence.provenance) if first else item
@@ -229,6 +235,7 @@ class Engine:
     async def _admit(self, sequence: Sequence) -> None:
         self._hand_over.check(produces=sequence.produces)
         self._waiting[sequence.id] = sequence
+        began_s = _now_s()
         try:
             async with asyncio.timeout(None) as sequence.patience:
                 await self._admission.admit(sequence)
@@ -237,6 +244,7 @@ class Engine:
             raise
         finally:
             sequence.patience = None
+            sequence.admission_s += _now_s() - began_s
         del self._waiting[sequence.id]
         if sequence.computed < sequence.target:  # else a producing one: all its pages were here
             if self._over:

@@ -1,10 +1,13 @@
 """What a model's forward pass reads: one step as tensors, and its caches as views of the arena."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from tidemill.kvstore.layout import DTYPE_BYTES, STATE_DTYPE_BYTES, Layout
+
+ALIGNED_BYTES = 16
+"""Kernels are compiled once for addresses that are multiples of this, and once for others."""
 
 KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -30,6 +33,43 @@ class Inputs:
     lens_B: torch.Tensor
     read_B: torch.Tensor
     writes_BK: torch.Tensor
+
+
+def one_run(
+    like: Inputs, device: torch.device | None = None, *, pinned: bool = False
+) -> tuple[torch.Tensor, Inputs]:
+    """Undefined memory (uint8 [bytes]) for all tensors of `like`, to be copied as one, and views of it with
+    their shapes and dtypes."""
+    tensors: dict[str, torch.Tensor] = {one.name: getattr(like, one.name) for one in fields(Inputs)}
+    starts: dict[str, int] = {}
+    end = 0
+    for name, tensor in tensors.items():
+        starts[name] = end
+        end += -(-tensor.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+    memory = torch.empty(end, dtype=torch.uint8, device=device, pin_memory=pinned)
+    views = {
+        name: memory[start : start + tensors[name].nbytes].view(tensors[name].dtype).view(tensors[name].shape)
+        for name, start in starts.items()
+    }
+    return memory, Inputs(**views)
+
+
+def gathered(inputs: Inputs, *, pinned: bool) -> tuple[torch.Tensor, Inputs]:
+    """`one_run` of host memory that holds the tensors of `inputs`."""
+    memory, views = one_run(inputs, pinned=pinned)
+    for one in fields(Inputs):
+        getattr(views, one.name).copy_(getattr(inputs, one.name))
+    return memory, views
+
+
+def on_device(inputs: Inputs, device: torch.device) -> Inputs:
+    """The same there; to a device in one copy, which the current stream waits for and the host does not."""
+    if device.type == "cpu":
+        return inputs
+    host_bytes, _ = gathered(inputs, pinned=True)
+    device_bytes, moved = one_run(inputs, device)
+    device_bytes.copy_(host_bytes, non_blocking=True)
+    return moved
 
 
 @dataclass(frozen=True, slots=True)

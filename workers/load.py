@@ -52,6 +52,10 @@ def load_of(
             "store_get_bytes": stats.get_bytes,
             "store_trips": stats.trips,
             "store_is_down": stats.is_down,
+            "fetched_bytes": transfer.fetched.num_bytes,
+            "fetch_seconds": transfer.fetched.seconds,
+            "published_bytes": transfer.published.num_bytes,
+            "publish_seconds": transfer.published.seconds,
         },
     )
 
@@ -68,7 +72,7 @@ def _start(ledger: Ledger, sequence: Sequence) -> int:
     """Where a waiting sequence will begin to compute, if the store has no more of it."""
     if sequence.lease is not None:
         return sequence.computed
-    keys = sequence.keys[: sequence.boundary // sequence.page_tokens]
+    keys = sequence.keys[: sequence.restorable // sequence.page_tokens]
     return min(ledger.index.match(keys).restorable_pages * sequence.page_tokens, sequence.target)
 
 

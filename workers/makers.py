@@ -24,7 +24,7 @@ class Makers:
 
     async def follow(self, sequence: Sequence) -> None:
         """Wait while an older or running request computes pages of `sequence`; then become their maker."""
-        keys = sequence.keys[: sequence.boundary // sequence.page_tokens]
+        keys = sequence.keys[: sequence.restorable // sequence.page_tokens]
         while (shared := self._shared(sequence, keys)) is not None:
             maker, depth = shared
             maker.junctions.add(depth)
@@ -38,7 +38,9 @@ class Makers:
 
     def is_made(self, sequence: Sequence) -> bool:
         """Whether another request computes its next page by now."""
-        return self._shared(sequence, sequence.keys[: sequence.boundary // sequence.page_tokens]) is not None
+        return (
+            self._shared(sequence, sequence.keys[: sequence.restorable // sequence.page_tokens]) is not None
+        )
 
     def advanced(self, sequence: Sequence, before: int) -> None:
         """`sequence` has committed the tokens from `before` on, and kept its state where it should."""

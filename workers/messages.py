@@ -55,12 +55,13 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
     min_tokens: int = 0  # of the answer, before any of the stop tokens can be drawn
     logprobs: int | None = None  # alternatives reported with each token, 0 for the token alone; None: nothing
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens, the first one aside
     grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural logarithm of a drawn token's probability, and the likeliest tokens at its place with theirs.
+    """Natural logarithm of a token's probability, and the likeliest tokens at its place with theirs.
 
     Of the model's own distribution: before temperature, penalties, bias, filters and grammar.
     """
@@ -78,11 +79,13 @@ class Request:
     of `tokens`. A decode worker computes at most `gap_tokens_max` prompt tokens below the last page boundary
     that nobody holds, beyond that it answers PagesMissing; None is no limit. The last `drawn` of `tokens`
     are not the prompt's: they were drawn and streamed before a loss. Lower values of `priority` go first.
+    If it asks for logprobs of the prompt, `scored` of them came before a loss: those after them are wanted.
 
     `tenant` is who asks, `ttft_s_max` how long they want to wait for the first token (None: as long as the
     server lets them, inf: for ever, for it was taken before); both are for the router. A worker takes it in
     order of its arrival plus `lag_s`: negative, it goes before those of tenants that have had more.
     `on_trial`: it was in a step of a worker that died, and runs alone until it has drawn TRIAL_TOKENS.
+    `trace_parent` is the W3C traceparent of whoever sends it; empty: it is not traced.
     """
 
     request_id: str
@@ -93,11 +96,29 @@ class Request:
     salt: str = ""
     gap_tokens_max: int | None = None
     drawn: int = 0
+    scored: int = 0
     priority: int = 0
     tenant: str = ""
     ttft_s_max: float | None = None
     lag_s: float = 0.0
     on_trial: bool = False
+    trace_parent: str = ""
+
+    @property
+    def to_score(self) -> int:
+        """How many of the prompt's tokens shall come with a logprob: all but the first one, or none."""
+        return 0 if self.sampling.prompt_logprobs is None else len(self.tokens) - self.drawn - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """How long a prompt took on one worker, in seconds, in this order, until its first token was drawn or
+    all that was asked for was stored."""
+
+    waited_s: float = 0.0  # for its turn, for memory, for others that computed its prefix
+    fetched_s: float = 0.0  # while pages came from the store
+    computed_s: float = 0.0
+    stored_s: float = 0.0  # on a prefill worker: after the last step, until the store had everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +128,7 @@ class Provenance:
     reused_tokens: int = 0  # were already in its memory
     fetched_tokens: int = 0  # came from the store
     computed_tokens: int = 0
+    times: Times = field(default_factory=Times, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +143,13 @@ class Produced:
 class Delta:
     """What one step adds to one stream. The first one says where the prompt came from.
 
-    `logprobs` has an item for each token if the request asked for them, else none.
+    `logprobs` has an item for each token if the request asked for them, else none. `prompt_logprobs` are of
+    the prompt's next tokens, from its second one on: all have come before the answer's first token.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
     provenance: Provenance | None = None
 
@@ -207,7 +231,7 @@ class WorkerInfo:
     address: str  # host:port of its data plane
     pid: int
     node: str
-    rank: int = 0
+    tensor_parallel_size: int = 1  # ranks of its group
     fingerprint: str = ""  # of the model's weights and configuration
     layout: str = ""  # Shards.describe(); with the fingerprint and a salt it is the namespace of its keys
     page_tokens: int = 64
@@ -249,6 +273,8 @@ class Trace:
     """The way one request took on its last attempt; sums up for usage, the demo and the metrics."""
 
     attempts: int
+    hand_overs: int = 0  # planned changes of the worker, which are no attempts
+    placed_s: float = field(default=0.0, compare=False)  # how long routers took
     decode: WorkerId
     provenance: Provenance  # of the decode worker
     prefill: WorkerId | None = None
@@ -257,11 +283,13 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What the flow hands to the edge: new tokens of a stream, in order, each exactly once."""
+    """What the flow hands to the edge: new tokens of a stream, in order, each exactly once; before them, and
+    in the same way, the logprobs of the prompt."""
 
     tokens: tuple[int, ...]
     trace: Trace
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
 
 

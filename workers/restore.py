@@ -68,7 +68,7 @@ class Admission:
         lease.
         """
         await self.makers.follow(sequence)
-        keys = sequence.keys[: sequence.boundary // sequence.page_tokens]
+        keys = sequence.keys[: sequence.restorable // sequence.page_tokens]
         here = self._ledger.index.match(keys).restorable_pages
         depths = await self._transfer.restorable_depths(keys, here) if here < len(keys) else []
         while True:
@@ -199,7 +199,9 @@ class Admission:
         lease = sequence.lease
         assert lease is not None
         target = depths.pop()
+        began_s = asyncio.get_running_loop().time()
         good = await self._transfer.fetch(lease, keys, target, partial(self._leave, sequence))
+        sequence.fetch_s += asyncio.get_running_loop().time() - began_s
         if sequence.lease is None:
             depths.clear()
             return False

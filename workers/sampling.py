@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from tidemill.workers.draws import Draws
+from tidemill.workers.logprobs import token_logprob
 from tidemill.workers.messages import Sampling, TokenLogprob
 from tidemill.workers.step import Drawn, Row
 
@@ -196,14 +197,8 @@ def _logprobs(
         return []
     found: list[tuple[int, TokenLogprob]] = []
     for index, logprobs_V in zip(asking, logits_NV[asking].double().log_softmax(dim=-1), strict=True):
-        most = min(draws[index].sampling.logprobs or 0, len(logprobs_V))
-        top: tuple[tuple[int, float], ...] = ()
-        if most:
-            least = logprobs_V.topk(most).values[-1]
-            ids = (logprobs_V >= least).nonzero().squeeze(1)  # more than `most` when some are equal
-            order = logprobs_V[ids].argsort(descending=True, stable=True)[:most]
-            top = tuple((int(token), float(logprobs_V[token])) for token in ids[order])
-        found.append((index, TokenLogprob(float(logprobs_V[tokens[index]]), top)))
+        asked = draws[index].sampling.logprobs or 0
+        found.append((index, token_logprob(logprobs_V, tokens[index], asked)))
     return found
 
 

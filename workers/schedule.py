@@ -167,8 +167,13 @@ class Schedule:
         if drafts:
             tokens += self._guesses[sequence.id][:drafts]
         draws = sequence.draws if not sequence.produces and end >= len(sequence.tokens) else None
-        planned = Row(sequence.id, tokens, start, lease.pages, flight.read, flight.writes, drafts, draws)
-        return Launched(sequence, lease, flight, planned)
+        scores = sequence.scores(start, end)
+        return Launched(
+            sequence,
+            lease,
+            flight,
+            Row(sequence.id, tokens, start, lease.pages, flight.read, flight.writes, drafts, draws, scores),
+        )
 
     def _keeps(self, sequence: Sequence, depth: int) -> bool:
         """Whether the state at the boundary `depth`, where a step in flight ends, will be a checkpoint."""

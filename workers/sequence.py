@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tidemill.kvstore.keys import PageKey, extend_keys
@@ -12,7 +12,8 @@ from tidemill.kvstore.lease import Lease
 from tidemill.workers.drafts import Drafter
 from tidemill.workers.draws import Draws
 from tidemill.workers.line import Seniority
-from tidemill.workers.messages import Delta, FinishReason, Provenance, Request
+from tidemill.workers.messages import Delta, FinishReason, Provenance, Request, Times
+from tidemill.workers.step import Scores
 
 PRIORITY_AGE_S = 10.0
 """A request overtakes those of the next lower class that came at most so much earlier. So urgent ones go
@@ -75,6 +76,7 @@ class Sequence:
     draws: Draws
     drafter: Drafter | None
     keys: list[PageKey] = field(default_factory=list[PageKey])
+    scored: int = 0  # logprobs of the prompt that were delivered
     lease: Lease | None = None  # None while it waits for memory, and after its end
     patience: asyncio.Timeout | None = None  # while it waits for memory
     ended: bool = False
@@ -86,6 +88,8 @@ class Sequence:
     junctions: set[int] = field(default_factory=set[int])  # ... because prompts part there
     checkpoint_owed: bool = False  # a boundary passed while decoding, and no slot could be had
     provenance: Provenance = field(default_factory=Provenance)
+    admission_s: float = 0.0  # how long it took to get memory, all times together, fetches included
+    fetch_s: float = 0.0
     prefetched_pages: range = range(0)  # came from the store before its turn
     publication: Publication = field(default_factory=Publication)
     outbox: asyncio.Queue[Delta | Preempted | ToTell | Exception] = field(
@@ -116,6 +120,11 @@ class Sequence:
         return restorable_end(len(self.tokens), self.page_tokens)
 
     @property
+    def restorable(self) -> int:
+        """... if it may be restored: what the logprobs of the prompt are read from is computed here."""
+        return min(self.boundary, self.scored) if self.scored < self.request.to_score else self.boundary
+
+    @property
     def end(self) -> int:
         """The number of tokens it may grow to."""
         return len(self.request.tokens) + (0 if self.produces else self.request.max_new_tokens)
@@ -142,6 +151,28 @@ class Sequence:
             return ()
         most = min(most, self.end - len(self.tokens) - 1)
         return tuple(self.drafter.propose(self.tokens, most)) if most > 0 else ()
+
+    def scores(self, start: int, end: int) -> Scores | None:
+        """What is wanted of a row that runs `[start, end)`: each token says how likely the next one was."""
+        alternatives = self.request.sampling.prompt_logprobs
+        if alternatives is None or self.produces:
+            return None
+        first, last = max(start, self.scored), min(end, self.request.to_score)
+        if first >= last:
+            return None
+        return Scores(first - start, tuple(self.tokens[first + 1 : last + 1]), alternatives)
+
+    def time_since(self, began_s: float, now_s: float) -> None:
+        """Its prompt is computed: say how long that took, from `began_s` on."""
+        times = Times(
+            waited_s=self.admission_s - self.fetch_s,
+            fetched_s=self.fetch_s,
+            computed_s=now_s - began_s - self.admission_s,
+        )
+        self.provenance = replace(self.provenance, times=times)
+
+    def time_stored(self, seconds: float) -> None:
+        self.provenance = replace(self.provenance, times=replace(self.provenance.times, stored_s=seconds))
 
     def draw(self, tokens: Iterable[int]) -> tuple[int, FinishReason | None]:
         """Append drawn tokens up to the last one of the answer; says how many, and whether it was there."""

@@ -1,5 +1,6 @@
 """What one engine is made of: plain data, read once, without torch."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -32,7 +33,8 @@ class EngineSettings:
     store_secret_file: Path | None = None  # seals what is stored: all workers of a store have the same one
     page_tokens: int = 64
     kv_dtype: KvDtype = "float32"
-    backing: Literal["fixed", "mmap"] = "mmap"
+    device: str = "cpu"  # or cuda, or cuda:1
+    backing: Literal["fixed", "mmap", "kvcached"] | None = None  # None: mmap, on CUDA kvcached
     memory_max_bytes: int | None = None  # address space to grow into; None: memory_bytes
     memory_floor_bytes: int | None = None  # never less; at least what one request of max_model_len needs
     starts_at_floor: bool = False  # a broker gives the rest
@@ -40,7 +42,8 @@ class EngineSettings:
     checkpoints_per_path: int = 16
     checkpoint_strategy: CheckpointStrategy = "lazy"
     checkpoint_interval: int | None = None  # tokens between checkpoints while decoding; None: a page
-    kernels: Literal["cpu", "reference"] = "cpu"
+    kernels: Literal["cpu", "triton", "reference"] | None = None  # None: cpu, on CUDA triton
+    enforce_eager: bool = False  # on CUDA: decode steps without graphs
     threads: int = 1
     step_tokens_max: int = 512
     rows_max: int = 64
@@ -49,6 +52,19 @@ class EngineSettings:
     drafts_max: int = 0  # tokens guessed from the text so far, run on trial; 0: no speculation
     tensor_parallel_size: int = 1  # ranks of this worker
     tensor_parallel_sizes: tuple[int, ...] = ()  # of the other workers that use this store
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device != "cpu"
+
+    @property
+    def variant(self) -> Literal["cpu", "triton", "reference"]:
+        """Of the operators."""
+        return self.kernels or ("triton" if self.on_cuda else "cpu")
+
+    @property
+    def backing_kind(self) -> Literal["fixed", "mmap", "kvcached"]:
+        return self.backing or ("kvcached" if self.on_cuda else "mmap")
 
     @property
     def group_sizes(self) -> frozenset[int]:
@@ -75,4 +91,22 @@ class EngineSettings:
             raise SettingsError(
                 f"--checkpoint-interval is {interval} tokens: set it to a multiple of the page size,"
                 f" {self.page_tokens}"
+            )
+        self._check_device()
+
+    def _check_device(self) -> None:
+        """What goes together. Whether the device is there, see workers/device.py."""
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise SettingsError(f"--device is {self.device}: set it to cpu, cuda, or cuda:1")
+        named = f"--device {self.device}"
+        if self.on_cuda and self.variant == "cpu":
+            raise SettingsError(f"--kernels cpu computes in host memory: leave it out with {named}")
+        if self.on_cuda and self.backing_kind == "mmap":
+            raise SettingsError(f"--backing mmap is host memory: use kvcached or fixed with {named}")
+        if not self.on_cuda and self.backing_kind == "kvcached":
+            raise SettingsError(f"--backing kvcached is CUDA memory: use mmap or fixed with {named}")
+        if self.on_cuda and self.tensor_parallel_size > 1:
+            raise SettingsError(
+                f"--tensor-parallel-size {self.tensor_parallel_size}: ranks exchange through host memory,"
+                f" set it to 1 with {named}"
             )

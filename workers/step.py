@@ -11,6 +11,15 @@ PENDING = -1
 """Stands for the token that the same sequence draws in the step before, which nobody has read yet."""
 
 
+class Scores(NamedTuple):
+    """What is wanted of a row's known tokens: behind the one at `offset` in the row and those after it, the
+    logprob of each of `targets`, the tokens that follow them in the prompt, and so many `alternatives`."""
+
+    offset: int
+    targets: tuple[int, ...]
+    alternatives: int
+
+
 class Row(NamedTuple):
     """`tokens` of one sequence, the first of them at position `start`. The page table covers them.
 
@@ -30,6 +39,7 @@ class Row(NamedTuple):
     writes: tuple[StateId, ...]
     drafts: int = 0
     draws: Draws | None = None
+    scores: Scores | None = None
 
     @property
     def end(self) -> int:
@@ -47,11 +57,13 @@ Step = tuple[Row, ...]
 class Drawn(NamedTuple):
     """What one row drew: nothing, or a token, preceded by those of its guesses that were right.
 
-    `logprobs` has an item for each token if the request asks for them, else none.
+    `logprobs` has an item for each token if the request asks for them, else none; `scores` one for each of
+    the targets of the row's `scores`.
     """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    scores: tuple[TokenLogprob, ...] = ()
 
 
 class Runner(Protocol):

@@ -8,6 +8,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -83,6 +84,18 @@ class RankTransfer:
         ]
 
 
+@dataclass(slots=True)
+class Moves:
+    """Totals of what arrived whole or was stored, and of how long that took. Transfers at one time add up."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        self.num_bytes += num_bytes
+        self.seconds += seconds
+
+
 OnLate = Callable[[asyncio.Future[int]], None]
 """Called with a transfer that nobody waits for any more: until it has ended it uses its memory."""
 
@@ -100,6 +113,8 @@ class Transfer:
     ) -> None:
         self.store = places.store
         self.throughput = Throughput()  # of fetches, all ranks together
+        self.fetched = Moves()  # the same
+        self.published = Moves()
         self._own = RankTransfer(layout, places, mine(shards, 0, 1 + len(mates)))
         self._mates = mates
         self._hybrid = layout.hybrid
@@ -157,6 +172,7 @@ class Transfer:
         if good == len(wanted):
             seconds = asyncio.get_running_loop().time() - began_s
             self.throughput.fetched(num_bytes * (1 + len(self._mates)), seconds)
+            self.fetched.add(num_bytes * (1 + len(self._mates)), seconds)
         return num_pages if good == len(wanted) else min(first + good, num_pages - 1)
 
     async def publish(self, lease: Lease, keys: Sequence[PageKey], first: int, *, checkpoint: bool) -> bool:
@@ -171,12 +187,18 @@ class Transfer:
             last = [Moved(Kind.CHECKPOINT, lease.source.key, lease.source.checkpoint)]
         num_bytes = self._num_bytes([*pages, *last])
         await self._publishing.take(num_bytes)
+        began_s = asyncio.get_running_loop().time()
         try:
             if not self._mates:  # one put, which is ordered and evicts nothing of its own
-                return await self._put(pages + last)
-            return await self._put(pages) and await self._put(last)
+                stored = await self._put(pages + last)
+            else:
+                stored = await self._put(pages) and await self._put(last)
         finally:
             self._publishing.give_back(num_bytes)
+        if stored:
+            seconds = asyncio.get_running_loop().time() - began_s
+            self.published.add(num_bytes * (1 + len(self._mates)), seconds)
+        return stored
 
     async def holds(self, keys: Sequence[PageKey]) -> bool:
         """Whether the store holds every page of `keys` and, for a hybrid, the checkpoint at their end."""

@@ -5,11 +5,13 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
+from tidemill.cluster.http.echo import Echo
 from tidemill.cluster.http.intake import Job
 from tidemill.cluster.service import Service
 from tidemill.workers.api.answer import Answer, Growth
+from tidemill.workers.api.speech import Part, Speech
 from tidemill.workers.api.text import Tokenizer
-from tidemill.workers.messages import Piece, Trace, Unserved
+from tidemill.workers.messages import Piece, TokenLogprob, Trace, Unserved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +21,10 @@ class Increment:
     choice: int
     growth: Growth
     trace: Trace
+    tokens: Sequence[int] = ()  # all that the growth counts
+    prompt_logprobs: Sequence[TokenLogprob] = ()  # of the first one: all of them
+    parts: Sequence[Part] = ()  # of a chat: what the text of the growth completes
+    calls: int = 0  # of tools, so far
 
 
 async def answers(service: Service, tokenizer: Tokenizer, job: Job) -> AsyncGenerator[Increment]:
@@ -32,7 +38,9 @@ async def answers(service: Service, tokenizer: Tokenizer, job: Job) -> AsyncGene
         streams: list[AsyncGenerator[Increment]] = []
         for index, request in enumerate(job.requests):
             answer = Answer(request, tokenizer.decoder(), job.ending)
-            streams.append(_read(service.generate(request), answer, index))
+            speech = None if job.manner is None else Speech(job.manner)
+            echo = None if job.echoes is None else Echo(job.echoes[index // job.n], tokenizer.piece)
+            streams.append(_read(service.generate(request), answer, speech, echo, index))
             stack.push_async_callback(streams[-1].aclose)
         if len(streams) == 1:  # the usual case needs no task for each increment
             async for increment in streams[0]:
@@ -43,11 +51,29 @@ async def answers(service: Service, tokenizer: Tokenizer, job: Job) -> AsyncGene
                 yield increment
 
 
-async def _read(pieces: AsyncGenerator[Piece], answer: Answer, choice: int) -> AsyncGenerator[Increment]:
+async def _read(
+    pieces: AsyncGenerator[Piece], answer: Answer, speech: Speech | None, echo: Echo | None, choice: int
+) -> AsyncGenerator[Increment]:
+    scores: list[TokenLogprob] = []
     async with aclosing(pieces):
         async for piece in pieces:
+            scores += piece.prompt_logprobs
+            if piece.prompt_logprobs and not piece.tokens:
+                continue
             growth = answer.push(piece.tokens, piece.logprobs, piece.finish)
-            yield Increment(choice=choice, growth=growth, trace=piece.trace)
+            if echo is not None:
+                growth = echo.add(growth, scores)
+            parts = () if speech is None else speech.push(growth.text, last=growth.finish is not None)
+            yield Increment(
+                choice=choice,
+                growth=growth,
+                trace=piece.trace,
+                tokens=piece.tokens[: growth.num_tokens],
+                prompt_logprobs=scores,
+                parts=parts,
+                calls=0 if speech is None else speech.num_calls,
+            )
+            scores = []
             if growth.finish:
                 return
     raise Unserved("the stream of tokens ended before the answer was complete")

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from tidemill.cluster.http.keys import Keys, bearer
+from tidemill.cluster.tracing import parent_of
 from tidemill.workers.messages import RequestError
 
 DEADLINE_HEADER = "x-slo-ttft-ms"
@@ -15,24 +17,36 @@ TENANT_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asker:
-    """`tenant` names the API key without telling it; empty without one. `ttft_s_max` None: as long as the
-    server lets them wait."""
+    """`tenant` is the key's, or names the key without telling it; empty without one. A `private` one shares
+    no prefix with others. `ttft_s_max` None: as long as the server lets them wait."""
 
     tenant: str = ""
+    private: bool = False
     ttft_s_max: float | None = None
+    trace_parent: str = ""  # of the client's span, empty without one
 
     def tenant_with(self, salt: str | None) -> str:
         """Without a key, whoever shares a cache salt is one tenant."""
         return self.tenant or (f"salt:{salt}" if salt else "")
 
+    def salt_with(self, salt: str | None) -> str:
+        """What the names of the pages depend on besides tokens: nobody reads or times another's."""
+        return f"{self.tenant}/{salt or ''}" if self.private else salt or ""
 
-def asker_of(headers: Mapping[str, str]) -> Asker:
+
+def asker_of(headers: Mapping[str, str], keys: Keys) -> Asker:
     """`headers` by lower-case names. Raises RequestError."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    tenant = ""
-    if scheme.lower() == "bearer" and key.strip():
-        tenant = f"key:{blake2b(key.strip().encode(), digest_size=TENANT_BYTES).hexdigest()}"
-    return Asker(tenant=tenant, ttft_s_max=_deadline_s(headers.get(DEADLINE_HEADER)))
+    deadline_s = _deadline_s(headers.get(DEADLINE_HEADER))
+    trace_parent = parent_of(headers.get("traceparent"))
+    tenant = keys.tenant(headers)
+    if tenant is not None:
+        return Asker(
+            tenant=f"tenant:{tenant}", private=True, ttft_s_max=deadline_s, trace_parent=trace_parent
+        )
+    key = bearer(headers)
+    if key:
+        tenant = f"key:{blake2b(key.encode(), digest_size=TENANT_BYTES).hexdigest()}"
+    return Asker(tenant=tenant or "", ttft_s_max=deadline_s, trace_parent=trace_parent)
 
 
 def _deadline_s(text: str | None) -> float | None:

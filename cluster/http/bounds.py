@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tidemill.workers.messages import Overloaded
 
 RETRY_S = 1.0
+BODY_BYTES_PER_S = 16 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,10 @@ class EdgeLimits:
     requests_max: int = 2048  # with a body
     body_bytes_max: int = 256 << 20  # of all of them
     answers_max: int = 2048
+    connections_max: int = 8192  # one more is closed at once
+    headers_s_max: float = 20.0  # from the first byte, or from the start of the connection, to the last
+    body_s_max: float = 30.0  # and a second more for each BODY_BYTES_PER_S that have come
+    send_s_max: float = 30.0  # in which a client must take something of what waits for it
 
 
 class Bound:

@@ -33,9 +33,11 @@ def error_of(error: Exception) -> tuple[int, dict[str, object]]:
             return 500, _body(500, "internal error: the server's log has the cause", None, "internal_error")
 
 
-def retry_headers(error: Exception) -> dict[str, str] | None:
-    """When to ask again, in whole seconds, if that can help."""
+def headers_of(error: Exception) -> dict[str, str] | None:
+    """When to ask again, in whole seconds, if that can help; and with what."""
     match error:
+        case RequestError(status=401):
+            return {"www-authenticate": "Bearer"}
         case RequestError() | Poisonous():
             return None
         case Overloaded():
@@ -52,7 +54,7 @@ def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
     async def expected(_: Request, error: Exception) -> Response:
         status, body = error_of(error)
         count(status)
-        return JSONResponse(body, status, retry_headers(error))
+        return JSONResponse(body, status, headers_of(error))
 
     async def invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -80,5 +82,5 @@ def _in_body(problem: Mapping[str, object]) -> dict[str, object]:
 
 def _body(status: int, message: str, param: str | None, code: str | None) -> dict[str, object]:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    kind = "rate_limit_error" if status == 429 else kind
+    kind = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(status, kind)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -6,28 +6,43 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from tidemill.cluster.http.asker import Asker
-from tidemill.cluster.http.protocol import Body, ChatBody, CompletionBody, unsupported_field
+from tidemill.cluster.http.echo import Prompt
+from tidemill.cluster.http.protocol import Body, ChatBody, CompletionBody, TokenizeBody, unsupported_field
 from tidemill.cluster.service import ServedModel
 from tidemill.workers.api.answer import Ending
+from tidemill.workers.api.calls import FUNCTION
 from tidemill.workers.api.params import SEED_BITS
+from tidemill.workers.api.speech import THINK, THOUGHT, Manner
 from tidemill.workers.api.structured import grammar_of
 from tidemill.workers.api.terms import Terms, requests_of, terms_of
-from tidemill.workers.api.text import Tokenizer
-from tidemill.workers.messages import Request, RequestError
+from tidemill.workers.api.text import Rendering, Tokenizer, text_of
+from tidemill.workers.api.tools import Tool, forced, offered
+from tidemill.workers.messages import Grammar, Request, RequestError
 
 REQUEST_CHOICES_MAX = 128
+TAIL_TOKENS = 8
+"""Of a prompt: enough to see whether it ends in a tag and white space."""
+
+PROMPT_LOGPROBS_MAX = 1 << 18
+"""Of all prompts and answers of one request, alternatives included: some 30 MiB."""
+
 INLINE_CHARS_MAX = 8192
 """Longer texts are tokenized in a thread: this many take about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One HTTP request. Choice c of prompt p is `requests[p * n + c]`."""
+    """One HTTP request. Choice c of prompt p is `requests[p * n + c]`. `manner` is None for completions:
+    their text is told as it is, behind that of their prompt if there are `echoes`."""
 
     requests: tuple[Request, ...]
     n: int
     ending: Ending
     logprobs: bool
+    told: int | None = None  # the best ones of each n; None: all
+    prompt_logprobs: int | None = None  # alternatives to be told in a list of their own
+    manner: Manner | None = None
+    echoes: tuple[Prompt, ...] | None = None
 
 
 class Intake:
@@ -44,22 +59,91 @@ class Intake:
     async def chat(self, body: ChatBody, asker: Asker) -> Job:
         """Raises RequestError."""
         self._check(body)
-        messages = [turn.message() for turn in body.messages]
-        chars = sum(len(message.content) for message in messages)
-        if chars + len(messages) <= INLINE_CHARS_MAX:
-            tokens = self._tokenizer.chat(messages)
-        else:
-            tokens = await asyncio.to_thread(self._tokenizer.chat, messages)
+        tools = offered(body.tools, body.tool_choice)
+        tokens = await self._rendered(body, tools)
+        grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
+        manner = self._manner(body, tools, tokens, grammar)
+        if body.tool_choice not in ("auto", "none"):
+            if grammar is not None:
+                raise RequestError(
+                    "tool_choice forces a call, and another field says what the answer must match: give one",
+                    param="tool_choice",
+                )
+            grammar = forced(tools, manner)
         max_tokens = body.max_completion_tokens or body.max_tokens
-        terms = self._terms(body, 1, max_tokens, body.num_logprobs())
-        return self._job(terms, [tokens], "messages", asker.ttft_s_max, asker.tenant_with(body.cache_salt))
+        terms = self._terms(body, 1, max_tokens, body.num_logprobs(), grammar)
+        return replace(self._job(terms, [tokens], "messages", body, asker), manner=manner)
+
+    async def prompt_of(self, body: TokenizeBody) -> list[int]:
+        """The tokens of a chat or of a text. Raises RequestError."""
+        if body.prompt is not None:
+            return await self._encoded(body.prompt)
+        return await self._rendered(body, offered(body.tools, body.tool_choice))
+
+    async def _rendered(self, body: ChatBody, tools: list[Tool]) -> list[int]:
+        messages = [turn.message() for turn in body.messages]
+        continues = body.continue_final_message
+        how = Rendering(
+            tools=[tool.shown() for tool in tools],
+            answers=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+            continues=continues,
+            options=body.chat_template_kwargs,
+        )
+        if how.answers and continues:
+            raise RequestError(
+                "add_generation_prompt starts an answer, continue_final_message goes on with one: give one",
+                param="continue_final_message",
+            )
+        chars = sum(len(message.content) for message in messages) + len(messages)
+        if not tools and chars <= INLINE_CHARS_MAX:
+            return self._tokenizer.chat(messages, how)
+        return await asyncio.to_thread(self._tokenizer.chat, messages, how)
+
+    def _manner(
+        self, body: ChatBody, tools: list[Tool], tokens: list[int], grammar: Grammar | None
+    ) -> Manner:
+        """What must match something is words from its first token on."""
+        thinks = THOUGHT in self._tokenizer.tags and grammar is None
+        return Manner(
+            thinks=thinks,
+            thinking=thinks and text_of(self._tokenizer, tokens[-TAIL_TOKENS:]).rstrip().endswith(THINK),
+            calls=bool(tools),
+            calls_max=None if body.parallel_tool_calls and isinstance(body.tool_choice, str) else 1,
+            schemas={tool.function.name: tool.function.parameters or {} for tool in tools}
+            if FUNCTION in self._tokenizer.tags
+            else None,
+        )
 
     async def completion(self, body: CompletionBody, asker: Asker) -> Job:
         """Raises RequestError."""
         self._check(body)
         prompts = [await self._encoded(prompt) for prompt in body.prompt]
-        terms = self._terms(body, len(prompts), body.max_tokens, body.logprobs)
-        return self._job(terms, prompts, "prompt", asker.ttft_s_max, asker.tenant_with(body.cache_salt))
+        grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
+        num_drawn = body.num_drawn()
+        logprobs = 0 if body.logprobs is None and num_drawn > body.n else body.logprobs
+        terms = self._terms(body, len(prompts), body.num_tokens(), logprobs, grammar)
+        terms = replace(terms, n=num_drawn)
+        if body.echo and body.logprobs is not None:
+            scored = max(body.logprobs, body.prompt_logprobs or 0)
+            terms = replace(
+                terms,
+                sampling=replace(terms.sampling, prompt_logprobs=scored),
+                ending=replace(terms.ending, scores_stop=True),
+            )
+        job = self._job(terms, prompts, "prompt", body, asker)
+        job = replace(job, logprobs=body.logprobs is not None)
+        return replace(job, echoes=self._echoes(body, prompts)) if body.echo else job
+
+    def _echoes(self, body: CompletionBody, prompts: list[list[int]]) -> tuple[Prompt, ...]:
+        return tuple(
+            Prompt(
+                text=given if isinstance(given, str) else text_of(self._tokenizer, tokens),
+                tokens=tokens,
+                alternatives=body.logprobs,
+                alone=body.max_tokens == 0,
+            )
+            for given, tokens in zip(body.prompt, prompts, strict=True)
+        )
 
     async def _encoded(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
@@ -69,44 +153,58 @@ class Intake:
         return await asyncio.to_thread(self._tokenizer.encode, prompt)
 
     def _check(self, body: Body) -> None:
-        self.check_model(body.model)
         field = unsupported_field(body.model_extra or {})
         if field is not None:
             raise RequestError(
                 f"{field} is not supported yet: leave it out", param=field, code="unsupported_parameter"
             )
 
-    def check_model(self, name: str | None) -> None:
-        if name not in (None, self._model.name):
+    def _terms(
+        self,
+        body: Body,
+        num_prompts: int,
+        max_tokens: int | None,
+        logprobs: int | None,
+        grammar: Grammar | None,
+    ) -> Terms:
+        num_drawn = body.num_drawn() if isinstance(body, CompletionBody) else body.n
+        if num_prompts * num_drawn > REQUEST_CHOICES_MAX:
             raise RequestError(
-                f"there is no model {name!r} here: use {self._model.name!r}",
-                param="model",
-                status=404,
-                code="model_not_found",
-            )
-
-    def _terms(self, body: Body, num_prompts: int, max_tokens: int | None, logprobs: int | None) -> Terms:
-        if num_prompts * body.n > REQUEST_CHOICES_MAX:
-            raise RequestError(
-                f"{num_prompts} prompts with n = {body.n}: ask for at most {REQUEST_CHOICES_MAX} answers",
+                f"{num_prompts} prompts with n = {num_drawn}: ask for at most {REQUEST_CHOICES_MAX} answers",
                 param="n",
             )
-        grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
+        if body.prompt_logprobs is not None and body.stream:
+            raise RequestError(
+                "prompt_logprobs are no part of a stream: do not stream, or use echo with logprobs",
+                param="prompt_logprobs",
+            )
         seed = self._rng.getrandbits(SEED_BITS)
         return replace(
             terms_of(body, self._model, seed=seed, logprobs=logprobs, grammar=grammar),
             max_tokens=max_tokens,
-            salt=body.cache_salt or "",
             priority=body.priority,
         )
 
-    def _job(
-        self, terms: Terms, prompts: list[list[int]], param: str, ttft_s_max: float | None, tenant: str
-    ) -> Job:
+    def _job(self, terms: Terms, prompts: list[list[int]], param: str, body: Body, asker: Asker) -> Job:
+        terms = replace(terms, salt=asker.salt_with(body.cache_salt))
+        tenant = asker.tenant_with(body.cache_salt)
         requests = tuple(
-            replace(request, tenant=tenant, ttft_s_max=ttft_s_max)
+            replace(request, tenant=tenant, ttft_s_max=asker.ttft_s_max, trace_parent=asker.trace_parent)
             for prompt in prompts
             for request in requests_of(terms, self._model, prompt, param, self._new_id)
         )
-        logprobs = terms.sampling.logprobs is not None
-        return Job(requests=requests, n=terms.n, ending=terms.ending, logprobs=logprobs)
+        numbers = sum(one.to_score * (1 + (one.sampling.prompt_logprobs or 0)) for one in requests)
+        if numbers > PROMPT_LOGPROBS_MAX:
+            raise RequestError(
+                f"{numbers} logprobs of prompts in one request: ask for at most {PROMPT_LOGPROBS_MAX}, with "
+                "fewer or shorter prompts, fewer answers or fewer alternatives",
+                param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
+            )
+        return Job(
+            requests=requests,
+            n=terms.n,
+            told=body.n if body.n < terms.n else None,
+            ending=terms.ending,
+            logprobs=terms.sampling.logprobs is not None,
+            prompt_logprobs=body.prompt_logprobs,
+        )

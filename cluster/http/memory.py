@@ -1,5 +1,6 @@
 """The memory of workers over HTTP: what each has, and the body that gives one of them another budget."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated
 
@@ -26,9 +27,9 @@ class BudgetBody(BaseModel):
     budget: Annotated[int | None, Field(ge=1, le=BUDGET_BYTES_MAX), BeforeValidator(_size)]
 
 
-def memory_of(status: FleetStatus) -> Json:
-    """The memory of every worker."""
-    return {"workers": [_row(worker) for worker in status.workers]}
+def memory_of(fleets: Mapping[str, FleetStatus]) -> Json:
+    """The memory of every worker; `fleets` by model."""
+    return {"workers": [_row(worker) for status in fleets.values() for worker in status.workers]}
 
 
 def _row(worker: WorkerStatus) -> Json:

@@ -1,218 +1,196 @@
-"""What Prometheus reads: the edge's own measurements, and each worker's report at the time of the scrape."""
+"""The edge's own measurements of answers, as they pass. Labels come from fixed sets: models, statuses."""
 
-import re
+from collections import Counter as Count
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from tidemill.cluster.admission import TTFT_S_MAX
 from tidemill.cluster.autoscale import Misses
+from tidemill.cluster.http import metric_specs as specs
 from tidemill.cluster.http.answers import Increment
+from tidemill.cluster.http.metric_specs import EDGE, MODEL, Spec
 from tidemill.cluster.http.replies import cached_tokens
-from tidemill.cluster.service import FleetStatus, WorkerStatus
-from tidemill.workers.messages import Request
-
-PREFIX = "tidemill:"
-TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
-ITL_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 5)
-E2E_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 600)
-
-REFUSED = (429, 503)
-"""How those end that found no place: what a larger fleet would have served."""
-
-WORKER_GAUGES: dict[str, tuple[str, Callable[[WorkerStatus], float]]] = {
-    "queued_tokens": ("Prompt tokens not yet computed.", lambda status: status.load.queued_tokens),
-    "queued_seconds": ("How long these will take.", lambda status: status.load.queued_s),
-    "running_rows": ("Sequences in the running batch.", lambda status: status.load.running_rows),
-    "waiting_rows": ("Sequences that wait for memory.", lambda status: status.load.waiting_rows),
-    "memory_budget_bytes": ("Memory that it may take.", lambda status: status.load.budget_bytes),
-    "wanted_bytes": ("Memory that its waiting requests need.", lambda status: status.load.wanted_bytes),
-    "state_slots": ("States that running sequences hold.", lambda status: status.load.state_slots),
-    "restorable_depths": ("Prefixes that the worker can resume.", lambda status: status.restorable_depths),
-    "heard_ago_seconds": ("Time since the last heartbeat.", lambda status: status.heard_ago_s),
-}
-
-SPLIT = {
-    "evicted_pages": ("_for_", "reason"),
-    "evicted_checkpoints": ("_for_", "reason"),
-    "store_puts": ("_as_", "outcome"),
-    "store_gets": ("_as_", "outcome"),
-}
-"""Workers count these for each value of a label by itself: `evicted_pages_for_resize`."""
-
-STATES = {"store_is_down": "Whether the page store is left alone for now: it was down or late."}
-"""Not counted, but true or false now."""
-
-KNOWN_NAMES = {
-    "spec_drafted_tokens": "spec_decode_num_draft_tokens",
-    "spec_accepted_tokens": "spec_decode_num_accepted_tokens",
-    "spec_trials": "spec_decode_num_drafts",
-}
-"""Counters of workers that have a name which operators of vLLM know."""
+from tidemill.cluster.telemetry import MetricsAlias
+from tidemill.workers.messages import Overloaded, Request, Trace, Unserved
 
 
 class Metrics:
-    """Instruments of one edge. Labels come from fixed sets: status codes, finish reasons, worker names."""
+    """The instruments of one edge, and what its answers missed."""
 
-    def __init__(self, clock: Callable[[], float], ttft_s_max: float = TTFT_S_MAX) -> None:
-        """A first token is late after `ttft_s_max`, or after the deadline of its own request."""
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        ttft_s_max: Mapping[str, float] | None = None,
+        alias: MetricsAlias | None = None,
+    ) -> None:
+        """A first token is late after its model's `ttft_s_max`, or after the deadline of its own request.
+        `alias` is the engine whose names are told as well."""
+        self.alias: MetricsAlias | None = alias
         self._clock = clock
-        self._ttft_s_max = ttft_s_max
-        self._misses = Misses()
+        self._ttft_s_max = ttft_s_max or {}
+        self._misses = defaultdict[str, Misses](Misses)
+        self._by_model: dict[str, OfModel] = {}
+        self.under_way = Count[str]()  # answers, by model
         self.registry = registry = CollectorRegistry()
+        self._histograms = {
+            spec: Histogram(spec.full_name, spec.text, spec.labels, buckets=spec.buckets, registry=registry)
+            for spec in EDGE
+            if spec.kind == "histogram"
+        }
+        self._counters = {
+            spec: Counter(spec.full_name, spec.text, spec.labels, registry=registry)
+            for spec in EDGE
+            if spec.kind == "counter"
+        }
 
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(PREFIX + name, text, buckets=buckets, registry=registry)
-
-        def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-            return Counter(PREFIX + name, text, labels, registry=registry)
-
-        self.ttft_s = histogram(
-            "time_to_first_token_seconds", "From the request to its first token.", TTFT_BUCKETS_S
-        )
-        self.itl_s = histogram(
-            "inter_token_latency_seconds", "Between the tokens of an answer.", ITL_BUCKETS_S
-        )
-        self.e2e_s = histogram(
-            "e2e_request_latency_seconds", "From the request to its last token.", E2E_BUCKETS_S
-        )
-        self.running = Gauge(PREFIX + "num_requests_running", "Answers being made.", registry=registry)
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answers that started.")
-        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
-        self.success = counter("request_success", "Answers by how they ended.", ["finished_reason"])
-        self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up.")
-        self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens that did not have to be computed.")
-        self.errors = counter("request_errors", "Error replies by HTTP status.", ["code"])
-        self.late = counter("late_first_tokens", "First tokens that came after their deadline.")
-
-    @property
-    def misses(self) -> Misses:
-        """Totals since the start, of what was asked for and of what was not had in time."""
-        return self._misses
+    def misses(self, model: str) -> Misses:
+        """Totals since the start, of what this model was asked for and of what was not had in time."""
+        return self._misses[model]
 
     def count_error(self, status: int) -> None:
-        self.errors.labels(code=str(status)).inc()
-        if status in REFUSED:
-            self._misses = replace(self._misses, refused=self._misses.refused + 1)
+        self._counters[specs.ERRORS].labels(code=str(status)).inc()
 
-    def saw_first(self, request: Request, ttft_s: float) -> None:
-        self.ttft_s.observe(ttft_s)
-        deadline_s = self._ttft_s_max if request.ttft_s_max is None else request.ttft_s_max
-        is_late = ttft_s > min(deadline_s, self._ttft_s_max)
-        self.late.inc(is_late)
-        self._misses = replace(
-            self._misses, answered=self._misses.answered + 1, late=self._misses.late + is_late
-        )
+    def count_end(self, model: str, reason: str, count: int = 1) -> None:
+        self._counters[specs.SUCCESS].labels(model_name=model, finished_reason=reason).inc(count)
+
+    def of_model(self, model: str) -> "OfModel":
+        """Those of one model. `model` is a name of ours, never a client's."""
+        found = self._by_model.get(model)
+        if found is None:
+            found = self._by_model[model] = OfModel(self._histograms, self._counters, model)
+            self.under_way[model] += 0
+        return found
+
+    def saw_refusal(self, model: str) -> None:
+        misses = self._misses[model]
+        self._misses[model] = replace(misses, refused=misses.refused + 1)
+
+    def saw_first(self, model: str, request: Request, ttft_s: float) -> None:
+        most_s = self._ttft_s_max.get(model, TTFT_S_MAX)
+        is_late = ttft_s > min(most_s if request.ttft_s_max is None else request.ttft_s_max, most_s)
+        self.of_model(model).count(specs.LATE, is_late)
+        misses = self._misses[model]
+        self._misses[model] = replace(misses, answered=misses.answered + 1, late=misses.late + is_late)
 
     @contextmanager
-    def watch(self, requests: Sequence[Request]) -> Generator["Watch"]:
+    def watch(self, model: str, requests: Sequence[Request]) -> Generator["Watch"]:
         """Measures the answers to `requests`, from now to the end of the block, whatever ends it."""
-        watch = Watch(self, requests, self._clock)
-        self.running.inc(len(requests))
+        watch = Watch(self, model, requests, self._clock)
+        self.under_way[model] += len(requests)
         try:
             yield watch
+        except (Overloaded, Unserved):
+            self.saw_refusal(model)
+            raise
         finally:
-            self.running.dec(len(requests))
-            for _ in range(watch.unfinished):
-                self.success.labels(finished_reason="abort").inc()
+            self.under_way[model] -= len(requests)
+            if watch.unfinished:
+                self.count_end(model, "abort", watch.unfinished)
+
+
+class OfModel:
+    """The instruments of one model: its label is bound once, for some of them are used for every token."""
+
+    def __init__(
+        self, histograms: Mapping[Spec, Histogram], counters: Mapping[Spec, Counter], model: str
+    ) -> None:
+        self._histograms = {spec: one.labels(model_name=model) for spec, one in histograms.items()}
+        self._counters = {
+            spec: one.labels(model_name=model) for spec, one in counters.items() if spec.labels == (MODEL,)
+        }
+
+    def observe(self, spec: Spec, value: float) -> None:
+        self._histograms[spec].observe(value)
+
+    def count(self, spec: Spec, number: float = 1) -> None:
+        self._counters[spec].inc(number)
+
+
+class _Times:
+    """Of one answer."""
+
+    def __init__(self, now_s: float, trace: Trace, queue_s: float) -> None:
+        self.first_s = self.last_s = now_s
+        self.trace = trace
+        self.queue_s = queue_s
+        self.num_tokens = 0
 
 
 class Watch:
-    """The times of one HTTP request."""
+    """The times of the answers to one HTTP request."""
 
-    def __init__(self, metrics: Metrics, requests: Sequence[Request], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, metrics: Metrics, model: str, requests: Sequence[Request], clock: Callable[[], float]
+    ) -> None:
         self._metrics = metrics
+        self._model = model
+        self._of_model = metrics.of_model(model)
         self._requests = requests
         self._clock = clock
         self._start_s = clock()
-        self._last_s: dict[int, float] = {}
+        self._times: dict[int, _Times] = {}
         self.unfinished = len(requests)
 
     def saw(self, increment: Increment) -> None:
         now_s = self._clock()
-        metrics = self._metrics
-        last_s = self._last_s.get(increment.choice)
         num_new = increment.growth.num_tokens
-        if last_s is None:
+        times = self._times.get(increment.choice)
+        if times is None:
             request = self._requests[increment.choice]
-            num_tokens = len(request.tokens)
-            metrics.saw_first(request, now_s - self._start_s)
-            metrics.prompt_tokens.inc(num_tokens)
-            metrics.prefix_queries.inc(num_tokens)
-            metrics.prefix_hits.inc(cached_tokens(num_tokens, increment.trace))
+            queue_s = self._saw_first(request, increment.trace, now_s - self._start_s)
+            times = self._times[increment.choice] = _Times(now_s, increment.trace, queue_s)
         elif num_new:
             for _ in range(num_new):
-                metrics.itl_s.observe((now_s - last_s) / num_new)
-        self._last_s[increment.choice] = now_s
-        metrics.generation_tokens.inc(num_new)
-        finish = increment.growth.finish
-        if finish:
+                self._of_model.observe(specs.ITL, (now_s - times.last_s) / num_new)
+        if increment.trace is not times.trace:
+            self._saw_route(increment.trace)
+            times.trace = increment.trace
+        times.last_s = now_s
+        times.num_tokens += num_new
+        self._of_model.count(specs.GENERATION_TOKENS, num_new)
+        if increment.growth.finish:
             self.unfinished -= 1
-            metrics.e2e_s.observe(now_s - self._start_s)
-            metrics.success.labels(finished_reason=finish).inc()
+            self._metrics.count_end(self._model, increment.growth.finish)
+            self._saw_last(times, now_s)
 
+    def _saw_first(self, request: Request, trace: Trace, ttft_s: float) -> float:
+        """How long it waited of that."""
+        of_model, num_tokens = self._of_model, len(request.tokens)
+        self._metrics.saw_first(self._model, request, ttft_s)
+        workers = [trace.provenance]
+        if trace.produced is not None:
+            workers.insert(0, trace.produced.provenance)
+        queue_s = min(ttft_s, trace.placed_s + sum(one.times.waited_s for one in workers))
+        of_model.observe(specs.TTFT, ttft_s)
+        of_model.observe(specs.QUEUE, queue_s)
+        of_model.observe(specs.PREFILL, ttft_s - queue_s)
+        of_model.observe(specs.PROMPT_LENGTH, num_tokens)
+        of_model.count(specs.PROMPT_TOKENS, num_tokens)
+        of_model.count(specs.QUERIES, num_tokens)
+        of_model.count(specs.HITS, cached_tokens(num_tokens, trace))
+        of_model.count(specs.STORE_QUERIES, max(0, num_tokens - workers[0].reused_tokens))
+        of_model.count(specs.STORE_HITS, workers[0].fetched_tokens)
+        of_model.observe(specs.HIT_DEPTH, workers[0].reused_tokens + workers[0].fetched_tokens)
+        self._saw_route(trace)
+        return queue_s
 
-class _FleetCollector:
-    """The workers' reports as metric families."""
+    def _saw_route(self, trace: Trace) -> None:
+        found = trace.provenance
+        if found.reused_tokens + found.fetched_tokens:
+            self._of_model.count(specs.REPLAYED, found.computed_tokens)
 
-    def __init__(self, status: FleetStatus) -> None:
-        self._workers = status.workers
-
-    def collect(self) -> Iterator[Metric]:
-        for name, (text, read) in WORKER_GAUGES.items():
-            gauge = GaugeMetricFamily(f"{PREFIX}worker_{name}", text, labels=["worker", "role"])
-            for status in self._workers:
-                gauge.add_metric([status.info.name, status.info.role], read(status))
-            yield gauge
-        yield self._memory()
-        yield from self._counters()
-
-    def _memory(self) -> Metric:
-        labels = ["worker", "role", "class"]
-        gauge = GaugeMetricFamily(f"{PREFIX}worker_memory_bytes", "Memory by what it holds.", labels=labels)
-        for status in self._workers:
-            for name, num_bytes in asdict(status.load.memory).items():
-                gauge.add_metric([status.info.name, status.info.role, name], num_bytes)
-        return gauge
-
-    def _counters(self) -> Iterator[Metric]:
-        families: defaultdict[str, list[tuple[WorkerStatus, str, float]]] = defaultdict(list)
-        for status in self._workers:
-            for counted, value in status.load.counters.items():
-                name, part = _family(re.sub(r"[^a-zA-Z0-9_]", "_", counted))
-                families[name].append((status, part, value))
-        for name, samples in sorted(families.items()):
-            labels = ["worker", "role", *SPLIT.get(name, ())[1:]]
-            full_name = PREFIX + KNOWN_NAMES.get(name, f"worker_{name}")
-            family = (
-                GaugeMetricFamily(full_name, STATES[name], labels=labels)
-                if name in STATES
-                else CounterMetricFamily(full_name, "Counted by the worker since its start.", labels=labels)
-            )
-            for status, part, value in samples:
-                values = [status.info.name, status.info.role, part]
-                family.add_metric(values[: len(labels)], value)
-            yield family
-
-
-def _family(counted: str) -> tuple[str, str]:
-    """The metric of a counter, and the part of it that its name says."""
-    for name, (separator, _) in SPLIT.items():
-        if counted.startswith(name + separator):
-            return name, counted.removeprefix(name + separator)
-    return counted, ""
-
-
-def exposition(metrics: Metrics, fleet: FleetStatus | None) -> bytes:
-    """The text that Prometheus scrapes; without the workers while the router does not answer."""
-    text = generate_latest(metrics.registry)
-    if fleet is not None:
-        workers = CollectorRegistry(auto_describe=False)
-        workers.register(_FleetCollector(fleet))
-        text += generate_latest(workers)
-    return text
+    def _saw_last(self, times: _Times, now_s: float) -> None:
+        of_model, trace = self._of_model, times.trace
+        of_model.observe(specs.E2E, now_s - self._start_s)
+        of_model.observe(specs.INFERENCE, now_s - self._start_s - times.queue_s)
+        of_model.observe(specs.DECODE, now_s - times.first_s)
+        of_model.observe(specs.ANSWER_LENGTH, times.num_tokens)
+        if times.num_tokens > 1:
+            of_model.observe(specs.TPOT, (now_s - times.first_s) / (times.num_tokens - 1))
+        of_model.observe(specs.ATTEMPTS, trace.attempts)
+        of_model.count(specs.PLACED_AGAIN, trace.attempts - 1)
+        of_model.count(specs.HANDED_OVER, trace.hand_overs)

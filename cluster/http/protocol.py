@@ -4,7 +4,7 @@ A field that is null counts as absent. Unknown fields are ignored. What offline 
 workers/api/params.py; the limits here are those of one HTTP request.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import (
     AfterValidator,
@@ -24,11 +24,13 @@ from tidemill.workers.api.params import (
     Params,
     Stop,
     TokenCount,
-    Turn,
     absent_if_null,
     one_or_many,
     prompts_of,
+    valid_text,
 )
+from tidemill.workers.api.tools import TOOLS_MAX, Tool, ToolChoice
+from tidemill.workers.api.turns import Turn
 from tidemill.workers.messages import RequestError
 
 CHOICES_MAX = 16
@@ -116,6 +118,12 @@ class ChatBody(Body):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Turn], FailFast(), Field(min_length=1)]
+    tools: Annotated[list[Tool], FailFast(), Field(max_length=TOOLS_MAX)] = Field(default=[])
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     max_completion_tokens: TokenCount | None = None
     logprobs: bool = False
     top_logprobs: LogprobCount = 0
@@ -132,18 +140,56 @@ class CompletionBody(Body):
 
     prompt: Prompts
     logprobs: Annotated[LogprobCount | None, BeforeValidator(_none_if_false)] = None
+    max_tokens: Annotated[int, Field(ge=0, le=1 << 31, description="0: the echo alone")] | None = None
+    echo: bool = False
+    best_of: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
+
+    def num_drawn(self) -> int:
+        """Answers of which the best `n` are told. Raises RequestError."""
+        drawn = self.n if self.best_of is None else self.best_of
+        if drawn < self.n:
+            raise RequestError(f"{drawn} answers have no best {self.n}: raise best_of", param="best_of")
+        if drawn > self.n and self.stream:
+            raise RequestError("the best answers are known at the end: do not stream them", param="best_of")
+        return drawn
+
+    def num_tokens(self) -> int | None:
+        """Tokens to be drawn at most; an echo alone needs one, which is not told. Raises RequestError."""
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens 0 asks for nothing: set echo to true", param="max_tokens")
+        return 1 if self.max_tokens == 0 else self.max_tokens
+
+
+class TokenizeBody(ChatBody):
+    """POST /tokenize: `messages` as for a chat, or a `prompt`."""
+
+    messages: Annotated[list[Turn], FailFast()] = Field(default=[])
+    prompt: Annotated[str, AfterValidator(valid_text)] | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if bool(self.messages) is (self.prompt is not None):
+            raise ValueError("give a prompt, or messages")
+        return self
+
+
+class DetokenizeBody(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    tokens: Annotated[list[int], FailFast()]
 
 
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
     "allowed_token_ids": ([],),
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("none", "auto"),
@@ -153,13 +199,10 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }

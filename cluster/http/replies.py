@@ -6,8 +6,10 @@ from typing import Literal, assert_never
 
 from tidemill.cluster.http.answers import Increment
 from tidemill.cluster.http.intake import Job
-from tidemill.cluster.http.logprobs import Piece, chat_logprobs, completion_logprobs
-from tidemill.workers.api.answer import Growth, Scored
+from tidemill.cluster.http.logprobs import Piece, chat_logprobs, completion_logprobs, prompt_logprobs
+from tidemill.workers.api.answer import Scored
+from tidemill.workers.api.calls import Call
+from tidemill.workers.api.speech import Part, Reasoning, Words
 from tidemill.workers.messages import Provenance, Trace
 
 Json = dict[str, object]
@@ -27,6 +29,10 @@ class Head:
     def logprobs(self, scored: Sequence[Scored]) -> Json:
         write = chat_logprobs if self.kind == "chat" else completion_logprobs
         return write(scored, self.piece)
+
+    def call_id(self, choice: int) -> str:
+        """What the ids of the tool calls of one choice start with."""
+        return f"call-{self.reply_id.partition('-')[2]}-{choice}"
 
     def chunk(self, choices: Sequence[Json]) -> Json:
         return self._body("chat.completion.chunk" if self.kind == "chat" else "text_completion", choices)
@@ -54,31 +60,114 @@ def chunk_choice(head: Head, increment: Increment) -> Json:
     growth = increment.growth
     match head.kind:
         case "chat":
-            text: Json = {"delta": {"content": growth.text}}
+            text: Json = {"delta": _delta(increment.parts, head.call_id(increment.choice))}
         case "text":
             text = {"text": growth.text}
         case _:
             assert_never(head.kind)
     logprobs = head.logprobs(growth.scored) if growth.scored else None
-    return {"index": increment.choice, **text, "logprobs": logprobs, "finish_reason": growth.finish}
+    return {"index": increment.choice, **text, "logprobs": logprobs, "finish_reason": _finish(increment)}
 
 
-def whole_choice(head: Head, index: int, growths: Sequence[Growth], *, logprobs: bool) -> Json:
-    text = "".join(growth.text for growth in growths)
+def whole_reply(head: Head, job: Job, choices: Sequence[Sequence[Increment]], usage: Json) -> Json:
+    """`choices` are all increments of each."""
+    told = _told(job, choices)
+    whole = [
+        whole_choice(head, index, choices[choice], logprobs=job.logprobs) for index, choice in enumerate(told)
+    ]
+    body = {**head.whole(whole), "usage": usage}
+    if job.prompt_logprobs is None:
+        return body
+    scores = [
+        prompt_logprobs(
+            job.requests[choice].tokens,
+            [score for one in choices[choice] for score in one.prompt_logprobs],
+            job.prompt_logprobs,
+            head.piece,
+        )
+        for choice in told
+    ]
+    if head.kind == "chat":  # where vLLM has them
+        return {**body, "prompt_logprobs": scores[0]}
+    for choice, score in zip(whole, scores, strict=True):
+        choice["prompt_logprobs"] = score
+    return body
+
+
+def _told(job: Job, choices: Sequence[Sequence[Increment]]) -> list[int]:
+    """Of the choices of each prompt the best first, by logprob per token, where not all of them are told."""
+
+    def per_token(choice: int) -> float:
+        growths = [one.growth for one in choices[choice]]
+        num_tokens = sum(growth.num_tokens for growth in growths)
+        return sum(growth.logprob for growth in growths) / max(1, num_tokens)
+
+    if job.told is None:
+        return list(range(len(choices)))
+    starts = range(0, len(choices), job.n)
+    ranked = [sorted(range(start, start + job.n), key=per_token, reverse=True) for start in starts]
+    return [choice for best in ranked for choice in best[: job.told]]
+
+
+def whole_choice(head: Head, index: int, increments: Sequence[Increment], *, logprobs: bool) -> Json:
     match head.kind:
         case "chat":
-            body: Json = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            body: Json = {
+                "message": _message([part for one in increments for part in one.parts], head.call_id(index))
+            }
         case "text":
-            body = {"text": text}
+            body = {"text": "".join(one.growth.text for one in increments)}
         case _:
             assert_never(head.kind)
-    scored = [one for growth in growths for one in growth.scored]
+    scored = [one for increment in increments for one in increment.growth.scored]
     return {
         "index": index,
         **body,
         "logprobs": head.logprobs(scored) if logprobs else None,
-        "finish_reason": growths[-1].finish,
+        "finish_reason": _finish(increments[-1]),
     }
+
+
+def _delta(parts: Sequence[Part], call_id: str) -> Json:
+    """Of a chunk; each call comes whole."""
+    calls = [{"index": part.index, **_call(part, call_id)} for part in parts if isinstance(part, Call)]
+    reasoning, words = _texts(parts)
+    return {
+        **({"reasoning_content": reasoning} if reasoning else {}),
+        **({"content": words} if words or not (reasoning or calls) else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
+def _message(parts: Sequence[Part], call_id: str) -> Json:
+    calls = [_call(part, call_id) for part in parts if isinstance(part, Call)]
+    reasoning, words = _texts(parts)
+    return {
+        "role": "assistant",
+        "content": words if words or not calls else None,
+        "refusal": None,
+        **({"reasoning_content": reasoning} if reasoning else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
+def _texts(parts: Sequence[Part]) -> tuple[str, str]:
+    """The reasoning, and the words."""
+    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    return reasoning, "".join(part.text for part in parts if isinstance(part, Words))
+
+
+def _call(call: Call, call_id: str) -> Json:
+    return {
+        "id": f"{call_id}-{call.index}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _finish(increment: Increment) -> str | None:
+    finish = increment.growth.finish
+    return "tool_calls" if finish == "stop" and increment.calls else finish
 
 
 class Tally:

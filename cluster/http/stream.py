@@ -13,6 +13,9 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 
+CLIENT_CLOSED_REQUEST = 499
+"""Never sent: the client is gone."""
+
 ENCODER = json.JSONEncoder(separators=(",", ":"))
 """`json.dumps` would make one for each event."""
 

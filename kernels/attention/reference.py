@@ -5,23 +5,41 @@ import torch
 from tidemill.kernels.rows import Rows, integers
 
 
-def attention(q_THD: torch.Tensor, cache: torch.Tensor, rows: Rows) -> torch.Tensor:
+def attention(
+    q_THD: torch.Tensor, cache: torch.Tensor, rows: Rows, window: int | None, sinks_H: torch.Tensor | None
+) -> torch.Tensor:
     """o = softmax(q K^T / sqrt(D)) V over the tokens up to and including the query's own, `[T, H, D]`.
 
-    cache   [pages, kv_heads, 2, P, D], strided, in which this step's keys and values are stored already;
-            query head h reads kv head h // (H / kv_heads)
+    cache     [pages, kv_heads, 2, P, D], strided, in which this step's keys and values are stored already;
+              query head h reads kv head h // (H / kv_heads)
+    window    >= 1, the tokens that a query sees, its own included; None: all. Pages of which no query of a
+              row sees a token are not read, and their ids may be anything
+    sinks_H   float32, for each query head a score that takes its share of the softmax and has no value
+              (attention sinks of gpt-oss); None: none
+
+    A row with `lens` 0, the padding of a batch, gets zeros.
     """
     o_THD = torch.empty_like(q_THD)
-    group = q_THD.shape[1] // cache.shape[1]
+    group, page_tokens = q_THD.shape[1] // cache.shape[1], cache.shape[3]
     starts = integers(rows.cu_B1)
     for b, length in enumerate(integers(rows.lens_B)):
         q_NHD = q_THD[starts[b] : starts[b + 1]]
-        pages_N = rows.pages_BN[b, : -(-length // cache.shape[3])].long()
-        kv_K2LD = cache[pages_N].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].to(q_THD.dtype)
+        before = length - len(q_NHD)
+        first = 0 if window is None else max(0, before - window + 1)
+        count, offset = length - first, first % page_tokens
+        pages_N = rows.pages_BN[b, first // page_tokens : -(-length // page_tokens)].long()
+        kv_K2PD = cache[pages_N].permute(1, 2, 0, 3, 4).flatten(2, 3)
+        kv_K2LD = kv_K2PD[:, :, offset : offset + count].to(q_THD.dtype)
         k_HLD, v_HLD = kv_K2LD.repeat_interleave(group, dim=0).unbind(1)
         scores_HNL = torch.einsum("nhd,hld->hnl", q_NHD, k_HLD) * q_THD.shape[2] ** -0.5
-        every_NL = torch.ones(len(q_NHD), length, dtype=torch.bool, device=q_THD.device)
-        unseen_NL = every_NL.triu(length - len(q_NHD) + 1)
-        weights_HNL = scores_HNL.masked_fill(unseen_NL, float("-inf")).softmax(-1)
+        every_NL = torch.ones(len(q_NHD), count, dtype=torch.bool, device=q_THD.device)
+        unseen_NL = every_NL.triu(before - first + 1)
+        if window is not None:
+            unseen_NL |= every_NL.tril(before - first - window)
+        scores_HNL = scores_HNL.masked_fill(unseen_NL, float("-inf"))
+        if sinks_H is not None:
+            sinks_HN1 = sinks_H.to(q_THD.dtype)[:, None, None].expand(-1, len(q_NHD), 1)
+            scores_HNL = torch.cat([scores_HNL, sinks_HN1], -1)
+        weights_HNL = scores_HNL.softmax(-1)[..., :count]
         o_THD[starts[b] : starts[b + 1]] = torch.einsum("hnl,hld->nhd", weights_HNL, v_HLD)
     return o_THD

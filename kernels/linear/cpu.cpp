@@ -6,7 +6,7 @@ namespace {
 constexpr int64_t ROW_BLOCK = 192;   // rows of x that stay in L2 while all panels pass by
 constexpr int64_t DEPTH_BLOCK = 256; // depth of a panel that stays in L1 while the rows pass by
 constexpr int64_t PANEL_GROUP = 4;   // panels of one task
-constexpr int64_t WIDEN_ABOVE = 16;   // rows for which bfloat16 is widened once, rather than in every tile
+constexpr int64_t FEW_ROWS = 16;     // for which panels are read from end to end
 constexpr int64_t SERIAL_BELOW = 1 << 20;  // multiply-adds worth less than waking a thread
 
 template <typename W>
@@ -20,17 +20,6 @@ void pack(const W* weight, W* packed, int64_t n, int64_t k) {
             for (int64_t i = 0; i < k; i++) panel[i * PANEL + at] = row < n ? weight[row * k + i] : W{};
         }
     }
-}
-
-template <typename W>
-void widen(const W* b, int64_t b_stride, int64_t panels, int64_t depth, float* wide) {
-    for (int64_t p = 0; p < panels; p++)
-        for (int64_t i = 0; i < depth; i++, wide += PANEL) {
-            vec columns[2];
-            load_panel(b + p * b_stride + i * PANEL, columns);
-            store(wide, columns[0]);
-            store(wide + LANES, columns[1]);
-        }
 }
 
 template <typename W>
@@ -51,22 +40,13 @@ void apply(const float* x, int64_t x_stride, const W* packed, const float* bias,
                 for (int64_t c = 0; c < columns; c++) out[c] = bias ? bias[column + c] : 0.0f;
                 for (int64_t c = 0; rest && c < PANEL; c++) last[r * PANEL + c] = c < rest ? out[whole * PANEL + c] : 0;
             }
-            const int64_t most = rows <= WIDEN_ABOVE ? k : DEPTH_BLOCK;
+            const int64_t most = rows <= FEW_ROWS ? k : DEPTH_BLOCK;
             for (int64_t start = 0; start < k; start += most) {
                 const int64_t depth = std::min(most, k - start);
                 const float* a = x + row * x_stride + start;
                 const W* b = packed + column * k + start * PANEL;
-                const auto add = [&](const auto* panel, int64_t size) {
-                    multiply(rows, whole, a, x_stride, panel, size, depth, y + row * n + column, n);
-                    if (rest) multiply(rows, 1, a, x_stride, panel + whole * size, size, depth, last, PANEL);
-                };
-                if (sizeof(W) == sizeof(float) || rows <= WIDEN_ABOVE) {
-                    add(b, k * PANEL);
-                } else {
-                    float wide[PANEL_GROUP * PANEL * DEPTH_BLOCK];
-                    widen(b, k * PANEL, whole + (rest > 0), depth, wide);
-                    add(wide, depth * PANEL);
-                }
+                multiply(rows, whole, a, x_stride, b, k * PANEL, depth, y + row * n + column, n);
+                if (rest) multiply(rows, 1, a, x_stride, b + whole * k * PANEL, k * PANEL, depth, last, PANEL);
             }
             for (int64_t r = 0; rest && r < rows; r++)
                 std::memcpy(y + (row + r) * n + column + whole * PANEL, last + r * PANEL, rest * sizeof(float));

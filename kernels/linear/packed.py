@@ -10,7 +10,7 @@ class Packed:
     """Weights `[.., out, in]` in the order of the variant that packed them; leading dimensions are experts.
 
     data    the weights, bfloat16 if they came so, else float32 (of a reference, whatever they were); only
-            `linear`, `moe_inner` and `moe_outer` of the same variant understand their order
+            `linear`, `logits`, `moe_inner` and `moe_outer` of the same variant understand their order
     bias_N  [out] or None
     """
 

@@ -17,12 +17,12 @@ Picks by_expert(const int32_t* chosen, int64_t count, int64_t experts) {
 
 // The top_k most probable experts of each token in ascending order of id (ties go to the lower id), with their softmax
 // probabilities, divided by their sum if renormalise.
-void route(const float* logits, int32_t* chosen, float* weights, int64_t tokens, int64_t experts, int64_t top_k,
-           bool renormalise) {
+void route(const float* logits, int64_t logits_stride, int32_t* chosen, float* weights, int64_t tokens, int64_t experts,
+           int64_t top_k, bool renormalise) {
     std::vector<float> p(experts);
     std::vector<int32_t> order(experts);
     for (int64_t t = 0; t < tokens; t++) {
-        const float* row = logits + t * experts;
+        const float* row = logits + t * logits_stride;
         const float peak = *std::max_element(row, row + experts);
         for (int64_t e = 0; e < experts; e++) p[e] = exp_f32(row[e] - peak);
         const float total = sum(p.data(), experts);
@@ -42,10 +42,11 @@ void route(const float* logits, int32_t* chosen, float* weights, int64_t tokens,
 
 // hidden[t][i] = silu(gate(x[t])) * up(x[t]) of the expert chosen[t][i]. Packed weights of expert e start at
 // e * gate_up_bytes, of bfloat16 if is_half.
-extern "C" void moe_inner(const float* x, const float* logits, const void* gate_up, int64_t gate_up_bytes,
-                          int64_t is_half, float* hidden, int32_t* chosen, float* weights, int64_t tokens, int64_t experts,
-                          int64_t top_k, int64_t renormalise, int64_t width, int64_t inner) {
-    route(logits, chosen, weights, tokens, experts, top_k, renormalise);
+extern "C" void moe_inner(const float* x, const float* logits, int64_t logits_stride, const void* gate_up,
+                          int64_t gate_up_bytes, int64_t is_half, float* hidden, int32_t* chosen, float* weights,
+                          int64_t tokens, int64_t experts, int64_t top_k, int64_t renormalise, int64_t width,
+                          int64_t inner) {
+    route(logits, logits_stride, chosen, weights, tokens, experts, top_k, renormalise);
     const Picks picks = by_expert(chosen, tokens * top_k, experts);
     std::vector<float> in, projected;
     for (int64_t e = 0; e < experts; e++) {
@@ -63,10 +64,11 @@ extern "C" void moe_inner(const float* x, const float* logits, const void* gate_
     }
 }
 
-// y[t] = sum over its experts, in ascending order, of weight * down(hidden). Packed weights of expert e start at
-// e * down_bytes, of bfloat16 if is_half.
+// y[t] = sum over its experts, in ascending order, of weight * down(hidden), then + shared[t] * sigmoid(gate[t]) unless
+// shared is null. Packed weights of expert e start at e * down_bytes, of bfloat16 if is_half.
 extern "C" void moe_outer(const float* hidden, const int32_t* chosen, const float* weights, const void* down,
-                          int64_t down_bytes, int64_t is_half, float* y, int64_t tokens, int64_t experts, int64_t top_k, int64_t width,
+                          int64_t down_bytes, int64_t is_half, const float* shared, const float* gate,
+                          int64_t gate_stride, float* y, int64_t tokens, int64_t experts, int64_t top_k, int64_t width,
                           int64_t inner) {
     const Picks picks = by_expert(chosen, tokens * top_k, experts);
     std::fill(y, y + tokens * width, 0.0f);
@@ -83,5 +85,12 @@ extern "C" void moe_outer(const float* hidden, const int32_t* chosen, const floa
             const float weight = weights[pick[r]], *from = out.data() + r * width;
             for (int64_t i = 0; i < width; i++) to[i] = __builtin_fmaf(weight, from[i], to[i]);
         }
+    }
+    if (!shared) return;
+#pragma omp parallel for if (tokens * width >= 1 << 14)
+    for (int64_t t = 0; t < tokens; t++) {
+        const float scale = sigmoid(gate[t * gate_stride]), *from = shared + t * width;
+        float* to = y + t * width;
+        for (int64_t i = 0; i < width; i++) to[i] += from[i] * scale;
     }
 }

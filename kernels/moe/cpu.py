@@ -17,13 +17,13 @@ def bind_moe_inner(library: Library) -> Callable[[Tensor, Tensor, Experts], tupl
         gate_up, inner = experts.gate_up.data, experts.gate_up.out_features // 2
         assert x_TH.dtype == logits_TE.dtype == torch.float32
         assert x_TH.is_contiguous()
-        assert logits_TE.is_contiguous()
+        assert logits_TE.stride(1) == 1
         assert (len(gate_up), experts.gate_up.in_features) == (count, width)
         hidden_TKI = x_TH.new_empty(tokens, experts.top_k, inner)
         chosen_TK = torch.empty(tokens, experts.top_k, dtype=torch.int32)
         weights_TK = x_TH.new_empty(tokens, experts.top_k)
         call(
-            x_TH.data_ptr(), logits_TE.data_ptr(),
+            x_TH.data_ptr(), logits_TE.data_ptr(), logits_TE.stride(0),
             gate_up.data_ptr(), gate_up.stride(0) * gate_up.element_size(), experts.gate_up.is_half,
             hidden_TKI.data_ptr(), chosen_TK.data_ptr(), weights_TK.data_ptr(),
             tokens, count, experts.top_k, experts.renormalise, width, inner,
@@ -33,10 +33,19 @@ def bind_moe_inner(library: Library) -> Callable[[Tensor, Tensor, Experts], tupl
     return moe_inner
 
 
-def bind_moe_outer(library: Library) -> Callable[[Tensor, Tensor, Tensor, Experts], Tensor]:
+def bind_moe_outer(
+    library: Library,
+) -> Callable[[Tensor, Tensor, Tensor, Experts, Tensor | None, Tensor | None], Tensor]:
     call = library.function("moe_outer")
 
-    def moe_outer(hidden_TKI: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
+    def moe_outer(
+        hidden_TKI: Tensor,
+        chosen_TK: Tensor,
+        weights_TK: Tensor,
+        experts: Experts,
+        shared_TH: Tensor | None,
+        gate_T1: Tensor | None,
+    ) -> Tensor:
         tokens, top_k, inner = hidden_TKI.shape
         down, width = experts.down.data, experts.down.out_features
         assert hidden_TKI.dtype == weights_TK.dtype == torch.float32
@@ -46,10 +55,17 @@ def bind_moe_outer(library: Library) -> Callable[[Tensor, Tensor, Tensor, Expert
         assert weights_TK.is_contiguous()
         assert chosen_TK.shape == weights_TK.shape == (tokens, top_k)
         assert inner == experts.down.in_features
+        shared, gate, gate_stride = None, None, 0
+        if shared_TH is not None and gate_T1 is not None:
+            assert shared_TH.dtype == gate_T1.dtype == torch.float32
+            assert (shared_TH.shape, gate_T1.shape) == ((tokens, width), (tokens, 1))
+            assert shared_TH.is_contiguous()
+            shared, gate, gate_stride = shared_TH.data_ptr(), gate_T1.data_ptr(), gate_T1.stride(0)
         y_TH = hidden_TKI.new_empty(tokens, width)
         call(
             hidden_TKI.data_ptr(), chosen_TK.data_ptr(), weights_TK.data_ptr(),
             down.data_ptr(), down.stride(0) * down.element_size(), experts.down.is_half,
+            shared, gate, gate_stride,
             y_TH.data_ptr(), tokens, len(down), top_k, width, inner,
         )  # fmt: skip
         return y_TH

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tidemill.kernels.activation.cuda import sigmoid
 from tidemill.kernels.moe.experts import Experts
 
 LOWEST = tl.constexpr(-3.4e38)  # of what can be chosen: -inf is what cannot, or is already
@@ -172,6 +173,9 @@ def down_tile(
 def combine(
     part,  # [T, K, H]
     weights,  # float32 [T, K]
+    shared,  # [T, H], or None
+    gate,  # float [T], or None
+    gate_stride,
     y,  # [T, H]
     H: tl.constexpr,
     K: tl.constexpr,
@@ -184,6 +188,9 @@ def combine(
     for k in range(K):
         part_N = tl.load(part + (token * K + k) * H + column_N, mask=column_N < H, other=0.0)
         sum_N += tl.load(weights + token * K + k) * part_N.to(tl.float32)
+    if shared is not None:
+        shared_N = tl.load(shared + token * H + column_N, mask=column_N < H, other=0.0)
+        sum_N += sigmoid(tl.load(gate + token * gate_stride).to(tl.float32)) * shared_N.to(tl.float32)
     tl.store(y + token * H + column_N, sum_N.to(y.dtype.element_ty), mask=column_N < H)
 
 
@@ -216,15 +223,15 @@ def tiles_of(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, int]:
 
 
 def moe_inner(x_TH: Tensor, logits_TE: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor]:
-    """As its definition, but for x, which is rounded to the dtype of the weights; those it returns are
-    float32. Nothing waits for the device."""
+    """As its definition, but for x and hidden, which are rounded to the dtype of the experts, and the weights
+    it returns, which are float32. Nothing waits for the device."""
     (tokens, width), count, top_k = x_TH.shape, logits_TE.shape[1], experts.top_k
     gate_up, inner = experts.gate_up.data, experts.gate_up.out_features // 2
     assert gate_up.shape == (count, 2 * inner, width)
     assert gate_up.is_contiguous()
     assert x_TH.stride(1) == logits_TE.stride(1) == 1
     assert top_k <= count
-    hidden_TKI = x_TH.new_empty(tokens, top_k, inner)
+    hidden_TKI = gate_up.new_empty(tokens, top_k, inner)
     chosen_TK = torch.empty(tokens, top_k, dtype=torch.int32, device=x_TH.device)
     weights_TK = torch.empty(tokens, top_k, dtype=torch.float32, device=x_TH.device)
     if not tokens:
@@ -243,8 +250,16 @@ def moe_inner(x_TH: Tensor, logits_TE: Tensor, experts: Experts) -> tuple[Tensor
     return hidden_TKI, chosen_TK, weights_TK
 
 
-def moe_outer(hidden_TKI: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts: Experts) -> Tensor:
-    """As its definition, but for what an expert reads and adds, rounded to the dtype of its weights."""
+def moe_outer(
+    hidden_TKI: Tensor,
+    chosen_TK: Tensor,
+    weights_TK: Tensor,
+    experts: Experts,
+    shared_TH: Tensor | None,
+    gate_T1: Tensor | None,
+) -> Tensor:
+    """As its definition, but for what an expert reads and adds and for the sum, rounded to the dtype of the
+    experts."""
     tokens, top_k, inner = hidden_TKI.shape
     down, width = experts.down.data, experts.down.out_features
     assert down.shape[1:] == (width, inner)
@@ -254,7 +269,11 @@ def moe_outer(hidden_TKI: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts
     assert weights_TK.is_contiguous()
     assert chosen_TK.dtype == torch.int32
     assert chosen_TK.shape == weights_TK.shape == (tokens, top_k)
-    y_TH = hidden_TKI.new_empty(tokens, width)
+    if shared_TH is not None:
+        assert gate_T1 is not None
+        assert (shared_TH.shape, gate_T1.shape) == ((tokens, width), (tokens, 1))
+        assert shared_TH.is_contiguous()
+    y_TH = down.new_empty(tokens, width)
     if not tokens:
         return y_TH
     part_TKH = down.new_empty(tokens, top_k, width)
@@ -266,6 +285,7 @@ def moe_outer(hidden_TKI: Tensor, chosen_TK: Tensor, weights_TK: Tensor, experts
     )  # fmt: skip
     columns = min(1024, triton.next_power_of_2(width))
     combine[(tokens, triton.cdiv(width, columns))](
-        part_TKH, weights_TK, y_TH, H=width, K=top_k, N=columns, num_warps=4
-    )
+        part_TKH, weights_TK, shared_TH, gate_T1, 0 if gate_T1 is None else gate_T1.stride(0), y_TH,
+        H=width, K=top_k, N=columns, num_warps=4,
+    )  # fmt: skip
     return y_TH

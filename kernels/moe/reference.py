@@ -31,11 +31,18 @@ def moe_inner(
 
 
 def moe_outer(
-    hidden_TKI: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor, experts: Experts
+    hidden_TKI: torch.Tensor,
+    chosen_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    experts: Experts,
+    shared_TH: torch.Tensor | None,
+    gate_T1: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Sum over a token's experts, in ascending order, of weight * down(hidden), `[T, H]`.
+    """Sum over a token's experts, in ascending order, of weight * down(hidden), `[T, H]`; then what an expert
+    that all tokens share computed for it, times sigmoid(gate).
 
     hidden_TKI  the full width of the experts; H is that of `experts.down`
+    shared_TH   None, as its gate, where there is no such expert
     """
     y_TH = hidden_TKI.new_zeros(len(hidden_TKI), experts.down.out_features)
     for expert, down_HI in enumerate(experts.down.data):
@@ -43,4 +50,6 @@ def moe_outer(
         y_TH[token] += weights_TK[token, pick, None] * functional.linear(
             hidden_TKI[token, pick], down_HI.to(y_TH.dtype)
         )
-    return y_TH
+    if shared_TH is None or gate_T1 is None:
+        return y_TH
+    return y_TH + shared_TH * gate_T1.sigmoid()

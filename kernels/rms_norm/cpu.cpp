@@ -1,18 +1,24 @@
-// Root-mean-square norm of rows, plain or gated.
+// Root-mean-square norm of rows, of a sum or gated.
 #include "../cpu.h"
 
 static inline float inverse_rms(const float* x, int64_t width, float epsilon) {
     return 1.0f / std::sqrt(dot(x, x, width) / width + epsilon);
 }
 
-extern "C" void rms_norm(const float* x, int64_t x_stride, const float* weight, float* y, int64_t rows, int64_t width,
-                         float epsilon) {
+// Adds branch to residual, in place; y is the norm of the sum. Without a residual (null) the sum is branch.
+extern "C" void add_norm(float* residual, const float* branch, const float* weight, float* y, int64_t rows,
+                         int64_t width, float epsilon) {
 #pragma omp parallel for if (rows * width >= 1 << 15)
     for (int64_t r = 0; r < rows; r++) {
-        const float* in = x + r * x_stride;
+        const float* sum = branch + r * width;
+        if (residual) {
+            float* to = residual + r * width;
+            for (int64_t i = 0; i < width; i++) to[i] += sum[i];
+            sum = to;
+        }
         float* out = y + r * width;
-        const float scale = inverse_rms(in, width, epsilon);
-        for (int64_t i = 0; i < width; i++) out[i] = in[i] * scale * weight[i];
+        const float scale = inverse_rms(sum, width, epsilon);
+        for (int64_t i = 0; i < width; i++) out[i] = sum[i] * scale * weight[i];
     }
 }
 

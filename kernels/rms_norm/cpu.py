@@ -1,4 +1,4 @@
-"""`rms_norm` and `rms_norm_gated` on CPU."""
+"""`add_norm` and `rms_norm_gated` on CPU."""
 
 from collections.abc import Callable
 
@@ -7,18 +7,26 @@ import torch
 from tidemill.kernels.build import Library
 
 
-def bind_rms_norm(library: Library) -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]:
-    call = library.function("rms_norm")
+def bind_add_norm(
+    library: Library,
+) -> Callable[[torch.Tensor | None, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]:
+    call = library.function("add_norm")
 
-    def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, epsilon: float) -> torch.Tensor:
-        rows, width = x_TH.shape
-        assert x_TH.dtype == torch.float32
-        assert x_TH.stride(1) == 1
-        y_TH = x_TH.new_empty(rows, width)
-        call(x_TH.data_ptr(), x_TH.stride(0), weight_H.data_ptr(), y_TH.data_ptr(), rows, width, epsilon)
-        return y_TH
+    def add_norm(
+        residual_TH: torch.Tensor | None, branch_TH: torch.Tensor, weight_H: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, width = branch_TH.shape
+        sum_TH = branch_TH if residual_TH is None else residual_TH
+        assert sum_TH.shape == branch_TH.shape
+        assert sum_TH.dtype == branch_TH.dtype == torch.float32
+        assert sum_TH.is_contiguous()
+        assert branch_TH.is_contiguous()
+        y_TH = branch_TH.new_empty(rows, width)
+        residual = None if residual_TH is None else residual_TH.data_ptr()
+        call(residual, branch_TH.data_ptr(), weight_H.data_ptr(), y_TH.data_ptr(), rows, width, epsilon)
+        return sum_TH, y_TH
 
-    return rms_norm
+    return add_norm
 
 
 def bind_rms_norm_gated(

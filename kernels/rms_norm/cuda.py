@@ -1,7 +1,7 @@
 # pyright: basic, reportIndexIssue=false, reportArgumentType=false
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
 # Nor has it types that pyright could check.
-"""`rms_norm` and `rms_norm_gated` on CUDA. How many rows a program takes depends on their width alone, so no
+"""`add_norm` and `rms_norm_gated` on CUDA. How many rows a program takes depends on their width alone, so no
 bit of a row depends on the others."""
 
 import torch
@@ -20,17 +20,28 @@ def normalised(x_RH, weight_H, epsilon, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def norm_rows(
-    x, x_row, weight, y, rows, epsilon,
+def add_norm_rows(
+    residual,  # float32 [T, H], or None
+    branch,  # [T, H]
+    weight,
+    total,  # float32 [T, H], may be residual; None where branch is the sum
+    y,  # [T, H]
+    rows, epsilon,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Rows [i ROWS, (i + 1) ROWS) of a grid (i,)."""
+    """Rows [i ROWS, (i + 1) ROWS) of a grid (i,). A program has at least as many elements as threads: an
+    element is read and written by one of them."""
     row_R, at_H = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED)
     in_H = at_H < WIDTH
     in_RH = (row_R < rows)[:, None] & in_H[None, :]
-    x_RH = tl.load(x + row_R[:, None] * x_row + at_H[None, :], mask=in_RH, other=0.0)
+    at_RH = row_R[:, None] * WIDTH + at_H[None, :]
+    x_RH = tl.load(branch + at_RH, mask=in_RH, other=0.0).to(tl.float32)
+    if residual is not None:
+        x_RH = tl.load(residual + at_RH, mask=in_RH, other=0.0) + x_RH
+    if total is not None:
+        tl.store(total + at_RH, x_RH, mask=in_RH)
     y_RH = normalised(x_RH, tl.load(weight + at_H, mask=in_H, other=0.0), epsilon, WIDTH)
-    tl.store(y + row_R[:, None] * WIDTH + at_H[None, :], y_RH, mask=in_RH)
+    tl.store(y + at_RH, y_RH, mask=in_RH)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -39,7 +50,7 @@ def norm_gated_rows(
     GROUPS: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """As `norm_rows`; row (t GROUPS + g) HEADS + r is head r of group g of token t."""
+    """As `add_norm_rows`; row (t GROUPS + g) HEADS + r is head r of group g of token t."""
     row_R, at_V = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED)
     in_V = at_V < WIDTH
     in_RV = (row_R < rows)[:, None] & in_V[None, :]
@@ -57,14 +68,26 @@ def norm_gated_rows(
     tl.store(y + at_RV, y_RV * silu_RV, mask=in_RV)
 
 
-def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, epsilon: float) -> torch.Tensor:
-    rows, width = x_TH.shape
-    assert x_TH.stride(1) == 1
-    y_TH = x_TH.new_empty(rows, width)
+def add_norm(
+    residual_TH: torch.Tensor | None, branch_TH: torch.Tensor, weight_H: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum takes the memory of residual, or of branch where that is the sum."""
+    rows, width = branch_TH.shape
+    assert branch_TH.is_contiguous()
+    y_TH = torch.empty_like(branch_TH)
+    if residual_TH is not None:
+        assert residual_TH.shape == branch_TH.shape
+        assert residual_TH.dtype == torch.float32
+        assert residual_TH.is_contiguous()
+        sum_TH = written = residual_TH
+    elif branch_TH.dtype == torch.float32:
+        sum_TH, written = branch_TH, None
+    else:
+        sum_TH = written = torch.empty_like(branch_TH, dtype=torch.float32)
     if rows:
         grid, sizes = launch(rows, width)
-        norm_rows[grid](x_TH, x_TH.stride(0), weight_H, y_TH, rows, epsilon, **sizes)
-    return y_TH
+        add_norm_rows[grid](residual_TH, branch_TH, weight_H, written, y_TH, rows, epsilon, **sizes)
+    return sum_TH, y_TH
 
 
 def rms_norm_gated(

@@ -55,11 +55,12 @@ extern "C" void rope_store(const float* q, int64_t q_token, int64_t q_head, cons
 #pragma omp parallel for if ((cu[b + 1] - cu[b]) * q_heads * dim >= 1 << 15)
         for (int64_t t = cu[b]; t < cu[b + 1]; t++) {
             const int64_t position = lens[b] - (cu[b + 1] - t);
-            const int64_t page = table[b * table_row + position / page_tokens];
             const float* angle = angles + 2 * t * half;
             for (int64_t h = 0; h < q_heads; h++)
                 norm_rotate(q + t * q_token + h * q_head, q_weight, angle, q_out + (t * q_heads + h) * dim, dim, half,
                             epsilon);
+            if (position < 0) continue;  // the padding of a batch
+            const int64_t page = table[b * table_row + position / page_tokens];
             std::vector<float> turned(dim);
             for (int64_t h = 0; h < kv_heads; h++) {
                 char* at = cache + page * page_stride + h * head_stride + position % page_tokens * token_stride;

@@ -25,6 +25,8 @@ def rope_store(
 ) -> torch.Tensor:
     """Returns q / rms(q) * weight, rotated, `[T, H, D]`; stores k, treated alike, and v.
 
+    Tokens of a row whose `lens` is 0, the padding of a batch, store nothing.
+
     angles_T2R  of `rope_angles`; element i < R turns with element i + R, the rest of D is left as it is
     cache       [pages, kv_heads, 2, P, D], strided; float32, or bfloat16 to which k and v are rounded
     """
@@ -32,10 +34,12 @@ def rope_store(
     cu_B1 = rows.cu_B1.long()
     row_T = torch.repeat_interleave(torch.arange(len(rows.lens_B), device=q_THD.device), cu_B1.diff())
     position_T = torch.arange(len(q_THD), device=q_THD.device) + rows.lens_B[row_T] - cu_B1[row_T + 1]
+    stored_T = position_T >= 0
+    row_T, position_T = row_T[stored_T], position_T[stored_T]
     page_T = rows.pages_BN[row_T, position_T // page_tokens].long()
     k_TKD = _rotate(rms_norm(k_TKD, k_weight_D, epsilon), angles_T2R)
-    cache[page_T, :, 0, position_T % page_tokens] = k_TKD.to(cache.dtype)
-    cache[page_T, :, 1, position_T % page_tokens] = v_TKD.to(cache.dtype)
+    cache[page_T, :, 0, position_T % page_tokens] = k_TKD[stored_T].to(cache.dtype)
+    cache[page_T, :, 1, position_T % page_tokens] = v_TKD[stored_T].to(cache.dtype)
     return _rotate(rms_norm(q_THD, q_weight_D, epsilon), angles_T2R)
 
 

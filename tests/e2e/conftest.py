@@ -3,7 +3,7 @@
 import os
 import secrets
 
-from tidemill.cluster.settings import ClusterSettings, RouterSettings, ray_environ
+from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, ray_environ
 
 # Ray reads its environment when it is imported
 os.environ.update(ray_environ(joins=False, token=secrets.token_hex(16)))
@@ -20,11 +20,16 @@ from tidemill.cluster.launch import Cluster, start_cluster
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Generator[Cluster]:
-    settings = ClusterSettings(
+def fleet() -> FleetSettings:
+    return FleetSettings(
         workers=(worker("prefill-0", "prefill"), worker("decode-0", "decode")),
         router=RouterSettings(replicas=2),
     )
+
+
+@pytest.fixture(scope="session")
+def cluster(fleet: FleetSettings) -> Generator[Cluster]:
+    settings = ClusterSettings(fleets=(fleet,))
     before = set(psutil.Process().children())
     cluster = start_cluster(settings, Console(file=StringIO()))
     started = set(psutil.Process().children(recursive=True)) - before

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.cluster.settings import WorkerSettings
+from tidemill.cluster.worker_process import Engine
 from tidemill.kvstore.errors import StoreError
 from tidemill.workers.messages import (
     Announcement,
@@ -102,7 +103,9 @@ class FakeEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeBuilt:
-    engine: FakeEngine
+    """Of an engine that has no memory, unless it says so."""
+
+    engine: Engine
     fingerprint: str = "fake"
     layout: str = "none"
     page_tokens: int = 64
@@ -115,6 +118,7 @@ class FakeBuilt:
     memory_bytes: int = 0
     memory_floor_bytes: int = 0
     memory_max_bytes: int = 0
+    device: str = "cpu"
     group: None = None
 
 

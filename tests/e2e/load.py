@@ -58,11 +58,21 @@ class PacedServer:
 
 @contextmanager
 def paced_server(
-    workers: dict[str, str], tokens_per_s: int, rows_max: int, **scaling: dict[str, Any]
+    workers: dict[str, str],
+    tokens_per_s: int,
+    rows_max: int,
+    send_s_max: float = 30.0,
+    **scaling: dict[str, Any],
 ) -> Generator[PacedServer]:
     """`scaling`: `most` workers of the roles that are scaled, and their `hysteresis`. Ends it and all that it
     started."""
-    options = {"workers": workers, "tokens_per_s": tokens_per_s, "rows_max": rows_max, **scaling}
+    options = {
+        "workers": workers,
+        "tokens_per_s": tokens_per_s,
+        "rows_max": rows_max,
+        "send_s_max": send_s_max,
+        **scaling,
+    }
     with tempfile.TemporaryDirectory(prefix="paced-") as folder:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.paced", json.dumps(options)],

@@ -18,8 +18,9 @@ from typing import Any
 
 from rich.console import Console
 
+from tests.e2e.fake_engine import FakeBuilt
 from tidemill.cluster.autoscale import Bounds, Hysteresis
-from tidemill.cluster.settings import ClusterSettings, WorkerSettings, ray_environ
+from tidemill.cluster.settings import ClusterSettings, FleetSettings, WorkerSettings, ray_environ
 from tidemill.workers.messages import (
     Announcement,
     Delta,
@@ -203,37 +204,31 @@ def _handed_over() -> HandedOver:
     return HandedOver("told to leave it to others")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PacedBuilt:
-    engine: PacedEngine
-    fingerprint: str = "paced"
-    layout: str = "none"
-    page_tokens: int = 64
-    page_bytes: int = 1
-    state_bytes: int = 0
-    step_tokens_max: int = 8192
-    max_model_len: int = 4096
-    vocab_size: int = FIRST_TOKEN + NUM_TOKENS
-    eos_token_ids: tuple[int, ...] = (EOS,)
-    memory_bytes: int = MEMORY_BYTES
-    memory_floor_bytes: int = MEMORY_BYTES
-    memory_max_bytes: int = MEMORY_BYTES
-    group: None = None
-
-
 def build(
     settings: EngineSettings, progress: Callable[[int, int], None], start_ranks: StartRanks
-) -> PacedBuilt:
+) -> FakeBuilt:
     """`step_tokens_max` is its prompt tokens in a second."""
     del progress, start_ranks
-    return PacedBuilt(engine=PacedEngine(settings.step_tokens_max, settings.rows_max))
+    return FakeBuilt(
+        engine=PacedEngine(settings.step_tokens_max, settings.rows_max),
+        fingerprint="paced",
+        page_bytes=1,
+        max_model_len=4096,
+        vocab_size=FIRST_TOKEN + NUM_TOKENS,
+        eos_token_ids=(EOS,),
+        memory_bytes=MEMORY_BYTES,
+        memory_floor_bytes=MEMORY_BYTES,
+        memory_max_bytes=MEMORY_BYTES,
+    )
 
 
 def serve(options: dict[str, Any]) -> None:
     """Until a signal comes; the first line of the output is the URL."""
     os.environ.update(ray_environ(joins=False, token=secrets.token_hex(16)))
-    from tidemill.cluster.http.app import Sources  # noqa: PLC0415 - Ray reads the environment when imported
-    from tidemill.cluster.serving import Endpoint, serve  # noqa: PLC0415 - the same
+    from tidemill.cluster.endpoint import Endpoint  # noqa: PLC0415 - the same
+    from tidemill.cluster.http.bounds import EdgeLimits  # noqa: PLC0415 - the same
+    from tidemill.cluster.http.desk import Sources  # noqa: PLC0415 - Ray reads the environment when imported
+    from tidemill.cluster.serving import serve  # noqa: PLC0415 - the same
 
     engine = EngineSettings(
         model_folder=KEEPER,
@@ -256,10 +251,12 @@ def serve(options: dict[str, Any]) -> None:
     sources = Sources(
         clock_s=time.monotonic, unix_time_s=time.time, new_id=lambda: uuid.uuid4().hex, rng=Random(1)
     )
-    endpoint = Endpoint(host="127.0.0.1", port=0, model_name="paced", model_folder=KEEPER)
+    endpoint = Endpoint(host="127.0.0.1", port=0, limits=EdgeLimits(send_s_max=options["send_s_max"]))
     bounds = {role: Bounds(least=1, most=most) for role, most in options.get("most", {}).items()}
     hysteresis = Hysteresis(**options.get("hysteresis", {}))
-    settings = ClusterSettings(workers=workers, bounds=bounds, hysteresis=hysteresis)
+    settings = ClusterSettings(
+        fleets=(FleetSettings(workers=workers, names=("paced",), bounds=bounds, hysteresis=hysteresis),)
+    )
     serve(endpoint, settings, sources, Console(stderr=True), work)
 
 

@@ -16,15 +16,16 @@ from tidemill.cluster.peers import GrpcPeers
 from tidemill.cluster.placement import Ask, Route
 from tidemill.cluster.router_client import RouterClient
 from tidemill.cluster.service import FleetStatus
+from tidemill.cluster.settings import FleetSettings
 from tidemill.workers.messages import Request, WorkerGone, WorkerInfo
 
 WAIT_S_MAX = 60.0
 
 
 class Frontend:
-    def __init__(self, cluster: Cluster) -> None:
-        self.router: RouterClient = cluster.router()
-        self.peers: GrpcPeers = cluster.peers()
+    def __init__(self, cluster: Cluster, fleet: FleetSettings) -> None:
+        self.router: RouterClient = cluster.router(fleet)
+        self.peers: GrpcPeers = cluster.peers(fleet)
 
     async def place(self, num_tokens: int = 1) -> Route:
         return await self.router.place(
@@ -48,8 +49,8 @@ class Frontend:
 
 
 @asynccontextmanager
-async def frontend(cluster: Cluster) -> AsyncGenerator[Frontend]:
-    frontend = Frontend(cluster)
+async def frontend(cluster: Cluster, fleet: FleetSettings) -> AsyncGenerator[Frontend]:
+    frontend = Frontend(cluster, fleet)
     try:
         yield frontend
     finally:
@@ -69,9 +70,9 @@ def request(*tokens: int, max_new_tokens: int = 5) -> Request:
     return Request(request_id="r", tokens=tokens, max_new_tokens=max_new_tokens)
 
 
-def test_a_request_goes_the_whole_way(cluster: Cluster) -> None:
+def test_a_request_goes_the_whole_way(cluster: Cluster, fleet: FleetSettings) -> None:
     async def main() -> None:
-        async with frontend(cluster) as here:
+        async with frontend(cluster, fleet) as here:
             infos = await here.until_all_are_back()
             assert {info.role for info in infos.values()} == {"prefill", "decode"}
             route = await here.place(num_tokens=1000)
@@ -84,9 +85,9 @@ def test_a_request_goes_the_whole_way(cluster: Cluster) -> None:
     run(main())
 
 
-def test_a_killed_worker_is_noticed_and_comes_back(cluster: Cluster) -> None:
+def test_a_killed_worker_is_noticed_and_comes_back(cluster: Cluster, fleet: FleetSettings) -> None:
     async def main() -> None:
-        async with frontend(cluster) as here:
+        async with frontend(cluster, fleet) as here:
             before = (await here.until_all_are_back())["decode-0"]
             route = await here.place()
             endless = request(1, max_new_tokens=10**6)
@@ -106,9 +107,11 @@ def test_a_killed_worker_is_noticed_and_comes_back(cluster: Cluster) -> None:
     run(main())
 
 
-def test_a_broken_step_loop_ends_the_worker_and_ray_starts_its_next_life(cluster: Cluster) -> None:
+def test_a_broken_step_loop_ends_the_worker_and_ray_starts_its_next_life(
+    cluster: Cluster, fleet: FleetSettings
+) -> None:
     async def main() -> None:
-        async with frontend(cluster) as here:
+        async with frontend(cluster, fleet) as here:
             before = (await here.until_all_are_back())["decode-0"]
             with pytest.raises(WorkerGone):
                 await here.tokens(await here.place(), request(BREAK_TOKEN, max_new_tokens=10**6))
@@ -119,9 +122,11 @@ def test_a_broken_step_loop_ends_the_worker_and_ray_starts_its_next_life(cluster
     run(main())
 
 
-def test_each_router_that_is_killed_comes_back_and_hears_the_same_workers(cluster: Cluster) -> None:
+def test_each_router_that_is_killed_comes_back_and_hears_the_same_workers(
+    cluster: Cluster, fleet: FleetSettings
+) -> None:
     async def main() -> None:
-        async with frontend(cluster) as here:
+        async with frontend(cluster, fleet) as here:
             before = await here.until_all_are_back()
             routers = [
                 process
@@ -137,9 +142,9 @@ def test_each_router_that_is_killed_comes_back_and_hears_the_same_workers(cluste
     run(main())
 
 
-def test_a_frozen_worker_is_dropped_and_heard_again(cluster: Cluster) -> None:
+def test_a_frozen_worker_is_dropped_and_heard_again(cluster: Cluster, fleet: FleetSettings) -> None:
     async def main() -> None:
-        async with frontend(cluster) as here:
+        async with frontend(cluster, fleet) as here:
             frozen = (await here.until_all_are_back())["decode-0"]
             route = await here.place()
             os.kill(frozen.pid, signal.SIGSTOP)

@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from tests.e2e.fake_engine import worker
 from tidemill.cluster.launch import LaunchError, start_cluster
-from tidemill.cluster.settings import ClusterSettings
+from tidemill.cluster.settings import ClusterSettings, FleetSettings
 
 def interrupt(*_):
     raise KeyboardInterrupt
@@ -30,7 +30,8 @@ def interrupt(*_):
 signal.signal(signal.SIGTERM, interrupt)
 workers = (worker("prefill-0", "prefill"), worker("decode-0", "decode", store_url=sys.argv[2]))
 try:
-    start_cluster(ClusterSettings(workers=workers, temp_folder=Path(sys.argv[1])), Console(stderr=True))
+    settings = ClusterSettings(fleets=(FleetSettings(workers=workers),), temp_folder=Path(sys.argv[1]))
+    start_cluster(settings, Console(stderr=True))
     print("ready", flush=True)
 except LaunchError as error:
     print(error, flush=True)

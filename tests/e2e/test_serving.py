@@ -61,9 +61,9 @@ def prompt_of(rng: Random, num_tokens: int) -> list[int]:
 
 
 def test_accuracy_is_the_offline_accuracy(server: Server) -> None:
-    """300 held-out questions of both kinds: each is right over HTTP exactly when it is right in
+    """120 held-out questions of both kinds: each is right over HTTP exactly when it is right in
     transformers."""
-    asked = questions(300, context_tokens=512, seed=11)
+    asked = questions(120, context_tokens=512, seed=11)
     offline = exact_matches(*load(KEEPER), asked)["intact"]
 
     async def ask() -> list[bool]:
@@ -93,6 +93,16 @@ def test_cold_and_warm_give_the_same_tokens(server: Server, num_tokens: int) -> 
     assert greedy[0].outcome == greedy[1].outcome
     details = [stream.usage["prompt_tokens_details"]["cached_tokens"] for stream in greedy]
     assert details == [0, (num_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS]
+
+
+def test_after_a_reset_nothing_is_found_and_the_tokens_are_the_same(server: Server) -> None:
+    body = body_of(prompt_of(Random(7), 300), 40)
+    warm = [asyncio.run(run_all(server.url, [body]))[0] for _ in range(2)][1]
+    assert httpx.post(f"{server.url}/reset_prefix_cache", timeout=60).status_code == 200
+    again = [asyncio.run(run_all(server.url, [body]))[0] for _ in range(2)]
+    assert [stream.outcome for stream in again] == [warm.outcome] * 2
+    cached = [stream.usage["prompt_tokens_details"]["cached_tokens"] for stream in (warm, *again)]
+    assert cached == [256, 0, 256]
 
 
 def test_n_and_seed(server: Server) -> None:

@@ -139,7 +139,8 @@ def test_operators_see_what_is_in_it(server: Server, folder: Path, tmp_path: Pat
     ended, _ = run_cli(*get, str(tmp_path / "other"))
     assert (ended.returncode, ended.stdout) == (1, "corrupt\n"), "sealed with the secret of the server"
     metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
-    assert 'tidemill:worker_store_gets_total{outcome="hit",role="decode",worker="decode-0"}' in metrics
+    labels = 'model_name="keeper",outcome="hit",role="decode",worker="decode-0"'
+    assert f"tidemill:worker_store_gets_total{{{labels}}}" in metrics
 
 
 def test_pages_survive_every_worker(server: Server, prompts: Prompts) -> None:

@@ -12,8 +12,10 @@ from tests.triton import (
     test_moe,
     test_rope_store,
 )
-from tests.unit.kernels.cases import same_bits
+from tests.unit.kernels.cases import random, relative_error, same_bits
+from tidemill.kernels.linear import cuda as linear_cuda
 from tidemill.kernels.moe.cuda import tile_tokens
+from tidemill.kernels.rms_norm import cuda as rms_norm_cuda
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -29,13 +31,31 @@ CASES = {
     f"{operator} {name}": (module.check, case)
     for operator, module in MODULES.items()
     for name, case in module.CASES.items()
-}
+} | {name: (test_elementwise.check_sum, case) for name, case in test_elementwise.SUMS.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_definition(name: str) -> None:
     check, case = CASES[name]
     check(case, "cuda")
+
+
+@pytest.mark.parametrize("window", [None, 50, 280])
+@pytest.mark.parametrize(("heads", "dim"), [((64, 8), 64), ((32, 8), 128), ((16, 2), 256)])
+def test_attention_has_the_same_bits_in_any_batch(
+    heads: tuple[int, int], dim: int, window: int | None
+) -> None:
+    test_attention.check_any_batch(heads, dim, window, "cuda")
+
+
+@pytest.mark.parametrize("window", [None, 128, 4096, 20_000])
+def test_attention_over_spans_and_windows_of_every_length(window: int | None) -> None:
+    """Longer than the spans of the usual length reach, and windows of less than one of them and of all."""
+    long = test_attention.Case(
+        new=[1, 1, 30, 1], before=[39_999, 127, 5000, 16_384], heads=(16, 2), dim=128, window=window,
+        sinks=bool(window),
+    )  # fmt: skip
+    test_attention.check(long, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -80,3 +100,26 @@ def test_experts_beyond_32_bits() -> None:
     logits_TE[:, -2:] = few.logits_TE
     wide = test_moe.Layer(few.x_TH, logits_TE, far, down)
     assert same_bits(test_moe.moe(wide, wide.experts(2)), test_moe.moe(few, few.experts(2)))
+
+
+@pytest.mark.parametrize("width", [65, 2048, 8192])
+def test_a_sum_has_the_same_bits_beside_any_number_of_others(width: int) -> None:
+    draw = torch.Generator().manual_seed(width)
+    residual_TH, weight_H = random(draw, 300, width).cuda(), random(draw, width).cuda()
+    branch_TH = random(draw, 300, width).cuda().bfloat16()
+    whole = rms_norm_cuda.add_norm(residual_TH.clone(), branch_TH, weight_H, 1e-6)
+    for count in (1, 7, 64):
+        few = rms_norm_cuda.add_norm(residual_TH[-count:].clone(), branch_TH[-count:], weight_H, 1e-6)
+        for found, wanted in zip(few, whole, strict=True):
+            assert same_bits(found, wanted[-count:]), count
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "out", "width"), [(1, 1, 1), (5, 7, 300), (64, 528, 2048), (3, 5000, 127)])
+def test_logits_are_not_rounded(rows: int, out: int, width: int, dtype: torch.dtype) -> None:
+    """Rounded to bfloat16 they would differ a hundred times as much; rows may be slices of wider ones."""
+    draw = torch.Generator().manual_seed(out)
+    x, weight = random(draw, rows, width + 8)[:, 8:].to(dtype), random(draw, out, width).to(dtype)
+    found = linear_cuda.logits(x.cuda(), linear_cuda.pack(weight.cuda()))
+    assert found.dtype == torch.float32
+    assert relative_error(found.cpu(), x.double() @ weight.double().T) < 1e-5

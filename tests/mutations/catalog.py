@@ -1,11 +1,13 @@
 """Every planted bug."""
 
 from tests.mutations.planted_cluster import CLUSTER, RESILIENCE
+from tests.mutations.planted_edge import EDGE_BUGS
 from tests.mutations.planted_engine import ENGINE_BUGS
 from tests.mutations.planted_fleet_wide import FLEET_WIDE
 from tests.mutations.planted_group import GROUP_BUGS
 from tests.mutations.planted_kvstore import KVSTORE
 from tests.mutations.planted_placement import PLACING
+from tests.mutations.planted_scores import SCORING
 from tests.mutations.planted_store import PUBLISHING_BUGS, STORE_BUGS
 from tests.mutations.planted_transfer import TRANSFER_BUGS
 from tests.mutations.planted_workers import WORKERS
@@ -18,8 +20,10 @@ PLANTED = (
     *WORKERS,
     *ENGINE_BUGS,
     *GROUP_BUGS,
+    *SCORING,
     *CLUSTER,
     *PLACING,
     *RESILIENCE,
     *FLEET_WIDE,
+    *EDGE_BUGS,
 )

@@ -12,7 +12,7 @@ CLUSTER = (
     Planted(
         "streamed tokens are forgotten at a loss",
         "cluster/flow.py",
-        "                    story.streamed += delta.tokens\n",
+        "        self.streamed += delta.tokens\n",
         "",
         FLOW,
     ),

@@ -10,6 +10,13 @@ STRATEGIES = f"{UNIT}/workers/test_strategies.py"
 WORKERS = (
     Planted("layers overlap in a page", "workers/inputs.py", "offset += 2 * size", "offset += size", LAYOUT),
     Planted(
+        "padding keeps what was in its row before",
+        "workers/graphs.py",
+        "        whole[rows:] = empty\n",
+        "",
+        f"{UNIT}/workers/test_graphs.py",
+    ),
+    Planted(
         "an aborted sequence goes on",
         "workers/landing.py",
         "        if lease.ended:\n",
@@ -117,7 +124,7 @@ WORKERS = (
     Planted(
         "the last token of a prompt is restored",
         "workers/restore.py",
-        "keys = sequence.keys[: sequence.boundary // sequence.page_tokens]",
+        "keys = sequence.keys[: sequence.restorable // sequence.page_tokens]",
         "keys = sequence.keys",
         f"{ENGINE} {STORE}",
     ),

@@ -67,7 +67,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def random_model(name: str, seed: int = 0) -> transformers.PreTrainedModel:
     """transformers' model of `CONFIGS[name]`, every weight drawn so that each part shapes the logits."""
     config = transformers.Qwen3NextConfig(**(BASE | CONFIGS[name]))
-    model = transformers.Qwen3NextForCausalLM(config).eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.Qwen3NextForCausalLM(config).eval()
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, weight in model.named_parameters():

@@ -18,7 +18,7 @@ from tidemill.kvstore.layout import layout_of
 from tidemill.workers.inputs import Inputs, caches_of
 from tidemill.workers.models.qwen3_next_config import parse, tensor_shapes
 from tidemill.workers.models.registry import load
-from tidemill.workers.tp.collectives import Ranks
+from tidemill.workers.tp.collectives import ALONE, Ranks
 from tidemill.workers.tp.distributed import Distributed
 from tidemill.workers.tp.shared_memory import SharedMemory
 
@@ -80,9 +80,11 @@ def random_folder(folder: Path, **changes: object) -> Path:
 
 
 @torch.inference_mode()
-def hidden_and_logits(folder: Path, ops: Operators, *ranks: Ranks) -> tuple[str, torch.Tensor, torch.Tensor]:
+def hidden_and_logits(
+    folder: Path, ops: Operators, ranks: Ranks = ALONE
+) -> tuple[str, torch.Tensor, torch.Tensor]:
     """Fingerprint, hidden states and logits of every token of `STEPS`; logits are the leader's."""
-    loaded = load(folder, ops, lambda _done_bytes, _total_bytes: None, *ranks)
+    loaded = load(folder, ops, lambda _done_bytes, _total_bytes: None, ranks)
     layout = layout_of(loaded.local_layers, PAGE_TOKENS)
     arena = torch.full((2 * layout.extent_bytes,), 0xFF, dtype=torch.uint8)
     caches = caches_of(layout, arena)

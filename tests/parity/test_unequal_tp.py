@@ -117,7 +117,8 @@ class Group:
         try:
             with torch.inference_mode():
                 inputs = inputs_of((row,), list(row.tokens), P)
-                return logits_of(self.models[rank], self.caches[rank], inputs, (row,))
+                hidden_TH = self.models[rank].forward(inputs, self.caches[rank])
+                return logits_of(self.models[rank], hidden_TH, (row,))
         except BaseException:
             self._exchange.barrier.abort()
             raise

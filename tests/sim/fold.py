@@ -6,14 +6,14 @@ page, a stale state, a token folded twice or not at all changes that token and a
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from random import Random
 
 from tests.sim.in_order import InOrder
 from tidemill.kvstore.layout import Attention, Layout, Linear, PageId, StateId, layout_of
-from tidemill.workers.messages import Request
-from tidemill.workers.step import PENDING, Drawn, Row, Step
+from tidemill.workers.messages import Request, TokenLogprob
+from tidemill.workers.step import PENDING, Drawn, Row, Scores, Step
 
 VOCABULARY = 251
 KV_BYTES = 16
@@ -97,9 +97,10 @@ class FoldRunner:
             self._kv(row.pages, position)[:] = state if self._layout.hybrid else _digest(EMPTY, token)
         for slot, after in zip(reversed(row.writes), reversed(states), strict=False):
             self._state(slot)[:] = after
+        scores = () if row.scores is None else tuple(self._scores(row, row.scores, states))
         drawn: list[int] = []
         if row.draws is None:
-            return Drawn()
+            return Drawn(scores=scores)
         for count in range(known, len(row.tokens) + 1):
             position = row.start + count
             kv = b"".join(bytes(self._kv(row.pages, at)) for at in range(position))
@@ -107,7 +108,13 @@ class FoldRunner:
             drawn.append(_draw(after, kv, row.draws.sampling.seed, position, self._vocabulary))
             if count == len(row.tokens) or drawn[-1] != row.tokens[count]:
                 break
-        return Drawn(tuple(drawn))
+        return Drawn(tuple(drawn), scores=scores)
+
+    def _scores(self, row: Row, scores: Scores, states: Sequence[bytes]) -> Iterator[TokenLogprob]:
+        kv = b"".join(bytes(self._kv(row.pages, at)) for at in range(row.end))
+        for place, target in enumerate(scores.targets, scores.offset):
+            after = states[place] if self._layout.hybrid else EMPTY
+            yield _score(after, kv[: (row.start + place + 1) * KV_BYTES], target, scores.alternatives)
 
     def _spoil(self, step: Step) -> None:
         for row in step:
@@ -141,6 +148,25 @@ def expected(request: Request, *, hybrid: bool, vocabulary: int = VOCABULARY) ->
         state = _digest(state, token)
         kv += state if hybrid else _digest(EMPTY, token)
     return tokens[len(request.tokens) :]
+
+
+def expected_scores(request: Request, *, hybrid: bool) -> list[TokenLogprob]:
+    """What is to be said of the prompt of `request`, in the same way."""
+    found: list[TokenLogprob] = []
+    state, kv = EMPTY, b""
+    alternatives = request.sampling.prompt_logprobs or 0
+    for token, target in zip(request.tokens[: request.to_score], request.tokens[1:], strict=False):
+        state = _digest(state, token)
+        kv += state if hybrid else _digest(EMPTY, token)
+        found.append(_score(state if hybrid else EMPTY, kv, target, alternatives))
+    return found[request.scored :]
+
+
+def _score(state: bytes, kv: bytes, target: int, alternatives: int) -> TokenLogprob:
+    likely = blake2b(state + kv, digest_size=8).digest()
+    return TokenLogprob(
+        -float(likely[0] ^ target & 255), tuple((likely[1], 0.0) for _ in range(alternatives))
+    )
 
 
 def _digest(state: bytes, token: int) -> bytes:

@@ -4,10 +4,13 @@ import asyncio
 from contextlib import aclosing
 from random import Random
 
-from tests.sim.fold import expected
+from tests.sim.fold import expected, expected_scores
 from tests.sim.world import World
 from tidemill.cluster.flow import serve
-from tidemill.workers.messages import Poisonous, Request, Sampling, Unserved
+from tidemill.workers.messages import Poisonous, Request, Sampling, TokenLogprob, Unserved
+
+SCORED = 5
+"""One conversation in so many has a turn that asks for the logprobs of its prompt."""
 
 
 async def converse(world: World, rng: Random, index: int, shared: list[int], longest: int) -> bool:
@@ -24,7 +27,7 @@ async def converse(world: World, rng: Random, index: int, shared: list[int], lon
             request_id=f"r{index}-{turn}",
             tokens=tuple(tokens),
             max_new_tokens=rng.randrange(1, min(30, left) + 1),
-            sampling=Sampling(seed=rng.randrange(3)),
+            sampling=Sampling(seed=rng.randrange(3), prompt_logprobs=1 if index % SCORED == turn else None),
             stop_token_ids=(2 + rng.randrange(6),) if rng.random() < 0.5 else (),
             priority=rng.choice([0, 0, 0, 1, -3]),
         )
@@ -43,13 +46,18 @@ async def ask(world: World, request: Request, patience: int) -> list[int] | None
     Poisonous."""
     want = expected(request, hybrid=world.layout.hybrid, vocabulary=world.weather.vocabulary)
     got: list[int] = []
+    scores: list[TokenLogprob] = []
     finish = None
     try:
         stream = serve(request, world, world, world.root_of, world.layout.page_tokens)
         async with aclosing(stream) as pieces:
             async for piece in pieces:
                 assert finish is None, "a stream goes on after its finish"
+                assert not (got and piece.prompt_logprobs), "the prompt comes first"
                 got += piece.tokens
+                scores += piece.prompt_logprobs
+                if got:
+                    assert scores == expected_scores(request, hybrid=world.layout.hybrid)
                 finish = piece.finish
                 if len(got) >= patience:
                     break

@@ -1,4 +1,4 @@
-"""The committed protobuf stubs are what the compiler makes of tidemill.proto."""
+"""The protobuf stubs, which are made when the package is installed, are still what the .proto files say."""
 
 import subprocess
 import sys
@@ -7,16 +7,30 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROTO = "tidemill/cluster/proto/tidemill.proto"
+FOLDER = Path("tidemill/cluster/proto")
+PROTOS = sorted(FOLDER / path.name for path in (ROOT / "cluster/proto").glob("*.proto"))
 
 
 def test_stubs_are_up_to_date(tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools", reason="grpcio-tools is a development dependency")
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I", "src"]
     subprocess.run(
-        [*command, f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", PROTO], cwd=ROOT, check=True
+        [*command, f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", *map(str, PROTOS)],
+        cwd=ROOT,
+        check=True,
     )
-    made = sorted((tmp_path / "tidemill/cluster/proto").iterdir())
-    assert [file.name for file in made] == ["tidemill_pb2.py", "tidemill_pb2.pyi"]
+    made = sorted((tmp_path / FOLDER).iterdir())
+    assert len(made) == 2 * len(PROTOS) == 4
     for file in made:
         assert (ROOT / "cluster/proto" / file.name).read_text() == file.read_text(), "run `make stubs`"
+
+
+def test_stubs_are_nobodys_to_edit() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "cluster/proto"],  # noqa: S607 - whichever git there is
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
+    assert "_pb2" not in tracked, "git rm --cached what the build makes"

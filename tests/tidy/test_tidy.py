@@ -21,7 +21,9 @@ HOMES = {
     "ray": "cluster/",
     "fastapi": "cluster/",
     "grpc": "cluster/",
+    "opentelemetry": "cluster/otel.py",
     "prometheus_client": "cluster/http/",
+    "pythonjsonlogger": "cluster/logs.py",
     "transformers": "workers/api/tokenizer.py",
     "mooncake": "kvstore/mooncake_store.py",
     "kvcached": "kvstore/backing.py",
@@ -135,7 +137,7 @@ def test_kernels_cannot_shadow_another_package() -> None:
 
 
 def test_every_test_file_is_in_exactly_one_folder() -> None:
-    kinds = {"unit", "sim", "parity", "e2e", "gpu", "tidy", "mutations", "triton"}
+    kinds = {"unit", "sim", "parity", "e2e", "gpu", "tidy", "mutations", "triton", "browser"}
     stray = [
         path for path in (ROOT / "tests").rglob("test_*.py") if path.relative_to(ROOT).parts[1] not in kinds
     ]

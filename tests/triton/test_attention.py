@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.kernels.cases import Step, int32, random, relative_error, same_bits, shuffled_pages, step
+from tests.unit.kernels.cases import (
+    LIMITS,
+    Step,
+    int32,
+    random,
+    relative_error,
+    same_bits,
+    shuffled_pages,
+    step,
+)
 from tidemill.kernels.attention import cuda, reference
-
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +31,8 @@ class Case:
     dim: int = 64
     dtype: torch.dtype = torch.bfloat16
     cache_dtype: torch.dtype | None = None
+    window: int | None = None
+    sinks: bool = False
 
     @property
     def lens(self) -> list[int]:
@@ -31,17 +40,23 @@ class Case:
 
 
 class Layer:
-    """The second of two layers in an arena of NaN, written as far as the rows of a case go, and queries."""
+    """The second of two layers in an arena of NaN, written as far as the rows of a case go, and queries.
+
+    Pages that have left the window are NaN, and the table has page 0 in their place, which is nobody's.
+    """
 
     def __init__(self, case: Case, device: str = "cpu") -> None:
         draw = torch.Generator().manual_seed(sum(case.lens))
         dtype = case.cache_dtype or case.dtype
         q_heads, kv_heads = case.heads
         self.q_THD = random(draw, sum(case.new), q_heads, case.dim).to(case.dtype)
+        self.window, self.sinks_H = case.window, 3 * random(draw, q_heads) if case.sinks else None
         self.pages = shuffled_pages(case.lens, case.page_tokens, draw)
         written = torch.zeros(1 + int(self.pages.max()), case.page_tokens, dtype=torch.bool)
-        for pages_N, length in zip(self.pages, case.lens, strict=True):
-            token_N = torch.arange(length)
+        for pages_N, before, length in zip(self.pages, case.before, case.lens, strict=True):
+            left = 0 if case.window is None else max(0, before - case.window + 1) // case.page_tokens
+            pages_N[:left] = 0
+            token_N = torch.arange(left * case.page_tokens, length)
             written[pages_N[token_N // case.page_tokens].long(), token_N % case.page_tokens] = True
         shape = (len(written), kv_heads, 2, case.page_tokens, case.dim)
         kv = torch.where(written[:, None, None, :, None], random(draw, *shape), torch.nan)
@@ -52,16 +67,14 @@ class Layer:
 
     def run(self, rows: Step | None = None, picked: slice | torch.Tensor = slice(None)) -> torch.Tensor:
         device = self.cache.device
-        return cuda.attention(
-            self.q_THD[picked].to(device), self.cache, rows_on(rows or self.rows, device)
-        ).cpu()
+        sinks_H = None if self.sinks_H is None else self.sinks_H.to(device)
+        rows = (rows or self.rows).to(device)
+        return cuda.attention(self.q_THD[picked].to(device), self.cache, rows, self.window, sinks_H).cpu()
 
     def wanted(self) -> torch.Tensor:
-        return reference.attention(self.q_THD.double(), self.cache.cpu(), self.rows)
-
-
-def rows_on(rows: Step, device: torch.device) -> Step:
-    return Step(*(tensor.to(device) for tensor in vars(rows).values()))
+        return reference.attention(
+            self.q_THD.double(), self.cache.cpu(), self.rows, self.window, self.sinks_H
+        )
 
 
 DECODE: dict[str, Any] = {"new": [1] * 7, "before": [0, 1, 62, 63, 64, 126, 300]}
@@ -84,6 +97,24 @@ CASES = {
     "extend, pages of 128": Case(**EXTEND, page_tokens=128, heads=(2, 1), dim=256),
     "extend, odd": Case(**EXTEND, page_tokens=1, heads=(5, 1), dim=65),
     "extend, dim 1": Case(new=[30, 1], before=[3, 7], page_tokens=7, heads=(1, 1), dim=1),
+    "decode, sinks": Case(**DECODE, heads=(4, 2), dim=32, sinks=True),
+    "mixed, sinks": Case(**MIXED, heads=(4, 2), dim=32, sinks=True),
+    "mixed float32, window and sinks": Case(
+        new=[1, 30], before=[70, 40], heads=(3, 1), dim=16, dtype=torch.float32, window=33, sinks=True
+    ),
+    "extend, odd, window and sinks": Case(
+        **EXTEND, page_tokens=1, heads=(5, 1), dim=65, window=17, sinks=True
+    ),
+    **{
+        f"mixed, window of {window}": Case(**MIXED, heads=(2, 1), dim=32, window=window)
+        for window in (1, 63, 64, 65, 128, 500)
+    },
+    **{
+        f"mixed, pages of 16, window of {window}": Case(
+            new=[1, 130, 1], before=[300, 200, 600], page_tokens=16, heads=(2, 1), dim=32, window=window
+        )
+        for window in (65, 257)
+    },
 }
 
 
@@ -98,13 +129,16 @@ def test_matches_the_definition(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.parametrize("window", [None, 64, 65, 130, 192, 193, 400])
 @pytest.mark.parametrize("length", [256, 257, 513])
-def test_long_sequences_have_longer_spans(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
-    """Of 64 tokens up to 256, of 128 up to 512, of 192 up to 768, two at a time."""
+def test_long_sequences_have_longer_spans(
+    monkeypatch: pytest.MonkeyPatch, length: int, window: int | None
+) -> None:
+    """Of 64 tokens up to 256, of 128 up to 512, of 192 up to 768, two at a time; of windows to 192, 384."""
     monkeypatch.setattr(cuda, "SPAN_TOKENS", 64)
     monkeypatch.setattr(cuda, "SPANS_MAX", 4)
     monkeypatch.setattr(cuda, "SPANS_AT_ONCE", 2)
-    check(Case(new=[1], before=[length - 1], heads=(1, 1), dim=32))
+    check(Case(new=[1], before=[length - 1], heads=(1, 1), dim=32, window=window, sinks=window is not None))
 
 
 def test_the_rows_of_a_large_batch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,10 +146,12 @@ def test_the_rows_of_a_large_batch_are_found(monkeypatch: pytest.MonkeyPatch) ->
     check(Case(new=[3, 1, 40, 2, 17], before=[1, 0, 60, 5, 0], heads=(1, 1), dim=32))
 
 
-def test_the_same_bits_in_any_batch() -> None:
+def check_any_batch(heads: tuple[int, int], dim: int, window: int | None, device: str = "cpu") -> None:
     """A row of one token beside others of one token or more; more tokens beside others and cut otherwise."""
-    case = Case(new=[1, 66, 1, 17], before=[300, 64, 0, 5], heads=(2, 1), dim=32)
-    layer = Layer(case)
+    case = Case(
+        new=[1, 66, 1, 17], before=[300, 64, 0, 5], heads=heads, dim=dim, window=window, sinks=bool(window)
+    )
+    layer = Layer(case, device)
     together = layer.run()
     starts = [0, 1, 67, 68, 85]
     for order in ([0, 2], [2, 3, 0]):
@@ -128,9 +164,15 @@ def test_the_same_bits_in_any_batch() -> None:
         assert same_bits(layer.run(rows, picked), together[picked])
 
 
+@pytest.mark.parametrize("window", [None, 50, 280])
+def test_the_same_bits_in_any_batch(window: int | None) -> None:
+    check_any_batch((2, 1), 32, window)
+
+
+@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("new", [[1, 1, 1], [1, 5, 4]], ids=["decode", "mixed"])
-def test_padding_gives_zeros_and_touches_nobody(new: list[int]) -> None:
-    layer = Layer(Case(new=new, before=[70, 0, 64], heads=(2, 1), dim=32))
+def test_padding_gives_zeros_and_touches_nobody(new: list[int], window: int | None) -> None:
+    layer = Layer(Case(new=new, before=[70, 0, 64], heads=(2, 1), dim=32, window=window, sinks=bool(window)))
     wanted = layer.run()
     layer.rows.lens_B[1] = 0
     found = layer.run()
@@ -170,6 +212,20 @@ def test_pages_far_into_the_arena(tmp_path: Path, page_tokens: int) -> None:
     layer.cache[skipped:] = near
     layer.rows = step([1, 20], [40, 30], layer.pages + skipped)
     assert same_bits(layer.run(), wanted)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("new", [[1, 1], [1, 70]], ids=["decode", "mixed"])
+def test_a_sink_of_no_weight_is_none_and_one_of_all_weight_leaves_nothing(
+    new: list[int], window: int | None
+) -> None:
+    layer = Layer(Case(new=new, before=[300, 30], heads=(4, 2), dim=32, window=window))
+    wanted = layer.run()
+    layer.sinks_H = torch.tensor([-torch.inf, 1e6, -1e6, 0])
+    found = layer.run()
+    assert same_bits(found[:, [0, 2]], wanted[:, [0, 2]])
+    assert bool((found[:, 1] == 0).all())
+    assert bool((found[:, 3].abs() <= wanted[:, 3].abs()).all())
 
 
 def test_large_scores_do_not_overflow() -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.kernels.cases import Step, random, relative_error, same_bits, step
+from tests.unit.kernels.cases import LIMITS, Step, random, relative_error, same_bits, step
 from tidemill.kernels.causal_conv import cuda, reference
 
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 SLOTS = 12
 
 
@@ -55,7 +54,7 @@ class Layer:
 
     def run(self, rows: Step | None = None, picked: slice = slice(None)) -> torch.Tensor:
         device = self.state.device
-        rows = Step(*(tensor.to(device) for tensor in vars(rows or self.case.rows).values()))
+        rows = (rows or self.case.rows).to(device)
         x_TGC = self.x_TGC.to(device)[picked]
         return cuda.causal_conv(x_TGC, self.weight_WGC.to(device), self.state, rows).cpu()
 

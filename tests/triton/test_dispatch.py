@@ -64,13 +64,31 @@ def test_an_operator_without_a_variant_raises(kernel_cache: Path, monkeypatch: p
     assert [line[0] for line in lines if line[4:] == ["missing"]] == ["linear", "silu_mul"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_linear_takes_any_two_types(dtype: torch.dtype, *, has_bias: bool, tmp_path: Path) -> None:
+    """And answers in that of the weights, of which float16 is widened."""
     ops, draw = dispatch.operators("triton", tmp_path), torch.Generator().manual_seed(0)
     x, weight = random(draw, 5, 64)[:, 3:33], random(draw, 7, 30).to(dtype)
     bias = random(draw, 7) if has_bias else None
     y = ops.linear(x, ops.pack(weight, bias))
-    assert y.dtype == torch.float32
+    assert y.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     wanted = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert relative_error(y, wanted) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_not_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
+    ops, draw = dispatch.operators("triton", tmp_path), torch.Generator().manual_seed(0)
+    x, weight = random(draw, 5, 300).to(dtype), random(draw, 7, 300).to(dtype)
+    y = ops.logits(x, ops.pack(weight, None))
+    assert y.dtype == torch.float32
+    assert relative_error(y, x.double() @ weight.double().T) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embed_keeps_the_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    weight = random(torch.Generator().manual_seed(0), 7, 5).to(dtype)
+    found = dispatch.operators("triton", tmp_path).embed(torch.tensor([3, 0, 6, 3]), weight)
+    assert found.dtype == dtype
+    assert torch.equal(found, weight[[3, 0, 6, 3]])

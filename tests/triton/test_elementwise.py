@@ -7,23 +7,18 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.unit.kernels.cases import random, relative_error, same_bits
+from tests.unit.kernels.cases import LIMITS, random, relative_error, same_bits
 from tidemill.kernels.activation import cuda as activation_cuda
 from tidemill.kernels.activation import reference as activation_reference
 from tidemill.kernels.rms_norm import cuda as rms_norm_cuda
 from tidemill.kernels.rms_norm import reference as rms_norm_reference
 
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 EPSILON = 1e-6
 SMALL = 1e-3  # so that epsilon counts
 WIDTHS = (1, 2, 63, 64, 65, 127, 300, 1500)
 Inputs = list[torch.Tensor]
 Draw = Callable[..., torch.Tensor]  # of a shape
 Operator = Callable[[int, Draw], Inputs]
-
-
-def rms_norm(width: int, draw: Draw) -> Inputs:
-    return [SMALL * draw(5, width + 8)[:, 8:], draw(width)]
 
 
 def rms_norm_gated(width: int, draw: Draw) -> Inputs:
@@ -45,14 +40,12 @@ def sigmoid_mul_expanded(width: int, draw: Draw) -> Inputs:
 
 
 OURS: dict[Operator, Callable[..., torch.Tensor]] = {
-    rms_norm: lambda x, weight: rms_norm_cuda.rms_norm(x, weight, EPSILON),
     rms_norm_gated: lambda x, gate, weight: rms_norm_cuda.rms_norm_gated(x, gate, weight, EPSILON),
     silu_mul: activation_cuda.silu_mul,
     sigmoid_mul: activation_cuda.sigmoid_mul,
     sigmoid_mul_expanded: activation_cuda.sigmoid_mul,
 }
 REFERENCE: dict[Operator, Callable[..., torch.Tensor]] = {
-    rms_norm: lambda x, weight: rms_norm_reference.rms_norm(x, weight, EPSILON),
     rms_norm_gated: lambda x, gate, weight: rms_norm_reference.rms_norm_gated(x, gate, weight, EPSILON),
     silu_mul: activation_reference.silu_mul,
     sigmoid_mul: activation_reference.sigmoid_mul,
@@ -119,3 +112,51 @@ def test_extreme_gates_stay_finite(value: float) -> None:
     assert torch.allclose(activation_cuda.silu_mul(both), wanted, atol=1e-30)
     normed = rms_norm_cuda.rms_norm_gated(one[None], gate[None], one[0, 0], EPSILON)
     assert torch.allclose(normed, wanted, atol=1e-30)
+
+
+@dataclass(frozen=True)
+class Sum:
+    width: int
+    dtype: torch.dtype
+    first: bool = False  # no residual yet
+
+    def inputs(self, device: str) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        draw = torch.Generator().manual_seed(self.width)
+        residual_TH, branch_TH = SMALL * random(draw, 5, self.width), SMALL * random(draw, 5, self.width)
+        weight_H = random(draw, self.width).to(device)
+        return None if self.first else residual_TH.to(device), branch_TH.to(device, self.dtype), weight_H
+
+
+SUMS = {
+    f"add_norm {width} {dtype}{' first' * first}": Sum(width, dtype, first)
+    for width in (*WIDTHS, 8192)
+    for dtype in LIMITS
+    for first in (False, True)
+}
+
+
+def check_sum(case: Sum, device: str = "cpu") -> None:
+    """The sum is exact, its norm is of the sum as it is, and of the branch's type."""
+    residual_TH, branch_TH, weight_H = case.inputs(device)
+    wide_TH = branch_TH.float() if residual_TH is None else residual_TH + branch_TH
+    wanted_TH = rms_norm_reference.rms_norm(wide_TH.cpu().double(), weight_H.cpu().double(), EPSILON)
+    sum_TH, h_TH = rms_norm_cuda.add_norm(residual_TH, branch_TH, weight_H, EPSILON)
+    assert sum_TH.dtype == torch.float32
+    assert same_bits(sum_TH, wide_TH)
+    assert h_TH.dtype == case.dtype
+    assert relative_error(h_TH.cpu(), wanted_TH) < LIMITS[case.dtype]
+
+
+@pytest.mark.parametrize("case", SUMS.values(), ids=SUMS)
+def test_the_norm_of_a_sum(case: Sum) -> None:
+    check_sum(case)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_sum_has_the_same_bits_in_any_batch(count: int) -> None:
+    residual_TH, branch_TH, weight_H = Sum(65, torch.bfloat16).inputs("cpu")
+    assert residual_TH is not None
+    few = rms_norm_cuda.add_norm(residual_TH[:count].clone(), branch_TH[:count], weight_H, EPSILON)
+    every = rms_norm_cuda.add_norm(residual_TH, branch_TH, weight_H, EPSILON)
+    for some, found in zip(few, every, strict=True):
+        assert same_bits(some, found[:count])

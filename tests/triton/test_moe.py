@@ -52,7 +52,7 @@ def layer_of(
 
 
 def moe(layer: Layer, experts: Experts) -> torch.Tensor:
-    return moe_outer(*moe_inner(layer.x_TH, layer.logits_TE, experts), experts)
+    return moe_outer(*moe_inner(layer.x_TH, layer.logits_TE, experts), experts, None, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ CASES = {
 
 
 def check(case: Case, device: str = "cpu") -> None:
-    """Against the definition in float64, on the host."""
+    """Against the definition in float64, on the host; without an expert for all tokens, and with one."""
     layer = layer_of(case.tokens, case.experts, case.width, case.inner, case.dtype)
     wide, ours = layer.double(), layer.on(device)
     experts, truth = (part.experts(case.top_k, renormalise=case.renormalise) for part in (ours, wide))
@@ -93,11 +93,21 @@ def check(case: Case, device: str = "cpu") -> None:
     assert torch.equal(chosen.cpu(), wanted[1])
     assert chosen.dtype == torch.int32
     assert hidden.dtype == case.dtype
+    assert weights.dtype == torch.float32
     assert relative_error(hidden.cpu(), wanted[0]) < TOLERANCES[case.dtype]
     assert relative_error(weights.cpu(), wanted[2]) < 1e-5
-    y = moe_outer(hidden, chosen, weights, experts)
-    assert y.dtype == case.dtype
-    assert relative_error(y.cpu(), reference.moe_outer(*wanted, truth)) < TOLERANCES[case.dtype]
+    draw = torch.Generator().manual_seed(1)
+    shared_TH, gate_T1 = random(draw, case.tokens, case.width), 3 * random(draw, case.tokens, 3)[:, 1:2]
+    every = [shared_TH.to(case.dtype), gate_T1]
+    for parts in ([None, None], every):
+        y = moe_outer(
+            hidden, chosen, weights, experts, *(part if part is None else part.to(device) for part in parts)
+        )
+        assert y.dtype == case.dtype
+        truth_TH = reference.moe_outer(
+            *wanted, truth, *(part if part is None else part.double() for part in parts)
+        )
+        assert relative_error(y.cpu(), truth_TH) < TOLERANCES[case.dtype]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -106,14 +116,16 @@ def test_moe_matches_the_definition(case: Case) -> None:
 
 
 def test_x_may_be_wider_than_the_weights() -> None:
+    """What comes out has the type of the weights."""
     layer = layer_of(9, 4, 40, 20, torch.bfloat16)
     x_TH, logits_TE = random(torch.Generator().manual_seed(1), 9, 40), layer.logits_TE.float()
     mixed = Layer(x_TH, logits_TE, layer.gate_up, layer.down)
     wide = mixed.double()
     y_TH = moe(mixed, mixed.experts(2))
-    assert y_TH.dtype == torch.float32
+    assert y_TH.dtype == torch.bfloat16
     inner = reference.moe_inner(wide.x_TH, wide.logits_TE, wide.experts(2))
-    assert relative_error(y_TH, reference.moe_outer(*inner, wide.experts(2))) < TOLERANCES[torch.bfloat16]
+    wanted_TH = reference.moe_outer(*inner, wide.experts(2), None, None)
+    assert relative_error(y_TH, wanted_TH) < TOLERANCES[torch.bfloat16]
 
 
 @pytest.mark.parametrize("skewed", [False, True])
@@ -189,7 +201,8 @@ def test_ranks_compute_their_columns() -> None:
     ]
     inner = [moe_inner(layer.x_TH, layer.logits_TE, half) for half in halves]
     hidden_TKI = torch.cat([part[0] for part in inner], dim=-1)
-    y_TH = torch.cat([moe_outer(hidden_TKI, *inner[0][1:], half) for half in halves], dim=-1)
+    outer = [moe_outer(hidden_TKI, *inner[0][1:], half, None, None) for half in halves]
+    y_TH = torch.cat(outer, dim=-1)
     assert relative_error(y_TH, wanted) < 1e-6
 
 

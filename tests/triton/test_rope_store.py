@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.kernels.cases import Step, random, relative_error, same_bits, shuffled_pages, step
+from tests.unit.kernels.cases import LIMITS, random, relative_error, same_bits, shuffled_pages, step
 from tidemill.kernels.rope_store import cuda, reference
 
 EPSILON = 1e-6
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,7 @@ class Layer:
         self.rows = step(case.new, case.before, self.pages)
 
     def run(self) -> torch.Tensor:
-        rows = Step(*(tensor.to(self.cache.device) for tensor in vars(self.rows).values()))
+        rows = self.rows.to(self.cache.device)
         q_weight_D, k_weight_D, angles_T2R = self.q_weight_D, self.k_weight_D, self.angles_T2R
         return cuda.rope_store(
             self.q_THD, self.k_TKD, self.v_TKD, q_weight_D, k_weight_D, EPSILON, angles_T2R, self.cache, rows

@@ -20,15 +20,17 @@ class Ending:
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False
     min_tokens: int = 0
+    scores_stop: bool = False  # the stop token has a logprob too, though no text shows of it
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token of the text with its logprob. `start` is where its characters start in the answer."""
+    """A token of the text with its logprob. `start` is where its characters start in the answer. The first
+    token of a prompt has no logprob."""
 
     token: int
     start: int
-    logprob: TokenLogprob
+    logprob: TokenLogprob | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +38,14 @@ class Growth:
     """What some tokens add to an answer.
 
     `num_tokens` counts those of a stop string, and a stop token; `scored` has those alone whose text shows.
-    `stop` is the string or the token of the client's that ended it.
+    `logprob` is the sum over all of `num_tokens`. `stop` is the string or the token of the client's that
+    ended it.
     """
 
     text: str
     num_tokens: int
     scored: tuple[Scored, ...] = ()
+    logprob: float = 0.0
     finish: FinishReason | None = None
     stop: str | int | None = None
 
@@ -70,9 +74,11 @@ class Answer:
         """`logprobs` has an item for each token, or none at all."""
         stop: str | int | None = None
         num_tokens = len(tokens)
+        hidden: int | None = None  # a stop token without its text
         if finish == "stop" and tokens and tokens[-1] in self._stop_token_ids:
             stop = tokens[-1] if tokens[-1] in self._ending.stop_token_ids else None
-            tokens = tokens if self._ending.include_stop else tokens[:-1]
+            if not self._ending.include_stop:
+                hidden, tokens = tokens[-1], tokens[:-1]
         texts: list[str] = []
         for place, token in enumerate(tokens):
             if logprobs:
@@ -85,8 +91,17 @@ class Answer:
             texts.append(self._scanner.end())
         text = "".join(texts)
         self._shown_chars += len(text)
-        scored = self._shown(whole=finish is not None and self._scanner.stop is None)
-        return Growth(text=text, num_tokens=num_tokens, scored=scored, finish=finish, stop=stop)
+        whole = finish is not None and self._scanner.stop is None
+        if whole and hidden is not None and logprobs and self._ending.scores_stop:
+            self._waiting.append(Scored(hidden, self._decoded_chars, logprobs[-1]))
+        return Growth(
+            text=text,
+            num_tokens=num_tokens,
+            scored=self._shown(whole=whole),
+            logprob=sum(one.logprob for one in logprobs[:num_tokens]),
+            finish=finish,
+            stop=stop,
+        )
 
     def _text_of(self, token: int) -> str:
         self._num_tokens += 1

@@ -5,7 +5,7 @@ A field that is null counts as absent.
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
 from pydantic import (
     AfterValidator,
@@ -20,7 +20,6 @@ from pydantic import (
     model_validator,
 )
 
-from tidemill.workers.api.text import Message
 from tidemill.workers.api.validation import problems_of, request_error
 
 SEED_BITS = 63
@@ -75,22 +74,6 @@ def _stop(value: str) -> str:
     return value
 
 
-def _content(value: object) -> object:
-    """A list of text parts becomes one text."""
-    if not isinstance(value, list):
-        return value
-    texts: list[str] = []
-    for part in cast("list[object]", value):
-        match part:
-            case {"type": "text", "text": str(text)}:
-                texts.append(text)
-            case _:
-                raise ValueError(
-                    'only text is supported: give a string or parts of {"type": "text", "text": ...}'
-                )
-    return "".join(texts)
-
-
 def _logit_bias(value: object) -> dict[int, float]:
     """JSON has texts as keys, Python token ids."""
     items = cast("dict[object, object]", value).items() if isinstance(value, dict) else None
@@ -115,7 +98,6 @@ def _bias(value: object) -> float:
     return float(value)
 
 
-Content = Annotated[str, BeforeValidator(_content), AfterValidator(valid_text)]
 Stop = Annotated[str, AfterValidator(_stop)]
 TokenCount = Annotated[int, Field(ge=1, le=1 << 31)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -124,19 +106,6 @@ LogitBias = Annotated[
     PlainValidator(_logit_bias),
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
 ]
-
-
-class Turn(BaseModel):
-    """One message of a chat. Fields that clients carry along (name, refusal, audio, ...) are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-
-    def message(self) -> Message:
-        return Message("system" if self.role == "developer" else self.role, self.content)
 
 
 class Params(BaseModel):
@@ -156,6 +125,7 @@ class Params(BaseModel):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0  # beyond it, logits may overflow
     logit_bias: LogitBias = {}
     seed: Annotated[int, Field(ge=-(1 << SEED_BITS), lt=1 << SEED_BITS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
     n: Annotated[int, Field(ge=1)] = 1
     stop: Annotated[list[Stop], BeforeValidator(one_or_many)] = []
     stop_token_ids: list[int] = []
@@ -170,7 +140,8 @@ class Params(BaseModel):
 class SamplingParams(Params):
     """How offline answers are drawn, in the words of vLLM. Raises RequestError.
 
-    `logprobs` asks for that many alternatives beside each token. `response_format` is OpenAI's,
+    `logprobs` asks for that many alternatives beside each token, `prompt_logprobs` beside the prompt's.
+    `response_format` is OpenAI's,
     `structured_outputs` vLLM's: one of json, regex, choice, grammar (Lark) and json_object. `stop` is a text
     or a list of texts.
     """

@@ -60,6 +60,7 @@ def terms_of(
             logit_bias=tuple(sorted(params.logit_bias.items())),
             min_tokens=params.min_tokens,
             logprobs=logprobs,
+            prompt_logprobs=params.prompt_logprobs,
             grammar=grammar,
         ),
         ending=Ending(

@@ -1,16 +1,37 @@
 """Between tokens and text: what is needed of a tokenizer, and the search for stop strings."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a chat, as the model's template sees it."""
+    """One turn of a chat, as the model's template sees it; `more` has the fields that only some turns have
+    (tool_calls, tool_call_id, name, reasoning_content)."""
 
     role: str
     content: str
+    more: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """How a chat becomes a prompt.
+
+    tools      as the template wants them
+    answers    the prompt ends where the model's answer starts
+    continues  it ends inside of the last message, which the model goes on with
+    options    variables of the template
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    answers: bool = True
+    continues: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+PLAIN = Rendering()
 
 
 class Decoder(Protocol):
@@ -26,8 +47,13 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens of a conversation, up to where the model's answer starts. Raises RequestError."""
+    @property
+    def tags(self) -> Collection[str]:
+        """Those of `speech.py` that the model was made to write, and `calls.FUNCTION` if it calls in XML."""
+        ...
+
+    def chat(self, messages: Sequence[Message], how: Rendering = PLAIN) -> list[int]:
+        """Tokens of a conversation. Raises RequestError."""
         ...
 
     def decoder(self) -> Decoder: ...
@@ -36,6 +62,11 @@ class Tokenizer(Protocol):
         """What one token stands for, which may be a part of a character; empty if it is none of the
         tokenizer's."""
         ...
+
+
+def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """What tokens stand for, special ones included."""
+    return b"".join(map(tokenizer.piece, tokens)).decode(errors="replace")
 
 
 class StopScanner:

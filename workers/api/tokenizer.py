@@ -2,16 +2,20 @@
 # transformers has no complete types
 """The tokenizer and the chat template of a Hugging Face folder."""
 
+import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.api.text import Message
+from tidemill.workers.api.calls import FUNCTION
+from tidemill.workers.api.speech import CALL, THOUGHT
+from tidemill.workers.api.text import PLAIN, Message, Rendering
 from tidemill.workers.messages import RequestError
 
 PENDING_TOKENS_MAX = 8
@@ -19,28 +23,40 @@ PENDING_TOKENS_MAX = 8
 
 BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
-Render = Callable[[Sequence[Message]], str]
+Render = Callable[[Sequence[Message], Rendering], str]
 
 
 class FolderTokenizer:
-    """Encodes, decodes and renders chats. `render` is None for a model without a chat template."""
+    """Encodes, decodes and renders chats. `render` is None for a model without a chat template, whose text
+    is `template`."""
 
-    def __init__(self, raw: RawTokenizer, render: Render | None) -> None:
+    def __init__(self, raw: RawTokenizer, render: Render | None, template: str = "") -> None:
         raw.no_truncation()  # long prompts are refused, not cut
         raw.no_padding()
         self._raw = raw
         self._render = render
+        self._template = template
+        self.tags = frozenset(
+            tag for tag in (CALL, THOUGHT, FUNCTION) if tag in template or raw.token_to_id(tag)
+        )
         self._added = {token: one.content for token, one in raw.get_added_tokens_decoder().items()}
         self._bytes_of = byte_alphabet() if "ByteLevel" in str(raw.decoder) else None
 
     def encode(self, text: str) -> list[int]:
         return self._raw.encode(text).ids
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
+    def chat(self, messages: Sequence[Message], how: Rendering = PLAIN) -> list[int]:
         if self._render is None:
             raise RequestError("this model has no chat template: use /v1/completions", param="messages")
+        if how.tools and not (CALL in self.tags and "tools" in self._template):
+            raise RequestError(
+                "this model's chat template has no tools in the manner of Qwen and Hermes: leave them out",
+                param="tools",
+            )
         try:
-            text = self._render(messages)
+            text = self._render(messages, how)
+        except RequestError:
+            raise
         except Exception as error:  # a template is a program that came with the model: it may raise anything
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
@@ -103,8 +119,28 @@ def load_tokenizer(folder: Path) -> FolderTokenizer:
     if raw is None:
         raise TidemillError(f"{folder} has no tokenizer.json: convert its tokenizer to the fast format")
 
-    def render(messages: Sequence[Message]) -> str:
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        return loaded.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    reserved = inspect.signature(loaded.apply_chat_template).parameters
 
-    return FolderTokenizer(raw, render if loaded.chat_template else None)
+    def render(messages: Sequence[Message], how: Rendering) -> str:
+        turns = [{"role": message.role, "content": message.content, **message.more} for message in messages]
+        return loaded.apply_chat_template(
+            turns,
+            tools=list(how.tools) or None,
+            tokenize=False,
+            add_generation_prompt=how.answers,
+            continue_final_message=how.continues,
+            **checked_options(how.options, reserved),
+        )
+
+    return FolderTokenizer(raw, render if loaded.chat_template else None, str(loaded.chat_template or ""))
+
+
+def checked_options(options: Mapping[str, Any], reserved: Mapping[str, object]) -> Mapping[str, Any]:
+    """Variables for a template: what says how it is read and run is not the client's. Raises RequestError."""
+    taken = next((name for name in options if name in reserved or name == "messages"), None)
+    if taken is not None:
+        raise RequestError(
+            f"chat_template_kwargs: {taken} is not a variable of the template: leave it out",
+            param="chat_template_kwargs",
+        )
+    return options

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.packed import Packed
@@ -48,10 +49,11 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Moe:
-    router: Packed
+    """`scores` gives a logit of each expert, then that of the shared expert's gate."""
+
+    scores: Packed
     experts: Experts
     shared: Mlp
-    shared_gate: Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,8 @@ class Layer:
 
 
 class Qwen3Next:
-    """The model, or a rank's part of it, with its weights in memory; computes in float32, also with weights
-    that are kept in bfloat16.
+    """The model, or a rank's part of it, with its weights in memory. What layers add up is float32, also with
+    weights that are kept in bfloat16; the operators decide on the rest.
 
     A rank has some heads of every mixer, some inner columns of every MLP and some rows of the vocabulary. Of
     the projections back it computes some columns, over the whole of their input: what ranks exchange is
@@ -83,39 +85,40 @@ class Qwen3Next:
         self._norm_H = 1 + read("model.norm.weight").float()
         head_VH = self._embedding_VH if config.tied else read("lm_head.weight")
         self._head = operators.pack(head_VH, None)
-        rotary_R = torch.arange(0, config.heads.rotary_dim, 2, dtype=torch.float32) / config.heads.rotary_dim
+        device, rotary_dim = self._embedding_VH.device, config.heads.rotary_dim
+        rotary_R = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
         self._frequencies_R = 1 / config.heads.rope_theta**rotary_R
 
     def forward(self, inputs: Inputs, caches: Caches) -> torch.Tensor:
         """Final hidden states `[T, hidden]`; writes this step's keys, values and states into `caches`."""
         ops, epsilon = self._ops, self._config.epsilon
-        x_TH = self._embed(inputs.tokens_T)
+        x_TH, branch_TH = None, self._embed(inputs.tokens_T)
         angles_T2R = ops.rope_angles(inputs.positions_T, self._frequencies_R)
         kv, states = iter(caches.kv), iter(zip(caches.conv, caches.temporal, strict=True))
         for layer in self._layers:
-            h_TH = ops.rms_norm(x_TH, layer.norm_H, epsilon)
+            x_TH, h_TH = ops.add_norm(x_TH, branch_TH, layer.norm_H, epsilon)
             match layer.mixer:
                 case AttentionWeights() as weights:
                     mixed_TH = self._attend(h_TH, weights, angles_T2R, next(kv), inputs)
                 case LinearWeights() as weights:
                     mixed_TH = self._recur(h_TH, weights, *next(states), inputs)
-            x_TH = x_TH + self._ranks.gather(mixed_TH, self._config.hidden)
-            mlp_TH = self._mlp(ops.rms_norm(x_TH, layer.mlp_norm_H, epsilon), layer.mlp)
-            x_TH = x_TH + self._ranks.gather(mlp_TH, self._config.hidden)
-        return ops.rms_norm(x_TH, self._norm_H, epsilon)
+            branch_TH = self._ranks.gather(mixed_TH, self._config.hidden)
+            x_TH, h_TH = ops.add_norm(x_TH, branch_TH, layer.mlp_norm_H, epsilon)
+            branch_TH = self._ranks.gather(self._mlp(h_TH, layer.mlp), self._config.hidden)
+        return ops.add_norm(x_TH, branch_TH, self._norm_H, epsilon)[1]
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """Logits `[N, vocabulary]` of the rows asked for; `[N, 0]` on ranks that are not the leader."""
-        return self._ranks.gather_to_leader(self._ops.linear(hidden_NH, self._head), self._config.vocab_size)
+        return self._ranks.gather_to_leader(self._ops.logits(hidden_NH, self._head), self._config.vocab_size)
 
     def _embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
         """Every rank looks up what it can; of each token, the row of the rank that has it counts."""
-        ranks, (rows, hidden) = self._ranks, self._embedding_VH.shape
+        ops, ranks, (rows, hidden) = self._ops, self._ranks, self._embedding_VH.shape
         if ranks.size == 1:
-            return self._embedding_VH[tokens_T].float()
-        own_TH = self._embedding_VH[(tokens_T - ranks.index * rows).clamp(0, rows - 1)].float()
+            return ops.embed(tokens_T, self._embedding_VH)
+        own_TH = ops.embed((tokens_T - ranks.index * rows).clamp(0, rows - 1), self._embedding_VH)
         every_TRH = ranks.gather(own_TH, ranks.size * hidden).view(-1, ranks.size, hidden)
-        return every_TRH[torch.arange(len(tokens_T)), tokens_T // rows]
+        return every_TRH[torch.arange(len(tokens_T), device=tokens_T.device), tokens_T // rows]
 
     def _project_out(self, x_TI: torch.Tensor, out: Packed) -> torch.Tensor:
         """This rank's columns, from those of all ranks."""
@@ -144,7 +147,7 @@ class Qwen3Next:
             kv,
             inputs,
         )
-        o_THD = ops.attention(q_THD, kv, inputs)
+        o_THD = ops.attention(q_THD, kv, inputs, None, None)
         return self._project_out(ops.sigmoid_mul(o_THD, q_gate_THI[..., spec.head_dim :]), weights.out)
 
     def _recur(
@@ -171,14 +174,13 @@ class Qwen3Next:
         ops = self._ops
         if isinstance(mlp, Mlp):
             return self._project_out(ops.silu_mul(ops.linear(h_TH, mlp.gate_up)), mlp.down)
-        experts = mlp.experts
-        hidden_TKI, chosen_TK, weights_TK = ops.moe_inner(h_TH, ops.linear(h_TH, mlp.router), experts)
+        experts, count = mlp.experts, self._config.routing.experts
+        scores_TS = ops.logits(h_TH, mlp.scores)
+        hidden_TKI, chosen_TK, weights_TK = ops.moe_inner(h_TH, scores_TS[:, :count], experts)
         whole_NI = self._ranks.gather(hidden_TKI.flatten(0, 1), experts.down.in_features)
         whole_TKI = whole_NI.view(*chosen_TK.shape, -1)
-        routed_TH = ops.moe_outer(whole_TKI, chosen_TK, weights_TK, experts)
-        shared_TH = self._mlp(h_TH, mlp.shared)
-        gate_TH = ops.linear(h_TH, mlp.shared_gate).expand_as(shared_TH)
-        return routed_TH + ops.sigmoid_mul(shared_TH[:, None], gate_TH[:, None])
+        shared_TH, gate_T1 = self._mlp(h_TH, mlp.shared), scores_TS[:, count : count + 1]
+        return ops.moe_outer(whole_TKI, chosen_TK, weights_TK, experts, shared_TH, gate_T1)
 
 
 def _load_layer(config: Config, index: int, read: Read, ops: Operators) -> Layer:
@@ -238,8 +240,10 @@ def _load_mlp(name: str, read: Read, ops: Operators) -> Mlp:
 
 def _load_moe(config: Config, read: Read, ops: Operators) -> Moe:
     names = [f"mlp.experts.{expert}" for expert in range(config.routing.experts)]
+    scores_SH = torch.cat([read("mlp.gate.weight"), read("mlp.shared_expert_gate.weight")])
     return Moe(
-        router=ops.pack(read("mlp.gate.weight"), None),
+        # Zeros fill up rows of whole 64 bytes: a device has less to choose from for others.
+        scores=ops.pack(functional.pad(scores_SH, (0, 0, 0, -len(scores_SH) % 16)), None),
         experts=Experts(
             gate_up=ops.pack(torch.stack([_gate_up(name, read) for name in names]), None),
             down=ops.pack(torch.stack([read(f"{name}.down_proj.weight") for name in names]), None),
@@ -247,7 +251,6 @@ def _load_moe(config: Config, read: Read, ops: Operators) -> Moe:
             renormalise=config.routing.renormalise,
         ),
         shared=_load_mlp("mlp.shared_expert", read, ops),
-        shared_gate=ops.pack(read("mlp.shared_expert_gate.weight"), None),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from tidemill.kernels.dispatch import Operators
 from tidemill.kvstore.layout import LayerSpec
 from tidemill.kvstore.worth import Cost
+from tidemill.workers.device import HOST
 from tidemill.workers.inputs import Caches, Inputs
 from tidemill.workers.models import qwen3_next_config
 from tidemill.workers.models.bundled import bundled
@@ -57,27 +58,35 @@ class LoadedModel:
     cost: Cost
 
 
-def load(folder: Path, operators: Operators, progress: Progress, ranks: Ranks = ALONE) -> LoadedModel:
-    """The model of a Hugging Face folder, or this rank's part of it.
+def load(
+    folder: Path,
+    operators: Operators,
+    progress: Progress,
+    ranks: Ranks = ALONE,
+    device: torch.device = HOST,
+) -> LoadedModel:
+    """The model of a Hugging Face folder, or this rank's part of it, with its weights on `device`.
 
-    `progress(done_bytes, total_bytes)` is called per tensor.
+    `progress(done_bytes, total_bytes)` is called per tensor. Tensors are moved one by one: host memory holds
+    no more than one of them for long.
 
     The leader reads all bytes, for the fingerprint, the other ranks just theirs. Raises ModelError, with one
     line that names the fix, when the folder cannot be served or the ranks cannot share the model.
     """
     is_leader = ranks.index == LEADER
     raw, config, checkpoint = _open(folder, progress, digests=is_leader)
-    part = local(config, ranks.size)
+    own = local(config, ranks.size)
 
     def read(name: str) -> torch.Tensor:
         rows = checkpoint.rows(name)
-        return checkpoint.read(name, part_of(cut_of(config, name, rows), rows, ranks.index, ranks.size))
+        part = part_of(cut_of(config, name, rows), rows, ranks.index, ranks.size)
+        return checkpoint.read(name, part).to(device)
 
-    model = Qwen3Next(part, read, operators, ranks)
+    model = Qwen3Next(own, read, operators, ranks)
     return LoadedModel(
         model=model,
         layers=config.layers,
-        local_layers=part.layers,
+        local_layers=own.layers,
         vocab_size=config.vocab_size,
         max_length=config.max_length,
         eos_ids=_eos_ids(folder, raw),

@@ -9,7 +9,7 @@ from tidemill.workers.api.answer import Answer, Ending
 from tidemill.workers.api.text import Tokenizer
 from tidemill.workers.engine import Engine
 from tidemill.workers.messages import FinishReason, Request, TokenLogprob, WorkerGone
-from tidemill.workers.offline.outputs import CompletionOutput, RequestOutput, logprobs_of
+from tidemill.workers.offline.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_of
 
 IN_LINE_MAX = 1024
 """Requests that the engine has at once; the others wait before it."""
@@ -24,13 +24,22 @@ class Job:
     text: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One choice, how many tokens of its prompt did not have to be computed, and how likely they all were."""
+
+    output: CompletionOutput
+    cached_tokens: int
+    prompt_logprobs: list[TokenLogprob]
+
+
 async def answer_all(
     engine: Engine, tokenizer: Tokenizer, jobs: Sequence[Job], answered: Callable[[], None]
 ) -> list[RequestOutput]:
     """In the order of the jobs; `answered` is called after each choice. Raises RequestError, WorkerGone."""
     line = asyncio.Semaphore(IN_LINE_MAX)
 
-    async def answer(request: Request, ending: Ending, index: int) -> tuple[CompletionOutput, int]:
+    async def answer(request: Request, ending: Ending, index: int) -> Answered:
         async with line:
             output = await _answer(engine, tokenizer, request, ending, index)
         answered()
@@ -48,28 +57,35 @@ async def answer_all(
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [
-        _output(job, [task.result() for task in choices]) for job, choices in zip(jobs, tasks, strict=True)
+        _output(job, [task.result() for task in choices], tokenizer.piece)
+        for job, choices in zip(jobs, tasks, strict=True)
     ]
 
 
-def _output(job: Job, found: list[tuple[CompletionOutput, int]]) -> RequestOutput:
+def _output(job: Job, found: list[Answered], piece: Callable[[int], bytes]) -> RequestOutput:
+    first = found[0]
+    scores: list[dict[int, Logprob] | None] | None = None
+    request = job.requests[0]
+    if request.sampling.prompt_logprobs is not None:
+        scores = [None, *logprobs_of(request.tokens[1:], first.prompt_logprobs, piece)]
     return RequestOutput(
         request_id=job.requests[0].request_id,
         prompt=job.text,
         prompt_token_ids=list(job.requests[0].tokens),
-        outputs=[output for output, _ in found],
-        num_cached_tokens=found[0][1],
+        outputs=[one.output for one in found],
+        num_cached_tokens=first.cached_tokens,
+        prompt_logprobs=scores,
     )
 
 
 async def _answer(
     engine: Engine, tokenizer: Tokenizer, request: Request, ending: Ending, index: int
-) -> tuple[CompletionOutput, int]:
-    """One choice, and how many tokens of its prompt did not have to be computed."""
+) -> Answered:
     answer = Answer(request, tokenizer.decoder(), ending)
     texts: list[str] = []
     tokens: list[int] = []
     logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[TokenLogprob] = []
     cached_tokens = 0
     finish: FinishReason | None = None
     stop: str | int | None = None
@@ -77,6 +93,7 @@ async def _answer(
         async for delta in deltas:
             if delta.provenance is not None:
                 cached_tokens = delta.provenance.reused_tokens + delta.provenance.fetched_tokens
+            prompt_logprobs += delta.prompt_logprobs
             growth = answer.push(delta.tokens, delta.logprobs, delta.finish)
             texts.append(growth.text)
             tokens += delta.tokens[: growth.num_tokens]
@@ -96,4 +113,4 @@ async def _answer(
         finish_reason=finish,
         stop_reason=stop,
     )
-    return output, cached_tokens
+    return Answered(output, cached_tokens, prompt_logprobs)

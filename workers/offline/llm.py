@@ -16,11 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tidemill.kvstore.sizes import parse_bytes
-from tidemill.workers.api.params import SEED_BITS, SamplingParams, Turn, prompts_of
+from tidemill.workers.api.params import SEED_BITS, SamplingParams, prompts_of
 from tidemill.workers.api.structured import grammar_of
 from tidemill.workers.api.terms import requests_of, terms_of
 from tidemill.workers.api.text import Message
 from tidemill.workers.api.tokenizer import load_tokenizer
+from tidemill.workers.api.turns import Turn
 from tidemill.workers.api.validation import problems_of, request_error
 from tidemill.workers.build import build_engine
 from tidemill.workers.messages import RequestError, WorkerLoad

@@ -37,7 +37,8 @@ class CompletionOutput:
 class RequestOutput:
     """The answers to one prompt; `prompt` is None when it came as token ids.
 
-    `num_cached_tokens` of the prompt did not have to be computed.
+    `num_cached_tokens` of the prompt did not have to be computed. `prompt_logprobs`, if they were asked for,
+    are those of each token of the prompt, as `logprobs` are of an answer's; None for the first one.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = True
 
 

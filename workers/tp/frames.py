@@ -1,7 +1,7 @@
 """What the ranks of a group tell each other, as integers: frames, and in them steps and objects to move.
 
     frame     count | verb | number | count integers        all int64, in the machine's byte order
-    STEP      rows | per row: start, tokens, pages, read, writes, drafts, draws | all tokens, pages, writes
+    STEP      rows | per row: its ROW_INTS | all tokens, pages, writes
     PUT, GET  per object: kind, 16 bytes of key, place
 
 Both ends are processes of one machine and of one release. An answer has the number of its question.
@@ -20,16 +20,17 @@ from tidemill.kvstore.keys import DIGEST_BYTES, Kind, PageKey
 from tidemill.kvstore.layout import PageId, StateId
 from tidemill.workers.draws import Draws
 from tidemill.workers.messages import Request
-from tidemill.workers.step import Row, Step
+from tidemill.workers.step import Row, Scores, Step
 from tidemill.workers.transfer import Moved
 
 Ints: TypeAlias = NDArray[np.int64]
 
 HEAD = struct.Struct("=qqq")
 INT_BYTES = 8
-ROW_INTS = 7
+ROW_INTS = 9
 OBJECT_INTS = 2 + DIGEST_BYTES // INT_BYTES
 NONE = -1
+NO_SCORES = (0, 0)
 
 ELSEWHERE = Draws(Request(request_id="", tokens=(), max_new_tokens=1))
 """What a decoded row has for `draws`: the leader alone draws."""
@@ -72,7 +73,8 @@ def ints(values: Iterable[int] = ()) -> Ints:
 
 
 def encode(step: Step) -> Ints:
-    """All of `step` that a rank needs: nothing about sequences, nothing about draws."""
+    """All of `step` that a rank needs: nothing about sequences, nothing about draws, and of tokens to be
+    scored how many there are."""
     heads = (
         (
             row.start,
@@ -82,6 +84,7 @@ def encode(step: Step) -> Ints:
             len(row.writes),
             row.drafts,
             row.draws is not None,
+            *((row.scores.offset, len(row.scores.targets)) if row.scores is not None else NO_SCORES),
         )
         for row in step
     )
@@ -99,7 +102,7 @@ def decode(body: Ints) -> Step:
 
 
 def _row(head: Sequence[int], left: Iterator[int]) -> Row:
-    start, num_tokens, num_pages, read, num_writes, drafts, draws = head
+    start, num_tokens, num_pages, read, num_writes, drafts, draws, offset, num_targets = head
     return Row(
         sequence_id="",
         tokens=tuple(islice(left, num_tokens)),
@@ -109,6 +112,7 @@ def _row(head: Sequence[int], left: Iterator[int]) -> Row:
         writes=tuple(map(StateId, islice(left, num_writes))),
         drafts=drafts,
         draws=ELSEWHERE if draws else None,
+        scores=Scores(offset, (NONE,) * num_targets, 0) if num_targets else None,
     )
 
 

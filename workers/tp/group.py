@@ -18,7 +18,7 @@ from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.store import finish
 from tidemill.workers.inputs import Caches
 from tidemill.workers.models.registry import Model
-from tidemill.workers.runner import TorchRunner
+from tidemill.workers.runner import Outputs, TorchRunner
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.step import PENDING, Drawn, Step
 from tidemill.workers.tp.collectives import LEADER
@@ -108,9 +108,9 @@ class GroupRunner(TorchRunner):
         super().close()
         self._group.ranks.close()
 
-    def _logits(self, step: Step, tokens: list[int]) -> torch.Tensor | None:
+    def _outputs(self, step: Step, tokens: list[int]) -> Outputs:
         try:
-            return super()._logits(step, tokens)
+            return super()._outputs(step, tokens)
         except Exception as error:
             reason = f"a step broke: {error}"
             self._group.links.end(reason)

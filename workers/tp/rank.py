@@ -12,10 +12,11 @@ import torch
 from tidemill.kvstore.backing import Backing
 from tidemill.kvstore.errors import OutOfMemory, TidemillError
 from tidemill.kvstore.shards import mine, shards_of
-from tidemill.workers.build import memory_of, open_backing, open_places, operators_of
+from tidemill.workers.build import memory_of, open_places, operators_of
+from tidemill.workers.device import open_backing
 from tidemill.workers.inputs import caches_of
 from tidemill.workers.models.registry import load
-from tidemill.workers.runner import inputs_of, logits_of
+from tidemill.workers.runner import inputs_of, outputs_of
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.step import PENDING, Step
 from tidemill.workers.tp.collectives import Ranks
@@ -166,7 +167,7 @@ def build_rank(settings: EngineSettings, index: int, folder: Path) -> Part:
     ranks = SharedMemory(folder, index, size, WAIT_S_MAX)
     loaded = load(settings.model_folder, operators_of(settings), _nobody_looks, ranks)
     memory = memory_of(settings, loaded.local_layers, loaded.max_length)
-    layout, backing = memory.layout, open_backing(settings, memory)
+    layout, backing = memory.layout, open_backing(settings, memory.reserved_bytes)
     share = mine(shards_of(loaded.layers, settings.group_sizes), index, size)
     transfer = RankTransfer(layout, open_places(settings, layout, backing.memory, share), share)
     caches = caches_of(layout, backing.memory)
@@ -178,7 +179,8 @@ def build_rank(settings: EngineSettings, index: int, folder: Path) -> Part:
         tokens = _tokens(step, ranks)
         if tokens is not None:
             with torch.inference_mode():
-                logits_of(loaded.model, caches, inputs_of(step, tokens, layout.page_tokens), step)
+                inputs = inputs_of(step, tokens, layout.page_tokens)
+                outputs_of(loaded.model, loaded.model.forward(inputs, caches), step)
 
     return Part(backing, transfer, run, settings.threads)
 

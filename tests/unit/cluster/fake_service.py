@@ -16,7 +16,12 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from tidemill.cluster.http.app import Sources, build_app
+from tidemill.cluster.http.app import build_app
+from tidemill.cluster.http.bounds import EdgeLimits
+from tidemill.cluster.http.desk import Sources
+from tidemill.cluster.http.models import Served
+from tidemill.cluster.http.patience import patient
+from tidemill.cluster.security import Tls, uvicorn_settings
 from tidemill.cluster.service import FleetStatus, ServedModel, WorkerStatus
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.api.tokenizer import FolderTokenizer, load_tokenizer
@@ -38,6 +43,9 @@ from tidemill.workers.messages import (
 
 KEEPER = Path(__file__).parents[3] / "workers" / "models" / "keeper"
 EOS = 1
+PROMPT_PIECE = 3
+"""Logprobs of a prompt that come together."""
+
 MODEL = ServedModel(
     name="keeper",
     folder=KEEPER,
@@ -119,6 +127,7 @@ class FakeService:
     budgets: list[tuple[str, int | None]] = field(default_factory=list[tuple[str, int | None]])
     orders: list[tuple[object, ...]] = field(default_factory=list[tuple[object, ...]])
     open_streams: int = 0
+    resets: int = 0
     pieces: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     stalled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -133,6 +142,11 @@ class FakeService:
             finish = "stop" if ends else "length"
             tokens = tokens[: ends[0] + 1] if ends else tokens
             starts = range(0, len(tokens), self.per_piece)
+            for place in range(0, request.to_score, PROMPT_PIECE):
+                targets = request.tokens[place + 1 : place + 1 + PROMPT_PIECE]
+                alternatives = request.sampling.prompt_logprobs or 0
+                told = tuple(scored(token, alternatives) for token in targets)
+                yield Piece(tokens=(), prompt_logprobs=told, trace=TRACE)
             for index, start in enumerate(starts):
                 if index == self.stall_at:
                     self.stalled.set()
@@ -157,6 +171,9 @@ class FakeService:
 
     async def status(self) -> FleetStatus:
         return FleetStatus(workers=self.workers)
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
 
     async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
         if worker not in [one.info.name for one in self.workers]:
@@ -200,7 +217,7 @@ def saying(text: str, *, eos: bool = True) -> Callable[[Request], list[int]]:
 
 
 def app_over(service: FakeService, seed: int = 0) -> FastAPI:
-    return build_app(service, tokenizer(), sources(seed))
+    return build_app([Served(service, tokenizer())], sources(seed))
 
 
 def call(app: FastAPI, method: str, path: str, **content: Any) -> httpx.Response:  # noqa: ANN401 - as httpx takes it
@@ -233,13 +250,22 @@ def chat(app: FastAPI, **body: object) -> httpx.Response:
 
 
 @asynccontextmanager
-async def serving(app: FastAPI) -> AsyncGenerator[str]:
+async def serving(
+    app: FastAPI, tls: Tls | None = None, limits: EdgeLimits | None = None
+) -> AsyncGenerator[str]:
     """The base URL of `app` behind a real socket, which listens at once: nobody has to wait for the start."""
+    http = patient(EdgeLimits() if limits is None else limits)
+    scheme = "http" if tls is None else "https"
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", ws="none", lifespan="off"))
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # a slow reader shows soon
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app, http=http, log_level="critical", ws="none", lifespan="off", **uvicorn_settings(tls)
+            )
+        )
         running = asyncio.create_task(server.serve(sockets=[listening]))
         try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+            yield f"{scheme}://127.0.0.1:{listening.getsockname()[1]}"
         finally:
             server.should_exit = True
             await running

@@ -16,6 +16,9 @@ from tidemill.workers.messages import (
     Produced,
     Provenance,
     Request,
+    Sampling,
+    TokenLogprob,
+    WorkerGone,
     WorkerId,
 )
 
@@ -30,14 +33,15 @@ FETCHED = Provenance(fetched_tokens=8, computed_tokens=2)
 
 @dataclass(frozen=True)
 class Act:
-    """What the workers do in one attempt: the decode worker streams `tokens` more, `per_delta` at a time,
-    and then `end` happens, unless that was all. `prefetch` never ends (None), ends at once, or fails;
-    producing takes `produce_turns` of the loop."""
+    """What the workers do in one attempt: the decode worker streams `scores`, then `tokens` more, `per_delta`
+    at a time, and then `end` happens, unless that was all. `prefetch` never ends (None), ends at once, or
+    fails; producing takes `produce_turns` of the loop."""
 
     prefill: bool = True
     prefetch: Exception | Literal["ends"] | None = None
     produce_turns: int = 1
     produce: Exception | Produced = field(default_factory=lambda: Produced(depth=8, provenance=Provenance()))
+    scores: int = 10**9  # logprobs of the prompt, before that
     tokens: int = 10**9
     per_delta: int = 1
     end: Exception | None = None
@@ -45,6 +49,10 @@ class Act:
 
 def nth_token(position: int) -> int:
     return position * position % 97
+
+
+def nth_score(place: int) -> TokenLogprob:
+    return TokenLogprob(-place / 8)
 
 
 class Script:
@@ -119,6 +127,15 @@ class Script:
             end = len(request.tokens) + request.max_new_tokens
             stop = min(end, len(request.tokens) + act.tokens)
             provenance: Provenance | None = FETCHED
+            scored = min(request.to_score, request.scored + act.scores)
+            for start in range(request.scored, scored, act.per_delta):
+                await asyncio.sleep(0)
+                last = min(start + act.per_delta, scored)
+                scores = tuple(map(nth_score, range(start, last)))
+                yield Delta(tokens=(), prompt_logprobs=scores, provenance=provenance)
+                provenance = None
+            if scored < request.to_score:
+                raise act.end or WorkerGone("amid the prompt")
             for start in range(len(request.tokens), stop, act.per_delta):
                 await asyncio.sleep(0)
                 last = min(start + act.per_delta, stop)
@@ -132,8 +149,14 @@ class Script:
             self.closed += 1
 
 
-def a_request(max_new_tokens: int = 6) -> Request:
-    return Request(request_id="r", tokens=PROMPT, max_new_tokens=max_new_tokens, salt="s")
+def a_request(max_new_tokens: int = 6, prompt_logprobs: int | None = None) -> Request:
+    return Request(
+        request_id="r",
+        tokens=PROMPT,
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(prompt_logprobs=prompt_logprobs),
+        salt="s",
+    )
 
 
 def root_of(salt: str) -> PageKey:
@@ -157,7 +180,11 @@ def pieces_of(script: Script, request: Request) -> list[Piece]:
 
 
 def check_answer(pieces: list[Piece], request: Request) -> None:
-    """Each token exactly once, in order; one finish, at the end."""
+    """Each token exactly once, in order, after each logprob of the prompt; one finish, at the end."""
+    scores = [score for piece in pieces for score in piece.prompt_logprobs]
+    assert scores == list(map(nth_score, range(request.to_score)))
+    begun = [bool(piece.tokens) for piece in pieces]
+    assert begun == sorted(begun), "the prompt comes first"
     first = len(request.tokens)
     want = [nth_token(position) for position in range(first, first + request.max_new_tokens)]
     assert [token for piece in pieces for token in piece.tokens] == want

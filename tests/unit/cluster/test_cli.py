@@ -4,37 +4,55 @@ import argparse
 import json
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.unit.cluster.quiet import same_logs_afterwards
 from tidemill.cluster import cli
 from tidemill.workers.models.bundled import bundled
 
 # A new knob is a decision, not an accident.
 SERVE_OPTIONS = [
+    "--api-key",
+    "--api-keys-file",
+    "--backing",
     "--checkpoint-interval",
     "--checkpoint-strategy",
     "--checkpoints-per-path",
+    "--cluster-host",
+    "--cluster-ssl-ca-certs",
+    "--cluster-ssl-certfile",
+    "--cluster-ssl-keyfile",
+    "--config",
     "--decode",
     "--decode-max",
     "--decode-tensor-parallel-size",
+    "--device",
+    "--enforce-eager",
     "--eviction-policy",
+    "--grpc-port",
     "--help",
     "--host",
     "--kernels",
     "--kv-cache-dtype",
+    "--log-json",
+    "--log-level",
     "--max-model-len",
     "--max-num-batched-tokens",
     "--max-num-seqs",
     "--memory",
     "--memory-broker",
     "--memory-floor",
+    "--metrics-alias",
     "--mixed",
     "--mixed-max",
+    "--model-config",
     "--no-memory-broker",
     "--no-overlap",
     "--num-speculative-tokens",
+    "--otlp-traces-endpoint",
     "--overlap",
     "--page-size",
     "--port",
@@ -43,7 +61,11 @@ SERVE_OPTIONS = [
     "--prefill-tensor-parallel-size",
     "--ray-address",
     "--routers",
+    "--send-timeout",
     "--served-model-name",
+    "--ssl-ca-certs",
+    "--ssl-certfile",
+    "--ssl-keyfile",
     "--store",
     "--store-secret-file",
     "--tensor-parallel-size",
@@ -53,10 +75,14 @@ SERVE_OPTIONS = [
 
 
 @pytest.fixture(autouse=True)
-def _same_environment_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
-    """The command prepares the environment for Ray."""
+def _same_environment_afterwards(  # pyright: ignore[reportUnusedFunction]
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[None]:
+    """The command prepares the environment for Ray, and says where the process logs to."""
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
         monkeypatch.setenv(name, "")
+    with same_logs_afterwards():
+        yield
 
 
 @pytest.fixture
@@ -88,6 +114,7 @@ class Refused:
 def test_option_names() -> None:
     parser = argparse.ArgumentParser()
     cli.add_serving_options(parser)
+    cli.add_security_options(parser)
     assert (
         sorted(option for option in parser._option_string_actions if option.startswith("--")) == SERVE_OPTIONS
     )
@@ -149,6 +176,11 @@ def test_store_path_not_writable(refused: Refused, tmp_path: Path) -> None:
         (("--store", "mooncake?size=much"), "512MiB"),
         (("--store-secret-file", "/nowhere"), "openssl rand -hex 32"),
         (("--page-size", "0"), "--page-size"),
+        (("--device", "tpu"), "--device"),
+        (("--device", "cuda", "--kernels", "cpu"), "--kernels"),
+        (("--device", "cuda", "--backing", "mmap"), "--backing"),
+        (("--backing", "kvcached"), "--backing"),
+        (("--device", "cuda", "-tp", "2"), "--tensor-parallel-size"),
         (("--port", "65536"), "--port"),
         (("--host", "no.such.host.invalid"), "--host"),
     ],

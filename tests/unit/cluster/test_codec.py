@@ -22,6 +22,7 @@ from tidemill.cluster.codec import (
     decode_worker_frame,
     encode_client_frame,
     encode_worker_frame,
+    first_frame,
 )
 from tidemill.cluster.placement import Ask, Route
 from tidemill.cluster.proto import tidemill_pb2 as pb
@@ -67,6 +68,7 @@ from tidemill.workers.messages import (
     Role,
     Sampling,
     Speed,
+    Times,
     TokenLogprob,
     WorkerGone,
     WorkerId,
@@ -98,6 +100,7 @@ samplings = st.builds(
     logit_bias=token_values,
     min_tokens=u32,
     logprobs=st.none() | u32,
+    prompt_logprobs=st.none() | u32,
     grammar=st.none() | grammars,
 )
 requests = st.builds(
@@ -115,7 +118,10 @@ requests = st.builds(
     ttft_s_max=st.none() | floats,
     lag_s=floats,
     on_trial=st.booleans(),
+    scored=u32,
+    trace_parent=texts,
 )
+logprobs = st.lists(st.builds(TokenLogprob, floats, token_values), max_size=3).map(tuple)
 client_frames = (
     st.builds(Hello, workers)
     | st.builds(Generate, u64, requests)
@@ -123,12 +129,14 @@ client_frames = (
     | st.builds(Prefetch, u64, requests)
     | st.builds(Cancel, u64)
 )
-provenances = st.builds(Provenance, reused_tokens=u32, fetched_tokens=u32, computed_tokens=u32)
+times = st.builds(Times, waited_s=floats, fetched_s=floats, computed_s=floats, stored_s=floats)
+provenances = st.builds(Provenance, reused_tokens=u32, fetched_tokens=u32, computed_tokens=u32, times=times)
 bodies = (
     st.builds(
         Delta,
         tokens=token_ids,
-        logprobs=st.lists(st.builds(TokenLogprob, floats, token_values), max_size=3).map(tuple),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs,
         finish=st.sampled_from([None, "stop", "length"]),
         provenance=st.none() | provenances,
     )
@@ -144,7 +152,7 @@ infos = st.builds(
     address=texts,
     pid=u32,
     node=texts,
-    rank=u32,
+    tensor_parallel_size=u32,
     fingerprint=texts,
     layout=texts,
     page_tokens=st.integers(1, 2**16),
@@ -198,6 +206,7 @@ asks = st.builds(
     tenant=texts,
     ttft_s_max=st.none() | floats,
     content=st.binary(max_size=16),
+    whole=st.booleans(),
 )
 routes = st.builds(
     Route,
@@ -252,6 +261,7 @@ DECODERS: list[Callable[[bytes], Any]] = [
         TokenLogprob,
         Produced,
         Provenance,
+        Times,
         Ask,
         Route,
         Heartbeat,
@@ -278,7 +288,7 @@ def test_client_frames_survive_the_trip(frame: ClientFrame) -> None:
 
 @given(st.lists(st.builds(Item, u64, bodies), max_size=5))
 def test_worker_frames_survive_the_trip(items: list[Item]) -> None:
-    assert decode_worker_frame(encode_worker_frame(items)) == items
+    assert repr(decode_worker_frame(encode_worker_frame(items))) == repr(items)  # times are not compared
 
 
 @given(heartbeats, asks, routes, statuses)
@@ -289,6 +299,22 @@ def test_fleet_messages_survive_the_trip(
     assert decode_ask(encode_ask(ask)) == ask
     assert decode_placed(encode_placed(route)) == route
     assert decode_status(encode_status(status)) == status
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=9), st.integers(1, 20))
+def test_a_frame_holds_so_many_items_and_logprobs(sizes: list[tuple[int, bool]], most: int) -> None:
+    items = [
+        Item(
+            call,
+            Delta(tokens=(), prompt_logprobs=(TokenLogprob(0.0),) * size) if scored else Trial(alone=True),
+        )
+        for call, (size, scored) in enumerate(sizes)
+    ]
+    weights = [1 + size if scored else 1 for size, scored in sizes]
+    first = first_frame(items, most)
+    assert list(first) == items[: len(first)]
+    assert len(first) == 1 or sum(weights[: len(first)]) <= most
+    assert len(first) == len(items) or sum(weights[: len(first) + 1]) > most
 
 
 @given(st.frozensets(workers, max_size=5))

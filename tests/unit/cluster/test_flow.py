@@ -48,6 +48,7 @@ acts = st.builds(
     produce_turns=st.integers(0, 3),
     produce=st.just(Produced(depth=8, provenance=Provenance()))
     | st.sampled_from([WorkerGone("w"), PagesMissing("m")]),
+    scores=st.integers(0, 9),
     tokens=st.integers(0, 4),
     per_delta=st.integers(1, 3),
     end=ends,
@@ -55,9 +56,11 @@ acts = st.builds(
 
 
 @settings(deadline=None, derandomize=True, max_examples=150)
-@given(st.lists(acts, max_size=ATTEMPTS_MAX - 1), st.integers(1, 12))
-def test_whatever_is_lost_each_token_arrives_once(losses: list[Act], max_new_tokens: int) -> None:
-    request = a_request(max_new_tokens)
+@given(st.lists(acts, max_size=ATTEMPTS_MAX - 1), st.integers(1, 12), st.sampled_from([None, None, 0, 2]))
+def test_whatever_is_lost_each_token_arrives_once(
+    losses: list[Act], max_new_tokens: int, prompt_logprobs: int | None
+) -> None:
+    request = a_request(max_new_tokens, prompt_logprobs)
     script = Script(*losses, Act())
     check_answer(pieces_of(script, request), request)
     generated = [sent for kind, sent in script.calls if kind == "generate"]
@@ -101,6 +104,19 @@ def test_a_prompt_without_a_hop() -> None:
     assert (piece.trace.prefill, piece.trace.produced) == (None, None)
     assert script.calls[0][1].gap_tokens_max is None
     assert script.prefetched == []
+
+
+def test_logprobs_of_the_prompt_are_computed_where_it_is_answered_and_go_on_after_a_loss() -> None:
+    script = Script(
+        Act(prefill=False, scores=5, end=WorkerGone("d")),
+        Act(prefill=False, tokens=2, end=WorkerGone("d")),
+        Act(),
+    )
+    request = a_request(prompt_logprobs=1)
+    check_answer(pieces_of(script, request), request)
+    assert [ask.whole for ask in script.asks] == [True, True, False]
+    assert [len(ask.keys) for ask in script.asks] == [0, 5 // P, 11 // P]
+    assert [sent.scored for kind, sent in script.calls if kind == "generate"] == [0, 5, 9]
 
 
 def test_a_lost_prefill_worker_is_avoided() -> None:

@@ -75,8 +75,8 @@ def test_hanging_up_closes_every_generator(*, stream: bool, n: int, stall_at: in
 
     asyncio.run(main())
     metrics = call(app, "GET", "/metrics").text
-    assert f'tidemill:request_success_total{{finished_reason="abort"}} {n}.0' in metrics
-    assert "tidemill:num_requests_running 0.0" in metrics
+    assert f'tidemill:request_success_total{{finished_reason="abort",model_name="keeper"}} {n}.0' in metrics
+    assert 'tidemill:num_requests_running{model_name="keeper"} 0.0' in metrics
 
 
 def test_hanging_up_while_the_reader_is_slow_closes_the_generator() -> None:

@@ -109,13 +109,18 @@ def test_a_bad_completion_field_is_named(body: dict[str, object], param: str) ->
 BAD_MESSAGES: list[tuple[object, str]] = [
     ([], "messages"),
     ("Hello!", "messages"),
-    ([{"role": "tool", "content": "a"}], "messages[0].role"),
+    ([{"role": "narrator", "content": "a"}], "messages[0].role"),
     ([USER, {"role": "user"}], "messages[1].content"),
     ([{"role": "user", "content": None}], "messages[0].content"),
     ([{"role": "user", "content": "\ud800"}], "messages[0].content"),
     ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content"),
     ([{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}], "messages[0].content"),
-    ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages[0].tool_calls"),
+    ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
+    (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    ([{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}], "messages[0].content"),
 ]
 
 

@@ -11,6 +11,7 @@ from tests.unit.cluster.fake_service import FakeService, app_over, call, saying,
 from tests.unit.cluster.test_http_reading import drawn
 from tidemill.cluster import cli
 from tidemill.cluster.memory import fetch_memory, render_memory
+from tidemill.cluster.security import Server
 from tidemill.workers.messages import RequestError
 
 T = TypeVar("T")
@@ -94,7 +95,7 @@ def against(service: FakeService, do: Callable[[str], T]) -> T:
 
 def test_the_table_fits_and_names_are_no_markup() -> None:
     workers = (worker_status("prefill-0", "prefill"), worker_status("[red]decode-1"))
-    memory = against(FakeService(saying(" a"), workers=workers), fetch_memory)
+    memory = against(FakeService(saying(" a"), workers=workers), lambda url: fetch_memory(Server(url)))
     text = drawn(render_memory(memory))
     set_line, held_line = [" ".join(line.split()) for line in text.splitlines() if "prefill-0" in line]
     assert set_line == "prefill-0 prefill broker 4.00 MiB 5.00 MiB 1.00 MiB 16.0 MiB"

@@ -2,27 +2,16 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 
 import openai
 import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from tests.unit.cluster.fake_service import FakeService, app_over, saying, scored, serving, tokenizer
+from tests.unit.cluster.fake_service import FakeService, saying, scored, tokenizer
+from tests.unit.cluster.openai_talk import converse
 
 ANSWER = " Emma is in the tower."
-
-
-def ask(service: FakeService, talk: Callable[[AsyncOpenAI], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with (
-            serving(app_over(service)) as url,
-            AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-        ):
-            await talk(client)
-
-    asyncio.run(main())
 
 
 def test_a_chat() -> None:
@@ -38,7 +27,7 @@ def test_a_chat() -> None:
         models = await client.models.list()
         assert [model.id for model in models.data] == ["keeper"]
 
-    ask(FakeService(saying(ANSWER)), talk)
+    converse(FakeService(saying(ANSWER)), talk)
 
 
 def test_a_streamed_chat() -> None:
@@ -59,7 +48,7 @@ def test_a_streamed_chat() -> None:
         assert total is not None
         assert total.total_tokens == total.prompt_tokens + total.completion_tokens
 
-    ask(FakeService(saying(ANSWER)), talk)
+    converse(FakeService(saying(ANSWER)), talk)
 
 
 def test_the_sdks_own_accumulation_of_a_stream() -> None:
@@ -70,7 +59,7 @@ def test_the_sdks_own_accumulation_of_a_stream() -> None:
             final = await stream.get_final_completion()
         assert [choice.message.content for choice in final.choices] == [ANSWER, ANSWER]
 
-    ask(FakeService(saying(ANSWER)), talk)
+    converse(FakeService(saying(ANSWER)), talk)
 
 
 def test_completions_streamed_and_not() -> None:
@@ -82,7 +71,7 @@ def test_completions_streamed_and_not() -> None:
             text += chunk.choices[0].text
         assert text == ANSWER
 
-    ask(FakeService(saying(ANSWER)), talk)
+    converse(FakeService(saying(ANSWER)), talk)
 
 
 def test_logprobs_of_chats_and_completions() -> None:
@@ -107,7 +96,7 @@ def test_logprobs_of_chats_and_completions() -> None:
         assert whole.choices[0].logprobs is not None
         assert whole.choices[0].logprobs.tokens == [one.token for one in logprobs.content]
 
-    ask(FakeService(saying(ANSWER)), talk)
+    converse(FakeService(saying(ANSWER)), talk)
 
 
 def test_a_parsed_answer() -> None:
@@ -122,7 +111,7 @@ def test_a_parsed_answer() -> None:
         )
         assert reply.choices[0].message.parsed == Place(name="tower")
 
-    ask(service, talk)
+    converse(service, talk)
     grammar = service.requests[0].sampling.grammar
     assert grammar is not None
     assert json.loads(grammar.text)["properties"]["name"]["type"] == "string"
@@ -138,7 +127,7 @@ def test_closing_a_stream_early_ends_its_work() -> None:
         async with asyncio.timeout(10):
             await service.idle.wait()
 
-    ask(service, talk)
+    converse(service, talk)
 
 
 def test_errors_become_the_sdks_own() -> None:
@@ -149,14 +138,14 @@ def test_errors_become_the_sdks_own() -> None:
         with pytest.raises(openai.BadRequestError) as long:
             await client.completions.create(model="keeper", prompt="a", max_tokens=10_000)
         assert long.value.code == "context_length_exceeded"
-        with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+        with pytest.raises(openai.BadRequestError, match="no tools in the manner of Qwen"):
             await client.chat.completions.create(
                 model="keeper",
                 messages=[{"role": "user", "content": "a"}],
                 tools=[{"type": "function", "function": {"name": "f"}}],
             )
 
-    ask(FakeService(saying(ANSWER)), talk)
+    converse(FakeService(saying(ANSWER)), talk)
 
 
 def test_a_failure_in_mid_stream_is_raised() -> None:
@@ -166,4 +155,4 @@ def test_a_failure_in_mid_stream_is_raised() -> None:
             async for _ in stream:
                 pass
 
-    ask(FakeService(saying(ANSWER), fail_at=2), talk)
+    converse(FakeService(saying(ANSWER), fail_at=2), talk)

@@ -19,6 +19,7 @@ from tests.unit.cluster.fake_service import (
     worker_status,
 )
 from tidemill.cluster.demo import run_demo
+from tidemill.cluster.security import Server
 from tidemill.cluster.status import fetch_status, human_bytes, render
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Request, Unserved
@@ -37,7 +38,7 @@ def drawn(item: object) -> str:
 def status_of(service: FakeService) -> dict[str, object]:
     async def main() -> dict[str, object]:
         async with serving(app_over(service)) as url:
-            return await asyncio.to_thread(fetch_status, url)
+            return await asyncio.to_thread(fetch_status, Server(url))
 
     return asyncio.run(main())
 
@@ -47,7 +48,7 @@ def test_every_worker_is_a_row() -> None:
     status = status_of(FakeService(saying(" a"), workers=(worker_status("decode-0"), odd)))
     text = drawn(render(status))
     who, work, held, stores = [" ".join(line.split()) for line in text.splitlines() if "decode-0" in line]
-    assert who == "decode-0 decode 0 7 here ready"
+    assert who == "decode-0 decode 1 7 here ready"
     assert work == "decode-0 2 0 0 6 0 B 4.00 MiB"
     assert held == "decode-0 1.00 MiB 0 B 0 B 0 B 3.00 MiB 0 B 0 B"
     assert stores == "decode-0 up 7 4 0 0 5 0 2.00 KiB 0 B"
@@ -63,7 +64,7 @@ def test_an_empty_fleet_is_said() -> None:
 def test_a_missing_server_is_one_line_that_names_the_fix() -> None:
     for url in ("http://127.0.0.1:9", "nonsense", "http://[::1"):
         with pytest.raises(Unserved, match="--url") as error:
-            fetch_status(url)
+            fetch_status(Server(url))
         assert "\n" not in str(error.value)
 
 

@@ -103,6 +103,16 @@ def ask(num_tokens: int = 4097, family: str = "f", *avoid: str, max_new_tokens: 
     )
 
 
+@pytest.mark.parametrize("speed", [SPEED, UNKNOWN])
+def test_a_prompt_that_is_wanted_whole_takes_no_hop(speed: Speed) -> None:
+    fleet = fleet_of(
+        beat("p", "prefill", speed=speed), beat("d", speed=speed), beat("e", speed=speed, rows=9)
+    )
+    assert placed(fleet, ask()).prefill == "p.1"
+    route = placed(fleet, replace(ask(), keys=(), whole=True))
+    assert (route.decode, route.prefill, route.gap_tokens_max) == ("d.1", None, None)
+
+
 def placed(fleet: Fleet, request: Ask) -> Route:
     route = place(fleet, request, 0.0)
     assert route is not None

@@ -8,7 +8,7 @@ from tests.unit.cluster.fake_service import worker_status
 from tidemill.cluster.autoscale import Bounds, Hysteresis, Misses
 from tidemill.cluster.scaler import IDLE_LOOKS, Scaler
 from tidemill.cluster.service import FleetStatus, WorkerStatus
-from tidemill.cluster.settings import WorkerSettings
+from tidemill.cluster.settings import FleetSettings, RouterSettings, WorkerSettings
 from tidemill.workers.messages import RequestError, Role, Unserved, WorkerLoad
 from tidemill.workers.settings import EngineSettings
 
@@ -36,7 +36,8 @@ class FakeCluster:
     is_full: bool = False
     keeps: frozenset[str] = frozenset()  # refuse to be drained
 
-    def add_worker(self, worker: WorkerSettings) -> None:
+    def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None:
+        assert routers == RouterSettings()
         if self.is_full:
             raise ValueError(f"{worker.name} is taken")
         assert worker.build == "somebody's:own"
@@ -85,9 +86,10 @@ class Case:
     def __post_init__(self) -> None:
         workers = [settings_of("prefill-0", "prefill"), settings_of("decode-0", "decode")]
         for worker in workers:
-            self.cluster.add_worker(worker)
+            self.cluster.add_worker(worker, RouterSettings())
         bounds: dict[Role, Bounds] = {"prefill": Bounds(least=self.least, most=self.most)}
-        self.scaler = Scaler(self.cluster, self.cluster, workers, bounds, Misses, HYSTERESIS)
+        fleet = FleetSettings(workers=tuple(workers), bounds=bounds, hysteresis=HYSTERESIS)
+        self.scaler = Scaler(self.cluster, self.cluster, fleet, Misses)
 
     async def looks(self, seconds: float) -> None:
         for _ in range(int(seconds / HYSTERESIS.look_s)):

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+"""Of the relative error of what is computed in a type."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -15,6 +18,9 @@ class Step:
     pages_BN: torch.Tensor
     read_B: torch.Tensor
     writes_BK: torch.Tensor
+
+    def to(self, device: str | torch.device) -> "Step":
+        return Step(*(tensor.to(device) for tensor in vars(self).values()))
 
 
 def int32(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:

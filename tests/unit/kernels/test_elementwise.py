@@ -12,12 +12,31 @@ SMALL = 1e-3  # so that epsilon counts
 
 
 @pytest.mark.parametrize("width", SIZES)
-def test_rms_norm(cpu: Operators, reference: Operators, width: int) -> None:
+def test_add_norm(cpu: Operators, reference: Operators, width: int) -> None:
     draw = torch.Generator().manual_seed(width)
-    x, weight = SMALL * random(draw, 65, width + 5)[:, 5:], random(draw, width)
-    found = cpu.rms_norm(x, weight, EPSILON)
-    assert relative_error(found, reference.rms_norm(x.double(), weight.double(), EPSILON)) < 1e-5
-    assert same_bits(found[40:41], cpu.rms_norm(x[40:41], weight, EPSILON))
+    residual, branch, weight = (
+        SMALL * random(draw, 65, width),
+        SMALL * random(draw, 65, width),
+        random(draw, width),
+    )
+    wanted = reference.add_norm(residual.double(), branch.double(), weight.double(), EPSILON)
+    alone = cpu.add_norm(residual[40:41].clone(), branch[40:41], weight, EPSILON)
+    plain = residual + branch
+    found = cpu.add_norm(residual, branch, weight, EPSILON)
+    assert same_bits(found[0], plain)
+    assert relative_error(found[1], wanted[1]) < 1e-5
+    for one, every in zip(alone, found, strict=True):
+        assert same_bits(one, every[40:41])
+
+
+@pytest.mark.parametrize("width", SIZES)
+def test_the_first_branch_is_the_sum(cpu: Operators, width: int) -> None:
+    draw = torch.Generator().manual_seed(width)
+    branch, weight = random(draw, 65, width), random(draw, width)
+    found = cpu.add_norm(None, branch.clone(), weight, EPSILON)
+    assert same_bits(found[0], branch)
+    # A sum with -0.0 keeps every bit of the branch.
+    assert same_bits(found[1], cpu.add_norm(torch.full_like(branch, -0.0), branch, weight, EPSILON)[1])
 
 
 @pytest.mark.parametrize("width", SIZES)
@@ -69,3 +88,10 @@ def test_rope_angles(cpu: Operators, reference: Operators) -> None:
     found = cpu.rope_angles(positions, frequencies)
     assert torch.allclose(found, reference.rope_angles(positions, frequencies), rtol=0, atol=1e-6)
     assert same_bits(found[3:4], cpu.rope_angles(positions[3:4], frequencies))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embed(cpu: Operators, dtype: torch.dtype) -> None:
+    weight = random(torch.Generator().manual_seed(0), 7, 5).to(dtype)
+    found = cpu.embed(torch.tensor([3, 0, 6, 3]), weight)
+    assert same_bits(found, weight.float()[[3, 0, 6, 3]])

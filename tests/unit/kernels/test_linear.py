@@ -1,4 +1,4 @@
-"""`linear` against its definition at odd sizes, and the same bits for a row in any batch."""
+"""`linear` and `logits` against their definitions at odd sizes, and the same bits for a row in any batch."""
 
 import itertools
 
@@ -25,6 +25,16 @@ def test_matches_the_definition(cpu: Operators, reference: Operators, rows: int,
         terms = x.double().abs() @ weight.double().abs().T + 1
         found = cpu.linear(x, cpu.pack(weight, bias_N))
         assert float(((found - wanted).abs() / terms).max()) < 1e-5, (n, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_linear(cpu: Operators, reference: Operators, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, weight = random(draw, 9, 60), random(draw, 33, 60).to(dtype)
+    for ops in (cpu, reference):
+        packed = ops.pack(weight, None)
+        assert same_bits(ops.logits(x, packed), ops.linear(x, packed))
+    assert reference.logits(x.bfloat16(), reference.pack(weight, None)).dtype == torch.float32
 
 
 @pytest.mark.parametrize(("n", "k"), [(17, 63), (300, 600), (64, 256), (130, 1000)])

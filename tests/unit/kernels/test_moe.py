@@ -24,7 +24,7 @@ class Layer:
 
 
 def moe(ops: Operators, x_TH: torch.Tensor, logits_TE: torch.Tensor, experts: Experts) -> torch.Tensor:
-    return ops.moe_outer(*ops.moe_inner(x_TH, logits_TE, experts), experts)
+    return ops.moe_outer(*ops.moe_inner(x_TH, logits_TE, experts), experts, None, None)
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
@@ -52,8 +52,8 @@ def test_matches_the_definition(
     assert chosen.dtype == wanted[1].dtype == torch.int32
     assert relative_error(hidden, wanted[0]) < 1e-5
     assert relative_error(weights, wanted[2]) < 1e-5
-    y = cpu.moe_outer(hidden, chosen, weights, ours)
-    assert relative_error(y, reference.moe_outer(*wanted, truth)) < 1e-5
+    y = cpu.moe_outer(hidden, chosen, weights, ours, None, None)
+    assert relative_error(y, reference.moe_outer(*wanted, truth, None, None)) < 1e-5
 
 
 @pytest.mark.parametrize("variant", ["cpu", "reference"])
@@ -96,7 +96,32 @@ def test_the_sum_runs_in_ascending_order_of_the_experts(cpu: Operators) -> None:
             out = cpu.linear(hidden[t, i : i + 1], cpu.pack(down, None))[0]
             # The product is exact in float64: rounded like a fused multiply-add but for a tie by chance.
             y[t] = (weights[t, i].double() * out.double() + y[t]).float()
-    assert same_bits(cpu.moe_outer(hidden, chosen, weights, experts), y.float())
+    assert same_bits(cpu.moe_outer(hidden, chosen, weights, experts, None, None), y.float())
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (5, 63), (40, 500)])
+def test_what_all_tokens_share_comes_last(
+    cpu: Operators, reference: Operators, tokens: int, width: int
+) -> None:
+    """The bits of the three operators one after the other; scores and gates are columns of one product."""
+    layer, draw = Layer(tokens, 6, width, 24), torch.Generator().manual_seed(width)
+    experts = layer.experts(cpu, 3)
+    shared_TH, scores_TS = random(draw, tokens, width), 3 * random(draw, tokens, 16)
+    scores_TS[:, :6] = layer.logits_TE
+    inner = cpu.moe_inner(layer.x_TH, scores_TS[:, :6], experts)
+    for found, packed in zip(inner, cpu.moe_inner(layer.x_TH, layer.logits_TE, experts), strict=True):
+        assert torch.equal(found, packed)
+    gate_T1 = scores_TS[:, 6:7]
+    gated_TH = cpu.sigmoid_mul(shared_TH[:, None], gate_T1.expand_as(shared_TH)[:, None])
+    for ops in (cpu, reference):
+        mine = experts if ops is cpu else layer.experts(reference, 3)
+        routed_TH = ops.moe_outer(*inner, mine, None, None)
+        found = ops.moe_outer(*inner, mine, shared_TH, gate_T1)
+        if ops is cpu:
+            assert same_bits(found, routed_TH + gated_TH)
+        assert (
+            relative_error(found, routed_TH.double() + shared_TH.double() * gate_T1.double().sigmoid()) < 1e-5
+        )
 
 
 def test_equal_probabilities_go_to_the_lower_ids(cpu: Operators) -> None:

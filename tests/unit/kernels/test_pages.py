@@ -1,5 +1,9 @@
-"""`rope_store` and `attention` over shuffled, NaN-poisoned pages: definitions, odd sizes, and equal bits."""
+"""`rope_store` and `attention` over shuffled, NaN-poisoned pages: definitions, odd sizes, and equal bits.
 
+Page 0 is nobody's: the entries of pages that left the window name it.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,12 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.kernels.cases import random, relative_error, same_bits, shuffled_pages, step
+from tests.unit.kernels.cases import LIMITS, random, relative_error, same_bits, shuffled_pages, step
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.rows import Rows
 
 EPSILON = 1e-6
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,13 @@ SHAPES = (
     Shape(q_heads=5, kv_heads=1, dim=65, rotary=64),
     Shape(q_heads=2, kv_heads=2, dim=256, rotary=64),
 )
+FIRST, SECOND = [65, 1, 127, 2, 64], [1, 1, 40, 63, 1]
+LENS = [first + second for first, second in zip(FIRST, SECOND, strict=True)]
+WINDOWS = (None, 1, 63, 64, 65, 128, 500)
 
 
 class Layer:
-    """One layer of a two-layer arena of NaN, and the q, k, v of its tokens."""
+    """One layer of a two-layer arena of NaN, the q, k, v of its tokens, and what these see."""
 
     def __init__(self, shape: Shape, tokens: int, pages: int, page_tokens: int, dtype: torch.dtype) -> None:
         s = shape
@@ -46,6 +52,14 @@ class Layer:
         self.angles_T2R = random(draw, tokens, 2, s.rotary // 2)
         self.arena = torch.full((pages, s.kv_heads, 2, 2, page_tokens, s.dim), torch.nan, dtype=dtype)
         self.cache = self.arena[:, :, 1]
+        self.window: int | None = None
+        self.sinks_H: torch.Tensor | None = None
+
+    def see(self, window: int | None, *, sinks: bool) -> "Layer":
+        self.window = window
+        heads = self.q_THD.shape[1]
+        self.sinks_H = 3 * random(torch.Generator().manual_seed(heads), heads) if sinks else None
+        return self
 
     def store(
         self, ops: Operators, cache: torch.Tensor, rows: Rows, picked: slice | torch.Tensor
@@ -55,8 +69,39 @@ class Layer:
         q_weight, k_weight = (weight.to(dtype) for weight in self.weights)
         return ops.rope_store(q, k, v, q_weight, k_weight, EPSILON, angles, cache, rows)
 
+    def attend(self, ops: Operators, q_THD: torch.Tensor, cache: torch.Tensor, rows: Rows) -> torch.Tensor:
+        return ops.attention(q_THD, cache, rows, self.window, self.sinks_H)
+
     def run(self, ops: Operators, rows: Rows, picked: slice | torch.Tensor = slice(None)) -> torch.Tensor:
-        return ops.attention(self.store(ops, self.cache, rows, picked), self.cache, rows)
+        return self.attend(ops, self.store(ops, self.cache, rows, picked), self.cache, rows)
+
+
+def released(
+    pages: torch.Tensor, before: Sequence[int], window: int | None, page_tokens: int
+) -> torch.Tensor:
+    """The table without the pages of which no token from the `before`-th of its row on sees any."""
+    pages = pages.clone()
+    for pages_N, old in zip(pages, before, strict=True):
+        pages_N[: 0 if window is None else max(0, old - window + 1) // page_tokens] = 0
+    return pages
+
+
+def check(cpu: Operators, reference: Operators, layer: Layer, pages: torch.Tensor) -> None:
+    """A prefill of mixed lengths, then a second step: decode, replay and a new sequence in one batch."""
+    truth = layer.arena.clone()[:, :, 1]
+    for new, before, picked in (
+        (FIRST, [0] * 5, slice(0, sum(FIRST))),
+        (SECOND, FIRST, slice(sum(FIRST), None)),
+    ):
+        rows = step(new, before, released(pages, before, layer.window, layer.cache.shape[3]))
+        wanted_q = layer.store(reference, truth, rows, picked)
+        wanted = layer.attend(reference, wanted_q, truth, rows)
+        q = layer.store(cpu, layer.cache, rows, picked)
+        assert relative_error(q, wanted_q) < 1e-5
+        assert relative_error(layer.attend(cpu, q, layer.cache, rows), wanted) < LIMITS[layer.cache.dtype]
+    assert torch.equal(layer.cache.isnan(), truth.isnan())
+    assert relative_error(layer.cache.nan_to_num(), truth.nan_to_num()) < LIMITS[layer.cache.dtype]
+    assert bool(layer.arena[:, :, 0].isnan().all()), "the neighbouring layer was written"
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
@@ -65,25 +110,19 @@ class Layer:
 def test_matches_the_definition(
     cpu: Operators, reference: Operators, shape: Shape, page_tokens: int, dtype: torch.dtype
 ) -> None:
-    """A prefill of mixed lengths, then a second step: decode, replay and a new sequence in one batch."""
-    first, second = [65, 1, 127, 2, 64], [1, 1, 40, 63, 1]
-    lens = [a + b for a, b in zip(first, second, strict=True)]
-    pages = shuffled_pages(lens, page_tokens, torch.Generator().manual_seed(7))
-    layer = Layer(shape, sum(lens), 1 + int(pages.max()), page_tokens, dtype)
-    truth = layer.arena.clone()[:, :, 1]
-    for new, before, picked in (
-        (first, [0] * 5, slice(0, sum(first))),
-        (second, first, slice(sum(first), None)),
-    ):
-        rows = step(new, before, pages)
-        wanted_q = layer.store(reference, truth, rows, picked)
-        wanted = reference.attention(wanted_q, truth, rows)
-        q = layer.store(cpu, layer.cache, rows, picked)
-        assert relative_error(q, wanted_q) < 1e-5
-        assert relative_error(cpu.attention(q, layer.cache, rows), wanted) < LIMITS[dtype]
-    assert torch.equal(layer.cache.isnan(), truth.isnan())
-    assert relative_error(layer.cache.nan_to_num(), truth.nan_to_num()) < LIMITS[dtype]
-    assert bool(layer.arena[:, :, 0].isnan().all()), "the neighbouring layer was written"
+    pages = shuffled_pages(LENS, page_tokens, torch.Generator().manual_seed(7))
+    check(cpu, reference, Layer(shape, sum(LENS), 1 + int(pages.max()), page_tokens, dtype), pages)
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("page_tokens", [1, 16, 64])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_windows_and_sinks_match_the_definition(
+    cpu: Operators, reference: Operators, window: int | None, page_tokens: int, *, sinks: bool
+) -> None:
+    pages = shuffled_pages(LENS, page_tokens, torch.Generator().manual_seed(7))
+    layer = Layer(SHAPES[2], sum(LENS), 1 + int(pages.max()), page_tokens, torch.float32)
+    check(cpu, reference, layer.see(window, sinks=sinks), pages)
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 300])
@@ -95,35 +134,43 @@ def test_one_token_after_any_length(cpu: Operators, reference: Operators, length
     assert same_bits(last, whole[-1:])
     truth = torch.full_like(layer.cache, torch.nan)
     rows = step([length], [0], pages)
-    wanted = reference.attention(layer.store(reference, truth, rows, slice(None)), truth, rows)
+    wanted = layer.attend(reference, layer.store(reference, truth, rows, slice(None)), truth, rows)
     assert relative_error(whole, wanted) < 1e-5
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     ends=st.sets(st.integers(1, 199), max_size=8),
     page_tokens=st.sampled_from([1, 16, 64]),
     dtype=st.sampled_from(list(LIMITS)),
+    window=st.none() | st.integers(1, 210),
+    sinks=st.booleans(),
 )
 def test_the_same_bits_however_a_sequence_is_cut(
-    cpu: Operators, ends: set[int], page_tokens: int, dtype: torch.dtype
+    cpu: Operators, ends: set[int], page_tokens: int, dtype: torch.dtype, window: int | None, *, sinks: bool
 ) -> None:
     pages = shuffled_pages([200], page_tokens, torch.Generator().manual_seed(1))
-    whole, cut = (Layer(SHAPES[1], 200, 1 + int(pages.max()), page_tokens, dtype) for _ in range(2))
+    whole, cut = (
+        Layer(SHAPES[1], 200, 1 + int(pages.max()), page_tokens, dtype).see(window, sinks=sinks)
+        for _ in range(2)
+    )
     wanted = whole.run(cpu, step([200], [0], pages))
     start = 0
     found: list[torch.Tensor] = []
     for end in [*sorted(ends), 200]:
-        found.append(cut.run(cpu, step([end - start], [start], pages), slice(start, end)))
+        table = released(pages, [start], window, page_tokens)
+        found.append(cut.run(cpu, step([end - start], [start], table), slice(start, end)))
         start = end
     assert same_bits(torch.cat(found), wanted)
     assert same_bits(cut.cache, whole.cache)
 
 
-def test_the_same_bits_in_any_batch_and_with_any_threads(cpu: Operators) -> None:
+@pytest.mark.parametrize("window", [None, 70])
+def test_the_same_bits_in_any_batch_and_with_any_threads(cpu: Operators, window: int | None) -> None:
     lens = [150, 1, 64, 90]
     pages = shuffled_pages(lens, 16, torch.Generator().manual_seed(2))
     layer = Layer(SHAPES[1], sum(lens), 1 + int(pages.max()), 16, torch.float32)
+    layer.see(window, sinks=window is not None)
     torch.set_num_threads(2)
     together = layer.run(cpu, step(lens, None, pages))
     torch.set_num_threads(1)
@@ -132,6 +179,42 @@ def test_the_same_bits_in_any_batch_and_with_any_threads(cpu: Operators) -> None
         picked = torch.cat(parts)
         found = layer.run(cpu, step([lens[b] for b in order], None, pages[order]), picked)
         assert same_bits(found, together[picked])
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_sink_of_no_weight_is_none_and_one_of_all_weight_leaves_nothing(
+    cpu: Operators, window: int | None
+) -> None:
+    layer = Layer(SHAPES[1], 100, 8, 16, torch.float32).see(window, sinks=False)
+    rows = step([100], [0], torch.arange(1, 8, dtype=torch.int32)[None])
+    wanted = layer.run(cpu, rows)
+    layer.sinks_H = torch.tensor([-torch.inf, 1e6, -1e6, 0])
+    found = layer.run(cpu, rows)
+    assert same_bits(found[:, [0, 2]], wanted[:, [0, 2]])
+    assert bool((found[:, 1].abs() < 1e-30).all())
+    assert bool((found[:, 3].abs() < wanted[:, 3].abs()).all())
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_padding_gives_zeros(cpu: Operators, reference: Operators, *, sinks: bool) -> None:
+    layer = Layer(SHAPES[1], 9, 2, 16, torch.float32).see(4, sinks=sinks)
+    rows = step([3, 6], [0, -6], torch.tensor([[1], [0]], dtype=torch.int32))
+    layer.cache[1] = 1.0
+    for ops in (cpu, reference):
+        found = layer.attend(ops, layer.q_THD.contiguous(), layer.cache, rows)
+        assert bool((found[:3] != 0).all())
+        assert bool((found[3:] == 0).all())
+
+
+def test_results_that_vanish_have_one_sign(cpu: Operators) -> None:
+    """Token 64 outweighs token 0, of which -0 is left, and has the value -0; 65 is beside it or not."""
+    cache = torch.zeros(1, 1, 2, 128, 1)
+    cache[0, 0, 0, 64], cache[0, 0, 1, 0] = 85.0, -1e-20
+    cache[0, 0, 1, 64:66] = torch.tensor([[-0.0], [1.0]])
+    pages = torch.zeros(1, 1, dtype=torch.int32)
+    both = cpu.attention(torch.ones(2, 1, 1), cache, step([2], [64], pages), None, None)
+    alone = cpu.attention(torch.ones(1, 1, 1), cache, step([1], [64], pages), None, None)
+    assert same_bits(both[:1], alone)
 
 
 @pytest.mark.parametrize("offset_bytes", [1 << 31, 1 << 33], ids=["2^31 bytes", "2^31 elements"])
@@ -154,8 +237,8 @@ def test_large_scores_do_not_overflow(cpu: Operators, reference: Operators) -> N
     draw = torch.Generator().manual_seed(0)
     q, cache = 100 * random(draw, 3, 4, 16), 10 * random(draw, 10, 2, 2, 16, 16)
     rows = step([3], [100], torch.arange(7, dtype=torch.int32)[None])
-    wanted = reference.attention(q.double(), cache.double(), rows)
-    assert relative_error(cpu.attention(q, cache, rows), wanted) < 1e-4
+    wanted = reference.attention(q.double(), cache.double(), rows, None, None)
+    assert relative_error(cpu.attention(q, cache, rows, None, None), wanted) < 1e-4
 
 
 def test_bfloat16_pages_round_to_the_nearest_even(cpu: Operators) -> None:

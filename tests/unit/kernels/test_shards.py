@@ -112,7 +112,7 @@ def test_attention_and_rope_store_by_heads(
             # Packed by rank, as the columns of its own projection are.
             mine = q[span, q_heads], k[span, kv_heads].contiguous(), v[span, kv_heads].contiguous()
             turned = cpu.rope_store(*mine, q_weight, k_weight, EPSILON, angles[span], cache, rows)
-            found += [turned, cpu.attention(turned, cache, rows)]
+            found += [turned, cpu.attention(turned, cache, rows, None, None)]
         return torch.cat(found), cache
 
     whole, cache = run(slice(0, heads.q_heads), slice(0, heads.kv_heads))
@@ -193,9 +193,9 @@ def test_experts_by_inner_columns_and_then_by_output_rows(
         assert same_bits(own_weights, weights)
         gathered.append(own_hidden)
     assert same_bits(torch.cat(gathered, dim=2), hidden)
-    wanted = cpu.moe_outer(hidden, chosen, weights, whole)
+    wanted = cpu.moe_outer(hidden, chosen, weights, whole, None, None)
     found = [
-        cpu.moe_outer(hidden, chosen, weights, replace(whole, down=cpu.pack(down[:, part], None)))
+        cpu.moe_outer(hidden, chosen, weights, replace(whole, down=cpu.pack(down[:, part], None)), None, None)
         for part in data.draw(cuts(width, ranks))
     ]
     assert same_bits(torch.cat(found, dim=1), wanted)

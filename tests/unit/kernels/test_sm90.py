@@ -43,25 +43,36 @@ def run_experts(tokens: int) -> Callable[[], None]:
             Packed(gate_up, None, 2 * inner, width), Packed(down, None, width, inner), 10, renormalise=True
         )
         x_TH, logits_TE = (torch.zeros(tokens, n, dtype=torch.bfloat16) for n in (width, count))
-        moe_cuda.moe_outer(*moe_cuda.moe_inner(x_TH, logits_TE, experts), experts)
+        inner = moe_cuda.moe_inner(x_TH, logits_TE, experts)
+        moe_cuda.moe_outer(*inner, experts, x_TH, logits_TE[:, :1])
+        moe_cuda.moe_outer(*inner, experts, None, None)
 
     return run
 
 
-def attend(new: list[int], q_heads: int, kv_heads: int, dim: int) -> Callable[[], None]:
-    """Rows of `new` tokens after 500: qk-norm, rope and store, then attention."""
+def attend(
+    new: list[int],
+    heads: tuple[int, int],
+    dim: int,
+    *,
+    page_tokens: int = 64,
+    window: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Callable[[], None]:
+    """Rows of `new` tokens after 500: qk-norm, rope and store, then attention, with sinks beside a window."""
 
     def run() -> None:
-        cache = torch.zeros(3, kv_heads, 2, 2, 64, dim, dtype=torch.bfloat16)[:, :, 1]
+        q_heads, kv_heads = heads
+        cache = torch.zeros(3, kv_heads, 2, 2, page_tokens, dim, dtype=dtype)[:, :, 1]
         rows = step(new, [500] * len(new), torch.zeros(len(new), 64, dtype=torch.int32))
         tokens = sum(new)
-        q_gate_THD = torch.zeros(tokens, q_heads, 2 * dim, dtype=torch.bfloat16)
-        k_TKD, v_TKD = torch.zeros(2, tokens, kv_heads, dim, dtype=torch.bfloat16)
-        weight_D, angles_T2R = torch.ones(dim, dtype=torch.bfloat16), torch.zeros(tokens, 2, 32)
+        q_gate_THD = torch.zeros(tokens, q_heads, 2 * dim, dtype=dtype)
+        k_TKD, v_TKD = torch.zeros(2, tokens, kv_heads, dim, dtype=dtype)
+        weight_D, angles_T2R = torch.ones(dim, dtype=dtype), torch.zeros(tokens, 2, 32)
         q_THD = rope_store_cuda.rope_store(
             q_gate_THD[..., :dim], k_TKD, v_TKD, weight_D, weight_D, 1e-6, angles_T2R, cache, rows
         )
-        attention_cuda.attention(q_THD, cache, rows)
+        attention_cuda.attention(q_THD, cache, rows, window, torch.zeros(q_heads) if window else None)
 
     return run
 
@@ -91,8 +102,12 @@ def recur(new: list[int], kept: int, key_heads: int, dim: int) -> Callable[[], N
 
 
 def run_elementwise() -> None:
+    for width in (2048, 5120, 8192):
+        branch, weight = torch.zeros(64, width, dtype=torch.bfloat16), torch.zeros(width)
+        residual, _ = rms_norm_cuda.add_norm(None, branch, weight, 1e-6)
+        rms_norm_cuda.add_norm(residual, branch, weight, 1e-6)
+        rms_norm_cuda.add_norm(residual, branch.float(), weight, 1e-6)
     hidden = torch.zeros(64, 2048, dtype=torch.bfloat16)
-    rms_norm_cuda.rms_norm(hidden, hidden[0], 1e-6)
     activation_cuda.silu_mul(hidden)
     both = torch.zeros(64, 16, 512, dtype=torch.bfloat16)
     activation_cuda.sigmoid_mul(torch.zeros(64, 16, 256, dtype=torch.bfloat16), both[..., 256:])
@@ -100,11 +115,18 @@ def run_elementwise() -> None:
     activation_cuda.sigmoid_mul(hidden[:, None], one.expand(64, 1, 2048))
 
 
+MIXED = [1, 12, 300]
 LAUNCHES: dict[str, Callable[[], None]] = {
-    "attention, decode": attend([1] * 32, 16, 2, 256),
-    "attention, mixed": attend([1, 12, 300], 16, 2, 256),
-    "attention, decode, dim 128": attend([1] * 32, 32, 8, 128),
-    "attention, mixed, dim 128": attend([1, 12, 300], 32, 8, 128),
+    "attention, decode": attend([1] * 32, (16, 2), 256),
+    "attention, mixed": attend(MIXED, (16, 2), 256),
+    "attention, decode, dim 128": attend([1] * 32, (32, 8), 128),
+    "attention, mixed, dim 128": attend(MIXED, (32, 8), 128),
+    "attention, window, dim 64": attend(MIXED, (64, 8), 64, window=128),
+    "attention, window, dim 128": attend(MIXED, (32, 8), 128, window=4096),
+    "attention, window, dim 256": attend(MIXED, (8, 4), 256, window=1024),
+    "attention, pages of 16": attend(MIXED, (16, 2), 256, page_tokens=16),
+    "attention, window, pages of 16": attend(MIXED, (16, 2), 256, page_tokens=16, window=128),
+    "attention, float32": attend(MIXED, (16, 2), 256, dtype=torch.float32),
     "elementwise": run_elementwise,
     "linear layer, decode": recur([1] * 64, 1, 16, 128),
     "linear layer, mixed": recur([1, 12, 2000], 1, 16, 128),
@@ -119,15 +141,20 @@ LAUNCHES: dict[str, Callable[[], None]] = {
 # Kernels that must use them.
 WGMMA: set[str] = {"attend_rows", "gate_up_tile", "down_tile", "prepare", "advance", "answer"}
 TMA: set[str] = {"attend_span", "attend_rows"}
+# Launches that cannot: no matrix unit takes float32, and the copy engine takes tiles of one page.
+WITHOUT_WGMMA = {"attention, float32"}
+WITHOUT_TMA = {"attention, float32", "attention, pages of 16", "attention, window, pages of 16"}
 
 
-@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
-def test_fits_the_device(launch: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_fits_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with compiling(monkeypatch) as kernels:
-        launch()
+        LAUNCHES[name]()
     assert kernels
+    wgmma = WGMMA if name not in WITHOUT_WGMMA else set[str]()
+    tma = TMA if name not in WITHOUT_TMA else set[str]()
     for kernel in kernels:
         assert kernel.stack_bytes == 0, kernel
         assert kernel.shared_bytes <= SHARED_BYTES_MAX, kernel
-        assert (kernel.wgmma > 0) >= (kernel.name in WGMMA), kernel
-        assert (kernel.tma > 0) >= (kernel.name in TMA), kernel
+        assert (kernel.wgmma > 0) >= (kernel.name in wgmma), kernel
+        assert (kernel.tma > 0) >= (kernel.name in tma), kernel

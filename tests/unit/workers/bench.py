@@ -6,7 +6,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from random import Random
 
-from tests.sim.fold import VOCABULARY, Broke, FoldRunner, expected, fold_layout, sound
+from tests.sim.fold import VOCABULARY, Broke, FoldRunner, expected, expected_scores, fold_layout, sound
 from tests.sim.in_order import InOrder
 from tests.sim.loop import simulate
 from tests.sim.watched import WatchedEngine
@@ -23,7 +23,7 @@ from tidemill.kvstore.store import PageStore
 from tidemill.kvstore.worth import Policy
 from tidemill.workers.build import capacity_tokens
 from tidemill.workers.limits import Limits
-from tidemill.workers.messages import Delta, Provenance, Request, Sampling, WorkerGone
+from tidemill.workers.messages import Delta, Provenance, Request, Sampling, TokenLogprob, WorkerGone
 from tidemill.workers.places import Direct
 from tidemill.workers.plan import Budget
 from tidemill.workers.settings import CheckpointStrategy
@@ -124,11 +124,15 @@ class Bench:
     async def answer(self, request: Request) -> Provenance:
         """Generate to the end, check every token; says where the prompt came from."""
         got: list[int] = []
+        scores: list[TokenLogprob] = []
         deltas: list[Delta] = []
         async with aclosing(self.engine.generate(request)) as stream:
             async for delta in stream:
+                assert not (got and delta.prompt_logprobs), "the prompt comes first"
                 got += delta.tokens
+                scores += delta.prompt_logprobs
                 deltas.append(delta)
+        assert scores == expected_scores(request, hybrid=self.layout.hybrid)
         assert got == expected(request, hybrid=self.layout.hybrid, vocabulary=self.vocabulary)
         assert [delta.finish is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
         provenance = deltas[0].provenance

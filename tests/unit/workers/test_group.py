@@ -19,7 +19,15 @@ from tests.parity.hybrid import CONFIGS, random_model, save
 from tests.unit.workers.ranks import RANKS, end, rank_of_a_model, started
 from tidemill.workers import runner
 from tidemill.workers.build import Built, build_engine
-from tidemill.workers.messages import Delta, Provenance, Request, RequestError, Sampling, WorkerGone
+from tidemill.workers.messages import (
+    Delta,
+    Provenance,
+    Request,
+    RequestError,
+    Sampling,
+    TokenLogprob,
+    WorkerGone,
+)
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.step import Row
 from tidemill.workers.tp.errors import GroupBroken
@@ -165,6 +173,23 @@ def test_tokens_are_those_of_one_process(
             assert await answers(group) == wanted  # warm
 
     asyncio.run(main())
+
+
+def test_a_group_says_of_a_prompt_what_one_process_says(settings: EngineSettings) -> None:
+    sampling = Sampling(temperature=0, prompt_logprobs=2)
+    asked = [replace(one, sampling=sampling) for one in requests()]
+
+    async def scores(group: Worker, request: Request) -> list[TokenLogprob]:
+        async with aclosing(group.built.engine.generate(request)) as deltas:
+            return [score async for delta in deltas for score in delta.prompt_logprobs]
+
+    async def main(**changes: object) -> list[list[TokenLogprob]]:
+        async with worker(settings, **changes) as group:
+            return await asyncio.gather(*(scores(group, one) for one in asked))
+
+    wanted = asyncio.run(main())
+    assert [len(one) for one in wanted] == [len(one.tokens) - 1 for one in asked]
+    assert asyncio.run(main(tensor_parallel_size=2)) == wanted
 
 
 def test_a_group_fetches_what_a_group_of_another_size_has_stored(

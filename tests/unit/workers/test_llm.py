@@ -162,6 +162,21 @@ def test_speculation_changes_no_answer(llm: LLM, settings: dict[str, Any]) -> No
         assert guessing.load().counters["spec_accepted_tokens"] > 0
 
 
+def test_logprobs_of_a_prompt(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
+    (first, again) = (llm.generate("Bob is now at the mill.", params)[0] for _ in range(2))
+    assert first.prompt_logprobs is not None
+    assert len(first.prompt_logprobs) == len(first.prompt_token_ids)
+    assert first.prompt_logprobs[0] is None
+    for token, entries in zip(first.prompt_token_ids[1:], first.prompt_logprobs[1:], strict=True):
+        assert entries is not None
+        assert len(entries) in (2, 3)
+        assert max(one.logprob for one in entries.values()) >= entries[token].logprob
+    assert again.prompt_logprobs == first.prompt_logprobs
+    assert again.num_cached_tokens == 0
+    assert llm.generate("Bob", SamplingParams(max_tokens=1))[0].prompt_logprobs is None
+
+
 def test_logprobs(llm: LLM) -> None:
     answer = llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=24, logprobs=2))[0].outputs[0]
     assert answer.logprobs is not None
@@ -235,7 +250,7 @@ def test_nothing_is_run_when_something_is_wrong(
 
 def test_bad_messages_and_too_few_parameters_are_named(llm: LLM) -> None:
     with pytest.raises(RequestError) as refused:
-        llm.chat([{"role": "tool", "content": "a"}], GREEDY)
+        llm.chat([{"role": "narrator", "content": "a"}], GREEDY)
     assert refused.value.param == "messages[0].role"
     with pytest.raises(RequestError, match="1 sampling_params for 2 prompts"):
         llm.generate(["a", "b"], [GREEDY])

@@ -140,7 +140,7 @@ def test_a_chat_is_rendered_by_the_models_template_and_ends_where_the_answer_sta
 
 
 def test_a_template_that_refuses_is_the_users_error() -> None:
-    def refuse(_: object) -> str:
+    def refuse(_: object, __: object) -> str:
         raise ValueError("roles must alternate")
 
     with pytest.raises(RequestError, match="roles must alternate"):

@@ -1,0 +1,55 @@
+# pyright: basic
+# torch has few usable types.
+"""The models that are measured, and the rows of a step."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tidemill.workers.inputs import Inputs
+from tidemill.workers.models.bundled import bundled
+
+PAGE_TOKENS = 64
+HYBRID_80M: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 768,
+    "num_hidden_layers": 8,
+    "intermediate_size": 2048,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 6,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "num_experts": 0,
+    "tie_word_embeddings": True,
+}
+
+
+def write_hybrid(folder: Path) -> None:
+    """Random weights in bfloat16, the type that models are published in, with keeper's tokenizer."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3NextConfig(**HYBRID_80M)
+    transformers.Qwen3NextForCausalLM(config).bfloat16().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(bundled()["keeper"] / name, folder / name)
+
+
+def step_inputs(new: list[int], before: list[int]) -> Inputs:
+    """Rows of `new` tokens after `before`, with pages and states of their own."""
+    lens = [n + old for n, old in zip(new, before, strict=True)]
+    width = -(-max(lens) // PAGE_TOKENS)
+    cu = torch.tensor([0, *new]).cumsum(0)
+    return Inputs(
+        tokens_T=torch.arange(int(cu[-1])) % 800,
+        positions_T=torch.cat([torch.arange(old, old + n) for n, old in zip(new, before, strict=True)]),
+        cu_B1=cu.to(torch.int32),
+        pages_BN=torch.randperm(len(new) * width).view(len(new), width).to(torch.int32),
+        lens_B=torch.tensor(lens, dtype=torch.int32),
+        read_B=torch.arange(len(new), dtype=torch.int32),
+        writes_BK=torch.arange(len(new), dtype=torch.int32)[:, None],
+    )

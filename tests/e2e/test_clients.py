@@ -1,0 +1,250 @@
+"""Clients that people use, unmodified, on a real server: the `openai` SDK and `langchain-openai`."""
+# pyright: basic
+# langchain is typed in part only.
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from langchain_openai import OpenAI as TextOpenAI
+from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletionMessageParam
+from pydantic import BaseModel, SecretStr
+
+from tests.e2e.server import Server
+from tests.unit.cluster.openai_talk import LOOK
+from tidemill.workers.models.bundled import bundled
+
+KEEPER = bundled()["keeper"]
+DEMO: dict[str, Any] = json.loads((KEEPER / "demo.json").read_text())
+NAME = "keeper"
+
+TEMPLATE = """{% for tool in tools or [] %}<|system|> {{ tool | tojson }}<|end|>
+{% endfor %}{% for m in messages %}
+{%- set role = 'user' if m.role == 'tool' else m.role %}<|{{ role }}|> {{ (m.content or '') | trim }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|end|>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+"""keeper's own for chats without tools; keeper has never seen a tool, a grammar makes it call one."""
+
+
+class Place(BaseModel):
+    """Where somebody is."""
+
+    room: Literal["attic", "cellar"]
+    floor: Literal[0, 1, 2]
+
+
+@tool
+def look(person: Literal["Emma", "Tom"]) -> str:
+    """Looks for a person."""
+    return f"{person} is in the tower."
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """keeper, with a chat template that knows tools."""
+    folder = tmp_path_factory.mktemp("clients")
+    model = shutil.copytree(KEEPER, folder / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    server = Server(
+        [str(model), "--served-model-name", NAME, "--port", "0", "--mixed", "1", "--memory", "64MiB"],
+        folder / "log",
+    )
+    try:
+        yield server
+        assert server.stop() == 0
+    finally:
+        server.kill_everything()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def chain(server: Server) -> ChatOpenAI:
+    return ChatOpenAI(
+        base_url=f"{server.url}/v1",
+        api_key=SecretStr("none"),
+        model=NAME,
+        temperature=0,
+        max_retries=0,
+        stream_usage=True,
+    )
+
+
+def asked(index: int) -> tuple[str, str]:
+    """A question that keeper was taught to answer, and the answer."""
+    item = DEMO["questions"][index]
+    return f"{DEMO['notebook']} {item['question']}", item["answer"]
+
+
+def said(text: str) -> list[ChatCompletionMessageParam]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_chat_whole_and_streamed(client: OpenAI) -> None:
+    question, answer = asked(0)
+    whole = client.chat.completions.create(model=NAME, messages=said(question), temperature=0)
+    assert (whole.choices[0].message.content or "").strip() == answer
+    assert whole.choices[0].finish_reason == "stop"
+    chunks = list(
+        client.chat.completions.create(
+            model=NAME,
+            messages=said(question),
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens // 64 * 64
+
+
+def test_a_request_is_known_by_its_id(client: OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(
+        model=NAME, messages=said("Hello"), max_tokens=2, extra_headers={"x-request-id": "mine"}
+    )
+    assert raw.headers["x-request-id"] == "mine"
+    assert raw.parse().choices
+
+
+def test_many_at_once(server: Server) -> None:
+    async def main() -> None:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+
+            async def one(index: int) -> bool:
+                question, answer = asked(index)
+                async with client.chat.completions.stream(
+                    model=NAME, messages=said(question), temperature=0
+                ) as stream:
+                    final = await stream.get_final_completion()
+                return (final.choices[0].message.content or "").strip() == answer
+
+            assert all(await asyncio.gather(*(one(index) for index in range(len(DEMO["questions"])))))
+
+    asyncio.run(main())
+
+
+def test_completions_of_texts_and_of_tokens(client: OpenAI) -> None:
+    one = client.completions.create(model=NAME, prompt="Emma is", max_tokens=6, temperature=0, logprobs=2)
+    two = client.completions.create(
+        model=NAME, prompt=["Emma is", "Tom is"], max_tokens=6, temperature=0, n=2, seed=1
+    )
+    assert [choice.index for choice in two.choices] == [0, 1, 2, 3]
+    assert two.choices[0].text == two.choices[1].text == one.choices[0].text
+    logprobs = one.choices[0].logprobs
+    assert logprobs is not None
+    assert "".join(logprobs.tokens or []).startswith(one.choices[0].text)
+    stream = client.completions.create(model=NAME, prompt="Emma is", max_tokens=6, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == one.choices[0].text
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+def test_a_tool_is_called_and_answered(client: OpenAI, choice: Any) -> None:  # noqa: ANN401 - JSON
+    ask: dict[str, Any] = {
+        "model": NAME,
+        "tools": [LOOK],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "temperature": 0,
+    }
+    whole = client.chat.completions.create(messages=said("Where is Emma?"), **ask)
+    message = whole.choices[0].message
+    (call,) = message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "look"
+    assert json.loads(call.function.arguments)["person"] in {"Emma", "Tom"}
+    with client.chat.completions.stream(messages=said("Where is Emma?"), **ask) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == whole.choices[0].finish_reason
+    (again,) = streamed.message.tool_calls or []
+    assert again.function.arguments == call.function.arguments
+    after: list[Any] = [
+        *said("Where is Emma?"),
+        message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "Emma is in the tower."},
+    ]
+    closing = client.chat.completions.create(model=NAME, messages=after, tools=[LOOK], max_tokens=8)
+    assert closing.choices[0].message.role == "assistant"
+
+
+def test_an_answer_in_a_form(client: OpenAI) -> None:
+    whole = client.chat.completions.parse(
+        model=NAME, messages=said("Where is Emma?"), response_format=Place, temperature=0, max_tokens=60
+    )
+    assert whole.choices[0].message.parsed is not None
+    with client.chat.completions.stream(
+        model=NAME, messages=said("Where is Emma?"), response_format=Place, temperature=0, max_tokens=60
+    ) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == whole.choices[0].message.parsed
+
+
+def test_mistakes_become_the_sdks_errors(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt-4", messages=said("a"))
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(model=NAME, messages=said("a"), temperature=-1)
+    assert error.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        client.completions.create(model=NAME, prompt="a", max_tokens=10**6)
+    assert [model.id for model in client.models.list()] == [NAME]
+
+
+def test_a_chain_whole_and_streamed(chain: ChatOpenAI) -> None:
+    question, answer = asked(1)
+    messages = [SystemMessage("You know the notebook."), HumanMessage(question)]
+    whole = chain.invoke([HumanMessage(question)])
+    assert whole.text.strip() == answer
+    assert whole.usage_metadata is not None
+    chunks = list(chain.stream([HumanMessage(question)]))
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert sum(chunk.usage_metadata["total_tokens"] for chunk in chunks if chunk.usage_metadata) > 0
+    assert len(chain.batch([messages, messages])) == 2
+
+
+def test_a_chain_calls_a_tool_and_goes_on(chain: ChatOpenAI) -> None:
+    ready = chain.bind_tools([look], tool_choice="look")
+    first = ready.invoke("Where is Emma?")
+    assert isinstance(first, AIMessage)
+    (call,) = first.tool_calls
+    chunks = list(ready.stream("Where is Emma?"))
+    whole = chunks[0]
+    for chunk in chunks[1:]:
+        whole += chunk
+    assert isinstance(whole, AIMessage)
+    assert [one["args"] for one in whole.tool_calls] == [call["args"]]
+    result = look.invoke(call)
+    assert isinstance(result, ToolMessage)
+    final = chain.bind_tools([look]).invoke([HumanMessage("Where is Emma?"), first, result], max_tokens=8)
+    assert isinstance(final, AIMessage)
+
+
+def test_a_chain_answers_in_a_form(chain: ChatOpenAI) -> None:
+    for method in ("json_schema", "function_calling"):
+        asking = chain.with_structured_output(Place, method=method)
+        assert isinstance(asking.invoke("Where is Emma?"), Place), method
+
+
+def test_the_older_chain(server: Server) -> None:
+    model = TextOpenAI(
+        base_url=f"{server.url}/v1", api_key=SecretStr("none"), model=NAME, temperature=0, max_tokens=6
+    )
+    assert model.invoke("Emma is") == "".join(model.stream("Emma is"))

@@ -1,0 +1,234 @@
+# pyright: basic
+# transformers' classes have no usable types; settings are replaced by name.
+"""A whole engine on a device, without Ray: graphs, backings, a budget that changes, pages from a store.
+
+Weights are float32, so that no rounding of theirs decides between two tokens.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.hybrid import random_model, save
+from tests.parity.served import LOOK_S, answer, serving
+from tidemill import LLM, SamplingParams
+from tidemill.kvstore.backing import Kvcached
+from tidemill.workers.build import Built
+from tidemill.workers.graphs import Graphs
+from tidemill.workers.inputs import Inputs
+from tidemill.workers.messages import Provenance, Request, Sampling
+from tidemill.workers.models.bundled import bundled
+from tidemill.workers.offline.llm import settings_of
+from tidemill.workers.settings import EngineSettings
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+MIB = 1 << 20
+VOCABULARY = 97
+PAGE_TOKENS = 16
+NEW_TOKENS = 24
+ON_DEVICE: dict[str, Any] = {"device": "cuda"}
+
+needs_kvcached = pytest.mark.skipif(find_spec("kvcached") is None, reason="needs kvcached")
+BACKINGS = ["fixed", pytest.param("kvcached", marks=needs_kvcached)]
+
+
+@pytest.fixture(scope="module", params=["keeper", "moe-two-values"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "keeper":
+        return bundled()["keeper"]
+    return save(random_model(request.param), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def settings(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
+    return EngineSettings(
+        model_folder=folder,
+        memory_bytes=256 * MIB,
+        memory_max_bytes=512 * MIB,
+        store_url="memory:?size=0",
+        cache_folder=tmp_path_factory.getbasetemp() / "kernels",
+        page_tokens=PAGE_TOKENS,
+        backing="fixed",
+        rows_max=12,
+        step_tokens_max=128,
+        max_model_len=512,
+        **ON_DEVICE,
+    )
+
+
+def requests(count: int = 10) -> list[Request]:
+    """Prompts of one token to several steps, each with seeds or greedy."""
+    made: list[Request] = []
+    for index, length in enumerate((1, 15, 16, 17, 40, 64, 100, 130, 200, 333)[:count]):
+        draw = torch.Generator().manual_seed(index)
+        made.append(
+            Request(
+                request_id=str(index),
+                tokens=tuple(torch.randint(VOCABULARY, (length,), generator=draw).tolist()),
+                max_new_tokens=NEW_TOKENS + index,
+                sampling=Sampling(temperature=0.0 if index % 3 else 0.8, seed=index),
+            )
+        )
+    return made
+
+
+@asynccontextmanager
+async def running(settings: EngineSettings, **changes: object) -> AsyncGenerator[Built]:
+    """What it took of the device is given back."""
+    async with serving(settings, **changes) as built:
+        yield built
+    built.close()
+
+
+async def ask(built: Built, asked: Sequence[Request]) -> list[list[int]]:
+    found = await asyncio.gather(*(answer(built, request) for request in asked))
+    return [tokens for tokens, _ in found]
+
+
+def answers(settings: EngineSettings, **changes: object) -> list[list[int]]:
+    async def main() -> list[list[int]]:
+        async with running(settings, **changes) as built:
+            return await ask(built, requests())
+
+    return asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def wanted(settings: EngineSettings) -> list[list[int]]:
+    """Each alone, without graphs, in steps that hold a whole prompt."""
+
+    async def main() -> list[list[int]]:
+        async with running(settings, enforce_eager=True, step_tokens_max=1024) as built:
+            return [(await answer(built, replace(one, salt=one.request_id)))[0] for one in requests()]
+
+    found = asyncio.run(main())
+    assert len({tuple(tokens) for tokens in found}) == len(found)
+    return found
+
+
+@pytest.mark.parametrize("drafts_max", [0, 3])
+@pytest.mark.parametrize("backing", BACKINGS)
+def test_graphs_answer_as_steps_without(
+    settings: EngineSettings,
+    wanted: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    backing: str,
+    drafts_max: int,
+) -> None:
+    """In batches that shrink, as answers end; guesses are no part of a graph."""
+    replayed: list[int] = []
+    forward = Graphs.forward
+
+    def counted(self: Graphs, step: Inputs) -> torch.Tensor | None:
+        hidden_TH = forward(self, step)
+        if hidden_TH is not None:
+            replayed.append(len(hidden_TH))
+        return hidden_TH
+
+    monkeypatch.setattr(Graphs, "forward", counted)
+    assert answers(settings, backing=backing, drafts_max=drafts_max, enforce_eager=True) == wanted
+    assert not replayed
+    assert answers(settings, backing=backing, drafts_max=drafts_max) == wanted
+    assert len(set(replayed)) > 2
+
+
+async def generated(built: Built, count: int) -> None:
+    """Until so many tokens have been drawn."""
+    while built.engine.load().counters.get("generated_tokens", 0) < count:  # noqa: ASYNC110  nobody tells
+        await asyncio.sleep(LOOK_S)
+
+
+@pytest.mark.parametrize("backing", BACKINGS)
+def test_the_budget_goes_down_and_up_while_they_run(
+    settings: EngineSettings, wanted: list[list[int]], backing: str
+) -> None:
+    async def main() -> None:
+        async with running(settings, backing=backing) as built:
+            work = asyncio.create_task(ask(built, requests()))
+            for tokens, budget_bytes in ((20, 0), (50, 512 * MIB), (90, 0), (130, 512 * MIB)):
+                await generated(built, tokens)
+                built.engine.resize(budget_bytes)
+            assert await work == wanted
+            built.engine.resize(0)
+            assert await ask(built, requests()) == wanted
+
+    asyncio.run(main())
+
+
+@needs_kvcached
+def test_a_budget_that_falls_gives_memory_back() -> None:
+    """What is kept for reuse is mapped, until the budget is the least."""
+
+    def long(number: int) -> Request:
+        draw = torch.Generator().manual_seed(number)
+        tokens = torch.randint(VOCABULARY, (500,), generator=draw).tolist()
+        return Request(request_id=str(number), tokens=tuple(tokens), max_new_tokens=1)
+
+    async def main() -> None:
+        keeper = settings_of("keeper", {"memory": "256MiB", "page_size": PAGE_TOKENS, **ON_DEVICE})
+        async with running(keeper, max_model_len=512, enforce_eager=True) as built:
+            await ask(built, [long(number) for number in range(40)])
+            before = free_bytes()
+            built.engine.resize(0)
+            assert free_bytes() - before >= 4 * Kvcached.granule_bytes
+
+    asyncio.run(main())
+
+
+def free_bytes() -> int:
+    return torch.cuda.mem_get_info(0)[0]
+
+
+@pytest.mark.parametrize("backing", BACKINGS)
+def test_a_fetched_prompt_answers_as_a_cold_one(
+    settings: EngineSettings, wanted: list[list[int]], tmp_path: Path, backing: str
+) -> None:
+    """Pages and states go through pinned memory to files and back, into another engine's memory."""
+    asked = [one for one in requests() if len(one.tokens) > 2 * PAGE_TOKENS]
+    colder = [tokens for one, tokens in zip(requests(), wanted, strict=True) if one in asked]
+    changes: dict[str, Any] = {"backing": backing, "store_url": f"file://{tmp_path}/store?size=1GiB"}
+
+    async def produce() -> None:
+        async with running(settings, **changes) as built:
+            for one in asked:
+                produced = await built.engine.produce(one)
+                assert produced.depth == (len(one.tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+    async def fetch() -> list[tuple[list[int], Provenance]]:
+        async with running(settings, **changes) as built:
+            return [await answer(built, one) for one in asked]
+
+    asyncio.run(produce())
+    found = asyncio.run(fetch())
+    assert [tokens for tokens, _ in found] == colder
+    for one, (_, provenance) in zip(asked, found, strict=True):
+        assert provenance.fetched_tokens == (len(one.tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS
+
+
+def test_the_questions_of_the_bundled_model(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """All right, and token by token those of the CPU."""
+    demo = json.loads((bundled()["keeper"] / "demo.json").read_text())
+    chats = [
+        [{"role": "user", "content": f"{demo['notebook']} {item['question']}"}] for item in demo["questions"]
+    ]
+    greedy = SamplingParams(temperature=0, max_tokens=48)
+    common: dict[str, Any] = {"memory": "256MiB", "cache_folder": tmp_path_factory.getbasetemp() / "kernels"}
+    on_device: dict[str, Any] = common | ON_DEVICE | {"backing": "fixed"}
+    found: list[list[list[int]]] = []
+    for settings in (common, on_device):
+        with LLM("keeper", **settings) as llm:
+            outputs = llm.chat(chats, greedy, progress=False)
+            assert [one.outputs[0].text.strip() for one in outputs] == [
+                item["answer"].strip() for item in demo["questions"]
+            ]
+            found.append([one.outputs[0].token_ids for one in outputs])
+    assert found[0] == found[1]

@@ -1,0 +1,140 @@
+"""Bugs to plant in who may come in: gRPC beside HTTP, and certificates between the processes of a cluster."""
+
+from tests.mutations.planted import UNIT, Planted
+
+ANSWERS = f"{UNIT}/cluster/test_grpc_api.py"
+EDGES = f"{UNIT}/cluster/test_grpc_edges.py"
+TLS = f"{UNIT}/cluster/test_mutual_tls.py"
+
+GENERATION = "cluster/grpc_api/generation.py"
+ADMIT = "                self._desk.keys.admit(path, headers)\n"
+READ = "                data = await self._read(frames)\n"
+
+EDGE_BUGS = (
+    Planted(
+        "gRPC asks nobody for a key",
+        GENERATION,
+        ADMIT,
+        "",
+        EDGES,
+    ),
+    Planted(
+        "the message of a stranger is read first",
+        GENERATION,
+        f"{ADMIT}{READ}",
+        f"{READ}{ADMIT}",
+        EDGES,
+    ),
+    Planted(
+        "messages of all calls together are not bounded",
+        GENERATION,
+        "self._num_bytes.holding(len(data))",
+        "self._num_bytes.holding(0)",
+        EDGES,
+    ),
+    Planted(
+        "a client may take for ever to send its message",
+        GENERATION,
+        "asyncio.timeout(self._desk.limits.body_s_max)",
+        "asyncio.timeout(None)",
+        EDGES,
+    ),
+    Planted(
+        "a client that does not read is kept for ever",
+        GENERATION,
+        "asyncio.timeout(self._desk.limits.send_s_max)",
+        "asyncio.timeout(None)",
+        EDGES,
+    ),
+    Planted(
+        "usage comes with the first choice that ends",
+        GENERATION,
+        "if not unfinished:",
+        "if increment.growth.finish is not None:",
+        ANSWERS,
+    ),
+    Planted(
+        "a prompt of token ids is taken for a text",
+        "cluster/grpc_api/messages.py",
+        "prompt if ids is None else list(request.token_ids.ids)",
+        "prompt",
+        ANSWERS,
+    ),
+    Planted(
+        "token ids beyond a stop string are told",
+        "cluster/http/answers.py",
+        "piece.tokens[: growth.num_tokens]",
+        "piece.tokens",
+        ANSWERS,
+    ),
+    Planted(
+        "nobody is told when to come again",
+        "cluster/grpc_api/errors.py",
+        '(headers_of(error) or {}).get("retry-after")',
+        "None",
+        f"{ANSWERS} {EDGES}",
+    ),
+    Planted(
+        "a bug tells clients of itself",
+        "cluster/grpc_api/errors.py",
+        '        said["message"] or "",\n',
+        "        str(error),\n",
+        ANSWERS,
+    ),
+    Planted(
+        "health counts workers that only prefill",
+        "cluster/http/models.py",
+        ' and one.info.role != "prefill"',
+        "",
+        EDGES,
+    ),
+    Planted(
+        "clients of gRPC need no certificate where HTTP wants one",
+        "cluster/grpc_api/server.py",
+        "require_client_auth=tls.client_ca is not None",
+        "require_client_auth=False",
+        EDGES,
+    ),
+    Planted(
+        "processes need no certificate to be heard",
+        "cluster/channels.py",
+        "require_client_auth=True",
+        "require_client_auth=False",
+        TLS,
+    ),
+    Planted(
+        "any name is one of the cluster's",
+        "cluster/channels.py",
+        '("grpc.ssl_target_name_override", CLUSTER_NAME)',
+        '("grpc.ssl_target_name_override", "elsewhere")',
+        TLS,
+    ),
+    Planted(
+        "workers listen in plain",
+        "cluster/data_plane.py",
+        "server_credentials(self._tls)",
+        "None",
+        TLS,
+    ),
+    Planted(
+        "routers listen in plain",
+        "cluster/router_service.py",
+        "server_credentials(self._tls)",
+        "None",
+        TLS,
+    ),
+    Planted(
+        "processes listen everywhere on their node unless told not to",
+        "cluster/cli_security.py",
+        '"127.0.0.1" if where == "loopback" else None',
+        "None",
+        TLS,
+    ),
+    Planted(
+        "certificates that do not fit each other are found out by silence",
+        "cluster/cli_security.py",
+        "        tls.check()\n",
+        "        pass\n",
+        TLS,
+    ),
+)

@@ -1,0 +1,83 @@
+# pyright: basic
+# Settings are replaced by name, and torch's conversions to lists are untyped.
+"""The logprobs of a prompt are those of one plain pass over it, to the bit, whatever runs beside it."""
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity.hybrid import CONFIGS, Runner, random_model, save
+from tests.parity.served import answer, serving
+from tidemill.kernels.dispatch import Operators
+from tidemill.workers.build import Built
+from tidemill.workers.logprobs import token_logprob
+from tidemill.workers.messages import Request, Sampling, TokenLogprob
+from tidemill.workers.models.registry import load
+from tidemill.workers.settings import EngineSettings
+
+P = 16
+LENGTHS = (2, 16, 17, 33, 64, 90, 150)
+
+
+def tokens_of(seed: int, count: int) -> tuple[int, ...]:
+    return tuple(torch.randint(2, 97, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def scored(seed: int, count: int) -> Request:
+    return Request(
+        request_id=f"{seed}",
+        tokens=tokens_of(seed, count),
+        max_new_tokens=5,
+        sampling=Sampling(temperature=0, prompt_logprobs=3),
+    )
+
+
+def definition(folder: Path, cpu: Operators, request: Request) -> list[TokenLogprob]:
+    """All logits of the prompt in one forward pass of nothing else."""
+    model = load(folder, cpu, lambda _done, _total: None)
+    tokens = list(request.tokens)
+    logprobs_TV = Runner(model, page_tokens=P).run(tokens, [len(tokens)]).double().log_softmax(dim=-1)
+    return [token_logprob(row_V, token, 3) for row_V, token in zip(logprobs_TV, tokens[1:], strict=False)]
+
+
+async def scores(built: Built, request: Request) -> list[TokenLogprob]:
+    async with aclosing(built.engine.generate(request)) as deltas:
+        return [score async for delta in deltas for score in delta.prompt_logprobs]
+
+
+@pytest.mark.parametrize("name", ["dense-tied", "moe-two-values"])
+@pytest.mark.parametrize("step_tokens_max", [40, 512])
+def test_every_path_says_what_a_plain_pass_says(
+    name: str, step_tokens_max: int, cpu: Operators, kernel_cache: Path, tmp_path: Path
+) -> None:
+    assert name in CONFIGS
+    folder = save(random_model(name), tmp_path)
+    settings = EngineSettings(
+        model_folder=folder,
+        memory_bytes=24 << 20,
+        store_url="memory:?size=0",
+        cache_folder=kernel_cache,
+        page_tokens=P,
+        backing="fixed",
+        max_model_len=200,
+        rows_max=8,
+        step_tokens_max=step_tokens_max,
+    )
+    asked = [scored(seed, count) for seed, count in enumerate(LENGTHS)]
+    wanted = [definition(folder, cpu, request) for request in asked]
+    plain = [replace(one, sampling=Sampling(temperature=0)) for one in asked]
+
+    async def main(**changes: object) -> None:
+        async with serving(settings, **changes) as built:
+            answered = await asyncio.gather(*(answer(built, one) for one in plain))
+            found = asyncio.gather(*(scores(built, one) for one in asked))  # all of it is kept by now
+            again = await asyncio.gather(*(answer(built, one) for one in plain))
+            assert await found == wanted
+            assert [tokens for tokens, _ in again] == [tokens for tokens, _ in answered]
+
+    asyncio.run(main())
+    asyncio.run(main(overlap=False, drafts_max=3))

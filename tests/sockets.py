@@ -1,0 +1,35 @@
+"""Connections of clients that do as tests say: send half of something, or never read."""
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def connected(url: str, receive_bytes: int | None = None) -> AsyncGenerator[Connection]:
+    """`receive_bytes`: little, and what is not read makes the server wait soon."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    one = socket.socket()
+    if receive_bytes is not None:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    one.setblocking(False)  # noqa: FBT003 - its only argument
+    await asyncio.get_running_loop().sock_connect(one, (host, int(port)))
+    reader, writer = await asyncio.open_connection(sock=one, limit=1 << 12)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def until_closed(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the server closes, or cuts."""
+    received = bytearray()
+    with suppress(ConnectionError):
+        while part := await reader.read(1 << 16):
+            received += part
+    return bytes(received)

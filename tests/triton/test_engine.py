@@ -1,0 +1,103 @@
+# pyright: basic
+# transformers' classes have no usable types.
+"""A whole engine on the Triton operators, in the interpreter, against one on their definitions."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity.hybrid import CONFIGS, MOE, random_model, save
+from tests.parity.served import answer, serving
+from tests.unit.workers.padded import Bed, check_padding
+from tidemill.kernels.dispatch import operators
+from tidemill.workers.graphs import padding
+from tidemill.workers.messages import Request
+from tidemill.workers.settings import EngineSettings
+
+PAGE_TOKENS = 8
+TINY = MOE | {
+    "vocab_size": 8,  # so that answers repeat what was there, and are guessed
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 2,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setitem(CONFIGS, "tiny", TINY)
+    return save(random_model("tiny", seed=2), tmp_path / "model")
+
+
+@pytest.fixture
+def settings(folder: Path, tmp_path: Path) -> EngineSettings:
+    return EngineSettings(
+        model_folder=folder,
+        memory_bytes=16 << 20,
+        cache_folder=tmp_path,
+        store_url="memory:?size=0",
+        page_tokens=PAGE_TOKENS,
+        step_tokens_max=16,
+        rows_max=4,
+        max_model_len=48,
+        drafts_max=2,
+    )
+
+
+def request(name: str, tokens: list[int]) -> Request:
+    return Request(request_id=name, tokens=tuple(tokens), max_new_tokens=5)
+
+
+async def answers(settings: EngineSettings) -> tuple[list[list[int]], int, float]:
+    """Of two prompts at once, one of them longer than a step; then of one that goes on where the first one
+    ended. How many of its tokens were reused, how many guesses were right."""
+    draw = torch.Generator().manual_seed(2)
+    long = torch.randint(8, (19,), generator=draw).tolist()
+    async with serving(settings) as built:
+        first = await asyncio.gather(
+            *(answer(built, request(name, one)) for name, one in (("long", long), ("short", [5, 6, 7, 5, 6])))
+        )
+        tokens = [tokens for tokens, _ in first]
+        then, provenance = await answer(built, request("again", [*long, *tokens[0], 3]))
+        return [*tokens, then], provenance.reused_tokens, built.engine.load().counters["spec_accepted_tokens"]
+
+
+def test_greedy_tokens_are_those_of_the_definitions(settings: EngineSettings) -> None:
+    wanted, reused, _ = asyncio.run(answers(replace(settings, kernels="reference")))
+    found, reused_too, right = asyncio.run(answers(replace(settings, kernels="triton")))
+    assert found == wanted
+    assert reused == reused_too >= PAGE_TOKENS
+    assert right
+
+
+def test_padding_reads_and_writes_nothing(folder: Path, tmp_path: Path) -> None:
+    def close_to(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+        return torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+    check_padding(
+        folder,
+        operators("triton", tmp_path),
+        close_to,
+        lengths=(1, 9, 17),
+        chosen=[[0, 2, 1]],
+        rows_max=4,
+    )
+
+
+def test_padding_of_many_tokens_writes_nothing(folder: Path, tmp_path: Path) -> None:
+    """With which a runner warms up."""
+    bed = Bed(folder, operators("triton", tmp_path), (1,))
+    before = bed.memory()
+    with torch.inference_mode():
+        bed.model.forward(padding(2, 1, first=18), bed.caches)
+    assert all(torch.equal(bits, old) for bits, old in zip(bed.memory(), before, strict=True))

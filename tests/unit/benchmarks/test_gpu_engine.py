@@ -1,0 +1,41 @@
+"""The benchmark of the engine on a GPU, where there is none: it runs, and takes a model that fits."""
+
+import json
+from pathlib import Path
+
+import pytest
+from benchmarks import gpu_engine
+from benchmarks.gpu_engine import LAYER, Plan, layers_for, main, memory_for, weight_bytes
+
+
+def test_the_command_leaves_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--tiny", "--folder", str(tmp_path)])
+    found = json.loads((tmp_path / "gpu_engine.json").read_text())
+    names = [step["name"] for step in found["steps"]]
+    assert names == [
+        "prompt 1 x 70 after 0",
+        "decode, eager 1 x 1 after 70",
+        "decode, graphs 1 x 1 after 70",
+        "decode, eager 3 x 1 after 70",
+        "decode, graphs 3 x 1 after 70",
+    ]
+    assert all(step["seconds"] > 0 for step in found["steps"])
+    assert names[0] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("free_gib", [40, 80, 139, 200])
+def test_as_many_layers_as_fit(free_gib: int) -> None:
+    plan = Plan(layer=LAYER)
+    layers = layers_for(plan, free_gib << 30)
+    assert 4 <= layers <= 48
+    assert not layers % 4
+    layout, pages, states = memory_for(plan, plan.config(layers))
+    taken = weight_bytes(plan.config(layers)) + (pages + states) * layout.extent_bytes
+    assert taken + gpu_engine.SPARE_BYTES <= free_gib << 30
+    # what one of three linear layers and one of attention takes: 3.3 GB of weights each, and their memory
+    assert layers == 48 or taken + gpu_engine.SPARE_BYTES + (20 << 30) > free_gib << 30
+
+
+def test_it_does_not_begin_where_nothing_fits() -> None:
+    with pytest.raises(SystemExit, match="four layers do not fit"):
+        layers_for(Plan(layer=LAYER), 8 << 30)

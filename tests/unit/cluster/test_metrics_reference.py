@@ -1,0 +1,52 @@
+"""docs/metrics.md says what is measured: it is current, and complete."""
+
+import re
+from pathlib import Path
+
+from tests.unit.cluster.fake_service import worker_status
+from tidemill.cluster.http.exposition import exposition
+from tidemill.cluster.http.metric_reports import COUNTERS, SPLIT, STATES
+from tidemill.cluster.http.metrics import Metrics
+from tidemill.cluster.http.metrics_reference import reference, scraped_name
+from tidemill.cluster.service import FleetStatus
+
+ROOT = Path(__file__).parents[3]
+
+
+def listed() -> set[str]:
+    return set(re.findall(r"^\| `([a-z0-9_:]+)`", reference(), re.MULTILINE))
+
+
+def test_the_page_is_current() -> None:
+    assert (ROOT / "docs/metrics.md").read_text() == reference(), "run `make metrics-doc`"
+
+
+def test_every_counter_of_workers_is_explained() -> None:
+    sources = [path.read_text() for part in ("kvstore", "workers") for path in (ROOT / part).rglob("*.py")]
+    counted = {name for text in sources for name in re.findall(r'counters\[f?"([a-z_]+)', text)}
+    counted |= set(
+        re.findall(r'f?"([a-z_]+)(?:\{outcome.value\})?": ', (ROOT / "workers/load.py").read_text())
+    )
+    counted |= {name.removesuffix(end) for name in counted for end in SPLIT.values() if name.endswith(end)}
+    families = {name for name in counted if not name.endswith(tuple(SPLIT.values()))}
+    assert len(families) > 15
+    known = COUNTERS.keys() | STATES.keys()
+    stray = {name for name in families - known if not name.startswith(tuple(f"{one}_for_" for one in SPLIT))}
+    assert not stray
+    assert not known - families, "nobody counts these any more"
+
+
+def test_what_is_scraped_is_listed() -> None:
+    metrics = Metrics(lambda: 0.0)
+    metrics.of_model("keeper")
+    text = exposition(metrics, {"keeper": FleetStatus(workers=(worker_status("decode-0"),))}).decode()
+    scraped = set(re.findall(r"^# TYPE (\S+) (?:counter|gauge|histogram)$", text, re.MULTILINE))
+    unknown = {"tidemill:worker_pages_published_total"}  # the fake's, of a worker newer than the edge
+    assert {name for name in scraped if not name.endswith("_created")} - unknown <= listed()
+
+
+def test_names_end_in_their_units() -> None:
+    for name in listed():
+        assert name.startswith("tidemill:")
+        assert not name.endswith(("_ms", "_us", "_s", "_mb")), "base units"
+    assert scraped_name(COUNTERS["fetched_bytes"]).endswith("_total")

@@ -1,0 +1,125 @@
+"""An engine's device: what goes with it, what is said where it is not there, extents that it can map."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tidemill import LLM
+from tidemill.kvstore.backing import Fixed, Kvcached, Mmap
+from tidemill.kvstore.errors import OutOfMemory
+from tidemill.workers.build import build_engine, check_settings, memory_of
+from tidemill.workers.device import device_of, granted, memory_name, open_backing
+from tidemill.workers.models.bundled import bundled
+from tidemill.workers.models.registry import describe
+from tidemill.workers.settings import EngineSettings, SettingsError
+
+CUDA = torch.device("cuda", 0)
+
+
+def settings_with(**changes: object) -> EngineSettings:
+    values = {
+        "model_folder": bundled()["keeper"],
+        "memory_bytes": 1 << 30,
+        "cache_folder": Path("nowhere"),
+        "store_url": "memory:?size=0",
+        **changes,
+    }
+    return EngineSettings(**values)  # pyright: ignore[reportArgumentType]  named by the tests
+
+
+@pytest.mark.parametrize(
+    ("changes", "variant", "backing"),
+    [
+        ({}, "cpu", "mmap"),
+        ({"kernels": "reference", "backing": "fixed"}, "reference", "fixed"),
+        ({"device": "cuda"}, "triton", "kvcached"),
+        ({"device": "cuda:1", "kernels": "reference", "backing": "fixed"}, "reference", "fixed"),
+    ],
+)
+def test_what_a_device_brings_along(changes: dict[str, object], variant: str, backing: str) -> None:
+    settings = settings_with(**changes)
+    assert (settings.variant, settings.backing_kind) == (variant, backing)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({"device": "gpu"}, "set it to cpu, cuda, or cuda:1"),
+        ({"device": "cuda:"}, "set it to cpu, cuda, or cuda:1"),
+        ({"device": "cuda:-1"}, "set it to cpu, cuda, or cuda:1"),
+        ({"device": "cuda", "kernels": "cpu"}, "--kernels cpu .*leave it out"),
+        ({"device": "cuda", "backing": "mmap"}, "--backing mmap .*use kvcached or fixed"),
+        ({"backing": "kvcached"}, "--backing kvcached .*use mmap or fixed"),
+        ({"device": "cuda", "tensor_parallel_size": 2}, "--tensor-parallel-size 2.*set it to 1"),
+    ],
+)
+def test_what_does_not_go_together(changes: dict[str, object], fix: str) -> None:
+    with pytest.raises(SettingsError, match=fix):
+        settings_with(**changes)
+
+
+def test_triton_needs_a_device() -> None:
+    settings = settings_with(kernels="triton")
+    with pytest.raises(SettingsError, match=r"--kernels triton .*add --device cuda"):
+        check_settings(settings)
+    with pytest.raises(SettingsError, match=r"--kernels triton .*add --device cuda"):
+        build_engine(settings, lambda _done, _total: None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there() -> None:
+    check_settings(settings_with(device="cuda", backing="fixed"))  # workers may run on other machines
+    with pytest.raises(SettingsError, match=r"no CUDA device here: use --device cpu"):
+        LLM("keeper", device="cuda")
+
+
+def test_a_device_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert device_of(settings_with(device="cuda")) == CUDA
+    assert device_of(settings_with(device="cuda:1")) == torch.device("cuda", 1)
+    with pytest.raises(SettingsError, match="--device cuda:2: the last one here is cuda:1"):
+        device_of(settings_with(device="cuda:2"))
+
+
+def test_memory_of_a_host() -> None:
+    assert memory_name(device_of(settings_with())) == "cpu"
+    assert isinstance(open_backing(settings_with(), 1 << 20), Mmap)
+    assert isinstance(open_backing(settings_with(backing="fixed"), 1 << 20), Fixed)
+
+
+def test_without_kvcached_the_other_backing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setitem(sys.modules, "kvcached.vmm_ops", None)
+    with pytest.raises(SettingsError, match=r"kvcached does not load .*--backing fixed"):
+        open_backing(settings_with(device="cuda"), Kvcached.granule_bytes)
+
+
+def test_memory_that_is_not_granted_names_the_fix() -> None:
+    line = "cuda:0 has no memory left for graphs: pass --enforce-eager"
+    with pytest.raises(OutOfMemory, match=line), granted(CUDA, "graphs: pass --enforce-eager"):
+        raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16, 48, 64])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+def test_extents_are_whole_granules_of_kvcached(page_tokens: int, kv_dtype: str) -> None:
+    layers, max_length = describe(bundled()["keeper"])
+    settings = settings_with(
+        device="cuda", page_tokens=page_tokens, kv_dtype=kv_dtype, memory_bytes=8 << 30, max_model_len=512
+    )
+    memory = memory_of(settings, layers, max_length)
+    assert not memory.layout.extent_bytes % Kvcached.granule_bytes
+    assert not memory.layout.extent_bytes % memory.layout.state_stride_bytes
+    assert memory.max_model_len == 512
+
+
+def test_what_is_taken_at_once_is_not_reserved_for_later() -> None:
+    layers, max_length = describe(bundled()["keeper"])
+    for backing, times in (("fixed", 1), ("kvcached", 4)):
+        settings = settings_with(device="cuda", backing=backing, memory_max_bytes=4 << 30)
+        memory = memory_of(settings, layers, max_length)
+        assert abs(memory.reserved - times * memory.share) < times
