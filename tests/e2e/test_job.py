@@ -1,6 +1,7 @@
 """`ray job submit`: a server on a Ray cluster of two nodes that somebody else started, with tokens."""
 
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import httpx
@@ -15,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.e2e.server import eventually
+from tests.e2e.server import READY, eventually
 
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).parent / "ray"
@@ -65,21 +67,35 @@ class Nodes:
             check=False,
         )
 
-    def submit(self, name: str, folder: Path, *command: str) -> None:
-        options = ("--no-wait", "--submission-id", name, "--working-dir", str(folder))
-        arguments = [RAY, "job", "submit", *options, "--address", self._url, "--", *command]
+    def submit(self, folder: Path, *command: str) -> str:
+        """The name of a job that Ray has taken. Nodes are there before their agents, which take jobs: a try
+        that came too early may leave a job that will never run, so each has a name of its own."""
+        tries = count()
 
         def is_taken() -> bool:
-            """Nodes are there before their agents, which take jobs."""
-            ended = subprocess.run(arguments, env=self._environ, capture_output=True, text=True, check=False)
-            return ended.returncode == 0 or "already exists" in ended.stderr
+            options = ("--no-wait", "--submission-id", f"serve-{next(tries)}", "--working-dir", str(folder))
+            arguments = [RAY, "job", "submit", *options, "--address", self._url, "--", *command]
+            return subprocess.run(arguments, env=self._environ, check=False).returncode == 0
 
         eventually(is_taken)
+        return f"serve-{next(tries) - 1}"
+
+    def logged(self, job: str, text: str) -> bool:
+        """Whether the job has written it; fails with all that it has written when the job has ended."""
+        status = self.ray("job", "status", job)
+        logs = self.ray("job", "logs", job).stdout
+        has_ended = re.search("FAILED|SUCCEEDED|STOPPED", status.stdout)
+        assert not has_ended, f"{status.stdout}\n{logs}"
+        return text in logs
 
     def actors(self) -> list[psutil.Process]:
         """Processes of ours that these nodes run."""
-        processes = [one for node in self._processes for one in node.children(recursive=True)]
-        return [one for one in processes if one.is_running() and "Actor" in " ".join(one.cmdline()[:1])]
+        found: list[psutil.Process] = []
+        for process in (one for node in self._processes for one in node.children(recursive=True)):
+            with suppress(psutil.Error):  # it ends meanwhile
+                if "Actor" in " ".join(process.cmdline()[:1]):
+                    found.append(process)
+        return found
 
     def stop(self) -> None:
         """At once: told politely, a node waits half a minute."""
@@ -108,15 +124,15 @@ def test_a_job_serves_until_it_is_stopped(nodes: Nodes, tmp_path: Path) -> None:
     assert stranger.returncode != 0
 
     command = str(Path(sys.executable).parent / "tidemill")
-    nodes.submit("serve", tmp_path, command, "serve", "--config", "job.yaml")
-    eventually(lambda: "ready: " in nodes.ray("job", "logs", "serve").stdout)
+    job = nodes.submit(tmp_path, command, "serve", "--config", "job.yaml")
+    eventually(lambda: nodes.logged(job, READY))
     body = {"model": "keeper", "prompt": [5] * 200, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"http://{LOOPBACK}:{port}/v1/completions", json=body, timeout=60).json()
     assert answer["usage"]["completion_tokens"] == 8
     assert answer["usage"]["prompt_tokens_details"]["prefilled_tokens"] == 192
     assert len(nodes.actors()) == 3, "a router and two workers"
 
-    assert nodes.ray("job", "stop", "serve").returncode == 0
+    assert nodes.ray("job", "stop", job).returncode == 0
     eventually(lambda: not nodes.actors())
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://{LOOPBACK}:{port}/health")
