@@ -8,16 +8,18 @@ export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test browser triton triton-3.6 gpu check bench clients fuzz mutations soak soak-faults soak-overload stubs metrics-doc clean
+.PHONY: setup demo test browser triton triton-3.6 nodes gpu check bench clients fuzz mutations soak soak-faults soak-nodes soak-overload stubs metrics-doc config-doc helm-golden wheel sbom clean
 
 setup: $(STAMP)
 
 # torch comes with plain pip, which finds a local CPU build where there is one; uv installs the rest in seconds, with
 # bytecode: each Ray process would compile it again otherwise.
 $(STAMP): pyproject.toml setup.py constraints.txt deploy/mooncake_libs.sh
-	@command -v g++ >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get install -y -qq --no-install-recommends g++; } \
-	  || { echo "g++ is missing, the CPU kernels are compiled with it: apt-get install g++"; exit 1; }
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@command -v g++ >/dev/null \
+	  || { [ "$$(id -u)" = 0 ] && { apt-get update -qq; apt-get install -y -qq --no-install-recommends g++; }; } \
+	  || { echo "g++ is missing, the CPU kernels are compiled with it: apt-get install g++, as root"; exit 1; }
+	@test -x $(VENV)/bin/pip || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); } \
+	  || { echo "no virtual environment: apt-get install python3-venv, as root, or PYTHON=python of 3.11 or newer"; exit 1; }
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch uv
 	$(VENV)/bin/uv pip install --quiet --compile-bytecode -c constraints.txt -e '.[dev,mooncake]'
 	deploy/mooncake_libs.sh $(VENV)/bin/python $(DEBIAN_LIBS)
@@ -26,9 +28,17 @@ $(STAMP): pyproject.toml setup.py constraints.txt deploy/mooncake_libs.sh
 demo: setup
 	tidemill demo
 
+# Threads of one process would wait for those of the other, and burn a core while they do.
+test triton triton-3.6: export OMP_NUM_THREADS := 1
+
 # Two processes: a third makes servers wait for each other. The tests of a file share its servers, so they stay together.
+# In the order of folders: e2e, which takes longest, does not come last. The house rules are `make check`, several nodes `make nodes`.
 test: setup triton
-	python -m pytest -n 2 --dist loadfile
+	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/tidy --ignore tests/e2e/test_nodes.py
+
+# A Ray cluster of three nodes on this machine, which takes minutes and wants it for itself.
+nodes: setup
+	python -m pytest tests/e2e/test_nodes.py
 
 # Triton's kernels in its interpreter, which it decides on when it is first imported.
 triton: setup
@@ -79,14 +89,25 @@ soak-faults: setup
 	FAULT_RUNS=50 python -m pytest tests/e2e/test_faults.py -s -k storm
 	FAULT_RUNS=50 FAULT_RANKS=2 python -m pytest tests/e2e/test_faults.py -s -k storm
 
+soak-nodes: setup
+	LINE_RUNS=50 python -m pytest tests/e2e/test_nodes.py -k line
+
 soak-overload: setup
 	FLOOD_S=60 python -m pytest tests/e2e/test_overload.py -s
 
 stubs: setup
 	cd src && python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. tidemill/cluster/proto/*.proto
 
+# What the examples of the Helm charts render to, and the part of their schema that is the configuration file's.
+helm-golden: setup
+	python -m tests.deploy.renew
+
 metrics-doc: setup
 	python -m tidemill.cluster.http.metrics_reference > docs/metrics.md
+
+config-doc: setup
+	python -m tidemill.cluster.config.reference > docs/configuration.md
+	tidemill config schema > deploy/config.schema.json
 
 # The status page, in BROWSER or the headless Chromium that apt brings.
 browser: setup
@@ -94,6 +115,19 @@ browser: setup
 	  || { [ "$$(id -u)" = 0 ] && apt-get install -y -qq --no-install-recommends chromium; } \
 	  || { echo "chromium is missing, the status page is tested in it: apt-get install chromium, or BROWSER=path"; exit 1; }
 	BROWSER="$${BROWSER:-$$(command -v chromium)}" python -m pytest tests/browser
+
+# With the CPU kernels compiled for each kind of CPU: runs where there is no g++.
+wheel: setup
+	rm -rf build
+	python -m pip wheel --quiet --disable-pip-version-check --no-deps -c constraints.txt --wheel-dir dist .
+
+# CycloneDX's list of what is installed, made by a program beside it.
+SBOM := $(CURDIR)/$(VENV)/sbom
+sbom: setup
+	test -x $(SBOM)/bin/cyclonedx-py || { $(PYTHON) -m venv $(SBOM) \
+	  && uv pip install --quiet --python $(SBOM)/bin/python -c constraints.txt cyclonedx-bom; }
+	mkdir -p dist
+	$(SBOM)/bin/cyclonedx-py environment --output-reproducible --output-file dist/sbom.json $(VENV)/bin/python
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

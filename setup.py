@@ -1,16 +1,21 @@
-"""Makes the protobuf stubs when the package is built or installed; everything else is in pyproject.toml."""
+"""Makes the protobuf stubs and, in a wheel, the compiled kernels; everything else is in pyproject.toml."""
 
+import runpy
+import shutil
+import sys
 from pathlib import Path
 
 from grpc_tools import protoc
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 SOURCE = Path("src")
+COMPILER = "g++"
 
 
 class BuildPy(build_py):
-    """Builds what the .proto files say before it looks for modules."""
+    """Builds what the .proto files say before it looks for modules, and kernels for who has no g++."""
 
     def run(self) -> None:
         protos = sorted(SOURCE.glob("tidemill/cluster/proto/*.proto"))
@@ -18,6 +23,25 @@ class BuildPy(build_py):
         if protoc.main(["protoc", *arguments, *(str(proto.relative_to(SOURCE)) for proto in protos)]):
             raise SystemExit("the .proto files do not compile")
         super().run()
+        if self.editable_mode:  # sources change: they are compiled when they run
+            return
+        if shutil.which(COMPILER):
+            compile_ahead = runpy.run_path("kernels/compiler.py")["compile_ahead"]
+            compile_ahead(Path(self.build_lib, "tidemill/kernels/ahead"), COMPILER)
+        else:
+            sys.stderr.write(f"no {COMPILER}: machines that run this need it, for the CPU kernels\n")
 
 
-setup(cmdclass={"build_py": BuildPy})
+class Wheel(bdist_wheel):
+    """For any Python 3 on machines like this one: the kernels know nothing of Python."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = shutil.which(COMPILER) is None
+
+    def get_tag(self) -> tuple[str, str, str]:
+        _, _, machine = super().get_tag()
+        return "py3", "none", machine
+
+
+setup(cmdclass={"build_py": BuildPy, "bdist_wheel": Wheel})

@@ -33,8 +33,6 @@ LAST_WORDS_S = 5.0
 
 LOOK_S = 0.2
 
-BUNDLE_CPUS_MIN = 0.001
-
 RAY: Any = ray  # much of it has no types
 
 log = logging.getLogger(__name__)
@@ -55,20 +53,18 @@ def find_router(name: str, namespace: str) -> FindRouter:
     return lambda: ask_router((name, namespace), lambda actor: actor.address.remote())
 
 
-def bundle(settings: WorkerSettings) -> dict[str, float]:
-    """What Ray reserves for each rank of a group. A bundle of nothing is none."""
-    return {"CPU": max(settings.num_cpus, BUNDLE_CPUS_MIN)} | (
-        {"GPU": settings.num_gpus} if settings.num_gpus else {}
-    )
-
-
-def options_of(settings: WorkerSettings, place: Any, index: int) -> dict[str, Any]:  # noqa: ANN401 - Ray's types
-    """How Ray runs rank `index` of a worker; `place` is the placement group of its ranks, if it has any."""
-    options = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus}
-    if place is None:
-        return options
-    strategy = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=index)
-    return {**options, "scheduling_strategy": strategy}
+def options_of(
+    settings: WorkerSettings,
+    place: Any,  # noqa: ANN401 - Ray's types
+    index: int,
+) -> dict[str, Any]:
+    """How Ray runs rank `index` of a worker; `place` is the placement group of its ranks."""
+    return {
+        "num_cpus": settings.num_cpus,
+        "num_gpus": settings.num_gpus,
+        "resources": dict(settings.resources),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=index),
+    }
 
 
 class WorkerActor:
@@ -88,7 +84,7 @@ class WorkerActor:
         settings: WorkerSettings,
         routers: tuple[str, ...],
         namespace: str,
-        place: Any,  # noqa: ANN401 - a placement group with a bundle for each rank, None for a single rank
+        place: Any,  # noqa: ANN401 - a placement group with a bundle for each rank, one at least
     ) -> None:
         start_logs(settings.telemetry, worker=settings.name)
         node: str = RAY.util.get_node_ip_address()

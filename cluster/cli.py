@@ -8,7 +8,6 @@ its environment when it is imported.
 
 import argparse
 import asyncio
-import json
 import os
 import secrets
 import signal
@@ -19,44 +18,31 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
 from tidemill import __version__
-from tidemill.cluster.cli_files import UsageError, with_config
-from tidemill.cluster.cli_security import (
-    add_key_options,
-    add_security_options,
-    add_server_options,
-    guarded,
-    security_of,
-    server_of,
-)
-from tidemill.cluster.cli_serve import (
-    add_serving_options,
-    bytes_of,
-    cluster_settings,
-    edge_limits,
-    summary,
-)
+from tidemill.cluster.cli_config import add_config_commands
+from tidemill.cluster.cli_fleet import Outside, add_fleet_commands, show
+from tidemill.cluster.cli_security import add_key_options, guarded, security_of
+from tidemill.cluster.cli_serve import add_serving_options, settled
 from tidemill.cluster.cli_simulate import add_simulate_options
-from tidemill.cluster.cli_telemetry import telemetry_of
+from tidemill.cluster.cli_values import UsageError, bytes_of
+from tidemill.cluster.config.fleets import Surroundings, cluster_settings, summary, telemetry_of
 from tidemill.cluster.settings import ray_environ
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.guard import ABSENT
 from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.seal import PLAIN, Sealing
 from tidemill.kvstore.secret import is_public, read_secret
-from tidemill.workers.messages import Role
 from tidemill.workers.models.bundled import bundled
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from rich.console import RenderableType
-
+    from tidemill.cluster.config.tree import Config
     from tidemill.cluster.serving import Work
     from tidemill.kvstore.store import PageStore
 
@@ -73,13 +59,9 @@ STORE_FOLDERS = (Path("/dev/shm"),)  # noqa: S108 - where a private folder is ma
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. 0: done, 1: the demo had a wrong answer, or the store has not what was asked for,
     2: refused, with one line that names the fix."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    command = parser()
-    options = command.parse_args(arguments)
+    options = parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        if getattr(options, "config", None) is not None:
-            options = command.parse_args(with_config(arguments, options, options.options))
         return options.run(options)
     except TidemillError as error:
         sys.stderr.write(f"tidemill: {error}\n")
@@ -102,12 +84,10 @@ def parser() -> argparse.ArgumentParser:
     commands = command.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="serve a model over HTTP")
-    serve.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a Hugging Face folder, or a bundled model: keeper"
-    )
     add_serving_options(serve)
-    add_security_options(serve)
-    serve.set_defaults(run=_serve, options=serve)
+    serve.set_defaults(run=_serve)
+
+    add_config_commands(commands.add_parser("config", help="check a configuration file, or show it whole"))
 
     add_key_options(commands.add_parser("key", help="make an API key for `tidemill serve --api-keys-file`"))
 
@@ -117,42 +97,12 @@ def parser() -> argparse.ArgumentParser:
     models = commands.add_parser("models", help="list the bundled models with the path of their folder")
     models.set_defaults(run=_models)
 
-    status = commands.add_parser("status", help="show the workers of a running server")
-    _add_reading_options(status)
-    status.set_defaults(run=_status)
-
-    memory = commands.add_parser(
-        "memory", help="show the memory of a running server's workers, or give one of them another budget"
-    )
-    _add_reading_options(memory)
-    memory.add_argument("--worker", metavar="NAME", help="whose budget to set")
-    memory.add_argument(
-        "--budget", metavar="SIZE", help="what it may take from now on; auto leaves it to the broker"
-    )
-    memory.set_defaults(run=_memory)
-
-    _add_drain_options(commands.add_parser("drain", help="have a worker hand its work over and take no more"))
+    add_fleet_commands(commands.add_parser, Outside(os.environ, time.monotonic, time.time, time.sleep))
     add_simulate_options(
         commands.add_parser("simulate", help="replay a request trace through a cluster in virtual time")
     )
-    _add_role_options(commands.add_parser("role", help="give a worker of a running server another role"))
     _add_store_commands(commands.add_parser("store", help="look into a page store, or measure it"))
     return command
-
-
-def _add_drain_options(drain: argparse.ArgumentParser) -> None:
-    _add_reading_options(drain)
-    drain.add_argument("worker", metavar="WORKER", help="its name, as `tidemill status` shows it")
-    drain.add_argument("--undo", action="store_true", help="let it take work again")
-    drain.add_argument("--force", action="store_true", help="also when no other worker does its work")
-    drain.set_defaults(run=_drain)
-
-
-def _add_role_options(role: argparse.ArgumentParser) -> None:
-    _add_reading_options(role)
-    role.add_argument("worker", metavar="WORKER", help="its name, as `tidemill status` shows it")
-    role.add_argument("role", metavar="ROLE", choices=get_args(Role), help="prefill, decode or mixed")
-    role.set_defaults(run=_role)
 
 
 def _add_store_commands(store: argparse.ArgumentParser) -> None:
@@ -186,20 +136,16 @@ def _add_store_commands(store: argparse.ArgumentParser) -> None:
         action.add_argument("--json", action="store_true", help="as JSON")
 
 
-def _add_reading_options(command: argparse.ArgumentParser) -> None:
-    add_server_options(command)
-    command.add_argument("--json", action="store_true", help="as JSON")
-
-
 def _serve(options: argparse.Namespace) -> int:
-    served = summary(options)
+    config = settled(options)
+    served = summary(config)
 
     async def work(url: str) -> None:
         sys.stdout.write(f"ready: {url}/v1 serves {served}\n")
         sys.stdout.flush()
         await asyncio.Event().wait()
 
-    _run(options, work)
+    _run(config, options.api_key, work)
     return 0
 
 
@@ -207,16 +153,15 @@ def _demo(options: argparse.Namespace) -> int:
     from tidemill.cluster.demo import run_demo
 
     del options
-    served = parser().parse_args(
-        ["serve", "keeper", "--port", "0", "--memory", "64MiB", "--log-level", "warning"]
-    )
+    words = ["serve", "keeper", "--port", "0", "--memory", "64MiB", "--log-level", "warning"]
+    config = settled(parser().parse_args(words))
     is_right = False
 
     async def work(url: str) -> None:
         nonlocal is_right
         is_right = await run_demo(url, "keeper", bundled()["keeper"], Console())
 
-    _run(served, work)
+    _run(config, None, work)
     return 0 if is_right else EXIT_WRONG_ANSWER
 
 
@@ -227,50 +172,11 @@ def _models(options: argparse.Namespace) -> int:
     return 0
 
 
-def _status(options: argparse.Namespace) -> int:
-    from tidemill.cluster.status import fetch_status, render
-
-    status = fetch_status(server_of(options, os.environ))
-    _show(options, status, render(status))
-    return 0
-
-
-def _memory(options: argparse.Namespace) -> int:
-    from tidemill.cluster.memory import fetch_memory, render_memory, set_budget
-
-    if (options.worker is None) != (options.budget is None):
-        raise UsageError("--worker and --budget go together: name a worker and what it shall have")
-    if options.worker is None:
-        memory = fetch_memory(server_of(options, os.environ))
-    else:
-        budget = None if options.budget == "auto" else str(bytes_of(options.budget, "--budget"))
-        memory = set_budget(server_of(options, os.environ), options.worker, budget)
-    _show(options, memory, render_memory(memory))
-    return 0
-
-
-def _drain(options: argparse.Namespace) -> int:
-    from tidemill.cluster.orders_cli import drain
-
-    told = drain(server_of(options, os.environ), options.worker, undo=options.undo, force=options.force)
-    does = "takes work again" if options.undo else "hands its work over: see `tidemill status`"
-    _show(options, told, Text(f"{options.worker} {does}"))
-    return 0
-
-
-def _role(options: argparse.Namespace) -> int:
-    from tidemill.cluster.orders_cli import set_role
-
-    told = set_role(server_of(options, os.environ), options.worker, options.role)
-    _show(options, told, Text(f"{options.worker} becomes {options.role}"))
-    return 0
-
-
 def _store_ls(options: argparse.Namespace) -> int:
     from tidemill.cluster.store_cli import listed, listed_json, listed_table
 
     held = _asked(options, listed)
-    _show(options, listed_json(held), listed_table(held))
+    show(options, listed_json(held), listed_table(held))
     return 0
 
 
@@ -278,7 +184,7 @@ def _store_stat(options: argparse.Namespace) -> int:
     from tidemill.cluster.store_cli import state_of, state_table
 
     state = _asked(options, lambda store: state_of(store, time.perf_counter))
-    _show(options, asdict(state), state_table(state))
+    show(options, asdict(state), state_table(state))
     return 0 if state.is_reachable else EXIT_NOT_THERE
 
 
@@ -323,7 +229,7 @@ def _store_bench(options: argparse.Namespace) -> int:
         raise UsageError(f"--sizes {options.sizes}: an object has bytes")
     rng = Random(secrets.randbits(64))  # noqa: S311 - names and bodies of objects, for a moment
     found = _asked(options, lambda store: measure(store, bench, rng, time.perf_counter))
-    _show(options, measured_json(found), measured_table(found))
+    show(options, measured_json(found), measured_table(found))
     return 0
 
 
@@ -331,13 +237,6 @@ def _asked(options: argparse.Namespace, work: "Callable[[PageStore], Awaitable[_
     from tidemill.cluster.store_cli import with_store
 
     return with_store(options.store, _sealing(options.store_secret_file), work)
-
-
-def _show(options: argparse.Namespace, found: object, drawn: "RenderableType") -> None:
-    if options.json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
-    else:
-        Console().print(drawn)
 
 
 def _keys(texts: Sequence[str]) -> list[ObjectKey]:
@@ -358,23 +257,25 @@ def _sealing(secret_file: Path | None) -> Sealing:
     return sealing
 
 
-def _run(options: argparse.Namespace, work: "Work") -> None:
-    """Serve as `options` say while `work` runs. Ray's environment is set before anything imports Ray."""
-    telemetry = telemetry_of(options)
-    os.environ.update(ray_environ(joins=options.ray_address is not None, token=secrets.token_hex(32)))
+def _run(config: "Config", api_keys: Sequence[str] | None, work: "Work") -> None:
+    """Serve what `config` says while `work` runs. Ray's environment is set before anything imports Ray."""
+    telemetry, edge, store = telemetry_of(config.telemetry), config.edge, config.store
+    joins = config.cluster.ray_address is not None
+    os.environ.update(ray_environ(joins=joins, token=secrets.token_hex(32)))
     os.environ.update(telemetry.environ())
     from tidemill.cluster.endpoint import Endpoint
+    from tidemill.cluster.http.bounds import EdgeLimits
     from tidemill.cluster.http.desk import Sources
     from tidemill.cluster.logs import start_logs
     from tidemill.cluster.serving import serve, shared_store
 
     endpoint = Endpoint(
-        host=options.host,
-        port=options.port,
-        grpc_port=options.grpc_port,
-        security=security_of(options, os.environ),
+        host=edge.host,
+        port=edge.port,
+        grpc_port=edge.grpc_port,
+        security=security_of(edge, api_keys, os.environ),
         telemetry=telemetry,
-        limits=edge_limits(options),
+        limits=EdgeLimits(send_s_max=edge.send_timeout),
     )
     sources = Sources(
         clock_s=time.monotonic,
@@ -382,12 +283,13 @@ def _run(options: argparse.Namespace, work: "Work") -> None:
         new_id=lambda: uuid.uuid4().hex,
         rng=Random(secrets.randbits(64)),  # noqa: S311 - seeds of draws are no secrets
     )
-    _sealing(options.store_secret_file)  # is it there?
+    _sealing(None if store.secret_file is None else Path(store.secret_file))  # is it there?
     cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill"
     console = Console(stderr=True)
-    with shared_store(options.store, STORE_FOLDERS) as store_url:
-        if options.store is not None and store_url != options.store:
+    with shared_store(store.url, STORE_FOLDERS) as store_url:
+        if store.url is not None and store_url != store.url:
             console.print(Text(f"store: {store_url}"))  # for `tidemill store`
-        settings = guarded(cluster_settings(options, store_url, cache_folder), options).telling(telemetry)
+        around = Surroundings(store_url=store_url, cache_folder=cache_folder)
+        settings = guarded(cluster_settings(config, around), config.cluster).telling(telemetry)
         start_logs(telemetry)
         serve(endpoint, settings, sources, console, work)

@@ -4,12 +4,12 @@ import argparse
 import secrets
 import ssl
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, get_args
 
-from tidemill.cluster.cli_files import UsageError
+from tidemill.cluster.cli_values import UsageError
+from tidemill.cluster.config.tree import ClusterConfig, EdgeConfig
 from tidemill.cluster.http.keys import Key, digest_of, read_keys
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
 from tidemill.cluster.security import Security, Server, Tls
@@ -18,65 +18,16 @@ from tidemill.cluster.settings import ClusterSettings
 KEY_VARIABLE = "TIDEMILL_API_KEY"
 TENANT_OF_OPTIONS = "operator"
 
-ClusterHost = Literal["loopback", "node", "node-plain"]
 
-
-def add_security_options(serve: argparse.ArgumentParser) -> None:
-    security = serve.add_argument_group("security")
-    security.add_argument(
-        "--api-key",
-        action="append",
-        metavar="KEY",
-        help=f"only who brings it may ask, and give orders; several times for several (${KEY_VARIABLE})",
-    )
-    security.add_argument(
-        "--api-keys-file",
-        type=Path,
-        metavar="PATH",
-        help="YAML with digests of keys, their tenants and rates: `tidemill key TENANT` makes an entry",
-    )
-    security.add_argument(
-        "--ssl-certfile",
-        type=Path,
-        metavar="PATH",
-        help="serve HTTPS with this certificate, and gRPC",
-    )
-    security.add_argument("--ssl-keyfile", type=Path, metavar="PATH", help="its private key")
-    security.add_argument(
-        "--ssl-ca-certs", type=Path, metavar="PATH", help="clients must show a certificate signed by these"
-    )
-    inside = serve.add_argument_group("security between the cluster's processes")
-    inside.add_argument(
-        "--cluster-host",
-        choices=get_args(ClusterHost),
-        default="loopback",
-        help="where routers and workers listen: inside their machine; at their node's address, with the "
-        "certificates below; or there in plain, for networks that nobody else can reach (%(default)s)",
-    )
-    inside.add_argument(
-        "--cluster-ssl-certfile",
-        type=Path,
-        metavar="PATH",
-        help=f"of every process, on every node; it names {CLUSTER_NAME}",
-    )
-    inside.add_argument("--cluster-ssl-keyfile", type=Path, metavar="PATH", help="its private key")
-    inside.add_argument(
-        "--cluster-ssl-ca-certs",
-        type=Path,
-        metavar="PATH",
-        help="who has a certificate signed by these is of the cluster",
-    )
-
-
-def security_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Security:
+def security_of(edge: EdgeConfig, api_keys: Sequence[str] | None, environ: Mapping[str, str]) -> Security:
     """Raises TidemillError."""
-    given: list[str] = options.api_key or [key for key in (environ.get(KEY_VARIABLE),) if key]
+    given = api_keys or [key for key in (environ.get(KEY_VARIABLE),) if key]
     if not all(given):
         raise UsageError("--api-key is empty: give a long random text, as `tidemill key` makes one")
     keys = [Key(tenant=TENANT_OF_OPTIONS, sha256=digest_of(key), operator=True) for key in given]
-    if options.api_keys_file is not None:
-        keys += read_keys(options.api_keys_file)
-    return Security(keys=tuple(keys), tls=_tls(options))
+    if edge.api_keys_file is not None:
+        keys += read_keys(Path(edge.api_keys_file))
+    return Security(keys=tuple(keys), tls=_tls(edge))
 
 
 def add_key_options(key: argparse.ArgumentParser) -> None:
@@ -106,16 +57,10 @@ def _key(options: argparse.Namespace) -> int:
     return 0
 
 
-def guarded(settings: ClusterSettings, options: argparse.Namespace) -> ClusterSettings:
-    """The same cluster, listening where `options` say and with their certificates. Raises UsageError."""
-    tls = _cluster_tls(options)
-    where: ClusterHost = options.cluster_host
-    if where == "node" and tls is None:
-        raise UsageError(
-            "--cluster-host node lets other machines reach routers and workers: give certificates with "
-            "--cluster-ssl-certfile, --cluster-ssl-keyfile and --cluster-ssl-ca-certs, or say node-plain if "
-            "nobody else can reach that network"
-        )
+def guarded(settings: ClusterSettings, config: ClusterConfig) -> ClusterSettings:
+    """The same cluster, listening where `config` says and with its certificates. Raises UsageError."""
+    tls = cluster_tls(config)
+    where = config.host
     host = "127.0.0.1" if where == "loopback" else None
     return replace(
         settings,
@@ -130,22 +75,21 @@ def guarded(settings: ClusterSettings, options: argparse.Namespace) -> ClusterSe
     )
 
 
-def _cluster_tls(options: argparse.Namespace) -> MutualTls | None:
-    given = {
-        name: getattr(options, f"cluster_ssl_{name.replace('-', '_')}")
-        for name in ("certfile", "keyfile", "ca-certs")
+def cluster_tls(config: ClusterConfig) -> MutualTls | None:
+    """Raises UsageError."""
+    files = {
+        "certfile": config.ssl_certfile,
+        "keyfile": config.ssl_keyfile,
+        "ca-certs": config.ssl_ca_certs,
     }
-    if all(path is None for path in given.values()):
+    paths = [Path(file) for file in files.values() if file is not None]
+    if not paths:
         return None
-    for name, path in given.items():
-        if path is None:
-            raise UsageError(
-                f"--cluster-ssl-{name} is missing: certificates between processes take all three"
-            )
+    for name, path in zip(files, paths, strict=True):
         if not path.is_file():
             raise UsageError(f"--cluster-ssl-{name}: there is no file {path}")
     # nodes and processes have working directories of their own
-    certificate, key, ca = (path.absolute() for path in given.values())
+    certificate, key, ca = (path.absolute() for path in paths)
     tls = MutualTls(certificate=certificate, key=key, ca=ca)
     try:
         tls.check()
@@ -157,12 +101,11 @@ def _cluster_tls(options: argparse.Namespace) -> MutualTls | None:
     return tls
 
 
-def _tls(options: argparse.Namespace) -> Tls | None:
-    certificate, key, client_ca = options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs
-    if certificate is None and key is None and client_ca is None:
+def _tls(edge: EdgeConfig) -> Tls | None:
+    if edge.ssl_certfile is None or edge.ssl_keyfile is None:
         return None
-    if certificate is None or key is None:
-        raise UsageError("HTTPS takes --ssl-certfile and --ssl-keyfile together")
+    certificate, key = Path(edge.ssl_certfile), Path(edge.ssl_keyfile)
+    client_ca = None if edge.ssl_ca_certs is None else Path(edge.ssl_ca_certs)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     for option, path in (("certfile", certificate), ("keyfile", key), ("ca-certs", client_ca)):
         if path is not None and not path.is_file():

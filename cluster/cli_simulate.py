@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from tidemill.cluster.cli_files import UsageError
-from tidemill.cluster.cli_serve import bytes_of
+from tidemill.cluster.cli_values import UsageError, bytes_of
 
 
 def add_simulate_options(simulate: argparse.ArgumentParser) -> None:

@@ -1,12 +1,13 @@
 """The service behind the HTTP edge: the flow over a router and peers, for one model."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 
 from tidemill.cluster.flow import serve
 from tidemill.cluster.peers import GrpcPeers
 from tidemill.cluster.router_client import RouterClient
-from tidemill.cluster.service import FleetStatus, ServedModel
+from tidemill.cluster.scaler import Scaler
+from tidemill.cluster.service import FleetStatus, RoleScale, ServedModel
 from tidemill.cluster.traced_flow import TracedPeers, TracedRouter
 from tidemill.cluster.tracing import Tracer
 from tidemill.cluster.watch import watch
@@ -22,10 +23,12 @@ class ClusterService:
         model: ServedModel,
         router: RouterClient,
         peers: GrpcPeers,
+        scaler: Scaler,
         info: WorkerInfo,
         tracer: Tracer | None = None,
     ) -> None:
         self.model = model
+        self._scaler = scaler
         self._tracer = tracer
         self._router = router
         self._peers = peers
@@ -57,6 +60,12 @@ class ClusterService:
 
     async def set_role(self, worker: str, role: Role) -> None:
         await self._router.set_role(worker, role)
+
+    async def scale(self, counts: Mapping[Role, int], *, pending: bool = False) -> str | None:
+        return await self._scaler.scale(counts, pending=pending)
+
+    async def roles(self) -> tuple[RoleScale, ...]:
+        return await self._scaler.roles()
 
     async def run(self) -> None:
         """Give up workers that are out, until cancelled."""

@@ -6,17 +6,20 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import ray
 import ray.exceptions
+from ray._private.state import available_resources_per_node
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
-from tidemill.cluster.actors import WorkerActor, bundle, find_router, options_of
+from tidemill.cluster.actors import WorkerActor, find_router, options_of
+from tidemill.cluster.nodes import Node, demand_of, missing, plan
 from tidemill.cluster.peers import GrpcPeers
 from tidemill.cluster.processes import children, end, with_descendants
 from tidemill.cluster.router_actor import RouterActor
@@ -33,6 +36,10 @@ LIVES = {"max_restarts": -1, "max_task_retries": 0}
 LOOK_S = 0.1
 GRACE_S = 3.0
 CONNECT_S_MAX = 5.0
+RAY_STARTS_MAX = 4
+RAY_WAS_SLOW = "timed out during startup"
+"""Ray gives a node of its own 30 s and no more, which a busy machine may need several times."""
+
 TEMP_PATH_LENGTH_MAX = 40
 """Ray puts sockets 60 characters below it, and a socket's path is at most 107 long."""
 
@@ -52,7 +59,8 @@ class Cluster:
         self._processes: list[psutil.Process] = []  # Ray's own, if we started it
         self._routers: list[Any] = []
         self._actors: dict[str, Any] = {}
-        self._places: dict[str, Any] = {}  # of groups, by name
+        self._places: dict[str, Any] = {}  # placement groups of workers, by name
+        self._homes: dict[str, str] = {}  # ids of the nodes where workers were put
 
     def workers(self, fleet: FleetSettings) -> tuple[WorkerInfo, ...]:
         """Those that the fleet started with."""
@@ -85,11 +93,22 @@ class Cluster:
             }
         else:
             _check_reachable(settings.ray_address)
+        for _ in range(RAY_STARTS_MAX - 1):
+            try:
+                return self._init_ray(options)
+            except LaunchError as error:
+                if RAY_WAS_SLOW not in str(error):
+                    raise
+                end(with_descendants(self._processes), 0.0)
+        return self._init_ray(options)
+
+    def _init_ray(self, options: Mapping[str, Any]) -> None:
         before = children()
         ours = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             with _told_to_stop():
-                RAY.init(**options, namespace=settings.namespace, logging_level="error", log_to_driver=True)
+                namespace = self._settings.namespace
+                RAY.init(**options, namespace=namespace, logging_level="error", log_to_driver=True)
         except Exception as error:
             raise LaunchError(f"Ray does not start: {_line(error)}") from error
         except SystemExit:
@@ -99,13 +118,19 @@ class Cluster:
                 signal.signal(number, disposition)
             self._processes = [process for process in children() if process not in before]
 
+    def lacks(self, *workers: WorkerSettings) -> str | None:
+        """What the nodes of Ray have not free for these workers, beside all that runs there now, in one line;
+        None when there is a place for each. May be called on another thread."""
+        return missing(map(demand_of, workers), _nodes())
+
     def start_actors(self) -> None:
         settings = self._settings
         try:
+            here = NodeAffinitySchedulingStrategy(RAY.get_runtime_context().get_node_id(), soft=False)
             for fleet in settings.fleets:
-                for name in fleet.router.names:
-                    router = RAY.remote(RouterActor).options(**LIVES, num_cpus=0, name=name)
-                    self._routers.append(router.remote(fleet.router))
+                for name in fleet.router.names:  # beside the frontend, which they are lost with anyway
+                    options = {**LIVES, "num_cpus": 0, "name": name, "scheduling_strategy": here}
+                    self._routers.append(RAY.remote(RouterActor).options(**options).remote(fleet.router))
                 for worker in fleet.workers:
                     self.add_worker(worker, fleet.router)
         except ValueError as error:
@@ -113,35 +138,46 @@ class Cluster:
                 f"the actors cannot be created in namespace {settings.namespace}: {error}"
             ) from error
 
-    def _place_of(self, worker: WorkerSettings) -> Any:  # noqa: ANN401 - much of Ray has no types
-        """A placement group on one node for the ranks of a group, None for a worker of one rank."""
-        size = worker.engine.tensor_parallel_size
-        if size == 1:
-            return None
-        place = RAY.util.placement_group([bundle(worker)] * size, strategy="STRICT_PACK")
-        self._places[worker.name] = place
-        return place
-
     def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None:
-        """Start one; its first heartbeat to these routers says that it is ready. May be called on another
-        thread."""
-        place = self._place_of(worker)
+        """Start one; its first heartbeat to these routers says that it is ready. Where there is no place for
+        it, see `lacks`, it waits for one. May be called on another thread."""
+        demand = demand_of(worker)
+        there: dict[str, list[str]] = {}
+        for name, node in self._homes.items():
+            there.setdefault(name.rpartition("-")[0], []).append(node)
+        home = plan([demand], _nodes(), there).homes.get(worker.name)
+        if home is not None:
+            self._homes[worker.name] = home
+        place = self._places[worker.name] = RAY.util.placement_group(
+            [dict(demand.each)] * demand.ranks,
+            strategy="STRICT_PACK",
+            bundle_label_selector=[dict(demand.labels)] * demand.ranks,
+            _soft_target_node_id=home,
+        )
         options = {**LIVES, **options_of(worker, place, 0)}
         actor = RAY.remote(WorkerActor).options(**options, name=worker.name)
-        self._actors[worker.name] = actor.remote(worker, routers.names, self._settings.namespace, place)
+        try:
+            self._actors[worker.name] = actor.remote(worker, routers.names, self._settings.namespace, place)
+        except ValueError:  # the name is taken
+            self.remove_worker(worker.name)
+            raise
 
     def remove_worker(self, name: str) -> None:
         """End one for good, if it is there: it should have been drained. May be called on another thread."""
         actor, place = self._actors.pop(name, None), self._places.pop(name, None)
+        self._homes.pop(name, None)
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             if actor is not None:
                 RAY.kill(actor, no_restart=True)
             if place is not None:
                 RAY.util.remove_placement_group(place)
 
-    def wait_until_ready(self, show: Callable[[str, State], None], clock: Callable[[], float]) -> None:
-        """Until the router knows every worker. Raises LaunchError with the first thing that went wrong."""
-        give_up_s = clock() + self._settings.process_wait_s_max
+    def wait_until_ready(
+        self, show: Callable[[str, State], None], say: Callable[[str], None], clock: Callable[[], float]
+    ) -> None:
+        """Until the router knows every worker. Raises LaunchError with the first thing that went wrong. A
+        worker that has a place is waited for however long its process takes to start."""
+        give_up_s = clock() + self._settings.place_wait_s_max
         ready: dict[str, WorkerInfo] = {}
         silent = {worker.name: worker for worker in self._settings.workers}  # no process yet
         asked: dict[Any, str] = {}
@@ -161,9 +197,16 @@ class Cluster:
                 if isinstance(state, Ready):
                     ready[name] = state.info
             if silent and clock() > give_up_s:
-                raise LaunchError(_no_process(*silent.values()))
+                give_up_s = clock() + self._settings.place_wait_s_max
+                if lacks := self.lacks(*(one for one in silent.values() if not self._has_place(one))):
+                    raise LaunchError(lacks)
+                say(f"Ray still starts the processes of {', '.join(silent)}")
             time.sleep(LOOK_S)
         self._infos = ready
+
+    def _has_place(self, worker: WorkerSettings) -> bool:
+        """Whether Ray has reserved what it wants."""
+        return RAY.util.placement_group_table(self._places[worker.name])["state"] != "PENDING"
 
     def stop(self) -> None:
         """End every process and remove every file of the cluster; of one that was joined, our actors. May
@@ -226,8 +269,14 @@ def start_cluster(
                 worker.name: progress.add_task(worker.name, total=None, state="starting")
                 for worker in settings.workers
             }
+            if lacks := cluster.lacks(*settings.workers):
+                if settings.ray_address is None:  # nobody else can add a node
+                    raise LaunchError(lacks)
+                console.print(f"waiting up to {settings.place_wait_s_max:g} s: {lacks}", soft_wrap=True)
             cluster.start_actors()
-            cluster.wait_until_ready(lambda name, state: _show(progress, bars[name], state), clock)
+            cluster.wait_until_ready(
+                lambda name, state: _show(progress, bars[name], state), console.print, clock
+            )
     except BaseException:
         cluster.stop()
         raise
@@ -266,15 +315,20 @@ def _state(name: str, answer: object) -> State:
         raise LaunchError(f"{name} died while it started: {_line(error)}") from error
 
 
-def _no_process(worker: WorkerSettings, *_: WorkerSettings) -> str:
-    needs = f"{worker.num_cpus:g} CPUs and {worker.num_gpus:g} GPUs"
-    if worker.engine.tensor_parallel_size > 1:
-        needs += f" for each of the {worker.engine.tensor_parallel_size} ranks of its group, on one node"
-    has = RAY.cluster_resources()
-    return (
-        f"Ray finds no place for {worker.name}, which needs {needs}: "
-        f"the cluster has {has.get('CPU', 0):g} CPUs and {has.get('GPU', 0):g} GPUs in all"
-    )
+def _nodes() -> list[Node]:
+    """Those that are up."""
+    free = cast("dict[str, dict[str, float]]", available_resources_per_node())
+    return [
+        Node(
+            id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            total=node["Resources"],
+            free=free.get(node["NodeID"]) or node["Resources"],  # a young node has not told yet
+            labels=node["Labels"],
+        )
+        for node in RAY.nodes()
+        if node["Alive"]
+    ]
 
 
 def _line(error: Exception) -> str:

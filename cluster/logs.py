@@ -2,7 +2,9 @@
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import TextIO
 
@@ -24,6 +26,7 @@ JSON_NAMES = {
 }
 
 TENANT_BYTES = 8
+LINES_KEPT = 1000
 
 request_log = logging.getLogger("tidemill.requests")
 
@@ -37,6 +40,27 @@ def start_logs(telemetry: Telemetry, stream: TextIO | None = None, **always: str
     root.handlers[:] = [output]
     root.setLevel(logging.WARNING)
     logging.getLogger(OURS).setLevel(telemetry.log_level.upper())
+
+
+class _Keeping(logging.Handler):
+    def __init__(self, lines: deque[str]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(self.format(record))
+
+
+@contextmanager
+def keeping(lines: deque[str]) -> Generator[None]:
+    """What this process logs during the block goes to `lines` as well."""
+    root, kept = logging.getLogger(), _Keeping(lines)
+    kept.setFormatter(logging.Formatter(TEXT_FORM))
+    root.addHandler(kept)
+    try:
+        yield
+    finally:
+        root.removeHandler(kept)
 
 
 def _json(always: Mapping[str, str]) -> logging.Formatter:

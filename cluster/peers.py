@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Collection, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,9 @@ UNREAD_ITEMS_MAX = 1024
 
 SILENCE_S_MAX = 1.0
 """A worker that owes answers and was silent for so long may be out: the router knows."""
+
+LIVES_S_MAX = 2.0
+"""How long the other end of a connection that broke may take to answer on a new one."""
 
 PING_TIMEOUT = "ping timeout"
 """So gRPC calls it when the other end of a connection gives no sign of life, rather than having closed it."""
@@ -130,6 +133,7 @@ class _Stream:
         self._numbers = count(1)
         self._reason = "the connection was closed"  # why it will be broken
         self._died = True  # ... as far as anybody knows
+        self._is_cut = False  # it was the connection alone
         self._inboxes: dict[int, Inbox] = {}
         self._alone: set[int] = set()  # calls that the worker runs and no other, on trial
         self._frames = asyncio.Queue[bytes | None]()  # None ends it
@@ -181,23 +185,41 @@ class _Stream:
             yield frame
 
     async def _read(self) -> None:
+        has_answered = False
         try:
             async with open_channel(self._address, self._tls) as channel:
-                async for data in self._open(channel):
+                async for data in self._open(channel, self._sent()):
                     self._heard_s = asyncio.get_running_loop().time()
+                    has_answered = True
                     for item in decode_worker_frame(data):
                         self._deliver(item)
         except grpc.aio.AioRpcError as error:
             self._reason = error.details() or error.code().name
             self._died = PING_TIMEOUT not in self._reason
+            if has_answered and self._died and error.code() is grpc.StatusCode.UNAVAILABLE:
+                self._is_cut = await self._lives()
         except (Malformed, OSError) as error:
             self._reason = str(error)
         finally:
             self._break(self._reason)
 
-    def _open(self, channel: grpc.aio.Channel) -> AsyncIterable[bytes]:
+    async def _lives(self) -> bool:
+        """Whether the same life of the worker is still there: then the line was bad, and nobody has died of
+        what it ran. The host of a process that was killed refuses at once."""
+
+        async def hello() -> AsyncIterator[bytes]:
+            yield encode_client_frame(Hello(self._worker))
+
+        with suppress(grpc.aio.AioRpcError, OSError, TimeoutError):
+            async with asyncio.timeout(LIVES_S_MAX), open_channel(self._address, self._tls) as channel:
+                async for _ in self._open(channel, hello()):
+                    pass
+            return True
+        return False
+
+    def _open(self, channel: grpc.aio.Channel, frames: AsyncIterator[bytes]) -> AsyncIterable[bytes]:
         method: StreamMethod = channel.stream_stream("/tidemill.Worker/Stream")
-        return method(self._sent())
+        return method(frames)
 
     def _deliver(self, item: Item) -> None:
         inbox = self._inboxes.get(item.call)
@@ -223,7 +245,10 @@ class _Stream:
             inbox.put_nowait(self._gone(alone if call in self._alone else WorkerGone))
         self._inboxes.clear()
 
-    def _gone(self, kind: type[WorkerGone] = WorkerGone) -> WorkerGone:
+    def _gone(self, kind: type[WorkerGone] = WorkerGone) -> WorkerGone | PagesMissing:
+        """Whoever only lost the connection asks the same worker again, which has all its pages."""
+        if self._is_cut:
+            return PagesMissing(f"the connection to {self._worker} broke, and it lives: {self.broken}")
         return kind(f"{self._worker} at {self._address}: {self.broken}")
 
 

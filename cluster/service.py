@@ -1,6 +1,6 @@
 """What the edge needs from the cluster: one served model, its streams, and the state of the fleet."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -52,6 +52,20 @@ class FleetStatus:
     workers: tuple[WorkerStatus, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleScale:
+    """How many workers of a role there are to be. `starting` are those of them that are not heard yet,
+    `leaving` others that go when they have handed their work over. Load decides between `least` and `most`,
+    nothing but people where these are None."""
+
+    role: Role
+    workers: int
+    starting: tuple[str, ...] = ()
+    leaving: tuple[str, ...] = ()
+    least: int | None = None
+    most: int | None = None
+
+
 class Service(Protocol):
     model: ServedModel
 
@@ -77,4 +91,13 @@ class Service(Protocol):
 
     async def set_role(self, worker: str, role: Role) -> None:
         """Raises RequestError, Unserved."""
+        ...
+
+    async def scale(self, counts: Mapping[Role, int], *, pending: bool = False) -> str | None:
+        """So many workers of these roles there shall be; `pending`: also if they have to wait for a place in
+        the cluster, and then the answer is what it lacks. Raises RequestError, Unserved."""
+        ...
+
+    async def roles(self) -> tuple[RoleScale, ...]:
+        """Raises Unserved."""
         ...

@@ -5,6 +5,7 @@ import logging
 import signal
 import socket
 import tempfile
+from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import uvicorn
 import uvloop
 from rich.console import Console
 
+from tidemill.cluster.about import parts_of
 from tidemill.cluster.endpoint import Endpoint, PortTaken, allow_files, listening
 from tidemill.cluster.frontend import ClusterService
 from tidemill.cluster.grpc_api.server import PublicServer
@@ -26,14 +28,15 @@ from tidemill.cluster.http.metrics import Metrics
 from tidemill.cluster.http.models import Served
 from tidemill.cluster.http.patience import patient
 from tidemill.cluster.launch import Cluster, start_cluster
+from tidemill.cluster.logs import LINES_KEPT, keeping
+from tidemill.cluster.router_client import RouterClient
 from tidemill.cluster.scaler import Scaler
 from tidemill.cluster.security import uvicorn_settings
 from tidemill.cluster.service import ServedModel
 from tidemill.cluster.settings import ClusterSettings, FleetSettings
-from tidemill.cluster.store_plan import other_tiers
+from tidemill.cluster.store_plan import check_shared, other_tiers
 from tidemill.cluster.store_service import running_store
 from tidemill.cluster.tracing import tracing
-from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.open_store import open_store
 from tidemill.workers.api.text import Tokenizer
 from tidemill.workers.api.tokenizer import load_tokenizer
@@ -94,28 +97,34 @@ async def _serve(
     work: Work,
 ) -> None:
     fleets = settings.fleets
-    services = [_service(cluster, fleet, sources) for fleet in fleets]
     metrics = Metrics(
         sources.clock_s,
         {fleet.names[0]: fleet.router.ttft_s_max for fleet in fleets},
         endpoint.telemetry.metrics_alias,
     )
+    routers = [cluster.router(fleet) for fleet in fleets]
+    scalers = [
+        Scaler(cluster, router, fleet, partial(metrics.misses, fleet.names[0]))
+        for router, fleet in zip(routers, fleets, strict=True)
+    ]
+    services = [
+        _service(cluster, fleet, router, scaler, sources)
+        for fleet, router, scaler in zip(fleets, routers, scalers, strict=True)
+    ]
+    lines = deque[str](maxlen=LINES_KEPT)
     desk = desk_of(
         [Served(*one) for one in zip(services, tokenizers, strict=True)],
         sources,
         metrics=metrics,
         limits=endpoint.limits,
         keys=endpoint.security.keys,
+        parts=parts_of(endpoint, settings, lines),
     )
-    scalers = [
-        Scaler(cluster, service, fleet, partial(metrics.misses, service.model.name))
-        for service, fleet in zip(services, fleets, strict=True)
-        if fleet.bounds
-    ]
     public = await _grpc(endpoint, desk)
     working = work(f"{endpoint.scheme}://{endpoint.host}:{listener.getsockname()[1]}")
     try:
-        await _until_told(_http(endpoint, desk), listener, [*services, *scalers, *public], working)
+        with keeping(lines):
+            await _until_told(_http(endpoint, desk), listener, [*services, *scalers, *public], working)
     finally:
         for service in services:
             await service.close()
@@ -146,8 +155,10 @@ async def _until_told(
 
 
 def _http(endpoint: Endpoint, desk: Desk) -> "_Server":
+    app = app_of(desk)
+    app.openapi()  # now: later, streams would wait for it
     config = uvicorn.Config(
-        app_of(desk),
+        app,
         http=patient(desk.limits),
         log_config=None,  # its warnings go where ours go
         access_log=False,
@@ -158,7 +169,9 @@ def _http(endpoint: Endpoint, desk: Desk) -> "_Server":
     return _Server(config)
 
 
-def _service(cluster: Cluster, fleet: FleetSettings, sources: Sources) -> ClusterService:
+def _service(
+    cluster: Cluster, fleet: FleetSettings, router: RouterClient, scaler: Scaler, sources: Sources
+) -> ClusterService:
     workers = cluster.workers(fleet)
     name, *aliases = fleet.names
     model = ServedModel(
@@ -170,7 +183,7 @@ def _service(cluster: Cluster, fleet: FleetSettings, sources: Sources) -> Cluste
         eos_token_ids=workers[0].eos_token_ids,
         created_s=int(sources.unix_time_s()),
     )
-    return ClusterService(model, cluster.router(fleet), cluster.peers(fleet), workers[0], sources.tracer)
+    return ClusterService(model, router, cluster.peers(fleet), scaler, workers[0], sources.tracer)
 
 
 async def _grpc(endpoint: Endpoint, desk: Desk) -> list[PublicServer]:
@@ -208,8 +221,7 @@ def shared_store(url: str | None, folders: tuple[Path, ...]) -> Generator[str]:
         with tempfile.TemporaryDirectory(prefix="tidemill-store-", dir=base) as folder:
             yield f"file://{folder}"
         return
-    if all(tier.startswith("memory") for tier in url.split(",")):
-        raise StoreError("store memory: is inside one process: give workers a folder, file:///path?size=8GiB")
+    check_shared(url)
     if files := other_tiers(url):
         asyncio.run(open_store(files).close())
     with running_store(url) as shared:  # Mooncake's client is not for this process: it takes the signals

@@ -14,8 +14,9 @@ from tidemill.workers.settings import EngineSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """One worker. `num_cpus` and `num_gpus` are what Ray reserves for each of its ranks; with none it always
-    finds a place. The ranks of a group are on one node.
+    """One worker. `num_cpus`, `num_gpus` and `resources` (custom ones of Ray) are what Ray reserves for each
+    of its ranks; `labels` are those that its node must have: Ray's label selector, values as `a`, `!a`,
+    `in(a,b)` or `!in(a,b)`. The ranks of a group are on one node.
 
     `host` is what its data plane binds to; None binds to the address that the node has in the Ray cluster.
     """
@@ -27,6 +28,8 @@ class WorkerSettings:
     host: str | None = "127.0.0.1"
     num_cpus: float = 0.0
     num_gpus: float = 0.0
+    resources: Mapping[str, float] = field(default_factory=dict[str, float])
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
     tls: MutualTls | None = None  # None: what crosses sockets is plain, and nobody shows who they are
     telemetry: Telemetry = QUIET
 
@@ -88,7 +91,7 @@ class ClusterSettings:
     namespace: str = "tidemill"  # of the actors' names
     temp_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     object_store_bytes: int = 80 * 2**20  # Ray's own store, which carries next to nothing here
-    process_wait_s_max: float = 120.0  # until Ray has a process for each actor
+    place_wait_s_max: float = 120.0  # until the nodes of Ray have a place for each worker
 
     @property
     def workers(self) -> tuple[WorkerSettings, ...]:

@@ -56,6 +56,23 @@ def fetch_status(server: Server) -> dict[str, Any]:
 def ask_server(server: Server, method: str, path: str, answer: str, body: object = None) -> dict[str, Any]:
     """The JSON that a server answers, which holds `answer`. Raises Unserved with one line that says what to
     do, or RequestError with what the server says against the request."""
+    response = _ask(server, method, path, body)
+    found = _json(response)
+    if response.is_error or not isinstance(found, dict) or answer not in found:
+        raise _no_answer(server, response)
+    return cast("dict[str, Any]", found)
+
+
+def ask_text(server: Server, path: str) -> str:
+    """What a server answers to GET, as it is. Raises as `ask_server` does."""
+    response = _ask(server, "GET", path)
+    if response.is_error:
+        raise _no_answer(server, response)
+    return response.text
+
+
+def _ask(server: Server, method: str, path: str, body: object = None) -> httpx.Response:
+    """Raises what the server says against the request; Unserved when there is none."""
     url = server.url
     headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     try:
@@ -66,22 +83,28 @@ def ask_server(server: Server, method: str, path: str, answer: str, body: object
         raise Unserved(
             f"no server answers at {url} ({error}): start one with `tidemill serve`, or give its --url"
         ) from error
-    try:
-        found = response.json()
-    except ValueError:
-        found = None
-    match found:
+    match _json(response) if response.is_error else None:
         case {"error": {"message": str(message), "type": "invalid_request_error", "param": str()}}:
             raise RequestError(message)
         case {"error": {"message": str(message), "type": "authentication_error" | "permission_error"}}:
             raise RequestError(f"{message}; here: --api-key")
+        case {"error": {"message": str(message), "code": "unserved"}}:
+            raise Unserved(f"{url}: {message}")
         case _:
-            pass
-    if response.is_error or not isinstance(found, dict) or answer not in found:
-        raise Unserved(
-            f"{url} is no Tidemill server that is ready (HTTP {response.status_code}): check --url"
-        )
-    return cast("dict[str, Any]", found)
+            return response
+
+
+def _json(response: httpx.Response) -> object:
+    try:
+        return response.json()
+    except ValueError:
+        return None
+
+
+def _no_answer(server: Server, response: httpx.Response) -> Unserved:
+    return Unserved(
+        f"{server.url} is no Tidemill server that is ready (HTTP {response.status_code}): check --url"
+    )
 
 
 def render(status: dict[str, Any]) -> RenderableType:
@@ -128,7 +151,8 @@ def _stores(workers: Iterable[tuple[str, dict[str, float]]]) -> Table:
 def table(columns: Sequence[str], num_left: int) -> Table:
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < num_left else "right")
+        # a long name goes on below: half of it is no name
+        table.add_column(column, justify="left" if index < num_left else "right", overflow="fold")
     return table
 
 

@@ -28,7 +28,7 @@ SIZE_BYTES_MAX = 8 << 30
 OURS = ("size", "port", "host")
 """Options that end here."""
 
-TRANSPORT = ("protocol", "device")
+TRANSPORT = ("protocol", "device", "ports")
 """Options of the URL that an owner needs as much as the users of the store."""
 
 
@@ -76,6 +76,12 @@ def plan_store(url: str) -> Plan:
     plan = _plan_tier(tiers[ours[0]])
     tiers[ours[0]] = plan.url
     return Plan(url=",".join(tiers), master=plan.master, owner=plan.owner, joined=plan.joined)
+
+
+def check_shared(url: str) -> None:
+    """Raises StoreError for one that its users cannot share."""
+    if all(tier.startswith("memory") for tier in url.split(",")):
+        raise StoreError("store memory: is inside one process: give workers a folder, file:///path?size=8GiB")
 
 
 def other_tiers(url: str) -> str:

@@ -15,6 +15,7 @@ class TidemillError(Exception):
         ModelError          a model folder cannot be served: names the fix
         SettingsError       a setting has no meaning, or needs what is not here: names the fix
         UsageError          options of the command that do not go together
+        ConfigError         a configuration that cannot be: says all that is wrong, by place
         PortTaken           the endpoint cannot listen where it was told to
         LaunchError         Ray, the router or a worker does not start: names the reason
         Malformed           bytes from a peer that are no message

@@ -1,7 +1,7 @@
 """Keeps listening sockets of a library to one address, when it binds them to all and has no option for it.
 
 A classic BPF filter on the socket drops every packet for another address (socket(7), SO_ATTACH_FILTER; the
-instructions are those of bpf(4)). It needs no privilege, and the library notices nothing.
+instructions are those of bpf(4)). The library notices nothing. Since Linux 6.18 that takes CAP_NET_ADMIN.
 """
 
 import ctypes

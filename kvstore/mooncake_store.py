@@ -45,6 +45,20 @@ _MEANWHILE = "--store file:///path works without"
 SOFT_PIN_MS = 60_000  # older objects go before one that may still be on its way to its first reader
 
 
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """How bytes move between hosts."""
+
+    protocol: str = "tcp"  # or rdma
+    devices: str = ""  # of RDMA: mlx5_0,mlx5_1
+    is_open: bool = (
+        False  # whether ports may be open to everybody where the kernel does not let us filter them
+    )
+
+
+TCP = Transport()
+
+
 def check_library() -> None:
     """Raises StoreError that names everything that is missing, in one line. Loads nothing of Mooncake."""
     if importlib.util.find_spec("mooncake") is None:
@@ -68,8 +82,7 @@ def is_there(master: str) -> bool:
 def open_mooncake(
     master: str,
     *,
-    protocol: str = "tcp",
-    devices: str = "",
+    transport: Transport = TCP,
     admin: str = "",
     host: str = "",
     lease_s: float = LEASE_S,
@@ -78,13 +91,13 @@ def open_mooncake(
     """Join the store of the master at `HOST:PORT`. `admin` is where its HTTP server is, `host` what this host
     is called, `lease_s` what the master grants. Blocking. Raises StoreError, also when there is no master,
     and then soon."""
-    site = _reach(master, host, protocol, devices)
+    site = _reach(master, host, transport)
     library = load_library()
     config = library.ReplicateConfig()
     config.soft_pin_action = library.SoftPinAction.ENABLE
     config.soft_pin_ttl_ms = SOFT_PIN_MS
     config.preferred_segment = site.segment
-    client = MooncakeClient(site.join(library), config, stages=protocol != "tcp")
+    client = MooncakeClient(site.join(library), config, stages=transport.protocol != "tcp")
     page = admin or f"{master.rpartition(':')[0]}:{ADMIN_PORT}"
     return RemoteStore(
         client,
@@ -95,16 +108,14 @@ def open_mooncake(
     )
 
 
-def lend_memory(
-    master: str, num_bytes: int, host: str = "", *, protocol: str = "tcp", devices: str = ""
-) -> Callable[[], int]:
+def lend_memory(master: str, num_bytes: int, host: str = "", transport: Transport = TCP) -> Callable[[], int]:
     """Lend memory of this process to the store; what is returned takes it back. The library lends it again to
     a master that was restarted. Blocking. Raises StoreError."""
     if num_bytes < SEGMENT_BYTES_MIN:
         raise StoreError(
             f"Mooncake takes {SEGMENT_BYTES_MIN >> 20} MiB of memory or more, not {num_bytes} bytes"
         )
-    return _reach(master, host, protocol, devices).join(load_library(), num_bytes).close
+    return _reach(master, host, transport).join(load_library(), num_bytes).close
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +124,7 @@ class _Site:
 
     master: str  # HOST:PORT
     host: str  # the IPv4 address of this host, as its peers know it
-    protocol: str
-    devices: str
+    transport: Transport
 
     @property
     def segment(self) -> str:
@@ -126,25 +136,30 @@ class _Site:
         could read and write all memory that it registers. Others hear what is sent to their address."""
         native: Native = library.MooncakeDistributedStore()
         name = self.segment if lent_bytes else self.host
-        deaf = self.protocol == "tcp" and not lent_bytes
+        protocol, devices = self.transport.protocol, self.transport.devices
+        deaf = protocol == "tcp" and not lent_bytes
+        code = -1
         try:
             with listening_only_at(None if deaf else self.host):
-                code = native.setup(
-                    name, "P2PHANDSHAKE", lent_bytes, 0, self.protocol, self.devices, self.master
-                )
+                code = native.setup(name, "P2PHANDSHAKE", lent_bytes, 0, protocol, devices, self.master)
         except OSError as error:
-            native.close()
-            raise StoreError(f"the ports of Mooncake cannot be kept to {self.host}: {error}") from error
+            if not self.transport.is_open:
+                native.close()
+                raise StoreError(
+                    f"the ports of Mooncake cannot be kept to {self.host} ({error}; newer kernels want "
+                    "CAP_NET_ADMIN for it): run as root or, where a NetworkPolicy or a firewall keeps "
+                    f"others from them, give the store ports=open; {_MEANWHILE}"
+                ) from error
         if code != 0:
             native.close()
             raise StoreError(
                 f"the Mooncake master at {self.master} does not take {name} in (code {code}): is it a "
-                f"mooncake_master of the version of this client, and protocol {self.protocol} what both have?"
+                f"mooncake_master of the version of this client, and protocol {protocol} what both have?"
             )
         return native
 
 
-def _reach(master: str, host: str, protocol: str, devices: str) -> _Site:
+def _reach(master: str, host: str, transport: Transport) -> _Site:
     """Raises StoreError unless something listens at `master`."""
     try:
         with _connected(master) as connection:
@@ -154,7 +169,7 @@ def _reach(master: str, host: str, protocol: str, devices: str) -> _Site:
             f"no Mooncake master answers at {master!r} ({error}): check its address, "
             "or leave it to --store mooncake?size=8GiB to start one"
         ) from error
-    return _Site(master, address, protocol, devices)
+    return _Site(master, address, transport)
 
 
 def _connected(master: str) -> socket.socket:

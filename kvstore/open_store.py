@@ -18,7 +18,7 @@ from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.file_store import FileStore
 from tidemill.kvstore.guard import TIMEOUT_S, Guard
 from tidemill.kvstore.memory_store import MemoryStore
-from tidemill.kvstore.mooncake_store import open_mooncake
+from tidemill.kvstore.mooncake_store import Transport, open_mooncake
 from tidemill.kvstore.remote_store import LEASE_S
 from tidemill.kvstore.seal import PLAIN, Sealing
 from tidemill.kvstore.sizes import parse_bytes
@@ -29,9 +29,8 @@ _FORMS = "memory:?size=1GiB, file:///path?size=8GiB or mooncake://host:port"
 _OPTIONS = {
     "memory": ("size", "write"),
     "file": ("size", "write", "timeout"),
-    "mooncake": ("write", "timeout", "lease", "protocol", "device", "admin"),
+    "mooncake": ("write", "timeout", "lease", "protocol", "device", "ports", "admin"),
 }
-_PROTOCOLS = ("tcp", "rdma")
 _MEMORY_BYTES = 1 << 30
 _FILE_BYTES_MAX = 8 << 30
 _TIMEOUTS_S = {"file": 2.0, "mooncake": TIMEOUT_S}
@@ -63,7 +62,7 @@ def check_url(url: str) -> None:
             text.timeout_s()
         if text.kind == "mooncake":
             text.lease_s()
-            text.protocol()
+            text.transport()
 
 
 def _texts(url: str) -> "list[_Text]":
@@ -124,10 +123,15 @@ class _Text:
     def lease_s(self) -> float:
         return self._seconds("lease", LEASE_S)
 
-    def protocol(self) -> str:
-        given = self.options.get("protocol", _PROTOCOLS[0])
-        if given not in _PROTOCOLS:
-            raise self.error(f"protocol is {' or '.join(_PROTOCOLS)}, not {given!r}")
+    def transport(self) -> Transport:
+        protocol, ports = self._one_of("protocol", "tcp", "rdma"), self._one_of("ports", "kept", "open")
+        return Transport(protocol, self.options.get("device", ""), is_open=ports == "open")
+
+    def _one_of(self, name: str, *choices: str) -> str:
+        """The first one where nothing is given."""
+        given = self.options.get(name, choices[0])
+        if given not in choices:
+            raise self.error(f"{name} is {' or '.join(choices)}, not {given!r}")
         return given
 
     def _seconds(self, name: str, otherwise: float) -> float:
@@ -163,8 +167,7 @@ def _open_mooncake(text: _Text, sealing: Sealing) -> PageStore:
     timeout_s = text.timeout_s()
     store = open_mooncake(
         text.parts.netloc,
-        protocol=text.protocol(),
-        devices=text.options.get("device", ""),
+        transport=text.transport(),
         admin=text.options.get("admin", ""),
         lease_s=text.lease_s(),
         sealing=sealing,

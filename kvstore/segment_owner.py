@@ -12,13 +12,14 @@ from types import FrameType
 from typing import NoReturn
 
 from tidemill.kvstore.errors import StoreError
-from tidemill.kvstore.mooncake_store import check_library, is_there, lend_memory
+from tidemill.kvstore.mooncake_store import Transport, check_library, is_there, lend_memory
 
 LOOK_S = 0.5
 USAGE = (
-    "python -m tidemill.kvstore.segment_owner HOST:PORT BYTES [--host=H] [--protocol=tcp] [--device=mlx5_0]"
+    "python -m tidemill.kvstore.segment_owner HOST:PORT BYTES "
+    "[--host=H] [--protocol=tcp] [--device=mlx5_0] [--ports=open]"
 )
-OPTIONS = {"--host", "--protocol", "--device"}
+OPTIONS = {"--host", "--protocol", "--device", "--ports"}
 
 
 def main(arguments: list[str]) -> int:
@@ -39,8 +40,11 @@ def main(arguments: list[str]) -> int:
             master,
             int(size),
             named.get("--host", ""),
-            protocol=named.get("--protocol", "tcp"),
-            devices=named.get("--device", ""),
+            Transport(
+                named.get("--protocol", "tcp"),
+                named.get("--device", ""),
+                is_open=named.get("--ports") == "open",
+            ),
         )
     except StoreError as error:
         print(error, file=sys.stderr)  # noqa: T201 - for whoever started it

@@ -1,8 +1,15 @@
 """Settings of the whole suite."""
 
+import os
+import secrets
 import signal
 
 from hypothesis import settings
+
+from tidemill.cluster.settings import ray_environ
+
+# Ray reads its environment when it is imported, by whichever test is collected first.
+os.environ.update(ray_environ(joins=False, token=secrets.token_hex(16)))
 
 # A shell starts what it runs in the background deaf to Ctrl-C, and tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

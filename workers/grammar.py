@@ -21,7 +21,8 @@ Mask = npt.NDArray[np.bool_]
 
 STEP_FUEL_MAX = 200_000
 STEP_ITEMS_MAX = 50_000
-"""One mask is computed between two steps of everybody: these two end it after about 25 ms."""
+"""One mask is computed between two steps of everybody: with what clients may write (api/structured.py) these
+two end it after about 25 ms."""
 
 LEXER_STATES_MAX = 50_000
 """Of one answer; a state takes 1 to 2 kB."""

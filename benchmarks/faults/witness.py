@@ -13,7 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tidemill.cluster import cli, cli_serve
+from tidemill.cluster import cli
+from tidemill.cluster.config import fleets
 from tidemill.workers import build as workers
 from tidemill.workers.engine import Engine
 from tidemill.workers.load import memory_use
@@ -55,5 +56,5 @@ def build(
 
 
 if __name__ == "__main__":
-    cli_serve.WorkerSettings = partial(cli_serve.WorkerSettings, build="benchmarks.faults.witness:build")
+    fleets.WorkerSettings = partial(fleets.WorkerSettings, build="benchmarks.faults.witness:build")
     sys.exit(cli.main())

@@ -32,6 +32,7 @@ from tidemill.cluster.http.recent import Asked, add_recent_routes
 from tidemill.cluster.http.replies import Head, Json, Kind, Tally, chunk_choice, opening_choice, whole_reply
 from tidemill.cluster.http.responses import add_responses_routes
 from tidemill.cluster.http.stream import CLIENT_CLOSED_REQUEST, DONE, EventStream, event, while_connected
+from tidemill.cluster.http.support import add_support_routes
 from tidemill.cluster.http.tokens import add_token_routes
 from tidemill.cluster.http.workers import add_worker_routes
 from tidemill.kvstore.errors import TidemillError
@@ -81,6 +82,7 @@ def app_of(desk: Desk) -> FastAPI:
     app.add_api_route("/cluster/memory", edge.set_budget, methods=["POST"])
     add_worker_routes(app, desk.models)
     add_recent_routes(app, desk.recent)
+    add_support_routes(app, desk.parts)
     add_page_routes(app)
     app.add_api_route("/version", edge.version)
     app.add_api_route("/metrics", edge.metrics)

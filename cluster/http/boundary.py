@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tidemill.cluster.http.bounds import BODY_BYTES_PER_S, Bound, EdgeLimits
 from tidemill.cluster.http.errors import error_of, headers_of
 from tidemill.cluster.http.keys import Keys
+from tidemill.cluster.http.sites import check_site
 from tidemill.workers.messages import Overloaded, RequestError
 
 BODY_BYTES_MAX = 4 << 20
@@ -54,6 +55,9 @@ class Boundary:
         body = _Body(self._bytes, self._body_s_max)
         try:
             self._keys.admit(scope["path"], headers)
+            if not self._keys.are_needed:
+                server = scope.get("server") or ("",)
+                check_site(scope["method"], server[0], headers)
             # what only looks is answered also when the edge is full
             with self._requests.holding(1) if scope["method"] == "POST" else nullcontext():
                 if not await body.read(headers, receive):

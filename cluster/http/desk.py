@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from random import Random
+from types import MappingProxyType
 
 from tidemill.cluster.http.answers import Increment, answers
 from tidemill.cluster.http.bounds import Bound, EdgeLimits
@@ -13,6 +14,7 @@ from tidemill.cluster.http.metrics import Metrics
 from tidemill.cluster.http.models import Model, Models, Served
 from tidemill.cluster.http.recent import Asked, Recent
 from tidemill.cluster.http.replies import Json
+from tidemill.cluster.http.support import Parts
 from tidemill.cluster.http.traced import traced
 from tidemill.cluster.logs import log_request
 from tidemill.cluster.tracing import Tracer
@@ -43,6 +45,7 @@ class Desk:
     limits: EdgeLimits
     open_answers: Bound
     sources: Sources
+    parts: Parts
 
     async def answers(self, model: Model, job: Job, asked: Asked) -> AsyncGenerator[Increment]:
         """All choices of `job` as they grow, measured. Closing it cancels what still runs. Raises Overloaded,
@@ -68,8 +71,9 @@ def desk_of(
     metrics: Metrics | None = None,
     limits: EdgeLimits | None = None,
     keys: Sequence[Key] = (),
+    parts: Parts = MappingProxyType({}),
 ) -> Desk:
-    """With `keys`, only those who bring one may ask."""
+    """With `keys`, only those who bring one may ask. `parts` are what the server tells of itself."""
     limits = EdgeLimits() if limits is None else limits
     return Desk(
         models=Models(served, sources.new_id, sources.rng),
@@ -79,6 +83,7 @@ def desk_of(
         limits=limits,
         open_answers=Bound(limits.answers_max, "answers"),
         sources=sources,
+        parts=parts,
     )
 
 

@@ -54,6 +54,10 @@ class Keys:
         self._clock_s = clock_s
         self._paid_until_s: dict[str, float] = {}  # by digest
 
+    @property
+    def are_needed(self) -> bool:
+        return bool(self._keys)
+
     def admit(self, path: str, headers: Mapping[str, str]) -> None:
         """Let a request pass, and count it. Raises RequestError (401, 403) and Overloaded."""
         if not self._keys or path in OPEN_PATHS:

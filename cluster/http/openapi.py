@@ -55,8 +55,19 @@ NOT_OURS = ("HTTPValidationError", "ValidationError")
 
 
 def describe(app: FastAPI) -> None:
-    """Have `app` tell the truth in its OpenAPI document. Call it when all routes are there."""
-    document = app.openapi()
+    """Have `app` tell the truth in its OpenAPI document. It is made when it is first asked for, which takes a
+    fifth of a second."""
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            _correct(plain())
+        return plain()  # the same one: FastAPI keeps it
+
+    app.openapi = openapi
+
+
+def _correct(document: dict[str, Any]) -> None:
     parts = cast("dict[str, dict[str, Any]]", document["components"])
     parts["schemas"] = {name: one for name, one in parts["schemas"].items() if name not in NOT_OURS}
     parts["schemas"]["Error"] = ERROR

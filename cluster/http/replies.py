@@ -8,7 +8,7 @@ from tidemill.cluster.http.answers import Increment
 from tidemill.cluster.http.intake import Job
 from tidemill.cluster.http.logprobs import Piece, chat_logprobs, completion_logprobs, prompt_logprobs
 from tidemill.workers.api.answer import Scored
-from tidemill.workers.api.calls import Call
+from tidemill.workers.api.calls import Call, joined
 from tidemill.workers.api.speech import Part, Reasoning, Words
 from tidemill.workers.messages import Provenance, Trace
 
@@ -129,8 +129,8 @@ def whole_choice(head: Head, index: int, increments: Sequence[Increment], *, log
 
 
 def _delta(parts: Sequence[Part], call_id: str) -> Json:
-    """Of a chunk; each call comes whole."""
-    calls = [{"index": part.index, **_call(part, call_id)} for part in parts if isinstance(part, Call)]
+    """Of a chunk. Of a call the first piece has its id and its name."""
+    calls = [{"index": piece.index, **_piece(piece, call_id)} for piece in _calls(parts)]
     reasoning, words = _texts(parts)
     return {
         **({"reasoning_content": reasoning} if reasoning else {}),
@@ -140,7 +140,7 @@ def _delta(parts: Sequence[Part], call_id: str) -> Json:
 
 
 def _message(parts: Sequence[Part], call_id: str) -> Json:
-    calls = [_call(part, call_id) for part in parts if isinstance(part, Call)]
+    calls = [_piece(call, call_id) for call in _calls(parts)]
     reasoning, words = _texts(parts)
     return {
         "role": "assistant",
@@ -157,7 +157,13 @@ def _texts(parts: Sequence[Part]) -> tuple[str, str]:
     return reasoning, "".join(part.text for part in parts if isinstance(part, Words))
 
 
-def _call(call: Call, call_id: str) -> Json:
+def _calls(parts: Sequence[Part]) -> list[Call]:
+    return joined(part for part in parts if isinstance(part, Call))
+
+
+def _piece(call: Call, call_id: str) -> Json:
+    if call.name is None:
+        return {"function": {"arguments": call.arguments}}
     return {
         "id": f"{call_id}-{call.index}",
         "type": "function",

@@ -1,13 +1,5 @@
 """One Ray cluster for the tests of this folder that need one: two workers without models."""
 
-import os
-import secrets
-
-from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, ray_environ
-
-# Ray reads its environment when it is imported
-os.environ.update(ray_environ(joins=False, token=secrets.token_hex(16)))
-
 from collections.abc import Generator
 from io import StringIO
 
@@ -16,7 +8,9 @@ import pytest
 from rich.console import Console
 
 from tests.e2e.fake_engine import worker
+from tests.e2e.server import EVENTUALLY_S_MAX, command_of
 from tidemill.cluster.launch import Cluster, start_cluster
+from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings
 
 
 @pytest.fixture(scope="session")
@@ -33,11 +27,12 @@ def cluster(fleet: FleetSettings) -> Generator[Cluster]:
     before = set(psutil.Process().children())
     cluster = start_cluster(settings, Console(file=StringIO()))
     started = set(psutil.Process().children(recursive=True)) - before
-    assert any("ray::WorkerActor" in " ".join(process.cmdline()) for process in started)
+    assert any("ray::WorkerActor" in command_of(process) for process in started)
     try:
         yield cluster
     finally:
         cluster.stop()
-    assert not [process for process in started if process.is_running()], "stop leaves no process behind"
+    _, alive = psutil.wait_procs(started, timeout=EVENTUALLY_S_MAX)
+    assert not alive, "stop leaves no process behind"
     later = set(psutil.Process().children()) - before
-    assert not [process for process in later if "multiprocessing" not in " ".join(process.cmdline())]
+    assert not [line for process in later if (line := command_of(process)) and "multiprocessing" not in line]

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from http.client import HTTPException
 from random import Random
 from typing import Any
-from urllib.error import URLError
 from urllib.request import urlopen
 
 import httpx
@@ -152,16 +152,14 @@ async def strike(
 
     `missed` tells by the workers whether it knows; without, it is a worker that must not be there any more.
     """
-    process = await asyncio.to_thread(process_of, server, fault.name)
+    process = await asyncio.to_thread(_hit, server, fault)
     struck = Struck(fault=fault, at_s=time.monotonic(), pid=process.pid)
     found.struck.append(struck)
     if missed is None and fault.name not in PARTS:
         missed = partial(_is_out, process.pid)
     if fault.stopped_s is None:
-        process.kill()
         await _watch(server, struck, missed, struck.at_s + EVENTUALLY_S_MAX)
         return struck
-    process.suspend()
     try:
         await _watch(server, struck, missed, struck.at_s + fault.stopped_s)
         await asyncio.sleep(struck.at_s + fault.stopped_s - time.monotonic())
@@ -169,6 +167,15 @@ async def strike(
         with suppress(psutil.NoSuchProcess):  # another fault, or the server itself, may have ended it
             process.resume()
     return struck
+
+
+def _hit(server: Server, fault: Fault) -> psutil.Process:
+    """Another fault may have ended the process just before: then it is the next one of that name."""
+    while True:
+        process = process_of(server, fault.name)
+        with suppress(psutil.NoSuchProcess):
+            (process.kill if fault.stopped_s is None else process.suspend)()
+            return process
 
 
 def _is_out(pid: int, rows: Rows) -> bool:
@@ -189,7 +196,7 @@ async def _watch(
 def rows_of(server: Server, wait_s_max: float = 60.0) -> Rows | None:
     """None while the router is away."""
     url = f"{server.url}/cluster"
-    with suppress(URLError, TimeoutError), urlopen(url, timeout=wait_s_max) as answer:  # noqa: S310 - our own
+    with suppress(OSError, HTTPException), urlopen(url, timeout=wait_s_max) as answer:  # noqa: S310 - our own
         return json.load(answer)["workers"]
     return None
 

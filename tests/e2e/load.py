@@ -14,6 +14,8 @@ from typing import Any, Self
 
 import psutil
 
+from tests.e2e.server import command_of
+
 REUSE_S_MAX = 1.0
 
 
@@ -41,7 +43,7 @@ class PacedServer:
     def processes(self) -> dict[str, psutil.Process]:
         found = {"edge": self.process}
         for child in self.process.children(recursive=True):
-            line = " ".join(child.cmdline())
+            line = command_of(child)
             if "ray::RouterActor" in line:
                 found["router"] = child
             elif "ray::WorkerActor" in line:
@@ -82,9 +84,9 @@ def paced_server(
         )
         try:
             assert process.stdout is not None
-            url = process.stdout.readline().strip()
-            assert url, "it does not start"
-            yield PacedServer(url, psutil.Process(process.pid))
+            url = next((line for line in process.stdout if line.startswith("http://")), None)
+            assert url is not None, "it does not start"
+            yield PacedServer(url.strip(), psutil.Process(process.pid))
         finally:
             process.terminate()
             process.wait()

@@ -20,7 +20,13 @@ from rich.console import Console
 
 from tests.e2e.fake_engine import FakeBuilt
 from tidemill.cluster.autoscale import Bounds, Hysteresis
-from tidemill.cluster.settings import ClusterSettings, FleetSettings, WorkerSettings, ray_environ
+from tidemill.cluster.settings import (
+    ClusterSettings,
+    FleetSettings,
+    RouterSettings,
+    WorkerSettings,
+    ray_environ,
+)
 from tidemill.workers.messages import (
     Announcement,
     Delta,
@@ -238,10 +244,12 @@ def serve(options: dict[str, Any]) -> None:
         step_tokens_max=options["tokens_per_s"],
         rows_max=options["rows_max"],
     )
-    workers = tuple(
-        WorkerSettings(name=name, role=role, engine=engine, build="tests.e2e.paced:build")
-        for name, role in options["workers"].items()
-    )
+
+    def workers(roles: dict[str, Any]) -> tuple[WorkerSettings, ...]:
+        return tuple(
+            WorkerSettings(name=name, role=role, engine=engine, build="tests.e2e.paced:build")
+            for name, role in roles.items()
+        )
 
     async def work(url: str) -> None:
         sys.stdout.write(f"{url}\n")
@@ -254,9 +262,17 @@ def serve(options: dict[str, Any]) -> None:
     endpoint = Endpoint(host="127.0.0.1", port=0, limits=EdgeLimits(send_s_max=options["send_s_max"]))
     bounds = {role: Bounds(least=1, most=most) for role, most in options.get("most", {}).items()}
     hysteresis = Hysteresis(**options.get("hysteresis", {}))
-    settings = ClusterSettings(
-        fleets=(FleetSettings(workers=workers, names=("paced",), bounds=bounds, hysteresis=hysteresis),)
-    )
+    paced = workers(options["workers"])
+    fleets = [FleetSettings(workers=paced, names=("paced",), bounds=bounds, hysteresis=hysteresis)]
+    if "fixed" in options:  # another model, which nothing scales but people
+        router = RouterSettings(name="router-fixed")
+        fixed = workers(options["fixed"])
+        fleets.append(
+            FleetSettings(
+                workers=fixed, names=("fixed",), router=router, hysteresis=hysteresis, label="fixed"
+            )
+        )
+    settings = ClusterSettings(fleets=tuple(fleets))
     serve(endpoint, settings, sources, Console(stderr=True), work)
 
 

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from tidemill.cluster import cli, cli_serve
+from tidemill.cluster import cli
+from tidemill.cluster.config import fleets
 from tidemill.workers import build as workers
 from tidemill.workers.runner import TorchRunner
 from tidemill.workers.settings import EngineSettings
@@ -39,5 +40,5 @@ def build(
 
 
 if __name__ == "__main__":
-    cli_serve.WorkerSettings = partial(cli_serve.WorkerSettings, build="tests.e2e.poisoned:build")
+    fleets.WorkerSettings = partial(fleets.WorkerSettings, build="tests.e2e.poisoned:build")
     sys.exit(cli.main())

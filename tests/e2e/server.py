@@ -9,13 +9,13 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
-ENDED_S_MAX = 60
 EVENTUALLY_S_MAX = 300
 READY = "ready: "
 MARK = "TIDEMILL_TEST_RUN"
@@ -27,6 +27,23 @@ def eventually(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < give_up_s, "it never came to hold"
         time.sleep(0.02)
+
+
+def command_of(process: psutil.Process) -> str:
+    """Its command line; nothing of one that has ended."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def listening_of(processes: Sequence[psutil.Process]) -> list[str]:
+    """The addresses that their sockets listen on."""
+    found: list[str] = []
+    for process in processes:
+        with suppress(psutil.Error):  # it ends meanwhile
+            sockets = process.net_connections("inet")
+            found += [one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN]
+    return found
 
 
 class Server:
@@ -44,15 +61,18 @@ class Server:
                 env={**os.environ, "TMPDIR": str(self._temp_folder)},
             )
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line.startswith(READY):
-            self._process.wait()
-            raise AssertionError(f"not ready: {line!r}\n{log_file.read_text()}")
-        self.url = line.removeprefix(READY).split("/v1 ")[0]
+        said: list[str] = []  # Ray itself may say something first
+        for line in self._process.stdout:
+            if line.startswith(READY):
+                self.url = line.removeprefix(READY).split("/v1 ")[0]
+                return
+            said.append(line)
+        self.kill_everything()
+        raise AssertionError(f"not ready: {''.join(said)}\n{log_file.read_text()}")
 
     def workers(self, role: str = "") -> list[dict[str, Any]]:
         """The rows of `tidemill status`, of one role."""
-        rows = httpx.get(f"{self.url}/cluster", timeout=60).json()["workers"]
+        rows = httpx.get(f"{self.url}/cluster", timeout=EVENTUALLY_S_MAX).json()["workers"]
         return [row for row in rows if row["info"]["role"].startswith(role)]
 
     def counter(self, name: str) -> float:
@@ -80,21 +100,27 @@ class Server:
         temporary file."""
         processes = self.processes()
         os.kill(self._process.pid, number)
-        status = self._process.wait(timeout=ENDED_S_MAX)
-        _, alive = psutil.wait_procs(processes, timeout=ENDED_S_MAX)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        status = self._process.wait(timeout=EVENTUALLY_S_MAX)
+        _, alive = psutil.wait_procs(processes, timeout=EVENTUALLY_S_MAX)
+        self._close()
         assert not alive, f"processes outlive the server: {alive}"
         files = list(self._temp_folder.iterdir())
         assert not files, f"files outlive the server: {files}"
         return status
 
+    def _close(self) -> None:
+        """An open pipe would be the warning, and so the failure, of some later test."""
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
     def kill_everything(self) -> None:
         """What a failed test has left."""
         if self._process.poll() is None:
             for process in reversed(self.processes()):
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             self._process.wait()
+        self._close()
         shutil.rmtree(self._temp_folder, ignore_errors=True)
 
 
@@ -109,9 +135,9 @@ def run_cli(
         text=True,
         check=False,
         env={**os.environ, **environment, MARK: mark},
-        timeout=ENDED_S_MAX * 10,
+        timeout=2 * EVENTUALLY_S_MAX,
     )
-    _, alive = psutil.wait_procs(_marked(mark), timeout=ENDED_S_MAX)
+    _, alive = psutil.wait_procs(_marked(mark), timeout=EVENTUALLY_S_MAX)
     return ended, alive
 
 

@@ -1,20 +1,28 @@
-"""A fleet on real Ray that grows under load and shrinks after it: every stream stays exact."""
+"""Fleets on real Ray that grow and shrink, by load and by hand, under load: every stream stays exact."""
 
 import asyncio
+import json
+import signal
+import subprocess
+import sys
+import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from tests.e2e.load import Client, PacedServer, paced_server
 from tests.e2e.paced import answer
-from tests.e2e.server import EVENTUALLY_S_MAX
+from tests.e2e.server import EVENTUALLY_S_MAX, eventually, run_cli
 from tidemill.workers.api.tokenizer import load_tokenizer
 from tidemill.workers.models.bundled import bundled
 
 LEAST = {"prefill-0": "prefill", "decode-0": "decode"}
 MOST = {"prefill": 2, "decode": 2}
+FIXED = {"fixed-mixed-0": "mixed"}
 TOKENS_PER_S = 640
 ROWS_MAX = 8
 HYSTERESIS = {"look_s": 0.25, "up_s": 1.5, "down_s": 3.0, "cool_s": 0.5, "start_s_max": 120.0, "drain_s": 5.0}
@@ -29,6 +37,7 @@ class Load:
     """Calls one after another in each of its lines, until it is told to end; all are checked."""
 
     client: Client
+    model: str = "paced"
     numbers: list[int] = field(default_factory=list[int])
     ends: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -44,7 +53,12 @@ class Load:
             100 + number // 700,
             *[100 + index % 700 for index in range(num_tokens)],
         ]
-        body: dict[str, Any] = {"prompt": prompt, "max_tokens": new_tokens, "ignore_eos": True}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": new_tokens,
+            "ignore_eos": True,
+        }
         outcome = await self.client.call(number, {**body, "stream": True}, {})
         decoder = load_tokenizer(bundled()["keeper"]).decoder()
         assert outcome.status == 200, outcome
@@ -58,13 +72,15 @@ class Fleet:
     """The rows of `tidemill status` as they were seen last, and the workers that ever had work."""
 
     url: str
+    model: str = "paced"
     rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     worked: dict[str, set[int]] = field(default_factory=dict[str, set[int]])  # processes of each role
 
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(EVENTUALLY_S_MAX), httpx.AsyncClient(timeout=60) as client:
             while True:
-                self.rows = (await client.get(f"{self.url}/cluster")).json()["workers"]
+                rows = (await client.get(f"{self.url}/cluster")).json()["workers"]
+                self.rows = [row for row in rows if row["model"] == self.model]
                 for row in self.rows:
                     if row["load"]["counters"]["taken"]:
                         self.worked.setdefault(row["info"]["role"], set()).add(row["info"]["pid"])
@@ -80,20 +96,25 @@ class Fleet:
         """One of each role, whichever."""
         return sorted(row["info"]["role"] for row in self.rows) == sorted(LEAST.values())
 
+    def names(self) -> list[str]:
+        return sorted(row["info"]["name"] for row in self.rows)
 
-def test_workers_come_under_load_and_go_after_it() -> None:
+
+def test_workers_come_and_go_by_load_and_by_hand(tmp_path: Path) -> None:
     async def main(server: PacedServer) -> None:
         async with Client(server.url) as client:
             await scale(client, server)
+            await scale_by_hand(client, server)
+        await look(server, tmp_path)
 
-    with paced_server(LEAST, TOKENS_PER_S, ROWS_MAX, most=MOST, hysteresis=HYSTERESIS) as server:
+    with paced_server(LEAST, TOKENS_PER_S, ROWS_MAX, most=MOST, hysteresis=HYSTERESIS, fixed=FIXED) as server:
         asyncio.run(main(server))
 
 
 async def scale(client: Client, server: PacedServer) -> None:
     fleet, busy = Fleet(server.url), Load(client)
     await fleet.until(fleet.is_least)
-    before = len(server.processes())
+    before = num_processes(server)
     async with asyncio.TaskGroup() as calls:
         for _ in range(ROWS_MAX - 1):
             calls.create_task(busy.line(SHORT_TOKENS, STREAM_TOKENS))
@@ -108,5 +129,79 @@ async def scale(client: Client, server: PacedServer) -> None:
             calls.create_task(calm.line(SHORT_TOKENS, STREAM_TOKENS))
         await fleet.until(fleet.is_least)  # its streams go on elsewhere
         calm.ends.set()
-    assert len(server.processes()) == before
+    await asyncio.to_thread(eventually, lambda: num_processes(server) == before)
     assert {row["state"] for row in fleet.rows} == {"ready"}
+
+
+async def scale_by_hand(client: Client, server: PacedServer) -> None:
+    """`tidemill scale`, of the fleet that load does not scale, with more streams than one worker takes."""
+    fleet, busy = Fleet(server.url, "fixed"), Load(client, "fixed")
+    before = num_processes(server)
+    async with asyncio.TaskGroup() as calls:
+        for _ in range(2 * ROWS_MAX):
+            calls.create_task(busy.line(SHORT_TOKENS, STREAM_TOKENS))
+        more = await told(server, "scale", "mixed=3", "--model", "fixed", "--wait", "--json")
+        assert json.loads(more.stdout)["roles"][0]["workers"] == 3, more
+        await fleet.until(lambda: len(fleet.worked.get("mixed", ())) == 3)
+        assert fleet.names() == ["fixed-mixed-0", "fixed-mixed-1", "fixed-mixed-2"]
+        fewer = await told(server, "scale", "mixed=1", "--model", "fixed", "--wait")
+        assert "mixed" in fewer.stdout
+        await fleet.until(lambda: len(fleet.rows) == 1)
+        busy.ends.set()  # those that were handed over end as exactly as the others
+    await asyncio.to_thread(eventually, lambda: num_processes(server) == before)
+    assert {row["state"] for row in fleet.rows} == {"ready"}
+    refused = await told(server, "scale", "prefill=9", "--model", "paced", status=2)
+    assert "--prefill-max" in refused.stderr
+    refused = await told(server, "scale", "mixed=0", "--model", "fixed", status=2)
+    assert "one mixed worker has to stay" in refused.stderr
+
+
+async def look(server: PacedServer, folder: Path) -> None:
+    """What people look at, of a server that has answered."""
+    top = json.loads((await told(server, "top", "--once", "--json")).stdout)
+    assert [one["model"] for one in top["models"]] == ["paced", "fixed"]
+    assert {one["model"] for one in top["workers"]} == {"paced", "fixed"}
+    await asyncio.to_thread(watch_and_leave, server.url)
+
+    bundle = folder / "bundle.tar.gz"
+    await told(server, "support-bundle", "-o", str(bundle))
+    with tarfile.open(bundle) as archive:
+        files = {Path(one.name).name: archive.extractfile(one) for one in archive.getmembers()}
+        texts = {name: file.read().decode() for name, file in files.items() if file is not None}
+    assert set(json.loads(texts["index.json"])["parts"].values()) == {"ok"}
+    assert len(json.loads(texts["nodes.json"])["nodes"]) == 1
+    config = json.loads(texts["config.json"])["config"]
+    assert [fleet["names"] for fleet in config["cluster"]["fleets"]] == [["paced"], ["fixed"]]
+    assert json.loads(texts["requests.json"])["requests"]
+    assert "raylet.out" in texts, sorted(texts)
+
+
+def num_processes(server: PacedServer) -> int:
+    """-1 while one of them ends."""
+    try:
+        return len(server.processes())
+    except psutil.Error:
+        return -1
+
+
+def watch_and_leave(url: str) -> None:
+    """`tidemill status --watch`, left by Ctrl-C once it has been seen twice."""
+    command = [sys.executable, "-m", "tidemill", "status", "--watch", "0.1", "--json", "--url", url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert watching.stderr is not None
+        for _ in range(2):
+            assert json.loads(watching.stdout.readline())["workers"]
+        watching.send_signal(signal.SIGINT)
+        for line in watching.stdout:
+            assert json.loads(line)["workers"]
+        assert watching.wait(EVENTUALLY_S_MAX) == 0
+        assert watching.stderr.read() == ""
+
+
+async def told(server: PacedServer, *words: str, status: int = 0) -> "subprocess.CompletedProcess[str]":
+    """A command that asks this server, once it has ended, with nothing left of it."""
+    ended, alive = await asyncio.to_thread(run_cli, *words, "--url", server.url)
+    assert ended.returncode == status, ended
+    assert not alive
+    return ended

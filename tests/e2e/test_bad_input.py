@@ -26,6 +26,8 @@ def test_before_anything_is_started() -> None:
 
 def test_in_a_worker(tmp_path: Path) -> None:
     """The compiler is looked for by the workers: their error comes back as a line of the command."""
-    line = refused("serve", "keeper", "--port", "0", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path))
+    line = refused(
+        "serve", "keeper", "--port", "0", "--mixed", "1", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path)
+    )
     assert "g++" in line
     assert "--kernels reference" in line

@@ -5,6 +5,7 @@
 import asyncio
 import json
 import shutil
+import signal
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -51,7 +52,8 @@ def look(person: Literal["Emma", "Tom"]) -> str:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """keeper, with a chat template that knows tools."""
+    """keeper, with a chat template that knows tools. It is stopped by Ctrl-C, those of other modules by
+    SIGTERM: neither leaves a process."""
     folder = tmp_path_factory.mktemp("clients")
     model = shutil.copytree(KEEPER, folder / "model")
     (model / "chat_template.jinja").write_text(TEMPLATE)
@@ -61,7 +63,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     )
     try:
         yield server
-        assert server.stop() == 0
+        assert server.stop(signal.SIGINT) == 0
     finally:
         server.kill_everything()
 

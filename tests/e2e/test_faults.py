@@ -148,7 +148,7 @@ def test_a_rolling_restart_under_load(server: Server, asked: list[Ask], calm: li
 
     def restart(name: str) -> None:
         body = {"drain": True, "force": name == "prefill-0"}  # the only one: the others compute prompts, too
-        response = httpx.post(f"{server.url}/cluster/workers/{name}/drain", json=body, timeout=60)
+        response = httpx.post(f"{server.url}/cluster/workers/{name}/drain", json=body, timeout=300)
         assert response.status_code == httpx.codes.OK, response.text
 
         def is_empty() -> bool:

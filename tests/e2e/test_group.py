@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.server import Server, eventually
+from tests.e2e.server import Server, command_of, eventually
 from tests.e2e.streams import run_all, run_while
 from tidemill import LLM, SamplingParams
 
@@ -57,12 +57,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def rank_of(server: Server) -> psutil.Process:
-    """The process of the group that is not its leader."""
-    (rank,) = (one for one in server.processes() if "ray::RankActor" in " ".join(one.cmdline()))
-    return rank
+    """The process of the group that is not its leader: awaited, and alone, after a restart."""
+    found: list[psutil.Process] = []
+
+    def is_alone() -> bool:
+        found[:] = [one for one in server.processes() if "ray::RankActor" in command_of(one)]
+        return len(found) == 1
+
+    eventually(is_alone)
+    return found[0]
 
 
 def leader_of(server: Server) -> psutil.Process:
+    eventually(lambda: len(server.workers("decode")) == 1)
     (row,) = server.workers("decode")
     return psutil.Process(row["info"]["pid"])
 
@@ -70,8 +77,7 @@ def leader_of(server: Server) -> psutil.Process:
 def test_tokens_are_those_of_one_process(server: Server, wanted: list[Outcome]) -> None:
     """The prompts come from a prefill worker of one rank, as shards that two ranks fetch."""
     assert [stream.outcome for stream in asyncio.run(run_all(server.url, bodies()))] == wanted
-    (row,) = server.workers("decode")
-    assert row["load"]["counters"]["store_gets_as_hit"] > 0
+    eventually(lambda: server.counter("store_gets_as_hit") > 0)  # the next heartbeat tells
 
 
 @pytest.mark.parametrize("victim", [rank_of, leader_of])

@@ -10,12 +10,11 @@ from typing import Any
 import grpc
 import grpc.aio
 import httpx
-import psutil
 import pytest
 import trustme
 from grpc_health.v1 import health_pb2
 
-from tests.e2e.server import Server, eventually
+from tests.e2e.server import EVENTUALLY_S_MAX, Server, eventually, listening_of
 from tests.unit.cluster.test_mutual_tls import issue
 from tidemill.cluster.channels import open_channel
 from tidemill.cluster.codec import Hello, encode_client_frame
@@ -23,7 +22,6 @@ from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.proto import generation_pb2 as pb
 from tidemill.workers.messages import WorkerId
 
-WAIT_S_MAX = 120.0
 STORY = "The keeper of the lighthouse said that " * 8
 
 
@@ -56,7 +54,7 @@ def edge(tmp_path_factory: pytest.TempPathFactory) -> Generator[Edge]:
 
 
 def over_http(edge: Edge, **body: object) -> dict[str, Any]:
-    reply = httpx.post(f"{edge.server.url}/v1/completions", json=body, timeout=WAIT_S_MAX)
+    reply = httpx.post(f"{edge.server.url}/v1/completions", json=body, timeout=EVENTUALLY_S_MAX)
     assert reply.status_code == 200, reply.text
     return reply.json()
 
@@ -152,7 +150,7 @@ def test_a_stranger_cannot_reach_a_worker(edge: Edge, who: str, tmp_path: Path) 
     hello = encode_client_frame(Hello(WorkerId(row["worker"])))
 
     async def answer(tls: MutualTls | None) -> Any:  # noqa: ANN401 - a frame, or the end of the stream
-        async with open_channel(row["address"], tls) as channel, asyncio.timeout(WAIT_S_MAX):
+        async with open_channel(row["address"], tls) as channel, asyncio.timeout(EVENTUALLY_S_MAX):
             anything: Any = channel
             call = anything.stream_stream("/tidemill.Worker/Stream")()
             await call.write(hello)
@@ -169,14 +167,9 @@ def test_a_stranger_cannot_reach_a_worker(edge: Edge, who: str, tmp_path: Path) 
 
 
 def test_every_process_listens_on_loopback_alone(edge: Edge) -> None:
-    listening = [
-        (process.name(), connection.laddr.ip)
-        for process in edge.server.processes()
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    ]
+    listening = listening_of(edge.server.processes())
     assert len(listening) >= 5, "HTTP, gRPC, a router and two workers at least"
-    assert {ip for _, ip in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, listening
+    assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 def test_what_people_ask_and_their_keys_are_in_no_log(edge: Edge) -> None:
@@ -187,13 +180,13 @@ def test_what_people_ask_and_their_keys_are_in_no_log(edge: Edge) -> None:
             f"{edge.server.url}/v1/completions",
             json=body,
             headers={"authorization": bearer},
-            timeout=WAIT_S_MAX,
+            timeout=EVENTUALLY_S_MAX,
         )
 
     async def main() -> None:
         async with grpc.aio.insecure_channel(edge.grpc_address) as channel:
             generate, _ = calls_of(channel)
-            request = pb.GenerateRequest(text=words, sampling=pb.Sampling(max_tokens=4))
+            request = pb.GenerateRequest(text=words, sampling=pb.Sampling(max_tokens=4, ignore_eos=True))
             reply = await generate(request, metadata=(("authorization", bearer),))
             assert reply.usage.completion_tokens == 4
 

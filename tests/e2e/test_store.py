@@ -4,23 +4,21 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from benchmarks.keeper.evaluate import exact_matches, load
 from benchmarks.keeper.questions import questions
 
-from tests.e2e.server import Server, eventually, run_cli
+from tests.e2e.faults import MASTER, OWNER, process_of
+from tests.e2e.server import Server, eventually, listening_of, run_cli
 from tests.e2e.streams import client_of, run_all, run_while
 from tidemill.workers.models.bundled import bundled
 
 KEEPER = bundled()["keeper"]
-MASTER, OWNER = "mooncake_master", "tidemill.kvstore.segment_owner"
 
 
 class Prompts:
@@ -65,32 +63,22 @@ def prompts() -> Prompts:
     return Prompts()
 
 
-def process_of(server: Server, part: str) -> psutil.Process:
-    """The process of the server whose command line names `part`: the present life of it."""
-    found: list[psutil.Process] = []
-
-    def is_there() -> bool:
-        found.clear()
-        for process in server.processes():
-            with suppress(psutil.NoSuchProcess):
-                if any(part in word for word in process.cmdline()):
-                    found.append(process)
-        return bool(found)
-
-    eventually(is_there)
-    return found[0]
-
-
 def outcomes(server: Server, bodies: list[dict[str, Any]]) -> list[tuple[str, str | None, int]]:
     return [stream.outcome for stream in asyncio.run(run_all(server.url, bodies))]
 
 
+def is_left_alone(server: Server) -> bool:
+    """Whether a worker has found the store down, as far as it has told."""
+    return any(row["load"]["counters"]["store_is_down"] for row in server.workers())
+
+
 def wait_until_used(server: Server, prompts: Prompts) -> None:
-    """Until a decode worker gets from the store what the prefill worker has just put there."""
+    """Until a decode worker gets from the store what the prefill worker has just put there: of several
+    prompts at once, a decode worker that is the faster one does not compute all itself."""
     hits = server.counter("store_gets_as_hit")
 
     def is_used() -> bool:
-        outcomes(server, prompts.bodies(1, 200, 2))
+        outcomes(server, prompts.bodies(8, 200, 2))
         return server.counter("store_gets_as_hit") > hits  # what the last heartbeat said
 
     eventually(is_used)
@@ -117,10 +105,9 @@ def test_answers_are_those_of_transformers(server: Server) -> None:
 
 
 def test_the_master_listens_on_loopback_alone(server: Server) -> None:
-    sockets = process_of(server, MASTER).net_connections("all")
-    listening = [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN]
+    listening = listening_of([process_of(server, MASTER)])
     assert len(listening) >= 2
-    assert {address.ip for address in listening} == {"127.0.0.1"}
+    assert set(listening) == {"127.0.0.1"}
 
 
 def test_operators_see_what_is_in_it(server: Server, folder: Path, tmp_path: Path) -> None:
@@ -138,7 +125,7 @@ def test_operators_see_what_is_in_it(server: Server, folder: Path, tmp_path: Pat
     (tmp_path / "other").write_bytes(bytes(32))
     ended, _ = run_cli(*get, str(tmp_path / "other"))
     assert (ended.returncode, ended.stdout) == (1, "corrupt\n"), "sealed with the secret of the server"
-    metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
+    metrics = httpx.get(f"{server.url}/metrics", timeout=300).text
     labels = 'model_name="keeper",outcome="hit",role="decode",worker="decode-0"'
     assert f"tidemill:worker_store_gets_total{{{labels}}}" in metrics
 
@@ -147,12 +134,16 @@ def test_pages_survive_every_worker(server: Server, prompts: Prompts) -> None:
     """kill -9 of all workers: what they have computed is with the owner, and is fetched from there."""
     bodies = prompts.bodies(4, 300, 20)
     expected = outcomes(server, bodies)
-    server.replace_workers()
-    streams = asyncio.run(run_all(server.url, bodies))
-    assert [stream.outcome for stream in streams] == expected
+
+    def are_fetched() -> bool:
+        """Not at once where pages were still on their way to the owner, or came too late to be waited for."""
+        server.replace_workers()
+        streams = asyncio.run(run_all(server.url, bodies))
+        assert [stream.outcome for stream in streams] == expected
+        return all(stream.usage["prompt_tokens_details"]["cached_tokens"] == 256 for stream in streams)
+
+    eventually(are_fetched)
     eventually(lambda: server.counter("store_gets_as_hit") > 0)
-    details = [stream.usage["prompt_tokens_details"]["cached_tokens"] for stream in streams]
-    assert details == [256] * 4
 
 
 @pytest.mark.parametrize("part", [MASTER, OWNER])
@@ -173,19 +164,17 @@ def test_requests_are_computed_while_the_store_is_away(server: Server, prompts: 
     is used again by itself, with all that it knew."""
     known, new = prompts.bodies(4, 300, 20), prompts.bodies(4, 300, 20)
     expected = outcomes(server, known)
-    trips = server.counter("store_trips")
     master = process_of(server, MASTER)
     master.suspend()
     try:
         away = outcomes(server, new)
-        eventually(lambda: server.counter("store_trips") > trips)
+        eventually(lambda: bool(outcomes(server, prompts.bodies(1, 200, 2))) and is_left_alone(server))
         hits = server.counter("store_gets_as_hit")
         assert outcomes(server, known) == expected
         assert server.counter("store_gets_as_hit") == hits
-        assert any(row["load"]["counters"]["store_is_down"] for row in server.workers())
     finally:
         master.resume()
     wait_until_used(server, prompts)
     assert outcomes(server, new) == away
-    eventually(lambda: not any(row["load"]["counters"]["store_is_down"] for row in server.workers()))
+    eventually(lambda: not is_left_alone(server))
     assert process_of(server, MASTER).pid == master.pid

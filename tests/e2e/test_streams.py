@@ -53,11 +53,16 @@ def edge_mib(server: PacedServer) -> float:
 
 
 def nothing_runs(server: PacedServer) -> bool:
-    load = httpx.get(f"{server.url}/load", timeout=60).json()["server_load"]
-    workers = httpx.get(f"{server.url}/cluster", timeout=60).json()["workers"]
+    load = httpx.get(f"{server.url}/load", timeout=300).json()["server_load"]
+    workers = httpx.get(f"{server.url}/cluster", timeout=300).json()["workers"]
     return load == 0 and not any(
         row["load"]["running_rows"] or row["load"]["waiting_rows"] for row in workers
     )
+
+
+def aborted(server: PacedServer) -> float:
+    text = httpx.get(f"{server.url}/metrics", timeout=300).text
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if ABORTED in line)
 
 
 def test_many_streams_beside_more_that_wait_and_idle_connections(server: PacedServer) -> None:
@@ -79,7 +84,7 @@ def test_many_streams_beside_more_that_wait_and_idle_connections(server: PacedSe
 def test_clients_that_do_not_read_are_cut_and_the_others_get_all(server: PacedServer) -> None:
     deaf = body(LONG_TOKENS, n=CHOICES, stream_options={"continuous_usage_stats": True})
     data = json.dumps(deaf).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(data)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n"
     before_mib = edge_mib(server)
 
     async def main() -> list[Outcome]:
@@ -92,7 +97,5 @@ def test_clients_that_do_not_read_are_cut_and_the_others_get_all(server: PacedSe
             return outcomes
 
     check(asyncio.run(main()), ANSWER_TOKENS)
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
-    (aborted,) = [line for line in text.splitlines() if ABORTED in line]
-    assert float(aborted.rpartition(" ")[2]) == DEAF * CHOICES, "none of them came to its end"
+    eventually(lambda: aborted(server) == DEAF * CHOICES)  # none of them came to its end
     assert edge_mib(server) - before_mib < GROWTH_MIB_MAX

@@ -5,6 +5,8 @@ from tests.mutations.planted import FLOW, ROUTER, UNIT, Planted
 ORDERS = f"{UNIT}/cluster/test_orders.py"
 BETWEEN = f"{UNIT}/cluster/test_trials_between.py"
 WATCH = f"{UNIT}/cluster/test_watch.py"
+CUT = f"{UNIT}/cluster/test_peers_cut.py"
+NODES = f"{UNIT}/cluster/test_nodes.py"
 TRIALS = f"{UNIT}/workers/test_trials.py"
 HANDOVER = f"{UNIT}/workers/test_handover.py"
 
@@ -229,5 +231,40 @@ RESILIENCE = (
         "before is None or now_s - before[1] > SOON_S",
         "before is None",
         ORDERS,
+    ),
+    Planted(
+        "a bad line is taken for a death",
+        "cluster/peers.py",
+        "self._is_cut = await self._lives()",
+        "self._is_cut = False",
+        CUT,
+    ),
+    Planted(
+        "a death is taken for a bad line",
+        "cluster/peers.py",
+        "self._is_cut = await self._lives()",
+        "self._is_cut = True",
+        CUT,
+    ),
+    Planted(
+        "replicas of a role gather on one node",
+        "cluster/nodes.py",
+        "(same[node.id], taken[node.id])",
+        "taken[node.id]",
+        NODES,
+    ),
+    Planted(
+        "a group goes where there is a place for one of its ranks",
+        "cluster/nodes.py",
+        "amount * self.ranks for",
+        "amount for",
+        NODES,
+    ),
+    Planted(
+        "a place is given twice",
+        "cluster/nodes.py",
+        "        left[home.id] = home.without(demand)\n",
+        "",
+        NODES,
     ),
 )

@@ -4,6 +4,10 @@ from tests.mutations.planted import UNIT, Planted
 
 ANSWERS = f"{UNIT}/cluster/test_grpc_api.py"
 EDGES = f"{UNIT}/cluster/test_grpc_edges.py"
+CALLING = "workers/api/calling.py"
+CALLS = f"{UNIT}/workers/test_calls.py"
+SPEECH = f"{UNIT}/workers/test_speech.py"
+SITES = "cluster/http/sites.py"
 TLS = f"{UNIT}/cluster/test_mutual_tls.py"
 
 GENERATION = "cluster/grpc_api/generation.py"
@@ -136,5 +140,54 @@ EDGE_BUGS = (
         "        tls.check()\n",
         "        pass\n",
         TLS,
+    ),
+    Planted(
+        "ports that cannot be kept are open without a word",
+        "kvstore/mooncake_store.py",
+        "if not self.transport.is_open:",
+        "if self.transport.is_open:",
+        f"{UNIT}/kvstore/test_mooncake_ports.py",
+    ),
+    Planted(
+        "any page of the web gives orders",
+        SITES,
+        "method not in READS and",
+        "method in READS and",
+        f"{UNIT}/cluster/test_http_sites.py",
+    ),
+    Planted(
+        "a name that points to loopback is one of ours",
+        SITES,
+        "and not _is_local(name)",
+        "and not name",
+        f"{UNIT}/cluster/test_http_sites.py",
+    ),
+    Planted(
+        "a brace in a text ends the arguments",
+        CALLING,
+        "elif char == '\"':",
+        'elif char == "never":',
+        SPEECH,
+    ),
+    Planted(
+        "the end of a tag is told as an argument",
+        CALLING,
+        "kept = max(growing(value, one) for one in PARAMETER_ENDS)",
+        "kept = 0",
+        CALLS,
+    ),
+    Planted(
+        "a call that was cut short looks whole",
+        "workers/api/speech.py",
+        "self._calling.end(closed=at >= 0)",
+        "self._calling.end(closed=True)",
+        CALLS,
+    ),
+    Planted(
+        "further calls come although one was wanted",
+        "workers/api/speech.py",
+        "if pieces and (most is None or pieces[0].index < most):",
+        "if pieces:",
+        SPEECH,
     ),
 )

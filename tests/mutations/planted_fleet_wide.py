@@ -142,8 +142,8 @@ FLEET_WIDE = (
     Planted(
         "a worker whose role a person has set is drained",
         "cluster/scaler.py",
-        "names = [name for name in self._names(role) if self._workers[name].started_as == role]",
-        "names = self._names(role)",
+        " if self._workers[name].started_as == change.role]",
+        "]",
         SCALER,
     ),
     Planted(

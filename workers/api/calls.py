@@ -8,15 +8,14 @@ XML says nothing about types: what a parameter is comes from the schema of its f
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 FUNCTION = "<function="
 """What a chat template has that asks for XML."""
 
-WHOLE = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>\s*)?", re.DOTALL)
-PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+WITHOUT_PARAMETERS = re.compile(r"\s*<function=([^>\s]+)>\s*(?:</function>\s*)?")
 CONSTANTS = {"True": True, "False": False, "None": None}
 """As models write them that think of Python."""
 
@@ -26,17 +25,32 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`arguments` is the text of a JSON object."""
+    """A call, or a piece of one: the first piece has the name, and the arguments of all of them add up to the
+    text of a JSON object."""
 
     index: int
-    name: str
+    name: str | None
     arguments: str
 
 
+def joined(pieces: Iterable[Call]) -> list[Call]:
+    """The same with what there is of each call in one piece."""
+    whole: dict[int, Call] = {}
+    for piece in pieces:
+        before = whole.get(piece.index)
+        whole[piece.index] = (
+            piece if before is None else Call(piece.index, before.name, before.arguments + piece.arguments)
+        )
+    return list(whole.values())
+
+
 def call_of(body: str, index: int, schemas: Schemas | None) -> Call | None:
-    """The call that stands between the tags; None if it is none. `schemas` are those of a model that writes
-    XML."""
-    found = _json(body) if schemas is None else _xml(body, schemas)
+    """The call that stands between the tags, of those that cannot be told while they come; None if it is
+    none. `schemas` are those of a model that writes XML."""
+    if schemas is not None:
+        bare = WITHOUT_PARAMETERS.fullmatch(body)
+        return None if bare is None else Call(index, bare[1], "{}")
+    found = _json(body)
     if found is None:
         return None
     name, arguments = found
@@ -57,21 +71,7 @@ def _json(body: str) -> tuple[str, dict[str, object]] | None:
     return name, cast("dict[str, object]", arguments)
 
 
-def _xml(body: str, schemas: Schemas) -> tuple[str, dict[str, object]] | None:
-    whole = WHOLE.fullmatch(body)
-    if whole is None:
-        return None
-    name, text = whole.groups()
-    parameters = parameters_of(schemas.get(name, {}))
-    arguments: dict[str, object] = {}
-    end = 0
-    while parameter := PARAMETER.match(text, end):
-        end = parameter.end()
-        arguments[parameter[1]] = _value(parameter[2], parameters.get(parameter[1], {}))
-    return None if text[end:].strip() else (name, arguments)
-
-
-def _value(text: str, wanted: Mapping[str, Any]) -> object:
+def value_of(text: str, wanted: Mapping[str, Any]) -> object:
     """What stands in a parameter, if that can be what its schema says; else its text."""
     if is_text(wanted):
         return text

@@ -2,14 +2,15 @@
 
     <think> reasoning </think> words <tool_call> call </tool_call> ...
 
-The tags of Qwen and Hermes models; what a call looks like is in calls.py. No text is lost: what looks like a
-call and is none is told as words.
+The tags of Qwen and Hermes models; what a call looks like is in calls.py, how it is told while it comes in
+calling.py. No text is lost: what looks like a call and is none is told as words.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from tidemill.workers.api.calls import Call, Schemas, call_of
+from tidemill.workers.api.calling import Calling, growing
+from tidemill.workers.api.calls import Call, Schemas
 
 THINK, THOUGHT = "<think>", "</think>"
 CALL, CALLED = "<tool_call>", "</tool_call>"
@@ -55,6 +56,7 @@ class Speech:
             self._inside = "reasoning" if manner.thinking else "start"
         self._held = ""
         self._after_tag = manner.thinking  # white space there is nobody's words
+        self._calling = Calling(0, manner.schemas)
         self.num_calls = 0
 
     def push(self, text: str, *, last: bool) -> list[Part]:
@@ -86,6 +88,8 @@ class Speech:
     def _go(self, inside: Literal["reasoning", "words", "call"]) -> None:
         self._inside = inside
         self._after_tag = True
+        if inside == "call":
+            self._calling = Calling(self.num_calls, self._manner.schemas)
 
     def _start(self, *, last: bool) -> bool:
         """Reasoning, if the first thing that is no white space says so."""
@@ -102,7 +106,7 @@ class Speech:
     def _pass_on(self, parts: list[Part], tag: str, kind: type[Reasoning | Words], *, last: bool) -> bool:
         """What is held, up to `tag` (if any) and without it. Whether it was found."""
         at = self._held.find(tag) if tag else -1
-        cut = at if at >= 0 else len(self._held) - (0 if last else _growing(self._held, tag))
+        cut = at if at >= 0 else len(self._held) - (0 if last else growing(self._held, tag))
         text, self._held = self._held[:cut], self._held[cut + (len(tag) if at >= 0 else 0) :]
         if self._after_tag:
             text = text.lstrip()
@@ -113,19 +117,18 @@ class Speech:
 
     def _call(self, parts: list[Part], *, last: bool) -> bool:
         at = self._held.find(CALLED)
-        if at < 0 and not last:
-            return False
-        body, self._held = (self._held, "") if at < 0 else (self._held[:at], self._held[at + len(CALLED) :])
-        call = call_of(body, self.num_calls, self._manner.schemas)
-        if call is None:
-            parts.append(Words(CALL + body + (CALLED if at >= 0 else "")))
-        elif self._manner.calls_max is None or self.num_calls < self._manner.calls_max:
-            self.num_calls += 1
-            parts.append(call)
-        self._go("words")
+        cut = at if at >= 0 else len(self._held) - (0 if last else growing(self._held, CALLED))
+        text, self._held = self._held[:cut], self._held[cut + (len(CALLED) if at >= 0 else 0) :]
+        pieces = self._calling.push(text)
+        if at >= 0 or last:
+            left = self._calling.end(closed=at >= 0)
+            if left is None:
+                parts.append(Words(CALL + self._calling.held + (CALLED if at >= 0 else "")))
+            pieces += left or []
+        most = self._manner.calls_max
+        if pieces and (most is None or pieces[0].index < most):
+            self.num_calls = pieces[0].index + 1
+            parts += pieces
+        if at >= 0 or last:
+            self._go("words")
         return at >= 0
-
-
-def _growing(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that starts `tag`."""
-    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)

@@ -5,13 +5,17 @@ structured_outputs   vLLM: one of json, regex, choice, grammar (Lark), json_obje
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError
 
 SCHEMA_DEPTH_MAX = 64
 """Levels of objects and lists in a JSON schema."""
+
+PATTERN_BYTES_MAX = 4 << 10
+LARK_BYTES_MAX = 8 << 10
+"""Time that a regex takes can grow with the square of its length, in a step of everybody: 20 ms at these."""
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 HARMLESS = ("disable_fallback", "backend")
@@ -82,9 +86,9 @@ def _of_form(form: str, value: object, param: str) -> Grammar:
         case "json", str(text):
             return _schema(_parsed(text, param), param)
         case "regex", str(text) if text:
-            return Grammar(kind="regex", text=_bounded(text, param))
+            return Grammar(kind="regex", text=_bounded(text, param, PATTERN_BYTES_MAX))
         case "grammar", str(text) if text:
-            return Grammar(kind="lark", text=_bounded(text, param))
+            return Grammar(kind="lark", text=_bounded(text, param, LARK_BYTES_MAX))
         case "choice", list() if all(isinstance(one, str) for one in cast("list[object]", value)):
             return Grammar(kind="choice", text=_bounded(json.dumps(value, ensure_ascii=False), param))
         case "json_object", True:
@@ -109,6 +113,16 @@ def _parsed(text: str, param: str) -> dict[str, object]:
 
 
 def _schema(schema: dict[str, object], param: str) -> Grammar:
+    check_schema(schema, param)
+    try:
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"{param} cannot be written as JSON: {error}", param=param) from error
+    return Grammar(kind="json_schema", text=_bounded(text, param))
+
+
+def check_schema(schema: dict[str, object], param: str) -> None:
+    """Raises RequestError when it is too deep, or a pattern in it too long."""
     level: list[object] = [schema]
     depth = 0
     while level:
@@ -117,12 +131,20 @@ def _schema(schema: dict[str, object], param: str) -> Grammar:
             raise RequestError(
                 f"{param} is nested more than {SCHEMA_DEPTH_MAX} levels deep: use $defs and $ref", param=param
             )
+        for pattern in _patterns(level):
+            _bounded(pattern, f"{param}: a pattern", PATTERN_BYTES_MAX)
         level = [child for one in level for child in _children(one)]
-    try:
-        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except (ValueError, TypeError) as error:
-        raise RequestError(f"{param} cannot be written as JSON: {error}", param=param) from error
-    return Grammar(kind="json_schema", text=_bounded(text, param))
+
+
+def _patterns(level: Sequence[object]) -> Iterator[str]:
+    for one in level:
+        if isinstance(one, dict):
+            schema = cast("dict[str, object]", one)
+            pattern, properties = schema.get("pattern"), schema.get("patternProperties")
+            if isinstance(pattern, str):
+                yield pattern
+            if isinstance(properties, dict):
+                yield from cast("dict[str, object]", properties)
 
 
 def _children(value: object) -> list[object]:
@@ -135,15 +157,16 @@ def _children(value: object) -> list[object]:
     return [item for item in items if isinstance(item, dict | list)]
 
 
-def _bounded(text: str, param: str) -> str:
+def _bounded(text: str, param: str, bytes_max: int = GRAMMAR_BYTES_MAX) -> str:
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError:
         raise RequestError(
             f"{param} holds half of a surrogate pair: send valid Unicode", param=param
         ) from None
-    if num_bytes > GRAMMAR_BYTES_MAX:
+    if num_bytes > bytes_max:
         raise RequestError(
-            f"{param} has {num_bytes:,} bytes: shorten it to {GRAMMAR_BYTES_MAX:,} or less", param=param
+            f"{param} has {num_bytes:,} bytes: shorten it to {bytes_max:,} or less",
+            param=param.partition(":")[0],
         )
     return text

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 
 from tidemill.workers.api.calls import FUNCTION, choices_of, is_text, parameters_of
 from tidemill.workers.api.speech import CALL, CALLED, THOUGHT, Manner
+from tidemill.workers.api.structured import check_schema
 from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError
 
 TOOLS_MAX = 128
@@ -88,6 +89,8 @@ def forced(tools: Sequence[Tool], manner: Manner) -> Grammar:
     is cut short. Raises RequestError."""
     end = f"{json.dumps(THOUGHT + BREAK)} " if manner.thinking else ""
     functions = [tool.function for tool in tools]
+    for function in functions:
+        check_schema(function.parameters or {}, "tools")
     if manner.schemas is None:
         bodies, rules = [f"%json {_schema_of(function)}" for function in functions], list[str]()
     else:

@@ -3,9 +3,9 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -22,7 +22,7 @@ from tidemill.cluster.http.desk import Sources
 from tidemill.cluster.http.models import Served
 from tidemill.cluster.http.patience import patient
 from tidemill.cluster.security import Tls, uvicorn_settings
-from tidemill.cluster.service import FleetStatus, ServedModel, WorkerStatus
+from tidemill.cluster.service import FleetStatus, RoleScale, ServedModel, WorkerStatus
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.api.tokenizer import FolderTokenizer, load_tokenizer
 from tidemill.workers.messages import (
@@ -126,6 +126,7 @@ class FakeService:
     requests: list[Request] = field(default_factory=list[Request])
     budgets: list[tuple[str, int | None]] = field(default_factory=list[tuple[str, int | None]])
     orders: list[tuple[object, ...]] = field(default_factory=list[tuple[object, ...]])
+    scaled: RoleScale = field(default_factory=lambda: RoleScale(role="decode", workers=1))
     open_streams: int = 0
     resets: int = 0
     pieces: int = 0
@@ -187,6 +188,16 @@ class FakeService:
 
     async def set_role(self, worker: str, role: Role) -> None:
         self.orders.append((worker, role))
+
+    async def scale(self, counts: Mapping[Role, int], *, pending: bool = False) -> str | None:
+        if counts.get("mixed"):
+            raise RequestError("there was no mixed worker at the start", param="workers")
+        self.orders.append((dict(counts), pending))
+        self.scaled = replace(self.scaled, workers=counts.get("decode", self.scaled.workers))
+        return "decode-1 needs a GPU" if pending else None
+
+    async def roles(self) -> tuple[RoleScale, ...]:
+        return (self.scaled,)
 
 
 def scored(token: int, count: int) -> TokenLogprob:

@@ -48,7 +48,8 @@ SERVE_OPTIONS = [
     "--metrics-alias",
     "--mixed",
     "--mixed-max",
-    "--model-config",
+    "--no-enforce-eager",
+    "--no-log-json",
     "--no-memory-broker",
     "--no-overlap",
     "--num-speculative-tokens",
@@ -114,7 +115,6 @@ class Refused:
 def test_option_names() -> None:
     parser = argparse.ArgumentParser()
     cli.add_serving_options(parser)
-    cli.add_security_options(parser)
     assert (
         sorted(option for option in parser._option_string_actions if option.startswith("--")) == SERVE_OPTIONS
     )
@@ -169,7 +169,13 @@ def test_store_path_not_writable(refused: Refused, tmp_path: Path) -> None:
         (("--mixed", "1", "--decode", "1"), "--mixed"),
         (("--prefill", "0"), "--prefill"),
         (("--tensor-parallel-size", "0"), "--tensor-parallel-size"),
-        (("--mixed", "1", "--decode-tensor-parallel-size", "2"), "--mixed"),
+        (("--mixed", "1", "--decode-tensor-parallel-size", "2"), "--decode-tensor-parallel-size"),
+        (("--prefill", "2", "--prefill-max", "1"), "--prefill-max is 1"),
+        (("--mixed-max", "2"), "--mixed-max"),
+        (("--ttft-max", "0"), "--ttft-max"),
+        (("--send-timeout", "-1"), "--send-timeout"),
+        (("--routers", "0"), "--routers"),
+        (("--config", "/nowhere"), "/nowhere"),
         (("-tp", "7"), "--tensor-parallel-size"),
         (("--store", "memory:"), "file:///path"),
         (("--store", "mooncake://127.0.0.1:9"), "mooncake?size=8GiB"),

@@ -38,7 +38,7 @@ class Client:
         self.heard()
 
     async def ask(self, app: FastAPI) -> None:
-        headers = [(b"content-type", b"application/json"), (b"host", b"edge")]
+        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},

@@ -66,6 +66,8 @@ def test_probes_bring_no_key(path: str) -> None:
         ("/cluster/memory", None),
         ("/cluster/requests", None),
         ("/cluster/workers/decode-0/drain", {}),
+        ("/cluster/scale", None),
+        ("/cluster/scale", {"workers": {"decode": 2}}),
         ("/reset_prefix_cache", {}),
         ("/flush_cache", {}),
     ],
@@ -74,6 +76,12 @@ def test_orders_are_for_operators(path: str, body: dict[str, object] | None) -> 
     app = edge(FakeService(saying("a")))
     assert ask(app, path, "sk-one", body).status_code == 403
     assert ask(app, path, "sk-people", body).status_code == 200
+
+
+def test_what_a_server_tells_of_itself_is_for_operators() -> None:
+    app = edge(FakeService(saying("a")))
+    assert ask(app, "/cluster/support/config", "sk-one", None).status_code == 403
+    assert ask(app, "/cluster/support/config", "sk-people", None).status_code == 404, "it tells nothing"
 
 
 def test_a_tenant_shares_prefixes_with_itself_alone() -> None:

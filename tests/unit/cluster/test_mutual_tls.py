@@ -12,7 +12,8 @@ import trustme
 from tests.unit.cluster.scripted_engine import FIRST, LAST, ScriptedEngine, collect, request, run
 from tidemill.cluster import cli, router_client
 from tidemill.cluster.cli_security import guarded
-from tidemill.cluster.cli_serve import cluster_settings
+from tidemill.cluster.cli_serve import settled
+from tidemill.cluster.config.fleets import Surroundings, cluster_settings
 from tidemill.cluster.data_plane import DataPlane
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
 from tidemill.cluster.peers import GrpcPeers
@@ -169,8 +170,9 @@ def test_new_files_count_from_the_next_connection_on(
 
 def clustered(*arguments: str) -> ClusterSettings:
     """What `tidemill serve` makes of these options."""
-    options = cli.parser().parse_args(["serve", "keeper", *arguments])
-    return guarded(cluster_settings(options, "file:///nowhere", Path("/nowhere")), options)
+    config = settled(cli.parser().parse_args(["serve", "keeper", *arguments]))
+    around = Surroundings(store_url="file:///nowhere", cache_folder=Path("/nowhere"))
+    return guarded(cluster_settings(config, around), config.cluster)
 
 
 def options_of(tls: MutualTls) -> list[str]:
@@ -199,7 +201,7 @@ def test_what_would_not_work_is_said_before_anything_starts(
     theirs = issue(tmp_path / "theirs", trustme.CA())
     for arguments, says in (
         (["--cluster-host", "node"], "--cluster-ssl-certfile"),
-        (options_of(ours)[:2], "--cluster-ssl-ca-certs is missing"),
+        (options_of(ours)[:2], "ssl_ca_certs is missing"),
         (options_of(replace(ours, key=tmp_path / "nowhere")), "there is no file"),
         (options_of(replace(ours, ca=theirs.ca)), "would not hear each other"),
         (options_of(replace(ours, key=theirs.key)), "would not hear each other"),

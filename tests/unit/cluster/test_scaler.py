@@ -34,6 +34,7 @@ class FakeCluster:
     forgotten: list[str] = field(default_factory=list[str])  # removed when they had gone
     is_away: bool = False
     is_full: bool = False
+    free: int | None = None  # places; None: as many as one likes
     keeps: frozenset[str] = frozenset()  # refuse to be drained
 
     def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None:
@@ -43,6 +44,10 @@ class FakeCluster:
         assert worker.build == "somebody's:own"
         assert worker.name not in self.workers
         self.workers[worker.name] = replace(worker_status(worker.name, worker.role), load=self.load)
+
+    def lacks(self, *workers: WorkerSettings) -> str | None:
+        assert workers
+        return None if self.free is None or len(workers) <= self.free else f"{workers[-1].name} needs a GPU"
 
     def remove_worker(self, name: str) -> None:
         worker = self.workers.pop(name, None)

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from tests.unit.cluster.fake_service import FakeService, saying, serving, sources, tokenizer
 from tidemill.cluster import cli
 from tidemill.cluster.cli_security import KEY_VARIABLE, security_of
+from tidemill.cluster.cli_serve import settled
 from tidemill.cluster.http.app import build_app
 from tidemill.cluster.http.keys import digest_of
 from tidemill.cluster.http.models import Served
@@ -23,7 +24,8 @@ from tidemill.workers.messages import RequestError, Unserved
 
 
 def security(*arguments: str, **environ: str) -> Security:
-    return security_of(cli.parser().parse_args(["serve", "keeper", *arguments]), environ)
+    options = cli.parser().parse_args(["serve", "keeper", *arguments])
+    return security_of(settled(options).edge, options.api_key, environ)
 
 
 @pytest.fixture(scope="module")

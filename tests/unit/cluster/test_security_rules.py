@@ -53,8 +53,8 @@ LIMITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (TEXT, {"model": "keeper"}, {"model": "k" * 257}),
     (
         TEXT,
-        {"structured_outputs": {"regex": "a" * (64 << 10)}},
-        {"structured_outputs": {"regex": "a" * ((64 << 10) + 1)}},
+        {"structured_outputs": {"regex": "a" * (4 << 10)}},
+        {"structured_outputs": {"regex": "a" * ((4 << 10) + 1)}},
     ),
     (TEXT, {"structured_outputs": {"json": nested(64)}}, {"structured_outputs": {"json": nested(65)}}),
     (CHAT, {"logprobs": True, "top_logprobs": 20}, {"logprobs": True, "top_logprobs": 21}),

@@ -42,14 +42,13 @@ class Hopper:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One kernel. Counts are of instructions in its machine code."""
+    """One kernel. Counts are of instructions for ptxas, which has one in machine code for each of these."""
 
     name: str
     registers: int
     stack_bytes: int  # spilled registers and arrays that ended up in memory
     shared_bytes: int
     wgmma: int
-    mma: int
     tma: int  # loads by the copy engine
 
 
@@ -76,21 +75,16 @@ def _read(name: str, kernel: Any) -> Compiled:  # noqa: ANN401
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = _output("cuobjdump", "-res-usage", file.name)
-        code = _output("nvdisasm", "-c", file.name)
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
-
-    def count(instruction: str) -> int:
-        return len(re.findall(rf"\b{instruction}", code))
-
+    code: str = kernel.asm["ptx"]
     return Compiled(
         name=name,
         registers=int(found[1]),
         stack_bytes=int(found[2]),
         shared_bytes=kernel.metadata.shared,
-        wgmma=count("HGMMA"),
-        mma=count("HMMA"),
-        tma=count("UTMALDG"),
+        wgmma=code.count("wgmma.mma_async"),
+        tma=len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", code)),
     )
 
 

@@ -1,14 +1,21 @@
-"""The compiled library: made once, never half, and a clear error where it cannot be made."""
+"""The compiled library: made ahead, or once and never half, and a clear error where it cannot be made."""
 
+import platform
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.unit.kernels.cases import random, same_bits
+from tidemill.kernels import compiler as compiler_module
 from tidemill.kernels import dispatch
-from tidemill.kernels.build import KernelUnavailable, build
+from tidemill.kernels.build import KernelUnavailable, Library, build
+from tidemill.kernels.compiler import KINDS, ahead_name, compile_ahead, found_ahead, kinds, sources
 from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.linear.cpu import bind_linear, bind_pack
 
 OPERATORS = len(fields(dispatch.Operators)) + 1  # and page_copy
 
@@ -47,7 +54,7 @@ def test_processes_that_start_together_compile_once(tmp_path: Path, compiler: Pa
 
 
 def test_no_compiler_is_a_named_error(tmp_path: Path) -> None:
-    with pytest.raises(KernelUnavailable, match=r"install no-such-compiler, or pass --kernels reference"):
+    with pytest.raises(KernelUnavailable, match=r"install no-such-compiler, or tidemill from a wheel"):
         build(tmp_path, "no-such-compiler")
 
 
@@ -58,6 +65,105 @@ def test_a_failed_compilation_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(KernelUnavailable, match="no space left"):
         build(tmp_path / "cache", str(broken))
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["kernels.lock"]
+
+
+X86 = """processor\t: 0
+model name\t: some avx512f of yesterday
+flags\t\t: fpu sse2 {flags}
+bugs\t\t: avx512bw avx512dq avx512vl
+"""
+AVX2 = "avx2 fma"
+AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl"
+
+
+@pytest.fixture
+def ahead(tmp_path: Path) -> Path:
+    """Something for each kind of x86."""
+    folder = tmp_path / "ahead"
+    folder.mkdir()
+    for kind in KINDS["x86_64"]:
+        (folder / ahead_name("x86_64", kind)).touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        (AVX512, "avx512"),
+        (AVX512.replace("avx512vl", ""), "avx2"),
+        (AVX2, "avx2"),
+        ("avx2", None),
+        ("", None),
+    ],
+)
+def test_a_cpu_gets_the_fastest_library_that_it_runs(ahead: Path, flags: str, kind: str | None) -> None:
+    found = found_ahead(ahead, "x86_64", X86.format(flags=flags))
+    assert found == (None if kind is None else ahead / ahead_name("x86_64", kind))
+
+
+def test_a_library_of_other_sources_or_another_machine_is_not_found(ahead: Path, tmp_path: Path) -> None:
+    assert found_ahead(ahead, "aarch64", X86.format(flags=AVX512)) is None
+    assert found_ahead(tmp_path / "none", "x86_64", X86.format(flags=AVX512)) is None
+    fastest = ahead / ahead_name("x86_64", "avx512")
+    digest = fastest.stem.rpartition("-")[2]
+    fastest.rename(ahead / fastest.name.replace(digest, digest[::-1]))
+    assert found_ahead(ahead, "x86_64", X86.format(flags=AVX512)) == ahead / ahead_name("x86_64", "avx2")
+
+
+def test_a_library_is_named_by_what_it_was_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for source in (compiler_module.FOLDER / "cpu.h", *sources()):
+        copied = tmp_path / source.relative_to(compiler_module.FOLDER)
+        copied.parent.mkdir(exist_ok=True)
+        shutil.copy(source, copied)
+    before = compiler_module.library_name("x86_64")
+    monkeypatch.setattr(compiler_module, "FOLDER", tmp_path)
+    assert compiler_module.library_name("x86_64") == before != compiler_module.library_name("aarch64")
+    for changed in (tmp_path / "cpu.h", sources()[0]):
+        changed.write_text(changed.read_text() + "// changed\n")
+        assert compiler_module.library_name("x86_64") != before
+        before = compiler_module.library_name("x86_64")
+
+
+def test_a_machine_that_is_not_x86_has_one_library(tmp_path: Path) -> None:
+    path = tmp_path / ahead_name("aarch64", "any")
+    path.touch()
+    assert found_ahead(tmp_path, "aarch64", "Features\t: fp asimd\n") == path
+
+
+def test_what_was_made_ahead_needs_no_compiler_and_writes_nothing(
+    tmp_path: Path, kernel_cache: Path, cpu: Operators
+) -> None:
+    assert cpu.linear
+    folder = tmp_path / "ahead"
+    folder.mkdir()
+    made = next(kernel_cache.glob("*.so"))
+    for kind in kinds(platform.machine()):
+        shutil.copy(made, folder / ahead_name(platform.machine(), kind))
+    assert build(tmp_path / "cache", "no-such-compiler", folder).function("linear_panel")()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_every_kind_of_cpu_computes_the_same_bits(tmp_path: Path, cpu: Operators) -> None:
+    """A fleet may have unequal machines, of which some compile their kernels and others do not."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight, bias = random(draw, 65, 257), random(draw, 300, 257), random(draw, 300)
+    wanted = cpu.linear(x, cpu.pack(weight, bias))
+    made = compile_ahead(tmp_path)
+    runs = [path for path in made if _runs_here(path)]
+    assert len(made) == len(kinds(platform.machine()))
+    assert runs
+    for path in runs:
+        library = Library(path, sources())
+        assert same_bits(bind_linear(library)(x, bind_pack(library)(weight, bias)), wanted), path.name
+
+
+def _runs_here(path: Path) -> bool:
+    """Whether this CPU would be given `path`, were it alone."""
+    alone = path.parent / path.stem
+    alone.mkdir()
+    shutil.copy(path, alone)
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    return found_ahead(alone, platform.machine(), cpuinfo) is not None
 
 
 def test_the_table_says_what_became_of_the_compiled_variant(

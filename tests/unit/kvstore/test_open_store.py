@@ -11,6 +11,7 @@ from tidemill.kvstore import open_store as module
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.guard import Guard
 from tidemill.kvstore.memory_store import MemoryStore
+from tidemill.kvstore.mooncake_store import TCP, Transport
 from tidemill.kvstore.open_store import open_store
 from tidemill.kvstore.seal import PLAIN, SECRET_BYTES, Sealing
 from tidemill.kvstore.store import Got, PageStore, Put, StoreStats
@@ -74,11 +75,11 @@ class Joined:
 def test_a_mooncake_store_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     joined = Joined(monkeypatch)
     opened("mooncake://host:1", Guard)
-    options = "protocol=rdma&device=mlx5_0%2Cmlx5_1&admin=host:3&lease=2s"
+    options = "protocol=rdma&device=mlx5_0%2Cmlx5_1&ports=open&admin=host:3&lease=2s"
     opened(f"mooncake://host:2?{options}", Guard)
-    plain = {"protocol": "tcp", "devices": "", "admin": "", "lease_s": 10.0, "sealing": PLAIN}
-    rdma = {"protocol": "rdma", "devices": "mlx5_0,mlx5_1", "admin": "host:3", "lease_s": 2.0}
-    rdma |= {"sealing": PLAIN}
+    plain = {"transport": TCP, "admin": "", "lease_s": 10.0, "sealing": PLAIN}
+    transport = Transport("rdma", "mlx5_0,mlx5_1", is_open=True)
+    rdma = {"transport": transport, "admin": "host:3", "lease_s": 2.0, "sealing": PLAIN}
     assert joined.calls == [("host:1", plain), ("host:2", rdma)]
 
 
@@ -120,6 +121,7 @@ def test_one_tier_that_is_only_read_is_a_chain_too(tmp_path: Path) -> None:
         ("mooncake:?timeout=1s", "only tidemill serve starts a master"),
         ("mooncake://host:1?size=1GiB", "for those who start it: tidemill serve"),
         ("mooncake://host:1?protocol=ib", "protocol is tcp or rdma, not 'ib'"),
+        ("mooncake://host:1?ports=no", "ports is kept or open, not 'no'"),
         ("mooncake://host:1?timeout=soon", "write it like 250ms or 2s"),
         ("redis://host", "there is no store 'redis': use memory:"),
         ("mooncacke", "there is no store 'mooncacke': use memory:"),

@@ -4,11 +4,11 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.unit.cluster.fake_service import EOS, KEEPER, tokenizer
-from tidemill.workers.api.calls import Call, call_of
+from tidemill.workers.api.calls import Call, Schemas, joined
 from tidemill.workers.api.speech import CALL, CALLED, Manner, Speech
 from tidemill.workers.api.tools import Function, Tool, forced
 from tidemill.workers.grammar import Grammars
@@ -28,6 +28,15 @@ SCHEMA: dict[str, Any] = {
 }
 SCHEMAS = {"look": SCHEMA, "wait": {}}
 XML = Manner(calls=True, schemas=SCHEMAS)
+
+
+def call_of(body: str, schemas: Schemas = SCHEMAS) -> Call | None:
+    """The call that is told of what stands between the tags, letter by letter."""
+    speech = Speech(Manner(calls=True, schemas=schemas))
+    said = [part for char in CALL + body + CALLED for part in speech.push(char, last=False)]
+    calls = joined(part for part in [*said, *speech.push("", last=True)] if isinstance(part, Call))
+    assert len(calls) <= 1
+    return calls[0] if calls else None
 
 
 def written(name: str, **arguments: str) -> str:
@@ -50,13 +59,17 @@ def written(name: str, **arguments: str) -> str:
         ("<function=wait></function>", {}),
         ("<function=wait>\n", {}),
         ("<function=look><parameter=note>x</parameter>", {"note": "x"}),
+        ("<function=look>\n<parameter=note>x", {"note": "x"}),
+        ("<function=look>\n<parameter=times>3", {"times": 3}),
+        ("<function=look>\n<parameter=note>", {}),
+        ("<function=look>\n<parameter=note>x</parameter> and</function>", {"note": "x"}),
     ],
 )
 def test_xml_that_calls(body: str, arguments: dict[str, object]) -> None:
-    call = call_of(body, 4, SCHEMAS)
+    call = call_of(body)
     assert call is not None
     assert json.loads(call.arguments) == arguments
-    assert (call.index, f"<function={call.name}>" in body) == (4, True)
+    assert f"<function={call.name}>" in body
 
 
 @pytest.mark.parametrize(
@@ -67,28 +80,49 @@ def test_xml_that_calls(body: str, arguments: dict[str, object]) -> None:
         '{"name": "look", "arguments": {}}',
         "<function=>\n</function>",
         "<function=look>\nwell</function>",
-        "<function=look>\n<parameter=note>x",
-        "<function=look>\n<parameter=note>x</parameter> and</function>",
         "<function=look></function> and",
     ],
 )
 def test_xml_that_calls_nothing_is_words(body: str) -> None:
-    assert call_of(body, 0, SCHEMAS) is None
+    assert call_of(body) is None
+
+
+def test_a_long_text_is_told_as_it_comes_and_its_end_is_not() -> None:
     speech = Speech(XML)
-    said = [*speech.push(CALL + body + CALLED, last=False), *speech.push("", last=True)]
-    assert not any(isinstance(part, Call) for part in said)
+    assert speech.push(CALL + "<function=look><parameter=note>\n", last=False) == [
+        Call(0, "look", '{"note": "')
+    ]
+    assert speech.push('a "b"\n', last=False) == [Call(0, None, 'a \\"b\\"')]
+    assert speech.push("c\n</para", last=False) == [Call(0, None, "\\nc")]
+    assert speech.push("meter>", last=False) == [Call(0, None, '"')]
+    assert speech.push("</function>\n", last=False) == [Call(0, None, "}")]
+    assert speech.push(CALLED, last=True) == []
 
 
-@given(st.text(), st.text(min_size=1, max_size=5))
+def test_one_that_is_cut_short_is_no_json() -> None:
+    speech = Speech(XML)
+    said = speech.push(CALL + written("look", who="Emma", note="to do")[:-25], last=True)
+    [call] = joined(part for part in said if isinstance(part, Call))
+    with pytest.raises(ValueError, match="Unterminated string"):
+        json.loads(call.arguments)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])), st.text(min_size=1, max_size=5))
 def test_no_text_breaks_it(text: str, name: str) -> None:
     for body in (text, written(name, note=text), f"<function={name}><parameter={text}>"):
-        call = call_of(body, 0, SCHEMAS)
+        assume(CALLED not in body)
+        call = call_of(body)
         assert call is None or isinstance(json.loads(call.arguments), dict)
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: "</parameter>" not in text))
+WRITABLE = st.text(st.characters(exclude_categories=["Cs"])).filter(
+    lambda text: "</parameter>" not in text and CALLED not in text
+)
+
+
+@given(WRITABLE)
 def test_a_text_comes_as_it_was_written(text: str) -> None:
-    call = call_of(written("look", note=text), 0, SCHEMAS)
+    call = call_of(written("look", note=text))
     assert call is not None
     assert json.loads(call.arguments) == {"note": text}
 
@@ -111,7 +145,7 @@ def test_what_is_hardly_a_schema_breaks_nothing(schema: dict[str, Any]) -> None:
     except RequestError:
         return
     assert mask.any()
-    assert call_of(written("f", a="1", b="x", c="2"), 0, {"f": schema}) is not None
+    assert call_of(written("f", a="1", b="x", c="2"), {"f": schema}) is not None
 
 
 TOOLS = [
@@ -144,4 +178,4 @@ def test_a_forced_call_is_one_that_is_understood(body: str, manner: Manner, *, g
         matcher.push(token)
         taken += 1
     assert (taken == len(tokens)) is good
-    assert not good or call_of(body, 0, SCHEMAS) is not None
+    assert not good or call_of(body) is not None

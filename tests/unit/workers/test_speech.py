@@ -22,7 +22,7 @@ def said(manner: Manner, *pieces: str) -> list[Part]:
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:
-    """Texts of one kind in a row are one."""
+    """Texts of one kind in a row are one, and pieces of a call."""
     whole: list[Part] = []
     for part in parts:
         before = whole[-1] if whole else None
@@ -30,6 +30,10 @@ def joined(parts: Sequence[Part]) -> list[Part]:
             whole[-1] = Words(before.text + part.text)
         elif isinstance(part, Reasoning) and isinstance(before, Reasoning):
             whole[-1] = Reasoning(before.text + part.text)
+        elif isinstance(part, Call) and part.name is None:
+            assert isinstance(before, Call), "pieces of a call come one after another"
+            assert before.index == part.index
+            whole[-1] = Call(before.index, before.name, before.arguments + part.arguments)
         else:
             whole.append(part)
     return whole
@@ -63,16 +67,42 @@ def test_parts_of_an_answer_in_one_piece_and_letter_by_letter(
     assert said(manner, *text) == parts
 
 
-TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"a": 1}}']
-TEXTS = st.lists(st.sampled_from([*TAGS, "<", ">", "think", " ", "\n", "a", "\u00e9", "{"]), max_size=12).map(
-    "".join
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ('{"name": "f", "arguments": {"a": "}\\"{"}, "id": 3}</tool_call>', '{"a": "}\\"{"}'),
+        ('{"name": "f", "arguments": {"a": {"b": {}}}}</tool_call>', '{"a": {"b": {}}}'),
+        ('{"arguments": {"a": 1}, "name": "f"}</tool_call>', '{"a": 1}'),
+        ('{"name": "f", "arguments": {"a": "cut', '{"a": "cut'),
+        ('{"name": "f", "arguments": {"a": 1}</tool_call>', '{"a": 1}'),
+    ],
 )
+def test_arguments_are_told_as_the_model_writes_them(body: str, arguments: str) -> None:
+    assert said(ALL, *f"<tool_call>{body}") == [Call(0, "f", arguments)]
+
+
+def test_arguments_are_told_as_they_come() -> None:
+    speech = Speech(ALL)
+    assert speech.push('<tool_call>{"name": "f", "argu', last=False) == []
+    assert speech.push('ments": {"a', last=False) == [Call(0, "f", '{"a')]
+    assert speech.push('": "x y', last=False) == [Call(0, None, '": "x y')]
+    assert speech.push(" z", last=False) == [Call(0, None, " z")]
+    assert speech.push('"}}\n</tool', last=False) == [Call(0, None, '"}')]
+    assert speech.push("_call>", last=True) == []
+
+
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"a": 1}}']
+XML_TAGS = ["<function=f>", "</function>", "<parameter=note>", "<parameter=n>", "</parameter>"]
+SCHEMAS = {"f": {"properties": {"note": {"type": "string"}, "n": {"type": "integer"}}}}
+BITS = [*TAGS, *TAGS[2:4], *XML_TAGS, "<", ">", "think", " ", "\n", "a", "\u00e9", "{", '"', "}", "\\"]
+TEXTS = st.lists(st.sampled_from(BITS), max_size=16).map("".join)
 MANNERS = st.builds(
     Manner,
     thinks=st.booleans(),
     thinking=st.booleans(),
     calls=st.booleans(),
     calls_max=st.sampled_from([None, 1]),
+    schemas=st.sampled_from([None, SCHEMAS]),
 )
 
 

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.workers.api.structured import GRAMMAR_BYTES_MAX, SCHEMA_DEPTH_MAX, grammar_of
+from tidemill.workers.api.structured import (
+    GRAMMAR_BYTES_MAX,
+    LARK_BYTES_MAX,
+    PATTERN_BYTES_MAX,
+    SCHEMA_DEPTH_MAX,
+    grammar_of,
+)
 from tidemill.workers.messages import Grammar, RequestError
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"enum": ["ü", 1]}}}
@@ -53,6 +59,7 @@ def test_three_dialects(
     assert grammar_of(response_format, structured_outputs, guided) == grammar
 
 
+LONG = "a" * (PATTERN_BYTES_MAX + 1)
 MISTAKES: list[tuple[tuple[Any, Any, Any], str]] = [
     (({"type": "xml"}, None, None), "response_format.type"),
     (({}, None, None), "response_format.type"),
@@ -72,7 +79,11 @@ MISTAKES: list[tuple[tuple[Any, Any, Any], str]] = [
     ((None, {"regex": 7}, None), "structured_outputs.regex"),
     ((None, {"choice": ["a", 7]}, None), "structured_outputs.choice"),
     ((None, {"json_object": 7}, None), "structured_outputs.json_object"),
-    ((None, None, {"grammar": "a" * (GRAMMAR_BYTES_MAX + 1)}), "guided_grammar"),
+    ((None, None, {"choice": ["a" * GRAMMAR_BYTES_MAX]}), "guided_choice"),
+    ((None, None, {"grammar": "a" * (LARK_BYTES_MAX + 1)}), "guided_grammar"),
+    ((None, None, {"regex": "a" * (PATTERN_BYTES_MAX + 1)}), "guided_regex"),
+    ((None, None, {"json": {"items": [{"pattern": LONG}]}}), "guided_json"),
+    ((None, None, {"json": {"items": {"patternProperties": {LONG: {}}}}}), "guided_json"),
     ((None, None, {"regex": ""}), "guided_regex"),
     ((None, None, {"json": nested(SCHEMA_DEPTH_MAX + 1)}), "guided_json"),
     (({"type": "json_object"}, None, {"regex": "a"}), "guided_regex"),
@@ -89,7 +100,10 @@ def test_what_has_no_meaning_is_named(asked: tuple[Any, Any, Any], param: str) -
 
 
 def test_limits_are_inclusive() -> None:
-    assert grammar_of(None, {"regex": "a" * GRAMMAR_BYTES_MAX}) is not None
+    assert grammar_of(None, {"regex": "a" * PATTERN_BYTES_MAX}) is not None
+    assert grammar_of(None, {"grammar": "a" * LARK_BYTES_MAX}) is not None
+    assert grammar_of(None, {"json": {"items": [{"pattern": "a" * PATTERN_BYTES_MAX}]}}) is not None
+    assert grammar_of(None, {"json": {"properties": {"pattern": {"type": "string"}}}}) is not None
     assert grammar_of(None, {"json": nested(SCHEMA_DEPTH_MAX)}) is not None
 
 

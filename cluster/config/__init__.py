@@ -1,0 +1,1 @@
+"""The configuration file of a cluster: start at `tree.py`."""

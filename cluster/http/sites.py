@@ -1,0 +1,53 @@
+"""Where there are no keys, pages of other sites in somebody's browser neither ask nor give orders.
+
+A page may send a form anywhere: its browser says in `Origin` whose page it is. And a site may have its name
+point to this machine (DNS rebinding): its pages then ask by that name, in `Host`.
+"""
+
+from collections.abc import Mapping
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from tidemill.workers.messages import RequestError
+
+READS = frozenset({"GET", "HEAD", "OPTIONS"})
+"""What another site may send: it cannot read the answer."""
+
+KEYS_FIX = "serve with --api-key"
+
+
+def check_site(method: str, server: str, headers: Mapping[str, str]) -> None:
+    """`server` is the address that the request came to. Raises RequestError (403)."""
+    host, origin = headers.get("host", ""), headers.get("origin")
+    if origin is not None and method not in READS and origin.partition("://")[2] != host:
+        raise RequestError(
+            f"a page of another site may ask nothing without an API key: {KEYS_FIX}",
+            status=403,
+            code="foreign_origin",
+        )
+    name = _name_of(host)
+    if name and _is_loopback(server) and not _is_local(name):
+        raise RequestError(
+            f"this server listens on {server}, not as {name[:64]}: ask for localhost, or {KEYS_FIX}",
+            status=403,
+            code="unknown_host",
+        )
+
+
+def _name_of(host: str) -> str:
+    """Without the port."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:  # brackets around nothing
+        return host
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_local(name: str) -> bool:
+    return name == "localhost" or name.endswith(".localhost") or _is_loopback(name)

@@ -1,0 +1,73 @@
+{{- /* Values that do not go together, which a schema cannot say readably. */ -}}
+{{- define "tidemill.checks" -}}
+{{- if and (not .Values.clusterTls.existingSecret) (not .Values.clusterTls.plain) -}}
+{{- fail "clusterTls.existingSecret is empty: name a Secret with tls.crt, tls.key and ca.crt for the DNS name tidemill (docs/kubernetes.md makes one), or set clusterTls.plain to true if nobody else can reach the pods" -}}
+{{- end -}}
+{{- if and .Values.clusterTls.existingSecret .Values.clusterTls.plain -}}
+{{- fail "clusterTls.existingSecret and clusterTls.plain exclude each other: leave one" -}}
+{{- end -}}
+{{- if and .Values.apiKeys.existingSecret .Values.apiKeys.keys -}}
+{{- fail "apiKeys.existingSecret and apiKeys.keys exclude each other: leave one" -}}
+{{- end -}}
+{{- if and .Values.edgeTls.clientCa (not .Values.edgeTls.existingSecret) -}}
+{{- fail "edgeTls.clientCa needs edgeTls.existingSecret, whose ca.crt signs the certificates of clients" -}}
+{{- end -}}
+{{- if and .Values.ingress.tlsSecret (not .Values.ingress.host) -}}
+{{- fail "ingress.tlsSecret needs ingress.host, the name in that certificate" -}}
+{{- end -}}
+{{- include "tidemill.checkGroups" . -}}
+{{- include "tidemill.checkStore" . -}}
+{{- if and .Values.ray.tls.enabled .Values.ray.autoscaling.enabled -}}
+{{- fail "ray.tls.enabled and ray.autoscaling.enabled exclude each other: to be in Ray's certificates the frontend counts as a pod of the RayCluster, which Ray's autoscaler would end" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tidemill.checkGroups" -}}
+{{- $values := .Values -}}
+{{- $names := list -}}
+{{- range .Values.models -}}
+{{- range .groups -}}
+{{- if has .name $names -}}
+{{- fail (printf "two groups are called %s: Ray's worker groups need names of their own, over all models" .name) -}}
+{{- end -}}
+{{- $names = append $names .name -}}
+{{- if has .name (list "head" "headgroup" "frontend" "mooncake" "store-memory") -}}
+{{- fail (printf "a group is called %s, as other pods of a release are: give it another name" .name) -}}
+{{- end -}}
+{{- if and .replicas_max (not $values.ray.autoscaling.enabled) -}}
+{{- fail (printf "group %s has replicas_max: set ray.autoscaling.enabled, or there is no pod for its further workers" .name) -}}
+{{- end -}}
+{{- if and (hasPrefix "cuda" (default "cpu" .device)) (not .num_gpus) -}}
+{{- fail (printf "group %s computes on %s: set its num_gpus to 1, and nvidia.com/gpu in pod.resources.limits" .name .device) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tidemill.checkStore" -}}
+{{- $store := .Values.store -}}
+{{- if and $store.url (or .Values.mooncake.enabled $store.folder.size) -}}
+{{- fail "store.url names a store of its own: set mooncake.enabled to false and leave store.folder.size empty" -}}
+{{- end -}}
+{{- if not (or $store.url .Values.mooncake.enabled $store.folder.size) -}}
+{{- fail "workers have no store: set mooncake.enabled, store.folder.size or store.url" -}}
+{{- end -}}
+{{- if and $store.folder.size (not $store.folder.volume) -}}
+{{- fail "store.folder.size needs store.folder.volume, for instance emptyDir: {}" -}}
+{{- end -}}
+{{- if and $store.folder.volume (not $store.folder.size) (not $store.url) -}}
+{{- fail "store.folder.volume needs store.folder.size, or a store.url below /var/lib/tidemill/pages" -}}
+{{- end -}}
+{{- if and $store.folder.size (not .Values.mooncake.enabled) (hasKey $store.folder.volume "emptyDir") -}}
+{{- $workers := 0 -}}
+{{- range .Values.models -}}{{- range .groups -}}
+{{- $workers = add $workers (max (int64 (default 1 .replicas)) (int64 (default 1 .replicas_max))) -}}
+{{- end -}}{{- end -}}
+{{- if gt $workers 1 -}}
+{{- fail "store.folder is an emptyDir, which each pod has for itself: take a volume that all worker pods share, or set mooncake.enabled" -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.mooncake.enabled .Values.mooncake.ha.enabled (not .Values.mooncake.ha.etcdEndpoints) -}}
+{{- fail "mooncake.ha.etcdEndpoints is empty: name the etcd that the masters elect their leader in, like etcd:2379" -}}
+{{- end -}}
+{{- end -}}

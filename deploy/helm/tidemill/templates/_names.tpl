@@ -1,0 +1,113 @@
+{{- /* Names, labels, ports and images: what several templates say. */ -}}
+
+{{- define "tidemill.fullname" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 30 | trimSuffix "-" -}}
+{{- else if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 30 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 30 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "tidemill.selector" -}}
+app.kubernetes.io/name: tidemill
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- /* KubeRay has its own app.kubernetes.io/name on its pods, and selects by it. */ -}}
+{{- define "tidemill.rayLabels" -}}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "tidemill.labels" -}}
+{{ include "tidemill.selector" . }}
+app.kubernetes.io/version: {{ .root.Values.image.tag | default .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "tidemill.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+
+{{- /* KubeRay calls the head's Service so. */ -}}
+{{- define "tidemill.head" -}}
+{{ include "tidemill.fullname" . }}-head-svc
+{{- end -}}
+
+{{- define "tidemill.authSecret" -}}
+{{ .Values.ray.authSecretName | default (include "tidemill.fullname" .) }}
+{{- end -}}
+
+{{- define "tidemill.master" -}}
+{{ include "tidemill.fullname" . }}-mooncake
+{{- end -}}
+
+{{- /* What listens in our pods. Ray would take any free port: a policy has to name them. `ours` is the range
+that the kernel hands out in these pods, to the gRPC of routers and workers among others. */ -}}
+{{- define "tidemill.ports" -}}
+http: 8000
+grpc: 8001
+gcs: 6379
+nodeManager: 6380
+objectManager: 6381
+runtimeEnvAgent: 6382
+dashboardAgentGrpc: 6383
+dashboardAgent: 52365
+rayMetrics: 8080
+workers: [10002, 10999]
+ours: [40000, 49999]
+master: 50051
+masterAdmin: 9003
+lent: [15000, 17000]
+{{- end -}}
+
+{{- /* Ports of a policy, from names of tidemill.ports. */ -}}
+{{- define "tidemill.policyPorts" -}}
+{{- $ports := fromYaml (include "tidemill.ports" .) -}}
+{{- range .names }}
+{{- $port := index $ports . }}
+{{- if kindIs "slice" $port }}
+- {protocol: TCP, port: {{ index $port 0 | int64 }}, endPort: {{ index $port 1 | int64 }}}
+{{- else }}
+- {protocol: TCP, port: {{ $port | int64 }}}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- /* The options of `ray start` that every node has, as a mapping. */ -}}
+{{- define "tidemill.rayStart" -}}
+{{- $ports := fromYaml (include "tidemill.ports" .) -}}
+node-manager-port: {{ $ports.nodeManager | int64 | quote }}
+object-manager-port: {{ $ports.objectManager | int64 | quote }}
+runtime-env-agent-port: {{ $ports.runtimeEnvAgent | int64 | quote }}
+dashboard-agent-grpc-port: {{ $ports.dashboardAgentGrpc | int64 | quote }}
+dashboard-agent-listen-port: {{ $ports.dashboardAgent | int64 | quote }}
+metrics-export-port: {{ $ports.rayMetrics | int64 | quote }}
+min-worker-port: {{ index $ports.workers 0 | int64 | quote }}
+max-worker-port: {{ index $ports.workers 1 | int64 | quote }}
+object-store-memory: "83886080"
+{{- end -}}
+
+{{- /* Newer kernels let nobody without CAP_NET_ADMIN keep Mooncake's ports to their peers: the policy does it then. */ -}}
+{{- define "tidemill.masterUrl" -}}
+{{- $ports := fromYaml (include "tidemill.ports" .) -}}
+{{- $master := include "tidemill.master" . -}}
+{{- $open := ternary "&ports=open" "" .Values.networkPolicy.enabled -}}
+{{- printf "mooncake://%s:%d?admin=%s:%d%s" $master (int64 $ports.master) $master (int64 $ports.masterAdmin) $open -}}
+{{- end -}}
+
+{{- /* Whom the store's policies let in. */ -}}
+{{- define "tidemill.storeUsers" -}}
+- podSelector:
+    matchLabels:
+      ray.io/cluster: {{ include "tidemill.fullname" . }}
+      ray.io/node-type: worker
+- podSelector:
+    matchLabels:
+      {{- include "tidemill.selector" (dict "root" . "component" "frontend") | nindent 6 }}
+{{- end -}}

@@ -1,0 +1,133 @@
+{{- /* What all pods have in common: who they are, what they may, what they see. */ -}}
+
+{{- define "tidemill.podSecurity" -}}
+{{- $ours := index (fromYaml (include "tidemill.ports" .)) "ours" -}}
+runAsNonRoot: true
+runAsUser: {{ .Values.podSecurity.runAsUser | int64 }}
+runAsGroup: {{ .Values.podSecurity.runAsGroup | int64 }}
+fsGroup: {{ .Values.podSecurity.fsGroup | int64 }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+sysctls:
+  - name: net.ipv4.ip_local_port_range
+    value: {{ printf "%d %d" (index $ours 0 | int64) (index $ours 1 | int64) | quote }}
+{{- end -}}
+
+{{- define "tidemill.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{- define "tidemill.place" -}}
+{{- with .nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- define "tidemill.podBasics" -}}
+automountServiceAccountToken: false
+{{- with .Values.serviceAccountName }}
+serviceAccountName: {{ . }}
+{{- end }}
+{{- with include "tidemill.pullSecrets" . | trim }}{{ . | nindent 0 }}{{- end }}
+securityContext:
+  {{- include "tidemill.podSecurity" . | nindent 2 }}
+{{- end -}}
+
+{{- define "tidemill.pullSecrets" -}}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{- /* The root is read-only: whatever writes, writes below HOME or to shared memory. */ -}}
+{{- define "tidemill.env" -}}
+- name: HOME
+  value: /tmp
+- name: POD_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.podIP
+{{- end -}}
+
+{{- define "tidemill.mounts" -}}
+- name: tmp
+  mountPath: /tmp
+- name: shm
+  mountPath: /dev/shm
+{{- end -}}
+
+{{- define "tidemill.volumes" -}}
+- name: tmp
+  emptyDir: {}
+- name: shm
+  emptyDir:
+    medium: Memory
+    sizeLimit: 512Mi
+{{- end -}}
+
+{{- /* What frontend and workers read and share, at the same paths everywhere. The server looks whether it can use
+the folder, too. */ -}}
+{{- define "tidemill.sharedMounts" -}}
+{{- if .Values.modelVolume }}
+- name: models
+  mountPath: /models
+  readOnly: true
+{{- end }}
+{{- if .Values.clusterTls.existingSecret }}
+- name: cluster-tls
+  mountPath: /etc/tidemill/cluster-tls
+  readOnly: true
+{{- end }}
+{{- if .Values.store.secret.existingSecret }}
+- name: store-secret
+  mountPath: /etc/tidemill/store
+  readOnly: true
+{{- end }}
+{{- if .Values.store.folder.volume }}
+- name: pages
+  mountPath: /var/lib/tidemill/pages
+{{- end }}
+{{- end -}}
+
+{{- define "tidemill.sharedVolumes" -}}
+{{- with .Values.modelVolume }}
+- name: models
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.clusterTls.existingSecret }}
+- name: cluster-tls
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+{{- end }}
+{{- with .Values.store.secret }}
+{{- if .existingSecret }}
+- name: store-secret
+  secret:
+    secretName: {{ .existingSecret }}
+    defaultMode: 0440
+    items:
+      - key: {{ .key }}
+        path: secret
+{{- end }}
+{{- end }}
+{{- with .Values.store.folder.volume }}
+- name: pages
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,106 @@
+{{- /* The parts of a RayCluster. */ -}}
+
+{{- define "tidemill.rayOptions" -}}
+rayVersion: {{ .Values.ray.version | quote }}
+upgradeStrategy:
+  type: {{ .Values.ray.upgradeStrategy }}
+authOptions:
+  mode: token
+  {{- with .Values.ray.authSecretName }}
+  secretName: {{ . }}
+  {{- end }}
+{{- if .Values.ray.tls.enabled }}
+tlsOptions:
+  enabled: true
+{{- end }}
+{{- with .Values.ray.gcsFaultTolerance }}
+gcsFaultToleranceOptions:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .Values.networkPolicy.enabled }}
+networkPolicy:
+  mode: DenyAllIngress
+  head:
+    ingressRules:
+      {{- include "tidemill.fromFrontend" (dict "root" . "names" (list "gcs" "nodeManager" "objectManager" "workers")) | nindent 6 }}
+  worker:
+    ingressRules:
+      {{- include "tidemill.fromFrontend" (dict "root" . "names" (list "nodeManager" "objectManager" "workers" "ours")) | nindent 6 }}
+{{- end }}
+{{- if .Values.ray.autoscaling.enabled }}
+enableInTreeAutoscaling: true
+autoscalerOptions:
+  version: v2
+  upscalingMode: Default
+  idleTimeoutSeconds: {{ .Values.ray.autoscaling.idleTimeoutSeconds | int64 }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  env:
+    - name: HOME
+      value: /tmp
+  securityContext:
+    {{- include "tidemill.containerSecurity" . | nindent 4 }}
+  volumeMounts:
+    - name: tmp
+      mountPath: /tmp
+{{- end }}
+{{- end -}}
+
+{{- define "tidemill.fromFrontend" -}}
+- from:
+    - podSelector:
+        matchLabels:
+          {{- include "tidemill.selector" (dict "root" .root "component" "frontend") | nindent 10 }}
+  ports:
+    {{- include "tidemill.policyPorts" . | trim | nindent 4 }}
+{{- end -}}
+
+{{- /* One worker in each pod: the pod offers as many of its own resource as the worker has ranks. */ -}}
+{{- define "tidemill.workerGroup" -}}
+{{- $root := .root -}}
+{{- $group := .group -}}
+{{- $replicas := default 1 $group.replicas | int64 -}}
+- groupName: {{ $group.name }}
+  replicas: {{ $replicas }}
+  minReplicas: {{ $replicas }}
+  maxReplicas: {{ default $replicas $group.replicas_max | int64 }}
+  labels:
+    tidemill-group: {{ $group.name }}
+  resources:
+    tidemill-{{ $group.name }}-ranks: {{ default 1 $group.tensor_parallel_size | int64 | quote }}
+  rayStartParams:
+    {{- include "tidemill.rayStart" $root | nindent 4 }}
+  template:
+    metadata:
+      labels:
+        {{- include "tidemill.rayLabels" (dict "root" $root "component" "worker") | nindent 8 }}
+      {{- with $group.pod.annotations }}
+      annotations:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+    spec:
+      {{- include "tidemill.podBasics" $root | nindent 6 }}
+      {{- with include "tidemill.place" $group.pod | trim }}{{ . | nindent 6 }}{{- end }}
+      {{- with $group.pod.runtimeClassName }}
+      runtimeClassName: {{ . }}
+      {{- end }}
+      terminationGracePeriodSeconds: 10
+      containers:
+        - name: ray-worker
+          image: {{ $group.pod.image | default (include "tidemill.image" $root) }}
+          imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+          env:
+            {{- include "tidemill.env" $root | nindent 12 }}
+            {{- with $group.pod.env }}
+            {{- toYaml . | nindent 12 }}
+            {{- end }}
+          resources:
+            {{- toYaml $group.pod.resources | nindent 12 }}
+          securityContext:
+            {{- include "tidemill.containerSecurity" $root | nindent 12 }}
+          volumeMounts:
+            {{- include "tidemill.mounts" $root | nindent 12 }}
+            {{- with include "tidemill.sharedMounts" $root | trim }}{{ . | nindent 12 }}{{- end }}
+      volumes:
+        {{- include "tidemill.volumes" $root | nindent 8 }}
+        {{- with include "tidemill.sharedVolumes" $root | trim }}{{ . | nindent 8 }}{{- end }}
+{{- end -}}

@@ -1,0 +1,92 @@
+"""Values that are wrong: what `helm install` says of them."""
+
+from typing import Any
+
+import helm_python
+import pytest
+
+from tests.deploy.chart import CHART, TRAFFIC, documents, one, rendered
+
+PLAIN: dict[str, Any] = {"clusterTls": {"plain": True}}
+POD: dict[str, Any] = {"resources": {}}
+MIXED: dict[str, Any] = {"name": "mixed", "role": "mixed", "pod": POD}
+
+
+def model(**group: object) -> dict[str, Any]:
+    return {"models": [{"model": "keeper", "groups": [MIXED | group]}]}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"modles": []}, "additional properties 'modles' not allowed"),
+        ({"frontend": {"replicas": 2}}, "at '/frontend/replicas': value must be 1"),
+        ({"frontend": {"drainSeconds": 3}}, "at '/frontend/drainSeconds': minimum: got 3, want 6"),
+        ({"image": {"pullPolicy": "Never!"}}, "at '/image/pullPolicy': value must be one of 'Always'"),
+        ({"service": {"port": "http"}}, "at '/service/port': got string, want integer"),
+        ({"podSecurity": {"runAsUser": 0}}, "at '/podSecurity/runAsUser': minimum: got 0, want 1"),
+        ({"models": []}, "at '/models': minItems: got 0, want 1"),
+        (
+            model(role="both"),
+            "at '/models/0/groups/0/role': value must be one of 'prefill', 'decode', 'mixed'",
+        ),
+        (model(memory="lots"), "at '/models/0/groups/0/memory': 'lots' does not match pattern"),
+        (model(replica=2), "at '/models/0/groups/0': additional properties 'replica' not allowed"),
+        (model(labels={"a": "b"}), "at '/models/0/groups/0': additional properties 'labels' not allowed"),
+        (model(name="Mixed"), "at '/models/0/groups/0/name': 'Mixed' does not match pattern"),
+        (model(pod={}), "at '/models/0/groups/0/pod': missing property 'resources'"),
+        ({"apiKeys": {"keys": [{"tenant": "a", "sha256": "sk-a"}]}}, "at '/apiKeys/keys/0/sha256': 'sk-a'"),
+        ({"mooncake": {"ha": {"etcdEndpoints": ["etcd"]}}}, "at '/mooncake/ha/etcdEndpoints/0': 'etcd' does"),
+        ({"telemetry": {"log_level": "loud"}}, "at '/telemetry/log_level': value must be one of"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_place(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(helm_python.HelmValuesError) as error:
+        rendered(CHART, PLAIN | values)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"clusterTls": {}}, "clusterTls.existingSecret is empty: name a Secret"),
+        ({"clusterTls": {"plain": True, "existingSecret": "a"}}, "exclude each other: leave one"),
+        ({"apiKeys": {"existingSecret": "a", "keys": [{"tenant": "a", "sha256": "0" * 64}]}}, "exclude each"),
+        ({"edgeTls": {"clientCa": True}}, "edgeTls.clientCa needs edgeTls.existingSecret"),
+        ({"ingress": {"enabled": True, "tlsSecret": "a"}}, "ingress.tlsSecret needs ingress.host"),
+        ({"mooncake": {"ha": {"enabled": True}}}, "mooncake.ha.etcdEndpoints is empty"),
+        ({"store": {"url": "file:///a"}}, "set mooncake.enabled to false"),
+        ({"mooncake": {"enabled": False}}, "workers have no store"),
+        ({"store": {"folder": {"size": "1GiB"}}}, "store.folder.size needs store.folder.volume"),
+        ({"store": {"folder": {"volume": {"emptyDir": {}}}}}, "store.folder.volume needs store.folder.size"),
+        (
+            {
+                "mooncake": {"enabled": False},
+                "store": {"folder": {"size": "1GiB", "volume": {"emptyDir": {}}}},
+            },
+            "an emptyDir, which each pod has for itself",
+        ),
+        ({"ray": {"tls": {"enabled": True}, "autoscaling": {"enabled": True}}}, "exclude each other"),
+        (model(replicas_max=3), "set ray.autoscaling.enabled"),
+        (model(device="cuda"), "set its num_gpus to 1"),
+        (model(name="frontend"), "give it another name"),
+        ({"models": [{"model": name, "groups": [MIXED]} for name in "ab"]}, "two groups are called mixed"),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused_with_the_fix(
+    values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(helm_python.HelmRenderError) as error:
+        rendered(CHART, PLAIN | values)
+    assert message in str(error.value)
+
+
+def test_names_stay_short_enough_for_kuberay() -> None:
+    """It puts up to ten characters behind the name of a RayCluster, and wants 53 of it at most."""
+    cluster = one(documents(CHART, PLAIN, release="a" * 53), "RayCluster")
+    assert len(cluster["metadata"]["name"]) <= 40
+
+
+def test_the_traffic_chart_wants_to_know_whose() -> None:
+    with pytest.raises(helm_python.HelmValuesError, match="at '/release'"):
+        rendered(TRAFFIC, {})

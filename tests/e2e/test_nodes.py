@@ -1,0 +1,258 @@
+"""Several nodes: prefill on one and decode on the others, one lost and one added under load, a bad line.
+
+`LINE_RUNS=50 pytest tests/e2e/test_nodes.py -k line` is a soak of the bad line.
+"""
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.e2e.behind_link import WEATHER
+from tests.e2e.link import Weather
+from tests.e2e.nodes import HEAD, Nodes
+from tests.e2e.server import EVENTUALLY_S_MAX, Server, eventually, run_cli
+from tests.e2e.streams import Stream, client_of, run_all, run_while
+from tidemill import LLM, SamplingParams
+
+FAR, NEW = "127.0.0.3", "127.0.0.4"
+STREAMS = 8
+LINES = 4
+LOOK_S = 0.1
+LINE_RUNS = int(os.environ.get("LINE_RUNS", "1"))
+CALM = Weather()
+STORM = Weather(delay_s=0.1, stall_share=0.01, stall_s=0.5, reset_share=0.005)
+"""200 ms there and back, and of a hundred pieces one comes late and half of one breaks the connection."""
+
+Body = dict[str, Any]
+Outcome = tuple[str, str | None, int]
+Alone = Callable[[list[Body]], list[Outcome]]
+
+
+def bodies(seed: int, max_tokens: int = 200) -> list[Body]:
+    """Prompts that nobody else has."""
+    rng = Random(seed)
+    return [
+        {
+            "model": "keeper",
+            "prompt": [rng.randrange(5, 890) for _ in range(200 + 30 * index)],
+            "max_tokens": max_tokens,
+            "temperature": index % 2,
+            "seed": index,
+            "ignore_eos": True,
+        }
+        for index in range(STREAMS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Alone]:
+    """What the engine says in one process."""
+    with LLM("keeper", memory="64MiB") as llm:
+
+        def outcomes(asked: list[Body]) -> list[Outcome]:
+            fields = ("max_tokens", "temperature", "seed", "ignore_eos")
+            params = [SamplingParams(**{field: body[field] for field in fields}) for body in asked]
+            answers = [one.outputs[0] for one in llm.generate([body["prompt"] for body in asked], params)]
+            return [(answer.text, answer.finish_reason, len(answer.token_ids)) for answer in answers]
+
+        yield outcomes
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="nodes-") as folder:  # a short path, for Ray's sockets
+        (Path(folder) / "store").mkdir()
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def nodes(folder: Path) -> Iterator[Nodes]:
+    nodes = Nodes(folder, labels="side=near")
+    try:
+        yield nodes
+    finally:
+        nodes.kill()
+
+
+@contextmanager
+def serving(
+    nodes: Nodes, folder: Path, namespace: str, store: str, groups: list[Body], module: str
+) -> Generator[Server]:
+    config = {
+        "models": [{"model": "keeper", "groups": [{**group, "memory": "64MiB"} for group in groups]}],
+        "store": {"url": store},
+        "edge": {"port": 0},
+        "cluster": {"ray_address": nodes.address, "host": "node-plain", "namespace": namespace},
+    }
+    file = folder / f"{namespace}.yaml"
+    file.write_text(yaml.safe_dump(config))
+    server = nodes.serve(file, folder / f"{namespace}.log", module)
+    try:
+        yield server
+        assert server.stop() == 0
+    finally:
+        server.kill_everything()
+
+
+@pytest.fixture(scope="module")
+def server(nodes: Nodes, folder: Path) -> Iterator[Server]:
+    """One worker for prefill beside the server, and decode workers wherever there is a place."""
+    nodes.add(FAR)
+    groups = [{"role": "prefill", "labels": {"side": "near"}}, {"role": "decode", "replicas": 2}]
+    with serving(nodes, folder, "shared", f"file://{folder}/store?size=256MiB", groups, "tidemill") as server:
+        yield server
+
+
+def homes(server: Server) -> dict[str, str]:
+    """The node of each worker that the router knows."""
+    return {row["info"]["name"]: row["info"]["node"] for row in server.workers()}
+
+
+def lives(server: Server) -> set[str]:
+    return {row["info"]["worker"] for row in server.workers()}
+
+
+def outcomes(server: Server, asked: list[Body]) -> list[Outcome]:
+    return [stream.outcome for stream in asyncio.run(run_all(server.url, asked))]
+
+
+def wait_until_fetched(server: Server, name: str, seed: int) -> None:
+    """Until this worker has had pages from the store that another one has put there."""
+
+    def is_used() -> bool:
+        outcomes(server, bodies(seed, max_tokens=4))
+        rows = {row["info"]["name"]: row["load"]["counters"] for row in server.workers()}
+        return rows.get(name, {}).get("store_gets_as_hit", 0) > 0
+
+    eventually(is_used)
+
+
+def test_prefill_on_one_node_and_decode_on_two(server: Server, alone: Alone) -> None:
+    """With a folder that all nodes see."""
+    eventually(lambda: homes(server) == {"prefill-0": HEAD, "decode-0": FAR, "decode-1": HEAD})
+    asked = bodies(1)
+    assert outcomes(server, asked) == alone(asked)
+    wait_until_fetched(server, "decode-0", seed=2)
+
+
+def test_a_node_is_lost_under_load(server: Server, nodes: Nodes, alone: Alone) -> None:
+    """All its processes at once: streams go on elsewhere, and so does its worker."""
+    asked = bodies(3, max_tokens=400)
+    streams = run_while(server.url, asked, lambda: nodes.kill(FAR))
+    assert [stream.outcome for stream in streams] == alone(asked)
+    eventually(lambda: homes(server) == {"prefill-0": HEAD, "decode-0": HEAD, "decode-1": HEAD})
+    assert outcomes(server, asked) == alone(asked)
+
+
+def test_a_node_that_comes_under_load_takes_work(
+    server: Server, nodes: Nodes, folder: Path, alone: Alone
+) -> None:
+    streams: list[Stream] = []
+
+    async def line(client: httpx.AsyncClient, done: asyncio.Event) -> None:
+        """Prompts that no worker has, so that all are equally good for them."""
+        while not done.is_set():
+            number = len(streams)
+            streams.append(Stream(bodies(100 + number)[number % STREAMS]))
+            await streams[number].run(client)
+
+    async def until_it_works(client: httpx.AsyncClient) -> None:
+        await asyncio.to_thread(add_node, nodes, folder)
+        answer = await client.post("/cluster/scale", json={"workers": {"decode": 3}})
+        assert answer.status_code == httpx.codes.OK, answer.text
+        async with asyncio.timeout(EVENTUALLY_S_MAX):
+            while True:
+                rows = (await client.get("/cluster")).json()["workers"]
+                if any(row["info"]["node"] == NEW and row["load"]["running_rows"] for row in rows):
+                    return
+                await asyncio.sleep(LOOK_S)
+
+    async def main() -> None:
+        done = asyncio.Event()
+        async with client_of(server.url) as client, asyncio.TaskGroup() as running:
+            for _ in range(LINES):
+                running.create_task(line(client, done))
+            await until_it_works(client)
+            done.set()
+
+    asyncio.run(main())
+    eventually(lambda: homes(server).get("decode-2") == NEW)
+    assert [stream.outcome for stream in streams] == alone([stream.body for stream in streams])
+
+
+def add_node(nodes: Nodes, folder: Path) -> None:
+    """One whose workers may get a bad line."""
+    if not nodes.processes(NEW):
+        change(folder, CALM)
+        nodes.add(NEW, "side=far", **{WEATHER: str(folder / "weather")})
+
+
+def change(folder: Path, weather: Weather) -> None:
+    """Of the line to the nodes behind it."""
+    (folder / "next").write_text(json.dumps(asdict(weather)))
+    (folder / "next").rename(folder / "weather")
+
+
+@pytest.fixture(scope="module")
+def split(nodes: Nodes, folder: Path) -> Iterator[Server]:
+    """Prefill on one node, decode on the other, which is behind the line; Mooncake between them."""
+    add_node(nodes, folder)
+    groups = [{"role": "prefill", "labels": {"side": "near"}}, {"role": "decode", "labels": {"side": "far"}}]
+    store = f"mooncake?size=256MiB&host={HEAD}&timeout=5s"
+    with serving(nodes, folder, "split", store, groups, "tests.e2e.behind_link") as server:
+        yield server
+
+
+def test_mooncake_between_two_nodes(split: Server, alone: Alone) -> None:
+    eventually(lambda: homes(split) == {"prefill-0": HEAD, "decode-0": NEW})
+    asked = bodies(5)
+    assert outcomes(split, asked) == alone(asked)
+    wait_until_fetched(split, "decode-0", seed=6)
+
+
+@pytest.mark.parametrize("run", range(LINE_RUNS))
+def test_a_bad_line_makes_it_slow_and_nothing_else(
+    split: Server, folder: Path, alone: Alone, run: int
+) -> None:
+    before = lives(split)
+    change(folder, STORM)
+    try:
+        asked = bodies(1000 + run)
+        assert outcomes(split, asked) == alone(asked)
+
+        def was_cut() -> bool:
+            """A stream lost its connection and went on; until then, more of them."""
+            again = bodies(8)
+            assert outcomes(split, again) == alone(again)
+            recent = httpx.get(f"{split.url}/cluster/requests", timeout=60).json()["requests"]
+            assert min(row["ttft_s"] for row in recent[:STREAMS]) > 2 * STORM.delay_s
+            return any(row["attempts"] > 1 for row in recent)
+
+        eventually(was_cut)
+    finally:
+        change(folder, CALM)
+    assert outcomes(split, bodies(9)) == alone(bodies(9))
+    eventually(lambda: lives(split) == before)
+
+
+def test_what_no_node_has_is_said(tmp_path: Path) -> None:
+    group = {"num_cpus": 0.5, "resources": {"fast": 1}, "labels": {"side": "far"}}
+    groups = [{"role": "prefill"}, {"role": "decode", "replicas": 2, **group}]
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump({"models": [{"model": "keeper", "groups": groups}], "edge": {"port": 0}}))
+    ended, left = run_cli("serve", "--config", str(file))
+    assert ended.returncode == 2
+    assert "decode-0 needs {CPU: 0.5, fast: 1, label side=far} on one node (and 1 more" in ended.stderr
+    assert "has no label side. Add a node" in ended.stderr
+    assert left == []

@@ -1,0 +1,104 @@
+"""Configurations that are right, as hypothesis draws them: trees as YAML has them, and command lines."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+Tree = dict[str, Any]
+
+TEXTS = st.text(
+    st.characters(
+        codec="utf-8", exclude_categories=["Cs", "Cc"], exclude_characters="\x85\u2028\u2029\ufeff"
+    ),
+    min_size=1,
+    max_size=12,
+)
+COUNTS = st.integers(1, 9)
+SECONDS = st.floats(0.001, 1e6)
+SIZES = st.sampled_from(["64MiB", "1.5g", "1GiB", "4096"]) | st.integers(0, 2**50)
+PARTS = st.sampled_from([0, 0.25, 1, 2, 8])
+PORTS = st.integers(0, 65535)
+
+
+def nodes(
+    needed: "dict[str, st.SearchStrategy[Any]]", **may_be: "st.SearchStrategy[Any]"
+) -> st.SearchStrategy[Tree]:
+    return st.fixed_dictionaries(needed, optional=may_be)
+
+
+def groups(role: str) -> st.SearchStrategy[Tree]:
+    return nodes(
+        {"role": st.just(role)},
+        replicas=COUNTS,
+        tensor_parallel_size=COUNTS,
+        memory=SIZES,
+        memory_floor=SIZES | st.none(),
+        device=st.sampled_from(["cpu", "cuda", "cuda:12"]),
+        threads=COUNTS,
+        num_cpus=PARTS,
+        num_gpus=PARTS,
+        resources=st.dictionaries(TEXTS, PARTS, max_size=2),
+        labels=st.dictionaries(TEXTS, TEXTS, max_size=2),
+    )
+
+
+def grown(group: Tree) -> Tree:
+    return {**group, "replicas_max": group.get("replicas", 1) + 3}
+
+
+PAIRS = st.tuples(groups("prefill"), groups("prefill").map(grown), groups("decode").map(grown)).map(
+    lambda three: [three[1], three[0], three[2]]
+)
+GROUPS = (
+    st.tuples(groups("prefill"), groups("decode")).map(list)
+    | PAIRS
+    | groups("mixed").map(grown).map(lambda one: [one])
+)
+
+ENGINES = nodes(
+    {},
+    page_size=COUNTS,
+    kv_cache_dtype=st.sampled_from(["float32", "bfloat16"]),
+    max_num_seqs=COUNTS,
+    num_speculative_tokens=st.integers(0, 16),
+    overlap=st.booleans(),
+    kernels=st.sampled_from(["cpu", "triton", "reference", None]),
+    memory_broker=st.booleans(),
+    checkpoint_interval=COUNTS | st.none(),
+    eviction_policy=st.sampled_from(["lru", "value"]),
+)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[Tree]:
+    """Each is called otherwise."""
+    count = draw(st.integers(1, 3))
+    return [
+        {
+            **draw(
+                nodes(
+                    {"model": TEXTS},
+                    max_model_len=COUNTS | st.none(),
+                    ttft_max=SECONDS,
+                    routers=COUNTS,
+                    groups=GROUPS,
+                    engine=ENGINES,
+                )
+            ),
+            "served_model_name": draw(
+                st.sampled_from([f"name-{index}", [f"name-{index}", f"alias {index}"]])
+            ),
+        }
+        for index in range(count)
+    ]
+
+
+TREES = nodes(
+    {"models": models()},
+    store=nodes({}, url=TEXTS | st.none(), secret_file=TEXTS | st.none()),
+    edge=nodes(
+        {}, host=TEXTS, port=PORTS, grpc_port=PORTS | st.none(), send_timeout=SECONDS, api_keys_file=TEXTS
+    ),
+    cluster=nodes({}, ray_address=TEXTS, namespace=TEXTS, host=st.sampled_from(["loopback", "node-plain"])),
+    telemetry=nodes({}, log_level=st.sampled_from(["debug", "error"]), log_json=st.booleans()),
+)
