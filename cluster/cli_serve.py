@@ -21,9 +21,11 @@ def add_serving_options(serve: argparse.ArgumentParser) -> None:
     )
     serve.add_argument(
         "--config",
+        "--model-config",
         type=Path,
         metavar="FILE",
-        help="YAML that describes the whole cluster: docs/configuration.md; options given here go first",
+        help="YAML that describes the whole cluster, with one model or several: docs/configuration.md; "
+        "options given here go first",
     )
     titles = {title: serve.add_argument_group(title) for title in dict.fromkeys(one.title for one in FLAGS)}
     for flag in FLAGS:

@@ -48,6 +48,7 @@ SERVE_OPTIONS = [
     "--metrics-alias",
     "--mixed",
     "--mixed-max",
+    "--model-config",
     "--no-enforce-eager",
     "--no-log-json",
     "--no-memory-broker",
