@@ -172,8 +172,8 @@ EDGE_BUGS = (
     Planted(
         "the end of a tag is told as an argument",
         CALLING,
-        "kept = max(growing(value, one) for one in PARAMETER_ENDS)",
-        "kept = 0",
+        "cut = len(value) - growing(value, PARAMETER_ENDS)",
+        "cut = len(value)",
         CALLS,
     ),
     Planted(

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tidemill.workers.api.calls import Call, Schemas, call_of, is_text, parameters_of, value_of
+from tidemill.workers.api.text import growing
 
 JSON_OPENING = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]*)"\s*,\s*"arguments"\s*:\s*(?=\{\s*["}])')
 XML_OPENING = re.compile(r"\s*<function=([^>\s]+)>(?=\s*<parameter=[^>\s]+>)")
@@ -135,8 +136,7 @@ class _Xml:
             self._name, self._held = None, rest
             return True
         if self._is_text:
-            kept = max(growing(value, one) for one in PARAMETER_ENDS)
-            cut = len(value) - kept
+            cut = len(value) - growing(value, PARAMETER_ENDS)
             told.append(_escaped(value[:cut]))
             self._held = value[cut:]
         return False
@@ -163,8 +163,3 @@ class _Xml:
 def _escaped(text: str) -> str:
     """Inside of a JSON text."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def growing(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that starts `tag`."""
-    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)

@@ -9,8 +9,9 @@ calling.py. No text is lost: what looks like a call and is none is told as words
 from dataclasses import dataclass
 from typing import Literal
 
-from tidemill.workers.api.calling import Calling, growing
+from tidemill.workers.api.calling import Calling
 from tidemill.workers.api.calls import Call, Schemas
+from tidemill.workers.api.text import growing
 
 THINK, THOUGHT = "<think>", "</think>"
 CALL, CALLED = "<tool_call>", "</tool_call>"
@@ -106,7 +107,7 @@ class Speech:
     def _pass_on(self, parts: list[Part], tag: str, kind: type[Reasoning | Words], *, last: bool) -> bool:
         """What is held, up to `tag` (if any) and without it. Whether it was found."""
         at = self._held.find(tag) if tag else -1
-        cut = at if at >= 0 else len(self._held) - (0 if last else growing(self._held, tag))
+        cut = at if at >= 0 else len(self._held) - (0 if last else growing(self._held, (tag,)))
         text, self._held = self._held[:cut], self._held[cut + (len(tag) if at >= 0 else 0) :]
         if self._after_tag:
             text = text.lstrip()
@@ -117,7 +118,7 @@ class Speech:
 
     def _call(self, parts: list[Part], *, last: bool) -> bool:
         at = self._held.find(CALLED)
-        cut = at if at >= 0 else len(self._held) - (0 if last else growing(self._held, CALLED))
+        cut = at if at >= 0 else len(self._held) - (0 if last else growing(self._held, (CALLED,)))
         text, self._held = self._held[:cut], self._held[cut + (len(CALLED) if at >= 0 else 0) :]
         pieces = self._calling.push(text)
         if at >= 0 or last:

@@ -69,6 +69,17 @@ def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return b"".join(map(tokenizer.piece, tokens)).decode(errors="replace")
 
 
+def growing(text: str, into: Sequence[str]) -> int:
+    """Length of the longest end of `text` that starts one of the texts in `into`, and may grow into it."""
+    sizes = (
+        size
+        for whole in into
+        for size in range(1, min(len(whole), len(text) + 1))
+        if text.endswith(whole[:size])
+    )
+    return max(sizes, default=0)
+
+
 class StopScanner:
     """Passes text up to the first stop string: the one that ends first, or the longest of those that do.
 
@@ -96,7 +107,7 @@ class StopScanner:
             end, start, self.stop = found
             self._held = ""
             return text[: end if self._include else start]
-        cut = len(text) - self._growing(text)
+        cut = len(text) - growing(text, self._stops)
         self._held = text[cut:]
         return text[:cut]
 
@@ -114,13 +125,3 @@ class StopScanner:
             if (start := text.find(stop, max(0, old + 1 - len(stop)))) >= 0
         )
         return min(matches, default=None)
-
-    def _growing(self, text: str) -> int:
-        """Length of the longest end of `text` that starts a stop string."""
-        sizes = (
-            size
-            for stop in self._stops
-            for size in range(1, min(len(stop), len(text) + 1))
-            if text.endswith(stop[:size])
-        )
-        return max(sizes, default=0)
