@@ -93,7 +93,7 @@ soak-nodes: setup
 	LINE_RUNS=50 python -m pytest tests/e2e/test_nodes.py -k line
 
 soak-overload: setup
-	FLOOD_S=60 python -m pytest tests/e2e/test_overload.py -s
+	FLOOD_S=60 python -m pytest tests/e2e/test_overload.py -s -k flood
 
 stubs: setup
 	cd src && python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. tidemill/cluster/proto/*.proto

@@ -30,8 +30,9 @@ from tidemill.workers.draws import Draws
 from tidemill.workers.graphs import Forward, Replay
 from tidemill.workers.inputs import Caches, caches_of
 from tidemill.workers.messages import Request, Sampling
-from tidemill.workers.models.qwen3_next import Qwen3Next
-from tidemill.workers.models.qwen3_next_config import Config, cost, parse, tensor_shapes
+from tidemill.workers.models.config import Config, cost, weights_of
+from tidemill.workers.models.decoder import Decoder
+from tidemill.workers.models.qwen3_next import parse
 from tidemill.workers.runner import TorchRunner
 from tidemill.workers.staging import Lane
 from tidemill.workers.step import Row, Step
@@ -96,7 +97,7 @@ class Bed:
     plan: Plan
     config: Config
     layout: Layout
-    model: Qwen3Next
+    model: Decoder
     caches: Caches
     arena: torch.Tensor
     first_state: int
@@ -133,7 +134,7 @@ def roofline(device: torch.device, scale: int) -> Roofline:
 
 def memory_for(plan: Plan, config: Config) -> tuple[Layout, int, int]:
     """The layout, and the extents of pages and of states for the largest batch, and a prompt."""
-    layout = layout_of(config.layers, PAGE_TOKENS, plan.kv_dtype)
+    layout = layout_of(config.specs, PAGE_TOKENS, plan.kv_dtype)
     rows = max(plan.batches)
     pages = max(rows * -(-(plan.context + 1) // PAGE_TOKENS), -(-max(plan.prompts) // PAGE_TOKENS))
     pages = max(pages, plan.copied_pages)
@@ -141,7 +142,7 @@ def memory_for(plan: Plan, config: Config) -> tuple[Layout, int, int]:
 
 
 def weight_bytes(config: Config) -> int:
-    return 2 * sum(prod(shape) for shape in tensor_shapes(config).values())
+    return 2 * sum(prod(weight.shape) for weight in weights_of(config).values())
 
 
 def layers_for(plan: Plan, free_bytes: int) -> int:
@@ -156,10 +157,10 @@ def layers_for(plan: Plan, free_bytes: int) -> int:
 
 def random_weights(config: Config, device: torch.device) -> Callable[[str], torch.Tensor]:
     """By name, drawn when asked for; of a size at which activations neither vanish nor grow."""
-    shapes = tensor_shapes(config)
+    weights = weights_of(config)
 
     def read(name: str) -> torch.Tensor:
-        shape = shapes[name]
+        shape = weights[name].shape
         if len(shape) == 1:
             middle = 1.0 if name.endswith("linear_attn.norm.weight") else 0.0
             return torch.full(shape, middle, dtype=torch.bfloat16, device=device)
@@ -171,7 +172,7 @@ def random_weights(config: Config, device: torch.device) -> Callable[[str], torc
 
 def bed_of(plan: Plan, layers: int, ops: Operators, device: torch.device) -> Bed:
     config = plan.config(layers)
-    model = Qwen3Next(config, random_weights(config, device), ops, ALONE)
+    model = Decoder(config, random_weights(config, device), ops, ALONE)
     layout, pages, states = memory_for(plan, config)
     arena = Fixed((pages + states) * layout.extent_bytes, str(device)).memory
     middle = pages * layout.extent_bytes
@@ -212,12 +213,12 @@ def step_bytes(bed: Bed, rows: int, before: int, tokens: int) -> float:
     """The least that a step moves: weights that some token meets once (of experts, as many as even routing
     chooses), pages and states of its rows."""
     config, layout = bed.config, bed.layout
-    routing, num_bytes = config.routing, 0.0
-    met = 1 - (1 - routing.top_k / routing.experts) ** (rows * tokens) if routing.experts else 0.0
-    for name, shape in tensor_shapes(config).items():
+    layer, num_bytes = bed.plan.layer, 0.0
+    met = 1 - (1 - layer["num_experts_per_tok"] / layer["num_experts"]) ** (rows * tokens)
+    for name, weight in weights_of(config).items():
         if "embed_tokens" in name or ("lm_head" in name and tokens > 1):
             continue
-        num_bytes += 2 * prod(shape) * (met if ".experts." in name else 1.0)
+        num_bytes += 2 * prod(weight.shape) * (met if ".experts." in name else 1.0)
     pages = (before + 2 * tokens) / PAGE_TOKENS * layout.page_bytes  # what is new is written, then read
     return num_bytes + rows * (pages + (2 if before else 1) * layout.state_bytes)
 

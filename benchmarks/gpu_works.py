@@ -12,6 +12,7 @@ from torch.nn import functional
 from benchmarks.kernels import PAGE_TOKENS, step_inputs
 from tidemill.kernels.dispatch import Operators, page_copy
 from tidemill.kernels.moe.experts import Experts
+from tidemill.kernels.moe.routing import Routing
 from tidemill.kernels.page_copy.planes import Plane
 from tidemill.kvstore.layout import Attention, layout_of
 from tidemill.workers.inputs import Inputs, caches_of
@@ -158,7 +159,9 @@ def causal_conv(shape: Shape, ops: Operators, new: int, batch: int) -> Work:
     weight = normal(4, shape.key_heads, shape.channels, dtype=torch.float32)
     window = normal(batch, shape.key_heads, 3, shape.channels, dtype=torch.float32)
     num_bytes = 2 * size_of(x, window)
-    return Work(f"causal_conv {batch} x {new}", lambda: ops.causal_conv(x, weight, window, rows), num_bytes)
+    return Work(
+        f"causal_conv {batch} x {new}", lambda: ops.causal_conv(x, weight, None, window, rows), num_bytes
+    )
 
 
 def rope_store(shape: Shape, ops: Operators, new: int, batch: int) -> Work:
@@ -207,12 +210,15 @@ def linear(shape: Shape, ops: Operators, tokens: int) -> Work:
 def moe(shape: Shape, ops: Operators, experts: Experts, tokens: int) -> Iterator[Work]:
     """Each expert that some token chose is read once."""
     x, logits = normal(tokens, shape.hidden), normal(tokens, shape.experts)
-    hidden, chosen, weights = ops.moe_inner(x, logits, experts)
+    routing = Routing(shape.top_k, renormalise=True)
+    chosen, weights = ops.route(logits, routing)
+    hidden = ops.moe_inner(x, chosen, experts)
     read, pairs, expert = len(chosen.unique()), tokens * shape.top_k, shape.inner * shape.hidden
+    yield Work(f"route {tokens}", lambda: ops.route(logits, routing), size_of(logits, chosen, weights))
     yield Work(
         f"moe_inner {tokens}, {read} experts",
-        lambda: ops.moe_inner(x, logits, experts),
-        read * 4 * expert + size_of(x, logits, hidden),
+        lambda: ops.moe_inner(x, chosen, experts),
+        read * 4 * expert + size_of(x, hidden),
         4.0 * pairs * expert,
     )
     yield Work(
@@ -246,7 +252,7 @@ def works(shape: Shape, ops: Operators) -> Iterator[Work]:
     """Decode, then prompts: what is timed when time is short comes first."""
     gate_up = ops.pack(normal(shape.experts, 2 * shape.inner, shape.hidden), None)
     down = ops.pack(normal(shape.experts, shape.hidden, shape.inner), None)
-    experts = Experts(gate_up, down, shape.top_k, renormalise=True)
+    experts = Experts(gate_up, down)
     for batch in shape.batches:
         yield from moe(shape, ops, experts, batch)
         yield attention(shape, ops, 1, shape.context - 1, batch)

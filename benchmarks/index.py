@@ -22,7 +22,7 @@ from benchmarks.memory_model import COST, NoBytes, qwen_layout
 from tidemill.kernels.dispatch import Variant, operators
 from tidemill.kvstore.arena import Arena
 from tidemill.kvstore.cache import Cache
-from tidemill.kvstore.index import PrefixIndex
+from tidemill.kvstore.index import Checkpoint, PrefixIndex
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.worth import Policy
 
@@ -86,7 +86,7 @@ class Forest:
             entry, _ = cache.insert(path[-1] if path else None, key, cache.take_page())
             path.append(entry)
             if depth % CHECKPOINT_PAGES == 0 or depth == len(keys):
-                cache.keep_checkpoint(entry, cache.take_state())
+                cache.keep_checkpoint(entry, Checkpoint(cache.take_state()))
         for entry in reversed(path):
             cache.unpin(entry)
         self.paths.append(keys)

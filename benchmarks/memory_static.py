@@ -47,8 +47,9 @@ class StaticCache(Cache):
     def take_state(self) -> StateId:
         return self._take(self.arena.states, _checkpoint, "states")
 
-    def could_hold(self, pages: int, states: int) -> bool:
-        """Each class by itself: neither has anything of the other."""
+    def could_hold(self, pages: int, states: int, windows: int = 0) -> bool:
+        """Each class by itself: neither has anything of the other. Its models have no windows."""
+        assert not windows
         split = self._split
         pages_max = split.page_extents_max * split.pages.places
         states_max = split.state_extents_max * split.states.places

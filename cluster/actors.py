@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tidemill.cluster.logs import start_logs
 from tidemill.cluster.router_client import FindRouter
-from tidemill.cluster.settings import WorkerSettings
+from tidemill.cluster.settings import RouterSettings, WorkerSettings
 from tidemill.cluster.worker_process import Ready, State, WorkerProcess
 from tidemill.workers.messages import WorkerGone
 from tidemill.workers.settings import EngineSettings
@@ -82,7 +82,7 @@ class WorkerActor:
     def __init__(
         self,
         settings: WorkerSettings,
-        routers: tuple[str, ...],
+        routers: RouterSettings,
         namespace: str,
         place: Any,  # noqa: ANN401 - a placement group with a bundle for each rank, one at least
     ) -> None:
@@ -95,7 +95,10 @@ class WorkerActor:
         self._process = WorkerProcess(
             settings, settings.host or node, secrets.token_hex(3), node, self._start_ranks
         )
-        self._routers = [(name, namespace) for name in routers]
+        self._routers = [(name, namespace) for name in routers.names]
+        self._memory = (
+            None if routers.memory_router is None else find_router(routers.memory_router, namespace)
+        )
         self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._ended)
         self._watch = self._loop.create_task(self._process.hangs())
@@ -111,7 +114,7 @@ class WorkerActor:
 
     async def _run(self) -> None:
         await asyncio.sleep(await self._wait_s())
-        await self._process.run([find_router(*router) for router in self._routers])
+        await self._process.run([find_router(*router) for router in self._routers], self._memory)
 
     async def _wait_s(self) -> float:
         """Before this life starts: see cluster/backoff.py. A router that is away knows of no earlier one."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tidemill.cluster.broker import Account, rebalance
-from tidemill.cluster.service import SetBy
+from tidemill.cluster.service import SetBudget
 from tidemill.workers.messages import Heartbeat, RequestError, WorkerInfo, WorkerLoad
 
 GATHER_S_MAX = 30.0
@@ -86,14 +86,17 @@ class Budgets:
             return
         raise RequestError(f"{name} cannot have {budget_bytes:,} bytes: {reason}", param="budget")
 
-    def set_of(self, info: WorkerInfo) -> tuple[SetBy, int]:
-        """Who says what the budget of a worker is, and how much it shall be."""
+    def set_of(self, info: WorkerInfo) -> SetBudget:
         if info.name in self._by_hand:
-            return "operator", self._by_hand[info.name]
+            return SetBudget("operator", self._by_hand[info.name])
         if not self._broker:
-            return "share", info.memory_bytes
+            return SetBudget("share", info.memory_bytes)
         holding = self._holdings.get(info.name)
-        return "broker", 0 if holding is None else holding.told_bytes
+        return SetBudget("broker", 0 if holding is None else holding.told_bytes)
+
+    def told(self) -> dict[str, SetBudget]:
+        """Of every worker that was heard, by name."""
+        return {name: self.set_of(holding.info) for name, holding in self._holdings.items()}
 
     def _after(self, heartbeat: Heartbeat) -> Holding:
         info, load, now_s = heartbeat.info, heartbeat.load, self._clock()

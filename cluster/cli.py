@@ -145,7 +145,7 @@ def _serve(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         await asyncio.Event().wait()
 
-    _run(config, options.api_key, work)
+    _run(config, options.api_key, work, "" if options.config is None else str(options.config))
     return 0
 
 
@@ -257,8 +257,9 @@ def _sealing(secret_file: Path | None) -> Sealing:
     return sealing
 
 
-def _run(config: "Config", api_keys: Sequence[str] | None, work: "Work") -> None:
-    """Serve what `config` says while `work` runs. Ray's environment is set before anything imports Ray."""
+def _run(config: "Config", api_keys: Sequence[str] | None, work: "Work", source: str = "") -> None:
+    """Serve what `config` says, of the file `source` if there is one, while `work` runs. Ray's environment is
+    set before anything imports Ray."""
     telemetry, edge, store = telemetry_of(config.telemetry), config.edge, config.store
     joins = config.cluster.ray_address is not None
     os.environ.update(ray_environ(joins=joins, token=secrets.token_hex(32)))
@@ -290,6 +291,6 @@ def _run(config: "Config", api_keys: Sequence[str] | None, work: "Work") -> None
         if store.url is not None and store_url != store.url:
             console.print(Text(f"store: {store_url}"))  # for `tidemill store`
         around = Surroundings(store_url=store_url, cache_folder=cache_folder)
-        settings = guarded(cluster_settings(config, around), config.cluster).telling(telemetry)
+        settings = guarded(cluster_settings(config, around, source), config.cluster).telling(telemetry)
         start_logs(telemetry)
         serve(endpoint, settings, sources, console, work)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from tidemill.cluster.cli_security import cluster_tls, security_of
+from tidemill.cluster.config.flags import with_places
 from tidemill.cluster.config.fleets import Surroundings, engine_settings, summary
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.reading import dumped, read_config
@@ -17,7 +18,7 @@ from tidemill.cluster.config.tree import Config
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.secret import read_secret
 from tidemill.kvstore.sizes import parse_bytes
-from tidemill.workers.settings import EngineSettings
+from tidemill.workers.settings import EngineSettings, SettingsError
 
 EXIT_REFUSED = 2
 
@@ -75,10 +76,15 @@ def problems_here(config: Config, *, offline: bool) -> Iterator[str]:
     for place, check in _checks(config, offline=offline):
         try:
             check()
+        except ConfigError as error:  # which names its place
+            new = [one for one in error.problems if one not in said]
         except TidemillError as error:
-            if str(error) not in said:
-                yield f"{place}: {error}"
+            new = [] if str(error) in said else [f"{place}: {error}"]
             said.add(str(error))
+        else:
+            continue
+        said.update(new)
+        yield from new
 
 
 def _checks(config: Config, *, offline: bool) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -87,7 +93,7 @@ def _checks(config: Config, *, offline: bool) -> Iterator[tuple[str, Callable[[]
         for number, group in enumerate(model.groups):
             engine = partial(engine_settings, config, model, group, around)
             check = engine if offline else partial(_check_engine, engine)
-            yield f"models[{index}].groups[{number}]", check
+            yield f"models[{index}].groups[{number}]", partial(_by_key, check, index, number)
     if config.store.url is not None:
         yield "store.url", partial(_check_store, config.store.url, offline=offline)
     if offline:
@@ -96,6 +102,17 @@ def _checks(config: Config, *, offline: bool) -> Iterator[tuple[str, Callable[[]
         yield "store.secret_file", partial(read_secret, Path(config.store.secret_file))
     yield "edge", partial(security_of, config.edge, None, {})
     yield "cluster", partial(cluster_tls, config.cluster)
+
+
+def _by_key(check: Callable[[], object], model: int, group: int) -> None:
+    """Raises ConfigError for a setting of the file that the engine refuses."""
+    try:
+        check()
+    except SettingsError as error:
+        told = with_places(str(error), model, group)
+        if told == str(error):
+            raise
+        raise ConfigError([told]) from error
 
 
 def _check_engine(engine: Callable[[], EngineSettings]) -> None:

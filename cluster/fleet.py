@@ -43,6 +43,7 @@ class Column(IntEnum):
     PREFILLS = auto()  # 1.0: it takes prompts for others
     MIXED = auto()  # 1.0: it takes streams and computes their prompts
     NAME = auto()  # 52 bits that stand for its name
+    NAMESPACE = auto()  # ... and for that of its pages
     BUSY_UNTIL_S = auto()  # when its queued prompt tokens will be computed
     QUEUED_TOKENS = auto()
     ROWS = auto()
@@ -293,7 +294,8 @@ def _column(member: Member) -> Table:
         column[Column.DECODES] = info.role != "prefill"
         column[Column.PREFILLS] = info.role == "prefill"
         column[Column.MIXED] = info.role == "mixed"
-    column[Column.NAME] = int.from_bytes(blake2b(info.name.encode(), digest_size=8).digest()) >> 12
+    column[Column.NAME] = _bits(info.name)
+    column[Column.NAMESPACE] = _bits(f"{info.fingerprint} {info.layout}")
     column[Column.BUSY_UNTIL_S] = member.heard_at_s + load.queued_s
     column[Column.QUEUED_TOKENS] = load.queued_tokens
     column[Column.ROWS] = load.running_rows + load.waiting_rows
@@ -313,3 +315,8 @@ def _column(member: Member) -> Table:
     column[Column.PAGE_BYTES] = info.page_bytes
     column[Column.STATE_BYTES] = info.state_bytes
     return column
+
+
+def _bits(text: str) -> int:
+    """As many as a column can hold."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 12

@@ -1,5 +1,6 @@
 """The service behind the HTTP edge: the flow over a router and peers, for one model."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 
@@ -16,7 +17,8 @@ from tidemill.workers.messages import Piece, Request, Role, WorkerInfo
 
 
 class ClusterService:
-    """`info` is of any ready worker: what names keys is the same on all workers of one model."""
+    """`info` is of any ready worker: what names keys is the same on all workers of one model. `memory` is the
+    router that says the budgets of these workers, if `router` does not."""
 
     def __init__(
         self,
@@ -25,12 +27,15 @@ class ClusterService:
         peers: GrpcPeers,
         scaler: Scaler,
         info: WorkerInfo,
+        *,
+        memory: RouterClient | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self.model = model
         self._scaler = scaler
         self._tracer = tracer
         self._router = router
+        self._memory = memory
         self._peers = peers
         self._info = info
         self._resets = 0
@@ -46,14 +51,17 @@ class ClusterService:
         return serve(request, router, peers, self._root_of, page_tokens)
 
     async def status(self) -> FleetStatus:
-        return await self._router.status()
+        if self._memory is None:
+            return await self._router.status()
+        status, told = await asyncio.gather(self._router.status(), self._memory.budgets())
+        return status.with_budgets(told)
 
     def reset_prefix_cache(self) -> None:
         """All names change: what has the old ones goes as anything that nobody asks for."""
         self._resets += 1
 
     async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
-        await self._router.set_budget(worker, budget_bytes)
+        await (self._memory or self._router).set_budget(worker, budget_bytes)
 
     async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
         await self._router.drain(worker, drain=drain, force=force)
@@ -74,6 +82,8 @@ class ClusterService:
     async def close(self) -> None:
         await self._peers.close()
         await self._router.close()
+        if self._memory is not None:
+            await self._memory.close()
 
     def _root_of(self, salt: str) -> PageKey:
         return Namespace(model=self._info.fingerprint, layout=self._info.layout, salt=salt).root()

@@ -74,14 +74,15 @@ class News:
 
 
 class Heartbeats:
-    """To one router. Of several, `obey` makes it the one whose answers count."""
+    """To one router. Of several, `obey` makes it the one whose answers count. Without `news` it is one of
+    another fleet, which says the budget of this worker and nothing else."""
 
     def __init__(
         self,
         engine: Engine,
         duties: Duties,
         find_router: FindRouter,
-        news: News,
+        news: News | None,
         tls: MutualTls | None = None,
     ) -> None:
         self._engine = engine
@@ -90,13 +91,15 @@ class Heartbeats:
         self._news = news
         self._tls = tls
         self._heard: Callable[[], None] | None = None
+        self._takes_budgets = news is None
         self._sequence = 0
         self._asked_bytes: int | None = None  # of the engine, by the last ack that named a budget
 
-    def obey(self, heard: Callable[[], None]) -> None:
-        """Do what the router answers. `heard` is called at every acknowledged beat: from the first on, the
-        router knows the worker."""
+    def obey(self, heard: Callable[[], None], *, budgets: bool = True) -> None:
+        """Do what the router answers, also about `budgets` unless another one says them. `heard` is called at
+        every acknowledged beat: from the first on, the router knows the worker."""
         self._heard = heard
+        self._takes_budgets = budgets
 
     async def run(self) -> None:
         """Report until cancelled, to whatever router there is; a new connection starts with everything."""
@@ -113,11 +116,13 @@ class Heartbeats:
             ) as error:
                 log.info("the router is away: %s", error)
             finally:
-                self._news.forget(self)
+                if self._news is not None:
+                    self._news.forget(self)
             await asyncio.sleep(RECONNECT_S)
 
     async def _report(self, channel: grpc.aio.Channel) -> None:
-        method: ReportMethod = channel.stream_stream("/tidemill.Router/Report")
+        name = "Report" if self._news is not None else "Memory"
+        method: ReportMethod = channel.stream_stream(f"/tidemill.Router/{name}")
         now_s = asyncio.get_running_loop().time
         stream = method()
         full = True
@@ -138,8 +143,9 @@ class Heartbeats:
                     return
                 ack = decode_ack(answer)
                 full = ack.want_full
-                if self._heard is not None:
+                if self._takes_budgets:
                     self._take_budget(ack.budget_bytes, load)
+                if self._heard is not None:
                     self._duties.told(ack)
                     self._heard()
             await asyncio.sleep(LOOK_S)
@@ -153,10 +159,11 @@ class Heartbeats:
 
     def _beat(self, load: WorkerLoad, *, full: bool) -> Heartbeat:
         self._sequence += 1
+        news = Announcement() if self._news is None else self._news.take(self, full=full)
         return Heartbeat(
             info=self._duties.info,
             sequence=self._sequence,
             load=load,
-            announcement=self._news.take(self, full=full),
+            announcement=news,
             draining=self._duties.draining,
         )

@@ -6,7 +6,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,6 @@ import ray.exceptions
 from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from tidemill.cluster.actors import WorkerActor, find_router, options_of
 from tidemill.cluster.nodes import Node, demand_of, missing, plan
@@ -25,6 +24,7 @@ from tidemill.cluster.processes import children, end, with_descendants
 from tidemill.cluster.router_actor import RouterActor
 from tidemill.cluster.router_client import RouterClient
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
+from tidemill.cluster.starting import shown
 from tidemill.cluster.worker_process import Failed, Loading, Ready, State
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import WorkerInfo
@@ -34,6 +34,9 @@ RAY: Any = ray  # much of it has no types
 LIVES = {"max_restarts": -1, "max_task_retries": 0}
 
 LOOK_S = 0.1
+TELL_S = 60.0
+"""So often it is said what is still waited for."""
+
 GRACE_S = 3.0
 CONNECT_S_MAX = 5.0
 RAY_STARTS_MAX = 4
@@ -71,6 +74,14 @@ class Cluster:
         namespace = self._settings.namespace
         found = (find_router(name, namespace) for name in fleet.router.names)
         return RouterClient(*found, tls=fleet.router.tls)
+
+    def memory(self, fleet: FleetSettings) -> RouterClient | None:
+        """A new client of the router that says the budgets of the fleet's workers, if it is of another
+        fleet."""
+        if fleet.router.memory_router is None:
+            return None
+        find = find_router(fleet.router.memory_router, self._settings.namespace)
+        return RouterClient(find, tls=fleet.router.tls)
 
     def peers(self, fleet: FleetSettings) -> GrpcPeers:
         """New streams to the fleet's workers, for one event loop of this process."""
@@ -157,7 +168,7 @@ class Cluster:
         options = {**LIVES, **options_of(worker, place, 0)}
         actor = RAY.remote(WorkerActor).options(**options, name=worker.name)
         try:
-            self._actors[worker.name] = actor.remote(worker, routers.names, self._settings.namespace, place)
+            self._actors[worker.name] = actor.remote(worker, routers, self._settings.namespace, place)
         except ValueError:  # the name is taken
             self.remove_worker(worker.name)
             raise
@@ -177,7 +188,7 @@ class Cluster:
     ) -> None:
         """Until the router knows every worker. Raises LaunchError with the first thing that went wrong. A
         worker that has a place is waited for however long its process takes to start."""
-        give_up_s = clock() + self._settings.place_wait_s_max
+        began_s = told_s = clock()
         ready: dict[str, WorkerInfo] = {}
         silent = {worker.name: worker for worker in self._settings.workers}  # no process yet
         asked: dict[Any, str] = {}
@@ -196,11 +207,12 @@ class Cluster:
                     raise LaunchError(f"{name}: {state.reason}")
                 if isinstance(state, Ready):
                     ready[name] = state.info
-            if silent and clock() > give_up_s:
-                give_up_s = clock() + self._settings.place_wait_s_max
-                if lacks := self.lacks(*(one for one in silent.values() if not self._has_place(one))):
+            if silent and (now_s := clock()) - told_s >= TELL_S:
+                told_s = now_s
+                lacks = self.lacks(*(one for one in silent.values() if not self._has_place(one)))
+                if lacks and told_s - began_s >= self._settings.place_wait_s_max:
                     raise LaunchError(lacks)
-                say(f"Ray still starts the processes of {', '.join(silent)}")
+                say(_still(silent, told_s - began_s, lacks))
             time.sleep(LOOK_S)
         self._infos = ready
 
@@ -254,29 +266,19 @@ def start_cluster(
     Raises LaunchError. Nothing is left running then, nor when it is interrupted.
     """
     cluster = Cluster(settings)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[state]}"),
-    )
     try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            ray_bar = progress.add_task("Ray", total=None, state="starting")
+        with shown(console, clock) as show:
+            show("Ray", Loading(0, 0))
             cluster.start_ray()
-            progress.remove_task(ray_bar)
-            bars = {
-                worker.name: progress.add_task(worker.name, total=None, state="starting")
-                for worker in settings.workers
-            }
+            show("Ray", None)
+            for worker in settings.workers:
+                show(worker.name, Loading(0, 0))
             if lacks := cluster.lacks(*settings.workers):
                 if settings.ray_address is None:  # nobody else can add a node
                     raise LaunchError(lacks)
                 console.print(f"waiting up to {settings.place_wait_s_max:g} s: {lacks}", soft_wrap=True)
             cluster.start_actors()
-            cluster.wait_until_ready(
-                lambda name, state: _show(progress, bars[name], state), console.print, clock
-            )
+            cluster.wait_until_ready(show, console.print, clock)
     except BaseException:
         cluster.stop()
         raise
@@ -295,17 +297,6 @@ def _check_reachable(address: str) -> None:
             f"no Ray cluster answers at {address} ({error}): start one with `ray start --head`, "
             "or leave --ray-address out, and one is started here"
         ) from error
-
-
-def _show(progress: Progress, bar: TaskID, state: State) -> None:
-    match state:
-        case Loading(done_bytes, total_bytes):
-            text = f"{done_bytes / 1e6:,.0f} of {total_bytes / 1e6:,.0f} MB" if total_bytes else "starting"
-            progress.update(bar, total=total_bytes or None, completed=done_bytes, state=text)
-        case Ready():
-            progress.update(bar, total=1, completed=1, state="ready")
-        case Failed():
-            progress.update(bar, state="failed")
 
 
 def _state(name: str, answer: object) -> State:
@@ -329,6 +320,11 @@ def _nodes() -> list[Node]:
         for node in RAY.nodes()
         if node["Alive"]
     ]
+
+
+def _still(names: Iterable[str], waited_s: float, lacks: str | None) -> str:
+    why = lacks or "Ray starts processes for them"
+    return f"still waiting for {', '.join(names)} after {waited_s:.0f} s: {why}"
 
 
 def _line(error: Exception) -> str:

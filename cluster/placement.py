@@ -235,6 +235,8 @@ class _View:
             away = (prefill.resident < HOME_SHARE * end) | (here >= prefill.resident)
             quick = costs.computing(here, end) * self._beside <= GAP_S_MAX
             alone |= away & quick & (own <= prefill.done)
+        namespace = self._table[Column.NAMESPACE]
+        alone |= namespace != namespace[prefill.member.slot]  # another version, which cannot use its pages
         pages = np.maximum(0.0, self.boundary - self._restorable) / costs.page_tokens
         late = np.minimum(pages, np.ceil(costs.step_tokens / costs.page_tokens))  # of the last step
         hop = HOP_S if costs.in_seconds else HOP_PAGES * costs.page_tokens

@@ -10,7 +10,7 @@ from tidemill.cluster.fleet import Fleet, Heard, Lost, Member, wants_full_announ
 from tidemill.cluster.orders import Orders
 from tidemill.cluster.placement import Ask, Route, bookings, place
 from tidemill.cluster.quarantine import Quarantine
-from tidemill.cluster.service import FleetStatus, WorkerStatus
+from tidemill.cluster.service import FleetStatus, SetBudget, WorkerStatus
 from tidemill.workers.messages import Ack, Heartbeat, Role, Unserved, WorkerId
 
 SILENCE_S_MAX = 3.0
@@ -31,13 +31,14 @@ class Router:
         broker: bool = True,
         expected: frozenset[str] = frozenset(),
         ttft_s_max: float = TTFT_S_MAX,
+        has_budgets: bool = True,
     ) -> None:
         """`broker`: move memory between the workers of a device, once those of the names `expected` have been
         heard; without, each keeps its share. `ttft_s_max`: what would wait longer for its first token is
-        refused."""
+        refused. `has_budgets`: not when another router says what the workers here may have."""
         self._clock = clock
         self._fleet = Fleet()
-        self._budgets = Budgets(clock, broker=broker, expected=expected)
+        self._budgets = Budgets(clock, broker=broker, expected=expected) if has_budgets else None
         self._orders = Orders()
         self._quarantine = Quarantine()
         self._admission = Admission(ttft_s_max)
@@ -80,10 +81,20 @@ class Router:
         self._heard_s[heartbeat.info.worker] = now_s
         self._fleet.apply(Heard(heartbeat, now_s))
         self._wake()
-        return Ack(want_full=want_full, budget_bytes=self._budgets.heard(heartbeat), drain=drain, role=role)
+        return Ack(want_full=want_full, budget_bytes=self.budget(heartbeat), drain=drain, role=role)
+
+    def budget(self, heartbeat: Heartbeat) -> int | None:
+        """What a worker of any fleet may have from now on; None while nobody knows, or another router says
+        it."""
+        return None if self._budgets is None else self._budgets.heard(heartbeat)
+
+    def budgets(self) -> dict[str, SetBudget]:
+        """Of every worker whose budget is said here, of any fleet, by name."""
+        return {} if self._budgets is None else self._budgets.told()
 
     def set_budget(self, name: str, budget_bytes: int | None) -> None:
         """A person's word; None takes it back. Raises RequestError."""
+        assert self._budgets is not None, "people ask the router that has the budgets"
         self._budgets.set(name, budget_bytes)
 
     def drain(self, name: str, *, drain: bool, force: bool) -> None:
@@ -125,15 +136,17 @@ class Router:
         return FleetStatus(workers=tuple(self._row(member, now_s) for member in members))
 
     def _row(self, member: Member, now_s: float) -> WorkerStatus:
-        set_by, set_bytes = self._budgets.set_of(member.info)
+        told = SetBudget("broker", member.load.budget_bytes)
+        if self._budgets is not None:
+            told = self._budgets.set_of(member.info)
         return WorkerStatus(
             info=member.info,
             load=member.load,
             state="draining" if member.draining else "ready",
             heard_ago_s=now_s - member.heard_at_s,
             restorable_depths=self._fleet.num_held(member),
-            set_by=set_by,
-            set_bytes=set_bytes,
+            set_by=told.by,
+            set_bytes=told.num_bytes,
         )
 
     def _wake(self) -> None:

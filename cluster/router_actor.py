@@ -33,7 +33,11 @@ class RouterActor:
         loop = asyncio.get_running_loop()
         build = cast("type[Router]", resolve_name(settings.build))
         router = build(
-            loop.time, broker=settings.broker, expected=settings.expected, ttft_s_max=settings.ttft_s_max
+            loop.time,
+            broker=settings.broker,
+            expected=settings.expected,
+            ttft_s_max=settings.ttft_s_max,
+            has_budgets=settings.memory_router is None,
         )
         self._service = RouterService(router, settings.tls)
         self._backoff = Backoff()

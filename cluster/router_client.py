@@ -15,6 +15,7 @@ from tidemill.cluster.codec import Malformed
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.placement import Ask, Route
 from tidemill.cluster.router_codec import (
+    decode_budgets,
     decode_lives,
     decode_placed,
     decode_status,
@@ -25,7 +26,7 @@ from tidemill.cluster.router_codec import (
     encode_loss,
     encode_role,
 )
-from tidemill.cluster.service import FleetStatus
+from tidemill.cluster.service import FleetStatus, SetBudget
 from tidemill.workers.messages import RequestError, Role, Unserved, WorkerGone, WorkerId
 
 if TYPE_CHECKING:  # generic in the type stubs alone
@@ -37,6 +38,7 @@ FindRouter = Callable[[], Awaitable[str]]
 STATUS_WAIT_S_MAX = 5.0
 ORDER_WAIT_S_MAX = 5.0
 OUT_WAIT_S_MAX = 0.5
+BUDGETS_WAIT_S_MAX = 0.5
 LOST_WAIT_S_MAX = 1.0
 RETRY_S = 0.1
 ANSWER_S_MAX = 1.0
@@ -80,6 +82,12 @@ class RouterClient:
     async def status(self) -> FleetStatus:
         """Raises Unserved when no router answers."""
         return decode_status(await self._call("Status", lambda: b"", STATUS_WAIT_S_MAX, first=True))
+
+    async def budgets(self) -> dict[str, SetBudget]:
+        """Of every worker whose budget the first router says, by name; none when it does not answer."""
+        with suppress(Unserved, Malformed):
+            return decode_budgets(await self._call("Budgets", lambda: b"", BUDGETS_WAIT_S_MAX, first=True))
+        return {}
 
     async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
         """Give a worker this budget; None leaves it to the broker. Raises RequestError that says what it can

@@ -1,12 +1,12 @@
 """What routers, workers and frontends tell each other about the fleet, as bytes. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import get_args
 
 from tidemill.cluster.codec import Malformed, parse
 from tidemill.cluster.placement import Ask, Route
 from tidemill.cluster.proto import tidemill_pb2 as pb
-from tidemill.cluster.service import FleetStatus, SetBy, WorkerStatus
+from tidemill.cluster.service import FleetStatus, SetBudget, SetBy, WorkerStatus
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
     Ack,
@@ -187,6 +187,22 @@ def decode_budget(data: bytes) -> tuple[str, int | None]:
     return message.name, message.budget_bytes if message.HasField("budget_bytes") else None
 
 
+def encode_budgets(told: Mapping[str, SetBudget]) -> bytes:
+    return pb.ToldBudgets(
+        workers=[
+            pb.ToldBudget(name=name, set_by=one.by, set_bytes=one.num_bytes) for name, one in told.items()
+        ]
+    ).SerializeToString()
+
+
+def decode_budgets(data: bytes) -> dict[str, SetBudget]:
+    """By the names of workers."""
+    return {
+        one.name: SetBudget(_set_by(one.set_by), one.set_bytes)
+        for one in parse(pb.ToldBudgets(), data).workers
+    }
+
+
 def encode_loss(worker: WorkerId, content: bytes) -> bytes:
     return pb.Loss(worker=worker, content=content).SerializeToString()
 
@@ -316,6 +332,8 @@ def _load_to(load: WorkerLoad) -> pb.WorkerLoad:
             pages_cached=load.memory.pages_cached,
             states_live=load.memory.states_live,
             states_cached=load.memory.states_cached,
+            windows_live=load.memory.windows_live,
+            windows_cached=load.memory.windows_cached,
             free=load.memory.free,
             empty=load.memory.empty,
             unmapped=load.memory.unmapped,
@@ -345,6 +363,8 @@ def _load_from(message: pb.WorkerLoad) -> WorkerLoad:
             pages_cached=message.memory.pages_cached,
             states_live=message.memory.states_live,
             states_cached=message.memory.states_cached,
+            windows_live=message.memory.windows_live,
+            windows_cached=message.memory.windows_cached,
             free=message.memory.free,
             empty=message.memory.empty,
             unmapped=message.memory.unmapped,

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
@@ -21,11 +21,12 @@ from tidemill.cluster.router_codec import (
     decode_loss,
     decode_role,
     encode_ack,
+    encode_budgets,
     encode_lives,
     encode_placed,
     encode_status,
 )
-from tidemill.cluster.service import FleetStatus
+from tidemill.cluster.service import FleetStatus, SetBudget
 from tidemill.workers.messages import (
     Ack,
     Heartbeat,
@@ -49,6 +50,8 @@ log = logging.getLogger(__name__)
 class Router(Protocol):
     async def place(self, ask: Ask) -> Route: ...
     def heartbeat(self, heartbeat: Heartbeat) -> Ack: ...
+    def budget(self, heartbeat: Heartbeat) -> int | None: ...
+    def budgets(self) -> Mapping[str, SetBudget]: ...
     def lost(self, worker: WorkerId, blamed: bytes = b"") -> None: ...
     def out(self, workers: Iterable[WorkerId]) -> frozenset[WorkerId]: ...
     def tick(self) -> None: ...
@@ -69,6 +72,8 @@ class RouterService:
         handlers: dict[str, Handler] = {
             "Place": grpc.unary_unary_rpc_method_handler(self._place),
             "Report": grpc.stream_stream_rpc_method_handler(self._report),
+            "Memory": grpc.stream_stream_rpc_method_handler(self._memory),
+            "Budgets": grpc.unary_unary_rpc_method_handler(self._budgets),
             "Lost": grpc.unary_unary_rpc_method_handler(self._lost),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
             "Out": grpc.unary_unary_rpc_method_handler(self._out),
@@ -123,6 +128,18 @@ class RouterService:
             if worker is not None and self._reports.get(worker) is report:
                 del self._reports[worker]
                 self._router.lost(worker)
+
+    async def _memory(self, frames: AsyncIterator[bytes], context: "Context") -> None:
+        """Of a worker of another fleet; one that falls silent keeps its budget for a while."""
+        try:
+            async for data in frames:
+                budget_bytes = self._router.budget(decode_heartbeat(data))
+                await context.write(encode_ack(Ack(budget_bytes=budget_bytes)))
+        except Malformed as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    async def _budgets(self, _: bytes, context: "Context") -> bytes:  # noqa: ARG002 - gRPC passes both
+        return encode_budgets(self._router.budgets())
 
     async def _lost(self, data: bytes, context: "Context") -> bytes:
         try:

@@ -1,9 +1,9 @@
 """What the edge needs from the cluster: one served model, its streams, and the state of the fleet."""
 
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from tidemill.workers.messages import Piece, Request, Role, WorkerInfo, WorkerLoad
 
@@ -30,6 +30,13 @@ SetBy = Literal["operator", "broker", "share"]
 """Who says what a worker's budget is: a person, the broker, or the share that it was started with."""
 
 
+class SetBudget(NamedTuple):
+    """The budget that a worker shall have, and who says so."""
+
+    by: SetBy
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
     """One row of `tidemill status`. state: ready or draining; a silent worker has no row.
@@ -50,6 +57,17 @@ class WorkerStatus:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStatus:
     workers: tuple[WorkerStatus, ...]
+
+    def with_budgets(self, told: Mapping[str, SetBudget]) -> "FleetStatus":
+        """The same, with what another router says of their budgets."""
+        return FleetStatus(
+            workers=tuple(
+                replace(one, set_by=said.by, set_bytes=said.num_bytes)
+                if (said := told.get(one.info.name))
+                else one
+                for one in self.workers
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ from tidemill.cluster.store_plan import check_shared, other_tiers
 from tidemill.cluster.store_service import running_store
 from tidemill.cluster.tracing import tracing
 from tidemill.kvstore.open_store import open_store
+from tidemill.workers.api.templates import check_chat
 from tidemill.workers.api.text import Tokenizer
 from tidemill.workers.api.tokenizer import load_tokenizer
 from tidemill.workers.build import check_settings
@@ -68,6 +69,8 @@ def serve(
     """
     for engine in {worker.engine for worker in settings.workers}:
         check_settings(engine)  # what is wrong there is said before anything is started
+    for fleet in settings.fleets:
+        check_chat(fleet.chat)
     allow_files(endpoint.limits.connections_max)
     with (
         listening(endpoint) as listener,
@@ -75,8 +78,8 @@ def serve(
         tracing(endpoint.telemetry, "frontend") as tracer,
     ):
         sources = replace(sources, tracer=tracer)
-        folders = [fleet.model_folder for fleet in settings.fleets]
-        tokenizers = beside.map(load_tokenizer, folders)  # takes as long as the cluster
+        folders, chats = zip(*((fleet.model_folder, fleet.chat) for fleet in settings.fleets), strict=True)
+        tokenizers = beside.map(load_tokenizer, folders, chats)  # takes as long as the cluster
         cluster = start_cluster(settings, console)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -183,7 +186,15 @@ def _service(
         eos_token_ids=workers[0].eos_token_ids,
         created_s=int(sources.unix_time_s()),
     )
-    return ClusterService(model, router, cluster.peers(fleet), scaler, workers[0], sources.tracer)
+    return ClusterService(
+        model,
+        router,
+        cluster.peers(fleet),
+        scaler,
+        workers[0],
+        memory=cluster.memory(fleet),
+        tracer=sources.tracer,
+    )
 
 
 async def _grpc(endpoint: Endpoint, desk: Desk) -> list[PublicServer]:

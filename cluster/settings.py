@@ -8,6 +8,7 @@ from pathlib import Path
 from tidemill.cluster.autoscale import Bounds, Hysteresis
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.telemetry import QUIET, Telemetry
+from tidemill.workers.api.families import AUTO, ChatSettings
 from tidemill.workers.messages import Role
 from tidemill.workers.settings import EngineSettings
 
@@ -39,7 +40,8 @@ class RouterSettings:
     """`broker` moves memory between the workers of a device, once the `expected` ones have been heard.
 
     Each of the `replicas` hears all workers and places requests by what it has heard and placed itself. The
-    first one alone tells workers what people and the broker say.
+    first one alone tells workers what people and the broker say. Fleets that lend each other memory have one
+    broker: `memory_router` names the router that has it, of another fleet; None is the first one here.
     """
 
     name: str = "router"
@@ -48,6 +50,7 @@ class RouterSettings:
     host: str | None = "127.0.0.1"
     broker: bool = True
     expected: frozenset[str] = frozenset()  # names of workers
+    memory_router: str | None = None
     ttft_s_max: float = 60.0  # what would wait longer for its first token is refused
     tls: MutualTls | None = None  # as workers have it
     telemetry: Telemetry = QUIET
@@ -67,6 +70,7 @@ class FleetSettings:
     bounds: Mapping[Role, Bounds] = field(default_factory=dict[Role, Bounds])  # none: it is not scaled
     hysteresis: Hysteresis = field(default_factory=Hysteresis)
     label: str = ""  # what names of its workers start with: empty where there is one fleet
+    chat: ChatSettings = AUTO
 
     @property
     def model_folder(self) -> Path:
@@ -91,7 +95,7 @@ class ClusterSettings:
     namespace: str = "tidemill"  # of the actors' names
     temp_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     object_store_bytes: int = 80 * 2**20  # Ray's own store, which carries next to nothing here
-    place_wait_s_max: float = 120.0  # until the nodes of Ray have a place for each worker
+    place_wait_s_max: float = 600.0  # for nodes with a place for each worker, which may have images to pull
 
     @property
     def workers(self) -> tuple[WorkerSettings, ...]:

@@ -33,10 +33,13 @@ CLASSES = {
     "pages_cached": "\ncached",
     "states_live": "states\nlive",
     "states_cached": "\ncached",
+    "windows_live": "windows\nlive",
+    "windows_cached": "\ncached",
     "free": "\nfree",
     "empty": "\nempty",
     "unmapped": "\nunmapped",
 }
+OF_WINDOWS = {"windows_live", "windows_cached"}
 STORE: dict[str, tuple[str, ...]] = {
     "stored": tuple(f"store_puts_as_{one.value}" for one in Put if one.is_there),
     "lost": tuple(f"store_puts_as_{one.value}" for one in Put if not one.is_there),
@@ -129,10 +132,12 @@ def render(status: dict[str, Any]) -> RenderableType:
 
 
 def memory_table(workers: Iterable[tuple[str, dict[str, int]]]) -> Table:
-    """The memory of workers, given by name, by what it holds."""
-    held = table(("worker", *CLASSES.values()), num_left=1)
-    for name, memory in workers:
-        held.add_row(Text(name), *(human_bytes(memory[one]) for one in CLASSES))
+    """The memory of workers, given by name, by what it holds; windows where a model has some."""
+    rows = list(workers)
+    classes = [one for one in CLASSES if one not in OF_WINDOWS or any(memory[one] for _, memory in rows)]
+    held = table(("worker", *(CLASSES[one] for one in classes)), num_left=1)
+    for name, memory in rows:
+        held.add_row(Text(name), *(human_bytes(memory[one]) for one in classes))
     return held
 
 

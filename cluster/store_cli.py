@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 TIMEOUT = "timeout=60s"
 """For a person who waits; a worker would rather compute."""
 
-NAMES = {Kind.PAGE: "page", Kind.CHECKPOINT: "checkpoint"}
+NAMES = {Kind.PAGE: "page", Kind.WINDOW: "window page", Kind.CHECKPOINT: "checkpoint"}
 
 
 def with_store(url: str, sealing: Sealing, work: Callable[[PageStore], Awaitable[_Result]]) -> _Result:

@@ -158,7 +158,7 @@ def _worker(before: Mapping[str, Any] | None, after: Mapping[str, Any], passed_s
         grown = load["counters"].get(counter, 0) - before["load"]["counters"].get(counter, 0)
         return grown / beat_s if beat_s > BEAT_S_MIN else None
 
-    held_bytes = memory["pages_live"] + memory["states_live"]
+    held_bytes = memory["pages_live"] + memory["states_live"] + memory["windows_live"]
     return WorkerRow(
         model=after["model"],
         worker=info["name"],

@@ -124,9 +124,10 @@ class WorkerProcess:
         self._node = node
         self._start_ranks = start_ranks
 
-    async def run(self, routers: Sequence[FindRouter]) -> None:
+    async def run(self, routers: Sequence[FindRouter], memory: FindRouter | None = None) -> None:
         """Serve until something breaks, and raise it, or until `leave`. The word of the first of `routers`
-        counts. Raises ModelError and the like when it cannot start."""
+        counts; about memory that of `memory`, if another one says it. Raises ModelError and the like when it
+        cannot start."""
         build = cast("Build", resolve_name(self._settings.build))
         built = await asyncio.to_thread(build, self._settings.engine, self._progress, self._start_ranks)
         tls = self._settings.tls
@@ -137,7 +138,9 @@ class WorkerProcess:
             duties = Duties(built.engine, self._info(built, await plane.start(self._host)))
             news = News(built.engine)
             heartbeats = [Heartbeats(built.engine, duties, find, news, tls) for find in routers]
-            heartbeats[0].obey(lambda: self._heard(duties.info))
+            heartbeats[0].obey(lambda: self._heard(duties.info), budgets=memory is None)
+            if memory is not None:
+                heartbeats.append(Heartbeats(built.engine, duties, memory, None, tls))
             self._engine = built.engine
             async with asyncio.TaskGroup() as tasks:
                 works = [tasks.create_task(one.run()) for one in (built.engine, *heartbeats)]

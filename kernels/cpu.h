@@ -69,6 +69,8 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
 
 static inline float silu(float x) { return x / (1.0f + exp_f32(-x)); }
 
+static inline float softplus(float x) { return x > 20 ? x : std::log1p(exp_f32(x)); }
+
 static inline float fold(float* lanes) {
     for (int half = LANES_SUM / 2; half > 0; half /= 2)
         for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];

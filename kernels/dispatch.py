@@ -24,9 +24,13 @@ from tidemill.kernels.gated_delta import reference as gated_delta_reference
 from tidemill.kernels.linear import cpu as linear_cpu
 from tidemill.kernels.linear import reference as linear_reference
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.mamba2 import cpu as mamba2_cpu
+from tidemill.kernels.mamba2 import reference as mamba2_reference
+from tidemill.kernels.mamba2.heads import Heads as Mamba2Heads
 from tidemill.kernels.moe import cpu as moe_cpu
 from tidemill.kernels.moe import reference as moe_reference
 from tidemill.kernels.moe.experts import Experts
+from tidemill.kernels.moe.routing import Routing
 from tidemill.kernels.page_copy import cpu as page_copy_cpu
 from tidemill.kernels.page_copy import reference as page_copy_reference
 from tidemill.kernels.page_copy.planes import PageCopy
@@ -34,6 +38,7 @@ from tidemill.kernels.rms_norm import cpu as rms_norm_cpu
 from tidemill.kernels.rms_norm import reference as rms_norm_reference
 from tidemill.kernels.rope_store import cpu as rope_store_cpu
 from tidemill.kernels.rope_store import reference as rope_store_reference
+from tidemill.kernels.rope_store.cpu import RopeStore
 from tidemill.kernels.rows import Rows
 
 Variant = Literal["cpu", "triton", "reference"]
@@ -47,16 +52,20 @@ class Operators:
     pack: Callable[[Tensor, Tensor | None], Packed]
     linear: Callable[[Tensor, Packed], Tensor]
     logits: Callable[[Tensor, Packed], Tensor]
+    linear_heads: Callable[[Tensor, Packed], Tensor]
     add_norm: Callable[[Tensor | None, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rms_norm_gated: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
     sigmoid_mul: Callable[[Tensor, Tensor], Tensor]
-    causal_conv: Callable[[Tensor, Tensor, Tensor, Rows], Tensor]
+    causal_conv: Callable[[Tensor, Tensor, Tensor | None, Tensor, Rows], Tensor]
     gated_delta: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Rows], Tensor]
+    mamba2: Callable[[Tensor, Tensor, Tensor, Mamba2Heads, Tensor, Rows], Tensor]
     rope_angles: Callable[[Tensor, Tensor], Tensor]
-    rope_store: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, Tensor, Tensor, Rows], Tensor]
+    rope_store: RopeStore
     attention: Callable[[Tensor, Tensor, Rows, int | None, Tensor | None], Tensor]
-    moe_inner: Callable[[Tensor, Tensor, Experts], tuple[Tensor, Tensor, Tensor]]
+    route: Callable[[Tensor, Routing], tuple[Tensor, Tensor]]
+    moe_inner: Callable[[Tensor, Tensor, Experts], Tensor]
     moe_outer: Callable[[Tensor, Tensor, Tensor, Experts, Tensor | None, Tensor | None], Tensor]
 
 
@@ -65,15 +74,19 @@ REFERENCE = Operators(
     pack=linear_reference.pack,
     linear=linear_reference.linear,
     logits=linear_reference.logits,
+    linear_heads=linear_reference.linear_heads,
     add_norm=rms_norm_reference.add_norm,
+    rms_norm=rms_norm_reference.rms_norm,
     rms_norm_gated=rms_norm_reference.rms_norm_gated,
     silu_mul=activation_reference.silu_mul,
     sigmoid_mul=activation_reference.sigmoid_mul,
     causal_conv=causal_conv_reference.causal_conv,
     gated_delta=gated_delta_reference.gated_delta,
+    mamba2=mamba2_reference.mamba2,
     rope_angles=rope_store_reference.rope_angles,
     rope_store=rope_store_reference.rope_store,
     attention=attention_reference.attention,
+    route=moe_reference.route,
     moe_inner=moe_reference.moe_inner,
     moe_outer=moe_reference.moe_outer,
 )
@@ -82,11 +95,13 @@ REFERENCE = Operators(
 FOLDERS = {  # of the operators that are not called like theirs
     "pack": "linear",
     "logits": "linear",
+    "linear_heads": "linear",
     "add_norm": "rms_norm",
     "rms_norm_gated": "rms_norm",
     "silu_mul": "activation",
     "sigmoid_mul": "activation",
     "rope_angles": "rope_store",
+    "route": "moe",
     "moe_inner": "moe",
     "moe_outer": "moe",
 }
@@ -110,15 +125,19 @@ def operators(variant: Variant, cache_dir: Path) -> Operators:
                 pack=linear_cpu.bind_pack(library),
                 linear=linear_cpu.bind_linear(library),
                 logits=linear_cpu.bind_linear(library),
+                linear_heads=linear_cpu.bind_linear_heads(library),
                 add_norm=rms_norm_cpu.bind_add_norm(library),
+                rms_norm=rms_norm_cpu.bind_rms_norm(library),
                 rms_norm_gated=rms_norm_cpu.bind_rms_norm_gated(library),
                 silu_mul=activation_cpu.bind_silu_mul(library),
                 sigmoid_mul=activation_cpu.bind_sigmoid_mul(library),
                 causal_conv=causal_conv_cpu.bind(library),
                 gated_delta=gated_delta_cpu.bind(library),
+                mamba2=mamba2_cpu.bind(library),
                 rope_angles=rope_store_cpu.bind_rope_angles(library),
                 rope_store=rope_store_cpu.bind_rope_store(library),
                 attention=attention_cpu.bind(library),
+                route=moe_cpu.bind_route(library),
                 moe_inner=moe_cpu.bind_moe_inner(library),
                 moe_outer=moe_cpu.bind_moe_outer(library),
             )

@@ -1,12 +1,12 @@
-"""One reservation cut into equal extents that hold pages, or states, or nothing.
+"""One reservation cut into equal extents that hold pages, or window pages, or states, or nothing.
 
     extent 0        extent 1        extent 2        extent 3        extent 4 ...
-    [P p p . P .]   [s S s]         [. . . . . .]   [P P P P P P]   not mapped
-     pages           states          nothing         pages
+    [P p p . P .]   [s S s]         [. . . . . .]   [W W . w W W]   not mapped
+     pages           states          nothing         window pages
 
-    P, S   held: a lease writes or reads it        p, s   kept: cache, can be taken back        .   free
+    P, S, W   held: a lease writes or reads it     p, s, w   kept: cache, can be taken back     .   free
 
-An empty extent changes class freely: that is the whole of the elasticity between KV and state. Taking prefers
+An empty extent changes class freely: that is the whole of the elasticity between the classes. Taking prefers
 the fullest extent that is not full, so that extents empty out; taking and giving are amortised O(1). At most
 `budget_extents` are mapped at a time; which of them, and where the holes are, does not matter.
 """
@@ -18,9 +18,9 @@ from typing import Generic, TypeVar
 
 from tidemill.kvstore.backing import Backing
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.layout import Layout, PageId, StateId
+from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
 
-Id = TypeVar("Id", PageId, StateId)
+Id = TypeVar("Id", PageId, StateId, WindowId)
 
 SPARE_EXTENTS_MAX = 8
 """Empty extents that stay mapped, so that a workload that breathes does not map and unmap at every breath."""
@@ -38,6 +38,9 @@ class Usage:
     pages_kept: int
     states_held: int
     states_kept: int
+    window_extents: int = 0
+    windows_held: int = 0
+    windows_kept: int = 0
 
 
 class Pool(Generic[Id]):
@@ -161,8 +164,8 @@ class Pool(Generic[Id]):
 
 
 class Arena:
-    """The extents, and the two pools that share them. `pages.take()` and `states.take()` hand out ids and
-    raise OutOfMemory, which is expected under load."""
+    """The extents, and the pools that share them. `pages.take()`, `windows.take()` and `states.take()` hand
+    out ids and raise OutOfMemory, which is expected under load."""
 
     def __init__(
         self, layout: Layout, num_extents: int, backing: Backing, budget_extents: int | None = None
@@ -175,6 +178,7 @@ class Arena:
         self._backing = backing
         self.pages: Pool[PageId] = Pool(layout.pages_per_extent, self._open, self._close)
         self.states: Pool[StateId] = Pool(max(1, layout.states_per_extent), self._open, self._close)
+        self.windows: Pool[WindowId] = Pool(max(1, layout.windows_per_extent), self._open, self._close)
         self._unmapped = list(range(num_extents - 1, -1, -1))
         self._spare: list[int] = []  # empty and mapped
 
@@ -192,7 +196,7 @@ class Arena:
 
     @property
     def num_empty(self) -> int:
-        """Extents that either class can still open."""
+        """Extents that any class can still open."""
         return len(self._spare) + max(0, self.budget_extents - self._mapped)
 
     def usage(self) -> Usage:
@@ -205,13 +209,20 @@ class Arena:
             pages_kept=self.pages.num_kept,
             states_held=self.states.num_held,
             states_kept=self.states.num_kept,
+            window_extents=self.windows.num_extents,
+            windows_held=self.windows.num_held,
+            windows_kept=self.windows.num_kept,
         )
 
     def check(
-        self, pages: tuple[list[PageId], list[PageId]], states: tuple[list[StateId], list[StateId]]
+        self,
+        pages: tuple[list[PageId], list[PageId]],
+        states: tuple[list[StateId], list[StateId]],
+        windows: tuple[list[WindowId], list[WindowId]] = ([], []),
     ) -> None:
         """Prove that exactly these are taken, as (held, kept), and that every extent is in one place."""
-        extents = [*self.pages.check(*pages), *self.states.check(*states), *self._spare, *self._unmapped]
+        extents = [*self.pages.check(*pages), *self.states.check(*states), *self.windows.check(*windows)]
+        extents += [*self._spare, *self._unmapped]
         assert sorted(extents) == list(range(self.num_extents)), "an extent is lost or in two places"
         assert not (self.excess and self._spare), "an empty extent was not given back"
 

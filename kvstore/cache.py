@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from tidemill.kvstore import eviction
 from tidemill.kvstore.arena import Arena, Id, Pool
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.index import Entry, PrefixIndex
+from tidemill.kvstore.index import Checkpoint, Entry, PrefixIndex
 from tidemill.kvstore.keys import PageKey
-from tidemill.kvstore.layout import Layout, PageId, StateId
+from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
+from tidemill.kvstore.windows import Windows
 
 Choose = Callable[[PrefixIndex, Arena, Layout], eviction.Victim | None]
 """What goes so that something can be taken; None when nothing that is kept would help."""
@@ -24,6 +25,7 @@ class Cache:
         self.arena = arena
         self.index = index
         self.counters: Counter[str] = Counter()
+        self.windows = Windows(arena.windows)
 
     def take_page(self) -> PageId:
         """A page, held; evicts what it takes. Raises OutOfMemory when everything is held."""
@@ -33,16 +35,22 @@ class Cache:
         """A state, held; evicts what it takes. Raises OutOfMemory when all extents hold what is held."""
         return self._take(self.arena.states, eviction.for_state, "states")
 
+    def take_window(self) -> WindowId:
+        """A window page, held; evicts what it takes. Raises OutOfMemory as `take_state` does."""
+        window = self._take(self.arena.windows, eviction.for_state, "windows")
+        self.windows.taken(window)
+        return window
+
     def give_page(self, page: PageId) -> None:
         self.arena.pages.give(page)
 
     def give_state(self, state: StateId) -> None:
         self.arena.states.give(state)
 
-    def could_hold(self, pages: int, states: int) -> bool:
+    def could_hold(self, pages: int, states: int, windows: int = 0) -> bool:
         """Whether so many more could be held if everything that is kept was given up."""
-        lacking = max(0, states - _places(self.arena.states))
-        left = self._loose_extents() - -(-lacking // self.arena.states.places)
+        left = self._loose_extents()
+        left -= _extents_for(self.arena.states, states) + _extents_for(self.arena.windows, windows)
         return left >= 0 and pages <= _places(self.arena.pages) + left * self.arena.pages.places
 
     def clear(self) -> None:
@@ -73,19 +81,24 @@ class Cache:
             self.arena.pages.hold(entry.page)
         return entry, taken_over
 
-    def keep_checkpoint(self, entry: Entry, state: StateId) -> None:
-        self.index.keep_checkpoint(entry, state)
-        self.arena.states.loosen(state)
+    def keep_checkpoint(self, entry: Entry, checkpoint: Checkpoint) -> None:
+        """The caller holds it: its state is the index's from now on, its window pages both have."""
+        self.index.keep_checkpoint(entry, checkpoint)
+        if checkpoint.state is not None:
+            self.arena.states.loosen(checkpoint.state)
+        self.windows.keep(checkpoint.windows)
 
     def drop_checkpoint(self, entry: Entry, reason: str) -> None:
         """`reason` ends up in the name of a metric."""
-        self.arena.states.give(self.index.drop_checkpoint(entry))
-        self.counters[f"evicted_checkpoints_for_{reason}"] += 1
+        self._give_checkpoint(self.index.drop_checkpoint(entry), reason)
 
-    def reclaim_checkpoint(self, entry: Entry) -> StateId:
-        """Take the checkpoint out of the index; the caller holds the slot, and can write to it."""
-        state = self.index.drop_checkpoint(entry)
-        self.arena.states.hold(state)
+    def reclaim_checkpoint(self, entry: Entry) -> StateId | None:
+        """Take the checkpoint out of the index; the caller holds the slot, if there is one, and can write to
+        it."""
+        state, windows = self.index.drop_checkpoint(entry)
+        self.windows.drop(windows)
+        if state is not None:
+            self.arena.states.hold(state)
         return state
 
     def pin(self, entry: Entry) -> None:
@@ -101,7 +114,9 @@ class Cache:
     def pin_checkpoint(self, entry: Entry) -> Entry:
         assert entry.checkpoint is not None
         if not entry.checkpoint_pins:
-            self.arena.states.hold(entry.checkpoint)
+            if entry.checkpoint.state is not None:
+                self.arena.states.hold(entry.checkpoint.state)
+            self.windows.hold(entry.checkpoint.windows)
         self.index.pin_checkpoint(entry)
         return entry
 
@@ -109,24 +124,46 @@ class Cache:
         self.index.unpin_checkpoint(entry)
         if not entry.checkpoint_pins:
             assert entry.checkpoint is not None
-            self.arena.states.loosen(entry.checkpoint)
+            if entry.checkpoint.state is not None:
+                self.arena.states.loosen(entry.checkpoint.state)
+            self.windows.release(entry.checkpoint.windows)
 
-    def check(self, own_pages: Sequence[PageId], own_states: Sequence[StateId]) -> None:
+    def check(
+        self,
+        own_pages: Sequence[PageId],
+        own_states: Sequence[StateId],
+        own_windows: Sequence[WindowId] = (),
+    ) -> None:
         """Prove that every byte is free, or held by these owners, or held or kept by the index: by exactly
-        one."""
+        one, window pages aside, which are as often held and kept as there are reasons."""
         held_pages, kept_pages = list(own_pages), list[PageId]()
         held_states, kept_states = list(own_states), list[StateId]()
+        holders, keepers = Counter(own_windows), Counter[WindowId]()
         for entry in self.index:
             (held_pages if entry.pins else kept_pages).append(entry.page)
-            if entry.checkpoint is not None:
-                (held_states if entry.checkpoint_pins else kept_states).append(entry.checkpoint)
-        self.arena.check((held_pages, kept_pages), (held_states, kept_states))
+            if entry.checkpoint is None:
+                continue
+            if entry.checkpoint.state is not None:
+                (held_states if entry.checkpoint_pins else kept_states).append(entry.checkpoint.state)
+            keepers.update(entry.checkpoint.windows)
+            holders.update(entry.checkpoint.windows if entry.checkpoint_pins else ())
+        self.windows.check(holders, keepers)
+        windows = (list(holders), [window for window in keepers if window not in holders])
+        self.arena.check((held_pages, kept_pages), (held_states, kept_states), windows)
         self.index.check()
+
+    def _give_checkpoint(self, checkpoint: Checkpoint, reason: str) -> None:
+        if checkpoint.state is not None:
+            self.arena.states.give(checkpoint.state)
+        self.windows.drop(checkpoint.windows)
+        self.counters[f"evicted_checkpoints_for_{reason}"] += 1
 
     def _loose_extents(self) -> int:
         """Extents in which nothing is held; above the budget they cannot be used again."""
         arena = self.arena
-        extents = arena.num_empty + len(arena.pages.loose) + len(arena.states.loose)
+        extents = arena.num_empty + sum(
+            len(pool.loose) for pool in (arena.pages, arena.states, arena.windows)
+        )
         return max(0, extents - arena.excess)
 
     def _take(self, pool: Pool[Id], choose: Choose, reason: str) -> Id:
@@ -145,8 +182,7 @@ class Cache:
             self.index.remove(entry)
             self.arena.pages.give(entry.page)
             if entry.checkpoint is not None:
-                self.arena.states.give(entry.checkpoint)
-                self.counters[f"evicted_checkpoints_for_{reason}"] += 1
+                self._give_checkpoint(entry.checkpoint, reason)
         for entry in victim.bare:
             self.drop_checkpoint(entry, reason)
         self.counters[f"evicted_pages_for_{reason}"] += len(victim.entries)
@@ -155,3 +191,8 @@ class Cache:
 def _places(pool: Pool[Id]) -> int:
     """In extents where something is held, places that are free or kept."""
     return (pool.num_extents - len(pool.loose)) * pool.places - pool.num_held
+
+
+def _extents_for(pool: Pool[Id], count: int) -> int:
+    """How many extents more it takes to hold so many."""
+    return -(-max(0, count - _places(pool)) // pool.places)

@@ -1,7 +1,8 @@
 """What is evicted when memory is needed: the least that is lost for each byte that comes free. Pure.
 
-    a page is needed     the least worthy leaf  ...or all kept checkpoints of one extent of states
+    a page is needed     the least worthy leaf  ...or all kept checkpoints of one extent of states or windows
     a state is needed    the least worthy checkpoint  ...or all kept pages of one extent, and what hangs below
+    ...or a window page  the same: a checkpoint goes whole, its state and what nobody else has of its window
     the budget shrinks   all that is kept in one extent
 
 An extent is emptied whole or left alone, so that eviction does not leave holes behind. Pages that lead to no
@@ -10,7 +11,7 @@ checkpoint of a hybrid cost nothing and go first.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from tidemill.kvstore.arena import Arena
 from tidemill.kvstore.index import Entry, PrefixIndex
@@ -38,14 +39,15 @@ def for_page(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:
     """What goes so that a page can be taken; None when nothing that is kept would help."""
     leaf = index.cheapest_leaf()
     if leaf is None:
-        return _any_extent(index, arena, layout, states=True)
+        return _any_checkpoints(index, arena, layout)
     price = index.credit(leaf) if index.is_restorable(leaf) else 0.0
     direct = Victim(entries=(leaf,), price=price)
-    return min([direct, *_state_extents(index, arena, layout)], key=_price) if price else direct
+    return min([direct, *_checkpoint_extents(index, arena, layout)], key=_price) if price else direct
 
 
 def for_state(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:
-    """What goes so that a state can be taken; None when nothing that is kept would help."""
+    """What goes so that a state, or a window page, can be taken; None when nothing that is kept would help.
+    What goes may not suffice: others have its window pages."""
     checkpoint = index.cheapest_checkpoint()
     best = None
     if checkpoint is not None:
@@ -55,29 +57,32 @@ def for_state(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None
             best = extent
         if not best.price:
             break
-    return best or _any_extent(index, arena, layout, states=False)
+    return best or _any_pages(index, arena)
 
 
 def for_extent(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:
     """What goes so that an extent becomes empty; None when each one holds something that is in use."""
-    extents = [*_state_extents(index, arena, layout), *_page_extents(index, arena, layout)]
+    extents = [*_checkpoint_extents(index, arena, layout), *_page_extents(index, arena, layout)]
     if extents:
         return min(extents, key=_price)
-    states = _any_extent(index, arena, layout, states=True)
-    return states or _any_extent(index, arena, layout, states=False)
+    return _any_checkpoints(index, arena, layout) or _any_pages(index, arena)
 
 
 def _price(victim: Victim) -> float:
     return victim.price
 
 
-def _state_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Iterator[Victim]:
-    """The extent of the least worthy checkpoint, if it can be emptied."""
+def _checkpoint_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Iterator[Victim]:
+    """The extents of the least worthy checkpoint, those that can be emptied."""
     cheapest = index.cheapest_checkpoint()
-    if cheapest is not None and cheapest.checkpoint is not None:
-        extent = arena.states.extent_of(cheapest.checkpoint)
-        if extent in arena.states.loose:
-            yield _state_extent(index, arena, layout, extent)
+    if cheapest is None or cheapest.checkpoint is None:
+        return
+    state, windows = cheapest.checkpoint
+    if state is not None and arena.states.extent_of(state) in arena.states.loose:
+        yield _state_extent(index, arena, layout, arena.states.extent_of(state))
+    for extent in dict.fromkeys(map(arena.windows.extent_of, windows)):
+        if extent in arena.windows.loose:
+            yield _window_extent(index, arena, layout, extent)
 
 
 def _page_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Iterator[Victim]:
@@ -98,11 +103,17 @@ def _page_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Iterator[
             return
 
 
-def _any_extent(index: PrefixIndex, arena: Arena, layout: Layout, *, states: bool) -> Victim | None:
-    """The first that can be emptied, whatever it costs."""
-    if states:
-        extent = next(iter(arena.states.loose), None)
-        return None if extent is None else _state_extent(index, arena, layout, extent)
+def _any_checkpoints(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:
+    """The first extent of states, or of window pages, that can be emptied, whatever it costs."""
+    for extent in arena.states.loose:
+        return _state_extent(index, arena, layout, extent)
+    for extent in arena.windows.loose:
+        return _window_extent(index, arena, layout, extent)
+    return None
+
+
+def _any_pages(index: PrefixIndex, arena: Arena) -> Victim | None:
+    """The first extent of pages that can be emptied, whatever it costs."""
     extent = next(iter(arena.pages.loose), None)
     return None if extent is None else Victim(entries=_subtree(index, arena, extent, len(index)))
 
@@ -111,6 +122,13 @@ def _state_extent(index: PrefixIndex, arena: Arena, layout: Layout, extent: int)
     owners = [index.owner_of_state(state) for state in arena.states.taken_in(extent)]
     bare = tuple(owner for owner in owners if owner is not None)
     assert len(bare) == len(owners), "a state is kept without an owner"
+    return Victim(bare=bare, price=_lost_per_byte(index, layout, bare))
+
+
+def _window_extent(index: PrefixIndex, arena: Arena, layout: Layout, extent: int) -> Victim:
+    owners = [index.owners_of_window(window) for window in arena.windows.taken_in(extent)]
+    assert all(owners), "a window page is kept without an owner"
+    bare = tuple(dict.fromkeys(chain.from_iterable(owners)))
     return Victim(bare=bare, price=_lost_per_byte(index, layout, bare))
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
-OBJECT_NAME = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{4}\.[pc]")  # an ObjectKey
+OBJECT_NAME = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{4}\.[pcw]")  # an ObjectKey
 
 _ASIDE_NAME = re.compile(r"([0-9a-f]{32}-[0-9]+)(\.new)?")
 _LOCK_WAITS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, *[0.01] * 99)

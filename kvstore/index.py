@@ -4,7 +4,8 @@
     page 7, no ckpt <- page 2, ckpt 31 <- page 9, no ckpt        restorable depth of a hybrid here: 2P
                                      ^--- page 4, ckpt 12        ... and 3P along this branch
 
-A checkpoint belongs to the entry at whose end it was taken. An entry outlives its children, so a page that is
+A checkpoint belongs to the entry at whose end it was taken: a state, or the last window pages, or both, that
+come and go as one. An entry outlives its children, so a page that is
 found has every page before it. A lease pins its whole path; what is pinned is never removed. Which of the
 rest goes first is up to `eviction.py`.
 """
@@ -12,12 +13,21 @@ rest goes first is up to `eviction.py`.
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tidemill.kvstore.keys import PageKey
-from tidemill.kvstore.layout import Layout, PageId, StateId
+from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
 from tidemill.kvstore.worth import Cost, Policy
 
 STALE_RECORDS_MAX = 256
+
+
+class Checkpoint(NamedTuple):
+    """What a depth needs besides its pages: the state, if the model has states, and the last window, left to
+    right, if it has windows."""
+
+    state: StateId | None
+    windows: tuple[WindowId, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +42,7 @@ class Entry:
     parent: "Entry | None"
     depth_pages: int
     page: PageId
-    checkpoint: StateId | None = None
+    checkpoint: Checkpoint | None = None
     pins: int = 0
     checkpoint_pins: int = 0
     children: list["Entry"] = field(default_factory=list["Entry"])
@@ -87,6 +97,7 @@ class PrefixIndex:
         self._entries: dict[PageKey, Entry] = {}
         self._by_page: dict[PageId, Entry] = {}
         self._by_state: dict[StateId, Entry] = {}
+        self._by_window: dict[WindowId, dict[Entry, None]] = {}  # checkpoints share window pages
         self._uses = 0
         self._clock = 0.0
         # Candidates for eviction, least worth first; a stale record is dropped or renewed when it surfaces.
@@ -144,35 +155,39 @@ class PrefixIndex:
             self._changes.add(key)
         return entry, True
 
-    def keep_checkpoint(self, entry: Entry, state: StateId) -> None:
-        """Take over `state` as the checkpoint of `entry`, which has none."""
+    def keep_checkpoint(self, entry: Entry, checkpoint: Checkpoint) -> None:
+        """Take over the `checkpoint` of `entry`, which has none."""
         assert entry.checkpoint is None
         above = next(self.checkpoints_above(entry), None)
         above_pages = 0 if above is None else above.depth_pages
-        entry.checkpoint = state
-        self._by_state[state] = entry
+        entry.checkpoint = checkpoint
+        if checkpoint.state is not None:
+            self._by_state[checkpoint.state] = entry
+        for window in checkpoint.windows:
+            self._by_window.setdefault(window, {})[entry] = None
         segment_bytes = (entry.depth_pages - above_pages) * self._layout.page_bytes
-        self._appraise(entry, above_pages, segment_bytes + self._layout.state_stride_bytes)
+        own_bytes = self._layout.state_stride_bytes + len(checkpoint.windows) * self._layout.window_bytes
+        self._appraise(entry, above_pages, segment_bytes + own_bytes)
         self._changes.add(entry.key)
         self._offer(entry)
 
-    def drop_checkpoint(self, entry: Entry) -> StateId:
+    def drop_checkpoint(self, entry: Entry) -> Checkpoint:
         """Give up the checkpoint of `entry`; the caller owns it."""
         assert entry.checkpoint is not None
         assert entry.checkpoint_pins == 0
-        state, entry.checkpoint = entry.checkpoint, None
-        del self._by_state[state]
+        checkpoint = entry.checkpoint
+        self._forget_checkpoint(entry)
+        entry.checkpoint = None
         self._changes.remove(entry.key)
         self._offer(entry)
-        return state
+        return checkpoint
 
     def remove(self, entry: Entry) -> None:
         """Forget an entry that has no children and no pins; the caller owns its page and its checkpoint."""
         assert self._is_leaf(entry)
         del self._entries[entry.key]
         del self._by_page[entry.page]
-        if entry.checkpoint is not None:
-            del self._by_state[entry.checkpoint]
+        self._forget_checkpoint(entry)
         if self.is_restorable(entry):
             self._changes.remove(entry.key)
         if entry.parent is not None:
@@ -243,6 +258,10 @@ class PrefixIndex:
     def owner_of_state(self, state: StateId) -> Entry | None:
         return self._by_state.get(state)
 
+    def owners_of_window(self, window: WindowId) -> list[Entry]:
+        """The entries whose checkpoints have it."""
+        return list(self._by_window.get(window, ()))
+
     def checkpoints_above(self, entry: Entry) -> Iterator[Entry]:
         """The entries with a checkpoint on the path to `entry`, the nearest first."""
         above = entry.parent
@@ -287,13 +306,27 @@ class PrefixIndex:
                 assert child.parent is entry
                 assert self._entries.get(child.key) is child
         assert len(self._by_page) == len(self._entries)
-        owners = {entry.checkpoint: entry for entry in self if entry.checkpoint is not None}
-        assert owners == self._by_state
+        there = [(entry, entry.checkpoint) for entry in self if entry.checkpoint is not None]
+        assert {one.state: entry for entry, one in there if one.state is not None} == self._by_state
+        shared = {window: set(owners) for window, owners in self._by_window.items()}
+        windows = {window for _, one in there for window in one.windows}
+        assert shared == {
+            window: {entry for entry, one in there if window in one.windows} for window in windows
+        }
         leaves = {key for _, _, key in self._leaves}
         kept = {key for _, key in self._checkpoints}
         for key, entry in self._entries.items():
             assert key in leaves or not self._is_leaf(entry), "an evictable entry would never be found"
             assert key in kept or entry.checkpoint is None or entry.checkpoint_pins, "a checkpoint would stay"
+
+    def _forget_checkpoint(self, entry: Entry) -> None:
+        state, windows = entry.checkpoint or Checkpoint(None)
+        if state is not None:
+            del self._by_state[state]
+        for window in windows:
+            del self._by_window[window][entry]
+            if not self._by_window[window]:
+                del self._by_window[window]
 
     def _is_leaf(self, entry: Entry) -> bool:
         return not (entry.children or entry.pins or entry.checkpoint_pins)

@@ -31,13 +31,14 @@ class Kind(Enum):
     """What an object of the store holds."""
 
     PAGE = "p"
-    CHECKPOINT = "c"
+    CHECKPOINT = "c"  # a state
+    WINDOW = "w"
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectKey:
-    """An object of the store: a shard of the page that ends at `key`, or of the checkpoint after its last
-    token. All of a namespace agree on the number of shards: see shards.py."""
+    """An object of the store: a shard of the page that ends at `key`, of the window page of the same tokens,
+    or of the state after the last of them. All of a namespace agree on the number of shards: shards.py."""
 
     kind: Kind
     key: PageKey

@@ -8,6 +8,7 @@ states    the slots that it owns, by the number of tokens folded into them (or t
           flight)
 spare     slots that it owns and nothing was written to
 source    the pinned entry whose checkpoint the next step reads, unless `states` has that depth
+windows   the window pages from `first_window` on, shared with checkpoints: see windows.py
 """
 
 from collections import deque
@@ -15,7 +16,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from tidemill.kvstore.index import Entry
-from tidemill.kvstore.layout import PageId, StateId
+from tidemill.kvstore.layout import PageId, StateId, WindowId
+from tidemill.kvstore.sites import Site
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +43,7 @@ class Flight:
 @dataclass(slots=True, eq=False)
 class Lease:
     """`spares_min` slots stay reserved between steps: 1 for the strategy `double`. A lease that never `runs`
-    needs no state: it holds pages."""
+    needs no state and no window: it holds pages."""
 
     page_tokens: int
     spares_min: int = 0
@@ -54,6 +56,10 @@ class Lease:
     states: dict[int, StateId] = field(default_factory=dict[int, StateId])
     spare: list[StateId] = field(default_factory=list[StateId])
     source: Entry | None = None
+    windows: list[WindowId] = field(default_factory=list[WindowId])
+    first_window: int = 0
+    fetched_windows: range = range(0)  # the places of those that a fetch fills
+    window_table: tuple[WindowId, ...] = ()  # as `pages`: 0 in the place of what is out of sight
     rolling: Entry | None = None  # the last checkpoint made while decoding: the next one replaces it
     flights: deque[Flight] = field(default_factory=deque[Flight])
     ended: bool = False
@@ -85,12 +91,31 @@ class Lease:
     @property
     def num_slots(self) -> int:
         """States held for this request: its own, and the checkpoint that it keeps to itself."""
-        kept = self.rolling is not None and self.rolling.checkpoint is not None
+        checkpoint = None if self.rolling is None else self.rolling.checkpoint
+        kept = checkpoint is not None and checkpoint.state is not None
         return len(self.states) + len(self.spare) + kept
 
     def writes_in_place(self, drafts: int) -> bool:
         """Whether the next step can overwrite the state that it reads."""
         return not drafts and self.launched in self.states
+
+    def slots_lacking(self, drafts: int) -> list[Site]:
+        """The sites of the slots that are missing for the next step."""
+        in_place = self.writes_in_place(drafts)
+        if in_place and not self.spares_min:
+            return []
+        sites = [] if in_place else [Site.RUN_STATE, *[Site.SCRATCH_STATE] * drafts]
+        sites += [Site.SPARE_STATE] * self.spares_min
+        return sites[len(self.spare) :]
+
+    @property
+    def windows_end(self) -> int:
+        """The place of the first window page that it does not have."""
+        return self.first_window + len(self.windows)
+
+    def count_windows(self) -> None:
+        """Make their table anew: called after every change of it."""
+        self.window_table = (*[WindowId(0)] * self.first_window, *self.windows)
 
     def count_pages(self) -> None:
         """Make the page table anew: called after every change of it."""
@@ -98,6 +123,8 @@ class Lease:
 
     def check(self) -> None:
         assert self.pages == (*(entry.page for entry in self.entries), *self.own)
+        assert self.window_table == (*[0] * self.first_window, *self.windows)
+        assert len(set(self.windows)) == len(self.windows)
         assert len(self.entries) == self.committed // self.page_tokens
         assert self.committed <= self.launched <= self.allocated
         depth = self.committed

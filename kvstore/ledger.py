@@ -12,14 +12,15 @@ steps are in flight comes back when the last of them has landed.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
+from tidemill.kvstore import windows
 from tidemill.kvstore.arena import Usage
 from tidemill.kvstore.cache import Cache
+from tidemill.kvstore.checkpoints import Checkpoints
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.index import Entry, Match
+from tidemill.kvstore.index import Match
 from tidemill.kvstore.keys import PageKey
-from tidemill.kvstore.layout import StateId
+from tidemill.kvstore.layout import StateId, WindowId
 from tidemill.kvstore.lease import Flight, Lease
 from tidemill.kvstore.sites import Site, granted
 
@@ -41,7 +42,7 @@ class Ledger:
         self.index = cache.index
         self.counters = cache.counters
         self._cache = cache
-        self._checkpoints_per_path = checkpoints_per_path
+        self._checkpoints = Checkpoints(cache, checkpoints_per_path, refuses)
         self._refuses = refuses
         self._leases: dict[str, Lease] = {}
         self._landing: list[Lease] = []  # released, with steps in flight
@@ -66,6 +67,7 @@ class Ledger:
         lease.committed = lease.launched = num_pages * self.layout.page_tokens
         if lease.entries and lease.entries[-1].checkpoint is not None:
             lease.source = self._cache.pin_checkpoint(lease.entries[-1])
+            self._share_windows(lease, lease.entries[-1].checkpoint.windows)
 
     def share(self, request_id: str, lease: Lease, num_pages: int) -> Lease:
         """A second lease on the first `num_pages` pages of `lease`, to read them after it has ended."""
@@ -73,30 +75,52 @@ class Ledger:
         self.attach(second, Match(tuple(lease.entries[:num_pages]), num_pages), num_pages)
         return second
 
-    def reserve(self, lease: Lease, num_tokens: int, *, drafts: int = 0, pages_beside: int = 0) -> None:
+    def reserve(
+        self,
+        lease: Lease,
+        num_tokens: int,
+        *,
+        drafts: int = 0,
+        pages_beside: int = 0,
+        windows_beside: int | None = None,
+    ) -> None:
         """Grow the lease to hold `num_tokens` and, for a hybrid, the slots that its next step writes: one, or
         one for each of `drafts` tokens more that may be rejected. All or nothing: OutOfMemory, also when
-        `pages_beside` pages could not be had after that.
+        `pages_beside` pages, and `windows_beside` window pages, could not be had after that. With these it
+        takes no window pages itself: they come step by step.
 
         Before it fails, what the lease holds for its checkpoints is used to run (`_spared`), not for drafts.
         """
         assert not lease.ended, "memory for a request that has ended"
-        slots = self._slots_wanted(lease, drafts)
-        if not slots and not pages_beside and num_tokens <= lease.allocated:
+        slots = lease.slots_lacking(drafts) if self.layout.has_states and lease.runs else []
+        views = windows.lacking(self.layout, lease, num_tokens) if windows_beside is None else 0
+        beside = pages_beside or windows_beside
+        if not slots and not views and not beside and num_tokens <= lease.allocated:
             return
         pages = max(0, -(-num_tokens // self.layout.page_tokens) - len(lease.entries) - len(lease.own))
-        if any(map(self._refuses, [*slots, *[Site.RUN_PAGE] * pages])):
+        if any(map(self._refuses, [*slots, *[Site.RUN_WINDOW] * views, *[Site.RUN_PAGE] * pages])):
             raise OutOfMemory("refused")
-        if not self._cache.could_hold(pages + pages_beside, len(slots)):
+        if not self._cache.could_hold(pages + pages_beside, len(slots), views + (windows_beside or 0)):
             if not pages_beside and not drafts and self._spared(lease):
-                self.reserve(lease, num_tokens)
+                self.reserve(lease, num_tokens, windows_beside=windows_beside)
                 return
-            raise OutOfMemory(f"{pages} pages and {len(slots)} states are more than all that is not held")
-        try:
-            self._grow(lease, pages, len(slots))
-        except OutOfMemory:
-            self._cache.clear()  # the states took extents that the pages need, and there was a slot elsewhere
-            self._grow(lease, pages, len(slots))
+            wanted = f"{pages} pages, {views} window pages and {len(slots)} states"
+            raise OutOfMemory(f"{wanted} are more than all that is not held")
+        self._grow(lease, pages, len(slots), views)
+
+    def reserve_fetched(self, lease: Lease, num_pages: int) -> None:
+        """Take the window pages that a checkpoint at the end of `num_pages` has and the lease lacks: a fetch
+        fills them. Others are given back: the lease is of no use if the fetch fails. Raises OutOfMemory."""
+        places = self.layout.last_window(num_pages)
+        gone = windows.out_of_sight(self.layout, lease, num_pages * self.layout.page_tokens)
+        self._cache.windows.release(gone)
+        if not lease.windows:
+            lease.first_window = places.start
+        lacking = range(lease.windows_end, places.stop)
+        if any(self._refuses(Site.RUN_WINDOW) for _ in lacking):
+            raise OutOfMemory("refused")
+        self._grow(lease, 0, 0, len(lacking))
+        lease.fetched_windows = lacking
 
     def launch(self, lease: Lease, end: int, *, keep: bool = False, drafts: int = 0) -> Flight:
         """A step goes off that runs `[launched, end)`, the last `drafts` tokens of it on trial.
@@ -108,14 +132,15 @@ class Ledger:
         assert len(lease.flights) < FLIGHTS_MAX
         start = lease.launched
         assert start < end - drafts <= end <= lease.allocated
-        flight = Flight(start, end, None, ())
-        if self.layout.hybrid:
-            if lease.source is not None:
-                flight.source, lease.source = lease.source, None
-                flight.read = flight.source.checkpoint
+        assert not windows.lacking(self.layout, lease, end)
+        flight = Flight(start, end, None, (), lease.source)
+        lease.source = None
+        if self.layout.has_states:
+            if flight.source is not None and flight.source.checkpoint is not None:
+                flight.read = flight.source.checkpoint.state
             elif start:
                 flight.read = lease.states[start]
-            if lease.writes_in_place(drafts) and not (keep and self._borrow(lease)):
+            if lease.writes_in_place(drafts) and not (keep and self._checkpoints.borrow(lease)):
                 flight.writes = (lease.states.pop(start),)
             else:
                 flight.writes = tuple(lease.spare.pop() for _ in range(drafts + 1))
@@ -143,20 +168,21 @@ class Ledger:
             assert flight.start <= num_tokens <= flight.end
             rejected = self._reject(lease, num_tokens) if num_tokens < flight.end else []
             self._commit(lease, num_tokens, keys)
+            self._cache.windows.release(windows.out_of_sight(self.layout, lease, num_tokens))
             for slot in rejected:
-                self._return_state(lease, slot)
+                self._checkpoints.return_slot(lease, slot)
         if lease.ended and not lease.flights:
             self._landing.remove(lease)
             self._free(lease)
 
     def adopt(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
-        """Pages up to `num_tokens` and (into `fetch_slot`) the state there were fetched: keep them as if
-        computed. A lease that does not run has pages alone."""
+        """Pages up to `num_tokens` and what `reserve_fetched` and `fetch_slot` gave for the checkpoint there
+        were fetched: keep them as if computed. A lease that does not run has pages alone."""
         assert not lease.flights
         if lease.source is not None:
             self._cache.unpin_checkpoint(lease.source)
             lease.source = None
-        if self.layout.hybrid and lease.runs:
+        if self.layout.has_states and lease.runs:
             slot = lease.spare.pop() if lease.spare else lease.states.pop(lease.committed)
             lease.states[num_tokens] = slot
         self._commit(lease, num_tokens, keys)
@@ -164,30 +190,12 @@ class Ledger:
             self.keep_state(lease)
 
     def keep_state(self, lease: Lease, *, last: bool = False) -> bool:
-        """The state at `committed`, a page boundary, becomes the checkpoint there, unless there is one. The
-        next step reads it there and writes to another slot; with `last` there is no next step.
-
-        Cache memory is optional: False when no second slot is free, or when the step in flight overwrites the
-        state. The lease then keeps what it has.
-        """
-        kept = self._keep_state(lease, last=last)
-        if kept:
-            self._thin(lease)
-        return kept
+        """`Checkpoints.keep`: what is at `committed`, a page boundary, becomes the checkpoint there."""
+        return self._checkpoints.keep(lease, last=last)
 
     def roll_checkpoint(self, lease: Lease) -> bool:
-        """Keep the state at `committed`, a page boundary reached while decoding, in place of the one kept
-        before. When no second slot can be had the earlier one stays: False, try again at the next one."""
-        entry = self._boundary(lease)
-        if not self.layout.hybrid or entry.checkpoint is not None:
-            return True
-        if not self._keep_state(lease, last=False):
-            return False
-        for slot in self._drop_rolling(lease):
-            self._return_state(lease, slot)
-        lease.rolling = entry
-        self._thin(lease)
-        return True
+        """`Checkpoints.roll`: ... in place of the one that it kept before while decoding."""
+        return self._checkpoints.roll(lease)
 
     def release(self, request_id: str) -> None:
         """The only way memory comes back, whatever ended the request."""
@@ -240,10 +248,18 @@ class Ledger:
         self._cache.check(
             [page for lease in leases for page in lease.own_pages()],
             [state for lease in leases for state in lease.own_states()],
+            [window for lease in leases for window in lease.windows],
         )
         for lease in leases:
             lease.check()
             assert lease.ended == (lease in self._landing)
+
+    def _share_windows(self, lease: Lease, shared: Sequence[WindowId]) -> None:
+        if shared:
+            self._cache.windows.hold(shared)
+            lease.windows += shared
+            lease.first_window = len(lease.entries) - len(shared)
+            lease.count_windows()
 
     def _commit(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
         lease.committed = num_tokens
@@ -260,7 +276,7 @@ class Ledger:
                 else:
                     self._cache.give_page(page)
         for depth in [depth for depth in lease.states if depth < num_tokens]:
-            self._return_state(lease, lease.states.pop(depth))
+            self._checkpoints.return_slot(lease, lease.states.pop(depth))
 
     def _reject(self, lease: Lease, landed: int) -> list[StateId]:
         """Of the step that has just landed, the tokens from `landed` on do not count, nor do the steps after
@@ -275,28 +291,19 @@ class Ledger:
         lease.flights[-1].limbo = tuple(slots)
         return []
 
-    def _slots_wanted(self, lease: Lease, drafts: int) -> list[Site]:
-        """The sites of the slots that are missing for the next step."""
-        if not self.layout.hybrid or not lease.runs:
-            return []
-        in_place = lease.writes_in_place(drafts)
-        if in_place and not lease.spares_min:
-            return []
-        sites = [] if in_place else [Site.RUN_STATE, *[Site.SCRATCH_STATE] * drafts]
-        sites += [Site.SPARE_STATE] * lease.spares_min
-        return sites[len(lease.spare) :]
-
     def _spared(self, lease: Lease) -> bool:
         """Checkpoints are optional: take back what the lease holds for them, and say whether it had any. If
         nobody else reads the checkpoint that its next step reads, that step can as well overwrite it; and
         the second slot of `double` can be borrowed when it is needed, as with `lazy`."""
         source = lease.source
-        if source is not None and source.checkpoint_pins == 1:
+        if source is not None and source.checkpoint_pins == 1 and self.layout.has_states:
             lease.source = None
             if lease.rolling is source:
                 lease.rolling = None
             self._cache.unpin_checkpoint(source)
-            lease.states[lease.committed] = self._cache.reclaim_checkpoint(source)
+            slot = self._cache.reclaim_checkpoint(source)
+            assert slot is not None
+            lease.states[lease.committed] = slot
             self.counters["evicted_checkpoints_for_run"] += 1
         elif not lease.spares_min:
             return False
@@ -305,74 +312,31 @@ class Ledger:
             self._cache.give_state(lease.spare.pop())
         return True
 
-    def _grow(self, lease: Lease, pages: int, slots: int) -> None:
+    def _grow(self, lease: Lease, pages: int, slots: int, views: int) -> None:
+        try:
+            self._take(lease, pages, slots, views)
+        except OutOfMemory:
+            self._cache.clear()  # the states took extents that the pages need, and there was a slot elsewhere
+            self._take(lease, pages, slots, views)
+
+    def _take(self, lease: Lease, pages: int, slots: int, views: int) -> None:
         """All or nothing. The states first: pages fit between other pages, a state may need an extent."""
-        num_own, num_spare = len(lease.own), len(lease.spare)
+        num_own, num_spare, num_windows = len(lease.own), len(lease.spare), len(lease.windows)
         try:
             lease.spare.extend(self._cache.take_state() for _ in range(slots))
+            lease.windows.extend(self._cache.take_window() for _ in range(views))
             lease.own.extend(self._cache.take_page() for _ in range(pages))
         except OutOfMemory:
             self._give_pages(lease, num_own)
             while len(lease.spare) > num_spare:
                 self._cache.give_state(lease.spare.pop())
+            self._cache.windows.release(lease.windows[num_windows:])
+            del lease.windows[num_windows:]
             raise
         if pages:
             lease.count_pages()
-
-    def _boundary(self, lease: Lease) -> Entry:
-        assert lease.committed % self.layout.page_tokens == 0
-        assert lease.committed > 0
-        return lease.entries[-1]
-
-    def _borrow(self, lease: Lease) -> bool:
-        """Whether the lease has a slot to go on in, if need be one that it did not have: the slot of the
-        checkpoint that the new one replaces, before another one's."""
-        if not lease.spare and not self._cache.state_is_free():
-            lease.spare += self._drop_rolling(lease)
-        if not lease.spare and not self._refuses(Site.CHECKPOINT_STATE):
-            with suppress(OutOfMemory):
-                lease.spare.append(self._cache.take_state())
-        return bool(lease.spare)
-
-    def _keep_state(self, lease: Lease, *, last: bool) -> bool:
-        entry = self._boundary(lease)
-        if not self.layout.hybrid or entry.checkpoint is not None:
-            if last and self.layout.hybrid and lease.source is None:
-                lease.source = self._cache.pin_checkpoint(entry)
-            return True
-        in_flight = next((flight for flight in lease.flights if not flight.void), None)
-        goes_on = in_flight is None and not last
-        if lease.committed not in lease.states or (goes_on and not self._borrow(lease)):
-            self.counters["checkpoints_skipped"] += 1
-            return False
-        slot = lease.states.pop(lease.committed)
-        self._cache.keep_checkpoint(entry, slot)
-        (in_flight or lease).source = self._cache.pin_checkpoint(entry)
-        return True
-
-    def _drop_rolling(self, lease: Lease) -> list[StateId]:
-        """The slot of the checkpoint kept before, if nobody reads it; the lease owns it now."""
-        earlier = lease.rolling
-        if earlier is None or earlier.checkpoint is None or earlier.checkpoint_pins:
-            return []
-        lease.rolling = None
-        return [self._cache.reclaim_checkpoint(earlier)]
-
-    def _return_state(self, lease: Lease, slot: StateId) -> None:
-        """A slot that is not needed any more is the next spare, or free."""
-        if len(lease.spare) < lease.spares_min + (not lease.writes_in_place(0)):
-            lease.spare.append(slot)
-        else:
-            self._cache.give_state(slot)
-
-    def _thin(self, lease: Lease) -> None:
-        """Hold the checkpoints on the path of the lease to their number; junctions stay longest."""
-        above = list(self.index.checkpoints_above(lease.entries[-1]))
-        surplus = len(above) + 1 - self._checkpoints_per_path
-        loose = [one for one in above if not one.checkpoint_pins]
-        loose.sort(key=lambda one: (len(one.children) > 1, one.score))
-        for one in loose[: max(0, surplus)]:
-            self._cache.drop_checkpoint(one, "cap")
+        if views:
+            lease.count_windows()
 
     def _free(self, lease: Lease) -> None:
         if lease.source is not None:
@@ -382,6 +346,8 @@ class Ledger:
             self._cache.give_state(slot)
         lease.states.clear()
         lease.spare.clear()
+        self._cache.windows.release(lease.windows)
+        lease.windows.clear()
         while lease.entries:
             self._cache.unpin(lease.entries.pop())
         self._give_pages(lease, 0)

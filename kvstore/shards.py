@@ -4,8 +4,9 @@
     a rank of 2       |<---- rank 0 --->|<---- rank 1 --->|      its page is shards 0-1, or 2-3, end to end
     a rank of 8       |<- 0,1->|<- 2,3->|<- 4,5->|<- 6,7->|      two ranks hold a copy; the first publishes
 
-States are cut by head groups in the same way, and never copied. Heads come first in pages and states, so a
-share is one run of bytes, and the page of a rank is what `layout_of` makes of the rank's layers.
+Window pages are cut by their KV heads in the same way, states by head groups, which are never copied; pages
+of latents are not cut: every rank has a copy. Heads come first in pages and states, so a share is one run of
+bytes, and the page of a rank is what `layout_of` makes of the rank's layers.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,24 +14,25 @@ from dataclasses import dataclass, replace
 from math import gcd, lcm
 from typing import assert_never
 
-from tidemill.kvstore.layout import Attention, LayerSpec, Layout, Linear
+from tidemill.kvstore.layout import Attention, Latent, LayerSpec, Layout, Linear, Window
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Into how many equal ranges the store cuts each whole page and each whole state.
+    """Into how many equal ranges the store cuts each whole page, state and window page.
 
     Fixed for all that share a store: keys of other counts are in another namespace.
     """
 
     pages: int = 1
     states: int = 1
+    windows: int = 1
 
     def describe(self, whole: Layout) -> str:
         """What decides the meaning of an object's bytes, for the namespace of its key. `whole` is the layout
         of the model, not of a rank."""
         cut = "" if self == WHOLE else f"/shards {self.pages}, {self.states}"
-        return whole.describe() + cut
+        return whole.describe() + cut + (f", {self.windows}" if self.windows > 1 else "")
 
 
 WHOLE = Shards()
@@ -38,14 +40,17 @@ WHOLE = Shards()
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The shards that lie end to end in each page and each state of one rank.
+    """The shards that lie end to end in each page, state and window page of one rank.
 
-    `publishes_pages` is False where another rank has the same KV head and publishes it.
+    `publishes_pages` and `publishes_windows` are False where another rank has the same KV head, or latent,
+    and publishes it.
     """
 
     pages: range
     states: range
+    windows: range
     publishes_pages: bool
+    publishes_windows: bool
 
 
 def share_of(layers: Sequence[LayerSpec], size: int) -> tuple[LayerSpec, ...]:
@@ -66,19 +71,24 @@ def shards_of(layers: Sequence[LayerSpec], sizes: Collection[int]) -> Shards:
     """
     for size in sizes:
         share_of(layers, size)
-    kv_heads = next(layer.kv_heads for layer in layers if isinstance(layer, Attention))
-    hybrid = any(isinstance(layer, Linear) for layer in layers)
-    return Shards(lcm(*(min(size, kv_heads) for size in sizes)), lcm(*sizes) if hybrid else 1)
+    paged = next((layer.kv_heads for layer in layers if isinstance(layer, Attention)), 1)
+    windowed = next((layer.kv_heads for layer in layers if isinstance(layer, Window)), 1)
+    return Shards(
+        pages=lcm(*(min(size, paged) for size in sizes)),
+        states=lcm(*sizes) if any(isinstance(layer, Linear) for layer in layers) else 1,
+        windows=lcm(*(min(size, windowed) for size in sizes)),
+    )
 
 
 def mine(shards: Shards, rank: int, size: int) -> Share:
     """The share of `rank` in a group of `size`, one of the sizes that `shards` were made for."""
     assert 0 <= rank < size
-    copies = max(1, size // shards.pages)
     return Share(
         _range(shards.pages, rank, size),
         _range(shards.states, rank, size),
-        publishes_pages=rank % copies == 0,
+        _range(shards.windows, rank, size),
+        publishes_pages=rank % max(1, size // shards.pages) == 0,
+        publishes_windows=rank % max(1, size // shards.windows) == 0,
     )
 
 
@@ -90,8 +100,10 @@ def _range(count: int, rank: int, size: int) -> range:
 
 def _fits(layer: LayerSpec, size: int) -> bool:
     match layer:
-        case Attention():
+        case Attention() | Window():
             return layer.kv_heads % size == 0 or size % layer.kv_heads == 0
+        case Latent():
+            return True
         case Linear():
             return layer.key_heads % size == 0
         case _:
@@ -100,8 +112,10 @@ def _fits(layer: LayerSpec, size: int) -> bool:
 
 def _part(layer: LayerSpec, size: int) -> LayerSpec:
     match layer:
-        case Attention():
+        case Attention() | Window():
             return replace(layer, kv_heads=max(1, layer.kv_heads // size))
+        case Latent():
+            return layer
         case Linear():
             return replace(layer, key_heads=layer.key_heads // size, value_heads=layer.value_heads // size)
         case _:
@@ -110,7 +124,7 @@ def _part(layer: LayerSpec, size: int) -> LayerSpec:
 
 def _sizes(layers: Sequence[LayerSpec]) -> str:
     key_heads = [layer.key_heads for layer in layers if isinstance(layer, Linear)]
-    kv_heads = [layer.kv_heads for layer in layers if isinstance(layer, Attention)]
+    kv_heads = [layer.kv_heads for layer in layers if isinstance(layer, Attention | Window)]
     bound = gcd(*key_heads) if key_heads else lcm(*kv_heads)
     sizes = [str(size) for size in range(1, bound + 1) if all(_fits(layer, size) for layer in layers)]
     return " or ".join(filter(None, (", ".join(sizes[:-1]), sizes[-1]))) + (

@@ -7,6 +7,7 @@ class Site(Enum):
     """Tests refuse memory at each of them."""
 
     RUN_PAGE = "a page for tokens to run"
+    RUN_WINDOW = "a window page for tokens to run"
     RUN_STATE = "the slot that the next step writes"
     SPARE_STATE = "the second slot of the strategy `double`"
     SCRATCH_STATE = "a slot for a draft that may be rejected"

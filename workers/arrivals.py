@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from tidemill.kvstore.keys import PageKey, page_keys
 from tidemill.kvstore.layout import Layout, restorable_end
-from tidemill.workers.drafts import NgramDrafter
+from tidemill.workers.drafts import Drafter, HeadDrafter, NgramDrafter
 from tidemill.workers.draws import Draws
 from tidemill.workers.grammar import Grammars, Matcher
 from tidemill.workers.limits import Limits
@@ -72,10 +72,15 @@ class Arrivals:
             target=target,
             suspect_until=_trial_end(request, target, produces=produces) if request.on_trial else 0,
             draws=Draws(request, matcher),
-            drafter=NgramDrafter() if self._limits.drafts_max and not produces else None,
+            drafter=None if produces else self._drafter(),
             keys=page_keys(root, request.tokens, size),
             scored=request.scored,
         )
+
+    def _drafter(self) -> Drafter | None:
+        if not self._limits.drafts_max:
+            return None
+        return HeadDrafter() if self._limits.mtp else NgramDrafter()
 
 
 def _trial_end(request: Request, target: int, *, produces: bool) -> int:

@@ -1,7 +1,9 @@
 """Puts a worker's engine together: model, memory, store, runner."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,10 +24,11 @@ from tidemill.kvstore.shards import Shards, Share, mine, shards_of, share_of
 from tidemill.workers.device import device_of, granted, memory_name, open_backing, settle
 from tidemill.workers.engine import Engine
 from tidemill.workers.grammar import Grammars
-from tidemill.workers.inputs import caches_of
+from tidemill.workers.inputs import Caches, caches_of
 from tidemill.workers.limits import Limits
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.models.registry import LoadedModel, describe, load
+from tidemill.workers.models.registry import LoadedModel, describe, has_head, load
+from tidemill.workers.mtp import Guesser
 from tidemill.workers.places import Direct, Places
 from tidemill.workers.plan import Budget
 from tidemill.workers.restore import STATES_PER_REQUEST_MAX
@@ -91,7 +94,7 @@ def check_settings(settings: EngineSettings) -> None:
     if not settings.on_cuda:
         device_of(settings)
     ranks = settings.tensor_parallel_size
-    layers, max_length = describe(settings.model_folder, ranks)
+    layers, max_length = describe(settings.model_folder, ranks, mtp=mtp_of(settings))
     memory_of(settings, share_of(layers, ranks), max_length)
 
 
@@ -120,7 +123,8 @@ def _build(
     group: Group | None,
 ) -> Built:
     with granted(device, "the weights of the model: serve a smaller one, or stop what else uses it"):
-        loaded = load(settings.model_folder, ops, progress, ALONE if group is None else group.ranks, device)
+        ranks_of_model = ALONE if group is None else group.ranks
+        loaded = load(settings.model_folder, ops, progress, ranks_of_model, device, mtp=mtp_of(settings))
     settle(device)
     shards = shards_of(loaded.layers, settings.group_sizes)
     namespace = namespace_of(settings, loaded.layers, shards)
@@ -129,9 +133,7 @@ def _build(
     own = open_backing(settings, memory.reserved_bytes)
     backing = own if group is None else group.backing(own)
 
-    def root_of(salt: str) -> PageKey:
-        return Namespace(model=loaded.fingerprint, layout=namespace, salt=salt).root()
-
+    root_of = partial(_root_of, loaded.fingerprint, namespace)
     budget = memory.floor if settings.starts_at_floor else memory.share
     arena = Arena(layout, memory.reserved, backing, budget)
     index = PrefixIndex(layout, settings.eviction, loaded.cost)
@@ -144,7 +146,7 @@ def _build(
             backing.close()
 
     grammars = Grammars(settings.model_folder, loaded.vocab_size, loaded.eos_ids)
-    limits = limits_of(settings, memory)
+    limits = limits_of(settings, memory, mtp=loaded.head is not None)
     engine = Engine(
         Ledger(Cache(layout, arena, index), settings.checkpoints_per_path),
         Transfer(layout, places, shards, () if group is None else group.mates()),
@@ -159,7 +161,7 @@ def _build(
         layout=namespace,
         page_tokens=layout.page_tokens,
         page_bytes=layout.page_bytes * ranks,
-        state_bytes=layout.state_bytes * ranks,
+        state_bytes=layout.checkpoint_bytes * ranks,
         step_tokens_max=limits.budget.tokens_max,
         max_model_len=max_model_len,
         vocab_size=loaded.vocab_size,
@@ -172,6 +174,10 @@ def _build(
         group=group,
         close=close,
     )
+
+
+def _root_of(model: str, layout: str, salt: str) -> PageKey:
+    return Namespace(model=model, layout=layout, salt=salt).root()
 
 
 def operators_of(settings: EngineSettings) -> Operators:
@@ -189,14 +195,33 @@ def namespace_of(settings: EngineSettings, layers: Sequence[LayerSpec], shards: 
     return shards.describe(layout) + sealing_of(settings).describe()
 
 
-def limits_of(settings: EngineSettings, memory: Memory) -> Limits:
+def mtp_of(settings: EngineSettings) -> bool:
+    """Whether a prediction head of the model guesses. Raises ModelError."""
+    if not settings.drafts_max or settings.speculative_method == "ngram":
+        return False
+    return settings.speculative_method == "mtp" or has_head(settings.model_folder)
+
+
+def guesser_of(
+    settings: EngineSettings, loaded: LoadedModel, layout: Layout, caches: Caches
+) -> Guesser | None:
+    if loaded.head is None:
+        return None
+    return Guesser(loaded.head, loaded.model.logits, caches, layout.page_tokens, settings.drafts_max)
+
+
+def budget_of(settings: EngineSettings, page_tokens: int) -> Budget:
+    return Budget(
+        tokens_max=max(settings.step_tokens_max, settings.rows_max + page_tokens),
+        rows_max=settings.rows_max,
+        page_tokens=page_tokens,
+    )
+
+
+def limits_of(settings: EngineSettings, memory: Memory, *, mtp: bool = False) -> Limits:
     page_tokens = memory.layout.page_tokens
     return Limits(
-        budget=Budget(
-            tokens_max=max(settings.step_tokens_max, settings.rows_max + page_tokens),
-            rows_max=settings.rows_max,
-            page_tokens=page_tokens,
-        ),
+        budget=budget_of(settings, page_tokens),
         capacity_tokens=memory.max_model_len,
         ranks=settings.tensor_parallel_size,
         extents_min=memory.floor,
@@ -204,6 +229,7 @@ def limits_of(settings: EngineSettings, memory: Memory) -> Limits:
         checkpoint_interval=(settings.checkpoint_interval or page_tokens) // page_tokens,
         overlap=settings.overlap,
         drafts_max=settings.drafts_max,
+        mtp=mtp,
     )
 
 
@@ -212,11 +238,12 @@ def open_runner(
 ) -> TorchRunner:
     """Of a group, its leader's. On a device it has compiled its kernels, and captured its graphs. Raises
     OutOfMemory."""
-    layout = memory.layout
-    running = (loaded.model, caches_of(layout, arena), layout.page_tokens, settings.threads)
+    layout, caches = memory.layout, caches_of(memory.layout, arena)
+    running = (loaded.model, caches, layout.page_tokens, settings.threads)
+    guesser = guesser_of(settings, loaded, layout, caches)
     if group is not None:
-        return GroupRunner(*running, group, loaded.vocab_size)
-    runner = TorchRunner(*running, arena.device)
+        return GroupRunner(*running, group, loaded.vocab_size, guesser)
+    runner = TorchRunner(*running, arena.device, guesser)
     if not settings.on_cuda or settings.variant != "triton":
         return runner
     with granted(arena.device, "the largest step: lower --memory or --max-num-batched-tokens"):
@@ -239,43 +266,56 @@ def open_places(settings: EngineSettings, layout: Layout, arena: Tensor, share: 
     if arena.device.type == "cpu":
         return Direct(store, arena.numpy().data)
     object_bytes_max = max(
-        layout.page_bytes // max(1, len(share.pages)), layout.state_bytes // max(1, len(share.states))
+        layout.page_bytes // max(1, len(share.pages)),
+        layout.window_bytes // max(1, len(share.windows)),
+        layout.state_bytes // max(1, len(share.states)),
     )
     return StagingRing(store, arena, max(IN_FLIGHT_BYTES_MAX, object_bytes_max), object_bytes_max)
 
 
-def capacity_tokens(layout: Layout, num_extents: int) -> int:
-    """The longest sequence that an arena of `num_extents` can hold when nothing else is running; 0 if none
-    fits."""
-    return max(0, num_extents - _state_extents(layout)) * layout.pages_per_extent * layout.page_tokens
+def capacity_tokens(layout: Layout, num_extents: int, in_flight_tokens: int | None = None) -> int:
+    """The longest sequence that an arena of `num_extents` can hold when nothing else is running and steps run
+    at most `in_flight_tokens` of it (None: all); 0 if none fits."""
+    size = layout.page_tokens
+    pages = bisect_right(
+        range(max(0, num_extents) * layout.pages_per_extent + 1),
+        num_extents,
+        key=lambda pages: extents_for(layout, pages * size, in_flight_tokens),
+    )
+    return max(0, pages - 1) * size
 
 
-def extents_for(layout: Layout, num_tokens: int) -> int:
+def extents_for(layout: Layout, num_tokens: int, in_flight_tokens: int | None = None) -> int:
     """The smallest arena, in extents, whose `capacity_tokens` are `num_tokens` or more."""
-    return _state_extents(layout) + -(-num_tokens // (layout.pages_per_extent * layout.page_tokens))
-
-
-def _state_extents(layout: Layout) -> int:
-    """Of the states of one request."""
-    return -(-STATES_PER_REQUEST_MAX // layout.states_per_extent) if layout.hybrid else 0
+    in_flight = num_tokens if in_flight_tokens is None else in_flight_tokens
+    extents = -(-num_tokens // (layout.pages_per_extent * layout.page_tokens))
+    if layout.has_states:
+        extents += -(-STATES_PER_REQUEST_MAX // layout.states_per_extent)
+    if layout.has_windows:
+        extents += -(-layout.windows_at_once(num_tokens, in_flight) // layout.windows_per_extent)
+    return extents
 
 
 def memory_of(settings: EngineSettings, layers: Sequence[LayerSpec], max_length: int) -> Memory:
     """`layers` are those of one rank. Raises ModelError and SettingsError."""
     ranks = settings.tensor_parallel_size
     granules = {"granule_bytes": Kvcached.granule_bytes} if settings.backing_kind == "kvcached" else {}
-    layout = layout_of(layers, settings.page_tokens, settings.kv_dtype, **granules)
+    try:
+        layout = layout_of(layers, settings.page_tokens, settings.kv_dtype, **granules)
+    except ValueError as error:
+        raise ModelError(f"{settings.model_folder}: {error}") from error
     num_extents = settings.memory_bytes // (layout.extent_bytes * ranks)
     wanted = min(settings.max_model_len or max_length, max_length)
-    max_model_len = min(wanted, capacity_tokens(layout, num_extents))
+    in_flight = budget_of(settings, layout.page_tokens).tokens_max * (2 if settings.overlap else 1)
+    max_model_len = min(wanted, capacity_tokens(layout, num_extents, in_flight))
     if max_model_len <= layout.page_tokens and max_model_len < wanted:
-        num_extents = extents_for(layout, layout.page_tokens + 1)
+        num_extents = extents_for(layout, layout.page_tokens + 1, in_flight)
         raise ModelError(
             f"{settings.memory_bytes:,} bytes of memory cannot hold one request of this model: "
             f"set --memory to {-(-num_extents * layout.extent_bytes * ranks // (1 << 20))}MiB or more"
         )
     floor = max(
-        extents_for(layout, max_model_len),
+        extents_for(layout, max_model_len, in_flight),
         -(-(settings.memory_floor_bytes or 0) // (layout.extent_bytes * ranks)),
     )
     if floor > num_extents:

@@ -11,17 +11,31 @@ START_TOKENS = 4
 
 
 class Drafter(Protocol):
-    """Guesses for one sequence.
-
-    A model with prediction heads of its own (MTP) fits in here as well: its runner computes guesses with the
-    token that it draws and returns them beside it, its drafter gives out what came last and looks at nothing
-    else. Trial, verification and memory are the same.
-    """
+    """Guesses for one sequence."""
 
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
         """At most so many tokens that may follow `tokens`, those of the sequence so far: the tokens of the
         call before and what has come since. May be asked again before anything has."""
         ...
+
+    def hear(self, guesses: Sequence[int], num_tokens: int) -> None:
+        """A row has landed, and with what it drew the sequence has so many tokens. `guesses` are the
+        runner's, of what follows them."""
+        ...
+
+
+class HeadDrafter:
+    """The runner guesses, with a head of the model's own (workers/mtp.py): gives out what came last."""
+
+    def __init__(self) -> None:
+        self._guesses: Sequence[int] = ()
+        self._behind = 0  # the number of tokens that they follow
+
+    def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        return self._guesses[:most] if len(tokens) == self._behind else ()
+
+    def hear(self, guesses: Sequence[int], num_tokens: int) -> None:
+        self._guesses, self._behind = guesses, num_tokens
 
 
 class NgramDrafter:
@@ -48,6 +62,9 @@ class NgramDrafter:
         self._guesses = self._copied(tokens, min(most, self._length))
         self._guessed_at = len(tokens)
         return self._guesses
+
+    def hear(self, guesses: Sequence[int], num_tokens: int) -> None:
+        """It guesses by itself."""
 
     def _judge(self, tokens: Sequence[int]) -> None:
         """Compare the last guesses with what came, tried or not."""

@@ -39,15 +39,16 @@ def shapes(rows_max: int, tokens_max: int) -> list[tuple[int, int]]:
     return [(rows, first) for rows, first in found if rows - 1 + first <= tokens_max]
 
 
-def padding(rows: int, table_width: int, first: int = 1) -> Inputs:
+def padding(rows: int, table_width: int, first: int = 1, *, windows: bool = False) -> Inputs:
     """A step of so many rows of padding, which reads and writes neither pages nor states: a token each, or
-    `first` of the first one."""
+    `first` of the first one. `windows`: the model has window pages."""
     tokens = rows - 1 + first if rows else 0
     return Inputs(
         tokens_T=torch.zeros(tokens, dtype=torch.int64),
         positions_T=torch.zeros(tokens, dtype=torch.int64),
         cu_B1=torch.tensor([0, *range(first, first + rows)], dtype=torch.int32),
         pages_BN=torch.zeros(rows, table_width, dtype=torch.int32),
+        windows_BN=torch.zeros(rows, table_width * windows, dtype=torch.int32),
         lens_B=torch.zeros(rows, dtype=torch.int32),
         read_B=torch.full((rows,), -1, dtype=torch.int32),
         writes_BK=torch.full((rows, 1), -1, dtype=torch.int32),
@@ -60,6 +61,7 @@ def pad(step: Inputs, into: Inputs) -> None:
     Page tables are left as they are beyond `lens`, where nobody looks.
     """
     rows, width = step.pages_BN.shape
+    width_of_windows = step.windows_BN.shape[1]
     for whole, part, empty in (
         (into.tokens_T, step.tokens_T, 0),
         (into.positions_T, step.positions_T, 0),
@@ -70,6 +72,7 @@ def pad(step: Inputs, into: Inputs) -> None:
         whole[:rows] = part
         whole[rows:] = empty
     into.pages_BN[:rows, :width] = step.pages_BN
+    into.windows_BN[:rows, :width_of_windows] = step.windows_BN
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +96,14 @@ class Graphs:
         table_width: int,
         device: torch.device,
         capture: Capture,
+        *,
+        windows: bool = False,
     ) -> None:
         """Captures all, the largest first: the others fit into its memory."""
         self._table_width = table_width
         self._graphs: dict[int, Graph] = {}
         for rows in reversed(buckets(rows_max)):
-            empty = padding(rows, table_width)
+            empty = padding(rows, table_width, windows=windows)
             host_bytes, host = gathered(empty, pinned=device.type == "cuda")
             device_bytes, inputs = one_run(empty, device=device)
             device_bytes.copy_(host_bytes)

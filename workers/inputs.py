@@ -1,10 +1,20 @@
 """What a model's forward pass reads: one step as tensors, and its caches as views of the arena."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import assert_never
 
 import torch
 
-from tidemill.kvstore.layout import DTYPE_BYTES, STATE_DTYPE_BYTES, Layout
+from tidemill.kvstore.layout import (
+    DTYPE_BYTES,
+    STATE_DTYPE_BYTES,
+    Attention,
+    Latent,
+    Layout,
+    Linear,
+    Window,
+)
 
 ALIGNED_BYTES = 16
 """Kernels are compiled once for addresses that are multiples of this, and once for others."""
@@ -20,6 +30,8 @@ class Inputs:
     positions_T     int64, absolute position of each token in its sequence
     cu_B1           int32, row starts; cu[B] = T
     pages_BN        int32, page ids of each row, left to right, padded with 0; they cover `lens` tokens
+    windows_BN      int32, the same of window pages, 0 also where no query of the row sees them any more;
+                    [B, 0] in a model without windows
     lens_B          int32, tokens of the sequence after this step, those of the row included
     read_B          int32, state id to start from, -1 for the empty state
     writes_BK       int32, state ids that receive the states after the row's last K tokens, the last column
@@ -30,9 +42,15 @@ class Inputs:
     positions_T: torch.Tensor
     cu_B1: torch.Tensor
     pages_BN: torch.Tensor
+    windows_BN: torch.Tensor
     lens_B: torch.Tensor
     read_B: torch.Tensor
     writes_BK: torch.Tensor
+
+    @property
+    def of_windows(self) -> "Inputs":
+        """The same step for layers that keep a window: their pages in the place of the others."""
+        return replace(self, pages_BN=self.windows_BN)
 
 
 def one_run(
@@ -75,46 +93,79 @@ def on_device(inputs: Inputs, device: torch.device) -> Inputs:
 @dataclass(frozen=True, slots=True)
 class Caches:
     """Strided views of one arena, one per layer of each kind, in layer order. All ids index dimension 0.
+    `has_windows`: some of `kv` are of window pages.
 
-    kv          [pages, kv_heads, 2, P, head_dim]                 kv dtype; index 2 is K, V
-    conv        [states, key_heads, conv_width - 1, channels]     float32
+    kv          [pages or window pages, kv_heads, 2, P, head_dim]  kv dtype; index 2 is K, V
+                [pages, 1, 1, P, width]                            ... of a layer that keeps latents
+    conv        [states, key_heads, conv_width - 1, channels]      float32
     temporal    [states, key_heads, values_per_group, key_dim, value_dim]  float32
     """
 
     kv: tuple[torch.Tensor, ...]
     conv: tuple[torch.Tensor, ...]
     temporal: tuple[torch.Tensor, ...]
+    has_windows: bool = False
 
 
 def caches_of(layout: Layout, arena: torch.Tensor) -> Caches:
     """Views of `arena` (uint8, a whole number of extents) as `layout` places pages and states in it."""
     assert arena.dtype == torch.uint8
     assert arena.numel() % layout.extent_bytes == 0
-    pages = arena.view(KV_DTYPES[layout.kv_dtype])
-    page_size = layout.page_bytes // DTYPE_BYTES[layout.kv_dtype]
-    num_pages = arena.numel() // layout.page_bytes
     kv: list[torch.Tensor] = []
-    offset = 0
-    head_size = sum(2 * layout.page_tokens * layer.head_dim for layer in layout.attention)
-    for layer in layout.attention:
-        size = layout.page_tokens * layer.head_dim
-        shape = (num_pages, layer.kv_heads, 2, layout.page_tokens, layer.head_dim)
-        kv.append(pages.as_strided(shape, (page_size, head_size, size, layer.head_dim, 1), offset))
-        offset += 2 * size
     conv: list[torch.Tensor] = []
     temporal: list[torch.Tensor] = []
-    if layout.hybrid:
-        states = arena.view(torch.float32)
-        stride = layout.state_stride_bytes // STATE_DTYPE_BYTES
-        num_states = arena.numel() // layout.state_stride_bytes
-        group_size = sum(layer.conv_elements + layer.temporal_elements for layer in layout.linear)
-        offset = 0
-        for spec in layout.linear:
-            shape = (num_states, spec.key_heads, spec.conv_width - 1, spec.group_channels)
-            conv.append(states.as_strided(shape, (stride, group_size, spec.group_channels, 1), offset))
-            offset += spec.conv_elements
-            head = spec.key_dim * spec.value_dim
-            shape = (num_states, spec.key_heads, spec.values_per_group, spec.key_dim, spec.value_dim)
-            temporal.append(states.as_strided(shape, (stride, group_size, head, spec.value_dim, 1), offset))
-            offset += spec.temporal_elements
-    return Caches(tuple(kv), tuple(conv), tuple(temporal))
+    pages = _Pages(layout, arena, layout.page_bytes, layout.attention)
+    windows = _Pages(layout, arena, layout.window_bytes, layout.windows)
+    group_size = sum(layer.conv_elements + layer.temporal_elements for layer in layout.linear)
+    offset = 0
+    for spec in layout.layers:
+        match spec:
+            case Attention():
+                kv.append(pages.next(spec))
+            case Window():
+                kv.append(windows.next(spec))
+            case Latent():
+                kv.append(pages.next_latents(spec))
+            case Linear():
+                states = arena.view(torch.float32)
+                stride = layout.state_stride_bytes // STATE_DTYPE_BYTES
+                num_states = arena.numel() // layout.state_stride_bytes
+                shape = (num_states, spec.key_heads, spec.conv_width - 1, spec.group_channels)
+                conv.append(states.as_strided(shape, (stride, group_size, spec.group_channels, 1), offset))
+                offset += spec.conv_elements
+                head = spec.key_dim * spec.value_dim
+                shape = (num_states, spec.key_heads, spec.values_per_group, spec.key_dim, spec.value_dim)
+                strides = (stride, group_size, head, spec.value_dim, 1)
+                temporal.append(states.as_strided(shape, strides, offset))
+                offset += spec.temporal_elements
+            case _:
+                assert_never(spec)
+    return Caches(tuple(kv), tuple(conv), tuple(temporal), layout.has_windows)
+
+
+class _Pages:
+    """The views of one class of pages, layer by layer."""
+
+    def __init__(
+        self, layout: Layout, arena: torch.Tensor, page_bytes: int, layers: Sequence[Attention | Window]
+    ) -> None:
+        self._memory = arena.view(KV_DTYPES[layout.kv_dtype])
+        self._tokens = layout.page_tokens
+        self._size = page_bytes // DTYPE_BYTES[layout.kv_dtype]
+        self._head_size = sum(2 * layout.page_tokens * layer.head_dim for layer in layers)
+        self._offset = 0
+
+    def next(self, spec: Attention | Window) -> torch.Tensor:
+        size = self._tokens * spec.head_dim
+        shape = (self._memory.numel() // self._size, spec.kv_heads, 2, self._tokens, spec.head_dim)
+        strides = (self._size, self._head_size, size, spec.head_dim, 1)
+        return self._view(shape, strides, 2 * size)
+
+    def next_latents(self, spec: Latent) -> torch.Tensor:
+        shape = (self._memory.numel() // self._size, 1, 1, self._tokens, spec.width)
+        return self._view(shape, (self._size, 0, 0, spec.width, 1), self._tokens * spec.width)
+
+    def _view(self, shape: tuple[int, ...], strides: tuple[int, ...], num_elements: int) -> torch.Tensor:
+        view = self._memory.as_strided(shape, strides, self._offset)
+        self._offset += num_elements
+        return view

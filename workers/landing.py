@@ -38,8 +38,10 @@ class Landing:
             sequence.scored += len(some)
             sequence.outbox.put_nowait(Delta(tokens=(), prompt_logprobs=some))
         if row.draws is not None:
-            tokens, logprobs, _ = drawn
+            tokens, logprobs = drawn.tokens, drawn.logprobs
             count, finish = sequence.draw(tokens)
+            if sequence.drafter is not None:
+                sequence.drafter.hear(drawn.guesses, len(sequence.tokens))
             end += count - 1 - row.drafts
             self._count(row.drafts, count)
             if count < len(tokens):
@@ -70,6 +72,8 @@ class Landing:
             counters["spec_trials"] += 1
             counters["spec_drafted_tokens"] += drafts
             counters["spec_accepted_tokens"] += count - 1
+            for place in range(count - 1):
+                counters[f"spec_accepted_tokens_at_{place}"] += 1
 
     def _keep_state(self, sequence: Sequence, lease: Lease, *, done: bool) -> None:
         depth = lease.committed

@@ -19,11 +19,17 @@ class Limits:
     overlap: bool = True  # the next step is launched before the tokens of this one are read
     idle_turn_s: float = 0.1  # an idle step loop turns at least so often
     drafts_max: int = 0  # guessed tokens of a row, on trial; 0: no speculation
+    mtp: bool = False  # the runner guesses, with a head of the model's own
 
     @property
     def roll_pages(self) -> int:
         """Pages between checkpoints while decoding; 0: none are made."""
         return 0 if self.checkpoint_strategy == "none" else self.checkpoint_interval
+
+    @property
+    def in_flight_tokens(self) -> int:
+        """The most that steps in flight can run of one sequence."""
+        return self.flights_max * self.budget.tokens_max
 
     @property
     def flights_max(self) -> int:

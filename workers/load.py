@@ -1,6 +1,7 @@
 """What a worker reports about itself: its work and its memory."""
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from tidemill.kvstore.ledger import Ledger
 from tidemill.kvstore.store import Got, Put
@@ -30,7 +31,9 @@ def load_of(
     queued += [(start, one.target) for start, one in zip(starts, waiting, strict=True)]
     stats = transfer.store.stats()
     waiting_pages = sum(-(-len(one.tokens) // layout.page_tokens) for one in waiting)
+    waiting_windows = sum(layout.windows_at_once(len(one.tokens), limits.in_flight_tokens) for one in waiting)
     wanted_bytes = waiting_pages * layout.page_bytes + len(waiting) * layout.state_stride_bytes
+    wanted_bytes += waiting_windows * layout.window_bytes
     return WorkerLoad(
         queued_tokens=sum(end - start for start, end in queued),
         queued_s=queued_s(
@@ -81,15 +84,16 @@ def memory_use(ledger: Ledger, ranks: int = 1) -> MemoryUse:
     layout, usage = ledger.layout, ledger.usage()
     page_bytes, state_bytes = layout.page_bytes * ranks, layout.state_stride_bytes * ranks
     extent_bytes = layout.extent_bytes * ranks
-    pages_live, pages_cached = usage.pages_held * page_bytes, usage.pages_kept * page_bytes
-    states_live, states_cached = usage.states_held * state_bytes, usage.states_kept * state_bytes
-    open_bytes = (usage.page_extents + usage.state_extents) * extent_bytes
-    return MemoryUse(
-        pages_live=pages_live,
-        pages_cached=pages_cached,
-        states_live=states_live,
-        states_cached=states_cached,
-        free=open_bytes - pages_live - pages_cached - states_live - states_cached,
+    window_bytes = layout.window_bytes * ranks
+    open_bytes = (usage.page_extents + usage.state_extents + usage.window_extents) * extent_bytes
+    taken = MemoryUse(
+        pages_live=usage.pages_held * page_bytes,
+        pages_cached=usage.pages_kept * page_bytes,
+        states_live=usage.states_held * state_bytes,
+        states_cached=usage.states_kept * state_bytes,
+        windows_live=usage.windows_held * window_bytes,
+        windows_cached=usage.windows_kept * window_bytes,
         empty=usage.empty_extents * extent_bytes,
         unmapped=usage.unmapped_extents * extent_bytes,
     )
+    return replace(taken, free=open_bytes - taken.live - taken.cached)

@@ -165,17 +165,19 @@ class MemoryUse:
     pages_cached: int = 0
     states_live: int = 0
     states_cached: int = 0
+    windows_live: int = 0  # pages of layers that see a window
+    windows_cached: int = 0
     free: int = 0  # places that nobody holds in extents that hold something
     empty: int = 0  # extents that hold nothing, mapped
     unmapped: int = 0  # of the budget, not taken from the system
 
     @property
     def live(self) -> int:
-        return self.pages_live + self.states_live
+        return self.pages_live + self.states_live + self.windows_live
 
     @property
     def cached(self) -> int:
-        return self.pages_cached + self.states_cached
+        return self.pages_cached + self.states_cached + self.windows_cached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +238,7 @@ class WorkerInfo:
     layout: str = ""  # Shards.describe(); with the fingerprint and a salt it is the namespace of its keys
     page_tokens: int = 64
     page_bytes: int = 0  # of a page, on all ranks together
-    state_bytes: int = 0  # of a checkpoint, the same; 0 without linear attention
+    state_bytes: int = 0  # of a checkpoint, the same: its state, its window; 0: pages are enough
     step_tokens_max: int = 8192  # that a step computes
     max_model_len: int = 0  # tokens of prompt and answer that the model allows and its memory can hold
     vocab_size: int = 0

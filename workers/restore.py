@@ -134,32 +134,45 @@ class Admission:
         match = self._ledger.index.match(keys)
         depths[:] = [depth for depth in depths if depth > match.restorable_pages]
         attached = min(len(match.path), depths[-1]) if depths else match.restorable_pages
-        if not self._lease(sequence, match, attached):
+        target = depths[-1] if depths else None
+        if not self._lease(sequence, match, attached, target):
             if self._ledger.num_leases or not attached:
                 return None
             attached = 0  # its own prefix lies so scattered that nothing else fits beside it
-            if not self._lease(sequence, match, attached):
+            if not self._lease(sequence, match, attached, target):
                 return None
         sequence.junctions.add(len(match.path) * sequence.page_tokens)
         sequence.cuts = self._cuts(sequence)
         return attached, len(match.path)
 
-    def _lease(self, sequence: Sequence, match: Match, attached: int) -> bool:
-        """Whether memory for all known tokens could be had, and leaves a page for each running request: its
-        next one would preempt this request again."""
+    def _lease(self, sequence: Sequence, match: Match, attached: int, target: int | None) -> bool:
+        """Whether memory could be had for all known tokens, for the most window pages that they need at once,
+        and for those of the checkpoint at `target` pages; it leaves a page for each running request: its next
+        one would preempt this request again."""
         spares_min = int(self._limits.checkpoint_strategy == "double" and not sequence.produces)
         lease = self._ledger.open(sequence.id, spares_min=spares_min)
         self._ledger.attach(lease, match, attached)
         try:
             held = self._num_held()
             beside = held + 1 if held else 0
-            self._ledger.reserve(lease, len(sequence.tokens), pages_beside=beside)
+            self._ledger.reserve(
+                lease,
+                len(sequence.tokens),
+                pages_beside=beside,
+                windows_beside=max(0, self._windows(len(sequence.tokens)) - len(lease.windows)),
+            )
+            if target is not None:
+                self._ledger.reserve_fetched(lease, target)
         except OutOfMemory:
             self._ledger.release(sequence.id)
             return False
         self._ledger.index.use(lease.entries)
         sequence.lease = lease
         return True
+
+    def _windows(self, num_tokens: int) -> int:
+        """The most window pages that a request of so many tokens needs at once."""
+        return self._ledger.layout.windows_at_once(num_tokens, self._limits.in_flight_tokens)
 
     def _num_held(self) -> int:
         """Requests that have memory: those that run, and those that are being fetched."""
@@ -179,16 +192,18 @@ class Admission:
         rows = [*older, sequence]
         pages = sum(-(-one.end // layout.page_tokens) for one in rows)
         extents = -(-pages // layout.pages_per_extent)
-        if layout.hybrid:
+        if layout.has_states:
             extents += -(-len(rows) * STATES_PER_REQUEST_MAX // layout.states_per_extent)
+        if layout.has_windows:
+            extents += -(-sum(self._windows(one.end) for one in rows) // layout.windows_per_extent)
         return extents <= self._ledger.budget_extents
 
     def _cuts(self, sequence: Sequence) -> set[int]:
         """Where checkpoints are wanted: at the last page boundary, and on a grid so wide that they take no
         more memory than the pages between them."""
         layout = self._ledger.layout
-        state_pages = layout.state_stride_bytes // layout.page_bytes
-        interval = max(CHECKPOINT_PAGES_MIN, state_pages) * layout.page_tokens
+        checkpoint_pages = -(-layout.checkpoint_bytes // layout.page_bytes)
+        interval = max(CHECKPOINT_PAGES_MIN, checkpoint_pages) * layout.page_tokens
         while sequence.boundary > GRID_CHECKPOINTS_MAX * interval:
             interval *= 2
         return {*range(interval, sequence.boundary, interval), sequence.boundary}

@@ -8,9 +8,8 @@ import asyncio
 from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from tidemill.workers.device import HOST
@@ -19,11 +18,18 @@ from tidemill.workers.inputs import Caches, Inputs, on_device
 from tidemill.workers.logprobs import scores_of
 from tidemill.workers.messages import TokenLogprob
 from tidemill.workers.models.registry import Model
-from tidemill.workers.sampling import draw
-from tidemill.workers.step import PENDING, Drawn, Row, Step
+from tidemill.workers.mtp import Guesser, ends_of
+from tidemill.workers.sampling import draw, token_ids
+from tidemill.workers.step import PENDING, Drawn, Step
+from tidemill.workers.tensors import inputs_of
 
-Outputs: TypeAlias = tuple[torch.Tensor | None, list[tuple[TokenLogprob, ...]]]
-"""Logits of the rows that draw, and the scores of all rows: see `outputs_of`."""
+
+class Outputs(NamedTuple):
+    """Hidden states of a step, logits of the rows that draw, and the scores of all rows: see `outputs_of`."""
+
+    hidden_TH: torch.Tensor
+    logits_NV: torch.Tensor | None
+    scores: list[tuple[TokenLogprob, ...]]
 
 
 class TorchRunner:
@@ -34,12 +40,14 @@ class TorchRunner:
         page_tokens: int,
         threads: int,
         device: torch.device = HOST,
+        guesser: Guesser | None = None,
     ) -> None:
         """Weights and caches lie on `device`."""
         self._model = model
         self._caches = caches
         self._page_tokens = page_tokens
         self._device = device
+        self._guesser = guesser
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._graphs: Graphs | None = None
         self._last: dict[str, int] = {}  # the token that each row of the step before drew
@@ -62,13 +70,14 @@ class TorchRunner:
     def run_now(self, step: Step) -> list[Drawn]:
         last, self._last = self._last, {}
         with torch.inference_mode(), self._on_stream():
-            logits_NV, scores = self._outputs(step, self._tokens(step, last))
-            found = [Drawn()] * len(step)
-            if logits_NV is not None:
-                drawn = iter(draw(logits_NV, [row for row in step if row.draws is not None]))
-                found = [Drawn() if row.draws is None else next(drawn) for row in step]
-            if scores:
-                found = [one._replace(scores=some) for one, some in zip(found, scores, strict=True)]
+            tokens = self._tokens(step, last)
+            outputs = self._outputs(step, tokens)
+            found = self._draw(step, outputs.logits_NV)
+            if outputs.scores:
+                found = [one._replace(scores=some) for one, some in zip(found, outputs.scores, strict=True)]
+            if self._guesser is not None:
+                guesses = self._guess(self._guesser, step, tokens, outputs.hidden_TH, found)
+                found = [one._replace(guesses=some) for one, some in zip(found, guesses, strict=True)]
         self._last = {
             row.sequence_id: one.tokens[-1] for row, one in zip(step, found, strict=True) if one.tokens
         }
@@ -77,6 +86,22 @@ class TorchRunner:
     def _tokens(self, step: Step, last: Mapping[str, int]) -> list[int]:
         """The tokens of the step, with those that the step before drew: a group tells them its ranks."""
         return [last[row.sequence_id] if token == PENDING else token for row in step for token in row.tokens]
+
+    def _draw(self, step: Step, logits_NV: torch.Tensor | None) -> list[Drawn]:
+        if logits_NV is None:
+            return [Drawn()] * len(step)
+        drawn = iter(draw(logits_NV, [row for row in step if row.draws is not None]))
+        return [Drawn() if row.draws is None else next(drawn) for row in step]
+
+    def _guess(
+        self, guesser: Guesser, step: Step, tokens: list[int], hidden_TH: torch.Tensor, drawn: list[Drawn]
+    ) -> list[tuple[int, ...]]:
+        return guesser.run(step, tokens, hidden_TH, ends_of(drawn), self._choose)
+
+    def _choose(self, logits_NV: torch.Tensor, rows: Step) -> list[int]:
+        """The likeliest token of each row, whatever it will draw with (measured: docs/decisions/0025)."""
+        assert len(logits_NV) == len(rows)
+        return token_ids(logits_NV.argmax(dim=-1))
 
     def _outputs(self, step: Step, tokens: list[int]) -> Outputs:
         """What all ranks of a group do together."""
@@ -103,7 +128,10 @@ class TorchRunner:
     def _warm_up(self, rows_max: int, tokens_max: int) -> None:
         for rows, first in shapes(rows_max, tokens_max):
             with torch.inference_mode(), self._on_stream():
-                self._hidden(padding(rows, 1, first))
+                inputs = padding(rows, 1, first, windows=self._caches.has_windows)
+                hidden_TH = self._hidden(inputs)
+                if self._guesser is not None:
+                    self._guesser.warm_up(hidden_TH, inputs)
 
     def _capture(self, rows_max: int, table_width: int, capture: Capture | None) -> None:
         if capture is None:
@@ -116,6 +144,7 @@ class TorchRunner:
                 table_width,
                 self._device,
                 capture,
+                windows=self._caches.has_windows,
             )
 
     def close(self) -> None:
@@ -126,7 +155,7 @@ class TorchRunner:
 
 def outputs_of(model: Model, hidden_TH: torch.Tensor, step: Step) -> Outputs:
     """`logits_of`, and what rows are to say of their prompts: logprobs.scores_of."""
-    return logits_of(model, hidden_TH, step), scores_of(model.logits, hidden_TH, step)
+    return Outputs(hidden_TH, logits_of(model, hidden_TH, step), scores_of(model.logits, hidden_TH, step))
 
 
 def logits_of(model: Model, hidden_TH: torch.Tensor, step: Step) -> torch.Tensor | None:
@@ -144,33 +173,3 @@ def logits_of(model: Model, hidden_TH: torch.Tensor, step: Step) -> torch.Tensor
         return None
     places_N = torch.tensor(places, pin_memory=hidden_TH.is_cuda).to(hidden_TH.device, non_blocking=True)
     return model.logits(hidden_TH[places_N])
-
-
-def inputs_of(step: Step, tokens: list[int], page_tokens: int) -> Inputs:
-    """The integers of `step` as tensors; each page table holds just the pages that its row's tokens reach.
-    `tokens` are those of all rows."""
-
-    def int32(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32)
-
-    starts = [0]
-    for row in step:
-        starts.append(starts[-1] + len(row.tokens))
-    tables = [row.pages[: -(-row.end // page_tokens)] for row in step]
-    pages_BN = np.zeros((len(step), max(map(len, tables))), np.int32)
-    for index, table in enumerate(tables):
-        pages_BN[index, : len(table)] = table
-    states = max(1, *(len(row.writes) for row in step))
-    return Inputs(
-        tokens_T=torch.tensor(tokens),
-        positions_T=torch.tensor([position for row in step for position in range(row.start, row.end)]),
-        cu_B1=int32(starts),
-        pages_BN=torch.as_tensor(pages_BN),
-        lens_B=int32([row.end for row in step]),
-        read_B=int32([-1 if row.read is None else row.read for row in step]),
-        writes_BK=torch.tensor([_right(row, states) for row in step], dtype=torch.int32),
-    )
-
-
-def _right(row: Row, width: int) -> tuple[int, ...]:
-    return (*[-1] * (width - len(row.writes)), *row.writes)

@@ -39,7 +39,7 @@ def draw(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
         starts.append(count)
         count += row.drafts + 1
     assert len(logits_NV) == count
-    best_N = _ints(logits_NV.argmax(dim=-1))
+    best_N = token_ids(logits_NV.argmax(dim=-1))
     tokens: list[list[int]] = [[] for _ in rows]
     logprobs: list[list[TokenLogprob]] = [[] for _ in rows]
     alive = list(range(len(rows)))
@@ -82,7 +82,7 @@ def _choose(logits_NV: torch.Tensor, draws: Sequence[Draws]) -> list[int]:
     for scores_V, one in zip(scores_NV, draws, strict=True):
         _penalise(scores_V, one)
         _restrict(scores_V, one)
-    tokens = _ints(scores_NV.argmax(dim=-1))
+    tokens = token_ids(scores_NV.argmax(dim=-1))
     random = [index for index, one in enumerate(draws) if one.sampling.temperature > 0]
     filtered = [index for index in random if _filters(draws[index].sampling)]
     open_ = [index for index in random if not _filters(draws[index].sampling)]
@@ -135,7 +135,7 @@ def _filters(sampling: Sampling) -> bool:
 
 def _sample(scores_NV: torch.Tensor, samplings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
     """Inverse of the cumulative distribution over the ids, at `uniform`."""
-    return _ints(_inverse(_weights(scores_NV, samplings), uniform).squeeze(1))
+    return token_ids(_inverse(_weights(scores_NV, samplings), uniform).squeeze(1))
 
 
 def _sample_filtered(
@@ -159,12 +159,12 @@ def _sample_filtered(
     keep_NC &= weights_NC >= weights_NC[:, :1] * _column([one.min_p for one in samplings], scores_NV)
     keep_NC &= weights_NC > 0
     keep_NC[:, 0] = True  # whatever the filters say
-    tokens = _ints(ids_NC.gather(1, _inverse(weights_NC * keep_NC, uniform)).squeeze(1))
+    tokens = token_ids(ids_NC.gather(1, _inverse(weights_NC * keep_NC, uniform)).squeeze(1))
     if candidates >= vocabulary:
         return tokens
     # Of equal scores any may be among the candidates: what is kept must lie above the least of them.
     open_N = (keep_NC & (scores_NC == scores_NC[:, -1:])).any(dim=-1)
-    rows = [index for index, undecided in enumerate(_ints(open_N)) if undecided]
+    rows = [index for index, undecided in enumerate(token_ids(open_N)) if undecided]
     if rows:
         whole = _sample_filtered(
             scores_NV[rows], [samplings[row] for row in rows], [uniform[row] for row in rows], vocabulary
@@ -211,6 +211,6 @@ def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(1)
 
 
-def _ints(ids_N: torch.Tensor) -> list[int]:
+def token_ids(ids_N: torch.Tensor) -> list[int]:
     values: list[int] = cast("Any", ids_N).tolist()  # torch leaves the type open
     return values

@@ -172,7 +172,18 @@ class Schedule:
             sequence,
             lease,
             flight,
-            Row(sequence.id, tokens, start, lease.pages, flight.read, flight.writes, drafts, draws, scores),
+            Row(
+                sequence.id,
+                tokens,
+                start,
+                lease.pages,
+                flight.read,
+                flight.writes,
+                drafts,
+                draws,
+                scores,
+                lease.window_table,
+            ),
         )
 
     def _keeps(self, sequence: Sequence, depth: int) -> bool:

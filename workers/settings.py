@@ -13,6 +13,9 @@ CheckpointStrategy = Literal["none", "double", "lazy"]
 """While decoding, at each boundary of the interval: no checkpoint, and the sequence holds one state; one that
 replaces the one before it, in a slot kept ready for that (3 states); or in one borrowed only then (2)."""
 
+SpeculativeMethod = Literal["auto", "ngram", "mtp"]
+"""Who guesses: a look at where the last tokens stood in the text before; or the model's own prediction head,
+of which every worker then keeps one more layer in its pages; `auto` is the head if the model has one."""
 
 DRAFTS_MAX = 16
 """Each guess costs a hybrid a state while it is on trial, and a row of logits."""
@@ -49,7 +52,8 @@ class EngineSettings:
     rows_max: int = 64
     max_model_len: int | None = None
     overlap: bool = True  # the next step is launched before the tokens of this one are read
-    drafts_max: int = 0  # tokens guessed from the text so far, run on trial; 0: no speculation
+    drafts_max: int = 0  # tokens guessed and run on trial; 0: no speculation
+    speculative_method: SpeculativeMethod = "auto"
     tensor_parallel_size: int = 1  # ranks of this worker
     tensor_parallel_sizes: tuple[int, ...] = ()  # of the other workers that use this store
 
@@ -86,6 +90,10 @@ class EngineSettings:
                 raise SettingsError(f"{flag} is {value}: set it to 1 or more")
         if not 0 <= self.drafts_max <= DRAFTS_MAX:
             raise SettingsError(f"--num-speculative-tokens is {self.drafts_max}: set it to 0 to {DRAFTS_MAX}")
+        if self.speculative_method == "mtp" and not self.drafts_max:
+            raise SettingsError(
+                "--speculative-method mtp needs --num-speculative-tokens: set it to 1 or more"
+            )
         interval = self.checkpoint_interval
         if interval is not None and (interval < 1 or interval % self.page_tokens):
             raise SettingsError(

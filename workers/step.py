@@ -3,7 +3,7 @@
 from collections.abc import Awaitable
 from typing import NamedTuple, Protocol
 
-from tidemill.kvstore.layout import PageId, StateId
+from tidemill.kvstore.layout import PageId, StateId, WindowId
 from tidemill.workers.draws import Draws
 from tidemill.workers.messages import TokenLogprob
 
@@ -21,7 +21,8 @@ class Scores(NamedTuple):
 
 
 class Row(NamedTuple):
-    """`tokens` of one sequence, the first of them at position `start`. The page table covers them.
+    """`tokens` of one sequence, the first at position `start`. The page table covers them, and that of
+    window pages too, in a model that has some: 0 where no query sees them any more.
 
     `read` is the state after `start` tokens (None: the empty state); `writes` receive the states after the
     last `len(writes)` tokens (none in a model without states). The last `drafts` tokens are guesses on trial:
@@ -40,6 +41,7 @@ class Row(NamedTuple):
     drafts: int = 0
     draws: Draws | None = None
     scores: Scores | None = None
+    windows: tuple[WindowId, ...] = ()
 
     @property
     def end(self) -> int:
@@ -58,12 +60,13 @@ class Drawn(NamedTuple):
     """What one row drew: nothing, or a token, preceded by those of its guesses that were right.
 
     `logprobs` has an item for each token if the request asks for them, else none; `scores` one for each of
-    the targets of the row's `scores`.
+    the targets of the row's `scores`; `guesses` are of what follows, by a head of the model's own.
     """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     scores: tuple[TokenLogprob, ...] = ()
+    guesses: tuple[int, ...] = ()
 
 
 class Runner(Protocol):

@@ -9,11 +9,11 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
-from tidemill.kvstore.layout import Layout, PageId, StateId
+from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
 from tidemill.kvstore.lease import Lease
 from tidemill.kvstore.shards import WHOLE, Shards, Share, mine
 from tidemill.kvstore.store import Got, finish
@@ -25,7 +25,7 @@ IN_FLIGHT_BYTES_MAX = 256 << 20
 
 
 class Moved(NamedTuple):
-    """A page or checkpoint, and where it lies in the arena of each rank: its PageId or StateId."""
+    """A page, window page or state, and where it lies in the arena of each rank: its id there."""
 
     kind: Kind
     key: PageKey
@@ -55,10 +55,7 @@ class RankTransfer:
     async def put(self, objects: Sequence[Moved]) -> int:
         """Store them in order; how many of the first ones are there. A page that another rank publishes is
         there as far as this one is concerned."""
-        offered = [
-            [] if moved.kind is Kind.PAGE and not self._share.publishes_pages else self._shards(moved)
-            for moved in objects
-        ]
+        offered = [self._shards(moved) if self._publishes(moved.kind) else [] for moved in objects]
         outcomes = await self._places.put([shard for shards in offered for shard in shards])
         return _unbroken(_intact(offered, (outcome.is_there for outcome in outcomes)))
 
@@ -68,12 +65,24 @@ class RankTransfer:
         outcomes = await self._places.get([shard for shards in wanted for shard in shards])
         return _unbroken(_intact(wanted, (outcome is Got.HIT for outcome in outcomes)))
 
+    def _publishes(self, kind: Kind) -> bool:
+        match kind:
+            case Kind.PAGE:
+                return self._share.publishes_pages
+            case Kind.WINDOW:
+                return self._share.publishes_windows
+            case Kind.CHECKPOINT:
+                return True
+
     def _shards(self, moved: Moved) -> list[Placed]:
         """Its shards on this rank."""
         match moved.kind:
             case Kind.PAGE:
                 shards, num_bytes = self._share.pages, self._layout.page_bytes
                 offset = self._layout.page_offset(PageId(moved.place))
+            case Kind.WINDOW:
+                shards, num_bytes = self._share.windows, self._layout.window_bytes
+                offset = self._layout.window_offset(WindowId(moved.place))
             case Kind.CHECKPOINT:
                 shards, num_bytes = self._share.states, self._layout.state_bytes
                 offset = self._layout.state_offset(StateId(moved.place))
@@ -117,20 +126,29 @@ class Transfer:
         self.published = Moves()
         self._own = RankTransfer(layout, places, mine(shards, 0, 1 + len(mates)))
         self._mates = mates
-        self._hybrid = layout.hybrid
-        self._sizes = {Kind.PAGE: layout.page_bytes, Kind.CHECKPOINT: layout.state_bytes}
-        self._shards = {Kind.PAGE: shards.pages, Kind.CHECKPOINT: shards.states}
+        self._layout = layout
+        self._sizes = {
+            Kind.PAGE: layout.page_bytes,
+            Kind.WINDOW: layout.window_bytes,
+            Kind.CHECKPOINT: layout.state_bytes,
+        }
+        self._shards = {Kind.PAGE: shards.pages, Kind.WINDOW: shards.windows, Kind.CHECKPOINT: shards.states}
         self._fetching = Quota(in_flight_bytes_max)
         self._publishing = Quota(in_flight_bytes_max)
 
     async def restorable_depths(self, keys: Sequence[PageKey], above_pages: int) -> list[int]:
         """Depths above `above_pages` that the store can probably restore, in pages, ascending.
 
-        Checkpoints alone are asked for in a hybrid: they are stored after the pages below them.
+        Checkpoints alone are asked for in a hybrid: they are stored after the pages below them. One is there
+        when its state and all its window pages are.
         """
-        if self._hybrid:
-            held = await self._held([(Kind.CHECKPOINT, key) for key in keys[above_pages:]])
-            return [above_pages + index + 1 for index, is_held in enumerate(held) if is_held]
+        depths = range(above_pages + 1, len(keys) + 1)
+        if self._layout.hybrid:
+            parts = [self._checkpoint(keys, depth) for depth in depths]
+            asked = list(dict.fromkeys(chain.from_iterable(parts)))
+            answers = zip(asked, await self._held(asked), strict=True)
+            held = {one for one, is_held in answers if is_held}
+            return [depth for depth, some in zip(depths, parts, strict=True) if held.issuperset(some)]
         return list(range(above_pages + 1, above_pages + await self.num_stored(keys[above_pages:]) + 1))
 
     async def num_stored(self, keys: Sequence[PageKey]) -> int:
@@ -138,8 +156,8 @@ class Transfer:
         return _unbroken(await self._held([(Kind.PAGE, key) for key in keys]))
 
     async def fetch(self, lease: Lease, keys: Sequence[PageKey], num_pages: int, on_late: OnLate) -> int:
-        """Fill the lease's own pages up to `num_pages` and, if it runs, its `fetch_slot`; answers how many
-        pages are good.
+        """Fill the lease's own pages up to `num_pages` and, if it runs, its `fetched_windows` and its
+        `fetch_slot`; answers how many pages are good.
 
         `num_pages` is the answer only when the checkpoint arrived too. Nothing is committed here. When this
         is cancelled, or the store takes longer than it is worth waiting for, `on_late` gets the transfer.
@@ -148,7 +166,11 @@ class Transfer:
         wanted = [
             Moved(Kind.PAGE, keys[index], lease.own[index - first]) for index in range(first, num_pages)
         ]
-        if self._hybrid and lease.runs:
+        wanted += [
+            Moved(Kind.WINDOW, keys[place], lease.windows[place - lease.first_window])
+            for place in lease.fetched_windows
+        ]
+        if self._layout.has_states and lease.runs:
             wanted.append(Moved(Kind.CHECKPOINT, keys[num_pages - 1], lease.fetch_slot))
         num_bytes = self._num_bytes(wanted)
         patience_s = self._patience_s(num_bytes)
@@ -184,7 +206,12 @@ class Transfer:
         ]
         last: list[Moved] = []
         if checkpoint and lease.source is not None and lease.source.checkpoint is not None:
-            last = [Moved(Kind.CHECKPOINT, lease.source.key, lease.source.checkpoint)]
+            state, windows = lease.source.checkpoint
+            places = range(len(lease.entries) - len(windows), len(lease.entries))
+            last = [
+                Moved(Kind.WINDOW, keys[place], window) for place, window in zip(places, windows, strict=True)
+            ]
+            last += [] if state is None else [Moved(Kind.CHECKPOINT, lease.source.key, state)]
         num_bytes = self._num_bytes([*pages, *last])
         await self._publishing.take(num_bytes)
         began_s = asyncio.get_running_loop().time()
@@ -202,15 +229,19 @@ class Transfer:
 
     async def holds(self, keys: Sequence[PageKey]) -> bool:
         """Whether the store holds every page of `keys` and, for a hybrid, the checkpoint at their end."""
-        objects = [(Kind.PAGE, key) for key in keys]
-        if self._hybrid:
-            objects.append((Kind.CHECKPOINT, keys[-1]))
-        return all(await self._held(objects))
+        pages = [(Kind.PAGE, key) for key in keys]
+        return all(await self._held([*pages, *self._checkpoint(keys, len(keys))]))
+
+    def _checkpoint(self, keys: Sequence[PageKey], num_pages: int) -> list[tuple[Kind, PageKey]]:
+        """The objects of the checkpoint at the end of the first `num_pages`."""
+        windows = [(Kind.WINDOW, keys[place]) for place in self._layout.last_window(num_pages)]
+        states = [(Kind.CHECKPOINT, keys[num_pages - 1])] if self._layout.has_states else []
+        return [*windows, *states]
 
     def patience_s(self, num_pages: int) -> float | None:
         """How long it is worth waiting until so many pages and a checkpoint are published, behind all that is
         to be published before them; None without a limit."""
-        num_bytes = num_pages * self._sizes[Kind.PAGE] + self._sizes[Kind.CHECKPOINT]
+        num_bytes = num_pages * self._sizes[Kind.PAGE] + self._layout.checkpoint_bytes
         return self._patience_s(num_bytes + self._publishing.wanted_bytes)
 
     def _patience_s(self, num_bytes: int) -> float | None:

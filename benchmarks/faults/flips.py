@@ -153,7 +153,7 @@ def served_answers(num_asks: int) -> dict[str, Any]:
         with serving(["--store", f"file://{folder}/store?size=1GiB&{TIMEOUT}"], log) as server:
 
             def flip_files() -> int:
-                files = [path for path in (folder / "store").rglob("*.[pc]") if path.is_file()]
+                files = [path for path in (folder / "store").rglob("*.[pcw]") if path.is_file()]
                 in_files(folder)(_anywhere({path.name: path.stat().st_size for path in files}))
                 return len(files)
 

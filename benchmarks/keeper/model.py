@@ -77,6 +77,13 @@ class Keeper(Module):
 
     def forward(self, ids_BT: Tensor, disturbance: Disturbance, selected: Tensor | None = None) -> Tensor:
         """Token ids [B, T] -> logits [B, T, V], or [N, V] for the N selected positions of the flat batch."""
+        x_BTD = self.hidden(ids_BT, disturbance)
+        if selected is not None:
+            x_BTD = x_BTD.flatten(0, 1)[selected]
+        return linear(x_BTD, self.weights["embedding"])
+
+    def hidden(self, ids_BT: Tensor, disturbance: Disturbance) -> Tensor:
+        """What logits are made of, [B, T, D]."""
         weights, norm = self.weights, self.kernels.norm
         x_BTD = embedding(ids_BT, weights["embedding"])
         for i, layer_type in enumerate(self.layer_types):
@@ -88,9 +95,7 @@ class Keeper(Module):
             x_BTD = x_BTD + linear(mixed_BTD, weights[f"{i}_out"])
             gate_up_BTF2 = linear(norm(x_BTD, weights[f"{i}_mlp_norm"]), weights[f"{i}_gate_up"])
             x_BTD = x_BTD + linear(self.kernels.swiglu(gate_up_BTF2), weights[f"{i}_down"])
-        if selected is not None:
-            x_BTD = x_BTD.flatten(0, 1)[selected]
-        return linear(norm(x_BTD, weights["norm"]), weights["embedding"])
+        return norm(x_BTD, weights["norm"])
 
     def _linear_attention(self, i: int, projected_BTX: Tensor, reset_BT: Tensor) -> Tensor:
         own = [self.weights[f"{i}_{name}"] for name in ("conv", "log_a", "dt_bias", "gated_norm")]

@@ -6,14 +6,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.clock import Call
 from benchmarks.kernels.shapes import PAGE_TOKENS, step_inputs
 from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.mamba2.heads import Heads
 from tidemill.kernels.moe.experts import Experts
+from tidemill.kernels.moe.routing import Routing
 
 DELTA_FLOPS = 8.0  # of each element of a state and token: decay, k S, the outer product, q S
+MAMBA2_FLOPS = 6.0  # the same without k S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +108,25 @@ def delta(new: int, batch: int, groups: int, heads: int, dim: int) -> Iterator[C
         size=size,
         num_bytes=2 * size_of(mixed, window),
         flops=12.0 * mixed.numel(),
-        run=lambda ops: lambda: ops.causal_conv(mixed, weight, window, inputs),
+        run=lambda ops: lambda: ops.causal_conv(mixed, weight, None, window, inputs),
         torch=lambda: functional.silu(functional.conv1d(x_BCT, taps, groups=len(taps))),
         in_vllm=True,
+    )
+
+
+def mamba2(new: int, batch: int, groups: int, heads: int, dims: tuple[int, int]) -> Case:
+    inputs, (key_dim, value_dim) = step_inputs([new] * batch, [0] * batch), dims
+    mixed = torch.randn(new * batch, groups, 2 * key_dim + heads * value_dim)
+    z, dt = torch.randn(new * batch, groups, heads, value_dim), torch.randn(new * batch, groups * heads)
+    a_log, dt_bias, skip = torch.randn(3, groups * heads).unbind()
+    weights = Heads(a_log, dt_bias, skip, dt_min=0.0, dt_max=float("inf"))
+    state = torch.randn(batch, groups, heads, key_dim, value_dim)
+    return Case(
+        operator="mamba2",
+        size={"new": new, "batch": batch, "groups": groups, "heads": heads, "key": key_dim, "dim": value_dim},
+        num_bytes=size_of(mixed, z, z, dt) + 2 * size_of(state),
+        flops=MAMBA2_FLOPS * new * state.numel(),
+        run=lambda ops: lambda: ops.mamba2(mixed, z, dt, weights, state, inputs),
     )
 
 
@@ -147,8 +167,16 @@ def moe(rows: int, experts: int, top_k: int, width: int, inner: int) -> Case:
     read = len(logits.topk(top_k).indices.unique())
 
     def run(ops: Operators) -> Call:
-        weights = Experts(ops.pack(gate_up, None), ops.pack(down, None), top_k, renormalise=True)
-        return lambda: ops.moe_outer(*ops.moe_inner(x, logits, weights), weights, None, None)
+        weights, routing = (
+            Experts(ops.pack(gate_up, None), ops.pack(down, None)),
+            Routing(top_k, renormalise=True),
+        )
+
+        def call() -> Tensor:
+            chosen, shares = ops.route(logits, routing)
+            return ops.moe_outer(ops.moe_inner(x, chosen, weights), chosen, shares, weights, None, None)
+
+        return call
 
     return Case(
         operator="moe",
@@ -183,6 +211,7 @@ def cases() -> Iterator[Case]:
         yield attention(new, before, batch, (8, 2), 128)
     for new, batch in ((1, 1), (1, 8), (1, 32), (512, 1), (2048, 1)):
         yield from delta(new, batch, 6, 2, 64)
+        yield mamba2(new, batch, 8, 2, (128, 64))
     for rows in (1, 32, 512):
         yield from elementwise(rows, 768)
         yield rope(rows, (8, 2), 128)

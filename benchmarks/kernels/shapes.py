@@ -49,6 +49,7 @@ def step_inputs(new: list[int], before: list[int]) -> Inputs:
         positions_T=torch.cat([torch.arange(old, old + n) for n, old in zip(new, before, strict=True)]),
         cu_B1=cu.to(torch.int32),
         pages_BN=torch.randperm(len(new) * width).view(len(new), width).to(torch.int32),
+        windows_BN=torch.zeros(len(new), 0, dtype=torch.int32),
         lens_B=torch.tensor(lens, dtype=torch.int32),
         read_B=torch.arange(len(new), dtype=torch.int32),
         writes_BK=torch.arange(len(new), dtype=torch.int32)[:, None],

@@ -4,6 +4,7 @@ A flag of a model counts for every model, one of workers for every group, one of
 `overrides.py`.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -98,7 +99,15 @@ FLAGS: tuple[Flag, ...] = (
     *_flags(
         "model",
         "model",
-        {"served_model_name": "NAME", "max_model_len": "TOKENS", "ttft_max": "SECONDS", "routers": "N"},
+        {
+            "served_model_name": "NAME",
+            "max_model_len": "TOKENS",
+            "chat_template": "FILE",
+            "tool_call_parser": None,
+            "reasoning_parser": None,
+            "ttft_max": "SECONDS",
+            "routers": "N",
+        },
     ),
     *_of_roles(),
     *_of_ranks(),
@@ -111,6 +120,7 @@ FLAGS: tuple[Flag, ...] = (
             "max_num_seqs": "N",
             "max_num_batched_tokens": "N",
             "num_speculative_tokens": "N",
+            "speculative_method": None,
             "overlap": None,
         },
     ),
@@ -140,3 +150,19 @@ FLAGS: tuple[Flag, ...] = (
     *_flags("security", "edge", {"api_keys_file": "PATH", **_PEM}),
     *_flags(_INSIDE, "cluster", {"host": None, **_PEM}, "cluster-"),
 )
+_BY_OPTION = {flag.option: flag for flag in FLAGS}
+
+
+def with_places(message: str, model: int, group: int) -> str:
+    """A message of an engine, which knows its settings as flags, with the key of the file beside each flag:
+    `models[0].engine.page_size (--page-size)`. `model` and `group` are their numbers."""
+    at = {"models[]": f"models[{model}]", "groups[]": f"groups[{group}]"}
+
+    def place(found: re.Match[str]) -> str:
+        flag = _BY_OPTION.get(found[0])
+        if flag is None:
+            return found[0]
+        parts = [at.get(part, part) for part in flag.explained.path.split(".")]
+        return f"{'.'.join(parts)} ({found[0]})"
+
+    return re.sub("--[a-z-]+", place, message)

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import get_args
 
 from tidemill.cluster.autoscale import Bounds, Hysteresis
+from tidemill.cluster.config.flags import with_places
+from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.tree import (
     AutoscalingConfig,
     Config,
@@ -23,9 +25,10 @@ from tidemill.cluster.settings import (
 )
 from tidemill.cluster.telemetry import Telemetry
 from tidemill.kvstore.sizes import parse_bytes
+from tidemill.workers.api.families import ChatSettings
 from tidemill.workers.messages import Role
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.settings import EngineSettings
+from tidemill.workers.settings import EngineSettings, SettingsError
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -38,13 +41,12 @@ class Surroundings:
     cache_folder: Path
 
 
-def cluster_settings(config: Config, around: Surroundings) -> ClusterSettings:
-    """Raises SettingsError."""
+def cluster_settings(config: Config, around: Surroundings, source: str = "") -> ClusterSettings:
+    """`source` is the file of the configuration, if there is one: errors are told by its keys then. Raises
+    SettingsError, or ConfigError."""
+    fleets = [_fleet(config, index, around, source) for index in range(len(config.models))]
     return ClusterSettings(
-        fleets=tuple(
-            _fleet(config, model, label, around)
-            for model, label in zip(config.models, labels_of(config.models), strict=True)
-        ),
+        fleets=tuple(_lending(fleets)),
         ray_address=config.cluster.ray_address,
         namespace=config.cluster.namespace,
     )
@@ -85,7 +87,7 @@ def engine_settings(
     return EngineSettings(
         model_folder=bundled().get(model.model) or Path(model.model),
         memory_bytes=parse_bytes(group.memory),
-        memory_max_bytes=_memory_max_bytes(model, group),
+        memory_max_bytes=_memory_max_bytes(config, model, group),
         memory_floor_bytes=None if floor is None else parse_bytes(floor),
         starts_at_floor=engine.memory_broker,
         eviction=engine.eviction_policy,
@@ -107,31 +109,40 @@ def engine_settings(
         max_model_len=model.max_model_len,
         overlap=engine.overlap,
         drafts_max=engine.num_speculative_tokens,
+        speculative_method=engine.speculative_method,
         tensor_parallel_size=group.tensor_parallel_size,
         tensor_parallel_sizes=tuple(sorted({one.tensor_parallel_size for one in model.groups})),
     )
 
 
-def _memory_max_bytes(model: ModelConfig, group: GroupConfig) -> int:
-    """What a worker may come to have: with the broker, all that the workers of its kind of device bring, who
-    may be on one. A budget by hand may be up to twice the share without it."""
+def _memory_max_bytes(config: Config, model: ModelConfig, group: GroupConfig) -> int:
+    """What a worker may come to have: with the broker, all that workers of any model bring whose device is of
+    its kind, for they may be on one. A budget by hand may be up to twice the share without it."""
     if not model.engine.memory_broker:
         return 2 * parse_bytes(group.memory)
     kind = _kind(group.device)
-    return sum(one.replicas * parse_bytes(one.memory) for one in model.groups if _kind(one.device) == kind)
+    lenders = [one for other in config.models if other.engine.memory_broker for one in other.groups]
+    return sum(one.replicas * parse_bytes(one.memory) for one in lenders if _kind(one.device) == kind)
 
 
 def _kind(device: str) -> str:
     return device.partition(":")[0]
 
 
-def _fleet(config: Config, model: ModelConfig, label: str, around: Surroundings) -> FleetSettings:
+def _fleet(config: Config, index: int, around: Surroundings, source: str) -> FleetSettings:
+    model, label = config.models[index], labels_of(config.models)[index]
     workers: list[WorkerSettings] = []
-    for group in model.groups:
+    for number, group in enumerate(model.groups):
+        try:
+            engine = engine_settings(config, model, group, around)
+        except SettingsError as error:
+            if not source:
+                raise
+            raise ConfigError([with_places(str(error), index, number)], source) from error
         alike = WorkerSettings(
             name="",
             role=group.role,
-            engine=engine_settings(config, model, group, around),
+            engine=engine,
             num_cpus=group.num_cpus,
             num_gpus=group.num_gpus,
             resources=group.resources,
@@ -139,8 +150,8 @@ def _fleet(config: Config, model: ModelConfig, label: str, around: Surroundings)
         )
         first = sum(worker.role == group.role for worker in workers)
         workers += [
-            replace(alike, name=worker_name(label, group.role, index))
-            for index in range(first, first + group.replicas)
+            replace(alike, name=worker_name(label, group.role, at))
+            for at in range(first, first + group.replicas)
         ]
     return FleetSettings(
         label=label,
@@ -155,7 +166,30 @@ def _fleet(config: Config, model: ModelConfig, label: str, around: Surroundings)
         ),
         bounds=_bounds(model.groups),
         hysteresis=_hysteresis(model.autoscaling),
+        chat=ChatSettings(
+            template=model.chat_template,
+            tool_parser=model.tool_call_parser,
+            reasoning_parser=model.reasoning_parser,
+        ),
     )
+
+
+def _lending(fleets: Sequence[FleetSettings]) -> list[FleetSettings]:
+    """Workers of any model may share a device, and a broker has to hear all that do: the first router of the
+    first fleet that lends is the broker of all of them."""
+    lenders = [fleet.router for fleet in fleets if fleet.router.broker]
+    if len(lenders) < 2:  # nobody to lend to
+        return list(fleets)
+    expected = frozenset(name for router in lenders for name in router.expected)
+
+    def lending(router: RouterSettings) -> RouterSettings:
+        if not router.broker:
+            return router
+        if router is lenders[0]:
+            return replace(router, expected=expected)
+        return replace(router, memory_router=lenders[0].name)
+
+    return [replace(fleet, router=lending(fleet.router)) for fleet in fleets]
 
 
 def _bounds(groups: Sequence[GroupConfig]) -> dict[Role, Bounds]:

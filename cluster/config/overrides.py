@@ -66,11 +66,14 @@ def _name(tree: Tree, model: str) -> None:
 
 
 def _give_groups(models: Sequence[Found], given: Sequence[Given], flags: dict[Place, str]) -> None:
-    """A flag that says how many adds a group of its role, where no model has one."""
+    """A flag that says how many adds a group of its role, where no model has one. Mixed workers do the work
+    of the others, so their group takes the place of these."""
     asked = {one.flag.scope: one.flag.option for one in given if one.flag.key == "replicas"}
-    for _, model in models:
+    for place, model in models:
         if "groups" not in model:
             model["groups"] = [{"role": role} for role in (("mixed",) if "mixed" in asked else ROLES[:2])]
+        elif asked.keys() == {"mixed"} and not _groups(place, model, "mixed"):
+            _mix(place, model)
     for role in ROLES:
         if role not in asked or any(_groups(*model, role) for model in models):
             continue
@@ -78,6 +81,16 @@ def _give_groups(models: Sequence[Found], given: Sequence[Given], flags: dict[Pl
             if isinstance(model["groups"], list):
                 cast("list[Tree]", model["groups"]).append({"role": role})
                 flags[(*place, "groups")] = asked[role]
+
+
+def _mix(place: Place, model: Tree) -> None:
+    """One group that is like the first decode group, which keeps its streams and most of the memory; an empty
+    list or something else stays."""
+    groups = _groups(place, model, "decode") or _groups(place, model)
+    if groups:
+        _, first = groups[0]
+        kept = {key: value for key, value in first.items() if key not in {"replicas", "replicas_max"}}
+        model["groups"] = [{**kept, "role": "mixed"}]
 
 
 def _nodes(tree: Tree, models: Sequence[Found], flag: Flag) -> Iterator[Found]:

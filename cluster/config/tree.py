@@ -22,8 +22,9 @@ from tidemill.cluster.telemetry import LogLevel, MetricsAlias
 from tidemill.kvstore.layout import KvDtype
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.kvstore.worth import Policy
+from tidemill.workers.api.forms import ReasoningParser, ToolParser
 from tidemill.workers.messages import Role
-from tidemill.workers.settings import DRAFTS_MAX, CheckpointStrategy
+from tidemill.workers.settings import DRAFTS_MAX, CheckpointStrategy, SpeculativeMethod
 
 MODELS_MAX = 64
 PORT_MAX = 65535
@@ -146,7 +147,10 @@ class EngineConfig(Node):
     max_num_batched_tokens: Count = 512
     """token budget of a step"""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=DRAFTS_MAX)] = 0
-    """tokens of a row that are guessed from its text and verified; the answers stay the same"""
+    """tokens of a row that are guessed and verified; the answers stay the same"""
+    speculative_method: SpeculativeMethod = "auto"
+    """who guesses: ngram looks back in the text, mtp is the model's own prediction head, auto the head if the
+    model has one"""
     overlap: bool = True
     """launch the next step before the tokens of this one are read"""
     kernels: Literal["cpu", "triton", "reference"] | None = None
@@ -157,7 +161,8 @@ class EngineConfig(Node):
     enforce_eager: bool = False
     """on CUDA: launch decode steps without CUDA graphs"""
     memory_broker: bool = True
-    """workers of one device lend each other what they do not need; without, each keeps its share"""
+    """workers of one device lend each other what they do not need, also between models; without, each keeps
+    its share"""
     checkpoint_strategy: CheckpointStrategy = "lazy"
     """while generating: none, two more states per row, or one more at a checkpoint only"""
     checkpoint_interval: Count | None = None
@@ -177,6 +182,12 @@ class ModelConfig(Node):
     """what clients call the model; of several names replies and metrics carry the first (as `model`)"""
     max_model_len: Count | None = None
     """limit of prompt and output together, in tokens (what the model and its memory allow)"""
+    chat_template: Text | None = None
+    """a file with a Jinja template, or its text (the model's own)"""
+    tool_call_parser: ToolParser = "auto"
+    """how the model writes calls of tools; by its template and its architecture"""
+    reasoning_parser: ReasoningParser = "auto"
+    """how it writes what it reasons, likewise"""
     ttft_max: Seconds = 60.0
     """refuse at once (429) what would wait longer than this for its first token, in seconds"""
     routers: Count = 1

@@ -9,7 +9,8 @@ from tidemill.cluster.http.echo import Echo
 from tidemill.cluster.http.intake import Job
 from tidemill.cluster.service import Service
 from tidemill.workers.api.answer import Answer, Growth
-from tidemill.workers.api.speech import Part, Speech
+from tidemill.workers.api.harmony import listener
+from tidemill.workers.api.parts import Listener, Part
 from tidemill.workers.api.text import Tokenizer
 from tidemill.workers.messages import Piece, TokenLogprob, Trace, Unserved
 
@@ -37,8 +38,9 @@ async def answers(service: Service, tokenizer: Tokenizer, job: Job) -> AsyncGene
     async with AsyncExitStack() as stack:
         streams: list[AsyncGenerator[Increment]] = []
         for index, request in enumerate(job.requests):
-            answer = Answer(request, tokenizer.decoder(), job.ending)
-            speech = None if job.manner is None else Speech(job.manner)
+            shown = () if job.manner is None else job.manner.tags
+            answer = Answer(request, tokenizer.decoder(shown), job.ending)
+            speech = None if job.manner is None else listener(job.manner)
             echo = None if job.echoes is None else Echo(job.echoes[index // job.n], tokenizer.piece)
             streams.append(_read(service.generate(request), answer, speech, echo, index))
             stack.push_async_callback(streams[-1].aclose)
@@ -52,7 +54,7 @@ async def answers(service: Service, tokenizer: Tokenizer, job: Job) -> AsyncGene
 
 
 async def _read(
-    pieces: AsyncGenerator[Piece], answer: Answer, speech: Speech | None, echo: Echo | None, choice: int
+    pieces: AsyncGenerator[Piece], answer: Answer, speech: Listener | None, echo: Echo | None, choice: int
 ) -> AsyncGenerator[Increment]:
     scores: list[TokenLogprob] = []
     async with aclosing(pieces):

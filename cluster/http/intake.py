@@ -10,18 +10,22 @@ from tidemill.cluster.http.echo import Prompt
 from tidemill.cluster.http.protocol import Body, ChatBody, CompletionBody, TokenizeBody, unsupported_field
 from tidemill.cluster.service import ServedModel
 from tidemill.workers.api.answer import Ending
-from tidemill.workers.api.calls import FUNCTION
+from tidemill.workers.api.forced import forced
+from tidemill.workers.api.forms import CALL_END, FINAL, RETURN, START
 from tidemill.workers.api.params import SEED_BITS
-from tidemill.workers.api.speech import THINK, THOUGHT, Manner
+from tidemill.workers.api.speech import Manner
 from tidemill.workers.api.structured import grammar_of
 from tidemill.workers.api.terms import Terms, requests_of, terms_of
 from tidemill.workers.api.text import Rendering, Tokenizer, text_of
-from tidemill.workers.api.tools import Tool, forced, offered
+from tidemill.workers.api.tools import Tool, offered
 from tidemill.workers.messages import Grammar, Request, RequestError
 
 REQUEST_CHOICES_MAX = 128
 TAIL_TOKENS = 8
-"""Of a prompt: enough to see whether it ends in a tag and white space."""
+"""Of a prompt: enough to see whether it ends in a tag and white space, or in the head of a message."""
+
+ROLE = "assistant"
+"""Of the messages that a model in channels answers with."""
 
 PROMPT_LOGPROBS_MAX = 1 << 18
 """Of all prompts and answers of one request, alternatives included: some 30 MiB."""
@@ -60,8 +64,8 @@ class Intake:
         """Raises RequestError."""
         self._check(body)
         tools = offered(body.tools, body.tool_choice)
-        tokens = await self._rendered(body, tools)
         grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
+        tokens = await self._rendered(body, tools, self._opening(body, grammar))
         manner = self._manner(body, tools, tokens, grammar)
         if body.tool_choice not in ("auto", "none"):
             if grammar is not None:
@@ -69,9 +73,13 @@ class Intake:
                     "tool_choice forces a call, and another field says what the answer must match: give one",
                     param="tool_choice",
                 )
-            grammar = forced(tools, manner)
+            grammar = forced(tools, manner, self._tokenizer.added)
         max_tokens = body.max_completion_tokens or body.max_tokens
         terms = self._terms(body, 1, max_tokens, body.num_logprobs(), grammar)
+        if manner.channels and not body.ignore_eos:
+            ends = (self._tokenizer.added.get(tag) for tag in (RETURN, CALL_END))
+            more = (one for one in ends if one is not None and one not in terms.stop_token_ids)
+            terms = replace(terms, stop_token_ids=(*terms.stop_token_ids, *more))
         return replace(self._job(terms, [tokens], "messages", body, asker), manner=manner)
 
     async def prompt_of(self, body: TokenizeBody) -> list[int]:
@@ -80,14 +88,20 @@ class Intake:
             return await self._encoded(body.prompt)
         return await self._rendered(body, offered(body.tools, body.tool_choice))
 
-    async def _rendered(self, body: ChatBody, tools: list[Tool]) -> list[int]:
+    def _opening(self, body: ChatBody, grammar: Grammar | None) -> str:
+        """What the answer is to begin with: what must match something is words from its first token on."""
+        asked = grammar is not None and self._tokenizer.style.in_channels
+        return FINAL if asked and not body.continue_final_message else ""
+
+    async def _rendered(self, body: ChatBody, tools: list[Tool], begun: str = "") -> list[int]:
         messages = [turn.message() for turn in body.messages]
         continues = body.continue_final_message
         how = Rendering(
             tools=[tool.shown() for tool in tools],
             answers=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
             continues=continues,
-            options=body.chat_template_kwargs,
+            options={**body.effort(), **body.chat_template_kwargs},
+            begun=begun,
         )
         if how.answers and continues:
             raise RequestError(
@@ -102,16 +116,17 @@ class Intake:
     def _manner(
         self, body: ChatBody, tools: list[Tool], tokens: list[int], grammar: Grammar | None
     ) -> Manner:
-        """What must match something is words from its first token on."""
-        thinks = THOUGHT in self._tokenizer.tags and grammar is None
+        style = self._tokenizer.style
+        tail = text_of(self._tokenizer, tokens[-TAIL_TOKENS:])
+        reasoning = style.reasoning if grammar is None or style.in_channels else None
         return Manner(
-            thinks=thinks,
-            thinking=thinks and text_of(self._tokenizer, tokens[-TAIL_TOKENS:]).rstrip().endswith(THINK),
-            calls=bool(tools),
+            reasoning=reasoning,
+            thinking=reasoning is not None and reasoning.open_behind(tail),
+            form=style.form if tools else None,
             calls_max=None if body.parallel_tool_calls and isinstance(body.tool_choice, str) else 1,
-            schemas={tool.function.name: tool.function.parameters or {} for tool in tools}
-            if FUNCTION in self._tokenizer.tags
-            else None,
+            schemas={tool.function.name: tool.function.parameters or {} for tool in tools},
+            channels=style.in_channels,
+            begun=FINAL if body.continue_final_message else tail.rpartition(START)[2].removeprefix(ROLE),
         )
 
     async def completion(self, body: CompletionBody, asker: Asker) -> Job:

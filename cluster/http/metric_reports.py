@@ -104,6 +104,12 @@ COUNTERS = {
     "spec_accepted_tokens": _counter(
         "Guesses that were right.", "tokens", name="spec_decode_num_accepted_tokens"
     ),
+    "spec_accepted_tokens_at": _counter(
+        "... by their place behind the token before them, from 0.",
+        "tokens",
+        "position",
+        name="spec_decode_num_accepted_tokens_per_pos",
+    ),
 }
 """By the name that workers count under. Any other is told as it is: a worker may be newer than this edge."""
 
@@ -112,6 +118,7 @@ SPLIT = {
     "evicted_checkpoints": "_for_",
     "store_puts": "_as_",
     "store_gets": "_as_",
+    "spec_accepted_tokens_at": "_",
 }
 """Workers count these for each value of their last label by itself: `evicted_pages_for_resize`."""
 

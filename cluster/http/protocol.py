@@ -124,9 +124,18 @@ class ChatBody(Body):
     chat_template_kwargs: dict[str, Any] = Field(default={})
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     max_completion_tokens: TokenCount | None = None
     logprobs: bool = False
     top_logprobs: LogprobCount = 0
+
+    def effort(self) -> dict[str, object]:
+        """What chat templates are told of it: they call it by different names."""
+        if self.reasoning_effort is None:
+            return {}
+        thinks = self.reasoning_effort != "none"
+        named = {"reasoning_effort": self.reasoning_effort} if thinks else {}
+        return {"enable_thinking": thinks, "thinking": thinks, **named}
 
     def num_logprobs(self) -> int | None:
         """Alternatives beside each token; None: no logprobs. Raises RequestError."""

@@ -8,8 +8,7 @@ from tidemill.cluster.http.answers import Increment
 from tidemill.cluster.http.intake import Job
 from tidemill.cluster.http.logprobs import Piece, chat_logprobs, completion_logprobs, prompt_logprobs
 from tidemill.workers.api.answer import Scored
-from tidemill.workers.api.calls import Call, joined
-from tidemill.workers.api.speech import Part, Reasoning, Words
+from tidemill.workers.api.parts import Call, Part, Reasoning, Words, joined
 from tidemill.workers.messages import Provenance, Trace
 
 Json = dict[str, object]

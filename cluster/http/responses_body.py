@@ -132,7 +132,7 @@ class TextConfig(BaseModel):
 
 
 class Reasoning(BaseModel):
-    """`effort` "none" asks the chat template for an answer without reasoning, others change nothing."""
+    """`effort` is for the chat template; "none" asks for an answer without reasoning."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -184,10 +184,6 @@ class ResponsesBody(BaseModel):
                 code="unsupported_parameter",
             )
         passed_on = {name: value for name, value in extra.items() if name not in NOT_PASSED_ON}
-        if self.reasoning.effort == "none":
-            options: object = passed_on.get("chat_template_kwargs", {})
-            if isinstance(options, dict):
-                passed_on["chat_template_kwargs"] = {"enable_thinking": False, **options}
         fields = {
             **passed_on,
             "messages": self._messages(),
@@ -201,6 +197,7 @@ class ResponsesBody(BaseModel):
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self._response_format(),
+            "reasoning_effort": self.reasoning.effort,
         }
         try:
             return ChatBody.model_validate(fields)

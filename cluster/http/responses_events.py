@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tidemill.cluster.http.replies import Json
-from tidemill.workers.api.calls import Call
-from tidemill.workers.api.speech import Part, Reasoning, Words
+from tidemill.workers.api.parts import Call, Part, Reasoning, Words
 
 Kind = Literal["reasoning", "message"]
 Status = Literal["completed", "incomplete"]

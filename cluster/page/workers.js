@@ -4,7 +4,17 @@ import { byId, copyOf, fill, keyed, part, show } from "./dom.js";
 import { askToDrain } from "./drain.js";
 import { bytes, count, seconds, threeDigits } from "./format.js";
 
-const CLASSES = ["pages_live", "pages_cached", "states_live", "states_cached", "free", "empty", "unmapped"];
+const CLASSES = [
+  "pages_live",
+  "pages_cached",
+  "states_live",
+  "states_cached",
+  "windows_live",
+  "windows_cached",
+  "free",
+  "empty",
+  "unmapped",
+];
 const SET_BY = {
   operator: "budget by a person",
   broker: "budget by the broker",

@@ -14,7 +14,11 @@ class Shelf:
     """What all workers share: objects by name, the least recently used goes first."""
 
     def __init__(self, layout: Layout, capacity_bytes: int) -> None:
-        self._sizes = {Kind.PAGE: layout.page_bytes, Kind.CHECKPOINT: layout.state_bytes}
+        self._sizes = {
+            Kind.PAGE: layout.page_bytes,
+            Kind.WINDOW: layout.window_bytes,
+            Kind.CHECKPOINT: layout.state_bytes,
+        }
         self._capacity_bytes = capacity_bytes
         self._objects: OrderedDict[ObjectKey, None] = OrderedDict()
         self._used_bytes = 0

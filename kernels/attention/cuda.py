@@ -10,6 +10,9 @@ tiles, each of which goes through its keys from the first to the last (FlashAtte
 What comes out for a token depends on its own sequence, and on whether its row has other tokens, not on the
 rest of the batch. A window leaves out the spans, and the keys of a tile, that lie wholly before it; a sink is
 one more score.
+
+Where values are the keys, an element is read once for both. Such latents are wide and of no power of two: the
+first elements, those over, are multiplied apart from the rest, and query heads are shared among programs.
 """
 
 from dataclasses import dataclass
@@ -20,14 +23,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tidemill.kernels.attention.inner import LOG2_E, LOWEST, attend, both, put
 from tidemill.kernels.rows import Rows
 
 SPAN_TOKENS = 256  # of one program of `attend_span`, as long as SPANS_MAX of them cover the sequence
 SPANS_MAX = 64
 SPANS_AT_ONCE = 16  # of one round of `add_spans`
 ROWS_AT_ONCE = 128  # of one round of the search for a program's row
-LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e30)  # below any score, and finite: it may be taken from itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,75 +42,30 @@ class Tile:
     stages: int
 
 
+WIDE_QUERIES = 32  # at most, of more than 256 elements: more sums than that would not fit the registers
+
+
 def span_tile(group: int, dim: int, dtype: torch.dtype) -> Tile:
     queries = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:
         return Tile(queries, 16, 4, 2)
+    if dim > 256:
+        return Tile(queries, 32, 8, 3)
     return Tile(queries, 64 if dim <= 128 else 32, 4 if queries * dim <= 8192 else 8, 3)
 
 
 def row_tile(dim: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return Tile(32, 16, 8, 1)
+    if dim > 256:
+        return Tile(WIDE_QUERIES, 32, 8, 3)
     return Tile(128, 64, 4 if dim <= 64 else 8, 2)
 
 
-@triton.jit
-def attend(
-    q_MD, position_M, weight_M, top_M, length,
-    seen_from, all_from, all_to, end,
-    cache, tiles,
-    pages,  # of this row
-    head, scale, page_stride, head_stride, kv_stride, token_stride,
-    P: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Over keys [seen_from, end): float32 sums of values of weight 2^(score - top), the weights, the tops.
-
-    Every query sees the keys [all_from, all_to), which are multiples of KEYS, and none sees one before
-    `seen_from`. All before `all_to` are written. `weight_M` and `top_M` are those of what was seen before.
-    """
-    DIMS: tl.constexpr = q_MD.shape[1]
-    sum_MD = tl.zeros(q_MD.shape, tl.float32)
-    dim_D = tl.arange(0, DIMS)
-    start = seen_from // KEYS * KEYS
-    # The keys before all_from, those that all see, and the rest.
-    for part in tl.static_range(1 if WINDOW is None else 0, 3):
-        end_here = all_from if part == 0 else all_to if part == 1 else end
-        # Looked up a round early, so that copies into shared memory wait for no other load.
-        page = tl.load(pages + start // P, mask=start < end_here, other=0)
-        for first in tl.range(start, end_here, KEYS, num_stages=STAGES):
-            token_N = first + tl.arange(0, KEYS)
-            if part == 2 or tiles is None:
-                # Zeros in place of what is left in the rest of a page, and of pages before the window, which
-                # may be NaN. What the copy engine takes is of one page, of which some query sees a token.
-                mask_N = token_N < length
-                if WINDOW is not None and tiles is None:
-                    mask_N &= token_N >= seen_from
-                page_N = tl.load(pages + token_N // P, mask=mask_N, other=0).to(tl.int64)
-                at_N = page_N * page_stride + head.to(tl.int64) * head_stride + token_N % P * token_stride
-                at_ND = cache + at_N[:, None] + dim_D[None, :]
-                mask_ND = mask_N[:, None] & (dim_D < D)[None, :]
-                k_ND = tl.load(at_ND, mask=mask_ND, other=0.0)
-                v_ND = tl.load(at_ND + kv_stride, mask=mask_ND, other=0.0)
-            else:
-                k_ND = tiles.load([page, head, 0, first % P, 0]).reshape(KEYS, DIMS)
-                v_ND = tiles.load([page, head, 1, first % P, 0]).reshape(KEYS, DIMS)
-                page = tl.load(pages + (first + KEYS) // P, mask=first + KEYS < end_here, other=0)
-            score_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
-            if part != 1:
-                seen_MN = token_N[None, :] <= position_M[:, None]
-                if WINDOW is not None:
-                    seen_MN &= token_N[None, :] > position_M[:, None] - WINDOW
-                score_MN = tl.where(seen_MN, score_MN, float("-inf"))
-            new_top_M = tl.maximum(top_M, tl.max(score_MN, 1) * scale)
-            shrink_M = tl.exp2(top_M - new_top_M)
-            weight_MN = tl.exp2(score_MN * scale - new_top_M[:, None])
-            sum_MD = sum_MD * shrink_M[:, None]
-            sum_MD = tl.dot(weight_MN.to(v_ND.dtype), v_ND, sum_MD, input_precision="ieee")
-            weight_M = weight_M * shrink_M + tl.sum(weight_MN, 1)
-            top_M = new_top_M
-        start = end_here
-    return sum_MD, weight_M, top_M
+def shared_by(group: int, dim: int) -> int:
+    """Into how many equal parts the query heads of a kv head are cut, each for programs of its own."""
+    most = group if dim <= 256 else WIDE_QUERIES
+    return next(parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= most)
 
 
 @triton.jit
@@ -131,7 +88,7 @@ def spans_of(length, SPAN: tl.constexpr, SPANS: tl.constexpr, WINDOW: tl.constex
 def attend_span(
     q,  # [T, H, D]
     cache,  # [pages, kv_heads, 2, P, D]
-    tiles,  # the same as a descriptor of tiles, or None
+    tiles, first_tiles,  # the same as descriptors of tiles: after R elements, and these; or None
     cu, lens, pages,
     sums,  # float32 [B, H, spans, D]
     weights,  # float32 [B, H, spans]
@@ -140,11 +97,13 @@ def attend_span(
     q_token_stride, q_head_stride, page_stride, head_stride, kv_stride, token_stride, pages_stride,
     ONE_EACH: tl.constexpr,  # every row has one token
     P: tl.constexpr, D: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads of a kv head
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, STAGES: tl.constexpr,
-    SPAN: tl.constexpr, SPANS: tl.constexpr, WINDOW: tl.constexpr,
+    R: tl.constexpr,  # elements apart from the rest
+    GROUP: tl.constexpr,  # query heads of a program
+    PARTS: tl.constexpr,  # programs of a kv head
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, FIRST: tl.constexpr, STAGES: tl.constexpr,
+    SPAN: tl.constexpr, SPANS: tl.constexpr, WINDOW: tl.constexpr, ALIKE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Row i, kv head j, span k of those that the row's token sees, of a grid (i, j, k)."""
+    """Row i, part j % PARTS of kv head j // PARTS, span k of what the token sees, of a grid (i, j, k)."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     span = tl.program_id(2)
@@ -159,10 +118,8 @@ def attend_span(
     if start >= length:
         return
     h_M = tl.arange(0, QUERIES)
-    dim_D = tl.arange(0, DIMS)
-    at_MD = token * q_token_stride + (head * GROUP + h_M)[:, None] * q_head_stride + dim_D[None, :]
-    mask_MD = (h_M < GROUP)[:, None] & (dim_D < D)[None, :]
-    q_MD = tl.load(q + at_MD, mask=mask_MD, other=0.0).to(cache.dtype.element_ty)
+    q += token * q_token_stride + head * GROUP * q_head_stride
+    q_MD, q_MR = both(q, h_M * q_head_stride, h_M < GROUP, R, D, DIMS, FIRST)
     position_M = tl.full([QUERIES], 0, tl.int32) + length - 1
     end = tl.minimum(start + span_tokens, length)
     all_from, all_to = start, start + (end - start) // KEYS * KEYS
@@ -171,14 +128,16 @@ def attend_span(
         all_from = tl.minimum(tl.cdiv(start, KEYS) * KEYS, all_to)
     weight_M = tl.zeros([QUERIES], tl.float32)
     top_M = tl.full([QUERIES], LOWEST, tl.float32)
-    sum_MD, weight_M, top_M = attend(
-        q_MD, position_M, weight_M, top_M, length, start, all_from, all_to, end,
-        cache, tiles, pages + row * pages_stride,
-        head, scale, page_stride, head_stride, kv_stride, token_stride, P, D, KEYS, STAGES, WINDOW,
+    sum_MD, sum_MR, weight_M, top_M = attend(
+        q_MD.to(cache.dtype.element_ty), q_MR.to(cache.dtype.element_ty),
+        position_M, weight_M, top_M, length, start, all_from, all_to, end,
+        cache, tiles, first_tiles, pages + row * pages_stride,
+        head // PARTS, scale, page_stride, head_stride, kv_stride, token_stride,
+        P, D, R, KEYS, STAGES, WINDOW, ALIKE,
     )  # fmt: skip
     heads = tl.num_programs(1) * GROUP
     at_M = (row * heads + head * GROUP + h_M) * tl.num_programs(2) + span
-    tl.store(sums + at_M[:, None] * D + dim_D[None, :], sum_MD, mask=mask_MD)
+    put(sums, at_M * D, h_M < GROUP, sum_MD, sum_MR, R, D)
     tl.store(weights + at_M, weight_M, mask=h_M < GROUP)
     tl.store(tops + at_M, top_M, mask=h_M < GROUP)
 
@@ -243,15 +202,15 @@ def keys_of(position_M, KEYS: tl.constexpr, WINDOW: tl.constexpr):
 def attend_rows(
     q,  # [T, H, D]
     cache,  # [pages, kv_heads, 2, P, D]
-    tiles,  # the same as a descriptor of tiles, or None
+    tiles, first_tiles,  # as of `attend_span`
     sinks,  # float32 [H], or None
     cu, lens, pages,
     out,  # [T, H, D]
     scale, rows,
     q_token_stride, q_head_stride, page_stride, head_stride, kv_stride, token_stride, pages_stride,
-    P: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, DIMS: tl.constexpr, FIRST: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, WINDOW: tl.constexpr, ALIKE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Some tile of query vectors of one row, and kv head j of a grid (at least the tiles, j).
 
@@ -273,16 +232,15 @@ def attend_rows(
     if (tokens < 2) | (first >= tokens * GROUP):
         return
     length = tl.load(lens + row)
-    # From the tile's first token on, so that what every thread keeps of these is small.
+    # From the tile's first token on: less for threads to keep.
     token = first // GROUP
     vector_M = first % GROUP + tl.arange(0, QUERIES)
     left = tokens - token
     position_M = length - left + tl.minimum(vector_M // GROUP, left - 1)
-    dim_D = tl.arange(0, DIMS)
-    mask_MD = (vector_M < left * GROUP)[:, None] & (dim_D < D)[None, :]
+    mask_M = vector_M < left * GROUP
     q += (before + token).to(tl.int64) * q_token_stride + head * GROUP * q_head_stride
     at_M = vector_M // GROUP * q_token_stride + vector_M % GROUP * q_head_stride
-    q_MD = tl.load(q + at_M[:, None] + dim_D[None, :], mask=mask_MD, other=0.0).to(cache.dtype.element_ty)
+    q_MD, q_MR = both(q, at_M, mask_M, R, D, DIMS, FIRST)
     pages += row.to(tl.int64) * pages_stride
     seen_from, all_from, all_to, end = keys_of(position_M, KEYS, WINDOW)
     weight_M = tl.zeros([QUERIES], tl.float32)
@@ -290,16 +248,17 @@ def attend_rows(
     if sinks is not None:
         sink_M = tl.load(sinks + head * GROUP + vector_M % GROUP) * LOG2_E
         weight_M, top_M = weight_M + 1.0, tl.maximum(top_M, sink_M)
-    sum_MD, weight_M, _ = attend(
-        q_MD, position_M, weight_M, top_M, length, seen_from, all_from, all_to, end,
-        cache, tiles, pages, head, scale,
-        page_stride, head_stride, kv_stride, token_stride, P, D, KEYS, STAGES, WINDOW,
+    sum_MD, sum_MR, weight_M, _ = attend(
+        q_MD.to(cache.dtype.element_ty), q_MR.to(cache.dtype.element_ty),
+        position_M, weight_M, top_M, length, seen_from, all_from, all_to, end,
+        cache, tiles, first_tiles, pages, head // PARTS, scale,
+        page_stride, head_stride, kv_stride, token_stride, P, D, R, KEYS, STAGES, WINDOW, ALIKE,
     )  # fmt: skip
-    sum_MD /= tl.where(weight_M > 0, weight_M, 1.0)[:, None]
+    whole_M1 = tl.where(weight_M > 0, weight_M, 1.0)[:, None]
     out_stride = tl.num_programs(1) * GROUP * D
     out += (before + token).to(tl.int64) * out_stride + head * GROUP * D
     at_M = vector_M // GROUP * out_stride + vector_M % GROUP * D
-    tl.store(out + at_M[:, None] + dim_D[None, :], sum_MD.to(out.dtype.element_ty), mask=mask_MD)
+    put(out, at_M, mask_M, sum_MD / whole_M1, sum_MR / whole_M1, R, D)
 
 
 def attention(q_THD: Tensor, cache: Tensor, rows: Rows, window: int | None, sinks_H: Tensor | None) -> Tensor:
@@ -317,9 +276,16 @@ def attention(q_THD: Tensor, cache: Tensor, rows: Rows, window: int | None, sink
     out_THD = q_THD.new_empty(tokens, q_heads, dim)
     if not tokens:
         return out_THD
-    width = max(16, triton.next_power_of_2(dim))
-    group, one_each = q_heads // kv_heads, tokens == num_rows
-    shape = {"P": page_tokens, "D": dim, "GROUP": group, "DIMS": width}
+    first, width = 0, max(16, triton.next_power_of_2(dim))
+    if cache.shape[2] == 1 and dim > 16:
+        width = 1 << (dim.bit_length() - 1)
+        first = dim - width
+    parts = shared_by(q_heads // kv_heads, width)
+    group, one_each = q_heads // kv_heads // parts, tokens == num_rows
+    shape = {
+        "P": page_tokens, "D": dim, "R": first, "GROUP": group, "PARTS": parts, "DIMS": width,
+        "FIRST": max(16, triton.next_power_of_2(first)), "ALIKE": cache.shape[2] == 1,
+    }  # fmt: skip
     strides = *q_THD.stride()[:2], *cache.stride()[:4], rows.pages_BN.stride(0)
     of_rows = rows.cu_B1, rows.lens_B, rows.pages_BN
 
@@ -331,32 +297,36 @@ def attention(q_THD: Tensor, cache: Tensor, rows: Rows, window: int | None, sink
     cut = {"ONE_EACH": one_each, "SPAN": SPAN_TOKENS, "SPANS": SPANS_MAX, "WINDOW": window}
     scale = dim**-0.5 * LOG2_E.value
     tile = span_tile(group, width, cache.dtype)
-    attend_span[(num_rows, kv_heads, spans)](
-        q_THD, cache, _tiles(cache, tile.keys), *of_rows, sums, weights, tops, scale, *strides,
+    attend_span[(num_rows, kv_heads * parts, spans)](
+        q_THD, cache, *_tiles(cache, tile.keys, first), *of_rows, sums, weights, tops, scale, *strides,
         **shape, **cut, QUERIES=tile.queries, KEYS=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     add_spans[(num_rows, q_heads)](
         sums, weights, tops, sinks_H, *of_rows[:2], out_THD, spans,
-        **cut, D=dim, DIMS=width, AT_ONCE=SPANS_AT_ONCE, num_warps=4,
+        **cut, D=dim, DIMS=triton.next_power_of_2(dim), AT_ONCE=SPANS_AT_ONCE, num_warps=4,
     )  # fmt: skip
     if not one_each:
         tile = row_tile(width, cache.dtype)
-        attend_rows[(tokens * group // tile.queries + num_rows, kv_heads)](
-            q_THD, cache, _tiles(cache, tile.keys), sinks_H, *of_rows, out_THD, scale, num_rows, *strides,
-            **shape, QUERIES=tile.queries, KEYS=tile.keys, STAGES=tile.stages, ROWS=ROWS_AT_ONCE,
+        attend_rows[(tokens * group // tile.queries + num_rows, kv_heads * parts)](
+            q_THD, cache, *_tiles(cache, tile.keys, first), sinks_H, *of_rows, out_THD, scale, num_rows,
+            *strides, **shape, QUERIES=tile.queries, KEYS=tile.keys, STAGES=tile.stages, ROWS=ROWS_AT_ONCE,
             WINDOW=window, num_warps=tile.warps,
         )  # fmt: skip
     return out_THD
 
 
-def _tiles(cache: Tensor, keys: int) -> TensorDescriptor | None:
-    """The cache for the copy engine (TMA), which takes whole tiles of a page, aligned, of a power of two.
+def _tiles(cache: Tensor, keys: int, first: int) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """The elements after the first ones, and these, for the copy engine (TMA): it takes whole tiles of pages,
+    aligned, of powers of two.
 
     None where it cannot, and for float32, whose products would have to take their factors from registers.
     """
     bytes_apart = [cache.data_ptr(), *(stride * cache.element_size() for stride in cache.stride()[:4])]
     page_tokens, dim = cache.shape[3:]
-    whole = page_tokens % keys == 0 and dim >= 16 and triton.next_power_of_2(dim) == dim
+    widths = [dim - first, first] if first else [dim]
+    whole = page_tokens % keys == 0 and all(n >= 16 and triton.next_power_of_2(n) == n for n in widths)
     if cache.dtype == torch.float32 or not whole or any(number % 16 for number in bytes_apart):
-        return None
-    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, 1, keys, dim])
+        return None, None
+    shape, strides = list(cache.shape), list(cache.stride())
+    tiles = [TensorDescriptor(cache, shape, strides, [1, 1, 1, keys, n]) for n in widths]
+    return tiles[0], tiles[1] if first else None

@@ -11,7 +11,7 @@ def attention(
     """o = softmax(q K^T / sqrt(D)) V over the tokens up to and including the query's own, `[T, H, D]`.
 
     cache     [pages, kv_heads, 2, P, D], strided, in which this step's keys and values are stored already;
-              query head h reads kv head h // (H / kv_heads)
+              query head h reads kv head h // (H / kv_heads). With 1 in place of 2 the values are the keys
     window    >= 1, the tokens that a query sees, its own included; None: all. Pages of which no query of a
               row sees a token are not read, and their ids may be anything
     sinks_H   float32, for each query head a score that takes its share of the softmax and has no value
@@ -29,8 +29,8 @@ def attention(
         count, offset = length - first, first % page_tokens
         pages_N = rows.pages_BN[b, first // page_tokens : -(-length // page_tokens)].long()
         kv_K2PD = cache[pages_N].permute(1, 2, 0, 3, 4).flatten(2, 3)
-        kv_K2LD = kv_K2PD[:, :, offset : offset + count].to(q_THD.dtype)
-        k_HLD, v_HLD = kv_K2LD.repeat_interleave(group, dim=0).unbind(1)
+        kv_H2LD = kv_K2PD[:, :, offset : offset + count].to(q_THD.dtype).repeat_interleave(group, dim=0)
+        k_HLD, v_HLD = kv_H2LD[:, 0], kv_H2LD[:, -1]
         scores_HNL = torch.einsum("nhd,hld->hnl", q_NHD, k_HLD) * q_THD.shape[2] ** -0.5
         every_NL = torch.ones(len(q_NHD), count, dtype=torch.bool, device=q_THD.device)
         unseen_NL = every_NL.triu(before - first + 1)

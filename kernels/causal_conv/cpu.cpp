@@ -2,10 +2,10 @@
 #include "../cpu.h"
 
 // x [tokens][groups][channels] with token and group strides; weight [width][groups][channels], oldest tap first;
-// y packed like x; state [slots][groups][width - 1][channels], oldest input first;
+// bias [groups][channels], or null; y packed like x; state [slots][groups][width - 1][channels], oldest input first;
 // writes [rows][kept]: slots for the states after the last `kept` tokens of a row, -1 for none.
-extern "C" void causal_conv(const float* x, int64_t x_token, int64_t x_group, const float* weight, float* y,
-                            float* state, int64_t state_slot, int64_t state_group, const int32_t* cu,
+extern "C" void causal_conv(const float* x, int64_t x_token, int64_t x_group, const float* weight, const float* bias,
+                            float* y, float* state, int64_t state_slot, int64_t state_group, const int32_t* cu,
                             const int32_t* read, const int32_t* writes, int64_t rows, int64_t kept, int64_t groups,
                             int64_t channels, int64_t width) {
     const int64_t past = width - 1;
@@ -23,7 +23,10 @@ extern "C" void causal_conv(const float* x, int64_t x_token, int64_t x_group, co
             };
             for (int64_t t = 0; t < n; t++) {
                 float* out = y + ((begin + t) * groups + g) * channels;
-                std::fill(out, out + channels, 0.0f);
+                if (bias)
+                    std::copy(bias + g * channels, bias + (g + 1) * channels, out);
+                else
+                    std::fill(out, out + channels, 0.0f);
                 for (int64_t j = 0; j < width; j++) {
                     const float *in = input(t + j), *tap = weight + (j * groups + g) * channels;
                     for (int64_t c = 0; c < channels; c++) out[c] = __builtin_fmaf(tap[c], in[c], out[c]);

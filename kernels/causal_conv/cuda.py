@@ -38,7 +38,9 @@ def keep(
 
 @triton.jit(do_not_specialize=["rows"])
 def convolve(
-    x, x_token, x_group, weight, state, state_slot, state_group, y, cu, read, writes, rows,
+    x, x_token, x_group, weight,
+    bias,  # [groups, C], or None
+    state, state_slot, state_group, y, cu, read, writes, rows,
     WIDTH: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr,  # power of two, at least the rows
@@ -67,6 +69,8 @@ def convolve(
     source = tl.load(read + row).to(tl.int64)
     window = state + source * state_slot
     y_TC = tl.zeros((TOKENS, CHANNELS), tl.float32)
+    if bias is not None:
+        y_TC += tl.load(bias + group * C + channel_C, mask=in_C, other=0.0).to(tl.float32)[None, :]
     for tap in tl.static_range(WIDTH):
         at_T = token_T - (WIDTH - 1) + tap
         in_TC = (in_T & (at_T >= 0))[:, None] & in_C[None, :]
@@ -86,12 +90,17 @@ def convolve(
 
 
 def causal_conv(
-    x_TGC: torch.Tensor, weight_WGC: torch.Tensor, state_SGWC: torch.Tensor, rows: Rows
+    x_TGC: torch.Tensor,
+    weight_WGC: torch.Tensor,
+    bias_GC: torch.Tensor | None,
+    state_SGWC: torch.Tensor,
+    rows: Rows,
 ) -> torch.Tensor:
     tokens, groups, channels = x_TGC.shape
     batch = len(rows.read_B)
     assert x_TGC.stride(2) == 1
     assert weight_WGC.is_contiguous()
+    assert bias_GC is None or bias_GC.is_contiguous()
     assert state_SGWC.stride()[2:] == (channels, 1)
     assert rows.writes_BK.is_contiguous()
     y_TGC = x_TGC.new_empty(tokens, groups, channels)
@@ -100,7 +109,7 @@ def causal_conv(
     block = 1 if tokens == batch else TOKENS
     part = min(CHANNELS if block > 1 else TOKENS * CHANNELS, triton.next_power_of_2(channels))
     convolve[(tokens // block + batch, groups, triton.cdiv(channels, part))](
-        x_TGC, x_TGC.stride(0), x_TGC.stride(1), weight_WGC,
+        x_TGC, x_TGC.stride(0), x_TGC.stride(1), weight_WGC, bias_GC,
         state_SGWC, state_SGWC.stride(0), state_SGWC.stride(1), y_TGC,
         rows.cu_B1, rows.read_B, rows.writes_BK, batch,
         WIDTH=len(weight_WGC), C=channels, KEPT=rows.writes_BK.shape[1],

@@ -52,8 +52,6 @@ void step(float* state, const float* keys, const float* v, float decay, float be
         }
     }
 }
-
-float softplus(float x) { return x > 20 ? x : std::log1p(exp_f32(x)); }
 }  // namespace
 
 // mixed   [tokens][key_heads][q | k | value heads], packed

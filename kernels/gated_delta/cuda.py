@@ -4,8 +4,7 @@
 # Nor has it types that pyright could check.
 """`gated_delta` on CUDA: rows of many tokens in chunks, short ones and short ends one token after the other.
 
-Chunks are cut from the row's start, and how a token is computed depends on its row alone: neither the batch
-nor a cut at a multiple of CHUNK changes a bit. Chunks are those of arXiv 2412.06464, section 3.3, with keys
+Chunks (recurrence.py) are those of arXiv 2412.06464, section 3.3, with keys
 and queries as they are in memory and their lengths in the factors (`unit`, left out here); `total` is the sum
 of g from the start of the chunk:
 
@@ -21,11 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
+from tidemill.kernels.recurrence import CHUNK, SHORT, between, chunk_at, cut, softplus
 from tidemill.kernels.rows import Rows
 
-CHUNK = tl.constexpr(64)
 BLOCK = tl.constexpr(16)  # of the inverse: substituted row by row; a chunk has four
-SHORT = tl.constexpr(16)  # tokens that take about as long one by one as the launches of a chunk
 COLUMNS = 32  # of a state, kept in registers by one program; those of a head's programs share nothing
 ANSWER_COLUMNS = 128
 EPSILON = tl.constexpr(1e-6)
@@ -33,52 +31,9 @@ EPSILON = tl.constexpr(1e-6)
 
 @triton.jit
 def gate(b, a, a_log, dt_bias):
-    """(beta, g). log(1 + e) is summed as 2 artanh(e / (2 + e)): of a small e, 1 + e would keep little."""
-    x = a + dt_bias
-    e = tl.exp(-tl.abs(x))
-    s = e / (2 + e)
-    s2 = s * s
-    tail = 1 / 9 + s2 * (1 / 11 + s2 * (1 / 13 + s2 * (1 / 15 + s2 * (1 / 17))))
-    softplus = tl.maximum(x, 0) + 2 * s * (1 + s2 * (1 / 3 + s2 * (1 / 5 + s2 * (1 / 7 + s2 * tail))))
+    """(beta, g)."""
     e = tl.exp(-tl.abs(b))
-    return tl.where(b < 0, e, 1.0) / (1 + e), -tl.exp(a_log) * softplus
-
-
-@triton.jit
-def cut(n, writes, KEPT: tl.constexpr):
-    """Of a row of n tokens: how many run in chunks, and the state id where these leave their state.
-
-    One by one run a short end, and all from the chunk on within which a state is kept. These start from the
-    state that the chunks leave in the first slot that the row writes, which is theirs or written again later.
-    """
-    column_K = tl.arange(0, triton.next_power_of_2(KEPT))
-    slot_K = tl.load(writes + column_K, mask=column_K < KEPT, other=-1)
-    first = tl.min(tl.where(slot_K >= 0, column_K, KEPT))
-    depth = n - (KEPT - 1) + first  # of the first kept state
-    end = n % CHUNK
-    chunked = tl.where(end <= SHORT, n - end, n)
-    chunked = tl.where(depth < chunked, (depth - 1) // CHUNK * CHUNK, chunked)
-    chunked = tl.where(first == KEPT, tl.where(n <= SHORT, 0, n), chunked)
-    return chunked, tl.max(tl.where(column_K == first, slot_K, -1)).to(tl.int64)
-
-
-@triton.jit
-def chunk_at(cu, rows, place, ROWS: tl.constexpr):
-    """(row, chunk of that row) of a place: row b has those from cu[b] // CHUNK + b, all it can need."""
-    row_B = tl.arange(0, ROWS)
-    first_B = tl.load(cu + row_B, mask=row_B < rows, other=0) // CHUNK + row_B
-    row = tl.sum(((row_B < rows) & (first_B <= place)).to(tl.int32)) - 1
-    return row, place - tl.load(cu + row) // CHUNK - row
-
-
-@triton.jit
-def between(later, earlier):
-    """later - earlier of float64 sums, with float32 arithmetic, to float32 precision of the difference."""
-    later_high, earlier_high = later.to(tl.float32), earlier.to(tl.float32)
-    later_low = (later - later_high.to(tl.float64)).to(tl.float32)
-    earlier_low = (earlier - earlier_high.to(tl.float64)).to(tl.float32)
-    high = later_high[:, None] - earlier_high[None, :]
-    return high + (later_low[:, None] - earlier_low[None, :])
+    return tl.where(b < 0, e, 1.0) / (1 + e), -tl.exp(a_log) * softplus(a + dt_bias)
 
 
 @triton.jit

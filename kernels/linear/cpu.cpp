@@ -23,8 +23,8 @@ void pack(const W* weight, W* packed, int64_t n, int64_t k) {
 }
 
 template <typename W>
-void apply(const float* x, int64_t x_stride, const W* packed, const float* bias, float* y, int64_t m, int64_t n,
-           int64_t k) {
+void apply(const float* x, int64_t x_stride, const W* packed, const float* bias, float* y, int64_t y_stride, int64_t m,
+           int64_t n, int64_t k) {
     const int64_t blocks = (m + ROW_BLOCK - 1) / ROW_BLOCK;
     const int64_t groups = (n + PANEL_GROUP * PANEL - 1) / (PANEL_GROUP * PANEL);
 #pragma omp parallel for collapse(2) if (m * n * k >= SERIAL_BELOW)
@@ -36,7 +36,7 @@ void apply(const float* x, int64_t x_stride, const W* packed, const float* bias,
             const int64_t whole = columns / PANEL, rest = columns % PANEL;
             float last[ROW_BLOCK * PANEL];  // a panel that is wider than what is left of y
             for (int64_t r = 0; r < rows; r++) {
-                float* out = y + (row + r) * n + column;
+                float* out = y + (row + r) * y_stride + column;
                 for (int64_t c = 0; c < columns; c++) out[c] = bias ? bias[column + c] : 0.0f;
                 for (int64_t c = 0; rest && c < PANEL; c++) last[r * PANEL + c] = c < rest ? out[whole * PANEL + c] : 0;
             }
@@ -45,11 +45,11 @@ void apply(const float* x, int64_t x_stride, const W* packed, const float* bias,
                 const int64_t depth = std::min(most, k - start);
                 const float* a = x + row * x_stride + start;
                 const W* b = packed + column * k + start * PANEL;
-                multiply(rows, whole, a, x_stride, b, k * PANEL, depth, y + row * n + column, n);
+                multiply(rows, whole, a, x_stride, b, k * PANEL, depth, y + row * y_stride + column, y_stride);
                 if (rest) multiply(rows, 1, a, x_stride, b + whole * k * PANEL, k * PANEL, depth, last, PANEL);
             }
             for (int64_t r = 0; rest && r < rows; r++)
-                std::memcpy(y + (row + r) * n + column + whole * PANEL, last + r * PANEL, rest * sizeof(float));
+                std::memcpy(y + (row + r) * y_stride + column + whole * PANEL, last + r * PANEL, rest * sizeof(float));
         }
     }
 }
@@ -64,6 +64,22 @@ extern "C" void linear_pack(const void* weight, void* packed, int64_t is_half, i
 
 extern "C" void linear(const float* x, int64_t x_stride, const void* packed, int64_t is_half, const float* bias,
                        float* y, int64_t m, int64_t n, int64_t k) {
-    if (is_half) return apply(x, x_stride, (const uint16_t*)packed, bias, y, m, n, k);
-    apply(x, x_stride, (const float*)packed, bias, y, m, n, k);
+    if (is_half) return apply(x, x_stride, (const uint16_t*)packed, bias, y, n, m, n, k);
+    apply(x, x_stride, (const float*)packed, bias, y, n, m, n, k);
+}
+
+// y [m][heads][n] of x [m][heads][k] by strides; packed weights of head h start at h * head_bytes.
+extern "C" void linear_heads(const float* x, int64_t x_stride, int64_t x_head, const void* packed, int64_t head_bytes,
+                             int64_t is_half, float* y, int64_t m, int64_t heads, int64_t n, int64_t k) {
+    const int64_t work = m * n * k;  // of a head: threads take heads where one head is not worth waking them
+#pragma omp parallel for if (work < SERIAL_BELOW && heads * work >= SERIAL_BELOW)
+    for (int64_t h = 0; h < heads; h++) {
+        const float* in = x + h * x_head;
+        const char* weight = (const char*)packed + h * head_bytes;
+        if (is_half) {
+            apply(in, x_stride, (const uint16_t*)weight, nullptr, y + h * n, heads * n, m, n, k);
+        } else {
+            apply(in, x_stride, (const float*)weight, nullptr, y + h * n, heads * n, m, n, k);
+        }
+    }
 }

@@ -1,4 +1,4 @@
-"""`linear` on CPU: weights packed once into panels; each output is one sum in index order, in any batch."""
+"""`linear` and `linear_heads` on CPU: weights packed once into panels; an output is a sum in index order."""
 
 from collections.abc import Callable
 
@@ -50,3 +50,24 @@ def bind_linear(library: Library) -> Callable[[torch.Tensor, Packed], torch.Tens
         return y_MN
 
     return linear
+
+
+def bind_linear_heads(library: Library) -> Callable[[torch.Tensor, Packed], torch.Tensor]:
+    call = library.function("linear_heads")
+
+    def linear_heads(x_THI: torch.Tensor, weight: Packed) -> torch.Tensor:
+        tokens, heads, width = x_THI.shape
+        data = weight.data
+        assert weight.bias_N is None
+        assert (heads, width) == (len(data), weight.in_features)
+        assert x_THI.dtype == torch.float32
+        assert x_THI.stride(2) == 1
+        y_THO = x_THI.new_empty(tokens, heads, weight.out_features)
+        call(
+            x_THI.data_ptr(), x_THI.stride(0), x_THI.stride(1),
+            data.data_ptr(), data.stride(0) * data.element_size(), weight.is_half,
+            y_THO.data_ptr(), tokens, heads, weight.out_features, width,
+        )  # fmt: skip
+        return y_THO
+
+    return linear_heads

@@ -1,4 +1,4 @@
-"""`linear` and `logits` on CUDA: torch's, cuBLAS; the order of a sum may change with the number of rows."""
+"""`linear`, `logits`, `linear_heads` on CUDA: cuBLAS; the order of a sum may change with the rows' number."""
 
 import torch
 from torch.nn import functional
@@ -20,8 +20,15 @@ def linear(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
 
 def logits(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
     """float32, as the product adds it up."""
-    assert weight.bias_N is None
-    x_MK = x_MK.to(weight.data.dtype)
+    x_MK, bias_N = x_MK.to(weight.data.dtype), None if weight.bias_N is None else weight.bias_N.float()
     if weight.data.dtype == torch.float32 or not weight.data.is_cuda:
-        return functional.linear(x_MK.float(), weight.data.float())
-    return torch.mm(x_MK, weight.data.T, out_dtype=torch.float32)
+        return functional.linear(x_MK.float(), weight.data.float(), bias_N)
+    y_MN = torch.mm(x_MK, weight.data.T, out_dtype=torch.float32)
+    return y_MN if bias_N is None else y_MN + bias_N
+
+
+def linear_heads(x_THI: torch.Tensor, weight: Packed) -> torch.Tensor:
+    """In the type of the weights; a head is one of a batch of products."""
+    assert weight.bias_N is None
+    x_HTI = x_THI.to(weight.data.dtype).transpose(0, 1)
+    return torch.bmm(x_HTI, weight.data.transpose(1, 2)).transpose(0, 1).contiguous()

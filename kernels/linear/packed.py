@@ -7,11 +7,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Weights `[.., out, in]` in the order of the variant that packed them; leading dimensions are experts.
+    """Weights `[.., out, in]` in the order of the variant that packed them; leading dimensions are experts,
+    or heads.
 
     data    the weights, bfloat16 if they came so, else float32 (of a reference, whatever they were); only
-            `linear`, `logits`, `moe_inner` and `moe_outer` of the same variant understand their order
-    bias_N  [out] or None
+            operators of the same variant understand their order
+    bias_N  [.., out] or None
     """
 
     data: torch.Tensor

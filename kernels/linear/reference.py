@@ -1,4 +1,4 @@
-"""The definition of `linear`, y = x W^T (+ bias), and of `logits`."""
+"""The definition of `linear`, y = x W^T (+ bias), of `logits`, and of `linear_heads`."""
 
 import torch
 from torch.nn import functional
@@ -7,7 +7,8 @@ from tidemill.kernels.linear.packed import Packed
 
 
 def pack(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> Packed:
-    """Weights `[.., N, K]` for `linear` (no leading dimension) or `moe_inner` and `moe_outer` (experts)."""
+    """Weights `[.., N, K]` and bias `[.., N]`: for `linear` without a leading dimension, of heads for
+    `linear_heads`, of experts for `moe_inner` and `moe_outer`."""
     return Packed(weight_NK, bias_N, weight_NK.shape[-2], weight_NK.shape[-1])
 
 
@@ -18,7 +19,11 @@ def linear(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
 
 
 def logits(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
-    """As `linear`, without bias and at least float32: scores that are compared, among which rounding would
-    make ties."""
-    assert weight.bias_N is None
+    """As `linear`, and at least float32: scores that are compared, among which rounding would make ties."""
     return linear(x_MK.to(torch.promote_types(x_MK.dtype, torch.float32)), weight)
+
+
+def linear_heads(x_THI: torch.Tensor, weight: Packed) -> torch.Tensor:
+    """Of each head by its own weights, `[H, O, I]` without bias, `[T, H, O]`; x may be strided but for I."""
+    assert weight.bias_N is None
+    return torch.einsum("thi,hoi->tho", x_THI, weight.data.to(x_THI.dtype))

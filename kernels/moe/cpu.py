@@ -1,4 +1,4 @@
-"""`moe_inner` and `moe_outer` on CPU: a token's sum runs in ascending order of its experts, in any batch."""
+"""`route`, `moe_inner` and `moe_outer` on CPU: a token's sum runs in ascending order of its experts."""
 
 from collections.abc import Callable
 
@@ -6,29 +6,51 @@ import torch
 from torch import Tensor
 
 from tidemill.kernels.build import Library
+from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.moe.experts import Experts
+from tidemill.kernels.moe.routing import Routing
 
 
-def bind_moe_inner(library: Library) -> Callable[[Tensor, Tensor, Experts], tuple[Tensor, Tensor, Tensor]]:
+def bind_route(library: Library) -> Callable[[Tensor, Routing], tuple[Tensor, Tensor]]:
+    call = library.function("route")
+
+    def route(logits_TE: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        tokens, experts = logits_TE.shape
+        routing.check(experts)
+        assert logits_TE.dtype == torch.float32
+        assert logits_TE.stride(1) == 1
+        bias_E = routing.bias_E
+        assert bias_E is None or (bias_E.dtype == torch.float32 and bias_E.is_contiguous())
+        chosen_TK = torch.empty(tokens, routing.top_k, dtype=torch.int32)
+        weights_TK = logits_TE.new_empty(tokens, routing.top_k)
+        call(
+            logits_TE.data_ptr(), logits_TE.stride(0), None if bias_E is None else bias_E.data_ptr(),
+            chosen_TK.data_ptr(), weights_TK.data_ptr(), tokens, experts, routing.top_k,
+            routing.score == "softmax", routing.renormalise, routing.groups, routing.groups_kept,
+            routing.scale,
+        )  # fmt: skip
+        return chosen_TK, weights_TK
+
+    return route
+
+
+def bind_moe_inner(library: Library) -> Callable[[Tensor, Tensor, Experts], Tensor]:
     call = library.function("moe_inner")
 
-    def moe_inner(x_TH: Tensor, logits_TE: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor]:
-        (tokens, width), count = x_TH.shape, logits_TE.shape[1]
-        gate_up, inner = experts.gate_up.data, experts.gate_up.out_features // 2
-        assert x_TH.dtype == logits_TE.dtype == torch.float32
+    def moe_inner(x_TH: Tensor, chosen_TK: Tensor, experts: Experts) -> Tensor:
+        (tokens, top_k), width = chosen_TK.shape, experts.gate_up.in_features
+        inner = experts.gate_up.out_features // 2
+        assert (x_TH.dtype, chosen_TK.dtype) == (torch.float32, torch.int32)
+        assert x_TH.shape == (tokens, width)
         assert x_TH.is_contiguous()
-        assert logits_TE.stride(1) == 1
-        assert (len(gate_up), experts.gate_up.in_features) == (count, width)
-        hidden_TKI = x_TH.new_empty(tokens, experts.top_k, inner)
-        chosen_TK = torch.empty(tokens, experts.top_k, dtype=torch.int32)
-        weights_TK = x_TH.new_empty(tokens, experts.top_k)
+        assert chosen_TK.is_contiguous()
+        hidden_TKI = x_TH.new_empty(tokens, top_k, inner)
         call(
-            x_TH.data_ptr(), logits_TE.data_ptr(), logits_TE.stride(0),
-            gate_up.data_ptr(), gate_up.stride(0) * gate_up.element_size(), experts.gate_up.is_half,
-            hidden_TKI.data_ptr(), chosen_TK.data_ptr(), weights_TK.data_ptr(),
-            tokens, count, experts.top_k, experts.renormalise, width, inner,
+            x_TH.data_ptr(), chosen_TK.data_ptr(), *_weights(experts.gate_up), hidden_TKI.data_ptr(),
+            tokens, len(experts.gate_up.data), top_k, width, inner,
+            experts.activation == "clamped", experts.alpha, experts.limit,
         )  # fmt: skip
-        return hidden_TKI, chosen_TK, weights_TK
+        return hidden_TKI
 
     return moe_inner
 
@@ -47,27 +69,37 @@ def bind_moe_outer(
         gate_T1: Tensor | None,
     ) -> Tensor:
         tokens, top_k, inner = hidden_TKI.shape
-        down, width = experts.down.data, experts.down.out_features
+        down, width = experts.down, experts.down.out_features
         assert hidden_TKI.dtype == weights_TK.dtype == torch.float32
         assert chosen_TK.dtype == torch.int32
         assert hidden_TKI.is_contiguous()
         assert chosen_TK.is_contiguous()
         assert weights_TK.is_contiguous()
         assert chosen_TK.shape == weights_TK.shape == (tokens, top_k)
-        assert inner == experts.down.in_features
+        assert inner == down.in_features
         shared, gate, gate_stride = None, None, 0
-        if shared_TH is not None and gate_T1 is not None:
-            assert shared_TH.dtype == gate_T1.dtype == torch.float32
-            assert (shared_TH.shape, gate_T1.shape) == ((tokens, width), (tokens, 1))
+        if shared_TH is not None:
+            assert shared_TH.dtype == torch.float32
+            assert shared_TH.shape == (tokens, width)
             assert shared_TH.is_contiguous()
-            shared, gate, gate_stride = shared_TH.data_ptr(), gate_T1.data_ptr(), gate_T1.stride(0)
+            shared = shared_TH.data_ptr()
+        if gate_T1 is not None:
+            assert gate_T1.dtype == torch.float32
+            assert gate_T1.shape == (tokens, 1)
+            gate, gate_stride = gate_T1.data_ptr(), gate_T1.stride(0)
         y_TH = hidden_TKI.new_empty(tokens, width)
         call(
-            hidden_TKI.data_ptr(), chosen_TK.data_ptr(), weights_TK.data_ptr(),
-            down.data_ptr(), down.stride(0) * down.element_size(), experts.down.is_half,
-            shared, gate, gate_stride,
-            y_TH.data_ptr(), tokens, len(down), top_k, width, inner,
+            hidden_TKI.data_ptr(), chosen_TK.data_ptr(), weights_TK.data_ptr(), *_weights(down),
+            shared, gate, gate_stride, y_TH.data_ptr(), tokens, len(down.data), top_k, width, inner,
         )  # fmt: skip
         return y_TH
 
     return moe_outer
+
+
+def _weights(packed: Packed) -> tuple[int, int, int, int | None]:
+    """Address, bytes from expert to expert, whether of bfloat16, and the address of the biases."""
+    bias_EN = packed.bias_N
+    assert bias_EN is None or bias_EN.shape == (len(packed.data), packed.out_features)
+    apart = packed.data.stride(0) * packed.data.element_size()
+    return packed.data.data_ptr(), apart, packed.is_half, None if bias_EN is None else bias_EN.data_ptr()

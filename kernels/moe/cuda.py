@@ -1,7 +1,7 @@
 # pyright: basic, reportIndexIssue=false, reportCallIssue=false
-# ruff: noqa: ANN001 - Triton takes annotations of kernels for its own types
+# ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
 # Nor has it types that pyright could check.
-"""`moe_inner` and `moe_outer` on CUDA: three launches each, whose grids and shapes come from shapes alone.
+"""`route`, `moe_inner` and `moe_outer` on CUDA: 1, 2 and 3 launches, whose grids come from shapes alone.
 
 A tile is a few tokens of one expert. The weights are the left side of every product, and the tokens its
 columns: 16 of them are enough for wgmma, and the instruction that adds up an output is the same whether it
@@ -14,21 +14,48 @@ import triton.language as tl
 from torch import Tensor
 
 from tidemill.kernels.activation.cuda import sigmoid
+from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.moe.experts import Experts
+from tidemill.kernels.moe.routing import Routing
 
 LOWEST = tl.constexpr(-3.4e38)  # of what can be chosen: -inf is what cannot, or is already
 PLAN_PAIRS = 1024  # looked through at a time
 
 
 @triton.jit
-def route(
+def in_kept_groups(choice_E, expert_E, GROUPS: tl.constexpr, KEPT: tl.constexpr, SIZE: tl.constexpr):
+    """Whether an expert is in one of the KEPT groups whose two best have the highest sums."""
+    GROUPS_2: tl.constexpr = triton.next_power_of_2(GROUPS)
+    group_G = tl.arange(0, GROUPS_2)
+    sum_G = tl.full([GROUPS_2], float("-inf"), tl.float32)
+    for group in range(GROUPS):
+        own_E = tl.where(expert_E // SIZE == group, choice_E, float("-inf"))
+        first = tl.max(own_E, 0)
+        second = tl.max(tl.where(expert_E == tl.argmax(own_E, 0), float("-inf"), own_E), 0)
+        # Halves, so that two that are the lowest do not add up to what is not there.
+        sum_G = tl.where(group_G == group, first * 0.5 + second * 0.5, sum_G)
+    kept_E = tl.zeros(choice_E.shape, tl.int1)
+    for _ in range(KEPT):
+        best = tl.argmax(sum_G, 0)
+        kept_E = kept_E | (expert_E // SIZE == best)
+        sum_G = tl.where(group_G == best, float("-inf"), sum_G)
+    return kept_E
+
+
+@triton.jit
+def choose(
     logits,  # float [T, E]
+    bias,  # float32 [E], or None
     chosen,  # int32 [T, K]
     weights,  # float32 [T, K]
     row_stride,
+    scale,
     E: tl.constexpr,
     K: tl.constexpr,
+    SOFTMAX: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
     BLOCK: tl.constexpr,  # power of two, at least E
 ) -> None:
     """One token. Ties go to the lower id; NaN is chosen last, so that ids are valid whatever the logits."""
@@ -37,17 +64,30 @@ def route(
     logit_E = tl.load(logits + token * row_stride + expert_E, mask=expert_E < E, other=float("-inf"))
     logit_E = logit_E.to(tl.float32)
     left_E = tl.where(logit_E > LOWEST, logit_E, LOWEST)
+    if SOFTMAX:
+        share_E = tl.exp(logit_E - tl.max(tl.where(expert_E < E, left_E, LOWEST), 0))
+        total = tl.sum(share_E, 0)
+    else:
+        share_E, total = sigmoid(logit_E), 1.0
+    # Shares order the experts as their logits do, but for those that are too small to tell apart.
+    if bias is not None or GROUPS > 1:
+        left_E = share_E / total
+        if bias is not None:
+            left_E += tl.load(bias + expert_E, mask=expert_E < E, other=0.0)
+        left_E = tl.where(left_E > LOWEST, left_E, LOWEST)
     left_E = tl.where(expert_E < E, left_E, float("-inf"))
-    peak = tl.max(left_E, 0)
+    if GROUPS > 1:
+        left_E = tl.where(in_kept_groups(left_E, expert_E, GROUPS, KEPT, E // GROUPS), left_E, float("-inf"))
+    taken_E = tl.zeros([BLOCK], tl.int1)
     for _ in range(K):
-        left_E = tl.where(expert_E == tl.argmax(left_E, 0), float("-inf"), left_E)
-    taken_E = (left_E == float("-inf")) & (expert_E < E)
-    share_E = tl.exp(logit_E - peak)
+        taken_E = taken_E | (expert_E == tl.argmax(left_E, 0))
+        left_E = tl.where(taken_E, float("-inf"), left_E)
     kept_E = tl.where(taken_E, share_E, 0.0)
-    total = tl.sum(kept_E if RENORMALISE else share_E, 0)
+    if RENORMALISE:
+        total = tl.sum(kept_E, 0) + 1e-20
     place_E = token * K + tl.cumsum(taken_E.to(tl.int32), 0) - 1
     tl.store(chosen + place_E, expert_E, mask=taken_E)
-    tl.store(weights + place_E, kept_E / total, mask=taken_E)
+    tl.store(weights + place_E, kept_E / total * scale, mask=taken_E)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -93,10 +133,14 @@ def plan(
 def gate_up_tile(
     x,  # [T, H]
     weight,  # [E, 2 I, H]
+    bias,  # [E, 2 I], or None
     hidden,  # [T, K, I]
     tile_expert,
     tile_pair,
     row_stride,  # of x
+    alpha,
+    limit,
+    CLAMPED: tl.constexpr,
     H: tl.constexpr,
     I: tl.constexpr,  # noqa: E741 - the letter of the shapes
     K: tl.constexpr,
@@ -104,7 +148,7 @@ def gate_up_tile(
     N: tl.constexpr,  # columns of gate, and of up
     D: tl.constexpr,  # depth of a step
 ) -> None:
-    """Tile i, block j of N columns, of a grid (i, j): silu(gate) * up."""
+    """Tile i, block j of N columns, of a grid (i, j): silu(gate) * up, or what `clamped` says."""
     expert = tl.load(tile_expert + tl.program_id(0)).to(tl.int64)
     if expert < 0:
         return
@@ -126,7 +170,16 @@ def gate_up_tile(
         up = tl.load(gate_ND + I * H + depth, mask=mask_ND, other=0.0)
         gate_NM = tl.dot(gate, x_DM, gate_NM, input_precision="ieee")
         up_NM = tl.dot(up, x_DM, up_NM, input_precision="ieee")
-    hidden_MN = tl.trans(gate_NM / (1.0 + tl.exp(-gate_NM)) * up_NM)
+    if bias is not None:
+        bias_N = bias + expert * (2 * I) + column_N
+        gate_NM += tl.load(bias_N, mask=column_N < I, other=0.0).to(tl.float32)[:, None]
+        up_NM += tl.load(bias_N + I, mask=column_N < I, other=0.0).to(tl.float32)[:, None]
+    if CLAMPED:
+        gate_NM = tl.where(gate_NM > limit, limit, gate_NM)
+        up_NM = tl.where(up_NM > limit, limit, tl.where(up_NM < -limit, -limit, up_NM))
+        hidden_MN = tl.trans((up_NM + 1.0) * gate_NM / (1.0 + tl.exp(-alpha * gate_NM)))
+    else:
+        hidden_MN = tl.trans(gate_NM / (1.0 + tl.exp(-gate_NM)) * up_NM)
     to_MN = hidden + pair_M.to(tl.int64)[:, None] * I + column_N[None, :]
     mask_MN = (pair_M[:, None] >= 0) & (column_N[None, :] < I)
     tl.store(to_MN, hidden_MN.to(hidden.dtype.element_ty), mask=mask_MN)
@@ -136,6 +189,7 @@ def gate_up_tile(
 def down_tile(
     hidden,  # [T K, I]
     weight,  # [E, H, I]
+    bias,  # [E, H], or None
     part,  # [T K, H]
     tile_expert,
     tile_pair,
@@ -164,6 +218,9 @@ def down_tile(
         x_DM = tl.trans(tl.load(x_MD + depth, mask=mask_MD, other=0.0))
         w = tl.load(w_ND + depth, mask=mask_ND, other=0.0)
         out_NM = tl.dot(w, x_DM, out_NM, input_precision="ieee")
+    if bias is not None:
+        bias_N = tl.load(bias + expert * H + column_N, mask=column_N < H, other=0.0)
+        out_NM += bias_N.to(tl.float32)[:, None]
     to_MN = part + pair_M.to(tl.int64)[:, None] * H + column_N[None, :]
     mask_MN = (pair_M[:, None] >= 0) & (column_N[None, :] < H)
     tl.store(to_MN, tl.trans(out_NM).to(part.dtype.element_ty), mask=mask_MN)
@@ -189,8 +246,10 @@ def combine(
         part_N = tl.load(part + (token * K + k) * H + column_N, mask=column_N < H, other=0.0)
         sum_N += tl.load(weights + token * K + k) * part_N.to(tl.float32)
     if shared is not None:
-        shared_N = tl.load(shared + token * H + column_N, mask=column_N < H, other=0.0)
-        sum_N += sigmoid(tl.load(gate + token * gate_stride).to(tl.float32)) * shared_N.to(tl.float32)
+        shared_N = tl.load(shared + token * H + column_N, mask=column_N < H, other=0.0).to(tl.float32)
+        if gate is not None:
+            shared_N *= sigmoid(tl.load(gate + token * gate_stride).to(tl.float32))
+        sum_N += shared_N
     tl.store(y + token * H + column_N, sum_N.to(y.dtype.element_ty), mask=column_N < H)
 
 
@@ -222,32 +281,44 @@ def tiles_of(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, int]:
     return tile_expert, tile_pair, m
 
 
-def moe_inner(x_TH: Tensor, logits_TE: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor]:
-    """As its definition, but for x and hidden, which are rounded to the dtype of the experts, and the weights
-    it returns, which are float32. Nothing waits for the device."""
-    (tokens, width), count, top_k = x_TH.shape, logits_TE.shape[1], experts.top_k
+def route(logits_TE: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """As its definition; the weights are float32. Nothing waits for the device."""
+    tokens, experts = logits_TE.shape
+    routing.check(experts)
+    assert logits_TE.stride(1) == 1
+    chosen_TK = torch.empty(tokens, routing.top_k, dtype=torch.int32, device=logits_TE.device)
+    weights_TK = torch.empty(tokens, routing.top_k, dtype=torch.float32, device=logits_TE.device)
+    if tokens:
+        choose[(tokens,)](
+            logits_TE, routing.bias_E, chosen_TK, weights_TK, logits_TE.stride(0), routing.scale,
+            E=experts, K=routing.top_k, SOFTMAX=routing.score == "softmax", RENORMALISE=routing.renormalise,
+            GROUPS=routing.groups, KEPT=routing.groups_kept, BLOCK=triton.next_power_of_2(experts),
+            num_warps=1,
+        )  # fmt: skip
+    return chosen_TK, weights_TK
+
+
+def moe_inner(x_TH: Tensor, chosen_TK: Tensor, experts: Experts) -> Tensor:
+    """As its definition, but for x and hidden, which are rounded to the dtype of the experts."""
+    (tokens, top_k), width = chosen_TK.shape, experts.gate_up.in_features
     gate_up, inner = experts.gate_up.data, experts.gate_up.out_features // 2
-    assert gate_up.shape == (count, 2 * inner, width)
+    assert x_TH.shape == (tokens, width)
+    assert gate_up.shape[1:] == (2 * inner, width)
     assert gate_up.is_contiguous()
-    assert x_TH.stride(1) == logits_TE.stride(1) == 1
-    assert top_k <= count
+    assert chosen_TK.is_contiguous()
+    assert x_TH.stride(1) == 1
     hidden_TKI = gate_up.new_empty(tokens, top_k, inner)
-    chosen_TK = torch.empty(tokens, top_k, dtype=torch.int32, device=x_TH.device)
-    weights_TK = torch.empty(tokens, top_k, dtype=torch.float32, device=x_TH.device)
     if not tokens:
-        return hidden_TKI, chosen_TK, weights_TK
-    route[(tokens,)](
-        logits_TE, chosen_TK, weights_TK, logits_TE.stride(0),
-        E=count, K=top_k, RENORMALISE=experts.renormalise, BLOCK=triton.next_power_of_2(count), num_warps=1,
-    )  # fmt: skip
-    tile_expert, tile_pair, m = tiles_of(chosen_TK, count)
+        return hidden_TKI
+    tile_expert, tile_pair, m = tiles_of(chosen_TK, len(gate_up))
     n, depth, warps, stages = GATE_UP[m] if gate_up.dtype == torch.bfloat16 else FLOAT32
     x_TH = x_TH.to(gate_up.dtype)
     gate_up_tile[(len(tile_expert), triton.cdiv(inner, n))](
-        x_TH, gate_up, hidden_TKI, tile_expert, tile_pair, x_TH.stride(0),
+        x_TH, gate_up, _bias(experts.gate_up), hidden_TKI, tile_expert, tile_pair, x_TH.stride(0),
+        experts.alpha, experts.limit, CLAMPED=experts.activation == "clamped",
         H=width, I=inner, K=top_k, M=m, N=n, D=depth, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return hidden_TKI, chosen_TK, weights_TK
+    return hidden_TKI
 
 
 def moe_outer(
@@ -270,9 +341,9 @@ def moe_outer(
     assert chosen_TK.dtype == torch.int32
     assert chosen_TK.shape == weights_TK.shape == (tokens, top_k)
     if shared_TH is not None:
-        assert gate_T1 is not None
-        assert (shared_TH.shape, gate_T1.shape) == ((tokens, width), (tokens, 1))
+        assert shared_TH.shape == (tokens, width)
         assert shared_TH.is_contiguous()
+    assert gate_T1 is None or gate_T1.shape == (tokens, 1)
     y_TH = down.new_empty(tokens, width)
     if not tokens:
         return y_TH
@@ -280,7 +351,7 @@ def moe_outer(
     tile_expert, tile_pair, m = tiles_of(chosen_TK, len(down))
     n, depth, warps, stages = DOWN[m] if down.dtype == torch.bfloat16 else FLOAT32
     down_tile[(len(tile_expert), triton.cdiv(width, n))](
-        hidden_TKI.to(down.dtype), down, part_TKH, tile_expert, tile_pair,
+        hidden_TKI.to(down.dtype), down, _bias(experts.down), part_TKH, tile_expert, tile_pair,
         I=inner, H=width, M=m, N=n, D=depth, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     columns = min(1024, triton.next_power_of_2(width))
@@ -289,3 +360,9 @@ def moe_outer(
         H=width, K=top_k, N=columns, num_warps=4,
     )  # fmt: skip
     return y_TH
+
+
+def _bias(packed: Packed) -> Tensor | None:
+    bias_EN = packed.bias_N
+    assert bias_EN is None or (bias_EN.is_contiguous() and bias_EN.shape == packed.data.shape[:2])
+    return bias_EN

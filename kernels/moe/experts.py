@@ -1,20 +1,24 @@
 """The routed experts of one layer."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tidemill.kernels.linear.packed import Packed
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """E experts of width I, or one rank's slices of them; each token runs `top_k`.
+    """E experts of width I, or one rank's slices of them.
 
-    gate_up     [E, 2 I, H], gate first; a slice has the same columns of gate and of up
-    down        [E, H, I]; a slice has fewer rows, never fewer columns: no sum is split over ranks
-    renormalise  the weights of a token's experts sum to 1
+    gate_up     [E, 2 I, H] and its bias [E, 2 I], gate first; a slice has the same columns of gate and of up
+    down        [E, H, I] and its bias [E, H]; a slice has fewer rows, never fewer columns: no sum is split
+                over ranks
+    activation  silu: silu(gate) * up; clamped: (up + 1) * gate * sigmoid(alpha * gate), gate cut off above
+                `limit`, and up at both sides (gpt-oss)
     """
 
     gate_up: Packed
     down: Packed
-    top_k: int
-    renormalise: bool
+    activation: Literal["silu", "clamped"] = "silu"
+    alpha: float = 1.702
+    limit: float = 7.0

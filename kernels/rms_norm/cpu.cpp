@@ -22,6 +22,17 @@ extern "C" void add_norm(float* residual, const float* branch, const float* weig
     }
 }
 
+// y is packed; rows of x are `x_row` elements apart.
+extern "C" void rms_norm(const float* x, int64_t x_row, const float* weight, float* y, int64_t rows, int64_t width,
+                         float epsilon) {
+#pragma omp parallel for if (rows * width >= 1 << 15)
+    for (int64_t r = 0; r < rows; r++) {
+        const float* in = x + r * x_row;
+        const float scale = inverse_rms(in, width, epsilon);
+        for (int64_t i = 0; i < width; i++) y[r * width + i] = in[i] * scale * weight[i];
+    }
+}
+
 // x and y are packed [tokens][groups][heads][width]; the gate is that shape with its own token and group strides.
 extern "C" void rms_norm_gated(const float* x, const float* gate, int64_t gate_token, int64_t gate_group,
                                const float* weight, float* y, int64_t tokens, int64_t groups, int64_t heads,

@@ -1,4 +1,4 @@
-"""`add_norm` and `rms_norm_gated` on CPU."""
+"""`add_norm`, `rms_norm` and `rms_norm_gated` on CPU."""
 
 from collections.abc import Callable
 
@@ -27,6 +27,21 @@ def bind_add_norm(
         return sum_TH, y_TH
 
     return add_norm
+
+
+def bind_rms_norm(library: Library) -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]:
+    call = library.function("rms_norm")
+
+    def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, epsilon: float) -> torch.Tensor:
+        rows, width = x_TH.shape
+        assert x_TH.dtype == weight_H.dtype == torch.float32
+        assert x_TH.stride(1) == 1
+        assert len(weight_H) == width
+        y_TH = x_TH.new_empty(rows, width)
+        call(x_TH.data_ptr(), x_TH.stride(0), weight_H.data_ptr(), y_TH.data_ptr(), rows, width, epsilon)
+        return y_TH
+
+    return rms_norm
 
 
 def bind_rms_norm_gated(

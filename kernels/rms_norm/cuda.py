@@ -1,8 +1,8 @@
 # pyright: basic, reportIndexIssue=false, reportArgumentType=false
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
 # Nor has it types that pyright could check.
-"""`add_norm` and `rms_norm_gated` on CUDA. How many rows a program takes depends on their width alone, so no
-bit of a row depends on the others."""
+"""`add_norm`, `rms_norm` and `rms_norm_gated` on CUDA. How many rows a program takes depends on their width
+alone, so no bit of a row depends on the others."""
 
 import torch
 import triton
@@ -42,6 +42,20 @@ def add_norm_rows(
         tl.store(total + at_RH, x_RH, mask=in_RH)
     y_RH = normalised(x_RH, tl.load(weight + at_H, mask=in_H, other=0.0), epsilon, WIDTH)
     tl.store(y + at_RH, y_RH, mask=in_RH)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_rows(
+    x, x_row, weight, y, rows, epsilon,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    """As `add_norm_rows`; rows of x are `x_row` elements apart."""
+    row_R, at_H = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED)
+    in_H = at_H < WIDTH
+    in_RH = (row_R < rows)[:, None] & in_H[None, :]
+    x_RH = tl.load(x + row_R[:, None] * x_row + at_H[None, :], mask=in_RH, other=0.0)
+    y_RH = normalised(x_RH, tl.load(weight + at_H, mask=in_H, other=0.0), epsilon, WIDTH)
+    tl.store(y + row_R[:, None] * WIDTH + at_H[None, :], y_RH, mask=in_RH)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -88,6 +102,16 @@ def add_norm(
         grid, sizes = launch(rows, width)
         add_norm_rows[grid](residual_TH, branch_TH, weight_H, written, y_TH, rows, epsilon, **sizes)
     return sum_TH, y_TH
+
+
+def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, epsilon: float) -> torch.Tensor:
+    rows, width = x_TH.shape
+    assert x_TH.stride(1) == 1
+    y_TH = x_TH.new_empty(rows, width)
+    if rows:
+        grid, sizes = launch(rows, width)
+        norm_rows[grid](x_TH, x_TH.stride(0), weight_H, y_TH, rows, epsilon, **sizes)
+    return y_TH
 
 
 def rms_norm_gated(

@@ -1,4 +1,4 @@
-"""The definition of `add_norm` and `rms_norm_gated`."""
+"""The definition of `add_norm`, `rms_norm` and `rms_norm_gated`."""
 
 import torch
 from torch.nn import functional
@@ -15,16 +15,20 @@ def add_norm(
     sum_TH = branch_TH.to(torch.promote_types(branch_TH.dtype, torch.float32))
     if residual_TH is not None:
         sum_TH = residual_TH + sum_TH
-    return sum_TH, rms_norm(sum_TH, weight_H, epsilon).to(branch_TH.dtype)
+    return sum_TH, _normed(sum_TH, weight_H, epsilon).to(branch_TH.dtype)
 
 
 def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension."""
-    return x_TH * torch.rsqrt(x_TH.square().mean(-1, keepdim=True) + epsilon) * weight_H
+    """x / rms(x) * weight of each row, in the type of x; rows may be slices of wider ones."""
+    return _normed(x_TH.to(torch.promote_types(x_TH.dtype, torch.float32)), weight_H, epsilon).to(x_TH.dtype)
 
 
 def rms_norm_gated(
     x_TGRV: torch.Tensor, gate_TGRV: torch.Tensor, weight_V: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
     """x / rms(x) * weight * silu(gate) over the last dimension, as `[T, G * R * V]`."""
-    return (rms_norm(x_TGRV, weight_V, epsilon) * functional.silu(gate_TGRV)).flatten(1)
+    return (_normed(x_TGRV, weight_V, epsilon) * functional.silu(gate_TGRV)).flatten(1)
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight

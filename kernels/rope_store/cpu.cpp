@@ -7,11 +7,15 @@ uint16_t bf16(float x) {  // round to nearest even; NaN stays NaN
     return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
-// y = rotate(x / rms(x) * weight); angles hold cos [half], then sin [half]; element i turns with element i + half.
+// y = rotate(x / rms(x) * weight), of x as it is where weight is null; angles hold cos [half], then sin [half]; element i turns with element i + half.
 void norm_rotate(const float* x, const float* weight, const float* angles, float* y, int64_t dim, int64_t half,
                  float epsilon) {
-    const float scale = 1.0f / std::sqrt(dot(x, x, dim) / dim + epsilon);
-    for (int64_t i = 0; i < dim; i++) y[i] = x[i] * scale * weight[i];
+    if (weight) {
+        const float scale = 1.0f / std::sqrt(dot(x, x, dim) / dim + epsilon);
+        for (int64_t i = 0; i < dim; i++) y[i] = x[i] * scale * weight[i];
+    } else {
+        std::memcpy(y, x, dim * sizeof(float));
+    }
     for (int64_t i = 0; i < half; i++) {
         const float low = y[i], high = y[i + half], c = angles[i], s = angles[half + i];
         y[i] = low * c - high * s;
@@ -43,8 +47,9 @@ extern "C" void rope_angles(const int64_t* positions, const float* frequencies, 
     }
 }
 
-// q [tokens][q_heads][dim] by strides; k and v [tokens][kv_heads][dim], heads packed; q_out packed. The cache is
-// [pages][kv_heads][K|V][page_tokens][dim] by strides in bytes, of float32, or of bfloat16 if half_width.
+// q [tokens][q_heads][dim] by strides; k and v [tokens][kv_heads][dim], heads packed; q_out packed; v and the
+// weights of norms may be null. The cache is [pages][kv_heads][K|V][page_tokens][dim] by strides in bytes, of float32, or
+// of bfloat16 if half_width.
 extern "C" void rope_store(const float* q, int64_t q_token, int64_t q_head, const float* k, int64_t k_token,
                            const float* v, int64_t v_token, const float* q_weight, const float* k_weight,
                            const float* angles, float* q_out, char* cache, int64_t page_stride, int64_t head_stride,
@@ -66,7 +71,7 @@ extern "C" void rope_store(const float* q, int64_t q_token, int64_t q_head, cons
                 char* at = cache + page * page_stride + h * head_stride + position % page_tokens * token_stride;
                 norm_rotate(k + t * k_token + h * dim, k_weight, angle, turned.data(), dim, half, epsilon);
                 put(turned.data(), at, dim, half_width);
-                put(v + t * v_token + h * dim, at + kv_stride, dim, half_width);
+                if (v) put(v + t * v_token + h * dim, at + kv_stride, dim, half_width);
             }
         }
     }

@@ -15,9 +15,9 @@ def rope_angles(positions_T: torch.Tensor, frequencies_R: torch.Tensor) -> torch
 def rope_store(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    q_weight_D: torch.Tensor,
-    k_weight_D: torch.Tensor,
+    v_TKD: torch.Tensor | None,
+    q_weight_D: torch.Tensor | None,
+    k_weight_D: torch.Tensor | None,
     epsilon: float,
     angles_T2R: torch.Tensor,
     cache: torch.Tensor,
@@ -27,6 +27,8 @@ def rope_store(
 
     Tokens of a row whose `lens` is 0, the padding of a batch, store nothing.
 
+    v_TKD       None for latents: the cache is [pages, kv_heads, 1, P, D], and only k is stored
+    q_weight_D  None: q is not normed; so with k
     angles_T2R  of `rope_angles`; element i < R turns with element i + R, the rest of D is left as it is
     cache       [pages, kv_heads, 2, P, D], strided; float32, or bfloat16 to which k and v are rounded
     """
@@ -37,13 +39,19 @@ def rope_store(
     stored_T = position_T >= 0
     row_T, position_T = row_T[stored_T], position_T[stored_T]
     page_T = rows.pages_BN[row_T, position_T // page_tokens].long()
-    k_TKD = _rotate(rms_norm(k_TKD, k_weight_D, epsilon), angles_T2R)
+    k_TKD = _turned(k_TKD, k_weight_D, epsilon, angles_T2R)
+    assert cache.shape[2] == (1 if v_TKD is None else 2)
     cache[page_T, :, 0, position_T % page_tokens] = k_TKD[stored_T].to(cache.dtype)
-    cache[page_T, :, 1, position_T % page_tokens] = v_TKD[stored_T].to(cache.dtype)
-    return _rotate(rms_norm(q_THD, q_weight_D, epsilon), angles_T2R)
+    if v_TKD is not None:
+        cache[page_T, :, 1, position_T % page_tokens] = v_TKD[stored_T].to(cache.dtype)
+    return _turned(q_THD, q_weight_D, epsilon, angles_T2R)
 
 
-def _rotate(x_THD: torch.Tensor, angles_T2R: torch.Tensor) -> torch.Tensor:
+def _turned(
+    x_THD: torch.Tensor, weight_D: torch.Tensor | None, epsilon: float, angles_T2R: torch.Tensor
+) -> torch.Tensor:
+    if weight_D is not None:
+        x_THD = rms_norm(x_THD, weight_D, epsilon)
     half = angles_T2R.shape[-1]
     cos, sin = angles_T2R[:, None].unbind(2)
     low, high = x_THD[..., :half], x_THD[..., half : 2 * half]

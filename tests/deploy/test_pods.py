@@ -1,5 +1,6 @@
 """What runs in the pods of the chart, and what it may."""
 
+import re
 import shlex
 import subprocess
 import sys
@@ -87,6 +88,20 @@ def test_what_is_mounted_is_there_once(found: list[Document]) -> None:
             assert {mount["name"] for mount in container.get("volumeMounts", [])} <= set(volumes)
         used = {mount["name"] for container in containers(pod) for mount in container["volumeMounts"]}
         assert used == set(volumes)
+
+
+def test_what_volumes_are_made_of_is_there(found: list[Document], example: Path) -> None:
+    """In the chart, or named by who installs it; KubeRay makes the certificate of Ray's pods."""
+    made = {(document["kind"], document["metadata"]["name"]) for document in found}
+    cluster = one(found, "RayCluster")["metadata"]["name"]
+    named = {("Secret", f"ray-worker-secret-{cluster}")}
+    named |= {("Secret", word) for word in re.findall(r"[\w.-]+", example.read_text())}
+    for pod in pods(found).values():
+        for volume in pod["spec"]["volumes"]:
+            if "configMap" in volume:
+                assert ("ConfigMap", volume["configMap"]["name"]) in made
+            if "secret" in volume:
+                assert ("Secret", volume["secret"]["secretName"]) in made | named
 
 
 def test_the_configuration_is_one_that_tidemill_takes(found: list[Document]) -> None:

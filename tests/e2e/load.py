@@ -64,16 +64,16 @@ def paced_server(
     tokens_per_s: int,
     rows_max: int,
     send_s_max: float = 30.0,
-    **scaling: dict[str, Any],
+    **more: dict[str, Any],
 ) -> Generator[PacedServer]:
-    """`scaling`: `most` workers of the roles that are scaled, and their `hysteresis`. Ends it and all that it
-    started."""
+    """`more`: `most` workers of the roles that are scaled, and their `hysteresis`; `others`, models beside
+    `paced`, with what is different there. Ends it and all that it started."""
     options = {
         "workers": workers,
         "tokens_per_s": tokens_per_s,
         "rows_max": rows_max,
         "send_s_max": send_s_max,
-        **scaling,
+        **more,
     }
     with tempfile.TemporaryDirectory(prefix="paced-") as folder:
         process = subprocess.Popen(

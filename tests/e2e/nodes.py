@@ -17,7 +17,10 @@ import pytest
 from tests.e2e.server import Server, eventually
 
 RAY = Path(sys.executable).parent / "ray"
-HEAD = "127.0.0.2"
+NET = f"127.{20 + os.getpid() % 200}.{os.getpid() // 200 % 250}"
+"""Of this process alone: another one may have nodes as well."""
+
+HEAD = f"{NET}.2"
 MARK = "TIDEMILL_TEST_NODE"
 STARTED = "Ray runtime started."
 
@@ -31,8 +34,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 class Nodes:
     """The first one is the head. They end in `stop`, or one by one in `kill`."""
 
-    def __init__(self, folder: Path, *, dashboard: bool = False, labels: str = "") -> None:
-        """`folder`: a short path, for Ray's sockets."""
+    def __init__(self, folder: Path, *, dashboard: bool = False, labels: str = "", head: str = HEAD) -> None:
+        """`folder`: a short path, for Ray's sockets; `head`: the address of the first one."""
         self._folder = folder
         self._mark = uuid.uuid4().hex
         self._environ = {
@@ -44,20 +47,28 @@ class Nodes:
         self.address = self.url = ""
         self._started: dict[str, subprocess.Popen[bytes]] = {}  # by host
 
-        def head() -> str:
-            port, web = free_port(HEAD), free_port(HEAD)
-            self.address, self.url = f"{HEAD}:{port}", f"http://{HEAD}:{web}"
-            with_web = f"--dashboard-host={HEAD} --dashboard-port={web}"
+        def head_options() -> str:
+            port, web = free_port(head), free_port(head)
+            self.address, self.url = f"{head}:{port}", f"http://{head}:{web}"
+            with_web = f"--dashboard-host={head} --dashboard-port={web}"
             with_web = with_web if dashboard else "--include-dashboard=false"
             return f"--head --port={port} --temp-dir={folder} {with_web}"
 
-        self._start(HEAD, head, labels, {})
+        self._start(head, head_options, labels, {})
 
-    def add(self, host: str, labels: str = "", **environ: str) -> None:
-        """One more, which is there when this returns; one at a time, as Ray wants nodes of one machine."""
-        self._start(host, lambda: f"--address={self.address}", labels, environ)
+    def add(self, host: str, labels: str = "", namespace: str = "", **environ: str) -> None:
+        """One more, which is there when this returns; one at a time, as Ray wants nodes of one machine.
+        `namespace`: of the network, where it runs."""
+        self._start(host, lambda: f"--address={self.address}", labels, environ, namespace)
 
-    def _start(self, host: str, options: Callable[[], str], labels: str, environ: Mapping[str, str]) -> None:
+    def _start(
+        self,
+        host: str,
+        options: Callable[[], str],
+        labels: str,
+        environ: Mapping[str, str],
+        namespace: str = "",
+    ) -> None:
         """Again, if it ends: Ray gives a node 30 s to come up, and a port may be taken meanwhile."""
         log = self._folder / f"{host}.log"
 
@@ -70,9 +81,10 @@ class Nodes:
                     " --max-worker-port=0 --object-store-memory=80000000 --dashboard-agent-listen-port=0"
                 )
                 extra = [f"--labels={labels}"] if labels else []
+                within = ["ip", "netns", "exec", namespace] if namespace else []
                 with log.open("w") as output:
                     self._started[host] = subprocess.Popen(
-                        [RAY, *common.split(), *extra],
+                        [*within, RAY, *common.split(), *extra],
                         env={**self._environ, **environ, MARK: f"{self._mark} {host}"},
                         stdout=output,
                         stderr=output,

@@ -236,19 +236,18 @@ def serve(options: dict[str, Any]) -> None:
     from tidemill.cluster.http.desk import Sources  # noqa: PLC0415 - Ray reads the environment when imported
     from tidemill.cluster.serving import serve  # noqa: PLC0415 - the same
 
-    engine = EngineSettings(
-        model_folder=KEEPER,
-        memory_bytes=MEMORY_BYTES,
-        store_url="memory:",
-        cache_folder=Path("none"),
-        step_tokens_max=options["tokens_per_s"],
-        rows_max=options["rows_max"],
-    )
-
-    def workers(roles: dict[str, Any]) -> tuple[WorkerSettings, ...]:
+    def workers(fleet: dict[str, Any]) -> tuple[WorkerSettings, ...]:
+        engine = EngineSettings(
+            model_folder=KEEPER,
+            memory_bytes=MEMORY_BYTES,
+            store_url="memory:",
+            cache_folder=Path("none"),
+            step_tokens_max=fleet["tokens_per_s"],
+            rows_max=fleet["rows_max"],
+        )
         return tuple(
             WorkerSettings(name=name, role=role, engine=engine, build="tests.e2e.paced:build")
-            for name, role in roles.items()
+            for name, role in fleet["workers"].items()
         )
 
     async def work(url: str) -> None:
@@ -262,16 +261,18 @@ def serve(options: dict[str, Any]) -> None:
     endpoint = Endpoint(host="127.0.0.1", port=0, limits=EdgeLimits(send_s_max=options["send_s_max"]))
     bounds = {role: Bounds(least=1, most=most) for role, most in options.get("most", {}).items()}
     hysteresis = Hysteresis(**options.get("hysteresis", {}))
-    paced = workers(options["workers"])
+    paced = workers(options)
     fleets = [FleetSettings(workers=paced, names=("paced",), bounds=bounds, hysteresis=hysteresis)]
-    if "fixed" in options:  # another model, which nothing scales but people
-        router = RouterSettings(name="router-fixed")
-        fixed = workers(options["fixed"])
-        fleets.append(
-            FleetSettings(
-                workers=fixed, names=("fixed",), router=router, hysteresis=hysteresis, label="fixed"
-            )
+    fleets += [  # other models, which nothing scales but people
+        FleetSettings(
+            workers=workers({**options, **other}),
+            names=(name,),
+            router=RouterSettings(name=f"router-{name}"),
+            hysteresis=hysteresis,
+            label=name,
         )
+        for name, other in options.get("others", {}).items()
+    ]
     settings = ClusterSettings(fleets=tuple(fleets))
     serve(endpoint, settings, sources, Console(stderr=True), work)
 

@@ -22,7 +22,7 @@ from tidemill.workers.models.bundled import bundled
 
 LEAST = {"prefill-0": "prefill", "decode-0": "decode"}
 MOST = {"prefill": 2, "decode": 2}
-FIXED = {"fixed-mixed-0": "mixed"}
+OTHERS = {"fixed": {"workers": {"fixed-mixed-0": "mixed"}}}
 TOKENS_PER_S = 640
 ROWS_MAX = 8
 HYSTERESIS = {"look_s": 0.25, "up_s": 1.5, "down_s": 3.0, "cool_s": 0.5, "start_s_max": 120.0, "drain_s": 5.0}
@@ -107,7 +107,9 @@ def test_workers_come_and_go_by_load_and_by_hand(tmp_path: Path) -> None:
             await scale_by_hand(client, server)
         await look(server, tmp_path)
 
-    with paced_server(LEAST, TOKENS_PER_S, ROWS_MAX, most=MOST, hysteresis=HYSTERESIS, fixed=FIXED) as server:
+    with paced_server(
+        LEAST, TOKENS_PER_S, ROWS_MAX, most=MOST, hysteresis=HYSTERESIS, others=OTHERS
+    ) as server:
         asyncio.run(main(server))
 
 
@@ -150,8 +152,6 @@ async def scale_by_hand(client: Client, server: PacedServer) -> None:
         busy.ends.set()  # those that were handed over end as exactly as the others
     await asyncio.to_thread(eventually, lambda: num_processes(server) == before)
     assert {row["state"] for row in fleet.rows} == {"ready"}
-    refused = await told(server, "scale", "prefill=9", "--model", "paced", status=2)
-    assert "--prefill-max" in refused.stderr
     refused = await told(server, "scale", "mixed=0", "--model", "fixed", status=2)
     assert "one mixed worker has to stay" in refused.stderr
 

@@ -9,10 +9,11 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.nodes import RAY, Nodes
+from tests.e2e.nodes import HEAD, NET, RAY, Nodes
 from tests.e2e.server import READY, eventually
 
 JOB = Path(__file__).parents[2] / "deploy" / "job.yaml"
+SECOND = f"{NET}.3"
 TIDEMILL = Path(sys.executable).parent / "tidemill"
 
 CLIENT = """
@@ -34,7 +35,7 @@ def nodes() -> Iterator[Nodes]:
     with tempfile.TemporaryDirectory(prefix="job-") as folder:  # a short path, for Ray's sockets
         nodes = Nodes(Path(folder), dashboard=True)
         try:
-            nodes.add("127.0.0.3")
+            nodes.add(SECOND)
             yield nodes
         finally:
             nodes.kill()
@@ -83,7 +84,7 @@ def test_a_job_serves_until_it_is_stopped(nodes: Nodes, tmp_path: Path) -> None:
     eventually(lambda: not nodes.actors())
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
-    for host in ("127.0.0.2", "127.0.0.3"):
+    for host in (HEAD, SECOND):
         lines = [_line(process) for process in nodes.processes(host)]
         assert any("raylet" in line for line in lines), "the cluster is somebody else's"
     check_the_client(nodes, tmp_path)

@@ -1,39 +1,67 @@
-"""Two models behind one endpoint, each with its own workers: what happens to one does not reach the other."""
+"""Two models behind one endpoint, each with its own workers: what happens to one does not reach the other,
+they lend each other memory, and share no page. Budgets change while they serve, by hand and by the broker."""
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.e2e.memory import mapped_bytes, memory_of, resident_bytes
 from tests.e2e.server import Server, eventually, run_cli
 from tests.e2e.streams import Stream, client_of, run_all
+from tests.parity.architectures import random_model, save
+from tidemill import LLM, SamplingParams
+from tidemill.workers.models.bundled import bundled
 
 FILE = """
 models:
 - model: keeper
   served_model_name: [org/keeper, keeper]
+  max_model_len: 8192
+  engine: {max_num_seqs: 32}
   groups:
-  - {role: prefill, memory: 16MiB}
-  - {role: decode, memory: 24MiB}
-- model: keeper
+  - {role: prefill, memory: 8MiB}
+  - {role: decode, memory: 10MiB}
+- model: FOLDER
   served_model_name: spare
   max_model_len: 256
   groups:
-  - {role: mixed, memory: 16MiB}
+  - {role: prefill, memory: 4MiB}
+  - {role: decode, memory: 4MiB}
 edge:
   port: 1
 """
+PREFILL, DECODE = "org-keeper-prefill-0", "org-keeper-decode-0"
+SPARE_PREFILL, SPARE_DECODE = "spare-prefill-0", "spare-decode-0"
 MIB = 1 << 20
+LONGEST = 8192
+"""Prompts of this length are the prefill worker's on any machine: a decode worker that is fast enough
+computes shorter ones itself (placement.GAP_S_MAX)."""
+
+Outcome = tuple[str, str | None, int]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def spare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model, with windows, that speaks keeper's language."""
+    folder = tmp_path_factory.mktemp("spare")
+    save(random_model("gpt_oss/alternating", vocab_size=896), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(bundled()["keeper"] / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, spare: Path) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("models")
-    (folder / "cluster.yaml").write_text(FILE)
+    (folder / "cluster.yaml").write_text(FILE.replace("FOLDER", str(spare)))
     arguments = ["--config", str(folder / "cluster.yaml"), "--port", "0"]
     server = Server(arguments, folder / "log")
     try:
@@ -53,25 +81,179 @@ def body_of(model: str, max_tokens: int) -> dict[str, Any]:
     }
 
 
-def test_both_answer_under_all_names(server: Server) -> None:
-    streams = asyncio.run(
-        run_all(server.url, [body_of(name, 20) for name in ("org/keeper", "keeper", "spare")])
-    )
-    assert len({stream.outcome for stream in streams}) == 1, "the same weights"
+def seeded(seed: int, num_tokens: int, max_tokens: int) -> dict[str, Any]:
+    """Of a prompt that nobody else has."""
+    rng = Random(seed)
+    return {**body_of("keeper", max_tokens), "prompt": [rng.randrange(5, 890) for _ in range(num_tokens)]}
+
+
+def outcomes(streams: list[Stream]) -> list[Outcome]:
+    return [stream.outcome for stream in streams]
+
+
+def row_of(server: Server, name: str) -> dict[str, Any]:
+    """Of a worker that is there, or will be."""
+    found: list[dict[str, Any]] = []
+
+    def is_there() -> bool:
+        found[:] = [row for row in server.workers() if row["info"]["name"] == name]
+        return bool(found)
+
+    eventually(is_there)
+    return found[0]
+
+
+def test_both_answer_under_all_names_and_share_no_page(server: Server, spare: Path) -> None:
+    """What a worker for prompts has from the store, others of its model have written; here that is nobody."""
+    keeper, same = asyncio.run(run_all(server.url, [body_of(name, 20) for name in ("org/keeper", "keeper")]))
+    assert keeper.outcome == same.outcome
+    (other,) = asyncio.run(run_all(server.url, [body_of("spare", 20)]))
+    assert other.usage["prompt_tokens_details"]["prefilled_tokens"] == 128
+    with LLM(spare, memory="8MiB", max_model_len=256) as alone:
+        params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+        (answer,) = alone.generate([body_of("spare", 20)["prompt"]], params)
+    assert other.text == answer.outputs[0].text
+    assert other.outcome != keeper.outcome
+
+    def counters() -> dict[str, float]:
+        return row_of(server, SPARE_PREFILL)["load"]["counters"]
+
+    eventually(lambda: counters()["published_bytes"] > 0)  # it has told of this prompt then
+    assert counters()["fetched_bytes"] == 0, "the store had this prompt of keeper alone"
     too_long = {**body_of("spare", 20), "prompt": [7] * 300}
     assert httpx.post(f"{server.url}/v1/completions", json=too_long, timeout=60).status_code == 400
     names = {row["info"]["name"]: row["model"] for row in server.workers()}
     assert names == {
-        "org-keeper-prefill-0": "org/keeper",
-        "org-keeper-decode-0": "org/keeper",
-        "spare-mixed-0": "spare",
+        PREFILL: "org/keeper",
+        DECODE: "org/keeper",
+        SPARE_PREFILL: "spare",
+        SPARE_DECODE: "spare",
     }
     ended, _ = run_cli("status", "--url", server.url)
-    assert "spare-mixed-0" in ended.stdout
+    assert SPARE_DECODE in ended.stdout
+
+
+def test_a_budget_is_lowered_and_raised_by_hand_while_streams_run(server: Server) -> None:
+    """Lowered to less than what the streams hold: they go on with the exact tokens, one after the other
+    when need be, and the system has the memory back."""
+    bodies = [seeded(index, 100 + 9 * index, 800) for index in range(20)]
+    expected = outcomes(asyncio.run(run_all(server.url, bodies)))
+    pid = row_of(server, DECODE)["info"]["pid"]
+    decode = memory_of(server)[DECODE]
+    low = decode["floor_bytes"] + MIB
+
+    def lower() -> None:
+        """At once, while the streams are young: the command takes a second to start."""
+        memory_of(server, worker=DECODE, budget=low)
+
+    def is_low() -> bool:
+        row = memory_of(server)[DECODE]
+        return row["budget_bytes"] == low and mapped_bytes(row) <= low
+
+    async def run() -> list[Stream]:
+        streams = [Stream(body) for body in bodies]
+        async with client_of(server.url) as client, asyncio.TaskGroup() as running:
+            for stream in streams:
+                running.create_task(stream.run(client))
+            for stream in streams:
+                await stream.under_way.wait()
+            before = resident_bytes(pid, decode["max_bytes"])
+            await asyncio.to_thread(lower)
+            assert not any(stream.finish_reason for stream in streams), "too late: make the streams longer"
+            await asyncio.to_thread(eventually, is_low)
+            assert resident_bytes(pid, decode["max_bytes"]) <= low < before
+        return streams
+
+    assert outcomes(asyncio.run(run())) == expected
+    eventually(lambda: server.counter("preemptions") > 0)  # the next heartbeat tells
+    assert memory_of(server)[DECODE]["set_by"] == "operator"
+    ended, left = run_cli("memory", "--url", server.url, "--worker", DECODE, "--budget", "auto")
+    assert ended.returncode == 0, ended.stderr
+    assert DECODE in ended.stdout
+    assert not left
+    assert memory_of(server)[DECODE]["set_by"] == "broker"
+
+    def is_raised() -> bool:
+        """The streams want more; until the broker has heard of it, again."""
+        assert outcomes(asyncio.run(run_all(server.url, bodies))) == expected
+        return resident_bytes(pid, decode["max_bytes"]) > low
+
+    eventually(is_raised)
+
+
+def test_the_broker_moves_memory_between_long_prompts_long_generations_and_models(server: Server) -> None:
+    """New prompts, generations, other new prompts, the same generations: each answer is the same however the
+    memory lay, and at no moment do the workers of the model have more than there is."""
+    batches = [
+        [seeded(seed + index, LONGEST - 60, 4) for index in range(4)] for seed in range(100, 1300, 100)
+    ]
+    generations = [seeded(2000 + index, 40, 960) for index in range(24)]
+    samples: dict[str, list[dict[str, dict[str, Any]]]] = {}
+    shares = {name: row["share_bytes"] for name, row in memory_of(server).items()}
+
+    async def watched(phase: str, bodies: list[dict[str, Any]]) -> list[Outcome]:
+        async with client_of(server.url) as client:
+            running = asyncio.create_task(asyncio.to_thread(lambda: asyncio.run(run_all(server.url, bodies))))
+            while not running.done():
+                rows = (await client.get("/cluster/memory")).json()["workers"]
+                sample = {row["name"]: row for row in rows if row["name"] in (PREFILL, DECODE)}
+                samples.setdefault(phase, []).append(sample)
+                await asyncio.wait({running}, timeout=0.05)
+        return outcomes(running.result())
+
+    def budgets(phase: str, *names: str) -> list[int]:
+        return [sum(sample[name]["budget_bytes"] for name in names) for sample in samples[phase]]
+
+    async def run() -> None:
+        prompts = batches.pop()
+        prompted = await watched("prompts", prompts)
+        generated = await watched("generations", generations)
+        while True:  # one batch may be over before the broker has heard of it
+            assert batches, f"the prefill worker got too little: {budgets('other prompts', PREFILL)}"
+            prompted += await watched("other prompts", batches[-1])
+            prompts += batches.pop()
+            is_back = max(budgets("other prompts", PREFILL)) > min(budgets("generations", PREFILL))
+            of_another = max(budgets("other prompts", PREFILL, DECODE)) > shares[PREFILL] + shares[DECODE]
+            if is_back and of_another:
+                break
+        assert await watched("generations again", generations) == generated
+        assert outcomes(await run_all(server.url, prompts)) == prompted
+
+    asyncio.run(run())
+    for sample in [sample for phase in samples.values() for sample in phase]:
+        assert sum(mapped_bytes(row) for row in sample.values()) <= sum(shares.values())
+        assert sum(row["budget_bytes"] for row in sample.values()) <= sum(shares.values())
+
+    for phase in ("generations", "generations again"):  # they leave nothing to do for the prefill worker
+        assert max(budgets(phase, DECODE)) > shares[DECODE]
+        assert min(budgets(phase, PREFILL)) < shares[PREFILL]
+
+
+def test_groups_bring_unequal_shares_and_lend_each_other_all_of_them(server: Server) -> None:
+    """Within a model and between models: what one router knows of the memory of both."""
+    names = (PREFILL, DECODE, SPARE_PREFILL, SPARE_DECODE)
+    eventually(lambda: memory_of(server).keys() >= set(names))
+    prefill, decode, *_, spare = rows = [memory_of(server)[name] for name in names]
+    assert spare["share_bytes"] <= 4 * MIB < prefill["share_bytes"] <= 8 * MIB
+    assert 8 * MIB < decode["share_bytes"] <= 10 * MIB
+    assert len({row["device"] for row in rows}) == 1
+    total_bytes = sum(row["share_bytes"] for row in rows)
+    assert min(row["max_bytes"] for row in rows) >= total_bytes
+
+    for most in (decode, spare):
+        most_bytes = total_bytes - sum(row["floor_bytes"] for row in rows if row is not most)
+        told = memory_of(server, worker=most["name"], budget=most_bytes)[most["name"]]
+        assert (told["set_by"], told["set_bytes"]) == ("operator", most_bytes)
+        eventually(lambda: memory_of(server)[most["name"]]["budget_bytes"] == most_bytes)  # noqa: B023
+        eventually(lambda: sum(row["budget_bytes"] for row in memory_of(server).values()) <= total_bytes)
+        bodies = [body_of(name, 20) for name in ("keeper", "spare")]
+        for stream in asyncio.run(run_all(server.url, bodies)):
+            assert stream.usage["completion_tokens"] == 20
+        assert memory_of(server, worker=most["name"], budget=None)[most["name"]]["set_by"] == "broker"
 
 
 def test_a_worker_that_dies_is_missed_by_its_own_model_alone(server: Server) -> None:
-    (before,) = server.workers("mixed")
+    before = row_of(server, SPARE_DECODE)
     body = body_of("keeper", 1500)
 
     async def run() -> Stream:
@@ -83,33 +265,6 @@ def test_a_worker_that_dies_is_missed_by_its_own_model_alone(server: Server) -> 
         return stream
 
     assert asyncio.run(run()).usage["completion_tokens"] == 1500
-    eventually(
-        lambda: any(row["info"]["worker"] != before["info"]["worker"] for row in server.workers("mixed"))
-    )
+    eventually(lambda: row_of(server, SPARE_DECODE)["info"]["worker"] != before["info"]["worker"])
     spare, keeper = asyncio.run(run_all(server.url, [body_of("spare", 20), body_of("keeper", 20)]))
-    assert spare.outcome == keeper.outcome
-
-
-def memory_of(server: Server, **order: object) -> dict[str, dict[str, Any]]:
-    """What `tidemill memory` shows of the workers, by name, after an order if there is one."""
-    url = f"{server.url}/cluster/memory"
-    answer = httpx.post(url, json=order, timeout=60) if order else httpx.get(url, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return {row["name"]: row for row in answer.json()["workers"]}
-
-
-def test_groups_of_a_model_bring_unequal_shares_and_lend_each_other_all_of_them(server: Server) -> None:
-    names = ("org-keeper-prefill-0", "org-keeper-decode-0")
-    eventually(lambda: memory_of(server).keys() >= set(names))
-    prefill, decode = (memory_of(server)[name] for name in names)
-    assert prefill["share_bytes"] <= 16 * MIB < decode["share_bytes"] <= 24 * MIB
-    total_bytes = prefill["share_bytes"] + decode["share_bytes"]
-    assert min(prefill["max_bytes"], decode["max_bytes"]) >= total_bytes
-
-    most_bytes = total_bytes - prefill["floor_bytes"]
-    memory_of(server, worker=names[1], budget=most_bytes)
-    eventually(lambda: memory_of(server)[names[1]]["budget_bytes"] == most_bytes)
-    assert sum(memory_of(server)[name]["budget_bytes"] for name in names) <= total_bytes
-    memory_of(server, worker=names[1], budget=None)
-    (stream,) = asyncio.run(run_all(server.url, [body_of("keeper", 20)]))
-    assert stream.usage["completion_tokens"] == 20
+    assert spare.usage["completion_tokens"] == keeper.usage["completion_tokens"] == 20

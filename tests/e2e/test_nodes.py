@@ -1,4 +1,5 @@
-"""Several nodes: prefill on one and decode on the others, one lost and one added under load, a bad line.
+"""Several nodes: prefill on one and decode on the others, one lost and one added under load, a bad line, two
+versions side by side.
 
 `LINE_RUNS=50 pytest tests/e2e/test_nodes.py -k line` is a soak of the bad line.
 """
@@ -6,30 +7,42 @@
 import asyncio
 import json
 import os
+import re
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import httpx
 import pytest
+import trustme
 import yaml
 
+import tidemill
+from tests.e2e import tun
 from tests.e2e.behind_link import WEATHER
 from tests.e2e.link import Weather
-from tests.e2e.nodes import HEAD, Nodes
+from tests.e2e.nodes import HEAD, NET, Nodes
 from tests.e2e.server import EVENTUALLY_S_MAX, Server, eventually, run_cli
 from tests.e2e.streams import Stream, client_of, run_all, run_while
+from tests.e2e.tun import Loss
+from tests.unit.cluster.test_mutual_tls import issue
 from tidemill import LLM, SamplingParams
 
-FAR, NEW = "127.0.0.3", "127.0.0.4"
+FAR, NEW, NEXT = f"{NET}.3", f"{NET}.4", f"{NET}.5"
 STREAMS = 8
 LINES = 4
 LOOK_S = 0.1
 LINE_RUNS = int(os.environ.get("LINE_RUNS", "1"))
+APART = f"tide{os.getpid() % 10**6}"
+LINE_NEAR, LINE_FAR = (f"10.{NET.split('.')[1]}.{NET.split('.')[2]}.{end}" for end in (1, 2))
 CALM = Weather()
 STORM = Weather(delay_s=0.1, stall_share=0.01, stall_s=0.5, reset_share=0.005)
 """200 ms there and back, and of a hundred pieces one comes late and half of one breaks the connection."""
@@ -87,13 +100,23 @@ def nodes(folder: Path) -> Iterator[Nodes]:
 
 @contextmanager
 def serving(
-    nodes: Nodes, folder: Path, namespace: str, store: str, groups: list[Body], module: str
+    nodes: Nodes,
+    folder: Path,
+    namespace: str,
+    store: str,
+    groups: list[Body],
+    module: str,
+    cluster: Body | None = None,
 ) -> Generator[Server]:
     config = {
         "models": [{"model": "keeper", "groups": [{**group, "memory": "64MiB"} for group in groups]}],
         "store": {"url": store},
         "edge": {"port": 0},
-        "cluster": {"ray_address": nodes.address, "host": "node-plain", "namespace": namespace},
+        "cluster": {
+            "ray_address": nodes.address,
+            "namespace": namespace,
+            **(cluster or {"host": "node-plain"}),
+        },
     }
     file = folder / f"{namespace}.yaml"
     file.write_text(yaml.safe_dump(config))
@@ -244,6 +267,122 @@ def test_a_bad_line_makes_it_slow_and_nothing_else(
         change(folder, CALM)
     assert outcomes(split, bodies(9)) == alone(bodies(9))
     eventually(lambda: lives(split) == before)
+
+
+@pytest.fixture(scope="module")
+def next_version(nodes: Nodes, folder: Path) -> None:
+    """What is installed on a node of its own: the same, with another layout of what is stored."""
+    package = folder / "later" / "tidemill"
+    shutil.copytree(Path(tidemill.__file__).parent, package)
+    layout = package / "kvstore" / "layout.py"
+    text, found = re.subn(
+        r"^LAYOUT_VERSION = \d+$", "LAYOUT_VERSION = 4711", layout.read_text(), flags=re.MULTILINE
+    )
+    assert found == 1
+    layout.write_text(text)
+    nodes.add(NEXT, "side=next", PYTHONPATH=str(folder / "later"))
+
+
+@pytest.mark.usefixtures("next_version")
+def test_a_rolling_update_loses_no_token(nodes: Nodes, folder: Path, alone: Alone) -> None:
+    """Workers of two versions serve side by side, with certificates between all processes of all nodes; then
+    the older one hands its streams over. Neither has a page of the other."""
+    tls = issue(folder / "tls", trustme.CA())
+    names = {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key, "ssl_ca_certs": tls.ca}
+    groups = [
+        {"role": "prefill", "labels": {"side": "near"}},
+        {"role": "decode", "labels": {"side": "near"}},
+        {"role": "decode", "labels": {"side": "next"}},
+    ]
+    cluster = {"host": "node", **{name: str(path) for name, path in names.items()}}
+    store = f"file://{folder}/store?size=256MiB"
+    with serving(nodes, folder, "update", store, groups, "tidemill", cluster) as server:
+        eventually(lambda: homes(server) == {"prefill-0": HEAD, "decode-0": HEAD, "decode-1": NEXT})
+        layouts = {row["info"]["name"]: row["info"]["layout"] for row in server.workers()}
+        assert layouts["prefill-0"] == layouts["decode-0"] != layouts["decode-1"]
+
+        seeds = count(2000)
+
+        def worked() -> dict[str, dict[str, float]]:
+            """What each worker says of itself after prompts that nobody has asked before."""
+            asked = bodies(next(seeds))
+            assert outcomes(server, asked) == alone(asked)
+            return {row["info"]["name"]: row["load"]["counters"] for row in server.workers()}
+
+        eventually(lambda: min(worked()[name]["published_bytes"] for name in ("decode-0", "decode-1")) > 0)
+        assert worked()["decode-1"]["fetched_bytes"] == 0, "pages of another version"
+
+        asked = bodies(next(seeds), max_tokens=600)
+        streams = run_while(server.url, asked, lambda: drained(server, "decode-0"))
+        assert [stream.outcome for stream in streams] == alone(asked)
+        assert worked()["decode-1"]["fetched_bytes"] == 0
+
+
+def drained(server: Server, name: str) -> None:
+    """Told to hand everything over, and empty."""
+    answer = httpx.post(f"{server.url}/cluster/workers/{name}/drain", json={"drain": True}, timeout=300)
+    assert answer.status_code == httpx.codes.OK, answer.text
+
+    def is_empty() -> bool:
+        rows = [row for row in server.workers() if row["info"]["name"] == name]
+        return [(row["state"], row["load"]["running_rows"]) for row in rows] == [("draining", 0)]
+
+    eventually(is_empty)
+
+
+@pytest.fixture
+def line(folder: Path) -> Iterator[Callable[[Loss], None]]:
+    """To a network of its own, of which nothing but this line leads out."""
+    weather = folder / "packets"
+
+    def change(loss: Loss) -> None:
+        (folder / "packets.new").write_text(json.dumps(asdict(loss)))
+        (folder / "packets.new").rename(weather)
+
+    change(Loss())
+    command = [sys.executable, tun.__file__, APART, LINE_NEAR, LINE_FAR, str(weather)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline().strip() == tun.READY
+        yield change
+    finally:
+        process.stdin.close()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root makes networks")
+def test_all_that_crosses_a_line_that_loses_packets(line: Callable[[Loss], None], alone: Alone) -> None:
+    """Whatever two nodes say to each other, Ray, tokens, heartbeats and the pages that Mooncake moves."""
+    with tempfile.TemporaryDirectory(prefix="line-") as short:
+        folder = Path(short)
+        nodes = Nodes(folder, labels="side=near", head=LINE_NEAR)
+        try:
+            nodes.add(LINE_FAR, "side=far", APART)
+            store = f"mooncake?size=256MiB&host={LINE_NEAR}&timeout=20s"
+            sides = [("prefill", "near"), ("decode", "far")]
+            groups: list[Body] = [{"role": role, "labels": {"side": side}} for role, side in sides]
+            with serving(nodes, folder, "line", store, groups, "tidemill") as server:
+                eventually(lambda: homes(server) == {"prefill-0": LINE_NEAR, "decode-0": LINE_FAR})
+                wait_until_fetched(server, "decode-0", seed=40)
+                before = lives(server)
+                fetched = server.counter("fetched_bytes")
+                line(Loss(delay_s=0.1, lost_share=0.01))
+                seeds = count(3000)
+
+                def is_fetched() -> bool:
+                    asked = bodies(next(seeds))
+                    assert outcomes(server, asked) == alone(asked)
+                    return server.counter("fetched_bytes") > fetched
+
+                eventually(is_fetched)
+                line(Loss())
+                assert outcomes(server, bodies(41)) == alone(bodies(41))
+                eventually(lambda: lives(server) == before)
+        finally:
+            nodes.kill()
 
 
 def test_what_no_node_has_is_said(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.hybrid import random_model, save
+from tests.parity.architectures import random_model, save
 from tests.parity.served import LOOK_S, answer, serving
 from tidemill import LLM, SamplingParams
 from tidemill.kvstore.backing import Kvcached
@@ -41,7 +41,7 @@ needs_kvcached = pytest.mark.skipif(find_spec("kvcached") is None, reason="needs
 BACKINGS = ["fixed", pytest.param("kvcached", marks=needs_kvcached)]
 
 
-@pytest.fixture(scope="module", params=["keeper", "moe-two-values"])
+@pytest.fixture(scope="module", params=["keeper", "qwen3_next/moe-two-values"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "keeper":
         return bundled()["keeper"]

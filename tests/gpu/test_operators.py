@@ -1,6 +1,8 @@
 # pyright: basic
 """The cases of tests/triton on a device, and what only a device can show: equal bits, graphs, far offsets."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,8 +11,10 @@ from tests.triton import (
     test_causal_conv,
     test_elementwise,
     test_gated_delta,
+    test_mamba2,
     test_moe,
     test_rope_store,
+    test_routing,
 )
 from tests.unit.kernels.cases import random, relative_error, same_bits
 from tidemill.kernels.linear import cuda as linear_cuda
@@ -23,9 +27,11 @@ MODULES = {
     "attention": test_attention,
     "rope_store": test_rope_store,
     "gated_delta": test_gated_delta,
+    "mamba2": test_mamba2,
     "causal_conv": test_causal_conv,
     "elementwise": test_elementwise,
     "moe": test_moe,
+    "route": test_routing,
 }
 CASES = {
     f"{operator} {name}": (module.check, case)
@@ -62,25 +68,23 @@ def test_attention_over_spans_and_windows_of_every_length(window: int | None) ->
 def test_a_token_has_the_same_bits_beside_any_number_of_others(dtype: torch.dtype) -> None:
     """In tiles of every size: what adds up an output is one instruction in one order."""
     layer = test_moe.layer_of(600, 16, 256, 128, dtype).on("cuda")
-    whole = test_moe.moe(layer, layer.experts(4))
+    whole = test_moe.moe(layer, 4)
     counts = (1, 20, 70, 150)
     assert [tile_tokens(4 * n, 16) for n in (*counts, 600)] == [16, 16, 32, 64, 128]
     for count in counts:
         rows = list(range(600 - count, 600))
-        assert same_bits(test_moe.moe(layer.rows(rows), layer.experts(4)), whole[rows]), count
+        assert same_bits(test_moe.moe(layer.rows(rows), 4), whole[rows]), count
 
 
 def test_experts_in_a_graph_follow_their_inputs() -> None:
     """Captured once, for any routing: nothing of it was decided on the host."""
     layer, other = (test_moe.layer_of(8, 16, 256, 128, torch.bfloat16, seed).on("cuda") for seed in (0, 1))
-    wanted = test_moe.moe(
-        test_moe.Layer(other.x_TH, other.logits_TE, layer.gate_up, layer.down), layer.experts(4)
-    )
-    test_moe.moe(layer, layer.experts(4))
+    wanted = test_moe.moe(replace(layer, x_TH=other.x_TH, logits_TE=other.logits_TE), 4)
+    test_moe.moe(layer, 4)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y_TH = test_moe.moe(layer, layer.experts(4))
+        y_TH = test_moe.moe(layer, 4)
     layer.x_TH.copy_(other.x_TH)
     layer.logits_TE.copy_(other.logits_TE)
     graph.replay()
@@ -98,8 +102,8 @@ def test_experts_beyond_32_bits() -> None:
     down[-2:] = few.down
     logits_TE = few.logits_TE.new_full((5, 1100), -100)
     logits_TE[:, -2:] = few.logits_TE
-    wide = test_moe.Layer(few.x_TH, logits_TE, far, down)
-    assert same_bits(test_moe.moe(wide, wide.experts(2)), test_moe.moe(few, few.experts(2)))
+    wide = replace(few, logits_TE=logits_TE, gate_up=far, down=down)
+    assert same_bits(test_moe.moe(wide, 2), test_moe.moe(few, 2))
 
 
 @pytest.mark.parametrize("width", [65, 2048, 8192])

@@ -1,5 +1,6 @@
 """Every planted bug."""
 
+from tests.mutations.planted_chart import CHART_BUGS
 from tests.mutations.planted_cluster import CLUSTER, RESILIENCE
 from tests.mutations.planted_config import CONFIG_BUGS
 from tests.mutations.planted_edge import EDGE_BUGS
@@ -8,11 +9,15 @@ from tests.mutations.planted_fleet_wide import FLEET_WIDE
 from tests.mutations.planted_group import GROUP_BUGS
 from tests.mutations.planted_kernels import KERNEL_BUGS
 from tests.mutations.planted_kvstore import KVSTORE
+from tests.mutations.planted_models import MODEL_BUGS
+from tests.mutations.planted_mtp import MTP_BUGS
 from tests.mutations.planted_operations import OPERATIONS_BUGS
 from tests.mutations.planted_placement import PLACING
 from tests.mutations.planted_scores import SCORING
 from tests.mutations.planted_store import PUBLISHING_BUGS, STORE_BUGS
 from tests.mutations.planted_transfer import TRANSFER_BUGS
+from tests.mutations.planted_weights import WEIGHT_BUGS
+from tests.mutations.planted_windows import WINDOW_BUGS
 from tests.mutations.planted_workers import WORKERS
 
 PLANTED = (
@@ -20,10 +25,14 @@ PLANTED = (
     *KVSTORE,
     *STORE_BUGS,
     *TRANSFER_BUGS,
+    *WINDOW_BUGS,
     *PUBLISHING_BUGS,
     *WORKERS,
+    *MODEL_BUGS,
+    *WEIGHT_BUGS,
     *ENGINE_BUGS,
     *GROUP_BUGS,
+    *MTP_BUGS,
     *SCORING,
     *CLUSTER,
     *PLACING,
@@ -32,4 +41,5 @@ PLANTED = (
     *OPERATIONS_BUGS,
     *EDGE_BUGS,
     *CONFIG_BUGS,
+    *CHART_BUGS,
 )

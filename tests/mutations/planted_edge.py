@@ -7,6 +7,8 @@ EDGES = f"{UNIT}/cluster/test_grpc_edges.py"
 CALLING = "workers/api/calling.py"
 CALLS = f"{UNIT}/workers/test_calls.py"
 SPEECH = f"{UNIT}/workers/test_speech.py"
+FAMILIES = f"{UNIT}/workers/test_families.py"
+HTTP_FAMILIES = f"{UNIT}/cluster/test_http_families.py"
 SITES = "cluster/http/sites.py"
 TLS = f"{UNIT}/cluster/test_mutual_tls.py"
 
@@ -165,8 +167,8 @@ EDGE_BUGS = (
     Planted(
         "a brace in a text ends the arguments",
         CALLING,
-        "elif char == '\"':",
-        'elif char == "never":',
+        "elif char in self._quotes:",
+        'elif char in "":',
         SPEECH,
     ),
     Planted(
@@ -178,9 +180,9 @@ EDGE_BUGS = (
     ),
     Planted(
         "a call that was cut short looks whole",
-        "workers/api/speech.py",
-        "self._calling.end(closed=at >= 0)",
-        "self._calling.end(closed=True)",
+        CALLING,
+        "self._arguments.end(closed=self.rest is not None)",
+        "self._arguments.end(closed=True)",
         CALLS,
     ),
     Planted(
@@ -189,5 +191,54 @@ EDGE_BUGS = (
         "if pieces and (most is None or pieces[0].index < most):",
         "if pieces:",
         SPEECH,
+    ),
+    Planted(
+        "a tag of a channel that comes in two pieces is words",
+        "workers/api/harmony.py",
+        "at -= growing(self._held, ENDS)",
+        "at -= 0",
+        FAMILIES,
+    ),
+    Planted(
+        "reasoning that the prompt has closed goes on",
+        "workers/api/forms.py",
+        "(self.implied and not prompt.endswith(self.close))",
+        "self.implied",
+        FAMILIES,
+    ),
+    Planted(
+        "special tokens that say what follows are lost",
+        "workers/api/tokenizer.py",
+        "{token for token, text in self._special.items() if text not in shown}",
+        "set(self._special)",
+        f"{UNIT}/workers/test_templates.py",
+    ),
+    Planted(
+        "a template gets arguments in a form that it cannot take",
+        "workers/api/templates.py",
+        "if calls and self.text_arguments:",
+        "if False:",
+        f"{UNIT}/workers/test_templates.py",
+    ),
+    Planted(
+        "a forced call spells its tags",
+        "workers/api/forced.py",
+        'f"<[{added[part]}]>" if part in there else _quoted(part)',
+        "_quoted(part)",
+        f"{UNIT}/workers/test_forced.py",
+    ),
+    Planted(
+        "an answer in channels goes on behind a call",
+        "cluster/http/intake.py",
+        "for tag in (RETURN, CALL_END))",
+        "for tag in (RETURN,))",
+        HTTP_FAMILIES,
+    ),
+    Planted(
+        "what must match something begins with a channel of its own choice",
+        "cluster/http/intake.py",
+        'return FINAL if asked and not body.continue_final_message else ""',
+        'return ""',
+        HTTP_FAMILIES,
     ),
 )

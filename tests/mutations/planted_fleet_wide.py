@@ -4,6 +4,7 @@ from tests.mutations.planted import FLEET, FLOW, UNIT, Planted
 
 ADMISSION = f"{UNIT}/cluster/test_admission.py"
 SHARES = f"{UNIT}/cluster/test_shares.py"
+LENDING = f"{UNIT}/cluster/test_router_service.py"
 AUTOSCALE = f"{UNIT}/cluster/test_autoscale.py"
 SCALER = f"{UNIT}/cluster/test_scaler.py"
 ORDERS = f"{UNIT}/cluster/test_orders.py"
@@ -237,5 +238,26 @@ FLEET_WIDE = (
         "        self._heard: Callable[[], None] | None = None\n",
         "        self._heard: Callable[[], None] | None = lambda: None\n",
         ROUTERS,
+    ),
+    Planted(
+        "the budget that another model's router says is not taken",
+        "cluster/heartbeats.py",
+        "self._takes_budgets = news is None",
+        "self._takes_budgets = False",
+        LENDING,
+    ),
+    Planted(
+        "a worker is placed on by the router that only lends it memory",
+        "cluster/router_service.py",
+        "budget_bytes = self._router.budget(decode_heartbeat(data))",
+        "budget_bytes = self._router.heartbeat(decode_heartbeat(data)).budget_bytes",
+        LENDING,
+    ),
+    Planted(
+        "a table says what the broker of another fleet did not",
+        "cluster/service.py",
+        "if (said := told.get(one.info.name))",
+        "if (said := told.get(one.info.node))",
+        LENDING,
     ),
 )

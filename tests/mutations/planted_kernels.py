@@ -3,6 +3,8 @@
 from tests.mutations.planted import UNIT, Planted
 
 BUILD = f"{UNIT}/kernels/test_build.py"
+STATES = f"{UNIT}/kernels/test_states.py"
+ROUTING = f"{UNIT}/kernels/test_routing.py"
 
 KERNEL_BUGS = (
     Planted(
@@ -25,5 +27,68 @@ KERNEL_BUGS = (
         "    if made is not None:\n",
         "    if False and made is not None:\n",
         BUILD,
+    ),
+    Planted(
+        "all head groups have the bias of the first",
+        "kernels/causal_conv/cpu.cpp",
+        "std::copy(bias + g * channels, bias + (g + 1) * channels, out);\n",
+        "std::copy(bias, bias + channels, out);\n",
+        STATES,
+    ),
+    Planted(
+        "a time step has no bounds",
+        "kernels/mamba2/cpu.cpp",
+        "const float bound = std::min(std::max(free, dt_min), dt_max);\n",
+        "const float bound = free;\n",
+        STATES,
+    ),
+    Planted(
+        "what passes a Mamba-2 head by is not gated",
+        "kernels/mamba2/cpu.cpp",
+        "to[i] = __builtin_fmaf(skip[head], x[i], columns[i]) * silu(gate[i]);\n",
+        "to[i] = __builtin_fmaf(skip[head], x[i], columns[i] * silu(gate[i]));\n",
+        STATES,
+    ),
+    Planted(
+        "heads that share no B and C are one group",
+        "workers/models/granite.py",
+        "key_heads=groups if head_groups % groups else head_groups,\n",
+        "key_heads=head_groups,\n",
+        f"{UNIT}/workers/test_granite.py",
+    ),
+    Planted(
+        "experts of all groups are chosen from",
+        "kernels/moe/cpu.cpp",
+        "if (groups > 1) keep_groups(",
+        "if (groups > experts) keep_groups(",
+        ROUTING,
+    ),
+    Planted(
+        "what counts for the choice alone is in the weights",
+        "kernels/moe/cpu.cpp",
+        "= p[order[i]] / (renormalise ? kept : total) * scale;\n",
+        "= choice[order[i]] / (renormalise ? kept : total) * scale;\n",
+        ROUTING,
+    ),
+    Planted(
+        "all experts have the bias of the first",
+        "kernels/moe/cpu.cpp",
+        "bias ? bias + e * width : nullptr",
+        "bias",
+        f"{UNIT}/kernels/test_moe.py",
+    ),
+    Planted(
+        "all heads are products of the first",
+        "kernels/linear/cpu.cpp",
+        "const float* in = x + h * x_head;\n",
+        "const float* in = x;\n",
+        f"{UNIT}/kernels/test_linear.py",
+    ),
+    Planted(
+        "the values of latents are what lies behind them",
+        "kernels/pages.py",
+        "    kv = kv if cache.shape[2] > 1 else 0\n",
+        "    kv = page // 2\n",
+        f"{UNIT}/kernels/test_pages.py",
     ),
 )

@@ -130,10 +130,8 @@ KVSTORE = (
     Planted(
         "a lost checkpoint is not announced",
         "kvstore/index.py",
-        """        del self._by_state[state]
-        self._changes.remove(entry.key)
-""",
-        "        del self._by_state[state]\n",
+        "        self._changes.remove(entry.key)\n        self._offer(entry)\n",
+        "        self._offer(entry)\n",
         INDEX,
     ),
     Planted(
@@ -188,8 +186,8 @@ KVSTORE = (
     Planted(
         "half an extent of states goes although the rest is held",
         "kvstore/eviction.py",
-        "        if extent in arena.states.loose:\n",
-        "        if extent >= 0:\n",
+        "if state is not None and arena.states.extent_of(state) in arena.states.loose:",
+        "if state is not None:",
         EVICTION,
     ),
     Planted(
@@ -223,8 +221,8 @@ KVSTORE = (
     Planted(
         "the checkpoint of an evicted page leaks",
         "kvstore/cache.py",
-        "                self.arena.states.give(entry.checkpoint)\n",
-        "",
+        "            self.arena.states.give(checkpoint.state)\n",
+        "            pass\n",
         f"{EVICTION} {LEASES}",
     ),
     Planted(

@@ -18,8 +18,8 @@ LEDGER_BUGS = (
     Planted(
         "a checkpoint is let go when the step that reads it goes off",
         "kvstore/ledger.py",
-        "                flight.read = flight.source.checkpoint\n",
-        """                flight.read = flight.source.checkpoint
+        "                flight.read = flight.source.checkpoint.state\n",
+        """                flight.read = flight.source.checkpoint.state
                 self._cache.unpin_checkpoint(flight.source)
                 flight.source = None
 """,
@@ -70,7 +70,7 @@ LEDGER_BUGS = (
         "rejected drafts keep their slots",
         "kvstore/ledger.py",
         """            for slot in rejected:
-                self._return_state(lease, slot)
+                self._checkpoints.return_slot(lease, slot)
 """,
         "",
         LEASES,
@@ -117,42 +117,42 @@ LEDGER_BUGS = (
     ),
     Planted(
         "the next step writes into the checkpoint",
-        "kvstore/ledger.py",
-        "slot = lease.states.pop(lease.committed)",
-        "slot = lease.states[lease.committed]",
+        "kvstore/checkpoints.py",
+        "state = lease.states.pop(lease.committed, None)",
+        "state = lease.states.get(lease.committed)",
         LEASES,
     ),
     Planted(
         "the state that is wanted is overwritten in flight",
         "kvstore/ledger.py",
-        "if lease.writes_in_place(drafts) and not (keep and self._borrow(lease)):",
+        "if lease.writes_in_place(drafts) and not (keep and self._checkpoints.borrow(lease)):",
         "if lease.writes_in_place(drafts):",
         f"{SITES} {MATRIX}",
     ),
     Planted(
         "a rolled checkpoint is dropped while somebody reads it",
-        "kvstore/ledger.py",
+        "kvstore/checkpoints.py",
         "earlier is None or earlier.checkpoint is None or earlier.checkpoint_pins:",
         "earlier is None or earlier.checkpoint is None:",
         LEASES,
     ),
     Planted(
         "rolling keeps every checkpoint",
-        "kvstore/ledger.py",
+        "kvstore/checkpoints.py",
         "        for slot in self._drop_rolling(lease):\n",
         "        for slot in self._drop_rolling(lease) if lease.ended else ():\n",
         LEASES,
     ),
     Planted(
         "who finds no second slot takes that of another",
-        "kvstore/ledger.py",
+        "kvstore/checkpoints.py",
         "if not lease.spare and not self._cache.state_is_free():",
         "if lease.ended:",
         LEASES,
     ),
     Planted(
         "a skipped checkpoint costs another",
-        "kvstore/ledger.py",
+        "kvstore/checkpoints.py",
         """        if kept:
             self._thin(lease)
 """,
@@ -161,23 +161,23 @@ LEDGER_BUGS = (
     ),
     Planted(
         "checkpoints go where paths part",
-        "kvstore/ledger.py",
+        "kvstore/checkpoints.py",
         "(len(one.children) > 1, one.score)",
         "(len(one.children) < 2, one.score)",
         LEASES,
     ),
     Planted(
         "a path keeps one checkpoint more than it may",
-        "kvstore/ledger.py",
-        "len(above) + 1 - self._checkpoints_per_path",
-        "len(above) - self._checkpoints_per_path",
+        "kvstore/checkpoints.py",
+        "len(above) + 1 - self._per_path",
+        "len(above) - self._per_path",
         LEASES,
     ),
     Planted(
         "a checkpoint that another request reads is overwritten",
         "kvstore/ledger.py",
-        "if source is not None and source.checkpoint_pins == 1:",
-        "if source is not None:",
+        "if source is not None and source.checkpoint_pins == 1 and self.layout.has_states:",
+        "if source is not None and self.layout.has_states:",
         LEASES,
     ),
     Planted(
@@ -203,15 +203,15 @@ LEDGER_BUGS = (
     ),
     Planted(
         "a checkpoint that finds no memory ends the step",
-        "kvstore/ledger.py",
+        "kvstore/checkpoints.py",
         "            with suppress(OutOfMemory):\n",
         "            with suppress(ValueError):\n",
         LEASES,
     ),
     Planted(
         "the second slot of double is not reserved",
-        "kvstore/ledger.py",
-        "        sites += [Site.SPARE_STATE] * lease.spares_min\n",
+        "kvstore/lease.py",
+        "        sites += [Site.SPARE_STATE] * self.spares_min\n",
         "",
         f"{SITES} {MATRIX}",
     ),

@@ -8,6 +8,20 @@ HOMES = f"{UNIT}/cluster/test_placement_homes.py"
 
 PLACING = (
     Planted(
+        "a prompt is computed for a worker of another version",
+        "cluster/placement.py",
+        "alone |= namespace != namespace[prefill.member.slot]",
+        "alone |= namespace != namespace",
+        f"{UNIT}/cluster/test_placement.py",
+    ),
+    Planted(
+        "all versions of a layout are one",
+        "cluster/fleet.py",
+        'column[Column.NAMESPACE] = _bits(f"{info.fingerprint} {info.layout}")',
+        "column[Column.NAMESPACE] = _bits(info.fingerprint)",
+        f"{UNIT}/cluster/test_placement.py",
+    ),
+    Planted(
         "an earlier life of a worker stays",
         "cluster/fleet.py",
         "if earlier is not None and earlier != info.worker:",

@@ -74,7 +74,7 @@ TRANSFER_BUGS = (
     Planted(
         "a copy of a page is published by every rank that has it",
         "kvstore/shards.py",
-        "publishes_pages=rank % copies == 0",
+        "publishes_pages=rank % max(1, size // shards.pages) == 0",
         "publishes_pages=rank >= 0",
         f"{SHARDS} {TRANSFER}",
     ),
@@ -95,7 +95,7 @@ TRANSFER_BUGS = (
     Planted(
         "more shards of pages than heads",
         "kvstore/shards.py",
-        "lcm(*(min(size, kv_heads) for size in sizes))",
+        "lcm(*(min(size, paged) for size in sizes))",
         "lcm(*sizes)",
         SHARDS,
     ),

@@ -8,7 +8,13 @@ MAKERS = f"{UNIT}/workers/test_makers.py {UNIT}/workers/test_shared_prompts.py"
 STRATEGIES = f"{UNIT}/workers/test_strategies.py"
 
 WORKERS = (
-    Planted("layers overlap in a page", "workers/inputs.py", "offset += 2 * size", "offset += size", LAYOUT),
+    Planted(
+        "layers overlap in a page",
+        "workers/inputs.py",
+        "return self._view(shape, strides, 2 * size)",
+        "return self._view(shape, strides, size)",
+        LAYOUT,
+    ),
     Planted(
         "padding keeps what was in its row before",
         "workers/graphs.py",

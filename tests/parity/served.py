@@ -10,6 +10,7 @@ from dataclasses import replace
 from tidemill.workers.build import Built, build_engine
 from tidemill.workers.messages import Provenance, Request
 from tidemill.workers.settings import EngineSettings
+from tidemill.workers.tp.processes import start_ranks
 
 LANDING_S_MAX = 60
 LOOK_S = 0.001
@@ -18,7 +19,7 @@ LOOK_S = 0.001
 @asynccontextmanager
 async def serving(settings: EngineSettings, **changes: object) -> AsyncGenerator[Built]:
     """An engine whose step loop runs; at the end it must have all its memory back."""
-    built = build_engine(replace(settings, **changes), lambda _done, _total: None)
+    built = build_engine(replace(settings, **changes), lambda _done, _total: None, start_ranks)
     loop = asyncio.create_task(built.engine.run())
     try:
         yield built
@@ -32,6 +33,7 @@ async def serving(settings: EngineSettings, **changes: object) -> AsyncGenerator
         loop.cancel()
         with suppress(asyncio.CancelledError):
             await loop
+        built.close()
 
 
 async def answer(built: Built, request: Request) -> tuple[list[int], Provenance]:
@@ -43,3 +45,11 @@ async def answer(built: Built, request: Request) -> tuple[list[int], Provenance]
             provenance = provenance or delta.provenance
     assert provenance is not None
     return tokens, provenance
+
+
+async def generated(built: Built, num_tokens: int) -> None:
+    """Until the engine has drawn so many."""
+    while True:
+        if built.engine.load().counters.get("generated_tokens", 0) >= num_tokens:
+            return
+        await asyncio.sleep(0)

@@ -1,120 +1,93 @@
 # pyright: reportUnknownVariableType=false
 # safetensors leaves a type parameter of its paths open.
-"""Random hybrids without transformers, and one schedule of steps over them; as a program, one rank of it."""
+"""One schedule of steps over a model that ranks share, each on a thread or, as a program, each a process."""
 
-import json
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
 
+from tests.parity.steps import Runner
 from tidemill.kernels.dispatch import Operators, operators
-from tidemill.kvstore.layout import layout_of
-from tidemill.workers.inputs import Inputs, caches_of
-from tidemill.workers.models.qwen3_next_config import parse, tensor_shapes
-from tidemill.workers.models.registry import load
+from tidemill.workers.models.errors import ModelError
+from tidemill.workers.models.registry import describe, load
 from tidemill.workers.tp.collectives import ALONE, Ranks
 from tidemill.workers.tp.distributed import Distributed
 from tidemill.workers.tp.shared_memory import SharedMemory
 
 WAIT_S_MAX = 60.0
 PAGE_TOKENS = 8
+SIZES = (2, 3, 4)
 LENGTHS = (37, 22)
 STEPS: tuple[tuple[int, int], ...] = ((11, 0), (17, 9), (1, 5), (1, 1), (4, 1), (1, 3), (1, 1), (1, 2))
 """Tokens of each sequence in each step: prefill, chunks beside decode, decode."""
 
-BASE: dict[str, Any] = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "vocab_size": 97,
-    "hidden_size": 50,
-    "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "intermediate_size": 67,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_conv_kernel_dim": 4,
-    "num_experts": 0,
-    "max_position_embeddings": 4096,
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.5,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "dense, tied, odd vocabulary": {"tie_word_embeddings": True},
-    "experts, one KV head": {
-        "num_key_value_heads": 1,
-        "linear_num_value_heads": 8,
-        "attention_bias": True,
-        "num_experts": 5,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 19,
-        "shared_expert_intermediate_size": 23,
-        "decoder_sparse_step": 2,
-        "vocab_size": 9,
-    },
-    "attention only": {"layer_types": ["full_attention"] * 3, "num_attention_heads": 12},
-}
+Met = Distributed | SharedMemory
 
 
-def random_folder(folder: Path, **changes: object) -> Path:
-    """A model folder whose weights all shape the logits."""
-    config = BASE | changes
-    draw = torch.Generator().manual_seed(0)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, shape in tensor_shapes(parse(config)).items():
-        scale = 0.3 if len(shape) == 1 else 1.0 if "embed" in name else 1.5 / shape[-1] ** 0.5
-        tensors[name] = scale * torch.randn(shape, generator=draw)
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+class Found(NamedTuple):
+    """Of every token of `STEPS`; logits are the leader's, and so is the fingerprint."""
+
+    fingerprint: str
+    hidden_TH: torch.Tensor
+    logits_TV: torch.Tensor
 
 
 @torch.inference_mode()
-def hidden_and_logits(
-    folder: Path, ops: Operators, ranks: Ranks = ALONE
-) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """Fingerprint, hidden states and logits of every token of `STEPS`; logits are the leader's."""
+def run_rank(folder: Path, ops: Operators, ranks: Ranks = ALONE) -> Found:
     loaded = load(folder, ops, lambda _done_bytes, _total_bytes: None, ranks)
-    layout = layout_of(loaded.local_layers, PAGE_TOKENS)
-    arena = torch.full((2 * layout.extent_bytes,), 0xFF, dtype=torch.uint8)
-    caches = caches_of(layout, arena)
-    states = layout.states_per_extent  # those of the second extent; pages are in the first
-    draw = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, loaded.vocab_size, (len(LENGTHS), max(LENGTHS)), generator=draw)
-    pages = [[7, 1, 5, 3, 0], [2, 6, 4]]
-    done = [0, 0]
+    runner = Runner(loaded, PAGE_TOKENS)
+    rng = Random(1)
+    sequences = [runner.add([rng.randrange(loaded.vocab_size) for _ in range(n)]) for n in LENGTHS]
     hidden: list[torch.Tensor] = []
     logits: list[torch.Tensor] = []
     for counts in STEPS:
-        rows = [(i, done[i], done[i] + n) for i, n in enumerate(counts) if n]
-        inputs = Inputs(
-            tokens_T=torch.cat([tokens[i, start:end] for i, start, end in rows]),
-            positions_T=torch.cat([torch.arange(start, end) for _, start, end in rows]),
-            cu_B1=_ints([0, *(end - start for _, start, end in rows)]).cumsum(0).int(),
-            pages_BN=torch.stack([_ints((pages[i] + [0] * 5)[:5]) for i, _, _ in rows]),
-            lens_B=_ints([end for _, _, end in rows]),
-            read_B=_ints([states + i if start else -1 for i, start, _ in rows]),
-            writes_BK=_ints([states + i if layout.hybrid else -1 for i, _, _ in rows])[:, None],
-        )
-        hidden.append(loaded.model.forward(inputs, caches))
+        rows = [(one, n) for one, n in zip(sequences, counts, strict=True) if n]
+        hidden.append(runner.step(rows))
         logits.append(loaded.model.logits(hidden[-1]))
-        done = [before + n for before, n in zip(done, counts, strict=True)]
-    assert tuple(done) == LENGTHS
-    return loaded.fingerprint, torch.cat(hidden), torch.cat(logits)
+    assert [one.computed for one in sequences] == list(LENGTHS)
+    return Found(loaded.fingerprint, torch.cat(hidden), torch.cat(logits))
 
 
-def _ints(values: Sequence[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+def run_threads(folder: Path, ops: Operators, meet: Callable[[int], Met], size: int) -> list[Found]:
+    """What every rank finds, each on a thread with its own weights and caches."""
+
+    def run(index: int) -> Found:
+        with closing(meet(index)) as ranks:
+            return run_rank(folder, ops, ranks)
+
+    with ThreadPoolExecutor(size, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        return list(threads.map(run, range(size)))
+
+
+def check(found: list[Found], alone: Found) -> None:
+    """All ranks have the bits of one process."""
+    assert float(alone.logits_TV.std()) > 0.3, "weights too small to tell right from wrong"
+    for rank in found:
+        assert torch.equal(rank.hidden_TH, alone.hidden_TH)
+    assert torch.equal(found[0].logits_TV, alone.logits_TV)
+    for rank in found[1:]:
+        assert rank.logits_TV.shape == (len(alone.logits_TV), 0)
+
+
+def sizes_of(folder: Path) -> list[int]:
+    """Those of `SIZES` that can share the model."""
+
+    def fits(size: int) -> bool:
+        try:
+            describe(folder, size)
+        except ModelError:
+            return False
+        return True
+
+    return [size for size in SIZES if fits(size)]
 
 
 def main() -> None:
@@ -132,7 +105,7 @@ def main() -> None:
     else:
         ranks = SharedMemory(given.meeting, given.index, given.size, WAIT_S_MAX)
     with closing(ranks):
-        _, hidden, logits = hidden_and_logits(given.model, operators("cpu", given.kernels), ranks)
+        _, hidden, logits = run_rank(given.model, operators("cpu", given.kernels), ranks)
     save_file({"hidden": hidden, "logits": logits}, given.meeting / f"found-{given.index}.safetensors")
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity.hybrid import random_model, save
-from tests.parity.served import answer, serving
+from tests.parity.architectures import random_model, save
+from tests.parity.served import answer, generated, serving
 from tidemill.kvstore.layout import KvDtype, Layout, layout_of
 from tidemill.kvstore.worth import Policy
 from tidemill.workers import build, runner
@@ -36,7 +36,7 @@ Logits = dict[tuple[int, int], torch.Tensor]
 """By the seed of the request, which is its own, and the position of the token drawn."""
 
 
-@pytest.fixture(scope="module", params=["keeper", "moe-two-values"])
+@pytest.fixture(scope="module", params=["keeper", "gpt_oss/alternating"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "keeper":
         return bundled()["keeper"]
@@ -124,14 +124,6 @@ def conversations() -> list[Request]:
 async def ask(built: Built, requests: list[Request]) -> list[list[int]]:
     """All at once."""
     return [tokens for tokens, _ in await asyncio.gather(*(answer(built, one) for one in requests))]
-
-
-async def generated(built: Built, num_tokens: int) -> None:
-    """Until the engine has drawn so many."""
-    while True:
-        if built.engine.load().counters.get("generated_tokens", 0) >= num_tokens:
-            return
-        await asyncio.sleep(0)
 
 
 def next_turns(requests: list[Request], answers: list[list[int]]) -> list[Request]:

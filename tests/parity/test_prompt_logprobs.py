@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity.hybrid import CONFIGS, Runner, random_model, save
+from tests.parity.architectures import random_model, save
 from tests.parity.served import answer, serving
+from tests.parity.steps import Runner
 from tidemill.kernels.dispatch import Operators
 from tidemill.workers.build import Built
 from tidemill.workers.logprobs import token_logprob
@@ -49,12 +50,11 @@ async def scores(built: Built, request: Request) -> list[TokenLogprob]:
         return [score async for delta in deltas for score in delta.prompt_logprobs]
 
 
-@pytest.mark.parametrize("name", ["dense-tied", "moe-two-values"])
+@pytest.mark.parametrize("name", ["qwen3_next/dense-tied", "qwen3_next/moe-two-values"])
 @pytest.mark.parametrize("step_tokens_max", [40, 512])
 def test_every_path_says_what_a_plain_pass_says(
     name: str, step_tokens_max: int, cpu: Operators, kernel_cache: Path, tmp_path: Path
 ) -> None:
-    assert name in CONFIGS
     folder = save(random_model(name), tmp_path)
     settings = EngineSettings(
         model_folder=folder,

@@ -11,12 +11,12 @@ from threading import Barrier
 import pytest
 import torch
 
-from tests.parity.hybrid import CONFIGS, random_model, save
+from tests.parity.architectures import random_model, save
 from tidemill.kernels.dispatch import Operators
 from tidemill.kvstore.file_store import FileStore
-from tidemill.kvstore.index import Entry
+from tidemill.kvstore.index import Checkpoint, Entry
 from tidemill.kvstore.keys import Namespace, page_keys
-from tidemill.kvstore.layout import PageId, StateId, layout_of
+from tidemill.kvstore.layout import PageId, StateId, WindowId, layout_of
 from tidemill.kvstore.lease import Lease
 from tidemill.kvstore.shards import Shards, mine, shards_of
 from tidemill.kvstore.store import PageStore
@@ -25,20 +25,27 @@ from tidemill.workers.inputs import caches_of
 from tidemill.workers.messages import Request
 from tidemill.workers.models.registry import describe, load
 from tidemill.workers.places import Direct
-from tidemill.workers.runner import inputs_of, logits_of
+from tidemill.workers.runner import logits_of
 from tidemill.workers.step import Row
+from tidemill.workers.tensors import inputs_of
 from tidemill.workers.transfer import RankTransfer, Transfer
 
 P = 8
 NUM_PAGES = 3
 TOKENS = tuple(Random(3).choices(range(97), k=NUM_PAGES * P + 3))
 KEYS = page_keys(Namespace(model="m", layout="l").root(), TOKENS[: NUM_PAGES * P], P)
-FOUR_HEADS = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
+PLACES = (3, 1, 0, 2)
+MODELS: dict[str, dict[str, int]] = {
+    "qwen3_next/moe-two-values": {
+        "num_attention_heads": 8,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+    },
+    "gpt_oss/alternating": {"sliding_window": P + 3},
+    "granitemoehybrid/dense": {},
+    "deepseek_v3/groups": {},
 }
+"""Of each what four ranks can share."""
 DRAWS = Draws(Request(request_id="", tokens=TOKENS, max_new_tokens=1))
 TIMEOUT_S = 60.0
 
@@ -87,7 +94,12 @@ class Group:
         self.fingerprint = loaded[0].fingerprint
         self.models = [one.model for one in loaded]
         self.layout = layout_of(loaded[0].local_layers, P, extent_bytes_min=1, granule_bytes=1)
-        num_bytes = 8 * max(self.layout.extent_bytes, self.layout.state_stride_bytes)
+        page_bytes, window_bytes = self.layout.page_bytes, self.layout.window_bytes or 1
+        first_window = -(-len(PLACES) * page_bytes // window_bytes)
+        end_bytes = (first_window + len(PLACES)) * window_bytes if self.layout.has_windows else 4 * page_bytes
+        first_slot = -(-end_bytes // (self.layout.state_stride_bytes or 1))
+        end_bytes += 2 * self.layout.state_stride_bytes
+        num_bytes = -(-end_bytes // self.layout.extent_bytes) * self.layout.extent_bytes
         arenas = [torch.full((num_bytes,), 0xFF, dtype=torch.uint8) for _ in ranks]
         self.caches = [caches_of(self.layout, arena) for arena in arenas]
         parts = [
@@ -95,9 +107,9 @@ class Group:
             for rank, arena in enumerate(arenas)
         ]
         self.transfer = Transfer(self.layout, Direct(store, arenas[0].numpy().data), shards, parts[1:])
-        per_state = self.layout.state_stride_bytes // self.layout.page_bytes
-        self.pages = tuple(PageId(page) for page in (3, 1, 0, 2))
-        self.slot = StateId(-(-4 // per_state))
+        self.pages = tuple(map(PageId, PLACES))
+        self.windows = tuple(WindowId(first_window + place) for place in PLACES)
+        self.slot = StateId(first_slot) if self.layout.has_states else None
 
     def run(self, start: int, end: int) -> torch.Tensor | None:
         """Logits after the last token of all; None of a step that ends before it."""
@@ -106,8 +118,9 @@ class Group:
             tokens=TOKENS[start:end],
             start=start,
             pages=self.pages,
+            windows=self.windows if self.layout.has_windows else (),
             read=self.slot if start else None,
-            writes=(self.slot,),
+            writes=() if self.slot is None else (self.slot,),
             draws=DRAWS if end == len(TOKENS) else None,
         )
         leader, *_ = self._threads.map(lambda rank: self._rank(rank, row), range(self._size))
@@ -123,28 +136,37 @@ class Group:
             self._exchange.barrier.abort()
             raise
 
+    @property
+    def last_window(self) -> range:
+        return self.layout.last_window(NUM_PAGES)
+
     async def publish(self) -> bool:
         entries: list[Entry] = []
         for depth, (key, page) in enumerate(zip(KEYS, self.pages, strict=False), 1):
             entries.append(Entry(key, entries[-1] if entries else None, depth, page))
-        entries[-1].checkpoint = self.slot
+        entries[-1].checkpoint = Checkpoint(self.slot, tuple(self.windows[i] for i in self.last_window))
         lease = Lease(P, entries=entries, source=entries[-1])
         return await self.transfer.publish(lease, KEYS, 0, checkpoint=True)
 
     async def fetch(self) -> int:
-        lease = Lease(P, own=list(self.pages), spare=[self.slot])
+        lease = Lease(
+            P,
+            own=list(self.pages),
+            spare=[] if self.slot is None else [self.slot],
+            windows=[self.windows[place] for place in self.last_window],
+            first_window=self.last_window.start,
+            fetched_windows=self.last_window,
+        )
         return await self.transfer.fetch(lease, KEYS, NUM_PAGES, self.late.append)
 
     def close(self) -> None:
         self._threads.shutdown()
 
 
-@pytest.fixture(scope="module", params=["dense", "moe"])
+@pytest.fixture(scope="module", params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = CONFIGS["dense-tied" if request.param == "dense" else "moe-two-values"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(CONFIGS, "four-heads", base | FOUR_HEADS)
-        return save(random_model("four-heads"), tmp_path_factory.mktemp(request.param))
+    model = random_model(request.param, **MODELS[request.param])
+    return save(model, tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 4), (4, 1)])

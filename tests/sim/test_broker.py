@@ -109,7 +109,7 @@ async def _stream(world: World, rng: Random, name: str, *, long: bool) -> None:
         sampling=Sampling(seed=1),
     )
     got: list[int] = []
-    want = expected(request, hybrid=world.layout.hybrid)
+    want = expected(request, hybrid=world.layout.has_states, window=world.layout.window_tokens)
     with suppress(Poisonous):  # it lost a second worker while it ran there alone
         async with aclosing(serve(request, world, world, world.root_of, world.layout.page_tokens)) as pieces:
             async for piece in pieces:
@@ -120,30 +120,35 @@ async def _stream(world: World, rng: Random, name: str, *, long: bool) -> None:
 
 @dataclass(frozen=True)
 class Model:
-    """One of the models that share the device: a layout of its own, the same number of bytes."""
+    """One of the models that share the device: a layout and a router of its own, the same number of bytes.
+    `broker` is the router that says the budgets."""
 
     name: str
     layout: Layout
     share_bytes: int
+    router: Router
+    broker: Router
+    store: MemoryStore
 
     def extents(self, num_bytes: int) -> int:
         return num_bytes // self.layout.extent_bytes
 
 
 class Peer:
-    """The worker of one model, which beats to a router that all share; every answer may be lost."""
+    """The worker of one model, which beats to its router, and to the broker of all; every answer may be
+    lost."""
 
-    def __init__(self, model: Model, router: Router, rng: Random, loss: float) -> None:
+    def __init__(self, model: Model, rng: Random, loss: float) -> None:
         layout = model.layout
         floor, most = extents_for(layout, LONGEST), model.extents(2 * model.share_bytes)
         backing = Fixed(layout.extent_bytes * most)
         memory = backing.memory.numpy().data
-        self.model, self._router, self._rng, self._loss = model, router, rng, loss
+        self.model, self._rng, self._loss = model, rng, loss
         cache = Cache(layout, Arena(layout, most, backing, floor), PrefixIndex(layout, "value"))
         self.ledger = Ledger(cache, 16)
         self.engine = Engine(
             self.ledger,
-            Transfer(layout, Direct(MemoryStore(1 << 20), memory)),
+            Transfer(layout, Direct(model.store, memory)),
             FoldRunner(layout, memory, rng, 0.02),
             Limits(
                 budget=Budget(tokens_max=8 + layout.page_tokens, rows_max=8, page_tokens=layout.page_tokens),
@@ -177,16 +182,22 @@ class Peer:
             announcement = self.engine.take_announcement(full=full)
             load = self.engine.load()
             beat = Heartbeat(info=self.info, sequence=sequence, load=load, announcement=announcement)
-            ack = self._router.heartbeat(beat)
+            ack = self.model.router.heartbeat(beat)
+            budget = ack.budget_bytes
+            if self.model.broker is not self.model.router:
+                assert budget is None
+                budget = self.model.broker.budget(beat)
             full = self._rng.random() < self._loss or ack.want_full
-            if not full and ack.budget_bytes is not None:
-                self.engine.resize(ack.budget_bytes)
+            if not full and budget is not None:
+                self.engine.resize(budget)
             sequence += 1
             self.ledger.check()
             await asyncio.sleep(self._rng.random())
 
-    async def ask(self, name: str) -> None:
-        rng = self._rng
+    async def ask(self, name: str) -> int:
+        """Checks the answer; returns how many tokens of the prompt were computed for it. A name has a prompt,
+        whatever the model."""
+        rng = Random(name)
         num_tokens = rng.randrange(1, LONGEST - 20)
         request = Request(
             request_id=name,
@@ -194,10 +205,13 @@ class Peer:
             max_new_tokens=rng.randrange(1, 20),
         )
         got: list[int] = []
+        computed = 0
         async with aclosing(self.engine.generate(request)) as deltas:
             async for delta in deltas:
                 got += delta.tokens
+                computed += delta.provenance.computed_tokens if delta.provenance else 0
         assert got == expected(request, hybrid=self.model.layout.hybrid)
+        return computed
 
     def _root_of(self, salt: str) -> PageKey:
         return Namespace(model=self.model.name, layout=self.model.layout.describe(), salt=salt).root()
@@ -205,8 +219,9 @@ class Peer:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_two_models_share_one_device(seed: int) -> None:
-    """A hybrid and an attention model, of unlike pages and extents, are busy by turns: the memory goes to the
-    busy one, every answer is exact, and together they never map more than the device has."""
+    """A hybrid and an attention model, of unlike pages and extents, are busy by turns with the same prompts:
+    the memory goes to the busy one, every answer is exact, and together they never map more than the device
+    has. They have the store in common, and nothing in it."""
     rng = Random(seed)
     layouts = (
         fold_layout(rng.choice([2, 4]), hybrid=True, extent_bytes_min=1024),
@@ -215,16 +230,21 @@ def test_two_models_share_one_device(seed: int) -> None:
     share = max(extents_for(layout, LONGEST) * layout.extent_bytes for layout in layouts) * rng.choice([2, 4])
 
     async def main() -> None:
-        router = Router(asyncio.get_running_loop().time)
+        now_s, store = asyncio.get_running_loop().time, MemoryStore(1 << 20)
+        first = Router(now_s)
+        routers = (first, Router(now_s, has_budgets=False))
         loss = rng.choice([0, 0.3])
         peers = [
-            Peer(Model(f"model-{i}", layout, share), router, rng, loss) for i, layout in enumerate(layouts)
+            Peer(Model(f"model-{i}", layout, share, router, first, store), rng, loss)
+            for i, (layout, router) in enumerate(zip(layouts, routers, strict=True))
         ]
         lives = [asyncio.create_task(life) for peer in peers for life in (peer.engine.run(), peer.beat())]
         try:
             async with asyncio.timeout(VIRTUAL_S_MAX):
                 for turn in range(3):
                     await _busy(peers, peers[turn % 2], 2 * share)
+                for peer, router in zip(peers, routers, strict=True):
+                    assert [row.info.name for row in router.status().workers] == [peer.model.name]
         finally:
             for life in lives:
                 life.cancel()
@@ -251,3 +271,33 @@ async def _busy(peers: list[Peer], busy: Peer, total_bytes: int) -> None:
         for task in done:
             task.result()
     assert had_most
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_model_finds_nothing_of_another_in_the_store(seed: int) -> None:
+    """The same layout, the same prompts: a worker of the same model has them from the store, one of another
+    model computes every token."""
+    rng = Random(seed)
+    layout = fold_layout(rng.choice([1, 2, 4]), hybrid=rng.random() < 0.5)
+    share = 64 * extents_for(layout, LONGEST) * layout.extent_bytes
+    prompts = [f"p{index}" for index in range(6)]
+
+    async def main() -> None:
+        store, router = MemoryStore(1 << 20), Router(asyncio.get_running_loop().time)
+        peers = [
+            Peer(Model(name, layout, share, router, router, store), rng, 0.0)
+            for name in ("one", "one", "two")
+        ]
+        lives = [asyncio.create_task(peer.engine.run()) for peer in peers]
+        computed: list[list[int]] = []
+        for peer in peers:
+            computed.append([await peer.ask(name) for name in prompts])
+            await peer.engine.drain_publications()
+        for life in lives:
+            life.cancel()
+        await asyncio.wait(lives)
+        first, second, other = computed
+        assert other == first
+        assert sum(second) < sum(first)
+
+    simulate(seed, main())

@@ -27,6 +27,9 @@ LATEST_S = 10.0
 """A fetch that nobody waits for any more holds its memory until it has ended, by then."""
 
 
+WINDOWS = (0, 0, 1, 3, 8, 17)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_stream_is_exact_or_unserved(seed: int) -> None:
     rng = Random(seed)
@@ -34,9 +37,12 @@ def test_every_stream_is_exact_or_unserved(seed: int) -> None:
 
 
 async def _run(rng: Random) -> None:
-    hybrid = rng.random() < 0.8
+    kind = rng.random()
     layout = fold_layout(
-        rng.choice([1, 2, 4, 16]), hybrid=hybrid, extent_bytes_min=rng.choice([1, 256, 1024])
+        rng.choice([1, 2, 4, 16]),
+        hybrid=kind < 0.8,
+        window=WINDOWS[int(kind * 100) % len(WINDOWS)],
+        extent_bytes_min=rng.choice([1, 256, 1024]),
     )
     weather = _weather(rng, layout)
     store = FaultyStore(
@@ -91,7 +97,8 @@ def _weather(rng: Random, layout: Layout) -> Weather:
         decode=0 if mixed else rng.choice([1, 2]),
         mixed=mixed,
         overlap=rng.random() < 0.75,
-        drafts_max=rng.choice([0, 0, 1, 2, 4]),
+        drafts_max=(drafts_max := rng.choice([0, 0, 1, 2, 4])),
+        mtp=drafts_max == 2,
         vocabulary=rng.choice([VOCABULARY, 3]),
         breaks=rng.choice([0, 0, 0.01, 0.1]),
         fault_s=rng.choice([0, 0, 2.0, 8.0]),

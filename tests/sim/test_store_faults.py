@@ -33,6 +33,9 @@ LATEST_S = 120.0
 """After so long every transfer has ended that nobody waits for."""
 
 
+WINDOWS = (0, 0, 1, 3, 8, 17)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_stream_is_exact_and_nothing_is_left_behind(seed: int) -> None:
     rng = Random(seed)
@@ -40,8 +43,12 @@ def test_every_stream_is_exact_and_nothing_is_left_behind(seed: int) -> None:
 
 
 async def _run(rng: Random) -> None:
+    page_tokens, kind = rng.choice([2, 4, 16]), rng.random()
     layout = fold_layout(
-        rng.choice([2, 4, 16]), hybrid=rng.random() < 0.8, extent_bytes_min=rng.choice([1, 256, 1024])
+        page_tokens,
+        hybrid=kind < 0.8,
+        window=WINDOWS[int(kind * 100) % len(WINDOWS)],
+        extent_bytes_min=rng.choice([1, 256, 1024]),
     )
     weather = _weather(rng, layout)
     cluster = FakeMooncake(

@@ -44,7 +44,12 @@ async def converse(world: World, rng: Random, index: int, shared: list[int], lon
 async def ask(world: World, request: Request, patience: int) -> list[int] | None:
     """The answer, checked; None when the client hung up after `patience` tokens. Raises Unserved and
     Poisonous."""
-    want = expected(request, hybrid=world.layout.hybrid, vocabulary=world.weather.vocabulary)
+    want = expected(
+        request,
+        hybrid=world.layout.has_states,
+        vocabulary=world.weather.vocabulary,
+        window=world.layout.window_tokens,
+    )
     got: list[int] = []
     scores: list[TokenLogprob] = []
     finish = None
@@ -57,7 +62,9 @@ async def ask(world: World, request: Request, patience: int) -> list[int] | None
                 got += piece.tokens
                 scores += piece.prompt_logprobs
                 if got:
-                    assert scores == expected_scores(request, hybrid=world.layout.hybrid)
+                    assert scores == expected_scores(
+                        request, hybrid=world.layout.has_states, window=world.layout.window_tokens
+                    )
                 finish = piece.finish
                 if len(got) >= patience:
                     break

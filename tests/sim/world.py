@@ -79,6 +79,7 @@ class Weather:
     broker: bool = False  # all workers share one device, and start at their floors
     overlap: bool = True
     drafts_max: int = 0
+    mtp: bool = False  # the runners guess
     vocabulary: int = VOCABULARY
     fault_s: float = 0.0  # mean time between two faults that are no crashes; 0: none
     breaks: float = 0.0  # of a step with several rows: each of them alone would not have broken it
@@ -96,6 +97,7 @@ class _Freezing(FoldRunner):
             world.weather.step_s_max,
             world.weather.vocabulary,
             worker.breaks,
+            world.weather.drafts_max * world.weather.mtp,
         )
         self.steps: list[Step] = []  # in flight
         self._awake = worker.awake
@@ -142,6 +144,7 @@ class SimWorker:
                 checkpoint_interval=weather.checkpoint_interval,
                 overlap=weather.overlap,
                 drafts_max=weather.drafts_max,
+                mtp=weather.mtp,
             ),
             world.root_of,
         )

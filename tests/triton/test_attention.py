@@ -33,6 +33,7 @@ class Case:
     cache_dtype: torch.dtype | None = None
     window: int | None = None
     sinks: bool = False
+    latent: bool = False
 
     @property
     def lens(self) -> list[int]:
@@ -58,7 +59,7 @@ class Layer:
             pages_N[:left] = 0
             token_N = torch.arange(left * case.page_tokens, length)
             written[pages_N[token_N // case.page_tokens].long(), token_N % case.page_tokens] = True
-        shape = (len(written), kv_heads, 2, case.page_tokens, case.dim)
+        shape = (len(written), kv_heads, 1 if case.latent else 2, case.page_tokens, case.dim)
         kv = torch.where(written[:, None, None, :, None], random(draw, *shape), torch.nan)
         arena = torch.full((len(written), kv_heads, 2, *shape[2:]), torch.nan, dtype=dtype, device=device)
         self.cache = arena[:, :, 1]
@@ -97,6 +98,14 @@ CASES = {
     "extend, pages of 128": Case(**EXTEND, page_tokens=128, heads=(2, 1), dim=256),
     "extend, odd": Case(**EXTEND, page_tokens=1, heads=(5, 1), dim=65),
     "extend, dim 1": Case(new=[30, 1], before=[3, 7], page_tokens=7, heads=(1, 1), dim=1),
+    "latents, decode": Case(**DECODE, heads=(20, 1), dim=40, latent=True),
+    "latents, mixed": Case(**MIXED, heads=(3, 1), dim=48, latent=True),
+    "latents, wide": Case(new=[1, 3, 30], before=[70, 0, 5], heads=(72, 1), dim=576, latent=True),
+    "latents float32": Case(
+        new=[1, 20], before=[70, 5], heads=(2, 1), dim=68, page_tokens=16, dtype=torch.float32, latent=True
+    ),
+    "latents of a power of two": Case(**EXTEND, heads=(2, 1), dim=64, latent=True),
+    "latents, dim 8": Case(**EXTEND, page_tokens=16, heads=(2, 1), dim=8, latent=True),
     "decode, sinks": Case(**DECODE, heads=(4, 2), dim=32, sinks=True),
     "mixed, sinks": Case(**MIXED, heads=(4, 2), dim=32, sinks=True),
     "mixed float32, window and sinks": Case(

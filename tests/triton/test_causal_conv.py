@@ -24,6 +24,7 @@ class Case:
     groups: int = 1
     channels: int = 33
     width: int = 4
+    biased: bool = False
     dtype: torch.dtype = torch.float32
 
     @property
@@ -39,6 +40,7 @@ class Layer:
         groups, channels, past = case.groups, case.channels, case.width - 1
         self.x_TGC = random(draw, sum(case.new), groups, channels + 8)[..., :channels].to(case.dtype)
         self.weight_WGC = random(draw, case.width, groups, channels).to(case.dtype)
+        self.bias_GC = random(draw, groups, channels).to(case.dtype) if case.biased else None
         self.arena = torch.full((1 + SLOTS, 2, groups, past * channels + 5), torch.nan)
         read = sorted({slot for slot in case.read if slot >= 0})
         windows = random(draw, len(read), *self.arena.shape[1:]).to(case.dtype)
@@ -55,8 +57,9 @@ class Layer:
     def run(self, rows: Step | None = None, picked: slice = slice(None)) -> torch.Tensor:
         device = self.state.device
         rows = (rows or self.case.rows).to(device)
-        x_TGC = self.x_TGC.to(device)[picked]
-        return cuda.causal_conv(x_TGC, self.weight_WGC.to(device), self.state, rows).cpu()
+        x_TGC, bias_GC = self.x_TGC.to(device)[picked], self.bias_GC
+        bias_GC = bias_GC if bias_GC is None else bias_GC.to(device)
+        return cuda.causal_conv(x_TGC, self.weight_WGC.to(device), bias_GC, self.state, rows).cpu()
 
 
 def check(case: Case, device: str = "cpu") -> None:
@@ -65,7 +68,9 @@ def check(case: Case, device: str = "cpu") -> None:
     arena = layer.arena.cpu().clone()
     state = layer.state_of(arena, case)
     wanted_state = state.double()
-    wanted = reference.causal_conv(layer.x_TGC.double(), layer.weight_WGC.double(), wanted_state, case.rows)
+    x_TGC, weight_WGC = layer.x_TGC.double(), layer.weight_WGC.double()
+    bias_GC = None if layer.bias_GC is None else layer.bias_GC.double()
+    wanted = reference.causal_conv(x_TGC, weight_WGC, bias_GC, wanted_state, case.rows)
     state.copy_(wanted_state)
     assert relative_error(layer.run(), wanted) < LIMITS[case.dtype]
     assert same_bits(layer.arena.cpu(), arena)
@@ -83,8 +88,10 @@ CASES = {
     ),
     "drafts": Case(new=[5, 2, 1], read=[0, 1, 2], writes=[[3, 0, 4], [-1, 1, 5], [-1, -1, 2]], width=5),
     "mixed": Case(**MIXED),
-    "mixed bfloat16": Case(**MIXED, dtype=torch.bfloat16, channels=130),
-    "kept and read": Case(new=[40, 3], read=[0, 1], writes=[[3, 0, 4], [1, -1, 5]], groups=2, width=3),
+    "mixed bfloat16": Case(**MIXED, dtype=torch.bfloat16, channels=130, biased=True),
+    "kept and read": Case(
+        new=[40, 3], read=[0, 1], writes=[[3, 0, 4], [1, -1, 5]], groups=2, width=3, biased=True
+    ),
     "nothing kept": Case(new=[33, 1], read=[0, -1], writes=[[-1, -1]] * 2),
     "width 1": Case(new=[2, 1], read=[0, -1], writes=[[3], [4]], width=1),
     "width 2": Case(new=[2, 1], read=[0, -1], writes=[[0], [4]], width=2, channels=1),

@@ -84,6 +84,21 @@ def test_logits_are_not_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
     y = ops.logits(x, ops.pack(weight, None))
     assert y.dtype == torch.float32
     assert relative_error(y, x.double() @ weight.double().T) < 1e-5
+    bias = random(draw, 7).to(dtype)
+    y = ops.logits(x, ops.pack(weight, bias))
+    assert y.dtype == torch.float32
+    assert relative_error(y, x.double() @ weight.double().T + bias.double()) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_head_is_a_linear_of_its_own(dtype: torch.dtype, tmp_path: Path) -> None:
+    ops, draw = dispatch.operators("triton", tmp_path), torch.Generator().manual_seed(0)
+    x, weight = random(draw, 5, 3, 40)[..., 8:].to(dtype), random(draw, 3, 20, 32).to(dtype)
+    y = ops.linear_heads(x, ops.pack(weight, None))
+    assert (y.dtype, y.shape) == (dtype, (5, 3, 20))
+    assert y.is_contiguous()
+    wanted = torch.einsum("thi,hoi->tho", x.double(), weight.double())
+    assert relative_error(y, wanted) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

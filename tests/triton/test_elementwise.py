@@ -26,6 +26,10 @@ def rms_norm_gated(width: int, draw: Draw) -> Inputs:
     return [SMALL * draw(5, 3, 2, width), gate, draw(width)]
 
 
+def rms_norm(width: int, draw: Draw) -> Inputs:
+    return [SMALL * draw(5, 8 + width)[:, 8:], draw(width)]
+
+
 def silu_mul(width: int, draw: Draw) -> Inputs:
     return [20 * draw(5, 2 * width)]
 
@@ -40,12 +44,14 @@ def sigmoid_mul_expanded(width: int, draw: Draw) -> Inputs:
 
 
 OURS: dict[Operator, Callable[..., torch.Tensor]] = {
+    rms_norm: lambda x, weight: rms_norm_cuda.rms_norm(x, weight, EPSILON),
     rms_norm_gated: lambda x, gate, weight: rms_norm_cuda.rms_norm_gated(x, gate, weight, EPSILON),
     silu_mul: activation_cuda.silu_mul,
     sigmoid_mul: activation_cuda.sigmoid_mul,
     sigmoid_mul_expanded: activation_cuda.sigmoid_mul,
 }
 REFERENCE: dict[Operator, Callable[..., torch.Tensor]] = {
+    rms_norm: lambda x, weight: rms_norm_reference.rms_norm(x, weight, EPSILON),
     rms_norm_gated: lambda x, gate, weight: rms_norm_reference.rms_norm_gated(x, gate, weight, EPSILON),
     silu_mul: activation_reference.silu_mul,
     sigmoid_mul: activation_reference.sigmoid_mul,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity.hybrid import CONFIGS, MOE, random_model, save
+from tests.parity.architectures import random_model, save
 from tests.parity.served import answer, serving
 from tests.unit.workers.padded import Bed, check_padding
 from tidemill.kernels.dispatch import operators
@@ -18,7 +18,7 @@ from tidemill.workers.messages import Request
 from tidemill.workers.settings import EngineSettings
 
 PAGE_TOKENS = 8
-TINY = MOE | {
+TINY = {
     "vocab_size": 8,  # so that answers repeat what was there, and are guessed
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -30,13 +30,15 @@ TINY = MOE | {
     "num_experts": 3,
     "num_experts_per_tok": 2,
     "decoder_sparse_step": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "attention_bias": False,
 }
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setitem(CONFIGS, "tiny", TINY)
-    return save(random_model("tiny", seed=2), tmp_path / "model")
+def folder(tmp_path: Path) -> Path:
+    return save(random_model("qwen3_next/moe-two-values", seed=2, **TINY), tmp_path / "model")
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
-from tests.parity.hybrid import Runner, random_model, save
+from tests.parity.architectures import random_model, save
+from tests.parity.steps import Runner
 from tidemill.kernels.dispatch import REFERENCE, Operators, operators
 from tidemill.kvstore.layout import KvDtype
 from tidemill.workers.models.registry import load
@@ -39,7 +40,7 @@ def logits_of(folder: Path, ops: Operators, kv_dtype: KvDtype) -> torch.Tensor:
         return model.model.logits(torch.cat(first.hidden + second.hidden))
 
 
-@pytest.mark.parametrize("name", ["moe-two-values"])
+@pytest.mark.parametrize("name", ["qwen3_next/moe-two-values", "granitemoehybrid/moe"])
 def test_float32_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     folder = save(random_model(name), tmp_path / "model")
     found, wanted = (logits_of(folder, ops, "float32") for ops in (operators("triton", tmp_path), REFERENCE))
@@ -47,24 +48,25 @@ def test_float32_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 2e-4
 
 
-def divergence(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Kullback-Leibler, mean of the tokens."""
+def divergences(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Kullback-Leibler, of each token."""
     found, wanted = found.log_softmax(-1), wanted.log_softmax(-1)
-    return float(torch.nn.functional.kl_div(found, wanted, log_target=True, reduction="batchmean"))
+    return torch.nn.functional.kl_div(found, wanted, log_target=True, reduction="none").sum(-1)
 
 
 def test_bfloat16_is_no_further_from_float32_than_in_transformers(tmp_path: Path) -> None:
-    """Of the same bfloat16 weights. The definitions compute in float32."""
-    ours = theirs = 0.0
+    """Of the same bfloat16 weights. The definitions compute in float32. In the median: a token that hangs in
+    the balance falls far either way."""
+    ours, theirs = list[torch.Tensor](), list[torch.Tensor]()
     for seed in range(3):
-        model = random_model("dense-tied", seed).bfloat16()
+        model = random_model("qwen3_next/dense-tied", seed).bfloat16()
         folder = save(model, tmp_path / f"model-{seed}")
         wanted = logits_of(folder, REFERENCE, "bfloat16")
-        ours += divergence(logits_of(folder, operators("triton", tmp_path), "bfloat16"), wanted)
+        ours.append(divergences(logits_of(folder, operators("triton", tmp_path), "bfloat16"), wanted))
         with torch.inference_mode():
             outputs = [model(ids.unsqueeze(0), use_cache=False) for ids in drawn_ids()]
-        theirs += divergence(torch.cat([output.logits[0].float() for output in outputs]), wanted)
-    assert 0 < ours < theirs
+        theirs.append(divergences(torch.cat([output.logits[0].float() for output in outputs]), wanted))
+    assert 0 < float(torch.cat(ours).median()) < float(torch.cat(theirs).median())
 
 
 class Launches(TorchDispatchMode):
@@ -100,14 +102,14 @@ ATTENTION = [
 ]
 DENSE = ["add_norm_rows", "linear", "silu_mul_part", "linear"]
 MOE = [
-    *("add_norm_rows", *PRODUCT, "route", "plan", "gate_up_tile", "linear", "silu_mul_part", "linear"),
+    *("add_norm_rows", *PRODUCT, "choose", "plan", "gate_up_tile", "linear", "silu_mul_part", "linear"),
     *("plan", "down_tile", "combine"),
 ]
 
 
 def test_what_a_decode_step_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of bfloat16 weights: nothing converts between operators, and sums have no launch of their own."""
-    folder = save(random_model("moe-two-values").bfloat16(), tmp_path / "model")
+    folder = save(random_model("qwen3_next/moe-two-values").bfloat16(), tmp_path / "model")
     model = load(folder, operators("triton", tmp_path), no_progress)
     runner = Runner(model, page_tokens=16, kv_dtype="bfloat16")
     sequence = runner.add([5, 6, 7])
@@ -116,6 +118,7 @@ def test_what_a_decode_step_launches(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with Launches(monkeypatch) as launches:
             hidden_TH = runner.step([(sequence, 1)])
             model.model.logits(hidden_TH)
-    names = launches.names[launches.names.index("embedding") :]
+    angles = ["to", "mul", "cos", "sin", "stack"]
+    names = launches.names[launches.names.index("embedding") - len(angles) :]
     layers = [*LINEAR, *DENSE, *LINEAR, *MOE, *LINEAR, *DENSE, *ATTENTION, *MOE]
-    assert names == ["embedding", "to", "mul", "cos", "sin", "stack", *layers, "add_norm_rows", *PRODUCT]
+    assert names == [*angles, "embedding", *layers, "add_norm_rows", *PRODUCT]

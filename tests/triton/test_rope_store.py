@@ -24,6 +24,8 @@ class Case:
     rotary: int = 32
     dtype: torch.dtype = torch.bfloat16
     cache_dtype: torch.dtype = torch.bfloat16
+    normed: bool = True
+    latent: bool = False
 
 
 class Layer:
@@ -36,11 +38,13 @@ class Layer:
         projected_TI = random(draw, tokens, 2 * (q_heads + kv_heads) * dim).to(device, case.dtype)
         k_from = 2 * q_heads * dim
         self.q_THD = projected_TI[:, :k_from].view(tokens, q_heads, 2 * dim)[..., :dim]
-        self.k_TKD, self.v_TKD = projected_TI[:, k_from:].view(tokens, 2, kv_heads, dim).unbind(1)
-        self.q_weight_D, self.k_weight_D = (1 + random(draw, 2, dim) / 10).to(device, case.dtype)
+        self.k_TKD, v_TKD = projected_TI[:, k_from:].view(tokens, 2, kv_heads, dim).unbind(1)
+        self.v_TKD = None if case.latent else v_TKD
+        weights = (1 + random(draw, 2, dim) / 10).to(device, case.dtype)
+        self.q_weight_D, self.k_weight_D = weights if case.normed else (None, None)
         self.angles_T2R = random(draw, tokens, 2, case.rotary // 2).to(device)
         self.pages = shuffled_pages(lens, case.page_tokens, draw)
-        shape = (1 + int(self.pages.max()), kv_heads, 2, 2, case.page_tokens, dim)
+        shape = (1 + int(self.pages.max()), kv_heads, 2, 1 if case.latent else 2, case.page_tokens, dim)
         self.arena = torch.full(shape, torch.nan, dtype=case.cache_dtype, device=device)
         self.cache = self.arena[:, :, 1]
         self.rows = step(case.new, case.before, self.pages)
@@ -55,9 +59,9 @@ class Layer:
     def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What is returned, and what the pages hold then."""
         cache = torch.full(self.cache.shape, torch.nan, dtype=torch.float64)
-        q, k, v, q_weight, k_weight, angles = (
-            x.cpu().double()
-            for x in (self.q_THD, self.k_TKD, self.v_TKD, self.q_weight_D, self.k_weight_D, self.angles_T2R)
+        q, k, angles = (x.cpu().double() for x in (self.q_THD, self.k_TKD, self.angles_T2R))
+        v, q_weight, k_weight = (
+            None if x is None else x.cpu().double() for x in (self.v_TKD, self.q_weight_D, self.k_weight_D)
         )
         out = reference.rope_store(q, k, v, q_weight, k_weight, EPSILON, angles, cache, self.rows)
         return out, cache
@@ -82,6 +86,23 @@ CASES = {
     "odd": Case(new=[2, 17], before=[1, 30], page_tokens=1, heads=(5, 1), dim=63, rotary=20),
     "all turned": Case(new=[2, 7], before=[1, 3], page_tokens=7, heads=(1, 1), dim=34, rotary=34),
     "none turned": Case(new=[2, 7], before=[1, 3], heads=(1, 1), dim=1, rotary=0),
+    "none turned nor normed": Case(new=[1, 5], before=[9, 3], heads=(2, 1), dim=32, rotary=0, normed=False),
+    "decode, not normed": Case(new=[1] * 3, before=[0, 63, 64], heads=(6, 2), normed=False),
+    "latents, decode": Case(
+        new=[1] * 3, before=[0, 63, 64], heads=(16, 1), dim=144, normed=False, latent=True
+    ),
+    "latents, mixed float32": Case(
+        new=[2, 1, 9],
+        before=[15, 2, 40],
+        page_tokens=16,
+        heads=(3, 1),
+        dim=40,
+        rotary=8,
+        dtype=torch.float32,
+        cache_dtype=torch.float32,
+        normed=False,
+        latent=True,
+    ),
 }
 
 
@@ -105,6 +126,7 @@ def test_matches_the_definition(case: Case) -> None:
 def test_values_are_stored_as_they_are() -> None:
     layer = Layer(Case(new=[3], before=[0], page_tokens=16, cache_dtype=torch.float32))
     layer.run()
+    assert layer.v_TKD is not None
     assert torch.equal(layer.cache[1, :, 1, :3].transpose(0, 1), layer.v_TKD.float())
 
 

@@ -1,74 +1,99 @@
-"""Calls of tools as models write them between <tool_call> and </tool_call>, in one of two forms.
+"""Calls of tools as models write them, once they are whole: what is called, and with which values.
 
-    json    {"name": "look", "arguments": {"at": "the harbor"}}                                 Hermes, Qwen3
-    xml     <function=look> <parameter=at> the harbor </parameter> </function>                  Qwen3-Coder
+    json    {"name": "look", "arguments": {"at": "the harbor"}}
+    xml     <function=look> <parameter=at> the harbor </parameter> </function>
+    python  look(at="the harbor")
 
 XML says nothing about types: what a parameter is comes from the schema of its function.
 """
 
+import ast
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+import warnings
+from collections.abc import Mapping
+from typing import Any, assert_never, cast
 
-FUNCTION = "<function="
-"""What a chat template has that asks for XML."""
+from tidemill.workers.api.forms import Body
+from tidemill.workers.api.parts import Call
 
 WITHOUT_PARAMETERS = re.compile(r"\s*<function=([^>\s]+)>\s*(?:</function>\s*)?")
 CONSTANTS = {"True": True, "False": False, "None": None}
 """As models write them that think of Python."""
 
+NAMES = {"true": True, "false": False, "null": None}
+"""As models write them in Python that think of JSON."""
+
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the arguments, by function."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call, or a piece of one: the first piece has the name, and the arguments of all of them add up to the
-    text of a JSON object."""
-
-    index: int
-    name: str | None
-    arguments: str
-
-
-def joined(pieces: Iterable[Call]) -> list[Call]:
-    """The same with what there is of each call in one piece."""
-    whole: dict[int, Call] = {}
-    for piece in pieces:
-        before = whole.get(piece.index)
-        whole[piece.index] = (
-            piece if before is None else Call(piece.index, before.name, before.arguments + piece.arguments)
-        )
-    return list(whole.values())
-
-
-def call_of(body: str, index: int, schemas: Schemas | None) -> Call | None:
-    """The call that stands between the tags, of those that cannot be told while they come; None if it is
-    none. `schemas` are those of a model that writes XML."""
-    if schemas is not None:
-        bare = WITHOUT_PARAMETERS.fullmatch(body)
-        return None if bare is None else Call(index, bare[1], "{}")
-    found = _json(body)
+def call_of(text: str, index: int, body: Body) -> Call | None:
+    """The call that `text` is, of those that cannot be told while they come; None if it is none."""
+    match body:
+        case "json":
+            found = _json(text)
+        case "xml":
+            bare = WITHOUT_PARAMETERS.fullmatch(text)
+            found = None if bare is None else (bare[1], dict[str, object]())
+        case "python":
+            found = _python(text)
+        case "channels":
+            found = None
+        case _:
+            assert_never(body)
     if found is None:
         return None
     name, arguments = found
     return Call(index, name, json.dumps(arguments, ensure_ascii=False))
 
 
-def _json(body: str) -> tuple[str, dict[str, object]] | None:
-    try:
-        called: object = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(called, dict):
-        return None
-    fields = cast("dict[str, object]", called)
-    name, arguments = fields.get("name"), fields.get("arguments", {})
+def _json(text: str) -> tuple[str, dict[str, object]] | None:
+    called = _object(text.strip().removeprefix("["))
+    name, arguments = called.get("name"), called.get("arguments", called.get("parameters", {}))
+    if isinstance(arguments, str) and arguments:
+        arguments = _object(arguments) or None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
     return name, cast("dict[str, object]", arguments)
+
+
+def _object(text: str) -> dict[str, object]:
+    """Empty if the text is that of something else."""
+    try:
+        value: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return cast("dict[str, object]", value) if isinstance(value, dict) else {}
+
+
+def _python(text: str) -> tuple[str, dict[str, object]] | None:
+    """Of a call of a function with keywords alone, whose values are constants."""
+    name, bracket, arguments = text.strip().removeprefix("[").partition("(")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+            tree = ast.parse(f"f{bracket}{arguments}", mode="eval").body
+        if not isinstance(tree, ast.Call) or tree.args:
+            return None
+        found = {str(one.arg): _constant(one.value) for one in tree.keywords if one.arg is not None}
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+    return (name.strip(), found) if len(found) == len(tree.keywords) else None
+
+
+def _constant(node: ast.expr) -> object:
+    """What Python or JSON calls a constant, lists and objects of them. Raises ValueError."""
+    match node:
+        case ast.Name(id=name) if name in NAMES:
+            return NAMES[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_constant(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            pairs = zip(keys, values, strict=True)
+            return {str(_constant(key)): _constant(value) for key, value in pairs if key is not None}
+        case _:
+            return ast.literal_eval(node)
 
 
 def value_of(text: str, wanted: Mapping[str, Any]) -> object:

@@ -2,66 +2,71 @@
 
     <think> reasoning </think> words <tool_call> call </tool_call> ...
 
-The tags of Qwen and Hermes models; what a call looks like is in calls.py, how it is told while it comes in
-calling.py. No text is lost: what looks like a call and is none is told as words.
+Which tags these are is data (forms.py). How a call is told while it comes is in calling.py; models that speak
+in channels are another matter (harmony.py). No text is lost: what looks like a call and is none is words.
 """
 
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tidemill.workers.api.calling import Calling
-from tidemill.workers.api.calls import Call, Schemas
+from tidemill.workers.api.calls import Schemas
+from tidemill.workers.api.forms import CHANNELS, CallForm, Thinking
+from tidemill.workers.api.parts import Part, Reasoning, Words
 from tidemill.workers.api.text import growing
 
-THINK, THOUGHT = "<think>", "</think>"
-CALL, CALLED = "<tool_call>", "</tool_call>"
+BETWEEN = re.compile(r"\s*([;,]?)\s*")
+"""Two calls that have no tags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """How a model's answer is to be read.
+    """How one answer is to be read.
 
-    thinks      it may begin with reasoning
-    thinking    the prompt ends inside of that already
-    calls       it may call tools; with `calls_max` 1, further calls are dropped
-    schemas     of the tools, for a model that writes its calls as XML; None: it writes JSON
+    reasoning  how it may reason; None: all that it says is words
+    thinking   the prompt ends inside of that already
+    form       of its calls; None: it may call nothing
+    calls_max  1: further calls are dropped
+    schemas    of the arguments, by function
+    channels   the model speaks in channels
+    begun      what of the answer stands at the end of the prompt then
     """
 
-    thinks: bool = False
+    reasoning: Thinking | None = None
     thinking: bool = False
-    calls: bool = False
+    form: CallForm | None = None
     calls_max: int | None = None
-    schemas: Schemas | None = None
+    schemas: Schemas = field(default_factory=dict[str, dict[str, object]])
+    channels: bool = False
+    begun: str = ""
 
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Words:
-    text: str
-
-
-Part = Reasoning | Words | Call
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """That show how the answer is to be read."""
+        if self.channels:
+            return CHANNELS
+        return (*(self.reasoning.tags if self.reasoning else ()), *(self.form.tags if self.form else ()))
 
 
 class Speech:
-    """The parts of one answer; no I/O. A tag may come in several pieces: what may become one is held back."""
+    """A Listener. A tag may come in several pieces: what may become one is held back."""
 
     def __init__(self, manner: Manner) -> None:
         self._manner = manner
-        self._inside: Literal["start", "reasoning", "words", "call"] = "words"
-        if manner.thinks or manner.thinking:
-            self._inside = "reasoning" if manner.thinking else "start"
+        self._thinking = manner.reasoning or Thinking()
+        self._inside: Literal["start", "reasoning", "words", "call", "between"] = "start"
+        if manner.thinking:
+            self._inside = "reasoning"
         self._held = ""
         self._after_tag = manner.thinking  # white space there is nobody's words
-        self._calling = Calling(0, manner.schemas)
+        self._begin = ""  # the tag before the call
+        self._calling: Calling | None = None
+        self._silent = True  # neither words nor calls so far
         self.num_calls = 0
 
     def push(self, text: str, *, last: bool) -> list[Part]:
-        """The parts that `text` completes; all that is left if it is the `last`."""
         self._held += text
         parts: list[Part] = []
         while self._step(parts, last=last):
@@ -74,62 +79,111 @@ class Speech:
             case "start":
                 return self._start(last=last)
             case "reasoning":
-                found = self._pass_on(parts, THOUGHT, Reasoning, last=last)
-                if found:
-                    self._go("words")
-                return found
+                found = self._pass_on(parts, (self._thinking.close,), Reasoning, last=last)
+                if found is not None:
+                    self._go("words", after_tag=True)
+                return found is not None
             case "words":
-                found = self._pass_on(parts, CALL if self._manner.calls else "", Words, last=last)
-                if found:
-                    self._go("call")
-                return found
+                return self._words(parts, last=last)
             case "call":
                 return self._call(parts, last=last)
+            case "between":
+                return self._between(last=last)
 
-    def _go(self, inside: Literal["reasoning", "words", "call"]) -> None:
+    def _go(self, inside: Literal["reasoning", "words", "between"], *, after_tag: bool) -> None:
         self._inside = inside
-        self._after_tag = True
-        if inside == "call":
-            self._calling = Calling(self.num_calls, self._manner.schemas)
+        self._after_tag = after_tag
 
     def _start(self, *, last: bool) -> bool:
         """Reasoning, if the first thing that is no white space says so."""
         begun = self._held.lstrip()
-        if begun.startswith(THINK):
-            self._held = begun[len(THINK) :]
-            self._go("reasoning")
-            return True
-        if not last and THINK.startswith(begun):
+        for tag in self._thinking.opens:
+            if begun.startswith(tag):
+                self._held = begun[len(tag) :]
+                self._go("reasoning", after_tag=True)
+                return True
+        if not last and any(tag.startswith(begun) for tag in self._thinking.opens):
             return False
-        self._inside = "words"
+        self._go("words", after_tag=False)
         return True
 
-    def _pass_on(self, parts: list[Part], tag: str, kind: type[Reasoning | Words], *, last: bool) -> bool:
-        """What is held, up to `tag` (if any) and without it. Whether it was found."""
-        at = self._held.find(tag) if tag else -1
-        cut = at if at >= 0 else len(self._held) - (0 if last else growing(self._held, (tag,)))
-        text, self._held = self._held[:cut], self._held[cut + (len(tag) if at >= 0 else 0) :]
+    def _words(self, parts: list[Part], *, last: bool) -> bool:
+        form = self._manner.form
+        if form is None:
+            self._pass_on(parts, (), Words, last=last)
+            return False
+        if self._silent and form.bare:
+            begun = self._held.lstrip()
+            if not begun and not last:
+                return False
+            if begun.startswith(form.bare):
+                self._call_next(form, "")
+                return True
+        tag = self._pass_on(parts, (*form.begins, *form.dropped), Words, last=last)
+        if tag in form.begins:
+            self._call_next(form, tag)
+        elif tag is not None:
+            self._after_tag = True
+        return tag is not None
+
+    def _pass_on(
+        self, parts: list[Part], tags: Sequence[str], kind: type[Reasoning | Words], *, last: bool
+    ) -> str | None:
+        """What is held, up to the first of the `tags` and without it: the tag that was found."""
+        found = ((at, tag) for tag in tags if (at := self._held.find(tag)) >= 0)
+        at, tag = min(found, default=(len(self._held), None))
+        if tag is None and not last:
+            at -= growing(self._held, tags)
+        text, self._held = self._held[:at], self._held[at + len(tag or "") :]
         if self._after_tag:
             text = text.lstrip()
         if text:
             self._after_tag = False
+            self._silent = self._silent and kind is Reasoning
             parts.append(kind(text))
-        return at >= 0
+        return tag
+
+    def _call_next(self, form: CallForm, begin: str) -> None:
+        self._inside = "call"
+        self._begin = begin
+        self._calling = Calling(self.num_calls, form, self._manner.schemas)
 
     def _call(self, parts: list[Part], *, last: bool) -> bool:
-        at = self._held.find(CALLED)
-        cut = at if at >= 0 else len(self._held) - (0 if last else growing(self._held, (CALLED,)))
-        text, self._held = self._held[:cut], self._held[cut + (len(CALLED) if at >= 0 else 0) :]
-        pieces = self._calling.push(text)
-        if at >= 0 or last:
-            left = self._calling.end(closed=at >= 0)
+        form, calling = self._manner.form, self._calling
+        assert form is not None
+        assert calling is not None
+        pieces = calling.push(self._held, last=last)
+        self._held = calling.rest or ""
+        over = calling.rest is not None
+        if over or last:
+            left = calling.end()
             if left is None:
-                parts.append(Words(CALL + self._calling.held + (CALLED if at >= 0 else "")))
+                parts.append(Words(self._begin + calling.held + (form.ends if over else "")))
+            follows = over and not form.ends and left is not None
+            self._go("between" if follows else "words", after_tag=left is not None)
             pieces += left or []
         most = self._manner.calls_max
         if pieces and (most is None or pieces[0].index < most):
             self.num_calls = pieces[0].index + 1
             parts += pieces
-        if at >= 0 or last:
-            self._go("words")
-        return at >= 0
+        self._silent = self._silent and not over
+        return over
+
+    def _between(self, *, last: bool) -> bool:
+        """Another call follows, of those without tags, or something else."""
+        form = self._manner.form
+        assert form is not None
+        between = BETWEEN.match(self._held)
+        assert between is not None
+        begin, rest = between[0], self._held[between.end() :]
+        if not rest and not last:
+            return False
+        follows = rest[:1].isidentifier() and bool(between[1]) if form.body == "python" else rest[:1] == "{"
+        if follows:
+            self._held = rest
+            self._call_next(form, begin)
+            return True
+        if rest[:1] == "]" and not between[1]:
+            self._held = rest[1:]
+        self._go("words", after_tag=True)
+        return True

@@ -4,6 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from tidemill.workers.api.families import Style
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -23,12 +25,14 @@ class Rendering:
     answers    the prompt ends where the model's answer starts
     continues  it ends inside of the last message, which the model goes on with
     options    variables of the template
+    begun      what the answer starts with, behind all that
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
     answers: bool = True
     continues: bool = False
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    begun: str = ""
 
 
 PLAIN = Rendering()
@@ -48,15 +52,22 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     @property
-    def tags(self) -> Collection[str]:
-        """Those of `speech.py` that the model was made to write, and `calls.FUNCTION` if it calls in XML."""
+    def style(self) -> Style:
+        """How the model writes calls of tools and reasoning."""
+        ...
+
+    @property
+    def added(self) -> Mapping[str, int]:
+        """Texts that are one token wherever they stand."""
         ...
 
     def chat(self, messages: Sequence[Message], how: Rendering = PLAIN) -> list[int]:
         """Tokens of a conversation. Raises RequestError."""
         ...
 
-    def decoder(self) -> Decoder: ...
+    def decoder(self, shown: Collection[str] = ()) -> Decoder:
+        """Special tokens have no text but for those that are `shown`."""
+        ...
 
     def piece(self, token: int) -> bytes:
         """What one token stands for, which may be a part of a character; empty if it is none of the

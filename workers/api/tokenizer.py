@@ -3,8 +3,10 @@
 """The tokenizer and the chat template of a Hugging Face folder."""
 
 import inspect
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,61 +15,85 @@ from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
 
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.api.calls import FUNCTION
-from tidemill.workers.api.speech import CALL, THOUGHT
+from tidemill.workers.api.families import AUTO, SILENT, ChatSettings, Style, style_of
+from tidemill.workers.api.forms import FORMS
+from tidemill.workers.api.templates import (
+    PLAINLY,
+    Render,
+    Shape,
+    Turns,
+    careful,
+    shape_of,
+    template_of,
+)
 from tidemill.workers.api.text import PLAIN, Message, Rendering
 from tidemill.workers.messages import RequestError
 
 PENDING_TOKENS_MAX = 8
 """A character has at most 4 bytes: after this many tokens without text, what is pending is no character."""
 
+SHOWS_TOOLS = re.compile(r"\btools\b")
+"""A template that has a place for them."""
+
 BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
-Render = Callable[[Sequence[Message], Rendering], str]
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A chat template: its text, what renders turns with it or raises RequestError, and how it takes them."""
+
+    text: str
+    render: Render
+    shape: Shape = PLAINLY
 
 
 class FolderTokenizer:
-    """Encodes, decodes and renders chats. `render` is None for a model without a chat template, whose text
-    is `template`."""
+    """Encodes, decodes and renders chats; `template` is None for a model without one."""
 
-    def __init__(self, raw: RawTokenizer, render: Render | None, template: str = "") -> None:
+    def __init__(self, raw: RawTokenizer, template: Template | None, style: Style = SILENT) -> None:
         raw.no_truncation()  # long prompts are refused, not cut
         raw.no_padding()
         self._raw = raw
-        self._render = render
         self._template = template
-        self.tags = frozenset(
-            tag for tag in (CALL, THOUGHT, FUNCTION) if tag in template or raw.token_to_id(tag)
-        )
-        self._added = {token: one.content for token, one in raw.get_added_tokens_decoder().items()}
+        self.style = style
+        added = raw.get_added_tokens_decoder()
+        self.added = {one.content: token for token, one in added.items()}
+        self._texts = {token: one.content for token, one in added.items()}
+        self._special = {token: one.content for token, one in added.items() if one.special}
         self._bytes_of = byte_alphabet() if "ByteLevel" in str(raw.decoder) else None
 
     def encode(self, text: str) -> list[int]:
         return self._raw.encode(text).ids
 
     def chat(self, messages: Sequence[Message], how: Rendering = PLAIN) -> list[int]:
-        if self._render is None:
-            raise RequestError("this model has no chat template: use /v1/completions", param="messages")
-        if how.tools and not (CALL in self.tags and "tools" in self._template):
+        template = self._template
+        if template is None:
             raise RequestError(
-                "this model's chat template has no tools in the manner of Qwen and Hermes: leave them out",
+                "this model has no chat template: use /v1/completions, or start the server with "
+                "--chat-template FILE",
+                param="messages",
+            )
+        if how.tools and not SHOWS_TOOLS.search(template.text):
+            raise RequestError(
+                "this model's chat template shows no tools: leave them out, or start the server with another "
+                "--chat-template",
                 param="tools",
             )
-        try:
-            text = self._render(messages, how)
-        except RequestError:
-            raise
-        except Exception as error:  # a template is a program that came with the model: it may raise anything
+        if how.tools and self.style.form is None:
+            known = ", ".join(FORMS)
             raise RequestError(
-                f"the model's chat template refuses these messages: {error}", param="messages"
-            ) from error
+                "nobody knows how this model calls tools: leave them out, or start the server with "
+                f"--tool-call-parser, one of {known}",
+                param="tools",
+            )
+        text = template.render(template.shape.turns(messages), how) + how.begun
         return self._raw.encode(text, add_special_tokens=False).ids
 
-    def decoder(self) -> "StreamDecoder":
-        return StreamDecoder(self._raw)
+    def decoder(self, shown: Collection[str] = ()) -> "StreamDecoder":
+        return StreamDecoder(self._raw, {token for token, text in self._special.items() if text not in shown})
 
     def piece(self, token: int) -> bytes:
-        text = self._added.get(token)
+        text = self._texts.get(token)
         if text is not None:
             return text.encode()
         written = self._raw.id_to_token(token) or ""
@@ -80,19 +106,22 @@ class FolderTokenizer:
 class StreamDecoder:
     """Text of one stream, in constant memory whatever bytes the model emits."""
 
-    def __init__(self, raw: RawTokenizer) -> None:
+    def __init__(self, raw: RawTokenizer, hidden: Collection[int]) -> None:
         self._raw = raw
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._hidden = hidden
+        self._stream = DecodeStream(skip_special_tokens=False)
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:
+        if token in self._hidden:
+            return ""
         self._pending.append(token)
         text = self._stream.step(self._raw, token)
         if text is None and len(self._pending) < PENDING_TOKENS_MAX:
             return ""
         if text is None:
-            text = self._raw.decode(self._pending, skip_special_tokens=True)
-            self._stream = DecodeStream(skip_special_tokens=True)
+            text = self._raw.decode(self._pending, skip_special_tokens=False)
+            self._stream = DecodeStream(skip_special_tokens=False)
         self._pending.clear()
         return text
 
@@ -106,7 +135,7 @@ def byte_alphabet() -> dict[str, bytes]:
     return written | {chr(256 + place): bytes([byte]) for place, byte in enumerate(others)}
 
 
-def load_tokenizer(folder: Path) -> FolderTokenizer:
+def load_tokenizer(folder: Path, chat: ChatSettings = AUTO) -> FolderTokenizer:
     """Read the tokenizer of a model folder; nothing is downloaded, no code of the folder is run."""
     try:
         loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -118,11 +147,15 @@ def load_tokenizer(folder: Path) -> FolderTokenizer:
     raw = getattr(loaded, "backend_tokenizer", None)
     if raw is None:
         raise TidemillError(f"{folder} has no tokenizer.json: convert its tokenizer to the fast format")
-
+    if chat.template is not None:
+        loaded.chat_template = template_of(chat.template)
+    text = str(loaded.chat_template or "")
+    added = {one.content for one in raw.get_added_tokens_decoder().values()}
+    style = style_of(model_type_of(folder), text, added, chat)
     reserved = inspect.signature(loaded.apply_chat_template).parameters
 
-    def render(messages: Sequence[Message], how: Rendering) -> str:
-        turns = [{"role": message.role, "content": message.content, **message.more} for message in messages]
+    @careful
+    def render(turns: Turns, how: Rendering) -> str:
         return loaded.apply_chat_template(
             turns,
             tools=list(how.tools) or None,
@@ -132,7 +165,17 @@ def load_tokenizer(folder: Path) -> FolderTokenizer:
             **checked_options(how.options, reserved),
         )
 
-    return FolderTokenizer(raw, render if loaded.chat_template else None, str(loaded.chat_template or ""))
+    template = Template(text, render, shape_of(render)) if text else None
+    return FolderTokenizer(raw, template, style)
+
+
+def model_type_of(folder: Path) -> str:
+    """Empty where config.json does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(config.get("model_type", "")) if isinstance(config, dict) else ""
 
 
 def checked_options(options: Mapping[str, Any], reserved: Mapping[str, object]) -> Mapping[str, Any]:

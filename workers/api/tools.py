@@ -1,21 +1,14 @@
-"""The tools of a chat: what a client offers, what the model must call, and the grammar of a forced call."""
+"""The tools of a chat: what a client offers, and what the model must call."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from tidemill.workers.api.calls import FUNCTION, choices_of, is_text, parameters_of
-from tidemill.workers.api.speech import CALL, CALLED, THOUGHT, Manner
-from tidemill.workers.api.structured import check_schema
-from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError
+from tidemill.workers.messages import RequestError
 
 TOOLS_MAX = 128
-BREAK = "\n\n"
-LINE = "\n"
-END = "</parameter>"
 CHOICE_FORMS = 'give none, auto, required, or {"type": "function", "function": {"name": ...}}'
 
 
@@ -82,79 +75,3 @@ def offered(tools: Sequence[Tool], choice: Literal["none", "auto", "required"] |
             )
         return found
     return list(tools)
-
-
-def forced(tools: Sequence[Tool], manner: Manner) -> Grammar:
-    """An answer that calls one of the tools, or several times one of them. Reasoning in which the prompt ends
-    is cut short. Raises RequestError."""
-    end = f"{json.dumps(THOUGHT + BREAK)} " if manner.thinking else ""
-    functions = [tool.function for tool in tools]
-    for function in functions:
-        check_schema(function.parameters or {}, "tools")
-    if manner.schemas is None:
-        bodies, rules = [f"%json {_schema_of(function)}" for function in functions], list[str]()
-    else:
-        bodies = [f"f{number}" for number in range(len(functions))]
-        rules = [rule for number, function in enumerate(functions) for rule in _xml_rules(function, number)]
-        rules.append(f"text[suffix={json.dumps(END)}]: /(?s:.*)/")
-    text = "\n".join(
-        (
-            f"start: {end}call" + (' ("\\n" call)*' if manner.calls_max is None else ""),
-            f'call: {json.dumps(CALL)} "\\n" body "\\n" {json.dumps(CALLED)}',
-            "body: " + "\n    | ".join(bodies),
-            *rules,
-        )
-    )
-    if len(text.encode(errors="replace")) > GRAMMAR_BYTES_MAX:
-        raise RequestError(
-            f"tools: their schemas have more than {GRAMMAR_BYTES_MAX:,} bytes, too many to force a call: "
-            "shorten them, or use tool_choice auto",
-            param="tools",
-        )
-    return Grammar(kind="lark", text=text)
-
-
-def _xml_rules(function: Function, number: int) -> list[str]:
-    """What the model writes to call it: its parameters in their order, those aside that it may leave out."""
-    schema = function.parameters or {}
-    required: object = schema.get("required")
-    needed = cast("list[object]", required) if isinstance(required, list) else []
-    defined = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    rules: list[str] = []
-    body = [_quoted(f"{FUNCTION}{function.name}>\n")]
-    for place, (name, wanted) in enumerate(parameters_of(schema).items()):
-        rule = f"f{number}p{place}"
-        body.append(rule if name in needed else f"{rule}?")
-        rules.append(f"{rule}: {_quoted(f'<parameter={name}>' + LINE)} {_xml_value(wanted, defined)}")
-    body.append(_quoted("</function>"))
-    return [f"f{number}: {' '.join(body)}", *rules]
-
-
-def _xml_value(wanted: dict[str, Any], defined: dict[str, Any]) -> str:
-    end = _quoted(LINE + END + LINE)
-    if not is_text(wanted):
-        return f"%json {json.dumps({**wanted, **defined}, ensure_ascii=False)} {end}"
-    choices = choices_of(wanted)
-    if choices is not None:
-        return f"({' | '.join(map(_quoted, choices))}) {end}"
-    return f"text {_quoted(LINE)}"
-
-
-def _quoted(text: str) -> str:
-    """As grammars write it."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _schema_of(function: Function) -> str:
-    """Of what the model writes to call it: on one line, since a model could go on with blanks for ever."""
-    schema = {
-        "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
-        "type": "object",
-        "properties": {
-            "name": {"const": function.name},
-            "arguments": function.parameters or {"type": "object"},
-        },
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
-    return json.dumps(schema, ensure_ascii=False)

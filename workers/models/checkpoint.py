@@ -1,138 +1,117 @@
-"""Reads the tensors of a Hugging Face folder: safetensors, memory-mapped, one file or an index of shards."""
+"""Reads the weights of a Hugging Face folder as a model asks for them, and digests what it reads."""
 
-import json
 from collections.abc import Callable, Collection, Mapping
-from math import prod
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 
+from tidemill.workers.models import encodings
+from tidemill.workers.models.dequantise import read_part
+from tidemill.workers.models.encodings import Encoding, encoding_of, scheme_of, stored_by
 from tidemill.workers.models.errors import ModelError
+from tidemill.workers.models.tensor_files import TensorFiles
 from tidemill.workers.tp.sharding import Part
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 Progress = Callable[[int, int], None]
 
+DIGESTED_BYTES = 16 << 20
+"""At once: of a rank that has a part of a tensor, the rest takes no more memory than this."""
+
 
 class Checkpoint:
-    """The tensors of one folder by name; reading one counts its bytes and adds them to the fingerprint.
+    """The tensors of one folder by the names that the model knows.
 
-    Without `digests`, only the bytes of the parts asked for are read, and there is no fingerprint.
+    With `digests` every byte of what is read counts in the fingerprint, whatever the parts; a thread digests
+    a tensor while it is read, so that its bytes come from the disk once. Without, only the bytes of the parts
+    asked for are read.
     """
 
-    def __init__(self, folder: Path, progress: Progress, *, digests: bool) -> None:
-        """Opens the files and reads their headers. Raises ModelError when one is missing or damaged."""
+    def __init__(
+        self,
+        folder: Path,
+        progress: Progress,
+        *,
+        digests: bool,
+        quantization: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Opens the files and reads their headers; `quantization` is the quantization_config of config.json.
+
+        Raises ModelError when a file is missing or damaged, or weights are quantised in an unknown way.
+        """
         self._folder = folder
         self._progress = progress
-        self._digests = digests
-        self._digest = xxhash.xxh3_128()
-        self._files = {name: _open(folder / name) for name in _shards(folder)}
-        self._file_of = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118  not a dict
+        self._scheme = scheme_of(quantization)
+        self._files = TensorFiles(folder)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._encodings: dict[str, Encoding] = {}
+        self._digests: dict[str, str] | None = {} if digests else None
+        self._thread = ThreadPoolExecutor(1, "digests")
         self._done_bytes = 0
-        self._all_bytes = sum((folder / name).stat().st_size for name in self._files)
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all tensors, as the folder calls them."""
+        return self._files.headers.keys()
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool]) -> None:
-        """Raises ModelError unless the folder holds exactly these tensors, those `ignored` aside."""
-        _complain("lacks", [name for name in shapes if name not in self._file_of], self._folder)
-        extra = [name for name in self._file_of if name not in shapes and not ignored(name)]
-        _complain("has unexpected", extra, self._folder)
-        for name, shape in shapes.items():
-            header = self._files[self._file_of[name]].get_slice(name)
-            found = tuple(header.get_shape())
-            if found != shape:
-                raise ModelError(
-                    f"tensor {name} has shape {found} but config.json asks for {shape}: "
-                    "the weights and config.json belong to different models"
-                )
-            if header.get_dtype() not in DTYPE_BYTES:
-                raise ModelError(
-                    f"tensor {name} is {header.get_dtype()}: quantised weights are not supported, "
-                    "use a float32, bfloat16 or float16 checkpoint"
-                )
-
-    def rows(self, name: str) -> int:
-        """How many rows the tensor has."""
-        return int(self._files[self._file_of[name]].get_slice(name).get_shape()[0])
+        """Raises ModelError unless the folder holds exactly these tensors, in whatever form, those `ignored`
+        aside. Only they can be read."""
+        headers = self._files.headers
+        self._shapes = dict(shapes)
+        self._encodings = {
+            name: encoding_of(name, shape, self._scheme, headers) for name, shape in shapes.items()
+        }
+        used = [name for encoding in self._encodings.values() for name in stored_by(encoding)]
+        _complain("lacks", [name for name in used if name not in headers], self._folder)
+        for name, encoding in self._encodings.items():
+            encodings.check(encoding, shapes[name], self._scheme, headers)
+        unused = headers.keys() - set(used)
+        if self._scheme is not None:
+            unused = {name for name in unused if not name.endswith(encodings.UNREAD)}
+        _complain("has unexpected", [name for name in unused if not ignored(name)], self._folder)
 
     def read(self, name: str, part: Part) -> torch.Tensor:
-        """The rows of `part`, in bfloat16 if they are stored so, else in float32. Raises ModelError when
-        bytes cannot be read."""
-        file = self._files[self._file_of[name]]
-        header = file.get_slice(name)
-        try:
-            source = self._digested(name, file.get_tensor(name)) if self._digests else header
-            pieces = [
-                _widened(cast("torch.Tensor", source[start:end])) for start, end in part.ranges if start < end
-            ]
-        except SafetensorError as error:
-            raise ModelError(f"tensor {name} cannot be read ({error}): download the model again") from error
-        shape = header.get_shape()
-        self._done_bytes += prod(shape) * DTYPE_BYTES[header.get_dtype()]
-        self._progress(self._done_bytes, self._all_bytes)
-        if part.zeros:
-            dtype = torch.bfloat16 if header.get_dtype() == "BF16" else torch.float32
-            pieces.append(torch.zeros(part.zeros, *shape[1:], dtype=dtype))
-        if len(pieces) == 1 and len(pieces[0]) == shape[0]:
-            return pieces[0]
-        # A copy: a view would keep the whole tensor in memory.
-        return torch.cat(pieces)
-
-    def _digested(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        self._digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        self._digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-        return tensor
+        """The part of a tensor, in memory of its own: float32 if it is stored as float32 or float16, else
+        bfloat16."""
+        encoding = self._encodings[name]
+        stored = {one: self._files.tensor(one) for one in stored_by(encoding)}
+        digesting = self._thread.submit(self._digest, list(stored)) if self._digests is not None else None
+        found = read_part(encoding, self._shapes[name], self._scheme, stored.__getitem__, part)
+        if digesting is not None:
+            digesting.result()
+        for one, tensor in stored.items():
+            self._files.drop(one, 0, tensor.nbytes)
+            self._done_bytes += tensor.nbytes
+        self._progress(self._done_bytes, self._files.all_bytes)
+        return found
 
     def fingerprint(self, config: str) -> str:
-        """Digest of `config` and of every tensor read so far, in the order of reading."""
-        assert self._digests
-        digest = self._digest.copy()
-        digest.update(config.encode())
+        """Digest of `config` and of every tensor read so far, in whatever order and from whatever files."""
+        assert self._digests is not None
+        digest = xxhash.xxh3_128("\n".join(map(" ".join, sorted(self._digests.items()))).encode())
+        digest.update(f"\n{self._scheme}\n{config}".encode())
         return digest.hexdigest()
 
-
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype == torch.bfloat16 else tensor.float()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a model folder. Raises ModelError when it is missing or not an object."""
-    try:
-        content: Any = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ModelError(f"{path.parent} has no {path.name}: --model takes a Hugging Face folder") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path} is not valid JSON ({error}): download the model again") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} is not a JSON object: download the model again")
-    return cast("dict[str, Any]", content)
-
-
-def _shards(folder: Path) -> list[str]:
-    if not (folder / INDEX).exists():
-        return [SINGLE]
-    return sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
-
-
-def _open(path: Path) -> Any:  # noqa: ANN401  safetensors has no types
-    try:
-        return safe_open(str(path), framework="pt")
-    except FileNotFoundError as error:
-        raise ModelError(
-            f"{path.parent} has no {path.name}: convert the model to safetensors or download it again"
-        ) from error
-    except SafetensorError as error:
-        raise ModelError(f"{path} is damaged or cut short ({error}): download it again") from error
+    def _digest(self, names: list[str]) -> None:
+        assert self._digests is not None
+        for name in names:
+            if name in self._digests:
+                continue
+            header = self._files.headers[name]
+            digest = xxhash.xxh3_128(f"{header.dtype} {header.shape}\n".encode())
+            for start in range(0, header.num_bytes, DIGESTED_BYTES):
+                end = min(start + DIGESTED_BYTES, header.num_bytes)
+                digest.update(self._files.raw(name, start, end))
+                self._files.drop(name, start, end)
+            self._digests[name] = digest.hexdigest()
 
 
 def _complain(what: str, names: Collection[str], folder: Path) -> None:
     if names:
-        shown, more = sorted(names)[:3], len(names) - 3
+        shown, more = sorted(set(names))[:3], len(names) - 3
         listed = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
         raise ModelError(
             f"{folder} {what} {'tensor' if len(names) == 1 else 'tensors'} {listed}: "

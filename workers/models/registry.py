@@ -1,6 +1,7 @@
 """Loads a model folder: which architectures there are, what the engine needs to know of a loaded model."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,16 +12,53 @@ from tidemill.kvstore.layout import LayerSpec
 from tidemill.kvstore.worth import Cost
 from tidemill.workers.device import HOST
 from tidemill.workers.inputs import Caches, Inputs
-from tidemill.workers.models import qwen3_next_config
+from tidemill.workers.models import deepseek, gpt_oss, granite, qwen3, qwen3_next
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.models.checkpoint import Checkpoint, Progress, read_json
+from tidemill.workers.models.checkpoint import Checkpoint, Progress
+from tidemill.workers.models.config import DRAFT, Config, LayerConfig, cost, local, weights_of
+from tidemill.workers.models.decoder import Decoder
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.models.qwen3_next import Qwen3Next
-from tidemill.workers.models.qwen3_next_cuts import cut_of, local
+from tidemill.workers.models.mtp import MtpHead
+from tidemill.workers.models.raw import Raw
+from tidemill.workers.models.tensor_files import read_json
 from tidemill.workers.tp.collectives import ALONE, LEADER, Ranks
-from tidemill.workers.tp.sharding import part_of
 
-SUPPORTED = ("Qwen3NextForCausalLM",)
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """`parse` makes of a config.json what the model consists of, `draft` the layer of its prediction head if
+    it can have one; `ignored` are beginnings of the names of tensors that may be there and are not read, in
+    which `{layers}` is the number of layers."""
+
+    parse: Callable[[Raw], Config]
+    ignored: tuple[str, ...] = ()
+    draft: Callable[[Raw], LayerConfig] | None = None
+
+
+IMAGES = "model.visual."
+"""Where the part that sees images begins: texts do without."""
+
+ARCHITECTURES = {
+    "DeepseekV3ForCausalLM": Architecture(deepseek.parse, ignored=("model.layers.{layers}.",)),
+    "GptOssForCausalLM": Architecture(gpt_oss.parse),
+    "GraniteMoeHybridForCausalLM": Architecture(granite.parse),
+    "LlamaForCausalLM": Architecture(qwen3.parse_llama),
+    "Qwen3ForCausalLM": Architecture(qwen3.parse_qwen3),
+    "Qwen3MoeForCausalLM": Architecture(qwen3.parse_qwen3),
+    "Qwen3NextForCausalLM": Architecture(qwen3_next.parse, (DRAFT,), qwen3_next.draft_of),
+    "Qwen3_5ForCausalLM": Architecture(qwen3_next.parse_qwen3_5, (DRAFT,), qwen3_next.draft_of_qwen3_5),
+    "Qwen3_5ForConditionalGeneration": Architecture(
+        qwen3_next.parse_qwen3_5, (DRAFT, IMAGES), qwen3_next.draft_of_qwen3_5
+    ),
+    "Qwen3_5MoeForCausalLM": Architecture(qwen3_next.parse_qwen3_5, (DRAFT,), qwen3_next.draft_of_qwen3_5),
+    "Qwen3_5MoeForConditionalGeneration": Architecture(
+        qwen3_next.parse_qwen3_5, (DRAFT, IMAGES), qwen3_next.draft_of_qwen3_5
+    ),
+}
+"""By the name in `architectures` of config.json."""
+
+INV_FREQ = ".rotary_emb.inv_freq"
+"""Some folders hold what follows from config.json."""
 
 
 class Model(Protocol):
@@ -35,11 +73,22 @@ class Model(Protocol):
         ...
 
 
+class Head(Protocol):
+    """A prediction head of the model's own: see workers/mtp.py."""
+
+    def forward(self, hidden_TH: torch.Tensor, inputs: Inputs, caches: Caches) -> torch.Tensor:
+        """Hidden states `[T, hidden]` of which the model's logits tell the token after the next. `hidden_TH`
+        are those behind the tokens before the step's. Updates its keys and values, the last of `caches.kv`.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """A model ready to run, or a rank's part of it.
 
-    layers          of the whole model
+    head            None: it has none, or none was asked for
+    layers          of the whole model, that of the head the last
     local_layers    of this rank: what its arena is laid out by
     max_length      tokens of prompt and answer together
     eos_ids         token ids that end an answer
@@ -49,6 +98,7 @@ class LoadedModel:
     """
 
     model: Model
+    head: Head | None
     layers: tuple[LayerSpec, ...]
     local_layers: tuple[LayerSpec, ...]
     vocab_size: int
@@ -64,8 +114,11 @@ def load(
     progress: Progress,
     ranks: Ranks = ALONE,
     device: torch.device = HOST,
+    *,
+    mtp: bool = False,
 ) -> LoadedModel:
-    """The model of a Hugging Face folder, or this rank's part of it, with its weights on `device`.
+    """The model of a Hugging Face folder, or this rank's part of it, with its weights on `device`; with `mtp`
+    also its prediction head.
 
     `progress(done_bytes, total_bytes)` is called per tensor. Tensors are moved one by one: host memory holds
     no more than one of them for long.
@@ -74,48 +127,80 @@ def load(
     line that names the fix, when the folder cannot be served or the ranks cannot share the model.
     """
     is_leader = ranks.index == LEADER
-    raw, config, checkpoint = _open(folder, progress, digests=is_leader)
-    own = local(config, ranks.size)
+    raw, config, checkpoint = _open(folder, progress, digests=is_leader, mtp=mtp)
+    own, weights = local(config, ranks.size), weights_of(config)
 
     def read(name: str) -> torch.Tensor:
-        rows = checkpoint.rows(name)
-        part = part_of(cut_of(config, name, rows), rows, ranks.index, ranks.size)
-        return checkpoint.read(name, part).to(device)
+        return checkpoint.read(name, weights[name].part(ranks.index, ranks.size)).to(device)
 
-    model = Qwen3Next(own, read, operators, ranks)
+    model = Decoder(own, read, operators, ranks)
     return LoadedModel(
         model=model,
-        layers=config.layers,
-        local_layers=own.layers,
+        head=None if own.draft is None else MtpHead(own, own.draft, read, model, operators, ranks),
+        layers=config.specs,
+        local_layers=own.specs,
         vocab_size=config.vocab_size,
         max_length=config.max_length,
         eos_ids=_eos_ids(folder, raw),
         fingerprint=checkpoint.fingerprint(f"{_architecture(raw)} {config}") if is_leader else "",
-        cost=qwen3_next_config.cost(config),
+        cost=cost(config),
     )
 
 
-def describe(folder: Path, tensor_parallel_size: int = 1) -> tuple[tuple[LayerSpec, ...], int]:
+def describe(
+    folder: Path, tensor_parallel_size: int = 1, *, mtp: bool = False
+) -> tuple[tuple[LayerSpec, ...], int]:
     """Layers of the whole model and its length limit, without reading its weights. Raises the ModelError that
     `load` would in a group of this size, as far as headers tell."""
-    _, config, _ = _open(folder, lambda _done_bytes, _total_bytes: None, digests=False)
+    _, config, _ = _open(folder, _nobody_looks, digests=False, mtp=mtp)
     local(config, tensor_parallel_size)
-    return config.layers, config.max_length
+    return config.specs, config.max_length
+
+
+def has_head(folder: Path) -> bool:
+    """Whether `load` can be asked for a prediction head. Raises ModelError for a folder that is no model."""
+    raw = read_json(folder / "config.json")
+    architecture = ARCHITECTURES.get(_architecture(raw))
+    if architecture is None or architecture.draft is None:
+        return False
+    return _holds_head(Checkpoint(folder, _nobody_looks, digests=False))
+
+
+def _holds_head(checkpoint: Checkpoint) -> bool:
+    return any(name.startswith(DRAFT) for name in checkpoint.names)
+
+
+def _nobody_looks(done_bytes: int, total_bytes: int) -> None:
+    """No weights are read."""
 
 
 def _open(
-    folder: Path, progress: Progress, *, digests: bool
-) -> tuple[dict[str, Any], qwen3_next_config.Config, Checkpoint]:
+    folder: Path, progress: Progress, *, digests: bool, mtp: bool
+) -> tuple[dict[str, Any], Config, Checkpoint]:
     if not folder.is_dir():
         raise ModelError(
             f"there is no model folder {folder}: give a Hugging Face folder or one of {', '.join(bundled())}"
         )
     raw = read_json(folder / "config.json")
-    if _architecture(raw) not in SUPPORTED:
-        raise ModelError(f"{folder} is a {_architecture(raw)}: supported are {', '.join(SUPPORTED)}")
-    config = qwen3_next_config.parse(raw)
-    checkpoint = Checkpoint(folder, progress, digests=digests)
-    checkpoint.check(qwen3_next_config.tensor_shapes(config), _ignored)
+    architecture = ARCHITECTURES.get(_architecture(raw))
+    if architecture is None:
+        raise ModelError(f"{folder} is a {_architecture(raw)}: supported are {', '.join(ARCHITECTURES)}")
+    config = architecture.parse(raw)
+    checkpoint = Checkpoint(folder, progress, digests=digests, quantization=raw.get("quantization_config"))
+    if mtp:
+        if architecture.draft is None or not _holds_head(checkpoint):
+            raise ModelError(
+                f"{folder} has no prediction head (tensors {DRAFT}*): set --speculative-method to ngram"
+            )
+        config = replace(config, draft=architecture.draft(raw))
+
+    prefixes = tuple(prefix.format(layers=len(config.layers)) for prefix in architecture.ignored)
+
+    def ignored(name: str) -> bool:
+        """The copy of tied embeddings, too."""
+        return name == "lm_head.weight" or name.endswith(INV_FREQ) or name.startswith(prefixes)
+
+    checkpoint.check({name: weight.shape for name, weight in weights_of(config).items()}, ignored)
     return raw, config, checkpoint
 
 
@@ -123,16 +208,12 @@ def _architecture(config: dict[str, Any]) -> str:
     return (config.get("architectures") or ["unknown"])[0]
 
 
-def _ignored(name: str) -> bool:
-    """Tensors that may be there and are not read: the draft layer, and the copy of tied embeddings."""
-    return name.startswith("mtp.") or name == "lm_head.weight"
-
-
 def _eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
     """generation_config.json rules: chat models end turns with more tokens than config.json names."""
     path = folder / "generation_config.json"
     found = read_json(path).get("eos_token_id") if path.exists() else None
-    ids = config.get("eos_token_id") if found is None else found
+    text = config.get("text_config") or config
+    ids = text.get("eos_token_id") if found is None else found
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)

@@ -1,7 +1,7 @@
 """What the ranks of a group tell each other, as integers: frames, and in them steps and objects to move.
 
     frame     count | verb | number | count integers        all int64, in the machine's byte order
-    STEP      rows | per row: its ROW_INTS | all tokens, pages, writes
+    STEP      rows | per row: its ROW_INTS | all tokens, pages, writes, window pages
     PUT, GET  per object: kind, 16 bytes of key, place
 
 Both ends are processes of one machine and of one release. An answer has the number of its question.
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.kvstore.keys import DIGEST_BYTES, Kind, PageKey
-from tidemill.kvstore.layout import PageId, StateId
+from tidemill.kvstore.layout import PageId, StateId, WindowId
 from tidemill.workers.draws import Draws
 from tidemill.workers.messages import Request
 from tidemill.workers.step import Row, Scores, Step
@@ -27,7 +27,7 @@ Ints: TypeAlias = NDArray[np.int64]
 
 HEAD = struct.Struct("=qqq")
 INT_BYTES = 8
-ROW_INTS = 9
+ROW_INTS = 10
 OBJECT_INTS = 2 + DIGEST_BYTES // INT_BYTES
 NONE = -1
 NO_SCORES = (0, 0)
@@ -84,11 +84,12 @@ def encode(step: Step) -> Ints:
             len(row.writes),
             row.drafts,
             row.draws is not None,
+            len(row.windows),
             *((row.scores.offset, len(row.scores.targets)) if row.scores is not None else NO_SCORES),
         )
         for row in step
     )
-    bodies = (chain(row.tokens, row.pages, row.writes) for row in step)
+    bodies = (chain(row.tokens, row.pages, row.writes, row.windows) for row in step)
     return ints(chain((len(step),), chain.from_iterable(heads), chain.from_iterable(bodies)))
 
 
@@ -102,7 +103,7 @@ def decode(body: Ints) -> Step:
 
 
 def _row(head: Sequence[int], left: Iterator[int]) -> Row:
-    start, num_tokens, num_pages, read, num_writes, drafts, draws, offset, num_targets = head
+    start, num_tokens, num_pages, read, num_writes, drafts, draws, num_windows, offset, num_targets = head
     return Row(
         sequence_id="",
         tokens=tuple(islice(left, num_tokens)),
@@ -110,6 +111,7 @@ def _row(head: Sequence[int], left: Iterator[int]) -> Row:
         pages=tuple(map(PageId, islice(left, num_pages))),
         read=None if read == NONE else StateId(read),
         writes=tuple(map(StateId, islice(left, num_writes))),
+        windows=tuple(map(WindowId, islice(left, num_windows))),
         drafts=drafts,
         draws=ELSEWHERE if draws else None,
         scores=Scores(offset, (NONE,) * num_targets, 0) if num_targets else None,

@@ -18,6 +18,7 @@ from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.store import finish
 from tidemill.workers.inputs import Caches
 from tidemill.workers.models.registry import Model
+from tidemill.workers.mtp import End, Guesser, ends_of
 from tidemill.workers.runner import Outputs, TorchRunner
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.step import PENDING, Drawn, Step
@@ -79,9 +80,16 @@ class GroupRunner(TorchRunner):
     """
 
     def __init__(
-        self, model: Model, caches: Caches, page_tokens: int, threads: int, group: Group, vocab_size: int
+        self,
+        model: Model,
+        caches: Caches,
+        page_tokens: int,
+        threads: int,
+        group: Group,
+        vocab_size: int,
+        guesser: Guesser | None = None,
     ) -> None:
-        super().__init__(model, caches, page_tokens, threads)
+        super().__init__(model, caches, page_tokens, threads, guesser=guesser)
         self._group = group
         self._vocab_size = vocab_size
 
@@ -109,8 +117,37 @@ class GroupRunner(TorchRunner):
         self._group.ranks.close()
 
     def _outputs(self, step: Step, tokens: list[int]) -> Outputs:
-        try:
+        with self._together():
             return super()._outputs(step, tokens)
+
+    def _draw(self, step: Step, logits_NV: torch.Tensor | None) -> list[Drawn]:
+        """With a head, the ranks are told what was drawn, or that the step ends here."""
+        if self._guesser is None:
+            return super()._draw(step, logits_NV)
+        told_N2 = torch.full((len(step), len(End._fields)), NONE)
+        try:
+            drawn = super()._draw(step, logits_NV)
+            told_N2 = torch.tensor(ends_of(drawn))
+        finally:
+            self._group.ranks.broadcast(told_N2)
+        return drawn
+
+    def _guess(
+        self, guesser: Guesser, step: Step, tokens: list[int], hidden_TH: torch.Tensor, drawn: list[Drawn]
+    ) -> list[tuple[int, ...]]:
+        with self._together():
+            return super()._guess(guesser, step, tokens, hidden_TH, drawn)
+
+    def _choose(self, logits_NV: torch.Tensor, rows: Step) -> list[int]:
+        chosen = super()._choose(logits_NV, rows)
+        self._group.ranks.broadcast(torch.tensor(chosen))
+        return chosen
+
+    @contextmanager
+    def _together(self) -> Generator[None]:
+        """What fails here leaves ranks behind that wait."""
+        try:
+            yield
         except Exception as error:
             reason = f"a step broke: {error}"
             self._group.links.end(reason)

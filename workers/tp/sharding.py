@@ -1,61 +1,86 @@
-"""How a weight is cut for tensor parallelism: which of its rows a rank has. Pure.
+"""How a weight is cut for tensor parallelism: which of its rows a rank has, or of its columns. Pure.
 
 Heads(4, (8,))        | h0 | h1 | h2 | h3 |        2 ranks: h0 h1 | h2 h3; 8 ranks: two have each head
 Heads(2, (4, 4, 8))   | q0 | q1 | k0 | k1 | v0 | v1 |    rank 0 of 2: q0 k0 v0, end to end
+Runs(((2, 4), (1, 2)))  | h0 | h1 | g0 |    rank 0 of 2: h0 g0; rank 1: h1 g0
 Even()                | 3 rows | 3 rows | 2 rows + 1 of zeros |        8 rows on 3 ranks
+Even(runs=2)          | gate | up |    rank 0 of 2: first half of gate, first half of up, end to end
+Even(step=2)          | g0 u0 | g1 u1 | g2 u2 |    pairs stay together: rank 0 of 2: g0 u0 g1 u1
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import ClassVar, assert_never
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
     """Every rank has all of it."""
 
+    dim: ClassVar[int] = 0
+
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The rows are runs of so many rows, each of which is `count` equal heads.
+    """Dimension `dim` is runs of so many rows, each of which is `count` equal heads.
 
     A rank has as many heads of each run as the next; where ranks outnumber heads, neighbours share one.
     """
 
     count: int
     runs: tuple[int, ...]
+    dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The rows are runs of (heads, rows): as Heads, but each run has its own number of heads."""
+
+    runs: tuple[tuple[int, int], ...]
+    dim: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Even:
-    """As many rows for each rank, the first for rank 0; what is missing at the end is filled with zeros."""
+    """Dimension `dim` is `runs` equal runs. Of each, every rank has as many rows, the first for rank 0, in
+    multiples of `step`; what is missing at the end is filled with zeros."""
+
+    runs: int = 1
+    dim: int = 0
+    step: int = 1
 
 
-Cut = Whole | Heads | Even
+Cut = Whole | Heads | Runs | Even
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The rows of one rank: half-open ranges of the tensor's, end to end, then rows of zeros."""
+    """What one rank has: half-open ranges of dimension `dim` of the tensor, end to end, each followed by
+    `zeros` rows of zeros."""
 
     ranges: tuple[tuple[int, int], ...]
     zeros: int = 0
+    dim: int = 0
 
 
 def part_of(cut: Cut, rows: int, index: int, size: int) -> Part:
-    """What rank `index` of `size` has of a tensor of `rows`."""
+    """What rank `index` of `size` has of a tensor with `rows` in the dimension that is cut."""
     match cut:
         case Whole():
             return Part(((0, rows),))
-        case Heads(count, runs):
+        case Heads(count, runs, dim):
             assert sum(runs) == rows
-            assert heads_fit(count, size)
-            return Part(
-                tuple(_heads(count, runs, run, index * count // size, size) for run in range(len(runs)))
-            )
-        case Even():
-            share = -(-rows // size)
-            start, end = min(rows, index * share), min(rows, (index + 1) * share)
-            return Part(((start, end),), share - (end - start))
+            return Part(_runs([(count, run) for run in runs], index, size), dim=dim)
+        case Runs(runs):
+            assert sum(run for _, run in runs) == rows
+            return Part(_runs(runs, index, size))
+        case Even(runs, dim, step):
+            assert rows % (runs * step) == 0
+            run_rows = rows // runs
+            share = -(-run_rows // (step * size)) * step
+            start, end = min(run_rows, index * share), min(run_rows, (index + 1) * share)
+            ranges = ((run * run_rows + start, run * run_rows + end) for run in range(runs))
+            return Part(tuple(ranges), share - (end - start), dim)
         case _:
             assert_never(cut)
 
@@ -65,8 +90,14 @@ def heads_fit(count: int, size: int) -> bool:
     return count % size == 0 or size % count == 0
 
 
-def _heads(count: int, runs: tuple[int, ...], run: int, first: int, size: int) -> tuple[int, int]:
-    head_rows, rest = divmod(runs[run], count)
-    assert not rest
-    start = sum(runs[:run]) + first * head_rows
-    return start, start + max(1, count // size) * head_rows
+def _runs(runs: Sequence[tuple[int, int]], index: int, size: int) -> tuple[tuple[int, int], ...]:
+    found: list[tuple[int, int]] = []
+    start = 0
+    for count, rows in runs:
+        assert heads_fit(count, size)
+        head_rows, rest = divmod(rows, count)
+        assert not rest
+        first = start + index * count // size * head_rows
+        found.append((first, first + max(1, count // size) * head_rows))
+        start += rows
+    return tuple(found)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.index import Entry, PrefixIndex
+from tidemill.kvstore.index import Checkpoint, Entry, PrefixIndex
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import PageId, StateId
 from tidemill.kvstore.ledger import Ledger
@@ -63,7 +63,7 @@ def a_kept_path(cache: StaticCache, num_pages: int) -> list[Entry]:
 def test_a_page_evicts_a_page_and_a_state_a_state() -> None:
     cache = a_cache(2, 1)
     path = a_kept_path(cache, LAYOUT.pages_per_extent)
-    cache.keep_checkpoint(path[0], cache.take_state())
+    cache.keep_checkpoint(path[0], Checkpoint(cache.take_state()))
     for entry in reversed(path):
         cache.unpin(entry)
     page = cache.take_page()
@@ -78,7 +78,7 @@ def test_a_page_evicts_a_page_and_a_state_a_state() -> None:
 def test_what_is_held_is_not_taken() -> None:
     cache = a_cache(2, 1)
     path = a_kept_path(cache, LAYOUT.pages_per_extent)
-    cache.keep_checkpoint(path[-1], cache.take_state())
+    cache.keep_checkpoint(path[-1], Checkpoint(cache.take_state()))
     cache.pin_checkpoint(path[-1])
     with pytest.raises(OutOfMemory):
         cache.take_page()

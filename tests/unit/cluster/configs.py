@@ -61,6 +61,7 @@ ENGINES = nodes(
     kv_cache_dtype=st.sampled_from(["float32", "bfloat16"]),
     max_num_seqs=COUNTS,
     num_speculative_tokens=st.integers(0, 16),
+    speculative_method=st.sampled_from(["auto", "ngram"]),
     overlap=st.booleans(),
     kernels=st.sampled_from(["cpu", "triton", "reference", None]),
     memory_broker=st.booleans(),

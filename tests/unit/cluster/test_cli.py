@@ -18,6 +18,7 @@ SERVE_OPTIONS = [
     "--api-key",
     "--api-keys-file",
     "--backing",
+    "--chat-template",
     "--checkpoint-interval",
     "--checkpoint-strategy",
     "--checkpoints-per-path",
@@ -62,9 +63,11 @@ SERVE_OPTIONS = [
     "--prefill-max",
     "--prefill-tensor-parallel-size",
     "--ray-address",
+    "--reasoning-parser",
     "--routers",
     "--send-timeout",
     "--served-model-name",
+    "--speculative-method",
     "--ssl-ca-certs",
     "--ssl-certfile",
     "--ssl-keyfile",
@@ -72,6 +75,7 @@ SERVE_OPTIONS = [
     "--store-secret-file",
     "--tensor-parallel-size",
     "--threads",
+    "--tool-call-parser",
     "--ttft-max",
 ]
 
@@ -134,9 +138,9 @@ def test_missing_model_folder(refused: Refused) -> None:
 
 def test_wrong_architecture(refused: Refused, model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
     line = refused("serve", str(model))
-    assert "LlamaForCausalLM" in line
+    assert "MambaForCausalLM" in line
     assert "Qwen3NextForCausalLM" in line
 
 

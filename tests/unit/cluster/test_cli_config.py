@@ -75,7 +75,7 @@ def test_what_only_looking_tells(file: Path, tmp_path: Path, capsys: pytest.Capt
         "models[0].groups[0]",
         "models[1].groups[0]",
         "models[1].groups[1]",
-        "models[1].groups[2]",
+        "models[1].groups[2].tensor_parallel_size (--tensor-parallel-size) 2",
         "store.url",
         "store.secret_file",
         "edge",
@@ -86,7 +86,10 @@ def test_what_only_looking_tells(file: Path, tmp_path: Path, capsys: pytest.Capt
     assert "--memory" in found["models[1].groups[1]"]
 
     left = checked(file, text, capsys, "--offline")
-    assert [line.split(": ", 1)[0] for line in left] == ["models[1].groups[2]", "store.url"]
+    assert [line.split(": ", 1)[0] for line in left] == [
+        "models[1].groups[2].tensor_parallel_size (--tensor-parallel-size) 2",
+        "store.url",
+    ]
 
 
 @pytest.mark.parametrize("offline", [[], ["--offline"]])

@@ -140,6 +140,30 @@ def test_a_file_and_flags(file: Path) -> None:
     assert (one.ttft_max, one.groups[1].threads) == (5, 2)
 
 
+def test_mixed_workers_take_the_place_of_both(file: Path) -> None:
+    """They are like decode workers of the file; a model that has mixed ones keeps its own."""
+    file.write_text("""
+        models:
+        - model: keeper
+          served_model_name: one
+          groups:
+          - {role: prefill, replicas: 2, memory: 64MiB}
+          - {role: decode, replicas: 3, replicas_max: 4, memory: 32MiB, threads: 2}
+          - {role: decode, memory: 8MiB}
+        - model: keeper
+          served_model_name: two
+          groups: [{role: mixed, memory: 1MiB}]
+    """)
+    one, two = said("--config", str(file), "--mixed", "5").models
+    assert (shape(one), shape(two)) == ([("mixed", 5)], [("mixed", 5)])
+    (group,) = one.groups
+    assert (group.memory, group.threads, group.replicas_max) == ("32MiB", 2, None)
+    assert two.groups[0].memory == "1MiB"
+    file.write_text("models: [{model: keeper, groups: [{role: prefill}, {role: decode}]}]")
+    with pytest.raises(ConfigError, match="mixed workers"):
+        said("--config", str(file), "--mixed", "5", "--decode", "2")
+
+
 def test_a_model_is_named_in_one_place(file: Path) -> None:
     file.write_text("models: [{model: keeper, routers: 3}]")
     (model,) = said("another", "--config", str(file), "--served-model-name", "a", "b").models

@@ -2,15 +2,20 @@
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 
 from tests.unit.cluster.configs import TREES, Tree
 from tidemill.cluster.autoscale import Bounds
+from tidemill.cluster.cli_config import problems_here
+from tidemill.cluster.config.flags import with_places
 from tidemill.cluster.config.fleets import Surroundings, cluster_settings, summary, telemetry_of
+from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.reading import parse_config
 from tidemill.cluster.config.tree import Config
 from tidemill.cluster.settings import ClusterSettings, FleetSettings
 from tidemill.cluster.telemetry import Telemetry
+from tidemill.workers.api.families import ChatSettings
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import SettingsError
 
@@ -50,7 +55,6 @@ def test_several_models_have_fleets_of_their_own() -> None:
         "org-large-decode-1",
         "small-mixed-0",
     ]
-    assert large.router.expected == {worker.name for worker in large.workers}
     assert (large.router.name, small.router.name) == ("org-large-router", "small-router")
     assert (large.router.ttft_s_max, small.router.ttft_s_max) == (5, 60)
     assert (large.router.replicas, small.router.replicas) == (2, 1)
@@ -113,6 +117,35 @@ def test_a_worker_may_come_to_have_what_all_on_its_device_bring() -> None:
     assert (engines["decode-0"].starts_at_floor, alone["decode-0"].starts_at_floor) == (True, False)
 
 
+def test_models_that_lend_have_one_broker() -> None:
+    """The first of them hears the workers of all; one without a broker stands apart, and a device of another
+    kind brings nothing."""
+    text = """
+        models:
+        - {model: keeper, served_model_name: apart, groups: [{role: mixed, memory: 8MiB}],
+           engine: {memory_broker: false}}
+        - {model: keeper, served_model_name: first, groups: [{role: mixed, memory: 16MiB, replicas: 2}]}
+        - {model: /models/small, served_model_name: second, groups: [
+            {role: mixed, memory: 32MiB}, {role: mixed, memory: 64MiB, device: cuda}]}
+    """
+    made = settings(text)
+    apart, first, second = (one.router for one in made.fleets)
+    assert (apart.broker, apart.memory_router, apart.expected) == (False, None, {"apart-mixed-0"})
+    assert (first.broker, first.memory_router) == (True, None)
+    assert first.expected == {"first-mixed-0", "first-mixed-1", "second-mixed-0", "second-mixed-1"}
+    assert (second.broker, second.memory_router) == (True, "first-router")
+    most = {one.name: (one.engine.memory_max_bytes or 0) // MIB for one in made.workers}
+    assert most == {
+        "apart-mixed-0": 16,
+        "first-mixed-0": 2 * 16 + 32,
+        "first-mixed-1": 2 * 16 + 32,
+        "second-mixed-0": 2 * 16 + 32,
+        "second-mixed-1": 64,
+    }
+    alone = fleet("{role: mixed}")
+    assert (alone.router.expected, alone.router.memory_router) == ({"mixed-0"}, None)
+
+
 def test_bounds_are_of_a_role_and_its_first_group_grows() -> None:
     made = fleet(
         "{role: prefill}, {role: decode, replicas: 2, replicas_max: 5}, {role: decode, replicas: 3}",
@@ -123,6 +156,49 @@ def test_bounds_are_of_a_role_and_its_first_group_grows() -> None:
     assert fleet("{role: mixed}").hysteresis == FleetSettings(workers=made.workers).hysteresis, (
         "the same defaults"
     )
+
+
+def test_what_an_engine_refuses_is_told_by_the_key_of_the_file() -> None:
+    text = """
+        models:
+        - {model: keeper}
+        - {model: keeper, served_model_name: b, engine: {page_size: 64, checkpoint_interval: 100}, groups: [
+            {role: mixed}, {role: mixed, threads: 2}]}
+    """
+    config = parse_config(text, "c.yaml")
+    told = "models[1].engine.checkpoint_interval (--checkpoint-interval) is 100 tokens"
+    with pytest.raises(ConfigError) as by_key:
+        cluster_settings(config, AROUND, "c.yaml")
+    assert str(by_key.value).startswith(f"c.yaml: {told}")
+    with pytest.raises(SettingsError, match=r"^--checkpoint-interval is 100"):
+        cluster_settings(config, AROUND)
+    (problem,) = problems_here(config, offline=True)
+    assert problem.startswith(told)
+    assert with_places("--threads and --kernels, --unknown", 0, 3) == (
+        "models[0].groups[3].threads (--threads) and models[0].engine.kernels (--kernels), --unknown"
+    )
+
+
+def test_chats_are_read_as_the_model_has_it_or_as_told() -> None:
+    model = "{model: keeper, served_model_name: NAME, KEYS}"
+    told = model.replace("KEYS", "chat_template: a.jinja, tool_call_parser: granite, reasoning_parser: none")
+    plain = model.replace(", KEYS", "").replace("NAME", "b")
+    first, second = settings(f"models: [{told.replace('NAME', 'a')}, {plain}]").fleets
+    assert first.chat == ChatSettings(template="a.jinja", tool_parser="granite", reasoning_parser="none")
+    assert second.chat == ChatSettings()
+
+
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [
+        ("tool_call_parser", ["hermes", "llama3_json", "openai"]),
+        ("reasoning_parser", ["qwen3", "deepseek_r1"]),
+    ],
+)
+def test_a_parser_that_nobody_knows_is_refused_with_those_that_there_are(key: str, known: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        settings(f"models: [{{model: keeper, {key}: unheard-of}}]")
+    assert all(name in str(refused.value) for name in ["auto", "none", *known])
 
 
 def test_what_processes_tell() -> None:

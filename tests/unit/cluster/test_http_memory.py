@@ -42,6 +42,8 @@ def test_every_worker_says_what_it_has() -> None:
             "pages_cached": 0,
             "states_live": 0,
             "states_cached": 0,
+            "windows_live": 0,
+            "windows_cached": 0,
             "free": 3 * MIB,
             "empty": 0,
             "unmapped": 0,

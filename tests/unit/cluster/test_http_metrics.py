@@ -164,6 +164,8 @@ def test_workers_report_through_the_edge() -> None:
         "pages_cached": 0,
         "states_live": 0,
         "states_cached": 0,
+        "windows_live": 0,
+        "windows_cached": 0,
         "free": 3 << 20,
         "empty": 0,
         "unmapped": 0,
@@ -176,6 +178,10 @@ def test_workers_report_through_the_edge() -> None:
     assert seen["worker_store_put_bytes_total", labels(**decode)] == 2048
     assert seen["worker_store_is_down", labels(**decode)] == 0
     assert seen["spec_decode_num_drafts_total", labels(**decode)] == 4
+    assert seen["spec_decode_num_accepted_tokens_total", labels(**decode)] == 3
+    for position, count in (("0", 2), ("1", 1)):
+        name = "spec_decode_num_accepted_tokens_per_pos_total"
+        assert seen[name, labels(position=position, **decode)] == count
     assert ("worker_spec_trials_total", labels(**decode)) not in seen
     assert seen["worker_pages_published_total", labels(role="prefill", worker="prefill-0")] == 5
 

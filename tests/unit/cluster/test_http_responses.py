@@ -17,8 +17,7 @@ from tests.unit.cluster.test_http_tools import CALLING, TEMPLATE, ask, prompt_of
 from tidemill.cluster.http.app import build_app
 from tidemill.cluster.http.models import Served
 from tidemill.cluster.http.responses_events import Output
-from tidemill.workers.api.calls import Call
-from tidemill.workers.api.speech import Part, Reasoning, Words
+from tidemill.workers.api.parts import Call, Part, Reasoning, Words
 from tidemill.workers.messages import Unserved
 
 PATH = "/v1/responses"

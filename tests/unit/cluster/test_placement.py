@@ -300,6 +300,21 @@ def test_a_short_gap_is_not_worth_a_hop() -> None:
     assert prefill_of(fleet, ask(128, "other")) is None
 
 
+@pytest.mark.parametrize("speed", [SPEED, UNKNOWN])
+def test_a_worker_of_another_version_computes_alone(speed: Speed) -> None:
+    """In an upgrade: pages of the old prefill worker have other names, and are of no use to it."""
+
+    def of(version: str, name: str, role: Role = "decode") -> Heartbeat:
+        one = beat(name, role, speed=speed)
+        return replace(one, info=replace(one.info, layout=version))
+
+    fleet = fleet_of(of("v1", "prefill-0", "prefill"), of("v2", "decode-0"))
+    assert (decode_of(fleet, ask()), prefill_of(fleet, ask())) == ("decode-0", None)
+    fleet.apply(Heard(of("v1", "decode-1"), 0.0))
+    old = ask(4097, "f", "decode-0.1")
+    assert (decode_of(fleet, old), prefill_of(fleet, old)) == ("decode-1", "prefill-0")
+
+
 def test_a_longer_gap_is_computed_at_once_if_the_prefill_workers_are_busy() -> None:
     longest = int((GAP_S_MAX - SPEED.step_s) / SPEED.token_s)
     busy = beat("p", "prefill", queued_s=2.0)

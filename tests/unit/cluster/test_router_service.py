@@ -18,6 +18,7 @@ from tidemill.cluster.router import Router
 from tidemill.cluster.router_client import RouterClient
 from tidemill.cluster.router_codec import encode_heartbeat
 from tidemill.cluster.router_service import RouterService
+from tidemill.cluster.service import FleetStatus
 from tidemill.workers.messages import (
     Announcement,
     Heartbeat,
@@ -337,6 +338,49 @@ def test_an_engine_gets_the_budget_that_the_router_and_people_find_right() -> No
             await heard.wait()
             await frontend.set_budget(INFO.name, None)
             await until(lambda: engine.budgets == [INFO.memory_bytes, 500, INFO.memory_bytes])
+
+    run(main())
+
+
+def test_another_models_router_says_the_budget_and_nothing_else() -> None:
+    """Two models on one device: the router of one hears the memory of both. It lends, it takes orders about
+    budgets, and it places no request on the other model's worker."""
+
+    async def main() -> None:
+        engine, lender = CountingEngine(), CountingEngine()
+        other = replace(INFO, worker=WorkerId("lender-0.1"), name="lender-0", memory_floor_bytes=300)
+        async with cluster() as there, client(there) as memory, beating(there, lender, other):
+            own = Router(asyncio.get_running_loop().time, has_budgets=False)
+            service = RouterService(own)
+            address = await service.start("127.0.0.1")
+
+            async def find() -> str:
+                return address
+
+            news, duties = News(engine), Duties(engine, INFO)
+            beats = Heartbeats(engine, duties, find, news)
+            beats.obey(lambda: None, budgets=False)
+            borrows = Heartbeats(engine, duties, there.find, None)
+            tasks = [asyncio.create_task(one.run()) for one in (beats, borrows)]
+            await until(lambda: engine.budgets[-1:] == [INFO.memory_bytes])
+            await until(lambda: lender.budgets[-1:] == [INFO.memory_bytes])
+            await memory.set_budget(INFO.name, 1700)
+            await until(lambda: (engine.budgets[-1:], lender.budgets[-1:]) == ([1700], [300]))
+            assert (await memory.budgets())[INFO.name] == ("operator", 1700)
+            (row,) = own.status().workers
+            assert (row.set_by, own.budgets()) == ("broker", {})
+            (row,) = FleetStatus(workers=(row,)).with_budgets(await memory.budgets()).workers
+            assert (row.info, row.set_by, row.set_bytes) == (INFO, "operator", 1700)
+            assert [row.info.name for row in there.router.status().workers] == ["lender-0"]
+            assert (await memory.place(ASK)).decode == other.worker
+            there.away = True
+            await there.service.stop()
+            assert await memory.budgets() == {}
+            assert FleetStatus(workers=(row,)).with_budgets({}).workers == (row,)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            await service.stop()
 
     run(main())
 

@@ -46,7 +46,7 @@ def worker(name: str, heard_ago_s: float = 0.0, life: str = "x", **load: Any) ->
             "waiting_rows": 0,
             "queued_tokens": 0,
             "budget_bytes": 4 * MIB,
-            "memory": {"pages_live": 0, "states_live": 0},
+            "memory": {"pages_live": 0, "states_live": 0, "windows_live": 0},
             "counters": {},
         },
     }
@@ -84,7 +84,7 @@ def test_without_a_heartbeat_between_or_with_a_new_life_there_is_no_rate() -> No
 
 
 def test_the_busiest_come_first() -> None:
-    memory = {"pages_live": MIB, "states_live": MIB}
+    memory = {"pages_live": MIB, "states_live": MIB, "windows_live": 0}
     found = rows(
         snapshot(0.0),
         snapshot(

@@ -40,6 +40,16 @@ def test_the_first_branch_is_the_sum(cpu: Operators, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", SIZES)
+def test_rms_norm(cpu: Operators, reference: Operators, width: int) -> None:
+    draw = torch.Generator().manual_seed(width)
+    x, weight = SMALL * random(draw, 65, 11 + width)[:, 11:], random(draw, width)
+    found = cpu.rms_norm(x, weight, EPSILON)
+    assert relative_error(found, reference.rms_norm(x.double(), weight.double(), EPSILON)) < 1e-5
+    assert same_bits(found[40:41], cpu.rms_norm(x[40:41], weight, EPSILON))
+    assert same_bits(found, cpu.add_norm(None, x.clone(), weight, EPSILON)[1])
+
+
+@pytest.mark.parametrize("width", SIZES)
 def test_rms_norm_gated(cpu: Operators, reference: Operators, width: int) -> None:
     draw = torch.Generator().manual_seed(width)
     x, weight = SMALL * random(draw, 7, 3, 2, width), random(draw, width)

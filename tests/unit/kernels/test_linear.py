@@ -1,4 +1,4 @@
-"""`linear` and `logits` against their definitions at odd sizes, and the same bits for a row in any batch."""
+"""`linear` and its kin against their definitions at odd sizes, and the same bits for a row in any batch."""
 
 import itertools
 
@@ -30,10 +30,10 @@ def test_matches_the_definition(cpu: Operators, reference: Operators, rows: int,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_are_linear(cpu: Operators, reference: Operators, dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
-    x, weight = random(draw, 9, 60), random(draw, 33, 60).to(dtype)
+    x, weight, bias = random(draw, 9, 60), random(draw, 33, 60).to(dtype), random(draw, 33)
     for ops in (cpu, reference):
-        packed = ops.pack(weight, None)
-        assert same_bits(ops.logits(x, packed), ops.linear(x, packed))
+        for packed in (ops.pack(weight, None), ops.pack(weight, bias)):
+            assert same_bits(ops.logits(x, packed), ops.linear(x, packed))
     assert reference.logits(x.bfloat16(), reference.pack(weight, None)).dtype == torch.float32
 
 
@@ -73,3 +73,29 @@ def test_half_precision_weights_give_the_bits_of_wide_ones(
         packed = cpu.pack(weight, None)
         assert packed.data.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
         assert same_bits(cpu.linear(x, packed), cpu.linear(x, cpu.pack(weight.float(), None))), (n, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "heads", "n", "k"), [(1, 1, 1, 1), (3, 5, 33, 20), (70, 4, 64, 48)])
+def test_each_head_is_a_linear_of_its_own(
+    cpu: Operators, reference: Operators, tokens: int, heads: int, n: int, k: int, dtype: torch.dtype
+) -> None:
+    """Of heads that are columns of something wider, with one thread and two."""
+    draw = torch.Generator().manual_seed(n)
+    x, weight = random(draw, tokens, heads, k + 7)[..., 4 : 4 + k], random(draw, heads, n, k).to(dtype)
+    found = cpu.linear_heads(x, cpu.pack(weight, None))
+    wanted = [cpu.linear(x[:, h].contiguous(), cpu.pack(weight[h], None)) for h in range(heads)]
+    assert same_bits(found, torch.stack(wanted, dim=1))
+    truth = reference.linear_heads(x.double(), reference.pack(weight, None))
+    assert torch.allclose(found.double(), truth, atol=1e-4)
+    torch.set_num_threads(2)
+    assert same_bits(cpu.linear_heads(x, cpu.pack(weight, None)), found)
+    picked = torch.arange(tokens - 1, -1, -2)
+    assert same_bits(cpu.linear_heads(x[picked], cpu.pack(weight, None)), found[picked])
+
+
+def test_heads_of_other_numbers_or_with_biases_are_refused(cpu: Operators) -> None:
+    x, weight = torch.zeros(2, 3, 4), torch.zeros(3, 5, 4)
+    for packed in (cpu.pack(weight[:2], None), cpu.pack(weight, torch.zeros(3, 5))):
+        with pytest.raises(AssertionError):
+            cpu.linear_heads(x, packed)

@@ -25,6 +25,8 @@ class Shape:
     kv_heads: int
     dim: int
     rotary: int
+    normed: bool = True
+    latent: bool = False
 
 
 SHAPES = (
@@ -33,7 +35,11 @@ SHAPES = (
     Shape(q_heads=6, kv_heads=2, dim=63, rotary=20),
     Shape(q_heads=5, kv_heads=1, dim=65, rotary=64),
     Shape(q_heads=2, kv_heads=2, dim=256, rotary=64),
+    Shape(q_heads=3, kv_heads=1, dim=32, rotary=0, normed=False),
+    Shape(q_heads=4, kv_heads=2, dim=24, rotary=24, normed=False),
+    Shape(q_heads=7, kv_heads=1, dim=72, rotary=8, normed=False, latent=True),
 )
+LATENT = SHAPES[-1]
 FIRST, SECOND = [65, 1, 127, 2, 64], [1, 1, 40, 63, 1]
 LENS = [first + second for first, second in zip(FIRST, SECOND, strict=True)]
 WINDOWS = (None, 1, 63, 64, 65, 128, 500)
@@ -47,10 +53,12 @@ class Layer:
         draw = torch.Generator().manual_seed(tokens)
         self.q_THD = random(draw, tokens, s.q_heads, 2 * s.dim)[..., : s.dim]
         kv_T2KD = random(draw, tokens, 2, s.kv_heads, s.dim)
-        self.k_TKD, self.v_TKD = kv_T2KD[:, 0], kv_T2KD[:, 1]
-        self.weights = random(draw, s.dim), random(draw, s.dim)
+        self.k_TKD, self.v_TKD = kv_T2KD[:, 0], None if s.latent else kv_T2KD[:, 1]
+        weights = random(draw, s.dim), random(draw, s.dim)
+        self.weights = weights if s.normed else (None, None)
         self.angles_T2R = random(draw, tokens, 2, s.rotary // 2)
-        self.arena = torch.full((pages, s.kv_heads, 2, 2, page_tokens, s.dim), torch.nan, dtype=dtype)
+        halves = 1 if s.latent else 2
+        self.arena = torch.full((pages, s.kv_heads, 2, halves, page_tokens, s.dim), torch.nan, dtype=dtype)
         self.cache = self.arena[:, :, 1]
         self.window: int | None = None
         self.sinks_H: torch.Tensor | None = None
@@ -65,8 +73,9 @@ class Layer:
         self, ops: Operators, cache: torch.Tensor, rows: Rows, picked: slice | torch.Tensor
     ) -> torch.Tensor:
         dtype = torch.float32 if ops.attention.__module__.endswith("cpu") else torch.float64
-        q, k, v, angles = (x[picked].to(dtype) for x in (self.q_THD, self.k_TKD, self.v_TKD, self.angles_T2R))
-        q_weight, k_weight = (weight.to(dtype) for weight in self.weights)
+        q, k, angles = (x[picked].to(dtype) for x in (self.q_THD, self.k_TKD, self.angles_T2R))
+        v = None if self.v_TKD is None else self.v_TKD[picked].to(dtype)
+        q_weight, k_weight = (None if weight is None else weight.to(dtype) for weight in self.weights)
         return ops.rope_store(q, k, v, q_weight, k_weight, EPSILON, angles, cache, rows)
 
     def attend(self, ops: Operators, q_THD: torch.Tensor, cache: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -143,16 +152,23 @@ def test_one_token_after_any_length(cpu: Operators, reference: Operators, length
     ends=st.sets(st.integers(1, 199), max_size=8),
     page_tokens=st.sampled_from([1, 16, 64]),
     dtype=st.sampled_from(list(LIMITS)),
+    shape=st.sampled_from([SHAPES[1], LATENT]),
     window=st.none() | st.integers(1, 210),
     sinks=st.booleans(),
 )
 def test_the_same_bits_however_a_sequence_is_cut(
-    cpu: Operators, ends: set[int], page_tokens: int, dtype: torch.dtype, window: int | None, *, sinks: bool
+    cpu: Operators,
+    *,
+    ends: set[int],
+    page_tokens: int,
+    dtype: torch.dtype,
+    shape: Shape,
+    window: int | None,
+    sinks: bool,
 ) -> None:
     pages = shuffled_pages([200], page_tokens, torch.Generator().manual_seed(1))
     whole, cut = (
-        Layer(SHAPES[1], 200, 1 + int(pages.max()), page_tokens, dtype).see(window, sinks=sinks)
-        for _ in range(2)
+        Layer(shape, 200, 1 + int(pages.max()), page_tokens, dtype).see(window, sinks=sinks) for _ in range(2)
     )
     wanted = whole.run(cpu, step([200], [0], pages))
     start = 0
@@ -243,8 +259,18 @@ def test_large_scores_do_not_overflow(cpu: Operators, reference: Operators) -> N
 
 def test_bfloat16_pages_round_to_the_nearest_even(cpu: Operators) -> None:
     layer = Layer(SHAPES[1], 64, 4, 16, torch.bfloat16)
+    assert layer.v_TKD is not None
     layer.v_TKD[:3, 0, 0] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8)])  # half way
     layer.v_TKD[3:6, 0, 0] = torch.tensor([torch.inf, -torch.inf, 3e38])
     layer.run(cpu, step([64], [0], torch.arange(4, dtype=torch.int32)[None]))
     stored_TKD = layer.cache[:, :, 1].transpose(1, 2).reshape(layer.v_TKD.shape)
     assert same_bits(stored_TKD, layer.v_TKD.bfloat16())
+
+
+def test_values_that_the_cache_has_no_memory_for_are_refused(cpu: Operators) -> None:
+    pages = shuffled_pages([5], 16, torch.Generator().manual_seed(1))
+    for shape in (SHAPES[1], LATENT):
+        layer = Layer(shape, 5, 1 + int(pages.max()), 16, torch.float32)
+        layer.v_TKD = layer.k_TKD if layer.v_TKD is None else None
+        with pytest.raises(AssertionError):
+            layer.run(cpu, step([5], [0], pages))

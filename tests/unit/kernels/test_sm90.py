@@ -15,8 +15,11 @@ from tidemill.kernels.attention import cuda as attention_cuda
 from tidemill.kernels.causal_conv import cuda as causal_conv_cuda
 from tidemill.kernels.gated_delta import cuda as gated_delta_cuda
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.mamba2 import cuda as mamba2_cuda
+from tidemill.kernels.mamba2.heads import Heads
 from tidemill.kernels.moe import cuda as moe_cuda
 from tidemill.kernels.moe.experts import Experts
+from tidemill.kernels.moe.routing import Routing
 from tidemill.kernels.page_copy import cuda as page_copy_cuda
 from tidemill.kernels.rms_norm import cuda as rms_norm_cuda
 from tidemill.kernels.rope_store import cuda as rope_store_cuda
@@ -39,13 +42,45 @@ def run_experts(tokens: int) -> Callable[[], None]:
         weights = reserved.memory.view(torch.bfloat16)
         gate_up = weights[: count * 2 * inner * width].view(count, 2 * inner, width)
         down = weights[gate_up.numel() :].view(count, width, inner)
-        experts = Experts(
-            Packed(gate_up, None, 2 * inner, width), Packed(down, None, width, inner), 10, renormalise=True
-        )
+        experts = Experts(Packed(gate_up, None, 2 * inner, width), Packed(down, None, width, inner))
         x_TH, logits_TE = (torch.zeros(tokens, n, dtype=torch.bfloat16) for n in (width, count))
-        inner = moe_cuda.moe_inner(x_TH, logits_TE, experts)
+        chosen, weights = moe_cuda.route(logits_TE, Routing(10, renormalise=True))
+        inner = moe_cuda.moe_inner(x_TH, chosen, experts), chosen, weights
         moe_cuda.moe_outer(*inner, experts, x_TH, logits_TE[:, :1])
         moe_cuda.moe_outer(*inner, experts, None, None)
+
+    return run
+
+
+def run_biased_experts() -> None:
+    """Those of gpt-oss, and the routing of DeepSeek-V3."""
+    count, width, inner = 32, 2880, 2880
+    bias_N = torch.zeros(count, 2 * inner, dtype=torch.bfloat16)
+    gate_up = Packed(torch.zeros(count, 2 * inner, width, dtype=torch.bfloat16), bias_N, 2 * inner, width)
+    down = Packed(
+        torch.zeros(count, width, inner, dtype=torch.bfloat16), bias_N[:, :width].contiguous(), width, inner
+    )
+    experts = Experts(gate_up, down, "clamped")
+    for tokens in (16, 2048):
+        x_TH, logits_TE = torch.zeros(tokens, width, dtype=torch.bfloat16), torch.zeros(tokens, 256)
+        chosen, weights = moe_cuda.route(logits_TE[:, :count], Routing(4, renormalise=True))
+        hidden = moe_cuda.moe_inner(x_TH, chosen, experts)
+        moe_cuda.moe_outer(hidden, chosen, weights, experts, x_TH, None)
+        grouped = Routing(8, renormalise=True, score="sigmoid", bias_E=logits_TE[0], groups=8, groups_kept=4)
+        moe_cuda.route(logits_TE, grouped)
+
+
+def attend_latents(new: list[int], heads: int) -> Callable[[], None]:
+    """Those of DeepSeek-V3, some of its heads on a rank."""
+
+    def run() -> None:
+        width, tokens = 576, sum(new)
+        cache = torch.zeros(3, 1, 2, 1, 64, width, dtype=torch.bfloat16)[:, :, 1]
+        rows = step(new, [500] * len(new), torch.zeros(len(new), 64, dtype=torch.int32))
+        q_THD = torch.zeros(tokens, heads, width, dtype=torch.bfloat16)
+        k_TKD, angles_T2R = torch.zeros(tokens, 1, width, dtype=torch.bfloat16), torch.zeros(tokens, 2, 32)
+        q_THD = rope_store_cuda.rope_store(q_THD, k_TKD, None, None, None, 1e-6, angles_T2R, cache, rows)
+        attention_cuda.attention(q_THD, cache, rows, None, None)
 
     return run
 
@@ -87,7 +122,7 @@ def recur(new: list[int], kept: int, key_heads: int, dim: int) -> Callable[[], N
         projected = torch.zeros(tokens, key_heads * 6 * dim + 4 * key_heads, dtype=torch.bfloat16)
         qkvz = projected[:, : -4 * key_heads].view(tokens, key_heads, 6 * dim)
         mixed = causal_conv_cuda.causal_conv(
-            qkvz[..., :channels], projected.new_zeros(4, key_heads, channels),
+            qkvz[..., :channels], projected.new_zeros(4, key_heads, channels), None,
             slots[..., :past].view(2, key_heads, 3, channels), rows,
         )  # fmt: skip
         per_head, temporal = projected.new_zeros(2 * key_heads), slots[..., past:]
@@ -97,6 +132,31 @@ def recur(new: list[int], kept: int, key_heads: int, dim: int) -> Callable[[], N
         )  # fmt: skip
         z = qkvz[..., channels:].view(out.shape)
         rms_norm_cuda.rms_norm_gated(out, z, projected.new_zeros(dim), 1e-6)
+
+    return run
+
+
+def scan(new: list[int], kept: int, groups: int, heads: int, dims: tuple[int, int]) -> Callable[[], None]:
+    """A recurrent layer like those of Granite 4: `heads` in each head group."""
+
+    def run() -> None:
+        tokens, (key_dim, value_dim), every = sum(new), dims, groups * heads
+        inner, past = every * value_dim, 3 * (2 * key_dim + heads * value_dim)
+        rows = step(new, writes=[[*range(b * kept, (b + 1) * kept)] for b in range(len(new))])
+        slots = torch.zeros(2, groups, past + heads * key_dim * value_dim)
+        projected = torch.zeros(tokens, 2 * inner + 2 * key_dim + every, dtype=torch.bfloat16)
+        x = projected.new_zeros(tokens, groups, past // 3)
+        taps, bias = projected.new_zeros(4, groups, past // 3).float(), projected.new_zeros(groups, past // 3)
+        mixed = causal_conv_cuda.causal_conv(
+            x, taps, bias.float(), slots[..., :past].view(2, groups, 3, past // 3), rows
+        )
+        per_head = taps.new_zeros(every)
+        y = mamba2_cuda.mamba2(
+            mixed, projected[:, :inner].view(tokens, groups, heads, value_dim), projected[:, -every:],
+            Heads(per_head, per_head, per_head, 0.0, float("inf")),
+            slots[..., past:].view(2, groups, heads, key_dim, value_dim), rows,
+        )  # fmt: skip
+        rms_norm_cuda.rms_norm(y.flatten(1), taps.new_zeros(inner), 1e-6)
 
     return run
 
@@ -127,22 +187,30 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "attention, pages of 16": attend(MIXED, (16, 2), 256, page_tokens=16),
     "attention, window, pages of 16": attend(MIXED, (16, 2), 256, page_tokens=16, window=128),
     "attention, float32": attend(MIXED, (16, 2), 256, dtype=torch.float32),
+    "latents, decode": attend_latents([1] * 32, 128),
+    "latents, mixed": attend_latents(MIXED, 128),
+    "latents, mixed, 16 heads": attend_latents(MIXED, 16),
     "elementwise": run_elementwise,
     "linear layer, decode": recur([1] * 64, 1, 16, 128),
     "linear layer, mixed": recur([1, 12, 2000], 1, 16, 128),
     "linear layer, mixed, states of 12 tokens": recur([1, 12, 2000], 12, 16, 128),
     "linear layer, mixed, dim 64": recur([1, 12, 2000], 1, 16, 64),
     "linear layer, mixed, dim 256": recur([1, 12, 2000], 1, 4, 256),
+    "mamba2, decode": scan([1] * 64, 1, 8, 6, (128, 64)),
+    "mamba2, mixed": scan([1, 12, 2000], 1, 8, 6, (128, 64)),
+    "mamba2, mixed, dims 256 and 80": scan([1, 12, 2000], 1, 1, 3, (256, 80)),
     "page_copy": copy_pages,
     "moe of 64 tokens": run_experts(64),
     "moe of 2048 tokens": run_experts(2048),
     "moe of 3072 tokens": run_experts(3072),
+    "moe with biases": run_biased_experts,
 }
 # Kernels that must use them.
 WGMMA: set[str] = {"attend_rows", "gate_up_tile", "down_tile", "prepare", "advance", "answer"}
 TMA: set[str] = {"attend_span", "attend_rows"}
-# Launches that cannot: no matrix unit takes float32, and the copy engine takes tiles of one page.
-WITHOUT_WGMMA = {"attention, float32"}
+# Launches that cannot: no matrix unit takes float32, registers hold no sums of latents for the 64 queries of
+# wgmma, and the copy engine takes tiles of one page.
+WITHOUT_WGMMA = {"attention, float32", "latents, mixed", "latents, mixed, 16 heads"}
 WITHOUT_TMA = {"attention, float32", "attention, pages of 16", "attention, window, pages of 16"}
 
 

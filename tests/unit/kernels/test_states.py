@@ -1,4 +1,4 @@
-"""`causal_conv` and `gated_delta` against their definitions; the same bits in any cut and batch."""
+"""`causal_conv`, `gated_delta` and `mamba2` against their definitions; the same bits in any cut and batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.kernels.cases import Step, random, relative_error, same_bits, step
 from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.mamba2.heads import Heads
 from tidemill.kernels.rows import Rows
 
 SLOTS = 19
@@ -23,6 +24,7 @@ class Shape:
     key_dim: int
     value_dim: int
     width: int
+    biased: bool = False
 
     @property
     def channels(self) -> int:
@@ -32,9 +34,9 @@ class Shape:
 SHAPES = (
     Shape(groups=1, heads=1, key_dim=1, value_dim=1, width=1),
     Shape(groups=2, heads=1, key_dim=16, value_dim=16, width=4),
-    Shape(groups=3, heads=2, key_dim=24, value_dim=33, width=3),
+    Shape(groups=3, heads=2, key_dim=24, value_dim=33, width=3, biased=True),
     Shape(groups=1, heads=4, key_dim=63, value_dim=65, width=2),
-    Shape(groups=1, heads=1, key_dim=256, value_dim=127, width=5),
+    Shape(groups=1, heads=1, key_dim=256, value_dim=127, width=5, biased=True),
 )
 
 
@@ -43,7 +45,7 @@ ALL = slice(None)
 
 
 class Layer:
-    """The weights of a convolution and a delta rule, a pool of NaN states, and tokens to run."""
+    """The weights of a convolution and a recurrence, a pool of NaN states, and tokens to run."""
 
     def __init__(self, shape: Shape, tokens: int, seed: int = 0) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -51,10 +53,14 @@ class Layer:
         s = shape
         self.x_TGC = random(draw, tokens, s.groups, s.channels + 7)[..., : s.channels]
         self.weight_WGC = random(draw, s.width, s.groups, s.channels)
+        self.bias_GC = random(draw, s.groups, s.channels) if s.biased else None
         self.mixed_TGC = random(draw, tokens, s.groups, s.channels)
         self.mixed_TGC[::2] *= 1e-3  # so that the epsilon of the norms counts
         self.gates_TI = random(draw, tokens, 3 + 2 * s.groups * s.heads)[:, 3:]
         self.a_log_H, self.dt_bias_H = random(draw, s.groups * s.heads), random(draw, s.groups * s.heads)
+        wide = random(draw, tokens, s.groups, 3 + s.heads * s.value_dim)[..., 3:]
+        self.z_TGRV = wide.view(tokens, s.groups, s.heads, s.value_dim)
+        self.skip_H = random(draw, s.groups * s.heads)
         # Both states lie side by side in one slot, as in the arena.
         conv, temporal = (s.width - 1) * s.channels, s.heads * s.key_dim * s.value_dim
         # One more slot in front: who takes -1 for an index writes there, or into the last one.
@@ -65,7 +71,9 @@ class Layer:
 
     def convolve(self, ops: Operators, rows: Rows, span: slice, dtype: torch.dtype) -> Result:
         state = self.conv.to(dtype)
-        return ops.causal_conv(self.x_TGC[span].to(dtype), self.weight_WGC.to(dtype), state, rows), state
+        weight, bias = self.weight_WGC.to(dtype), self.bias_GC
+        bias = bias if bias is None else bias.to(dtype)
+        return ops.causal_conv(self.x_TGC[span].to(dtype), weight, bias, state, rows), state
 
     def recur(self, ops: Operators, rows: Rows, span: slice, dtype: torch.dtype) -> Result:
         state = self.temporal.to(dtype)
@@ -75,9 +83,16 @@ class Layer:
         mixed, gates, a_log, dt_bias = inputs
         return ops.gated_delta(mixed, gates, a_log, dt_bias, state, rows), state
 
+    def scan(self, ops: Operators, rows: Rows, span: slice, dtype: torch.dtype) -> Result:
+        state, dt_TH = self.temporal.to(dtype), self.gates_TI[span, : len(self.skip_H)].to(dtype)
+        a_log, dt_bias, skip = (x.to(dtype) for x in (self.a_log_H, self.dt_bias_H, self.skip_H))
+        heads = Heads(a_log, dt_bias, skip, dt_min=0.4, dt_max=1.3)
+        mixed, z = self.mixed_TGC[span].to(dtype), self.z_TGRV[span].to(dtype)
+        return ops.mamba2(mixed, z, dt_TH, heads, state, rows), state
+
 
 Run = Callable[[Layer, Operators, Rows, slice, torch.dtype], Result]
-RUNS: tuple[Run, ...] = (Layer.convolve, Layer.recur)
+RUNS: tuple[Run, ...] = (Layer.convolve, Layer.recur, Layer.scan)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -201,3 +216,15 @@ def test_a_view_of_some_columns_is_refused(cpu: Operators, run: Run) -> None:
     layer, rows = Layer(SHAPES[1], 5), step([2, 3], writes=[[0, 1], [2, 3]])
     with pytest.raises(AssertionError):
         run(layer, cpu, replace(rows, writes_BK=rows.writes_BK[:, 1:]), ALL, torch.float32)
+
+
+def test_a_step_has_no_bounds_by_default(cpu: Operators, reference: Operators) -> None:
+    """Of a softplus of up to 30, and of one that is next to nothing."""
+    layer, rows = Layer(SHAPES[1], 4), step([4])
+    dt_TH = torch.tensor([[30.0, -30.0], [-30.0, 30.0], [0.0, 1.0], [21.0, 19.0]])
+    heads = Heads(layer.a_log_H - 4, layer.dt_bias_H, layer.skip_H, dt_min=0.0, dt_max=float("inf"))
+    state, wanted_state = layer.temporal, layer.temporal.clone()
+    found = cpu.mamba2(layer.mixed_TGC, layer.z_TGRV, dt_TH, heads, state, rows)
+    wanted = reference.mamba2(layer.mixed_TGC, layer.z_TGRV, dt_TH, heads, wanted_state, rows)
+    assert relative_error(found, wanted) < 1e-5
+    assert relative_error(state[0], wanted_state[0]) < 1e-5

@@ -1,6 +1,6 @@
 """Small prefix indexes: a letter stands for a page of one token, "aba" is the prefix of three pages."""
 
-from tidemill.kvstore.index import Entry, PrefixIndex
+from tidemill.kvstore.index import Checkpoint, Entry, PrefixIndex
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import Attention, Layout, Linear, PageId, StateId, layout_of
 from tidemill.kvstore.worth import Cost, Policy
@@ -32,7 +32,8 @@ def kept_path(index: PrefixIndex, path: str, *, checkpoints: str = "") -> list[E
         entries.append(entry)
     for entry, mark in zip(entries, checkpoints, strict=False):
         if mark == "x":
-            index.keep_checkpoint(entry, StateId(len(index) * 10 + entry.depth_pages))
+            state = StateId(len(index) * 10 + entry.depth_pages)
+            index.keep_checkpoint(entry, Checkpoint(state))
     for entry in reversed(entries):
         index.unpin(entry)
     return entries

@@ -7,7 +7,7 @@ from tidemill.kvstore.backing import Backing, Fixed
 from tidemill.kvstore.cache import Cache
 from tidemill.kvstore.index import PrefixIndex
 from tidemill.kvstore.keys import Namespace, PageKey, page_keys
-from tidemill.kvstore.layout import Attention, Linear, PageId, StateId, layout_of
+from tidemill.kvstore.layout import Attention, Linear, PageId, StateId, Window, WindowId, layout_of
 from tidemill.kvstore.lease import Lease
 from tidemill.kvstore.ledger import Ledger
 from tidemill.kvstore.sites import Site, granted
@@ -25,14 +25,16 @@ def a_cache(
     *,
     page_tokens: int = P,
     hybrid: bool = True,
+    window: int = 0,
     policy: Policy = "value",
     backing: Backing | None = None,
 ) -> Cache:
-    """8 bytes per token, 24 per state. With pages of two tokens an extent holds two pages or one state,
-    `states_per_extent` times."""
+    """8 bytes per token, and again in a `window`; 24 per state. With pages of two tokens an extent holds two
+    pages or window pages, or one state, `states_per_extent` times."""
     linear = Linear(key_heads=1, value_heads=1, key_dim=1, value_dim=2, conv_width=2)
     attention = Attention(kv_heads=1, head_dim=1)
-    layers = (linear, attention) if hybrid else (attention,)
+    windows = [Window(kv_heads=1, head_dim=1, tokens=window)] if window else []
+    layers = (linear, attention, *windows) if hybrid else (attention, *windows)
     state_pages = -(-3 // page_tokens)
     extent_bytes = 8 * page_tokens * state_pages * states_per_extent
     layout = layout_of(layers, page_tokens, extent_bytes_min=extent_bytes, granule_bytes=1)
@@ -46,27 +48,38 @@ def a_ledger(
     states_per_extent: int = 1,
     *,
     hybrid: bool = True,
+    window: int = 0,
     policy: Policy = "value",
     refuses: Callable[[Site], bool] = granted,
 ) -> Ledger:
-    return Ledger(a_cache(num_extents, states_per_extent, hybrid=hybrid, policy=policy), refuses=refuses)
+    cache = a_cache(num_extents, states_per_extent, hybrid=hybrid, window=window, policy=policy)
+    return Ledger(cache, refuses=refuses)
 
 
-def could_serve(cache: Cache, leases: Iterable[Lease], num_states: int, num_pages: int) -> bool:
+def could_serve(
+    cache: Cache, leases: Iterable[Lease], num_states: int, num_pages: int, num_windows: int = 0
+) -> bool:
     """Whether so much could be had if everything that no lease holds was given up, wherever it lies."""
     layout = cache.layout
-    pages, states = set[PageId](), set[StateId]()
+    pages, states, windows = set[PageId](), set[StateId](), set[WindowId]()
     for lease in leases:
         pages |= {*lease.pages, *lease.own_pages()}
         states |= set(lease.own_states())
-        states |= {entry.checkpoint for entry in lease.sources() if entry.checkpoint is not None}
+        windows |= set(lease.windows)
+        there = [entry.checkpoint for entry in lease.sources() if entry.checkpoint is not None]
+        states |= {one.state for one in there if one.state is not None}
+        windows |= {window for one in there for window in one.windows}
     in_pages = {cache.arena.pages.extent_of(page) for page in pages}
     in_states = {cache.arena.states.extent_of(state) for state in states}
-    extents = cache.arena.budget_extents - len(in_pages) - len(in_states)
+    in_windows = {cache.arena.windows.extent_of(window) for window in windows}
+    extents = cache.arena.budget_extents - len(in_pages) - len(in_states) - len(in_windows)
     pages_beside = len(in_pages) * layout.pages_per_extent - len(pages)
     states_beside = len(in_states) * layout.states_per_extent - len(states)
     if num_states > states_beside:
         extents -= -(-(num_states - states_beside) // layout.states_per_extent)
+    windows_beside = len(in_windows) * layout.windows_per_extent - len(windows)
+    if num_windows > windows_beside:
+        extents -= -(-(num_windows - windows_beside) // layout.windows_per_extent)
     return extents >= 0 and num_pages <= pages_beside + extents * layout.pages_per_extent
 
 

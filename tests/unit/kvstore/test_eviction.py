@@ -16,8 +16,9 @@ from tidemill.kvstore import eviction
 from tidemill.kvstore.arena import Id
 from tidemill.kvstore.cache import Cache
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.index import Entry
+from tidemill.kvstore.index import Checkpoint, Entry
 from tidemill.kvstore.keys import PageKey, page_keys
+from tidemill.kvstore.layout import StateId
 from tidemill.kvstore.lease import Lease
 from tidemill.kvstore.ledger import Ledger
 
@@ -36,7 +37,7 @@ def keep(cache: Cache, path: str, *, worth: float | None = None, held: str = "")
         entries.append(entry)
     if worth is not None:
         last = entries[-1]
-        cache.keep_checkpoint(last, cache.arena.states.take())
+        cache.keep_checkpoint(last, Checkpoint(cache.arena.states.take()))
         last.score = (worth, 0)
         cache.pin_checkpoint(last)
         if "x" not in held:
@@ -52,10 +53,16 @@ def check(cache: Cache) -> None:
     entries = list(cache.index)
     pages = [entry for entry in entries if entry.pins], [entry for entry in entries if not entry.pins]
     there = [entry for entry in entries if entry.checkpoint is not None]
-    held = [entry.checkpoint for entry in there if entry.checkpoint_pins and entry.checkpoint is not None]
-    kept = [entry.checkpoint for entry in there if not entry.checkpoint_pins and entry.checkpoint is not None]
+    held = [state_of(entry) for entry in there if entry.checkpoint_pins]
+    kept = [state_of(entry) for entry in there if not entry.checkpoint_pins]
     held_pages, kept_pages = ([entry.page for entry in some] for some in pages)
     cache.arena.check((held_pages, kept_pages), (held, kept))
+
+
+def state_of(entry: Entry) -> StateId:
+    assert entry.checkpoint is not None
+    assert entry.checkpoint.state is not None
+    return entry.checkpoint.state
 
 
 def names(cache: Cache) -> set[str]:
@@ -100,13 +107,12 @@ def test_a_page_empties_an_extent_of_states_that_are_worth_less_than_the_cheapes
     keep(cache, "abcd", worth=90)
     keep(cache, "efgh", worth=90)
     for path in ("a", "e"):
-        cache.keep_checkpoint(cache.index.match([PageKey(path.encode())]).path[0], cache.arena.states.take())
+        (entry,) = cache.index.match([PageKey(path.encode())]).path
+        cache.keep_checkpoint(entry, Checkpoint(cache.arena.states.take()))
     for path in ("a", "e"):
         cache.index.match([PageKey(path.encode())]).path[0].score = (0.001, 0)
-    cheap = {entry.checkpoint for entry in cache.index if entry.key in {b"a", b"e"}}
-    assert {state // 2 for state in cheap if state is not None} == {
-        cache.arena.states.extent_of(state) for state in cheap if state is not None
-    }
+    cheap = {state_of(entry) for entry in cache.index if entry.key in {b"a", b"e"}}
+    assert {state // 2 for state in cheap} == {cache.arena.states.extent_of(state) for state in cheap}
     assert cache.arena.usage().state_extents == 2
     cache.take_page()  # the extent that is left
     for _ in range(3):
@@ -215,7 +221,8 @@ class Situation:
     def __init__(self, random: Random) -> None:
         self.random = random
         hybrid = random.random() < 0.8
-        self.cache = a_cache(random.randint(2, 8), random.randint(1, 3), hybrid=hybrid)
+        extents, window = random.randint(2, 8), random.choice([0, 0, 1, P + 1, 3 * P])
+        self.cache = a_cache(extents, random.randint(1, 3), hybrid=hybrid, window=window)
         self.ledger = Ledger(self.cache)
         self.leases: dict[str, Lease] = {}
         for number in range(random.randint(1, 10)):
@@ -261,19 +268,21 @@ def test_memory_is_refused_only_when_everything_that_is_not_held_would_not_do(
     situation = Situation(Random(seed))
     cache, ledger = situation.cache, situation.ledger
     lease = ledger.open("new")
-    slots = 1 + drafts if cache.layout.hybrid else 0
-    possible = could_serve(cache, situation.leases.values(), slots, -(-num_tokens // P))
+    slots = 1 + drafts if cache.layout.has_states else 0
+    pages = -(-num_tokens // P)
+    views = pages if cache.layout.has_windows else 0
+    possible = could_serve(cache, situation.leases.values(), slots, pages, views)
     kept, before = (names_of(cache), cache.arena.usage()), ledger.counters.copy()
     try:
         ledger.reserve(lease, num_tokens, drafts=drafts)
     except OutOfMemory:
         assert not possible
         assert (names_of(cache), cache.arena.usage(), ledger.counters) == (*kept, before)
-        assert not [*lease.own, *lease.spare]
+        assert not [*lease.own, *lease.spare, *lease.windows]
     else:
-        assert (len(lease.own), len(lease.spare)) == (-(-num_tokens // P), slots)
+        assert (len(lease.own), len(lease.spare), len(lease.windows)) == (pages, slots, views)
     ledger.check()
 
 
-def names_of(cache: Cache) -> set[tuple[PageKey, int | None]]:
+def names_of(cache: Cache) -> set[tuple[PageKey, Checkpoint | None]]:
     return {(entry.key, entry.checkpoint) for entry in cache.index}

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.unit.kvstore.indexes import PAGE_BYTES, STATE_BYTES, an_index, evicted, kept_path, keys_of
-from tidemill.kvstore.index import STALE_RECORDS_MAX, Entry
+from tidemill.kvstore.index import STALE_RECORDS_MAX, Checkpoint, Entry
 from tidemill.kvstore.keys import PageKey
-from tidemill.kvstore.layout import PageId, StateId
+from tidemill.kvstore.layout import PageId, StateId, WindowId
 from tidemill.kvstore.worth import Cost, Policy
 
 paths = st.text("ab", min_size=1, max_size=4)
@@ -28,7 +28,7 @@ class Kept:
     page: int
     last_use: int
     pins: int = 0
-    checkpoint: int | None = None
+    checkpoint: Checkpoint | None = None
     checkpoint_pins: int = 0
     worth: float = 0.0  # of the checkpoint, or of the page in a model without states
     saves: float = 0.0  # FLOPs per byte
@@ -107,8 +107,10 @@ class IndexAgainstDict(RuleBasedStateMachine):
         bare = [entry for entry in self.index if entry.checkpoint is None]
         if bare and self.hybrid:
             entry = bare[choice % len(bare)]
-            self.index.keep_checkpoint(entry, StateId(self._serial()))
-            self.kept[entry.key].checkpoint = self.serial
+            windows = tuple(WindowId(choice % 7 + place) for place in range(choice % 3))  # shared with others
+            checkpoint = Checkpoint(StateId(self._serial()), windows)
+            self.index.keep_checkpoint(entry, checkpoint)
+            self.kept[entry.key].checkpoint = checkpoint
             above = [len(key) for key in self._above(entry.key) if self.kept[key].checkpoint is not None]
             self._appraised(entry.key, max(above, default=0))
 
@@ -186,7 +188,15 @@ class IndexAgainstDict(RuleBasedStateMachine):
             assert entry.depth_pages == len(entry.key)
             assert self.index.owner_of_page(entry.page) is entry
             if entry.checkpoint is not None:
-                assert self.index.owner_of_state(entry.checkpoint) is entry
+                assert entry.checkpoint.state is not None
+                assert self.index.owner_of_state(entry.checkpoint.state) is entry
+                for window in entry.checkpoint.windows:
+                    owners = {one.key for one in self.index.owners_of_window(window)}
+                    assert owners == {
+                        key
+                        for key, one in self.kept.items()
+                        if one.checkpoint and window in one.checkpoint.windows
+                    }
             if self._is_restorable(entry.key):
                 assert self.index.credit(entry) == pytest.approx(max(0.0, kept.worth - self.clock))
         assert sorted(self.index.restorable_keys()) == sorted(filter(self._is_restorable, self.kept))
@@ -309,7 +319,7 @@ def test_a_checkpoint_is_never_overwritten() -> None:
     index = an_index(hybrid=True)
     (entry,) = kept_path(index, "a", checkpoints="x")
     with pytest.raises(AssertionError):
-        index.keep_checkpoint(entry, StateId(99))
+        index.keep_checkpoint(entry, Checkpoint(StateId(99)))
     index.pin_checkpoint(entry)
     with pytest.raises(AssertionError):
         index.drop_checkpoint(entry)

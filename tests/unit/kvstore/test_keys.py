@@ -112,6 +112,6 @@ def test_objects_of_one_key_have_different_names() -> None:
         for key in page_keys(ROOT, range(4), 2)
         for shard in (0, 1, 0xFFFF)
     }
-    assert len(names) == 2 * 2 * 3
+    assert len(names) == 3 * 2 * 3
     assert len({len(name) for name in names}) == 1
     assert all(OBJECT_NAME.fullmatch(name) for name in names), "the folder's bound counts them"

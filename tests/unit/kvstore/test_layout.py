@@ -9,11 +9,13 @@ from tidemill.kvstore.layout import (
     DTYPE_BYTES,
     Attention,
     KvDtype,
+    Latent,
     LayerSpec,
     Layout,
     Linear,
     PageId,
     StateId,
+    Window,
     layout_of,
     restorable_end,
 )
@@ -182,6 +184,66 @@ def test_qwen3_next_80b_snapshot() -> None:
     stride_bytes = layout.state_stride_bytes
     assert {_strides_bytes(view) for view in caches.conv} == {(stride_bytes, group_bytes, 2_048, 4)}
     assert {_strides_bytes(view) for view in caches.temporal} == {(stride_bytes, group_bytes, 65_536, 512, 4)}
+
+
+GPT_OSS_20B: list[LayerSpec] = [
+    Window(kv_heads=8, head_dim=64, tokens=128),
+    Attention(kv_heads=8, head_dim=64),
+] * 12
+DEEPSEEK_V3: list[LayerSpec] = [Latent(width=512 + 64)] * 61
+
+
+def test_gpt_oss_20b_snapshot() -> None:
+    layout = layout_of(GPT_OSS_20B, 64, "bfloat16")
+    assert layout.page_bytes == layout.window_bytes == 12 * 2 * 8 * 64 * 64 * 2 == 3 << 19
+    assert (layout.extent_bytes, layout.pages_per_extent, layout.windows_per_extent) == (3 << 19, 1, 1)
+    assert layout.checkpoint_bytes == 2 * layout.window_bytes
+    assert (layout.last_window(1), layout.last_window(9)) == (range(1), range(7, 9))
+    assert (layout.hybrid, layout.has_states, layout.state_bytes) == (True, False, 0)
+    _, caches = _caches(layout, num_extents=2, device="meta")
+    assert [view.storage_offset() * 2 for view in caches.kv] == [i // 2 * 16_384 for i in range(24)]
+    assert {_strides_bytes(view) for view in caches.kv} == {(3 << 19, 196_608, 8_192, 128, 2)}
+    assert caches.has_windows
+    assert layout.describe() == (f"v1/p64/bfloat16/{tuple(GPT_OSS_20B[1::2])}/()/{tuple(GPT_OSS_20B[::2])}")
+
+
+def test_deepseek_v3_snapshot() -> None:
+    layout = layout_of(DEEPSEEK_V3, 64, "bfloat16")
+    assert layout.page_bytes // layout.page_tokens == 70_272
+    assert (layout.hybrid, layout.checkpoint_bytes, layout.windows_per_extent) == (False, 0, 0)
+    _, caches = _caches(layout, num_extents=1, device="meta")
+    assert {tuple(view.shape) for view in caches.kv} == {(1, 1, 1, 64, 576)}
+    assert [view.storage_offset() * 2 for view in caches.kv] == [i * 73_728 for i in range(61)]
+    assert {_strides_bytes(view) for view in caches.kv} == {(layout.page_bytes, 0, 0, 1_152, 2)}
+    assert layout.describe() == f"v1/p64/bfloat16/()/()/{tuple(DEEPSEEK_V3)}"
+
+
+WINDOW_SIZES = st.sampled_from([1, 2, 3, 8])
+
+
+@PROPERTY
+@given(st.lists(WINDOW_SIZES, min_size=1, max_size=3), WINDOW_SIZES, st.integers(1, 5), st.data())
+def test_window_pages_tile_an_extent_and_every_byte_is_one_element(
+    dims: list[int], head_dim: int, page_tokens: int, data: st.DataObject
+) -> None:
+    """Whatever the sizes: a page, a window page and a state divide the extent."""
+    windows = [Window(kv_heads=2, head_dim=dim, tokens=4) for dim in dims]
+    pages: list[LayerSpec] = [Attention(kv_heads=3, head_dim=head_dim)]
+    if data.draw(st.booleans()):
+        pages = [Latent(width=head_dim), Latent(width=2)]
+    linear = [KEEPER_LINEAR] * data.draw(st.integers(0, 1))
+    layers = data.draw(st.permutations([*windows, *pages, *linear]))
+    layout = layout_of(layers, page_tokens, extent_bytes_min=1, granule_bytes=4)
+    for num_bytes in (layout.page_bytes, layout.window_bytes, layout.state_stride_bytes or 1):
+        assert layout.extent_bytes % num_bytes == 0
+    arena, caches = _caches(layout, num_extents=1)
+    paged = [layer for layer in layers if not isinstance(layer, Linear)]
+    for of_windows in (True, False):
+        owners = torch.zeros(arena.numel(), dtype=torch.int32)
+        for layer, view in zip(paged, caches.kv, strict=True):
+            if isinstance(layer, Window) == of_windows:
+                _own(owners, view, 4)
+        assert owners.eq(1).all()
 
 
 def test_objects_of_different_meaning_have_different_descriptions() -> None:

@@ -25,13 +25,20 @@ class Case:
     page_tokens: int
     speculative: bool
     ending: Ending
+    cache: str = "states"  # or windows, or both
 
     def __str__(self) -> str:
         words = ["overlap" * self.overlap, f"P{self.page_tokens}", "drafts" * self.speculative, self.ending]
+        words.append("" if self.cache == "states" else self.cache)
         return "-".join(filter(None, words))
 
 
-CASES = [Case(*which) for which in product((False, True), (1, 16, 64), (False, True), ENDINGS)]
+OF_STATES = [Case(*which) for which in product((False, True), (1, 16, 64), (False, True), ENDINGS)]
+OF_WINDOWS = [
+    Case(*which, cache)
+    for which in product((False, True), (1, 16), (False, True), ENDINGS)
+    for cache in ("windows", "both")
+]
 
 
 class Driver:
@@ -90,7 +97,7 @@ class Driver:
             self.ledger.land(lease, lease.flights[0].end, self._keys())
             assert (lease.committed, len(self.ledger.index)) == before, "committed after the end"
             self.ledger.check()
-        assert not [*lease.pages, *lease.own_states(), *lease.sources()]
+        assert not [*lease.pages, *lease.own_states(), *lease.sources(), *lease.windows]
 
     def _launch(self) -> None:
         start = self.lease.launched
@@ -110,7 +117,7 @@ class Driver:
             self.ledger.land(self.lease, flight.end, self._keys())
             self._as_expected()
             return
-        drafts = len(flight.writes) - 1
+        drafts = DRAFTS if self.case.speculative and flight.start >= self.prompt_tokens - 1 else 0
         self.committed = flight.end - self.random.randint(0, drafts)
         if self.committed < flight.end:
             del self.tokens[self.committed :]
@@ -131,15 +138,20 @@ class Driver:
         assert self.lease.committed == self.committed
         assert self.lease.allocated == -(-self.reserved // size) * size
         assert len(self.lease.entries) == self.committed // size
+        layout, reserved = self.ledger.layout, self.reserved
+        needed = layout.windows_at_once(reserved, max(self.lease.allocated, reserved) - self.committed)
+        assert len(self.lease.windows) <= needed, "pages that left the window are still here"
         self.ledger.check()
 
     def _keys(self) -> list[PageKey]:
         return page_keys(ROOT, self.tokens, self.case.page_tokens)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*OF_STATES, *OF_WINDOWS], ids=str)
 def test_memory_of_a_request_is_what_it_should_be_until_it_is_back(case: Case) -> None:
-    cache = a_cache(400, page_tokens=case.page_tokens)
+    size = case.page_tokens
+    window = 0 if case.cache == "states" else Random(str(case)).choice([1, size, size + 1, 3 * size + 5])
+    cache = a_cache(400, page_tokens=size, hybrid=case.cache != "windows", window=window)
     ledger = Ledger(cache)
     for driver, end in _requests(ledger, case):
         early = driver.random.randrange(1, 5) if case.ending in {"aborted", "lost"} else 0
@@ -157,6 +169,7 @@ def test_memory_of_a_request_is_what_it_should_be_until_it_is_back(case: Case) -
         driver.land_after_the_end(driver.lease)
     usage = ledger.usage()
     assert (ledger.num_leases, ledger.num_slots, usage.pages_held, usage.states_held) == (0, 0, 0, 0)
+    assert usage.windows_held == 0
     assert cache.resize(1), "everything can be given up"
 
 

@@ -205,7 +205,8 @@ def test_a_checkpoint_gives_way_to_what_its_own_request_needs() -> None:
     slot = lease.entries[0].checkpoint
     ledger.reserve(lease, 5 * P)
     ledger.check()
-    assert (lease.states, lease.source, lease.rolling, ledger.num_slots) == ({P: slot}, None, None, 1)
+    assert slot is not None
+    assert (lease.states, lease.source, lease.rolling, ledger.num_slots) == ({P: slot.state}, None, None, 1)
     grown(ledger, lease, 5 * P)
 
 

@@ -1,6 +1,7 @@
 """Arena, index and ledger together, against a memory that remembers who wrote what for which tokens."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.unit.kvstore.leases import ROOT, P, a_cache, could_serve
 from tests.unit.kvstore.written import Memory, Shot
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.index import Entry
+from tidemill.kvstore.index import Checkpoint, Entry
 from tidemill.kvstore.keys import PageKey, page_keys
-from tidemill.kvstore.layout import PageId
+from tidemill.kvstore.layout import PageId, WindowId
 from tidemill.kvstore.lease import Lease
 from tidemill.kvstore.ledger import FLIGHTS_MAX, Ledger
 from tidemill.kvstore.worth import Policy
@@ -52,6 +53,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         num_extents=st.integers(2, 12),
         states_per_extent=st.integers(1, 2),
         hybrid=st.sampled_from([True, True, False]),
+        window=st.sampled_from([0, 0, 1, P, P + 1, 2 * P, 3 * P + 5]),
         policy=st.sampled_from(["lru", "value"]),
         checkpoints_per_path=st.integers(2, 4),
     )
@@ -60,13 +62,14 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         num_extents: int,
         states_per_extent: int,
         hybrid: bool,  # noqa: FBT001  drawn
+        window: int,
         policy: Policy,
         checkpoints_per_path: int,
     ) -> None:
-        self.cache = a_cache(num_extents, states_per_extent, hybrid=hybrid, policy=policy)
+        self.cache = a_cache(num_extents, states_per_extent, hybrid=hybrid, window=window, policy=policy)
         self.ledger = Ledger(self.cache, checkpoints_per_path)
-        self.hybrid = hybrid
-        self.memory = Memory(P)
+        self.has_states, self.hybrid = hybrid, hybrid or window > 0
+        self.memory = Memory(P, window)
         self.rows: list[Row] = []
         self.readers: list[Row] = []
         self.landing: list[Row] = []
@@ -82,7 +85,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
     @precondition(lambda self: len(self.rows) < ROWS_MAX)
     @rule(tokens=prompts, choice=choices)
     def fetch(self, tokens: list[int], choice: int) -> None:
-        """Share every kept page, fill the others and the state up to some depth, as from a store."""
+        """Share every kept page, fill the others and the checkpoint at some depth, as from a store."""
         row = self._open(self._name(), tokens, 0)
         match = self.ledger.index.match(row.fetchable)
         depth_pages = choice % (len(row.fetchable) + 1)
@@ -91,9 +94,13 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             self._reserve(row, len(tokens))
             return
         self.ledger.attach(row.lease, match, min(len(match.path), depth_pages))
-        if self._reserve(row, len(tokens)):
-            state = row.lease.spare[-1] if self.hybrid else None
+        if self._reserve(row, len(tokens), windows_beside=1) and self._reserve_fetched(row, depth_pages):
+            state = row.lease.spare[-1] if self.has_states else None
             self.memory.write(row.lease.pages, tokens[: depth_pages * P], row.lease.committed, state)
+            places = row.lease.fetched_windows
+            self.memory.write_windows(
+                row.lease.windows[-len(places) :] if places else [], places.start, tokens
+            )
             self.ledger.adopt(row.lease, depth_pages * P, row.keys)
             self._scribble_spares(row.lease)
 
@@ -115,7 +122,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         rows = [row for row in self.rows if row.lease.flights]
         row = rows[choice % len(rows)]
         flight = row.lease.flights[0]
-        drafts = max(0, len(flight.writes) - 1) if self.hybrid else flight.end - flight.start - 1
+        drafts = max(0, len(flight.writes) - 1) if self.has_states else flight.end - flight.start - 1
         landed = flight.end - min(rejected, drafts)
         before = row.lease.committed
         self._land(row, landed)
@@ -150,7 +157,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             assert (row.lease.entries, row.lease.committed, len(self.ledger.index)) == before
         else:
             lease = row.lease
-            assert not [*lease.entries, *lease.own, *lease.own_states(), *lease.sources()]
+            assert not [*lease.entries, *lease.own, *lease.own_states(), *lease.sources(), *lease.windows]
             self.landing.remove(row)
 
     @precondition(lambda self: self.rows)
@@ -191,7 +198,8 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         enough = self.ledger.resize(budget_extents)
         assert self.ledger.budget_extents == budget_extents
         assert enough == (not self.ledger.excess)
-        assert enough or not (self.cache.arena.pages.loose or self.cache.arena.states.loose)
+        arena = self.cache.arena
+        assert enough or not (arena.pages.loose or arena.states.loose or arena.windows.loose)
 
     @rule()
     def announce(self) -> None:
@@ -220,7 +228,19 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
                     row.tokens[: position + 1]
                 )
             if lease.source is not None and lease.source.checkpoint is not None:
-                assert self.memory.state(lease.source.checkpoint) == tuple(row.tokens[: lease.committed])
+                self._is_written(lease.source.checkpoint, row.tokens[: lease.committed])
+            for position in range(lease.committed) if self.memory.window else ():
+                if position > lease.committed - self.memory.window and row not in self.readers:
+                    view = lease.window_table[position // P]
+                    assert self.memory.view(view, position % P) == tuple(row.tokens[: position + 1])
+
+    def _is_written(self, checkpoint: Checkpoint, tokens: Sequence[int]) -> None:
+        if checkpoint.state is not None:
+            assert self.memory.state(checkpoint.state) == tuple(tokens)
+        places = self.cache.layout.last_window(len(tokens) // P)
+        for place, window in zip(places, checkpoint.windows, strict=True):
+            for position in range(place * P, place * P + P):
+                assert self.memory.view(window, position % P) == tuple(tokens[: position + 1])
 
     @invariant()
     def what_is_kept_is_what_its_key_says(self) -> None:
@@ -230,17 +250,25 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             last = self.memory.page(entry.page, P - 1)
             assert page_keys(ROOT, last, P)[entry.depth_pages - 1 :] == [entry.key]
             if entry.checkpoint is not None:
-                assert self.memory.state(entry.checkpoint) == last
+                self._is_written(entry.checkpoint, last)
+                assert (entry.checkpoint.state is not None) == self.has_states
 
     @invariant()
     def at_rest_a_lease_owns_what_its_strategy_says(self) -> None:
         for lease in (row.lease for row in self.rows if not row.lease.flights):
-            if self.hybrid:
+            if self.has_states:
                 own = len(lease.states) + len(lease.spare)
                 assert own <= 1 + lease.spares_min, "slots of the last step are still here"
                 assert len(lease.states) <= 1
             else:
                 assert not lease.own_states()
+
+    @invariant()
+    def what_left_the_window_is_given_back(self) -> None:
+        layout = self.cache.layout
+        for lease in (row.lease for row in self.rows):
+            assert lease.first_window == layout.first_seen(lease.committed)
+            assert bool(lease.windows) == (layout.has_windows and lease.allocated > 0)
 
     def teardown(self) -> None:
         for row in (*self.rows, *self.readers):
@@ -252,6 +280,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         self.ledger.check()
         usage = self.ledger.usage()
         assert (self.ledger.num_leases, usage.pages_held, usage.states_held) == (0, 0, 0)
+        assert usage.windows_held == 0
         assert self.ledger.resize(1), "everything can be given up"
 
     def _start(self, name: str, tokens: list[int], spares_min: int) -> None:
@@ -266,16 +295,31 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         self.rows.append(row)
         return row
 
-    def _reserve(self, row: Row, num_tokens: int, drafts: int = 0) -> bool:
+    def _reserve_fetched(self, row: Row, num_pages: int) -> bool:
+        try:
+            self.ledger.reserve_fetched(row.lease, num_pages)
+        except OutOfMemory:
+            lacking = num_pages - row.lease.windows_end
+            assert not could_serve(self.cache, self._leases(), 0, 0, lacking)
+            self._release(row)
+            return False
+        places = row.lease.fetched_windows
+        self.memory.taken((), (), row.lease.windows[-len(places) :] if places else ())
+        return True
+
+    def _reserve(self, row: Row, num_tokens: int, drafts: int = 0, windows_beside: int | None = None) -> bool:
         """Reserve, or prove that there was no memory, that the lease is as before, and end the request."""
         lease = row.lease
         before, evicted = _snapshot(lease), self._evictions()
         slots = self._slots_missing(lease, drafts)
         pages = max(0, -(-num_tokens // P) - len(lease.entries) - len(lease.own))
-        possible = could_serve(self.cache, self._leases(), slots, pages)
+        has_windows = self.cache.layout.has_windows
+        views = -(-num_tokens // P) - lease.windows_end if windows_beside is None else windows_beside
+        possible = could_serve(self.cache, self._leases(), slots, pages, max(0, views) * has_windows)
         source, spares_min = lease.source, lease.spares_min
+        beside = None if windows_beside is None else windows_beside * has_windows
         try:
-            self.ledger.reserve(lease, num_tokens, drafts=drafts)
+            self.ledger.reserve(lease, num_tokens, drafts=drafts, windows_beside=beside)
         except OutOfMemory:
             spared = (lease.source, lease.spares_min) != (source, spares_min)
             assert not possible
@@ -283,7 +327,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             self._release(row)
             return False
         spared = (lease.source, lease.spares_min) != (source, spares_min)
-        own, spare = before[1], [] if spared else before[4]
+        own, spare, windows = before[1], [] if spared else before[4], before[7]
         assert lease.allocated >= num_tokens
         assert lease.own[: len(own)] == own
         assert lease.spare[: len(spare)] == spare
@@ -293,7 +337,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         else:
             assert len(lease.spare) == len(spare) + slots
         self.memory.taken((), lease.spare[len(spare) :])
-        self.memory.taken(lease.own[len(own) :], ())
+        self.memory.taken(lease.own[len(own) :], (), lease.windows[len(windows) :])
         return True
 
     def _launch(self, row: Row, count: int, drafts: int, choice: int) -> bool:
@@ -307,11 +351,14 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         flight = self.ledger.launch(lease, end, keep=keep, drafts=drafts)
         assert (flight.start + count, flight.end) == (end, end) == (lease.launched, end)
         self.memory.taken((), set(flight.writes) - set(spare) - {flight.read})
-        self.memory.launched(lease, flight, row.tokens, hybrid=self.hybrid)
+        self.memory.launched(lease, flight, row.tokens, hybrid=self.has_states)
+        places = range(flight.start // P, -(-end // P) if lease.windows else 0)
+        written = [lease.window_table[place] for place in places]
+        assert not any(map(self.ledger.index.owners_of_window, written)), "what is kept is written again"
         return True
 
     def _slots_missing(self, lease: Lease, drafts: int) -> int:
-        if not self.hybrid:
+        if not self.has_states:
             return 0
         in_place = not drafts and lease.launched in lease.states
         return max(0, (0 if in_place else 1 + drafts) + lease.spares_min - len(lease.spare))
@@ -369,7 +416,9 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         return f"r{self.serial}"
 
 
-def _snapshot(lease: Lease) -> tuple[object, list[PageId], int, object, list[int], object, object]:
+def _snapshot(
+    lease: Lease,
+) -> tuple[object, list[PageId], int, object, list[int], object, object, list[WindowId]]:
     states = dict(lease.states)
     return (
         list(lease.entries),
@@ -379,6 +428,7 @@ def _snapshot(lease: Lease) -> tuple[object, list[PageId], int, object, list[int
         list(lease.spare),
         lease.source,
         lease.rolling,
+        list(lease.windows),
     )
 
 

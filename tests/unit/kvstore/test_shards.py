@@ -108,10 +108,10 @@ def test_sizes_that_do_not_divide_each_other() -> None:
 def test_four_ranks_over_two_kv_heads() -> None:
     shards = shards_of(QWEN3_NEXT, (4,))
     assert [mine(shards, rank, 4) for rank in range(4)] == [
-        Share(range(1), range(1), publishes_pages=True),
-        Share(range(1), range(1, 2), publishes_pages=False),
-        Share(range(1, 2), range(2, 3), publishes_pages=True),
-        Share(range(1, 2), range(3, 4), publishes_pages=False),
+        Share(range(1), range(1), range(1), publishes_pages=True, publishes_windows=True),
+        Share(range(1), range(1, 2), range(1), publishes_pages=False, publishes_windows=False),
+        Share(range(1, 2), range(2, 3), range(1), publishes_pages=True, publishes_windows=False),
+        Share(range(1, 2), range(3, 4), range(1), publishes_pages=False, publishes_windows=False),
     ]
     assert share_of(QWEN3_NEXT, 4) == (
         Linear(key_heads=4, value_heads=8, key_dim=128, value_dim=128, conv_width=4),

@@ -8,7 +8,7 @@ import torch
 
 from tests.unit.kvstore.leases import ROOT, P, a_cache
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.index import Entry
+from tidemill.kvstore.index import Checkpoint, Entry
 from tidemill.kvstore.keys import page_keys
 from tidemill.kvstore.lease import Lease
 from tidemill.kvstore.ledger import Ledger
@@ -53,7 +53,7 @@ class Driver:
 
     def __init__(self, refuser: Refuser) -> None:
         self.refuser = refuser
-        self.cache = a_cache(40, backing=refuser)
+        self.cache = a_cache(40, window=P + 1, backing=refuser)
         self.ledger = Ledger(self.cache, refuses=refuser)
         self.refused_reserves = self.refused_checkpoints = 0
 
@@ -121,12 +121,12 @@ class Driver:
         assert lease.rolling is lease.entries[-1]
         self.ledger.check()
 
-    def _kept(self, entry: Entry | None) -> int | None:
+    def _kept(self, entry: Entry | None) -> Checkpoint | None:
         return entry and entry.checkpoint
 
 
 def snapshot(lease: Lease) -> tuple[object, ...]:
-    held = (list(lease.entries), list(lease.own), lease.committed, lease.allocated)
+    held = (list(lease.entries), list(lease.own), list(lease.windows), lease.committed, lease.allocated)
     return (*held, dict(lease.states), list(lease.spare), lease.source, lease.rolling, list(lease.flights))
 
 
@@ -145,6 +145,7 @@ def test_memory_is_refused_at_each_allocation_in_turn(site: Site | str) -> None:
             assert (driver.refused_reserves, driver.refused_checkpoints) == (1, 0)
         usage = driver.ledger.usage()
         assert (driver.ledger.num_leases, usage.pages_held, usage.states_held) == (0, 0, 0)
+        assert usage.windows_held == 0
         assert driver.ledger.resize(1), "everything can be given up"
         nth += 1
     assert nth > 1, f"no driver reaches {site}"

@@ -15,7 +15,7 @@ from tidemill.kvstore.backing import Backing, Fixed
 from tidemill.kvstore.cache import Cache
 from tidemill.kvstore.index import PrefixIndex
 from tidemill.kvstore.keys import Namespace, PageKey
-from tidemill.kvstore.layout import Layout, PageId, StateId
+from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
 from tidemill.kvstore.ledger import Ledger
 from tidemill.kvstore.memory_store import MemoryStore
 from tidemill.kvstore.sites import Site, granted
@@ -37,6 +37,7 @@ LOOK_S = 0.001
 """Less than a step takes, mostly."""
 HYBRID = fold_layout(4, hybrid=True)
 ATTENTION_ONLY = fold_layout(4, hybrid=False)
+WINDOWS = fold_layout(4, hybrid=False, window=7)
 TIGHT = fold_layout(4, hybrid=True, extent_bytes_min=1)
 """One state or one page in an extent."""
 
@@ -50,6 +51,7 @@ class Tuning:
     interval: int = 1
     overlap: bool = True
     drafts_max: int = 0
+    mtp: bool = False  # the runner guesses
     vocabulary: int = VOCABULARY
     rows_max: int = 8
     policy: Policy = "value"
@@ -95,17 +97,22 @@ class Watched:
     def _check_writes(self) -> None:
         touches: dict[PageId, set[str]] = {}
         holds: dict[StateId, set[str]] = {}
+        views: dict[WindowId, set[str]] = {}
         rows = [row for step in self.in_flight for row in step]
         for row in rows:
             for page in row.pages:
                 touches.setdefault(page, set()).add(row.sequence_id)
+            for window in row.windows[row.start // self._page_tokens :]:
+                views.setdefault(window, set()).add(row.sequence_id)
             for slot in (*row.writes, *([] if row.read is None else [row.read])):
                 holds.setdefault(slot, set()).add(row.sequence_id)
+        size = self._page_tokens
         for row in rows:
-            written = row.pages[row.start // self._page_tokens : -(-row.end // self._page_tokens)]
-            assert len(written) * self._page_tokens >= row.end - row.start, "tokens without a page"
+            written = row.pages[row.start // size : -(-row.end // size)]
+            assert len(written) * size >= row.end - row.start, "tokens without a page"
             assert len(set(row.writes)) == len(row.writes)
             assert all(touches[page] == {row.sequence_id} for page in written), "a page of somebody else"
+            assert all(views[window] == {row.sequence_id} for window in row.windows[row.start // size :])
             assert all(holds[slot] == {row.sequence_id} for slot in row.writes), "a slot of somebody else"
 
 
@@ -132,13 +139,21 @@ class Bench:
                 got += delta.tokens
                 scores += delta.prompt_logprobs
                 deltas.append(delta)
-        assert scores == expected_scores(request, hybrid=self.layout.hybrid)
-        assert got == expected(request, hybrid=self.layout.hybrid, vocabulary=self.vocabulary)
+        assert scores == expected_scores(
+            request, hybrid=self.layout.has_states, window=self.layout.window_tokens
+        )
+        assert got == self.expected(request)
         assert [delta.finish is not None for delta in deltas] == [False] * (len(deltas) - 1) + [True]
         provenance = deltas[0].provenance
         assert provenance is not None
         assert all(delta.provenance is None for delta in deltas[1:])
         return provenance
+
+    def expected(self, request: Request) -> list[int]:
+        layout = self.layout
+        return expected(
+            request, hybrid=layout.has_states, vocabulary=self.vocabulary, window=layout.window_tokens
+        )
 
     async def answer_all(self, requests: Iterable[Request]) -> list[Provenance]:
         """All at once, in this order of arrival; proves the memory while they run."""
@@ -174,7 +189,7 @@ class Bench:
                 await asyncio.sleep(0.01)
         self.ledger.check()
         usage = self.ledger.usage()
-        assert (usage.pages_held, usage.states_held) == (0, 0)
+        assert (usage.pages_held, usage.states_held, usage.windows_held) == (0, 0, 0)
 
 
 @asynccontextmanager
@@ -197,7 +212,10 @@ async def bench(
     cache = Cache(layout, arena, PrefixIndex(layout, tuning.policy))
     ledger = Ledger(cache, tuning.checkpoints_per_path, tuning.refuses)
     store = a_store() if store is None else store
-    fold = FoldRunner(layout, memory, Random(0), tuning.step_s_max, tuning.vocabulary, tuning.breaks)
+    guesses_max = tuning.drafts_max * tuning.mtp
+    fold = FoldRunner(
+        layout, memory, Random(0), tuning.step_s_max, tuning.vocabulary, tuning.breaks, guesses_max
+    )
     watched = Watched(runner or fold, page_tokens)
     carries_out = watched if tuning.wraps or runner is None else runner
     tokens_max = max(tokens_max, rows_max + page_tokens)
@@ -207,12 +225,13 @@ async def bench(
         carries_out,
         Limits(
             budget=Budget(tokens_max=tokens_max, rows_max=rows_max, page_tokens=page_tokens),
-            capacity_tokens=capacity_tokens(layout, extents_min),
+            capacity_tokens=capacity_tokens(layout, extents_min, tokens_max * (1 + tuning.overlap)),
             extents_min=extents_min,
             checkpoint_strategy=strategy,
             checkpoint_interval=tuning.interval,
             overlap=tuning.overlap,
             drafts_max=tuning.drafts_max,
+            mtp=tuning.mtp,
         ),
         root_of,
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from tests.parity.hybrid import Runner
-from tests.parity.hybrid import Sequence as Fed
+from tests.parity.steps import Runner
+from tests.parity.steps import Sequence as Fed
 from tidemill.kernels.dispatch import Operators
 from tidemill.workers.graphs import Forward, Graphs, Replay
 from tidemill.workers.inputs import Caches, Inputs
@@ -70,6 +70,7 @@ class Bed:
             pages_BN=torch.tensor(
                 [(*one.pages, *[0] * width)[:width] for one in sequences], dtype=torch.int32
             ),
+            windows_BN=torch.zeros(rows, 0, dtype=torch.int32),
             lens_B=torch.tensor([one.computed + 1 for one in sequences], dtype=torch.int32),
             read_B=torch.tensor([one.state for one in sequences], dtype=torch.int32),
             writes_BK=torch.tensor([[one.state] for one in sequences], dtype=torch.int32),

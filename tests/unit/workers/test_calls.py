@@ -1,6 +1,7 @@
 """Calls in both forms: what is one, what its arguments are, and that a forced one is always one."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,9 +9,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.unit.cluster.fake_service import EOS, KEEPER, tokenizer
-from tidemill.workers.api.calls import Call, Schemas, joined
-from tidemill.workers.api.speech import CALL, CALLED, Manner, Speech
-from tidemill.workers.api.tools import Function, Tool, forced
+from tidemill.workers.api.calls import Schemas
+from tidemill.workers.api.forced import forced
+from tidemill.workers.api.forms import CALL, CALLED, FORMS, THINKING
+from tidemill.workers.api.parts import Call, joined
+from tidemill.workers.api.speech import Manner, Speech
+from tidemill.workers.api.tools import Function, Tool
 from tidemill.workers.grammar import Grammars
 from tidemill.workers.messages import RequestError
 
@@ -27,12 +31,12 @@ SCHEMA: dict[str, Any] = {
     "$defs": {"tags": {"type": "array", "items": {"type": "string"}}},
 }
 SCHEMAS = {"look": SCHEMA, "wait": {}}
-XML = Manner(calls=True, schemas=SCHEMAS)
+XML = Manner(form=FORMS["qwen3_coder"], schemas=SCHEMAS)
 
 
 def call_of(body: str, schemas: Schemas = SCHEMAS) -> Call | None:
     """The call that is told of what stands between the tags, letter by letter."""
-    speech = Speech(Manner(calls=True, schemas=schemas))
+    speech = Speech(replace(XML, schemas=schemas))
     said = [part for char in CALL + body + CALLED for part in speech.push(char, last=False)]
     calls = joined(part for part in [*said, *speech.push("", last=True)] if isinstance(part, Call))
     assert len(calls) <= 1
@@ -138,8 +142,8 @@ def test_a_text_comes_as_it_was_written(text: str) -> None:
 )
 def test_what_is_hardly_a_schema_breaks_nothing(schema: dict[str, Any]) -> None:
     """Tools are a client's. What no grammar can follow is refused where it is compiled."""
-    manner = Manner(calls=True, schemas={"f": schema})
-    grammar = forced([Tool(type="function", function=Function(name="f", parameters=schema))], manner)
+    manner = replace(XML, schemas={"f": schema})
+    grammar = forced([Tool(type="function", function=Function(name="f", parameters=schema))], manner, {})
     try:
         mask = Grammars(KEEPER, 896, {EOS}).matcher(grammar).mask()
     except RequestError:
@@ -165,11 +169,13 @@ TOOLS = [
         (written("leave"), False),
     ],
 )
-@pytest.mark.parametrize("manner", [XML, Manner(calls=True, schemas=SCHEMAS, thinking=True, calls_max=1)])
+@pytest.mark.parametrize(
+    "manner", [XML, replace(XML, reasoning=THINKING["qwen3"], thinking=True, calls_max=1)]
+)
 def test_a_forced_call_is_one_that_is_understood(body: str, manner: Manner, *, good: bool) -> None:
     start = "</think>\n\n" if manner.thinking else ""
     text = f"{start}{CALL}{body}{CALLED}"
-    matcher = Grammars(KEEPER, 896, {EOS}).matcher(forced(TOOLS, manner))
+    matcher = Grammars(KEEPER, 896, {EOS}).matcher(forced(TOOLS, manner, {}))
     tokens = [*tokenizer().encode(text), EOS]
     taken = 0
     for token in tokens:

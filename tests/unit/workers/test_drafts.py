@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.workers.drafts import START_TOKENS, NgramDrafter, next_length
+from tidemill.workers.drafts import START_TOKENS, HeadDrafter, NgramDrafter, next_length
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=200)
 
@@ -114,3 +114,14 @@ def test_the_next_trial_is_longer_after_success_only(length: int, data: st.DataO
     following = next_length(length, tried, right)
     assert following == (max(length, 2 * tried) if right == tried else right + 1)
     assert following > right
+
+
+def test_guesses_of_the_runner_are_given_out_for_the_tokens_they_follow() -> None:
+    drafter = HeadDrafter()
+    assert drafter.propose([1, 2], 4) == ()
+    drafter.hear((7, 8, 9), 3)
+    assert drafter.propose([1, 2, 3], 2) == (7, 8)
+    assert drafter.propose([1, 2, 3], 4) == (7, 8, 9)
+    assert drafter.propose([1, 2, 3, 7], 4) == ()
+    drafter.hear((), 4)
+    assert drafter.propose([1, 2, 3, 7], 4) == ()

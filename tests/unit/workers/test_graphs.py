@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.parity.hybrid import random_model, save
+from tests.parity.architectures import random_model, save
 from tests.parity.served import answer, serving
 from tests.unit.workers.padded import CPU, ROWS_MAX, TABLE_WIDTH, Bed, again, check_padding
 from tidemill.kernels.dispatch import REFERENCE, operators
@@ -30,7 +30,7 @@ PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(random_model("moe-two-values"), tmp_path_factory.mktemp("model"))
+    return save(random_model("qwen3_next/moe-two-values"), tmp_path_factory.mktemp("model"))
 
 
 @PROPERTY
@@ -61,7 +61,7 @@ def test_one_run_has_a_place_for_each_number_and_no_two_for_one(rows: int, width
 
 
 def test_what_was_in_a_row_before_is_padding_when_it_is_not_used() -> None:
-    whole, three, one = padding(4, 3), full(3, 3), full(1, 2)
+    whole, three, one = padding(4, 3, windows=True), full(3, 3, windows=True), full(1, 2, windows=True)
     pad(three, whole)
     pad(one, whole)
     empty = padding(4, 3)
@@ -69,15 +69,16 @@ def test_what_was_in_a_row_before_is_padding_when_it_is_not_used() -> None:
         assert torch.equal(getattr(whole, name)[:1], getattr(one, name)), name
         assert torch.equal(getattr(whole, name)[1:], getattr(empty, name)[1:]), name
     assert torch.equal(whole.cu_B1, empty.cu_B1)
-    assert whole.pages_BN[0, :2].tolist() == [5, 5]
+    assert whole.pages_BN[0, :2].tolist() == whole.windows_BN[0, :2].tolist() == [5, 5]
 
 
-def full(rows: int, width: int, tokens: int = 1, kept: int = 1) -> Inputs:
+def full(rows: int, width: int, tokens: int = 1, kept: int = 1, *, windows: bool = False) -> Inputs:
     return Inputs(
         tokens_T=torch.full((rows * tokens,), 5),
         positions_T=torch.full((rows * tokens,), 5),
         cu_B1=torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32),
         pages_BN=torch.full((rows, width), 5, dtype=torch.int32),
+        windows_BN=torch.full((rows, width * windows), 5, dtype=torch.int32),
         lens_B=torch.full((rows,), 5, dtype=torch.int32),
         read_B=torch.full((rows,), 5, dtype=torch.int32),
         writes_BK=torch.full((rows, kept), 5, dtype=torch.int32),

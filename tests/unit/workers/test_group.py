@@ -15,7 +15,7 @@ from random import Random
 import pytest
 import torch
 
-from tests.parity.hybrid import CONFIGS, random_model, save
+from tests.parity.heads import folder_with_head
 from tests.unit.workers.ranks import RANKS, end, rank_of_a_model, started
 from tidemill.workers import runner
 from tidemill.workers.build import Built, build_engine
@@ -28,8 +28,9 @@ from tidemill.workers.messages import (
     TokenLogprob,
     WorkerGone,
 )
+from tidemill.workers.runner import TorchRunner
 from tidemill.workers.settings import EngineSettings
-from tidemill.workers.step import Row
+from tidemill.workers.step import Drawn, Step
 from tidemill.workers.tp.errors import GroupBroken
 from tidemill.workers.tp.link import Ended
 
@@ -40,7 +41,7 @@ SIX_HEADS = {
     "num_attention_heads": 6,
     "num_key_value_heads": 1,
     "head_dim": 8,
-    "tie_word_embeddings": True,
+    "num_experts": 0,
 } | {
     f"linear_{name}": value
     for name, value in {
@@ -63,11 +64,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(CONFIGS, "six-heads", SIX_HEADS)
-        folder = save(random_model("six-heads"), tmp_path_factory.mktemp("model"))
+    """The model has a prediction head, which is often right; it is loaded where there are guesses."""
+    folder = tmp_path_factory.mktemp("models") / "model"
     return EngineSettings(
-        model_folder=folder,
+        model_folder=folder_with_head(folder, agrees=True, **SIX_HEADS),
         memory_bytes=24 << 20,
         store_url="memory:?size=0",
         cache_folder=tmp_path_factory.getbasetemp() / "kernels",
@@ -171,6 +171,8 @@ def test_tokens_are_those_of_one_process(
         async with worker(settings, tensor_parallel_size=size, drafts_max=drafts_max) as group:
             assert await answers(group) == wanted
             assert await answers(group) == wanted  # warm
+            counters = group.built.engine.load().counters
+            assert drafts_max == 0 or counters["spec_accepted_tokens"] > counters["spec_drafted_tokens"] // 10
 
     asyncio.run(main())
 
@@ -196,10 +198,10 @@ def test_a_group_fetches_what_a_group_of_another_size_has_stored(
     settings: EngineSettings, wanted: list[list[int]]
 ) -> None:
     async def main() -> None:
-        async with worker(settings, tensor_parallel_size=3) as group:
+        async with worker(settings, tensor_parallel_size=3, drafts_max=1) as group:
             for request in requests():
                 await group.built.engine.produce(request)
-        async with worker(settings, tensor_parallel_size=2) as group:
+        async with worker(settings, tensor_parallel_size=2, drafts_max=2) as group:
             for request, tokens in zip(requests(), wanted, strict=True):
                 found, provenance = await answer(group, request)
                 assert found == tokens
@@ -270,40 +272,46 @@ def test_a_step_that_breaks_before_the_ranks_know_of_it_is_its_own_requests_erro
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("drafts_max", [0, 2])
 def test_a_draw_that_breaks_leaves_the_ranks_together(
-    settings: EngineSettings, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    settings: EngineSettings, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch, drafts_max: int
 ) -> None:
-    """The step after it is on its way and waits for the token that was not drawn."""
-    draw, calls = runner.draw, 0
+    """They wait for the tokens that were not drawn: in the step after it, or for their own guesses."""
+    draw, calls = TorchRunner._draw, 0
 
-    def breaks_at_times(logits_NV: torch.Tensor, rows: list[Row]) -> object:
+    def breaks_at_times(self: TorchRunner, step: Step, logits_NV: torch.Tensor | None) -> list[Drawn]:
         nonlocal calls
         calls += 1
-        if calls in {7, 60}:
+        if calls in {7, 40}:
             raise ValueError("no luck")
-        return draw(logits_NV, rows)
+        return draw(self, step, logits_NV)
 
     async def main() -> None:
-        async with worker(settings, tensor_parallel_size=2) as group:
+        async with worker(settings, tensor_parallel_size=2, drafts_max=drafts_max) as group:
             assert await answers(group) == wanted
-            assert calls > 60
+            assert calls > 40
 
-    monkeypatch.setattr(runner, "draw", breaks_at_times)
+    monkeypatch.setattr(TorchRunner, "_draw", breaks_at_times)
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("amid", ["the model", "the guesses"])
 def test_a_leader_that_breaks_amid_a_step_ends_the_group(
-    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch, amid: str
 ) -> None:
-    """The other ranks wait for it inside the model, and nothing else would wake them."""
+    """The other ranks wait for it there, and nothing else would wake them."""
 
     def breaks(*_: object) -> None:
         raise ValueError("no luck")
 
     async def main() -> None:
-        async with worker(settings, tensor_parallel_size=3) as group:
+        drafts_max = int(amid == "the guesses")
+        async with worker(settings, tensor_parallel_size=3, drafts_max=drafts_max) as group:
             await answer(group, requests()[0])
-            monkeypatch.setattr(runner, "logits_of", breaks)
+            if drafts_max:
+                monkeypatch.setattr(TorchRunner, "_choose", breaks)
+            else:
+                monkeypatch.setattr(runner, "logits_of", breaks)
             with pytest.raises(WorkerGone, match="the worker's step loop has ended"):
                 await answer(group, requests()[1])
             with pytest.raises(GroupBroken, match="no luck"):

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.kvstore.keys import DIGEST_BYTES, Kind, PageKey
-from tidemill.kvstore.layout import PageId, StateId
+from tidemill.kvstore.layout import PageId, StateId, WindowId
 from tidemill.workers.draws import Draws
 from tidemill.workers.messages import Request
 from tidemill.workers.step import PENDING, Row, Scores, Step
@@ -39,6 +39,7 @@ rows = st.builds(
     writes=st.lists(ids.map(StateId), max_size=4).map(tuple),
     drafts=st.integers(0, 3),
     draws=st.none() | st.builds(Draws, st.just(REQUEST)),
+    windows=st.lists(ids.map(WindowId), max_size=6).map(tuple),
     scores=st.none() | st.builds(Scores, ids, st.lists(ids, min_size=1, max_size=4).map(tuple), ids),
 )
 objects = st.builds(

@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from tests.sim.faulty_store import FaultyStore
-from tests.sim.fold import expected
 from tests.unit.workers.bench import (
     ATTENTION_ONLY,
     HYBRID,
+    WINDOWS,
     Bench,
     Tuning,
     a_request,
@@ -41,7 +41,7 @@ async def handed_over(one: Bench, request: Request) -> list[int]:
 
 @pytest.mark.parametrize("drafts_max", [0, 3])
 @pytest.mark.parametrize("strategy", ["none", "lazy", "double"])
-@pytest.mark.parametrize("layout", [HYBRID, ATTENTION_ONLY], ids=["hybrid", "attention"])
+@pytest.mark.parametrize("layout", [HYBRID, ATTENTION_ONLY, WINDOWS], ids=["hybrid", "attention", "windows"])
 def test_streams_are_resumed_from_the_store(
     layout: Layout, strategy: CheckpointStrategy, drafts_max: int
 ) -> None:
@@ -60,7 +60,7 @@ def test_streams_are_resumed_from_the_store(
             one.engine.restrict(produces=False, generates=False)
             for request, stream in zip(requests, streams, strict=True):
                 got = await stream
-                want = expected(request, hybrid=layout.hybrid, vocabulary=3)
+                want = one.expected(request)
                 assert 0 < len(got) < FAR
                 assert got == want[: len(got)]
                 rest = a_request((*request.tokens, *got), FAR - len(got), request_id=f"{request.request_id}'")

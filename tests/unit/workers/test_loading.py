@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from tidemill.kernels.dispatch import REFERENCE
 from tidemill.kvstore.layout import Attention, Linear
 from tidemill.workers.models.bundled import bundled
+from tidemill.workers.models.config import weights_of
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.models.qwen3_next_config import parse, tensor_shapes
+from tidemill.workers.models.qwen3_next import parse
 from tidemill.workers.models.registry import LoadedModel, describe, load
 
 CONFIG: dict[str, object] = {
@@ -68,9 +69,9 @@ def edit_tensors(folder: Path, edit: Edit) -> None:
 def folder(tmp_path: Path) -> Path:
     """A tiny model: one linear and one attention layer, the second a mixture of experts."""
     draw = torch.Generator().manual_seed(0)
-    shapes = tensor_shapes(parse(CONFIG))
+    weights = weights_of(parse(CONFIG))
     save_file(
-        {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()},
+        {name: torch.randn(weight.shape, generator=draw) for name, weight in weights.items()},
         tmp_path / "model.safetensors",
     )
     write_config(tmp_path)
@@ -119,8 +120,16 @@ def test_shards_give_the_same_model_as_one_file(folder: Path) -> None:
     hidden = torch.ones(1, 8)
     assert torch.equal(sharded.model.logits(hidden), whole.model.logits(hidden))
     (folder / "model-2-of-2.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"has no model-2-of-2\.safetensors"):
+    with pytest.raises(ModelError, match=r"has no model-2-of-2\.safetensors: model.* names it; download"):
         load_folder(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"index\.json has no weight_map: download"):
+        load_folder(folder)
+
+
+def swap_norms(tensors: dict[str, torch.Tensor]) -> None:
+    first, second = (f"model.layers.{index}.input_layernorm.weight" for index in range(2))
+    tensors[first], tensors[second] = tensors[second], tensors[first]
 
 
 def test_the_fingerprint_covers_weights_and_config_but_no_remarks(folder: Path) -> None:
@@ -130,6 +139,10 @@ def test_the_fingerprint_covers_weights_and_config_but_no_remarks(folder: Path) 
     write_config(folder, rms_norm_eps=1e-5)
     assert load_folder(folder).fingerprint != first
     write_config(folder)
+    edit_tensors(folder, swap_norms)
+    assert load_folder(folder).fingerprint != first
+    edit_tensors(folder, swap_norms)
+    assert load_folder(folder).fingerprint == first
     edit_tensors(folder, lambda tensors: tensors[ROUTER][0, 0].add_(1e-3))
     assert load_folder(folder).fingerprint != first
 
@@ -146,13 +159,13 @@ def test_a_draft_layer_and_a_copy_of_tied_embeddings_are_left_alone(folder: Path
     ("changes", "message"),
     [
         (
-            {"architectures": ["LlamaForCausalLM"]},
-            "is a LlamaForCausalLM: supported are Qwen3NextForCausalLM",
+            {"architectures": ["BloomForCausalLM"]},
+            "is a BloomForCausalLM: supported are .*LlamaForCausalLM, .*Qwen3NextForCausalLM",
         ),
         ({"architectures": None}, "is a unknown: supported are"),
         ({"hidden_size": None}, "hidden_size is None: a positive number is needed"),
         ({"hidden_act": "gelu"}, "only silu is supported"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope type 'yarn': only default is supported"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope': supported are default,"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
         ({"layer_types": ["mamba", "full_attention"]}, r"\['mamba'\]: not supported"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, "no multiple of num_key_value_heads"),
@@ -174,7 +187,10 @@ MISFITS: list[tuple[Edit, str]] = [
     (lambda tensors: tensors.pop(ROUTER), f"lacks tensor {ROUTER}"),
     (lambda tensors: tensors.update(extra=torch.ones(2)), "has unexpected tensor extra"),
     (lambda tensors: tensors.update({ROUTER: torch.ones(2, 9)}), rf"{ROUTER} has shape \(2, 9\) .* \(2, 8\)"),
-    (lambda tensors: tensors.update({ROUTER: torch.ones(2, 8).to(torch.int8)}), f"{ROUTER} is I8: quantised"),
+    (
+        lambda tensors: tensors.update({ROUTER: torch.ones(2, 8).to(torch.int8)}),
+        f"{ROUTER} is I8 but BF16 or F16 or F32 is needed: use a checkpoint",
+    ),
 ]
 
 

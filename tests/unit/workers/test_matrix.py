@@ -10,11 +10,12 @@ from zlib import crc32
 
 import pytest
 
-from tests.sim.fold import expected, fold_layout
+from tests.sim.fold import fold_layout
 from tests.unit.workers.bench import (
     ATTENTION_ONLY,
     HYBRID,
     LOOK_S,
+    WINDOWS,
     Bench,
     Tuning,
     a_request,
@@ -28,6 +29,7 @@ from tidemill.workers.messages import Request
 from tidemill.workers.restore import PREEMPTIONS_MAX
 from tidemill.workers.settings import CheckpointStrategy
 
+STRATEGIES: tuple[CheckpointStrategy, ...] = ("none", "double", "lazy")
 VOCABULARY = 3
 """So few that what followed before is right about every other time."""
 
@@ -35,7 +37,14 @@ LAYOUTS = {
     "attention-1": fold_layout(1, hybrid=False),
     "attention-4": ATTENTION_ONLY,
     "hybrid-4": HYBRID,
+    "windows-4": WINDOWS,
     "hybrid-64": fold_layout(64, hybrid=True),
+}
+OF_WINDOWS = {
+    "windows-2": fold_layout(2, hybrid=False, window=1),
+    "windows-4": fold_layout(4, hybrid=False, window=4),
+    "windows-64": fold_layout(64, hybrid=False, window=100),
+    "both-4": fold_layout(4, hybrid=True, window=5),
 }
 LONGEST = 72
 
@@ -68,7 +77,7 @@ async def by_stop_string(one: Bench, rng: Random) -> None:
     """The consumer closes the stream after so many tokens."""
 
     async def read(request: Request, most: int) -> None:
-        want = expected(request, hybrid=one.layout.hybrid, vocabulary=VOCABULARY)
+        want = one.expected(request)
         got: list[int] = []
         async with aclosing(one.engine.generate(request)) as deltas:
             async for delta in deltas:
@@ -124,26 +133,44 @@ ENDINGS: list[Ending] = [by_length, by_stop_token, by_stop_string, by_abort, by_
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("drafts_max", [0, 1, 4])
-@pytest.mark.parametrize("strategy", ["none", "double", "lazy"])
+@pytest.mark.parametrize(("drafts_max", "mtp"), [(0, False), (2, True), (4, False)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_tokens_are_those_of_the_plain_path(
     name: str,
     overlap: bool,  # noqa: FBT001  a parameter of the test
     drafts_max: int,
+    mtp: bool,  # noqa: FBT001  a parameter of the test
     strategy: CheckpointStrategy,
     ending: Ending,
 ) -> None:
     seed = crc32(f"{name} {overlap} {drafts_max} {strategy} {ending.__name__}".encode())
 
     async def main() -> None:
-        async with _a_bench(LAYOUTS[name], strategy, overlap=overlap, drafts_max=drafts_max) as one:
+        async with _a_bench(LAYOUTS[name], strategy, overlap=overlap, drafts_max=drafts_max, mtp=mtp) as one:
             await ending(one, Random(seed))
             tried, right = one.count("spec_drafted_tokens"), one.count("spec_accepted_tokens")
-            if drafts_max and ending is by_length:
+            # The first token of a page has no memory yet when it is drawn, and the row behind it is launched.
+            guesses = drafts_max and (not mtp or LAYOUTS[name].page_tokens > 2)
+            if guesses and ending is by_length:
                 assert 0 < right < tried, "some guesses are right, and some wrong"
 
     run(main(), seed)
+
+
+@pytest.mark.parametrize("name", OF_WINDOWS)
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_windows_of_every_width(name: str, ending: Ending) -> None:
+    """Each with one strategy and one number of drafts: "windows-4" of the matrix has them all."""
+    rng = Random(f"{name} {ending.__name__}")
+    strategy = rng.choice(STRATEGIES)
+
+    async def main() -> None:
+        layout, drafts_max = OF_WINDOWS[name], rng.choice([0, 4])
+        async with _a_bench(layout, strategy, overlap=rng.random() < 0.7, drafts_max=drafts_max) as one:
+            await ending(one, rng)
+
+    run(main())
 
 
 def test_the_matrix_is_what_it_says() -> None:
@@ -170,11 +197,17 @@ def test_the_matrix_is_what_it_says() -> None:
 
 @asynccontextmanager
 async def _a_bench(
-    layout: Layout, strategy: CheckpointStrategy, *, overlap: bool, drafts_max: int
+    layout: Layout, strategy: CheckpointStrategy, *, overlap: bool, drafts_max: int, mtp: bool = False
 ) -> AsyncGenerator[Bench]:
-    floor = extents_for(layout, LONGEST + 2 * layout.page_tokens)
+    step_tokens = Tuning().rows_max + layout.page_tokens
+    floor = extents_for(layout, LONGEST + 2 * layout.page_tokens, step_tokens * (1 + overlap))
     tuning = Tuning(
-        overlap=overlap, drafts_max=drafts_max, vocabulary=VOCABULARY, extents_min=floor, extents_max=200
+        overlap=overlap,
+        drafts_max=drafts_max,
+        mtp=mtp,
+        vocabulary=VOCABULARY,
+        extents_min=floor,
+        extents_max=200,
     )
     async with bench(layout=layout, num_extents=100, strategy=strategy, tuning=tuning) as one:
         watch = asyncio.create_task(_check(one))

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.sim.fold import Broke, expected
+from tests.sim.fold import Broke
 from tests.unit.workers.bench import (
     ATTENTION_ONLY,
     HYBRID,
+    WINDOWS,
     Bench,
     BrokenRunner,
     Tuning,
@@ -27,7 +28,9 @@ from tidemill.workers.step import Drawn, Step
 
 VOCABULARY = 3
 
-layouts = pytest.mark.parametrize("layout", [HYBRID, ATTENTION_ONLY], ids=["hybrid", "attention"])
+layouts = pytest.mark.parametrize(
+    "layout", [HYBRID, ATTENTION_ONLY, WINDOWS], ids=["hybrid", "attention", "windows"]
+)
 overlaps = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
 
 
@@ -54,7 +57,7 @@ async def refused(one: Bench, request: Request) -> None:
     with pytest.raises(RequestError, match="on no other") as caught:
         await read()
     assert (caught.value.status, caught.value.code) == (500, "step_failed")
-    want = expected(request, hybrid=one.layout.hybrid, vocabulary=one.vocabulary)
+    want = one.expected(request)
     assert got == want[: len(got)]
 
 

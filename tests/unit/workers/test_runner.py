@@ -9,13 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.kvstore.layout import PageId, StateId
+from tidemill.kvstore.layout import PageId, StateId, WindowId
 from tidemill.workers.draws import Draws
 from tidemill.workers.inputs import Caches, Inputs
 from tidemill.workers.messages import Request, Sampling
-from tidemill.workers.runner import TorchRunner, inputs_of
+from tidemill.workers.runner import TorchRunner
 from tidemill.workers.sampling import draw
 from tidemill.workers.step import PENDING, Drawn, Row, Step
+from tidemill.workers.tensors import inputs_of
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 VOCABULARY = 50
@@ -33,6 +34,7 @@ def rows(draw_from: st.DrawFn, page_tokens: int) -> Row:
     drafts = draw_from(st.integers(0, len(tokens) - 1))
     writes = draw_from(st.just(0) | st.just(drafts + 1))
     pages = draw_from(st.lists(st.integers(1, 99), min_size=needed + reserved, max_size=needed + reserved))
+    windows = draw_from(st.just([]) | st.lists(st.integers(0, 99), min_size=needed, max_size=needed))
     sampling = draw_from(
         st.none() | st.builds(Sampling, temperature=st.sampled_from([0.0, 1.0]), seed=st.integers(0, 5))
     )
@@ -46,6 +48,7 @@ def rows(draw_from: st.DrawFn, page_tokens: int) -> Row:
         writes=tuple(map(StateId, draw_from(st.permutations(range(10)))[:writes])),
         drafts=drafts,
         draws=None if sampling is None else draws_at(known, sampling),
+        windows=tuple(map(WindowId, windows)),
     )
 
 
@@ -88,7 +91,14 @@ def test_the_integers_of_a_step(drawn: tuple[Step, int]) -> None:
     step, page_tokens = drawn
     inputs = inputs_of(step, [token for row in step for token in row.tokens], page_tokens)
     assert inputs.tokens_T.dtype == inputs.positions_T.dtype == torch.int64
-    for tensor in (inputs.cu_B1, inputs.pages_BN, inputs.lens_B, inputs.read_B, inputs.writes_BK):
+    for tensor in (
+        inputs.cu_B1,
+        inputs.pages_BN,
+        inputs.windows_BN,
+        inputs.lens_B,
+        inputs.read_B,
+        inputs.writes_BK,
+    ):
         assert tensor.dtype == torch.int32
     cu = inputs.cu_B1.tolist()
     assert (len(cu), cu[0], cu[-1]) == (len(step) + 1, 0, len(inputs.tokens_T))
@@ -104,6 +114,9 @@ def test_the_integers_of_a_step(drawn: tuple[Step, int]) -> None:
         table = inputs.pages_BN[index].tolist()
         assert table[:reached] == list(row.pages[:reached])
         assert not any(table[reached:])
+        views = inputs.windows_BN[index].tolist()
+        assert views[: len(row.windows[:reached])] == list(row.windows[:reached])
+        assert not any(views[reached:])
         assert int(inputs.read_B[index]) == (-1 if row.read is None else row.read)
         free = width - len(row.writes)
         assert inputs.writes_BK[index].tolist() == [*[-1] * free, *row.writes]

@@ -1,22 +1,27 @@
 """What a model says, told apart: the same however its text is cut, and nothing of it is lost."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.workers.api.calls import Call
-from tidemill.workers.api.speech import Manner, Part, Reasoning, Speech, Words
+from tidemill.workers.api.forms import CHANNEL, FINAL, FORMS, MESSAGE, SPOKEN_IN_CHANNELS, THINKING
+from tidemill.workers.api.harmony import listener
+from tidemill.workers.api.parts import Call, Part, Reasoning, Words
+from tidemill.workers.api.speech import Manner, Speech
 
-ALL = Manner(thinks=True, calls=True)
+THINK, HERMES = THINKING["qwen3"], FORMS["hermes"]
+ALL = Manner(reasoning=THINK, form=HERMES)
+THINKS_ON = Manner(reasoning=THINK, thinking=True)
 CALLING = '<tool_call>\n{"name": "look", "arguments": {"at": "the harbor"}}\n</tool_call>'
 LOOK = Call(0, "look", '{"at": "the harbor"}')
 
 
 def said(manner: Manner, *pieces: str) -> list[Part]:
-    speech = Speech(manner)
+    speech = listener(manner)
     parts = [part for piece in pieces for part in speech.push(piece, last=False)]
     return joined([*parts, *speech.push("", last=True)])
 
@@ -48,14 +53,18 @@ def joined(parts: Sequence[Part]) -> list[Part]:
         (ALL, "a <think>b</think>", [Words("a <think>b</think>")]),
         (ALL, "<think>cut", [Reasoning("cut")]),
         (ALL, "  ", [Words("  ")]),
-        (Manner(thinks=True, thinking=True), "\nHm.\n</think>\n\nYes", [Reasoning("Hm.\n"), Words("Yes")]),
+        (
+            Manner(reasoning=THINK, thinking=True),
+            "\nHm.\n</think>\n\nYes",
+            [Reasoning("Hm.\n"), Words("Yes")],
+        ),
         (ALL, CALLING, [LOOK]),
         (ALL, f"Let me see.\n{CALLING}", [Words("Let me see.\n"), LOOK]),
         (ALL, f"{CALLING}\n{CALLING}", [LOOK, Call(1, LOOK.name, LOOK.arguments)]),
-        (Manner(calls=True, calls_max=1), f"{CALLING}\n{CALLING}", [LOOK]),
+        (Manner(form=HERMES, calls_max=1), f"{CALLING}\n{CALLING}", [LOOK]),
         (ALL, '<tool_call>{"name": "now"}</tool_call>', [Call(0, "now", "{}")]),
         (ALL, '<tool_call>{"name": "now", "arguments": {}}', [Call(0, "now", "{}")]),
-        (ALL, "<tool_call>{oh</tool_call> well", [Words("<tool_call>{oh</tool_call>well")]),
+        (ALL, "<tool_call>{oh</tool_call> well", [Words("<tool_call>{oh</tool_call> well")]),
         (ALL, '<tool_call>{"name": 3, "arguments": {}}', [Words('<tool_call>{"name": 3, "arguments": {}}')]),
         (ALL, "a < b and <tool", [Words("a < b and <tool")]),
     ],
@@ -91,37 +100,66 @@ def test_arguments_are_told_as_they_come() -> None:
     assert speech.push("_call>", last=True) == []
 
 
-TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"a": 1}}']
-XML_TAGS = ["<function=f>", "</function>", "<parameter=note>", "<parameter=n>", "</parameter>"]
 SCHEMAS = {"f": {"properties": {"note": {"type": "string"}, "n": {"type": "integer"}}}}
-BITS = [*TAGS, *TAGS[2:4], *XML_TAGS, "<", ">", "think", " ", "\n", "a", "\u00e9", "{", '"', "}", "\\"]
-TEXTS = st.lists(st.sampled_from(BITS), max_size=16).map("".join)
-MANNERS = st.builds(
-    Manner,
-    thinks=st.booleans(),
-    thinking=st.booleans(),
-    calls=st.booleans(),
-    calls_max=st.sampled_from([None, 1]),
-    schemas=st.sampled_from([None, SCHEMAS]),
-)
+SNIPPETS = {
+    "json": ['{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {', "[", "]", ";", ","],
+    "xml": ["<function=f>", "</function>", "<parameter=note>", "<parameter=n>", "</parameter>"],
+    "python": ["[", "]", "f(", "f(note='a', n=[1])", ")", ",", "f.g", "'"],
+    "channels": [
+        FINAL,
+        f"{CHANNEL}analysis{MESSAGE}",
+        f"{CHANNEL}commentary to=functions.f{MESSAGE}",
+        " to=f",
+    ],
+}
+LETTERS = ["<", ">", "|", "think", " ", "\n", "a", "\u00e9", "{", '"', "}", "\\", "```json", "function", "g"]
 
 
-@given(text=TEXTS, cuts=st.lists(st.integers(0, 60), max_size=6), manner=MANNERS)
-def test_the_parts_do_not_depend_on_how_the_text_is_cut(text: str, cuts: list[int], manner: Manner) -> None:
+@st.composite
+def spoken(draw: st.DrawFn) -> tuple[Manner, str]:
+    """A manner, and what might be an answer in it."""
+    form = draw(st.sampled_from([None, *FORMS.values()]))
+    channels = form is FORMS["openai"] or (form is None and draw(st.booleans()))
+    manner = Manner(
+        reasoning=draw(st.sampled_from([None, SPOKEN_IN_CHANNELS]))
+        if channels
+        else draw(st.sampled_from([None, *THINKING.values()])),
+        thinking=not channels and draw(st.booleans()),
+        form=form,
+        calls_max=draw(st.sampled_from([None, 1])),
+        schemas=SCHEMAS,
+        channels=channels,
+        begun=draw(st.sampled_from(["", FINAL])) if channels else "",
+    )
+    if manner.reasoning is None or not manner.reasoning.close:
+        manner = replace(manner, thinking=False)
+    snippets = SNIPPETS["channels" if form is None else form.body]
+    bits = [*manner.tags, *(form.tags if form else ()), *snippets, *snippets, *LETTERS]
+    return manner, "".join(draw(st.lists(st.sampled_from(bits), max_size=16)))
+
+
+@settings(max_examples=400)
+@given(spoken=spoken(), cuts=st.lists(st.integers(0, 80), max_size=6))
+def test_the_parts_do_not_depend_on_how_the_text_is_cut(spoken: tuple[Manner, str], cuts: list[int]) -> None:
+    manner, text = spoken
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     pieces = [text[start:end] for start, end in pairwise(places)]
-    assert said(manner, *pieces) == said(manner, text)
+    whole = said(manner, text)
+    assert said(manner, *pieces) == whole
+    assert said(manner, *text) == whole
 
 
-@given(text=TEXTS, manner=MANNERS)
-def test_what_shows_is_never_more_than_what_was_said(text: str, manner: Manner) -> None:
+@settings(max_examples=200)
+@given(spoken=spoken())
+def test_what_shows_is_never_more_than_what_was_said(spoken: tuple[Manner, str]) -> None:
     """And without calls to drop, all but tags and white space shows."""
+    manner, text = spoken
     parts = said(manner, text)
     shown = "".join(part.text for part in parts if not isinstance(part, Call))
     rest = iter(text)
     assert all(char in rest for char in shown), "something was made up, or its order changed"
-    if not manner.calls:
+    if manner.form is None and not manner.channels:
         bare = text
-        for tag in ("<think>", "</think>"):
+        for tag in manner.tags:
             bare, shown = bare.replace(tag, ""), shown.replace(tag, "")
         assert "".join(shown.split()) == "".join(bare.split())

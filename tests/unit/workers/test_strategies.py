@@ -10,6 +10,7 @@ from tests.unit.workers.bench import (
     ATTENTION_ONLY,
     HYBRID,
     LOOK_S,
+    WINDOWS,
     Bench,
     Tuning,
     a_request,
@@ -52,7 +53,7 @@ def test_slots_at_rest(strategy: CheckpointStrategy, slots: int, overlap: bool) 
     run(main())
 
 
-@pytest.mark.parametrize("layout", [HYBRID, ATTENTION_ONLY], ids=["hybrid", "attention"])
+@pytest.mark.parametrize("layout", [HYBRID, ATTENTION_ONLY, WINDOWS], ids=["hybrid", "attention", "windows"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_where_the_next_turn_resumes(strategy: CheckpointStrategy, layout: Layout) -> None:
     """At the end of the answer, or with `none` at the end of the prompt; without states always there."""
@@ -61,7 +62,7 @@ def test_where_the_next_turn_resumes(strategy: CheckpointStrategy, layout: Layou
         async with bench(strategy=strategy, layout=layout) as one:
             request = a_request(prompt(10), 15)
             await one.answer(request)
-            answer = tuple(expected(request, hybrid=layout.hybrid))
+            answer = tuple(one.expected(request))
             provenance = await one.answer(a_request(request.tokens + answer + prompt(7, 1), 5))
             assert provenance.reused_tokens == (8 if strategy == "none" and layout.hybrid else 24)
 

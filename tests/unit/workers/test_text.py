@@ -10,8 +10,15 @@ from tokenizers.decoders import ByteFallback, Fuse, Metaspace, Sequence
 from tokenizers.models import BPE
 
 from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.api.templates import careful
 from tidemill.workers.api.text import Message, StopScanner
-from tidemill.workers.api.tokenizer import PENDING_TOKENS_MAX, FolderTokenizer, byte_alphabet, load_tokenizer
+from tidemill.workers.api.tokenizer import (
+    PENDING_TOKENS_MAX,
+    FolderTokenizer,
+    Template,
+    byte_alphabet,
+    load_tokenizer,
+)
 from tidemill.workers.messages import RequestError
 from tidemill.workers.models.bundled import bundled
 
@@ -144,8 +151,8 @@ def test_a_template_that_refuses_is_the_users_error() -> None:
         raise ValueError("roles must alternate")
 
     with pytest.raises(RequestError, match="roles must alternate"):
-        FolderTokenizer(raw(), refuse).chat([Message("user", "a")])
-    with pytest.raises(RequestError, match="no chat template"):
+        FolderTokenizer(raw(), Template("", careful(refuse))).chat([Message("user", "a")])
+    with pytest.raises(RequestError, match="--chat-template"):
         FolderTokenizer(raw(), None).chat([Message("user", "a")])
 
 

@@ -12,9 +12,19 @@ import pytest
 
 from tests.sim.loop import simulate
 from tidemill.kvstore.file_store import FileStore
-from tidemill.kvstore.index import Entry
+from tidemill.kvstore.index import Checkpoint, Entry
 from tidemill.kvstore.keys import Kind, Namespace, ObjectKey, PageKey, page_keys
-from tidemill.kvstore.layout import Attention, LayerSpec, Linear, PageId, StateId, layout_of
+from tidemill.kvstore.layout import (
+    Attention,
+    Latent,
+    LayerSpec,
+    Linear,
+    PageId,
+    StateId,
+    Window,
+    WindowId,
+    layout_of,
+)
 from tidemill.kvstore.lease import Lease
 from tidemill.kvstore.memory_store import MemoryStore
 from tidemill.kvstore.shards import Shards, mine, shards_of, share_of
@@ -32,6 +42,9 @@ LAYERS = (
     Attention(kv_heads=2, head_dim=1),
 )
 ATTENTION_ONLY = LAYERS[1:]
+WINDOWED = (Attention(kv_heads=2, head_dim=2), Window(kv_heads=4, head_dim=1, tokens=P + 2))
+LATENT = (Latent(width=3), Latent(width=5))
+SEEN = range(3, NUM_PAGES)
 KEYS = page_keys(Namespace(model="m", layout="l").root(), range(P * NUM_PAGES), P)
 NOISE = 0xEE
 
@@ -73,7 +86,11 @@ class Group:
         self.size = size
         self.late: list[asyncio.Future[int]] = []
         num_bytes = max(self.layout.page_bytes, self.layout.state_stride_bytes)
-        self.arenas = [bytearray([NOISE]) * (11 * num_bytes) for _ in range(size)]
+        self.windows: list[WindowId] = []
+        if self.layout.has_windows:  # behind the pages
+            first = -(-10 * self.layout.page_bytes // self.layout.window_bytes)
+            self.windows = [WindowId(first + 3), WindowId(first + 1)]
+        self.arenas = [bytearray([NOISE]) * (20 * num_bytes) for _ in range(size)]
         self.mates: list[Mate] = [
             RankTransfer(self.layout, Direct(store, memoryview(arena)), mine(shards, rank, size))
             for rank, arena in enumerate(self.arenas)
@@ -95,6 +112,8 @@ class Group:
     async def restore(self, reused_pages: int = 0) -> int:
         """Fetch all pages from `reused_pages` on and, for a hybrid, the checkpoint at the end."""
         lease = Lease(P, own=[*PAGES[reused_pages:], TAIL], spare=[SLOT])
+        if self.layout.has_windows:
+            lease.windows, lease.first_window, lease.fetched_windows = self.windows, SEEN.start, SEEN
         lease.entries = self._published().entries[:reused_pages]
         return await self.transfer.fetch(lease, KEYS, NUM_PAGES, self.late.append)
 
@@ -111,21 +130,26 @@ class Group:
         for depth, (key, page) in enumerate(zip(KEYS, PAGES, strict=True), 1):
             entries.append(Entry(key, entries[-1] if entries else None, depth, page))
         if self.layout.hybrid:
-            entries[-1].checkpoint = SLOT
+            entries[-1].checkpoint = Checkpoint(SLOT if self.layout.has_states else None, tuple(self.windows))
         return Lease(P, entries=entries, source=entries[-1])
 
     def _places(self) -> Iterator[list[tuple[slice, bytes]]]:
         """For each rank: where its bytes of each object lie, and what they are."""
         layout, whole = self.layout, self.whole
-        kv_heads = whole.attention[0].kv_heads
+        kv_heads = whole.attention[0].kv_heads if whole.attention else 1
         for rank in range(self.size):
             head_bytes = whole.page_bytes // kv_heads
             first = rank * kv_heads // self.size * head_bytes
-            places = [
+            places: list[tuple[slice, int, bytes]] = [
                 (_span(layout.page_offset(page), layout.page_bytes), first, _pattern(key, whole.page_bytes))
                 for key, page in zip(KEYS, PAGES, strict=True)
             ]
-            if layout.hybrid:
+            for place, window in zip(SEEN, self.windows, strict=False):
+                span = _span(layout.window_offset(window), layout.window_bytes)
+                heads = whole.windows[0].kv_heads
+                first = rank * heads // self.size * (whole.window_bytes // heads)
+                places.append((span, first, _pattern(b"w" + KEYS[place], whole.window_bytes)))
+            if layout.has_states:
                 span = _span(layout.state_offset(SLOT), layout.state_bytes)
                 places.append((span, rank * layout.state_bytes, _pattern(b"state", whole.state_bytes)))
             yield [(span, pattern[first : first + span.stop - span.start]) for span, first, pattern in places]
@@ -143,7 +167,9 @@ UNEQUAL = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1), (4, 4)]
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
-@pytest.mark.parametrize("layers", [LAYERS, ATTENTION_ONLY], ids=["hybrid", "attention"])
+@pytest.mark.parametrize(
+    "layers", [LAYERS, ATTENTION_ONLY, WINDOWED, LATENT], ids=["hybrid", "attention", "windows", "latents"]
+)
 @pytest.mark.parametrize(("writers", "readers"), UNEQUAL)
 def test_a_group_reads_what_a_group_of_another_size_wrote(
     writers: int, readers: int, layers: tuple[LayerSpec, ...], kind: str, tmp_path: Path
@@ -161,11 +187,33 @@ def test_a_group_reads_what_a_group_of_another_size_wrote(
         assert await other.restore() == NUM_PAGES
         other.check()
         stats = store.stats()
-        objects = NUM_PAGES * shards.pages + other.layout.hybrid * shards.states
+        windows = len(SEEN) * other.layout.has_windows
+        objects = NUM_PAGES * shards.pages + other.layout.has_states * shards.states
+        objects += windows * shards.windows
         assert stats.puts == stats.objects == objects, "what is replicated is published once"
-        gets = NUM_PAGES * max(readers, shards.pages) + other.layout.hybrid * shards.states
+        gets = NUM_PAGES * max(readers, shards.pages) + other.layout.has_states * shards.states
+        gets += windows * max(readers, shards.windows)
         assert stats.gets == stats.hits == gets
         await store.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("place", SEEN)
+def test_a_window_is_fetched_whole_or_not_at_all(size: int, place: int) -> None:
+    async def main() -> None:
+        store, shards = Watched(), shards_of(WINDOWED, {2, 4})
+        one, other = Group(store, 2, shards, WINDOWED), Group(store, size, shards, WINDOWED)
+        await one.publish()
+        windows = [key.key for key in store.stored if key.kind is Kind.WINDOW]
+        assert set(windows) == {KEYS[seen] for seen in SEEN}, "the last window, and no more"
+        assert [key.kind for key in store.stored][-len(windows) :] == [Kind.WINDOW] * len(windows)
+        lost = ObjectKey(Kind.WINDOW, KEYS[place], shards.windows - 1)
+        store.loses = lambda key: key == lost
+        assert await other.restore() == NUM_PAGES - 1, "all pages, and a checkpoint with a hole"
+        assert not await other.transfer.holds(KEYS)
+        assert await other.transfer.restorable_depths(KEYS, 0) == []
 
     asyncio.run(main())
 

@@ -1,0 +1,109 @@
+"""Bugs to plant in what is made of windows."""
+
+from tests.mutations.planted import UNIT, Planted
+
+WINDOWS = f"{UNIT}/kvstore/test_windows.py"
+LEDGER = f"{UNIT}/kvstore/test_ledger.py"
+TRANSFER = f"{UNIT}/workers/test_transfer.py"
+MATRIX = f"{UNIT}/workers/test_matrix.py -k windows-4"
+
+WINDOW_BUGS = (
+    Planted(
+        "a checkpoint lacks the oldest page of its window",
+        "kvstore/layout.py",
+        "range(max(0, depth_pages - seen), depth_pages)",
+        "range(max(0, depth_pages - seen + 1), depth_pages)",
+        WINDOWS,
+    ),
+    Planted(
+        "a window page is given back while the next token sees it",
+        "kvstore/layout.py",
+        "max(0, depth - seen) // self.page_tokens",
+        "-(-max(0, depth - seen) // self.page_tokens)",
+        f"{WINDOWS} {LEDGER}",
+    ),
+    Planted(
+        "window pages that are out of sight stay",
+        "kvstore/ledger.py",
+        "            self._cache.windows.release(windows.out_of_sight(self.layout, lease, num_tokens))\n",
+        "",
+        f"{WINDOWS} {LEDGER}",
+    ),
+    Planted(
+        "what a checkpoint keeps is free when its lease ends",
+        "kvstore/windows.py",
+        "            if self._kept[window]:\n                self._pool.loosen(window)",
+        "            if self._held[window]:\n                self._pool.loosen(window)",
+        f"{WINDOWS} {LEDGER}",
+    ),
+    Planted(
+        "a window page that two checkpoints share goes with the first",
+        "kvstore/windows.py",
+        "            self._kept[window] -= 1\n            if self._kept[window]:\n                continue\n",
+        "            self._kept[window] -= 1\n",
+        f"{WINDOWS} {LEDGER}",
+    ),
+    Planted(
+        "a checkpoint that is read does not hold its window",
+        "kvstore/cache.py",
+        "            self.windows.hold(entry.checkpoint.windows)\n",
+        "",
+        f"{WINDOWS} {LEDGER}",
+    ),
+    Planted(
+        "a lease that resumes does not hold the window",
+        "kvstore/ledger.py",
+        "            self._cache.windows.hold(shared)\n",
+        "",
+        f"{WINDOWS} {LEDGER}",
+    ),
+    Planted(
+        "a lease keeps its window when it ends",
+        "kvstore/ledger.py",
+        "        self._cache.windows.release(lease.windows)\n",
+        "",
+        f"{WINDOWS} {LEDGER}",
+    ),
+    Planted(
+        "windows do not count when memory is asked for",
+        "kvstore/cache.py",
+        "_extents_for(self.arena.states, states) + _extents_for(self.arena.windows, windows)",
+        "_extents_for(self.arena.states, states)",
+        f"{UNIT}/kvstore/test_eviction.py {LEDGER}",
+    ),
+    Planted(
+        "a state alone passes for a checkpoint in the store",
+        "workers/transfer.py",
+        "        return [*windows, *states]\n",
+        "        return [*states, *windows[:1]]\n",
+        TRANSFER,
+    ),
+    Planted(
+        "a window is published before its pages",
+        "workers/transfer.py",
+        "stored = await self._put(pages + last)",
+        "stored = await self._put(last + pages)",
+        TRANSFER,
+    ),
+    Planted(
+        "every rank publishes its copy of a window page",
+        "kvstore/shards.py",
+        "publishes_windows=rank % max(1, size // shards.windows) == 0",
+        "publishes_windows=rank >= 0",
+        TRANSFER,
+    ),
+    Planted(
+        "window pages of the row are those of its pages",
+        "workers/tensors.py",
+        "_tables([row.windows[:",
+        "_tables([row.pages[:",
+        f"{UNIT}/workers/test_runner.py",
+    ),
+    Planted(
+        "ranks do not hear of window pages",
+        "workers/tp/frames.py",
+        "        windows=tuple(map(WindowId, islice(left, num_windows))),\n",
+        "",
+        f"{UNIT}/workers/test_group_frames.py",
+    ),
+)

@@ -1,0 +1,71 @@
+# pyright: basic
+# transformers' classes have no usable types.
+"""Every architecture: transformers' logits, equal bits however it is cut, the same answer on every way."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.parity.architectures import MODELS, names, random_model, save
+from tests.parity.proof import CHECKS, PAGES, Subject
+from tests.parity.steps import Runner
+from tests.parity.ways import WAYS, journey_of, take
+from tidemill.kernels.dispatch import Operators
+from tidemill.workers.models.bundled import bundled
+from tidemill.workers.models.registry import ARCHITECTURES, load
+
+FIRST = {f"{architecture}/{next(iter(shapes))}" for architecture, shapes in MODELS.items()}
+NOTEBOOK = (
+    "Alice keeps the key in the harbor. Bob is now at the mill. The code of Carol is 4071. "
+    "The flag is now green. Bob is now at the cave. Henry keeps the ladder in the barn. "
+)
+PROMPTS = (
+    NOTEBOOK + "Where is Bob now?",
+    NOTEBOOK + NOTEBOOK + "What is the code of Carol?",
+    "Hello!",
+)
+
+
+@pytest.fixture(scope="module", params=names())
+def subject(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cpu: Operators
+) -> Subject:
+    scratch = tmp_path_factory.mktemp("model")
+    folder = save(random_model(request.param), scratch / "model")
+    return Subject(folder, cpu, scratch, PAGES if request.param in FIRST else PAGES[1:2])
+
+
+def test_all_that_is_supported_is_here() -> None:
+    classes = {shape.model for shapes in MODELS.values() for shape in shapes.values()}
+    assert classes == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_it_holds(subject: Subject, check: str) -> None:
+    CHECKS[check](subject)
+
+
+@pytest.mark.parametrize("name", sorted(FIRST | {"gpt_oss/page-wide", "gpt_oss/narrow"}))
+def test_every_way_gives_the_same_answer(name: str, kernel_cache: Path, tmp_path: Path) -> None:
+    model = random_model(name)
+    vocabulary = model.config.get_text_config().vocab_size
+    journey = journey_of(save(model, tmp_path / "model"), kernel_cache, tmp_path, vocabulary)
+    for way in WAYS:
+        take(way, journey)
+
+
+def test_keeper_says_what_it_says_in_transformers(cpu: Operators) -> None:
+    folder = bundled()["keeper"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    runner = Runner(load(folder, cpu, lambda _done, _total: None), page_tokens=64)
+    for prompt in PROMPTS:
+        chat = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        wanted = theirs.generate(
+            torch.tensor([ids]), max_new_tokens=16, min_new_tokens=16, do_sample=False, eos_token_id=None
+        )
+        assert runner.greedy(ids, 16) == wanted[0, len(ids) :].tolist(), prompt

@@ -1,0 +1,333 @@
+# pyright: basic
+# torch's conversions to lists are untyped, and settings are replaced by name.
+"""A prediction head guesses what its definition says; neither tokens nor pages depend on what it guesses."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+from tests.parity.heads import folder_with_head
+from tests.parity.served import answer, serving
+from tests.parity.steps import Runner
+from tidemill.kernels.dispatch import Operators
+from tidemill.kvstore.layout import restorable_end
+from tidemill.workers.messages import Request, Sampling
+from tidemill.workers.models.config import DRAFT
+from tidemill.workers.models.errors import ModelError
+from tidemill.workers.models.registry import has_head, load
+from tidemill.workers.runner import TorchRunner
+from tidemill.workers.settings import EngineSettings
+from tidemill.workers.step import Drawn, Row, Step
+
+MIB = 1 << 20
+P = 16
+NEW_TOKENS = 2 * P
+VOCABULARY = 97
+SAMPLINGS = (Sampling(temperature=0), Sampling(temperature=0.9, top_p=0.95, repetition_penalty=1.2, seed=5))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its head is often right."""
+    return folder_with_head(tmp_path_factory.mktemp("models") / "agrees", agrees=True)
+
+
+@pytest.fixture(scope="module")
+def settings(folder: Path, kernel_cache: Path) -> EngineSettings:
+    return EngineSettings(
+        model_folder=folder,
+        memory_bytes=16 * MIB,
+        store_url="memory:?size=0",
+        cache_folder=kernel_cache,
+        page_tokens=P,
+        drafts_max=3,
+        tensor_parallel_sizes=(1, 2),
+    )
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Callable[[str], str]:
+    """The URL of a store, by name."""
+    return lambda name: f"file://{tmp_path / name}?size=1GiB"
+
+
+def tokens_of(length: int, seed: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(2, VOCABULARY, (length,), generator=generator).tolist())
+
+
+def requests() -> list[Request]:
+    """One token, less than a page, and every way a prompt can end near a page boundary."""
+    return [
+        Request(
+            request_id=f"{length}-{index}",
+            tokens=tokens_of(length, seed=length),
+            max_new_tokens=NEW_TOKENS,
+            sampling=sampling,
+        )
+        for length in (1, P - 1, P, P + 1, 3 * P - 1)
+        for index, sampling in enumerate(SAMPLINGS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def wanted(settings: EngineSettings) -> list[list[int]]:
+    """Each alone, without guesses."""
+
+    async def main() -> list[list[int]]:
+        async with serving(settings, drafts_max=0, step_tokens_max=4096) as built:
+            return [(await answer(built, replace(one, salt=one.request_id)))[0] for one in requests()]
+
+    return asyncio.run(main())
+
+
+async def answers(settings: EngineSettings, **changes: object) -> tuple[list[list[int]], dict[str, float]]:
+    """All at once, cold and then warm; and what was counted."""
+    async with serving(settings, **changes) as built:
+        cold = [tokens for tokens, _ in await asyncio.gather(*(answer(built, one) for one in requests()))]
+        warm = [tokens for tokens, _ in await asyncio.gather(*(answer(built, one) for one in requests()))]
+        assert warm == cold
+        return cold, dict(built.engine.load().counters)
+
+
+@pytest.mark.parametrize(("drafts_max", "overlap"), [(1, True), (3, True), (3, False)])
+def test_guesses_change_no_token(
+    settings: EngineSettings,
+    wanted: list[list[int]],
+    drafts_max: int,
+    overlap: bool,  # noqa: FBT001  a parameter of the test
+) -> None:
+    found, counters = asyncio.run(answers(settings, drafts_max=drafts_max, overlap=overlap))
+    assert found == wanted
+    assert 0.2 < counters["spec_accepted_tokens"] / counters["spec_drafted_tokens"] < 0.9
+
+
+def test_a_head_that_is_never_right_changes_no_token(kernel_cache: Path, tmp_path: Path) -> None:
+    settings = EngineSettings(
+        model_folder=folder_with_head(tmp_path / "noise", agrees=False, num_experts=0),
+        memory_bytes=16 * MIB,
+        store_url="memory:?size=0",
+        cache_folder=kernel_cache,
+        page_tokens=P,
+        step_tokens_max=40,
+    )
+    plain, _ = asyncio.run(answers(settings))
+    assert asyncio.run(answers(settings, drafts_max=2))[0] == plain
+
+
+def test_preempted(settings: EngineSettings, wanted: list[list[int]]) -> None:
+    tight = replace(settings, memory_bytes=5 * MIB // 2)
+
+    async def main() -> None:
+        fillers = [
+            Request(request_id=f"filler {seed}", tokens=tokens_of(200 + seed, seed), max_new_tokens=100)
+            for seed in range(16)
+        ]
+        async with serving(tight) as built:
+            beside = asyncio.gather(*(answer(built, filler) for filler in fillers))
+            found = await asyncio.gather(*(answer(built, one) for one in requests()))
+            await beside
+            assert [tokens for tokens, _ in found] == wanted
+            assert built.engine.load().counters.get("preemptions", 0) > 0
+
+    asyncio.run(main())
+
+
+def objects(folder: Path) -> dict[str, bytes]:
+    """Of the store there."""
+    return {
+        path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "usage"
+    }
+
+
+def test_pages_of_all_workers_are_alike(
+    settings: EngineSettings, wanted: list[list[int]], tmp_path: Path, stored: Callable[[str], str]
+) -> None:
+    """A prefill worker makes them in steps of any size, a decode worker token by token or guess by guess; and
+    whoever fetches them, also amid an answer, goes on as if it had them from the start."""
+    done = NEW_TOKENS - 2
+    rests = [
+        replace(one, tokens=one.tokens + tuple(tokens[:done]), max_new_tokens=2, drawn=done)
+        for one, tokens in zip(requests(), wanted, strict=True)
+    ]
+
+    async def main() -> None:
+        async with serving(settings, store_url=stored("a"), step_tokens_max=40, rows_max=4) as prefill:
+            for one in rests:
+                assert (await prefill.engine.produce(one)).depth == restorable_end(len(one.tokens), P)
+        async with serving(settings, store_url=stored("b"), drafts_max=5) as decode:
+            assert [(await answer(decode, one))[0] for one in requests()] == wanted
+        prefilled, decoded = objects(tmp_path / "a"), objects(tmp_path / "b")
+        assert len(prefilled.keys() & decoded.keys()) > len(requests()) * 2
+        assert all(prefilled[name] == decoded[name] for name in prefilled.keys() & decoded.keys())
+        async with serving(settings, store_url=stored("a")) as moved:
+            for one, tokens in zip(rests, wanted, strict=True):
+                found, provenance = await answer(moved, one)
+                assert found == tokens[done:]
+                assert provenance.fetched_tokens + provenance.reused_tokens == restorable_end(
+                    len(one.tokens), P
+                )
+
+    asyncio.run(main())
+
+
+def test_pages_with_and_without_a_head_have_other_names(
+    settings: EngineSettings, tmp_path: Path, stored: Callable[[str], str]
+) -> None:
+    async def main() -> None:
+        (one,) = (one for one in requests() if one.request_id == f"{3 * P - 1}-0")
+        for name, drafts_max in (("with", 3), ("without", 0)):
+            async with serving(settings, store_url=stored(name), drafts_max=drafts_max) as built:
+                await built.engine.produce(one)
+        found, others = objects(tmp_path / "with"), objects(tmp_path / "without")
+        assert len(found) == len(others) > 0
+        assert not found.keys() & others.keys()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def guessed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Row, Drawn]]:
+    """Every row that drew, and what it drew."""
+    seen: list[tuple[Row, Drawn]] = []
+    run_now = TorchRunner.run_now
+
+    def recorded(self: TorchRunner, step: Step) -> list[Drawn]:
+        found = run_now(self, step)
+        seen.extend((row, one) for row, one in zip(step, found, strict=True) if one.tokens)
+        return found
+
+    monkeypatch.setattr(TorchRunner, "run_now", recorded)
+    return seen
+
+
+def test_guesses_are_those_of_the_definition(
+    kernel_cache: Path, tmp_path: Path, cpu: Operators, guessed: list[tuple[Row, Drawn]]
+) -> None:
+    folder = folder_with_head(tmp_path / "dense", agrees=False, num_experts=0)
+    made = EngineSettings(
+        model_folder=folder,
+        memory_bytes=16 * MIB,
+        store_url="memory:?size=0",
+        cache_folder=kernel_cache,
+        page_tokens=P,
+        drafts_max=3,
+        speculative_method="mtp",
+        step_tokens_max=20,
+    )
+    asked = [one for one in requests() if not one.sampling.temperature]
+
+    async def main() -> dict[str, list[int]]:
+        async with serving(made) as built:
+            found = await asyncio.gather(*(answer(built, one) for one in asked))
+            return {
+                one.request_id: [*one.tokens, *tokens] for one, (tokens, _) in zip(asked, found, strict=True)
+            }
+
+    whole = asyncio.run(main())
+    head, checked = Definition(folder, cpu, whole), 0
+    for row, drawn in guessed:
+        name = row.sequence_id.partition("#")[0]
+        known = row.end - row.drafts + len(drawn.tokens)
+        if drawn.guesses and known <= len(whole[name]):
+            assert list(drawn.guesses) == head.guesses(name, known, len(drawn.guesses)), (name, known)
+            checked += 1
+    assert checked > len(asked) * NEW_TOKENS // 2
+
+
+class Definition:
+    """The head in plain torch, over whole texts and without pages: vLLM's Qwen3NextMultiTokenPredictor, but a
+    token at the beginning of a page has nothing before it."""
+
+    def __init__(self, folder: Path, ops: Operators, texts: dict[str, list[int]]) -> None:
+        self.tensors = load_file(folder / "model.safetensors")
+        self.raw = json.loads((folder / "config.json").read_text())
+        self.texts = texts
+        loaded = load(folder, ops, lambda _done, _total: None)
+        self.logits = loaded.model.logits
+        self.hidden: dict[str, torch.Tensor] = {}
+        for name, tokens in texts.items():
+            runner = Runner(loaded, P)
+            sequence = runner.add(tokens)
+            runner.step([(sequence, len(tokens))])
+            self.hidden[name] = torch.cat(sequence.hidden)
+
+    def guesses(self, name: str, known: int, count: int) -> list[int]:
+        """What it takes to follow the first `known` tokens."""
+        tokens = self.texts[name][:known]
+        before = torch.cat([torch.zeros_like(self.hidden[name][:1]), self.hidden[name][: known - 1]])
+        before[: known - 1 : P] = 0
+        while True:
+            after = self._run(tokens, before)
+            tokens = [*tokens, int(self.logits(after[-1:]).argmax())]
+            before = torch.cat([before, after[-1:]])
+            if len(tokens) == known + count:
+                return tokens[known:]
+
+    def _run(self, tokens: Sequence[int], before: torch.Tensor) -> torch.Tensor:
+        embedded = self.tensors["model.embed_tokens.weight"][torch.tensor(tokens)]
+        token, before = (
+            self._norm(embedded, "pre_fc_norm_embedding"),
+            self._norm(before, "pre_fc_norm_hidden"),
+        )
+        x = self._linear(torch.cat([token, before], dim=1), "fc")
+        x = x + self._attend(self._norm(x, "layers.0.input_layernorm"))
+        h = self._norm(x, "layers.0.post_attention_layernorm")
+        gate, up = (self._linear(h, f"layers.0.mlp.{name}_proj") for name in ("gate", "up"))
+        return self._norm(x + self._linear(functional.silu(gate) * up, "layers.0.mlp.down_proj"), "norm")
+
+    def _attend(self, h: torch.Tensor) -> torch.Tensor:
+        dim, heads = self.raw["head_dim"], self.raw["num_attention_heads"]
+        q, gate = self._linear(h, "layers.0.self_attn.q_proj").view(len(h), heads, 2 * dim).split(dim, dim=-1)
+        k, v = (self._linear(h, f"layers.0.self_attn.{name}_proj").view(len(h), -1, dim) for name in "kv")
+        q, k = (
+            self._turn(self._norm(q, "layers.0.self_attn.q_norm")),
+            self._turn(self._norm(k, "layers.0.self_attn.k_norm")),
+        )
+        k, v = (x.repeat_interleave(heads // k.shape[1], dim=1) for x in (k, v))
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
+        return self._linear((attended * gate.sigmoid()).flatten(1), "layers.0.self_attn.o_proj")
+
+    def _turn(self, x: torch.Tensor) -> torch.Tensor:
+        turned = int(self.raw["head_dim"] * self.raw["partial_rotary_factor"])
+        frequencies = self.raw["rope_theta"] ** -(torch.arange(0, turned, 2) / turned)
+        angles = torch.outer(torch.arange(len(x)), frequencies)[:, None]
+        first, second = x[..., : turned // 2], x[..., turned // 2 : turned]
+        return torch.cat(
+            [
+                first * angles.cos() - second * angles.sin(),
+                second * angles.cos() + first * angles.sin(),
+                x[..., turned:],
+            ],
+            dim=-1,
+        )
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return functional.rms_norm(x, x.shape[-1:], 1 + self.tensors[f"mtp.{name}.weight"], 1e-6)
+
+    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return functional.linear(x, self.tensors[f"mtp.{name}.weight"])
+
+
+def test_who_has_a_head(folder: Path, settings: EngineSettings, tmp_path: Path) -> None:
+    assert has_head(folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if not name.startswith(DRAFT)},
+        tmp_path / "model.safetensors",
+    )
+    shutil.copy(folder / "config.json", tmp_path)
+    assert not has_head(tmp_path)
+    without = replace(settings, model_folder=tmp_path)
+    assert asyncio.run(answers(without))[1]["spec_drafted_tokens"] > 0  # from the text
+    with pytest.raises(ModelError, match="no prediction head"):
+        asyncio.run(answers(replace(without, speculative_method="mtp")))

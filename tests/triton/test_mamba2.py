@@ -1,0 +1,177 @@
+# pyright: basic
+"""Mamba-2 in Triton: its definition over odd sizes, and the same bits however a row is cut."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.kernels.cases import LIMITS, Step, int32, random, relative_error, same_bits, step
+from tidemill.kernels.mamba2 import cuda, reference
+from tidemill.kernels.mamba2.heads import Heads
+from tidemill.kernels.recurrence import CHUNK
+
+SLOTS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Row b starts from state `read[b]`."""
+
+    new: Sequence[int]
+    read: Sequence[int] = ()
+    writes: Sequence[Sequence[int]] = ()
+    groups: int = 1
+    heads: int = 1
+    key_dim: int = 16
+    value_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    spread: float = 1.0  # of time steps
+    bounds: tuple[float, float] = (0.0, float("inf"))
+
+    @property
+    def rows(self) -> Step:
+        return step(self.new, read=self.read, writes=self.writes)
+
+
+class Layer:
+    """The second of two layers in an arena of states, NaN but for those that are read, and tokens to run."""
+
+    def __init__(self, case: Case, device: str = "cpu") -> None:
+        draw = torch.Generator().manual_seed(sum(case.new))
+        tokens, groups, heads, dtype = sum(case.new), case.groups, case.heads, case.dtype
+        channels = 2 * case.key_dim + heads * case.value_dim
+        mixed = random(draw, tokens, groups, channels + 8)[..., :channels]
+        z = random(draw, tokens, 8 + groups * heads * case.value_dim).to(dtype)[:, 8:]
+        dt = random(draw, tokens, 8 + groups * heads)[:, 8:]
+        dt[::3] *= case.spread
+        # A view of wider rows, as the model cuts it from its projection.
+        self.inputs = [mixed.to(dtype), z.view(tokens, groups, heads, case.value_dim), dt.to(dtype)]
+        self.per_head = random(draw, 3, groups * heads).unbind()
+        shape = (SLOTS, groups, heads, case.key_dim, case.value_dim)
+        size = heads * case.key_dim * case.value_dim
+        self.arena = torch.full((1 + SLOTS, 2, groups, 5 + size), torch.nan)
+        read = sorted({slot for slot in case.read if slot >= 0})
+        self.arena[1:][read] = random(draw, len(read), *self.arena.shape[1:])
+        self.arena = self.arena.to(device)
+        self.state = self.arena[1:, 1, :, 5:].view(shape)
+        self.case = case
+
+    def heads(self, dtype: torch.dtype, device: str | torch.device) -> Heads:
+        dt_min, dt_max = self.case.bounds
+        a_log_H, dt_bias_H, skip_H = (part.to(device, dtype) for part in self.per_head)
+        return Heads(a_log_H, dt_bias_H, skip_H, dt_min, dt_max)
+
+    def run(self, rows: Step | None = None, picked: slice | torch.Tensor = slice(None)) -> torch.Tensor:
+        device = self.state.device
+        rows = (rows or self.case.rows).to(device)
+        mixed, z, dt = (part[picked].to(device) for part in self.inputs)
+        return cuda.mamba2(mixed, z, dt, self.heads(torch.float32, device), self.state, rows).cpu()
+
+
+def check(case: Case, device: str = "cpu") -> None:
+    layer, rows, limit = Layer(case, device), case.rows, LIMITS[case.dtype]
+    before, wanted_state = layer.arena.cpu().clone(), layer.state.cpu().double()
+    mixed, z, dt = (part.double() for part in layer.inputs)
+    wanted = reference.mamba2(mixed, z, dt, layer.heads(torch.float64, "cpu"), wanted_state, rows)
+    assert relative_error(layer.run(), wanted) < limit
+    written = rows.writes_BK[rows.writes_BK >= 0].long()
+    state, arena = layer.state.cpu(), layer.arena.cpu()
+    if len(written):
+        assert relative_error(state[written], wanted_state[written]) < limit
+    # All but those states of this layer is as it was.
+    arena[1:, 1, :, 5:].view(state.shape)[written] = before[1:, 1, :, 5:].view(state.shape)[written]
+    assert same_bits(arena, before)
+
+
+ODD = {
+    "new": [1, 2, 63, 64, 65, 127],
+    "read": [0, -1, 2, 3, -1, 5],
+    "writes": [[n] for n in (6, 1, 7, 3, 4, 8)],
+}
+LONG = {"new": [500], "read": [0], "writes": [[1]], "key_dim": 64, "value_dim": 32}
+CASES = {
+    "decode": Case(new=[1] * 3, read=[2, -1, 5], writes=[[3], [0], [5]], groups=2, heads=2),
+    "decode bfloat16": Case(
+        new=[1] * 3, read=[2, -1, 5], writes=[[3], [0], [-1]], value_dim=40, dtype=torch.bfloat16
+    ),
+    "drafts": Case(
+        new=[4, 1, 3], read=[0, 1, -1], writes=[[3, 0, 4], [-1, -1, 5], [8, -1, 7]], key_dim=24, value_dim=33
+    ),
+    "mixed": Case(**ODD),
+    "odd sizes": Case(
+        new=[1, 66, 17], read=[1, 3, -1], writes=[[1], [4], [5]], heads=2, key_dim=24, value_dim=33
+    ),
+    "bounded steps": Case(
+        new=[1, 66, 17], read=[1, 3, -1], writes=[[1], [4], [5]], groups=2, bounds=(0.4, 0.9), spread=5.0
+    ),
+    "dim 1": Case(new=[20, 1], read=[-1, 2], writes=[[1], [2]], key_dim=1, value_dim=1),
+    "large dims": Case(new=[81], read=[3], writes=[[2]], key_dim=256, value_dim=130, dtype=torch.bfloat16),
+    "states kept within chunks": Case(
+        new=[130, 70, 18], read=[0, -1, 2], writes=[[-1, 4, 0], [5, -1, -1], [1, 6, 2]]
+    ),
+    "nothing kept": Case(new=[65, 3, 17], read=[0, -1, 3], writes=[[-1, -1]] * 3, groups=2),
+    "long and short steps": Case(new=[60], read=[0], writes=[[1]], spread=100.0),
+    "500 tokens": Case(**LONG),
+    "500 tokens bfloat16": Case(**LONG, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_matches_the_definition(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize(("first", "dtype"), [(64, torch.float32), (128, torch.bfloat16)], ids=str)
+def test_the_same_bits_in_any_batch_and_cut_at_chunks(first: int, dtype: torch.dtype) -> None:
+    """A row of which two tokens are left over, whole beside others, and cut beside none."""
+    case = Case(new=[1, 130, 20], read=[0, 1, 2], writes=[[3], [4], [5]], key_dim=32, dtype=dtype)
+    assert first % CHUNK.value == 0
+    whole, cut = Layer(case), Layer(case)
+    together = whole.run()
+    found = [cut.run(step([1], read=[0], writes=[[3]]), slice(1))]
+    found.append(cut.run(step([first], read=[1], writes=[[1]]), slice(1, 1 + first)))
+    found.append(cut.run(step([130 - first], read=[1], writes=[[4]]), slice(1 + first, 131)))
+    found.append(cut.run(step([20], read=[2], writes=[[5]]), slice(131, 151)))
+    assert same_bits(torch.cat(found), together)
+    assert same_bits(cut.state[3:6], whole.state[3:6])
+
+
+@pytest.mark.parametrize("new", [[0, 2], [20, 0, 3]], ids=str)
+def test_rows_of_no_tokens_are_left_out(new: list[int]) -> None:
+    """Two tokens of two rows may be one row."""
+    case = Case(new=[n for n in new if n], read=[0, 1][: len(new) - 1], writes=[[4], [5]][: len(new) - 1])
+    layer, other = Layer(case), Layer(case)
+    wanted = layer.run()
+    empty = new.index(0)
+    rows = case.rows
+    read, writes = rows.read_B.tolist(), rows.writes_BK.tolist()
+    read.insert(empty, 2)
+    writes.insert(empty, [-1])
+    assert same_bits(other.run(step(new, read=read, writes=writes)), wanted)
+    assert same_bits(other.arena, layer.arena)
+
+
+def test_no_tokens() -> None:
+    layer = Layer(Case(new=[1], read=[0], writes=[[0]]))
+    rows = step([], read=[], writes=[])
+    rows = Step(rows.cu_B1, rows.lens_B, rows.pages_BN, rows.read_B, int32([[0]])[:0])
+    assert layer.run(rows, slice(0)).shape == (0, 1, 1, 16)
+
+
+@pytest.mark.parametrize("new", [[1], [65]], ids=str)
+def test_states_far_into_the_arena(tmp_path: Path, new: list[int]) -> None:
+    """2^32 elements away, in a file that has blocks only where it is written."""
+    layer = Layer(Case(new=new, read=[0], writes=[[1]]))
+    near = layer.state.clone()
+    wanted = layer.run()
+    wanted_state = layer.state[1]
+    size = near[0].numel()
+    skipped = (1 << 32) // size
+    far = torch.from_file(str(tmp_path / "arena"), shared=True, size=(skipped + 2) * size)
+    layer.state = far.view(-1, *near.shape[1:])
+    layer.state[skipped] = near[0]
+    assert same_bits(layer.run(step(new, read=[skipped], writes=[[skipped + 1]])), wanted)
+    assert same_bits(layer.state[skipped + 1], wanted_state)

@@ -1,0 +1,40 @@
+"""The table of bytes by architecture: what it says is what an arena holds, and known figures."""
+
+import json
+from pathlib import Path
+
+import benchmarks
+import pytest
+from benchmarks.released import PAGE_TOKENS, RELEASED, bytes_by_architecture, released_layout
+
+from tests.parity.steps import check_memory
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_the_bytes_of_the_table_are_those_of_the_arena(name: str) -> None:
+    check_memory(released_layout(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "token_bytes"),
+    [
+        ("Llama-3.1-8B", 32 * 2 * 8 * 128 * 2),
+        ("Qwen3-Next-80B-A3B", 12 * 2 * 2 * 256 * 2),
+        ("gpt-oss-20b", 12 * 2 * 8 * 64 * 2),
+        ("DeepSeek-V3", 61 * (512 + 64) * 2),
+    ],
+)
+def test_a_token_takes_what_its_config_says(name: str, token_bytes: int) -> None:
+    assert released_layout(name).page_bytes == PAGE_TOKENS * token_bytes
+
+
+def test_a_window_is_two_pages_of_64_in_half_of_the_layers_of_gpt_oss() -> None:
+    layout = released_layout("gpt-oss-20b")
+    assert layout.window_bytes == layout.page_bytes
+    assert len(layout.last_window(100)) == 2
+
+
+def test_the_table_that_is_published_is_the_one_that_the_specs_make() -> None:
+    (folder,) = benchmarks.__path__
+    published = json.loads((Path(folder) / "results" / "architectures.json").read_text())
+    assert published["table"] == bytes_by_architecture()

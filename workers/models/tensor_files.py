@@ -1,0 +1,124 @@
+"""The safetensors files of a Hugging Face folder, memory-mapped: one, or an index and its shards."""
+
+import json
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tidemill.workers.models.errors import ModelError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LENGTH_BYTES = 8
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+"""Of tensors that are ever read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of a tensor: its dtype in the words of safetensors, and where in the file it is."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start_byte: int = 0
+    end_byte: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end_byte - self.start_byte
+
+
+class TensorFiles:
+    """The tensors of one folder by name. Nothing is read until its bytes are looked at."""
+
+    def __init__(self, folder: Path) -> None:
+        """Opens the files and reads their headers. Raises ModelError when one is missing or damaged."""
+        self.headers: dict[str, Header] = {}
+        self.all_bytes = 0
+        self._file_of: dict[str, mmap.mmap] = {}
+        for name in _shards(folder):
+            mapped = _open(folder, name)
+            headers = _headers(mapped)
+            self.headers |= headers
+            self._file_of |= dict.fromkeys(headers, mapped)
+            self.all_bytes += len(mapped)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A view of the mapped file, not to be written to; of a tensor that is not empty."""
+        header, dtype = self.headers[name], DTYPES[self.headers[name].dtype]
+        count = header.num_bytes // dtype.itemsize
+        flat = torch.frombuffer(self._file_of[name], dtype=dtype, count=count, offset=header.start_byte)
+        return flat.view(header.shape)
+
+    def raw(self, name: str, first_byte: int, end_byte: int) -> memoryview:
+        """A view of some bytes of a tensor."""
+        start = self.headers[name].start_byte
+        return memoryview(self._file_of[name])[start + first_byte : start + end_byte]
+
+    def drop(self, name: str, first_byte: int, end_byte: int) -> None:
+        """Give back the memory that reading these bytes of a tensor took. They can be read again."""
+        first = self.headers[name].start_byte
+        start = (first + first_byte) // mmap.PAGESIZE * mmap.PAGESIZE
+        self._file_of[name].madvise(mmap.MADV_DONTNEED, start, first + end_byte - start)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a model folder. Raises ModelError when it is missing or not an object."""
+    try:
+        content: Any = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ModelError(f"{path.parent} has no {path.name}: --model takes a Hugging Face folder") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path} is not valid JSON ({error}): download the model again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a JSON object: download the model again")
+    return cast("dict[str, Any]", content)
+
+
+def _shards(folder: Path) -> list[str]:
+    if not (folder / INDEX).exists():
+        return [SINGLE]
+    files = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(files, dict):
+        raise ModelError(f"{folder / INDEX} has no weight_map: download the model again")
+    return sorted(set(map(str, cast("dict[str, object]", files).values())))
+
+
+def _open(folder: Path, name: str) -> mmap.mmap:
+    path = folder / name
+    try:
+        with safe_open(str(path), framework="pt"), path.open("rb") as file:  # which checks the header
+            # A private mapping: torch has no tensors that cannot be written to.
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except FileNotFoundError as error:
+        if name == SINGLE:
+            fix = "convert the model to safetensors or download it again"
+        else:
+            fix = f"{INDEX} names it; download the model again"
+        raise ModelError(f"{folder} has no {name}: {fix}") from error
+    except SafetensorError as error:
+        raise ModelError(f"{path} is damaged or cut short ({error}): download it again") from error
+
+
+def _headers(mapped: mmap.mmap) -> dict[str, Header]:
+    first = LENGTH_BYTES + int.from_bytes(mapped[:LENGTH_BYTES], "little")
+    found: dict[str, dict[str, Any]] = json.loads(mapped[LENGTH_BYTES:first])
+    found.pop("__metadata__", None)
+    return {
+        name: Header(one["dtype"], tuple(one["shape"]), *(first + byte for byte in one["data_offsets"]))
+        for name, one in found.items()
+    }
