@@ -38,7 +38,7 @@ TINY = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return save(random_model("qwen3_next/moe-two-values", seed=2, **TINY), tmp_path / "model")
+    return save(random_model("qwen3_next/moe-two-values", seed=12, **TINY), tmp_path / "model")
 
 
 @pytest.fixture
