@@ -1,5 +1,6 @@
-"""How far the start of a cluster is, for people: a bar for each worker on a terminal, lines elsewhere."""
+"""How far the start of a cluster is: a bar for each worker on a terminal, lines of the log elsewhere."""
 
+import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
@@ -7,6 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from tidemill.cluster.worker_process import Failed, Loading, Ready, State
+
+log = logging.getLogger(__name__)
 
 TELL_S = 10.0
 
@@ -18,7 +21,7 @@ Show = Callable[[str, State | None], None]
 def shown(console: Console, clock: Callable[[], float]) -> Generator[Show]:
     """Bars are gone at the end of the block; lines come while weights load, at most one in `TELL_S`."""
     if not console.is_terminal:
-        yield Lines(lambda line: console.print(line, soft_wrap=True), clock).show
+        yield Lines(log.info, clock).show
         return
     columns = (
         SpinnerColumn(),

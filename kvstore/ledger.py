@@ -82,27 +82,28 @@ class Ledger:
         *,
         drafts: int = 0,
         pages_beside: int = 0,
-        windows_beside: int | None = None,
+        windows_beside: int = 0,
+        windows_end: int | None = None,
     ) -> None:
         """Grow the lease to hold `num_tokens` and, for a hybrid, the slots that its next step writes: one, or
         one for each of `drafts` tokens more that may be rejected. All or nothing: OutOfMemory, also when
-        `pages_beside` pages, and `windows_beside` window pages, could not be had after that. With these it
-        takes no window pages itself: they come step by step.
+        `pages_beside` pages, and `windows_beside` window pages, could not be had after that. Window pages are
+        taken up to `windows_end` tokens (None: all), the others come step by step.
 
         Before it fails, what the lease holds for its checkpoints is used to run (`_spared`), not for drafts.
         """
         assert not lease.ended, "memory for a request that has ended"
         slots = lease.slots_lacking(drafts) if self.layout.has_states and lease.runs else []
-        views = windows.lacking(self.layout, lease, num_tokens) if windows_beside is None else 0
+        views = windows.lacking(self.layout, lease, num_tokens if windows_end is None else windows_end)
         beside = pages_beside or windows_beside
         if not slots and not views and not beside and num_tokens <= lease.allocated:
             return
         pages = max(0, -(-num_tokens // self.layout.page_tokens) - len(lease.entries) - len(lease.own))
         if any(map(self._refuses, [*slots, *[Site.RUN_WINDOW] * views, *[Site.RUN_PAGE] * pages])):
             raise OutOfMemory("refused")
-        if not self._cache.could_hold(pages + pages_beside, len(slots), views + (windows_beside or 0)):
+        if not self._cache.could_hold(pages + pages_beside, len(slots), views + windows_beside):
             if not pages_beside and not drafts and self._spared(lease):
-                self.reserve(lease, num_tokens, windows_beside=windows_beside)
+                self.reserve(lease, num_tokens, windows_beside=windows_beside, windows_end=windows_end)
                 return
             wanted = f"{pages} pages, {views} window pages and {len(slots)} states"
             raise OutOfMemory(f"{wanted} are more than all that is not held")
@@ -320,7 +321,7 @@ class Ledger:
             self._take(lease, pages, slots, views)
 
     def _take(self, lease: Lease, pages: int, slots: int, views: int) -> None:
-        """All or nothing. The states first: pages fit between other pages, a state may need an extent."""
+        """All or nothing. States and windows first: they may need an extent, pages fit between pages."""
         num_own, num_spare, num_windows = len(lease.own), len(lease.spare), len(lease.windows)
         try:
             lease.spare.extend(self._cache.take_state() for _ in range(slots))

@@ -17,6 +17,7 @@ from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.index import Match
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.ledger import Ledger
+from tidemill.kvstore.windows import lacking
 from tidemill.workers.limits import Limits
 from tidemill.workers.line import Line
 from tidemill.workers.makers import Makers
@@ -155,14 +156,19 @@ class Admission:
         try:
             held = self._num_held()
             beside = held + 1 if held else 0
-            self._ledger.reserve(
-                lease,
-                len(sequence.tokens),
-                pages_beside=beside,
-                windows_beside=max(0, self._windows(len(sequence.tokens)) - len(lease.windows)),
-            )
+            start, length = lease.committed, len(sequence.tokens)
             if target is not None:
                 self._ledger.reserve_fetched(lease, target)
+                start = target * sequence.page_tokens
+            ahead = min(length, start + self._limits.in_flight_tokens)
+            at_once = self._windows(length) - len(lease.windows) - lacking(self._ledger.layout, lease, ahead)
+            self._ledger.reserve(
+                lease,
+                length,
+                pages_beside=beside,
+                windows_beside=max(0, at_once),
+                windows_end=ahead,
+            )
         except OutOfMemory:
             self._ledger.release(sequence.id)
             return False

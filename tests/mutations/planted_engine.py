@@ -69,8 +69,8 @@ ENGINE_BUGS = (
     Planted(
         "memory is taken from a step in flight",
         "workers/schedule.py",
-        "if in_flight or len(self._running) == 1:",
-        "if len(self._running) == 1:",
+        "            if in_flight:\n                return None\n",
+        "",
         SCHEDULE,
     ),
     Planted(

@@ -1,8 +1,10 @@
 """The start of a cluster, told: bars on a terminal, few lines elsewhere."""
 
+import logging
 from io import StringIO
 from typing import Any, cast
 
+import pytest
 from rich.console import Console
 
 from tidemill.cluster.starting import shown
@@ -11,15 +13,17 @@ from tidemill.cluster.worker_process import Failed, Loading, Ready
 READY = Ready(cast("Any", None))
 
 
-def test_lines_say_who_loads_and_no_more_often_than_every_ten_seconds() -> None:
+def test_lines_say_who_loads_and_no_more_often_than_every_ten_seconds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     out, now_s = StringIO(), 0.0
-    with shown(Console(file=out), lambda: now_s) as show:
+    with caplog.at_level(logging.INFO, "tidemill"), shown(Console(file=out), lambda: now_s) as show:
         show("Ray", Loading(0, 0))
         show("Ray", None)
         show("prefill-0", Loading(0, 0))
         now_s = 9.9
         show("prefill-0", Loading(1_000_000, 8_000_000))
-        assert not out.getvalue()
+        assert not caplog.messages
         now_s = 10.0
         show("decode-0", Loading(2_000_000, 8_000_000))
         now_s = 19.9
@@ -30,7 +34,8 @@ def test_lines_say_who_loads_and_no_more_often_than_every_ten_seconds() -> None:
         show("decode-0", Failed("no memory", expected=True))
         now_s = 40.0
         show("prefill-0", READY)
-    assert out.getvalue().splitlines() == [
+    assert not out.getvalue(), "the log has a form of its own"
+    assert caplog.messages == [
         "loading weights: prefill-0 1 of 8 MB, decode-0 2 of 8 MB",
         "loading weights: decode-0 4 of 1,234 MB",
     ]

@@ -317,9 +317,10 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         views = -(-num_tokens // P) - lease.windows_end if windows_beside is None else windows_beside
         possible = could_serve(self.cache, self._leases(), slots, pages, max(0, views) * has_windows)
         source, spares_min = lease.source, lease.spares_min
-        beside = None if windows_beside is None else windows_beside * has_windows
+        beside = (windows_beside or 0) * has_windows
+        end = None if windows_beside is None else 0
         try:
-            self.ledger.reserve(lease, num_tokens, drafts=drafts, windows_beside=beside)
+            self.ledger.reserve(lease, num_tokens, drafts=drafts, windows_beside=beside, windows_end=end)
         except OutOfMemory:
             spared = (lease.source, lease.spares_min) != (source, spares_min)
             assert not possible
