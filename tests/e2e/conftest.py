@@ -9,11 +9,8 @@ from rich.console import Console
 
 from tests.e2e.fake_engine import worker
 from tests.e2e.server import EVENTUALLY_S_MAX, command_of
-from tests.unit.cluster.conftest import grpc_stays
 from tidemill.cluster.launch import Cluster, start_cluster
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings
-
-__all__ = ["grpc_stays"]
 
 
 @pytest.fixture(scope="session")

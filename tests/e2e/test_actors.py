@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import grpc_loop
 from tests.e2e.fake_engine import BREAK_TOKEN
 from tests.e2e.server import EVENTUALLY_S_MAX, command_of, listening_of
 from tidemill.cluster.launch import Cluster
@@ -62,7 +63,7 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
         async with asyncio.timeout(2 * EVENTUALLY_S_MAX):
             await coroutine
 
-    asyncio.run(bounded())
+    grpc_loop.run(bounded())
 
 
 def request(*tokens: int, max_new_tokens: int = 5) -> Request:

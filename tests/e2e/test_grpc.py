@@ -14,6 +14,7 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2
 
+from tests import grpc_loop
 from tests.e2e.server import EVENTUALLY_S_MAX, Server, eventually, listening_of
 from tests.unit.cluster.test_mutual_tls import issue
 from tidemill.cluster.channels import open_channel
@@ -97,7 +98,7 @@ def test_greedy_tokens_are_those_of_http(edge: Edge) -> None:
                 assert len(ids) == 24
                 assert whole.usage.prompt_tokens == expected["usage"]["prompt_tokens"]
 
-    asyncio.run(main())
+    grpc_loop.run(main())
 
 
 def test_health_and_garbage(edge: Edge) -> None:
@@ -116,7 +117,7 @@ def test_health_and_garbage(edge: Edge) -> None:
             status = await check(health_pb2.HealthCheckRequest(service="tidemill.v1.Generation"))
             assert status.status == health_pb2.HealthCheckResponse.SERVING
 
-    asyncio.run(main())
+    grpc_loop.run(main())
     for one in idle:
         one.close()
 
@@ -131,7 +132,7 @@ def test_a_cancelled_stream_frees_its_memory(edge: Edge) -> None:
             assert isinstance(await call.read(), pb.GenerateChunk)
             call.cancel()
 
-    asyncio.run(main())
+    grpc_loop.run(main())
 
     def nothing_lives() -> bool:
         loads = [row["load"] for row in edge.server.workers()]
@@ -163,7 +164,7 @@ def test_a_stranger_cannot_reach_a_worker(edge: Edge, who: str, tmp_path: Path) 
             await answer(theirs)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
-    asyncio.run(main())
+    grpc_loop.run(main())
 
 
 def test_every_process_listens_on_loopback_alone(edge: Edge) -> None:
@@ -190,7 +191,7 @@ def test_what_people_ask_and_their_keys_are_in_no_log(edge: Edge) -> None:
             reply = await generate(request, metadata=(("authorization", bearer),))
             assert reply.usage.completion_tokens == 4
 
-    asyncio.run(main())
+    grpc_loop.run(main())
     log = edge.log_file.read_text()
     assert "gRPC on" in log
     assert "Ophiogomphus" not in log

@@ -185,7 +185,7 @@ def test_the_broker_moves_memory_between_long_prompts_long_generations_and_model
     """New prompts, generations, other new prompts, the same generations: each answer is the same however the
     memory lay, and at no moment do the workers of the model have more than there is."""
     batches = [
-        [seeded(seed + index, LONGEST - 60, 4) for index in range(4)] for seed in range(100, 1300, 100)
+        [seeded(seed + index, LONGEST - 60, 4) for index in range(8)] for seed in range(100, 1300, 100)
     ]
     generations = [seeded(2000 + index, 40, 960) for index in range(24)]
     samples: dict[str, list[dict[str, dict[str, Any]]]] = {}
@@ -212,9 +212,7 @@ def test_the_broker_moves_memory_between_long_prompts_long_generations_and_model
             assert batches, f"the prefill worker got too little: {budgets('other prompts', PREFILL)}"
             prompted += await watched("other prompts", batches[-1])
             prompts += batches.pop()
-            is_back = max(budgets("other prompts", PREFILL)) > min(budgets("generations", PREFILL))
-            of_another = max(budgets("other prompts", PREFILL, DECODE)) > shares[PREFILL] + shares[DECODE]
-            if is_back and of_another:
+            if max(budgets("other prompts", PREFILL)) > min(budgets("generations", PREFILL)):
                 break
         assert await watched("generations again", generations) == generated
         assert outcomes(await run_all(server.url, prompts)) == prompted
@@ -224,6 +222,8 @@ def test_the_broker_moves_memory_between_long_prompts_long_generations_and_model
         assert sum(mapped_bytes(row) for row in sample.values()) <= sum(shares.values())
         assert sum(row["budget_bytes"] for row in sample.values()) <= sum(shares.values())
 
+    both = [budget for phase in samples for budget in budgets(phase, PREFILL, DECODE)]
+    assert max(both) > shares[PREFILL] + shares[DECODE], "the other model lent nothing"
     for phase in ("generations", "generations again"):  # they leave nothing to do for the prefill worker
         assert max(budgets(phase, DECODE)) > shares[DECODE]
         assert min(budgets(phase, PREFILL)) < shares[PREFILL]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import grpc_loop
 from tidemill.cluster.channels import open_channel
 from tidemill.cluster.codec import (
     ClientFrame,
@@ -138,7 +139,7 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
         async with asyncio.timeout(3 * WAIT_S_MAX):
             await coroutine
 
-    asyncio.run(bounded())
+    grpc_loop.run(bounded())
 
 
 def request(name: str = "r") -> Request:

@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from tests import grpc_loop
 from tidemill.cluster.channels import bind, new_server, open_channel
 from tidemill.cluster.placement import Ask
 from tidemill.cluster.router import Router
@@ -57,7 +58,7 @@ def test_a_router_hears_more_than_a_thousand_workers_and_places_besides() -> Non
         finally:
             await service.stop()
 
-    asyncio.run(main())
+    grpc_loop.run(main())
 
 
 def test_one_stream_too_many_is_refused_and_the_others_stay() -> None:
@@ -94,4 +95,4 @@ def test_one_stream_too_many_is_refused_and_the_others_stay() -> None:
         finally:
             await server.stop(grace=None)
 
-    asyncio.run(main())
+    grpc_loop.run(main())

@@ -1,6 +1,5 @@
 """The public gRPC service: the same requests, answers and refusals as over HTTP, whole and streamed."""
 
-import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import grpc_loop
 from tests.unit.cluster.fake_service import EOS, FakeService, app_over, call, complete, saying, tokenizer
 from tests.unit.cluster.grpc_edge import HELLO, Client, serving, trailing
 from tidemill.cluster.grpc_api.messages import body_of
@@ -29,7 +29,7 @@ def answer(service: FakeService, request: pb.GenerateRequest) -> pb.GenerateResp
         async with serving(service) as client:
             return await client.generate(request)
 
-    return asyncio.run(main())
+    return grpc_loop.run(main())
 
 
 def streamed(service: FakeService, request: pb.GenerateRequest) -> list[pb.GenerateChunk]:
@@ -37,7 +37,7 @@ def streamed(service: FakeService, request: pb.GenerateRequest) -> list[pb.Gener
         async with serving(service) as client:
             return [chunk async for chunk in client.stream(request)]
 
-    return asyncio.run(main())
+    return grpc_loop.run(main())
 
 
 def test_the_answer_is_that_of_http() -> None:
@@ -220,7 +220,7 @@ def test_what_http_refuses_is_refused(
                 await client.stream(pb.GenerateRequest(**fields)).read()
             assert (caught.value.code(), caught.value.details()) == (code, error.details())
 
-    asyncio.run(main())
+    grpc_loop.run(main())
     assert not service.requests
 
 
@@ -257,7 +257,7 @@ def test_losses_are_statuses(
                 await stream.read()
             assert caught.value.code() is code
 
-    asyncio.run(main())
+    grpc_loop.run(main())
 
 
 def test_a_bug_tells_nothing_of_itself(caplog: pytest.LogCaptureFixture) -> None:
@@ -270,7 +270,7 @@ def test_a_bug_tells_nothing_of_itself(caplog: pytest.LogCaptureFixture) -> None
             assert error.code() is grpc.StatusCode.INTERNAL
             assert "secret" not in (error.details() or "")
 
-    asyncio.run(main())
+    grpc_loop.run(main())
     assert "secret of the house" in caplog.text
 
 
@@ -288,7 +288,7 @@ def test_tokenize_and_models() -> None:
                 await client.call("Tokenize")(pb.TokenizeRequest(text="a", model="b").SerializeToString())
             assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
-    asyncio.run(main())
+    grpc_loop.run(main())
 
 
 def test_calls_carry_an_id() -> None:
@@ -302,7 +302,7 @@ def test_calls_carry_an_id() -> None:
             assert await id_of(client)
             assert await id_of(client, ("x-request-id", "a" * 200)) != "a" * 200
 
-    asyncio.run(main())
+    grpc_loop.run(main())
 
 
 def test_the_edge_measures_both() -> None:
@@ -319,5 +319,5 @@ def test_the_edge_measures_both() -> None:
             assert sum(value for name, value in text.items() if "request_success_total" in name) == 1
             assert sum(value for name, value in text.items() if "request_errors_total" in name) == 1
 
-    asyncio.run(main())
+    grpc_loop.run(main())
     assert call(app_over(FakeService(saying(WORDS))), "GET", "/metrics").status_code == 200

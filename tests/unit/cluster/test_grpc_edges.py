@@ -17,6 +17,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from tests import grpc_loop
 from tests.unit.cluster.fake_service import FakeService, saying, worker_status
 from tests.unit.cluster.grpc_edge import HELLO, Client, serving, trailing
 from tidemill.cluster.endpoint import Endpoint, PortTaken, listening
@@ -52,7 +53,7 @@ def test_who_brings_no_known_key_is_refused_before_its_message_is_read() -> None
             assert await silent.code() is grpc.StatusCode.UNAUTHENTICATED
             assert (await client.generate(HELLO, bearer("sk-one"))).choices[0].text == "a"
 
-    asyncio.run(main())
+    grpc_loop.run(main())
     (request,) = service.requests
     assert (request.tenant, request.salt) == ("tenant:search", "tenant:search/")
 
@@ -66,7 +67,7 @@ def test_a_rate_is_told_with_the_time_to_come_again() -> None:
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert int(trailing(error)["retry-after"]) > 0
 
-    asyncio.run(main())
+    grpc_loop.run(main())
 
 
 @pytest.mark.parametrize("stall_at", [0, 2])
@@ -85,7 +86,7 @@ def test_cancelling_a_call_frees_its_request(method: str, stall_at: int) -> None
             await service.idle.wait()
             await until(lambda: client.desk.open_answers.held == 0)
 
-    asyncio.run(main())
+    grpc_loop.run(main())
     assert service.open_streams == 0
 
 
@@ -115,7 +116,7 @@ def test_a_client_that_does_not_read_holds_its_answer_back() -> None:
                 assert isinstance(await stream.read(), pb.GenerateChunk)
             assert await stream.code() is grpc.StatusCode.OK
 
-    asyncio.run(main())
+    grpc_loop.run(main())
 
 
 def test_a_client_that_never_reads_is_cut_off() -> None:
@@ -131,7 +132,7 @@ def test_a_client_that_never_reads_is_cut_off() -> None:
             assert service.pieces < 16 * 400
             stream.cancel()
 
-    asyncio.run(main())
+    grpc_loop.run(main())
 
 
 def test_a_client_that_sends_no_message_is_cut_off() -> None:
@@ -144,7 +145,7 @@ def test_a_client_that_sends_no_message_is_cut_off() -> None:
             await empty.done_writing()
             assert await empty.code() is grpc.StatusCode.INVALID_ARGUMENT
 
-    asyncio.run(main())
+    grpc_loop.run(main())
 
 
 def test_what_is_too_large_is_refused_also_when_it_is_small_on_the_wire() -> None:
@@ -161,7 +162,7 @@ def test_what_is_too_large_is_refused_also_when_it_is_small_on_the_wire() -> Non
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert (await client.generate(HELLO)).choices
 
-    asyncio.run(main())
+    grpc_loop.run(main())
     assert len(service.requests) == 1
 
 
@@ -184,7 +185,7 @@ def test_answers_and_bytes_beyond_the_limits_are_refused() -> None:
                 stream.cancel()
             await service.idle.wait()
 
-    asyncio.run(main())
+    grpc_loop.run(main())
 
 
 def test_garbage_and_idle_connections_hurt_nobody() -> None:
@@ -211,7 +212,7 @@ def test_garbage_and_idle_connections_hurt_nobody() -> None:
             for one in idle:
                 one.close()
 
-    asyncio.run(main())
+    grpc_loop.run(main())
 
 
 async def health_of(client: Client, service: str = "") -> int:
@@ -244,7 +245,7 @@ def test_health_follows_the_workers_that_generate() -> None:
                 await health_of(client, "other")
             assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
-    asyncio.run(main())
+    grpc_loop.run(main())
 
 
 def test_health_is_told_to_who_watches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +272,7 @@ def test_health_is_told_to_who_watches(monkeypatch: pytest.MonkeyPatch) -> None:
             watching.cancel()
             unknown.cancel()
 
-    asyncio.run(main())
+    grpc_loop.run(main())
 
 
 def test_reflection_tells_the_services_and_their_messages() -> None:
@@ -294,7 +295,7 @@ def test_reflection_tells_the_services_and_their_messages() -> None:
             methods = pool.FindServiceByName(generation.SERVICE).methods_by_name
             assert set(methods) == {"Generate", "GenerateStream", "Tokenize", "ListModels"}
 
-    asyncio.run(main())
+    grpc_loop.run(main())
 
 
 @pytest.mark.parametrize("mutual", [False, True])
@@ -329,7 +330,7 @@ def test_tls_and_mutual_tls(tmp_path: Path, *, mutual: bool) -> None:
         assert await code(credentials(None)) is (refused if mutual else grpc.StatusCode.OK)
         assert await code(credentials(stranger)) is (refused if mutual else grpc.StatusCode.OK)
 
-    asyncio.run(main())
+    grpc_loop.run(main())
 
 
 def test_a_port_that_is_taken_is_an_error_that_says_so() -> None:
@@ -339,7 +340,7 @@ def test_a_port_that_is_taken_is_an_error_that_says_so() -> None:
             with pytest.raises(OSError, match=str(port)):
                 await PublicServer(client.desk, 0).start("127.0.0.1", port)
 
-    asyncio.run(main())
+    grpc_loop.run(main())
 
 
 def test_a_taken_port_of_grpc_is_said_before_the_cluster_starts() -> None:

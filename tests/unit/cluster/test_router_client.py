@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
+from tests import grpc_loop
 from tidemill.cluster.channels import bind, new_server
 from tidemill.cluster.placement import Ask, Route
 from tidemill.cluster.router_client import RouterClient
@@ -62,4 +63,4 @@ def test_a_call_that_finds_the_router_away_leaves_those_that_wait_alone() -> Non
         await client.close()
         await server.stop(grace=None)
 
-    asyncio.run(main())
+    grpc_loop.run(main())

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from tests import grpc_loop
 from tidemill.cluster.channels import open_channel
 from tidemill.cluster.duties import Duties
 from tidemill.cluster.heartbeats import Heartbeats, News
@@ -146,7 +147,7 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
         async with asyncio.timeout(3 * WAIT_S_MAX):
             await coroutine
 
-    asyncio.run(bounded())
+    grpc_loop.run(bounded())
 
 
 def report_to(channel: grpc.aio.Channel) -> Any:  # noqa: ANN401 - half of gRPC's call types are unknown
@@ -349,7 +350,7 @@ def test_another_models_router_says_the_budget_and_nothing_else() -> None:
     async def main() -> None:
         engine, lender = CountingEngine(), CountingEngine()
         other = replace(INFO, worker=WorkerId("lender-0.1"), name="lender-0", memory_floor_bytes=300)
-        async with cluster() as there, client(there) as memory, beating(there, lender, other):
+        async with cluster() as there, client(there) as memory:
             own = Router(asyncio.get_running_loop().time, has_budgets=False)
             service = RouterService(own)
             address = await service.start("127.0.0.1")
@@ -363,20 +364,21 @@ def test_another_models_router_says_the_budget_and_nothing_else() -> None:
             borrows = Heartbeats(engine, duties, there.find, None)
             tasks = [asyncio.create_task(one.run()) for one in (beats, borrows)]
             await until(lambda: engine.budgets[-1:] == [INFO.memory_bytes])
-            await until(lambda: lender.budgets[-1:] == [INFO.memory_bytes])
-            await memory.set_budget(INFO.name, 1700)
-            await until(lambda: (engine.budgets[-1:], lender.budgets[-1:]) == ([1700], [300]))
-            assert (await memory.budgets())[INFO.name] == ("operator", 1700)
-            (row,) = own.status().workers
-            assert (row.set_by, own.budgets()) == ("broker", {})
-            (row,) = FleetStatus(workers=(row,)).with_budgets(await memory.budgets()).workers
-            assert (row.info, row.set_by, row.set_bytes) == (INFO, "operator", 1700)
-            assert [row.info.name for row in there.router.status().workers] == ["lender-0"]
-            assert (await memory.place(ASK)).decode == other.worker
-            there.away = True
-            await there.service.stop()
-            assert await memory.budgets() == {}
-            assert FleetStatus(workers=(row,)).with_budgets({}).workers == (row,)
+            async with beating(there, lender, other):
+                await until(lambda: lender.budgets[-1:] == [INFO.memory_bytes])
+                await memory.set_budget(INFO.name, 1700)
+                await until(lambda: (engine.budgets[-1:], lender.budgets[-1:]) == ([1700], [300]))
+                assert (await memory.budgets())[INFO.name] == ("operator", 1700)
+                (row,) = own.status().workers
+                assert (row.set_by, own.budgets()) == ("broker", {})
+                (row,) = FleetStatus(workers=(row,)).with_budgets(await memory.budgets()).workers
+                assert (row.info, row.set_by, row.set_bytes) == (INFO, "operator", 1700)
+                assert [row.info.name for row in there.router.status().workers] == ["lender-0"]
+                assert (await memory.place(ASK)).decode == other.worker
+                there.away = True
+                await there.service.stop()
+                assert await memory.budgets() == {}
+                assert FleetStatus(workers=(row,)).with_budgets({}).workers == (row,)
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)

@@ -1,0 +1,40 @@
+"""One event loop for all that a test process does with gRPC, as a server has it.
+
+gRPC hands each event to the loop of the call that it belongs to, late ones too, and its shutdown, which comes
+whenever its last object is collected, waits for them: in a loop that is closed they never arrive.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from functools import cache
+from typing import Any, TypeVar
+
+import grpc.aio
+
+_Result = TypeVar("_Result")
+
+
+def run(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+    """As asyncio.run, in the loop that stays: what the coroutine leaves running is cancelled and awaited."""
+    return _runner().run(_alone(coroutine))
+
+
+@cache
+def _runner() -> asyncio.Runner:
+    runner = asyncio.Runner()
+
+    async def begin() -> None:
+        grpc.aio.init_grpc_aio()  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue]  - not in its stubs
+
+    runner.run(begin())
+    return runner
+
+
+async def _alone(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+    try:
+        return await coroutine
+    finally:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
