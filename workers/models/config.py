@@ -1,12 +1,13 @@
 """What a model consists of, whatever its architecture: data from which weights, shares and costs follow."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from tidemill.kvstore.layout import LayerSpec
 from tidemill.kvstore.shards import share_of
 from tidemill.kvstore.worth import Cost
 from tidemill.workers.models.errors import ModelError
+from tidemill.workers.models.raw import Raw, number, size
 from tidemill.workers.models.weights import Weight
 from tidemill.workers.models.work import MixerConfig, MlpConfig, matrix_flops
 from tidemill.workers.tp.sharding import Even, Whole
@@ -54,6 +55,23 @@ class Config:
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
         return tuple(layer.mixer.spec for layer in self.every_layer)
+
+
+def config_of(raw: Raw, layers: Iterable[LayerConfig], epsilon: float = 1e-6) -> Config:
+    """With what all families call alike; `epsilon` is where config.json has none. Raises ModelError."""
+    return Config(
+        layers=tuple(layers),
+        vocab_size=size(raw, "vocab_size"),
+        hidden=size(raw, "hidden_size"),
+        epsilon=number(raw, "rms_norm_eps", epsilon),
+        tied=bool(raw.get("tie_word_embeddings", False)),
+        max_length=size(raw, "max_position_embeddings"),
+    )
+
+
+def stacked(mixers: Iterable[MixerConfig], mlps: Iterable[MlpConfig]) -> Iterator[LayerConfig]:
+    """One layer of each two."""
+    return (LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True))
 
 
 def weights_of(config: Config) -> dict[str, Weight]:

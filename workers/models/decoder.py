@@ -48,7 +48,7 @@ class Decoder:
         head_VH = self._embedding_VH if config.tied else read("lm_head.weight")
         self._head = operators.pack(head_VH, None)
         device = self._embedding_VH.device
-        ropes = (layer.mixer.rope for layer in config.every_layer)
+        ropes = dict.fromkeys(layer.mixer.rope for layer in config.every_layer)
         self._frequencies = {rope: rope.frequencies(device) for rope in ropes if rope is not None}
 
     def forward(self, inputs: Inputs, caches: Caches) -> torch.Tensor:

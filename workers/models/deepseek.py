@@ -1,7 +1,7 @@
 """DeepSeek-V3 and R1: multi-head latent attention; first layers dense, the others a mixture of experts."""
 
 from tidemill.kvstore.layout import Latent
-from tidemill.workers.models.config import Config, LayerConfig
+from tidemill.workers.models.config import Config, LayerConfig, config_of
 from tidemill.workers.models.latent import LatentConfig
 from tidemill.workers.models.mlp import DenseConfig
 from tidemill.workers.models.moe import MoeConfig, RouterConfig
@@ -17,17 +17,11 @@ def parse(raw: Raw) -> Config:
         require(raw.get(key, known) == known, f"{key} {raw.get(key)!r}: only {known} is supported")
     mixer, dense, experts = _attention(raw), DenseConfig(inner=size(raw, "intermediate_size")), _experts(raw)
     first = int(raw.get("first_k_dense_replace") or 0)
-    return Config(
-        layers=tuple(
-            LayerConfig(mixer=mixer, mlp=dense if index < first else experts)
-            for index in range(size(raw, "num_hidden_layers"))
-        ),
-        vocab_size=size(raw, "vocab_size"),
-        hidden=size(raw, "hidden_size"),
-        epsilon=number(raw, "rms_norm_eps", 1e-6),
-        tied=bool(raw.get("tie_word_embeddings", False)),
-        max_length=size(raw, "max_position_embeddings"),
+    layers = (
+        LayerConfig(mixer=mixer, mlp=dense if index < first else experts)
+        for index in range(size(raw, "num_hidden_layers"))
     )
+    return config_of(raw, layers)
 
 
 def _attention(raw: Raw) -> LatentConfig:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tidemill.workers.models.config import Config, LayerConfig
+from tidemill.workers.models.config import Config, LayerConfig, config_of
 from tidemill.workers.models.moe import MoeConfig, RouterConfig
 from tidemill.workers.models.qwen3 import attention_of
 from tidemill.workers.models.raw import Raw, layer_kinds, number, require_silu, size
@@ -14,9 +14,10 @@ def parse(raw: Raw) -> Config:
     """Raises ModelError for what is missing or not supported."""
     require_silu(raw)
     raw = {"rope_theta": THETA, "attention_bias": True} | dict(raw)
-    everything = replace(attention_of(raw, out_bias=bool(raw["attention_bias"])), sinks=True)
-    window = attention_of(raw, out_bias=everything.out_bias, window=size(raw, "sliding_window"))
-    kinds = {"full_attention": everything, "sliding_attention": replace(window, sinks=True)}
+    kinds = {
+        "full_attention": replace(attention_of(raw), sinks=True),
+        "sliding_attention": replace(attention_of(raw, window=size(raw, "sliding_window")), sinks=True),
+    }
     default = [
         "full_attention" if index % 2 else "sliding_attention"
         for index in range(size(raw, "num_hidden_layers"))
@@ -36,13 +37,5 @@ def parse(raw: Raw) -> Config:
         alpha=number(raw, "swiglu_alpha", 1.702),
         limit=number(raw, "swiglu_limit", 7.0),
     )
-    return Config(
-        layers=tuple(
-            LayerConfig(mixer=kinds[name], mlp=experts) for name in layer_kinds(raw, default, set(kinds))
-        ),
-        vocab_size=size(raw, "vocab_size"),
-        hidden=size(raw, "hidden_size"),
-        epsilon=number(raw, "rms_norm_eps", 1e-5),
-        tied=bool(raw.get("tie_word_embeddings", False)),
-        max_length=size(raw, "max_position_embeddings"),
-    )
+    layers = (LayerConfig(mixer=kinds[name], mlp=experts) for name in layer_kinds(raw, default, set(kinds)))
+    return config_of(raw, layers, epsilon=1e-5)

@@ -1,11 +1,12 @@
 """Granite 4 (granitemoehybrid): Mamba-2 and attention layers, experts beside a shared MLP or that alone."""
 
+from dataclasses import replace
 from math import gcd
 from typing import Any, cast
 
 from tidemill.kvstore.layout import Attention, Linear
 from tidemill.workers.models.attention import AttentionConfig
-from tidemill.workers.models.config import Config, LayerConfig
+from tidemill.workers.models.config import Config, LayerConfig, config_of
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.mamba2 import Mamba2Config
 from tidemill.workers.models.mlp import DenseConfig
@@ -30,13 +31,8 @@ def parse(raw: Raw) -> Config:
     if MAMBA & set(names):  # models of attention alone have sizes here that mean nothing
         mixers |= dict.fromkeys(MAMBA, _mamba(raw))
     mlp = _mlp(raw)
-    return Config(
-        layers=tuple(LayerConfig(mixer=mixers[name], mlp=mlp) for name in names),
-        vocab_size=size(raw, "vocab_size"),
-        hidden=size(raw, "hidden_size"),
-        epsilon=number(raw, "rms_norm_eps", 1e-6),
-        tied=bool(raw.get("tie_word_embeddings", False)),
-        max_length=size(raw, "max_position_embeddings"),
+    return replace(
+        config_of(raw, (LayerConfig(mixer=mixers[name], mlp=mlp) for name in names)),
         embedding_scale=number(raw, "embedding_multiplier", 1.0),
         residual_scale=number(raw, "residual_multiplier", 1.0),
         logits_scale=1 / number(raw, "logits_scaling", 1.0),

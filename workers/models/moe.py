@@ -70,6 +70,14 @@ class MoeConfig:
         require(top_k <= most, f"{top_k} experts for each token, of {most} that it can choose from")
 
     def weights(self, hidden: int) -> dict[str, Weight]:
+        return self._common_weights(hidden) | self._expert_weights(hidden)
+
+    def token_flops(self, hidden: int) -> float:
+        own = 6.0 * self.router.top_k * self.inner * hidden
+        return matrix_flops(self._common_weights(hidden)) + own
+
+    def _common_weights(self, hidden: int) -> dict[str, Weight]:
+        """Those that every token meets."""
         router = self.router
         found = {router.weight: Weight((self.count, hidden), Whole())}
         for name in (router.bias, router.choice_bias):
@@ -79,14 +87,7 @@ class MoeConfig:
             found |= self.shared.weights(hidden)
         if self.shared_gate is not None:
             found[self.shared_gate] = Weight((1, hidden), Whole())
-        return found | self._expert_weights(hidden)
-
-    def token_flops(self, hidden: int) -> float:
-        common = self.weights(hidden).keys() - self._expert_weights(hidden).keys()
-        weights = self.weights(hidden)
-        return matrix_flops({name: weights[name] for name in common}) + 6.0 * (
-            self.router.top_k * self.inner * hidden
-        )
+        return found
 
     def load(self, read: Read, ops: Operators) -> "Moe":
         router = self.router

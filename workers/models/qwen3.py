@@ -2,43 +2,40 @@
 
 from tidemill.kvstore.layout import Attention, Window
 from tidemill.workers.models.attention import AttentionConfig
-from tidemill.workers.models.config import Config, LayerConfig
+from tidemill.workers.models.config import Config, config_of, stacked
 from tidemill.workers.models.mlp import DenseConfig
 from tidemill.workers.models.moe import MoeConfig, RouterConfig
-from tidemill.workers.models.raw import Raw, layer_kinds, number, require, require_silu, size
+from tidemill.workers.models.raw import Raw, layer_kinds, require, require_silu, size
 from tidemill.workers.models.rope import rope_of
 from tidemill.workers.models.work import MlpConfig
 
 
 def parse_llama(raw: Raw) -> Config:
     """Raises ModelError for what is missing or not supported."""
-    bias = bool(raw.get("attention_bias", False))
-    attention = attention_of(raw, out_bias=bias)
-    return stack(raw, [attention] * size(raw, "num_hidden_layers"))
+    return stack(raw, [attention_of(raw)] * size(raw, "num_hidden_layers"))
 
 
 def parse_qwen3(raw: Raw) -> Config:
     """Dense or, where there are experts, a mixture. Raises ModelError."""
-    attention = attention_of(raw, normed=True, out_bias=bool(raw.get("attention_bias", False)))
+    attention = attention_of(raw, normed=True)
     num_layers = size(raw, "num_hidden_layers")
     if not raw.get("use_sliding_window"):
         return stack(raw, [attention] * num_layers)
     # As Qwen2 has it: the first layers see everything, the others a window.
     first = size(raw, "max_window_layers")
     default = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
-    window = attention_of(raw, normed=True, out_bias=attention.out_bias, window=size(raw, "sliding_window"))
+    window = attention_of(raw, normed=True, window=size(raw, "sliding_window"))
     kinds = {"full_attention": attention, "sliding_attention": window}
     return stack(raw, [kinds[name] for name in layer_kinds(raw, default, set(kinds))])
 
 
-def attention_of(
-    raw: Raw, *, normed: bool = False, out_bias: bool = False, window: int | None = None
-) -> AttentionConfig:
+def attention_of(raw: Raw, *, normed: bool = False, window: int | None = None) -> AttentionConfig:
     """Of all layers that see everything, or a `window` of so many tokens."""
     query_heads = size(raw, "num_attention_heads")
     kv_heads = size(raw, "num_key_value_heads", "num_attention_heads")
     require(query_heads % kv_heads == 0, "num_attention_heads is no multiple of num_key_value_heads")
     head_dim = raw.get("head_dim") or size(raw, "hidden_size") // query_heads
+    bias = bool(raw.get("attention_bias", False))
     return AttentionConfig(
         spec=Attention(kv_heads=kv_heads, head_dim=head_dim)
         if window is None
@@ -46,22 +43,14 @@ def attention_of(
         query_heads=query_heads,
         rope=rope_of(raw, head_dim),
         normed=normed,
-        bias=bool(raw.get("attention_bias", False)),
-        out_bias=out_bias,
+        bias=bias,
+        out_bias=bias,
     )
 
 
 def stack(raw: Raw, mixers: list[AttentionConfig]) -> Config:
     require_silu(raw)
-    mlps = mlps_of(raw)
-    return Config(
-        layers=tuple(LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True)),
-        vocab_size=size(raw, "vocab_size"),
-        hidden=size(raw, "hidden_size"),
-        epsilon=number(raw, "rms_norm_eps", 1e-6),
-        tied=bool(raw.get("tie_word_embeddings", False)),
-        max_length=size(raw, "max_position_embeddings"),
-    )
+    return config_of(raw, stacked(mixers, mlps_of(raw)))
 
 
 def mlps_of(raw: Raw) -> list[MlpConfig]:

@@ -5,11 +5,11 @@ from typing import Literal
 
 from tidemill.kvstore.layout import Linear
 from tidemill.workers.models.attention import AttentionConfig
-from tidemill.workers.models.config import Config, LayerConfig
+from tidemill.workers.models.config import Config, LayerConfig, config_of, stacked
 from tidemill.workers.models.delta import DeltaConfig
 from tidemill.workers.models.moe import MoeConfig
 from tidemill.workers.models.qwen3 import attention_of, mlps_of
-from tidemill.workers.models.raw import Raw, layer_kinds, number, require, require_silu, size
+from tidemill.workers.models.raw import Raw, layer_kinds, require, require_silu, size
 from tidemill.workers.models.rope import rope_of
 from tidemill.workers.models.work import MlpConfig
 
@@ -53,17 +53,7 @@ def _stack(raw: Raw, stored: Literal["by head", "by part"]) -> Config:
         "linear_attention": DeltaConfig(spec=linear_of(raw), stored=stored),
     }
     mixers = [kinds[name] for name in layer_kinds(raw, default, set(kinds))]
-    return Config(
-        layers=tuple(
-            LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, _mlps_of(raw), strict=True)
-        ),
-        vocab_size=size(raw, "vocab_size"),
-        hidden=size(raw, "hidden_size"),
-        epsilon=number(raw, "rms_norm_eps", 1e-6),
-        tied=bool(raw.get("tie_word_embeddings", False)),
-        max_length=size(raw, "max_position_embeddings"),
-        norm_offset=NORM_OFFSET,
-    )
+    return replace(config_of(raw, stacked(mixers, _mlps_of(raw))), norm_offset=NORM_OFFSET)
 
 
 def draft_of(raw: Raw) -> LayerConfig:
@@ -82,7 +72,7 @@ def _mlps_of(raw: Raw) -> list[MlpConfig]:
 
 
 def gated_attention_of(raw: Raw) -> AttentionConfig:
-    attention = attention_of(raw, normed=True, out_bias=bool(raw.get("attention_bias", False)))
+    attention = attention_of(raw, normed=True)
     rope = rope_of(raw, attention.spec.head_dim, ROTARY_SHARE)
     return replace(attention, rope=rope, gated=True, norm_offset=NORM_OFFSET)
 
