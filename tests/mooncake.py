@@ -120,7 +120,9 @@ def end(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def frozen(process: subprocess.Popen[str]) -> Generator[None]:
+    """A child; every thread of it has stopped, which takes a while on a busy machine."""
     os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     try:
         yield
     finally:

@@ -144,12 +144,9 @@ class Schedule:
             if row.drafts:
                 row = row._replace(drafts=0)
                 continue
-            if in_flight:
-                return None
-            has_windows = self._ledger.layout.has_windows
-            if len(self._running) == 1 and (self._ledger.num_leases > 1 or not has_windows):
-                return None  # it lacks what is being fetched or published
-            # Alone, it has the memory, but so scattered that windows lack an extent: it comes back compact.
+            if in_flight or (len(self._running) == 1 and self._ledger.num_leases > 1):
+                return None  # what is being fetched or published comes free
+            # Whoever is alone has the memory, but scattered: it lacks an extent, and comes back compact.
             victim = self._youngest()
             victim.preemptions += 1
             self._ledger.counters["preemptions"] += 1

@@ -142,8 +142,9 @@ def check_taken(outcomes: Sequence[Outcome], start: int = 0) -> None:
     """Every answer is exact, or was refused in whole with a time to come back."""
     tokenizer = load_tokenizer(bundled()["keeper"])
     for outcome in outcomes:
-        if outcome.status == 429:
+        if outcome.status in {429, 503}:  # at once, or when its time was over: a machine may be slow
             assert int(outcome.retry_after) >= 1
+            assert not outcome.text
             continue
         assert outcome.status == 200
         decoder = tokenizer.decoder()

@@ -69,8 +69,8 @@ ENGINE_BUGS = (
     Planted(
         "memory is taken from a step in flight",
         "workers/schedule.py",
-        "            if in_flight:\n                return None\n",
-        "",
+        "if in_flight or (len(self._running) == 1 and self._ledger.num_leases > 1):",
+        "if len(self._running) == 1 and self._ledger.num_leases > 1:",
         SCHEDULE,
     ),
     Planted(

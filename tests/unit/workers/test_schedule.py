@@ -209,7 +209,7 @@ def test_without_memory_for_guesses_it_runs_without_them(refused: Site) -> None:
 def test_nobody_loses_memory_while_a_step_is_in_flight() -> None:
     """The next step waits instead; when nothing is in flight the youngest gives way."""
     strict = False
-    desk = Desk(hybrid=False, refuses=lambda site: strict and site is Site.RUN_PAGE)
+    desk = Desk(hybrid=False, refuses=lambda site: strict and site is Site.RUN_PAGE and not desk.preempted)
     desk.arrives("old", (1, 2))
     desk.arrives("young", (3, 4))
     first = desk.launch()
@@ -217,7 +217,7 @@ def test_nobody_loses_memory_while_a_step_is_in_flight() -> None:
     assert desk.launch(in_flight=True).rows == []
     assert desk.preempted == []
     desk.land(first, (7,), (8,))
-    desk.launch()
+    assert tokens_of(desk.launch()) == {"old": (7,)}
     assert desk.preempted == ["young"]
 
 
