@@ -276,7 +276,7 @@ def _run(config: "Config", api_keys: Sequence[str] | None, work: "Work", source:
         grpc_port=edge.grpc_port,
         security=security_of(edge, api_keys, os.environ),
         telemetry=telemetry,
-        limits=EdgeLimits(send_s_max=edge.send_timeout),
+        limits=EdgeLimits(send_s_max=edge.send_timeout, shutdown_s_max=edge.shutdown_timeout),
     )
     sources = Sources(
         clock_s=time.monotonic,

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 import tempfile
@@ -44,10 +45,6 @@ from tidemill.workers.api.tokenizer import load_tokenizer
 from tidemill.workers.build import check_settings
 
 log = logging.getLogger(__name__)
-
-DRAIN_S_MAX = 5
-"""Open streams may go on for this long after the server was told to stop."""
-
 
 Work = Callable[[str], Coroutine[Any, Any, None]]
 """What to do with a server that is up, given its URL."""
@@ -166,7 +163,7 @@ def _http(endpoint: Endpoint, desk: Desk) -> "_Server":
         log_config=None,  # its warnings go where ours go
         access_log=False,
         ws="none",
-        timeout_graceful_shutdown=DRAIN_S_MAX,
+        timeout_graceful_shutdown=math.ceil(desk.limits.shutdown_s_max),
         **uvicorn_settings(endpoint.security.tls),
     )
     return _Server(config)
@@ -201,7 +198,7 @@ async def _grpc(endpoint: Endpoint, desk: Desk) -> list[PublicServer]:
     """The gRPC server, listening; none where none is wanted. Raises PortTaken."""
     if endpoint.grpc_port is None:
         return []
-    server = PublicServer(desk, DRAIN_S_MAX, tls=endpoint.security.tls)
+    server = PublicServer(desk, desk.limits.shutdown_s_max, tls=endpoint.security.tls)
     try:
         address = await server.start(endpoint.host, endpoint.grpc_port)
     except OSError as error:

@@ -94,7 +94,13 @@ FLAGS: tuple[Flag, ...] = (
     *_flags(
         "endpoint",
         "edge",
-        {"host": "ADDRESS", "port": "PORT", "grpc_port": "PORT", "send_timeout": "SECONDS"},
+        {
+            "host": "ADDRESS",
+            "port": "PORT",
+            "grpc_port": "PORT",
+            "send_timeout": "SECONDS",
+            "shutdown_timeout": "SECONDS",
+        },
     ),
     *_flags(
         "model",

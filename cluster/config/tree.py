@@ -243,6 +243,8 @@ class EdgeConfig(Node):
     """serve gRPC as well, on this port; 0 takes a free one"""
     send_timeout: Seconds = 30.0
     """end an answer of which the client takes nothing for so many seconds"""
+    shutdown_timeout: Seconds = 5.0
+    """when told to stop, let open answers go on for so many seconds"""
     api_keys_file: Text | None = None
     """YAML with digests of keys, their tenants and rates: `tidemill key TENANT` makes an entry"""
     ssl_certfile: Text | None = None

@@ -12,11 +12,13 @@ from tidemill.cluster.http.bounds import BODY_BYTES_PER_S, Bound, EdgeLimits
 from tidemill.cluster.http.errors import error_of, headers_of
 from tidemill.cluster.http.keys import Keys
 from tidemill.cluster.http.sites import check_site
-from tidemill.workers.messages import Overloaded, RequestError
+from tidemill.cluster.http.stream import EventStream, event
+from tidemill.workers.messages import Overloaded, RequestError, Unserved
 
 BODY_BYTES_MAX = 4 << 20
 REQUEST_ID_CHARS_MAX = 128
 REQUEST_ID_HEADER = "x-request-id"
+STOPS = Unserved("this server stops")
 
 
 class Boundary:
@@ -46,10 +48,13 @@ class Boundary:
         headers = Headers(scope=scope)
         request_id = request_id_of(headers.get(REQUEST_ID_HEADER)) or self._new_id()
         scope.setdefault("state", {})["request_id"] = request_id
+        begun: MutableHeaders | None = None  # of the reply
 
         async def send_with_id(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+                begun = MutableHeaders(scope=message)
+                begun[REQUEST_ID_HEADER] = request_id
             await send(message)
 
         body = _Body(self._bytes, self._body_s_max)
@@ -68,13 +73,31 @@ class Boundary:
 
                 await self._app(scope, receive_after_body, send_with_id)
         except (RequestError, Overloaded) as error:
-            status, reply = error_of(error)
-            self._count(status)
-            # the rest of the body is not read, so the connection cannot be used again
-            again = {"connection": "close"} | (headers_of(error) or {})
-            await JSONResponse(reply, status, again)(scope, receive, send_with_id)
+            await self._refuse(error)(scope, receive, send_with_id)
+        except asyncio.CancelledError:  # the server stops, and waits no longer
+            if begun is not None and not begun["content-type"].startswith(EventStream.media_type):
+                raise
+            await self._cut(scope, receive, send_with_id, begun=begun is not None)
         finally:
             body.drop()
+
+    async def _cut(self, scope: Scope, receive: Receive, send: Send, *, begun: bool) -> None:
+        """End the reply, or the stream of events that has `begun`."""
+        if begun:
+            last = event(self._told(STOPS)[1], "error")
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+        else:
+            await self._refuse(STOPS)(scope, receive, send)
+
+    def _refuse(self, error: Exception) -> JSONResponse:
+        """The rest of the body is not read, so the connection cannot be used again."""
+        status, reply = self._told(error)
+        return JSONResponse(reply, status, {"connection": "close"} | (headers_of(error) or {}))
+
+    def _told(self, error: Exception) -> tuple[int, dict[str, object]]:
+        status, reply = error_of(error)
+        self._count(status)
+        return status, reply
 
 
 class _Body:

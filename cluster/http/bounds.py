@@ -22,6 +22,7 @@ class EdgeLimits:
     headers_s_max: float = 20.0  # from the first byte, or from the start of the connection, to the last
     body_s_max: float = 30.0  # and a second more for each BODY_BYTES_PER_S that have come
     send_s_max: float = 30.0  # in which a client must take something of what waits for it
+    shutdown_s_max: float = 5.0  # in which open answers may end when the server was told to stop
 
 
 class Bound:

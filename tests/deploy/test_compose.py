@@ -74,8 +74,21 @@ def test_secrets_are_files(compose: Compose) -> None:
         assert not re.search(r"sk-|--api-key[ =\"]|PASSWORD\"", words)
 
 
+def test_what_a_read_only_service_reads_is_mounted(compose: Compose) -> None:
+    """Docker copies `content` and `environment` into a container before it starts: it refuses to, with a
+    read-only root, and only when it comes to it."""
+    for service in compose["services"].values():
+        given = [compose["secrets"][name] for name in service.get("secrets", ())]
+        given += [compose["configs"][config["source"]] for config in service.get("configs", ())]
+        assert all(one.keys() == {"file"} for one in given)
+    for config in compose["configs"].values():
+        assert (FILE.parent / config["file"]).is_file()
+
+
 def test_the_server_takes_its_command(compose: Compose) -> None:
     config = served(compose)
+    kills_s = int(compose["services"]["server"]["stop_grace_period"].removesuffix("s"))
+    assert config.edge.shutdown_timeout + 10 < kills_s, "the workers stop after the answers"
     assert config.store.url is not None
     check_url(config.store.url)
     secrets = compose["services"]["server"]["secrets"]
@@ -95,9 +108,9 @@ def test_what_is_kept_lies_where_the_image_lets_it(compose: Compose) -> None:
 
 
 def test_prometheus_and_grafana_find_their_sources(compose: Compose) -> None:
-    scraped = yaml.safe_load(compose["configs"]["prometheus"]["content"])["scrape_configs"]
+    scraped = _config(compose, "prometheus")["scrape_configs"]
     assert [job["static_configs"] for job in scraped] == [[{"targets": ["server:8000"]}]]
-    [source] = yaml.safe_load(compose["configs"]["datasource"]["content"])["datasources"]
+    [source] = _config(compose, "datasource")["datasources"]
     assert source["url"] == "http://prometheus:9090"
     alone = yaml.safe_load((ROOT / "deploy/grafana/provisioning/datasources/prometheus.yaml").read_text())[
         "datasources"
@@ -112,6 +125,10 @@ def test_prometheus_and_grafana_find_their_sources(compose: Compose) -> None:
 def served(compose: Compose) -> Config:
     """What the server is told, as `tidemill serve` understands it."""
     return settled(parser().parse_args(compose["services"]["server"]["command"]))
+
+
+def _config(compose: Compose, name: str) -> dict[str, Any]:
+    return yaml.safe_load((FILE.parent / compose["configs"][name]["file"]).read_text())
 
 
 def _dockerfile() -> str:

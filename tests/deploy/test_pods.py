@@ -23,8 +23,8 @@ from tests.deploy.chart import (
 )
 from tests.deploy.commands import lends, lines_of, ray_start, start_options, tidemill
 from tidemill.cluster.config.reading import parse_config
+from tidemill.cluster.config.tree import EdgeConfig
 from tidemill.cluster.http.keys import read_keys
-from tidemill.cluster.serving import DRAIN_S_MAX
 from tidemill.cluster.store_plan import Master, plan_store
 from tidemill.cluster.store_service import part_of_master
 from tidemill.kvstore.open_store import check_url
@@ -217,8 +217,9 @@ def test_the_frontend_is_told_before_it_is_killed(example: Path, found: list[Doc
     [frontend] = spec["containers"]
     drain_s = frontend["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert drain_s == values_of(example).get("frontend", {}).get("drainSeconds", 30)
-    assert drain_s > DRAIN_S_MAX
-    assert spec["terminationGracePeriodSeconds"] > drain_s + DRAIN_S_MAX
+    stops_s = EdgeConfig().shutdown_timeout
+    assert drain_s > stops_s
+    assert spec["terminationGracePeriodSeconds"] > drain_s + stops_s
 
 
 def test_probes_ask_for_health(found: list[Document]) -> None:

@@ -98,7 +98,13 @@ TREES = nodes(
     {"models": models()},
     store=nodes({}, url=TEXTS | st.none(), secret_file=TEXTS | st.none()),
     edge=nodes(
-        {}, host=TEXTS, port=PORTS, grpc_port=PORTS | st.none(), send_timeout=SECONDS, api_keys_file=TEXTS
+        {},
+        host=TEXTS,
+        port=PORTS,
+        grpc_port=PORTS | st.none(),
+        send_timeout=SECONDS,
+        shutdown_timeout=SECONDS,
+        api_keys_file=TEXTS,
     ),
     cluster=nodes({}, ray_address=TEXTS, namespace=TEXTS, host=st.sampled_from(["loopback", "node-plain"])),
     telemetry=nodes({}, log_level=st.sampled_from(["debug", "error"]), log_json=st.booleans()),

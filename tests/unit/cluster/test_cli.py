@@ -67,6 +67,7 @@ SERVE_OPTIONS = [
     "--routers",
     "--send-timeout",
     "--served-model-name",
+    "--shutdown-timeout",
     "--speculative-method",
     "--ssl-ca-certs",
     "--ssl-certfile",

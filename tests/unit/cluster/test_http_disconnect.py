@@ -79,6 +79,32 @@ def test_hanging_up_closes_every_generator(*, stream: bool, n: int, stall_at: in
     assert 'tidemill:num_requests_running{model_name="keeper"} 0.0' in metrics
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_open_when_the_server_stops_ends_with_an_error(*, stream: bool) -> None:
+    """uvicorn cancels it. An answer that has begun ends with an event, another one with a status."""
+    service = FakeService(saying(" Emma is in the tower"), stall_at=2)
+    app = app_over(service)
+
+    async def main() -> list[dict[str, Any]]:
+        client = Client({"stream": stream})
+        asking = asyncio.create_task(client.ask(app))
+        await service.stalled.wait()
+        asking.cancel()
+        await asking
+        assert service.open_streams == 0
+        return client.sent
+
+    start, *_, last = asyncio.run(main())
+    assert start["status"] == (200 if stream else 503)
+    assert not last.get("more_body", False)
+    text = last["body"].decode()
+    assert text.startswith("event: error\ndata: " if stream else "{")
+    error = json.loads(text[text.index("{") :])["error"]
+    assert "this server stops" in error["message"]
+    assert error["code"] == "unserved"
+    assert 'tidemill:request_errors_total{code="503"} 1.0' in call(app, "GET", "/metrics").text
+
+
 def test_hanging_up_while_the_reader_is_slow_closes_the_generator() -> None:
     service = FakeService(saying(" Emma is in the tower"))
     app = app_over(service)
