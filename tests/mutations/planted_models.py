@@ -57,7 +57,7 @@ MODEL_BUGS = (
         f"{MODELS}/moe.py",
         "self.into: Weight((self.count, hidden, 2 * self.inner), Even(dim=2, step=2)),",
         "self.into: Weight((self.count, hidden, 2 * self.inner), Even(dim=2)),",
-        _it_holds("gpt_oss/page-wide", "ranks"),
+        _it_holds("gpt_oss/alternating", "ranks"),
     ),
     Planted(
         "stacked experts are cut across gate and up",

@@ -90,7 +90,7 @@ WINDOW_BUGS = (
         "kvstore/shards.py",
         "publishes_windows=rank % max(1, size // shards.windows) == 0",
         "publishes_windows=rank >= 0",
-        TRANSFER,
+        f"{UNIT}/kvstore/test_shards.py",
     ),
     Planted(
         "window pages of the row are those of its pages",

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.kvstore.layout import Attention, LayerSpec, Layout, Linear, PageId, StateId, layout_of
+from tidemill.kvstore.layout import Attention, LayerSpec, Layout, Linear, PageId, StateId, Window, layout_of
 from tidemill.kvstore.shards import WHOLE, Shards, Share, mine, shards_of, share_of
 from tidemill.workers.inputs import Caches, caches_of
 
@@ -68,15 +68,17 @@ def test_a_ranks_page_and_state_are_ranges_of_the_whole_ones(
 
 
 @PROPERTY
-@given(models(), st.sets(st.sampled_from(SIZES), min_size=1), st.data())
+@given(models(), st.sampled_from(SIZES), st.sets(st.sampled_from(SIZES), min_size=1), st.data())
 def test_every_group_publishes_every_shard_once(
-    layers: tuple[LayerSpec, ...], sizes: set[int], data: st.DataObject
+    layers: tuple[LayerSpec, ...], windowed: int, sizes: set[int], data: st.DataObject
 ) -> None:
-    shards = shards_of(layers, sizes)
+    shards = shards_of((*layers, Window(kv_heads=windowed, head_dim=1, tokens=3)), sizes)
     size = data.draw(st.sampled_from(sorted(sizes)))
     shares = [mine(shards, rank, size) for rank in range(size)]
     published = chain.from_iterable(share.pages for share in shares if share.publishes_pages)
     assert list(published) == list(range(shards.pages))
+    published = chain.from_iterable(share.windows for share in shares if share.publishes_windows)
+    assert list(published) == list(range(shards.windows))
     if any(isinstance(layer, Linear) for layer in layers):
         assert list(chain.from_iterable(share.states for share in shares)) == list(range(shards.states))
     else:
