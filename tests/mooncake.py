@@ -1,6 +1,9 @@
 # pyright: basic
 # The library is a compiled one without types.
-"""A real Mooncake on free ports of the loopback, for tests and benchmarks: a master and owners of memory."""
+"""A real Mooncake on free ports of the loopback, for tests and benchmarks: a master and owners of memory.
+
+Where the kernel lets nobody but root keep its ports to the loopback, they are open while it runs.
+"""
 
 import json
 import os
@@ -17,10 +20,11 @@ from urllib.request import urlopen
 
 import numpy as np
 
-from tidemill.kvstore.mooncake_store import check_library, load_library
+from tidemill.kvstore.mooncake_store import Transport, check_library, load_library
 
 HOST = "127.0.0.1"
 LENT_BYTES = 64 << 20
+TRANSPORT = Transport(is_open=True)
 EVENTUALLY_S_MAX = 60
 
 
@@ -47,8 +51,12 @@ class Mooncake:
         self.owners: list[subprocess.Popen[str]] = []
         self._flags = flags
         self._log = log.open("a")
-        self.start_master()
-        self.start_owner()
+        try:
+            self.start_master()
+            self.start_owner()
+        except BaseException:
+            self.stop()
+            raise
 
     @property
     def address(self) -> str:
@@ -71,7 +79,8 @@ class Mooncake:
 
     def start_owner(self) -> None:
         """Returns when its memory is lent."""
-        self.owners.append(self._run("tidemill.kvstore.segment_owner", self.address, str(self.lent_bytes)))
+        options = (self.address, str(self.lent_bytes), "--ports=open")
+        self.owners.append(self._run("tidemill.kvstore.segment_owner", *options))
         stdout = self.owners[-1].stdout
         assert stdout is not None
         assert stdout.readline().startswith("lent")

@@ -87,6 +87,18 @@ def test_an_image_has_no_compiler_of_the_wheel_and_lists_its_packages(target: st
     assert not any("g++" in text for _, text in lineage(target))
 
 
+def test_the_cuda_image_loads_what_is_compiled_against_the_driver_and_cuda() -> None:
+    """g++ leaves out a library that nothing is used of, as of the empty one that stands for the driver."""
+    [built] = [text for instruction, text in lineage("install-cuda") if "--no-build-isolation" in text]
+    assert "LDFLAGS=-Wl,--no-as-needed /opt/tidemill/bin/pip install --no-build-isolation" in built
+    assert re.search(r"grep -q libcuda\.so\.1 \S+/kvcached/_C\.\*\.so", built)
+    own = stages()["cuda"][1]
+    assert any(instruction == "RUN" and "ibverbs-providers" in text for instruction, text in own)
+    folder = "/opt/tidemill/lib/python3.11/site-packages/nvidia/cu13/lib"
+    assert any(instruction == "ENV" and f"LD_LIBRARY_PATH={folder}" in text for instruction, text in own)
+    assert folder in built  # where the runtime was when kvcached was linked
+
+
 def test_everything_that_pip_installs_is_pinned() -> None:
     environment = " ".join(text for instruction, text in lineage("wheel") if instruction == "ENV")
     assert "PIP_CONSTRAINT=/build/constraints.txt" in environment

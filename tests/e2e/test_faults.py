@@ -86,7 +86,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[Server]:
     (folder / "secret").write_text(f"{bytes(range(32)).hex()}\n")
     (folder / "secret").chmod(0o600)
-    store = ("--store", "mooncake?size=256MiB&timeout=1s", "--store-secret-file", str(folder / "secret"))
+    store = (
+        "--store",
+        "mooncake?size=256MiB&timeout=1s&ports=open",
+        "--store-secret-file",
+        str(folder / "secret"),
+    )
     options = ("keeper", "--port", "0", *ROLES, "--memory", "64MiB", *store)
     server = Server(options, folder / "log", "tests.e2e.poisoned")
     try:

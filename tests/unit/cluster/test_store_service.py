@@ -168,10 +168,10 @@ def test_a_master_that_is_not_there_is_one_line() -> None:
 def test_memory_is_lent_to_a_master_of_our_own_and_to_one_that_is_joined() -> None:
     """The real thing; all of it has ended afterwards."""
     before = set(psutil.Process().children())
-    with running_store("mooncake?size=64MiB") as own:
+    with running_store("mooncake?size=64MiB&ports=open") as own:
         address = urlsplit(own).netloc
-        with running_store(f"mooncake://{address}?size=32MiB&write=hits") as joined:
-            assert joined == f"mooncake://{address}?write=hits"
+        with running_store(f"mooncake://{address}?size=32MiB&write=hits&ports=open") as joined:
+            assert joined == f"mooncake://{address}?write=hits&ports=open"
             assert capacity_bytes(own) == 96 << 20
             started = set(psutil.Process().children()) - before
             assert len(started) == 3

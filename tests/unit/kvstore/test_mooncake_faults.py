@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.mooncake import Mooncake, PlainClient, end, eventually, frozen, mooncake
+from tests.mooncake import TRANSPORT, Mooncake, PlainClient, end, eventually, frozen, mooncake
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.mooncake_store import open_mooncake
 from tidemill.kvstore.remote_store import RemoteStore
@@ -71,7 +71,7 @@ def plain(client: PlainClient) -> PlainClient:
 
 @asynccontextmanager
 async def opened(service: Mooncake) -> AsyncGenerator[RemoteStore]:
-    store = open_mooncake(service.address, admin=service.admin)
+    store = open_mooncake(service.address, transport=TRANSPORT, admin=service.admin)
     try:
         yield store
     finally:
