@@ -89,7 +89,7 @@ def test_an_image_has_no_compiler_of_the_wheel_and_lists_its_packages(target: st
 
 def test_the_cuda_image_loads_what_is_compiled_against_the_driver_and_cuda() -> None:
     """g++ leaves out a library that nothing is used of, as of the empty one that stands for the driver."""
-    [built] = [text for instruction, text in lineage("install-cuda") if "--no-build-isolation" in text]
+    [built] = [text for _, text in lineage("install-cuda") if "--no-build-isolation" in text]
     assert "LDFLAGS=-Wl,--no-as-needed /opt/tidemill/bin/pip install --no-build-isolation" in built
     assert re.search(r"grep -q libcuda\.so\.1 \S+/kvcached/_C\.\*\.so", built)
     own = stages()["cuda"][1]
