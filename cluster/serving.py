@@ -198,7 +198,7 @@ async def _grpc(endpoint: Endpoint, desk: Desk) -> list[PublicServer]:
     """The gRPC server, listening; none where none is wanted. Raises PortTaken."""
     if endpoint.grpc_port is None:
         return []
-    server = PublicServer(desk, desk.limits.shutdown_s_max, tls=endpoint.security.tls)
+    server = PublicServer(desk, tls=endpoint.security.tls)
     try:
         address = await server.start(endpoint.host, endpoint.grpc_port)
     except OSError as error:

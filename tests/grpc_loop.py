@@ -14,9 +14,10 @@ import grpc.aio
 _Result = TypeVar("_Result")
 
 
-def run(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-    """As asyncio.run, in the loop that stays: what the coroutine leaves running is cancelled and awaited."""
-    return _runner().run(_alone(coroutine))
+def run(coroutine: Coroutine[Any, Any, _Result], s_max: float | None = None) -> _Result:
+    """As asyncio.run, in the loop that stays: what the coroutine leaves running is cancelled and awaited.
+    Raises TimeoutError after `s_max`."""
+    return _runner().run(_alone(coroutine, s_max))
 
 
 @cache
@@ -30,9 +31,10 @@ def _runner() -> asyncio.Runner:
     return runner
 
 
-async def _alone(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+async def _alone(coroutine: Coroutine[Any, Any, _Result], s_max: float | None) -> _Result:
     try:
-        return await coroutine
+        async with asyncio.timeout(s_max):
+            return await coroutine
     finally:
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:

@@ -42,10 +42,9 @@ _OPTIONS: Sequence[tuple[str, int]] = (
 class PublicServer:
     """Serves tidemill.v1.Generation, health and reflection."""
 
-    def __init__(self, desk: Desk, grace_s: float, *, tls: Tls | None = None) -> None:
-        """What runs at the end may go on for `grace_s`. Raises OSError when the files of `tls` cannot be
-        read."""
-        self._grace_s = grace_s
+    def __init__(self, desk: Desk, *, tls: Tls | None = None) -> None:
+        """Raises OSError when the files of `tls` cannot be read."""
+        self._shutdown_s_max = desk.limits.shutdown_s_max
         self._credentials = None if tls is None else _credentials(tls)
         self._health = Health(desk.models, [generation.SERVICE])
         self._server = grpc.aio.server(
@@ -69,7 +68,7 @@ class PublicServer:
             await self._server.wait_for_termination()
         finally:
             self._health.end()
-            await self._server.stop(self._grace_s)
+            await self._server.stop(self._shutdown_s_max)
 
 
 def _credentials(tls: Tls) -> grpc.ServerCredentials:

@@ -1,4 +1,7 @@
-"""The outermost layer: who may ask comes in, with a bounded body; every reply carries the request's id."""
+"""The outermost layer: who may ask comes in, with a bounded body; every reply carries the request's id.
+
+What is open when the server stops is told so here.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -75,19 +78,21 @@ class Boundary:
         except (RequestError, Overloaded) as error:
             await self._refuse(error)(scope, receive, send_with_id)
         except asyncio.CancelledError:  # the server stops, and waits no longer
-            if begun is not None and not begun["content-type"].startswith(EventStream.media_type):
+            if not await self._cut(begun, scope, receive, send_with_id):
                 raise
-            await self._cut(scope, receive, send_with_id, begun=begun is not None)
         finally:
             body.drop()
 
-    async def _cut(self, scope: Scope, receive: Receive, send: Send, *, begun: bool) -> None:
-        """End the reply, or the stream of events that has `begun`."""
-        if begun:
+    async def _cut(self, begun: Headers | None, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Say so, if the reply has not `begun` or is a stream of events: whether that could be."""
+        if begun is None:
+            await self._refuse(STOPS)(scope, receive, send)
+            return True
+        if begun.get("content-type", "").startswith(EventStream.media_type):
             last = event(self._told(STOPS)[1], "error")
             await send({"type": "http.response.body", "body": last, "more_body": False})
-        else:
-            await self._refuse(STOPS)(scope, receive, send)
+            return True
+        return False
 
     def _refuse(self, error: Exception) -> JSONResponse:
         """The rest of the body is not read, so the connection cannot be used again."""

@@ -59,11 +59,7 @@ async def frontend(cluster: Cluster, fleet: FleetSettings) -> AsyncGenerator[Fro
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(2 * EVENTUALLY_S_MAX):
-            await coroutine
-
-    grpc_loop.run(bounded())
+    grpc_loop.run(coroutine, 2 * EVENTUALLY_S_MAX)
 
 
 def request(*tokens: int, max_new_tokens: int = 5) -> Request:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import grpc
@@ -61,8 +61,9 @@ async def serving(
     credentials: grpc.ChannelCredentials | None = None,
 ) -> AsyncGenerator[Client]:
     """The server, and a client of it that brings `credentials`."""
+    limits = replace(limits or EdgeLimits(), shutdown_s_max=0.0)
     desk = desk_of([Served(service, tokenizer())], sources(), keys=keys, limits=limits)
-    server = PublicServer(desk, 0, tls=tls)
+    server = PublicServer(desk, tls=tls)
     address = await server.start("127.0.0.1", 0)
     running = asyncio.create_task(server.run())
     options = [

@@ -135,11 +135,7 @@ async def raw_stream(address: str) -> AsyncGenerator[RawStream]:
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(3 * WAIT_S_MAX):
-            await coroutine
-
-    grpc_loop.run(bounded())
+    grpc_loop.run(coroutine, 3 * WAIT_S_MAX)
 
 
 def request(name: str = "r") -> Request:

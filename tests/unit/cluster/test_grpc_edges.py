@@ -338,7 +338,7 @@ def test_a_port_that_is_taken_is_an_error_that_says_so() -> None:
         async with serving(FakeService(saying("a"))) as client:
             port = int(client.address.rpartition(":")[2])
             with pytest.raises(OSError, match=str(port)):
-                await PublicServer(client.desk, 0).start("127.0.0.1", port)
+                await PublicServer(client.desk).start("127.0.0.1", port)
 
     grpc_loop.run(main())
 

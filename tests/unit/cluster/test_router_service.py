@@ -143,11 +143,7 @@ async def client(here: Here) -> AsyncGenerator[RouterClient]:
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(3 * WAIT_S_MAX):
-            await coroutine
-
-    grpc_loop.run(bounded())
+    grpc_loop.run(coroutine, 3 * WAIT_S_MAX)
 
 
 def report_to(channel: grpc.aio.Channel) -> Any:  # noqa: ANN401 - half of gRPC's call types are unknown
