@@ -16,10 +16,13 @@
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 constexpr int TILE_ROWS = 12;
+constexpr int WIDE_ROWS = 7;  // two panels of so many rows fit the 32 registers
 #else
 constexpr int LANES = 8;
 constexpr int TILE_ROWS = 6;
+constexpr int WIDE_ROWS = 3;  // of 16
 #endif
+constexpr int64_t AHEAD_BYTES = 2048;  // of a panel, asked for before they are needed: memory is slower than few rows
 constexpr int PANEL = 2 * LANES;  // columns of one packed panel
 constexpr int LANES_SUM = 16;     // the same on every machine
 
@@ -32,6 +35,13 @@ static inline vec load(const float* p) {
 }
 
 static inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
+
+// So many floats of `room`, from a cache line on: a vector that lies on two costs twice.
+static inline float* lined(std::vector<float>& room, int64_t count) {
+    constexpr uintptr_t LINE = 64;
+    room.resize(count + LINE / sizeof(float));
+    return (float*)(((uintptr_t)room.data() + LINE - 1) / LINE * LINE);
+}
 
 static inline vec splat(float x) { return x - vec{}; }  // -0.0 keeps its sign
 
@@ -71,10 +81,24 @@ static inline float silu(float x) { return x / (1.0f + exp_f32(-x)); }
 
 static inline float softplus(float x) { return x > 20 ? x : std::log1p(exp_f32(x)); }
 
-static inline float fold(float* lanes) {
-    for (int half = LANES_SUM / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
+typedef int32_t ints __attribute__((vector_size(LANES * 4)));
+
+// One float of all lanes: halves on halves, as a tree, in registers.
+template <int HALF = LANES / 2, typename Combine>
+static inline float tree(vec lanes, Combine combine) {
+    if constexpr (HALF == 0) {
+        return lanes[0];
+    } else {
+        ints other;
+        for (int l = 0; l < LANES; l++) other[l] = (l + HALF) % LANES;
+        return tree<HALF / 2>(combine(lanes, __builtin_shuffle(lanes, other)), combine);
+    }
+}
+
+static inline float fold(const float* lanes) {
+    vec whole = load(lanes);
+    for (int l = LANES; l < LANES_SUM; l += LANES) whole += load(lanes + l);
+    return tree(whole, [](vec a, vec b) { return a + b; });
 }
 
 static inline float sum(const float* x, int64_t n) {
@@ -123,8 +147,12 @@ static inline void tile(const float* a, int64_t a_stride, const B* b, int64_t b_
         for (int n = 0; n < N; n++) acc[r][n] = load(c + r * c_stride + n * LANES);
     for (int64_t k = 0; k < depth; k++) {
         vec column[N];
-        for (int p = 0; p < PANELS; p++) load_panel(b + p * b_stride + k * PANEL, column + 2 * p);
-        if (ROWS > 3) __builtin_prefetch(b + PANELS * b_stride + k * PANEL, 0, 2);  // the next panel, for L2
+        for (int p = 0; p < PANELS; p++) {
+            const B* row = b + p * b_stride + k * PANEL;
+            load_panel(row, column + 2 * p);
+            __builtin_prefetch((const char*)row + AHEAD_BYTES);
+        }
+        if (PANELS == 1) __builtin_prefetch(b + b_stride + k * PANEL, 0, 2);  // the next panel, for L2
         for (int r = 0; r < ROWS; r++) {
             const vec x = splat(a[r * a_stride + k]);
             for (int n = 0; n < N; n++) acc[r][n] = fused(x, column[n], acc[r][n]);
@@ -137,7 +165,7 @@ static inline void tile(const float* a, int64_t a_stride, const B* b, int64_t b_
 template <int ROWS, typename B>
 static inline void tile_panels(int64_t panels, const float* a, int64_t a_stride, const B* b, int64_t b_stride,
                                int64_t depth, float* c, int64_t c_stride) {
-    constexpr int WIDE = ROWS == 1 ? 4 : ROWS <= 3 ? 2 : 1;  // enough chains in flight to hide the latency of one
+    constexpr int WIDE = ROWS == 1 ? 4 : ROWS <= WIDE_ROWS ? 2 : 1;  // enough chains to hide the latency of one
     int64_t p = 0;
     for (; p + WIDE <= panels; p += WIDE)
         tile<ROWS, WIDE>(a, a_stride, b + p * b_stride, b_stride, depth, c + p * PANEL, c_stride);

@@ -7,7 +7,7 @@
 
 namespace {
 constexpr int64_t BLOCK = 64;         // keys
-constexpr int64_t TILE_QUERIES = 64;  // (token, head) pairs of one task
+constexpr int64_t TILE_QUERIES = 8 * 12;  // (token, head) pairs of one task: whole tiles of any machine
 constexpr float LOWEST = -1e30f;      // below any score, and finite: it may be taken from itself
 static_assert(BLOCK % PANEL == 0);
 
@@ -37,34 +37,88 @@ float element(const char* at, int64_t i, bool half_width) {
     return __builtin_bit_cast(float, (uint32_t)bits << 16);
 }
 
+#if defined(__AVX2__)
+// LANES rows of words become columns: squares beside the diagonal change places, of half the width, a quarter, and on.
+template <int HALF = LANES / 2>
+__attribute__((always_inline)) inline void transpose(words rows[LANES]) {
+    words low, high;
+    for (int l = 0; l < LANES; l++) {
+        low[l] = l & HALF ? LANES + l - HALF : l;
+        high[l] = l & HALF ? LANES + l : l + HALF;
+    }
+    for (int i = 0; i < LANES; i++) {
+        if (i & HALF) continue;
+        const words upper = rows[i], lower = rows[i + HALF];
+        rows[i] = __builtin_shuffle(upper, lower, low);
+        rows[i + HALF] = __builtin_shuffle(upper, lower, high);
+    }
+    if constexpr (HALF > 1) transpose<HALF / 2>(rows);
+}
+#else
+inline void transpose(words rows[LANES]) {
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < i; j++) {
+            const uint32_t word = rows[i][j];
+            rows[i][j] = rows[j][i];
+            rows[j][i] = word;
+        }
+}
+#endif
+
+// LANES keys as so many columns of a panel [dim][PANEL].
+template <bool half_width>
+void gather_keys(const char* const* keys, int64_t dim, float* columns) {
+    constexpr int64_t WIDTH = half_width ? 2 : 4, STEP = LANES * 4 / WIDTH;
+    int64_t e = 0;
+    for (; e + STEP <= dim; e += STEP) {
+        words square[LANES];
+        for (int j = 0; j < LANES; j++) std::memcpy(&square[j], keys[j] + e * WIDTH, sizeof square[j]);
+        transpose(square);
+        for (int i = 0; i < LANES; i++) {
+            if constexpr (half_width) {  // a word has two elements
+                store(columns + (e + 2 * i) * PANEL, (vec)(square[i] << 16));
+                store(columns + (e + 2 * i + 1) * PANEL, (vec)(square[i] & 0xffff0000u));
+            } else {
+                store(columns + (e + i) * PANEL, (vec)square[i]);
+            }
+        }
+    }
+    for (; e < dim; e++)
+        for (int j = 0; j < LANES; j++) columns[e * PANEL + j] = element(keys[j], e, half_width);
+}
+
 // Keys start + [from, to) as columns [from, to) of panels [BLOCK / PANEL][dim][PANEL], values as rows of panels
-// [dim / PANEL][BLOCK][PANEL].
+// [dim / PANEL][BLOCK][PANEL]. Columns beside them repeat a key: nobody looks at their scores.
 template <bool half_width>
 void gather(const Cache& cache, const int32_t* table, int64_t head, int64_t start, int64_t from, int64_t to,
             int64_t dim, float* keys, float* values) {
+    const char* rows[BLOCK];
     int64_t page = (start + from) / cache.page_tokens, slot = (start + from) % cache.page_tokens;
     for (int64_t j = from; j < to; j++, slot++) {
         if (slot == cache.page_tokens) page++, slot = 0;
-        const char* k = cache.data + table[page] * cache.page + head * cache.head + slot * cache.token;
-        const char* v = k + cache.kv;
-        float *column = keys + j / PANEL * dim * PANEL + j % PANEL, *row = values + j * PANEL;
-        for (int64_t e = 0; e < dim; e++) column[e * PANEL] = element(k, e, half_width);
-        for (int64_t p = 0; p < dim; p += PANEL)
-            for (int64_t e = p; e < std::min<int64_t>(dim, p + PANEL); e++)
-                row[p * BLOCK + e - p] = element(v, e, half_width);
+        rows[j] = cache.data + table[page] * cache.page + head * cache.head + slot * cache.token;
     }
+    std::fill(rows, rows + from, rows[from]);
+    std::fill(rows + to, rows + BLOCK, rows[from]);
+    for (int64_t j = from / LANES * LANES; j < to; j += LANES)
+        gather_keys<half_width>(rows + j, dim, keys + j / PANEL * dim * PANEL + j % PANEL);
+    for (int64_t j = from; j < to; j++)
+        for (int64_t p = 0; p < dim; p += PANEL) {
+            const int64_t width = std::min<int64_t>(PANEL, dim - p);
+            for (int64_t e = 0; e < width; e++)
+                values[p * BLOCK + j * PANEL + e] = element(rows[j] + cache.kv, p + e, half_width);
+        }
 }
 
 // Turns BLOCK scores of one query into weights, of which [from, to) count. Returns the factor by which what was
 // summed before shrinks: exactly 1 where none counts.
 float fold_scores(float* score, int64_t from, int64_t to, float& highest, float& total) {
-    float lanes[LANES_SUM];
+    const auto larger = [](vec a, vec b) { return a < b ? b : a; };
+    vec most = splat(highest);
     for (int64_t j = 0; j < from; j++) score[j] = -INFINITY;
     for (int64_t j = to; j < BLOCK; j++) score[j] = -INFINITY;
-    for (int l = 0; l < LANES_SUM; l++) lanes[l] = highest;
-    for (int64_t j = 0; j < BLOCK; j += LANES_SUM)
-        for (int l = 0; l < LANES_SUM; l++) lanes[l] = lanes[l] < score[j + l] ? score[j + l] : lanes[l];
-    const float peak = *std::max_element(lanes, lanes + LANES_SUM);
+    for (int64_t j = 0; j < BLOCK; j += LANES) most = larger(most, load(score + j));
+    const float peak = tree(most, larger);
     for (int64_t j = 0; j < BLOCK; j++) score[j] = exp_f32(score[j] - peak);
     for (int64_t j = 0; j < from; j++) score[j] = 0.0f;
     for (int64_t j = to; j < BLOCK; j++) score[j] = 0.0f;
@@ -80,10 +134,11 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
     const int64_t first = std::max<int64_t>(0, task.position - seen.window + 1);
     const int64_t last = task.position + task.end - task.begin;
     static thread_local std::vector<float> scratch;
-    scratch.assign(queries * (dim + BLOCK + wide + 2) + BLOCK * (dim + wide), 0.0f);
-    float *const Q = scratch.data(), *const S = Q + queries * dim, *const sums = S + queries * BLOCK;
-    float *const highest = sums + queries * wide, *const total = highest + queries;
-    float *const keys = total + queries, *const values = keys + BLOCK * dim;
+    const int64_t cleared = (BLOCK + queries) * wide;
+    float* const values = lined(scratch, cleared + BLOCK * dim + queries * (BLOCK + dim + 2));
+    float *const sums = values + BLOCK * wide, *const keys = sums + queries * wide, *const S = keys + BLOCK * dim;
+    float *const Q = S + queries * BLOCK, *const highest = Q + queries * dim, *const total = highest + queries;
+    std::fill(values, values + cleared, 0.0f);
     for (int64_t i = 0; i < queries; i++) {  // query i is head i % group of token i / group
         const float* in = q + (((task.begin + i / group) * kv_heads + head) * group + i % group) * dim;
         for (int64_t e = 0; e < dim; e++) Q[i * dim + e] = in[e] * scale;

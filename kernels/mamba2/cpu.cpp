@@ -49,8 +49,8 @@ extern "C" void mamba2(const float* mixed, const float* z, int64_t z_token, int6
         for (int64_t head = 0; head < every; head++) {
             for (int64_t part = 0; part < parts; part++) {
                 static thread_local std::vector<float> held;
-                held.assign(key_dim * SSD_COLUMNS, 0.0f);
-                float* const S = held.data();
+                float* const S = lined(held, key_dim * SSD_COLUMNS);
+                std::fill(S, S + key_dim * SSD_COLUMNS, 0.0f);
                 const int64_t group = head / heads, start = part * SSD_COLUMNS;
                 const int64_t width = std::min<int64_t>(SSD_COLUMNS, value_dim - start);
                 const int64_t offset = group * state_group + head % heads * key_dim * value_dim + start;

@@ -4,6 +4,7 @@ from tests.mutations.planted import UNIT, Planted
 
 BUILD = f"{UNIT}/kernels/test_build.py"
 STATES = f"{UNIT}/kernels/test_states.py"
+PAGES = f"{UNIT}/kernels/test_pages.py"
 ROUTING = f"{UNIT}/kernels/test_routing.py"
 
 KERNEL_BUGS = (
@@ -34,6 +35,27 @@ KERNEL_BUGS = (
         "std::copy(bias + g * channels, bias + (g + 1) * channels, out);\n",
         "std::copy(bias, bias + channels, out);\n",
         STATES,
+    ),
+    Planted(
+        "a token's change is made again after its checkpoint",
+        "kernels/gated_delta/cpu.cpp",
+        "left.k = nullptr;\n",
+        "",
+        STATES,
+    ),
+    Planted(
+        "keys of half width lose every second element",
+        "kernels/attention/cpu.cpp",
+        "store(columns + (e + 2 * i + 1) * PANEL, (vec)(square[i] & 0xffff0000u));\n",
+        "store(columns + (e + 2 * i + 1) * PANEL, (vec)(square[i] << 16));\n",
+        PAGES,
+    ),
+    Planted(
+        "a page's slots go on in the next page",
+        "kernels/attention/cpu.cpp",
+        "if (slot == cache.page_tokens) page++, slot = 0;\n",
+        "if (slot == cache.page_tokens) slot = 0;\n",
+        PAGES,
     ),
     Planted(
         "a time step has no bounds",
