@@ -22,7 +22,6 @@ constexpr int LANES = 8;
 constexpr int TILE_ROWS = 6;
 constexpr int WIDE_ROWS = 3;  // of 16
 #endif
-constexpr int64_t AHEAD_BYTES = 2048;  // of a panel, asked for before they are needed: memory is slower than few rows
 constexpr int PANEL = 2 * LANES;  // columns of one packed panel
 constexpr int LANES_SUM = 16;     // the same on every machine
 
@@ -135,10 +134,22 @@ static inline void load_panel(const uint16_t* p, vec columns[2]) {
     columns[1] = (vec)(v & 0xffff0000u);
 }
 
+// Few rows wait for memory. Row k of each panel asks for what comes soon; of a single panel also for a row of the next:
+// at STREAMS places by turns, for of several streams a CPU has more on its way than of one.
+constexpr int64_t SOON_BYTES = 2048;
+constexpr uint64_t STREAMS = 4;
+
+template <int PANELS, typename B>
+static inline void ask_ahead(const B* b, int64_t b_stride, uint64_t depth, uint64_t k) {
+    for (int p = 0; p < PANELS; p++) __builtin_prefetch((const char*)(b + p * b_stride + k * PANEL) + SOON_BYTES);
+    const uint64_t later = k % STREAMS * (depth / STREAMS) + k / STREAMS;
+    if (PANELS == 1) __builtin_prefetch(b + b_stride + later * PANEL, 0, 2);
+}
+
 // c[ROWS][PANELS * PANEL] += a[ROWS][depth] b, b in PANELS panels of [depth][PANEL]. Each element of c is one chain of
 // fused multiply-adds in the order of depth, continued from c: neither ROWS, PANELS nor a split of depth changes it.
 // B is float, or uint16_t for the bits of bfloat16, which give the same sums as their values in float.
-template <int ROWS, int PANELS, typename B>
+template <bool FEW, int ROWS, int PANELS, typename B>
 static inline void tile(const float* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t depth, float* c,
                         int64_t c_stride) {
     constexpr int N = 2 * PANELS;
@@ -147,12 +158,12 @@ static inline void tile(const float* a, int64_t a_stride, const B* b, int64_t b_
         for (int n = 0; n < N; n++) acc[r][n] = load(c + r * c_stride + n * LANES);
     for (int64_t k = 0; k < depth; k++) {
         vec column[N];
-        for (int p = 0; p < PANELS; p++) {
-            const B* row = b + p * b_stride + k * PANEL;
-            load_panel(row, column + 2 * p);
-            __builtin_prefetch((const char*)row + AHEAD_BYTES);
+        for (int p = 0; p < PANELS; p++) load_panel(b + p * b_stride + k * PANEL, column + 2 * p);
+        if constexpr (FEW) {
+            ask_ahead<PANELS>(b, b_stride, depth, k);
+        } else if (PANELS == 1) {
+            __builtin_prefetch(b + b_stride + k * PANEL, 0, 2);  // the next panel, for L2
         }
-        if (PANELS == 1) __builtin_prefetch(b + b_stride + k * PANEL, 0, 2);  // the next panel, for L2
         for (int r = 0; r < ROWS; r++) {
             const vec x = splat(a[r * a_stride + k]);
             for (int n = 0; n < N; n++) acc[r][n] = fused(x, column[n], acc[r][n]);
@@ -162,33 +173,34 @@ static inline void tile(const float* a, int64_t a_stride, const B* b, int64_t b_
         for (int n = 0; n < N; n++) store(c + r * c_stride + n * LANES, acc[r][n]);
 }
 
-template <int ROWS, typename B>
+template <bool FEW, int ROWS, typename B>
 static inline void tile_panels(int64_t panels, const float* a, int64_t a_stride, const B* b, int64_t b_stride,
                                int64_t depth, float* c, int64_t c_stride) {
     constexpr int WIDE = ROWS == 1 ? 4 : ROWS <= WIDE_ROWS ? 2 : 1;  // enough chains to hide the latency of one
     int64_t p = 0;
     for (; p + WIDE <= panels; p += WIDE)
-        tile<ROWS, WIDE>(a, a_stride, b + p * b_stride, b_stride, depth, c + p * PANEL, c_stride);
-    for (; p < panels; p++) tile<ROWS, 1>(a, a_stride, b + p * b_stride, b_stride, depth, c + p * PANEL, c_stride);
+        tile<FEW, ROWS, WIDE>(a, a_stride, b + p * b_stride, b_stride, depth, c + p * PANEL, c_stride);
+    for (; p < panels; p++)
+        tile<FEW, ROWS, 1>(a, a_stride, b + p * b_stride, b_stride, depth, c + p * PANEL, c_stride);
 }
 
-template <int ROWS = TILE_ROWS, typename B>
+template <bool FEW, int ROWS = TILE_ROWS, typename B>
 static inline void tile_rows(int64_t rows, int64_t panels, const float* a, int64_t a_stride, const B* b,
                              int64_t b_stride, int64_t depth, float* c, int64_t c_stride) {
     if constexpr (ROWS > 1) {
-        if (rows < ROWS) return tile_rows<ROWS - 1>(rows, panels, a, a_stride, b, b_stride, depth, c, c_stride);
+        if (rows < ROWS) return tile_rows<FEW, ROWS - 1>(rows, panels, a, a_stride, b, b_stride, depth, c, c_stride);
     }
-    tile_panels<ROWS>(panels, a, a_stride, b, b_stride, depth, c, c_stride);
+    tile_panels<FEW, ROWS>(panels, a, a_stride, b, b_stride, depth, c, c_stride);
 }
 
-// c[rows][panels * PANEL] += a b for any number of rows.
-template <typename B>
+// c[rows][panels * PANEL] += a b for any number of rows. FEW: so few that all wait for b, which lies in memory.
+template <bool FEW, typename B>
 static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, const float* a, int64_t a_stride,
                                                const B* b, int64_t b_stride, int64_t depth, float* c,
                                                int64_t c_stride) {
     for (int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, r = 0; tiles > 0; tiles--) {
         const int64_t height = (rows - r + tiles - 1) / tiles;  // 7 rows are 4 + 3, not 6 + 1
-        tile_rows(height, panels, a + r * a_stride, a_stride, b, b_stride, depth, c + r * c_stride, c_stride);
+        tile_rows<FEW>(height, panels, a + r * a_stride, a_stride, b, b_stride, depth, c + r * c_stride, c_stride);
         r += height;
     }
 }

@@ -150,7 +150,7 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
         const int64_t unseen = std::max<int64_t>(0, first - start), count = std::min(BLOCK, last - start);
         (cache.half_width ? gather<true> : gather<false>)(cache, table, head, start, unseen, count, dim, keys, values);
         std::fill(S, S + queries * BLOCK, 0.0f);
-        multiply(queries, BLOCK / PANEL, Q, dim, keys, dim * PANEL, dim, S, BLOCK);
+        multiply<false>(queries, BLOCK / PANEL, Q, dim, keys, dim * PANEL, dim, S, BLOCK);
         for (int64_t i = 0; i < queries; i++) {
             const int64_t end = task.position + i / group + 1 - start;
             const int64_t from = std::clamp<int64_t>(end - seen.window, 0, BLOCK);
@@ -159,7 +159,7 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
             if (shrink == 1.0f) continue;
             for (int64_t e = 0; e < wide; e++) sums[i * wide + e] *= shrink;
         }
-        multiply(queries, panels, S, BLOCK, values, BLOCK * PANEL, count, sums, wide);
+        multiply<false>(queries, panels, S, BLOCK, values, BLOCK * PANEL, count, sums, wide);
     }
     for (int64_t i = 0; i < queries; i++) {
         float* to = out + (((task.begin + i / group) * kv_heads + head) * group + i % group) * dim;

@@ -40,13 +40,15 @@ void apply(const float* x, int64_t x_stride, const W* packed, const float* bias,
                 for (int64_t c = 0; c < columns; c++) out[c] = bias ? bias[column + c] : 0.0f;
                 for (int64_t c = 0; rest && c < PANEL; c++) last[r * PANEL + c] = c < rest ? out[whole * PANEL + c] : 0;
             }
-            const int64_t most = rows <= FEW_ROWS ? k : DEPTH_BLOCK;
+            const bool few = rows <= FEW_ROWS;
+            const auto times = few ? multiply<true, W> : multiply<false, W>;
+            const int64_t most = few ? k : DEPTH_BLOCK;
             for (int64_t start = 0; start < k; start += most) {
                 const int64_t depth = std::min(most, k - start);
                 const float* a = x + row * x_stride + start;
                 const W* b = packed + column * k + start * PANEL;
-                multiply(rows, whole, a, x_stride, b, k * PANEL, depth, y + row * y_stride + column, y_stride);
-                if (rest) multiply(rows, 1, a, x_stride, b + whole * k * PANEL, k * PANEL, depth, last, PANEL);
+                times(rows, whole, a, x_stride, b, k * PANEL, depth, y + row * y_stride + column, y_stride);
+                if (rest) times(rows, 1, a, x_stride, b + whole * k * PANEL, k * PANEL, depth, last, PANEL);
             }
             for (int64_t r = 0; rest && r < rows; r++)
                 std::memcpy(y + (row + r) * y_stride + column + whole * PANEL, last + r * PANEL, rest * sizeof(float));
