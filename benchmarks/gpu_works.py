@@ -5,6 +5,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch.nn import functional
@@ -18,6 +19,8 @@ from tidemill.kvstore.layout import Attention, layout_of
 from tidemill.workers.inputs import Inputs, caches_of
 
 Call = Callable[[], object]
+
+MANY = 32  # rows from which on a step shall reach the memory's speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +55,16 @@ TINY = Shape(
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`num_bytes` and `flops` are the least that the operator must move and compute."""
+    """`num_bytes` and `flops` are the least that the operator must move and compute. `captured`: a graph can
+    have it. `goal`: the share of the roofline that is wanted, or a speed at least that of all peers."""
 
     name: str
     call: Call
     num_bytes: float
     flops: float = 0.0
     peers: dict[str, Callable[[], Call]] = field(default_factory=dict)
+    captured: bool = True
+    goal: float | Literal["peers"] | None = None
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -121,6 +127,7 @@ def attention(shape: Shape, ops: Operators, new: int, before: int, batch: int) -
         2 * size_of(q_THD) + batch * row_bytes,
         4.0 * batch * keys * heads * dim,
         {"flashinfer": flashinfer} | ({} if before and new > 1 else {"sdpa": sdpa}),
+        goal=0.8 if new == 1 and batch >= MANY and length >= 4096 else None,
     )
 
 
@@ -135,7 +142,7 @@ def gated_delta(shape: Shape, ops: Operators, new: int, batch: int) -> Work:
         from fla.ops import gated_delta_rule as library  # noqa: PLC0415 - not everywhere
 
         run = library.fused_recurrent_gated_delta_rule if new == 1 else library.chunk_gated_delta_rule
-        q, k, v = (normal(batch, new, heads, dim) for _ in range(3))
+        q, k, v = (normal(batch, new, count, dim) for count in (groups, groups, heads))
         g, beta = (
             functional.logsigmoid(normal(batch, new, heads)).float(),
             normal(batch, new, heads).sigmoid(),
@@ -151,6 +158,7 @@ def gated_delta(shape: Shape, ops: Operators, new: int, batch: int) -> Work:
         size_of(mixed, gates) + 2 * size_of(state) + tokens * heads * dim * 2,
         8.0 * tokens * heads * dim * dim,  # the recurrence's; chunks trade more of them for the matrix units
         {"fla": fla},
+        goal="peers" if new > 1 else 0.8 if batch >= MANY else None,
     )
 
 
@@ -245,7 +253,13 @@ def copied(shape: Shape, tokens: int) -> Work:
     ]
     slots, copy = torch.arange(tokens), page_copy("triton", Path())
     num_bytes = 2 * shape.layers * 2 * tokens * kv_heads * dim * 2
-    return Work(f"page_copy {tokens}", lambda: copy(planes, pages, slots, "export"), num_bytes)
+    return Work(
+        f"page_copy {tokens}",
+        lambda: copy(planes, pages, slots, "export"),
+        num_bytes,
+        captured=False,  # its table is the host's
+        goal=0.9,
+    )
 
 
 def works(shape: Shape, ops: Operators) -> Iterator[Work]:

@@ -16,6 +16,7 @@ from tidemill.workers.inputs import Inputs, gathered, one_run
 FEW_ROWS = (1, 2, 4)
 BY_8_MAX = 64
 CHUNK = 64  # tokens of a prompt that run every kernel of prompts
+MANY_ROWS = 256  # up to which kernels are the same for any number
 
 Forward = Callable[[], torch.Tensor]
 Replay = Callable[[], None]
@@ -30,18 +31,22 @@ def buckets(rows_max: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < rows_max), rows_max)
 
 
-def shapes(rows_max: int, tokens_max: int) -> list[tuple[int, int]]:
-    """Rows, and tokens of the first of them: steps that launch every kernel that other steps launch, nearly.
-    Kernels are compiled by powers of two of rows, and by how many tokens there are for an expert."""
-    many_rows = [*((1 << power, CHUNK) for power in range(rows_max.bit_length())), (rows_max, CHUNK)]
-    many_tokens = [(1, 1 << power) for power in range(1, tokens_max.bit_length())]
-    found = [*many_rows, *many_tokens, (1, tokens_max)]
-    return [(rows, first) for rows, first in found if rows - 1 + first <= tokens_max]
+def shapes(rows_max: int, tokens_max: int, drafts_max: int = 0) -> list[tuple[int, int, int]]:
+    """Rows, tokens of the first of them, and states that a row may keep: steps that launch every kernel that
+    other steps launch. Kernels are compiled for one token a row and for more, for many rows and for more than
+    that, by powers of two of states, and by how many tokens there are for an expert."""
+    kept = [1 << power for power in range(drafts_max.bit_length() + 1)]
+    counts = (1, *(1 << power for power in range(MANY_ROWS.bit_length(), rows_max.bit_length())), rows_max)
+    one_each = [(rows, 1, 1) for rows in counts]
+    many_each = [(rows, CHUNK, states) for rows in counts for states in kept]
+    many_tokens = [(1, 1 << power, 1) for power in range(1, tokens_max.bit_length())]
+    found = dict.fromkeys([*one_each, *many_each, *many_tokens, (1, tokens_max, 1)])
+    return [one for one in found if one[0] - 1 + one[1] <= tokens_max]
 
 
-def padding(rows: int, table_width: int, first: int = 1, *, windows: bool = False) -> Inputs:
+def padding(rows: int, table_width: int, first: int = 1, *, windows: bool = False, states: int = 1) -> Inputs:
     """A step of so many rows of padding, which reads and writes neither pages nor states: a token each, or
-    `first` of the first one. `windows`: the model has window pages."""
+    `first` of the first one. `windows`: the model has window pages. `states`: that a row could keep."""
     tokens = rows - 1 + first if rows else 0
     return Inputs(
         tokens_T=torch.zeros(tokens, dtype=torch.int64),
@@ -51,7 +56,7 @@ def padding(rows: int, table_width: int, first: int = 1, *, windows: bool = Fals
         windows_BN=torch.zeros(rows, table_width * windows, dtype=torch.int32),
         lens_B=torch.zeros(rows, dtype=torch.int32),
         read_B=torch.full((rows,), -1, dtype=torch.int32),
-        writes_BK=torch.full((rows, 1), -1, dtype=torch.int32),
+        writes_BK=torch.full((rows, states), -1, dtype=torch.int32),
     )
 
 

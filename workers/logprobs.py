@@ -17,6 +17,7 @@ CHUNK_TOKENS = 32
 
 def token_logprob(logprobs_V: torch.Tensor, token: int, alternatives: int) -> TokenLogprob:
     """Of `token`, and of the likeliest ones by falling logprob and then by id. `logprobs_V` is float64."""
+    logprobs_V = logprobs_V.cpu()  # what follows reads number by number
     most = min(alternatives, len(logprobs_V))
     top: tuple[tuple[int, float], ...] = ()
     if most:

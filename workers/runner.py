@@ -54,10 +54,10 @@ class TorchRunner:
         # OpenMP keeps the number of threads per calling thread, so it is set where the steps run.
         self._thread = ThreadPoolExecutor(1, "step", torch.set_num_threads, (threads,))
 
-    def warm_up(self, rows_max: int, tokens_max: int) -> None:
+    def warm_up(self, rows_max: int, tokens_max: int, table_width: int = 1, drafts_max: int = 0) -> None:
         """Run steps of padding, before the first step: kernels are compiled then, and there is memory for the
-        largest."""
-        self._thread.submit(self._warm_up, rows_max, tokens_max).result()
+        largest, whose page tables have `table_width` pages."""
+        self._thread.submit(self._warm_up, rows_max, tokens_max, table_width, drafts_max).result()
 
     def use_graphs(self, rows_max: int, table_width: int, capture: Capture | None = None) -> None:
         """Capture graphs for decode steps, which run as such from now on; before the first step. `capture`:
@@ -125,11 +125,12 @@ class TorchRunner:
             finally:
                 self._stream.synchronize()
 
-    def _warm_up(self, rows_max: int, tokens_max: int) -> None:
-        for rows, first in shapes(rows_max, tokens_max):
+    def _warm_up(self, rows_max: int, tokens_max: int, table_width: int, drafts_max: int) -> None:
+        for rows, first, states in shapes(rows_max, tokens_max, drafts_max):
             with torch.inference_mode(), self._on_stream():
-                inputs = padding(rows, 1, first, windows=self._caches.has_windows)
+                inputs = padding(rows, table_width, first, windows=self._caches.has_windows, states=states)
                 hidden_TH = self._hidden(inputs)
+                self._model.logits(hidden_TH[: rows * (1 + drafts_max)])
                 if self._guesser is not None:
                     self._guesser.warm_up(hidden_TH, inputs)
 

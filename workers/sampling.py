@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tidemill.workers.draws import Draws
-from tidemill.workers.logprobs import token_logprob
+from tidemill.workers.logprobs import token_logprobs
 from tidemill.workers.messages import Sampling, TokenLogprob
 from tidemill.workers.step import Drawn, Row
 
@@ -25,6 +25,9 @@ vocabulary is not sorted."""
 
 CHUNK_NUMBERS = 1 << 21
 """Rows are drawn in chunks of about so many logits, 16 MiB of float64."""
+
+DEVICE_CHUNK_NUMBERS = 1 << 23
+"""The same on a device, where each chunk is some fifty launches and waits, whatever its size."""
 
 
 def draw(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
@@ -49,7 +52,8 @@ def draw(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
         places = {index: starts[index] + len(tokens[index]) for index in alive}
         chosen = {index: best_N[place] for index, place in places.items()}
         others = [index for index in alive if not _draws(rows[index]).greedy]
-        size = max(1, CHUNK_NUMBERS // logits_NV.shape[1])
+        numbers = CHUNK_NUMBERS if logits_NV.device.type == "cpu" else DEVICE_CHUNK_NUMBERS
+        size = max(1, numbers // logits_NV.shape[1])
         for start in range(0, len(others), size):
             chunk = others[start : start + size]
             draws = [_draws(rows[index]) for index in chunk]
@@ -192,13 +196,15 @@ def _logprobs(
     logits_NV: torch.Tensor, draws: Sequence[Draws], tokens: Sequence[int]
 ) -> list[tuple[int, TokenLogprob]]:
     """(index, what is reported with its token) of the rows that ask for it."""
-    asking = [index for index, one in enumerate(draws) if one.sampling.logprobs is not None]
-    if not asking:
-        return []
+    asking: dict[int, list[int]] = {}
+    for index, one in enumerate(draws):
+        if one.sampling.logprobs is not None:
+            asking.setdefault(one.sampling.logprobs, []).append(index)
     found: list[tuple[int, TokenLogprob]] = []
-    for index, logprobs_V in zip(asking, logits_NV[asking].double().log_softmax(dim=-1), strict=True):
-        asked = draws[index].sampling.logprobs or 0
-        found.append((index, token_logprob(logprobs_V, tokens[index], asked)))
+    for alternatives, rows in asking.items():
+        logprobs_NV = logits_NV[rows].double().log_softmax(dim=-1)
+        asked = token_logprobs(logprobs_NV, [tokens[row] for row in rows], alternatives)
+        found += zip(rows, asked, strict=True)
     return found
 
 

@@ -20,6 +20,7 @@ def inputs_of(step: Step, tokens: list[int], page_tokens: int) -> Inputs:
     for row in step:
         starts.append(starts[-1] + len(row.tokens))
     states = max(1, *(len(row.writes) for row in step))
+    width = 1 << (states - 1).bit_length()  # a device compiles its kernels for each
     return Inputs(
         tokens_T=torch.tensor(tokens),
         positions_T=torch.tensor([position for row in step for position in range(row.start, row.end)]),
@@ -28,7 +29,7 @@ def inputs_of(step: Step, tokens: list[int], page_tokens: int) -> Inputs:
         windows_BN=_tables([row.windows[: -(-row.end // page_tokens)] for row in step]),
         lens_B=int32([row.end for row in step]),
         read_B=int32([-1 if row.read is None else row.read for row in step]),
-        writes_BK=torch.tensor([_right(row, states) for row in step], dtype=torch.int32),
+        writes_BK=torch.tensor([_right(row, width) for row in step], dtype=torch.int32),
     )
 
 

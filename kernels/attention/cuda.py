@@ -328,5 +328,8 @@ def _tiles(cache: Tensor, keys: int, first: int) -> tuple[TensorDescriptor | Non
     if cache.dtype == torch.float32 or not whole or any(number % 16 for number in bytes_apart):
         return None, None
     shape, strides = list(cache.shape), list(cache.stride())
+    for at in (2, 1):  # a dimension of 1 has any stride, which the driver looks at nevertheless
+        if shape[at] == 1:
+            strides[at] = strides[at + 1] * shape[at + 1]
     tiles = [TensorDescriptor(cache, shape, strides, [1, 1, 1, keys, n]) for n in widths]
     return tiles[0], tiles[1] if first else None

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tidemill.kernels.recurrence import rows_at_once
 from tidemill.kernels.rows import Rows
 
 TOKENS = 32  # of one program, where a row may have more than one
@@ -113,6 +114,6 @@ def causal_conv(
         state_SGWC, state_SGWC.stride(0), state_SGWC.stride(1), y_TGC,
         rows.cu_B1, rows.read_B, rows.writes_BK, batch,
         WIDTH=len(weight_WGC), C=channels, KEPT=rows.writes_BK.shape[1],
-        TOKENS=block, CHANNELS=part, ROWS=triton.next_power_of_2(batch),
+        TOKENS=block, CHANNELS=part, ROWS=rows_at_once(batch),
     )  # fmt: skip
     return y_TGC

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tidemill.kernels.recurrence import CHUNK, SHORT, between, chunk_at, cut, softplus
+from tidemill.kernels.recurrence import CHUNK, SHORT, between, chunk_at, cut, rows_at_once, softplus
 from tidemill.kernels.rows import Rows
 
 BLOCK = tl.constexpr(16)  # of the inverse: substituted row by row; a chunk has four
@@ -309,7 +309,7 @@ def gated_delta(
         before = mixed_TGC.new_empty(chunks, every, key_dim, value_dim)
         wide = mixed_TGC.dtype == torch.float32 or sizes["KEYS"] > 128
         options = {"num_warps": 8 if wide else 4, "num_stages": 2, **sizes}
-        padded = triton.next_power_of_2(batch)
+        padded = rows_at_once(batch)
         prepare[(chunks, every)](
             *mixed, *gates, total_HT, unit_HT, w_THK, u_THV, *ends, tokens, batch,
             COLUMNS=few, ROWS=padded, **options,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from tidemill.kernels.mamba2.heads import Heads
-from tidemill.kernels.recurrence import CHUNK, SHORT, between, chunk_at, cut, silu, softplus
+from tidemill.kernels.recurrence import CHUNK, SHORT, between, chunk_at, cut, rows_at_once, silu, softplus
 from tidemill.kernels.rows import Rows
 
 COLUMNS = 32  # of a state, kept in registers by one program; those of a head's programs share nothing
@@ -208,7 +208,7 @@ def mamba2(
         advance[(parts, every, batch)](*inputs, *state, before, *ids, COLUMNS=few, **options)
         answer[(triton.cdiv(value_dim, many), chunks, every)](
             *inputs, *gate, before, y_TGRV, rows.cu_B1, rows.writes_BK, batch,
-            COLUMNS=many, ROWS=triton.next_power_of_2(batch), **options,
+            COLUMNS=many, ROWS=rows_at_once(batch), **options,
         )  # fmt: skip
     recur[(parts, every, batch)](*inputs, *gate, *state, y_TGRV, *ids, int(alone), COLUMNS=few, **sizes)
     return y_TGRV

@@ -78,8 +78,10 @@ def page_copy(planes: Sequence[Plane], page_N: Tensor, slot_T: Tensor, direction
             row[field] //= word_bytes
     words = triton.next_power_of_2(max(row[8] for row in table))
     tile_tokens = max(1, min(triton.next_power_of_2(page_tokens), TILE_WORDS // words))
+    # Pinned, so that the host does not wait for the device to take it.
+    host = torch.tensor(table, dtype=torch.int64, pin_memory=page_N.is_cuda)
     copy_tile[(triton.cdiv(len(slot_T), tile_tokens), heads, len(planes))](
-        torch.tensor(table, dtype=torch.int64, device=page_N.device),
+        host.to(page_N.device, non_blocking=True),
         page_N,
         slot_T,
         len(slot_T),

@@ -57,6 +57,7 @@ def settings(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> EngineSe
         store_url="memory:?size=0",
         cache_folder=tmp_path_factory.getbasetemp() / "kernels",
         page_tokens=PAGE_TOKENS,
+        kv_dtype="float32",
         backing="fixed",
         rows_max=12,
         step_tokens_max=128,

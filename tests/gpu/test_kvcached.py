@@ -115,6 +115,9 @@ def test_map_and_unmap_wait_for_the_step_and_not_for_the_device(backing: Kvcache
     backing.map(0, 2 * EXTENT_BYTES)
     step_stream, other_stream = torch.cuda.Stream(), torch.cuda.Stream()
     result = torch.zeros(1, dtype=torch.int64, device="cuda:0")
+    # A kernel is loaded when it is launched first, which may wait for what runs.
+    torch.cuda._sleep(1)
+    torch.sum(extent(backing, 0).fill_(1), dim=0, keepdim=True, out=result)
     torch.cuda.synchronize()
     with torch.cuda.stream(other_stream):
         torch.cuda._sleep(OTHER_CYCLES)

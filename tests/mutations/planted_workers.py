@@ -3,6 +3,7 @@
 from tests.mutations.planted import ENGINE, LAYOUT, PLAN, RUNNER, SAMPLING, SIM, STORE, UNIT, Planted
 
 BUDGET = f"{UNIT}/workers/test_budget.py"
+LAUNCHES = f"{UNIT}/workers/test_launches.py"
 LINE = f"{UNIT}/workers/test_line.py"
 MAKERS = f"{UNIT}/workers/test_makers.py {UNIT}/workers/test_shared_prompts.py"
 STRATEGIES = f"{UNIT}/workers/test_strategies.py"
@@ -21,6 +22,41 @@ WORKERS = (
         "        whole[rows:] = empty\n",
         "",
         f"{UNIT}/workers/test_graphs.py",
+    ),
+    Planted(
+        "a device compiles for guesses when the first come",
+        "workers/graphs.py",
+        "kept = [1 << power for power in range(drafts_max.bit_length() + 1)]",
+        "kept = [1]",
+        LAUNCHES,
+    ),
+    Planted(
+        "a device compiles for steps of one token each when the first comes",
+        "workers/graphs.py",
+        "found = dict.fromkeys([*one_each, *many_each,",
+        "found = dict.fromkeys([*many_each,",
+        LAUNCHES,
+    ),
+    Planted(
+        "a device compiles for each number of guesses",
+        "workers/tensors.py",
+        "width = 1 << (states - 1).bit_length()",
+        "width = states",
+        f"{UNIT}/workers/test_runner.py",
+    ),
+    Planted(
+        "the copy engine gets a stride of nothing",
+        "kernels/attention/cuda.py",
+        "        if shape[at] == 1:\n",
+        "        if False:\n",
+        LAUNCHES,
+    ),
+    Planted(
+        "a step of experts reads how many tokens an expert has",
+        "kernels/moe/cuda.py",
+        "    by_pair = pairs <= pairs // m + experts\n",
+        "    by_pair = pairs <= pairs // m + experts\n    int(chosen_TK.max())\n",
+        LAUNCHES,
     ),
     Planted(
         "an aborted sequence goes on",

@@ -201,6 +201,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "mamba2, mixed, dims 256 and 80": scan([1, 12, 2000], 1, 1, 3, (256, 80)),
     "page_copy": copy_pages,
     "moe of 64 tokens": run_experts(64),
+    "moe of 512 tokens": run_experts(512),
     "moe of 2048 tokens": run_experts(2048),
     "moe of 3072 tokens": run_experts(3072),
     "moe with biases": run_biased_experts,

@@ -17,7 +17,7 @@ from tests.unit.workers.padded import CPU, ROWS_MAX, TABLE_WIDTH, Bed, again, ch
 from tidemill.kernels.dispatch import REFERENCE, operators
 from tidemill.workers import build
 from tidemill.workers.build import Memory
-from tidemill.workers.graphs import Graphs, Replay, buckets, pad, padding, shapes
+from tidemill.workers.graphs import CHUNK, Graphs, Replay, buckets, pad, padding, shapes
 from tidemill.workers.inputs import ALIGNED_BYTES, Inputs, one_run
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.bundled import bundled
@@ -104,19 +104,23 @@ def test_other_steps_run_without_graphs() -> None:
 
 
 @PROPERTY
-@given(rows_max=st.integers(1, 300), tokens_max=st.integers(2, 9000))
-def test_warming_up_stays_within_the_largest_step_and_reaches_it(rows_max: int, tokens_max: int) -> None:
-    made = shapes(rows_max, tokens_max)
-    assert all(rows <= rows_max and rows - 1 + first <= tokens_max for rows, first in made)
-    assert (1, tokens_max) in made
-    assert len(made) < 30
+@given(rows_max=st.integers(1, 1100), tokens_max=st.integers(2, 9000), drafts_max=st.integers(0, 8))
+def test_warming_up_stays_within_the_largest_step_and_reaches_it(
+    rows_max: int, tokens_max: int, drafts_max: int
+) -> None:
+    made = shapes(rows_max, tokens_max, drafts_max)
+    assert all(rows <= rows_max and rows - 1 + first <= tokens_max for rows, first, _ in made)
+    assert (1, tokens_max, 1) in made
+    assert (rows_max, 1, 1) in made or rows_max > tokens_max
+    assert max(states for _, _, states in made) > drafts_max or tokens_max < CHUNK
+    assert len(made) < 40
 
 
 def test_warming_up_touches_no_memory(folder: Path) -> None:
     bed = Bed(folder, REFERENCE, (5, 20))
     before = bed.memory()
     runner = TorchRunner(bed.model, bed.caches, 16, threads=1)
-    runner.warm_up(rows_max=3, tokens_max=70)
+    runner.warm_up(rows_max=3, tokens_max=70, table_width=2, drafts_max=2)
     runner.close()
     assert all(torch.equal(bits, old) for bits, old in zip(bed.memory(), before, strict=True))
 
