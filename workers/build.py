@@ -191,7 +191,7 @@ def operators_of(settings: EngineSettings) -> Operators:
 def namespace_of(settings: EngineSettings, layers: Sequence[LayerSpec], shards: Shards) -> str:
     """What the bytes of the store's objects mean, tokens aside; `layers` are those of the whole model. Raises
     StoreError."""
-    layout = layout_of(layers, settings.page_tokens, settings.kv_dtype)
+    layout = layout_of(layers, settings.page_tokens, settings.page_dtype)
     return shards.describe(layout) + sealing_of(settings).describe()
 
 
@@ -246,11 +246,13 @@ def open_runner(
     runner = TorchRunner(*running, arena.device, guesser)
     if not settings.on_cuda or settings.variant != "triton":
         return runner
+    table_width = -(-memory.max_model_len // layout.page_tokens)
     with granted(arena.device, "the largest step: lower --memory or --max-num-batched-tokens"):
-        runner.warm_up(settings.rows_max, limits_of(settings, memory).budget.tokens_max)
+        tokens_max = limits_of(settings, memory).budget.tokens_max
+        runner.warm_up(settings.rows_max, tokens_max, table_width, settings.drafts_max)
     if not settings.enforce_eager:
         with granted(arena.device, "CUDA graphs: lower --memory or --max-num-seqs, or pass --enforce-eager"):
-            runner.use_graphs(settings.rows_max, -(-memory.max_model_len // layout.page_tokens))
+            runner.use_graphs(settings.rows_max, table_width)
     return runner
 
 
@@ -301,7 +303,7 @@ def memory_of(settings: EngineSettings, layers: Sequence[LayerSpec], max_length:
     ranks = settings.tensor_parallel_size
     granules = {"granule_bytes": Kvcached.granule_bytes} if settings.backing_kind == "kvcached" else {}
     try:
-        layout = layout_of(layers, settings.page_tokens, settings.kv_dtype, **granules)
+        layout = layout_of(layers, settings.page_tokens, settings.page_dtype, **granules)
     except ValueError as error:
         raise ModelError(f"{settings.model_folder}: {error}") from error
     num_extents = settings.memory_bytes // (layout.extent_bytes * ranks)

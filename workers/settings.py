@@ -35,7 +35,7 @@ class EngineSettings:
     store_url: str
     store_secret_file: Path | None = None  # seals what is stored: all workers of a store have the same one
     page_tokens: int = 64
-    kv_dtype: KvDtype = "float32"
+    kv_dtype: KvDtype | None = None  # of pages; None: float32, on CUDA bfloat16
     device: str = "cpu"  # or cuda, or cuda:1
     backing: Literal["fixed", "mmap", "kvcached"] | None = None  # None: mmap, on CUDA kvcached
     memory_max_bytes: int | None = None  # address space to grow into; None: memory_bytes
@@ -65,6 +65,10 @@ class EngineSettings:
     def variant(self) -> Literal["cpu", "triton", "reference"]:
         """Of the operators."""
         return self.kernels or ("triton" if self.on_cuda else "cpu")
+
+    @property
+    def page_dtype(self) -> KvDtype:
+        return self.kv_dtype or ("bfloat16" if self.on_cuda else "float32")
 
     @property
     def backing_kind(self) -> Literal["fixed", "mmap", "kvcached"]:

@@ -140,8 +140,8 @@ class EngineConfig(Node):
 
     page_size: Count = 64
     """tokens in a page"""
-    kv_cache_dtype: KvDtype = "float32"
-    """of pages"""
+    kv_cache_dtype: KvDtype | None = None
+    """of pages (float32; bfloat16 where workers of the model have a CUDA device)"""
     max_num_seqs: Count = 64
     """rows of a step"""
     max_num_batched_tokens: Count = 512

@@ -83,6 +83,7 @@ def test_groups_of_one_role_differ_and_count_on() -> None:
     assert (fast.num_gpus, fast.num_cpus, fast.labels, fast.resources) == (1, 0, {"pool": "fast"}, {})
     assert (slow.num_gpus, slow.num_cpus, slow.labels, slow.resources) == (0, 2, {}, {"slow": 0.5})
     assert (fast.engine.device, slow.engine.device) == ("cuda", "cpu")
+    assert (fast.engine.page_dtype, slow.engine.page_dtype) == ("bfloat16", "bfloat16")
     assert (slow.engine.threads, decode.engine.threads) == (3, 1)
     assert [worker.engine.tensor_parallel_size for worker in made.workers] == [1, 1, 2, 1]
     assert {worker.engine.tensor_parallel_sizes for worker in made.workers} == {(1, 2)}

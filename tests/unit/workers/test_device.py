@@ -30,17 +30,21 @@ def settings_with(**changes: object) -> EngineSettings:
 
 
 @pytest.mark.parametrize(
-    ("changes", "variant", "backing"),
+    ("changes", "variant", "backing", "page_dtype"),
     [
-        ({}, "cpu", "mmap"),
-        ({"kernels": "reference", "backing": "fixed"}, "reference", "fixed"),
-        ({"device": "cuda"}, "triton", "kvcached"),
-        ({"device": "cuda:1", "kernels": "reference", "backing": "fixed"}, "reference", "fixed"),
+        ({}, "cpu", "mmap", "float32"),
+        ({"kernels": "reference", "backing": "fixed"}, "reference", "fixed", "float32"),
+        ({"kv_dtype": "bfloat16"}, "cpu", "mmap", "bfloat16"),
+        ({"device": "cuda"}, "triton", "kvcached", "bfloat16"),
+        ({"device": "cuda", "kv_dtype": "float32"}, "triton", "kvcached", "float32"),
+        ({"device": "cuda:1", "kernels": "reference", "backing": "fixed"}, "reference", "fixed", "bfloat16"),
     ],
 )
-def test_what_a_device_brings_along(changes: dict[str, object], variant: str, backing: str) -> None:
+def test_what_a_device_brings_along(
+    changes: dict[str, object], variant: str, backing: str, page_dtype: str
+) -> None:
     settings = settings_with(**changes)
-    assert (settings.variant, settings.backing_kind) == (variant, backing)
+    assert (settings.variant, settings.backing_kind, settings.page_dtype) == (variant, backing, page_dtype)
 
 
 @pytest.mark.parametrize(
