@@ -30,6 +30,8 @@ demo: setup
 
 # Threads of one process would wait for those of the other, and burn a core while they do.
 test triton triton-3.6: export OMP_NUM_THREADS := 1
+# Bytecode, also where the environment says not to write any: each of the hundred processes would compile all again.
+test triton triton-3.6: export PYTHONDONTWRITEBYTECODE :=
 
 # Two processes: a third makes servers wait for each other. The tests of a file share its servers, so they stay together.
 # In the order of folders: e2e, which takes longest, does not come last. The house rules are `make check`, several nodes `make nodes`.
@@ -53,8 +55,11 @@ triton-3.6: setup
 	PYTHONPATH=$(TRITON_3_6) python -m pytest -n 2 tests/unit/kernels/test_sm90.py
 
 # On a machine with a CUDA toolkit, after: uv pip install --no-build-isolation -e '.[gpu]'
+# Operators are hundreds of kernels to compile, by many processes; what looks at the memory of the device is alone.
+GPU_OPERATORS := tests/gpu/test_operators.py tests/gpu/test_page_copy.py
 gpu: setup
-	python -m pytest tests/gpu
+	python -m pytest -n 8 $(GPU_OPERATORS); operators=$$?; \
+	python -m pytest tests/gpu $(GPU_OPERATORS:%=--ignore=%) && exit $$operators
 
 check: setup
 	ruff check .

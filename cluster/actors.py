@@ -22,7 +22,6 @@ from tidemill.cluster.worker_process import Ready, State, WorkerProcess
 from tidemill.workers.messages import WorkerGone
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.tp.link import Ended
-from tidemill.workers.tp.rank import build_rank, carry_out
 
 _Answer = TypeVar("_Answer")
 
@@ -172,6 +171,8 @@ class RankActor:
     """The process of another rank of a group. It ends with its leader, and whatever breaks here ends it."""
 
     def __init__(self, leader: WorkerSettings, engine: EngineSettings, index: int, folder: str) -> None:
+        from tidemill.workers.tp.rank import build_rank, carry_out  # noqa: PLC0415 - torch
+
         start_logs(leader.telemetry, worker=leader.name)
         self._name = f"rank {index} of {leader.name}"
         meet = Path(folder)

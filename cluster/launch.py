@@ -227,7 +227,7 @@ class Cluster:
         for actor in [*self._actors.values(), *self._routers]:
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
                 RAY.kill(actor, no_restart=True)
-        # A Ray of our own ends with its places. To take one away ends its actors in their own way, with words.
+        # A Ray of our own ends with its places; taking one away has its actors leave in order, with words.
         for place in self._places.values() if self._temp_folder is None else ():
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
                 RAY.util.remove_placement_group(place)

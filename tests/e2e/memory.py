@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.server import Server
+from tests.e2e.server import NO_TLS, Server
 
 KINDS = ("pages", "states", "windows")
 MAPPED = (*(f"{kind}_{part}" for kind in KINDS for part in ("live", "cached")), "free", "empty")
@@ -15,7 +15,8 @@ MAPPED = (*(f"{kind}_{part}" for kind in KINDS for part in ("live", "cached")), 
 def memory_of(server: Server, **order: object) -> dict[str, dict[str, Any]]:
     """What `tidemill memory` shows of the workers, by name, after an order if there is one."""
     url = f"{server.url}/cluster/memory"
-    answer = httpx.post(url, json=order, timeout=300) if order else httpx.get(url, timeout=300)
+    with httpx.Client(timeout=300, verify=NO_TLS) as client:
+        answer = client.post(url, json=order) if order else client.get(url)
     assert answer.status_code == httpx.codes.OK, answer.text
     return {row["name"]: row for row in answer.json()["workers"]}
 

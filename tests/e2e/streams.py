@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 
+from tests.e2e.server import NO_TLS
+
 
 @dataclass
 class Stream:
@@ -83,4 +85,5 @@ def run_while(url: str, bodies: list[dict[str, Any]], break_it: Callable[[], Non
 
 
 def client_of(url: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=None))
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=url, timeout=300, limits=limits, verify=NO_TLS)

@@ -199,7 +199,7 @@ def test_the_broker_moves_memory_between_long_prompts_long_generations_and_model
                 rows = (await client.get("/cluster/memory")).json()["workers"]
                 sample = {row["name"]: row for row in rows if row["name"] in (PREFILL, DECODE)}
                 samples.setdefault(phase, []).append(sample)
-                await asyncio.wait({running}, timeout=0.05)
+                await asyncio.wait({running}, timeout=0.1)
         return outcomes(running.result())
 
     def budgets(phase: str, *names: str) -> list[int]:

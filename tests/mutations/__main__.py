@@ -19,7 +19,7 @@ from tests.mutations.planted import Planted
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("cluster", "workers", "kvstore", "kernels", "src", "tests", "benchmarks", "deploy")
-SIM_RUNS = 60
+SIM_RUNS = 100
 HANG_S = 300.0
 """A bug may be an endless loop: that is noticed, too."""
 

@@ -14,6 +14,7 @@ from tidemill.workers.tp.processes import start_ranks
 
 LANDING_S_MAX = 60
 LOOK_S = 0.001
+"""Between looks the loop sleeps: while it is busy, each operator of a step waits for Python's lock."""
 
 
 @asynccontextmanager
@@ -52,4 +53,4 @@ async def generated(built: Built, num_tokens: int) -> None:
     while True:
         if built.engine.load().counters.get("generated_tokens", 0) >= num_tokens:
             return
-        await asyncio.sleep(0)
+        await asyncio.sleep(LOOK_S)

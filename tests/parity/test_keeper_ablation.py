@@ -22,7 +22,7 @@ def the_bundled_model() -> Iterator[Loaded]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(("context_tokens", "count"), [(512, 120), (2000, 96)])
+@pytest.mark.parametrize(("context_tokens", "count"), [(512, 60), (2000, 48)])
 def test_what_is_lost_with_each_part_of_the_cache(loaded: Loaded, context_tokens: int, count: int) -> None:
     asked = questions(count, context_tokens, seed=7, per_notebook=12)
     matches = exact_matches(*loaded, asked, ABLATIONS)

@@ -66,12 +66,23 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
 
 
 @dataclass(frozen=True)
+class Cold:
+    """Each prompt alone, with a salt of its own, and the whole of it in one step where the grid allows."""
+
+    first: list[list[int]]
+    second: list[list[int]]
+    logits: Logits
+
+
+@dataclass(frozen=True)
 class Bed:
-    """Settings with memory for `EXTENTS`, and what was drawn since the last look."""
+    """Settings with memory for `EXTENTS`, what was drawn since the last look, and what is known of the cold
+    path of this model."""
 
     settings: EngineSettings
     layout: Layout
     logits: Logits
+    colds: dict[str, Cold]
 
     @property
     def extent_bytes(self) -> int:
@@ -82,8 +93,15 @@ class Bed:
         return (-(-num_pages // self.layout.pages_per_extent) + 5) * self.extent_bytes
 
 
+@pytest.fixture(scope="module")
+def colds(folder: Path) -> dict[str, Cold]:
+    """Of this folder, by what was asked."""
+    del folder
+    return {}
+
+
 @pytest.fixture
-def bed(folder: Path, kernel_cache: Path, logits: Logits) -> Callable[[KvDtype], Bed]:
+def bed(folder: Path, kernel_cache: Path, logits: Logits, colds: dict[str, Cold]) -> Callable[[KvDtype], Bed]:
     def make(kv_dtype: KvDtype) -> Bed:
         layers, _ = describe(folder)
         layout = layout_of(layers, P, kv_dtype, extent_bytes_min=1, granule_bytes=1)
@@ -97,7 +115,7 @@ def bed(folder: Path, kernel_cache: Path, logits: Logits) -> Callable[[KvDtype],
             backing="fixed",
             max_model_len=LONGEST,
         )
-        return Bed(settings, layout, logits)
+        return Bed(settings, layout, logits, colds)
 
     return make
 
@@ -138,25 +156,18 @@ def next_turns(requests: list[Request], answers: list[list[int]]) -> list[Reques
     ]
 
 
-@dataclass(frozen=True)
-class Cold:
-    """Each prompt alone, with a salt of its own, and the whole of it in one step where the grid allows."""
-
-    first: list[list[int]]
-    second: list[list[int]]
-    logits: Logits
-
-
 async def cold_of(bed: Bed, requests: list[Request]) -> Cold:
     async def alone(built: Built, requests: list[Request]) -> list[list[int]]:
         return [(await answer(built, replace(one, salt=f"{one.sampling.seed}")))[0] for one in requests]
 
-    async with serving(bed.settings, step_tokens_max=4096) as built:
-        first = await alone(built, requests)
-        second = await alone(built, next_turns(requests, first))
-    cold = Cold(first, second, dict(bed.logits))
-    bed.logits.clear()
-    return cold
+    asked = f"{bed.settings.kv_dtype} {requests}"
+    if asked not in bed.colds:
+        async with serving(bed.settings, step_tokens_max=4096) as built:
+            first = await alone(built, requests)
+            second = await alone(built, next_turns(requests, first))
+        bed.colds[asked] = Cold(first, second, dict(bed.logits))
+        bed.logits.clear()
+    return bed.colds[asked]
 
 
 def compare(bed: Bed, cold: Cold, kl_max: float) -> None:

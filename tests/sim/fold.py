@@ -115,7 +115,7 @@ class FoldRunner:
             return Drawn(scores=scores)
         for count in range(known, len(row.tokens) + 1):
             position = row.start + count
-            kv = b"".join(bytes(self._kv(row.pages, at)) for at in range(position))
+            kv = self._kv_before(row.pages, position)
             after = states[count - 1] if self._layout.has_states else EMPTY
             drawn.append(_draw(after, kv, row.draws.sampling.seed, position, self._vocabulary))
             if count == len(row.tokens) or drawn[-1] != row.tokens[count]:
@@ -130,7 +130,7 @@ class FoldRunner:
             yield (drawn[-1] + position) % self._vocabulary
 
     def _scores(self, row: Row, scores: Scores, states: Sequence[bytes]) -> Iterator[TokenLogprob]:
-        kv = b"".join(bytes(self._kv(row.pages, at)) for at in range(row.end))
+        kv = self._kv_before(row.pages, row.end)
         for place, target in enumerate(scores.targets, scores.offset):
             after = states[place] if self._layout.has_states else EMPTY
             yield _score(after, kv[: (row.start + place + 1) * KV_BYTES], target, scores.alternatives)
@@ -148,6 +148,15 @@ class FoldRunner:
         size = self._layout.page_tokens
         start = self._layout.page_offset(pages[position // size]) + position % size * KV_BYTES
         return self._memory[start : start + KV_BYTES]
+
+    def _kv_before(self, pages: Sequence[PageId], end: int) -> bytes:
+        """Of the tokens in [0, end): those of a page lie side by side."""
+        size = self._layout.page_tokens
+        starts = (self._layout.page_offset(page) for page in pages[: -(-end // size)])
+        sizes = (KV_BYTES * min(size, end - first) for first in range(0, end, size))
+        return b"".join(
+            self._memory[at : at + num_bytes] for at, num_bytes in zip(starts, sizes, strict=True)
+        )
 
     def _view(self, windows: Sequence[WindowId], position: int) -> memoryview:
         size = self._layout.page_tokens

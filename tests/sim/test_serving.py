@@ -21,7 +21,7 @@ from tidemill.workers.messages import Poisonous, Request, RequestError, Unserved
 from tidemill.workers.restore import PREEMPTIONS_MAX
 
 FIRST = int(os.environ.get("SIM_SEED", "0"))
-SEEDS = range(FIRST, FIRST + int(os.environ.get("SIM_RUNS", "200")))
+SEEDS = range(FIRST, FIRST + int(os.environ.get("SIM_RUNS", "100")))
 VIRTUAL_S_MAX = 36_000.0
 LATEST_S = 10.0
 """A fetch that nobody waits for any more holds its memory until it has ended, by then."""

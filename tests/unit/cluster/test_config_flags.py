@@ -55,11 +55,9 @@ def test_flags_have_the_last_word_and_leave_the_rest(tree: Tree, options: dict[s
     merged, flags = overridden(tree, None, chosen)
     assert yaml.safe_dump(tree) == before, "the file's tree is not written to"
     was, now = Config.model_validate(tree), Config.model_validate(merged)
+    leaves = _leaves(was.model_dump())
     for path, value in _leaves(now.model_dump()).items():
-        if path in flags:
-            assert value == VALUES[flags[path]]
-        else:
-            assert value == _leaves(was.model_dump())[path]
+        assert value == (VALUES[flags[path]] if path in flags else leaves[path])
     for one in chosen:
         count = {"model": len(now.models), "engine": len(now.models)}
         count["group"] = sum(len(model.groups) for model in now.models)

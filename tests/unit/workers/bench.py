@@ -95,25 +95,24 @@ class Watched:
             self.in_flight.pop(0)
 
     def _check_writes(self) -> None:
-        touches: dict[PageId, set[str]] = {}
-        holds: dict[StateId, set[str]] = {}
-        views: dict[WindowId, set[str]] = {}
-        rows = [row for step in self.in_flight for row in step]
-        for row in rows:
-            for page in row.pages:
-                touches.setdefault(page, set()).add(row.sequence_id)
-            for window in row.windows[row.start // self._page_tokens :]:
-                views.setdefault(window, set()).add(row.sequence_id)
-            for slot in (*row.writes, *([] if row.read is None else [row.read])):
-                holds.setdefault(slot, set()).add(row.sequence_id)
         size = self._page_tokens
+        pages: dict[PageId, str] = {}  # by what is written, who writes it
+        windows: dict[WindowId, str] = {}
+        slots: dict[StateId, str] = {}
+        rows = [row for step in self.in_flight for row in step]
         for row in rows:
             written = row.pages[row.start // size : -(-row.end // size)]
             assert len(written) * size >= row.end - row.start, "tokens without a page"
             assert len(set(row.writes)) == len(row.writes)
-            assert all(touches[page] == {row.sequence_id} for page in written), "a page of somebody else"
-            assert all(views[window] == {row.sequence_id} for window in row.windows[row.start // size :])
-            assert all(holds[slot] == {row.sequence_id} for slot in row.writes), "a slot of somebody else"
+            pages |= dict.fromkeys(written, row.sequence_id)
+            windows |= dict.fromkeys(row.windows[row.start // size :], row.sequence_id)
+            slots |= dict.fromkeys(row.writes, row.sequence_id)
+        for row in rows:
+            holds = (*row.writes, *([] if row.read is None else [row.read]))
+            mine = {row.sequence_id}
+            assert {pages[page] for page in pages.keys() & row.pages} <= mine, "a page of somebody else"
+            assert {windows[one] for one in windows.keys() & row.windows[row.start // size :]} <= mine
+            assert {slots[slot] for slot in slots.keys() & holds} <= mine, "a slot of somebody else"
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,15 @@ from tidemill.workers.settings import CheckpointStrategy
 layouts = pytest.mark.parametrize(
     "layout", [HYBRID, ATTENTION_ONLY, TIGHT], ids=["hybrid", "attention", "tight"]
 )
+STRATEGIES: tuple[CheckpointStrategy, ...] = ("none", "double", "lazy")
+strategies = pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [
+        *(pytest.param(HYBRID, name, id=f"{name}-hybrid") for name in STRATEGIES),
+        *(pytest.param(TIGHT, name, id=f"{name}-tight") for name in STRATEGIES),
+        pytest.param(ATTENTION_ONLY, "lazy", id="attention"),  # without states there is nothing to checkpoint
+    ],
+)
 
 
 def work_of(requests: list[Request]) -> int:
@@ -44,8 +53,7 @@ def requests_of(count: int, num_tokens: int, max_new_tokens: int) -> list[Reques
     ]
 
 
-@layouts
-@pytest.mark.parametrize("strategy", ["none", "double", "lazy"])
+@strategies
 def test_an_overload_that_lasts(layout: Layout, strategy: CheckpointStrategy) -> None:
     """More than ten times the memory at once, for minutes. Nobody is preempted more often than promised. Who
     is preempted resumes at its last checkpoint, so little is computed twice. The loop stands still only while
@@ -96,8 +104,7 @@ def test_a_budget_for_one_request_serves_one_after_the_other(layout: Layout, see
     run(main(), seed)
 
 
-@layouts
-@pytest.mark.parametrize("strategy", ["none", "double", "lazy"])
+@strategies
 def test_down_to_the_floor_while_eight_run_and_up_again(layout: Layout, strategy: CheckpointStrategy) -> None:
     """The youngest lose their memory first, and all resume exactly."""
     floor = extents_for(layout, 63)

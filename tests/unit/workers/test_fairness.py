@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from random import Random
 from statistics import mean
@@ -37,6 +38,11 @@ NOISES = [(1.0,), (0.8, 0.9, 1.0, 1.1, 1.2), (1.0, 1.0, 1.0, 1.0, 1.0, 5.0)]
 overlaps = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
 
 
+@cache
+def luck(position: int) -> float:
+    return Random(position).random()
+
+
 @dataclass(kw_only=True)
 class Machine:
     """Draws tokens that depend on their position only, and repeat themselves `right` of the time."""
@@ -55,7 +61,7 @@ class Machine:
         return self._order.add(lambda: self._run(step))
 
     def truth(self, position: int) -> int:
-        odd = Random(position).random() >= self.right
+        odd = luck(position) >= self.right
         return 100 + position % 7 if odd else position % 2
 
     async def _run(self, step: Step) -> list[Drawn]:
@@ -149,7 +155,8 @@ async def flooded(one: Bench, num_streams: int, num_prompts: int = FLOOD) -> tup
 @pytest.mark.parametrize(
     ("num_streams", "token_s", "noise"),
     [
-        *product([1, 8, 32], [0.001], NOISES),
+        *product([1, 8], [0.001], NOISES),
+        (32, 0.001, NOISES[2]),
         *product([1, 24], [0.0001], [NOISES[0], NOISES[2]]),
         (24, 0.01, NOISES[2]),
     ],

@@ -1,9 +1,13 @@
-"""A real server with gRPC beside HTTP, and certificates between its processes: equal tokens, no strangers."""
+"""One real server with every edge: a trace over three processes, a line of JSON for each request, no text
+in it; gRPC beside HTTP with equal tokens, certificates between its processes, no strangers.
+"""
 
 import asyncio
+import json
 import re
 import socket
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,8 @@ import trustme
 from grpc_health.v1 import health_pb2
 
 from tests import grpc_loop
-from tests.e2e.server import EVENTUALLY_S_MAX, Server, eventually, listening_of
+from tests.e2e.collector import Collector, Span, collecting
+from tests.e2e.server import EVENTUALLY_S_MAX, NO_TLS, Server, eventually, listening_of
 from tests.unit.cluster.test_mutual_tls import issue
 from tidemill.cluster.channels import open_channel
 from tidemill.cluster.codec import Hello, encode_client_frame
@@ -24,34 +29,139 @@ from tidemill.cluster.proto import generation_pb2 as pb
 from tidemill.workers.messages import WorkerId
 
 STORY = "The keeper of the lighthouse said that " * 8
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+CLIENTS_SPAN = "b7ad6b7169203331"
+PROMPT = "The zebra crosses at midnight. " * 40
 
 
 class Edge:
-    """A server, the address of its gRPC, and what its processes show each other."""
+    """A server, the address of its gRPC, what its processes show each other, and who gets their traces."""
 
-    def __init__(self, server: Server, log_file: Path, grpc_address: str, tls: MutualTls) -> None:
+    def __init__(self, server: Server, log_file: Path, tls: MutualTls, collector: Collector) -> None:
+        found = re.search(r'gRPC on ([^\s"]+)', log_file.read_text())
+        assert found is not None
         self.server = server
         self.log_file = log_file
-        self.grpc_address = grpc_address
+        self.grpc_address = found[1]
         self.tls = tls
+        self.collector = collector
 
 
 @pytest.fixture(scope="module")
-def edge(tmp_path_factory: pytest.TempPathFactory) -> Generator[Edge]:
-    folder = tmp_path_factory.mktemp("grpc")
+def edge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
+    folder = tmp_path_factory.mktemp("edge")
     tls = issue(folder / "tls", trustme.CA())
     log_file = folder / "log"
-    arguments = ["keeper", "--port", "0", "--grpc-port", "0", "--memory", "64MiB", "--log-level", "debug"]
+    arguments = ["keeper", "--port", "0", "--grpc-port", "0", "--memory", "64MiB", "--page-size", "16"]
     arguments += ["--cluster-ssl-certfile", str(tls.certificate), "--cluster-ssl-keyfile", str(tls.key)]
     arguments += ["--cluster-ssl-ca-certs", str(tls.ca)]
-    server = Server(arguments, log_file)
-    try:
-        found = re.search(r"gRPC on (\S+)", log_file.read_text())
-        assert found is not None
-        yield Edge(server, log_file, found[1], tls)
-        assert server.stop() == 0
-    finally:
-        server.kill_everything()
+    arguments += ["--log-level", "debug", "--log-json", "--metrics-alias", "vllm"]
+    with collecting() as collector:
+        server = Server([*arguments, "--otlp-traces-endpoint", collector.url], log_file)
+        try:
+            yield Edge(server, log_file, tls, collector)
+            assert server.stop() == 0
+        finally:
+            server.kill_everything()
+
+
+def ask(edge: Edge, trace: str, sampled: str = "01", **body: object) -> dict[str, Any]:
+    reply = httpx.post(
+        f"{edge.server.url}/v1/completions",
+        json={"model": "keeper", "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, **body},
+        headers={"traceparent": f"00-{trace}-{CLIENTS_SPAN}-{sampled}", "x-request-id": f"mine-{trace[:4]}"},
+        timeout=300,
+    )
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def spans_of(
+    edge: Edge, trace: str, last: frozenset[str] = frozenset(("request text", "stream"))
+) -> dict[tuple[str, str], Span]:
+    """By process and name, once the `last` ones are there."""
+
+    def all_there() -> bool:
+        return last <= {one.name for one in edge.collector.of(trace)}
+
+    eventually(all_there)
+    found = edge.collector.of(trace)
+    assert max(Counter((one.process, one.name) for one in found).values()) == 1
+    return {(one.process, one.name): one for one in found}
+
+
+def test_a_request_is_one_trace_over_three_processes(edge: Edge) -> None:
+    usage = ask(edge, TRACE)["usage"]
+    spans = spans_of(edge, TRACE, frozenset(("request text", "generate", "produce", "stream", "publish")))
+    assert {process for process, _ in spans} == {"frontend", "prefill-0", "decode-0"}
+    root = spans["frontend", "request text"]
+    assert root.parent == CLIENTS_SPAN
+    for name in ("route", "prefill", "decode"):
+        assert spans["frontend", name].parent == root.span
+    produce, generate = spans["prefill-0", "produce"], spans["decode-0", "generate"]
+    assert produce.parent == spans["frontend", "prefill"].span
+    assert generate.parent == spans["frontend", "decode"].span
+    for name in ("compute", "publish"):
+        assert spans["prefill-0", name].parent == produce.span
+    for name in ("tail", "stream"):
+        assert spans["decode-0", name].parent == generate.span
+    order = [
+        spans[one].start_ns
+        for one in (("frontend", "route"), ("frontend", "prefill"), ("frontend", "decode"))
+    ]
+    assert order == sorted(order)
+    for one in spans.values():
+        assert one.start_ns <= one.end_ns
+        assert not one.failed
+    assert "first token" in spans["frontend", "decode"].events
+    assert "first token" in generate.events
+    tokens, depth = usage["prompt_tokens"], (usage["prompt_tokens"] - 1) // 16 * 16
+    assert root.attributes["gen_ai.usage.input_tokens"] == tokens
+    assert root.attributes["gen_ai.usage.output_tokens"] == 8
+    assert root.attributes["gen_ai.request.id"] == f"mine-{TRACE[:4]}"
+    assert produce.attributes["tidemill.depth_tokens"] == depth
+    assert produce.attributes["tidemill.computed_tokens"] == depth
+    assert generate.attributes["tidemill.hit_depth_tokens"] == depth
+    assert generate.attributes["tidemill.hit_pages"] == depth // 16
+    assert generate.attributes["tidemill.computed_tokens"] == tokens - depth
+    assert "zebra" not in repr(edge.collector.spans)
+
+
+def test_what_a_client_does_not_sample_is_not_sent(edge: Edge) -> None:
+    unwanted, wanted = "1" * 32, "2" * 32
+    ask(edge, unwanted, sampled="00")
+    ask(edge, wanted, prompt=PROMPT[5:])
+    spans_of(edge, wanted)
+    assert not edge.collector.of(unwanted)
+
+
+def test_every_line_is_an_object_and_each_request_has_one(edge: Edge) -> None:
+    """Before strangers come: of those gRPC itself writes lines."""
+    ask(edge, "3" * 32)
+    eventually(lambda: "mine-3333" in edge.log_file.read_text())  # it is written after the answer
+    text = edge.log_file.read_text()
+    lines = [json.loads(line) for line in text.splitlines() if "(raylet)" not in line]  # Ray's own, if at all
+    (row,) = [line for line in lines if line.get("request_id") == "mine-3333"]
+    assert row["logger"] == "tidemill.requests"
+    assert row["decode"].startswith("decode-0.")
+    assert row["completion_tokens"] == 8
+    assert row["prompt_tokens_details"]["cached_tokens"] > 0
+    assert 0 < row["ttft_s"] <= row["e2e_s"]
+    assert "zebra" not in edge.log_file.read_text()
+
+
+def test_the_alias_is_scraped(edge: Edge) -> None:
+    fetched = 'tidemill:worker_fetched_bytes_total{model_name="keeper",role="decode",worker="decode-0"}'
+    ask(edge, "4" * 32)
+
+    def scraped() -> str:
+        return httpx.get(f"{edge.server.url}/metrics", timeout=300, verify=NO_TLS).text
+
+    eventually(lambda: fetched in scraped())  # the next heartbeat tells
+    text = scraped()
+    for name in ("tidemill:", "vllm:"):
+        assert f'{name}request_success_total{{finished_reason="length",model_name="keeper"}}' in text
+        assert f'{name}request_queue_time_seconds_count{{model_name="keeper"}}' in text
 
 
 def over_http(edge: Edge, **body: object) -> dict[str, Any]:
