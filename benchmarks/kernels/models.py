@@ -159,14 +159,15 @@ def alone(model: LoadedModel, step: Step) -> float:
 
 
 def least(model: LoadedModel, step: Step, weight_bytes: int, hidden: int) -> tuple[float, float]:
-    """Bytes and FLOPs of a step: weights are read once, states read and written, keys and values read. The
-    head of these models is their embedding, which their cost leaves out."""
+    """Bytes and FLOPs of a step: weights are read once, states read and written, keys and values read. Their
+    cost has logits of every token; of a prompt only the last one needs them."""
     layout = layout_of(model.layers, PAGE_TOKENS)
     start = step.prompt + step.new // 2 if step.new else 0
     end = start + 1 if step.new else step.prompt
     kv_bytes = layout.page_bytes / PAGE_TOKENS * end
     num_bytes = weight_bytes + step.batch * (2 * layout.state_bytes + kv_bytes)
-    return num_bytes, step.batch * (model.cost.flops(start, end) + 2 * model.vocab_size * hidden)
+    unneeded = (end - start - 1) * 2 * model.vocab_size * hidden
+    return num_bytes, step.batch * (model.cost.flops(start, end) - unneeded)
 
 
 def show(rows: list[Row]) -> None:
