@@ -13,12 +13,6 @@ import triton.language as tl
 
 CHUNK = tl.constexpr(64)
 SHORT = tl.constexpr(16)  # tokens that take about as long one by one as the launches of a chunk
-ROWS_LEAST = 256
-
-
-def rows_at_once(rows: int) -> int:
-    """A power of two, at least the rows. Kernels are compiled for each: nearly always it is the same."""
-    return max(ROWS_LEAST, 1 << (rows - 1).bit_length())
 
 
 @triton.jit

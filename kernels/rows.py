@@ -4,6 +4,9 @@ from typing import Protocol
 
 import torch
 
+MANY_ROWS = 256
+"""Up to so many, a device has the same kernels for any number of rows."""
+
 
 class Rows(Protocol):
     """B rows with T tokens in all; row b is tokens `[cu[b], cu[b + 1])`, the last of its sequence so far.
@@ -30,6 +33,11 @@ class Rows(Protocol):
     def read_B(self) -> torch.Tensor: ...
     @property
     def writes_BK(self) -> torch.Tensor: ...
+
+
+def rows_at_once(rows: int) -> int:
+    """A power of two, at least the rows. Kernels are compiled for each: nearly always it is the same."""
+    return max(MANY_ROWS, 1 << (rows - 1).bit_length())
 
 
 def integers(values_N: torch.Tensor) -> list[int]:

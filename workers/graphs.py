@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from tidemill.kernels.rows import MANY_ROWS
 from tidemill.workers.inputs import Inputs, gathered, one_run
 
 FEW_ROWS = (1, 2, 4)
 BY_8_MAX = 64
 CHUNK = 64  # tokens of a prompt that run every kernel of prompts
-MANY_ROWS = 256  # up to which kernels are the same for any number
 
 Forward = Callable[[], torch.Tensor]
 Replay = Callable[[], None]

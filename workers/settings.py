@@ -1,6 +1,7 @@
 """What one engine is made of: plain data, read once, without torch."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,11 @@ DRAFTS_MAX = 16
 
 class SettingsError(TidemillError):
     """A setting has no meaning; the message names it."""
+
+
+def kv_dtype_of(devices: Iterable[str]) -> KvDtype:
+    """Of pages that workers on these devices exchange, where nobody said."""
+    return "float32" if all(device == "cpu" for device in devices) else "bfloat16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +74,7 @@ class EngineSettings:
 
     @property
     def page_dtype(self) -> KvDtype:
-        return self.kv_dtype or ("bfloat16" if self.on_cuda else "float32")
+        return self.kv_dtype or kv_dtype_of([self.device])
 
     @property
     def backing_kind(self) -> Literal["fixed", "mmap", "kvcached"]:

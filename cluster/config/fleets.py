@@ -24,12 +24,11 @@ from tidemill.cluster.settings import (
     worker_name,
 )
 from tidemill.cluster.telemetry import Telemetry
-from tidemill.kvstore.layout import KvDtype
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.workers.api.families import ChatSettings
 from tidemill.workers.messages import Role
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.settings import EngineSettings, SettingsError
+from tidemill.workers.settings import EngineSettings, SettingsError, kv_dtype_of
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -99,7 +98,7 @@ def engine_settings(
         store_secret_file=None if secret_file is None else Path(secret_file),
         cache_folder=around.cache_folder,
         page_tokens=engine.page_size,
-        kv_dtype=engine.kv_cache_dtype or _kv_dtype(model),
+        kv_dtype=engine.kv_cache_dtype or kv_dtype_of(one.device for one in model.groups),
         device=group.device,
         kernels=engine.kernels,
         backing=engine.backing,
@@ -114,11 +113,6 @@ def engine_settings(
         tensor_parallel_size=group.tensor_parallel_size,
         tensor_parallel_sizes=tuple(sorted({one.tensor_parallel_size for one in model.groups})),
     )
-
-
-def _kv_dtype(model: ModelConfig) -> KvDtype:
-    """One for all workers of the model, which exchange pages."""
-    return "bfloat16" if any(_kind(one.device) == "cuda" for one in model.groups) else "float32"
 
 
 def _memory_max_bytes(config: Config, model: ModelConfig, group: GroupConfig) -> int:
