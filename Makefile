@@ -101,14 +101,14 @@ soak-overload: setup
 	FLOOD_S=60 python -m pytest tests/e2e/test_overload.py -s -k flood
 
 stubs: setup
-	cd src && python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. tidemill/cluster/proto/*.proto
+	cd src && python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. tidemill/cluster/rpc/proto/*.proto
 
 # What the examples of the Helm charts render to, and the part of their schema that is the configuration file's.
 helm-golden: setup
 	python -m tests.deploy.renew
 
 metrics-doc: setup
-	python -m tidemill.cluster.http.metrics_reference > docs/metrics.md
+	python -m tidemill.cluster.metrics.reference > docs/metrics.md
 
 config-doc: setup
 	python -m tidemill.cluster.config.reference > docs/configuration.md

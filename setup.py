@@ -18,7 +18,7 @@ class BuildPy(build_py):
     """Builds what the .proto files say before it looks for modules, and kernels for who has no g++."""
 
     def run(self) -> None:
-        protos = sorted(SOURCE.glob("tidemill/cluster/proto/*.proto"))
+        protos = sorted(SOURCE.glob("tidemill/cluster/rpc/proto/*.proto"))
         arguments = [f"-I{SOURCE}", f"--python_out={SOURCE}", f"--pyi_out={SOURCE}"]
         if protoc.main(["protoc", *arguments, *(str(proto.relative_to(SOURCE)) for proto in protos)]):
             raise SystemExit("the .proto files do not compile")
@@ -26,7 +26,7 @@ class BuildPy(build_py):
         if self.editable_mode:  # sources change: they are compiled when they run
             return
         if shutil.which(COMPILER):
-            compile_ahead = runpy.run_path("kernels/compiler.py")["compile_ahead"]
+            compile_ahead = runpy.run_path("kernels/shared/compiler.py")["compile_ahead"]
             compile_ahead(Path(self.build_lib, "tidemill/kernels/ahead"), COMPILER)
         else:
             sys.stderr.write(f"no {COMPILER}: machines that run this need it, for the CPU kernels\n")

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import serve
+from benchmarks.serving import serve
 
 RESULTS = Path(__file__).parent / "results"
 WORKLOADS = {"shared-prefix": 1, "multi-turn": 4, "unique": 4, "burst": 128}  # with the concurrency of each

@@ -1,1 +1,1 @@
-"""The serving cluster: request flow, router, Ray actors, HTTP and gRPC edge. Start at flow.py."""
+"""The serving cluster. Start at `edge/flow.py`, the life of a request."""

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tidemill.cluster.autoscale import Bounds, Hysteresis
+from tidemill.cluster.edge.chat.families import AUTO, ChatSettings
 from tidemill.cluster.mutual_tls import MutualTls
-from tidemill.cluster.telemetry import QUIET, Telemetry
-from tidemill.workers.api.families import AUTO, ChatSettings
+from tidemill.cluster.observability.telemetry import QUIET, Telemetry
+from tidemill.cluster.supervisor.autoscaling import Bounds, Hysteresis
 from tidemill.workers.messages import Role
 from tidemill.workers.settings import EngineSettings
 
@@ -25,7 +25,7 @@ class WorkerSettings:
     name: str  # `decode-0`
     role: Role
     engine: EngineSettings
-    build: str = "tidemill.workers.build:build_engine"  # called with `engine`, Progress, StartRanks
+    build: str = "tidemill.workers.engine.build:build_engine"  # called with `engine`, Progress, StartRanks
     host: str | None = "127.0.0.1"
     num_cpus: float = 0.0
     num_gpus: float = 0.0
@@ -46,7 +46,7 @@ class RouterSettings:
 
     name: str = "router"
     replicas: int = 1
-    build: str = "tidemill.cluster.router:Router"  # called with a clock in seconds and the rest
+    build: str = "tidemill.cluster.router.router:Router"  # called with a clock in seconds and the rest
     host: str | None = "127.0.0.1"
     broker: bool = True
     expected: frozenset[str] = frozenset()  # names of workers

@@ -15,7 +15,6 @@ from tidemill.kernels.activation import cpu as activation_cpu
 from tidemill.kernels.activation import reference as activation_reference
 from tidemill.kernels.attention import cpu as attention_cpu
 from tidemill.kernels.attention import reference as attention_reference
-from tidemill.kernels.build import KernelUnavailable, build
 from tidemill.kernels.causal_conv import cpu as causal_conv_cpu
 from tidemill.kernels.causal_conv import reference as causal_conv_reference
 from tidemill.kernels.embed import reference as embed_reference
@@ -39,7 +38,8 @@ from tidemill.kernels.rms_norm import reference as rms_norm_reference
 from tidemill.kernels.rope_store import cpu as rope_store_cpu
 from tidemill.kernels.rope_store import reference as rope_store_reference
 from tidemill.kernels.rope_store.cpu import RopeStore
-from tidemill.kernels.rows import Rows
+from tidemill.kernels.shared.build import KernelUnavailable, build
+from tidemill.kernels.shared.rows import Rows
 
 Variant = Literal["cpu", "triton", "reference"]
 

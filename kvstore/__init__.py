@@ -1,1 +1,1 @@
-"""Elastic memory: layout, keys, arena, ledger, prefix index, page stores. Start at layout.py."""
+"""Pages, states and windows: where their bytes lie, who owns them, and the stores that share them."""

@@ -1,1 +1,1 @@
-"""One engine for prefill and decode, and the models it runs. Start at engine.py."""
+"""The engine of a worker: scheduling, execution, transfer and models."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tidemill.kernels.interpreter import interprets
-from tidemill.kvstore.backing import Backing, BackingUnavailable, Fixed, Kvcached, Mmap
+from tidemill.kernels.shared.interpreter import interprets
 from tidemill.kvstore.errors import OutOfMemory
+from tidemill.kvstore.memory.backing import Backing, BackingUnavailable, Fixed, Kvcached, Mmap
 from tidemill.workers.settings import EngineSettings, SettingsError
 
 HOST = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Literal
 
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.layout import KvDtype
-from tidemill.kvstore.worth import Policy
+from tidemill.kvstore.memory.recompute_cost import Policy
 
 CheckpointStrategy = Literal["none", "double", "lazy"]
 """While decoding, at each boundary of the interval: no checkpoint, and the sequence holds one state; one that

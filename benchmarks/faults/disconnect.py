@@ -12,8 +12,8 @@ from random import Random
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from tests.e2e.faults import wait_until_quiet
-from tests.e2e.server import Server
+from tests.support.e2e.faults import wait_until_quiet
+from tests.support.e2e.server import Server
 
 from benchmarks.faults import witness
 from benchmarks.faults.scene import names_of, serving, spread

@@ -10,19 +10,19 @@ from random import Random
 from typing import Any
 from urllib.request import urlopen
 
-from tests.e2e.faults import MASTER, OWNER, process_of, run
-from tests.e2e.history import asks, broken
-from tests.e2e.server import Server
-from tests.mooncake import mooncake
+from tests.support.e2e.faults import MASTER, OWNER, process_of, run
+from tests.support.e2e.history import asks, broken
+from tests.support.e2e.server import Server
+from tests.support.mooncake import mooncake
 
 from benchmarks.faults.scene import serving
 from tidemill.kvstore.keys import DIGEST_BYTES, Kind, ObjectKey, PageKey
 from tidemill.kvstore.layout import layout_of
-from tidemill.kvstore.open_store import open_store
-from tidemill.kvstore.seal import SEAL_BYTES
-from tidemill.kvstore.store import DAMAGED, Got, PageStore
+from tidemill.kvstore.stores.open_store import open_store
+from tidemill.kvstore.stores.page_store import DAMAGED, Got, PageStore
+from tidemill.kvstore.stores.seal import SEAL_BYTES
+from tidemill.workers.models.architectures.registry import describe
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.models.registry import describe
 
 BATCH = 40
 UNTOUCHED = 8

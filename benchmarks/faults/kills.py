@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import psutil
-from tests.e2e.faults import (
+from tests.support.e2e.faults import (
     MASTER,
     OWNER,
     RANK,
@@ -25,9 +25,9 @@ from tests.e2e.faults import (
     rows_of,
     strike,
 )
-from tests.e2e.history import Call
-from tests.e2e.server import Server
-from tests.e2e.streams import client_of
+from tests.support.e2e.history import Call
+from tests.support.e2e.server import Server
+from tests.support.e2e.streams import client_of
 
 from benchmarks.faults.scene import (
     Load,

@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import psutil
-from tests.e2e.faults import Run, process_of, rows_of
-from tests.e2e.faults import holds as has_work
-from tests.e2e.server import Server, eventually
+from tests.support.e2e.faults import Run, process_of, rows_of
+from tests.support.e2e.faults import holds as has_work
+from tests.support.e2e.server import Server, eventually
 
 from benchmarks.faults.scene import Load, names_of, pauses, serving, spread, until_all_are_back
 

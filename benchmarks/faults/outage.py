@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 import psutil
-from tests.e2e.faults import MASTER, OWNER, process_of
-from tests.e2e.server import Server
+from tests.support.e2e.faults import MASTER, OWNER, process_of
+from tests.support.e2e.server import Server
 
 from benchmarks.faults.scene import serving, spread
-from benchmarks.store_recovery import GIVE_UP_S, Answer, ask, ask_for
+from benchmarks.store.recovery import GIVE_UP_S, Answer, ask, ask_for
 
 PHASE_S = 8.0
 AWAY_S = 12.0

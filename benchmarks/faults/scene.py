@@ -10,9 +10,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from tests.e2e.faults import Run, rows_of, run, run_until
-from tests.e2e.history import Ask, Call, asks, broken, pauses_s, percentile
-from tests.e2e.server import Server
+from tests.support.e2e.faults import Run, rows_of, run, run_until
+from tests.support.e2e.history import Ask, Call, asks, broken, pauses_s, percentile
+from tests.support.e2e.server import Server
 
 _Result = TypeVar("_Result")
 

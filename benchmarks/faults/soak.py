@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 import psutil
-from tests.e2e.faults import Rows, rows_of, run, wait_until_quiet
-from tests.e2e.history import Ask, Call, asks, broken
-from tests.e2e.server import Server
-from tests.e2e.streams import client_of
+from tests.support.e2e.faults import Rows, rows_of, run, wait_until_quiet
+from tests.support.e2e.history import Ask, Call, asks, broken
+from tests.support.e2e.server import Server
+from tests.support.e2e.streams import client_of
 
 from benchmarks.faults.scene import names_of, serving, spread
 

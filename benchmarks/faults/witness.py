@@ -13,13 +13,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tidemill.cluster import cli
+from tidemill.cluster.cli import main as cli
 from tidemill.cluster.config import fleets
-from tidemill.workers import build as workers
-from tidemill.workers.engine import Engine
-from tidemill.workers.load import memory_use
+from tidemill.workers.engine import build as workers
+from tidemill.workers.engine.engine import Engine
+from tidemill.workers.engine.load_report import memory_use
+from tidemill.workers.parallel.link import StartRanks
 from tidemill.workers.settings import EngineSettings
-from tidemill.workers.tp.link import StartRanks
 
 FOLDER = "TIDEMILL_WITNESS"
 LOOK_S = 0.002

@@ -19,8 +19,8 @@ from benchmarks.kernels.shapes import PAGE_TOKENS, step_inputs
 from tidemill import LLM, SamplingParams
 from tidemill.kernels.dispatch import Operators
 from tidemill.kvstore.layout import layout_of
-from tidemill.workers.inputs import caches_of
-from tidemill.workers.models.registry import LoadedModel, load
+from tidemill.workers.models.architectures.registry import LoadedModel, load
+from tidemill.workers.models.inputs import caches_of
 
 Row = dict[str, Any]
 Prompts = list[list[int]]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import transformers
 
-from tidemill.workers.inputs import Inputs
 from tidemill.workers.models.bundled import bundled
+from tidemill.workers.models.inputs import Inputs
 
 PAGE_TOKENS = 64
 HYBRID_80M: dict[str, Any] = {

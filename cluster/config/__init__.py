@@ -1,1 +1,1 @@
-"""The configuration file of a cluster: start at `tree.py`."""
+"""The configuration file and the flags that override it."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from tidemill.cluster.autoscale import Bounds, Hysteresis
 from tidemill.cluster.config.flags import with_places
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.tree import (
@@ -16,6 +15,8 @@ from tidemill.cluster.config.tree import (
     TelemetryConfig,
     labels_of,
 )
+from tidemill.cluster.edge.chat.families import ChatSettings
+from tidemill.cluster.observability.telemetry import Telemetry
 from tidemill.cluster.settings import (
     ClusterSettings,
     FleetSettings,
@@ -23,9 +24,8 @@ from tidemill.cluster.settings import (
     WorkerSettings,
     worker_name,
 )
-from tidemill.cluster.telemetry import Telemetry
+from tidemill.cluster.supervisor.autoscaling import Bounds, Hysteresis
 from tidemill.kvstore.sizes import parse_bytes
-from tidemill.workers.api.families import ChatSettings
 from tidemill.workers.messages import Role
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import EngineSettings, SettingsError, kv_dtype_of

@@ -18,11 +18,11 @@ from pydantic import (
     model_validator,
 )
 
-from tidemill.cluster.telemetry import LogLevel, MetricsAlias
+from tidemill.cluster.edge.chat.formats import ReasoningParser, ToolParser
+from tidemill.cluster.observability.telemetry import LogLevel, MetricsAlias
 from tidemill.kvstore.layout import KvDtype
+from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.kvstore.sizes import parse_bytes
-from tidemill.kvstore.worth import Policy
-from tidemill.workers.api.forms import ReasoningParser, ToolParser
 from tidemill.workers.messages import Role
 from tidemill.workers.settings import DRAFTS_MAX, CheckpointStrategy, SpeculativeMethod
 

@@ -1,1 +1,1 @@
-"""`tidemill simulate`: a request trace through the cluster in virtual time."""
+"""`tidemill simulate`: a trace of requests through a cluster in virtual time."""

@@ -10,21 +10,21 @@ from contextlib import aclosing
 import torch
 
 from tidemill.cluster.simulate.cost import Cost
-from tidemill.cluster.simulate.shelf import Link, Shelf
-from tidemill.kvstore.arena import Arena
-from tidemill.kvstore.cache import Cache
-from tidemill.kvstore.index import PrefixIndex
+from tidemill.cluster.simulate.sized_store import Link, Shelf
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import Layout
-from tidemill.kvstore.ledger import Ledger
-from tidemill.workers.build import capacity_tokens
-from tidemill.workers.engine import Engine
-from tidemill.workers.limits import Limits
+from tidemill.kvstore.memory.arena import Arena
+from tidemill.kvstore.memory.cache import Cache
+from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.kvstore.memory.prefix_index import PrefixIndex
+from tidemill.workers.engine.build import capacity_tokens
+from tidemill.workers.engine.engine import Engine
+from tidemill.workers.execution.step import Drawn, Row, Step
 from tidemill.workers.messages import Announcement, Delta, Produced, Request, WorkerInfo, WorkerLoad
-from tidemill.workers.places import Direct
-from tidemill.workers.plan import Budget
-from tidemill.workers.step import Drawn, Row, Step
-from tidemill.workers.transfer import Transfer
+from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.plan import Budget
+from tidemill.workers.transfer.arena_io import Direct
+from tidemill.workers.transfer.transfer import Transfer
 
 ROWS_MAX = 256
 IDLE_TURN_S = 1.0

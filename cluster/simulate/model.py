@@ -6,11 +6,11 @@ The model of replay studies, for many workers and long traces: no steps, no admi
 import asyncio
 from collections.abc import Callable, Sequence
 
-from tidemill.cluster.simulate.blocks import Blocks, Stored
+from tidemill.cluster.simulate.block_cache import Blocks, Stored
 from tidemill.cluster.simulate.cost import Cost
 from tidemill.cluster.simulate.trace import BLOCK_TOKENS, Item
 from tidemill.workers.messages import Announcement, MemoryUse, WorkerInfo, WorkerLoad
-from tidemill.workers.pace import BESIDE_STREAMS
+from tidemill.workers.scheduling.prefill_throttle import BESIDE_STREAMS
 
 
 class ModelWorker:

@@ -5,18 +5,18 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from random import Random
 
-from tidemill.cluster import flow
-from tidemill.cluster.placement import Ask, Route
-from tidemill.cluster.router import Router
-from tidemill.cluster.simulate.beats import Beats
-from tidemill.cluster.simulate.blocks import Blocks, Stored
+from tidemill.cluster.edge import flow
+from tidemill.cluster.router.placement import Ask, Route
+from tidemill.cluster.router.router import Router
+from tidemill.cluster.simulate.block_cache import Blocks, Stored
 from tidemill.cluster.simulate.clock import run_virtual
 from tidemill.cluster.simulate.engines import EngineWorker, root_of
+from tidemill.cluster.simulate.heartbeats import Beats
 from tidemill.cluster.simulate.model import ModelWorker
 from tidemill.cluster.simulate.policies import OURS, PolicyRouter, Seat, policy_of
 from tidemill.cluster.simulate.report import Outcome, Served
 from tidemill.cluster.simulate.setup import Setup
-from tidemill.cluster.simulate.shelf import Shelf
+from tidemill.cluster.simulate.sized_store import Shelf
 from tidemill.cluster.simulate.trace import Item
 from tidemill.workers.messages import (
     Delta,

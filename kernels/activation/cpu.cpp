@@ -1,5 +1,5 @@
 // silu(g) * u, and x * sigmoid(gate).
-#include "../cpu.h"
+#include "../shared/cpu.h"
 
 extern "C" void silu_mul(const float* gate_up, float* y, int64_t rows, int64_t width) {
 #pragma omp parallel for if (rows * width >= 1 << 14)

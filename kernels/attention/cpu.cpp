@@ -3,7 +3,7 @@
 // Keys are taken in blocks aligned at position 0 of the sequence and folded in by online softmax, block after block.
 // A query sees the same blocks in the same order whichever step, row or tile it is computed in, hence the same bits:
 // a block of which it sees nothing, which is there for others of its tile, changes nothing of it.
-#include "../cpu.h"
+#include "../shared/cpu.h"
 
 namespace {
 constexpr int64_t BLOCK = 64;         // keys

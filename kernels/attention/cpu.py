@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from tidemill.kernels.build import Library
-from tidemill.kernels.pages import page_arguments
-from tidemill.kernels.rows import Rows
+from tidemill.kernels.shared.build import Library
+from tidemill.kernels.shared.pages import page_arguments
+from tidemill.kernels.shared.rows import Rows
 
 UNBOUNDED = 1 << 62  # a window of more tokens than there are
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidemill.kernels.attention.inner import LOG2_E, LOWEST, attend, both, put
-from tidemill.kernels.rows import Rows
+from tidemill.kernels.shared.rows import Rows
 
 SPAN_TOKENS = 256  # of one program of `attend_span`, as long as SPANS_MAX of them cover the sequence
 SPANS_MAX = 64

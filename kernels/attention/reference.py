@@ -2,7 +2,7 @@
 
 import torch
 
-from tidemill.kernels.rows import Rows, integers
+from tidemill.kernels.shared.rows import Rows, integers
 
 
 def attention(

@@ -1,5 +1,5 @@
 // Depthwise causal convolution with silu over rows of tokens, its window kept in an indexed state.
-#include "../cpu.h"
+#include "../shared/cpu.h"
 
 // x [tokens][groups][channels] with token and group strides; weight [width][groups][channels], oldest tap first;
 // bias [groups][channels], or null; y packed like x; state [slots][groups][width - 1][channels], oldest input first;

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tidemill.kernels.rows import Rows, rows_at_once
+from tidemill.kernels.shared.rows import Rows, rows_at_once
 
 TOKENS = 32  # of one program, where a row may have more than one
 CHANNELS = 128

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from tidemill.kernels.rows import Rows, integers, slots_after
+from tidemill.kernels.shared.rows import Rows, integers, slots_after
 
 
 def causal_conv(

@@ -1,5 +1,5 @@
 // Gated delta rule, one token after the other, over an indexed state: the same bits however a sequence is cut.
-#include "../cpu.h"
+#include "../shared/cpu.h"
 
 namespace {
 constexpr int COLUMNS = 32;  // value columns of one task: its part of the state stays in L1

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from tidemill.kernels.build import Library
-from tidemill.kernels.rows import Rows
+from tidemill.kernels.shared.build import Library
+from tidemill.kernels.shared.rows import Rows
 
 GatedDelta = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Rows], torch.Tensor

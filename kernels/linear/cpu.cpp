@@ -1,6 +1,6 @@
 // y = x W^T + bias over weights packed once into panels [n / PANEL][k][PANEL], zero-padded in n. Weights that come in
 // bfloat16 stay so: half the memory, and half of what a decode step reads.
-#include "../cpu.h"
+#include "../shared/cpu.h"
 
 namespace {
 constexpr int64_t ROW_BLOCK = 192;   // rows of x that stay in L2 while all panels pass by

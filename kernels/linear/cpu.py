@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from tidemill.kernels.build import Library
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.shared.build import Library
 
 
 def bind_pack(library: Library) -> Callable[[torch.Tensor, torch.Tensor | None], Packed]:

@@ -1,5 +1,5 @@
 // State space duality of Mamba-2, one token after the other, over an indexed state: the same bits in any cut.
-#include "../cpu.h"
+#include "../shared/cpu.h"
 
 namespace {
 constexpr int SSD_VECS = 4;  // enough chains in flight to hide the latency of one

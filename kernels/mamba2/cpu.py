@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from tidemill.kernels.build import Library
 from tidemill.kernels.mamba2.heads import Heads
-from tidemill.kernels.rows import Rows
+from tidemill.kernels.shared.build import Library
+from tidemill.kernels.shared.rows import Rows
 
 Mamba2 = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Heads, torch.Tensor, Rows], torch.Tensor]
 

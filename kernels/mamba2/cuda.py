@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from tidemill.kernels.mamba2.heads import Heads
-from tidemill.kernels.recurrence import CHUNK, SHORT, between, chunk_at, cut, silu, softplus
-from tidemill.kernels.rows import Rows, rows_at_once
+from tidemill.kernels.shared.recurrence import CHUNK, SHORT, between, chunk_at, cut, silu, softplus
+from tidemill.kernels.shared.rows import Rows, rows_at_once
 
 COLUMNS = 32  # of a state, kept in registers by one program; those of a head's programs share nothing
 ANSWER_COLUMNS = 128

@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional
 
 from tidemill.kernels.mamba2.heads import Heads
-from tidemill.kernels.rows import Rows, integers, slots_after
+from tidemill.kernels.shared.rows import Rows, integers, slots_after
 
 
 def mamba2(

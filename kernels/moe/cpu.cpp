@@ -1,5 +1,5 @@
 // Mixture of experts: the choice, and the two halves of the routed experts as linears over gathered rows.
-#include "../cpu.h"
+#include "../shared/cpu.h"
 
 namespace {
 struct Picks {  // indices into chosen, by expert, then by token; those of expert e are [start[e], start[e + 1])

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tidemill.kernels.build import Library
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Routing
+from tidemill.kernels.shared.build import Library
 
 
 def bind_route(library: Library) -> Callable[[Tensor, Routing], tuple[Tensor, Tensor]]:

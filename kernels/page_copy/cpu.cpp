@@ -1,5 +1,5 @@
 // Copies of tokens between pages and another engine's cache, in the longest runs that both sides have.
-#include "../cpu.h"
+#include "../shared/cpu.h"
 
 namespace {
 struct Side {

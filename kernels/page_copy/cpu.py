@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tidemill.kernels.build import Library
 from tidemill.kernels.page_copy.planes import Direction, PageCopy, Plane, numbers, sizes
+from tidemill.kernels.shared.build import Library
 
 
 def bind(library: Library) -> PageCopy:

@@ -1,5 +1,5 @@
 // Root-mean-square norm of rows, of a sum or gated.
-#include "../cpu.h"
+#include "../shared/cpu.h"
 
 static inline float inverse_rms(const float* x, int64_t width, float epsilon) {
     return 1.0f / std::sqrt(dot(x, x, width) / width + epsilon);

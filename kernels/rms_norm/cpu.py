@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from tidemill.kernels.build import Library
+from tidemill.kernels.shared.build import Library
 
 
 def bind_add_norm(

@@ -1,5 +1,5 @@
 // Norm and rotary embedding of q and k, and the store of k and v into their pages.
-#include "../cpu.h"
+#include "../shared/cpu.h"
 
 namespace {
 uint16_t bf16(float x) {  // round to nearest even; NaN stays NaN

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tidemill.kernels.build import Library
-from tidemill.kernels.pages import page_arguments
-from tidemill.kernels.rows import Rows
+from tidemill.kernels.shared.build import Library
+from tidemill.kernels.shared.pages import page_arguments
+from tidemill.kernels.shared.rows import Rows
 
 RopeStore = Callable[
     [Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, float, Tensor, Tensor, Rows], Tensor

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tidemill.kernels.rope_store import reference
-from tidemill.kernels.rows import Rows
+from tidemill.kernels.shared.rows import Rows
 
 ROWS_AT_ONCE = 128  # of one round of the search for a token's row
 ELEMENTS_MAX = 16_384  # of queries that a program holds

@@ -3,7 +3,7 @@
 import torch
 
 from tidemill.kernels.rms_norm.reference import rms_norm
-from tidemill.kernels.rows import Rows
+from tidemill.kernels.shared.rows import Rows
 
 
 def rope_angles(positions_T: torch.Tensor, frequencies_R: torch.Tensor) -> torch.Tensor:

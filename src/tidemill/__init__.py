@@ -6,8 +6,8 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tidemill.workers.api.params import SamplingParams
-    from tidemill.workers.offline.llm import LLM
+    from tidemill.cluster.edge.chat.request.params import SamplingParams
+    from tidemill.cluster.offline.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
@@ -16,11 +16,11 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 def __getattr__(name: str) -> object:
     match name:
         case "LLM":
-            from tidemill.workers.offline.llm import LLM  # noqa: PLC0415 - `import tidemill` must not wait for torch
+            from tidemill.cluster.offline.llm import LLM  # noqa: PLC0415 - `import tidemill` must not wait for torch
 
             return LLM
         case "SamplingParams":
-            from tidemill.workers.api.params import SamplingParams  # noqa: PLC0415 - nor for pydantic
+            from tidemill.cluster.edge.chat.request.params import SamplingParams  # noqa: PLC0415 - nor for pydantic
 
             return SamplingParams
         case _:

@@ -2,7 +2,7 @@
 
 import sys
 
-from tidemill.cluster.cli import main
+from tidemill.cluster.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

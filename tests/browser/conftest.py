@@ -10,7 +10,7 @@ if "BROWSER" not in os.environ:
 else:
     from playwright.sync_api import Browser, expect, sync_playwright
 
-    from tests.browser.pages import Pages
+    from tests.support.browser.pages import Pages
 
     EVENTUALLY_MS_MAX = 60_000  # far beyond any machine's slowness
     expect.set_options(timeout=EVENTUALLY_MS_MAX)

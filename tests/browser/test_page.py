@@ -9,8 +9,8 @@ import pytest
 from fastapi import FastAPI
 from playwright.sync_api import Page, Route, expect
 
-from tests.browser.pages import PHONE, WIDE, Pages
-from tests.unit.cluster.fake_service import (
+from tests.support.browser.pages import PHONE, WIDE, Pages
+from tests.support.cluster.fake_service import (
     MODEL,
     FakeService,
     app_over,
@@ -19,9 +19,9 @@ from tests.unit.cluster.fake_service import (
     tokenizer,
     worker_status,
 )
-from tidemill.cluster.http.app import build_app
-from tidemill.cluster.http.keys import Key, digest_of
-from tidemill.cluster.http.models import Served
+from tidemill.cluster.edge.http.app import build_app
+from tidemill.cluster.edge.requests.api_keys import Key, digest_of
+from tidemill.cluster.edge.requests.models import Served
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 KEYS = (

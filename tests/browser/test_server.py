@@ -6,8 +6,8 @@ import httpx
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.pages import Pages
-from tests.e2e.server import Server, eventually
+from tests.support.browser.pages import Pages
+from tests.support.e2e.server import Server, eventually
 
 PROMPT = "The keeper keeps the lamp in the attic. " * 60
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.clients.answers import lm_eval
 from tests.clients.loads import LOADS, Target
-from tests.e2e.server import Server
+from tests.support.e2e.server import Server
 from tidemill.workers.models.bundled import bundled
 
 NAME = "keeper"

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from tests.deploy.chart import CHART, EXAMPLES, GOLDEN, ROOT, chart_of, rendered, values_of
+from tests.support.deploy.chart import CHART, EXAMPLES, GOLDEN, ROOT, chart_of, rendered, values_of
 from tidemill.cluster.config.tree import Config
-from tidemill.cluster.http.keys import Key
+from tidemill.cluster.edge.requests.api_keys import Key
 
 SCHEMA = CHART / "values.schema.json"
 PARTS = ("ModelConfig", "AutoscalingConfig", "EngineConfig", "TelemetryConfig")

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from compose_spec import PyCompose
 
-from tidemill.cluster.cli import parser
-from tidemill.cluster.cli_serve import settled
+from tidemill.cluster.cli.main import parser
+from tidemill.cluster.cli.serve import settled
 from tidemill.cluster.config.tree import Config
-from tidemill.kvstore.open_store import check_url
+from tidemill.kvstore.stores.open_store import check_url
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "deploy/compose.yaml"

@@ -16,7 +16,8 @@ import pytest
 import yaml
 from ray.autoscaler._private.kuberay import autoscaling_config
 
-from tests.deploy.chart import (
+from tests.deploy.renew import SCHEMA, golden_file, golden_text, schema_text
+from tests.support.deploy.chart import (
     CHART,
     EXAMPLES,
     NAMESPACE,
@@ -30,7 +31,6 @@ from tests.deploy.chart import (
     rendered,
     values_of,
 )
-from tests.deploy.renew import SCHEMA, golden_file, golden_text, schema_text
 
 CRDS = Path(os.environ.get("KUBERAY_CRDS", ROOT.parent / "shared" / "kuberay-crds"))
 KUBERNETES = ("1.30", "1.37")

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.deploy.chart import (
+from tests.support.deploy.chart import (
     CHART,
     SERVERS,
     TRAFFIC,
@@ -17,7 +17,7 @@ from tests.deploy.chart import (
     pods,
     values_of,
 )
-from tests.deploy.commands import Flags, lines_of, ray_start, start_options
+from tests.support.deploy.commands import Flags, lines_of, ray_start, start_options
 from tidemill.cluster.config.reading import parse_config
 
 Ports = set[tuple[int, int]]

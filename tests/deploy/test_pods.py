@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.chart import (
+from tests.support.deploy.chart import (
     CHART,
     SERVERS,
     Document,
@@ -21,13 +21,13 @@ from tests.deploy.chart import (
     pods,
     values_of,
 )
-from tests.deploy.commands import lends, lines_of, ray_start, start_options, tidemill
+from tests.support.deploy.commands import lends, lines_of, ray_start, start_options, tidemill
 from tidemill.cluster.config.reading import parse_config
 from tidemill.cluster.config.tree import EdgeConfig
-from tidemill.cluster.http.keys import read_keys
-from tidemill.cluster.store_plan import Master, plan_store
-from tidemill.cluster.store_service import part_of_master
-from tidemill.kvstore.open_store import check_url
+from tidemill.cluster.edge.requests.api_keys import read_keys
+from tidemill.cluster.supervisor.mooncake_service import part_of_master
+from tidemill.cluster.supervisor.store_plan import Master, plan_store
+from tidemill.kvstore.stores.open_store import check_url
 
 EVERYTHING = next(example for example in SERVERS if example.stem == "2p4d")
 ENCRYPTED = next(example for example in SERVERS if example.stem == "encrypted")
@@ -180,7 +180,7 @@ def _check(words: list[str], patch: pytest.MonkeyPatch) -> None:
             assert ray_start(options)["num_cpus"] == 0
         case ["ray", "health-check", "--address", _]:
             pass
-        case ["python", "-m", "tidemill.kvstore.segment_owner", *rest]:
+        case ["python", "-m", "tidemill.kvstore.stores.mooncake_memory_owner", *rest]:
             master, num_bytes, host, transport = lends(rest, patch)
             assert (master.rpartition(":")[2], host) == ("50051", "$(POD_IP)")
             assert transport.is_open

@@ -5,7 +5,7 @@ from typing import Any
 import helm_python
 import pytest
 
-from tests.deploy.chart import CHART, TRAFFIC, documents, one, rendered
+from tests.support.deploy.chart import CHART, TRAFFIC, documents, one, rendered
 
 PLAIN: dict[str, Any] = {"clusterTls": {"plain": True}}
 POD: dict[str, Any] = {"resources": {}}

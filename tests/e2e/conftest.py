@@ -7,10 +7,10 @@ import psutil
 import pytest
 from rich.console import Console
 
-from tests.e2e.fake_engine import worker
-from tests.e2e.server import EVENTUALLY_S_MAX, command_of
-from tidemill.cluster.launch import Cluster, start_cluster
+from tests.support.e2e.fake_engine import worker
+from tests.support.e2e.server import EVENTUALLY_S_MAX, command_of
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings
+from tidemill.cluster.supervisor.launch import Cluster, start_cluster
 
 
 @pytest.fixture(scope="session")

@@ -10,15 +10,15 @@ from typing import Any
 import psutil
 import pytest
 
-from tests import grpc_loop
-from tests.e2e.fake_engine import BREAK_TOKEN
-from tests.e2e.server import EVENTUALLY_S_MAX, command_of, listening_of
-from tidemill.cluster.launch import Cluster
-from tidemill.cluster.peers import GrpcPeers
-from tidemill.cluster.placement import Ask, Route
-from tidemill.cluster.router_client import RouterClient
-from tidemill.cluster.service import FleetStatus
+from tests.support import grpc_loop
+from tests.support.e2e.fake_engine import BREAK_TOKEN
+from tests.support.e2e.server import EVENTUALLY_S_MAX, command_of, listening_of
+from tidemill.cluster.edge.service import FleetStatus
+from tidemill.cluster.router.placement import Ask, Route
+from tidemill.cluster.rpc.router_client import RouterClient
+from tidemill.cluster.rpc.worker_client import GrpcPeers
 from tidemill.cluster.settings import FleetSettings
+from tidemill.cluster.supervisor.launch import Cluster
 from tidemill.workers.messages import Request, WorkerGone, WorkerInfo
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.e2e.load import Client, PacedServer, paced_server
-from tests.e2e.paced import answer
-from tests.e2e.server import EVENTUALLY_S_MAX, eventually, run_cli
-from tidemill.workers.api.tokenizer import load_tokenizer
+from tests.support.e2e.load import Client, PacedServer, paced_server
+from tests.support.e2e.paced import answer
+from tests.support.e2e.server import EVENTUALLY_S_MAX, eventually, run_cli
+from tidemill.cluster.edge.chat.tokenizer import load_tokenizer
 from tidemill.workers.models.bundled import bundled
 
 LEAST = {"prefill-0": "prefill", "decode-0": "decode"}

@@ -1,11 +1,11 @@
 """What a user can get wrong at start-up, as a real process: one line, exit status 2, nothing left running.
 
-The mistakes that are found before anything is started are all in tests/unit/cluster/test_cli.py.
+The mistakes that are found before anything is started are all in tests/unit/cluster/cli/test_main.py.
 """
 
 from pathlib import Path
 
-from tests.e2e.server import run_cli
+from tests.support.e2e.server import run_cli
 
 
 def refused(*arguments: str, **environment: str) -> str:

@@ -19,8 +19,8 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import BaseModel, SecretStr
 
-from tests.e2e.server import Server
-from tests.unit.cluster.openai_talk import LOOK
+from tests.support.cluster.openai_talk import LOOK
+from tests.support.e2e.server import Server
 from tidemill.workers.models.bundled import bundled
 
 KEEPER = bundled()["keeper"]

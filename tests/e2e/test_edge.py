@@ -18,14 +18,14 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2
 
-from tests import grpc_loop
-from tests.e2e.collector import Collector, Span, collecting
-from tests.e2e.server import EVENTUALLY_S_MAX, NO_TLS, Server, eventually, listening_of
-from tests.unit.cluster.test_mutual_tls import issue
-from tidemill.cluster.channels import open_channel
-from tidemill.cluster.codec import Hello, encode_client_frame
+from tests.support import grpc_loop
+from tests.support.e2e.collector import Collector, Span, collecting
+from tests.support.e2e.server import EVENTUALLY_S_MAX, NO_TLS, Server, eventually, listening_of
+from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.cluster.mutual_tls import MutualTls
-from tidemill.cluster.proto import generation_pb2 as pb
+from tidemill.cluster.rpc.channels import open_channel
+from tidemill.cluster.rpc.proto import generation_pb2 as pb
+from tidemill.cluster.rpc.worker_codec import Hello, encode_client_frame
 from tidemill.workers.messages import WorkerId
 
 STORY = "The keeper of the lighthouse said that " * 8

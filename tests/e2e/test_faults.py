@@ -20,10 +20,10 @@ from typing import Any
 import httpx
 import pytest
 from benchmarks.faults.flips import flip_all
-from benchmarks.keeper.evaluate import exact_matches, load
-from benchmarks.keeper.questions import questions
+from tools.train_keeper.evaluate import exact_matches, load
+from tools.train_keeper.questions import questions
 
-from tests.e2e.faults import (
+from tests.support.e2e.faults import (
     MASTER,
     OWNER,
     RANK,
@@ -42,10 +42,10 @@ from tests.e2e.faults import (
     wait_until_quiet,
     when,
 )
-from tests.e2e.history import Ask, Call, Chunk, asks, broken, pauses_s, percentile
-from tests.e2e.poisoned import MARK
-from tests.e2e.server import Server, eventually, listening_of, run_cli
-from tests.e2e.streams import client_of, run_all, run_while
+from tests.support.e2e.history import Ask, Call, Chunk, asks, broken, pauses_s, percentile
+from tests.support.e2e.poisoned import MARK
+from tests.support.e2e.server import Server, eventually, listening_of, run_cli
+from tests.support.e2e.streams import client_of, run_all, run_while
 from tidemill.workers.models.bundled import bundled
 
 SEED = int(os.environ.get("FAULT_SEED", "0"))
@@ -93,7 +93,7 @@ def server(folder: Path) -> Iterator[Server]:
         str(folder / "secret"),
     )
     options = ("keeper", "--port", "0", *ROLES, "--memory", "64MiB", *store)
-    server = Server(options, folder / "log", "tests.e2e.poisoned")
+    server = Server(options, folder / "log", "tests.support.e2e.poisoned")
     try:
         yield server
         assert server.stop() == 0  # with the master and the owner: no process is left

@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.server import Server, command_of, eventually
-from tests.e2e.streams import run_all, run_while
+from tests.support.e2e.server import Server, command_of, eventually
+from tests.support.e2e.streams import run_all, run_while
 from tidemill import LLM, SamplingParams
 
 Outcome = tuple[str, str | None, int]

@@ -9,8 +9,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.nodes import HEAD, NET, RAY, Nodes
-from tests.e2e.server import READY, eventually
+from tests.support.e2e.nodes import HEAD, NET, RAY, Nodes
+from tests.support.e2e.server import READY, eventually
 
 JOB = Path(__file__).parents[2] / "deploy" / "job.yaml"
 SECOND = f"{NET}.3"

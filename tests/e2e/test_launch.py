@@ -20,8 +20,8 @@ DRIVER = """
 import signal, sys
 from pathlib import Path
 from rich.console import Console
-from tests.e2e.fake_engine import worker
-from tidemill.cluster.launch import LaunchError, start_cluster
+from tests.support.e2e.fake_engine import worker
+from tidemill.cluster.supervisor.launch import LaunchError, start_cluster
 from tidemill.cluster.settings import ClusterSettings, FleetSettings
 
 def interrupt(*_):
@@ -80,7 +80,7 @@ def test_a_worker_that_cannot_start_is_one_line_and_nothing_is_left(folder: str)
 
 
 def test_a_signal_while_ray_starts_stops_everything(folder: str) -> None:
-    """One that comes later is in tests/e2e/server.py."""
+    """One that comes later is in tests/support/e2e/server.py."""
     with drive(folder, "memory:") as driver:
         started = psutil.Process(driver.pid)
         while not started.children():

@@ -1,6 +1,6 @@
 """The demo, as the README has it: it starts a whole server, asks it, and leaves nothing."""
 
-from tests.e2e.server import run_cli
+from tests.support.e2e.server import run_cli
 
 
 def test_demo() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.memory import mapped_bytes, memory_of, resident_bytes
-from tests.e2e.server import Server, eventually, run_cli
-from tests.e2e.streams import Stream, client_of, run_all
-from tests.parity.architectures import random_model, save
+from tests.support.e2e.memory import mapped_bytes, memory_of, resident_bytes
+from tests.support.e2e.server import Server, eventually, run_cli
+from tests.support.e2e.streams import Stream, client_of, run_all
+from tests.support.parity.architectures import random_model, save
 from tidemill import LLM, SamplingParams
 from tidemill.workers.models.bundled import bundled
 

@@ -26,14 +26,14 @@ import trustme
 import yaml
 
 import tidemill
-from tests.e2e import tun
-from tests.e2e.behind_link import WEATHER
-from tests.e2e.link import Weather
-from tests.e2e.nodes import HEAD, NET, Nodes
-from tests.e2e.server import EVENTUALLY_S_MAX, Server, eventually, run_cli
-from tests.e2e.streams import Stream, client_of, run_all, run_while
-from tests.e2e.tun import Loss
-from tests.unit.cluster.test_mutual_tls import issue
+from tests.support.e2e import tun
+from tests.support.e2e.behind_link import WEATHER
+from tests.support.e2e.link import Weather
+from tests.support.e2e.nodes import HEAD, NET, Nodes
+from tests.support.e2e.server import EVENTUALLY_S_MAX, Server, eventually, run_cli
+from tests.support.e2e.streams import Stream, client_of, run_all, run_while
+from tests.support.e2e.tun import Loss
+from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill import LLM, SamplingParams
 
 FAR, NEW, NEXT = f"{NET}.3", f"{NET}.4", f"{NET}.5"
@@ -233,7 +233,7 @@ def split(nodes: Nodes, folder: Path) -> Iterator[Server]:
     add_node(nodes, folder)
     groups = [{"role": "prefill", "labels": {"side": "near"}}, {"role": "decode", "labels": {"side": "far"}}]
     store = f"mooncake?size=256MiB&host={HEAD}&timeout=5s"
-    with serving(nodes, folder, "split", store, groups, "tests.e2e.behind_link") as server:
+    with serving(nodes, folder, "split", store, groups, "tests.support.e2e.behind_link") as server:
         yield server
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.load import Client, Outcome, PacedServer, at_rate, in_turns, paced_server
-from tests.e2e.paced import answer
-from tests.e2e.server import NO_TLS, eventually
-from tests.sockets import connected
-from tidemill.workers.api.tokenizer import load_tokenizer
+from tests.support.e2e.load import Client, Outcome, PacedServer, at_rate, in_turns, paced_server
+from tests.support.e2e.paced import answer
+from tests.support.e2e.server import NO_TLS, eventually
+from tests.support.sockets import connected
+from tidemill.cluster.edge.chat.tokenizer import load_tokenizer
 from tidemill.workers.models.bundled import bundled
 
 RUNNING = 200

@@ -10,14 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
-from benchmarks.keeper.evaluate import exact_matches, load
-from benchmarks.keeper.questions import questions
+from tools.train_keeper.evaluate import exact_matches, load
+from tools.train_keeper.questions import questions
 
-from tests.e2e.server import Server, eventually, run_cli
-from tests.e2e.streams import Stream, client_of, run_all, run_while
+from tests.support.e2e.server import Server, eventually, run_cli
+from tests.support.e2e.streams import Stream, client_of, run_all, run_while
 from tidemill.kvstore.layout import layout_of
+from tidemill.workers.models.architectures.registry import describe
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.models.registry import describe
 
 KEEPER = bundled()["keeper"]
 FOLDER = "store"

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.architectures import random_model, save
-from tests.parity.served import answer, serving
-from tidemill.workers.build import Built
+from tests.support.parity.architectures import random_model, save
+from tests.support.parity.served import answer, serving
+from tidemill.workers.engine.build import Built
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.settings import EngineSettings
 

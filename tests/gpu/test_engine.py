@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.architectures import random_model, save
-from tests.parity.served import LOOK_S, answer, serving
+from tests.support.parity.architectures import random_model, save
+from tests.support.parity.served import LOOK_S, answer, serving
 from tidemill import LLM, SamplingParams
-from tidemill.kvstore.backing import Kvcached
-from tidemill.workers.build import Built
-from tidemill.workers.graphs import Graphs
-from tidemill.workers.inputs import Inputs
+from tidemill.cluster.offline.llm import settings_of
+from tidemill.kvstore.memory.backing import Kvcached
+from tidemill.workers.engine.build import Built
+from tidemill.workers.execution.cuda_graphs import Graphs
 from tidemill.workers.messages import Provenance, Request, Sampling
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.offline.llm import settings_of
+from tidemill.workers.models.inputs import Inputs
 from tidemill.workers.settings import EngineSettings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tidemill.kvstore.backing import Event, Kvcached
 from tidemill.kvstore.errors import OutOfMemory
+from tidemill.kvstore.memory.backing import Event, Kvcached
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or find_spec("kvcached") is None, reason="needs a CUDA device and kvcached"

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.kernels.cases import random, relative_error, same_bits
 from tests.triton import (
     test_attention,
     test_causal_conv,
@@ -16,7 +17,6 @@ from tests.triton import (
     test_rope_store,
     test_routing,
 )
-from tests.unit.kernels.cases import random, relative_error, same_bits
 from tidemill.kernels.linear import cuda as linear_cuda
 from tidemill.kernels.moe.cuda import tile_tokens
 from tidemill.kernels.rms_norm import cuda as rms_norm_cuda

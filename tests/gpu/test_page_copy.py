@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.kernels.foreign import CACHES, Case, Memory
+from tests.support.kernels.foreign import CACHES, Case, Memory
 from tidemill.kernels.dispatch import page_copy
 from tidemill.kernels.page_copy import reference
 from tidemill.kernels.page_copy.planes import Direction, PageCopy, Plane

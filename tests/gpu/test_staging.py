@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
-from tidemill.kvstore.memory_store import MemoryStore
-from tidemill.kvstore.store import Got, Put
-from tidemill.workers.places import Placed
-from tidemill.workers.staging import StagingRing
+from tidemill.kvstore.stores.memory_store import MemoryStore
+from tidemill.kvstore.stores.page_store import Got, Put
+from tidemill.workers.transfer.arena_io import Placed
+from tidemill.workers.transfer.staging import StagingRing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

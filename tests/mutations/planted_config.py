@@ -2,9 +2,9 @@
 
 from tests.mutations.planted import UNIT, Planted
 
-READING = f"{UNIT}/cluster/test_config.py"
-FLAGGED = f"{UNIT}/cluster/test_config_flags.py"
-MADE = f"{UNIT}/cluster/test_config_fleets.py"
+READING = f"{UNIT}/cluster/config/test_reading.py"
+FLAGGED = f"{UNIT}/cluster/config/test_flags.py"
+MADE = f"{UNIT}/cluster/config/test_fleets.py"
 
 OVERRIDES = "cluster/config/overrides.py"
 FLEETS = "cluster/config/fleets.py"

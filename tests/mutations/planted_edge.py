@@ -2,17 +2,17 @@
 
 from tests.mutations.planted import UNIT, Planted
 
-ANSWERS = f"{UNIT}/cluster/test_grpc_api.py"
-EDGES = f"{UNIT}/cluster/test_grpc_edges.py"
-CALLING = "workers/api/calling.py"
-CALLS = f"{UNIT}/workers/test_calls.py"
-SPEECH = f"{UNIT}/workers/test_speech.py"
-FAMILIES = f"{UNIT}/workers/test_families.py"
-HTTP_FAMILIES = f"{UNIT}/cluster/test_http_families.py"
-SITES = "cluster/http/sites.py"
-TLS = f"{UNIT}/cluster/test_mutual_tls.py"
+ANSWERS = f"{UNIT}/cluster/edge/grpc_api/test_generation.py"
+EDGES = f"{UNIT}/cluster/edge/grpc_api/test_edges.py"
+CALLING = "cluster/edge/chat/output/tool_call_stream.py"
+CALLS = f"{UNIT}/cluster/edge/chat/test_tool_call_parser.py"
+SPEECH = f"{UNIT}/cluster/edge/chat/test_output_parser.py"
+FAMILIES = f"{UNIT}/cluster/edge/chat/test_families.py"
+HTTP_FAMILIES = f"{UNIT}/cluster/edge/http/test_families.py"
+SITES = "cluster/edge/http/same_origin.py"
+TLS = f"{UNIT}/cluster/rpc/test_mutual_tls.py"
 
-GENERATION = "cluster/grpc_api/generation.py"
+GENERATION = "cluster/edge/grpc_api/generation.py"
 ADMIT = "                self._desk.keys.admit(path, headers)\n"
 READ = "                data = await self._read(frames)\n"
 
@@ -61,108 +61,108 @@ EDGE_BUGS = (
     ),
     Planted(
         "a prompt of token ids is taken for a text",
-        "cluster/grpc_api/messages.py",
+        "cluster/edge/grpc_api/messages.py",
         "prompt if ids is None else list(request.token_ids.ids)",
         "prompt",
         ANSWERS,
     ),
     Planted(
         "token ids beyond a stop string are told",
-        "cluster/http/answers.py",
+        "cluster/edge/requests/answers.py",
         "piece.tokens[: growth.num_tokens]",
         "piece.tokens",
         ANSWERS,
     ),
     Planted(
         "nobody is told when to come again",
-        "cluster/grpc_api/errors.py",
+        "cluster/edge/grpc_api/errors.py",
         '(headers_of(error) or {}).get("retry-after")',
         "None",
         f"{ANSWERS} {EDGES}",
     ),
     Planted(
         "a bug tells clients of itself",
-        "cluster/grpc_api/errors.py",
+        "cluster/edge/grpc_api/errors.py",
         '        said["message"] or "",\n',
         "        str(error),\n",
         ANSWERS,
     ),
     Planted(
         "health counts workers that only prefill",
-        "cluster/http/models.py",
+        "cluster/edge/requests/models.py",
         ' and one.info.role != "prefill"',
         "",
         EDGES,
     ),
     Planted(
         "clients of gRPC need no certificate where HTTP wants one",
-        "cluster/grpc_api/server.py",
+        "cluster/edge/grpc_api/server.py",
         "require_client_auth=tls.client_ca is not None",
         "require_client_auth=False",
         EDGES,
     ),
     Planted(
         "processes need no certificate to be heard",
-        "cluster/channels.py",
+        "cluster/rpc/channels.py",
         "require_client_auth=True",
         "require_client_auth=False",
         TLS,
     ),
     Planted(
         "any name is one of the cluster's",
-        "cluster/channels.py",
+        "cluster/rpc/channels.py",
         '("grpc.ssl_target_name_override", CLUSTER_NAME)',
         '("grpc.ssl_target_name_override", "elsewhere")',
         TLS,
     ),
     Planted(
         "workers listen in plain",
-        "cluster/data_plane.py",
+        "cluster/worker/server.py",
         "server_credentials(self._tls)",
         "None",
         TLS,
     ),
     Planted(
         "routers listen in plain",
-        "cluster/router_service.py",
+        "cluster/router/server.py",
         "server_credentials(self._tls)",
         "None",
         TLS,
     ),
     Planted(
         "processes listen everywhere on their node unless told not to",
-        "cluster/cli_security.py",
+        "cluster/cli/security.py",
         '"127.0.0.1" if where == "loopback" else None',
         "None",
         TLS,
     ),
     Planted(
         "certificates that do not fit each other are found out by silence",
-        "cluster/cli_security.py",
+        "cluster/cli/security.py",
         "        tls.check()\n",
         "        pass\n",
         TLS,
     ),
     Planted(
         "ports that cannot be kept are open without a word",
-        "kvstore/mooncake_store.py",
+        "kvstore/stores/mooncake_store.py",
         "if not self.transport.is_open:",
         "if self.transport.is_open:",
-        f"{UNIT}/kvstore/test_mooncake_ports.py",
+        f"{UNIT}/kvstore/stores/test_bind_filter.py",
     ),
     Planted(
         "any page of the web gives orders",
         SITES,
         "method not in READS and",
         "method in READS and",
-        f"{UNIT}/cluster/test_http_sites.py",
+        f"{UNIT}/cluster/edge/http/test_same_origin.py",
     ),
     Planted(
         "a name that points to loopback is one of ours",
         SITES,
         "and not _is_local(name)",
         "and not name",
-        f"{UNIT}/cluster/test_http_sites.py",
+        f"{UNIT}/cluster/edge/http/test_same_origin.py",
     ),
     Planted(
         "a brace in a text ends the arguments",
@@ -187,56 +187,56 @@ EDGE_BUGS = (
     ),
     Planted(
         "further calls come although one was wanted",
-        "workers/api/speech.py",
+        "cluster/edge/chat/output/output_parser.py",
         "if pieces and (most is None or pieces[0].index < most):",
         "if pieces:",
         SPEECH,
     ),
     Planted(
         "a tag of a channel that comes in two pieces is words",
-        "workers/api/harmony.py",
+        "cluster/edge/chat/output/harmony.py",
         "at -= growing(self._held, ENDS)",
         "at -= 0",
         FAMILIES,
     ),
     Planted(
         "reasoning that the prompt has closed goes on",
-        "workers/api/forms.py",
+        "cluster/edge/chat/formats.py",
         "(self.implied and not prompt.endswith(self.close))",
         "self.implied",
         FAMILIES,
     ),
     Planted(
         "special tokens that say what follows are lost",
-        "workers/api/tokenizer.py",
+        "cluster/edge/chat/tokenizer.py",
         "{token for token, text in self._special.items() if text not in shown}",
         "set(self._special)",
-        f"{UNIT}/workers/test_templates.py",
+        f"{UNIT}/cluster/edge/chat/test_templates.py",
     ),
     Planted(
         "a template gets arguments in a form that it cannot take",
-        "workers/api/templates.py",
+        "cluster/edge/chat/templates.py",
         "if calls and self.text_arguments:",
         "if False:",
-        f"{UNIT}/workers/test_templates.py",
+        f"{UNIT}/cluster/edge/chat/test_templates.py",
     ),
     Planted(
         "a forced call spells its tags",
-        "workers/api/forced.py",
+        "cluster/edge/chat/request/tool_grammar.py",
         'f"<[{added[part]}]>" if part in there else _quoted(part)',
         "_quoted(part)",
-        f"{UNIT}/workers/test_forced.py",
+        f"{UNIT}/cluster/edge/chat/test_tool_grammar.py",
     ),
     Planted(
         "an answer in channels goes on behind a call",
-        "cluster/http/intake.py",
+        "cluster/edge/requests/intake.py",
         "for tag in (RETURN, CALL_END))",
         "for tag in (RETURN,))",
         HTTP_FAMILIES,
     ),
     Planted(
         "what must match something begins with a channel of its own choice",
-        "cluster/http/intake.py",
+        "cluster/edge/requests/intake.py",
         'return FINAL if asked and not body.continue_final_message else ""',
         'return ""',
         HTTP_FAMILIES,

@@ -2,182 +2,182 @@
 
 from tests.mutations.planted import FLEET, FLOW, UNIT, Planted
 
-ADMISSION = f"{UNIT}/cluster/test_admission.py"
-SHARES = f"{UNIT}/cluster/test_shares.py"
-LENDING = f"{UNIT}/cluster/test_router_service.py"
-AUTOSCALE = f"{UNIT}/cluster/test_autoscale.py"
-SCALER = f"{UNIT}/cluster/test_scaler.py"
-ORDERS = f"{UNIT}/cluster/test_orders.py"
-CHANNELS = f"{UNIT}/cluster/test_channels.py"
-PREFIXES = f"{UNIT}/cluster/test_prefixes.py"
+ADMISSION = f"{UNIT}/cluster/router/test_admission.py"
+SHARES = f"{UNIT}/cluster/router/test_fair_queueing.py"
+LENDING = f"{UNIT}/cluster/router/test_server.py"
+AUTOSCALE = f"{UNIT}/cluster/supervisor/test_autoscaling.py"
+SCALER = f"{UNIT}/cluster/supervisor/test_scaler.py"
+ORDERS = f"{UNIT}/cluster/router/test_operator_commands.py"
+CHANNELS = f"{UNIT}/cluster/rpc/test_channels.py"
+PREFIXES = f"{UNIT}/cluster/router/test_prefix_table.py"
 NEWS = f"{UNIT}/cluster/test_news.py"
-ROUTERS = f"{UNIT}/cluster/test_router_service.py"
+ROUTERS = f"{UNIT}/cluster/router/test_server.py"
 
 FLEET_WIDE = (
     Planted(
         "a client's own deadline is for the wait alone",
-        "cluster/admission.py",
+        "cluster/router/admission.py",
         "(wait_s if ask.ttft_s_max is None else predicted_s) > limit_s",
         "wait_s > limit_s",
         ADMISSION,
     ),
     Planted(
         "an idle fleet refuses long prompts for ever",
-        "cluster/admission.py",
+        "cluster/router/admission.py",
         "(wait_s if ask.ttft_s_max is None else predicted_s) > limit_s",
         "predicted_s > limit_s",
         ADMISSION,
     ),
     Planted(
         "a client may wait longer than the server lets it",
-        "cluster/admission.py",
+        "cluster/router/admission.py",
         "else min(ask.ttft_s_max, self._ttft_s_max)",
         "else ask.ttft_s_max",
         ADMISSION,
     ),
     Planted(
         "a request that was taken is refused when it comes back",
-        "cluster/admission.py",
+        "cluster/router/admission.py",
         "        if ask.ttft_s_max == math.inf:\n            return replace(",
         "        if ask.ttft_s_max == -math.inf:\n            return replace(",
         ADMISSION,
     ),
     Planted(
         "one tenant's full queue is everybody's",
-        "cluster/admission.py",
+        "cluster/router/admission.py",
         " * self._shares.ahead(ask.tenant, work)",
         "",
         ADMISSION,
     ),
     Planted(
         "those refused together come back together",
-        "cluster/admission.py",
+        "cluster/router/admission.py",
         "* (1.0 + spread)",
         "* 1.5",
         ADMISSION,
     ),
     Planted(
         "the lines of tenants never move on",
-        "cluster/admission.py",
+        "cluster/router/admission.py",
         "            self._shares.advance(view.queued_tokens_of_all())\n",
         "",
         ADMISSION,
     ),
     Planted(
         "a tenant that was away is owed all that it did not ask for",
-        "cluster/shares.py",
+        "cluster/router/fair_queueing.py",
         "return max(self._virtual, self._ends.get(tenant, self._virtual))",
         "return self._ends.get(tenant, 0.0)",
         SHARES,
     ),
     Planted(
         "tenants are served in order of arrival",
-        "cluster/shares.py",
+        "cluster/router/fair_queueing.py",
         "        return self._reached_s(start) - now_s\n",
         "        return 0.0\n",
         SHARES,
     ),
     Planted(
         "tenants are kept for ever",
-        "cluster/shares.py",
+        "cluster/router/fair_queueing.py",
         "        if len(self._ends) > TENANTS_MAX:\n",
         "        if len(self._ends) > 10**9:\n",
         SHARES,
     ),
     Planted(
         "what others have queued far behind counts as before",
-        "cluster/shares.py",
+        "cluster/router/fair_queueing.py",
         "(min(end, start + work) for other",
         "(end for other",
         SHARES,
     ),
     Planted(
         "one busy moment makes the fleet larger",
-        "cluster/autoscale.py",
+        "cluster/supervisor/autoscaling.py",
         "        return None  # not seen for long enough\n",
         "        pass\n",
         AUTOSCALE,
     ),
     Planted(
         "the fleet goes to and fro",
-        "cluster/autoscale.py",
+        "cluster/supervisor/autoscaling.py",
         "if peak > LOW * (load.wanted - 1):",
         "if peak > load.wanted:",
         AUTOSCALE,
     ),
     Planted(
         "a quiet moment makes the fleet smaller",
-        "cluster/autoscale.py",
+        "cluster/supervisor/autoscaling.py",
         "if not is_settled or load.wanted <= bound.least:",
         "if load.wanted <= bound.least:",
         AUTOSCALE,
     ),
     Planted(
         "more workers are started while new ones start",
-        "cluster/autoscale.py",
+        "cluster/supervisor/autoscaling.py",
         "    if load.ready < load.wanted and now_s",
         "    if load.ready > load.wanted and now_s",
         AUTOSCALE,
     ),
     Planted(
         "there are more workers than allowed",
-        "cluster/autoscale.py",
+        "cluster/supervisor/autoscaling.py",
         "count = min(count, max(1, load.wanted) * PER_STEP, bound.most)",
         "count = min(count, max(1, load.wanted) * PER_STEP)",
         AUTOSCALE,
     ),
     Planted(
         "a worker is removed with streams on it",
-        "cluster/scaler.py",
+        "cluster/supervisor/scaler.py",
         " and not (load.running_rows or load.waiting_rows or load.queued_tokens)",
         "",
         SCALER,
     ),
     Planted(
         "a worker is removed with a request on its way to it",
-        "cluster/scaler.py",
+        "cluster/supervisor/scaler.py",
         "worker.idle_looks >= IDLE_LOOKS:",
         "worker.idle_looks >= 1:",
         SCALER,
     ),
     Planted(
         "a worker whose role a person has set is drained",
-        "cluster/scaler.py",
+        "cluster/supervisor/scaler.py",
         " if self._workers[name].started_as == change.role]",
         "]",
         SCALER,
     ),
     Planted(
         "a poison may be asked again at once",
-        "cluster/quarantine.py",
+        "cluster/router/quarantine.py",
         "now_s + QUARANTINE_S",
         "now_s",
         ORDERS,
     ),
     Planted(
         "poisons are kept for ever",
-        "cluster/quarantine.py",
+        "cluster/router/quarantine.py",
         "while len(self._until_s) > CONTENTS_MAX:",
         "while len(self._until_s) > 10**9:",
         ORDERS,
     ),
     Planted(
         "a connection that moved cuts off what is asked on it",
-        "cluster/router_client.py",
+        "cluster/rpc/router_client.py",
         "if self._channel is not channel and not self._calls[channel]:",
         "if self._channel is not channel:",
-        f"{UNIT}/cluster/test_router_client.py",
+        f"{UNIT}/cluster/rpc/test_router_client.py",
     ),
     Planted(
         "a router hears a thousand workers and no more",
-        "cluster/router_service.py",
+        "cluster/router/server.py",
         "new_server(ROUTER_STREAMS_MAX)",
         "new_server()",
         CHANNELS,
     ),
     Planted(
         "a router that begins anew drops a thousand reports",
-        "cluster/channels.py",
+        "cluster/rpc/channels.py",
         '            ("grpc.server.max_pending_requests", streams_max),\n'
         '            ("grpc.server.max_pending_requests_hard_limit", streams_max),\n',
         "",
@@ -185,77 +185,77 @@ FLEET_WIDE = (
     ),
     Planted(
         "what a worker reports and what is booked on it counts twice",
-        "cluster/fleet.py",
+        "cluster/router/fleet_view.py",
         "np.clip(expected[UNSETTLED], least, most)",
         "most",
         FLEET,
     ),
     Planted(
         "a prefix looked up before remembers places that moved",
-        "cluster/prefixes.py",
+        "cluster/router/prefix_table.py",
         "self._version += 1\n",
         "pass\n",
         PREFIXES,
     ),
     Planted(
         "a request that a worker died of is tried again",
-        "cluster/flow.py",
+        "cluster/edge/flow.py",
         "            case DiedAlone():\n",
         "            case DiedAlone() if self.attempt > ATTEMPTS_MAX:\n",
         FLOW,
     ),
     Planted(
         "a router hears of pages that went before it heard that they came",
-        "cluster/heartbeats.py",
+        "cluster/worker/heartbeats.py",
         "(unheard.added - {*news.removed}) | {*news.added}",
         "unheard.added | {*news.added}",
         NEWS,
     ),
     Planted(
         "what one router hears no other one does",
-        "cluster/heartbeats.py",
+        "cluster/worker/heartbeats.py",
         "        for unheard in self._unheard.values():\n",
         "        for unheard in [one for key, one in self._unheard.items() if key == listener]:\n",
         NEWS,
     ),
     Planted(
         "a lost router is waited for",
-        "cluster/router_client.py",
+        "cluster/rpc/router_client.py",
         "self._at = (at + 1) % len(self._ways)",
         "self._at = at",
         ROUTERS,
     ),
     Planted(
         "any router takes people's words",
-        "cluster/router_client.py",
+        "cluster/rpc/router_client.py",
         "at = 0 if first else self._at",
         "at = self._at",
         ROUTERS,
     ),
     Planted(
         "every router gives orders",
-        "cluster/heartbeats.py",
+        "cluster/worker/heartbeats.py",
         "        self._heard: Callable[[], None] | None = None\n",
         "        self._heard: Callable[[], None] | None = lambda: None\n",
         ROUTERS,
     ),
     Planted(
         "the budget that another model's router says is not taken",
-        "cluster/heartbeats.py",
+        "cluster/worker/heartbeats.py",
         "self._takes_budgets = news is None",
         "self._takes_budgets = False",
         LENDING,
     ),
     Planted(
         "a worker is placed on by the router that only lends it memory",
-        "cluster/router_service.py",
+        "cluster/router/server.py",
         "budget_bytes = self._router.budget(decode_heartbeat(data))",
         "budget_bytes = self._router.heartbeat(decode_heartbeat(data)).budget_bytes",
         LENDING,
     ),
     Planted(
         "a table says what the broker of another fleet did not",
-        "cluster/service.py",
+        "cluster/edge/service.py",
         "if (said := told.get(one.info.name))",
         "if (said := told.get(one.info.node))",
         LENDING,

@@ -10,21 +10,21 @@ ROUTING = f"{UNIT}/kernels/test_routing.py"
 KERNEL_BUGS = (
     Planted(
         "a CPU gets kernels that it cannot run",
-        "kernels/compiler.py",
+        "kernels/shared/compiler.py",
         "        if has.issuperset(needs) and path.exists():\n",
         "        if path.exists():\n",
         BUILD,
     ),
     Planted(
         "kernels of other sources are taken",
-        "kernels/compiler.py",
+        "kernels/shared/compiler.py",
         "        digest.update(source.read_bytes())\n",
         "        digest.update(source.name.encode())\n",
         BUILD,
     ),
     Planted(
         "what a wheel brought is not looked for",
-        "kernels/build.py",
+        "kernels/shared/build.py",
         "    if made is not None:\n",
         "    if False and made is not None:\n",
         BUILD,
@@ -73,10 +73,10 @@ KERNEL_BUGS = (
     ),
     Planted(
         "heads that share no B and C are one group",
-        "workers/models/granite.py",
+        "workers/models/architectures/granite.py",
         "key_heads=groups if head_groups % groups else head_groups,\n",
         "key_heads=head_groups,\n",
-        f"{UNIT}/workers/test_granite.py",
+        f"{UNIT}/workers/models/test_granite.py",
     ),
     Planted(
         "experts of all groups are chosen from",
@@ -108,7 +108,7 @@ KERNEL_BUGS = (
     ),
     Planted(
         "the values of latents are what lies behind them",
-        "kernels/pages.py",
+        "kernels/shared/pages.py",
         "    kv = kv if cache.shape[2] > 1 else 0\n",
         "    kv = page // 2\n",
         f"{UNIT}/kernels/test_pages.py",

@@ -3,8 +3,8 @@
 from tests.mutations.planted import ARENA, INDEX, KEYS, UNIT, Planted
 from tests.mutations.planted_ledger import LEASES, LEDGER, LEDGER_BUGS
 
-POLICIES = f"{UNIT}/kvstore/test_policies.py"
-EVICTION = f"{UNIT}/kvstore/test_eviction.py"
+POLICIES = f"{UNIT}/kvstore/memory/test_eviction_policies.py"
+EVICTION = f"{UNIT}/kvstore/memory/test_eviction.py"
 
 KVSTORE = (
     Planted(
@@ -16,7 +16,7 @@ KVSTORE = (
     ),
     Planted(
         "two extents hand out the same ids",
-        "kvstore/arena.py",
+        "kvstore/memory/arena.py",
         """        first = extent * self.places
         self._free""",
         """        first = extent
@@ -25,35 +25,35 @@ KVSTORE = (
     ),
     Planted(
         "an empty extent keeps its class",
-        "kvstore/arena.py",
+        "kvstore/memory/arena.py",
         "if before > 1:",
         "if before > 0:",
         ARENA,
     ),
     Planted(
         "the emptiest extent is filled first",
-        "kvstore/arena.py",
+        "kvstore/memory/arena.py",
         "self._fullest = max(self._fullest, taken)",
         "self._fullest = (min if self._buckets[self._fullest] else max)(self._fullest, taken)",
         ARENA,
     ),
     Planted(
         "a smaller budget leaves empty extents mapped",
-        "kvstore/arena.py",
+        "kvstore/memory/arena.py",
         "while self._spare and self.excess:",
         "while False:",
         ARENA,
     ),
     Planted(
         "the budget is exceeded by an extent",
-        "kvstore/arena.py",
+        "kvstore/memory/arena.py",
         "if self._mapped >= self.budget_extents:",
         "if self._mapped > self.budget_extents:",
         ARENA,
     ),
     Planted(
         "an extent that the system refuses is lost",
-        "kvstore/arena.py",
+        "kvstore/memory/arena.py",
         """        extent = self._unmapped[-1]
         self._backing.map(extent * self._extent_bytes, self._extent_bytes)
         return self._unmapped.pop()
@@ -66,28 +66,28 @@ KVSTORE = (
     ),
     Planted(
         "idle extents stay mapped for ever",
-        "kvstore/arena.py",
+        "kvstore/memory/arena.py",
         "if self.excess or len(self._spare) > SPARE_EXTENTS_MAX:",
         "if self.excess:",
         ARENA,
     ),
     Planted(
         "what is kept counts as held",
-        "kvstore/arena.py",
+        "kvstore/memory/arena.py",
         "        self._count_held(kept // self.places, -1)\n",
         "",
         ARENA,
     ),
     Planted(
         "a token is not computed over itself",
-        "kvstore/worth.py",
+        "kvstore/memory/recompute_cost.py",
         "(end * (end + 1) - start * (start + 1)) / 2",
         "(end * (end - 1) - start * (start - 1)) / 2",
         INDEX,
     ),
     Planted(
         "a match of a hybrid resumes without a checkpoint",
-        "kvstore/index.py",
+        "kvstore/memory/prefix_index.py",
         """            if self.is_restorable(entry):
                 restorable = len(path)
 """,
@@ -96,28 +96,28 @@ KVSTORE = (
     ),
     Planted(
         "parents of evicted leaves stay for ever",
-        "kvstore/index.py",
+        "kvstore/memory/prefix_index.py",
         "            self._offer(entry.parent)\n",
         "",
         INDEX,
     ),
     Planted(
         "a checkpoint that is being read is evicted",
-        "kvstore/index.py",
+        "kvstore/memory/prefix_index.py",
         "            if entry is not None and entry.checkpoint is not None and not entry.checkpoint_pins:",
         "            if entry is not None and entry.checkpoint is not None:",
         INDEX,
     ),
     Planted(
         "an entry is evicted under its children",
-        "kvstore/index.py",
+        "kvstore/memory/prefix_index.py",
         "return not (entry.children or entry.pins",
         "return not (entry.pins",
         INDEX,
     ),
     Planted(
         "the last writer of a page wins",
-        "kvstore/index.py",
+        "kvstore/memory/prefix_index.py",
         """            entry.pins += 1
             return entry, False
 """,
@@ -129,112 +129,112 @@ KVSTORE = (
     ),
     Planted(
         "a lost checkpoint is not announced",
-        "kvstore/index.py",
+        "kvstore/memory/prefix_index.py",
         "        self._changes.remove(entry.key)\n        self._offer(entry)\n",
         "        self._offer(entry)\n",
         INDEX,
     ),
     Planted(
         "what came back is announced as gone",
-        "kvstore/index.py",
+        "kvstore/memory/prefix_index.py",
         "        self.removed.discard(key)\n",
         "",
         INDEX,
     ),
     Planted(
         "leaves with a checkpoint are evicted first",
-        "kvstore/index.py",
+        "kvstore/memory/prefix_index.py",
         "return (True, entry.score) if self.is_restorable(entry) else (False,",
         "return (False, entry.score) if self.is_restorable(entry) else (True,",
         f"{POLICIES} {INDEX}",
     ),
     Planted(
         "records of the past pile up",
-        "kvstore/index.py",
+        "kvstore/memory/prefix_index.py",
         "+ STALE_RECORDS_MAX:",
         "+ (1 << 40):",
         INDEX,
     ),
     Planted(
         "what was used long ago is worth what it was then",
-        "kvstore/index.py",
+        "kvstore/memory/prefix_index.py",
         "value = self._clock + entry.uses",
         "value = 0.0 + entry.uses",
         f"{POLICIES} {INDEX}",
     ),
     Planted(
         "the credit ignores the clock",
-        "kvstore/index.py",
+        "kvstore/memory/prefix_index.py",
         "max(0.0, entry.score[0] - self._clock)",
         "max(0.0, entry.score[0])",
         f"{POLICIES} {INDEX}",
     ),
     Planted(
         "a checkpoint saves all that lies before it",
-        "kvstore/index.py",
+        "kvstore/memory/prefix_index.py",
         "self._appraise(entry, above_pages, segment_bytes",
         "self._appraise(entry, 0, segment_bytes",
         f"{POLICIES} {INDEX}",
     ),
     Planted(
         "half an extent of pages goes although the rest is held",
-        "kvstore/eviction.py",
+        "kvstore/memory/eviction.py",
         "        if extent in arena.pages.loose:\n",
         "        if extent >= 0:\n",
         EVICTION,
     ),
     Planted(
         "half an extent of states goes although the rest is held",
-        "kvstore/eviction.py",
+        "kvstore/memory/eviction.py",
         "if state is not None and arena.states.extent_of(state) in arena.states.loose:",
         "if state is not None:",
         EVICTION,
     ),
     Planted(
         "what hangs below an evicted page stays",
-        "kvstore/eviction.py",
+        "kvstore/memory/eviction.py",
         "            stack += entry.children\n",
         "",
         EVICTION,
     ),
     Planted(
         "a subtree goes root first",
-        "kvstore/eviction.py",
+        "kvstore/memory/eviction.py",
         "key=lambda entry: -entry.depth_pages",
         "key=lambda entry: entry.depth_pages",
         EVICTION,
     ),
     Planted(
         "pages never take what states keep while there are leaves",
-        "kvstore/eviction.py",
+        "kvstore/memory/eviction.py",
         "key=_price) if price else direct",
         "key=_price) if price < 0 else direct",
         EVICTION,
     ),
     Planted(
         "an entry that is shared again counts as kept",
-        "kvstore/cache.py",
+        "kvstore/memory/cache.py",
         "if not taken_over and entry.pins == 1:",
         "if not taken_over and entry.pins == 0:",
         LEDGER,
     ),
     Planted(
         "the checkpoint of an evicted page leaks",
-        "kvstore/cache.py",
+        "kvstore/memory/cache.py",
         "            self.arena.states.give(checkpoint.state)\n",
         "            pass\n",
         f"{EVICTION} {LEASES}",
     ),
     Planted(
         "places between held pages pass for an extent",
-        "kvstore/cache.py",
+        "kvstore/memory/cache.py",
         "return left >= 0 and pages <= _places(",
         "return pages <= _places(",
         EVICTION,
     ),
     Planted(
         "a smaller budget evicts nothing",
-        "kvstore/cache.py",
+        "kvstore/memory/cache.py",
         "        while self.arena.excess:\n",
         "        while self.arena.excess and False:\n",
         LEASES,

@@ -2,22 +2,22 @@
 
 from tests.mutations.planted import UNIT, Planted
 
-LEASES = f"{UNIT}/kvstore/test_leases.py"
-LEDGER = f"{UNIT}/kvstore/test_ledger.py"
-MATRIX = f"{UNIT}/kvstore/test_lease_matrix.py"
-SITES = f"{UNIT}/kvstore/test_sites.py"
+LEASES = f"{UNIT}/kvstore/memory/test_lease.py"
+LEDGER = f"{UNIT}/kvstore/memory/test_ledger.py"
+MATRIX = f"{UNIT}/kvstore/memory/test_lease_matrix.py"
+SITES = f"{UNIT}/kvstore/memory/test_allocation_sites.py"
 
 LEDGER_BUGS = (
     Planted(
         "shared pages are not pinned",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         "            self._cache.pin(entry)\n",
         "            self.index.pin(entry)\n",
         f"{LEASES} {LEDGER}",
     ),
     Planted(
         "a checkpoint is let go when the step that reads it goes off",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         "                flight.read = flight.source.checkpoint.state\n",
         """                flight.read = flight.source.checkpoint.state
                 self._cache.unpin_checkpoint(flight.source)
@@ -27,7 +27,7 @@ LEDGER_BUGS = (
     ),
     Planted(
         "a checkpoint stays pinned after it was read",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         """        if flight.source is not None:
             self._cache.unpin_checkpoint(flight.source)
 """,
@@ -36,7 +36,7 @@ LEDGER_BUGS = (
     ),
     Planted(
         "the slots of a void step are free at once",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         """        lease.flights[-1].limbo = tuple(slots)
         return []
 """,
@@ -45,7 +45,7 @@ LEDGER_BUGS = (
     ),
     Planted(
         "a page that a step in flight reads is free at once",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         """                if lease.flights:
                     lease.flights[-1].limbo_pages""",
         """                if not lease.committed:
@@ -54,21 +54,21 @@ LEDGER_BUGS = (
     ),
     Planted(
         "a void step counts",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         "if not flight.void and not lease.ended:",
         "if not lease.ended:",
         f"{LEASES} {LEDGER}",
     ),
     Planted(
         "a step that lands after the end counts",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         "if not flight.void and not lease.ended:",
         "if not flight.void:",
         f"{LEASES} {LEDGER}",
     ),
     Planted(
         "rejected drafts keep their slots",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         """            for slot in rejected:
                 self._checkpoints.return_slot(lease, slot)
 """,
@@ -77,7 +77,7 @@ LEDGER_BUGS = (
     ),
     Planted(
         "what is released in flight is free at once",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         "            self._landing.append(lease)\n",
         """            self._landing.append(lease)
             self._give_pages(lease, 0)
@@ -86,14 +86,14 @@ LEDGER_BUGS = (
     ),
     Planted(
         "memory for a request that has ended",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         '        assert not lease.ended, "memory for a request that has ended"\n',
         "",
         MATRIX,
     ),
     Planted(
         "a step in flight keeps the page table of another's page",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         """                lease.count_pages()
                 if""",
         """                if""",
@@ -101,7 +101,7 @@ LEDGER_BUGS = (
     ),
     Planted(
         "the page that nobody keeps leaks",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         """                else:
                     self._cache.give_page(page)
 """,
@@ -110,49 +110,49 @@ LEDGER_BUGS = (
     ),
     Planted(
         "a page is published before it is full",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         "while (len(lease.entries) + 1) * self.layout.page_tokens <= num_tokens:",
         "while len(lease.entries) * self.layout.page_tokens < num_tokens:",
         LEASES,
     ),
     Planted(
         "the next step writes into the checkpoint",
-        "kvstore/checkpoints.py",
+        "kvstore/memory/checkpoints.py",
         "state = lease.states.pop(lease.committed, None)",
         "state = lease.states.get(lease.committed)",
         LEASES,
     ),
     Planted(
         "the state that is wanted is overwritten in flight",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         "if lease.writes_in_place(drafts) and not (keep and self._checkpoints.borrow(lease)):",
         "if lease.writes_in_place(drafts):",
         f"{SITES} {MATRIX}",
     ),
     Planted(
         "a rolled checkpoint is dropped while somebody reads it",
-        "kvstore/checkpoints.py",
+        "kvstore/memory/checkpoints.py",
         "earlier is None or earlier.checkpoint is None or earlier.checkpoint_pins:",
         "earlier is None or earlier.checkpoint is None:",
         LEASES,
     ),
     Planted(
         "rolling keeps every checkpoint",
-        "kvstore/checkpoints.py",
+        "kvstore/memory/checkpoints.py",
         "        for slot in self._drop_rolling(lease):\n",
         "        for slot in self._drop_rolling(lease) if lease.ended else ():\n",
         LEASES,
     ),
     Planted(
         "who finds no second slot takes that of another",
-        "kvstore/checkpoints.py",
+        "kvstore/memory/checkpoints.py",
         "if not lease.spare and not self._cache.state_is_free():",
         "if lease.ended:",
         LEASES,
     ),
     Planted(
         "a skipped checkpoint costs another",
-        "kvstore/checkpoints.py",
+        "kvstore/memory/checkpoints.py",
         """        if kept:
             self._thin(lease)
 """,
@@ -161,56 +161,56 @@ LEDGER_BUGS = (
     ),
     Planted(
         "checkpoints go where paths part",
-        "kvstore/checkpoints.py",
+        "kvstore/memory/checkpoints.py",
         "(len(one.children) > 1, one.score)",
         "(len(one.children) < 2, one.score)",
         LEASES,
     ),
     Planted(
         "a path keeps one checkpoint more than it may",
-        "kvstore/checkpoints.py",
+        "kvstore/memory/checkpoints.py",
         "len(above) + 1 - self._per_path",
         "len(above) - self._per_path",
         LEASES,
     ),
     Planted(
         "a checkpoint that another request reads is overwritten",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         "if source is not None and source.checkpoint_pins == 1 and self.layout.has_states:",
         "if source is not None and self.layout.has_states:",
         LEASES,
     ),
     Planted(
         "a released path stays pinned",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         "            self._cache.unpin(lease.entries.pop())\n",
         "            lease.entries.pop()\n",
         LEASES,
     ),
     Planted(
         "a refused reservation keeps a page",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         "            self._give_pages(lease, num_own)\n",
         "            self._give_pages(lease, num_own + 1)\n",
         SITES,
     ),
     Planted(
         "a refused reservation keeps its state",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         "while len(lease.spare) > num_spare:",
         "while len(lease.spare) > num_spare + 1:",
         SITES,
     ),
     Planted(
         "a checkpoint that finds no memory ends the step",
-        "kvstore/checkpoints.py",
+        "kvstore/memory/checkpoints.py",
         "            with suppress(OutOfMemory):\n",
         "            with suppress(ValueError):\n",
         LEASES,
     ),
     Planted(
         "the second slot of double is not reserved",
-        "kvstore/lease.py",
+        "kvstore/memory/lease.py",
         "        sites += [Site.SPARE_STATE] * self.spares_min\n",
         "",
         f"{SITES} {MATRIX}",

@@ -2,71 +2,71 @@
 
 from tests.mutations.planted import KEYS, UNIT, Planted
 
-TRANSFER = f"{UNIT}/workers/test_transfer.py"
+TRANSFER = f"{UNIT}/workers/transfer/test_transfer.py"
 SHARDS = f"{UNIT}/kvstore/test_shards.py"
-GUARD = f"{UNIT}/kvstore/test_guard.py {UNIT}/kvstore/test_breaker.py"
+GUARD = f"{UNIT}/kvstore/stores/test_circuit_breaker.py {UNIT}/kvstore/stores/test_breaker.py"
 STORE_FAULTS = "tests/sim/test_store_faults.py"
 
 TRANSFER_BUGS = (
     Planted(
         "a fetched prompt runs without its state",
-        "workers/transfer.py",
+        "workers/transfer/transfer.py",
         "wanted.append(Moved(Kind.CHECKPOINT, keys[num_pages - 1], lease.fetch_slot))",
         "pass",
         TRANSFER,
     ),
     Planted(
         "a damaged object is taken for good",
-        "workers/transfer.py",
+        "workers/transfer/transfer.py",
         "outcome is Got.HIT",
         "outcome is not Got.MISS",
         TRANSFER,
     ),
     Planted(
         "the checkpoint is published before its pages",
-        "workers/transfer.py",
+        "workers/transfer/transfer.py",
         "self._put(pages + last)",
         "self._put(last + pages)",
         TRANSFER,
     ),
     Planted(
         "the checkpoint is published before the pages of another rank",
-        "workers/transfer.py",
+        "workers/transfer/transfer.py",
         "self._put(pages) and await self._put(last)",
         "self._put([*pages, *last])",
         TRANSFER,
     ),
     Planted(
         "a fetch fills the wrong pages",
-        "workers/transfer.py",
+        "workers/transfer/transfer.py",
         "lease.own[index - first]",
         "lease.own[index - num_pages]",
         TRANSFER,
     ),
     Planted(
         "what is good on one rank is good on all",
-        "workers/transfer.py",
+        "workers/transfer/transfer.py",
         "return min(answer.result()",
         "return max(answer.result()",
         TRANSFER,
     ),
     Planted(
         "the store is asked for the first shard alone",
-        "workers/transfer.py",
+        "workers/transfer/transfer.py",
         "for shard in range(self._shards[kind])",
         "for shard in range(1)",
         TRANSFER,
     ),
     Planted(
         "a cancelled transfer goes on in leased memory",
-        "workers/transfer.py",
+        "workers/transfer/transfer.py",
         "await finish(asyncio.gather(*answers, return_exceptions=True))",
         "await asyncio.gather(*answers)",
         TRANSFER,
     ),
     Planted(
         "the states of a rank lie where its pages do",
-        "workers/transfer.py",
+        "workers/transfer/transfer.py",
         "offset = self._layout.state_offset(StateId(moved.place))",
         "offset = self._layout.page_offset(PageId(moved.place))",
         TRANSFER,
@@ -108,10 +108,10 @@ TRANSFER_BUGS = (
     ),
     Planted(
         "a shard under the name of another one passes for it",
-        "kvstore/seal.py",
+        "kvstore/stores/seal.py",
         "key.shard, key.key)",
         "0, key.key)",
-        f"{UNIT}/kvstore/test_seal.py",
+        f"{UNIT}/kvstore/stores/test_seal.py",
     ),
     Planted(
         "all shards of an object have one name",
@@ -122,28 +122,28 @@ TRANSFER_BUGS = (
     ),
     Planted(
         "the memory of a late fetch is free at once",
-        "workers/restore.py",
+        "workers/scheduling/admission.py",
         "moving.add_done_callback(ended)",
         "ended(moving)",
         STORE_FAULTS,
     ),
     Planted(
         "a fetch is waited for however late it is",
-        "workers/transfer.py",
+        "workers/transfer/transfer.py",
         "asyncio.wait({moving}, timeout=patience_s)",
         "asyncio.wait({moving})",
         STORE_FAULTS,
     ),
     Planted(
         "a late store is asked again by each request",
-        "kvstore/guard.py",
+        "kvstore/stores/circuit_breaker.py",
         "            self._ring()\n",
         "            pass\n",
         f"{GUARD} {STORE_FAULTS}",
     ),
     Planted(
         "a get reaches a store that is left alone",
-        "kvstore/guard.py",
+        "kvstore/stores/circuit_breaker.py",
         """        if self._breaker.is_open:
             outcomes = [Got""",
         """        if not self._store:
@@ -152,70 +152,70 @@ TRANSFER_BUGS = (
     ),
     Planted(
         "a question waits although the store was found down",
-        "kvstore/guard.py",
+        "kvstore/stores/circuit_breaker.py",
         "for let_go in self._asking:",
         "for let_go in set(self._asking) & {asyncio.current_task()}:",
         GUARD,
     ),
     Planted(
         "a failure of long ago opens the breaker again",
-        "kvstore/guard.py",
+        "kvstore/stores/circuit_breaker.py",
         "if self.is_open or trips != self.trips:",
         "if self.is_open:",
         GUARD,
     ),
     Planted(
         "a probe that is answered late closes the breaker",
-        "kvstore/guard.py",
+        "kvstore/stores/circuit_breaker.py",
         "got is not Got.UNREACHABLE and loop.time() - started <= self.patience_s(num_bytes)",
         "got is not Got.UNREACHABLE",
         GUARD,
     ),
     Planted(
         "a part of the store answers for one that is frozen",
-        "kvstore/guard.py",
+        "kvstore/stores/circuit_breaker.py",
         "self._known = min(doubtful, key=itemgetter(0), default=self._known)",
         "pass",
         GUARD,
     ),
     Planted(
         "what was moved last is not asked for",
-        "kvstore/guard.py",
+        "kvstore/stores/circuit_breaker.py",
         "            self._known = min(sizes, key=itemgetter(0))\n",
         "",
         GUARD,
     ),
     Planted(
         "probes come at the same pace for ever",
-        "kvstore/guard.py",
+        "kvstore/stores/circuit_breaker.py",
         "self._wait_s = min(2 * wait_s, PROBE_S_MAX)",
         "self._wait_s = wait_s",
         GUARD,
     ),
     Planted(
         "a store that answers probes alone is tried as often as one that works",
-        "kvstore/guard.py",
+        "kvstore/stores/circuit_breaker.py",
         "        self.is_open = False\n\n    def moved",
         "        self.is_open = False\n        self._wait_s = PROBE_S_MIN\n\n    def moved",
         GUARD,
     ),
     Planted(
         "a busy event loop is taken for a late store",
-        "kvstore/guard.py",
+        "kvstore/stores/circuit_breaker.py",
         "if behind_s > BUSY_S:",
         "if behind_s < 0:",
         GUARD,
     ),
     Planted(
         "a slow link is down for ever",
-        "kvstore/guard.py",
+        "kvstore/stores/circuit_breaker.py",
         "            self._rate.add(num_bytes, now_s - max(started, self._moved_last_s))\n",
         "            pass\n",
         GUARD,
     ),
     Planted(
         "a call that nobody waits for is cut off by closing",
-        "kvstore/guard.py",
+        "kvstore/stores/circuit_breaker.py",
         """        if self._asked:
             await asyncio.wait(self._asked)
 """,

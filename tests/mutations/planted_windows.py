@@ -2,10 +2,10 @@
 
 from tests.mutations.planted import UNIT, Planted
 
-WINDOWS = f"{UNIT}/kvstore/test_windows.py"
-LEDGER = f"{UNIT}/kvstore/test_ledger.py"
-TRANSFER = f"{UNIT}/workers/test_transfer.py"
-MATRIX = f"{UNIT}/workers/test_matrix.py -k windows-4"
+WINDOWS = f"{UNIT}/kvstore/memory/test_windows.py"
+LEDGER = f"{UNIT}/kvstore/memory/test_ledger.py"
+TRANSFER = f"{UNIT}/workers/transfer/test_transfer.py"
+MATRIX = f"{UNIT}/workers/engine/test_matrix.py -k windows-4"
 
 WINDOW_BUGS = (
     Planted(
@@ -24,63 +24,63 @@ WINDOW_BUGS = (
     ),
     Planted(
         "window pages that are out of sight stay",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         "            self._cache.windows.release(windows.out_of_sight(self.layout, lease, num_tokens))\n",
         "",
         f"{WINDOWS} {LEDGER}",
     ),
     Planted(
         "what a checkpoint keeps is free when its lease ends",
-        "kvstore/windows.py",
+        "kvstore/memory/windows.py",
         "            if self._kept[window]:\n                self._pool.loosen(window)",
         "            if self._held[window]:\n                self._pool.loosen(window)",
         f"{WINDOWS} {LEDGER}",
     ),
     Planted(
         "a window page that two checkpoints share goes with the first",
-        "kvstore/windows.py",
+        "kvstore/memory/windows.py",
         "            self._kept[window] -= 1\n            if self._kept[window]:\n                continue\n",
         "            self._kept[window] -= 1\n",
         f"{WINDOWS} {LEDGER}",
     ),
     Planted(
         "a checkpoint that is read does not hold its window",
-        "kvstore/cache.py",
+        "kvstore/memory/cache.py",
         "            self.windows.hold(entry.checkpoint.windows)\n",
         "",
         f"{WINDOWS} {LEDGER}",
     ),
     Planted(
         "a lease that resumes does not hold the window",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         "            self._cache.windows.hold(shared)\n",
         "",
         f"{WINDOWS} {LEDGER}",
     ),
     Planted(
         "a lease keeps its window when it ends",
-        "kvstore/ledger.py",
+        "kvstore/memory/ledger.py",
         "        self._cache.windows.release(lease.windows)\n",
         "",
         f"{WINDOWS} {LEDGER}",
     ),
     Planted(
         "windows do not count when memory is asked for",
-        "kvstore/cache.py",
+        "kvstore/memory/cache.py",
         "_extents_for(self.arena.states, states) + _extents_for(self.arena.windows, windows)",
         "_extents_for(self.arena.states, states)",
-        f"{UNIT}/kvstore/test_eviction.py {LEDGER}",
+        f"{UNIT}/kvstore/memory/test_eviction.py {LEDGER}",
     ),
     Planted(
         "a state alone passes for a checkpoint in the store",
-        "workers/transfer.py",
+        "workers/transfer/transfer.py",
         "        return [*windows, *states]\n",
         "        return [*states, *windows[:1]]\n",
         TRANSFER,
     ),
     Planted(
         "a window is published before its pages",
-        "workers/transfer.py",
+        "workers/transfer/transfer.py",
         "stored = await self._put(pages + last)",
         "stored = await self._put(last + pages)",
         TRANSFER,
@@ -94,16 +94,16 @@ WINDOW_BUGS = (
     ),
     Planted(
         "window pages of the row are those of its pages",
-        "workers/tensors.py",
+        "workers/execution/step_tensors.py",
         "_tables([row.windows[:",
         "_tables([row.pages[:",
-        f"{UNIT}/workers/test_runner.py",
+        f"{UNIT}/workers/execution/test_model_runner.py",
     ),
     Planted(
         "ranks do not hear of window pages",
-        "workers/tp/frames.py",
+        "workers/parallel/frames.py",
         "        windows=tuple(map(WindowId, islice(left, num_windows))),\n",
         "",
-        f"{UNIT}/workers/test_group_frames.py",
+        f"{UNIT}/workers/parallel/test_frames.py",
     ),
 )

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 import transformers
 
-from tests.parity.architectures import names, random_model, save
-from tests.parity.proof import CHECKS, Subject
-from tests.parity.sharded import sizes_of
-from tests.parity.ways import WAYS, groups, journey_of, take
+from tests.support.parity.architectures import names, random_model, save
+from tests.support.parity.proof import CHECKS, Subject
+from tests.support.parity.sharded import sizes_of
+from tests.support.parity.ways import WAYS, groups, journey_of, take
 from tidemill.kernels.dispatch import operators
 
 KERNELS = Path.home() / ".cache" / "tidemill"

@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.keeper.questions import Question, questions
+from tools.train_keeper.questions import Question, questions
 
-from tests.parity.served import answer, serving
-from tidemill.kvstore.file_store import FileStore
+from tests.support.parity.served import answer, serving
+from tidemill.cluster.edge.chat.text import Message
+from tidemill.cluster.edge.chat.tokenizer import load_tokenizer
 from tidemill.kvstore.keys import Kind, Namespace, ObjectKey, page_keys
 from tidemill.kvstore.layout import Layout, layout_of, restorable_end
-from tidemill.kvstore.store import Got, Put
-from tidemill.workers.api.text import Message
-from tidemill.workers.api.tokenizer import load_tokenizer
+from tidemill.kvstore.stores.file_store import FileStore
+from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.workers.messages import Request, Sampling
+from tidemill.workers.models.architectures.registry import describe
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.models.registry import describe
 from tidemill.workers.settings import EngineSettings
 
 P = 16

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.served import answer, serving
+from tests.support.parity.served import answer, serving
+from tidemill.cluster.edge.chat.tokenizer import load_tokenizer
 from tidemill.kvstore.layout import layout_of
-from tidemill.workers import build
-from tidemill.workers.api.tokenizer import load_tokenizer
-from tidemill.workers.build import Built
+from tidemill.workers.engine import build
+from tidemill.workers.engine.build import Built
 from tidemill.workers.messages import Grammar, Request, Sampling
+from tidemill.workers.models.architectures.registry import describe
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.models.registry import describe
 from tidemill.workers.settings import EngineSettings
 
 P = 16

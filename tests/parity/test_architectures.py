@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers
 
-from tests.parity.architectures import MODELS, names, random_model, save
-from tests.parity.proof import CHECKS, PAGES, Subject
-from tests.parity.steps import Runner
-from tests.parity.ways import WAYS, journey_of, take
+from tests.support.parity.architectures import MODELS, names, random_model, save
+from tests.support.parity.proof import CHECKS, PAGES, Subject
+from tests.support.parity.steps import Runner
+from tests.support.parity.ways import WAYS, journey_of, take
 from tidemill.kernels.dispatch import Operators
+from tidemill.workers.models.architectures.registry import ARCHITECTURES, load
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.models.registry import ARCHITECTURES, load
 
 FIRST = {f"{architecture}/{next(iter(shapes))}" for architecture, shapes in MODELS.items()}
 NOTEBOOK = (

@@ -10,7 +10,7 @@ import torch
 from transformers.masking_utils import sliding_window_causal_mask_function
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from tests.unit.kernels.cases import random, relative_error, shuffled_pages, step
+from tests.support.kernels.cases import random, relative_error, shuffled_pages, step
 from tidemill.kernels.attention.reference import attention
 
 HEADS, GROUP, DIM, PAGE_TOKENS = 2, 3, 16, 16

@@ -14,17 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity.architectures import random_model, save
-from tests.parity.served import answer, generated, serving
+from tests.support.parity.architectures import random_model, save
+from tests.support.parity.served import answer, generated, serving
 from tidemill.kvstore.layout import KvDtype, Layout, layout_of
-from tidemill.kvstore.worth import Policy
-from tidemill.workers import build, runner
-from tidemill.workers.build import Built
+from tidemill.kvstore.memory.recompute_cost import Policy
+from tidemill.workers.engine import build
+from tidemill.workers.engine.build import Built
+from tidemill.workers.execution import model_runner as runner
+from tidemill.workers.execution.step import Drawn, Row
 from tidemill.workers.messages import Request, Sampling
+from tidemill.workers.models.architectures.registry import describe
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.models.registry import describe
 from tidemill.workers.settings import CheckpointStrategy, EngineSettings
-from tidemill.workers.step import Drawn, Row
 
 P = 16
 NEW_TOKENS = 20

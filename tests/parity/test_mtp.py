@@ -14,18 +14,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from tests.parity.heads import folder_with_head
-from tests.parity.served import answer, serving
-from tests.parity.steps import Runner
+from tests.support.parity.heads import folder_with_head
+from tests.support.parity.served import answer, serving
+from tests.support.parity.steps import Runner
 from tidemill.kernels.dispatch import Operators
 from tidemill.kvstore.layout import restorable_end
+from tidemill.workers.execution.model_runner import TorchRunner
+from tidemill.workers.execution.step import Drawn, Row, Step
 from tidemill.workers.messages import Request, Sampling
-from tidemill.workers.models.config import DRAFT
+from tidemill.workers.models.architectures.config import DRAFT
+from tidemill.workers.models.architectures.registry import has_head, load
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.models.registry import has_head, load
-from tidemill.workers.runner import TorchRunner
 from tidemill.workers.settings import EngineSettings
-from tidemill.workers.step import Drawn, Row, Step
 
 MIB = 1 << 20
 P = 16

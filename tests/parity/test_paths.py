@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity.served import answer, serving
+from tests.support.parity.served import answer, serving
 from tidemill.kvstore.layout import restorable_end
-from tidemill.workers.build import Built
+from tidemill.workers.engine.build import Built
 from tidemill.workers.messages import Provenance, Request, Sampling
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import EngineSettings

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity.architectures import random_model, save
-from tests.parity.served import answer, serving
-from tests.parity.steps import Runner
+from tests.support.parity.architectures import random_model, save
+from tests.support.parity.served import answer, serving
+from tests.support.parity.steps import Runner
 from tidemill.kernels.dispatch import Operators
-from tidemill.workers.build import Built
-from tidemill.workers.logprobs import token_logprob
+from tidemill.workers.engine.build import Built
+from tidemill.workers.execution.logprobs import token_logprob
 from tidemill.workers.messages import Request, Sampling, TokenLogprob
-from tidemill.workers.models.registry import load
+from tidemill.workers.models.architectures.registry import load
 from tidemill.workers.settings import EngineSettings
 
 P = 16

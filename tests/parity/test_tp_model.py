@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.parity.architectures import random_model, save
-from tests.parity.sharded import WAIT_S_MAX, Found, check, run_rank, run_threads
+from tests.support.parity.architectures import random_model, save
+from tests.support.parity.sharded import WAIT_S_MAX, Found, check, run_rank, run_threads
 from tidemill.kernels.dispatch import Operators
+from tidemill.workers.models.architectures.registry import describe
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.models.registry import describe
-from tidemill.workers.tp.distributed import Distributed
+from tidemill.workers.parallel.distributed import Distributed
 
 ROOT = Path(__file__).parents[2]
 FOUR_WAYS = {"vocab_size": 9, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
@@ -40,7 +40,7 @@ def test_a_group_that_cannot_share_the_heads_is_told_which_can() -> None:
 @pytest.mark.parametrize(("collectives", "size"), [("gloo", 2), ("shared-memory", 4)])
 def test_processes(collectives: str, size: int, cpu: Operators, kernel_cache: Path, tmp_path: Path) -> None:
     folder = save(random_model("qwen3_next/moe-two-values", **FOUR_WAYS), tmp_path / "model")
-    program = [sys.executable, "-m", "tests.parity.sharded", collectives]
+    program = [sys.executable, "-m", "tests.support.parity.sharded", collectives]
     processes = [
         subprocess.Popen([*program, str(index), str(size), folder, tmp_path, kernel_cache], cwd=ROOT)
         for index in range(size)

@@ -11,24 +11,24 @@ from threading import Barrier
 import pytest
 import torch
 
-from tests.parity.architectures import random_model, save
+from tests.support.parity.architectures import random_model, save
 from tidemill.kernels.dispatch import Operators
-from tidemill.kvstore.file_store import FileStore
-from tidemill.kvstore.index import Checkpoint, Entry
 from tidemill.kvstore.keys import Namespace, page_keys
 from tidemill.kvstore.layout import PageId, StateId, WindowId, layout_of
-from tidemill.kvstore.lease import Lease
+from tidemill.kvstore.memory.lease import Lease
+from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
 from tidemill.kvstore.shards import Shards, mine, shards_of
-from tidemill.kvstore.store import PageStore
-from tidemill.workers.draws import Draws
-from tidemill.workers.inputs import caches_of
+from tidemill.kvstore.stores.file_store import FileStore
+from tidemill.kvstore.stores.page_store import PageStore
+from tidemill.workers.execution.model_runner import logits_of
+from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.step import Row
+from tidemill.workers.execution.step_tensors import inputs_of
 from tidemill.workers.messages import Request
-from tidemill.workers.models.registry import describe, load
-from tidemill.workers.places import Direct
-from tidemill.workers.runner import logits_of
-from tidemill.workers.step import Row
-from tidemill.workers.tensors import inputs_of
-from tidemill.workers.transfer import RankTransfer, Transfer
+from tidemill.workers.models.architectures.registry import describe, load
+from tidemill.workers.models.inputs import caches_of
+from tidemill.workers.transfer.arena_io import Direct
+from tidemill.workers.transfer.transfer import RankTransfer, Transfer
 
 P = 8
 NUM_PAGES = 3

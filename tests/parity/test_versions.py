@@ -11,7 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tidemill import LLM, SamplingParams
-from tidemill.kvstore import layout, seal
+from tidemill.kvstore import layout
+from tidemill.kvstore.stores import seal
 from tidemill.workers.models.bundled import bundled
 
 KEEPER = bundled()["keeper"]

@@ -7,23 +7,22 @@ from random import Random
 
 import pytest
 
-from tests.sim.faulty_store import FaultyStore
-from tests.sim.fold import VOCABULARY, FoldRunner, expected, fold_layout
-from tests.sim.loop import simulate
-from tests.sim.world import Weather, World
-from tidemill.cluster.flow import serve
-from tidemill.cluster.router import Router
-from tidemill.kvstore.arena import Arena
-from tidemill.kvstore.backing import Fixed
-from tidemill.kvstore.cache import Cache
-from tidemill.kvstore.index import PrefixIndex
+from tests.support.sim.faulty_store import FaultyStore
+from tests.support.sim.fold import VOCABULARY, FoldRunner, expected, fold_layout
+from tests.support.sim.loop import simulate
+from tests.support.sim.world import Weather, World
+from tidemill.cluster.edge.flow import serve
+from tidemill.cluster.router.router import Router
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import Layout
-from tidemill.kvstore.ledger import Ledger
-from tidemill.kvstore.memory_store import MemoryStore
-from tidemill.workers.build import extents_for
-from tidemill.workers.engine import Engine
-from tidemill.workers.limits import Limits
+from tidemill.kvstore.memory.arena import Arena
+from tidemill.kvstore.memory.backing import Fixed
+from tidemill.kvstore.memory.cache import Cache
+from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.kvstore.memory.prefix_index import PrefixIndex
+from tidemill.kvstore.stores.memory_store import MemoryStore
+from tidemill.workers.engine.build import extents_for
+from tidemill.workers.engine.engine import Engine
 from tidemill.workers.messages import (
     Heartbeat,
     MemoryUse,
@@ -33,9 +32,10 @@ from tidemill.workers.messages import (
     WorkerId,
     WorkerInfo,
 )
-from tidemill.workers.places import Direct
-from tidemill.workers.plan import Budget
-from tidemill.workers.transfer import Transfer
+from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.plan import Budget
+from tidemill.workers.transfer.arena_io import Direct
+from tidemill.workers.transfer.transfer import Transfer
 
 VIRTUAL_S_MAX = 36_000.0
 LONGEST = 60

@@ -9,8 +9,8 @@ from typing import TypedDict, Unpack
 
 import pytest
 
-from tests.sim.fake_mooncake import FakeClient, FakeMooncake
-from tests.sim.loop import simulate
+from tests.support.sim.fake_mooncake import FakeClient, FakeMooncake
+from tests.support.sim.loop import simulate
 
 ROOT = Path(__file__).parents[2]
 SIZE = 1000

@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
-from tests.sim.faulty_store import FaultyStore
-from tests.sim.loop import simulate
+from tests.support.sim.faulty_store import FaultyStore
+from tests.support.sim.loop import simulate
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
-from tidemill.kvstore.store import Got, Put
+from tidemill.kvstore.stores.page_store import Got, Put
 
 KEYS = [ObjectKey(Kind.PAGE, PageKey(bytes([number] * 16))) for number in range(20)]
 BODIES = [Random(number).randbytes(100) for number in range(20)]

@@ -10,15 +10,15 @@ from random import Random
 
 import pytest
 
-from tests.sim.faulty_store import FaultyStore
-from tests.sim.fold import VOCABULARY, fold_layout
-from tests.sim.loop import simulate
-from tests.sim.traffic import ask, converse
-from tests.sim.world import DEADLY, POISON, Weather, World
+from tests.support.sim.faulty_store import FaultyStore
+from tests.support.sim.fold import VOCABULARY, fold_layout
+from tests.support.sim.loop import simulate
+from tests.support.sim.traffic import ask, converse
+from tests.support.sim.world import DEADLY, POISON, Weather, World
 from tidemill.kvstore.layout import Layout
-from tidemill.workers.build import capacity_tokens, extents_for
+from tidemill.workers.engine.build import capacity_tokens, extents_for
 from tidemill.workers.messages import Poisonous, Request, RequestError, Unserved
-from tidemill.workers.restore import PREEMPTIONS_MAX
+from tidemill.workers.scheduling.admission import PREEMPTIONS_MAX
 
 FIRST = int(os.environ.get("SIM_SEED", "0"))
 SEEDS = range(FIRST, FIRST + int(os.environ.get("SIM_RUNS", "100")))

@@ -11,17 +11,17 @@ from random import Random
 
 import pytest
 
-from tests.sim.fake_mooncake import FakeMooncake
-from tests.sim.fold import VOCABULARY, fold_layout
-from tests.sim.loop import simulate
-from tests.sim.storms import Storm
-from tests.sim.traffic import ask, converse
-from tests.sim.world import Weather, World
-from tidemill.kvstore.guard import Guard
+from tests.support.sim.fake_mooncake import FakeMooncake
+from tests.support.sim.fold import VOCABULARY, fold_layout
+from tests.support.sim.loop import simulate
+from tests.support.sim.storms import Storm
+from tests.support.sim.traffic import ask, converse
+from tests.support.sim.world import Weather, World
 from tidemill.kvstore.layout import Layout
-from tidemill.kvstore.remote_store import RemoteStore
-from tidemill.kvstore.store import Put
-from tidemill.workers.build import capacity_tokens, extents_for
+from tidemill.kvstore.stores.circuit_breaker import Guard
+from tidemill.kvstore.stores.page_store import Put
+from tidemill.kvstore.stores.remote_store import RemoteStore
+from tidemill.workers.engine.build import capacity_tokens, extents_for
 from tidemill.workers.messages import Request
 
 FIRST = int(os.environ.get("SIM_SEED", "0"))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDER = Path("tidemill/cluster/proto")
-PROTOS = sorted(FOLDER / path.name for path in (ROOT / "cluster/proto").glob("*.proto"))
+FOLDER = Path("tidemill/cluster/rpc/proto")
+PROTOS = sorted(FOLDER / path.name for path in (ROOT / "cluster/rpc/proto").glob("*.proto"))
 
 
 def test_stubs_are_up_to_date(tmp_path: Path) -> None:
@@ -22,12 +22,12 @@ def test_stubs_are_up_to_date(tmp_path: Path) -> None:
     made = sorted((tmp_path / FOLDER).iterdir())
     assert len(made) == 2 * len(PROTOS) == 4
     for file in made:
-        assert (ROOT / "cluster/proto" / file.name).read_text() == file.read_text(), "run `make stubs`"
+        assert (ROOT / "cluster/rpc/proto" / file.name).read_text() == file.read_text(), "run `make stubs`"
 
 
 def test_stubs_are_nobodys_to_edit() -> None:
     tracked = subprocess.run(
-        ["git", "ls-files", "cluster/proto"],  # noqa: S607 - whichever git there is
+        ["git", "ls-files", "cluster/rpc/proto"],  # noqa: S607 - whichever git there is
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -7,7 +7,7 @@ from tests.unit.kernels.conftest import kernel_cache, poisoned
 __all__ = ["kernel_cache", "poisoned"]
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.triton import interpreter
+    from tests.support.triton import interpreter
 
     interpreter.compute_bfloat16()
 else:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.kernels.cases import (
+from tests.support.kernels.cases import (
     LIMITS,
     Step,
     int32,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.kernels.cases import LIMITS, Step, random, relative_error, same_bits, step
+from tests.support.kernels.cases import LIMITS, Step, random, relative_error, same_bits, step
 from tidemill.kernels.causal_conv import cuda, reference
 
 SLOTS = 12

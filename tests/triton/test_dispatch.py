@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.kernels.cases import random, relative_error
+from tests.support.kernels.cases import random, relative_error
 from tidemill.kernels import dispatch
-from tidemill.kernels.build import KernelUnavailable
 from tidemill.kernels.page_copy import reference as page_copy_reference
+from tidemill.kernels.shared.build import KernelUnavailable
 
 
 @pytest.fixture

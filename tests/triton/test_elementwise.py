@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.unit.kernels.cases import LIMITS, random, relative_error, same_bits
+from tests.support.kernels.cases import LIMITS, random, relative_error, same_bits
 from tidemill.kernels.activation import cuda as activation_cuda
 from tidemill.kernels.activation import reference as activation_reference
 from tidemill.kernels.rms_norm import cuda as rms_norm_cuda

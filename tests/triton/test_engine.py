@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity.architectures import random_model, save
-from tests.parity.served import answer, serving
-from tests.unit.workers.padded import Bed, check_padding
+from tests.support.parity.architectures import random_model, save
+from tests.support.parity.served import answer, serving
+from tests.support.workers.padded import Bed, check_padding
 from tidemill.kernels.dispatch import operators
-from tidemill.workers.graphs import padding
+from tidemill.workers.execution.cuda_graphs import padding
 from tidemill.workers.messages import Request
 from tidemill.workers.settings import EngineSettings
 

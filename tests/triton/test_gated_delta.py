@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.kernels.cases import LIMITS, Step, int32, random, relative_error, same_bits, step
+from tests.support.kernels.cases import LIMITS, Step, int32, random, relative_error, same_bits, step
 from tidemill.kernels.gated_delta import cuda, reference
 from tidemill.kernels.gated_delta.cuda import CHUNK
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.kernels.cases import LIMITS, Step, int32, random, relative_error, same_bits, step
+from tests.support.kernels.cases import LIMITS, Step, int32, random, relative_error, same_bits, step
 from tidemill.kernels.mamba2 import cuda, reference
 from tidemill.kernels.mamba2.heads import Heads
-from tidemill.kernels.recurrence import CHUNK
+from tidemill.kernels.shared.recurrence import CHUNK
 
 SLOTS = 12
 

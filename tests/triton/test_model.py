@@ -10,11 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
-from tests.parity.architectures import random_model, save
-from tests.parity.steps import Runner
+from tests.support.parity.architectures import random_model, save
+from tests.support.parity.steps import Runner
 from tidemill.kernels.dispatch import REFERENCE, Operators, operators
 from tidemill.kvstore.layout import KvDtype
-from tidemill.workers.models.registry import load
+from tidemill.workers.models.architectures.registry import load
 
 LENGTHS = (19, 5)
 

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 import torch
 
-from tests.unit.kernels.cases import random, relative_error, same_bits
+from tests.support.kernels.cases import random, relative_error, same_bits
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.moe import reference
 from tidemill.kernels.moe.cuda import moe_inner, moe_outer, route, tile_tokens, tiles_of

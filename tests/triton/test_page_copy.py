@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.kernels.foreign import CACHES, Case, Memory
+from tests.support.kernels.foreign import CACHES, Case, Memory
 from tests.unit.kernels.test_page_copy import (
     CASES,
     DIRECTIONS,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.kernels.cases import LIMITS, random, relative_error, same_bits, shuffled_pages, step
+from tests.support.kernels.cases import LIMITS, random, relative_error, same_bits, shuffled_pages, step
 from tidemill.kernels.rope_store import cuda, reference
 
 EPSILON = 1e-6

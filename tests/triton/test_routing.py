@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.unit.kernels.cases import relative_error
+from tests.support.kernels.cases import relative_error
 from tests.unit.kernels.test_routing import CASES, double, logits_of
 from tidemill.kernels.moe import reference
 from tidemill.kernels.moe.cuda import route

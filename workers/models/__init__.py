@@ -1,1 +1,1 @@
-"""Model architectures, each from a normal Hugging Face folder. Start at registry.py."""
+"""Models: architectures, their layers, and how weights are loaded."""

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import benchmarks
 import pytest
-from benchmarks.released import PAGE_TOKENS, RELEASED, bytes_by_architecture, released_layout
+from benchmarks.engine.released import PAGE_TOKENS, RELEASED, bytes_by_architecture, released_layout
 
-from tests.parity.steps import check_memory
+from tests.support.parity.steps import check_memory
 
 
 @pytest.mark.parametrize("name", RELEASED)

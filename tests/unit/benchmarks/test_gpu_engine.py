@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks import gpu_engine
-from benchmarks.gpu_engine import LAYER, Plan, layers_for, main, memory_for, weight_bytes
+from benchmarks.gpu import engine as gpu_engine
+from benchmarks.gpu.engine import LAYER, Plan, layers_for, main, memory_for, weight_bytes
 
 
 def test_the_command_leaves_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from benchmarks import index
-from benchmarks.index import Forest, full_forest
+from benchmarks.memory import index
+from benchmarks.memory.index import Forest, full_forest
 
 
 def is_prefix_of_another(forest: Forest) -> bool:

@@ -3,13 +3,13 @@
 import asyncio
 
 import pytest
-from benchmarks.memory_figures import Outcome, Sample
-from benchmarks.memory_model import COST, Device, qwen_layout, step_seconds
+from benchmarks.memory.figures import Outcome, Sample
+from benchmarks.memory.served_model import COST, Device, qwen_layout, step_seconds
 
 from tidemill.cluster.simulate.clock import run_virtual
 from tidemill.kvstore.layout import PageId, StateId
+from tidemill.workers.execution.step import Row
 from tidemill.workers.messages import MemoryUse
-from tidemill.workers.step import Row
 
 LAYOUT = qwen_layout(64)
 DEVICE = Device(step_s=1.0, flops_per_s=1e12, bytes_per_s=1e9)

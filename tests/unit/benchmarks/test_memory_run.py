@@ -6,9 +6,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from benchmarks import memory, memory_workloads
-from benchmarks.memory_figures import usage
-from benchmarks.memory_run import Setup, serve
+from benchmarks.memory import arena as memory
+from benchmarks.memory import workloads as memory_workloads
+from benchmarks.memory.figures import usage
+from benchmarks.memory.run import Setup, serve
 
 SMALL = Setup(num_extents=12, rows_max=16, tokens_max=1024)
 

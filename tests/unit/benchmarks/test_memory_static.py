@@ -3,16 +3,16 @@
 from random import Random
 
 import pytest
-from benchmarks.memory_model import NoBytes, qwen_layout
-from benchmarks.memory_static import StaticArena, StaticCache
+from benchmarks.memory.served_model import NoBytes, qwen_layout
+from benchmarks.memory.static_split import StaticArena, StaticCache
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.index import Checkpoint, Entry, PrefixIndex
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import PageId, StateId
-from tidemill.kvstore.ledger import Ledger
+from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry, PrefixIndex
 
 LAYOUT = qwen_layout(64)
 

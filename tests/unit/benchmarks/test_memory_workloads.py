@@ -5,9 +5,9 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from benchmarks import memory_workloads as workloads
-from benchmarks.memory_model import answer_token
-from benchmarks.workloads import Workload
+from benchmarks.memory import workloads
+from benchmarks.memory.served_model import answer_token
+from benchmarks.serving.workloads import Workload
 
 MAKERS: dict[str, Callable[[Random], Workload]] = {
     "long-prompts": lambda rng: workloads.long_prompts(rng, documents=5, in_turn=3),

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.cluster.heartbeats import News
+from tidemill.cluster.worker.heartbeats import News
 from tidemill.workers.messages import Announcement
 
 KEYS = [bytes([number]) for number in range(6)]

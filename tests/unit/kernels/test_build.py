@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.kernels.cases import random, same_bits
-from tidemill.kernels import compiler as compiler_module
+from tests.support.kernels.cases import random, same_bits
 from tidemill.kernels import dispatch
-from tidemill.kernels.build import KernelUnavailable, Library, build
-from tidemill.kernels.compiler import KINDS, ahead_name, compile_ahead, found_ahead, kinds, sources
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.cpu import bind_linear, bind_pack
+from tidemill.kernels.shared import compiler as compiler_module
+from tidemill.kernels.shared.build import KernelUnavailable, Library, build
+from tidemill.kernels.shared.compiler import KINDS, ahead_name, compile_ahead, found_ahead, kinds, sources
 
 OPERATORS = len(fields(dispatch.Operators)) + 1  # and page_copy
 
@@ -111,14 +111,14 @@ def test_a_library_of_other_sources_or_another_machine_is_not_found(ahead: Path,
 
 
 def test_a_library_is_named_by_what_it_was_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for source in (compiler_module.FOLDER / "cpu.h", *sources()):
+    for source in (compiler_module.FOLDER / "shared/cpu.h", *sources()):
         copied = tmp_path / source.relative_to(compiler_module.FOLDER)
         copied.parent.mkdir(exist_ok=True)
         shutil.copy(source, copied)
     before = compiler_module.library_name("x86_64")
     monkeypatch.setattr(compiler_module, "FOLDER", tmp_path)
     assert compiler_module.library_name("x86_64") == before != compiler_module.library_name("aarch64")
-    for changed in (tmp_path / "cpu.h", sources()[0]):
+    for changed in (tmp_path / "shared/cpu.h", sources()[0]):
         changed.write_text(changed.read_text() + "// changed\n")
         assert compiler_module.library_name("x86_64") != before
         before = compiler_module.library_name("x86_64")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.unit.kernels.cases import random, relative_error, same_bits
+from tests.support.kernels.cases import random, relative_error, same_bits
 from tidemill.kernels.dispatch import Operators
 
 SIZES = (1, 2, 63, 64, 65, 127, 300)

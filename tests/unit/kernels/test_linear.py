@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from tests.unit.kernels.cases import random, same_bits
+from tests.support.kernels.cases import random, same_bits
 from tidemill.kernels.dispatch import Operators
 
 ROWS = (1, 2, 7, 65, 300)

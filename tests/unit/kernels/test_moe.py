@@ -6,10 +6,10 @@ from typing import Literal
 import pytest
 import torch
 
-from tests.unit.kernels.cases import random, relative_error, same_bits
+from tests.support.kernels.cases import random, relative_error, same_bits
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.moe.experts import Experts
-from tidemill.kernels.rows import integers
+from tidemill.kernels.shared.rows import integers
 
 Activation = Literal["silu", "clamped"]
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.kernels.foreign import CACHES, Case, Memory, bytes_of
+from tests.support.kernels.foreign import CACHES, Case, Memory, bytes_of
 from tidemill.kernels.dispatch import page_copy
 from tidemill.kernels.page_copy import reference
 from tidemill.kernels.page_copy.planes import Direction, PageCopy, Plane
-from tidemill.kvstore.backing import Mmap
+from tidemill.kvstore.memory.backing import Mmap
 
 DIRECTIONS: tuple[Direction, ...] = ("export", "import")
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.kernels.cases import LIMITS, random, relative_error, same_bits, shuffled_pages, step
+from tests.support.kernels.cases import LIMITS, random, relative_error, same_bits, shuffled_pages, step
 from tidemill.kernels.dispatch import Operators
-from tidemill.kernels.rows import Rows
+from tidemill.kernels.shared.rows import Rows
 
 EPSILON = 1e-6
 

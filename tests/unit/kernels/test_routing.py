@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.unit.kernels.cases import int32, random, relative_error, same_bits
+from tests.support.kernels.cases import int32, random, relative_error, same_bits
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.moe.routing import Routing
-from tidemill.kernels.rows import integers
+from tidemill.kernels.shared.rows import integers
 
 CASES = {
     "softmax": (7, Routing(3, renormalise=True)),

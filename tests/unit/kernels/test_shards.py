@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.kernels.cases import random, same_bits, shuffled_pages, step
+from tests.support.kernels.cases import random, same_bits, shuffled_pages, step
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.mamba2.heads import Heads as Mamba2Heads
 from tidemill.kernels.moe.experts import Experts

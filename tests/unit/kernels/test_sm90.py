@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.unit.kernels.cases import step
-from tests.unit.kernels.foreign import Case, Memory
-from tests.unit.kernels.offline import SHARED_BYTES_MAX, compiling
+from tests.support.kernels.cases import step
+from tests.support.kernels.foreign import Case, Memory
+from tests.support.kernels.offline import SHARED_BYTES_MAX, compiling
 from tidemill.kernels.activation import cuda as activation_cuda
 from tidemill.kernels.attention import cuda as attention_cuda
 from tidemill.kernels.causal_conv import cuda as causal_conv_cuda
@@ -23,7 +23,7 @@ from tidemill.kernels.moe.routing import Routing
 from tidemill.kernels.page_copy import cuda as page_copy_cuda
 from tidemill.kernels.rms_norm import cuda as rms_norm_cuda
 from tidemill.kernels.rope_store import cuda as rope_store_cuda
-from tidemill.kvstore.backing import Mmap
+from tidemill.kvstore.memory.backing import Mmap
 
 
 def copy_pages() -> None:

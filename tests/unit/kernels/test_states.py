@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.kernels.cases import Step, random, relative_error, same_bits, step
+from tests.support.kernels.cases import Step, random, relative_error, same_bits, step
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.mamba2.heads import Heads
-from tidemill.kernels.rows import Rows
+from tidemill.kernels.shared.rows import Rows
 
 SLOTS = 19
 LENGTHS = ([1], [65], [1, 127, 2, 64, 1], [3, 1, 1, 63])

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tidemill.kvstore.folder_bound import OBJECT_NAME
 from tidemill.kvstore.keys import (
     DIGEST_BYTES,
     Kind,
@@ -17,6 +16,7 @@ from tidemill.kvstore.keys import (
     extend_keys,
     page_keys,
 )
+from tidemill.kvstore.stores.folder_bound import OBJECT_NAME
 
 ROOT = Namespace(model="m", layout="l").root()
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)

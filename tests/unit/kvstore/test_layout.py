@@ -19,7 +19,7 @@ from tidemill.kvstore.layout import (
     layout_of,
     restorable_end,
 )
-from tidemill.workers.inputs import Caches, caches_of
+from tidemill.workers.models.inputs import Caches, caches_of
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=40)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tidemill.kvstore.layout import Attention, LayerSpec, Layout, Linear, PageId, StateId, Window, layout_of
 from tidemill.kvstore.shards import WHOLE, Shards, Share, mine, shards_of, share_of
-from tidemill.workers.inputs import Caches, caches_of
+from tidemill.workers.models.inputs import Caches, caches_of
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 SIZES = (1, 2, 4, 8)

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tidemill import LLM
-from tidemill.kvstore.backing import Fixed, Kvcached, Mmap
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.workers.build import build_engine, check_settings, memory_of
+from tidemill.kvstore.memory.backing import Fixed, Kvcached, Mmap
 from tidemill.workers.device import device_of, granted, memory_name, open_backing
+from tidemill.workers.engine.build import build_engine, check_settings, memory_of
+from tidemill.workers.models.architectures.registry import describe
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.models.registry import describe
 from tidemill.workers.settings import EngineSettings, SettingsError
 
 CUDA = torch.device("cuda", 0)

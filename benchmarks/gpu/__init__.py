@@ -1,0 +1,1 @@
+"""Benchmarks of kernels and steps on a device."""

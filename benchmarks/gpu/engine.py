@@ -1,0 +1,354 @@
+# pyright: basic
+# torch's devices have no types.
+"""Steps of a Qwen3-Next-shaped random model as a worker runs them, against the roofline; page copies.
+
+    python -m benchmarks.gpu.engine --folder FOLDER [--tiny]
+
+The layers are those of Qwen3-Next-80B-A3B, as many as the device holds. A step is timed on the host from its
+integers to its tokens, with launches and draws and the wait for the device: the median of 10. The roofline is
+measured in the same run: a copy of 4 GiB and a bfloat16 matrix product. `--tiny` goes through all of it on a
+machine without a device, with the operators' definitions: its figures mean nothing.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from tidemill.kernels.dispatch import Operators, operators
+from tidemill.kvstore.layout import KvDtype, Layout, PageId, StateId, layout_of
+from tidemill.kvstore.memory.backing import Fixed
+from tidemill.workers.execution.cuda_graphs import Forward, Replay
+from tidemill.workers.execution.model_runner import TorchRunner
+from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.step import Row, Step
+from tidemill.workers.messages import Request, Sampling
+from tidemill.workers.models.architectures.config import Config, cost, weights_of
+from tidemill.workers.models.architectures.decoder import Decoder
+from tidemill.workers.models.architectures.qwen3_next import parse
+from tidemill.workers.models.collectives import ALONE
+from tidemill.workers.models.inputs import Caches, caches_of
+from tidemill.workers.transfer.staging import Lane
+
+PAGE_TOKENS = 64
+ROUNDS = 10
+COPY_BYTES = 4 << 30
+MATRIX = 8192
+SPARE_BYTES = 14 << 30  # for what a prompt of 8192 tokens computes, graphs, and one layer's experts twice
+ATTENTION_EVERY = 4
+LAYERS_MAX = 48
+
+LAYER: dict[str, Any] = {
+    "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 5120, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "max_position_embeddings": 262_144, "rope_theta": 1e7,
+}  # fmt: skip
+TINY_LAYER = LAYER | {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is measured on what."""
+
+    layer: dict[str, Any]
+    prompts: tuple[int, ...] = (512, 2048, 8192)
+    batches: tuple[int, ...] = (1, 8, 32, 64, 128)
+    context: int = 4096
+    kv_dtype: KvDtype = "bfloat16"
+    copied_pages: int = 512
+
+    def config(self, layers: int) -> Config:
+        return parse(self.layer | {"num_hidden_layers": layers})
+
+
+TINY = Plan(layer=TINY_LAYER, prompts=(70,), batches=(1, 3), context=70, copied_pages=4)
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Per second, of plain torch; both sides of a copy count."""
+
+    num_bytes: float
+    flops: float
+
+    def seconds(self, num_bytes: float, flops: float) -> float:
+        return max(num_bytes / self.num_bytes, flops / self.flops)
+
+
+@dataclass(frozen=True, slots=True)
+class Bed:
+    """A random model with its memory: pages from the first on, states behind those that are used."""
+
+    plan: Plan
+    config: Config
+    layout: Layout
+    model: Decoder
+    caches: Caches
+    arena: torch.Tensor
+    first_state: int
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(device: torch.device, call: Callable[[], object]) -> float:
+    """From the call to the end of what it started, the median."""
+    call()
+    call()
+    times: list[float] = []
+    for _ in range(ROUNDS):
+        wait(device)
+        start = time.perf_counter()
+        call()
+        wait(device)
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def roofline(device: torch.device, scale: int) -> Roofline:
+    source = torch.zeros(COPY_BYTES // scale, dtype=torch.uint8, device=device)
+    target, side = torch.empty_like(source), max(64, MATRIX // scale)
+    a = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+    return Roofline(
+        2 * source.numel() / seconds(device, lambda: target.copy_(source)),
+        2.0 * side**3 / seconds(device, lambda: a @ a),
+    )
+
+
+def memory_for(plan: Plan, config: Config) -> tuple[Layout, int, int]:
+    """The layout, and the extents of pages and of states for the largest batch, and a prompt."""
+    layout = layout_of(config.specs, PAGE_TOKENS, plan.kv_dtype)
+    rows = max(plan.batches)
+    pages = max(rows * -(-(plan.context + 1) // PAGE_TOKENS), -(-max(plan.prompts) // PAGE_TOKENS))
+    pages = max(pages, plan.copied_pages)
+    return layout, -(-pages // layout.pages_per_extent), -(-rows // layout.states_per_extent)
+
+
+def weight_bytes(config: Config) -> int:
+    return 2 * sum(prod(weight.shape) for weight in weights_of(config).values())
+
+
+def layers_for(plan: Plan, free_bytes: int) -> int:
+    """As many as fit, in whole groups of three linear ones and one of attention."""
+    for layers in range(LAYERS_MAX, 0, -ATTENTION_EVERY):
+        config = plan.config(layers)
+        layout, pages, states = memory_for(plan, config)
+        if weight_bytes(config) + (pages + states) * layout.extent_bytes + SPARE_BYTES <= free_bytes:
+            return layers
+    raise SystemExit(f"four layers do not fit into {free_bytes:,} bytes")
+
+
+def random_weights(config: Config, device: torch.device) -> Callable[[str], torch.Tensor]:
+    """By name, drawn when asked for; of a size at which activations neither vanish nor grow."""
+    weights = weights_of(config)
+
+    def read(name: str) -> torch.Tensor:
+        shape = weights[name].shape
+        if len(shape) == 1:
+            middle = 1.0 if name.endswith("linear_attn.norm.weight") else 0.0
+            return torch.full(shape, middle, dtype=torch.bfloat16, device=device)
+        scale = 1.0 if "embed_tokens" in name else shape[-1] ** -0.5
+        return torch.randn(shape, dtype=torch.bfloat16, device=device) * scale
+
+    return read
+
+
+def bed_of(plan: Plan, layers: int, ops: Operators, device: torch.device) -> Bed:
+    config = plan.config(layers)
+    model = Decoder(config, random_weights(config, device), ops, ALONE)
+    layout, pages, states = memory_for(plan, config)
+    arena = Fixed((pages + states) * layout.extent_bytes, str(device)).memory
+    middle = pages * layout.extent_bytes
+    arena[:middle].view(torch.bfloat16).normal_()
+    arena[middle:].view(torch.float32).normal_().mul_(0.1)
+    wait(device)
+    return Bed(plan, config, layout, model, caches_of(layout, arena), arena, pages * layout.states_per_extent)
+
+
+def step_of(bed: Bed, rows: int, start: int, tokens: int) -> Step:
+    """Each row after `start` tokens of its own; those of one token draw."""
+    width = -(-(start + tokens) // PAGE_TOKENS)
+    vocabulary = bed.config.vocab_size
+    found: list[Row] = []
+    for row in range(rows):
+        state = StateId(bed.first_state + row)
+        asked = Request(
+            request_id=str(row),
+            tokens=(1,) * (start + tokens),
+            max_new_tokens=1,
+            sampling=Sampling(temperature=0.0),
+        )
+        found.append(
+            Row(
+                sequence_id=str(row),
+                tokens=tuple((7919 * row + 31 * at) % vocabulary for at in range(tokens)),
+                start=start,
+                pages=tuple(map(PageId, range(row * width, (row + 1) * width))),
+                read=state if start else None,
+                writes=(state,),
+                draws=Draws(asked) if tokens == 1 else None,
+            )
+        )
+    return tuple(found)
+
+
+def step_bytes(bed: Bed, rows: int, before: int, tokens: int) -> float:
+    """The least that a step moves: weights that some token meets once (of experts, as many as even routing
+    chooses), pages and states of its rows."""
+    config, layout = bed.config, bed.layout
+    layer, num_bytes = bed.plan.layer, 0.0
+    met = 1 - (1 - layer["num_experts_per_tok"] / layer["num_experts"]) ** (rows * tokens)
+    for name, weight in weights_of(config).items():
+        if "embed_tokens" in name or ("lm_head" in name and tokens > 1):
+            continue
+        num_bytes += 2 * prod(weight.shape) * (met if ".experts." in name else 1.0)
+    pages = (before + 2 * tokens) / PAGE_TOKENS * layout.page_bytes  # what is new is written, then read
+    return num_bytes + rows * (pages + (2 if before else 1) * layout.state_bytes)
+
+
+def step_flops(bed: Bed, rows: int, before: int, tokens: int) -> float:
+    head = 2.0 * bed.config.vocab_size * bed.config.hidden
+    whole = cost(bed.config).flops(before, before + tokens)
+    return rows * (whole - (tokens if tokens > 1 else 0) * head)
+
+
+def recomputed(run: Forward) -> tuple[Replay, torch.Tensor]:
+    """Stands for a capture where there is no device."""
+    kept = run()
+
+    def replay() -> None:
+        kept.copy_(run())
+
+    return replay, kept
+
+
+def timed_steps(
+    bed: Bed, most: Roofline, device: torch.device, report: Callable[[dict[str, Any]], None]
+) -> None:
+    """Prompts eagerly, decode both ways."""
+    plan = bed.plan
+    eager, graphed = (TorchRunner(bed.model, bed.caches, PAGE_TOKENS, 1, device) for _ in range(2))
+    start = time.perf_counter()
+    width = -(-(plan.context + PAGE_TOKENS) // PAGE_TOKENS)
+    graphed.use_graphs(max(plan.batches), width, None if device.type == "cuda" else recomputed)
+    print(f"graphs captured in {time.perf_counter() - start:.1f} s")
+    print(f"{'step':36}{'ms':>10}{'tokens/s':>12}{'roofline ms':>13}{'share':>8}")
+    jobs = [("prompt", eager, 1, 0, tokens) for tokens in plan.prompts]
+    for batch in plan.batches:
+        jobs += [("decode, eager", eager, batch, plan.context, 1)]
+        jobs += [("decode, graphs", graphed, batch, plan.context, 1)]
+    for name, runner, rows, before, tokens in jobs:
+        step = step_of(bed, rows, before, tokens)
+        took_s = seconds(device, lambda runner=runner, step=step: runner.run_now(step))
+        num_bytes, flops = (of(bed, rows, before, tokens) for of in (step_bytes, step_flops))
+        least_s = most.seconds(num_bytes, flops)
+        title = f"{name} {rows} x {tokens} after {before}"
+        print(
+            f"{title:36}{took_s * 1e3:10.2f}{rows * tokens / took_s:12.0f}"
+            f"{least_s * 1e3:13.2f}{least_s / took_s:8.0%}",
+            flush=True,
+        )
+        report(
+            {
+                "name": title, "seconds": took_s, "tokens_per_s": rows * tokens / took_s,
+                "roofline_seconds": least_s, "share": least_s / took_s, "num_bytes": num_bytes,
+                "flops": flops,
+            }
+        )  # fmt: skip
+    for runner in (eager, graphed):
+        runner.close()
+
+
+def timed_copies(bed: Bed, device: torch.device) -> dict[str, float]:
+    """Bytes per second of pages to pinned host memory and back, as transfers copy them, and of one copy."""
+    page_bytes, count = bed.layout.page_bytes, bed.plan.copied_pages
+    ring = torch.empty(count * page_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    order = torch.randperm(count).tolist()
+    near = [ring[at * page_bytes : (at + 1) * page_bytes] for at in range(count)]
+    far = [bed.arena[at * page_bytes : (at + 1) * page_bytes] for at in order]
+    whole = bed.arena[: ring.numel()]
+    found: dict[str, float] = {}
+    for way, into, source, one in (
+        ("out", near, far, lambda: ring.copy_(whole)),
+        ("in", far, near, lambda: whole.copy_(ring)),
+    ):
+        pairs = list(zip(into, source, strict=True))
+        with asyncio.Runner() as loop:
+            lane = Lane(f"pages-{way}", bed.arena)
+            pages_s = seconds(device, lambda lane=lane, pairs=pairs, loop=loop: loop.run(lane.copy(pairs)))
+            loop.run(lane.close())
+        plain_s = seconds(device, one)
+        found |= {
+            f"pages_{way}_bytes_s": ring.numel() / pages_s,
+            f"plain_{way}_bytes_s": ring.numel() / plain_s,
+        }
+        print(
+            f"{count} pages of {page_bytes:,} bytes {way}: {ring.numel() / pages_s / 1e9:.1f} GB/s,"
+            f" {plain_s / pages_s:.0%} of one copy"
+        )
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, required=True, help="receives gpu_engine.json")
+    parser.add_argument("--tiny", action="store_true", help="to see that it runs, without a device")
+    parser.add_argument("--layers", type=int, help="a multiple of 4; as many as fit")
+    args = parser.parse_args(arguments)
+    if not args.tiny and not torch.cuda.is_available():
+        parser.error("there is no CUDA device here: --tiny runs without one")
+    device = torch.device("cpu") if args.tiny else torch.device("cuda", 0)
+    plan = TINY if args.tiny else Plan(layer=LAYER)
+    torch.manual_seed(0)
+    most = roofline(device, 4096 if args.tiny else 1)
+    if args.tiny:
+        layers = args.layers or ATTENTION_EVERY
+    else:
+        torch.cuda.empty_cache()
+        layers = args.layers or layers_for(plan, torch.cuda.mem_get_info(device)[0])
+    ops = operators("reference" if args.tiny else "triton", args.folder)
+    bed = bed_of(plan, layers, ops, device)
+    found: dict[str, Any] = {
+        "device": "none" if args.tiny else torch.cuda.get_device_name(device), "torch": torch.__version__,
+        "layers": layers, "weight_bytes": weight_bytes(bed.config), "plan": asdict(plan),
+        "copy_bytes_s": most.num_bytes, "matmul_flops_s": most.flops, "steps": [],
+    }  # fmt: skip
+    args.folder.mkdir(parents=True, exist_ok=True)
+
+    def save() -> None:
+        (args.folder / "gpu_engine.json").write_text(json.dumps(found, indent=1))
+
+    def report(step: dict[str, Any]) -> None:
+        found["steps"].append(step)
+        save()
+
+    print(
+        f"{found['device']}: {layers} layers, {found['weight_bytes'] / 1e9:.1f} GB of weights;"
+        f" copy {most.num_bytes / 1e12:.2f} TB/s, bfloat16 {most.flops / 1e12:.0f} TFLOP/s"
+    )
+    found["copies"] = timed_copies(bed, device)
+    save()
+    timed_steps(bed, most, device, report)
+
+
+if __name__ == "__main__":
+    main()

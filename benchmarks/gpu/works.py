@@ -1,0 +1,288 @@
+# pyright: basic, reportMissingImports=false
+# Peers have no types.
+"""What `gpu_kernels` times: each operator at the sizes of a layer of Qwen3-Next-80B-A3B, and its peers."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch.nn import functional
+
+from benchmarks.kernels import PAGE_TOKENS, step_inputs
+from tidemill.kernels.dispatch import Operators, page_copy
+from tidemill.kernels.moe.experts import Experts
+from tidemill.kernels.moe.routing import Routing
+from tidemill.kernels.page_copy.planes import Plane
+from tidemill.kvstore.layout import Attention, layout_of
+from tidemill.workers.models.inputs import Inputs, caches_of
+
+Call = Callable[[], object]
+
+MANY = 32  # rows from which on a step shall reach the memory's speed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A layer, and the steps it is timed in."""
+
+    hidden: int = 2048
+    q_heads: int = 16
+    kv_heads: int = 2
+    head_dim: int = 256
+    layers: int = 12  # of attention, whose pages lie between each other
+    key_heads: int = 16
+    value_heads: int = 32  # of all key heads together
+    key_dim: int = 128
+    experts: int = 512
+    top_k: int = 10
+    inner: int = 512
+    batches: tuple[int, ...] = (1, 8, 32, 64, 256)
+    context: int = 4096
+    prompts: tuple[int, ...] = (2048, 8192)
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_dim + self.value_heads // self.key_heads * self.key_dim
+
+
+TINY = Shape(
+    hidden=64, q_heads=4, head_dim=32, layers=2, key_heads=2, value_heads=4, key_dim=16, experts=4, top_k=2,
+    inner=32, batches=(2,), context=70, prompts=(70,),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`num_bytes` and `flops` are the least that the operator must move and compute. `captured`: a graph can
+    have it. `goal`: the share of the roofline that is wanted, or a speed at least that of all peers."""
+
+    name: str
+    call: Call
+    num_bytes: float
+    flops: float = 0.0
+    peers: dict[str, Callable[[], Call]] = field(default_factory=dict)
+    captured: bool = True
+    goal: float | Literal["peers"] | None = None
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype)
+
+
+def size_of(*tensors: torch.Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def pages_for(shape: Shape, rows: Inputs) -> torch.Tensor:
+    """The middle layer of an arena that the rows' pages fill."""
+    specs = (Attention(kv_heads=shape.kv_heads, head_dim=shape.head_dim),) * shape.layers
+    layout = layout_of(specs, PAGE_TOKENS, "bfloat16")
+    extents = -(-rows.pages_BN.numel() // layout.pages_per_extent)
+    arena = torch.empty(extents * layout.extent_bytes, dtype=torch.uint8)
+    arena.view(torch.bfloat16).normal_()
+    return caches_of(layout, arena).kv[shape.layers // 2]
+
+
+def attention(shape: Shape, ops: Operators, new: int, before: int, batch: int) -> Work:
+    rows = step_inputs([new] * batch, [before] * batch)
+    cache, heads, dim = pages_for(shape, rows), shape.q_heads, shape.head_dim
+    q_THD = normal(new * batch, heads, dim)
+    length = new + before
+    keys = new * before + new * (new + 1) // 2  # of all queries of a row and head
+    row_bytes = length * shape.kv_heads * 2 * dim * 2
+
+    def sdpa() -> Call:
+        kv = (
+            cache[rows.pages_BN.long()].permute(3, 0, 2, 1, 4, 5).flatten(3, 4)[:, :, :, :length].contiguous()
+        )
+        q = q_THD.view(batch, new, heads, dim).transpose(1, 2).contiguous()
+        causal = not before
+        assert causal or new == 1
+        return lambda: functional.scaled_dot_product_attention(
+            q, kv[0], kv[1], is_causal=causal, enable_gqa=True
+        )
+
+    def flashinfer() -> Call:
+        import flashinfer as library  # noqa: PLC0415 - not everywhere
+
+        indptr = torch.arange(batch + 1, dtype=torch.int32) * rows.pages_BN.shape[1]
+        last = torch.full((batch,), (length - 1) % PAGE_TOKENS + 1, dtype=torch.int32)
+        numbers = (heads, shape.kv_heads, dim, PAGE_TOKENS)
+        space, types = torch.empty(256 << 20, dtype=torch.uint8), {"q_data_type": torch.bfloat16}
+        indices = rows.pages_BN.flatten()
+        if new == 1:
+            wrapper = library.BatchDecodeWithPagedKVCacheWrapper(space, "HND", use_tensor_cores=True)
+            wrapper.plan(indptr, indices, last, *numbers, **types)
+        else:
+            wrapper = library.BatchPrefillWithPagedKVCacheWrapper(space, "HND")
+            starts = torch.arange(batch + 1, dtype=torch.int32) * new
+            wrapper.plan(starts, indptr, indices, last, *numbers, causal=True, **types)
+        return lambda: wrapper.run(q_THD, (cache[:, :, 0], cache[:, :, 1]))
+
+    return Work(
+        f"attention {batch} x {new} after {before}",
+        lambda: ops.attention(q_THD, cache, rows, None, None),
+        2 * size_of(q_THD) + batch * row_bytes,
+        4.0 * batch * keys * heads * dim,
+        {"flashinfer": flashinfer} | ({} if before and new > 1 else {"sdpa": sdpa}),
+        goal=0.8 if new == 1 and batch >= MANY and length >= 4096 else None,
+    )
+
+
+def gated_delta(shape: Shape, ops: Operators, new: int, batch: int) -> Work:
+    groups, heads, dim = shape.key_heads, shape.value_heads, shape.key_dim
+    rows, tokens = step_inputs([new] * batch, [0] * batch), new * batch
+    mixed, gates = normal(tokens, groups, shape.channels), normal(tokens, 2 * heads)
+    a_log, dt_bias = normal(2, heads, dtype=torch.float32)
+    state = normal(batch, groups, heads // groups, dim, dim, dtype=torch.float32)
+
+    def fla() -> Call:
+        from fla.ops import gated_delta_rule as library  # noqa: PLC0415 - not everywhere
+
+        run = library.fused_recurrent_gated_delta_rule if new == 1 else library.chunk_gated_delta_rule
+        q, k, v = (normal(batch, new, count, dim) for count in (groups, groups, heads))
+        g, beta = (
+            functional.logsigmoid(normal(batch, new, heads)).float(),
+            normal(batch, new, heads).sigmoid(),
+        )
+        return lambda: run(
+            q, k, v, g=g, beta=beta, initial_state=state.flatten(1, 2), output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+
+    return Work(
+        f"gated_delta {batch} x {new}",
+        lambda: ops.gated_delta(mixed, gates, a_log, dt_bias, state, rows),
+        size_of(mixed, gates) + 2 * size_of(state) + tokens * heads * dim * 2,
+        8.0 * tokens * heads * dim * dim,  # the recurrence's; chunks trade more of them for the matrix units
+        {"fla": fla},
+        goal="peers" if new > 1 else 0.8 if batch >= MANY else None,
+    )
+
+
+def causal_conv(shape: Shape, ops: Operators, new: int, batch: int) -> Work:
+    rows, x = step_inputs([new] * batch, [0] * batch), normal(new * batch, shape.key_heads, shape.channels)
+    weight = normal(4, shape.key_heads, shape.channels, dtype=torch.float32)
+    window = normal(batch, shape.key_heads, 3, shape.channels, dtype=torch.float32)
+    num_bytes = 2 * size_of(x, window)
+    return Work(
+        f"causal_conv {batch} x {new}", lambda: ops.causal_conv(x, weight, None, window, rows), num_bytes
+    )
+
+
+def rope_store(shape: Shape, ops: Operators, new: int, batch: int) -> Work:
+    rows, dim = step_inputs([new] * batch, [0] * batch), shape.head_dim
+    cache, tokens = pages_for(shape, rows), new * batch
+    q, k, v = (normal(tokens, heads, dim) for heads in (shape.q_heads, shape.kv_heads, shape.kv_heads))
+    weight, frequencies = normal(dim, dtype=torch.float32), torch.rand(dim // 8)
+    angles = ops.rope_angles(rows.positions_T, frequencies)
+    return Work(
+        f"rope_store {batch} x {new}",
+        lambda: ops.rope_store(q, k, v, weight, weight, 1e-6, angles, cache, rows),
+        2 * size_of(q, k, v) + size_of(angles),
+    )
+
+
+def elementwise(shape: Shape, ops: Operators, tokens: int) -> Iterator[Work]:
+    x, weight = normal(tokens, shape.hidden), normal(shape.hidden, dtype=torch.float32)
+    residual = torch.zeros(tokens, shape.hidden)
+    yield Work(
+        f"add_norm {tokens}",
+        lambda: ops.add_norm(residual, x, weight, 1e-6),
+        2 * size_of(x, residual),
+    )
+    values = normal(tokens, shape.key_heads, shape.value_heads // shape.key_heads, shape.key_dim)
+    norm = normal(shape.key_dim, dtype=torch.float32)
+    yield Work(
+        f"rms_norm_gated {tokens}",
+        lambda: ops.rms_norm_gated(values, values, norm, 1e-6),
+        3 * size_of(values),
+    )
+    gate_up = normal(tokens, 2 * shape.inner)
+    yield Work(f"silu_mul {tokens}", lambda: ops.silu_mul(gate_up), 1.5 * size_of(gate_up))
+    heads = normal(tokens, shape.q_heads, shape.head_dim)
+    yield Work(f"sigmoid_mul {tokens}", lambda: ops.sigmoid_mul(heads, heads), 3 * size_of(heads))
+
+
+def linear(shape: Shape, ops: Operators, tokens: int) -> Work:
+    out = shape.key_heads * (shape.channels + shape.value_heads // shape.key_heads * shape.key_dim)
+    x, weight = normal(tokens, shape.hidden), normal(out, shape.hidden)
+    packed = ops.pack(weight, None)
+    num_bytes = size_of(x, weight) + 2 * tokens * out
+    flops = 2.0 * tokens * out * shape.hidden
+    return Work(f"linear {tokens} -> {out}", lambda: ops.linear(x, packed), num_bytes, flops)
+
+
+def moe(shape: Shape, ops: Operators, experts: Experts, tokens: int) -> Iterator[Work]:
+    """Each expert that some token chose is read once."""
+    x, logits = normal(tokens, shape.hidden), normal(tokens, shape.experts)
+    routing = Routing(shape.top_k, renormalise=True)
+    chosen, weights = ops.route(logits, routing)
+    hidden = ops.moe_inner(x, chosen, experts)
+    read, pairs, expert = len(chosen.unique()), tokens * shape.top_k, shape.inner * shape.hidden
+    yield Work(f"route {tokens}", lambda: ops.route(logits, routing), size_of(logits, chosen, weights))
+    yield Work(
+        f"moe_inner {tokens}, {read} experts",
+        lambda: ops.moe_inner(x, chosen, experts),
+        read * 4 * expert + size_of(x, hidden),
+        4.0 * pairs * expert,
+    )
+    yield Work(
+        f"moe_outer {tokens}, {read} experts",
+        lambda: ops.moe_outer(hidden, chosen, weights, experts, x, logits[:, :1]),
+        read * 2 * expert + size_of(x, x, hidden),
+        2.0 * pairs * expert,
+    )
+
+
+def copied(shape: Shape, tokens: int) -> Work:
+    """All layers of a prompt, into blocks of 16 tokens of another engine's cache."""
+    rows, kv_heads, dim = step_inputs([tokens], [0]), shape.kv_heads, shape.head_dim
+    layout = layout_of((Attention(kv_heads=kv_heads, head_dim=dim),) * shape.layers, PAGE_TOKENS, "bfloat16")
+    pages = rows.pages_BN[0]
+    arena = torch.empty(-(-len(pages) // layout.pages_per_extent) * layout.extent_bytes, dtype=torch.uint8)
+    blocks = torch.empty(
+        shape.layers, 2, -(-tokens // 16), 16, kv_heads, dim, dtype=torch.bfloat16
+    ).transpose(3, 4)
+    planes = [
+        Plane(cache[:, :, kv], blocks[layer, kv])
+        for layer, cache in enumerate(caches_of(layout, arena).kv)
+        for kv in range(2)
+    ]
+    slots, copy = torch.arange(tokens), page_copy("triton", Path())
+    num_bytes = 2 * shape.layers * 2 * tokens * kv_heads * dim * 2
+    return Work(
+        f"page_copy {tokens}",
+        lambda: copy(planes, pages, slots, "export"),
+        num_bytes,
+        captured=False,  # its table is the host's
+        goal=0.9,
+    )
+
+
+def works(shape: Shape, ops: Operators) -> Iterator[Work]:
+    """Decode, then prompts: what is timed when time is short comes first."""
+    gate_up = ops.pack(normal(shape.experts, 2 * shape.inner, shape.hidden), None)
+    down = ops.pack(normal(shape.experts, shape.hidden, shape.inner), None)
+    experts = Experts(gate_up, down)
+    for batch in shape.batches:
+        yield from moe(shape, ops, experts, batch)
+        yield attention(shape, ops, 1, shape.context - 1, batch)
+        yield gated_delta(shape, ops, 1, batch)
+    for tokens in shape.prompts:
+        yield from moe(shape, ops, experts, tokens)
+        yield attention(shape, ops, tokens, 0, 1)
+        yield gated_delta(shape, ops, tokens, 1)
+        yield causal_conv(shape, ops, tokens, 1)
+        yield rope_store(shape, ops, tokens, 1)
+        yield linear(shape, ops, tokens)
+        yield copied(shape, tokens)
+        yield from elementwise(shape, ops, tokens)
+    yield attention(shape, ops, shape.prompts[0] // 4, shape.context, 4)
+    for batch in (shape.batches[0], shape.batches[-1]):
+        yield causal_conv(shape, ops, 1, batch)
+        yield rope_store(shape, ops, 1, batch)
+        yield linear(shape, ops, batch)
+        yield from elementwise(shape, ops, batch)

@@ -1,0 +1,193 @@
+"""The elastic arena beside static splits of the same bytes, `value` beside `lru`, and overload.
+
+python -m benchmarks.memory.arena [--quick] [--trace FILE] [--output benchmarks/results]
+
+The engine is real, the model is a formula and time is virtual (memory_model.py): equal runs are equal.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Literal, get_args
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.memory import workloads
+from benchmarks.memory.figures import Outcome
+from benchmarks.memory.plots import plot_series, plot_splits
+from benchmarks.memory.run import Setup, serve
+from benchmarks.serving.workloads import Workload
+from tidemill.kvstore.memory.recompute_cost import Policy
+from tidemill.workers.settings import CheckpointStrategy
+
+RESULTS = Path(__file__).parents[1] / "results"
+PAGE_SHARES = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9)
+SPLIT_EXTENTS = 96
+HIT_CLIENTS = 8
+HIT_EXTENTS = (32, 64, 128)
+TRACE_EXTENTS = (64, 256, 1024)
+TRACE_ONE_IN = 16
+TRACE_PAGE_TOKENS = 512  # a block of the trace
+OVERLOAD_EXTENTS = 24
+QUICK = 0.02
+"""Of the requests of a workload."""
+
+Part = Literal["splits", "hits", "slots", "overload"]
+
+COLUMNS: dict[Part, tuple[str, ...]] = {
+    "splits": (
+        "output_tokens_per_s",
+        "in_flight_mean",
+        "in_flight_max",
+        "preemptions",
+        "token_hit_rate",
+        "usage_mean",
+    ),
+    "hits": ("token_hit_rate", "flops_saved_rate", "hit_without_state_tokens", "output_tokens_per_s"),
+    "slots": ("slots_per_row", "in_flight_mean", "output_tokens_per_s", "usage_mean"),
+    "overload": (
+        "slots_per_row",
+        "in_flight_mean",
+        "output_tokens_per_s",
+        "usage_mean",
+        "time_full",
+        "makespan_s",
+        "preemptions",
+        "preemptions_of_one_request_max",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One run; `asdict` of it is what the JSON holds."""
+
+    part: Part
+    workload: str
+    requests: int
+    setup: Setup
+    figures: dict[str, float]
+
+
+class Benchmark:
+    """Runs workloads and collects what they gave; `quick` makes few and small runs."""
+
+    def __init__(self, console: Console, *, quick: bool) -> None:
+        self._quick = quick
+        self._shares = PAGE_SHARES[::6] if quick else PAGE_SHARES
+        self.results: list[Result] = []
+        self._console = console
+
+    def run(self, part: Part, workload: Workload, setup: Setup) -> Outcome:
+        outcome = serve(workload, setup)
+        self.results.append(Result(part, workload.name, len(workload.items), setup, outcome.figures()))
+        self._console.print(f"{part}: {workload.name}, {setup.name}, {setup.policy}, {setup.strategy}")
+        return outcome
+
+    def splits(self, folder: Path) -> None:
+        """Three workloads, each with the elastic arena and with each split; the plots of them."""
+        throughput: dict[str, dict[float | None, float]] = {}
+        outcomes: dict[float | None, Outcome] = {}
+        for workload in (
+            workloads.long_prompts(Random(0), documents=self._count(30)),
+            workloads.long_generations(Random(0), prompts=self._count(300)),
+            workloads.alternating(Random(0), documents=self._count(10), prompts=self._count(100)),
+        ):
+            setups = [Setup(num_extents=SPLIT_EXTENTS, page_share=share) for share in (None, *self._shares)]
+            outcomes = {setup.page_share: self.run("splits", workload, setup) for setup in setups}
+            throughput[workload.name] = {
+                share: one.figures()["output_tokens_per_s"] for share, one in outcomes.items()
+            }
+        plot_splits(throughput, folder / "memory-splits.png")
+        best = max(self._shares, key=lambda share: throughput["alternating"][share])
+        series = {
+            f"static split, {best:.0%} for pages (the best of them)": outcomes[best].samples,
+            "elastic": outcomes[None].samples,
+        }
+        plot_series(series, folder / "memory-alternating.png")
+
+    def hits(self, trace: Path | None) -> None:
+        """`value` beside `lru` at three sizes of the cache."""
+        cases: list[tuple[Workload, tuple[int, ...], int]] = [
+            (workloads.multi_turn(Random(0), conversations=self._count(60)), HIT_EXTENTS, 64),
+            (workloads.shared_prefix(Random(0), prompts=self._count(300)), HIT_EXTENTS, 64),
+        ]
+        if trace is not None:
+            lines = trace.read_text().splitlines()
+            replayed = workloads.replay(lines[: self._count(len(lines))], one_in=TRACE_ONE_IN)
+            cases.append((replayed, TRACE_EXTENTS, TRACE_PAGE_TOKENS))
+        for workload, sizes, page_tokens in cases:
+            for size in sizes[:1] if self._quick else sizes:
+                for policy in get_args(Policy):
+                    setup = Setup(
+                        num_extents=size, policy=policy, clients=HIT_CLIENTS, page_tokens=page_tokens
+                    )
+                    self.run("hits", workload, setup)
+
+    def slots(self) -> None:
+        """What each checkpoint strategy holds when memory is plentiful."""
+        workload = workloads.long_generations(Random(0), prompts=self._count(24))
+        for strategy in get_args(CheckpointStrategy):
+            self.run("slots", workload, Setup(num_extents=SPLIT_EXTENTS, strategy=strategy, clients=8))
+
+    def overload(self) -> None:
+        """Many times more work than fits, all at once, by checkpoint strategy."""
+        workload = workloads.mixed(Random(0), prompts=self._count(300))
+        for strategy in get_args(CheckpointStrategy):
+            self.run("overload", workload, Setup(num_extents=OVERLOAD_EXTENTS, strategy=strategy))
+
+    def _count(self, full: int) -> int:
+        return max(2, round(full * QUICK)) if self._quick else full
+
+
+def table_of(part: Part, results: Sequence[Result]) -> Table:
+    table = Table(title=part, box=None, title_justify="left")
+    for name in ("workload", "extents", "arena", "policy", "strategy", *COLUMNS[part]):
+        table.add_column(name.replace("_", " "), justify="right")
+    for one in results:
+        setup = one.setup
+        table.add_row(
+            one.workload,
+            str(setup.num_extents),
+            setup.name,
+            setup.policy,
+            setup.strategy,
+            *(_text(one.figures, name) for name in COLUMNS[part]),
+        )
+    return table
+
+
+def _text(figures: Mapping[str, float], name: str) -> str:
+    value = figures[name]
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory.arena")
+    parser.add_argument("--quick", action="store_true", help="few and small runs: for tests")
+    parser.add_argument(
+        "--trace", type=Path, help="a Mooncake request trace (JSON lines) as a third workload"
+    )
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of memory.json and the plots")
+    options = parser.parse_args(arguments)
+    options.output.mkdir(parents=True, exist_ok=True)
+    benchmark = Benchmark(Console(stderr=True), quick=options.quick)
+    benchmark.splits(options.output)
+    benchmark.hits(options.trace)
+    benchmark.slots()
+    benchmark.overload()
+    results = benchmark.results
+    for part in get_args(Part):
+        Console(width=170).print(table_of(part, [one for one in results if one.part == part]))
+    text = json.dumps([asdict(one) for one in results], indent=1)
+    (options.output / "memory.json").write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,147 @@
+"""One workload through one engine in virtual time: the real scheduler, admission, ledger and index."""
+
+import asyncio
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+
+from benchmarks.memory.figures import Outcome, Sample
+from benchmarks.memory.served_model import COST, Device, ModelRunner, NoBytes, NoStore, qwen_layout
+from benchmarks.memory.static_split import StaticArena, StaticCache
+from benchmarks.serving.workloads import Item, Workload
+from tidemill.cluster.simulate.clock import run_virtual
+from tidemill.kvstore.keys import Namespace, PageKey
+from tidemill.kvstore.memory.arena import Arena
+from tidemill.kvstore.memory.cache import Cache
+from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.kvstore.memory.prefix_index import PrefixIndex
+from tidemill.kvstore.memory.recompute_cost import Policy
+from tidemill.workers.engine.build import capacity_tokens
+from tidemill.workers.engine.engine import Engine
+from tidemill.workers.engine.load_report import memory_use
+from tidemill.workers.execution.step import Step
+from tidemill.workers.messages import Provenance, Request, Sampling
+from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.plan import Budget
+from tidemill.workers.scheduling.sequence import Sequence
+from tidemill.workers.settings import CheckpointStrategy
+from tidemill.workers.transfer.arena_io import Direct
+from tidemill.workers.transfer.transfer import Transfer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """`page_share` of the extents are for pages alone, the rest for states; None is the elastic arena.
+    `clients` send one request at a time each, in the order of the workload."""
+
+    num_extents: int
+    page_share: float | None = None
+    policy: Policy = "value"
+    strategy: CheckpointStrategy = "lazy"
+    clients: int = 1024
+    rows_max: int = 256
+    tokens_max: int = 4096
+    page_tokens: int = 64
+
+    @property
+    def name(self) -> str:
+        return "elastic" if self.page_share is None else f"static {self.page_share:.0%}"
+
+
+class WatchedEngine(Engine):
+    """Counts what the engine does not report: `preemptions_max` is the most that one request suffered."""
+
+    preemptions_max = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def _preempt(self, sequence: Sequence, error: Exception | None = None) -> None:
+        super()._preempt(sequence, error)
+        self.preemptions_max = max(self.preemptions_max, sequence.preemptions)
+
+
+def serve(workload: Workload, setup: Setup) -> Outcome:
+    """Serve it all; every byte must be back at the end."""
+    return run_virtual(_serve(workload, setup))
+
+
+def cache_of(setup: Setup) -> Cache:
+    layout = qwen_layout(setup.page_tokens)
+    index = PrefixIndex(layout, setup.policy, COST)
+    if setup.page_share is None:
+        return Cache(layout, Arena(layout, setup.num_extents, NoBytes()), index)
+    page_extents = round(setup.num_extents * setup.page_share)
+    return StaticCache(layout, StaticArena(layout, setup.num_extents, NoBytes(), page_extents), index)
+
+
+async def _serve(workload: Workload, setup: Setup) -> Outcome:
+    ledger = Ledger(cache_of(setup))
+    layout = ledger.layout
+    loop = asyncio.get_running_loop()
+    samples: list[Sample] = []
+
+    def observe(_: Step) -> None:
+        samples.append(Sample(loop.time(), engine.num_running, ledger.num_slots, memory_use(ledger)))
+
+    engine = WatchedEngine(
+        ledger,
+        Transfer(layout, Direct(NoStore(), memoryview(b""))),
+        ModelRunner(layout, Device(), observe),
+        Limits(
+            budget=Budget(
+                tokens_max=setup.tokens_max, rows_max=setup.rows_max, page_tokens=layout.page_tokens
+            ),
+            capacity_tokens=capacity_tokens(layout, setup.num_extents),
+            checkpoint_strategy=setup.strategy,
+        ),
+        _root_of,
+    )
+    steps = asyncio.create_task(engine.run())
+    found = await _ask_all(engine, workload.items, setup.clients)
+    makespan_s = loop.time()
+    while ledger.num_leases:
+        await engine.drain_publications()
+        await asyncio.sleep(0.01)
+    ledger.check()
+    steps.cancel()
+    with suppress(asyncio.CancelledError):
+        await steps
+    return Outcome(
+        makespan_s=makespan_s,
+        output_tokens=sum(item.max_tokens for item in workload.items),
+        prompts=[len(item.tokens) for item in workload.items],
+        reused=[one.reused_tokens for one in found],
+        counters=dict(ledger.counters),
+        preemptions_max=engine.preemptions_max,
+        samples=samples,
+    )
+
+
+async def _ask_all(engine: Engine, items: tuple[Item, ...], clients: int) -> list[Provenance]:
+    """Where each prompt came from when it was first admitted."""
+    done = [asyncio.Event() for _ in items]
+    found = [Provenance()] * len(items)
+    queue = iter(enumerate(items))
+
+    async def client() -> None:
+        for number, item in queue:
+            if item.after is not None:
+                await done[item.after].wait()
+            request = Request(
+                request_id=str(number),
+                tokens=item.tokens,
+                max_new_tokens=item.max_tokens,
+                sampling=Sampling(seed=item.group),
+            )
+            async with aclosing(engine.generate(request)) as deltas:
+                async for delta in deltas:
+                    found[number] = delta.provenance or found[number]
+            done[number].set()
+
+    await asyncio.gather(*[client() for _ in range(clients)])
+    return found
+
+
+def _root_of(salt: str) -> PageKey:
+    return Namespace(model="benchmark", layout="", salt=salt).root()

@@ -1,0 +1,83 @@
+"""The served model as figures: sizes and FLOPs of Qwen3-Next-80B-A3B, and how long a step of it takes.
+
+A step costs a fixed time (launches, and the weights that a batch reads), its FLOPs at the speed of a large
+accelerator, and the KV and states that it moves at the speed of its memory. No byte is computed or kept.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tidemill.cluster.simulate.cost import ATTENTION, ATTENTION_LAYERS, LINEAR, LINEAR_LAYERS
+from tidemill.cluster.simulate.engines import NoBytes
+from tidemill.kvstore.layout import Layout, layout_of
+from tidemill.kvstore.memory.recompute_cost import Cost
+from tidemill.kvstore.stores.memory_store import MemoryStore
+from tidemill.workers.execution.step import Drawn, Row, Step
+
+COST = Cost(token_flops=2 * 3e9, context_flops=4 * 16 * 256 * ATTENTION_LAYERS)  # 16 query heads of 256
+
+__all__ = ["ATTENTION", "ATTENTION_LAYERS", "NoBytes"]  # that others import from here
+
+VOCABULARY = 150_000
+FIRST_TOKEN = 16
+
+
+def qwen_layout(page_tokens: int) -> Layout:
+    """24,576 B of KV per token in bfloat16, 75.4 MiB per state in float32: the bytes of 3,216 tokens."""
+    layers = (*[ATTENTION] * ATTENTION_LAYERS, *[LINEAR] * LINEAR_LAYERS)
+    return layout_of(layers, page_tokens, kv_dtype="bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """How fast a step runs; about two H100."""
+
+    step_s: float = 8e-3
+    flops_per_s: float = 8e14
+    bytes_per_s: float = 5e12
+
+
+def step_seconds(step: Step, layout: Layout, cost: Cost, device: Device) -> float:
+    """Each row reads the KV before it once, reads and writes its state, and computes its tokens."""
+    flops = sum(cost.flops(row.start, row.start + len(row.tokens)) for row in step)
+    page_bytes = sum(len(row.pages) for row in step) * layout.page_bytes
+    state_bytes = 2 * len(step) * layout.state_bytes
+    return device.step_s + flops / device.flops_per_s + (page_bytes + state_bytes) / device.bytes_per_s
+
+
+def answer_token(seed: int, position: int) -> int:
+    """What the model draws at `position` of the sequence that is sampled with `seed`."""
+    return FIRST_TOKEN + (seed * 1_000_003 + position * 7_919) % (VOCABULARY - FIRST_TOKEN)
+
+
+class ModelRunner:
+    """Lets virtual time pass for each step; `observe` is called when one starts."""
+
+    def __init__(self, layout: Layout, device: Device, observe: Callable[[Step], None]) -> None:
+        self._layout = layout
+        self._device = device
+        self._observe = observe
+        self._newest: asyncio.Future[list[Drawn]] | None = None
+
+    def run(self, step: Step) -> asyncio.Future[list[Drawn]]:
+        self._newest = asyncio.ensure_future(self._run(self._newest, step))
+        return self._newest
+
+    async def _run(self, before: asyncio.Future[list[Drawn]] | None, step: Step) -> list[Drawn]:
+        if before is not None:
+            await asyncio.wait([before])
+        self._observe(step)
+        await asyncio.sleep(step_seconds(step, self._layout, COST, self._device))
+        return [_drawn(row) for row in step]
+
+
+class NoStore(MemoryStore):
+    """A store that takes nothing: what one worker keeps is all there is."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity_bytes=0)
+
+
+def _drawn(row: Row) -> Drawn:
+    return Drawn() if row.draws is None else Drawn((answer_token(row.draws.sampling.seed, row.end),))

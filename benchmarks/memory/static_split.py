@@ -1,0 +1,72 @@
+"""What other engines do, as the baseline: the same memory, split at the start between pages and states.
+
+Each class has its own extents and evicts its own: a page never gives way to a state, nor a state to a page.
+Within its class eviction is as in the elastic arena.
+"""
+
+from tidemill.kvstore.errors import OutOfMemory
+from tidemill.kvstore.layout import Layout, PageId, StateId
+from tidemill.kvstore.memory.arena import Arena, Pool
+from tidemill.kvstore.memory.backing import Backing
+from tidemill.kvstore.memory.cache import Cache
+from tidemill.kvstore.memory.eviction import Victim
+from tidemill.kvstore.memory.prefix_index import PrefixIndex
+
+
+class StaticArena(Arena):
+    """An arena of which `page_extents` can hold pages, and the rest states."""
+
+    def __init__(self, layout: Layout, num_extents: int, backing: Backing, page_extents: int) -> None:
+        assert 0 < page_extents < num_extents
+        super().__init__(layout, num_extents, backing)
+        self.page_extents_max = page_extents
+        self.state_extents_max = num_extents - page_extents
+        self.pages: Pool[PageId] = Pool(layout.pages_per_extent, self._open_for_pages, self._close)
+        self.states: Pool[StateId] = Pool(layout.states_per_extent, self._open_for_states, self._close)
+
+    def _open_for_pages(self) -> int:
+        return self._open_below(self.pages.num_extents, self.page_extents_max)
+
+    def _open_for_states(self) -> int:
+        return self._open_below(self.states.num_extents, self.state_extents_max)
+
+    def _open_below(self, num_extents: int, extents_max: int) -> int:
+        if num_extents >= extents_max:
+            raise OutOfMemory("this class has all the extents of its share")
+        return self._open()
+
+
+class StaticCache(Cache):
+    def __init__(self, layout: Layout, arena: StaticArena, index: PrefixIndex) -> None:
+        super().__init__(layout, arena, index)
+        self._split = arena
+
+    def take_page(self) -> PageId:
+        return self._take(self.arena.pages, _leaf, "pages")
+
+    def take_state(self) -> StateId:
+        return self._take(self.arena.states, _checkpoint, "states")
+
+    def could_hold(self, pages: int, states: int, windows: int = 0) -> bool:
+        """Each class by itself: neither has anything of the other. Its models have no windows."""
+        assert not windows
+        split = self._split
+        pages_max = split.page_extents_max * split.pages.places
+        states_max = split.state_extents_max * split.states.places
+        return split.pages.num_held + pages <= pages_max and split.states.num_held + states <= states_max
+
+    def state_is_free(self) -> bool:
+        states = self.arena.states
+        return states.num_free > 0 or states.num_extents < self._split.state_extents_max
+
+
+def _leaf(index: PrefixIndex, _arena: Arena, _layout: Layout) -> Victim | None:
+    leaf = index.cheapest_leaf()
+    if leaf is None:
+        return None
+    return Victim(entries=(leaf,), price=index.credit(leaf) if index.is_restorable(leaf) else 0.0)
+
+
+def _checkpoint(index: PrefixIndex, _arena: Arena, _layout: Layout) -> Victim | None:
+    owner = index.cheapest_checkpoint()
+    return None if owner is None else Victim(bare=(owner,), price=index.credit(owner))

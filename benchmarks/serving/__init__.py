@@ -1,0 +1,1 @@
+"""Benchmarks of a whole server over HTTP."""

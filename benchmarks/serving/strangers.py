@@ -1,0 +1,173 @@
+"""What strangers learn of each other, and do to each other: a server of keeper, two tenants, real requests.
+
+python -m benchmarks.serving.strangers
+
+First whether a tenant can tell by the time to an answer that another one has asked the same before: the two
+kinds of prompts take turns, and the Kolmogorov-Smirnov distance of their times is set beside that of a
+tenant's own prompts, which do come from a cache. Then the time between the tokens of streams beside requests
+whose grammars were made to explode, and beside as many harmless ones.
+"""
+
+import argparse
+import asyncio
+import json
+import secrets
+import tempfile
+import time
+from collections.abc import Sequence
+from hashlib import sha256
+from itertools import pairwise
+from math import sqrt
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import yaml
+from tests.support.e2e.server import Server
+
+from benchmarks.serving.report import percentile
+
+RESULT = Path(__file__).parents[1] / "results" / "strangers.json"
+TENANTS = ("first", "second")
+PROMPT_TOKENS = 513
+STREAMS = 6
+STREAM_TOKENS = 800
+BOMBS: tuple[dict[str, Any], ...] = (
+    {"regex": "a?" * 1600 + "a" * 800},
+    {"regex": "(" + "|".join(f"[a-z]{{{length}}}q" for length in range(1, 300)) + ")*"},
+    {"grammar": "start: " + '"a"? ' * 1600},
+    {
+        "grammar": "start: a0\n"
+        + "".join(f'a{at}: a{at + 1} a{at + 1} | "x"?\n' for at in range(200))
+        + 'a200: "y"?'
+    },
+    {"json": {"anyOf": [{"properties": {f"k{at}": {"type": "string"}}} for at in range(200)]}},
+    {"json": {"type": "object", "properties": {f"k{at}": {"type": "integer"} for at in range(1000)}}},
+)
+
+
+def distance(one: Sequence[float], other: Sequence[float]) -> float:
+    """Of Kolmogorov and Smirnov: the largest difference of the two distribution functions."""
+    return max(
+        abs(sum(x <= at for x in one) / len(one) - sum(x <= at for x in other) / len(other))
+        for at in (*one, *other)
+    )
+
+
+def told_apart(one: Sequence[float], other: Sequence[float]) -> float:
+    """The distance that two samples of one distribution exceed in one of a hundred cases (Smirnov, 1948)."""
+    return 1.63 * sqrt((len(one) + len(other)) / (len(one) * len(other)))
+
+
+class Asker:
+    def __init__(self, client: httpx.AsyncClient, key: str) -> None:
+        self._client = client
+        self._headers = {"authorization": f"Bearer {key}"}
+
+    async def answer_s(self, prompt: Sequence[int]) -> float:
+        """Until one token is there."""
+        began_s = time.perf_counter()
+        await self.whole({"prompt": prompt, "max_tokens": 1, "temperature": 0})
+        return time.perf_counter() - began_s
+
+    async def whole(self, body: dict[str, Any]) -> httpx.Response:
+        reply = await self._client.post("/v1/completions", json=body, headers=self._headers)
+        assert reply.status_code in {200, 400}, reply.text
+        return reply
+
+    async def gaps_s(self, prompt: Sequence[int]) -> list[float]:
+        """Between the chunks of a stream."""
+        body = {"prompt": prompt, "max_tokens": STREAM_TOKENS, "stream": True, "ignore_eos": True}
+        async with self._client.stream("POST", "/v1/completions", json=body, headers=self._headers) as reply:
+            times = [time.perf_counter() async for line in reply.aiter_lines() if line.startswith("data: {")]
+        return [after - before for before, after in pairwise(times)]
+
+
+async def prefixes(askers: Sequence[Asker], rounds: int, rng: Random) -> dict[str, Any]:
+    """Times of the second tenant, for prompts that it is the first to send and for such that the first tenant
+    has just sent; and of the first tenant's own."""
+    first, second = askers
+    times: dict[str, list[float]] = {"unknown": [], "known to another": [], "known to itself": []}
+    for _ in range(rounds):
+        for kind in rng.sample(sorted(times), len(times)):
+            prompt, other = ([rng.randrange(100, 800) for _ in range(PROMPT_TOKENS)] for _ in "ab")
+            await first.answer_s(other if kind == "unknown" else prompt)
+            asker = first if kind == "known to itself" else second
+            times[kind].append(await asker.answer_s(prompt))
+    unknown, another, itself = (times[kind] for kind in ("unknown", "known to another", "known to itself"))
+    return {
+        "rounds": rounds,
+        "median_ms": {kind: 1000 * percentile(one, 50) for kind, one in times.items()},
+        "distance": distance(unknown, another),
+        "distance_of_its_own": distance(unknown, itself),
+        "distance_by_chance_1_percent": told_apart(unknown, another),
+    }
+
+
+async def beside(askers: Sequence[Asker], forms: Sequence[dict[str, Any]], rng: Random) -> list[float]:
+    """Gaps of the first tenant's streams while the second sends requests of these forms, one by one."""
+    first, second = askers
+    prompts = [[rng.randrange(100, 800) for _ in range(64)] for _ in range(STREAMS)]
+    streams = [asyncio.create_task(first.gaps_s(prompt)) for prompt in prompts]
+    for form in forms:
+        await second.whole({"prompt": [5] * 20, "max_tokens": 20, **form})
+    assert not all(stream.done() for stream in streams), "the streams have ended too early: make them longer"
+    return [gap for stream in streams for gap in await stream]
+
+
+async def bombs(askers: Sequence[Asker], rounds: int, rng: Random) -> dict[str, Any]:
+    gaps: dict[str, list[float]] = {"harmless": [], "bombs": []}
+    for _ in range(rounds):
+        gaps["harmless"] += await beside(askers, [{}] * len(BOMBS), rng)
+        gaps["bombs"] += await beside(askers, [{"structured_outputs": bomb} for bomb in BOMBS], rng)
+    return {
+        "rounds": rounds,
+        "gaps": {kind: len(one) for kind, one in gaps.items()},
+        "gap_ms": {
+            kind: {f"p{percent}": 1000 * percentile(one, percent) for percent in (50, 90, 99, 99.9)}
+            | {"max": 1000 * max(one)}
+            for kind, one in gaps.items()
+        },
+    }
+
+
+async def measure(url: str, keys: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    rng = Random(options.seed)
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        askers = [Asker(client, key) for key in keys]
+        await prefixes(askers, 3, rng)  # everything has been imported and compiled then
+        return {
+            "prefixes": await prefixes(askers, options.rounds, rng),
+            "bombs": await bombs(askers, options.bomb_rounds, rng),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.strangers")
+    parser.add_argument("--rounds", type=int, default=300, help="prompts of each kind")
+    parser.add_argument("--bomb-rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    options = parser.parse_args()
+    keys = [secrets.token_hex(16) for _ in TENANTS]
+    with tempfile.TemporaryDirectory() as folder:
+        known = [
+            {"tenant": tenant, "sha256": sha256(key.encode()).hexdigest()}
+            for tenant, key in zip(TENANTS, keys, strict=True)
+        ]
+        (Path(folder) / "keys.yaml").write_text(yaml.safe_dump({"keys": known}))
+        server = Server(
+            ["keeper", "--port", "0", "--memory", "256MiB", "--api-keys-file", f"{folder}/keys.yaml"],
+            Path(folder) / "log",
+        )
+        try:
+            found = asyncio.run(measure(server.url, keys, options))
+        finally:
+            server.stop()
+    options.output.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

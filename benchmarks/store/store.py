@@ -1,0 +1,347 @@
+"""The page stores beside a plain copy of the same bytes and Mooncake's own client, in the same run.
+
+python -m benchmarks.store.store --only throughput --size 1.5MiB --batch 8 --batch 32
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, astuple, dataclass, field, fields
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from tests.support.mooncake import PlainClient, mooncake
+
+from benchmarks.store.raw import (
+    Asked,
+    Call,
+    Memcpy,
+    Memory,
+    Plain,
+    Sized,
+    Stored,
+    Way,
+    asked_of,
+    cpu_s,
+    touch_lent,
+)
+from tidemill.kvstore.keys import Kind
+from tidemill.kvstore.layout import Attention, Linear, layout_of
+from tidemill.kvstore.sizes import parse_bytes
+from tidemill.kvstore.stores.file_store import FileStore
+from tidemill.kvstore.stores.mooncake_store import open_mooncake
+from tidemill.kvstore.stores.page_store import PageStore
+
+SIZES = ("64KiB", "1.5MiB", "75MiB")
+BATCHES = (1, 8, 32, 128)
+ROUND_BYTES = 192 << 20
+"""In a store at the same time, and so the most of one call."""
+CALLS_MAX = 32
+OBJECTS_MAX = 512  # thousands of files just deleted make ext4 slow to create more
+LENT_BYTES = 512 << 20
+FILE_BYTES = 2 << 30
+
+LAYOUT = layout_of(  # of Qwen3-Next-80B-A3B
+    (Attention(kv_heads=2, head_dim=256),) * 12
+    + (Linear(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv_width=4),) * 36,
+    page_tokens=64,
+    kv_dtype="bfloat16",
+)
+PAGES = 8192 // LAYOUT.page_tokens
+KV_LAYERS, STATE_LAYERS = len(LAYOUT.attention), len(LAYOUT.linear)
+
+PAGE_FIRST, LAYER_FIRST = "page-first", "layer-first"
+PROMPT: Mapping[str, Sequence[Sized]] = {
+    PAGE_FIRST: [[(Kind.PAGE, LAYOUT.page_bytes)] * PAGES + [(Kind.CHECKPOINT, LAYOUT.state_bytes)]],
+    LAYER_FIRST: [
+        [(Kind.PAGE, LAYOUT.page_bytes // KV_LAYERS)] * (PAGES * KV_LAYERS)
+        + [(Kind.CHECKPOINT, LAYOUT.state_bytes // STATE_LAYERS)] * STATE_LAYERS
+    ],
+}
+"""The pages and the checkpoint of a prompt in one call, whole or cut into layers: the same bytes."""
+
+MEMCPY, PLAIN, OURS = "memcpy", "plain client", "mooncake"
+
+
+class Spent(NamedTuple):
+    """What one operation of a turn took."""
+
+    calls_s: list[float]
+    cpu_s: float  # of this process, the owner and the master together
+    asked: Asked
+
+    @property
+    def all_s(self) -> float:
+        return sum(self.calls_s)
+
+
+Turn = dict[str, Spent]
+"""What one way did in a round, by operation."""
+
+Turns = dict[tuple[str, str], Turn]
+"""A round, by form of the objects and way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What is measured, and what it is measured with."""
+
+    ways: Mapping[str, Way]
+    memory: Memory
+    cpu_s: Callable[[], float]
+    asked: Callable[[], Asked]
+
+    async def rounds(self, forms: Mapping[str, Sequence[Sized]], count: int) -> list[Turns]:
+        """All ways with all forms, in another order each round. One more round comes first: its bytes are
+        compared, it warms up, and is thrown away."""
+        rng = Random(0)
+        pairs = [(form, way) for form in forms for way in self.ways]
+        found: list[Turns] = []
+        for index in range(count + 1):
+            turns: Turns = {}
+            for form, way in rng.sample(pairs, len(pairs)):
+                calls = self.memory.calls(forms[form], rng)
+                if index == 0:
+                    self.memory.target.fill(0)
+                turns[form, way] = await self._turn(self.ways[way], calls)
+                if index == 0:
+                    assert self.memory.arrived(calls)
+            found.append({pair: turns[pair] for pair in pairs})
+        return found[1:]
+
+    async def _turn(self, way: Way, calls: Sequence[Call]) -> Turn:
+        turn: Turn = {}
+        for name, operation in (("put", way.put), ("get", way.get), ("contains", way.contains)):
+            asked, cpu_s = self.asked(), self.cpu_s()
+            calls_s: list[float] = []
+            for call in calls:
+                start_s = time.perf_counter()
+                await operation(call)
+                calls_s.append(time.perf_counter() - start_s)
+            turn[name] = Spent(calls_s, self.cpu_s() - cpu_s, self.asked().since(asked))
+        for call in calls:
+            await way.remove(call)
+        return turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """One operation of one way: medians over the rounds. Ratios are of throughputs within a round; above 1
+    this way is the faster one."""
+
+    gb_s: float
+    of_plain: float
+    of_memcpy: float
+    cpu_ms_per_gb: float
+    call_ms: float
+    master_requests: float  # of a call
+    master_objects: float  # of a call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    form: str
+    batch: int  # objects in a call
+    way: str
+    put: Moved
+    get: Moved
+    contains_ms: float  # of a call
+
+    def row(self) -> list[str]:
+        moved = [
+            text
+            for one in (self.put, self.get)
+            for text in (
+                f"{one.gb_s:.2f}",
+                f"{one.of_plain:.2f}",
+                f"{one.of_memcpy:.3f}",
+                f"{one.cpu_ms_per_gb:,.0f}",
+                f"{one.call_ms:.2f}",
+                f"{one.master_requests:.0f} / {one.master_objects:.0f}",
+            )
+        ]
+        return [self.form, str(self.batch), self.way, *moved, f"{self.contains_ms:.2f}"]
+
+
+def results_of(rounds: Sequence[Turns], forms: Mapping[str, Sequence[Sized]]) -> list[Result]:
+    return [
+        Result(
+            form=form,
+            batch=len(forms[form][0]),
+            way=way,
+            put=_moved(rounds, "put", form, way, forms[form]),
+            get=_moved(rounds, "get", form, way, forms[form]),
+            contains_ms=_call_ms(turns[form, way]["contains"] for turns in rounds),
+        )
+        for form in forms
+        for way in dict.fromkeys(way for _, way in rounds[0])
+    ]
+
+
+def _moved(rounds: Sequence[Turns], operation: str, form: str, way: str, calls: Sequence[Sized]) -> Moved:
+    spent = [turns[form, way][operation] for turns in rounds]
+    gigabytes = sum(num_bytes for call in calls for _, num_bytes in call) / 1e9
+
+    def faster_than(other: str) -> float:
+        return median(
+            turns[form, other][operation].all_s / turns[form, way][operation].all_s for turns in rounds
+        )
+
+    return Moved(
+        gb_s=median(gigabytes / one.all_s for one in spent),
+        of_plain=faster_than(PLAIN),
+        of_memcpy=faster_than(MEMCPY),
+        cpu_ms_per_gb=median(1e3 * one.cpu_s / gigabytes for one in spent),
+        call_ms=_call_ms(spent),
+        master_requests=median(one.asked.requests / len(calls) for one in spent),
+        master_objects=median(one.asked.objects / len(calls) for one in spent),
+    )
+
+
+def _call_ms(spent: Iterable[Spent]) -> float:
+    return 1e3 * median(call_s for one in spent for call_s in one.calls_s)
+
+
+async def throughput(bench: Bench, sizes: Sequence[str], batches: Sequence[int], count: int) -> list[Result]:
+    found: list[Result] = []
+    for size in sizes:
+        num_bytes = parse_bytes(size)
+        for batch in sorted({min(batch, ROUND_BYTES // num_bytes) for batch in batches}):
+            calls = max(1, min(CALLS_MAX, OBJECTS_MAX // batch, ROUND_BYTES // (batch * num_bytes)))
+            forms = {size: [[(Kind.PAGE, num_bytes)] * batch] * calls}
+            found += results_of(await bench.rounds(forms, count), forms)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times as long layer-first took as page-first: medians over pairs in one round."""
+
+    way: str
+    put: float
+    get: float
+    contains: float
+    put_cpu: float
+    get_cpu: float
+
+
+def ratios_of(rounds: Sequence[Turns]) -> list[Ratio]:
+    def ratio(way: str, operation: str, value: Callable[[Spent], float]) -> float:
+        return median(
+            value(turns[LAYER_FIRST, way][operation]) / value(turns[PAGE_FIRST, way][operation])
+            for turns in rounds
+        )
+
+    return [
+        Ratio(
+            way,
+            *(ratio(way, operation, lambda spent: spent.all_s) for operation in ("put", "get", "contains")),
+            *(ratio(way, operation, lambda spent: spent.cpu_s) for operation in ("put", "get")),
+        )
+        for way in dict.fromkeys(way for _, way in rounds[0])
+    ]
+
+
+def table_of(title: str, results: Sequence[Result]) -> Table:
+    table = Table(title=title, box=None, pad_edge=False)
+    moved = ("GB/s", ":plain", ":memcpy", "CPU ms/GB", "ms", "asked")
+    for name in ("objects", "batch", "way", "put GB/s", *moved[1:], "get GB/s", *moved[1:], "contains ms"):
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for above, result in zip([None, *results], results, strict=False):
+        if above and (above.form, above.batch) != (result.form, result.batch):
+            table.add_row()
+        table.add_row(*result.row())
+    return table
+
+
+def table_of_ratios(ratios: Sequence[Ratio]) -> Table:
+    table = Table(title="time of layer-first : page-first", box=None, pad_edge=False)
+    for column in fields(Ratio):
+        table.add_column(column.name.replace("_", " "), justify="left" if column.name == "way" else "right")
+    for ratio in ratios:
+        table.add_row(ratio.way, *(f"{number:.2f}" for number in astuple(ratio)[1:]))
+    return table
+
+
+@asynccontextmanager
+async def opened(folders: Sequence[Path]) -> AsyncGenerator[Bench]:
+    """All ways, with a Mooncake of this host and file stores in new folders within `folders`."""
+    memory = Memory.of(max(ROUND_BYTES, LAYOUT.page_bytes * PAGES + LAYOUT.state_bytes))
+    async with AsyncExitStack() as stack:
+        log = Path(stack.enter_context(tempfile.TemporaryDirectory()), "log")
+        service = stack.enter_context(mooncake(log, LENT_BYTES))
+        client = PlainClient(service)
+        stack.callback(client.close)
+        touch_lent(service, client, memory)
+        stores: dict[str, PageStore] = {OURS: open_mooncake(service.address, admin=service.admin)}
+        for folder in folders:
+            place = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
+            stores[f"file {folder}"] = FileStore(Path(place), FILE_BYTES)
+        for store in stores.values():
+            stack.push_async_callback(store.close)
+            for buffer in (memory.source, memory.target):
+                store.register(buffer.data)
+        ways: dict[str, Way] = {MEMCPY: Memcpy(), PLAIN: Plain(client, memory)}
+        ways |= {name: Stored(store) for name, store in stores.items()}
+        pids = (service.owners[0].pid, service.master.pid)
+        yield Bench(
+            ways,
+            memory,
+            lambda: time.process_time() + sum(cpu_s(pid) for pid in pids),
+            lambda: asked_of(service),
+        )
+
+
+@dataclass(slots=True)
+class Report:
+    throughput: list[Result] = field(default_factory=list[Result])
+    layout: list[Result] = field(default_factory=list[Result])
+    ratios: list[Ratio] = field(default_factory=list[Ratio])
+
+
+async def measure(options: argparse.Namespace) -> Report:
+    report = Report()
+    folders = options.folder or [Path("/dev/shm"), Path(tempfile.gettempdir())]  # noqa: S108 - tmpfs is the point
+    async with opened(folders) as bench:
+        if options.only != "layout":
+            sizes, batches = options.size or SIZES, options.batch or BATCHES
+            report.throughput = await throughput(bench, sizes, batches, options.rounds)
+        if options.only != "throughput":
+            rounds = await bench.rounds(PROMPT, options.rounds)
+            report.layout, report.ratios = results_of(rounds, PROMPT), ratios_of(rounds)
+    return report
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.store.store")
+    parser.add_argument("--only", choices=("throughput", "layout"))
+    parser.add_argument("--folder", type=Path, action="append", help="of a file store; may be repeated")
+    parser.add_argument("--size", choices=SIZES, action="append", help="of an object; may be repeated")
+    parser.add_argument("--batch", type=int, action="append", help="objects per call; may be repeated")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    report = asyncio.run(measure(options))
+    if options.json:
+        print(json.dumps(asdict(report), indent=2))
+        return 0
+    console = Console(width=160)
+    if report.throughput:
+        console.print(table_of("page stores", report.throughput))
+    if report.layout:
+        console.print(table_of("a prompt of 8,192 tokens", report.layout))
+        console.print(table_of_ratios(report.ratios))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The `tidemill` command, one module per subcommand."""

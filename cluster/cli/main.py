@@ -1,0 +1,296 @@
+"""The `tidemill` command: the only place that reads arguments, the environment and the clock.
+
+Commands import what they need when they run: `tidemill status` must not wait for Ray and torch, and Ray reads
+its environment when it is imported.
+"""
+
+# ruff: noqa: PLC0415 - see above
+
+import argparse
+import asyncio
+import os
+import secrets
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, TypeVar
+
+from rich.console import Console
+from rich.text import Text
+
+from tidemill import __version__
+from tidemill.cluster.cli.arguments import UsageError, bytes_of
+from tidemill.cluster.cli.config import add_config_commands
+from tidemill.cluster.cli.fleet import Outside, add_fleet_commands, show
+from tidemill.cluster.cli.security import add_key_options, guarded, security_of
+from tidemill.cluster.cli.serve import add_serving_options, settled
+from tidemill.cluster.cli.simulate import add_simulate_options
+from tidemill.cluster.config.fleets import Surroundings, cluster_settings, summary, telemetry_of
+from tidemill.cluster.settings import ray_environ
+from tidemill.kvstore.errors import TidemillError
+from tidemill.kvstore.keys import ObjectKey
+from tidemill.kvstore.stores.circuit_breaker import ABSENT
+from tidemill.kvstore.stores.seal import PLAIN, Sealing
+from tidemill.kvstore.stores.secret import is_public, read_secret
+from tidemill.workers.models.bundled import bundled
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tidemill.cluster.config.tree import Config
+    from tidemill.cluster.server.server import Work
+    from tidemill.kvstore.stores.page_store import PageStore
+
+_Result = TypeVar("_Result")
+
+EXIT_WRONG_ANSWER = 1
+EXIT_NOT_THERE = 1
+EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
+
+STORE_FOLDERS = (Path("/dev/shm"),)  # noqa: S108 - where a private folder is made, when there is no --store
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. 0: done, 1: the demo had a wrong answer, or the store has not what was asked for,
+    2: refused, with one line that names the fix."""
+    options = parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return options.run(options)
+    except TidemillError as error:
+        sys.stderr.write(f"tidemill: {error}\n")
+        return EXIT_REFUSED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """SIGTERM unwinds like SIGINT: whatever was started is stopped on the way out."""
+    del number, frame
+    raise KeyboardInterrupt
+
+
+def parser() -> argparse.ArgumentParser:
+    command = argparse.ArgumentParser(
+        prog="tidemill", description="A serving cluster for hybrid language models, on Ray."
+    )
+    command.add_argument("--version", action="version", version=f"tidemill {__version__}")
+    commands = command.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve a model over HTTP")
+    add_serving_options(serve)
+    serve.set_defaults(run=_serve)
+
+    add_config_commands(commands.add_parser("config", help="check a configuration file, or show it whole"))
+
+    add_key_options(commands.add_parser("key", help="make an API key for `tidemill serve --api-keys-file`"))
+
+    demo = commands.add_parser("demo", help="serve the bundled model, ask it questions, check the answers")
+    demo.set_defaults(run=_demo)
+
+    models = commands.add_parser("models", help="list the bundled models with the path of their folder")
+    models.set_defaults(run=_models)
+
+    add_fleet_commands(commands.add_parser, Outside(os.environ, time.monotonic, time.time, time.sleep))
+    add_simulate_options(
+        commands.add_parser("simulate", help="replay a request trace through a cluster in virtual time")
+    )
+    _add_store_commands(commands.add_parser("store", help="look into a page store, or measure it"))
+    return command
+
+
+def _add_store_commands(store: argparse.ArgumentParser) -> None:
+    actions = store.add_subparsers(dest="action", required=True, metavar="ACTION")
+    ls = actions.add_parser("ls", help="list what it holds, what was used last first")
+    stat = actions.add_parser("stat", help="does it answer, and how much does it hold?")
+    get = actions.add_parser("get", help="write the body of an object to a file, once its seal is verified")
+    get.add_argument("key", metavar="KEY", help="as ls shows it")
+    get.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="to write it to")
+    rm = actions.add_parser("rm", help="forget objects")
+    rm.add_argument("keys", metavar="KEY", nargs="+", help="as ls shows them")
+    bench = actions.add_parser("bench", help="measure it, with objects that are removed again")
+    bench.add_argument(
+        "--sizes", default="64KiB,1536KiB,75MiB", metavar="SIZES", help="of objects (%(default)s)"
+    )
+    bench.add_argument("--batches", default="1,16,128", metavar="NUMBERS", help="of objects (%(default)s)")
+    bench.add_argument(
+        "--bytes", default="256MiB", metavar="SIZE", help="moved at most by each line (%(default)s)"
+    )
+    for action, run in (
+        (ls, _store_ls),
+        (stat, _store_stat),
+        (get, _store_get),
+        (rm, _store_rm),
+        (bench, _store_bench),
+    ):
+        action.add_argument("--store", required=True, metavar="URL", help="as `tidemill serve` prints it")
+        action.add_argument("--store-secret-file", type=Path, metavar="PATH", help="as of `tidemill serve`")
+        action.set_defaults(run=run)
+    for action in (ls, stat, bench):
+        action.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _serve(options: argparse.Namespace) -> int:
+    config = settled(options)
+    served = summary(config)
+
+    async def work(url: str) -> None:
+        sys.stdout.write(f"ready: {url}/v1 serves {served}\n")
+        sys.stdout.flush()
+        await asyncio.Event().wait()
+
+    _run(config, options.api_key, work, "" if options.config is None else str(options.config))
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from tidemill.cluster.cli.demo import run_demo
+
+    del options
+    words = ["serve", "keeper", "--port", "0", "--memory", "64MiB", "--log-level", "warning"]
+    config = settled(parser().parse_args(words))
+    is_right = False
+
+    async def work(url: str) -> None:
+        nonlocal is_right
+        is_right = await run_demo(url, "keeper", bundled()["keeper"], Console())
+
+    _run(config, None, work)
+    return 0 if is_right else EXIT_WRONG_ANSWER
+
+
+def _models(options: argparse.Namespace) -> int:
+    del options
+    for name, folder in bundled().items():
+        sys.stdout.write(f"{name}\t{folder}\n")
+    return 0
+
+
+def _store_ls(options: argparse.Namespace) -> int:
+    from tidemill.cluster.cli.store import listed, listed_json, listed_table
+
+    held = _asked(options, listed)
+    show(options, listed_json(held), listed_table(held))
+    return 0
+
+
+def _store_stat(options: argparse.Namespace) -> int:
+    from tidemill.cluster.cli.store import state_of, state_table
+
+    state = _asked(options, lambda store: state_of(store, time.perf_counter))
+    show(options, asdict(state), state_table(state))
+    return 0 if state.is_reachable else EXIT_NOT_THERE
+
+
+def _store_get(options: argparse.Namespace) -> int:
+    from tidemill.cluster.cli.store import fetch
+    from tidemill.kvstore.stores.page_store import Got
+
+    [key] = _keys([options.key])
+    outcome, body = _asked(options, lambda store: fetch(store, key))
+    if outcome is not Got.HIT:
+        sys.stdout.write(f"{outcome.value}\n")
+        return EXIT_NOT_THERE
+    try:
+        options.output.write_bytes(body)
+    except OSError as error:
+        raise UsageError(f"--output {options.output}: {error.strerror}") from error
+    sys.stdout.write(f"{outcome.value}: {len(body)} bytes in {options.output}\n")
+    return 0
+
+
+def _store_rm(options: argparse.Namespace) -> int:
+    from tidemill.cluster.cli.store import forget
+
+    keys = _keys(options.keys)
+    removed = _asked(options, lambda store: forget(store, keys))
+    sys.stdout.write(f"{removed} of {len(keys)} removed\n")
+    return 0 if removed == len(keys) else EXIT_NOT_THERE
+
+
+def _store_bench(options: argparse.Namespace) -> int:
+    from tidemill.cluster.cli.store import Bench, measure, measured_json, measured_table
+
+    batches = options.batches.split(",")
+    if not all(batch.isdecimal() and int(batch) for batch in batches):
+        raise UsageError(f"--batches {options.batches}: write them like 1,16,128")
+    bench = Bench(
+        sizes=tuple(bytes_of(size, "--sizes") for size in options.sizes.split(",")),
+        batches=tuple(map(int, batches)),
+        bytes_max=bytes_of(options.bytes, "--bytes"),
+    )
+    if not all(bench.sizes):
+        raise UsageError(f"--sizes {options.sizes}: an object has bytes")
+    rng = Random(secrets.randbits(64))  # noqa: S311 - names and bodies of objects, for a moment
+    found = _asked(options, lambda store: measure(store, bench, rng, time.perf_counter))
+    show(options, measured_json(found), measured_table(found))
+    return 0
+
+
+def _asked(options: argparse.Namespace, work: "Callable[[PageStore], Awaitable[_Result]]") -> "_Result":
+    from tidemill.cluster.cli.store import with_store
+
+    return with_store(options.store, _sealing(options.store_secret_file), work)
+
+
+def _keys(texts: Sequence[str]) -> list[ObjectKey]:
+    try:
+        return [ObjectKey.parse(text) for text in texts]
+    except ValueError as error:
+        raise UsageError(
+            f"{' '.join(texts)}: an object is named as `tidemill store ls` shows it, like {ABSENT}"
+        ) from error
+
+
+def _sealing(secret_file: Path | None) -> Sealing:
+    if secret_file is None:
+        return PLAIN
+    sealing = Sealing(read_secret(secret_file))
+    if is_public(secret_file):
+        sys.stderr.write(f"tidemill: every user can read {secret_file}: chmod 600 {secret_file}\n")
+    return sealing
+
+
+def _run(config: "Config", api_keys: Sequence[str] | None, work: "Work", source: str = "") -> None:
+    """Serve what `config` says, of the file `source` if there is one, while `work` runs. Ray's environment is
+    set before anything imports Ray."""
+    telemetry, edge, store = telemetry_of(config.telemetry), config.edge, config.store
+    joins = config.cluster.ray_address is not None
+    os.environ.update(ray_environ(joins=joins, token=secrets.token_hex(32)))
+    os.environ.update(telemetry.environ())
+    from tidemill.cluster.edge.requests.context import Sources
+    from tidemill.cluster.edge.requests.limits import EdgeLimits
+    from tidemill.cluster.observability.logs import start_logs
+    from tidemill.cluster.server.endpoint import Endpoint
+    from tidemill.cluster.server.server import serve, shared_store
+
+    endpoint = Endpoint(
+        host=edge.host,
+        port=edge.port,
+        grpc_port=edge.grpc_port,
+        security=security_of(edge, api_keys, os.environ),
+        telemetry=telemetry,
+        limits=EdgeLimits(send_s_max=edge.send_timeout, shutdown_s_max=edge.shutdown_timeout),
+    )
+    sources = Sources(
+        clock_s=time.monotonic,
+        unix_time_s=time.time,
+        new_id=lambda: uuid.uuid4().hex,
+        rng=Random(secrets.randbits(64)),  # noqa: S311 - seeds of draws are no secrets
+    )
+    _sealing(None if store.secret_file is None else Path(store.secret_file))  # is it there?
+    cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill"
+    console = Console(stderr=True)
+    with shared_store(store.url, STORE_FOLDERS) as store_url:
+        if store.url is not None and store_url != store.url:
+            console.print(Text(f"store: {store_url}"))  # for `tidemill store`
+        around = Surroundings(store_url=store_url, cache_folder=cache_folder)
+        settings = guarded(cluster_settings(config, around, source), config.cluster).telling(telemetry)
+        start_logs(telemetry)
+        serve(endpoint, settings, sources, console, work)

@@ -1,0 +1,1 @@
+"""Chat templates, tokenizers, and the tool-call formats of model families."""

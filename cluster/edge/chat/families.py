@@ -1,0 +1,97 @@
+"""Which models speak in which way: what `auto` finds in a model folder, and what people say instead. Pure.
+
+What a model was taught to write stands in its chat template, so that is looked at first; the family of its
+architecture decides where the template says nothing of calls or reasoning.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from tidemill.cluster.edge.chat.formats import (
+    FORMS,
+    SPOKEN_IN_CHANNELS,
+    THINKING,
+    CallForm,
+    ReasoningParser,
+    Thinking,
+    ToolParser,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Architectures whose models speak alike, by the `model_type` of their config.json."""
+
+    name: str
+    model_types: tuple[str, ...]
+    tools: ToolParser
+    reasoning: ReasoningParser
+
+
+FAMILIES = (
+    Family("Qwen3", ("qwen3", "qwen3_moe", "qwen3_next"), "hermes", "qwen3"),
+    Family(
+        "Qwen3.5",
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        "qwen3_coder",
+        "qwen3",
+    ),
+    Family("Llama 3", ("llama",), "llama3_json", "none"),
+    Family("gpt-oss", ("gpt_oss",), "openai", "openai_gptoss"),
+    Family("Granite 4", ("granitemoehybrid",), "hermes", "none"),
+    Family("DeepSeek", ("deepseek_v3",), "deepseek_v3", "deepseek_v3"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSettings:
+    """What a server was told of the chats of a model. `template` is a file, or the text of a template; None:
+    the model's own."""
+
+    template: str | None = None
+    tool_parser: ToolParser = "auto"
+    reasoning_parser: ReasoningParser = "auto"
+
+
+AUTO = ChatSettings()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """How a model writes calls and reasoning; None: not at all, as far as anybody knows."""
+
+    form: CallForm | None = None
+    reasoning: Thinking | None = None
+
+    @property
+    def in_channels(self) -> bool:
+        return self.reasoning is SPOKEN_IN_CHANNELS or (
+            self.form is not None and self.form.body == "channels"
+        )
+
+
+SILENT = Style()
+
+
+def style_of(model_type: str, template: str, added: Collection[str], chat: ChatSettings) -> Style:
+    """`template` is the text of the chat template, `added` has the tokens that stand for a text of their own,
+    tags among them."""
+    family = next((one for one in FAMILIES if model_type in one.model_types), None)
+    tools, reasoning = chat.tool_parser, chat.reasoning_parser
+    if tools == "auto":
+        found = (name for name, form in FORMS.items() if all(sign in template for sign in form.signs))
+        tools = next(found, family.tools if family is not None else "none")
+    if reasoning == "auto":
+        reasoning = _reasoning_in(template, added) or (family.reasoning if family is not None else "none")
+    return Style(form=FORMS.get(tools), reasoning=THINKING.get(reasoning))
+
+
+def _reasoning_in(template: str, added: Collection[str]) -> str | None:
+    """The parser whose tags a model knows; of one that begins its answers with reasoning all by itself,
+    nothing says so."""
+    if all(sign in template for sign in FORMS["openai"].signs):
+        return "openai_gptoss"
+    for name, thinking in THINKING.items():
+        if thinking.close and (thinking.close in template or thinking.close in added):
+            return name
+    return None

@@ -1,0 +1,117 @@
+"""The text of one answer as it grows: tokens decoded, cut at stop strings, and their logprobs with them."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tidemill.cluster.edge.chat.text import Decoder, StopScanner
+from tidemill.workers.messages import FinishReason, Request, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What the client says of the end of an answer, and whether it is part of the text.
+
+    Stop strings count once `min_tokens` tokens have come before the one that completes them.
+    `stop_token_ids` are the client's own, without the model's end of sequence.
+    """
+
+    stops: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    min_tokens: int = 0
+    scores_stop: bool = False  # the stop token has a logprob too, though no text shows of it
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A token of the text with its logprob. `start` is where its characters start in the answer. The first
+    token of a prompt has no logprob."""
+
+    token: int
+    start: int
+    logprob: TokenLogprob | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """What some tokens add to an answer.
+
+    `num_tokens` counts those of a stop string, and a stop token; `scored` has those alone whose text shows.
+    `logprob` is the sum over all of `num_tokens`. `stop` is the string or the token of the client's that
+    ended it.
+    """
+
+    text: str
+    num_tokens: int
+    scored: tuple[Scored, ...] = ()
+    logprob: float = 0.0
+    finish: FinishReason | None = None
+    stop: str | int | None = None
+
+
+class Answer:
+    """The text of one answer so far; no I/O.
+
+    text     shown ........ | held back | not decoded yet
+    tokens   . . . . . . . . . . . . . . . . . . . . . . .
+    scored   passed on ..... | waiting: starts behind what is shown
+    """
+
+    def __init__(self, request: Request, decoder: Decoder, ending: Ending) -> None:
+        self._stop_token_ids = request.stop_token_ids
+        self._decoder = decoder
+        self._ending = ending
+        self._scanner = StopScanner(ending.stops, include=ending.include_stop)
+        self._num_tokens = 0
+        self._decoded_chars = 0
+        self._shown_chars = 0
+        self._waiting = deque[Scored]()
+
+    def push(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], finish: FinishReason | None
+    ) -> Growth:
+        """`logprobs` has an item for each token, or none at all."""
+        stop: str | int | None = None
+        num_tokens = len(tokens)
+        hidden: int | None = None  # a stop token without its text
+        if finish == "stop" and tokens and tokens[-1] in self._stop_token_ids:
+            stop = tokens[-1] if tokens[-1] in self._ending.stop_token_ids else None
+            if not self._ending.include_stop:
+                hidden, tokens = tokens[-1], tokens[:-1]
+        texts: list[str] = []
+        for place, token in enumerate(tokens):
+            if logprobs:
+                self._waiting.append(Scored(token, self._decoded_chars, logprobs[place]))
+            texts.append(self._text_of(token))
+            if self._scanner.stop is not None:
+                num_tokens, finish, stop = place + 1, "stop", self._scanner.stop
+                break
+        if finish:
+            texts.append(self._scanner.end())
+        text = "".join(texts)
+        self._shown_chars += len(text)
+        whole = finish is not None and self._scanner.stop is None
+        if whole and hidden is not None and logprobs and self._ending.scores_stop:
+            self._waiting.append(Scored(hidden, self._decoded_chars, logprobs[-1]))
+        return Growth(
+            text=text,
+            num_tokens=num_tokens,
+            scored=self._shown(whole=whole),
+            logprob=sum(one.logprob for one in logprobs[:num_tokens]),
+            finish=finish,
+            stop=stop,
+        )
+
+    def _text_of(self, token: int) -> str:
+        self._num_tokens += 1
+        text = self._decoder.push(token)
+        self._decoded_chars += len(text)
+        return self._scanner.push(text, may_stop=self._num_tokens > self._ending.min_tokens)
+
+    def _shown(self, *, whole: bool) -> tuple[Scored, ...]:
+        """Those that waited and whose text shows by now: all of them in a `whole` text that nothing cut."""
+        shown: list[Scored] = []
+        while self._waiting and (whole or self._waiting[0].start < self._shown_chars):
+            shown.append(self._waiting.popleft())
+        return tuple(shown)

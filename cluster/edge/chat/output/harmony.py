@@ -1,0 +1,126 @@
+"""What a model says in channels (Harmony, gpt-oss), told apart as it comes.
+
+    <|channel|>analysis<|message|> reasoning <|end|>
+    <|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|> arguments <|call|>
+    <|start|>assistant<|channel|>final<|message|> words <|return|>
+
+What stands before a <|message|> says whose text follows. The last tag ends the answer: the engine takes it
+for the end of the sequence, and nothing of it is seen here.
+"""
+
+import re
+from typing import Literal
+
+from tidemill.cluster.edge.chat.formats import CALL_END, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START
+from tidemill.cluster.edge.chat.output.output_parser import Manner, Speech
+from tidemill.cluster.edge.chat.output.parts import Call, Listener, Part, Reasoning, Words
+from tidemill.cluster.edge.chat.text import growing
+
+ENDS = (END, CALL_END, RETURN, START, CHANNEL)
+HEADER_STARTS = (START, CHANNEL, CONSTRAIN, MESSAGE, "to=")
+HEADER_TAGS = re.compile("|".join(map(re.escape, (START, CHANNEL, CONSTRAIN))))
+RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+ON_CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
+FUNCTIONS = "functions."
+
+
+class Harmony:
+    """A Listener. The answer begins behind the role of its first message."""
+
+    def __init__(self, manner: Manner) -> None:
+        self._manner = manner
+        self._inside: Literal["start", "header", "reasoning", "words", "call"] = "start"
+        self._held = ""
+        self._name: str | None = None  # of the call, as long as nothing of it was told
+        self._dropped = False  # the call that is open: there are enough
+        self.num_calls = 0
+        if manner.begun:
+            self.push(manner.begun, last=False)
+
+    def push(self, text: str, *, last: bool) -> list[Part]:
+        self._held += text
+        parts: list[Part] = []
+        while self._step(parts, last=last):
+            pass
+        return parts
+
+    def _step(self, parts: list[Part], *, last: bool) -> bool:
+        """Whether there may be more to find in what is held."""
+        match self._inside:
+            case "start":
+                return self._start(last=last)
+            case "header":
+                return self._header(parts, last=last)
+            case _:
+                return self._message(parts, last=last)
+
+    def _start(self, *, last: bool) -> bool:
+        """What begins like no header is words: of a model that was told to, or does not know better."""
+        begun = self._held.lstrip()
+        if any(begun.startswith(one) for one in HEADER_STARTS):
+            self._inside = "header"
+        elif not last and any(one.startswith(begun) for one in HEADER_STARTS):
+            return False
+        else:
+            self._inside = "words"
+        return True
+
+    def _header(self, parts: list[Part], *, last: bool) -> bool:
+        header, message, rest = self._held.partition(MESSAGE)
+        if message:
+            self._held = rest
+            self._open(header)
+            return True
+        if last:
+            text, self._held = self._held, ""
+            if text and not HEADER_TAGS.search(text):
+                parts.append(Words(text))
+        return False
+
+    def _open(self, header: str) -> None:
+        """Whose text follows."""
+        to, on = RECIPIENT.search(header), ON_CHANNEL.search(header)
+        name = to[1].removeprefix(FUNCTIONS) if to else ""
+        called = bool(to and (to[1] != name or name in self._manner.schemas))
+        if called and self._manner.form is not None:
+            self._inside, self._name = "call", name
+        elif (to or (on and on[1] == "analysis")) and not called and self._manner.reasoning is not None:
+            self._inside = "reasoning"
+        else:
+            self._inside = "words"
+
+    def _message(self, parts: list[Part], *, last: bool) -> bool:
+        found = ((at, tag) for tag in ENDS if (at := self._held.find(tag)) >= 0)
+        at, tag = min(found, default=(len(self._held), ""))
+        if not tag and not last:
+            at -= growing(self._held, ENDS)
+        text, self._held = self._held[:at], self._held[at:]
+        over = bool(tag) or last
+        if self._inside == "call":
+            parts += self._called(text, over=over)
+        elif text:
+            parts.append(Reasoning(text) if self._inside == "reasoning" else Words(text))
+        if tag:
+            self._inside = "header"
+            self._held = self._held.removeprefix(tag) if tag in ENDS[:3] else self._held
+        return bool(tag)
+
+    def _called(self, text: str, *, over: bool) -> list[Part]:
+        """A piece of the call that is open. Without arguments it has those of an empty object."""
+        name, most = self._name, self._manner.calls_max
+        if name is None:
+            return [Call(self.num_calls - 1, None, text)] if text and not self._dropped else []
+        text = text.lstrip()
+        if not text and not over:
+            return []
+        self._name = None
+        self._dropped = most is not None and self.num_calls >= most
+        if self._dropped:
+            return []
+        self.num_calls += 1
+        return [Call(self.num_calls - 1, name, text or "{}")]
+
+
+def listener(manner: Manner) -> Listener:
+    """What reads an answer of this manner."""
+    return Harmony(manner) if manner.channels else Speech(manner)

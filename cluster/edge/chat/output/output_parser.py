@@ -1,0 +1,189 @@
+"""What a chat model says, told apart as it comes: its reasoning, its words, and its calls of tools.
+
+    <think> reasoning </think> words <tool_call> call </tool_call> ...
+
+Which tags these are is data (forms.py). How a call is told while it comes is in calling.py; models that speak
+in channels are another matter (harmony.py). No text is lost: what looks like a call and is none is words.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tidemill.cluster.edge.chat.formats import CHANNELS, CallForm, Thinking
+from tidemill.cluster.edge.chat.output.parts import Part, Reasoning, Words
+from tidemill.cluster.edge.chat.output.tool_call_parser import Schemas
+from tidemill.cluster.edge.chat.output.tool_call_stream import Calling
+from tidemill.cluster.edge.chat.text import growing
+
+BETWEEN = re.compile(r"\s*([;,]?)\s*")
+"""Two calls that have no tags."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """How one answer is to be read.
+
+    reasoning  how it may reason; None: all that it says is words
+    thinking   the prompt ends inside of that already
+    form       of its calls; None: it may call nothing
+    calls_max  1: further calls are dropped
+    schemas    of the arguments, by function
+    channels   the model speaks in channels
+    begun      what of the answer stands at the end of the prompt then
+    """
+
+    reasoning: Thinking | None = None
+    thinking: bool = False
+    form: CallForm | None = None
+    calls_max: int | None = None
+    schemas: Schemas = field(default_factory=dict[str, dict[str, object]])
+    channels: bool = False
+    begun: str = ""
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """That show how the answer is to be read."""
+        if self.channels:
+            return CHANNELS
+        return (*(self.reasoning.tags if self.reasoning else ()), *(self.form.tags if self.form else ()))
+
+
+class Speech:
+    """A Listener. A tag may come in several pieces: what may become one is held back."""
+
+    def __init__(self, manner: Manner) -> None:
+        self._manner = manner
+        self._thinking = manner.reasoning or Thinking()
+        self._inside: Literal["start", "reasoning", "words", "call", "between"] = "start"
+        if manner.thinking:
+            self._inside = "reasoning"
+        self._held = ""
+        self._after_tag = manner.thinking  # white space there is nobody's words
+        self._begin = ""  # the tag before the call
+        self._calling: Calling | None = None
+        self._silent = True  # neither words nor calls so far
+        self.num_calls = 0
+
+    def push(self, text: str, *, last: bool) -> list[Part]:
+        self._held += text
+        parts: list[Part] = []
+        while self._step(parts, last=last):
+            pass
+        return parts
+
+    def _step(self, parts: list[Part], *, last: bool) -> bool:
+        """Whether there may be more to find in what is held."""
+        match self._inside:
+            case "start":
+                return self._start(last=last)
+            case "reasoning":
+                found = self._pass_on(parts, (self._thinking.close,), Reasoning, last=last)
+                if found is not None:
+                    self._go("words", after_tag=True)
+                return found is not None
+            case "words":
+                return self._words(parts, last=last)
+            case "call":
+                return self._call(parts, last=last)
+            case "between":
+                return self._between(last=last)
+
+    def _go(self, inside: Literal["reasoning", "words", "between"], *, after_tag: bool) -> None:
+        self._inside = inside
+        self._after_tag = after_tag
+
+    def _start(self, *, last: bool) -> bool:
+        """Reasoning, if the first thing that is no white space says so."""
+        begun = self._held.lstrip()
+        for tag in self._thinking.opens:
+            if begun.startswith(tag):
+                self._held = begun[len(tag) :]
+                self._go("reasoning", after_tag=True)
+                return True
+        if not last and any(tag.startswith(begun) for tag in self._thinking.opens):
+            return False
+        self._go("words", after_tag=False)
+        return True
+
+    def _words(self, parts: list[Part], *, last: bool) -> bool:
+        form = self._manner.form
+        if form is None:
+            self._pass_on(parts, (), Words, last=last)
+            return False
+        if self._silent and form.bare:
+            begun = self._held.lstrip()
+            if not begun and not last:
+                return False
+            if begun.startswith(form.bare):
+                self._call_next(form, "")
+                return True
+        tag = self._pass_on(parts, (*form.begins, *form.dropped), Words, last=last)
+        if tag in form.begins:
+            self._call_next(form, tag)
+        elif tag is not None:
+            self._after_tag = True
+        return tag is not None
+
+    def _pass_on(
+        self, parts: list[Part], tags: Sequence[str], kind: type[Reasoning | Words], *, last: bool
+    ) -> str | None:
+        """What is held, up to the first of the `tags` and without it: the tag that was found."""
+        found = ((at, tag) for tag in tags if (at := self._held.find(tag)) >= 0)
+        at, tag = min(found, default=(len(self._held), None))
+        if tag is None and not last:
+            at -= growing(self._held, tags)
+        text, self._held = self._held[:at], self._held[at + len(tag or "") :]
+        if self._after_tag:
+            text = text.lstrip()
+        if text:
+            self._after_tag = False
+            self._silent = self._silent and kind is Reasoning
+            parts.append(kind(text))
+        return tag
+
+    def _call_next(self, form: CallForm, begin: str) -> None:
+        self._inside = "call"
+        self._begin = begin
+        self._calling = Calling(self.num_calls, form, self._manner.schemas)
+
+    def _call(self, parts: list[Part], *, last: bool) -> bool:
+        form, calling = self._manner.form, self._calling
+        assert form is not None
+        assert calling is not None
+        pieces = calling.push(self._held, last=last)
+        self._held = calling.rest or ""
+        over = calling.rest is not None
+        if over or last:
+            left = calling.end()
+            if left is None:
+                parts.append(Words(self._begin + calling.held + (form.ends if over else "")))
+            follows = over and not form.ends and left is not None
+            self._go("between" if follows else "words", after_tag=left is not None)
+            pieces += left or []
+        most = self._manner.calls_max
+        if pieces and (most is None or pieces[0].index < most):
+            self.num_calls = pieces[0].index + 1
+            parts += pieces
+        self._silent = self._silent and not over
+        return over
+
+    def _between(self, *, last: bool) -> bool:
+        """Another call follows, of those without tags, or something else."""
+        form = self._manner.form
+        assert form is not None
+        between = BETWEEN.match(self._held)
+        assert between is not None
+        begin, rest = between[0], self._held[between.end() :]
+        if not rest and not last:
+            return False
+        follows = rest[:1].isidentifier() and bool(between[1]) if form.body == "python" else rest[:1] == "{"
+        if follows:
+            self._held = rest
+            self._call_next(form, begin)
+            return True
+        if rest[:1] == "]" and not between[1]:
+            self._held = rest[1:]
+        self._go("words", after_tag=True)
+        return True

@@ -1,0 +1,93 @@
+"""The messages of a chat as clients write them, and as chat templates read them."""
+
+import json
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
+
+from tidemill.cluster.edge.chat.request.params import absent_if_null, valid_text
+from tidemill.cluster.edge.chat.text import Message
+
+CALLS_MAX = 128
+
+
+def _content(value: object) -> object:
+    """A list of text parts becomes one text."""
+    if not isinstance(value, list):
+        return value
+    texts: list[str] = []
+    for part in cast("list[object]", value):
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                raise ValueError(
+                    'only text is supported: give a string or parts of {"type": "text", "text": ...}'
+                )
+    return "".join(texts)
+
+
+Content = Annotated[str, BeforeValidator(_content), AfterValidator(valid_text)]
+
+
+def _arguments(value: object) -> dict[str, Any]:
+    """Clients send them as text; templates write objects."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "{}")
+        except (ValueError, RecursionError):
+            raise ValueError("give the text of a JSON object, as it came") from None
+    if not isinstance(value, dict):
+        raise ValueError("give the text of a JSON object, as it came")  # noqa: TRY004 - pydantic's
+    return cast("dict[str, Any]", value)
+
+
+class CalledFunction(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: Annotated[str, AfterValidator(valid_text)]
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)] = {}
+
+
+class MadeCall(BaseModel):
+    """A call that the assistant made in an earlier turn."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+def _said(content: str | None, info: ValidationInfo) -> str | None:
+    calls = info.data.get("role") == "assistant" and info.data.get("tool_calls")
+    if content is None and not calls:
+        raise ValueError("is needed: only an assistant that calls tools may leave it out")
+    return content
+
+
+class Turn(BaseModel):
+    """One message of a chat. Fields that clients carry along (refusal, audio, ...) are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    name: Annotated[str, AfterValidator(valid_text)] | None = None
+    tool_calls: Annotated[list[MadeCall], Field(max_length=CALLS_MAX)] | None = None
+    tool_call_id: Annotated[str, AfterValidator(valid_text)] | None = None
+    reasoning_content: Annotated[str, AfterValidator(valid_text)] | None = None
+    content: Annotated[Content | None, AfterValidator(_said)] = Field(default=None, validate_default=True)
+
+    _nulls = model_validator(mode="before")(absent_if_null)
+
+    def message(self) -> Message:
+        more = self.model_dump(exclude={"role", "content"}, exclude_none=True)
+        return Message("system" if self.role == "developer" else self.role, self.content or "", more)

@@ -1,0 +1,160 @@
+"""What a client may ask of an answer: fields and ranges that HTTP bodies and offline calls share.
+
+A field that is null counts as absent.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, cast
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+
+from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
+
+SEED_BITS = 63
+LOGPROBS_MAX = 20
+LOGIT_BIAS_MAX = 100.0
+LOGIT_BIASES_MAX = 1024
+DEFAULT_MAX_TOKENS = 16
+"""Of an offline answer, as in vLLM."""
+
+PROMPT_FORMS = "give a text, a list of texts, a list of token ids, or a list of such lists"
+
+
+def absent_if_null(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    fields = cast("dict[str, object]", value)
+    return {name: field for name, field in fields.items() if field is not None}
+
+
+def valid_text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half of a surrogate pair: send valid Unicode") from None
+    return value
+
+
+def one_or_many(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def prompts_of(value: object) -> list[str | list[int]]:
+    """One prompt or several, each as text or as token ids, as a list of prompts. Raises ValueError."""
+    items = cast("Sequence[object]", value) if isinstance(value, list | tuple) else ()
+    if not items or isinstance(items[0], int):
+        return [_prompt(cast("object", value))]
+    return [_prompt(prompt) for prompt in items]
+
+
+def _prompt(value: object) -> str | list[int]:
+    if isinstance(value, str):
+        return valid_text(value)
+    tokens = list(cast("Sequence[object]", value)) if isinstance(value, list | tuple) else [None]
+    if any(type(token) is not int for token in tokens):
+        raise ValueError(PROMPT_FORMS)
+    return cast("list[int]", tokens)
+
+
+def _stop(value: str) -> str:
+    if not valid_text(value):
+        raise ValueError("a stop string has 1 byte or more")
+    return value
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    """JSON has texts as keys, Python token ids."""
+    items = cast("dict[object, object]", value).items() if isinstance(value, dict) else None
+    if items is None or len(items) > LOGIT_BIASES_MAX:
+        raise ValueError(f"give an object of at most {LOGIT_BIASES_MAX} token ids, each with its bias")
+    return {_token_id(token): _bias(bias) for token, bias in items}
+
+
+def _token_id(value: object) -> int:
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10:
+        return int(value)
+    if type(value) is not int:
+        raise ValueError(f"the keys are token ids: {str(value)[:32]!r} is none")
+    return value
+
+
+def _bias(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise ValueError("a bias is a number")
+    if abs(value) > LOGIT_BIAS_MAX:
+        raise ValueError(f"a bias lies in -{LOGIT_BIAS_MAX:g} to {LOGIT_BIAS_MAX:g}")
+    return float(value)
+
+
+Stop = Annotated[str, AfterValidator(_stop)]
+TokenCount = Annotated[int, Field(ge=1, le=1 << 31)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+LogitBias = Annotated[
+    dict[int, float],
+    PlainValidator(_logit_bias),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
+]
+
+
+class Params(BaseModel):
+    """How an answer is drawn and where it ends. The penalties are OpenAI's (of the answer's tokens) and
+    Hugging Face's (repetition: of the prompt's as well)."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    max_tokens: TokenCount | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=1 << 31)] = 0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=1 << 31)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0  # beyond it, logits may overflow
+    logit_bias: LogitBias = {}
+    seed: Annotated[int, Field(ge=-(1 << SEED_BITS), lt=1 << SEED_BITS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
+    n: Annotated[int, Field(ge=1)] = 1
+    stop: Annotated[list[Stop], BeforeValidator(one_or_many)] = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    _nulls = model_validator(mode="before")(absent_if_null)
+
+
+class SamplingParams(Params):
+    """How offline answers are drawn, in the words of vLLM. Raises RequestError.
+
+    `logprobs` asks for that many alternatives beside each token, `prompt_logprobs` beside the prompt's.
+    `response_format` is OpenAI's,
+    `structured_outputs` vLLM's: one of json, regex, choice, grammar (Lark) and json_object. `stop` is a text
+    or a list of texts.
+    """
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", frozen=True)
+
+    max_tokens: TokenCount | None = DEFAULT_MAX_TOKENS
+    logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refused(cls, fields: object, check: ModelWrapValidatorHandler["SamplingParams"]) -> "SamplingParams":
+        try:
+            return check(fields)
+        except ValidationError as error:
+            raise request_error(problems_of(error)) from None

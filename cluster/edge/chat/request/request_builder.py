@@ -1,0 +1,135 @@
+"""From checked fields to requests: what all answers of one job share, and the requests that they become."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Protocol
+
+from tidemill.cluster.edge.chat.output.detokenizer import Ending
+from tidemill.cluster.edge.chat.request.params import SEED_BITS, Params
+from tidemill.workers.messages import Grammar, Request, RequestError, Sampling
+
+
+class Model(Protocol):
+    """What must be known of a model before it is asked."""
+
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """`sampling.seed` is the job's: each of its `n` answers draws with one of its own."""
+
+    sampling: Sampling
+    ending: Ending
+    stop_token_ids: tuple[int, ...]
+    max_tokens: int | None  # None: as many as fit
+    n: int
+    salt: str = ""
+    priority: int = 0
+
+
+def terms_of(
+    params: Params, model: Model, *, seed: int, logprobs: int | None, grammar: Grammar | None
+) -> Terms:
+    """`seed` is used when the client gave none. Raises RequestError."""
+    check_tokens(params.stop_token_ids, "stop_token_ids", model)
+    check_tokens(list(params.logit_bias), "logit_bias", model)
+    eos = () if params.ignore_eos else model.eos_token_ids
+    if grammar is not None and not eos:
+        raise RequestError(
+            "an answer that must match something ends with the model's end-of-sequence token: "
+            "leave ignore_eos out",
+            param="ignore_eos",
+        )
+    return Terms(
+        sampling=Sampling(
+            temperature=params.temperature,
+            top_k=max(params.top_k, 0),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=seed if params.seed is None else params.seed,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=tuple(sorted(params.logit_bias.items())),
+            min_tokens=params.min_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+            grammar=grammar,
+        ),
+        ending=Ending(
+            stops=tuple(params.stop),
+            stop_token_ids=tuple(params.stop_token_ids),
+            include_stop=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        ),
+        stop_token_ids=(*eos, *params.stop_token_ids),
+        max_tokens=params.max_tokens,
+        n=params.n,
+    )
+
+
+def requests_of(
+    terms: Terms, model: Model, tokens: Sequence[int], param: str, new_id: Callable[[], str]
+) -> list[Request]:
+    """The `n` requests for one prompt, which came in the field `param`. Raises RequestError."""
+    check_tokens(tokens, param, model)
+    allowance = _allowance(len(tokens), param, terms.max_tokens, model)
+    if terms.sampling.min_tokens > allowance:
+        raise RequestError(
+            f"min_tokens {terms.sampling.min_tokens} is more than the {allowance} tokens that may come: "
+            "lower it or raise max_tokens",
+            param="min_tokens",
+        )
+    return [
+        Request(
+            request_id=new_id(),
+            tokens=tuple(tokens),
+            max_new_tokens=allowance,
+            sampling=replace(terms.sampling, seed=choice_seed(terms.sampling.seed, choice)),
+            stop_token_ids=terms.stop_token_ids,
+            salt=terms.salt,
+            priority=terms.priority,
+        )
+        for choice in range(terms.n)
+    ]
+
+
+def check_tokens(tokens: Sequence[int], param: str, model: Model) -> None:
+    """Raises RequestError."""
+    if tokens and not (min(tokens) >= 0 and max(tokens) < model.vocab_size):
+        raise RequestError(
+            f"{param} holds ids outside of the vocabulary: use 0 to {model.vocab_size - 1}", param=param
+        )
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Seed of one of the `n` answers, in [0, 2 ** 63): another one for each, the same at each repetition."""
+    digest = blake2b(
+        seed.to_bytes(8, "little", signed=True) + choice.to_bytes(4, "little"), digest_size=8
+    ).digest()
+    return int.from_bytes(digest, "little") >> (64 - SEED_BITS)
+
+
+def _allowance(num_tokens: int, param: str, max_tokens: int | None, model: Model) -> int:
+    """How many tokens may follow a prompt of `num_tokens`."""
+    if num_tokens == 0:
+        raise RequestError(f"{param} is empty: give at least one token", param=param)
+    left = model.max_model_len - num_tokens
+    if max_tokens is None and left > 0:
+        return left
+    if max_tokens is None or max_tokens > left:
+        asked = "" if max_tokens is None else f" and max_tokens {max_tokens}"
+        raise RequestError(
+            f"{num_tokens} prompt tokens{asked} exceed the {model.max_model_len} tokens that this "
+            "model takes in all: shorten the prompt or lower max_tokens",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return max_tokens

@@ -1,0 +1,120 @@
+"""Chat templates: where one comes from, and how it wants the turns of a chat; they are rendered elsewhere.
+
+Templates differ in how they take earlier calls: with arguments as an object or as the text of one, and with
+words, reasoning or both beside them. That is found out by trying.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from tidemill.cluster.edge.chat.families import ChatSettings
+from tidemill.cluster.edge.chat.text import PLAIN, Message, Rendering
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import RequestError
+
+Turns = Sequence[Mapping[str, Any]]
+Render = Callable[[Turns, Rendering], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How a template takes a turn with calls.
+
+    text_arguments  as the text of their object
+    one_text        words beside them are reasoning, too: it takes one of the two
+    """
+
+    text_arguments: bool = False
+    one_text: bool = False
+
+    def turns(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        return [self._turn(message) for message in messages]
+
+    def _turn(self, message: Message) -> dict[str, Any]:
+        turn: dict[str, Any] = {"role": message.role, "content": message.content, **message.more}
+        calls = cast("list[dict[str, Any]]", turn.get("tool_calls") or [])
+        if calls and self.text_arguments:
+            turn["tool_calls"] = [_as_text(call) for call in calls]
+        reasoning = turn.get("reasoning_content")
+        if calls and self.one_text and reasoning and message.content:
+            turn |= {"reasoning_content": f"{reasoning}\n{message.content}", "content": ""}
+        return turn
+
+
+def _as_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+PLAINLY = Shape()
+
+
+def careful(render: Render) -> Render:
+    """The same, which raises RequestError whatever the template raises: it is a program that came with the
+    model."""
+
+    def rendered(turns: Turns, how: Rendering) -> str:
+        try:
+            return render(turns, how)
+        except RequestError:
+            raise
+        except Exception as error:
+            raise RequestError(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+
+    return rendered
+
+
+_FUNCTION = {"name": "tried_call", "arguments": {"tried_key": "tried_value"}}
+_CALLS = {"tool_calls": [{"id": "call-0", "type": "function", "function": _FUNCTION}]}
+_TRIED = (
+    Message("user", "a"),
+    Message("assistant", "", _CALLS),
+    Message("tool", "b", {"name": "tried_call", "tool_call_id": "call-0"}),
+)
+_BOTH = (_TRIED[0], Message("assistant", "c", {**_CALLS, "reasoning_content": "d"}), _TRIED[2])
+
+
+def shape_of(render: Render) -> Shape:
+    """What the template wants that `render` renders with. It raises RequestError alone."""
+    shapes = (PLAINLY, Shape(text_arguments=True))
+    right = next((shape for shape in shapes if _shows_call(_tried(render, shape, _TRIED))), None)
+    if right is None:
+        return PLAINLY
+    return Shape(text_arguments=right.text_arguments, one_text=not _tried(render, right, _BOTH))
+
+
+def _tried(render: Render, shape: Shape, messages: Sequence[Message]) -> str:
+    try:
+        return render(shape.turns(messages), PLAIN)
+    except RequestError:
+        return ""
+
+
+def _shows_call(prompt: str) -> bool:
+    """With its arguments as JSON: not as Python shows an object, nor as the text of a text."""
+    mangled = "'tried_key'" in prompt or '\\"tried_key' in prompt
+    return "tried_call" in prompt and "tried_value" in prompt and not mangled
+
+
+def check_chat(chat: ChatSettings) -> None:
+    """Raises TidemillError when there is no such template."""
+    if chat.template is not None:
+        template_of(chat.template)
+
+
+def template_of(given: str) -> str:
+    """The text of a template that somebody gave: a file of it, or itself. Raises TidemillError."""
+    if any(mark in given for mark in ("{{", "{%", "\n")):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise TidemillError(
+            f"--chat-template {given} cannot be read, give a file with a Jinja template: {error}"
+        ) from error

@@ -1,0 +1,138 @@
+"""Between tokens and text: what is needed of a tokenizer, and the search for stop strings."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tidemill.cluster.edge.chat.families import Style
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat, as the model's template sees it; `more` has the fields that only some turns have
+    (tool_calls, tool_call_id, name, reasoning_content)."""
+
+    role: str
+    content: str
+    more: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendering:
+    """How a chat becomes a prompt.
+
+    tools      as the template wants them
+    answers    the prompt ends where the model's answer starts
+    continues  it ends inside of the last message, which the model goes on with
+    options    variables of the template
+    begun      what the answer starts with, behind all that
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    answers: bool = True
+    continues: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    begun: str = ""
+
+
+PLAIN = Rendering()
+
+
+class Decoder(Protocol):
+    """The text of one stream of tokens, as far as its characters are complete."""
+
+    def push(self, token: int) -> str:
+        """Text that `token` completes; empty inside a character of several tokens and for special tokens."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """May be called from several threads."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    @property
+    def style(self) -> Style:
+        """How the model writes calls of tools and reasoning."""
+        ...
+
+    @property
+    def added(self) -> Mapping[str, int]:
+        """Texts that are one token wherever they stand."""
+        ...
+
+    def chat(self, messages: Sequence[Message], how: Rendering = PLAIN) -> list[int]:
+        """Tokens of a conversation. Raises RequestError."""
+        ...
+
+    def decoder(self, shown: Collection[str] = ()) -> Decoder:
+        """Special tokens have no text but for those that are `shown`."""
+        ...
+
+    def piece(self, token: int) -> bytes:
+        """What one token stands for, which may be a part of a character; empty if it is none of the
+        tokenizer's."""
+        ...
+
+
+def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """What tokens stand for, special ones included."""
+    return b"".join(map(tokenizer.piece, tokens)).decode(errors="replace")
+
+
+def growing(text: str, into: Sequence[str]) -> int:
+    """Length of the longest end of `text` that starts one of the texts in `into`, and may grow into it."""
+    sizes = (
+        size
+        for whole in into
+        for size in range(1, min(len(whole), len(text) + 1))
+        if text.endswith(whole[:size])
+    )
+    return max(sizes, default=0)
+
+
+class StopScanner:
+    """Passes text up to the first stop string: the one that ends first, or the longest of those that do.
+
+    Text that may still grow into a stop string is held back, so that no part of one is ever passed on. With
+    `include` the stop string itself is passed on.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        assert all(stops), "an empty stop string would match everywhere"
+        self._stops = tuple(stops)
+        self._include = include
+        self._held: str = ""
+        self.stop: str | None = None  # the one that was found
+
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """The text that can be passed on now that `text` has come. Sets `stop` at a stop string.
+
+        One that ends in text which may not stop does not count; one that only starts there does.
+        """
+        assert self.stop is None
+        held = len(self._held)
+        text = self._held + text
+        found = self._first_end(text, held) if may_stop else None
+        if found is not None:
+            end, start, self.stop = found
+            self._held = ""
+            return text[: end if self._include else start]
+        cut = len(text) - growing(text, self._stops)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def end(self) -> str:
+        """What was held back: the text has ended, so it does not grow into a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_end(self, text: str, old: int) -> tuple[int, int, str] | None:
+        """End, start and stop string of the match that ends first behind the `old` characters, the longest of
+        those that do."""
+        matches = (
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := text.find(stop, max(0, old + 1 - len(stop)))) >= 0
+        )
+        return min(matches, default=None)

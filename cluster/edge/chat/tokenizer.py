@@ -1,0 +1,189 @@
+# pyright: basic
+# transformers has no complete types
+"""The tokenizer and the chat template of a Hugging Face folder."""
+
+import inspect
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.decoders import DecodeStream
+from transformers import AutoTokenizer
+
+from tidemill.cluster.edge.chat.families import AUTO, SILENT, ChatSettings, Style, style_of
+from tidemill.cluster.edge.chat.formats import FORMS
+from tidemill.cluster.edge.chat.templates import (
+    PLAINLY,
+    Render,
+    Shape,
+    Turns,
+    careful,
+    shape_of,
+    template_of,
+)
+from tidemill.cluster.edge.chat.text import PLAIN, Message, Rendering
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import RequestError
+
+PENDING_TOKENS_MAX = 8
+"""A character has at most 4 bytes: after this many tokens without text, what is pending is no character."""
+
+SHOWS_TOOLS = re.compile(r"\btools\b")
+"""A template that has a place for them."""
+
+BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A chat template: its text, what renders turns with it or raises RequestError, and how it takes them."""
+
+    text: str
+    render: Render
+    shape: Shape = PLAINLY
+
+
+class FolderTokenizer:
+    """Encodes, decodes and renders chats; `template` is None for a model without one."""
+
+    def __init__(self, raw: RawTokenizer, template: Template | None, style: Style = SILENT) -> None:
+        raw.no_truncation()  # long prompts are refused, not cut
+        raw.no_padding()
+        self._raw = raw
+        self._template = template
+        self.style = style
+        added = raw.get_added_tokens_decoder()
+        self.added = {one.content: token for token, one in added.items()}
+        self._texts = {token: one.content for token, one in added.items()}
+        self._special = {token: one.content for token, one in added.items() if one.special}
+        self._bytes_of = byte_alphabet() if "ByteLevel" in str(raw.decoder) else None
+
+    def encode(self, text: str) -> list[int]:
+        return self._raw.encode(text).ids
+
+    def chat(self, messages: Sequence[Message], how: Rendering = PLAIN) -> list[int]:
+        template = self._template
+        if template is None:
+            raise RequestError(
+                "this model has no chat template: use /v1/completions, or start the server with "
+                "--chat-template FILE",
+                param="messages",
+            )
+        if how.tools and not SHOWS_TOOLS.search(template.text):
+            raise RequestError(
+                "this model's chat template shows no tools: leave them out, or start the server with another "
+                "--chat-template",
+                param="tools",
+            )
+        if how.tools and self.style.form is None:
+            known = ", ".join(FORMS)
+            raise RequestError(
+                "nobody knows how this model calls tools: leave them out, or start the server with "
+                f"--tool-call-parser, one of {known}",
+                param="tools",
+            )
+        text = template.render(template.shape.turns(messages), how) + how.begun
+        return self._raw.encode(text, add_special_tokens=False).ids
+
+    def decoder(self, shown: Collection[str] = ()) -> "StreamDecoder":
+        return StreamDecoder(self._raw, {token for token, text in self._special.items() if text not in shown})
+
+    def piece(self, token: int) -> bytes:
+        text = self._texts.get(token)
+        if text is not None:
+            return text.encode()
+        written = self._raw.id_to_token(token) or ""
+        if self._bytes_of is not None:
+            return b"".join(self._bytes_of.get(char) or char.encode() for char in written)
+        fallback = BYTE_FALLBACK.fullmatch(written)
+        return bytes.fromhex(fallback[1]) if fallback else written.replace("\u2581", " ").encode()
+
+
+class StreamDecoder:
+    """Text of one stream, in constant memory whatever bytes the model emits."""
+
+    def __init__(self, raw: RawTokenizer, hidden: Collection[int]) -> None:
+        self._raw = raw
+        self._hidden = hidden
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._pending: list[int] = []
+
+    def push(self, token: int) -> str:
+        if token in self._hidden:
+            return ""
+        self._pending.append(token)
+        text = self._stream.step(self._raw, token)
+        if text is None and len(self._pending) < PENDING_TOKENS_MAX:
+            return ""
+        if text is None:
+            text = self._raw.decode(self._pending, skip_special_tokens=False)
+            self._stream = DecodeStream(skip_special_tokens=False)
+        self._pending.clear()
+        return text
+
+
+def byte_alphabet() -> dict[str, bytes]:
+    """How byte-level vocabularies write bytes (GPT-2): a printable byte as its Latin-1 character, the others
+    as the characters from 256 on, in their order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    written = {chr(byte): bytes([byte]) for byte in printable}
+    return written | {chr(256 + place): bytes([byte]) for place, byte in enumerate(others)}
+
+
+def load_tokenizer(folder: Path, chat: ChatSettings = AUTO) -> FolderTokenizer:
+    """Read the tokenizer of a model folder; nothing is downloaded, no code of the folder is run."""
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise TidemillError(
+            f"{folder} has no tokenizer that can be read, check tokenizer.json: {reason}"
+        ) from error
+    raw = getattr(loaded, "backend_tokenizer", None)
+    if raw is None:
+        raise TidemillError(f"{folder} has no tokenizer.json: convert its tokenizer to the fast format")
+    if chat.template is not None:
+        loaded.chat_template = template_of(chat.template)
+    text = str(loaded.chat_template or "")
+    added = {one.content for one in raw.get_added_tokens_decoder().values()}
+    style = style_of(model_type_of(folder), text, added, chat)
+    reserved = inspect.signature(loaded.apply_chat_template).parameters
+
+    @careful
+    def render(turns: Turns, how: Rendering) -> str:
+        return loaded.apply_chat_template(
+            turns,
+            tools=list(how.tools) or None,
+            tokenize=False,
+            add_generation_prompt=how.answers,
+            continue_final_message=how.continues,
+            **checked_options(how.options, reserved),
+        )
+
+    template = Template(text, render, shape_of(render)) if text else None
+    return FolderTokenizer(raw, template, style)
+
+
+def model_type_of(folder: Path) -> str:
+    """Empty where config.json does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(config.get("model_type", "")) if isinstance(config, dict) else ""
+
+
+def checked_options(options: Mapping[str, Any], reserved: Mapping[str, object]) -> Mapping[str, Any]:
+    """Variables for a template: what says how it is read and run is not the client's. Raises RequestError."""
+    taken = next((name for name in options if name in reserved or name == "messages"), None)
+    if taken is not None:
+        raise RequestError(
+            f"chat_template_kwargs: {taken} is not a variable of the template: leave it out",
+            param="chat_template_kwargs",
+        )
+    return options

@@ -1,0 +1,89 @@
+"""The service behind the HTTP edge: the flow over a router and peers, for one model."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
+
+from tidemill.cluster.edge.failure_detector import watch
+from tidemill.cluster.edge.flow import serve
+from tidemill.cluster.edge.service import FleetStatus, RoleScale, ServedModel
+from tidemill.cluster.edge.tracing import TracedPeers, TracedRouter
+from tidemill.cluster.observability.spans import Tracer
+from tidemill.cluster.rpc.router_client import RouterClient
+from tidemill.cluster.rpc.worker_client import GrpcPeers
+from tidemill.cluster.supervisor.scaler import Scaler
+from tidemill.kvstore.keys import Namespace, PageKey
+from tidemill.workers.messages import Piece, Request, Role, WorkerInfo
+
+
+class ClusterService:
+    """`info` is of any ready worker: what names keys is the same on all workers of one model. `memory` is the
+    router that says the budgets of these workers, if `router` does not."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        router: RouterClient,
+        peers: GrpcPeers,
+        scaler: Scaler,
+        info: WorkerInfo,
+        *,
+        memory: RouterClient | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.model = model
+        self._scaler = scaler
+        self._tracer = tracer
+        self._router = router
+        self._memory = memory
+        self._peers = peers
+        self._info = info
+        self._resets = 0
+
+    def generate(self, request: Request) -> AsyncGenerator[Piece]:
+        page_tokens = self._info.page_tokens
+        if self._resets:
+            request = replace(request, salt=f"{request.salt}/{self._resets}")
+        if self._tracer is None or not request.trace_parent:
+            return serve(request, self._router, self._peers, self._root_of, page_tokens)
+        router = TracedRouter(self._router, self._tracer, request.trace_parent)
+        peers = TracedPeers(self._peers, self._tracer, page_tokens)
+        return serve(request, router, peers, self._root_of, page_tokens)
+
+    async def status(self) -> FleetStatus:
+        if self._memory is None:
+            return await self._router.status()
+        status, told = await asyncio.gather(self._router.status(), self._memory.budgets())
+        return status.with_budgets(told)
+
+    def reset_prefix_cache(self) -> None:
+        """All names change: what has the old ones goes as anything that nobody asks for."""
+        self._resets += 1
+
+    async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
+        await (self._memory or self._router).set_budget(worker, budget_bytes)
+
+    async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
+        await self._router.drain(worker, drain=drain, force=force)
+
+    async def set_role(self, worker: str, role: Role) -> None:
+        await self._router.set_role(worker, role)
+
+    async def scale(self, counts: Mapping[Role, int], *, pending: bool = False) -> str | None:
+        return await self._scaler.scale(counts, pending=pending)
+
+    async def roles(self) -> tuple[RoleScale, ...]:
+        return await self._scaler.roles()
+
+    async def run(self) -> None:
+        """Give up workers that are out, until cancelled."""
+        await watch(self._peers, self._router)
+
+    async def close(self) -> None:
+        await self._peers.close()
+        await self._router.close()
+        if self._memory is not None:
+            await self._memory.close()
+
+    def _root_of(self, salt: str) -> PageKey:
+        return Namespace(model=self._info.fingerprint, layout=self._info.layout, salt=salt).root()

@@ -1,0 +1,231 @@
+"""The life of one request. Start reading here."""
+
+import asyncio
+import math
+from array import array
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Protocol
+
+from tidemill.cluster.router.placement import Ask, Route
+from tidemill.kvstore.errors import TidemillError
+from tidemill.kvstore.keys import PageKey, page_keys
+from tidemill.kvstore.layout import restorable_end
+from tidemill.workers.messages import (
+    ANNOUNCED_KEY_BYTES,
+    Delta,
+    DiedAlone,
+    HandedOver,
+    PagesMissing,
+    Piece,
+    Poisonous,
+    Produced,
+    Request,
+    SilentAlone,
+    Trace,
+    Unserved,
+    WorkerGone,
+    WorkerId,
+)
+
+ATTEMPTS_MAX = 16
+PATIENT_ATTEMPTS = 2
+"""Attempts that insist on fetched pages; later ones let the decode worker compute whatever is missing, so
+that a store that loses everything makes answers slow and never makes them fail."""
+
+
+WAIT_S_MAX = 60.0
+"""For a router, and for a worker to come up."""
+
+HAND_OVERS_MAX = 64
+HAND_OVER_PAUSE_S = 0.1
+"""Before a request goes to the same worker again, which was told not to take it: the router may not know."""
+
+
+class Router(Protocol):
+    async def place(self, ask: Ask) -> Route: ...
+    async def lost(self, worker: WorkerId, blamed: bytes = b"") -> None: ...
+
+
+class Peers(Protocol):
+    """The workers, wherever they are. Every call raises PagesMissing or WorkerGone: HandedOver if the worker
+    was told not to do this work, DiedAlone or SilentAlone if it was lost while it ran this request alone, on
+    trial."""
+
+    async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced: ...
+    async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None: ...
+    def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]: ...
+
+
+async def serve(
+    request: Request,
+    router: Router,
+    peers: Peers,
+    root_of: Callable[[str], PageKey],
+    page_tokens: int,
+) -> AsyncGenerator[Piece]:
+    """Stream the tokens of `request`, placing it again whenever a worker or a page is lost.
+
+    Pages are named by their tokens and a draw is a function of (seed, position), so a retry is an ordinary
+    request whose prompt also holds what was already streamed. After a loss it goes on trial, for it may be
+    what the worker died of. `root_of(salt)` is the namespace's root key. Raises Unserved, Overloaded,
+    Poisonous.
+    """
+    story = Story(request, content_of(request))
+    while story.attempt <= ATTEMPTS_MAX and story.hand_overs <= HAND_OVERS_MAX:
+        rest = story.rest()
+        began_s = asyncio.get_running_loop().time()
+        route = await router.place(story.ask(rest, root_of(request.salt), page_tokens))
+        story.placed_s += asyncio.get_running_loop().time() - began_s
+        rest = replace(rest, lag_s=route.lag_s)
+        at = route.decode
+        try:
+            produced: Produced | None = None
+            if route.prefill is not None:
+                at = route.prefill
+                async with _prefetching(peers, route, rest):
+                    produced = await peers.produce(route.prefill, route.prefill_address, rest)
+            at = route.decode
+            patient = story.attempt <= PATIENT_ATTEMPTS and _is_stored(produced, rest, page_tokens)
+            sent = replace(rest, gap_tokens_max=route.gap_tokens_max if patient else None)
+            trace: Trace | None = None
+            async with aclosing(peers.generate(route.decode, route.decode_address, sent)) as deltas:
+                async for delta in deltas:
+                    if delta.provenance is not None:
+                        trace = story.trace(route, produced, delta)
+                    assert trace is not None, "the first delta of a stream says where its prompt came from"
+                    yield story.piece(delta, trace)
+                    if delta.finish is not None:
+                        return
+            raise WorkerGone(f"{at} ended a stream that was not finished")
+        except (PagesMissing, WorkerGone) as error:
+            await story.failed(at, error, router)
+    raise Unserved(
+        f"{story.attempt - 1} attempts failed and {story.hand_overs} workers handed it over: "
+        "see `tidemill status` for the workers' state"
+    )
+
+
+@dataclass(slots=True)
+class Story:
+    """What has become of a request so far."""
+
+    request: Request
+    content: bytes
+    attempt: int = 1
+    hand_overs: int = 0  # planned ones, which are no failures
+    streamed: list[int] = field(default_factory=list[int])
+    scored: int = 0  # logprobs of the prompt, before anything was streamed
+    avoid: frozenset[WorkerId] = frozenset()
+    on_trial: bool = False
+    silenced: bool = False  # a worker alone with it: the next one is no coincidence
+    placed_s: float = 0.0  # how long routers took
+
+    def rest(self) -> Request:
+        """What is left of the request after what was streamed, which is part of the prompt now."""
+        return replace(
+            self.request,
+            tokens=(*self.request.tokens, *self.streamed),
+            max_new_tokens=self.request.max_new_tokens - len(self.streamed),
+            drawn=self.request.drawn + len(self.streamed),
+            scored=self.scored,
+            on_trial=self.on_trial,
+        )
+
+    def ask(self, rest: Request, root: PageKey, page_tokens: int) -> Ask:
+        whole = rest.scored < rest.to_score
+        end = restorable_end(rest.scored + 1 if whole else len(rest.tokens), page_tokens)
+        keys = page_keys(root, rest.tokens[:end], page_tokens)
+        is_first = self.attempt == 1 and not self.hand_overs
+        return Ask(
+            request_id=rest.request_id,
+            keys=tuple(key[:ANNOUNCED_KEY_BYTES] for key in keys),
+            num_tokens=len(rest.tokens),
+            max_new_tokens=rest.max_new_tokens,
+            avoid=self.avoid,
+            tenant=rest.tenant,
+            ttft_s_max=rest.ttft_s_max if is_first else math.inf,  # it was accepted
+            content=self.content,
+            whole=whole,
+            wait_s_max=min(WAIT_S_MAX, rest.ttft_s_max or WAIT_S_MAX) if is_first else WAIT_S_MAX,
+        )
+
+    def piece(self, delta: Delta, trace: Trace) -> Piece:
+        """What the delta adds, which is not asked for again."""
+        self.streamed += delta.tokens
+        self.scored += len(delta.prompt_logprobs)
+        return Piece(
+            tokens=delta.tokens,
+            logprobs=delta.logprobs,
+            prompt_logprobs=delta.prompt_logprobs,
+            finish=delta.finish,
+            trace=trace,
+        )
+
+    def trace(self, route: Route, produced: Produced | None, first: Delta) -> Trace:
+        assert first.provenance is not None
+        return Trace(
+            attempts=self.attempt,
+            hand_overs=self.hand_overs,
+            placed_s=self.placed_s,
+            prefill=route.prefill,
+            decode=route.decode,
+            produced=produced,
+            provenance=first.provenance,
+        )
+
+    async def failed(self, at: WorkerId, error: PagesMissing | WorkerGone, router: Router) -> None:
+        """An attempt has ended at this worker. Raises Poisonous."""
+        match error:
+            case PagesMissing():
+                self.attempt += 1
+                return
+            case HandedOver():
+                self.hand_overs += 1
+                if at in self.avoid:
+                    await asyncio.sleep(HAND_OVER_PAUSE_S)
+            case SilentAlone() if not self.silenced:
+                self.attempt += 1
+                self.silenced = True
+                await router.lost(at)
+            case DiedAlone():
+                await router.lost(at, self.content)
+                raise Poisonous(f"workers are lost with this request, the last ran nothing else: {error}")
+            case WorkerGone():
+                self.attempt += 1
+                self.on_trial = True
+                await router.lost(at)
+        self.avoid |= {at}
+
+
+@asynccontextmanager
+async def _prefetching(peers: Peers, route: Route, request: Request) -> AsyncGenerator[None]:
+    """Inside, the decode worker fetches pages as the prefill worker stores them; it has stopped, or has been
+    told to, before the request goes there. What it did not fetch it fetches then: no failure matters."""
+
+    async def prefetch() -> None:
+        with suppress(TidemillError):
+            await peers.prefetch(route.decode, route.decode_address, request)
+
+    task = asyncio.create_task(prefetch())
+    try:
+        yield
+    finally:
+        if not task.done():  # to cancel one that broke would silence the loop's report of it
+            task.cancel()
+            await asyncio.wait([task])
+
+
+def content_of(request: Request) -> bytes:
+    """16 bytes that name what is asked, whoever asks and whatever the seed of its draws."""
+    terms = (request.max_new_tokens, replace(request.sampling, seed=0), request.stop_token_ids, request.salt)
+    digest = blake2b(repr(terms).encode(errors="surrogatepass"), digest_size=16)
+    digest.update(array("Q", request.tokens).tobytes())
+    return digest.digest()
+
+
+def _is_stored(produced: Produced | None, request: Request, page_tokens: int) -> bool:
+    """Whether there are pages to insist on: the store took what the prefill worker made, if one was asked."""
+    return produced is None or produced.depth == restorable_end(len(request.tokens), page_tokens)

@@ -1,0 +1,1 @@
+"""The public gRPC API, defined in `rpc/proto/generation.proto`."""

@@ -1,0 +1,180 @@
+"""The service tidemill.v1.Generation: which method does what.
+
+message --body_of--> body --intake--> Job --answers--> Increments --grow--> messages
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from tidemill.cluster.edge.grpc_api.errors import refusal_of
+from tidemill.cluster.edge.grpc_api.messages import body_of, grow, parse, tokenize_body_of, usage_of
+from tidemill.cluster.edge.http.middleware import REQUEST_ID_HEADER, request_id_of
+from tidemill.cluster.edge.http.replies import Tally
+from tidemill.cluster.edge.requests.caller import asker_of
+from tidemill.cluster.edge.requests.context import Desk
+from tidemill.cluster.edge.requests.intake import Job
+from tidemill.cluster.edge.requests.limits import Bound
+from tidemill.cluster.edge.requests.models import Model
+from tidemill.cluster.edge.requests.recent_requests import Asked
+from tidemill.cluster.rpc.proto import generation_pb2 as pb
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import RequestError
+
+if TYPE_CHECKING:  # generic in the type stubs alone
+    Context = grpc.aio.ServicerContext[bytes, bytes]
+
+SERVICE = "tidemill.v1.Generation"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call: its message, who asks, and where the answer goes."""
+
+    id: str
+    data: bytes
+    headers: Mapping[str, str]
+    send: Callable[[bytes], Awaitable[None]]
+
+
+class _Gone(TidemillError):
+    """The client went away while it was being answered."""
+
+
+class Generation:
+    """The methods. The messages are read here rather than by gRPC, so that who may not ask sends none."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._num_bytes = Bound(desk.limits.body_bytes_max, "bytes of messages")
+
+    def methods(self) -> grpc.GenericRpcHandler:
+        methods = {
+            "Generate": self._generate,
+            "GenerateStream": self._generate_stream,
+            "Tokenize": self._tokenize,
+            "ListModels": self._list_models,
+        }
+        return grpc.method_handlers_generic_handler(
+            SERVICE, {name: self._method(name, work) for name, work in methods.items()}
+        )
+
+    def _method(
+        self, name: str, work: Callable[[_Call], Awaitable[None]]
+    ) -> "grpc.RpcMethodHandler[bytes, bytes]":
+        path = f"/{SERVICE}/{name}"
+
+        async def serve(frames: AsyncIterator[bytes], context: "Context") -> None:
+            headers = _headers(context)
+            request_id = request_id_of(headers.get(REQUEST_ID_HEADER)) or self._desk.sources.new_id()
+            try:
+                await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
+                self._desk.keys.admit(path, headers)
+                data = await self._read(frames)
+                with self._num_bytes.holding(len(data)):
+                    await work(
+                        _Call(request_id, data, headers, lambda message: self._write(context, message))
+                    )
+            except _Gone:
+                return
+            except Exception as error:
+                if not isinstance(error, TidemillError):
+                    log.error("a call broke", exc_info=error)  # noqa: TRY400 - clients' errors are not logged
+                status, code, message, metadata = refusal_of(error)
+                self._desk.metrics.count_error(status)
+                await context.abort(code, message, metadata)
+                raise
+
+        # to clients it is what the proto says: how many messages there are is up to who sends them
+        return grpc.stream_stream_rpc_method_handler(serve)
+
+    async def _generate(self, call: _Call) -> None:
+        model, job, asked = await self._asked(call)
+        tally = Tally(job)
+        choices = [pb.Choice() for _ in job.requests]
+        async with aclosing(self._desk.answers(model, job, asked)) as increments:
+            async for increment in increments:
+                tally.saw(increment)
+                grow(choices[increment.choice], increment, model.tokenizer.piece)
+        whole = pb.GenerateResponse(
+            id=asked.reply_id, model=model.name, choices=choices, usage=usage_of(tally)
+        )
+        await call.send(whole.SerializeToString())
+
+    async def _generate_stream(self, call: _Call) -> None:
+        model, job, asked = await self._asked(call)
+        tally = Tally(job)
+        unfinished = len(job.requests)
+        async with aclosing(self._desk.answers(model, job, asked)) as increments:
+            async for increment in increments:
+                tally.saw(increment)
+                unfinished -= increment.growth.finish is not None
+                chunk = pb.GenerateChunk(id=asked.reply_id, model=model.name)
+                grow(chunk.choice, increment, model.tokenizer.piece)
+                if not unfinished:
+                    chunk.usage.CopyFrom(usage_of(tally))
+                await call.send(chunk.SerializeToString())
+
+    async def _tokenize(self, call: _Call) -> None:
+        body = tokenize_body_of(call.data)
+        model = self._desk.models.find(body.model)
+        tokens = await model.intake.prompt_of(body)
+        answer = pb.TokenizeResponse(token_ids=tokens, max_model_len=model.served.max_model_len)
+        await call.send(answer.SerializeToString())
+
+    async def _list_models(self, call: _Call) -> None:
+        parse(pb.ListModelsRequest(), call.data)
+        models = [
+            pb.Model(
+                name=name,
+                root=model.name,
+                max_model_len=model.served.max_model_len,
+                vocab_size=model.served.vocab_size,
+                created=model.served.created_s,
+            )
+            for model in self._desk.models
+            for name in model.served.names
+        ]
+        await call.send(pb.ListModelsResponse(models=models).SerializeToString())
+
+    async def _asked(self, call: _Call) -> tuple[Model, Job, Asked]:
+        body = body_of(call.data)
+        model = self._desk.models.find(body.model)
+        job = await model.intake.completion(body, asker_of(call.headers, self._desk.keys))
+        reply_id = f"gen-{self._desk.sources.new_id()}"
+        return model, job, Asked(request_id=call.id, reply_id=reply_id, model=model.name, kind="grpc")
+
+    async def _read(self, frames: AsyncIterator[bytes]) -> bytes:
+        """The message of a call. Raises RequestError."""
+        try:
+            async with asyncio.timeout(self._desk.limits.body_s_max):
+                data = await anext(frames, None)
+        except TimeoutError:
+            raise RequestError("the message took too long: it was not read to its end", status=408) from None
+        if data is None:
+            raise RequestError("the call ended without a message")
+        return data
+
+    async def _write(self, context: "Context", message: bytes) -> None:
+        """Waits while the client does not read. Raises RequestError, _Gone."""
+        try:
+            async with asyncio.timeout(self._desk.limits.send_s_max):
+                await context.write(message)
+        except grpc.aio.InternalError:
+            raise _Gone from None
+        except TimeoutError:
+            raise RequestError("the answer was read too slowly: it was cut off", status=408) from None
+
+
+def _headers(context: "Context") -> dict[str, str]:
+    """Metadata that is text; of several with one name, the last."""
+    metadata = context.invocation_metadata() or ()
+    return {name: value for name, value in metadata if isinstance(value, str)}

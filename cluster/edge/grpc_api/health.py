@@ -1,0 +1,79 @@
+"""The standard health service, grpc.health.v1: whether some model has a worker that can answer."""
+
+import asyncio
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2
+
+from tidemill.cluster.edge.requests.models import Models
+from tidemill.kvstore.errors import TidemillError
+
+if TYPE_CHECKING:  # generic in the type stubs alone
+    Context = grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
+
+SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+LOOK_S = 1.0
+
+Status = health_pb2.HealthCheckResponse
+"""Its values are SERVING, NOT_SERVING and SERVICE_UNKNOWN."""
+
+
+class Health:
+    """`services` are as healthy as the models are, and so is the server as a whole, which has no name. Asks
+    nobody for a key, like /health over HTTP."""
+
+    def __init__(self, models: Models, services: Collection[str]) -> None:
+        self._models = models
+        self._names = {"", *services}
+        self._is_ending = False
+
+    def methods(self) -> grpc.GenericRpcHandler:
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Check": grpc.unary_unary_rpc_method_handler(
+                    self._check,
+                    request_deserializer=health_pb2.HealthCheckRequest.FromString,
+                    response_serializer=Status.SerializeToString,
+                ),
+                "Watch": grpc.unary_stream_rpc_method_handler(
+                    self._watch,
+                    request_deserializer=health_pb2.HealthCheckRequest.FromString,
+                    response_serializer=Status.SerializeToString,
+                ),
+            },
+        )
+
+    def end(self) -> None:
+        """From now on nothing is served: balancers go elsewhere while the last answers are made."""
+        self._is_ending = True
+
+    async def _check(self, request: health_pb2.HealthCheckRequest, context: "Context") -> Status:
+        if request.service not in self._names:
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"there is no service {request.service[:64]!r} here"
+            )
+        return await self._status()
+
+    async def _watch(self, request: health_pb2.HealthCheckRequest, context: "Context") -> None:
+        """Tells each change, until the client goes."""
+        told: Status | None = None
+        while True:
+            known = request.service in self._names
+            status = await self._status() if known else Status(status=Status.SERVICE_UNKNOWN)
+            if status != told:
+                await context.write(status)
+                told = status
+            await asyncio.sleep(LOOK_S)
+
+    async def _status(self) -> Status:
+        if self._is_ending:
+            return Status(status=Status.NOT_SERVING)
+        try:
+            ready = await self._models.can_answer()
+        except TidemillError:
+            ready = False
+        return Status(status=Status.SERVING if ready else Status.NOT_SERVING)

@@ -1,0 +1,106 @@
+"""Public messages: a request as the body that POST /v1/completions takes, and what its answer is made of."""
+
+from collections.abc import Mapping
+from typing import cast
+
+from google.protobuf.message import DecodeError, Message
+from pydantic import ValidationError
+
+from tidemill.cluster.edge.chat.output.detokenizer import Scored
+from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
+from tidemill.cluster.edge.http.replies import Tally
+from tidemill.cluster.edge.requests.answers import Increment
+from tidemill.cluster.edge.requests.bodies import CompletionBody, TokenizeBody
+from tidemill.cluster.edge.requests.logprobs import LOGPROB_MIN, Piece
+from tidemill.cluster.rpc.proto import generation_pb2 as pb
+from tidemill.workers.messages import RequestError
+
+FINISHES = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+
+
+def body_of(data: bytes) -> CompletionBody:
+    """The request in the bytes of a GenerateRequest; whatever is set has the name that it has over HTTP.
+    Raises RequestError."""
+    request = pb.GenerateRequest()
+    parse(request, data)
+    fields = _fields(request)
+    fields |= cast("dict[str, object]", fields.pop("sampling", {}))
+    prompt = fields.pop("text", None)
+    ids = fields.pop("token_ids", None)
+    if prompt is None and ids is None:
+        raise RequestError("prompt: set text, or token_ids", param="prompt")
+    fields["prompt"] = prompt if ids is None else list(request.token_ids.ids)
+    if request.structured_outputs.HasField("choice"):
+        fields["structured_outputs"] = {"choice": list(request.structured_outputs.choice.texts)}
+    try:
+        return CompletionBody.model_validate(fields)
+    except ValidationError as error:
+        raise request_error(problems_of(error)) from None
+
+
+def tokenize_body_of(data: bytes) -> TokenizeBody:
+    """The same of a TokenizeRequest."""
+    request = pb.TokenizeRequest()
+    parse(request, data)
+    model = request.model if request.HasField("model") else None
+    try:
+        return TokenizeBody(model=model, prompt=request.text)
+    except ValidationError as error:
+        raise request_error(problems_of(error)) from None
+
+
+def parse(message: Message, data: bytes) -> None:
+    """Raises RequestError."""
+    try:
+        message.ParseFromString(data)
+    except DecodeError:
+        raise RequestError(f"the message is no {message.DESCRIPTOR.full_name}") from None
+
+
+def _fields(message: Message) -> dict[str, object]:
+    """Those that are set, by name."""
+    return {field.name: _value(value) for field, value in message.ListFields()}
+
+
+def _value(value: object) -> object:
+    match value:
+        case Message():
+            return _fields(value)
+        case str() | int() | float():
+            return value
+        case Mapping():
+            return dict(cast("Mapping[object, object]", value))
+        case _:
+            return list(cast("list[object]", value))
+
+
+def grow(choice: pb.Choice, increment: Increment, piece: Piece) -> None:
+    """Add to a choice what it grew by."""
+    growth = increment.growth
+    choice.index = increment.choice
+    choice.text += growth.text
+    choice.token_ids.extend(increment.tokens)
+    choice.logprobs.extend(_logprob(one, piece) for one in growth.scored)
+    if growth.finish is not None:
+        choice.finish_reason = FINISHES[growth.finish]
+
+
+def _logprob(scored: Scored, piece: Piece) -> pb.TokenLogprob:
+    known = pb.TokenLogprob(token_id=scored.token, token=piece(scored.token))
+    if scored.logprob is not None:
+        known.logprob = max(scored.logprob.logprob, LOGPROB_MIN)
+        known.top.extend(
+            pb.TopLogprob(token_id=token, token=piece(token), logprob=max(logprob, LOGPROB_MIN))
+            for token, logprob in scored.logprob.top
+        )
+    return known
+
+
+def usage_of(tally: Tally) -> pb.Usage:
+    usage = tally.usage()
+    details = cast("Mapping[str, int]", usage["prompt_tokens_details"])
+    return pb.Usage(
+        prompt_tokens=cast("int", usage["prompt_tokens"]),
+        completion_tokens=cast("int", usage["completion_tokens"]),
+        cached_tokens=details["cached_tokens"],
+    )

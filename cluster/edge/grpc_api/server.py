@@ -1,0 +1,79 @@
+"""The public gRPC server: its limits and certificates, and the services that it offers."""
+
+from collections.abc import Sequence
+
+import grpc
+import grpc.aio
+from grpc_reflection.v1alpha import reflection
+
+from tidemill.cluster.edge.grpc_api import generation, health
+from tidemill.cluster.edge.grpc_api.generation import Generation
+from tidemill.cluster.edge.grpc_api.health import Health
+from tidemill.cluster.edge.http.middleware import BODY_BYTES_MAX
+from tidemill.cluster.edge.requests.context import Desk
+from tidemill.cluster.edge.requests.security import Tls
+from tidemill.cluster.rpc import channels
+
+METADATA_BYTES_MAX = 16 << 10
+CONNECTION_STREAMS_MAX = 1024
+HANDSHAKE_MS_MAX = 10_000
+IDLE_MS_MAX = 600_000
+"""A connection that nothing runs on is closed after this time; clients open another when they need one."""
+
+SILENCE_MS = 30_000
+SILENCE_ANSWER_MS = 20_000
+"""A client that was silent for SILENCE_MS while a call runs is asked for a sign of life, and cut off
+SILENCE_ANSWER_MS after."""
+
+_OPTIONS: Sequence[tuple[str, int]] = (
+    ("grpc.max_receive_message_length", BODY_BYTES_MAX),
+    ("grpc.max_send_message_length", -1),  # an answer is as long as the model made it
+    ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+    ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
+    ("grpc.max_concurrent_streams", CONNECTION_STREAMS_MAX),
+    ("grpc.max_connection_idle_ms", IDLE_MS_MAX),
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS_MAX),
+    ("grpc.keepalive_time_ms", SILENCE_MS),
+    ("grpc.keepalive_timeout_ms", SILENCE_ANSWER_MS),
+    ("grpc.so_reuseport", 0),
+)
+
+
+class PublicServer:
+    """Serves tidemill.v1.Generation, health and reflection."""
+
+    def __init__(self, desk: Desk, *, tls: Tls | None = None) -> None:
+        """Raises OSError when the files of `tls` cannot be read."""
+        self._shutdown_s_max = desk.limits.shutdown_s_max
+        self._credentials = None if tls is None else _credentials(tls)
+        self._health = Health(desk.models, [generation.SERVICE])
+        self._server = grpc.aio.server(
+            options=[*_OPTIONS, ("grpc.server.max_pending_requests", desk.limits.requests_max)],
+            maximum_concurrent_rpcs=desk.limits.requests_max,
+        )
+        service = Generation(desk)
+        self._server.add_generic_rpc_handlers((service.methods(), self._health.methods()))
+        names = (generation.SERVICE, health.SERVICE, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen, on port 0 at any free one; the address, host:port. Raises OSError."""
+        address = channels.bind(self._server, host, port, self._credentials)
+        await self._server.start()
+        return address
+
+    async def run(self) -> None:
+        """Until cancelled; then take nothing more, and let what runs come to its end."""
+        try:
+            await self._server.wait_for_termination()
+        finally:
+            self._health.end()
+            await self._server.stop(self._shutdown_s_max)
+
+
+def _credentials(tls: Tls) -> grpc.ServerCredentials:
+    return grpc.ssl_server_credentials(
+        [(tls.key.read_bytes(), tls.certificate.read_bytes())],
+        root_certificates=None if tls.client_ca is None else tls.client_ca.read_bytes(),
+        require_client_auth=tls.client_ca is not None,
+    )

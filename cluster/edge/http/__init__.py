@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP API, the operator API and the dashboard files."""

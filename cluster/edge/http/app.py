@@ -1,0 +1,258 @@
+"""The HTTP application: which path does what. Knows a cluster as the Services of its models only.
+
+body --intake--> Job --answers--> Increments --replies--> chunks or one JSON object
+"""
+
+import os
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+from tidemill import __version__
+from tidemill.cluster.edge.http.dashboard import add_page_routes
+from tidemill.cluster.edge.http.memory import BudgetBody, memory_of
+from tidemill.cluster.edge.http.middleware import Boundary
+from tidemill.cluster.edge.http.openapi import describe
+from tidemill.cluster.edge.http.replies import (
+    Head,
+    Json,
+    Kind,
+    Tally,
+    chunk_choice,
+    opening_choice,
+    whole_reply,
+)
+from tidemill.cluster.edge.http.responses import add_responses_routes
+from tidemill.cluster.edge.http.stream import CLIENT_CLOSED_REQUEST, DONE, EventStream, event, while_connected
+from tidemill.cluster.edge.http.support import add_support_routes
+from tidemill.cluster.edge.http.tokenize import add_token_routes
+from tidemill.cluster.edge.http.workers import add_worker_routes
+from tidemill.cluster.edge.requests.answers import Increment
+from tidemill.cluster.edge.requests.api_keys import Key
+from tidemill.cluster.edge.requests.bodies import ChatBody, CompletionBody, StreamOptions
+from tidemill.cluster.edge.requests.caller import asker_of
+from tidemill.cluster.edge.requests.context import Desk, Sources, desk_of
+from tidemill.cluster.edge.requests.errors import add_error_replies, error_of
+from tidemill.cluster.edge.requests.intake import Job
+from tidemill.cluster.edge.requests.limits import EdgeLimits
+from tidemill.cluster.edge.requests.models import Model, Served
+from tidemill.cluster.edge.requests.recent_requests import Asked, add_recent_routes
+from tidemill.cluster.metrics.edge_metrics import Metrics
+from tidemill.cluster.metrics.exposition import exposition
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import Unserved
+
+
+def build_app(
+    served: Sequence[Served],
+    sources: Sources,
+    *,
+    metrics: Metrics | None = None,
+    limits: EdgeLimits | None = None,
+    keys: Sequence[Key] = (),
+) -> FastAPI:
+    """`app_of` a desk of its own."""
+    return app_of(desk_of(served, sources, metrics=metrics, limits=limits, keys=keys))
+
+
+def app_of(desk: Desk) -> FastAPI:
+    """The OpenAI API over the models of `desk`, with /tokenize, /health, /metrics, /cluster, /version and
+    /docs."""
+    edge = Edge(desk)
+    app = FastAPI(title="Tidemill", version=__version__, redoc_url=None)
+    app.add_middleware(
+        Boundary,
+        new_id=desk.sources.new_id,
+        count=desk.metrics.count_error,
+        limits=desk.limits,
+        keys=desk.keys,
+    )
+    add_error_replies(app, desk.metrics.count_error)
+    app.add_api_route("/v1/chat/completions", edge.chat, methods=["POST"])
+    app.add_api_route("/v1/completions", edge.completions, methods=["POST"])
+    app.add_api_route("/v1/models", edge.models)
+    app.add_api_route("/v1/models/{name:path}", edge.model)
+    add_responses_routes(app, desk)
+    add_token_routes(app, desk.models)
+    for path in ("/reset_prefix_cache", "/flush_cache"):
+        app.add_api_route(path, edge.reset_prefix_cache, methods=["POST"])
+    for path in ("/health", "/health/ready"):
+        app.add_api_route(path, edge.health)
+    for path in ("/health/live", "/ping"):
+        app.add_api_route(path, edge.alive)
+    app.add_api_route("/load", edge.load)
+    app.add_api_route("/cluster", edge.cluster)
+    app.add_api_route("/cluster/memory", edge.memory)
+    app.add_api_route("/cluster/memory", edge.set_budget, methods=["POST"])
+    add_worker_routes(app, desk.models)
+    add_recent_routes(app, desk.recent)
+    add_support_routes(app, desk.parts)
+    add_page_routes(app)
+    app.add_api_route("/version", edge.version)
+    app.add_api_route("/metrics", edge.metrics)
+    app.add_api_route("/metrics", edge.metrics, methods=["HEAD"], include_in_schema=False)
+    describe(app)
+    return app
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """What answers one HTTP request."""
+
+    model: Model
+    job: Job
+    head: Head
+    asked: Asked
+
+
+class Edge:
+    """The endpoints."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._models = desk.models
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """A chat: the answer of the assistant, streamed or whole."""
+        model = self._models.find(body.model)
+        job = await model.intake.chat(body, asker_of(request.headers, self._desk.keys))
+        return await self._reply(request, model, job, "chat", body.stream_options if body.stream else None)
+
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
+        """The continuation of one prompt or of several, streamed or whole."""
+        model = self._models.find(body.model)
+        job = await model.intake.completion(body, asker_of(request.headers, self._desk.keys))
+        return await self._reply(request, model, job, "text", body.stream_options if body.stream else None)
+
+    async def models(self) -> Json:
+        """The models that can be asked for."""
+        return {"object": "list", "data": self._models.listed()}
+
+    async def model(self, name: str) -> Json:
+        """One model."""
+        return self._models.find(name).json(name)
+
+    async def health(self) -> Json:
+        """200 when some worker can answer."""
+        if not await self._models.can_answer():
+            raise Unserved("no decode worker is ready")
+        return {"status": "ok"}
+
+    async def alive(self) -> Json:
+        """200 as long as the frontend answers at all."""
+        return {"status": "ok"}
+
+    async def load(self) -> Json:
+        """Answers that this frontend has under way."""
+        return {"server_load": self._desk.open_answers.held}
+
+    async def cluster(self) -> Json:
+        """Every worker: what it is, what it has to do, what its memory holds."""
+        fleets = await self._models.fleets()
+        return {
+            "models": [model.json() for model in self._models],
+            "frontend": {"pid": os.getpid(), "version": __version__},
+            "workers": [
+                {"model": name, **asdict(worker)}
+                for name, status in fleets.items()
+                for worker in status.workers
+            ],
+        }
+
+    async def memory(self) -> Json:
+        """The memory of every worker: its budget, who set it, and what it holds."""
+        return memory_of(await self._models.fleets())
+
+    async def set_budget(self, body: BudgetBody) -> Json:
+        """Give a worker another memory budget, or leave it to the broker. It takes effect within seconds: the
+        answer is the memory of every worker now."""
+        await self._models.order(lambda service: service.set_budget(body.worker, body.budget))
+        return memory_of(await self._models.fleets())
+
+    async def reset_prefix_cache(self) -> Json:
+        """Requests from now on find no prefix that was kept before, of any model: for measurements."""
+        for model in self._models:
+            model.service.reset_prefix_cache()
+        return {"status": "ok"}
+
+    async def version(self) -> Json:
+        """The version of the server."""
+        return {"version": __version__}
+
+    async def metrics(self) -> Response:
+        """Measurements in the text format of Prometheus."""
+        try:
+            fleets = await self._models.fleets()
+        except TidemillError:
+            fleets = {}  # the edge's own figures are wanted most when no router answers
+        return Response(exposition(self._desk.metrics, fleets), media_type=CONTENT_TYPE_LATEST)
+
+    async def _reply(
+        self, request: Request, model: Model, job: Job, kind: Kind, stream: StreamOptions | None
+    ) -> Response:
+        sources = self._desk.sources
+        head = Head(
+            kind=kind,
+            reply_id=f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{sources.new_id()}",
+            created_s=int(sources.unix_time_s()),
+            model=model.name,
+            piece=model.tokenizer.piece,
+        )
+        asked = Asked(
+            request_id=request.state.request_id, reply_id=head.reply_id, model=model.name, kind=kind
+        )
+        reply = _Reply(model, job, head, asked)
+        if stream is not None:
+            return EventStream(self._chunks(reply, stream))
+        whole = await while_connected(request.receive, self._whole(reply))
+        return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else JSONResponse(whole)
+
+    def _answers(self, reply: _Reply) -> AsyncGenerator[Increment]:
+        return self._desk.answers(reply.model, reply.job, reply.asked)
+
+    async def _whole(self, reply: _Reply) -> Json:
+        job, head = reply.job, reply.head
+        tally = Tally(job)
+        choices: list[list[Increment]] = [[] for _ in job.requests]
+        async with aclosing(self._answers(reply)) as increments:
+            async for increment in increments:
+                tally.saw(increment)
+                choices[increment.choice].append(increment)
+        return whole_reply(head, job, choices, tally.usage())
+
+    async def _chunks(self, reply: _Reply, options: StreamOptions) -> AsyncGenerator[bytes]:
+        """Server-sent events. After the first one an error is an event too: the status line has been sent."""
+        job, head = reply.job, reply.head
+        tally = Tally(job)
+        started = False
+        try:
+            async with aclosing(self._answers(reply)) as increments:
+                async for increment in increments:
+                    if head.kind == "chat" and not started:
+                        for index in range(len(job.requests)):  # in order: the openai SDK counts on it
+                            yield event(head.chunk([opening_choice(index)]))
+                            started = True
+                    tally.saw(increment)
+                    chunk = head.chunk([chunk_choice(head, increment)])
+                    if options.continuous_usage_stats:
+                        chunk["usage"] = tally.usage()
+                    elif options.include_usage:
+                        chunk["usage"] = None
+                    yield event(chunk)
+                    started = True
+        except Exception as error:
+            if not started:
+                raise
+            status, body = error_of(error)
+            self._desk.metrics.count_error(status)
+            yield event(body, "error")
+            if not isinstance(error, TidemillError):
+                raise
+            return
+        if options.include_usage:
+            yield event({**head.chunk([]), "usage": tally.usage()})
+        yield DONE

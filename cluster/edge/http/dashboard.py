@@ -1,0 +1,45 @@
+"""The files of the status page at `/`, which anybody may read."""
+
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.responses import Response
+
+FOLDER = Path(__file__).resolve().parents[2] / "dashboard"
+INDEX = "index.html"
+PREFIX = "/page/"
+MEDIA_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+FILES = tuple(sorted(path.name for path in FOLDER.iterdir() if path.suffix in MEDIA_TYPES))
+PAGE_PATHS = frozenset({"/", *(PREFIX + name for name in FILES if name != INDEX)})
+"""They hold nothing of the fleet: the page asks for that, with the key that a person gives it."""
+
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+)
+HEADERS = {
+    "content-security-policy": CONTENT_SECURITY_POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def add_page_routes(app: FastAPI) -> None:
+    """`/`, and what it loads from /page/."""
+    for name in FILES:
+        _add_file(app, "/" if name == INDEX else PREFIX + name, FOLDER / name)
+
+
+def _add_file(app: FastAPI, path: str, file: Path) -> None:
+    content = file.read_bytes()
+
+    async def send() -> Response:
+        return Response(content, media_type=MEDIA_TYPES[file.suffix], headers=HEADERS)
+
+    app.add_api_route(path, send, methods=["GET", "HEAD"], include_in_schema=False)

@@ -1,0 +1,49 @@
+"""The memory of workers over HTTP: what each has, and the body that gives one of them another budget."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from tidemill.cluster.edge.http.replies import Json
+from tidemill.cluster.edge.service import FleetStatus, WorkerStatus
+from tidemill.kvstore.sizes import parse_bytes
+
+BUDGET_BYTES_MAX = (1 << 63) - 1
+
+
+def _size(value: object) -> object:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+class BudgetBody(BaseModel):
+    """A worker by its name and what it shall have: a number of bytes, a size like 512MiB, or null, which
+    leaves it to the broker."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    worker: Annotated[str, Field(max_length=256)]
+    budget: Annotated[int | None, Field(ge=1, le=BUDGET_BYTES_MAX), BeforeValidator(_size)]
+
+
+def memory_of(fleets: Mapping[str, FleetStatus]) -> Json:
+    """The memory of every worker; `fleets` by model."""
+    return {"workers": [_row(worker) for status in fleets.values() for worker in status.workers]}
+
+
+def _row(worker: WorkerStatus) -> Json:
+    """`set_bytes` is the budget that the worker shall have, `budget_bytes` the one that it has."""
+    return {
+        "name": worker.info.name,
+        "role": worker.info.role,
+        "device": worker.info.device,
+        "budget_bytes": worker.load.budget_bytes,
+        "floor_bytes": worker.info.memory_floor_bytes,
+        "max_bytes": worker.info.memory_max_bytes,
+        "share_bytes": worker.info.memory_bytes,
+        "wanted_bytes": worker.load.wanted_bytes,
+        "set_by": worker.set_by,
+        "set_bytes": worker.set_bytes,
+        "memory": asdict(worker.load.memory),
+    }

@@ -1,0 +1,168 @@
+"""The outermost layer: who may ask comes in, with a bounded body; every reply carries the request's id.
+
+What is open when the server stops is told so here.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tidemill.cluster.edge.http.same_origin import check_site
+from tidemill.cluster.edge.http.stream import EventStream, event
+from tidemill.cluster.edge.requests.api_keys import Keys
+from tidemill.cluster.edge.requests.errors import error_of, headers_of
+from tidemill.cluster.edge.requests.limits import BODY_BYTES_PER_S, Bound, EdgeLimits
+from tidemill.workers.messages import Overloaded, RequestError, Unserved
+
+BODY_BYTES_MAX = 4 << 20
+REQUEST_ID_CHARS_MAX = 128
+REQUEST_ID_HEADER = "x-request-id"
+STOPS = Unserved("this server stops")
+
+
+class Boundary:
+    """ASGI middleware. Looks at the key, then reads the body before the application does, and no more of it
+    than is allowed."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        new_id: Callable[[], str],
+        count: Callable[[int], None],
+        limits: EdgeLimits,
+        keys: Keys,
+    ) -> None:
+        self._app = app
+        self._new_id = new_id
+        self._count = count
+        self._keys = keys
+        self._requests = Bound(limits.requests_max, "requests")
+        self._bytes = Bound(limits.body_bytes_max, "bytes of bodies")
+        self._body_s_max = limits.body_s_max
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = request_id_of(headers.get(REQUEST_ID_HEADER)) or self._new_id()
+        scope.setdefault("state", {})["request_id"] = request_id
+        begun: MutableHeaders | None = None  # of the reply
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = MutableHeaders(scope=message)
+                begun[REQUEST_ID_HEADER] = request_id
+            await send(message)
+
+        body = _Body(self._bytes, self._body_s_max)
+        try:
+            self._keys.admit(scope["path"], headers)
+            if not self._keys.are_needed:
+                server = scope.get("server") or ("",)
+                check_site(scope["method"], server[0], headers)
+            # what only looks is answered also when the edge is full
+            with self._requests.holding(1) if scope["method"] == "POST" else nullcontext():
+                if not await body.read(headers, receive):
+                    return
+
+                async def receive_after_body() -> Message:
+                    return body.message() or await receive()
+
+                await self._app(scope, receive_after_body, send_with_id)
+        except (RequestError, Overloaded) as error:
+            await self._refuse(error)(scope, receive, send_with_id)
+        except asyncio.CancelledError:  # the server stops, and waits no longer
+            if not await self._cut(begun, scope, receive, send_with_id):
+                raise
+        finally:
+            body.drop()
+
+    async def _cut(self, begun: Headers | None, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Say so, if the reply has not `begun` or is a stream of events: whether that could be."""
+        if begun is None:
+            await self._refuse(STOPS)(scope, receive, send)
+            return True
+        if begun.get("content-type", "").startswith(EventStream.media_type):
+            last = event(self._told(STOPS)[1], "error")
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+            return True
+        return False
+
+    def _refuse(self, error: Exception) -> JSONResponse:
+        """The rest of the body is not read, so the connection cannot be used again."""
+        status, reply = self._told(error)
+        return JSONResponse(reply, status, {"connection": "close"} | (headers_of(error) or {}))
+
+    def _told(self, error: Exception) -> tuple[int, dict[str, object]]:
+        status, reply = error_of(error)
+        self._count(status)
+        return status, reply
+
+
+class _Body:
+    """The body of one request, within the bound on all of them until it is dropped."""
+
+    def __init__(self, bound: Bound, s_max: float) -> None:
+        self._bound = bound
+        self._s_max = s_max
+        self._num_bytes = 0
+        self._whole: bytes | None = None
+
+    async def read(self, headers: Headers, receive: Receive) -> bool:
+        """All of it; false when the client went away before. Raises RequestError if it is too large or too
+        slow, and Overloaded."""
+        too_large = RequestError(
+            f"the body is larger than {BODY_BYTES_MAX >> 20} MiB: send less",
+            status=413,
+            code="body_too_large",
+        )
+        if int(headers.get("content-length", "0")) > BODY_BYTES_MAX:
+            raise too_large
+        parts: list[bytes] = []
+        due_s = asyncio.get_running_loop().time() + self._s_max
+        try:
+            async with asyncio.timeout_at(due_s) as due:
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return False
+                    part: bytes = message.get("body", b"")
+                    self._bound.take(len(part))
+                    self._num_bytes += len(part)
+                    if self._num_bytes > BODY_BYTES_MAX:
+                        raise too_large
+                    parts.append(part)
+                    if not message.get("more_body", False):
+                        self._whole = b"".join(parts)
+                        return True
+                    due.reschedule(due_s + self._num_bytes / BODY_BYTES_PER_S)
+        except TimeoutError as error:
+            raise RequestError(
+                f"the body came too slowly: {self._num_bytes} bytes of it so far",
+                status=408,
+                code="body_too_slow",
+            ) from error
+
+    def message(self) -> Message | None:
+        """The body as the application receives it, once."""
+        if self._whole is None:
+            return None
+        body, self._whole = self._whole, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    def drop(self) -> None:
+        self._bound.give(self._num_bytes)
+        self._num_bytes = 0
+
+
+def request_id_of(given: str | None) -> str | None:
+    """The client's own id when it can be sent back as it is."""
+    if given and len(given) <= REQUEST_ID_CHARS_MAX and given.isascii() and given.isprintable():
+        return given
+    return None

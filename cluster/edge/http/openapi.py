@@ -1,0 +1,93 @@
+"""What /openapi.json says beyond the routes: errors in the shape that is sent, streams, keys."""
+
+from typing import Any, cast
+
+from fastapi import FastAPI
+
+from tidemill.cluster.edge.http.replies import Json
+
+EVENTS = "text/event-stream"
+TEXT = "text/plain"
+
+EVERYWHERE = {
+    "400": "a field or a header is wrong: `param` names it, `message` says the fix",
+    "401": "no API key, or none that is known here",
+    "403": "for the keys of operators",
+    "404": "there is no such thing",
+    "408": "the body came too slowly",
+    "413": "the body is too large",
+    "429": "too much at once: ask again after `Retry-After` seconds",
+    "500": "a bug, or a request that ends workers",
+    "503": "no worker can answer now: ask again after `Retry-After` seconds",
+}
+"""Statuses of errors, and what they mean."""
+
+ERROR: Json = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def _reply(*fields: str) -> Json:
+    return {"type": "object", "required": list(fields)}
+
+
+REPLIES: dict[str, Json] = {
+    "/v1/chat/completions": _reply("id", "object", "created", "model", "choices", "usage"),
+    "/v1/completions": _reply("id", "object", "created", "model", "choices", "usage"),
+    "/v1/responses": _reply("id", "object", "created_at", "model", "output", "status"),
+}
+"""What those answer that can stream as well, when they do not."""
+
+NOT_OURS = ("HTTPValidationError", "ValidationError")
+
+
+def describe(app: FastAPI) -> None:
+    """Have `app` tell the truth in its OpenAPI document. It is made when it is first asked for, which takes a
+    fifth of a second."""
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            _correct(plain())
+        return plain()  # the same one: FastAPI keeps it
+
+    app.openapi = openapi
+
+
+def _correct(document: dict[str, Any]) -> None:
+    parts = cast("dict[str, dict[str, Any]]", document["components"])
+    parts["schemas"] = {name: one for name, one in parts["schemas"].items() if name not in NOT_OURS}
+    parts["schemas"]["Error"] = ERROR
+    parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    document["security"] = [{}, {"key": []}]
+    for path, methods in cast("dict[str, dict[str, dict[str, Any]]]", document["paths"]).items():
+        for operation in methods.values():
+            responses: dict[str, Any] = operation["responses"]
+            responses.pop("422", None)
+            responses.update({status: _error(meaning) for status, meaning in EVERYWHERE.items()})
+            if path in REPLIES:
+                responses["200"]["content"] = {
+                    "application/json": {"schema": REPLIES[path]},
+                    EVENTS: {"schema": {"type": "string"}},
+                }
+    document["paths"]["/metrics"]["get"]["responses"]["200"]["content"] = {
+        TEXT: {"schema": {"type": "string"}}
+    }
+
+
+def _error(meaning: str) -> Json:
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {"description": meaning, "content": content}

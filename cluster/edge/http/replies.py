@@ -1,0 +1,223 @@
+"""The JSON that clients read: chunks of a stream, whole answers, usage."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+from tidemill.cluster.edge.chat.output.detokenizer import Scored
+from tidemill.cluster.edge.chat.output.parts import Call, Part, Reasoning, Words, joined
+from tidemill.cluster.edge.requests.answers import Increment
+from tidemill.cluster.edge.requests.intake import Job
+from tidemill.cluster.edge.requests.logprobs import Piece, chat_logprobs, completion_logprobs, prompt_logprobs
+from tidemill.workers.messages import Provenance, Trace
+
+Json = dict[str, object]
+Kind = Literal["chat", "text"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What every chunk of one reply repeats."""
+
+    kind: Kind
+    reply_id: str
+    created_s: int  # unix time
+    model: str
+    piece: Piece  # the bytes of a token
+
+    def logprobs(self, scored: Sequence[Scored]) -> Json:
+        write = chat_logprobs if self.kind == "chat" else completion_logprobs
+        return write(scored, self.piece)
+
+    def call_id(self, choice: int) -> str:
+        """What the ids of the tool calls of one choice start with."""
+        return f"call-{self.reply_id.partition('-')[2]}-{choice}"
+
+    def chunk(self, choices: Sequence[Json]) -> Json:
+        return self._body("chat.completion.chunk" if self.kind == "chat" else "text_completion", choices)
+
+    def whole(self, choices: Sequence[Json]) -> Json:
+        return self._body("chat.completion" if self.kind == "chat" else "text_completion", choices)
+
+    def _body(self, shape: str, choices: Sequence[Json]) -> Json:
+        return {
+            "id": self.reply_id,
+            "object": shape,
+            "created": self.created_s,
+            "model": self.model,
+            "choices": choices,
+        }
+
+
+def opening_choice(index: int) -> Json:
+    """What comes before the text of a chat's choice."""
+    delta = {"role": "assistant", "content": ""}
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def chunk_choice(head: Head, increment: Increment) -> Json:
+    growth = increment.growth
+    match head.kind:
+        case "chat":
+            text: Json = {"delta": _delta(increment.parts, head.call_id(increment.choice))}
+        case "text":
+            text = {"text": growth.text}
+        case _:
+            assert_never(head.kind)
+    logprobs = head.logprobs(growth.scored) if growth.scored else None
+    return {"index": increment.choice, **text, "logprobs": logprobs, "finish_reason": _finish(increment)}
+
+
+def whole_reply(head: Head, job: Job, choices: Sequence[Sequence[Increment]], usage: Json) -> Json:
+    """`choices` are all increments of each."""
+    told = _told(job, choices)
+    whole = [
+        whole_choice(head, index, choices[choice], logprobs=job.logprobs) for index, choice in enumerate(told)
+    ]
+    body = {**head.whole(whole), "usage": usage}
+    if job.prompt_logprobs is None:
+        return body
+    scores = [
+        prompt_logprobs(
+            job.requests[choice].tokens,
+            [score for one in choices[choice] for score in one.prompt_logprobs],
+            job.prompt_logprobs,
+            head.piece,
+        )
+        for choice in told
+    ]
+    if head.kind == "chat":  # where vLLM has them
+        return {**body, "prompt_logprobs": scores[0]}
+    for choice, score in zip(whole, scores, strict=True):
+        choice["prompt_logprobs"] = score
+    return body
+
+
+def _told(job: Job, choices: Sequence[Sequence[Increment]]) -> list[int]:
+    """Of the choices of each prompt the best first, by logprob per token, where not all of them are told."""
+
+    def per_token(choice: int) -> float:
+        growths = [one.growth for one in choices[choice]]
+        num_tokens = sum(growth.num_tokens for growth in growths)
+        return sum(growth.logprob for growth in growths) / max(1, num_tokens)
+
+    if job.told is None:
+        return list(range(len(choices)))
+    starts = range(0, len(choices), job.n)
+    ranked = [sorted(range(start, start + job.n), key=per_token, reverse=True) for start in starts]
+    return [choice for best in ranked for choice in best[: job.told]]
+
+
+def whole_choice(head: Head, index: int, increments: Sequence[Increment], *, logprobs: bool) -> Json:
+    match head.kind:
+        case "chat":
+            body: Json = {
+                "message": _message([part for one in increments for part in one.parts], head.call_id(index))
+            }
+        case "text":
+            body = {"text": "".join(one.growth.text for one in increments)}
+        case _:
+            assert_never(head.kind)
+    scored = [one for increment in increments for one in increment.growth.scored]
+    return {
+        "index": index,
+        **body,
+        "logprobs": head.logprobs(scored) if logprobs else None,
+        "finish_reason": _finish(increments[-1]),
+    }
+
+
+def _delta(parts: Sequence[Part], call_id: str) -> Json:
+    """Of a chunk. Of a call the first piece has its id and its name."""
+    calls = [{"index": piece.index, **_piece(piece, call_id)} for piece in _calls(parts)]
+    reasoning, words = _texts(parts)
+    return {
+        **({"reasoning_content": reasoning} if reasoning else {}),
+        **({"content": words} if words or not (reasoning or calls) else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
+def _message(parts: Sequence[Part], call_id: str) -> Json:
+    calls = [_piece(call, call_id) for call in _calls(parts)]
+    reasoning, words = _texts(parts)
+    return {
+        "role": "assistant",
+        "content": words if words or not calls else None,
+        "refusal": None,
+        **({"reasoning_content": reasoning} if reasoning else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
+def _texts(parts: Sequence[Part]) -> tuple[str, str]:
+    """The reasoning, and the words."""
+    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    return reasoning, "".join(part.text for part in parts if isinstance(part, Words))
+
+
+def _calls(parts: Sequence[Part]) -> list[Call]:
+    return joined(part for part in parts if isinstance(part, Call))
+
+
+def _piece(call: Call, call_id: str) -> Json:
+    if call.name is None:
+        return {"function": {"arguments": call.arguments}}
+    return {
+        "id": f"{call_id}-{call.index}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _finish(increment: Increment) -> str | None:
+    finish = increment.growth.finish
+    return "tool_calls" if finish == "stop" and increment.calls else finish
+
+
+class Tally:
+    """Counts the tokens of a job for its usage. A prompt with several answers counts once, for the first."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._traces: dict[int, Trace] = {}
+        self._completion_tokens = 0
+
+    def saw(self, increment: Increment) -> None:
+        self._completion_tokens += increment.growth.num_tokens
+        self._traces.setdefault(increment.choice, increment.trace)
+
+    def usage(self) -> Json:
+        """As OpenAI has it, and where the prompt's tokens came from.
+
+        prefilled_tokens and replayed_tokens were computed for this request, by the prefill worker and by the
+        decode worker; fetched_tokens came to the decode worker from the store; reused_tokens it already had.
+        """
+        prompts = range(0, len(self._job.requests), self._job.n)
+        prompt_tokens = sum(len(self._job.requests[index].tokens) for index in prompts)
+        ways = [self._traces[index] for index in prompts if index in self._traces]
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(
+                    cached_tokens(len(self._job.requests[index].tokens), self._traces[index])
+                    for index in prompts
+                    if index in self._traces
+                ),
+                "prefilled_tokens": sum(_produced(way).computed_tokens for way in ways),
+                "fetched_tokens": sum(way.provenance.fetched_tokens for way in ways),
+                "replayed_tokens": sum(way.provenance.computed_tokens for way in ways),
+                "reused_tokens": sum(way.provenance.reused_tokens for way in ways),
+            },
+        }
+
+
+def cached_tokens(prompt_tokens: int, trace: Trace) -> int:
+    """Tokens of a prompt that nobody computed for this request."""
+    return max(0, prompt_tokens - _produced(trace).computed_tokens - trace.provenance.computed_tokens)
+
+
+def _produced(trace: Trace) -> Provenance:
+    return trace.produced.provenance if trace.produced else Provenance()

@@ -1,0 +1,171 @@
+"""POST /v1/responses: the stateless core of OpenAI's Responses API, over the same jobs as chats."""
+
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import cast
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from tidemill.cluster.edge.http.replies import Json, Tally
+from tidemill.cluster.edge.http.responses_body import ResponsesBody, renamed
+from tidemill.cluster.edge.http.responses_events import Output, Status
+from tidemill.cluster.edge.http.stream import CLIENT_CLOSED_REQUEST, EventStream, event, while_connected
+from tidemill.cluster.edge.requests.answers import Increment
+from tidemill.cluster.edge.requests.caller import asker_of
+from tidemill.cluster.edge.requests.context import Desk
+from tidemill.cluster.edge.requests.errors import error_of
+from tidemill.cluster.edge.requests.intake import Job
+from tidemill.cluster.edge.requests.models import Model
+from tidemill.cluster.edge.requests.recent_requests import Asked
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import FinishReason, RequestError
+
+
+def add_responses_routes(app: FastAPI, desk: Desk) -> None:
+    """POST /v1/responses."""
+
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        """An answer as items (reasoning, message, function_call), streamed or whole. Nothing is stored."""
+        model = desk.models.find(body.model)
+        try:
+            job = await model.intake.chat(body.chat(), asker_of(request.headers, desk.keys))
+        except RequestError as error:
+            raise renamed(error) from None
+        name = desk.sources.new_id()
+        asked = Asked(
+            request_id=request.state.request_id, reply_id=f"resp_{name}", model=model.name, kind="responses"
+        )
+        created_s = int(desk.sources.unix_time_s())
+        reply = _Reply(desk, model, job, asked, body, created_s, Output(name), Tally(job))
+        if body.stream:
+            return EventStream(reply.events())
+        whole = await while_connected(request.receive, reply.whole())
+        return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else JSONResponse(whole)
+
+    app.add_api_route("/v1/responses", responses, methods=["POST"])
+
+
+@dataclass(slots=True)
+class _Reply:
+    """One response, from its job to its end."""
+
+    desk: Desk
+    model: Model
+    job: Job
+    asked: Asked
+    body: ResponsesBody
+    created_s: int
+    output: Output
+    tally: Tally
+    finish: FinishReason | None = None
+    reasoning_tokens: int = 0
+
+    async def whole(self) -> Json:
+        async with aclosing(self._answer()) as increments:
+            async for increment in increments:
+                for _ in self._events_of(increment):
+                    """They tell of what is told whole."""
+        return self._response(self._status())
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Server-sent events, numbered. After the first one an error is an event too."""
+        sent = 0
+        try:
+            async with aclosing(self._answer()) as increments:
+                async for increment in increments:
+                    opening = [] if sent else self._opening()  # before anything is in it
+                    for one in (*opening, *self._events_of(increment)):
+                        yield event({**one, "sequence_number": sent}, str(one["type"]))
+                        sent += 1
+            status = self._status()
+            last: Json = {
+                "type": f"response.{status}",
+                "response": self._response(status),
+                "sequence_number": sent,
+            }
+        except Exception as error:
+            if not sent:
+                raise
+            status_code, body = error_of(error)
+            self.desk.metrics.count_error(status_code)
+            failed = self._response("failed", _error(body))
+            last = {"type": "response.failed", "response": failed, "sequence_number": sent}
+            yield event(last, "response.failed")
+            if not isinstance(error, TidemillError):
+                raise
+            return
+        yield event(last, str(last["type"]))
+
+    def _answer(self) -> AsyncGenerator[Increment]:
+        return self.desk.answers(self.model, self.job, self.asked)
+
+    def _opening(self) -> list[Json]:
+        begun = self._response("in_progress")
+        return [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
+
+    def _events_of(self, increment: Increment) -> Iterable[Json]:
+        self.tally.saw(increment)
+        told = list(self.output.add(increment.parts))
+        if self.output.reasons:
+            self.reasoning_tokens += increment.growth.num_tokens
+        if increment.growth.finish is not None:
+            self.finish = increment.growth.finish
+            told += self.output.end(self._status())
+        return told
+
+    def _status(self) -> Status:
+        return "incomplete" if self.finish == "length" else "completed"
+
+    def _response(self, status: str, error: object = None) -> Json:
+        body = self.body
+        return {
+            "id": self.asked.reply_id,
+            "object": "response",
+            "created_at": self.created_s,
+            "status": status,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata,
+            "model": self.model.name,
+            "output": list(self.output.items),
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": body.text.format},
+            "tool_choice": _choice(body),
+            "tools": [tool.model_dump() for tool in body.tools],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None if status == "in_progress" else self._usage(),
+        }
+
+    def _usage(self) -> Json:
+        usage = self.tally.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+def _error(body: Mapping[str, object]) -> Json:
+    """What an error says inside of a response."""
+    error = cast("dict[str, object]", body["error"])
+    return {"code": error["code"] or "server_error", "message": error["message"]}
+
+
+def _choice(body: ResponsesBody) -> object:
+    """As the client has written it."""
+    match body.tool_choice:
+        case {"function": {"name": name}}:
+            return {"type": "function", "name": name}
+        case word:
+            return word

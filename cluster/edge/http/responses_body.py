@@ -1,0 +1,242 @@
+"""The body of POST /v1/responses, and the chat that it asks for.
+
+An item of `input` is a message, a call that the model made, or the output of one; what is kept on a server
+(previous_response_id, conversations, prompts) is refused: every request brings all that the model shall see.
+"""
+
+from typing import Annotated, Any, Literal, Self, cast
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+
+from tidemill.cluster.edge.chat.request.params import TokenCount, absent_if_null, valid_text
+from tidemill.cluster.edge.chat.request.tools import TOOLS_MAX, Function
+from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
+from tidemill.cluster.edge.requests.bodies import ChatBody
+from tidemill.workers.messages import RequestError
+
+ITEMS_MAX = 4096
+METADATA_MAX = 16
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
+CHOICE_FORMS = 'give none, auto, required, or {"type": "function", "name": ...}'
+
+NEED_A_SERVER_WITH_MEMORY = ("previous_response_id", "conversation", "prompt", "background")
+NOT_PASSED_ON = frozenset(
+    {"messages", "n", "logprobs", "top_logprobs", "max_tokens", "prompt_logprobs", "response_format"}
+)
+"""Fields of a chat that a response has in another form, or not at all."""
+
+CHAT_NAMES = {
+    "messages": "input",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+}
+"""How the fields of the chat are called here."""
+
+
+def _text(value: object) -> object:
+    """A list of text parts becomes one text."""
+    if not isinstance(value, list):
+        return value
+    texts: list[str] = []
+    for part in cast("list[object]", value):
+        match part:
+            case {"type": str(kind), "text": str(text)} if kind in TEXT_PARTS:
+                texts.append(text)
+            case {"type": "refusal", "refusal": str(text)}:
+                texts.append(text)
+            case _:
+                raise ValueError(
+                    'only text is supported: give a string or parts of {"type": "input_text", "text": ...}'
+                )
+    return "".join(texts)
+
+
+def _items(value: object) -> object:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _choice(value: object) -> str | dict[str, Any]:
+    """As a chat has it."""
+    match value:
+        case "none" | "auto" | "required" as word:
+            return str(word)
+        case {"type": "function", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+        case _:
+            raise ValueError(CHOICE_FORMS)
+
+
+Text = Annotated[str, BeforeValidator(_text), AfterValidator(valid_text)]
+Choice = Annotated[
+    str | dict[str, Any],
+    PlainValidator(_choice),
+    WithJsonSchema({"description": CHOICE_FORMS, "type": ["string", "object"]}),
+]
+
+
+class Item(BaseModel):
+    """One item of the input. Which of the fields it needs says its type; reasoning is left out."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Text | None = None
+    call_id: Annotated[str, AfterValidator(valid_text)] | None = None
+    name: Annotated[str, AfterValidator(valid_text)] | None = None
+    arguments: str | None = None
+    output: Text | None = None
+
+    _nulls = model_validator(mode="before")(absent_if_null)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        needed = {
+            "message": ("role", "content"),
+            "function_call": ("call_id", "name", "arguments"),
+            "function_call_output": ("call_id", "output"),
+            "reasoning": (),
+        }[self.type]
+        missing = [name for name in needed if getattr(self, name) is None]
+        if missing:
+            raise ValueError(f"a {self.type} needs {' and '.join(missing)}")
+        return self
+
+
+class FlatTool(Function):
+    """A function, without a level of its own."""
+
+    type: Literal["function"]
+
+
+class TextConfig(BaseModel):
+    """`format` is {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "schema": ...}."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    format: dict[str, Any] = Field(default={"type": "text"})
+
+    _nulls = model_validator(mode="before")(absent_if_null)
+
+
+class Reasoning(BaseModel):
+    """`effort` is for the chat template; "none" asks for an answer without reasoning."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    effort: Annotated[str, Field(max_length=32)] | None = None
+
+
+class ResponsesBody(BaseModel):
+    """POST /v1/responses. Fields of a chat that it does not name are passed on (seed, top_k, cache_salt);
+    nothing is stored, whatever `store` says."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    input: Annotated[
+        list[Item],
+        FailFast(),
+        Field(min_length=1, max_length=ITEMS_MAX, description="a text, or items"),
+        BeforeValidator(_items),
+    ]
+    instructions: Annotated[str, AfterValidator(valid_text)] | None = None
+    max_output_tokens: TokenCount | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    stream: bool = False
+    tools: Annotated[list[FlatTool], FailFast(), Field(max_length=TOOLS_MAX)] = Field(default=[])
+    tool_choice: Choice = "auto"
+    parallel_tool_calls: bool = True
+    text: TextConfig = TextConfig()
+    reasoning: Reasoning = Reasoning()
+    store: bool = False
+    metadata: Annotated[dict[str, str], Field(max_length=METADATA_MAX)] = Field(default={})
+
+    _nulls = model_validator(mode="before")(absent_if_null)
+
+    def chat(self) -> ChatBody:
+        """What is asked, as a chat. Raises RequestError."""
+        extra = self.model_extra or {}
+        kept = next((name for name in NEED_A_SERVER_WITH_MEMORY if extra.get(name)), None)
+        if kept is not None:
+            raise RequestError(
+                f"{kept}: this server keeps no responses: send the whole conversation in input",
+                param=kept,
+                code="unsupported_parameter",
+            )
+        if extra.get("top_logprobs") or "message.output_text.logprobs" in (extra.get("include") or ()):
+            raise RequestError(
+                "responses have no logprobs here: ask /v1/chat/completions for them",
+                param="top_logprobs" if extra.get("top_logprobs") else "include",
+                code="unsupported_parameter",
+            )
+        passed_on = {name: value for name, value in extra.items() if name not in NOT_PASSED_ON}
+        fields = {
+            **passed_on,
+            "messages": self._messages(),
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "tools": [
+                {"type": "function", "function": one.model_dump(exclude={"type"}, exclude_none=True)}
+                for one in self.tools
+            ],
+            "tool_choice": self.tool_choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": self._response_format(),
+            "reasoning_effort": self.reasoning.effort,
+        }
+        try:
+            return ChatBody.model_validate(fields)
+        except ValidationError as error:
+            raise renamed(request_error(problems_of(error))) from None
+
+    def _response_format(self) -> dict[str, Any]:
+        wanted = self.text.format
+        if wanted.get("type") != "json_schema":
+            return wanted
+        return {"type": "json_schema", "json_schema": {key: wanted[key] for key in wanted if key != "type"}}
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Calls join the words of the assistant that they follow, and each other."""
+        turns: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            turns.append({"role": "system", "content": self.instructions})
+        for item in self.input:
+            match item.type:
+                case "message":
+                    turns.append({"role": item.role, "content": item.content})
+                case "function_call":
+                    if not turns or turns[-1]["role"] != "assistant":
+                        turns.append({"role": "assistant"})
+                    called = {"name": item.name, "arguments": item.arguments}
+                    turns[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": called})
+                case "function_call_output":
+                    turns.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+                case "reasoning":
+                    pass
+        return turns
+
+
+def renamed(error: RequestError) -> RequestError:
+    """What is wrong with the chat, in the words of the response that asked for it."""
+    param = error.param or ""
+    name = next((name for name in CHAT_NAMES if param.startswith(name)), None)
+    if name is None:
+        return error
+    message = str(error).replace(name, CHAT_NAMES[name])
+    there = CHAT_NAMES[name] + param.removeprefix(name) if name != "messages" else CHAT_NAMES[name]
+    return RequestError(message, param=there, status=error.status, code=error.code)

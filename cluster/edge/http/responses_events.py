@@ -1,0 +1,142 @@
+"""The output of a response as it grows: items of reasoning, words and calls, and the events that tell them.
+
+    item added, part added, delta, delta, ..., text done, part done, item done        reasoning and words
+    item added, delta, delta, ..., arguments done, item done                          calls
+
+One item is open at a time. What is streamed adds up to what a whole response holds.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tidemill.cluster.edge.chat.output.parts import Call, Part, Reasoning, Words
+from tidemill.cluster.edge.http.replies import Json
+
+Kind = Literal["reasoning", "message"]
+Status = Literal["completed", "incomplete"]
+
+PREFIX: dict[Kind, str] = {"reasoning": "rs", "message": "msg"}
+TEXT: dict[Kind, str] = {"reasoning": "reasoning_text", "message": "output_text"}
+ARGUMENTS = "response.function_call_arguments"
+
+
+@dataclass(slots=True)
+class Open:
+    """The item that grows: the last one of the output."""
+
+    kind: Kind
+    item_id: str
+    texts: list[str] = field(default_factory=list[str])
+
+
+@dataclass(slots=True)
+class OpenCall:
+    """The same of a call."""
+
+    item: Json  # without its arguments
+    arguments: list[str] = field(default_factory=list[str])
+
+
+class Output:
+    """`name` is what the ids of the items have in common."""
+
+    def __init__(self, name: str) -> None:
+        self.items: list[Json] = []  # those that are closed
+        self._name = name
+        self._open: Open | OpenCall | None = None
+
+    @property
+    def reasons(self) -> bool:
+        """Whether what comes now is reasoning, as far as anybody knows."""
+        return isinstance(self._open, Open) and self._open.kind == "reasoning"
+
+    def add(self, parts: Sequence[Part]) -> Iterator[Json]:
+        """The events of some more of the answer."""
+        for part in parts:
+            match part:
+                case Reasoning(text):
+                    yield from self._grow("reasoning", text)
+                case Words(text):
+                    yield from self._grow("message", text)
+                case Call():
+                    yield from self._call(part)
+
+    def end(self, status: Status) -> Iterator[Json]:
+        """The answer is over; one that said nothing has an empty message."""
+        if not self.items and self._open is None:
+            yield from self._grow("message", "")
+        yield from self._close(status)
+
+    def _grow(self, kind: Kind, text: str) -> Iterator[Json]:
+        if not isinstance(self._open, Open) or self._open.kind != kind:
+            yield from self._close("completed")
+            self._open = Open(kind, self._id(PREFIX[kind]))
+            yield self._of_item("response.output_item.added", _item(self._open, [], "in_progress"))
+            yield self._of_text("response.content_part.added", self._open, part=_part(kind, ""))
+        if text:
+            self._open.texts.append(text)
+            more = {"logprobs": list[object]()} if kind == "message" else {}
+            yield self._of_text(f"response.{TEXT[kind]}.delta", self._open, delta=text, **more)
+
+    def _close(self, status: Status) -> Iterator[Json]:
+        match self._open:
+            case None:
+                return
+            case Open() as one:
+                text = "".join(one.texts)
+                more = {"logprobs": list[object]()} if one.kind == "message" else {}
+                yield self._of_text(f"response.{TEXT[one.kind]}.done", one, text=text, **more)
+                yield self._of_text("response.content_part.done", one, part=_part(one.kind, text))
+                item = _item(one, [_part(one.kind, text)], status)
+            case OpenCall() as one:
+                arguments: Json = {"arguments": "".join(one.arguments)}
+                yield self._of_call(f"{ARGUMENTS}.done", one, {"name": one.item["name"], **arguments})
+                item = {**one.item, **arguments, "status": status}
+        yield self._of_item("response.output_item.done", item)
+        self.items.append(item)
+        self._open = None
+
+    def _call(self, call: Call) -> Iterator[Json]:
+        if call.name is not None:
+            yield from self._close("completed")
+            item: Json = {
+                "id": self._id("fc"),
+                "type": "function_call",
+                "call_id": f"call_{self._name}_{call.index}",
+                "name": call.name,
+            }
+            self._open = OpenCall(item)
+            added: Json = {**item, "status": "in_progress", "arguments": ""}
+            yield self._of_item("response.output_item.added", added)
+        assert isinstance(self._open, OpenCall), "pieces of a call come one after another"
+        if call.arguments:
+            self._open.arguments.append(call.arguments)
+            yield self._of_call(f"{ARGUMENTS}.delta", self._open, {"delta": call.arguments})
+
+    def _id(self, prefix: str) -> str:
+        return f"{prefix}_{self._name}_{len(self.items)}"
+
+    def _of_item(self, kind: str, item: Json) -> Json:
+        return {"type": kind, "output_index": len(self.items), "item": item}
+
+    def _of_call(self, kind: str, one: OpenCall, more: Json) -> Json:
+        return {"type": kind, "item_id": one.item["id"], "output_index": len(self.items), **more}
+
+    def _of_text(self, kind: str, one: Open, **more: object) -> Json:
+        place: Json = {"item_id": one.item_id, "output_index": len(self.items), "content_index": 0}
+        return {"type": kind, **place, **more}
+
+
+def _item(one: Open, content: Iterable[Json], status: str) -> Json:
+    match one.kind:
+        case "reasoning":
+            more: Json = {"summary": []}
+        case "message":
+            more = {"role": "assistant"}
+    return {"id": one.item_id, "type": one.kind, "status": status, "content": list(content), **more}
+
+
+def _part(kind: Kind, text: str) -> Json:
+    more: Json = {"annotations": [], "logprobs": []} if kind == "message" else {}
+    return {"type": TEXT[kind], "text": text, **more}

@@ -1,0 +1,27 @@
+"""GET /cluster/support/NAME: what a server knows of itself, for people who look for what is wrong with it."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Annotated
+
+from fastapi import FastAPI
+from fastapi import Path as InPath
+
+from tidemill.cluster.edge.http.replies import Json
+from tidemill.workers.messages import RequestError
+
+Parts = Mapping[str, Callable[[], object]]
+"""By name; each is called on a thread, makes what JSON can have, and may raise TidemillError."""
+
+
+def add_support_routes(app: FastAPI, parts: Parts) -> None:
+    async def support(name: Annotated[str, InPath(max_length=64)]) -> Json:
+        """Settings without secrets, versions, nodes, the ends of logs: what `tidemill support-bundle`
+        collects."""
+        part = parts.get(name)
+        if part is None:
+            there = ", ".join(parts) or "none"
+            raise RequestError(f"there is no part {name!r}: there is {there}", param="name", status=404)
+        return {name: await asyncio.to_thread(part)}
+
+    app.add_api_route("/cluster/support/{name}", support)

@@ -1,0 +1,80 @@
+"""Orders to workers over HTTP: hand everything over, have another role, be more or fewer."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+from fastapi import FastAPI
+from fastapi import Path as InPath
+from pydantic import BaseModel, ConfigDict, Field
+
+from tidemill.cluster.edge.http.replies import Json
+from tidemill.cluster.edge.requests.models import Models
+from tidemill.workers.messages import Role
+
+WORKERS_MAX = 1024
+"""Of a role: more is a mistake."""
+
+Count = Annotated[int, Field(ge=0, le=WORKERS_MAX)]
+Name = Annotated[str, InPath(max_length=256)]
+
+
+class DrainBody(BaseModel):
+    """`drain`: hand everything over and take no more, or take work again; `force`: also if no other worker
+    does its work."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    drain: bool = True
+    force: bool = False
+
+
+class RoleBody(BaseModel):
+    """prefill, decode, or mixed for both."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    role: Role
+
+
+class ScaleBody(BaseModel):
+    """`workers`: how many of a role there shall be. `pending`: new ones that find no place in the cluster
+    wait for one, instead of being refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    workers: Annotated[dict[Role, Count], Field(min_length=1)]
+    model: str | None = None
+    pending: bool = False
+
+
+def add_worker_routes(app: FastAPI, models: Models) -> None:
+    """Orders to one worker take effect with its next heartbeat; the answer is its name and what it was
+    told."""
+
+    async def drain(name: Name, body: DrainBody) -> Json:
+        """Take a worker out of service, or back into it."""
+        await models.order(lambda service: service.drain(name, drain=body.drain, force=body.force))
+        return {"worker": name, "drain": body.drain}
+
+    async def set_role(name: Name, body: RoleBody) -> Json:
+        """Give a worker another role."""
+        await models.order(lambda service: service.set_role(name, body.role))
+        return {"worker": name, "role": body.role}
+
+    async def roles(model: str | None = None) -> Json:
+        """How many workers of each role there are to be, of one model or of all, and what is on its way."""
+        found = models if model is None else [models.find(model)]
+        rows = [{"model": one.name, **asdict(role)} for one in found for role in await one.service.roles()]
+        return {"roles": rows}
+
+    async def scale(body: ScaleBody) -> Json:
+        """Have more or fewer workers of a role: new ones are started, others hand their work over and go. The
+        answer comes at once; GET tells how far it is."""
+        model = models.find(body.model)
+        lacks = await model.service.scale(body.workers, pending=body.pending)
+        return {**await roles(model.name), "lacks": lacks}
+
+    app.add_api_route("/cluster/scale", roles)
+    app.add_api_route("/cluster/scale", scale, methods=["POST"])
+    app.add_api_route("/cluster/workers/{name}/drain", drain, methods=["POST"])
+    app.add_api_route("/cluster/workers/{name}/role", set_role, methods=["POST"])

@@ -1,0 +1,127 @@
+"""API keys: who may ask, as which tenant, and how often. Keys are kept as digests, and never told.
+
+keys:
+  - tenant: search          # several keys may share a tenant
+    sha256: 5d41...         # of the key: `tidemill key search` makes one
+    requests_per_minute: 600
+  - tenant: people
+    sha256: 7c21...
+    operator: true          # may look at /cluster and give orders, too
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
+from tidemill.cluster.edge.http.dashboard import PAGE_PATHS
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import Overloaded, RequestError
+
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/metrics"}) | PAGE_PATHS
+"""Probes and scrapers bring no keys; the page asks for one."""
+
+OPERATORS_PATHS = ("/cluster", "/reset_prefix_cache", "/flush_cache")
+"""These, and all below them."""
+
+
+class Key(BaseModel):
+    """`requests_per_minute` may all come at once after a pause; None: as many as the fleet takes."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    tenant: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    requests_per_minute: Annotated[int, Field(ge=1)] | None = None
+    operator: bool = False
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    keys: Annotated[list[Key], Field(min_length=1)]
+
+
+class Keys:
+    """Those that are known. Without any, everybody may ask."""
+
+    def __init__(self, keys: Sequence[Key] = (), clock_s: Callable[[], float] = lambda: 0.0) -> None:
+        self._keys = {key.sha256: key for key in keys}
+        self._clock_s = clock_s
+        self._paid_until_s: dict[str, float] = {}  # by digest
+
+    @property
+    def are_needed(self) -> bool:
+        return bool(self._keys)
+
+    def admit(self, path: str, headers: Mapping[str, str]) -> None:
+        """Let a request pass, and count it. Raises RequestError (401, 403) and Overloaded."""
+        if not self._keys or path in OPEN_PATHS:
+            return
+        key = self._key_of(headers)
+        if path.startswith(OPERATORS_PATHS):
+            if not key.operator:
+                raise RequestError(
+                    f"{path} is for operators: ask with the key of one",
+                    status=403,
+                    code="not_an_operator",
+                )
+        elif key.requests_per_minute is not None:  # operators look as often as they like
+            self._count(key, key.requests_per_minute)
+
+    def tenant(self, headers: Mapping[str, str]) -> str | None:
+        """None where there are no keys. Raises RequestError."""
+        return self._key_of(headers).tenant if self._keys else None
+
+    def _key_of(self, headers: Mapping[str, str]) -> Key:
+        key = self._keys.get(digest_of(bearer(headers)))
+        if key is None:
+            raise RequestError(
+                "this needs an API key that is known here: send it as `Authorization: Bearer KEY`",
+                status=401,
+                code="invalid_api_key",
+            )
+        return key
+
+    def _count(self, key: Key, per_minute: int) -> None:
+        """The generic cell rate algorithm (ITU-T I.371): each request pays for its share of a minute, and
+        may have paid for a minute ahead."""
+        now_s, cost_s = self._clock_s(), 60 / per_minute
+        paid_until_s = max(now_s, self._paid_until_s.get(key.sha256, 0.0)) + cost_s
+        wait_s = paid_until_s - now_s - 60
+        if wait_s > 1e-9:
+            raise Overloaded(
+                f"tenant {key.tenant} asks more than {per_minute} times a minute",
+                predicted_s=0.0,
+                retry_after_s=wait_s,
+            )
+        self._paid_until_s[key.sha256] = paid_until_s
+
+
+def bearer(headers: Mapping[str, str]) -> str:
+    """The key that a request brings; empty without one."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def digest_of(key: str) -> str:
+    """Keys are long and random: one round tells nothing of them."""
+    return sha256(key.encode()).hexdigest()
+
+
+def read_keys(path: Path) -> list[Key]:
+    """Those of a file. Raises TidemillError with the place and the fix."""
+    try:
+        content: object = yaml.safe_load(path.read_text())
+        keys = _File.model_validate(content).keys
+    except OSError as error:
+        raise TidemillError(f"--api-keys-file: {path} cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise TidemillError(f"--api-keys-file: {path} is no YAML: {' '.join(str(error).split())}") from error
+    except ValidationError as error:
+        raise TidemillError(f"--api-keys-file: {path}: {request_error(problems_of(error))}") from None
+    return keys

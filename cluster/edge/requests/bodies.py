@@ -1,0 +1,228 @@
+"""The bodies that clients send: fields, ranges, and fields that are refused because they change the answer.
+
+A field that is null counts as absent. Unknown fields are ignored. What offline calls have as well is in
+cluster/edge/chat/request/params.py; the limits here are those of one HTTP request.
+"""
+
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
+
+from tidemill.cluster.edge.chat.request.messages import Turn
+from tidemill.cluster.edge.chat.request.params import (
+    LOGPROBS_MAX,
+    PROMPT_FORMS,
+    Params,
+    Stop,
+    TokenCount,
+    absent_if_null,
+    one_or_many,
+    prompts_of,
+    valid_text,
+)
+from tidemill.cluster.edge.chat.request.tools import TOOLS_MAX, Tool, ToolChoice
+from tidemill.workers.messages import RequestError
+
+CHOICES_MAX = 16
+PROMPTS_MAX = 64
+STOPS_MAX = 4
+STOP_BYTES_MAX = 256
+STOP_TOKENS_MAX = 64
+PRIORITY_MAX = 100
+"""As far as a client may move a request before or behind others."""
+
+
+def _short(value: str) -> str:
+    if len(value.encode()) > STOP_BYTES_MAX:
+        raise ValueError(f"a stop string has 1 to {STOP_BYTES_MAX} bytes")
+    return value
+
+
+def _prompts(value: object) -> list[str | list[int]]:
+    prompts = prompts_of(value)
+    if len(prompts) > PROMPTS_MAX:
+        raise ValueError(f"{len(prompts)} prompts in one request: send at most {PROMPTS_MAX}")
+    return prompts
+
+
+def _none_if_false(value: object) -> object:
+    return None if value is False else value
+
+
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(_prompts),
+    WithJsonSchema({"description": PROMPT_FORMS, "type": ["string", "array"]}),
+]
+LogprobCount = Annotated[int, Field(ge=0, le=LOGPROBS_MAX)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream says besides text."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    _nulls = model_validator(mode="before")(absent_if_null)
+
+
+class Body(Params):
+    """What both endpoints take. The guided_ fields are older names for what structured_outputs says."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: Annotated[int, Field(ge=1, le=CHOICES_MAX)] = 1
+    stop: Annotated[
+        list[Annotated[Stop, AfterValidator(_short)]],
+        FailFast(),
+        Field(max_length=STOPS_MAX),
+        BeforeValidator(one_or_many),
+    ] = Field(default=[], description="a text or a list of texts that end the answer and are not part of it")
+    stop_token_ids: Annotated[list[int], FailFast(), Field(max_length=STOP_TOKENS_MAX)] = Field(default=[])
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    priority: Annotated[
+        int, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX, description="lower values go first")
+    ] = 0
+    cache_salt: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")] | None = None
+    user: str | None = None
+
+    def guided(self) -> dict[str, object]:
+        """The guided_ fields, by form."""
+        return {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+
+
+class ChatBody(Body):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Turn], FailFast(), Field(min_length=1)]
+    tools: Annotated[list[Tool], FailFast(), Field(max_length=TOOLS_MAX)] = Field(default=[])
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    max_completion_tokens: TokenCount | None = None
+    logprobs: bool = False
+    top_logprobs: LogprobCount = 0
+
+    def effort(self) -> dict[str, object]:
+        """What chat templates are told of it: they call it by different names."""
+        if self.reasoning_effort is None:
+            return {}
+        thinks = self.reasoning_effort != "none"
+        named = {"reasoning_effort": self.reasoning_effort} if thinks else {}
+        return {"enable_thinking": thinks, "thinking": thinks, **named}
+
+    def num_logprobs(self) -> int | None:
+        """Alternatives beside each token; None: no logprobs. Raises RequestError."""
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: set it to true", param="top_logprobs")
+        return self.top_logprobs if self.logprobs else None
+
+
+class CompletionBody(Body):
+    """POST /v1/completions."""
+
+    prompt: Prompts
+    logprobs: Annotated[LogprobCount | None, BeforeValidator(_none_if_false)] = None
+    max_tokens: Annotated[int, Field(ge=0, le=1 << 31, description="0: the echo alone")] | None = None
+    echo: bool = False
+    best_of: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
+
+    def num_drawn(self) -> int:
+        """Answers of which the best `n` are told. Raises RequestError."""
+        drawn = self.n if self.best_of is None else self.best_of
+        if drawn < self.n:
+            raise RequestError(f"{drawn} answers have no best {self.n}: raise best_of", param="best_of")
+        if drawn > self.n and self.stream:
+            raise RequestError("the best answers are known at the end: do not stream them", param="best_of")
+        return drawn
+
+    def num_tokens(self) -> int | None:
+        """Tokens to be drawn at most; an echo alone needs one, which is not told. Raises RequestError."""
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens 0 asks for nothing: set echo to true", param="max_tokens")
+        return 1 if self.max_tokens == 0 else self.max_tokens
+
+
+class TokenizeBody(ChatBody):
+    """POST /tokenize: `messages` as for a chat, or a `prompt`."""
+
+    messages: Annotated[list[Turn], FailFast()] = Field(default=[])
+    prompt: Annotated[str, AfterValidator(valid_text)] | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if bool(self.messages) is (self.prompt is not None):
+            raise ValueError("give a prompt, or messages")
+        return self
+
+
+class DetokenizeBody(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: Annotated[str, Field(max_length=256)] | None = None
+    tokens: Annotated[list[int], FailFast()]
+
+
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "add_special_tokens": (True,),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "kv_transfer_params": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "modalities": (["text"],),
+    "prompt_embeds": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "suffix": ("",),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+"""Fields that change the answer and are not served yet, with the values that change nothing."""
+
+
+def unsupported_field(extra: dict[str, object]) -> str | None:
+    """The first field of `extra` that asks for something that is not served."""
+    for name, value in extra.items():
+        harmless = UNSUPPORTED.get(name)
+        # compared with its type: `echo: 0` is nobody's way to say false
+        if harmless is not None and not any(type(value) is type(same) and value == same for same in harmless):
+            return name
+    return None

@@ -1,0 +1,100 @@
+"""What requests meet whichever way they come: the models, who may ask, how much at once, measurements."""
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from random import Random
+from types import MappingProxyType
+
+from tidemill.cluster.edge.http.replies import Json
+from tidemill.cluster.edge.http.support import Parts
+from tidemill.cluster.edge.requests.answers import Increment, answers
+from tidemill.cluster.edge.requests.api_keys import Key, Keys
+from tidemill.cluster.edge.requests.intake import Job
+from tidemill.cluster.edge.requests.limits import Bound, EdgeLimits
+from tidemill.cluster.edge.requests.models import Model, Models, Served
+from tidemill.cluster.edge.requests.recent_requests import Asked, Recent
+from tidemill.cluster.edge.requests.request_span import traced
+from tidemill.cluster.metrics.edge_metrics import Metrics
+from tidemill.cluster.observability.logs import log_request
+from tidemill.cluster.observability.spans import Tracer
+
+ID_CHARS = 12
+"""Of a random id: enough to tell requests of one name apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """What the edge takes from outside: time, ids, and seeds for the requests that bring none."""
+
+    clock_s: Callable[[], float]  # monotonic
+    unix_time_s: Callable[[], float]
+    new_id: Callable[[], str]
+    rng: Random
+    tracer: Tracer | None = None  # None: nothing is traced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desk:
+    """HTTP and gRPC of one frontend have it in common."""
+
+    models: Models
+    keys: Keys
+    metrics: Metrics
+    recent: Recent
+    limits: EdgeLimits
+    open_answers: Bound
+    sources: Sources
+    parts: Parts
+
+    async def answers(self, model: Model, job: Job, asked: Asked) -> AsyncGenerator[Increment]:
+        """All choices of `job` as they grow, measured. Closing it cancels what still runs. Raises Overloaded,
+        Unserved, RequestError."""
+        job = _named(job, asked)
+        with (
+            self.open_answers.holding(len(job.requests)),
+            self.metrics.watch(model.name, job.requests) as watch,
+            self.recent.watch(asked, job) as story,
+            traced(self.sources.tracer, asked, job, story) as going,
+        ):
+            async with aclosing(answers(model.service, model.tokenizer, going)) as increments:
+                async for increment in increments:
+                    watch.saw(increment)
+                    story.saw(increment)
+                    yield increment
+
+
+def desk_of(
+    served: Sequence[Served],
+    sources: Sources,
+    *,
+    metrics: Metrics | None = None,
+    limits: EdgeLimits | None = None,
+    keys: Sequence[Key] = (),
+    parts: Parts = MappingProxyType({}),
+) -> Desk:
+    """With `keys`, only those who bring one may ask. `parts` are what the server tells of itself."""
+    limits = EdgeLimits() if limits is None else limits
+    return Desk(
+        models=Models(served, sources.new_id, sources.rng),
+        keys=Keys(keys, sources.clock_s),
+        metrics=Metrics(sources.clock_s) if metrics is None else metrics,
+        recent=Recent(sources.clock_s, sources.unix_time_s, told=_log),
+        limits=limits,
+        open_answers=Bound(limits.answers_max, "answers"),
+        sources=sources,
+        parts=parts,
+    )
+
+
+def _named(job: Job, asked: Asked) -> Job:
+    """Its requests are called after the client's, so that workers' log lines are found; clients may give one
+    id twice, so they keep their own as well."""
+    requests = tuple(
+        replace(one, request_id=f"{asked.request_id}.{one.request_id[-ID_CHARS:]}") for one in job.requests
+    )
+    return replace(job, requests=requests)
+
+
+def _log(row: Json, job: Job) -> None:
+    log_request(row, job.requests[0].tenant if job.requests else "")

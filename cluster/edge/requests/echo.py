@@ -1,0 +1,60 @@
+"""The prompt before its answer, as completions echo it: its text, and how likely each of its tokens was."""
+
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from tidemill.cluster.edge.chat.output.detokenizer import Growth, Scored
+from tidemill.workers.messages import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """`text` as the client sent it, or that of its token ids. `alternatives` of logprobs to be told; None: no
+    logprobs. `alone`: the answer is not told."""
+
+    text: str
+    tokens: Sequence[int]
+    alternatives: int | None
+    alone: bool
+
+
+class Echo:
+    """Puts a prompt before the first growth of an answer, whose places move behind it."""
+
+    def __init__(self, prompt: Prompt, piece: Callable[[int], bytes]) -> None:
+        """`piece` gives the bytes of a token: Tokenizer.piece."""
+        self._prompt = prompt
+        self._piece = piece
+        self._begun = False
+
+    def add(self, growth: Growth, logprobs: Sequence[TokenLogprob]) -> Growth:
+        """`logprobs` are those of the prompt, from its second token on."""
+        prompt = self._prompt
+        if prompt.alone:
+            growth = Growth(text="", num_tokens=0, finish="length")
+        scored = tuple(replace(one, start=len(prompt.text) + one.start) for one in growth.scored)
+        if self._begun:
+            return replace(growth, scored=scored)
+        self._begun = True
+        if prompt.alternatives is not None:
+            told = scores_of(prompt.tokens, logprobs, prompt.alternatives, self._piece)
+            scored = (*told, *scored)
+        return replace(growth, text=prompt.text + growth.text, scored=scored)
+
+
+def scores_of(
+    tokens: Sequence[int],
+    logprobs: Sequence[TokenLogprob],
+    alternatives: int,
+    piece: Callable[[int], bytes],
+) -> list[Scored]:
+    """All tokens of a prompt with so many alternatives; nobody knows how likely the first one was."""
+    decoder = getincrementaldecoder("utf-8")(errors="replace")
+    found: list[Scored] = []
+    start = 0
+    for token, logprob in zip(tokens, (None, *logprobs), strict=True):
+        told = None if logprob is None else TokenLogprob(logprob.logprob, logprob.top[:alternatives])
+        found.append(Scored(token, start, told))
+        start += len(decoder.decode(piece(token)))
+    return found

@@ -1,0 +1,231 @@
+"""From a body to the requests that the service gets: everything is checked here, before anything is sent."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+
+from tidemill.cluster.edge.chat.formats import CALL_END, FINAL, RETURN, START
+from tidemill.cluster.edge.chat.output.detokenizer import Ending
+from tidemill.cluster.edge.chat.output.output_parser import Manner
+from tidemill.cluster.edge.chat.request.params import SEED_BITS
+from tidemill.cluster.edge.chat.request.request_builder import Terms, requests_of, terms_of
+from tidemill.cluster.edge.chat.request.structured import grammar_of
+from tidemill.cluster.edge.chat.request.tool_grammar import forced
+from tidemill.cluster.edge.chat.request.tools import Tool, offered
+from tidemill.cluster.edge.chat.text import Rendering, Tokenizer, text_of
+from tidemill.cluster.edge.requests.bodies import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    TokenizeBody,
+    unsupported_field,
+)
+from tidemill.cluster.edge.requests.caller import Asker
+from tidemill.cluster.edge.requests.echo import Prompt
+from tidemill.cluster.edge.service import ServedModel
+from tidemill.workers.messages import Grammar, Request, RequestError
+
+REQUEST_CHOICES_MAX = 128
+TAIL_TOKENS = 8
+"""Of a prompt: enough to see whether it ends in a tag and white space, or in the head of a message."""
+
+ROLE = "assistant"
+"""Of the messages that a model in channels answers with."""
+
+PROMPT_LOGPROBS_MAX = 1 << 18
+"""Of all prompts and answers of one request, alternatives included: some 30 MiB."""
+
+INLINE_CHARS_MAX = 8192
+"""Longer texts are tokenized in a thread: this many take about a millisecond."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One HTTP request. Choice c of prompt p is `requests[p * n + c]`. `manner` is None for completions:
+    their text is told as it is, behind that of their prompt if there are `echoes`."""
+
+    requests: tuple[Request, ...]
+    n: int
+    ending: Ending
+    logprobs: bool
+    told: int | None = None  # the best ones of each n; None: all
+    prompt_logprobs: int | None = None  # alternatives to be told in a list of their own
+    manner: Manner | None = None
+    echoes: tuple[Prompt, ...] | None = None
+
+
+class Intake:
+    """Turns bodies into jobs for one served model."""
+
+    def __init__(
+        self, model: ServedModel, tokenizer: Tokenizer, new_id: Callable[[], str], rng: Random
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._new_id = new_id
+        self._rng = rng
+
+    async def chat(self, body: ChatBody, asker: Asker) -> Job:
+        """Raises RequestError."""
+        self._check(body)
+        tools = offered(body.tools, body.tool_choice)
+        grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
+        tokens = await self._rendered(body, tools, self._opening(body, grammar))
+        manner = self._manner(body, tools, tokens, grammar)
+        if body.tool_choice not in ("auto", "none"):
+            if grammar is not None:
+                raise RequestError(
+                    "tool_choice forces a call, and another field says what the answer must match: give one",
+                    param="tool_choice",
+                )
+            grammar = forced(tools, manner, self._tokenizer.added)
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        terms = self._terms(body, 1, max_tokens, body.num_logprobs(), grammar)
+        if manner.channels and not body.ignore_eos:
+            ends = (self._tokenizer.added.get(tag) for tag in (RETURN, CALL_END))
+            more = (one for one in ends if one is not None and one not in terms.stop_token_ids)
+            terms = replace(terms, stop_token_ids=(*terms.stop_token_ids, *more))
+        return replace(self._job(terms, [tokens], "messages", body, asker), manner=manner)
+
+    async def prompt_of(self, body: TokenizeBody) -> list[int]:
+        """The tokens of a chat or of a text. Raises RequestError."""
+        if body.prompt is not None:
+            return await self._encoded(body.prompt)
+        return await self._rendered(body, offered(body.tools, body.tool_choice))
+
+    def _opening(self, body: ChatBody, grammar: Grammar | None) -> str:
+        """What the answer is to begin with: what must match something is words from its first token on."""
+        asked = grammar is not None and self._tokenizer.style.in_channels
+        return FINAL if asked and not body.continue_final_message else ""
+
+    async def _rendered(self, body: ChatBody, tools: list[Tool], begun: str = "") -> list[int]:
+        messages = [turn.message() for turn in body.messages]
+        continues = body.continue_final_message
+        how = Rendering(
+            tools=[tool.shown() for tool in tools],
+            answers=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+            continues=continues,
+            options={**body.effort(), **body.chat_template_kwargs},
+            begun=begun,
+        )
+        if how.answers and continues:
+            raise RequestError(
+                "add_generation_prompt starts an answer, continue_final_message goes on with one: give one",
+                param="continue_final_message",
+            )
+        chars = sum(len(message.content) for message in messages) + len(messages)
+        if not tools and chars <= INLINE_CHARS_MAX:
+            return self._tokenizer.chat(messages, how)
+        return await asyncio.to_thread(self._tokenizer.chat, messages, how)
+
+    def _manner(
+        self, body: ChatBody, tools: list[Tool], tokens: list[int], grammar: Grammar | None
+    ) -> Manner:
+        style = self._tokenizer.style
+        tail = text_of(self._tokenizer, tokens[-TAIL_TOKENS:])
+        reasoning = style.reasoning if grammar is None or style.in_channels else None
+        return Manner(
+            reasoning=reasoning,
+            thinking=reasoning is not None and reasoning.open_behind(tail),
+            form=style.form if tools else None,
+            calls_max=None if body.parallel_tool_calls and isinstance(body.tool_choice, str) else 1,
+            schemas={tool.function.name: tool.function.parameters or {} for tool in tools},
+            channels=style.in_channels,
+            begun=FINAL if body.continue_final_message else tail.rpartition(START)[2].removeprefix(ROLE),
+        )
+
+    async def completion(self, body: CompletionBody, asker: Asker) -> Job:
+        """Raises RequestError."""
+        self._check(body)
+        prompts = [await self._encoded(prompt) for prompt in body.prompt]
+        grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
+        num_drawn = body.num_drawn()
+        logprobs = 0 if body.logprobs is None and num_drawn > body.n else body.logprobs
+        terms = self._terms(body, len(prompts), body.num_tokens(), logprobs, grammar)
+        terms = replace(terms, n=num_drawn)
+        if body.echo and body.logprobs is not None:
+            scored = max(body.logprobs, body.prompt_logprobs or 0)
+            terms = replace(
+                terms,
+                sampling=replace(terms.sampling, prompt_logprobs=scored),
+                ending=replace(terms.ending, scores_stop=True),
+            )
+        job = self._job(terms, prompts, "prompt", body, asker)
+        job = replace(job, logprobs=body.logprobs is not None)
+        return replace(job, echoes=self._echoes(body, prompts)) if body.echo else job
+
+    def _echoes(self, body: CompletionBody, prompts: list[list[int]]) -> tuple[Prompt, ...]:
+        return tuple(
+            Prompt(
+                text=given if isinstance(given, str) else text_of(self._tokenizer, tokens),
+                tokens=tokens,
+                alternatives=body.logprobs,
+                alone=body.max_tokens == 0,
+            )
+            for given, tokens in zip(body.prompt, prompts, strict=True)
+        )
+
+    async def _encoded(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        if len(prompt) <= INLINE_CHARS_MAX:
+            return self._tokenizer.encode(prompt)
+        return await asyncio.to_thread(self._tokenizer.encode, prompt)
+
+    def _check(self, body: Body) -> None:
+        field = unsupported_field(body.model_extra or {})
+        if field is not None:
+            raise RequestError(
+                f"{field} is not supported yet: leave it out", param=field, code="unsupported_parameter"
+            )
+
+    def _terms(
+        self,
+        body: Body,
+        num_prompts: int,
+        max_tokens: int | None,
+        logprobs: int | None,
+        grammar: Grammar | None,
+    ) -> Terms:
+        num_drawn = body.num_drawn() if isinstance(body, CompletionBody) else body.n
+        if num_prompts * num_drawn > REQUEST_CHOICES_MAX:
+            raise RequestError(
+                f"{num_prompts} prompts with n = {num_drawn}: ask for at most {REQUEST_CHOICES_MAX} answers",
+                param="n",
+            )
+        if body.prompt_logprobs is not None and body.stream:
+            raise RequestError(
+                "prompt_logprobs are no part of a stream: do not stream, or use echo with logprobs",
+                param="prompt_logprobs",
+            )
+        seed = self._rng.getrandbits(SEED_BITS)
+        return replace(
+            terms_of(body, self._model, seed=seed, logprobs=logprobs, grammar=grammar),
+            max_tokens=max_tokens,
+            priority=body.priority,
+        )
+
+    def _job(self, terms: Terms, prompts: list[list[int]], param: str, body: Body, asker: Asker) -> Job:
+        terms = replace(terms, salt=asker.salt_with(body.cache_salt))
+        tenant = asker.tenant_with(body.cache_salt)
+        requests = tuple(
+            replace(request, tenant=tenant, ttft_s_max=asker.ttft_s_max, trace_parent=asker.trace_parent)
+            for prompt in prompts
+            for request in requests_of(terms, self._model, prompt, param, self._new_id)
+        )
+        numbers = sum(one.to_score * (1 + (one.sampling.prompt_logprobs or 0)) for one in requests)
+        if numbers > PROMPT_LOGPROBS_MAX:
+            raise RequestError(
+                f"{numbers} logprobs of prompts in one request: ask for at most {PROMPT_LOGPROBS_MAX}, with "
+                "fewer or shorter prompts, fewer answers or fewer alternatives",
+                param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
+            )
+        return Job(
+            requests=requests,
+            n=terms.n,
+            told=body.n if body.n < terms.n else None,
+            ending=terms.ending,
+            logprobs=terms.sampling.logprobs is not None,
+            prompt_logprobs=body.prompt_logprobs,
+        )

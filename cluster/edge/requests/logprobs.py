@@ -1,0 +1,80 @@
+"""Logprobs as the two endpoints of OpenAI have them: a list of tokens for chats, columns for completions."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from tidemill.cluster.edge.chat.output.detokenizer import Scored
+from tidemill.workers.messages import TokenLogprob
+
+Piece = Callable[[int], bytes]
+"""The bytes that a token stands for: Tokenizer.piece."""
+
+LOGPROB_MIN = -9999.0
+"""JSON has no infinity; OpenAI's number for "very unlikely"."""
+
+
+def chat_logprobs(scored: Iterable[Scored], piece: Piece) -> dict[str, object]:
+    """choices[].logprobs of a chat."""
+
+    def entry(token: int, logprob: float) -> dict[str, object]:
+        written = piece(token)
+        return {"token": token_text(written), "logprob": _finite(logprob), "bytes": list(written)}
+
+    content = [
+        {
+            **entry(one.token, one.logprob.logprob),
+            "top_logprobs": [entry(token, logprob) for token, logprob in one.logprob.top],
+        }
+        for one in scored
+        if one.logprob is not None
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(scored: Sequence[Scored], piece: Piece) -> dict[str, object]:
+    """choices[].logprobs of a completion. `top_logprobs` holds the drawn token as well; `text_offset` counts
+    characters of the text. The first token of a prompt has null for a logprob."""
+
+    def top(one: Scored) -> dict[str, float] | None:
+        if one.logprob is None:
+            return None
+        entries = {token_text(piece(one.token)): _finite(one.logprob.logprob)}
+        for token, logprob in one.logprob.top:
+            entries.setdefault(token_text(piece(token)), _finite(logprob))
+        return entries
+
+    return {
+        "tokens": [token_text(piece(one.token)) for one in scored],
+        "token_logprobs": [one.logprob and _finite(one.logprob.logprob) for one in scored],
+        "top_logprobs": [top(one) for one in scored],
+        "text_offset": [one.start for one in scored],
+    }
+
+
+def prompt_logprobs(
+    tokens: Sequence[int], logprobs: Sequence[TokenLogprob], alternatives: int, piece: Piece
+) -> list[object]:
+    """prompt_logprobs as vLLM has them: null for the first token, then an object by token id. `logprobs` are
+    those from the second token on; the rank of a token that is none of the likeliest is not known."""
+
+    def entry(token: int, logprob: float, rank: int | None) -> dict[str, object]:
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": token_text(piece(token))}
+
+    found: list[object] = [None]
+    for token, one in zip(tokens[1:], logprobs, strict=True):
+        likeliest = enumerate(one.top[:alternatives], start=1)
+        entries = {token: entry(token, one.logprob, None)}
+        entries |= {other: entry(other, logprob, rank) for rank, (other, logprob) in likeliest}
+        found.append({str(token): told for token, told in entries.items()})
+    return found
+
+
+def token_text(written: bytes) -> str:
+    r"""A part of a character is written as OpenAI does: `bytes:\xe6\x97`."""
+    try:
+        return written.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOGPROB_MIN)

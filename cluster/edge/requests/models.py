@@ -1,0 +1,128 @@
+"""The models behind one endpoint, each with a fleet, a tokenizer and an intake of its own."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from tidemill.cluster.edge.chat.text import Tokenizer
+from tidemill.cluster.edge.http.replies import Json
+from tidemill.cluster.edge.requests.intake import Intake
+from tidemill.cluster.edge.service import FleetStatus, ServedModel, Service
+from tidemill.workers.messages import RequestError, Unserved
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One model as the edge gets it."""
+
+    service: Service
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Model(Served):
+    """One model as requests find it. Replies and metrics carry the first of its names."""
+
+    intake: Intake
+
+    @property
+    def served(self) -> ServedModel:
+        return self.service.model
+
+    @property
+    def name(self) -> str:
+        return self.served.name
+
+    def json(self, name: str | None = None) -> Json:
+        """An entry of /v1/models, under this name of its names."""
+        return {
+            "id": name or self.name,
+            "object": "model",
+            "created": self.served.created_s,
+            "owned_by": "tidemill",
+            "root": self.name,
+            "max_model_len": self.served.max_model_len,
+            "vocab_size": self.served.vocab_size,
+        }
+
+
+class Models:
+    """All of them, by every name that clients may use."""
+
+    def __init__(self, served: Sequence[Served], new_id: Callable[[], str], rng: Random) -> None:
+        """Raises ValueError when two models have one name."""
+        self._models = [
+            Model(one.service, one.tokenizer, Intake(one.service.model, one.tokenizer, new_id, rng))
+            for one in served
+        ]
+        self._by_name: dict[str, Model] = {}
+        for model in self._models:
+            for name in model.served.names:
+                if self._by_name.setdefault(name, model) is not model:
+                    raise ValueError(f"two models are called {name!r}")
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self._models)
+
+    def find(self, name: str | None) -> Model:
+        """The model of this name; without a name, the only one. Raises RequestError."""
+        if name is None and len(self._models) == 1:
+            return self._models[0]
+        known = ", ".join(repr(one) for one in self._by_name)
+        if name is None:
+            raise RequestError(f"model is missing: name one of {known}", param="model")
+        model = self._by_name.get(name)
+        if model is None:
+            raise RequestError(
+                f"there is no model {name!r} here: use {known}",
+                param="model",
+                status=404,
+                code="model_not_found",
+            )
+        return model
+
+    def listed(self) -> list[Json]:
+        """The data of /v1/models: an entry for each name."""
+        return [model.json(name) for name, model in self._by_name.items()]
+
+    async def fleets(self) -> dict[str, FleetStatus]:
+        """The state of each fleet whose router answers, by the model's name. Raises Unserved if none does."""
+        found = await asyncio.gather(
+            *(model.service.status() for model in self._models), return_exceptions=True
+        )
+        heard: dict[str, FleetStatus] = {}
+        silent: list[Unserved] = []
+        for model, status in zip(self._models, found, strict=True):
+            match status:
+                case FleetStatus():
+                    heard[model.name] = status
+                case Unserved():
+                    silent.append(status)
+                case error:
+                    raise error
+        if silent and not heard:
+            raise silent[0]
+        return heard
+
+    async def can_answer(self) -> bool:
+        """Whether some worker generates. Raises Unserved."""
+        fleets = await self.fleets()
+        workers = [worker for status in fleets.values() for worker in status.workers]
+        return any(one.state == "ready" and one.info.role != "prefill" for one in workers)
+
+    async def order(self, give: Callable[[Service], Awaitable[None]]) -> None:
+        """Give an order about a worker to the fleet that knows it: names of workers are unique. Raises
+        RequestError, Unserved."""
+        *others, last = self._models
+        for model in others:
+            try:
+                return await give(model.service)
+            except RequestError as error:
+                if error.status != UNKNOWN:
+                    raise
+        return await give(last.service)
+
+
+UNKNOWN = 404
+"""What a fleet answers when it has no worker of that name."""

@@ -1,0 +1,150 @@
+"""The latest requests of this frontend and the way each took: a bounded ring, without a word of any text."""
+
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+from fastapi import FastAPI, Query
+
+from tidemill.cluster.edge.http.replies import Json, Tally
+from tidemill.cluster.edge.requests.answers import Increment
+from tidemill.cluster.edge.requests.intake import Job
+from tidemill.workers.messages import Trace
+
+RECENT_MAX = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Which request it is. `reply_id` is the `id` of its answer."""
+
+    request_id: str
+    reply_id: str
+    model: str
+    kind: str
+
+
+class Recent:
+    """The newest `size` requests, those that still run among them."""
+
+    def __init__(
+        self,
+        clock_s: Callable[[], float],
+        unix_time_s: Callable[[], float],
+        size: int = RECENT_MAX,
+        told: Callable[[Json, Job], None] | None = None,
+    ) -> None:
+        """`told` of each request when it has ended."""
+        self._told = told
+        self._clock_s = clock_s
+        self._unix_time_s = unix_time_s
+        self._ring: deque[Story | Json] = deque(maxlen=size)
+
+    @contextmanager
+    def watch(self, asked: Asked, job: Job) -> Generator["Story"]:
+        """Follows one request to the end of the block, whatever ends it."""
+        story = Story(asked, job, self._clock_s, self._unix_time_s())
+        self._ring.appendleft(story)
+        try:
+            yield story
+        except Exception as error:
+            story.error = type(error).__name__
+            raise
+        finally:
+            story.end()
+            row = story.row()
+            if story in self._ring:  # its prompt's tokens are not kept beyond its end
+                self._ring[self._ring.index(story)] = row
+            if self._told is not None:
+                self._told(row, job)
+
+    def rows(self, count: int = RECENT_MAX) -> list[Json]:
+        """Newest first."""
+        entries = list(self._ring)[:count]
+        return [entry.row() if isinstance(entry, Story) else entry for entry in entries]
+
+
+class Story:
+    """What has become of one request so far."""
+
+    def __init__(self, asked: Asked, job: Job, clock_s: Callable[[], float], started_unix_s: float) -> None:
+        self._asked = asked
+        self._choices = len(job.requests)
+        self._tally = Tally(job)
+        self._clock_s = clock_s
+        self._started_unix_s = started_unix_s
+        self._start_s = clock_s()
+        self._first_s: float | None = None
+        self._first_tokens = 0
+        self._last_s = self._start_s
+        self._finishes: dict[int, str] = {}
+        self._trace: Trace | None = None
+        self._ended = False
+        self.error: str | None = None
+
+    def saw(self, increment: Increment) -> None:
+        self._last_s = self._clock_s()
+        if self._first_s is None and increment.growth.num_tokens:
+            self._first_s = self._last_s
+            self._first_tokens = increment.growth.num_tokens
+        if increment.choice == 0:  # after a loss, the way of the last attempt
+            self._trace = increment.trace
+        finish = increment.growth.finish
+        if finish is not None:
+            self._finishes[increment.choice] = finish
+        self._tally.saw(increment)
+
+    def end(self) -> None:
+        self._ended = True
+
+    def row(self) -> Json:
+        """`finish` is null while it runs. The prompt's tokens are counted as in `usage`; the workers are
+        those of the first choice's last attempt."""
+        usage, trace = self._tally.usage(), self._trace
+        return {
+            "request_id": self._asked.request_id,
+            "id": self._asked.reply_id,
+            "model": self._asked.model,
+            "kind": self._asked.kind,
+            "started_unix_s": self._started_unix_s,
+            "choices": self._choices,
+            "finish": self._finish(),
+            "error": self.error,
+            "attempts": trace.attempts if trace else 0,
+            "prefill": trace.prefill if trace else None,
+            "decode": trace.decode if trace else None,
+            "prefill_depth": trace.produced.depth if trace and trace.produced else None,
+            "prefill_times": asdict(trace.produced.provenance.times) if trace and trace.produced else None,
+            "decode_times": asdict(trace.provenance.times) if trace else None,
+            **usage,
+            "ttft_s": None if self._first_s is None else self._first_s - self._start_s,
+            "e2e_s": self._last_s - self._start_s if self._ended else None,
+            "tokens_per_s": self._tokens_per_s(usage["completion_tokens"]),
+        }
+
+    def _finish(self) -> str | None:
+        if self.error is not None:
+            return "error"
+        if len(self._finishes) == self._choices:
+            return ", ".join(sorted(set(self._finishes.values())))
+        return "abort" if self._ended else None
+
+    def _tokens_per_s(self, completion_tokens: object) -> float | None:
+        """Of the tokens after those that came first; None for less than two times."""
+        if self._first_s is None or self._last_s <= self._first_s:
+            return None
+        assert isinstance(completion_tokens, int)
+        return (completion_tokens - self._first_tokens) / (self._last_s - self._first_s)
+
+
+def add_recent_routes(app: FastAPI, recent: Recent) -> None:
+    """GET /cluster/requests."""
+
+    async def requests(limit: Annotated[int, Query(ge=1, le=RECENT_MAX)] = RECENT_MAX) -> Json:
+        """The latest requests of this frontend, newest first: workers, where the prompt's tokens came from,
+        speed, end. No text."""
+        return {"requests": recent.rows(limit)}
+
+    app.add_api_route("/cluster/requests", requests)

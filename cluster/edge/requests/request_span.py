@@ -1,0 +1,44 @@
+"""The span of one request of a client: the parent of all that the cluster does for it."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from tidemill.cluster.edge.requests.intake import Job
+from tidemill.cluster.edge.requests.recent_requests import Asked, Story
+from tidemill.cluster.observability.spans import Tracer, span
+
+TOLD = {
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "completion_tokens": "gen_ai.usage.output_tokens",
+    "finish": "gen_ai.response.finish_reasons",
+    "ttft_s": "gen_ai.latency.time_to_first_token",
+    "attempts": "tidemill.attempts",
+    "prefill": "tidemill.prefill",
+    "decode": "tidemill.decode",
+}
+"""Of a row of /cluster/requests, by the names of OpenTelemetry where it has some."""
+
+
+@contextmanager
+def traced(tracer: Tracer | None, asked: Asked, job: Job, story: Story) -> Generator[Job]:
+    """The job as it goes on: its requests have this span for a parent. Without a tracer it stays as it is."""
+    if tracer is None or not job.requests:
+        yield job
+        return
+    named = {
+        "gen_ai.request.model": asked.model,
+        "gen_ai.request.id": asked.request_id,
+        "gen_ai.response.id": asked.reply_id,
+        "tidemill.choices": len(job.requests),
+    }
+    with span(tracer, f"request {asked.kind}", job.requests[0].trace_parent, **named) as answering:
+        requests = tuple(replace(one, trace_parent=answering.trace_parent) for one in job.requests)
+        try:
+            yield replace(job, requests=requests)
+        finally:
+            row = story.row()
+            told = {TOLD[name]: value for name, value in row.items() if name in TOLD}
+            answering.tell(
+                {name: value for name, value in told.items() if isinstance(value, str | int | float)}
+            )

@@ -1,0 +1,46 @@
+"""Who may ask an endpoint, how it shows who it is, and what those who ask need."""
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tidemill.cluster.edge.requests.api_keys import Key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """PEM files. With `client_ca`, clients must show a certificate that it signed."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Security:
+    """Without keys everybody may ask; without `tls` in plain HTTP."""
+
+    keys: tuple[Key, ...] = ()
+    tls: Tls | None = None
+
+
+OPEN = Security()
+
+
+def uvicorn_settings(tls: Tls | None) -> dict[str, Any]:
+    """What uvicorn is told of certificates."""
+    if tls is None:
+        return {}
+    files = {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
+    if tls.client_ca is None:
+        return files
+    return {**files, "ssl_ca_certs": str(tls.client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where a running server is, and the key that it wants, if any."""
+
+    url: str
+    api_key: str = ""

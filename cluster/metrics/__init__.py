@@ -1,0 +1,1 @@
+"""Prometheus metrics: their names, what edge and workers count, the scrape endpoint, their documentation."""

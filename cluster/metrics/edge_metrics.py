@@ -1,0 +1,196 @@
+"""The edge's own measurements of answers, as they pass. Labels come from fixed sets: models, statuses."""
+
+from collections import Counter as Count
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from tidemill.cluster.edge.http.replies import cached_tokens
+from tidemill.cluster.edge.requests.answers import Increment
+from tidemill.cluster.metrics import specs
+from tidemill.cluster.metrics.specs import EDGE, MODEL, Spec
+from tidemill.cluster.observability.telemetry import MetricsAlias
+from tidemill.cluster.router.admission import TTFT_S_MAX
+from tidemill.cluster.supervisor.autoscaling import Misses
+from tidemill.workers.messages import Overloaded, Request, Trace, Unserved
+
+
+class Metrics:
+    """The instruments of one edge, and what its answers missed."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        ttft_s_max: Mapping[str, float] | None = None,
+        alias: MetricsAlias | None = None,
+    ) -> None:
+        """A first token is late after its model's `ttft_s_max`, or after the deadline of its own request.
+        `alias` is the engine whose names are told as well."""
+        self.alias: MetricsAlias | None = alias
+        self._clock = clock
+        self._ttft_s_max = ttft_s_max or {}
+        self._misses = defaultdict[str, Misses](Misses)
+        self._by_model: dict[str, OfModel] = {}
+        self.under_way = Count[str]()  # answers, by model
+        self.registry = registry = CollectorRegistry()
+        self._histograms = {
+            spec: Histogram(spec.full_name, spec.text, spec.labels, buckets=spec.buckets, registry=registry)
+            for spec in EDGE
+            if spec.kind == "histogram"
+        }
+        self._counters = {
+            spec: Counter(spec.full_name, spec.text, spec.labels, registry=registry)
+            for spec in EDGE
+            if spec.kind == "counter"
+        }
+
+    def misses(self, model: str) -> Misses:
+        """Totals since the start, of what this model was asked for and of what was not had in time."""
+        return self._misses[model]
+
+    def count_error(self, status: int) -> None:
+        self._counters[specs.ERRORS].labels(code=str(status)).inc()
+
+    def count_end(self, model: str, reason: str, count: int = 1) -> None:
+        self._counters[specs.SUCCESS].labels(model_name=model, finished_reason=reason).inc(count)
+
+    def of_model(self, model: str) -> "OfModel":
+        """Those of one model. `model` is a name of ours, never a client's."""
+        found = self._by_model.get(model)
+        if found is None:
+            found = self._by_model[model] = OfModel(self._histograms, self._counters, model)
+            self.under_way[model] += 0
+        return found
+
+    def saw_refusal(self, model: str) -> None:
+        misses = self._misses[model]
+        self._misses[model] = replace(misses, refused=misses.refused + 1)
+
+    def saw_first(self, model: str, request: Request, ttft_s: float) -> None:
+        most_s = self._ttft_s_max.get(model, TTFT_S_MAX)
+        is_late = ttft_s > min(most_s if request.ttft_s_max is None else request.ttft_s_max, most_s)
+        self.of_model(model).count(specs.LATE, is_late)
+        misses = self._misses[model]
+        self._misses[model] = replace(misses, answered=misses.answered + 1, late=misses.late + is_late)
+
+    @contextmanager
+    def watch(self, model: str, requests: Sequence[Request]) -> Generator["Watch"]:
+        """Measures the answers to `requests`, from now to the end of the block, whatever ends it."""
+        watch = Watch(self, model, requests, self._clock)
+        self.under_way[model] += len(requests)
+        try:
+            yield watch
+        except (Overloaded, Unserved):
+            self.saw_refusal(model)
+            raise
+        finally:
+            self.under_way[model] -= len(requests)
+            if watch.unfinished:
+                self.count_end(model, "abort", watch.unfinished)
+
+
+class OfModel:
+    """The instruments of one model: its label is bound once, for some of them are used for every token."""
+
+    def __init__(
+        self, histograms: Mapping[Spec, Histogram], counters: Mapping[Spec, Counter], model: str
+    ) -> None:
+        self._histograms = {spec: one.labels(model_name=model) for spec, one in histograms.items()}
+        self._counters = {
+            spec: one.labels(model_name=model) for spec, one in counters.items() if spec.labels == (MODEL,)
+        }
+
+    def observe(self, spec: Spec, value: float) -> None:
+        self._histograms[spec].observe(value)
+
+    def count(self, spec: Spec, number: float = 1) -> None:
+        self._counters[spec].inc(number)
+
+
+class _Times:
+    """Of one answer."""
+
+    def __init__(self, now_s: float, trace: Trace, queue_s: float) -> None:
+        self.first_s = self.last_s = now_s
+        self.trace = trace
+        self.queue_s = queue_s
+        self.num_tokens = 0
+
+
+class Watch:
+    """The times of the answers to one HTTP request."""
+
+    def __init__(
+        self, metrics: Metrics, model: str, requests: Sequence[Request], clock: Callable[[], float]
+    ) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._of_model = metrics.of_model(model)
+        self._requests = requests
+        self._clock = clock
+        self._start_s = clock()
+        self._times: dict[int, _Times] = {}
+        self.unfinished = len(requests)
+
+    def saw(self, increment: Increment) -> None:
+        now_s = self._clock()
+        num_new = increment.growth.num_tokens
+        times = self._times.get(increment.choice)
+        if times is None:
+            request = self._requests[increment.choice]
+            queue_s = self._saw_first(request, increment.trace, now_s - self._start_s)
+            times = self._times[increment.choice] = _Times(now_s, increment.trace, queue_s)
+        elif num_new:
+            for _ in range(num_new):
+                self._of_model.observe(specs.ITL, (now_s - times.last_s) / num_new)
+        if increment.trace is not times.trace:
+            self._saw_route(increment.trace)
+            times.trace = increment.trace
+        times.last_s = now_s
+        times.num_tokens += num_new
+        self._of_model.count(specs.GENERATION_TOKENS, num_new)
+        if increment.growth.finish:
+            self.unfinished -= 1
+            self._metrics.count_end(self._model, increment.growth.finish)
+            self._saw_last(times, now_s)
+
+    def _saw_first(self, request: Request, trace: Trace, ttft_s: float) -> float:
+        """How long it waited of that."""
+        of_model, num_tokens = self._of_model, len(request.tokens)
+        self._metrics.saw_first(self._model, request, ttft_s)
+        workers = [trace.provenance]
+        if trace.produced is not None:
+            workers.insert(0, trace.produced.provenance)
+        queue_s = min(ttft_s, trace.placed_s + sum(one.times.waited_s for one in workers))
+        of_model.observe(specs.TTFT, ttft_s)
+        of_model.observe(specs.QUEUE, queue_s)
+        of_model.observe(specs.PREFILL, ttft_s - queue_s)
+        of_model.observe(specs.PROMPT_LENGTH, num_tokens)
+        of_model.count(specs.PROMPT_TOKENS, num_tokens)
+        of_model.count(specs.QUERIES, num_tokens)
+        of_model.count(specs.HITS, cached_tokens(num_tokens, trace))
+        of_model.count(specs.STORE_QUERIES, max(0, num_tokens - workers[0].reused_tokens))
+        of_model.count(specs.STORE_HITS, workers[0].fetched_tokens)
+        of_model.observe(specs.HIT_DEPTH, workers[0].reused_tokens + workers[0].fetched_tokens)
+        self._saw_route(trace)
+        return queue_s
+
+    def _saw_route(self, trace: Trace) -> None:
+        found = trace.provenance
+        if found.reused_tokens + found.fetched_tokens:
+            self._of_model.count(specs.REPLAYED, found.computed_tokens)
+
+    def _saw_last(self, times: _Times, now_s: float) -> None:
+        of_model, trace = self._of_model, times.trace
+        of_model.observe(specs.E2E, now_s - self._start_s)
+        of_model.observe(specs.INFERENCE, now_s - self._start_s - times.queue_s)
+        of_model.observe(specs.DECODE, now_s - times.first_s)
+        of_model.observe(specs.ANSWER_LENGTH, times.num_tokens)
+        if times.num_tokens > 1:
+            of_model.observe(specs.TPOT, (now_s - times.first_s) / (times.num_tokens - 1))
+        of_model.observe(specs.ATTEMPTS, trace.attempts)
+        of_model.count(specs.PLACED_AGAIN, trace.attempts - 1)
+        of_model.count(specs.HANDED_OVER, trace.hand_overs)

@@ -1,0 +1,59 @@
+"""The text that Prometheus scrapes: what the edge measured, what workers report, and other engines' names."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+
+from tidemill.cluster.edge.service import FleetStatus
+from tidemill.cluster.metrics import specs
+from tidemill.cluster.metrics.edge_metrics import Metrics
+from tidemill.cluster.metrics.specs import PREFIX
+from tidemill.cluster.metrics.worker_metrics import COUNTERS, FleetCollector
+from tidemill.cluster.observability.telemetry import MetricsAlias
+
+ALIASES: dict[MetricsAlias, frozenset[str]] = {
+    "vllm": frozenset(
+        spec.name
+        for spec in (
+            *(specs.RUNNING, specs.WAITING, specs.USAGE),
+            *(specs.TTFT, specs.ITL, specs.TPOT, specs.E2E, specs.QUEUE, specs.PREFILL, specs.DECODE),
+            *(specs.PROMPT_TOKENS, specs.GENERATION_TOKENS, specs.SUCCESS, specs.QUERIES, specs.HITS),
+            COUNTERS["preemptions"],
+        )
+    ),
+}
+"""What tools made for another engine read of it, under its prefix: it means the same here."""
+
+
+def exposition(metrics: Metrics, fleets: Mapping[str, FleetStatus]) -> bytes:
+    """`fleets`, by model, of those whose router answers."""
+    shown = CollectorRegistry(auto_describe=False)
+    shown.register(_All(metrics, fleets))
+    return generate_latest(shown)
+
+
+class _All:
+    def __init__(self, metrics: Metrics, fleets: Mapping[str, FleetStatus]) -> None:
+        self._metrics = metrics
+        self._reports = FleetCollector(fleets, metrics.under_way)
+
+    def collect(self) -> Iterator[Metric]:
+        families = [*self._metrics.registry.collect(), *self._reports.collect()]
+        yield from families
+        if self._metrics.alias is not None:
+            yield from _aliased(families, self._metrics.alias)
+
+
+def _aliased(families: Iterable[Metric], alias: MetricsAlias) -> Iterator[Metric]:
+    for family in families:
+        name = family.name.removeprefix(PREFIX)
+        if name not in ALIASES[alias]:
+            continue
+        other = copy(family)
+        other.name = f"{alias}:{name}"
+        other.samples = [
+            sample._replace(name=sample.name.replace(PREFIX, f"{alias}:", 1)) for sample in family.samples
+        ]
+        yield other

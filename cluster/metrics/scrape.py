@@ -1,0 +1,83 @@
+"""Reads the text of /metrics back: values by name and labels, and what histograms saw between two times."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tidemill.cluster.metrics.specs import MODEL, Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Of one histogram. `bounds` ascend and end with infinity; `counts` are of what was no more than each."""
+
+    total: float = 0.0
+    bounds: tuple[float, ...] = ()
+    counts: tuple[float, ...] = ()
+
+    @property
+    def count(self) -> float:
+        return self.counts[-1] if self.counts else 0.0
+
+    def since(self, before: "Seen") -> "Seen":
+        """What was seen since then; all of it if the server has begun anew meanwhile."""
+        if before.bounds != self.bounds or before.count > self.count:
+            return self
+        pairs = zip(self.counts, before.counts, strict=True)
+        return Seen(
+            total=self.total - before.total,
+            bounds=self.bounds,
+            counts=tuple(now - then for now, then in pairs),
+        )
+
+    def mean(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+    def quantile(self, share: float) -> float | None:
+        """As Prometheus's histogram_quantile: evenly spread within a bucket, and what is beyond the last
+        bound is at it."""
+        rank = share * self.count
+        if not self.count:
+            return None
+        edges = pairwise([(0.0, 0.0), *zip(self.bounds, self.counts, strict=True)])
+        for (low, below), (high, upto) in edges:
+            if upto >= rank and upto > below:
+                return low if math.isinf(high) else low + (high - low) * (rank - below) / (upto - below)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Scraped:
+    values: Mapping[tuple[str, frozenset[tuple[str, str]]], float] = field(
+        default_factory=dict[tuple[str, frozenset[tuple[str, str]]], float]
+    )
+
+    def value(self, spec: Spec, model: str) -> float:
+        """Of a counter or gauge; 0 when there is none."""
+        name = f"{spec.full_name}_total" if spec.kind == "counter" else spec.full_name
+        return self.values.get((name, frozenset({(MODEL, model)})), 0.0)
+
+    def seen(self, spec: Spec, model: str) -> Seen:
+        found = {
+            float(dict(labels)["le"]): value
+            for (name, labels), value in self.values.items()
+            if name == f"{spec.full_name}_bucket" and (MODEL, model) in labels
+        }
+        total = self.values.get((f"{spec.full_name}_sum", frozenset({(MODEL, model)})), 0.0)
+        bounds = tuple(sorted(found))
+        return Seen(total=total, bounds=bounds, counts=tuple(found[bound] for bound in bounds))
+
+
+def scraped(text: str) -> Scraped:
+    """Raises ValueError when it is no such text."""
+    families = text_string_to_metric_families(text)
+    return Scraped(
+        {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in families
+            for sample in family.samples
+        }
+    )

@@ -1,0 +1,206 @@
+"""What workers report, as metric families: a row for each worker, and what the fleet of a model adds up to.
+
+Counters are those of one life of a worker. A series has the worker's name, which stays: after a restart it
+falls, which Prometheus takes for the start of a counter, as it does everywhere. So nothing here is a sum of
+counters over workers: a sum that falls by a part of it would be taken for a start as well.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from tidemill.cluster.edge.service import FleetStatus, WorkerStatus
+from tidemill.cluster.metrics.specs import MODEL, RUNNING, USAGE, WAITING, Spec
+
+WORKER = (MODEL, "worker", "role")
+
+Rows = list[tuple[str, WorkerStatus]]
+"""Workers with the name of their model."""
+
+
+def _gauge(name: str, text: str, unit: str, *labels: str) -> Spec:
+    return Spec(name=f"worker_{name}", kind="gauge", text=text, unit=unit, labels=(*WORKER, *labels))
+
+
+def _counter(text: str, unit: str, *labels: str, name: str = "") -> Spec:
+    return Spec(name=name, kind="counter", text=text, unit=unit, labels=(*WORKER, *labels))
+
+
+GAUGES: tuple[tuple[Spec, Callable[[WorkerStatus], float]], ...] = (
+    (
+        _gauge("queued_tokens", "Prompt tokens not yet computed.", "tokens"),
+        lambda status: status.load.queued_tokens,
+    ),
+    (_gauge("queued_seconds", "How long these will take.", "seconds"), lambda status: status.load.queued_s),
+    (
+        _gauge("running_rows", "Sequences in the running batch.", "sequences"),
+        lambda status: status.load.running_rows,
+    ),
+    (
+        _gauge("waiting_rows", "Sequences that wait for memory.", "sequences"),
+        lambda status: status.load.waiting_rows,
+    ),
+    (
+        _gauge("memory_budget_bytes", "Memory that it may take.", "bytes"),
+        lambda status: status.load.budget_bytes,
+    ),
+    (
+        _gauge("wanted_bytes", "Memory that its waiting requests need.", "bytes"),
+        lambda status: status.load.wanted_bytes,
+    ),
+    (
+        _gauge("state_slots", "States that running sequences hold.", "states"),
+        lambda status: status.load.state_slots,
+    ),
+    (
+        _gauge("restorable_depths", "Prefixes that the worker can resume.", "prefixes"),
+        lambda status: status.restorable_depths,
+    ),
+    (
+        _gauge("heard_ago_seconds", "Time since the last heartbeat.", "seconds"),
+        lambda status: status.heard_ago_s,
+    ),
+)
+
+MEMORY = _gauge("memory_bytes", "Memory by what it holds.", "bytes", "class")
+
+STATES = {
+    "store_is_down": _gauge(
+        "store_is_down", "Whether the page store is left alone for now: it was down or late.", "0 or 1"
+    ),
+}
+"""Reported among the counters, but true or false now."""
+
+COUNTERS = {
+    "steps": _counter("Turns of the step loop, idle ones included.", "turns"),
+    "computed_tokens": _counter("Known tokens computed: prompts, and answers after a loss.", "tokens"),
+    "generated_tokens": _counter("Tokens drawn.", "tokens"),
+    "preemptions": _counter(
+        "Running sequences that lost their memory to others.", "sequences", name="num_preemptions"
+    ),
+    "preemptions_for_resize": _counter("... to a smaller budget.", "sequences"),
+    "kv_hit_without_state_tokens": _counter(
+        "Tokens whose pages were there and no checkpoint above them: computed again.", "tokens"
+    ),
+    "evicted_pages": _counter("Kept pages given up, by what for.", "pages", "reason"),
+    "evicted_checkpoints": _counter("Kept checkpoints given up, by what for.", "checkpoints", "reason"),
+    "checkpoints_skipped": _counter("Checkpoints that found no memory.", "checkpoints"),
+    "publications_skipped": _counter("Publications left out because too many were under way.", ""),
+    "fetched_bytes": _counter("Pages and checkpoints that came whole from the store.", "bytes"),
+    "fetch_seconds": _counter("How long these fetches took, those at one time added up.", "seconds"),
+    "published_bytes": _counter("Pages and checkpoints that are in the store by its doing.", "bytes"),
+    "publish_seconds": _counter("How long these took, those at one time added up.", "seconds"),
+    "fetches_late": _counter("Fetches given up because they took too long.", "fetches"),
+    "store_puts": _counter("Objects offered to the store, by what became of them.", "objects", "outcome"),
+    "store_gets": _counter("Objects wanted from the store, by what became of them.", "objects", "outcome"),
+    "store_put_bytes": _counter("Bodies moved to the store, of the leading rank.", "bytes"),
+    "store_get_bytes": _counter("Bodies moved from the store, of the leading rank.", "bytes"),
+    "store_trips": _counter("Times that the store was found down or late, and left alone.", ""),
+    "spec_trials": _counter("Steps of streams with guesses.", "steps", name="spec_decode_num_drafts"),
+    "spec_drafted_tokens": _counter("Tokens guessed.", "tokens", name="spec_decode_num_draft_tokens"),
+    "spec_accepted_tokens": _counter(
+        "Guesses that were right.", "tokens", name="spec_decode_num_accepted_tokens"
+    ),
+    "spec_accepted_tokens_at": _counter(
+        "... by their place behind the token before them, from 0.",
+        "tokens",
+        "position",
+        name="spec_decode_num_accepted_tokens_per_pos",
+    ),
+}
+"""By the name that workers count under. Any other is told as it is: a worker may be newer than this edge."""
+
+SPLIT = {
+    "evicted_pages": "_for_",
+    "evicted_checkpoints": "_for_",
+    "store_puts": "_as_",
+    "store_gets": "_as_",
+    "spec_accepted_tokens_at": "_",
+}
+"""Workers count these for each value of their last label by itself: `evicted_pages_for_resize`."""
+
+UNKNOWN = _counter("Counted by the worker since its start.", "")
+
+
+def metric_name(counted: str) -> str:
+    """Without prefix and `_total`."""
+    spec = COUNTERS.get(counted, UNKNOWN)
+    return spec.name or f"worker_{counted}"
+
+
+class FleetCollector:
+    """The reports of all workers at a scrape. `under_way` are the edge's own answers, by model."""
+
+    def __init__(self, fleets: Mapping[str, FleetStatus], under_way: Mapping[str, int]) -> None:
+        self._fleets = fleets
+        self._under_way = under_way
+        self._rows: Rows = [(model, one) for model, status in fleets.items() for one in status.workers]
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._models()
+        for spec, read in GAUGES:
+            gauge = GaugeMetricFamily(spec.full_name, spec.text, labels=spec.labels)
+            for model, status in self._rows:
+                gauge.add_metric([model, status.info.name, status.info.role], read(status))
+            yield gauge
+        yield self._memory()
+        yield from self._counters()
+
+    def _models(self) -> Iterator[Metric]:
+        """What waits is not heard of without the router: all is taken to run then."""
+        waiting = {
+            model: sum(one.load.waiting_rows for one in status.workers)
+            for model, status in self._fleets.items()
+        }
+        running = {model: max(0, num - waiting.get(model, 0)) for model, num in self._under_way.items()}
+        usage = {model: _usage(status) for model, status in self._fleets.items()}
+        for spec, values in ((RUNNING, running), (WAITING, waiting), (USAGE, usage)):
+            gauge = GaugeMetricFamily(spec.full_name, spec.text, labels=spec.labels)
+            for model, value in values.items():
+                gauge.add_metric([model], value)
+            yield gauge
+
+    def _memory(self) -> Metric:
+        gauge = GaugeMetricFamily(MEMORY.full_name, MEMORY.text, labels=MEMORY.labels)
+        for model, status in self._rows:
+            for name, num_bytes in asdict(status.load.memory).items():
+                gauge.add_metric([model, status.info.name, status.info.role, name], num_bytes)
+        return gauge
+
+    def _counters(self) -> Iterator[Metric]:
+        families: defaultdict[str, list[tuple[list[str], float]]] = defaultdict(list)
+        for model, status in self._rows:
+            for counted, value in status.load.counters.items():
+                name, *part = _split("".join(char if char.isalnum() else "_" for char in counted))
+                families[name].append(([model, status.info.name, status.info.role, *part], value))
+        for name, samples in sorted(families.items()):
+            family = _family(name)
+            for labels, value in samples:
+                family.add_metric(labels, value)
+            yield family
+
+
+def _family(counted: str) -> CounterMetricFamily | GaugeMetricFamily:
+    state = STATES.get(counted)
+    if state is not None:
+        return GaugeMetricFamily(state.full_name, state.text, labels=state.labels)
+    spec = COUNTERS.get(counted, UNKNOWN)
+    prefix = spec.full_name.removesuffix(spec.name)
+    return CounterMetricFamily(prefix + metric_name(counted), spec.text, labels=spec.labels)
+
+
+def _split(counted: str) -> list[str]:
+    """The name of a counter, and the value of its last label if its name says one."""
+    for name, separator in SPLIT.items():
+        if counted.startswith(name + separator):
+            return [name, counted.removeprefix(name + separator)]
+    return [counted]
+
+
+def _usage(status: FleetStatus) -> float:
+    held = sum(one.load.memory.live for one in status.workers)
+    budget = sum(one.load.budget_bytes for one in status.workers)
+    return held / budget if budget else 0.0

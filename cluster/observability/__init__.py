@@ -1,0 +1,1 @@
+"""Logs, traces and redaction of secrets."""

@@ -1,0 +1,91 @@
+"""Log lines of every process of a server: one form for people, one for machines. No prompt text, no keys."""
+
+import logging
+import sys
+from collections import deque
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import TextIO
+
+from pythonjsonlogger.json import JsonFormatter
+
+from tidemill.cluster.observability.telemetry import Telemetry
+
+OURS = "tidemill"
+"""The parent of our loggers. Others' are heard from warnings on, whatever the level."""
+
+TEXT_FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+JSON_FIELDS = ("levelname", "name", "message", "process")
+JSON_NAMES = {
+    "levelname": "level",
+    "name": "logger",
+    "process": "pid",
+    "timestamp": "ts",
+    "exc_info": "error",
+}
+
+TENANT_BYTES = 8
+LINES_KEPT = 1000
+
+request_log = logging.getLogger("tidemill.requests")
+
+
+def start_logs(telemetry: Telemetry, stream: TextIO | None = None, **always: str) -> None:
+    """Write what this process logs to `stream` (its stderr), from now on and in place of what was told to
+    before. `always` are fields of every line of JSON, like the worker's name."""
+    output = logging.StreamHandler(sys.stderr if stream is None else stream)
+    output.setFormatter(_json(always) if telemetry.log_json else logging.Formatter(TEXT_FORM))
+    root = logging.getLogger()
+    root.handlers[:] = [output]
+    root.setLevel(logging.WARNING)
+    logging.getLogger(OURS).setLevel(telemetry.log_level.upper())
+
+
+class _Keeping(logging.Handler):
+    def __init__(self, lines: deque[str]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(self.format(record))
+
+
+@contextmanager
+def keeping(lines: deque[str]) -> Generator[None]:
+    """What this process logs during the block goes to `lines` as well."""
+    root, kept = logging.getLogger(), _Keeping(lines)
+    kept.setFormatter(logging.Formatter(TEXT_FORM))
+    root.addHandler(kept)
+    try:
+        yield
+    finally:
+        root.removeHandler(kept)
+
+
+def _json(always: Mapping[str, str]) -> logging.Formatter:
+    return JsonFormatter(
+        list(JSON_FIELDS), rename_fields=JSON_NAMES, static_fields=dict(always), timestamp=True
+    )
+
+
+def log_request(row: Mapping[str, object], tenant: str) -> None:
+    """The line at the end of a request. `row` is that of /cluster/requests: numbers, names and ids."""
+    if not request_log.isEnabledFor(logging.INFO):
+        return
+    fields = {name: value for name, value in row.items() if value is not None}
+    if tenant:
+        fields["tenant"] = blake2b(
+            tenant.encode(errors="surrogatepass"), digest_size=TENANT_BYTES
+        ).hexdigest()
+    request_log.info(
+        "%s %s: %s + %s tokens, ttft %s, e2e %s, %s -> %s, %s",
+        *(row.get(name) for name in ("request_id", "model", "prompt_tokens", "completion_tokens")),
+        *(_seconds(row.get(name)) for name in ("ttft_s", "e2e_s")),
+        *(row.get(name) or "-" for name in ("prefill", "decode", "finish")),
+        extra=fields,
+    )
+
+
+def _seconds(value: object) -> str:
+    return f"{value:.3f} s" if isinstance(value, float) else "-"

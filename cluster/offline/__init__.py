@@ -1,0 +1,1 @@
+"""`tidemill.LLM`: answers in this process, without a server."""

@@ -1,0 +1,210 @@
+"""Answers without a server: the engine of a worker behind blocking calls, in the words of vLLM.
+
+prompts -> tokens -> Requests (all checked) -> the engine, on its own thread -> outputs in their order
+"""
+
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any, Self, TypeAlias, cast
+
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tidemill.cluster.edge.chat.request.messages import Turn
+from tidemill.cluster.edge.chat.request.params import SEED_BITS, SamplingParams, prompts_of
+from tidemill.cluster.edge.chat.request.request_builder import requests_of, terms_of
+from tidemill.cluster.edge.chat.request.structured import grammar_of
+from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
+from tidemill.cluster.edge.chat.text import Message
+from tidemill.cluster.edge.chat.tokenizer import load_tokenizer
+from tidemill.cluster.offline.calls import Job, answer_all
+from tidemill.cluster.offline.engine_thread import EngineThread
+from tidemill.cluster.offline.outputs import RequestOutput
+from tidemill.kvstore.sizes import parse_bytes
+from tidemill.workers.engine.build import build_engine
+from tidemill.workers.messages import RequestError, WorkerLoad
+from tidemill.workers.models.bundled import bundled
+from tidemill.workers.parallel.processes import start_ranks
+from tidemill.workers.settings import EngineSettings, SettingsError
+
+Prompt: TypeAlias = str | Sequence[int]
+Chat: TypeAlias = Sequence[dict[str, Any]]
+"""Messages as OpenAI has them: {"role": ..., "content": ...}."""
+
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+"""For all prompts, or for each its own; None: the defaults."""
+
+FLAGS = {
+    "memory": "memory_bytes",
+    "page_size": "page_tokens",
+    "kv_cache_dtype": "kv_dtype",
+    "max_num_seqs": "rows_max",
+    "max_num_batched_tokens": "step_tokens_max",
+    "num_speculative_tokens": "drafts_max",
+    "eviction_policy": "eviction",
+    "store": "store_url",
+}
+"""Flags of `tidemill serve` that have another name among EngineSettings."""
+
+MEMORY = "1GiB"
+OWN_STORE = "memory:?size=0"
+"""There is nobody to exchange pages with: what is kept for reuse is kept in the engine's own memory."""
+
+
+class LLM:
+    """A model to ask. Several threads may ask at once; prefixes are reused from call to call. `close`, or the
+    end of a with block, gives everything back."""
+
+    def __init__(self, model: str | Path, *, seed: int | None = 0, **settings: object) -> None:
+        """`model` is a Hugging Face folder or a bundled model; `seed` is for the answers whose parameters
+        bring none (None: other draws in each run).
+
+        Settings are the flags of `tidemill serve` (memory="2GiB", max_num_seqs=8) and the fields of
+        EngineSettings. Raises ModelError and SettingsError.
+        """
+        made = settings_of(model, settings)
+        self._tokenizer = load_tokenizer(made.model_folder)
+        self._built = build_engine(made, lambda _done, _total: None, start_ranks)
+        self._rng = Random(seed)  # noqa: S311 - seeds of draws are no secrets
+        self._ids = count()
+        self._thread = EngineThread(self._built)
+        self._close = weakref.finalize(self, self._thread.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what runs and give everything back; further calls do nothing."""
+        self._close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """The answers to one prompt or to several, each a text or token ids. `progress` shows a bar on a
+        terminal.
+
+        All are checked before any is run. Raises RequestError, and WorkerGone when the engine broke or was
+        closed; then, and when the call is interrupted, nothing of it goes on.
+        """
+        if not isinstance(prompts, str) and not prompts:
+            return []
+        try:
+            asked = prompts_of(prompts)
+        except ValueError as error:
+            raise RequestError(f"prompts: {error}", param="prompts") from error
+        tokens = [self._tokenizer.encode(one) if isinstance(one, str) else one for one in asked]
+        texts = [one if isinstance(one, str) else None for one in asked]
+        return self._answers(texts, tokens, sampling_params, progress=progress)
+
+    def chat(
+        self,
+        messages: Chat | Sequence[Chat],
+        sampling_params: Params = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """The same for one conversation or for several, through the model's chat template."""
+        chats = cast("Sequence[Chat]", [messages] if messages and isinstance(messages[0], dict) else messages)
+        tokens = [self._tokenizer.chat(_messages_of(chat)) for chat in chats]
+        return self._answers([None] * len(tokens), tokens, sampling_params, progress=progress)
+
+    def load(self) -> WorkerLoad:
+        """What the engine has to do and to hold at this moment, with its counters."""
+
+        async def look() -> WorkerLoad:
+            return self._built.engine.load()
+
+        return self._thread.run(look())
+
+    def _answers(
+        self, texts: Sequence[str | None], prompts: Sequence[list[int]], params: Params, *, progress: bool
+    ) -> list[RequestOutput]:
+        jobs = [
+            self._job(text, tokens, one)
+            for text, tokens, one in zip(texts, prompts, _for_each(params, len(prompts)), strict=True)
+        ]
+        for grammar in {job.requests[0].sampling.grammar for job in jobs}:
+            if grammar is not None:
+                self._built.grammars.matcher(grammar)
+        with _bar(sum(len(job.requests) for job in jobs), show=progress) as advance:
+            return self._thread.run(answer_all(self._built.engine, self._tokenizer, jobs, advance))
+
+    def _job(self, text: str | None, tokens: list[int], params: SamplingParams) -> Job:
+        terms = terms_of(
+            params,
+            self._built,
+            seed=self._rng.getrandbits(SEED_BITS),
+            logprobs=params.logprobs,
+            grammar=grammar_of(params.response_format, params.structured_outputs),
+        )
+        return Job(
+            requests_of(terms, self._built, tokens, "prompts", lambda: str(next(self._ids))),
+            terms.ending,
+            text,
+        )
+
+
+def settings_of(model: str | Path, settings: dict[str, object]) -> EngineSettings:
+    """Raises SettingsError."""
+    memory = settings.get("memory", settings.get("memory_bytes", MEMORY))
+    fields = {FLAGS.get(name, name): value for name, value in settings.items()}
+    known = EngineSettings.__dataclass_fields__
+    for name in settings:
+        if FLAGS.get(name, name) not in known:
+            raise SettingsError(f"there is no setting {name}: use {', '.join(sorted({*FLAGS, *known}))}")
+    try:
+        return TypeAdapter(EngineSettings).validate_python(
+            {
+                "store_url": OWN_STORE,
+                "cache_folder": Path.home() / ".cache" / "tidemill",
+                **fields,
+                "model_folder": bundled().get(str(model)) or Path(model),
+                "memory_bytes": parse_bytes(memory) if isinstance(memory, str) else memory,
+            }
+        )
+    except ValidationError as error:
+        problem = request_error(problems_of(error))
+        raise SettingsError(f"LLM does not take this setting: {problem}") from None
+    except ValueError as error:
+        raise SettingsError(f"memory: {error}") from error
+
+
+def _messages_of(chat: Chat) -> list[Message]:
+    try:
+        turns = TypeAdapter(list[Turn]).validate_python(chat)
+    except ValidationError as error:
+        raise request_error(problems_of(error, "messages")) from None
+    return [turn.message() for turn in turns]
+
+
+def _for_each(params: Params, number: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * number
+    if len(params) != number:
+        raise RequestError(
+            f"{len(params)} sampling_params for {number} prompts: give one for each, or one for all",
+            param="sampling_params",
+        )
+    return params
+
+
+@contextmanager
+def _bar(total: int, *, show: bool) -> Generator[Callable[[], None]]:
+    """On stderr, if that is a terminal; yields what moves it on by one answer."""
+    console = Console(stderr=True)
+    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not (show and console.is_terminal)) as bar:
+        task = bar.add_task("answers", total=total)
+        yield lambda: bar.advance(task)

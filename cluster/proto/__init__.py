@@ -1,1 +1,0 @@
-"""Generated from tidemill.proto; never edited by hand (`make stubs`)."""

@@ -1,0 +1,1 @@
+"""The router process: admission, placement, fair queueing and the view of the fleet."""

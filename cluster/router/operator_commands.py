@@ -1,0 +1,81 @@
+"""What people told the router about workers: who shall hand its work over, and what role each one has."""
+
+from collections.abc import Iterable
+
+from tidemill.cluster.router.fleet_view import Member
+from tidemill.workers.messages import RequestError, Role, WorkerId, WorkerInfo
+
+DOES: dict[Role, frozenset[Role]] = {
+    "prefill": frozenset[Role](("prefill",)),
+    "decode": frozenset[Role](("decode", "mixed")),
+    "mixed": frozenset[Role](("decode", "mixed")),
+}
+"""Which roles do the work of a role."""
+
+
+class Orders:
+    """Drains are for one life of a worker, roles for its name: its next life takes work, in the same role."""
+
+    def __init__(self) -> None:
+        self._drained: dict[str, WorkerId] = {}  # by name
+        self._roles: dict[str, Role] = {}
+
+    def heard(self, info: WorkerInfo, *, draining: bool, is_new: bool) -> tuple[bool, Role | None]:
+        """A worker beats; what it is told. A router that has begun anew leaves it as it is."""
+        if is_new and draining:
+            self._drained[info.name] = info.worker
+        return self._is_drained(info), self._roles.get(info.name)
+
+    def drain(self, name: str, members: Iterable[Member], *, drain: bool, force: bool) -> None:
+        """Tell a worker to hand everything over, or to take work again. Raises RequestError."""
+        members = list(members)
+        info = _find(name, members)
+        if not drain:
+            self._drained.pop(name, None)
+            return
+        if not force:
+            self._check_others(info, members)
+        self._drained[name] = info.worker
+
+    def set_role(self, name: str, role: Role, members: Iterable[Member]) -> None:
+        """Raises RequestError."""
+        members = list(members)
+        info = _find(name, members)
+        if role != "mixed" and role not in DOES[info.role]:
+            self._check_others(info, members)
+        self._roles[name] = role
+
+    def _is_drained(self, info: WorkerInfo) -> bool:
+        return self._drained.get(info.name) == info.worker
+
+    def _role(self, info: WorkerInfo) -> Role:
+        return self._roles.get(info.name, info.role)
+
+    def _check_others(self, info: WorkerInfo, members: Iterable[Member]) -> None:
+        """Somebody else has to do its work: who was told to stop, or to do something else, will not."""
+        for member in members:
+            other = member.info
+            idle = other is info or member.draining or self._is_drained(other)
+            if not idle and self._role(other) in DOES[info.role]:
+                return
+        raise RequestError(
+            f"{info.name} is the only worker that takes {_work(info.role)}: start another one first"
+            " (or drain it by force)",
+            param="worker",
+            status=409,
+            code="last_of_its_kind",
+        )
+
+
+def _find(name: str, members: Iterable[Member]) -> WorkerInfo:
+    names: list[str] = []
+    for member in members:
+        if member.info.name == name:
+            return member.info
+        names.append(member.info.name)
+    there = ", ".join(sorted(names)) or "none"
+    raise RequestError(f"there is no worker {name}: there is {there}", param="worker", status=404)
+
+
+def _work(role: Role) -> str:
+    return "prompts" if role == "prefill" else "streams"

@@ -1,0 +1,288 @@
+"""Which workers serve a request: filter, score, pick. Pure.
+
+    score = W + S(u) + kappa (S(k) - least S(k))     kappa = 2 max(1, rho (2 - rho) / (1 - rho)^2)
+
+`W` is the wait for what is queued, `S(x)` the time to serve the prompt where its first `x` tokens are: `u`
+can be restored there, of `k` the pages are or will be there. The last term is what the choice costs all those
+who come after: a prefix that is taken away from home is computed again and pushes other pages out, and the
+busier the fleet is, the longer others wait for that. No request bears more of it than its patience
+(docs/decisions/0017). A stream is placed where prompt and answer cost least; ties break by rendezvous hashing
+on the first page that is nowhere yet, so that routers agree without talking.
+"""
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.cluster.router.cost_model import Costs, Vector
+from tidemill.cluster.router.fleet_view import Booked, Booking, Column, Fleet, Member
+from tidemill.cluster.router.prefix_table import cut_keys
+from tidemill.workers.messages import WorkerId
+from tidemill.workers.scheduling.prefill_throttle import BESIDE_STREAMS
+
+GAP_PAGES_MAX = 2
+GAP_TOKENS_MIN = 128
+"""A decode worker always computes a gap of so many pages itself, of large pages no more than so many tokens
+and the tail: shorter than a hop to a prefill worker is worth."""
+
+GAP_S_MAX = 0.25
+"""... and a longer one, if the prefill workers are so busy that none would have it computed before,
+and if it takes no longer than this: streams wait ..."""
+
+HOME_SHARE = 0.25
+"""... and if no prefill worker holds so much of the prompt: who goes on from there would miss the rest."""
+
+HOP_S = 0.02
+HOP_PAGES = 2
+"""What it costs to have a prompt computed elsewhere; in pages of prompt tokens while speeds are unknown."""
+
+KAPPA = 2.0
+"""What a second of work that is done twice costs others: the pages that it pushes out, which are computed
+again; in a busy fleet so many times what those who come wait for it."""
+
+PATIENCE_S = 1.3
+"""So much longer than elsewhere a request waits for the sake of others, and as long as all must wait."""
+
+ANSWER_TOKENS = 256
+"""Answers are taken to be no longer than this: what clients allow says little."""
+
+FULL_S = 0.1
+"""What it costs to be placed where half of the memory is taken; nine times as much at nine tenths."""
+
+OVERFULL_S = 60.0
+"""... and where the memory does not suffice, for each time that it is taken."""
+
+FILLED_MAX = 0.98
+
+TOKENS_PER_S = 1e4
+"""... while speeds are unknown."""
+
+RHO_MAX = 0.99
+
+TIED = 1.01
+"""Scores that differ by less say nothing."""
+
+SPREAD = np.uint64(0xD6E8FEB86659FD93)  # an odd number with half of its bits set
+
+Chosen = npt.NDArray[np.int64]
+"""Slots of workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A request as the router sees it. `keys` are the cut keys of its full pages below the last token, or of
+    those that may be restored if the `whole` rest is to be computed where it is answered."""
+
+    request_id: str
+    keys: tuple[bytes, ...]
+    num_tokens: int
+    max_new_tokens: int
+    avoid: frozenset[WorkerId] = field(default_factory=frozenset[WorkerId])  # those that it was lost on
+    wait_s_max: float = 60.0
+    tenant: str = ""
+    ttft_s_max: float | None = None  # None: as long as the server lets it wait; inf: it was taken before
+    content: bytes = b""  # names what is asked, whatever its request_id
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """The workers of one attempt. `prefill` is None when the decode worker computes what is missing itself;
+    `gap_tokens_max` is how much it may compute (None: all of it)."""
+
+    decode: WorkerId
+    decode_address: str
+    prefill: WorkerId | None = None
+    prefill_address: str = ""
+    gap_tokens_max: int | None = None
+    predicted_s: float = 0.0  # until the first token; 0: nobody knows how fast the workers are
+    lag_s: float = 0.0  # see Request
+
+
+def place(fleet: Fleet, ask: Ask, now_s: float) -> Route | None:
+    """The best route now, or None when no worker can decode."""
+    view = _View(fleet, ask, now_s)
+    decoding = view.able(Column.DECODES)
+    if not len(decoding):
+        return None
+    computing = view.able(Column.PREFILLS)
+    prefill = view.best_prefill(computing) if len(computing) and not ask.whole else None
+    streams = view.streams(prefill)
+    best = view.pick(decoding, streams.score)
+    decode = fleet.at(best).info
+    predicted_s = float(streams.first[best]) if view.costs.in_seconds else 0.0
+    if prefill is None or streams.alone[best]:
+        return Route(decode=decode.worker, decode_address=decode.address, predicted_s=predicted_s)
+    return Route(
+        decode=decode.worker,
+        decode_address=decode.address,
+        prefill=prefill.member.info.worker,
+        prefill_address=prefill.member.info.address,
+        gap_tokens_max=GAP_PAGES_MAX * decode.page_tokens,
+        predicted_s=predicted_s,
+    )
+
+
+def bookings(fleet: Fleet, ask: Ask, route: Route, now_s: float) -> list[Booked]:
+    """What the route adds to the load of its workers until they report it themselves."""
+    decode = fleet.members[route.decode]
+    if route.prefill is None:
+        view = _View(fleet, ask, now_s, [decode.slot])
+        return [Booked(route.decode, view.prompt(0, ask.num_tokens))]
+    prefill = fleet.members[route.prefill]
+    view = _View(fleet, ask, now_s, [decode.slot, prefill.slot])
+    produced = view.prompt(1, view.boundary)
+    wait_s = float(view.costs.wait[1]) if view.costs.in_seconds else 0.0
+    streamed = Booking(
+        tokens=decode.info.page_tokens,
+        rows=1,
+        at_s=now_s,
+        due_s=now_s + wait_s + produced.seconds,
+        num_bytes=int(view.needed_bytes()[0]),
+        keys=ask.keys,
+    )
+    return [Booked(route.prefill, produced), Booked(route.decode, streamed)]
+
+
+class _Prefill(NamedTuple):
+    """Who would compute the prompt for a stream elsewhere, when it would be done, and how many of its tokens
+    are or will be there anyway."""
+
+    member: Member
+    done: float
+    resident: float
+
+
+class _Streams(NamedTuple):
+    """Of each worker that takes streams: the time to the first token, what else counts against it added, and
+    whether it computes the prompt alone."""
+
+    score: Vector
+    first: Vector
+    alone: npt.NDArray[np.bool_]
+
+
+class _View:
+    """The fleet, or some slots of it, as one request sees it. Depths are in tokens."""
+
+    def __init__(self, fleet: Fleet, ask: Ask, now_s: float, slots: list[int] | None = None) -> None:
+        self._fleet = fleet
+        self._ask = ask
+        self._now_s = now_s
+        self._table = table = fleet.table if slots is None else fleet.table[:, slots]
+        self.costs = Costs(table, now_s, like=fleet.table)
+        announced, resident = fleet.depths(ask.keys)
+        page_tokens = fleet.table[Column.PAGE_TOKENS]
+        self.boundary = len(ask.keys) * int(page_tokens.max())
+        self._stored = float((announced * page_tokens).max())  # what one has made, it has published
+        if slots is not None:
+            announced, resident = announced[slots], resident[slots]
+        self._announced: Vector = announced * self.costs.page_tokens
+        self._resident: Vector = resident * self.costs.page_tokens
+        hybrid = table[Column.STATE_BYTES] > 0
+        self._restorable: Vector = np.where(hybrid, self._announced, self._resident)
+        rho = min(fleet.rho(now_s), RHO_MAX)
+        self._kappa = KAPPA * max(1.0, rho * (2 - rho) / (1 - rho) ** 2)
+        streams = (table[Column.DECODES] > 0) & (table[Column.ROWS] > 0)
+        self._beside: Vector = np.where(streams, BESIDE_STREAMS, 1.0)
+
+    def able(self, column: Column) -> Chosen:
+        """The workers that do this; those that the request was lost on are better than none."""
+        able = np.flatnonzero(self._table[column])
+        lost = [self._fleet.members[one].slot for one in self._ask.avoid if one in self._fleet.members]
+        others = able[~np.isin(able, lost)] if lost else able
+        return others if len(others) else able
+
+    def pick(self, slots: Chosen, scores: Vector) -> int:
+        """Which of them: the one with the least score, and among equals the one whose name is next to the
+        first page that none of them has (rendezvous hashing, Thaler and Ravishankar, 1998)."""
+        score = scores[slots]
+        tied = slots[score <= score.min() * TIED]
+        if len(tied) == 1:
+            return int(tied[0])
+        ask = self._ask
+        depth = int((self._resident[tied] / self.costs.page_tokens[tied]).max())
+        known = depth >= len(ask.keys)
+        family = blake2b(ask.request_id.encode(), digest_size=8).digest() if known else ask.keys[depth]
+        names = self._table[Column.NAME, tied].astype(np.uint64)
+        mixed = (names ^ cut_keys([family])) * SPREAD
+        mixed = (mixed ^ (mixed >> np.uint64(32))) * SPREAD
+        return int(tied[np.argmax(mixed ^ (mixed >> np.uint64(29)))])
+
+    def best_prefill(self, slots: Chosen) -> _Prefill:
+        done = self.costs.wait + self.costs.serving(self._restorable, self._stored, self.boundary)
+        best = self.pick(slots, done + self._staying(slots, self.boundary))
+        return _Prefill(self._fleet.at(best), float(done[best]), float(self._resident[best]))
+
+    def streams(self, prefill: _Prefill | None) -> _Streams:
+        """`prefill`: where the prompt is computed best."""
+        costs, end = self.costs, self._ask.num_tokens
+        mixed = self._table[Column.MIXED] > 0
+        here = np.where(mixed, self._restorable, self._announced)
+        own = costs.serving(here, self._stored, end) * self._beside
+        short = np.minimum(GAP_PAGES_MAX * costs.page_tokens, np.maximum(costs.page_tokens, GAP_TOKENS_MIN))
+        alone = mixed | (end - here <= short)
+        mixing = np.flatnonzero(mixed)
+        home = self._staying(mixing, end) * self._beside if len(mixing) else 0.0
+        if prefill is None:
+            alone[:] = True
+            first = costs.wait + own + costs.step
+            return _Streams(first + np.where(mixed, home, 0.0) + self._crowding(), first, alone)
+        if costs.in_seconds:
+            away = (prefill.resident < HOME_SHARE * end) | (here >= prefill.resident)
+            quick = costs.computing(here, end) * self._beside <= GAP_S_MAX
+            alone |= away & quick & (own <= prefill.done)
+        namespace = self._table[Column.NAMESPACE]
+        alone |= namespace != namespace[prefill.member.slot]  # another version, which cannot use its pages
+        pages = np.maximum(0.0, self.boundary - self._restorable) / costs.page_tokens
+        late = np.minimum(pages, np.ceil(costs.step_tokens / costs.page_tokens))  # of the last step
+        hop = HOP_S if costs.in_seconds else HOP_PAGES * costs.page_tokens
+        fetched = late * costs.page + np.sign(pages) * costs.state  # the others come while it computes
+        by_hop = prefill.done + hop + fetched + costs.computing(self.boundary, end) * self._beside
+        first = costs.wait + np.where(alone, own, by_hop) + costs.step
+        stays = np.where(mixed, home, (pages - late) * costs.page)
+        return _Streams(first + stays + self._crowding(), first, alone)
+
+    def prompt(self, index: int, end: int) -> Booking:
+        """What it is for one of the slots to compute the prompt up to `end`."""
+        seconds = self.costs.serving(self._restorable, self._stored, end) * self._beside
+        return Booking(
+            tokens=self._ask.num_tokens - int(self._restorable[index]),
+            rows=1,
+            at_s=self._now_s,
+            due_s=self._now_s,
+            seconds=float(seconds[index]) if self.costs.in_seconds else 0.0,
+            num_bytes=int(self.needed_bytes()[index]),
+            keys=self._ask.keys,
+        )
+
+    def needed_bytes(self) -> Vector:
+        """What prompt and answer take."""
+        table, ask = self._table, self._ask
+        answer = np.sign(table[Column.DECODES]) * min(ask.max_new_tokens, ANSWER_TOKENS)
+        pages = np.ceil((ask.num_tokens + answer) / table[Column.PAGE_TOKENS])
+        return pages * table[Column.PAGE_BYTES] + table[Column.STATE_BYTES]
+
+    def _staying(self, slots: Chosen, end: int) -> Vector:
+        """What it costs those who come later when this prompt is computed there, beyond what it costs at the
+        best of `slots`; up to the patience of this request."""
+        stays = self._kappa * self.costs.serving(self._resident, self._stored, end)
+        second = 1.0 if self.costs.in_seconds else TOKENS_PER_S
+        patience = PATIENCE_S * second + self.costs.wait[slots].min()
+        return np.minimum(stays - stays[slots].min(), patience)
+
+    def _crowding(self) -> Vector:
+        """What the rows beside it cost it, and it them, and what it costs when memory runs short."""
+        table, costs = self._table, self.costs
+        rows, budget = table[Column.ROWS], table[Column.BUDGET_BYTES]
+        taken = (table[Column.TAKEN_BYTES] + self.needed_bytes()) / np.maximum(budget, 1.0)
+        taken = np.where(budget > 0, taken, 0.0)
+        overfull = np.where(taken > 1, OVERFULL_S * taken, 0.0)
+        if not costs.in_seconds:
+            return rows * costs.row + overfull * TOKENS_PER_S
+        slowed = 2 * min(self._ask.max_new_tokens, ANSWER_TOKENS) * rows * costs.row
+        filled = np.minimum(taken, FILLED_MAX)
+        return slowed + FULL_S * filled / (1 - filled) + overfull

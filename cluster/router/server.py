@@ -1,0 +1,180 @@
+"""A router behind a socket: places requests for frontends, and hears the workers' heartbeats."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import grpc
+import grpc.aio
+
+from tidemill.cluster.edge.service import FleetStatus, SetBudget
+from tidemill.cluster.mutual_tls import MutualTls
+from tidemill.cluster.router.placement import Ask, Route
+from tidemill.cluster.rpc.channels import ROUTER_STREAMS_MAX, bind, new_server, server_credentials
+from tidemill.cluster.rpc.router_codec import (
+    decode_ask,
+    decode_budget,
+    decode_draining,
+    decode_heartbeat,
+    decode_lives,
+    decode_loss,
+    decode_role,
+    encode_ack,
+    encode_budgets,
+    encode_lives,
+    encode_placed,
+    encode_status,
+)
+from tidemill.cluster.rpc.worker_codec import Malformed
+from tidemill.workers.messages import (
+    Ack,
+    Heartbeat,
+    Overloaded,
+    Poisonous,
+    RequestError,
+    Role,
+    Unserved,
+    WorkerId,
+)
+
+if TYPE_CHECKING:  # generic in the type stubs alone
+    Context = grpc.aio.ServicerContext[bytes, bytes]
+    Handler = grpc.RpcMethodHandler[bytes, bytes]
+
+TICK_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+class Router(Protocol):
+    async def place(self, ask: Ask) -> Route: ...
+    def heartbeat(self, heartbeat: Heartbeat) -> Ack: ...
+    def budget(self, heartbeat: Heartbeat) -> int | None: ...
+    def budgets(self) -> Mapping[str, SetBudget]: ...
+    def lost(self, worker: WorkerId, blamed: bytes = b"") -> None: ...
+    def out(self, workers: Iterable[WorkerId]) -> frozenset[WorkerId]: ...
+    def tick(self) -> None: ...
+    def status(self) -> FleetStatus: ...
+    def set_budget(self, name: str, budget_bytes: int | None) -> None: ...
+    def drain(self, name: str, *, drain: bool, force: bool) -> None: ...
+    def set_role(self, name: str, role: Role) -> None: ...
+
+
+class RouterService:
+    """A worker whose report breaks off is lost at once; one that only falls silent, at the router's tick."""
+
+    def __init__(self, router: Router, tls: MutualTls | None = None) -> None:
+        self._router = router
+        self._tls = tls
+        self._reports: dict[WorkerId, object] = {}  # the latest report of each worker
+        self._server = new_server(ROUTER_STREAMS_MAX)
+        handlers: dict[str, Handler] = {
+            "Place": grpc.unary_unary_rpc_method_handler(self._place),
+            "Report": grpc.stream_stream_rpc_method_handler(self._report),
+            "Memory": grpc.stream_stream_rpc_method_handler(self._memory),
+            "Budgets": grpc.unary_unary_rpc_method_handler(self._budgets),
+            "Lost": grpc.unary_unary_rpc_method_handler(self._lost),
+            "Status": grpc.unary_unary_rpc_method_handler(self._status),
+            "Out": grpc.unary_unary_rpc_method_handler(self._out),
+            "SetBudget": self._order(lambda data: router.set_budget(*decode_budget(data))),
+            "Drain": self._order(lambda data: _drain(router, data)),
+            "SetRole": self._order(lambda data: router.set_role(*decode_role(data))),
+        }
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("tidemill.Router", handlers),)
+        )
+
+    async def start(self, host: str, port: int = 0) -> str:
+        """Listen; the address, host:port. Raises OSError."""
+        address = bind(self._server, host, port, server_credentials(self._tls))
+        await self._server.start()
+        return address
+
+    async def run(self) -> None:
+        """Drop silent workers, until cancelled."""
+        while True:
+            self._router.tick()
+            await asyncio.sleep(TICK_S)
+
+    async def stop(self) -> None:
+        await self._server.stop(grace=None)
+
+    async def _place(self, data: bytes, context: "Context") -> bytes:
+        try:
+            return encode_placed(await self._router.place(decode_ask(data)))
+        except (Overloaded, Poisonous) as error:
+            return encode_placed(error)
+        except Unserved as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except Malformed as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    async def _report(self, frames: AsyncIterator[bytes], context: "Context") -> None:
+        report = object()
+        worker: WorkerId | None = None
+        try:
+            async for data in frames:
+                heartbeat = decode_heartbeat(data)
+                if worker is None:
+                    worker = heartbeat.info.worker
+                    self._reports[worker] = report
+                elif heartbeat.info.worker != worker:
+                    raise Malformed(f"{worker} reports for {heartbeat.info.worker}")
+                await context.write(encode_ack(self._router.heartbeat(heartbeat)))
+        except Malformed as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            if worker is not None and self._reports.get(worker) is report:
+                del self._reports[worker]
+                self._router.lost(worker)
+
+    async def _memory(self, frames: AsyncIterator[bytes], context: "Context") -> None:
+        """Of a worker of another fleet; one that falls silent keeps its budget for a while."""
+        try:
+            async for data in frames:
+                budget_bytes = self._router.budget(decode_heartbeat(data))
+                await context.write(encode_ack(Ack(budget_bytes=budget_bytes)))
+        except Malformed as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    async def _budgets(self, _: bytes, context: "Context") -> bytes:  # noqa: ARG002 - gRPC passes both
+        return encode_budgets(self._router.budgets())
+
+    async def _lost(self, data: bytes, context: "Context") -> bytes:
+        try:
+            self._router.lost(*decode_loss(data))
+        except Malformed as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return b""
+
+    async def _status(self, _: bytes, context: "Context") -> bytes:  # noqa: ARG002 - gRPC passes both
+        return encode_status(self._router.status())
+
+    async def _out(self, data: bytes, context: "Context") -> bytes:
+        try:
+            return encode_lives(self._router.out(decode_lives(data)))
+        except Malformed as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    def _order(self, carry_out: Callable[[bytes], None]) -> "Handler":
+        """A person's word about a worker, which may be refused."""
+
+        async def call(data: bytes, context: "Context") -> bytes:
+            try:
+                carry_out(data)
+            except RequestError as error:
+                await context.abort(_CODES.get(error.status, grpc.StatusCode.OUT_OF_RANGE), str(error))
+            except Malformed as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(call)
+
+
+_CODES = {404: grpc.StatusCode.NOT_FOUND, 409: grpc.StatusCode.FAILED_PRECONDITION}
+
+
+def _drain(router: Router, data: bytes) -> None:
+    name, drain, force = decode_draining(data)
+    router.drain(name, drain=drain, force=force)

@@ -1,0 +1,1 @@
+"""gRPC between processes: clients of workers and routers, codecs and channels."""

@@ -1,0 +1,1 @@
+"""Protobuf definitions and the stubs that the build generates from them."""

@@ -1,0 +1,184 @@
+"""A frontend's way to the routers, each of which may be restarted under another address at any time."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+
+from tidemill.cluster.edge.service import FleetStatus, SetBudget
+from tidemill.cluster.mutual_tls import MutualTls
+from tidemill.cluster.router.placement import Ask, Route
+from tidemill.cluster.rpc.channels import open_channel
+from tidemill.cluster.rpc.router_codec import (
+    decode_budgets,
+    decode_lives,
+    decode_placed,
+    decode_status,
+    encode_ask,
+    encode_budget,
+    encode_draining,
+    encode_lives,
+    encode_loss,
+    encode_role,
+)
+from tidemill.cluster.rpc.worker_codec import Malformed
+from tidemill.workers.messages import RequestError, Role, Unserved, WorkerGone, WorkerId
+
+if TYPE_CHECKING:  # generic in the type stubs alone
+    UnaryMethod = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
+
+FindRouter = Callable[[], Awaitable[str]]
+"""The router's address now. Raises WorkerGone while it is away."""
+
+STATUS_WAIT_S_MAX = 5.0
+ORDER_WAIT_S_MAX = 5.0
+OUT_WAIT_S_MAX = 0.5
+BUDGETS_WAIT_S_MAX = 0.5
+LOST_WAIT_S_MAX = 1.0
+RETRY_S = 0.1
+ANSWER_S_MAX = 1.0
+"""What an answer may take beyond the time that the router was told to wait."""
+
+
+class RouterClient:
+    """The `Router` of cluster/edge/flow.py, over gRPC. Lives on one asyncio loop. What any of several routers
+    can do is asked of one until it is away, and of the next one then; people's words go to the first."""
+
+    def __init__(self, *routers: FindRouter, tls: MutualTls | None = None) -> None:
+        self._ways = [_Way(find, tls) for find in routers]
+        self._at = 0  # who is asked now
+
+    async def place(self, ask: Ask) -> Route:
+        """Waits up to `ask.wait_s_max` for the router and for a worker. Raises Unserved, Overloaded,
+        Poisonous."""
+        now_s = asyncio.get_running_loop().time
+        give_up_s = now_s() + ask.wait_s_max
+
+        def asking() -> bytes:
+            return encode_ask(replace(ask, wait_s_max=max(0.0, give_up_s - now_s())))
+
+        placed = decode_placed(await self._call("Place", asking, ask.wait_s_max))
+        if isinstance(placed, Route):
+            return placed
+        raise placed
+
+    async def lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
+        """Tell the router that a worker is gone, and what content it died of if that is known; it finds out
+        by itself when it cannot be reached."""
+        with suppress(Unserved):
+            await self._call("Lost", lambda: encode_loss(worker, blamed), LOST_WAIT_S_MAX)
+
+    async def out(self, workers: Collection[WorkerId]) -> frozenset[WorkerId]:
+        """Which of these the router has not heard for too long; none when it does not answer."""
+        with suppress(Unserved, Malformed):
+            return decode_lives(await self._call("Out", lambda: encode_lives(workers), OUT_WAIT_S_MAX))
+        return frozenset()
+
+    async def status(self) -> FleetStatus:
+        """Raises Unserved when no router answers."""
+        return decode_status(await self._call("Status", lambda: b"", STATUS_WAIT_S_MAX, first=True))
+
+    async def budgets(self) -> dict[str, SetBudget]:
+        """Of every worker whose budget the first router says, by name; none when it does not answer."""
+        with suppress(Unserved, Malformed):
+            return decode_budgets(await self._call("Budgets", lambda: b"", BUDGETS_WAIT_S_MAX, first=True))
+        return {}
+
+    async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
+        """Give a worker this budget; None leaves it to the broker. Raises RequestError that says what it can
+        have, or which workers there are; Unserved."""
+        order = encode_budget(worker, budget_bytes)
+        await self._call("SetBudget", lambda: order, ORDER_WAIT_S_MAX, first=True)
+
+    async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
+        """Tell a worker to hand everything over, or to take work again. Raises RequestError, Unserved."""
+        order = encode_draining(worker, drain=drain, force=force)
+        await self._call("Drain", lambda: order, ORDER_WAIT_S_MAX, first=True)
+
+    async def set_role(self, worker: str, role: Role) -> None:
+        """Give a worker another role. Raises RequestError, Unserved."""
+        order = encode_role(worker, role)
+        await self._call("SetRole", lambda: order, ORDER_WAIT_S_MAX, first=True)
+
+    async def close(self) -> None:
+        for way in self._ways:
+            await way.close()
+
+    async def _call(
+        self, name: str, data: Callable[[], bytes], wait_s_max: float, *, first: bool = False
+    ) -> bytes:
+        """Ask until there is an answer or the time is up; `data` makes the question anew each time."""
+        reason = "it does not answer"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s_max + ANSWER_S_MAX):
+                while True:
+                    at = 0 if first else self._at
+                    try:
+                        return await self._ways[at].ask(name, data())
+                    except grpc.aio.AioRpcError as error:
+                        _raise_refusal(error)
+                        reason = error.details() or error.code().name
+                    except (WorkerGone, Malformed, OSError) as error:
+                        reason = str(error)
+                    if at == self._at:  # nobody else has moved on
+                        self._at = (at + 1) % len(self._ways)
+                    await asyncio.sleep(RETRY_S)
+        raise Unserved(f"no answer from the router within {wait_s_max:g} s: {reason}")
+
+
+class _Way:
+    """To one router."""
+
+    def __init__(self, find: FindRouter, tls: MutualTls | None) -> None:
+        self._find = find
+        self._tls = tls
+        self._channel: grpc.aio.Channel | None = None
+        self._calls: Counter[grpc.aio.Channel] = Counter()  # under way
+        self._finding = asyncio.Lock()  # thousands may wait for a router that comes back
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def _open(self) -> grpc.aio.Channel:
+        async with self._finding:
+            if self._channel is None:
+                self._channel = open_channel(await self._find(), self._tls)
+            return self._channel
+
+    async def ask(self, name: str, data: bytes) -> bytes:
+        channel = await self._open()
+        method: UnaryMethod = channel.unary_unary(f"/tidemill.Router/{name}")
+        self._calls[channel] += 1
+        try:
+            return await method(data)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE and self._channel is channel:
+                self._channel = None
+            raise
+        finally:
+            self._calls[channel] -= 1
+            if self._channel is not channel and not self._calls[channel]:  # to close it cancels its calls
+                del self._calls[channel]
+                await channel.close()
+
+
+def _raise_refusal(error: grpc.aio.AioRpcError) -> None:
+    """Raise what the router means for good; asking again would bring the same."""
+    details = error.details() or "the router refuses"
+    match error.code():
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            raise Unserved(details) from None
+        case grpc.StatusCode.NOT_FOUND:
+            raise RequestError(details, param="worker", status=404) from None
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            raise RequestError(details, param="worker", status=409, code="last_of_its_kind") from None
+        case grpc.StatusCode.OUT_OF_RANGE:
+            raise RequestError(details, param="budget") from None
+        case _:
+            pass

@@ -1,0 +1,261 @@
+"""The frontend's side of the data plane: one stream to each worker, shared by all requests that run there."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Collection, Generator
+from contextlib import contextmanager, suppress
+from itertools import count
+from typing import TYPE_CHECKING
+
+import grpc.aio
+
+from tidemill.cluster.mutual_tls import MutualTls
+from tidemill.cluster.rpc.channels import FRAME_BYTES_MAX, open_channel
+from tidemill.cluster.rpc.worker_codec import (
+    Cancel,
+    Failure,
+    Generate,
+    Hello,
+    Item,
+    Malformed,
+    Prefetch,
+    Produce,
+    Trial,
+    decode_worker_frame,
+    encode_client_frame,
+)
+from tidemill.workers.messages import (
+    Delta,
+    DiedAlone,
+    PagesMissing,
+    Produced,
+    Request,
+    RequestError,
+    SilentAlone,
+    WorkerGone,
+    WorkerId,
+)
+
+if TYPE_CHECKING:  # generic in the type stubs alone
+    StreamMethod = grpc.aio.StreamStreamMultiCallable[bytes, bytes]
+
+UNREAD_ITEMS_MAX = 1024
+"""Steps that a reader may be behind; then its call is cancelled, and placed again when it reads on."""
+
+SILENCE_S_MAX = 1.0
+"""A worker that owes answers and was silent for so long may be out: the router knows."""
+
+LIVES_S_MAX = 2.0
+"""How long the other end of a connection that broke may take to answer on a new one."""
+
+PING_TIMEOUT = "ping timeout"
+"""So gRPC calls it when the other end of a connection gives no sign of life, rather than having closed it."""
+
+Inbox = asyncio.Queue[Delta | Produced | Trial | Failure]
+
+
+class GrpcPeers:
+    """The workers over gRPC: the `Peers` of cluster/edge/flow.py. Lives on one asyncio loop."""
+
+    def __init__(self, unread_items_max: int = UNREAD_ITEMS_MAX, tls: MutualTls | None = None) -> None:
+        self._unread_items_max = unread_items_max
+        self._tls = tls
+        self._streams: dict[tuple[WorkerId, str], _Stream] = {}
+
+    async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
+        """Raises PagesMissing, WorkerGone, HandedOver, DiedAlone, SilentAlone, RequestError."""
+        return await self._produced(worker, address, Produce, request)
+
+    async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None:
+        """Until the worker has fetched all that it can. Cancelling ends it there, before whatever is called
+        next. Raises as `produce` does."""
+        await self._produced(worker, address, Prefetch, request)
+
+    async def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
+        """Closing the generator cancels the request on the worker. Raises as `produce` does."""
+        stream = self._stream(worker, address)
+        with stream.call(Generate(stream.new_call(), request)) as inbox:
+            while True:
+                match await _answer(inbox):
+                    case Delta() as delta:
+                        yield delta
+                        if delta.finish is not None:
+                            return
+                    case Produced():
+                        raise WorkerGone(f"{worker} produces instead of generating")
+
+    async def _produced(
+        self, worker: WorkerId, address: str, kind: type[Produce | Prefetch], request: Request
+    ) -> Produced:
+        stream = self._stream(worker, address)
+        with stream.call(kind(stream.new_call(), request)) as inbox:
+            match await _answer(inbox):
+                case Produced() as produced:
+                    return produced
+                case Delta():
+                    raise WorkerGone(f"{worker} generates instead of producing")
+
+    def silent(self) -> frozenset[WorkerId]:
+        """Workers that owe answers and have sent nothing for SILENCE_S_MAX."""
+        return frozenset(worker for (worker, _), stream in self._streams.items() if stream.is_silent)
+
+    def give_up(self, workers: Collection[WorkerId]) -> None:
+        """Break the streams to these. One that lives sees its end, and cancels what was called on it."""
+        for (worker, _), stream in list(self._streams.items()):
+            if worker in workers:
+                stream.give_up("the router has not heard it for too long")
+
+    async def close(self) -> None:
+        await asyncio.gather(*(stream.close() for stream in self._streams.values()))
+
+    def _stream(self, worker: WorkerId, address: str) -> "_Stream":
+        key = (worker, address)
+        stream = self._streams.get(key)
+        if stream is None:
+            stream = self._streams[key] = _Stream(worker, address, self._unread_items_max, self._tls)
+            stream.reader.add_done_callback(lambda _: self._forget(key, stream))
+        return stream
+
+    def _forget(self, key: tuple[WorkerId, str], stream: "_Stream") -> None:
+        if self._streams.get(key) is stream:
+            del self._streams[key]
+
+
+class _Stream:
+    """One connection to one life of a worker. Once broken it stays so, and every call on it fails at once."""
+
+    def __init__(self, worker: WorkerId, address: str, unread_items_max: int, tls: MutualTls | None) -> None:
+        self.broken = ""  # why
+        self._heard_s = asyncio.get_running_loop().time()
+        self._worker = worker
+        self._address = address
+        self._unread_items_max = unread_items_max
+        self._tls = tls
+        self._numbers = count(1)
+        self._reason = "the connection was closed"  # why it will be broken
+        self._died = True  # ... as far as anybody knows
+        self._is_cut = False  # it was the connection alone
+        self._inboxes: dict[int, Inbox] = {}
+        self._alone: set[int] = set()  # calls that the worker runs and no other, on trial
+        self._frames = asyncio.Queue[bytes | None]()  # None ends it
+        self._frames.put_nowait(encode_client_frame(Hello(worker)))
+        self.reader = asyncio.create_task(self._read())
+
+    @property
+    def is_silent(self) -> bool:
+        since_s = asyncio.get_running_loop().time() - self._heard_s
+        return bool(self._inboxes) and since_s > SILENCE_S_MAX
+
+    def give_up(self, reason: str) -> None:
+        self._reason, self._died = reason, False
+        self.reader.cancel()
+
+    def new_call(self) -> int:
+        return next(self._numbers)
+
+    @contextmanager
+    def call(self, frame: Generate | Produce | Prefetch) -> Generator[Inbox]:
+        """Send `frame`; inside, the inbox fills with what the worker has for it. Leaving early cancels it."""
+        data = encode_client_frame(frame)
+        if len(data) > FRAME_BYTES_MAX:
+            raise RequestError(
+                f"the request takes {len(data)} bytes, more than {FRAME_BYTES_MAX}", param="prompt"
+            )
+        if self.broken:
+            raise self._gone()
+        if not self._inboxes:  # it owes nothing so far
+            self._heard_s = asyncio.get_running_loop().time()
+        inbox = self._inboxes[frame.call] = Inbox()
+        self._frames.put_nowait(data)
+        try:
+            yield inbox
+        finally:
+            self._cancel(frame.call)
+
+    async def close(self) -> None:
+        self.reader.cancel()
+        await asyncio.wait([self.reader])
+
+    def _cancel(self, call: int) -> None:
+        self._alone.discard(call)
+        if self._inboxes.pop(call, None) is not None and not self.broken:
+            self._frames.put_nowait(encode_client_frame(Cancel(call)))
+
+    async def _sent(self) -> AsyncIterator[bytes]:
+        while (frame := await self._frames.get()) is not None:
+            yield frame
+
+    async def _read(self) -> None:
+        has_answered = False
+        try:
+            async with open_channel(self._address, self._tls) as channel:
+                async for data in self._open(channel, self._sent()):
+                    self._heard_s = asyncio.get_running_loop().time()
+                    has_answered = True
+                    for item in decode_worker_frame(data):
+                        self._deliver(item)
+        except grpc.aio.AioRpcError as error:
+            self._reason = error.details() or error.code().name
+            self._died = PING_TIMEOUT not in self._reason
+            if has_answered and self._died and error.code() is grpc.StatusCode.UNAVAILABLE:
+                self._is_cut = await self._lives()
+        except (Malformed, OSError) as error:
+            self._reason = str(error)
+        finally:
+            self._break(self._reason)
+
+    async def _lives(self) -> bool:
+        """Whether the same life of the worker is still there: then the line was bad, and nobody has died of
+        what it ran. The host of a process that was killed refuses at once."""
+
+        async def hello() -> AsyncIterator[bytes]:
+            yield encode_client_frame(Hello(self._worker))
+
+        with suppress(grpc.aio.AioRpcError, OSError, TimeoutError):
+            async with asyncio.timeout(LIVES_S_MAX), open_channel(self._address, self._tls) as channel:
+                async for _ in self._open(channel, hello()):
+                    pass
+            return True
+        return False
+
+    def _open(self, channel: grpc.aio.Channel, frames: AsyncIterator[bytes]) -> AsyncIterable[bytes]:
+        method: StreamMethod = channel.stream_stream("/tidemill.Worker/Stream")
+        return method(frames)
+
+    def _deliver(self, item: Item) -> None:
+        inbox = self._inboxes.get(item.call)
+        if inbox is None:  # cancelled while this was on its way
+            return
+        if inbox.qsize() >= self._unread_items_max:
+            inbox.put_nowait(PagesMissing("the stream is not read: its pages are given up until it is"))
+            self._cancel(item.call)
+            return
+        inbox.put_nowait(item.body)
+        if isinstance(item.body, Trial) and item.body.alone:
+            self._alone.add(item.call)
+        elif isinstance(item.body, Trial) or item.last:
+            self._alone.discard(item.call)
+        if item.last:
+            del self._inboxes[item.call]
+
+    def _break(self, reason: str) -> None:
+        self.broken = reason
+        self._frames.put_nowait(None)
+        alone = DiedAlone if self._died else SilentAlone
+        for call, inbox in self._inboxes.items():
+            inbox.put_nowait(self._gone(alone if call in self._alone else WorkerGone))
+        self._inboxes.clear()
+
+    def _gone(self, kind: type[WorkerGone] = WorkerGone) -> WorkerGone | PagesMissing:
+        """Whoever only lost the connection asks the same worker again, which has all its pages."""
+        if self._is_cut:
+            return PagesMissing(f"the connection to {self._worker} broke, and it lives: {self.broken}")
+        return kind(f"{self._worker} at {self._address}: {self.broken}")
+
+
+async def _answer(inbox: Inbox) -> Delta | Produced:
+    """The next one. Raises the failure of the call."""
+    while isinstance(item := await inbox.get(), Trial):
+        pass
+    if isinstance(item, Delta | Produced):
+        return item
+    raise item

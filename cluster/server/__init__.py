@@ -1,0 +1,1 @@
+"""One `tidemill serve`: the cluster and its endpoint, started and stopped together."""

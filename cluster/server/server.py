@@ -1,0 +1,236 @@
+"""One server: the cluster behind it and the HTTP endpoint before it, both started and both stopped."""
+
+import asyncio
+import logging
+import math
+import signal
+import socket
+import tempfile
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import uvicorn
+import uvloop
+from rich.console import Console
+
+from tidemill.cluster.edge.chat.templates import check_chat
+from tidemill.cluster.edge.chat.text import Tokenizer
+from tidemill.cluster.edge.chat.tokenizer import load_tokenizer
+from tidemill.cluster.edge.cluster_service import ClusterService
+from tidemill.cluster.edge.grpc_api.server import PublicServer
+from tidemill.cluster.edge.http.app import app_of
+from tidemill.cluster.edge.http.slow_clients import patient
+from tidemill.cluster.edge.requests.context import Desk, Sources, desk_of
+from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.edge.requests.security import uvicorn_settings
+from tidemill.cluster.edge.service import ServedModel
+from tidemill.cluster.metrics.edge_metrics import Metrics
+from tidemill.cluster.observability.logs import LINES_KEPT, keeping
+from tidemill.cluster.observability.spans import tracing
+from tidemill.cluster.rpc.router_client import RouterClient
+from tidemill.cluster.server.endpoint import Endpoint, PortTaken, allow_files, listening
+from tidemill.cluster.server.support_info import parts_of
+from tidemill.cluster.settings import ClusterSettings, FleetSettings
+from tidemill.cluster.supervisor.launch import Cluster, start_cluster
+from tidemill.cluster.supervisor.mooncake_service import running_store
+from tidemill.cluster.supervisor.scaler import Scaler
+from tidemill.cluster.supervisor.store_plan import check_shared, other_tiers
+from tidemill.kvstore.stores.open_store import open_store
+from tidemill.workers.engine.build import check_settings
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[str], Coroutine[Any, Any, None]]
+"""What to do with a server that is up, given its URL."""
+
+
+class _Runs(Protocol):
+    async def run(self) -> None:
+        """Until cancelled."""
+        ...
+
+
+def serve(
+    endpoint: Endpoint, settings: ClusterSettings, sources: Sources, console: Console, work: Work
+) -> None:
+    """Start everything, run `work` beside the ready server until it returns or a signal comes, stop
+    everything.
+
+    Raises TidemillError when it cannot start; nothing is left running then.
+    """
+    for engine in {worker.engine for worker in settings.workers}:
+        check_settings(engine)  # what is wrong there is said before anything is started
+    for fleet in settings.fleets:
+        check_chat(fleet.chat)
+    allow_files(endpoint.limits.connections_max)
+    with (
+        listening(endpoint) as listener,
+        ThreadPoolExecutor(1) as beside,
+        tracing(endpoint.telemetry, "frontend") as tracer,
+    ):
+        sources = replace(sources, tracer=tracer)
+        folders, chats = zip(*((fleet.model_folder, fleet.chat) for fleet in settings.fleets), strict=True)
+        tokenizers = beside.map(load_tokenizer, folders, chats)  # takes as long as the cluster
+        cluster = start_cluster(settings, console)
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_serve(endpoint, settings, cluster, list(tokenizers), sources, listener, work))
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not leave half of it behind
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            cluster.stop()
+
+
+async def _serve(
+    endpoint: Endpoint,
+    settings: ClusterSettings,
+    cluster: Cluster,
+    tokenizers: Sequence[Tokenizer],
+    sources: Sources,
+    listener: socket.socket,
+    work: Work,
+) -> None:
+    fleets = settings.fleets
+    metrics = Metrics(
+        sources.clock_s,
+        {fleet.names[0]: fleet.router.ttft_s_max for fleet in fleets},
+        endpoint.telemetry.metrics_alias,
+    )
+    routers = [cluster.router(fleet) for fleet in fleets]
+    scalers = [
+        Scaler(cluster, router, fleet, partial(metrics.misses, fleet.names[0]))
+        for router, fleet in zip(routers, fleets, strict=True)
+    ]
+    services = [
+        _service(cluster, fleet, router, scaler, sources)
+        for fleet, router, scaler in zip(fleets, routers, scalers, strict=True)
+    ]
+    lines = deque[str](maxlen=LINES_KEPT)
+    desk = desk_of(
+        [Served(*one) for one in zip(services, tokenizers, strict=True)],
+        sources,
+        metrics=metrics,
+        limits=endpoint.limits,
+        keys=endpoint.security.keys,
+        parts=parts_of(endpoint, settings, lines),
+    )
+    public = await _grpc(endpoint, desk)
+    working = work(f"{endpoint.scheme}://{endpoint.host}:{listener.getsockname()[1]}")
+    try:
+        with keeping(lines):
+            await _until_told(_http(endpoint, desk), listener, [*services, *scalers, *public], working)
+    finally:
+        for service in services:
+            await service.close()
+
+
+async def _until_told(
+    server: "_Server", listener: socket.socket, beside: Sequence[_Runs], work: Coroutine[Any, Any, None]
+) -> None:
+    """Serve until `work` is done or a signal comes, with all that runs beside it; then end all of it."""
+    told_to_stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told_to_stop.set)
+    others = [asyncio.create_task(one.run()) for one in beside]
+    for task in others:
+        task.add_done_callback(_ended)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    working = asyncio.create_task(work)
+    stopping = asyncio.create_task(told_to_stop.wait())
+    try:
+        await asyncio.wait({serving, working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        server.should_exit = True
+        for task in (working, stopping, *others):
+            task.cancel()
+        await asyncio.wait({serving, working, stopping, *others})
+    if not working.cancelled():
+        working.result()
+
+
+def _http(endpoint: Endpoint, desk: Desk) -> "_Server":
+    app = app_of(desk)
+    app.openapi()  # now: later, streams would wait for it
+    config = uvicorn.Config(
+        app,
+        http=patient(desk.limits),
+        log_config=None,  # its warnings go where ours go
+        access_log=False,
+        ws="none",
+        timeout_graceful_shutdown=math.ceil(desk.limits.shutdown_s_max),
+        **uvicorn_settings(endpoint.security.tls),
+    )
+    return _Server(config)
+
+
+def _service(
+    cluster: Cluster, fleet: FleetSettings, router: RouterClient, scaler: Scaler, sources: Sources
+) -> ClusterService:
+    workers = cluster.workers(fleet)
+    name, *aliases = fleet.names
+    model = ServedModel(
+        name=name,
+        aliases=tuple(aliases),
+        folder=fleet.model_folder,
+        max_model_len=min(worker.max_model_len for worker in workers),
+        vocab_size=workers[0].vocab_size,
+        eos_token_ids=workers[0].eos_token_ids,
+        created_s=int(sources.unix_time_s()),
+    )
+    return ClusterService(
+        model,
+        router,
+        cluster.peers(fleet),
+        scaler,
+        workers[0],
+        memory=cluster.memory(fleet),
+        tracer=sources.tracer,
+    )
+
+
+async def _grpc(endpoint: Endpoint, desk: Desk) -> list[PublicServer]:
+    """The gRPC server, listening; none where none is wanted. Raises PortTaken."""
+    if endpoint.grpc_port is None:
+        return []
+    server = PublicServer(desk, tls=endpoint.security.tls)
+    try:
+        address = await server.start(endpoint.host, endpoint.grpc_port)
+    except OSError as error:
+        raise PortTaken(f"{error}: give another --grpc-port") from error
+    log.info("gRPC on %s", address)
+    return [server]
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s broke", task.get_coro(), exc_info=error)
+
+
+class _Server(uvicorn.Server):
+    """Leaves the signals to us: the cluster behind it must be stopped as well."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+@contextmanager
+def shared_store(url: str | None, folders: tuple[Path, ...]) -> Generator[str]:
+    """The URL of a store that several processes can share: that which `url` names, checked and with all that
+    it needs running, or a folder of our own for this run."""
+    if url is None:
+        base = next((folder for folder in folders if folder.is_dir()), None)
+        with tempfile.TemporaryDirectory(prefix="tidemill-store-", dir=base) as folder:
+            yield f"file://{folder}"
+        return
+    check_shared(url)
+    if files := other_tiers(url):
+        asyncio.run(open_store(files).close())
+    with running_store(url) as shared:  # Mooncake's client is not for this process: it takes the signals
+        yield shared

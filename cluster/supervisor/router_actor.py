@@ -1,0 +1,62 @@
+"""The router as a Ray actor. One that died is back when this is imported: so nothing here needs torch.
+
+However often it dies: nothing is placed without it, and the start of a process, a second of one core, is all
+the pause that a restart needs.
+"""
+
+import asyncio
+import logging
+import os
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+
+from tidemill.cluster.observability.logs import start_logs
+from tidemill.cluster.router.server import RouterService
+from tidemill.cluster.settings import RouterSettings
+from tidemill.cluster.supervisor.restart_backoff import Backoff
+
+if TYPE_CHECKING:
+    from tidemill.cluster.router.router import Router
+
+RAY: Any = ray  # much of it has no types
+
+log = logging.getLogger(__name__)
+
+
+class RouterActor:
+    """The process of the router. What it knew comes back with the workers' next heartbeats."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        start_logs(settings.telemetry, router=settings.name)
+        loop = asyncio.get_running_loop()
+        build = cast("type[Router]", resolve_name(settings.build))
+        router = build(
+            loop.time,
+            broker=settings.broker,
+            expected=settings.expected,
+            ttft_s_max=settings.ttft_s_max,
+            has_budgets=settings.memory_router is None,
+        )
+        self._service = RouterService(router, settings.tls)
+        self._backoff = Backoff()
+        host: str = settings.host or RAY.util.get_node_ip_address()
+        self._address = loop.create_task(self._service.start(host))
+        self._ticks = loop.create_task(self._service.run())
+        for task in (self._address, self._ticks):
+            task.add_done_callback(_ended)
+
+    async def address(self) -> str:
+        return await self._address
+
+    async def begin(self, name: str) -> float:
+        """A life of this worker begins: how many seconds it shall wait before it starts."""
+        return self._backoff.begin(name, asyncio.get_running_loop().time())
+
+
+def _ended(task: asyncio.Task[Any]) -> None:
+    """A router that only half works is worse than none: the next one begins anew."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the router broke", exc_info=error)
+        os._exit(1)

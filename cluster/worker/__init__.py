@@ -1,0 +1,1 @@
+"""A worker process: its gRPC server, heartbeats and current assignment."""

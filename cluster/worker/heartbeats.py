@@ -1,0 +1,169 @@
+"""A worker's heartbeat to each router: beats only while the engine's step loop turns."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+import grpc.aio
+
+from tidemill.cluster.mutual_tls import MutualTls
+from tidemill.cluster.rpc.channels import open_channel
+from tidemill.cluster.rpc.router_client import FindRouter
+from tidemill.cluster.rpc.router_codec import decode_ack, encode_heartbeat
+from tidemill.cluster.rpc.worker_codec import Malformed
+from tidemill.cluster.worker import assignment as duties
+from tidemill.cluster.worker.assignment import Duties
+from tidemill.workers.messages import Announcement, Heartbeat, WorkerGone, WorkerLoad
+
+if TYPE_CHECKING:  # generic in the type stubs alone
+    ReportMethod = grpc.aio.StreamStreamMultiCallable[bytes, bytes]
+
+LOOK_S = 0.25
+"""How often a worker looks whether there is something new to report."""
+
+BEAT_S_MAX = 0.9
+"""A worker with nothing new beats this often: with the time of a look, about once a second."""
+
+RECONNECT_S = 0.1
+
+log = logging.getLogger(__name__)
+
+
+class Announces(Protocol):
+    def take_announcement(self, *, full: bool) -> Announcement:
+        """What came and went since the last call, or all that there is."""
+        ...
+
+
+class Engine(duties.Engine, Announces, Protocol):
+    @property
+    def steps(self) -> int: ...
+    def load(self) -> WorkerLoad: ...
+    def resize(self, budget_bytes: int) -> None: ...
+
+
+@dataclass(slots=True)
+class _Unheard:
+    added: set[bytes] = field(default_factory=set[bytes])
+    removed: set[bytes] = field(default_factory=set[bytes])
+
+
+class News:
+    """What the engine announces, for each router that is being reported to: it says everything once."""
+
+    def __init__(self, engine: Announces) -> None:
+        self._engine = engine
+        self._unheard: dict[object, _Unheard] = {}
+
+    def take(self, listener: object, *, full: bool) -> Announcement:
+        """What this listener has not heard, or everything: that must be its first."""
+        news = self._engine.take_announcement(full=False)
+        for unheard in self._unheard.values():
+            unheard.added = (unheard.added - {*news.removed}) | {*news.added}
+            unheard.removed = (unheard.removed - {*news.added}) | {*news.removed}
+        mine = None if full else self._unheard[listener]
+        self._unheard[listener] = _Unheard()
+        if mine is None:
+            return self._engine.take_announcement(full=True)
+        return Announcement(added=tuple(mine.added), removed=tuple(mine.removed))
+
+    def forget(self, listener: object) -> None:
+        self._unheard.pop(listener, None)
+
+
+class Heartbeats:
+    """To one router. Of several, `obey` makes it the one whose answers count. Without `news` it is one of
+    another fleet, which says the budget of this worker and nothing else."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        duties: Duties,
+        find_router: FindRouter,
+        news: News | None,
+        tls: MutualTls | None = None,
+    ) -> None:
+        self._engine = engine
+        self._duties = duties
+        self._find_router = find_router
+        self._news = news
+        self._tls = tls
+        self._heard: Callable[[], None] | None = None
+        self._takes_budgets = news is None
+        self._sequence = 0
+        self._asked_bytes: int | None = None  # of the engine, by the last ack that named a budget
+
+    def obey(self, heard: Callable[[], None], *, budgets: bool = True) -> None:
+        """Do what the router answers, also about `budgets` unless another one says them. `heard` is called at
+        every acknowledged beat: from the first on, the router knows the worker."""
+        self._heard = heard
+        self._takes_budgets = budgets
+
+    async def run(self) -> None:
+        """Report until cancelled, to whatever router there is; a new connection starts with everything."""
+        while True:
+            try:
+                async with open_channel(await self._find_router(), self._tls) as channel:
+                    await self._report(channel)
+            except (
+                grpc.aio.AioRpcError,
+                asyncio.InvalidStateError,
+                WorkerGone,
+                Malformed,
+                OSError,
+            ) as error:
+                log.info("the router is away: %s", error)
+            finally:
+                if self._news is not None:
+                    self._news.forget(self)
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _report(self, channel: grpc.aio.Channel) -> None:
+        name = "Report" if self._news is not None else "Memory"
+        method: ReportMethod = channel.stream_stream(f"/tidemill.Router/{name}")
+        now_s = asyncio.get_running_loop().time
+        stream = method()
+        full = True
+        steps = -1
+        sent: WorkerLoad | None = None
+        sent_duties = (self._duties.info.role, self._duties.draining)
+        sent_at_s = 0.0
+        while True:
+            load = self._engine.load()
+            duties = (self._duties.info.role, self._duties.draining)
+            new = sent is None or full or replace(load, counters=sent.counters) != sent
+            new |= duties != sent_duties
+            if self._engine.steps != steps and (new or now_s() - sent_at_s >= BEAT_S_MAX):
+                steps, sent, sent_duties, sent_at_s = self._engine.steps, load, duties, now_s()
+                await stream.write(encode_heartbeat(self._beat(load, full=full)))
+                answer = await stream.read()
+                if not isinstance(answer, bytes):  # the end of the stream
+                    return
+                ack = decode_ack(answer)
+                full = ack.want_full
+                if self._takes_budgets:
+                    self._take_budget(ack.budget_bytes, load)
+                if self._heard is not None:
+                    self._duties.told(ack)
+                    self._heard()
+            await asyncio.sleep(LOOK_S)
+
+    def _take_budget(self, budget_bytes: int | None, reported: WorkerLoad) -> None:
+        """The last word counts, also when it takes back one that the engine has not acted on yet."""
+        if budget_bytes is None or budget_bytes == (self._asked_bytes or reported.budget_bytes):
+            return
+        self._asked_bytes = budget_bytes
+        self._engine.resize(budget_bytes)
+
+    def _beat(self, load: WorkerLoad, *, full: bool) -> Heartbeat:
+        self._sequence += 1
+        news = Announcement() if self._news is None else self._news.take(self, full=full)
+        return Heartbeat(
+            info=self._duties.info,
+            sequence=self._sequence,
+            load=load,
+            announcement=news,
+            draining=self._duties.draining,
+        )

@@ -1,0 +1,244 @@
+"""The worker's side of the data plane: runs what frontends ask for, and sends each one a frame per step."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import grpc
+import grpc.aio
+
+from tidemill.cluster.mutual_tls import MutualTls
+from tidemill.cluster.rpc.channels import bind, new_server, server_credentials
+from tidemill.cluster.rpc.worker_codec import (
+    Cancel,
+    Failure,
+    Generate,
+    Hello,
+    Item,
+    Malformed,
+    Prefetch,
+    Produce,
+    Trial,
+    decode_client_frame,
+    encode_worker_frame,
+    first_frame,
+)
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import (
+    Delta,
+    PagesMissing,
+    Produced,
+    Request,
+    RequestError,
+    WorkerGone,
+    WorkerId,
+)
+from tidemill.workers.scheduling.isolation import Tell
+
+if TYPE_CHECKING:  # generic in the type stubs alone
+    Context = grpc.aio.ServicerContext[bytes, bytes]
+
+log = logging.getLogger(__name__)
+
+
+FLUSH_S_MAX = 4.0
+"""A frontend that does not read holds up a trial for so long: longer than it takes until its connection
+counts as broken, so that it never blames a request that does not run alone any more."""
+
+
+class Engine(Protocol):
+    """`tell` is for requests on trial: see workers/scheduling/isolation.py."""
+
+    async def produce(self, request: Request, tell: Tell | None = None) -> Produced: ...
+    async def prefetch(self, request: Request) -> Produced: ...
+    def generate(self, request: Request, tell: Tell | None = None) -> AsyncGenerator[Delta]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one frontend may hold: calls at once, and items of one call that it has not taken yet."""
+
+    calls_max: int = 4096
+    items_max: int = 1024
+    frame_items_max: int = 4096
+
+
+class DataPlane:
+    """Serves the streams of all frontends of one worker."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        worker: WorkerId,
+        limits: Limits | None = None,
+        tls: MutualTls | None = None,
+    ) -> None:
+        self._engine = engine
+        self._worker = worker
+        self._limits = Limits() if limits is None else limits
+        self._tls = tls
+        self._streams: set[_Stream] = set()
+        self._server = new_server()
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(
+                    "tidemill.Worker", {"Stream": grpc.stream_stream_rpc_method_handler(self._serve)}
+                ),
+            )
+        )
+
+    async def start(self, host: str, port: int = 0) -> str:
+        """Listen; the address, host:port. Raises OSError."""
+        address = bind(self._server, host, port, server_credentials(self._tls))
+        await self._server.start()
+        return address
+
+    async def stop(self) -> None:
+        """End every stream, and with them every call."""
+        await self._server.stop(grace=None)
+
+    @property
+    def num_calls(self) -> int:
+        """Requests that run here, for whatever frontend."""
+        return sum(stream.num_calls for stream in self._streams)
+
+    async def flush(self) -> None:
+        """Until all frontends have been sent what there is for them, those that do not read aside."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_S_MAX):
+                for stream in list(self._streams):
+                    await stream.sent.wait()
+
+    async def _serve(self, frames: AsyncIterator[bytes], context: "Context") -> None:
+        try:
+            hello = decode_client_frame(await anext(frames, b""))
+            if hello != Hello(self._worker):
+                raise Malformed(f"this is {self._worker}: not the worker that was asked for")
+            stream = _Stream(self._engine, self._limits, context.write, self.flush)
+            self._streams.add(stream)
+            try:
+                await stream.run(frames)
+            finally:
+                self._streams.remove(stream)
+        except Malformed as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+
+class _Stream:
+    """The calls of one frontend. Items wait in `_outbox` until the frame before them is sent, so that a slow
+    frontend gets fewer and larger frames and never holds up the engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        limits: Limits,
+        send: Callable[[bytes], Awaitable[None]],
+        flush: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`flush` waits until the frontends have been sent everything, those of other streams as well."""
+        self.sent = asyncio.Event()  # nothing waits to be sent
+        self.sent.set()
+        self._engine = engine
+        self._limits = limits
+        self._send = send
+        self._flush = flush
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._prefetches: set[int] = set()  # among these calls
+        self._outbox: list[Item] = []
+        self._waiting = Counter[int]()  # items in the outbox, by call
+        self._filled = asyncio.Event()
+
+    @property
+    def num_calls(self) -> int:
+        """What is only prefetched left out."""
+        return len(self._calls) - len(self._prefetches)
+
+    async def run(self, frames: AsyncIterator[bytes]) -> None:
+        """Serve until the frontend ends the stream or vanishes. Raises Malformed."""
+        sender = asyncio.create_task(self._send_items())
+        try:
+            async for data in frames:
+                self._take(data)
+        finally:
+            tasks = [sender, *self._calls.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.sent.set()
+
+    def _take(self, data: bytes) -> None:
+        match decode_client_frame(data):
+            case Cancel(call):
+                if task := self._calls.get(call):
+                    task.cancel()
+            case Hello():
+                raise Malformed("a second hello")
+            case frame if frame.call in self._calls:
+                raise Malformed(f"call {frame.call} is in use")
+            case frame if len(self._calls) == self._limits.calls_max:
+                self._put(
+                    frame.call, PagesMissing(f"{self._limits.calls_max} calls of this frontend are open")
+                )
+            case frame:
+                task = asyncio.create_task(self._run(frame), name=frame.request.request_id)
+                self._calls[frame.call] = task
+                if isinstance(frame, Prefetch):
+                    self._prefetches.add(frame.call)
+                task.add_done_callback(lambda task: self._ended(frame.call, task))
+
+    async def _run(self, frame: Generate | Produce | Prefetch) -> None:
+        async def tell(alone: bool) -> None:  # noqa: FBT001  what is told
+            self._put(frame.call, Trial(alone))
+            await self._flush()
+
+        try:
+            if isinstance(frame, Prefetch):
+                self._put(frame.call, await self._engine.prefetch(frame.request))
+                return
+            if isinstance(frame, Produce):
+                self._put(frame.call, await self._engine.produce(frame.request, tell))
+                return
+            async with aclosing(self._engine.generate(frame.request, tell)) as deltas:
+                async for delta in deltas:
+                    if self._waiting[frame.call] == self._limits.items_max:
+                        raise PagesMissing("the frontend does not read: its pages are given up until it does")
+                    self._put(frame.call, delta)
+                    if delta.finish is not None:
+                        return
+            raise WorkerGone("the engine ended a stream that was not finished")
+        except (PagesMissing, WorkerGone, RequestError) as failure:
+            self._put(frame.call, failure)
+        except TidemillError as error:
+            self._put(frame.call, WorkerGone(f"{type(error).__name__}: {error}"))
+
+    def _ended(self, call: int, task: asyncio.Task[None]) -> None:
+        del self._calls[call]
+        self._prefetches.discard(call)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            request_id = task.get_name()
+            log.error("request %s broke", request_id, exc_info=error, extra={"request_id": request_id})
+            self._put(call, WorkerGone(f"the worker broke on this request: {type(error).__name__}"))
+
+    def _put(self, call: int, body: Delta | Produced | Trial | Failure) -> None:
+        self._outbox.append(Item(call, body))
+        self.sent.clear()
+        self._waiting[call] += 1
+        self._filled.set()
+
+    async def _send_items(self) -> None:
+        """One frame at a time. The calls that a step wakes run in one turn of the loop, and this after them:
+        what a step brings goes out together."""
+        while True:
+            await self._filled.wait()
+            items = list(first_frame(self._outbox, self._limits.frame_items_max))
+            del self._outbox[: len(items)]
+            self._waiting = Counter(item.call for item in self._outbox)
+            if not self._outbox:
+                self._filled.clear()
+            await self._send(encode_worker_frame(items))
+            if not self._outbox:
+                self.sent.set()

@@ -1,0 +1,223 @@
+"""One worker's life: builds the engine, opens the data plane, beats. Knows no Ray."""
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Protocol, cast
+
+from tidemill.cluster.observability.spans import tracer_of
+from tidemill.cluster.rpc.router_client import FindRouter
+from tidemill.cluster.settings import WorkerSettings
+from tidemill.cluster.worker import heartbeats
+from tidemill.cluster.worker import server as data_plane
+from tidemill.cluster.worker.assignment import Duties
+from tidemill.cluster.worker.heartbeats import Heartbeats, News
+from tidemill.cluster.worker.server import DataPlane
+from tidemill.cluster.worker.tracing import TracedEngine
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import WorkerId, WorkerInfo
+from tidemill.workers.parallel.link import StartRanks
+from tidemill.workers.settings import EngineSettings
+
+
+class Engine(data_plane.Engine, heartbeats.Engine, Protocol):
+    async def run(self) -> None: ...
+    async def drain_publications(self) -> None: ...
+
+
+class Group(Protocol):
+    """The other ranks of the worker."""
+
+    async def watch(self) -> None:
+        """Raises when one of them is gone."""
+        ...
+
+
+class Built(Protocol):
+    """What the builder of an engine hands over: workers/engine/build.py."""
+
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def group(self) -> Group | None: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def state_bytes(self) -> int: ...
+    @property
+    def step_tokens_max(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def memory_bytes(self) -> int: ...
+    @property
+    def memory_floor_bytes(self) -> int: ...
+    @property
+    def memory_max_bytes(self) -> int: ...
+    @property
+    def device(self) -> str:
+        """Whose memory that is, among those of the node."""
+        ...
+
+
+Build = Callable[[EngineSettings, Callable[[int, int], None], StartRanks], Built]
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    done_bytes: int = 0
+    total_bytes: int = 0  # 0 while nobody knows
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The router knows the worker."""
+
+    info: WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """`expected` failures name their fix; others are bugs."""
+
+    reason: str
+    expected: bool
+
+
+State = Loading | Ready | Failed
+
+
+LEAVE_S_MAX = 28.0
+"""A worker that was told to go ends after this time at the latest."""
+
+HANG_S_MAX = 120.0
+"""A step loop that stood still for so long will not go on. Longer than the ranks of a group wait for each
+other."""
+
+LOOK_S = 0.05
+WATCH_S = 5.0
+
+
+class WorkerProcess:
+    def __init__(
+        self, settings: WorkerSettings, host: str, life: str, node: str, start_ranks: StartRanks
+    ) -> None:
+        """`life` tells this life of the worker from all others, `host` is where the data plane binds."""
+        self.state: State = Loading()
+        self._told_to_go = asyncio.Event()
+        self._engine: Engine | None = None
+        self._settings = settings
+        self._host = host
+        self._worker = WorkerId(f"{settings.name}.{life}")
+        self._node = node
+        self._start_ranks = start_ranks
+
+    async def run(self, routers: Sequence[FindRouter], memory: FindRouter | None = None) -> None:
+        """Serve until something breaks, and raise it, or until `leave`. The word of the first of `routers`
+        counts; about memory that of `memory`, if another one says it. Raises ModelError and the like when it
+        cannot start."""
+        build = cast("Build", resolve_name(self._settings.build))
+        built = await asyncio.to_thread(build, self._settings.engine, self._progress, self._start_ranks)
+        tls = self._settings.tls
+        tracer = await asyncio.to_thread(tracer_of, self._settings.telemetry, self._settings.name)
+        traced = built.engine if tracer is None else TracedEngine(built.engine, tracer, built.page_tokens)
+        plane = DataPlane(traced, self._worker, tls=tls)
+        try:
+            duties = Duties(built.engine, self._info(built, await plane.start(self._host)))
+            news = News(built.engine)
+            heartbeats = [Heartbeats(built.engine, duties, find, news, tls) for find in routers]
+            heartbeats[0].obey(lambda: self._heard(duties.info), budgets=memory is None)
+            if memory is not None:
+                heartbeats.append(Heartbeats(built.engine, duties, memory, None, tls))
+            self._engine = built.engine
+            async with asyncio.TaskGroup() as tasks:
+                works = [tasks.create_task(one.run()) for one in (built.engine, *heartbeats)]
+                if built.group is not None:
+                    works.append(tasks.create_task(built.group.watch()))
+                await self._told_to_go.wait()
+                duties.leave()
+                await _handed_over(built.engine, plane)
+                for work in works:
+                    work.cancel()
+        finally:
+            await plane.stop()
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
+
+    def leave(self) -> None:
+        """Hand everything over, and end `run`."""
+        self._told_to_go.set()
+
+    async def hangs(self) -> None:
+        """Until the step loop has stood still for too long."""
+        steps, since_s = -1, 0.0
+        now_s = asyncio.get_running_loop().time
+        while True:
+            if self._engine is None or self._engine.steps != steps:
+                steps, since_s = (-1 if self._engine is None else self._engine.steps), now_s()
+            elif now_s() - since_s > HANG_S_MAX:
+                return
+            await asyncio.sleep(WATCH_S)
+
+    def fail(self, error: BaseException) -> Failed:
+        """Say what broke, as one line for people."""
+        cause = error
+        while isinstance(cause, BaseExceptionGroup):  # of a task group
+            cause = cast("BaseExceptionGroup[BaseException]", cause).exceptions[0]
+        text = " ".join(str(cause).split())
+        expected = isinstance(cause, TidemillError | OSError)
+        self.state = failed = Failed(text if expected else f"{type(cause).__name__}: {text}", expected)
+        return failed
+
+    def _progress(self, done_bytes: int, total_bytes: int) -> None:
+        self.state = Loading(done_bytes, total_bytes)
+
+    def _heard(self, info: WorkerInfo) -> None:
+        self.state = Ready(info)
+
+    def _info(self, built: Built, address: str) -> WorkerInfo:
+        return WorkerInfo(
+            worker=self._worker,
+            name=self._settings.name,
+            role=self._settings.role,
+            address=address,
+            pid=os.getpid(),
+            node=self._node,
+            tensor_parallel_size=self._settings.engine.tensor_parallel_size,
+            fingerprint=built.fingerprint,
+            layout=built.layout,
+            page_tokens=built.page_tokens,
+            page_bytes=built.page_bytes,
+            state_bytes=built.state_bytes,
+            step_tokens_max=built.step_tokens_max,
+            max_model_len=built.max_model_len,
+            vocab_size=built.vocab_size,
+            eos_token_ids=built.eos_token_ids,
+            device=f"{self._node}/{built.device}",
+            memory_bytes=built.memory_bytes,
+            memory_floor_bytes=built.memory_floor_bytes,
+            memory_max_bytes=built.memory_max_bytes,
+        )
+
+
+async def _handed_over(engine: Engine, plane: DataPlane) -> None:
+    """Until all calls have ended, their callers know it, and what they had is stored; or for LEAVE_S_MAX."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LEAVE_S_MAX):
+            while plane.num_calls:  # noqa: ASYNC110 - they end one by one, for many reasons
+                await asyncio.sleep(LOOK_S)
+            await engine.drain_publications()
+            await plane.flush()

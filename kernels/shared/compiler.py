@@ -1,0 +1,105 @@
+"""Compiles every cpu.cpp into one shared object: for this CPU, or ahead for each kind that there is."""
+
+import hashlib
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+# Needs nothing but Python: setup.py runs this file before anything is installed.
+
+FOLDER = Path(__file__).resolve().parents[1]
+# No fast-math, and no contraction: a loop must have the same bits vectorised or not (see cpu.h).
+FLAGS = (
+    *("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
+KINDS = {
+    "x86_64": {
+        "avx512": ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
+        "avx2": ("avx2", "fma"),
+    }
+}
+"""By machine the kinds of CPU, the fastest first, with what each has, which /proc/cpuinfo and g++ call the
+same. Older ones are not worth a library: without a fused multiply-add every one is a call."""
+
+
+class KernelUnavailable(Exception):
+    """The wanted variant of an operator cannot run here; the message says what to install or to pass."""
+
+
+def sources() -> list[Path]:
+    return sorted(FOLDER.glob("*/cpu.cpp"))
+
+
+def library_name(target: str) -> str:
+    """Of the shared object of these sources and flags for `target`."""
+    digest = hashlib.sha256("\0".join((*FLAGS, target)).encode())
+    for source in (FOLDER / "shared/cpu.h", *sources()):
+        digest.update(source.read_bytes())
+    return f"kernels-{digest.hexdigest()[:16]}.so"
+
+
+def kinds(machine: str) -> dict[str, tuple[str, ...]]:
+    return KINDS.get(machine, {"any": ()})
+
+
+def ahead_name(machine: str, kind: str) -> str:
+    return f"{machine}-{kind}-{library_name(f'{machine} {kind}')}"
+
+
+def compile_ahead(folder: Path, compiler: str = "g++") -> list[Path]:
+    """One library for each kind of CPU of this machine's architecture. Raises KernelUnavailable."""
+    machine = platform.machine()
+    folder.mkdir(parents=True, exist_ok=True)
+    made: list[Path] = []
+    for kind, has in kinds(machine).items():
+        made.append(folder / ahead_name(machine, kind))
+        compile_into(made[-1], [f"-m{one}" for one in has], compiler_path(compiler))
+    return made
+
+
+def found_ahead(folder: Path, machine: str, cpuinfo: str) -> Path | None:
+    """The fastest library in `folder` that the CPU of `cpuinfo` runs and that was made of these sources."""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    has = {flag for name, _, flags in lines if name.strip() == "flags" for flag in flags.split()}
+    for kind, needs in kinds(machine).items():
+        path = folder / ahead_name(machine, kind)
+        if has.issuperset(needs) and path.exists():
+            return path
+    return None
+
+
+def compiler_path(compiler: str) -> str:
+    path = shutil.which(compiler)
+    if path is None:
+        raise KernelUnavailable(
+            f"no C++ compiler for the cpu kernels: install {compiler}, or tidemill from a wheel that has "
+            "them (docs/install.md), or pass --kernels reference"
+        )
+    return path
+
+
+def native_target(compiler: str) -> str:
+    """What -march=native stands for: a cache directory may be shared by unequal machines."""
+    return _run([compiler, "-march=native", "-Q", "--help=target", "--version"])
+
+
+def compile_into(built: Path, cpu: list[str], compiler: str) -> None:
+    """As one unit, which parses the shared header once; a crash leaves no half-written library."""
+    unit = "".join(f'#include "{source}"\n' for source in sources())
+    with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+        made = Path(folder) / built.name
+        _run([compiler, *FLAGS, *cpu, "-x", "c++", "-", "-o", str(made)], unit)
+        made.replace(built)
+
+
+def _run(command: list[str], text: str = "") -> str:
+    # The command is a compiler found on PATH with constant flags.
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode != 0:
+        raise KernelUnavailable(
+            f"{command[0]} cannot compile the cpu kernels, pass --kernels reference: {done.stderr[-2000:]}"
+        )
+    return done.stdout

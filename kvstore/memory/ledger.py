@@ -1,0 +1,359 @@
+"""Who owns which byte of the arena: the free places, one lease, or the prefix index. Nobody else allocates.
+
+    open -> attach -> reserve -> launch -> land ... -> release
+                         ^                   |  keep_state: a state at a page boundary becomes a checkpoint
+                         +-------------------+  at most two steps in flight: the next is launched before this
+                                                one has landed
+
+A checkpoint is made without a copy: the slot that holds the state at a page boundary goes to the index, the
+next step reads it there and writes to another slot. What is committed has landed; what is released while its
+steps are in flight comes back when the last of them has landed.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from tidemill.kvstore.errors import OutOfMemory
+from tidemill.kvstore.keys import PageKey
+from tidemill.kvstore.layout import StateId, WindowId
+from tidemill.kvstore.memory import windows
+from tidemill.kvstore.memory.allocation_sites import Site, granted
+from tidemill.kvstore.memory.arena import Usage
+from tidemill.kvstore.memory.cache import Cache
+from tidemill.kvstore.memory.checkpoints import Checkpoints
+from tidemill.kvstore.memory.lease import Flight, Lease
+from tidemill.kvstore.memory.prefix_index import Match
+
+FLIGHTS_MAX = 2
+CHECKPOINTS_PER_PATH = 16
+
+
+class Ledger:
+    """Leases over one cache, which gives up what it keeps when a lease needs memory."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        checkpoints_per_path: int = CHECKPOINTS_PER_PATH,
+        refuses: Callable[[Site], bool] = granted,
+    ) -> None:
+        """`refuses` is asked before each allocation, so that tests can make any of them fail."""
+        self.layout = cache.layout
+        self.index = cache.index
+        self.counters = cache.counters
+        self._cache = cache
+        self._checkpoints = Checkpoints(cache, checkpoints_per_path, refuses)
+        self._refuses = refuses
+        self._leases: dict[str, Lease] = {}
+        self._landing: list[Lease] = []  # released, with steps in flight
+
+    def open(self, request_id: str, *, spares_min: int = 0, runs: bool = True) -> Lease:
+        assert request_id not in self._leases, f"{request_id} holds a lease already"
+        lease = self._leases[request_id] = Lease(self.layout.page_tokens, spares_min, runs)
+        return lease
+
+    def rename(self, request_id: str, new_id: str) -> None:
+        """What `request_id` holds is not its any more: a transfer that it does not wait for still uses it."""
+        assert new_id not in self._leases
+        self._leases[new_id] = self._leases.pop(request_id)
+
+    def attach(self, lease: Lease, match: Match, num_pages: int) -> None:
+        """Share the first `num_pages` pages of `match`; resume from the checkpoint at their end, if any."""
+        assert not lease.allocated
+        lease.entries += match.path[:num_pages]
+        for entry in lease.entries:
+            self._cache.pin(entry)
+        lease.count_pages()
+        lease.committed = lease.launched = num_pages * self.layout.page_tokens
+        if lease.entries and lease.entries[-1].checkpoint is not None:
+            lease.source = self._cache.pin_checkpoint(lease.entries[-1])
+            self._share_windows(lease, lease.entries[-1].checkpoint.windows)
+
+    def share(self, request_id: str, lease: Lease, num_pages: int) -> Lease:
+        """A second lease on the first `num_pages` pages of `lease`, to read them after it has ended."""
+        second = self.open(request_id)
+        self.attach(second, Match(tuple(lease.entries[:num_pages]), num_pages), num_pages)
+        return second
+
+    def reserve(
+        self,
+        lease: Lease,
+        num_tokens: int,
+        *,
+        drafts: int = 0,
+        pages_beside: int = 0,
+        windows_beside: int = 0,
+        windows_end: int | None = None,
+    ) -> None:
+        """Grow the lease to hold `num_tokens` and, for a hybrid, the slots that its next step writes: one, or
+        one for each of `drafts` tokens more that may be rejected. All or nothing: OutOfMemory, also when
+        `pages_beside` pages, and `windows_beside` window pages, could not be had after that. Window pages are
+        taken up to `windows_end` tokens (None: all), the others come step by step.
+
+        Before it fails, what the lease holds for its checkpoints is used to run (`_spared`), not for drafts.
+        """
+        assert not lease.ended, "memory for a request that has ended"
+        slots = lease.slots_lacking(drafts) if self.layout.has_states and lease.runs else []
+        views = windows.lacking(self.layout, lease, num_tokens if windows_end is None else windows_end)
+        beside = pages_beside or windows_beside
+        if not slots and not views and not beside and num_tokens <= lease.allocated:
+            return
+        pages = max(0, -(-num_tokens // self.layout.page_tokens) - len(lease.entries) - len(lease.own))
+        if any(map(self._refuses, [*slots, *[Site.RUN_WINDOW] * views, *[Site.RUN_PAGE] * pages])):
+            raise OutOfMemory("refused")
+        if not self._cache.could_hold(pages + pages_beside, len(slots), views + windows_beside):
+            if not pages_beside and not drafts and self._spared(lease):
+                self.reserve(lease, num_tokens, windows_beside=windows_beside, windows_end=windows_end)
+                return
+            wanted = f"{pages} pages, {views} window pages and {len(slots)} states"
+            raise OutOfMemory(f"{wanted} are more than all that is not held")
+        self._grow(lease, pages, len(slots), views)
+
+    def reserve_fetched(self, lease: Lease, num_pages: int) -> None:
+        """Take the window pages that a checkpoint at the end of `num_pages` has and the lease lacks: a fetch
+        fills them. Others are given back: the lease is of no use if the fetch fails. Raises OutOfMemory."""
+        places = self.layout.last_window(num_pages)
+        gone = windows.out_of_sight(self.layout, lease, num_pages * self.layout.page_tokens)
+        self._cache.windows.release(gone)
+        if not lease.windows:
+            lease.first_window = places.start
+        lacking = range(lease.windows_end, places.stop)
+        if any(self._refuses(Site.RUN_WINDOW) for _ in lacking):
+            raise OutOfMemory("refused")
+        self._grow(lease, 0, 0, len(lacking))
+        lease.fetched_windows = lacking
+
+    def launch(self, lease: Lease, end: int, *, keep: bool = False, drafts: int = 0) -> Flight:
+        """A step goes off that runs `[launched, end)`, the last `drafts` tokens of it on trial.
+
+        `keep`: the state where it starts is wanted as a checkpoint (call `keep_state` when the step before
+        has landed), so it is not overwritten if another slot can be had.
+        """
+        assert not lease.ended
+        assert len(lease.flights) < FLIGHTS_MAX
+        start = lease.launched
+        assert start < end - drafts <= end <= lease.allocated
+        assert not windows.lacking(self.layout, lease, end)
+        flight = Flight(start, end, None, (), lease.source)
+        lease.source = None
+        if self.layout.has_states:
+            if flight.source is not None and flight.source.checkpoint is not None:
+                flight.read = flight.source.checkpoint.state
+            elif start:
+                flight.read = lease.states[start]
+            if lease.writes_in_place(drafts) and not (keep and self._checkpoints.borrow(lease)):
+                flight.writes = (lease.states.pop(start),)
+            else:
+                flight.writes = tuple(lease.spare.pop() for _ in range(drafts + 1))
+            lease.states |= zip(range(end - drafts, end + 1), flight.writes, strict=True)
+        lease.flights.append(flight)
+        lease.launched = end
+        return flight
+
+    def land(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
+        """The oldest step in flight has completed, and `[0, num_tokens)` is written and accepted. If that is
+        less than it ran, the steps after it are void; if it is where it started, nothing of it counts, and a
+        state that it overwrote is lost: such a lease can only be released.
+
+        Pages that became full go to the index; where it holds that page already, the lease shares it and its
+        own is freed. For a request that has ended nothing is committed.
+        """
+        flight = lease.flights.popleft()
+        if flight.source is not None:
+            self._cache.unpin_checkpoint(flight.source)
+        for slot in flight.limbo:
+            self._cache.give_state(slot)
+        for page in flight.limbo_pages:
+            self._cache.give_page(page)
+        if not flight.void and not lease.ended:
+            assert flight.start <= num_tokens <= flight.end
+            rejected = self._reject(lease, num_tokens) if num_tokens < flight.end else []
+            self._commit(lease, num_tokens, keys)
+            self._cache.windows.release(windows.out_of_sight(self.layout, lease, num_tokens))
+            for slot in rejected:
+                self._checkpoints.return_slot(lease, slot)
+        if lease.ended and not lease.flights:
+            self._landing.remove(lease)
+            self._free(lease)
+
+    def adopt(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
+        """Pages up to `num_tokens` and what `reserve_fetched` and `fetch_slot` gave for the checkpoint there
+        were fetched: keep them as if computed. A lease that does not run has pages alone."""
+        assert not lease.flights
+        if lease.source is not None:
+            self._cache.unpin_checkpoint(lease.source)
+            lease.source = None
+        if self.layout.has_states and lease.runs:
+            slot = lease.spare.pop() if lease.spare else lease.states.pop(lease.committed)
+            lease.states[num_tokens] = slot
+        self._commit(lease, num_tokens, keys)
+        if lease.runs:
+            self.keep_state(lease)
+
+    def keep_state(self, lease: Lease, *, last: bool = False) -> bool:
+        """`Checkpoints.keep`: what is at `committed`, a page boundary, becomes the checkpoint there."""
+        return self._checkpoints.keep(lease, last=last)
+
+    def roll_checkpoint(self, lease: Lease) -> bool:
+        """`Checkpoints.roll`: ... in place of the one that it kept before while decoding."""
+        return self._checkpoints.roll(lease)
+
+    def release(self, request_id: str) -> None:
+        """The only way memory comes back, whatever ended the request."""
+        lease = self._leases.pop(request_id)
+        lease.ended = True
+        if lease.flights:
+            self._landing.append(lease)
+        else:
+            self._free(lease)
+
+    def resize(self, budget_extents: int) -> bool:
+        """Change what the arena may map; evicts what is kept, and answers whether that was enough. If not,
+        preempt and call again."""
+        return self._cache.resize(budget_extents)
+
+    def usage(self) -> Usage:
+        return self._cache.arena.usage()
+
+    @property
+    def budget_extents(self) -> int:
+        return self._cache.arena.budget_extents
+
+    @property
+    def num_extents(self) -> int:
+        """The most that the budget can be."""
+        return self._cache.arena.num_extents
+
+    @property
+    def excess(self) -> int:
+        """Extents that are mapped above the budget."""
+        return self._cache.arena.excess
+
+    @property
+    def num_slots(self) -> int:
+        """States held for requests, shared ones left out; 1, 2 or 3 for each at rest, by strategy."""
+        return sum(lease.num_slots for lease in self._leases.values())
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases) + len(self._landing)
+
+    def check(self) -> None:
+        """Prove that every byte has exactly one owner, and that every pin has a reason."""
+        leases = [*self._leases.values(), *self._landing]
+        pins = Counter(entry for lease in leases for entry in lease.entries)
+        reading = Counter(entry for lease in leases for entry in lease.sources())
+        for entry in self.index:
+            found = (entry.pins, entry.checkpoint_pins)
+            assert found == (pins[entry], reading[entry]), "a pin without a reason"
+        self._cache.check(
+            [page for lease in leases for page in lease.own_pages()],
+            [state for lease in leases for state in lease.own_states()],
+            [window for lease in leases for window in lease.windows],
+        )
+        for lease in leases:
+            lease.check()
+            assert lease.ended == (lease in self._landing)
+
+    def _share_windows(self, lease: Lease, shared: Sequence[WindowId]) -> None:
+        if shared:
+            self._cache.windows.hold(shared)
+            lease.windows += shared
+            lease.first_window = len(lease.entries) - len(shared)
+            lease.count_windows()
+
+    def _commit(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
+        lease.committed = num_tokens
+        lease.launched = max(lease.launched, num_tokens)
+        while (len(lease.entries) + 1) * self.layout.page_tokens <= num_tokens:
+            parent = lease.entries[-1] if lease.entries else None
+            page = lease.own.pop(0)
+            entry, taken_over = self._cache.insert(parent, keys[len(lease.entries)], page)
+            lease.entries.append(entry)
+            if not taken_over:
+                lease.count_pages()
+                if lease.flights:
+                    lease.flights[-1].limbo_pages.append(page)
+                else:
+                    self._cache.give_page(page)
+        for depth in [depth for depth in lease.states if depth < num_tokens]:
+            self._checkpoints.return_slot(lease, lease.states.pop(depth))
+
+    def _reject(self, lease: Lease, landed: int) -> list[StateId]:
+        """Of the step that has just landed, the tokens from `landed` on do not count, nor do the steps after
+        it. Answers the states there, unless those still use them: then they come back when they have landed.
+        """
+        slots = [lease.states.pop(depth) for depth in list(lease.states) if depth > landed]
+        lease.launched = landed
+        for flight in lease.flights:
+            flight.void = True
+        if not lease.flights:
+            return slots
+        lease.flights[-1].limbo = tuple(slots)
+        return []
+
+    def _spared(self, lease: Lease) -> bool:
+        """Checkpoints are optional: take back what the lease holds for them, and say whether it had any. If
+        nobody else reads the checkpoint that its next step reads, that step can as well overwrite it; and
+        the second slot of `double` can be borrowed when it is needed, as with `lazy`."""
+        source = lease.source
+        if source is not None and source.checkpoint_pins == 1 and self.layout.has_states:
+            lease.source = None
+            if lease.rolling is source:
+                lease.rolling = None
+            self._cache.unpin_checkpoint(source)
+            slot = self._cache.reclaim_checkpoint(source)
+            assert slot is not None
+            lease.states[lease.committed] = slot
+            self.counters["evicted_checkpoints_for_run"] += 1
+        elif not lease.spares_min:
+            return False
+        lease.spares_min = 0
+        while lease.spare:
+            self._cache.give_state(lease.spare.pop())
+        return True
+
+    def _grow(self, lease: Lease, pages: int, slots: int, views: int) -> None:
+        try:
+            self._take(lease, pages, slots, views)
+        except OutOfMemory:
+            self._cache.clear()  # the states took extents that the pages need, and there was a slot elsewhere
+            self._take(lease, pages, slots, views)
+
+    def _take(self, lease: Lease, pages: int, slots: int, views: int) -> None:
+        """All or nothing. States and windows first: they may need an extent, pages fit between pages."""
+        num_own, num_spare, num_windows = len(lease.own), len(lease.spare), len(lease.windows)
+        try:
+            lease.spare.extend(self._cache.take_state() for _ in range(slots))
+            lease.windows.extend(self._cache.take_window() for _ in range(views))
+            lease.own.extend(self._cache.take_page() for _ in range(pages))
+        except OutOfMemory:
+            self._give_pages(lease, num_own)
+            while len(lease.spare) > num_spare:
+                self._cache.give_state(lease.spare.pop())
+            self._cache.windows.release(lease.windows[num_windows:])
+            del lease.windows[num_windows:]
+            raise
+        if pages:
+            lease.count_pages()
+        if views:
+            lease.count_windows()
+
+    def _free(self, lease: Lease) -> None:
+        if lease.source is not None:
+            self._cache.unpin_checkpoint(lease.source)
+            lease.source = None
+        for slot in [*lease.states.values(), *lease.spare]:
+            self._cache.give_state(slot)
+        lease.states.clear()
+        lease.spare.clear()
+        self._cache.windows.release(lease.windows)
+        lease.windows.clear()
+        while lease.entries:
+            self._cache.unpin(lease.entries.pop())
+        self._give_pages(lease, 0)
+
+    def _give_pages(self, lease: Lease, num_kept: int) -> None:
+        while len(lease.own) > num_kept:
+            self._cache.give_page(lease.own.pop())
+        lease.count_pages()

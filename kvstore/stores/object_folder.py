@@ -1,0 +1,222 @@
+"""Sealed objects as files of one folder that several processes share; blocking, knows no event loop.
+
+    folder/objects/ab/abcdef....0000.p      seal, then body
+
+An object is written aside and appears under its name by a hard link, which fails if the name exists: whole
+or not at all, and the first writer wins. Nothing is synced to the disk: after a power failure the seal finds
+what is torn. folder_bound.py keeps the folder within its size.
+
+Last use is a file's modification time, renewed by a read once it is older than TOUCH_S: most reads cost no
+write, a restart knows what was used last, and so does a store in which everything is replaced within seconds.
+"""
+
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+
+from tidemill.kvstore.errors import StoreError
+from tidemill.kvstore.keys import ObjectKey
+from tidemill.kvstore.stores.folder_bound import FolderBound, Promise, Usage, unlink
+from tidemill.kvstore.stores.page_store import Got, Held, Put, fitting, full_after
+from tidemill.kvstore.stores.seal import PLAIN, SEAL_BYTES, Sealing
+
+TOUCH_S = 1.0
+GONE = {errno.ENOENT, errno.ESTALE}  # evicted, the latter by another host of a network file system
+
+
+class ObjectFolder:
+    """`put` is for one thread at a time, `get` and `contains` run beside it in any number."""
+
+    def __init__(
+        self,
+        path: Path,
+        capacity_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        sealing: Sealing = PLAIN,
+    ) -> None:
+        """Create or reopen; `clock` counts seconds from anywhere. Raises StoreError that names the fix."""
+        self._capacity_bytes = capacity_bytes
+        self._sealing = sealing
+        try:
+            self._bound = FolderBound(path, capacity_bytes, clock)
+            self._objects = str(self._bound.objects)
+        except OSError as error:
+            raise StoreError(
+                f"file store {path}: {error.strerror}: name a folder that this user may write to, on a file"
+                " system with hard links and locks (file:///path?size=8GiB)"
+            ) from error
+
+    @property
+    def usage(self) -> Usage:
+        """As of the last put of this process."""
+        return self._bound.usage
+
+    @property
+    def evicted(self) -> int:
+        """Objects that this process deleted to make space."""
+        return self._bound.evicted
+
+    def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+        count = fitting([SEAL_BYTES + body.nbytes for _, body in objects], self._capacity_bytes)
+        batch = [(self._file(key), key, body) for key, body in objects[:count]]
+        missing = {path: SEAL_BYTES + body.nbytes for path, _, body in batch if not self._renew(path)}
+        outcomes = [Put.EXISTED for _ in takewhile(lambda one: one[0] not in missing, batch)]
+        if missing:
+            keep = frozenset(path for path, _, _ in batch)
+            try:
+                promise = self._bound.promise(Usage(len(missing), sum(missing.values())), keep)
+            except OSError as error:
+                outcomes.append(_failed(error))
+            else:
+                try:
+                    outcomes += self._store(batch[len(outcomes) :], set(missing), promise)
+                finally:
+                    left_bytes = promise.left.bytes
+                    self._bound.end(promise)
+                if outcomes[-1] is Put.FULL:  # though it was promised: others fill the disk
+                    self._bound.give_way(left_bytes, keep)
+        if outcomes and not outcomes[-1].is_there:
+            return outcomes + [Put.SKIPPED] * (len(objects) - len(outcomes))
+        return outcomes + full_after(outcomes, objects)
+
+    def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
+        return [self._load(key, view) for key, view in wanted]
+
+    def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        return [os.access(self._file(key), os.F_OK) for key in keys]
+
+    def remove(self, keys: Sequence[ObjectKey]) -> None:
+        for key in keys:
+            with suppress(OSError):
+                unlink(self._file(key))
+
+    def held(self) -> list[Held]:
+        """Raises OSError."""
+        now_s = self._bound.now_s()
+        return [
+            Held(ObjectKey.parse(Path(file.path).name), file.bytes, max(0.0, now_s - file.used_ns / 1e9))
+            for file in self._bound.files()
+        ]
+
+    def _store(
+        self, batch: Sequence[tuple[str, ObjectKey, memoryview]], missing: set[str], promise: Promise
+    ) -> list[Put]:
+        """Up to the first that is not there."""
+        outcomes: list[Put] = []
+        for path, key, body in batch:
+            outcome = Put.EXISTED
+            if path in missing:
+                missing.remove(path)  # the same key may come again
+                parts = [memoryview(self._sealing.seal(key, body)), body]
+                try:
+                    is_first = _publish(promise.aside, path, parts)
+                except OSError as error:
+                    return [*outcomes, _failed(error)]
+                if is_first:
+                    outcome = Put.STORED
+                    promise.reduce(Usage(1, SEAL_BYTES + body.nbytes))
+            outcomes.append(outcome)
+        return outcomes
+
+    def _load(self, key: ObjectKey, view: memoryview) -> Got:
+        path = self._file(key)
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            return Got.MISS if error.errno in GONE else Got.UNREACHABLE
+        try:
+            status = os.fstat(fd)
+            found = bytearray(SEAL_BYTES)
+            got = Got.TRUNCATED
+            if status.st_size == SEAL_BYTES + view.nbytes and _read(fd, [memoryview(found), view]):
+                got = self._sealing.verify(key, view, found)
+            if got is Got.HIT:
+                self._touch(fd, status)
+                return got
+        except OSError as error:
+            if error.errno in GONE:
+                return Got.MISS
+            if error.errno != errno.EIO:
+                return Got.UNREACHABLE
+            got = Got.CORRUPT
+        finally:
+            os.close(fd)
+        with suppress(OSError):
+            unlink(path)
+        return got
+
+    def _file(self, key: ObjectKey) -> str:
+        name = str(key)
+        return f"{self._objects}/{name[:2]}/{name}"
+
+    def _renew(self, path: str) -> bool:
+        """Whether the object exists; counts as a use of it."""
+        try:
+            self._touch(path, os.stat(path))  # noqa: PTH116 - building a Path costs more than the call
+        except OSError:
+            return False
+        return True
+
+    def _touch(self, file: str | int, status: os.stat_result) -> None:
+        if self._bound.now_s() - status.st_mtime > TOUCH_S:
+            with suppress(OSError):
+                os.utime(file)
+
+
+def _failed(error: OSError) -> Put:
+    return Put.FULL if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} else Put.UNREACHABLE
+
+
+def _publish(aside: str, path: str, parts: list[memoryview]) -> bool:
+    """Write `parts` to the file `aside`, which nobody else uses, and have it appear whole as `path`; False
+    when another writer was first. Raises OSError."""
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        try:
+            _write(fd, parts)
+        finally:
+            os.close(fd)  # before the link: on a network it is what sends the bytes
+        return _link(aside, path)
+    finally:
+        unlink(aside)
+
+
+def _link(aside: str, path: str) -> bool:
+    try:
+        try:
+            os.link(aside, path)
+        except FileNotFoundError:  # the first of its folder
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            os.link(aside, path)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _write(fd: int, parts: list[memoryview]) -> None:
+    while parts:
+        parts = _after(parts, os.writev(fd, parts))
+
+
+def _read(fd: int, parts: list[memoryview]) -> bool:
+    """Fill `parts` from the file; False when it ends before."""
+    while parts:
+        num_bytes = os.readv(fd, parts)
+        if num_bytes == 0:
+            return False
+        parts = _after(parts, num_bytes)
+    return True
+
+
+def _after(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of `parts` after their first `num_bytes`."""
+    left: list[memoryview] = []
+    for part in parts:
+        if num_bytes < part.nbytes:
+            left.append(part[num_bytes:])
+        num_bytes = max(0, num_bytes - part.nbytes)
+    return left

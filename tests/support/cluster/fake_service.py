@@ -1,0 +1,285 @@
+"""A scripted Service for tests of the edge: it replays tokens, counts open streams, and can fail or stall."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer, load_tokenizer
+from tidemill.cluster.edge.http.app import build_app
+from tidemill.cluster.edge.http.slow_clients import patient
+from tidemill.cluster.edge.requests.context import Sources
+from tidemill.cluster.edge.requests.limits import EdgeLimits
+from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.edge.requests.security import Tls, uvicorn_settings
+from tidemill.cluster.edge.service import FleetStatus, RoleScale, ServedModel, WorkerStatus
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import (
+    MemoryUse,
+    Piece,
+    Produced,
+    Provenance,
+    Request,
+    RequestError,
+    Role,
+    TokenLogprob,
+    Trace,
+    Unserved,
+    WorkerId,
+    WorkerInfo,
+    WorkerLoad,
+)
+
+KEEPER = Path(__file__).parents[3] / "workers" / "models" / "keeper"
+EOS = 1
+PROMPT_PIECE = 3
+"""Logprobs of a prompt that come together."""
+
+MODEL = ServedModel(
+    name="keeper",
+    folder=KEEPER,
+    max_model_len=512,
+    vocab_size=896,
+    eos_token_ids=(EOS,),
+    created_s=1_700_000_000,
+)
+TRACE = Trace(
+    attempts=1,
+    decode=WorkerId("decode-0.a"),
+    provenance=Provenance(reused_tokens=2, fetched_tokens=3, computed_tokens=1),
+    prefill=WorkerId("prefill-0.b"),
+    produced=Produced(depth=5, provenance=Provenance(reused_tokens=1, computed_tokens=4)),
+)
+
+
+def worker_status(name: str, role: str = "decode", state: str = "ready") -> WorkerStatus:
+    assert role in ("prefill", "decode", "mixed")
+    info = WorkerInfo(
+        worker=WorkerId(f"{name}.x"),
+        name=name,
+        role=role,
+        address="127.0.0.1:1",
+        pid=7,
+        node="here",
+        page_tokens=4,
+        device="here/cpu",
+        memory_bytes=8 << 20,
+        memory_floor_bytes=1 << 20,
+        memory_max_bytes=16 << 20,
+    )
+    load = WorkerLoad(
+        running_rows=2,
+        memory=MemoryUse(pages_live=1 << 20, free=3 << 20),
+        budget_bytes=4 << 20,
+        state_slots=6,
+        counters={
+            "pages_published": 5,
+            "evicted_pages_for_states": 2,
+            "evicted_pages_for_resize": 3,
+            "spec_trials": 4,
+            "spec_accepted_tokens": 3,
+            "spec_accepted_tokens_at_0": 2,
+            "spec_accepted_tokens_at_1": 1,
+            "store_puts_as_stored": 6,
+            "store_puts_as_existed": 1,
+            "store_puts_as_full": 1,
+            "store_puts_as_skipped": 3,
+            "store_gets_as_corrupt": 4,
+            "store_gets_as_truncated": 1,
+            "store_put_bytes": 2048,
+            "store_is_down": 0,
+        },
+    )
+    return WorkerStatus(
+        info=info,
+        load=load,
+        state=state,
+        heard_ago_s=0.5,
+        restorable_depths=3,
+        set_by="broker",
+        set_bytes=5 << 20,
+    )
+
+
+@dataclass
+class FakeService:
+    """Answers each request with `script`, `per_piece` tokens at a time, to `max_new_tokens` or a stop token.
+
+    `fail_at` raises `failure` before the piece of that index, `stall_at` waits for ever there.
+    """
+
+    script: Callable[[Request], Sequence[int]]
+    per_piece: int = 1
+    fail_at: int | None = None
+    failure: TidemillError = field(default_factory=lambda: Unserved("no worker is left"))
+    stall_at: int | None = None
+    model: ServedModel = MODEL
+    workers: tuple[WorkerStatus, ...] = (worker_status("prefill-0", "prefill"), worker_status("decode-0"))
+    requests: list[Request] = field(default_factory=list[Request])
+    budgets: list[tuple[str, int | None]] = field(default_factory=list[tuple[str, int | None]])
+    orders: list[tuple[object, ...]] = field(default_factory=list[tuple[object, ...]])
+    scaled: RoleScale = field(default_factory=lambda: RoleScale(role="decode", workers=1))
+    open_streams: int = 0
+    resets: int = 0
+    pieces: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    stalled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Piece]:
+        self.requests.append(request)
+        self.open_streams += 1
+        self.idle.clear()
+        try:
+            tokens = list(self.script(request))[: request.max_new_tokens]
+            ends = [index for index, token in enumerate(tokens) if token in request.stop_token_ids]
+            finish = "stop" if ends else "length"
+            tokens = tokens[: ends[0] + 1] if ends else tokens
+            starts = range(0, len(tokens), self.per_piece)
+            for place in range(0, request.to_score, PROMPT_PIECE):
+                targets = request.tokens[place + 1 : place + 1 + PROMPT_PIECE]
+                alternatives = request.sampling.prompt_logprobs or 0
+                told = tuple(scored(token, alternatives) for token in targets)
+                yield Piece(tokens=(), prompt_logprobs=told, trace=TRACE)
+            for index, start in enumerate(starts):
+                if index == self.stall_at:
+                    self.stalled.set()
+                    await asyncio.Event().wait()
+                if index == self.fail_at:
+                    raise self.failure
+                await asyncio.sleep(0)
+                last = start == starts[-1]
+                self.pieces += 1
+                new = tuple(tokens[start : start + self.per_piece])
+                asked = request.sampling.logprobs
+                yield Piece(
+                    tokens=new,
+                    logprobs=() if asked is None else tuple(scored(token, asked) for token in new),
+                    trace=TRACE,
+                    finish=finish if last else None,
+                )
+        finally:
+            self.open_streams -= 1
+            if self.open_streams == 0:
+                self.idle.set()
+
+    async def status(self) -> FleetStatus:
+        return FleetStatus(workers=self.workers)
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
+
+    async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
+        if worker not in [one.info.name for one in self.workers]:
+            raise RequestError(f"there is no worker {worker!r}", param="worker", status=404)
+        self.budgets.append((worker, budget_bytes))
+
+    async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
+        if worker not in [one.info.name for one in self.workers]:
+            raise RequestError(f"there is no worker {worker!r}", param="worker", status=404)
+        self.orders.append((worker, drain, force))
+
+    async def set_role(self, worker: str, role: Role) -> None:
+        self.orders.append((worker, role))
+
+    async def scale(self, counts: Mapping[Role, int], *, pending: bool = False) -> str | None:
+        if counts.get("mixed"):
+            raise RequestError("there was no mixed worker at the start", param="workers")
+        self.orders.append((dict(counts), pending))
+        self.scaled = replace(self.scaled, workers=counts.get("decode", self.scaled.workers))
+        return "decode-1 needs a GPU" if pending else None
+
+    async def roles(self) -> tuple[RoleScale, ...]:
+        return (self.scaled,)
+
+
+def scored(token: int, count: int) -> TokenLogprob:
+    """What the fake's model thinks: each token has its own logprob, the likeliest are always the same."""
+    return TokenLogprob(-token / 64, tuple((10 + place, -place / 8) for place in range(count)))
+
+
+def sources(seed: int = 0) -> Sources:
+    """Ids that count up, a clock that ticks at each look, seeded randomness."""
+    ids, ticks = count(), count()
+    return Sources(
+        clock_s=lambda: next(ticks) / 64,
+        unix_time_s=lambda: 1_700_000_123.5,
+        new_id=lambda: f"id{next(ids)}",
+        rng=Random(seed),
+    )
+
+
+@cache
+def tokenizer() -> FolderTokenizer:
+    return load_tokenizer(KEEPER)
+
+
+def saying(text: str, *, eos: bool = True) -> Callable[[Request], list[int]]:
+    """A script: these words, then the end of the sequence."""
+    tokens = tokenizer().encode(text)
+    return lambda _: [*tokens, EOS] if eos else tokens
+
+
+def app_over(service: FakeService, seed: int = 0) -> FastAPI:
+    return build_app([Served(service, tokenizer())], sources(seed))
+
+
+def call(app: FastAPI, method: str, path: str, **content: Any) -> httpx.Response:  # noqa: ANN401 - as httpx takes it
+    """One request, in process."""
+
+    async def send() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client:
+            return await client.request(method, path, **content)
+
+    return asyncio.run(send())
+
+
+def complete(app: FastAPI, **body: object) -> dict[str, Any]:
+    """The answer of /v1/completions."""
+    response = call(app, "POST", "/v1/completions", json={"prompt": "Hello", **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events_of(response: httpx.Response) -> list[Any]:
+    """The bodies of a stream's data lines; [DONE] as it is."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def chat(app: FastAPI, **body: object) -> httpx.Response:
+    messages = [{"role": "user", "content": "Hello!"}]
+    return call(app, "POST", "/v1/chat/completions", json={"messages": messages, **body})
+
+
+@asynccontextmanager
+async def serving(
+    app: FastAPI, tls: Tls | None = None, limits: EdgeLimits | None = None
+) -> AsyncGenerator[str]:
+    """The base URL of `app` behind a real socket, which listens at once: nobody has to wait for the start."""
+    http = patient(EdgeLimits() if limits is None else limits)
+    scheme = "http" if tls is None else "https"
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # a slow reader shows soon
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app, http=http, log_level="critical", ws="none", lifespan="off", **uvicorn_settings(tls)
+            )
+        )
+        running = asyncio.create_task(server.serve(sockets=[listening]))
+        try:
+            yield f"{scheme}://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await running

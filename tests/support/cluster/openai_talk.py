@@ -1,0 +1,38 @@
+"""The `openai` SDK talking to the edge over a real socket, and a tool to talk about."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionToolParam
+
+from tests.support.cluster.fake_service import FakeService, serving, sources, tokenizer
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
+from tidemill.cluster.edge.http.app import build_app
+from tidemill.cluster.edge.requests.models import Served
+
+ARGUMENTS: dict[str, object] = {
+    "type": "object",
+    "properties": {"person": {"type": "string", "enum": ["Emma", "Tom"]}},
+    "required": ["person"],
+    "additionalProperties": False,
+}
+LOOK: ChatCompletionToolParam = {
+    "type": "function",
+    "function": {"name": "look", "description": "Looks for a person.", "parameters": ARGUMENTS},
+}
+
+
+def converse(
+    service: FakeService,
+    talk: Callable[[AsyncOpenAI], Awaitable[None]],
+    tokens: FolderTokenizer | None = None,
+) -> None:
+    async def main() -> None:
+        async with (
+            serving(build_app([Served(service, tokens or tokenizer())], sources())) as url,
+            AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            await talk(client)
+
+    asyncio.run(main())

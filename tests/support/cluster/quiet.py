@@ -1,0 +1,19 @@
+"""For tests of what sets up the logs of a process: they are as before afterwards."""
+
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from tidemill.cluster.observability.logs import OURS
+
+
+@contextmanager
+def same_logs_afterwards() -> Generator[None]:
+    root, ours = logging.getLogger(), logging.getLogger(OURS)
+    handlers, levels = list(root.handlers), (root.level, ours.level)
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(levels[0])
+        ours.setLevel(levels[1])

@@ -1,0 +1,84 @@
+"""The Helm charts and their examples, rendered in this process by Helm's own library."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import yaml
+
+ROOT = Path(__file__).parents[3]
+HELM = ROOT / "deploy" / "helm"
+CHART = HELM / "tidemill"
+TRAFFIC = HELM / "tidemill-traffic"
+EXAMPLES = tuple(sorted((HELM / "examples").glob("*.yaml")))
+TRAFFIC_EXAMPLE = HELM / "examples" / "traffic.yaml"
+SERVERS = tuple(example for example in EXAMPLES if example != TRAFFIC_EXAMPLE)
+GOLDEN = Path(__file__).parents[2] / "deploy/golden"
+
+RELEASE, NAMESPACE = "chat", "llm"
+
+Values = dict[str, Any]
+Document = dict[str, Any]
+
+
+def chart_of(example: Path) -> Path:
+    return TRAFFIC if example == TRAFFIC_EXAMPLE else CHART
+
+
+def values_of(example: Path) -> Values:
+    return yaml.safe_load(example.read_text())
+
+
+def rendered(chart: Path, values: Values, release: str = RELEASE) -> dict[str, str]:
+    """The text of each template, by its path in the chart. Raises HelmError."""
+    with helm_python.Chart.load(chart) as loaded:
+        loaded.validate_schema(values)
+        texts = loaded.render(values, name=release, namespace=NAMESPACE)
+    return {path.partition("/")[2]: text for path, text in sorted(texts.items())}
+
+
+def documents(chart: Path, values: Values, release: str = RELEASE) -> list[Document]:
+    """What would be applied."""
+    texts = rendered(chart, values, release)
+    return [
+        document
+        for path, text in texts.items()
+        if path.endswith(".yaml")
+        for document in yaml.safe_load_all(text)
+        if document
+    ]
+
+
+@cache
+def documents_of(example: Path) -> list[Document]:
+    """Of an example; tests read them."""
+    return documents(chart_of(example), values_of(example))
+
+
+def one(found: list[Document], kind: str, suffix: str = "") -> Document:
+    """The only document of a kind whose name ends like this."""
+    [document] = [
+        document
+        for document in found
+        if document["kind"] == kind and document["metadata"]["name"].endswith(suffix)
+    ]
+    return document
+
+
+def pods(found: list[Document]) -> dict[str, Document]:
+    """The pod templates, by component: `frontend`, `head`, `worker` of each group as `worker/prefill`."""
+    templates: dict[str, Document] = {}
+    for document in found:
+        if document["kind"] == "Deployment":
+            template = document["spec"]["template"]
+            templates[template["metadata"]["labels"]["app.kubernetes.io/component"]] = template
+        if document["kind"] == "RayCluster":
+            templates["head"] = document["spec"]["headGroupSpec"]["template"]
+            for group in document["spec"]["workerGroupSpecs"]:
+                templates[f"worker/{group['groupName']}"] = group["template"]
+    return templates
+
+
+def containers(pod: Document) -> list[Document]:
+    return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]

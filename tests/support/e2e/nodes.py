@@ -1,0 +1,153 @@
+"""A Ray cluster of several nodes on this machine, each at a loopback address of its own, with tokens."""
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.e2e.server import Server, eventually
+
+RAY = Path(sys.executable).parent / "ray"
+NET = f"127.{20 + os.getpid() % 200}.{os.getpid() // 200 % 250}"
+"""Of this process alone: another one may have nodes as well."""
+
+HEAD = f"{NET}.2"
+MARK = "TIDEMILL_TEST_NODE"
+STARTED = "Ray runtime started."
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as one:
+        one.bind((host, 0))
+        return one.getsockname()[1]
+
+
+class Nodes:
+    """The first one is the head. They end in `stop`, or one by one in `kill`."""
+
+    def __init__(self, folder: Path, *, dashboard: bool = False, labels: str = "", head: str = HEAD) -> None:
+        """`folder`: a short path, for Ray's sockets; `head`: the address of the first one."""
+        self._folder = folder
+        self._mark = uuid.uuid4().hex
+        self._environ = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(16),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        self.address = self.url = ""
+        self._started: dict[str, subprocess.Popen[bytes]] = {}  # by host
+
+        def head_options() -> str:
+            port, web = free_port(head), free_port(head)
+            self.address, self.url = f"{head}:{port}", f"http://{head}:{web}"
+            with_web = f"--dashboard-host={head} --dashboard-port={web}"
+            with_web = with_web if dashboard else "--include-dashboard=false"
+            return f"--head --port={port} --temp-dir={folder} {with_web}"
+
+        self._start(head, head_options, labels, {})
+
+    def add(self, host: str, labels: str = "", namespace: str = "", **environ: str) -> None:
+        """One more, which is there when this returns; one at a time, as Ray wants nodes of one machine.
+        `namespace`: of the network, where it runs."""
+        self._start(host, lambda: f"--address={self.address}", labels, environ, namespace)
+
+    def _start(
+        self,
+        host: str,
+        options: Callable[[], str],
+        labels: str,
+        environ: Mapping[str, str],
+        namespace: str = "",
+    ) -> None:
+        """Again, if it ends: Ray gives a node 30 s to come up, and a port may be taken meanwhile."""
+        log = self._folder / f"{host}.log"
+
+        def is_there() -> bool:
+            started = self._started.get(host)
+            if started is None or started.poll() is not None:
+                self.kill(host)
+                common = (
+                    f"start {options()} --block --num-cpus=1 --node-ip-address={host} --min-worker-port=0"
+                    " --max-worker-port=0 --object-store-memory=80000000 --dashboard-agent-listen-port=0"
+                )
+                extra = [f"--labels={labels}"] if labels else []
+                within = ["ip", "netns", "exec", namespace] if namespace else []
+                with log.open("w") as output:
+                    self._started[host] = subprocess.Popen(
+                        [*within, RAY, *common.split(), *extra],
+                        env={**self._environ, **environ, MARK: f"{self._mark} {host}"},
+                        stdout=output,
+                        stderr=output,
+                    )
+            return STARTED in log.read_text()
+
+        eventually(is_there)
+
+    def processes(self, host: str = "") -> list[psutil.Process]:
+        """Those of one node, or of all: whatever was started by them."""
+        found: list[psutil.Process] = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK, "").startswith(f"{self._mark} {host}"):
+                    found.append(process)
+        return found
+
+    def actors(self) -> list[psutil.Process]:
+        """Of ours, on all nodes."""
+        found: list[psutil.Process] = []
+        for process in self.processes():
+            with suppress(psutil.Error):  # it ends meanwhile
+                if "Actor" in " ".join(process.cmdline()[:1]):
+                    found.append(process)
+        return found
+
+    def kill(self, host: str = "") -> None:
+        """All that runs on the node, at once: as if its power was cut."""
+        processes = self.processes(host)
+        while processes:
+            for process in processes:
+                with suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(processes)
+            processes = self.processes(host)  # what was being started meanwhile
+        for name in [name for name in self._started if name.startswith(host)]:
+            self._started.pop(name).wait()
+
+    @contextmanager
+    def environ(self) -> Generator[None]:
+        """Inside, whatever this process starts may join."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith("RAY_")]:
+                patch.delenv(name)
+            for name, value in self._environ.items():
+                if name.startswith("RAY_"):
+                    patch.setenv(name, value)
+            yield
+
+    def serve(self, config: Path, log: Path, module: str = "tidemill") -> Server:
+        """A server on this cluster, which the file says how to reach."""
+        with self.environ():
+            return Server(["--config", str(config)], log, module)
+
+    def run(self, *command: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+        """A command that knows the token, unless it is given another one."""
+        return subprocess.run(
+            command, env={**self._environ, **environ}, capture_output=True, text=True, check=False
+        )
+
+    def asks_jobs(self) -> httpx.Client:
+        """For Ray's jobs API."""
+        token = self._environ["RAY_AUTH_TOKEN"]
+        return httpx.Client(
+            base_url=f"{self.url}/api/jobs", headers={"Authorization": f"Bearer {token}"}, timeout=60
+        )

@@ -1,0 +1,89 @@
+"""Completions over HTTP as a test wants them: the text of each stream, and when it is well under way."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.support.e2e.server import NO_TLS
+
+
+@dataclass
+class Stream:
+    """One streamed completion. `pieces` are its chunks of text as they came; `usage` is there at the end."""
+
+    body: dict[str, Any]
+    pieces: list[str] = field(default_factory=list[str])
+    finish_reason: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict[str, Any])
+    under_way: asyncio.Event = field(default_factory=asyncio.Event)
+    pieces_awaited: int = 20
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def outcome(self) -> tuple[str, str | None, int]:
+        """All that must not depend on the path."""
+        return self.text, self.finish_reason, self.usage["completion_tokens"]
+
+    async def run(self, client: httpx.AsyncClient) -> None:
+        body = {**self.body, "stream": True, "stream_options": {"include_usage": True}}
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            ended = False
+            async for line in response.aiter_lines():
+                if not line:
+                    continue
+                assert not ended, f"a line after the end: {line}"
+                data = line.removeprefix("data: ")
+                if data == "[DONE]":
+                    ended = True
+                    continue
+                self._take(json.loads(data))
+        assert ended, "the stream was cut"
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        assert "error" not in chunk, chunk
+        self.usage = chunk.get("usage") or self.usage
+        for choice in chunk["choices"]:
+            assert self.finish_reason is None, "text after the finish"
+            self.pieces.append(choice["text"])
+            self.finish_reason = choice["finish_reason"]
+        if len(self.pieces) >= self.pieces_awaited:
+            self.under_way.set()
+
+
+async def run_all(url: str, bodies: list[dict[str, Any]]) -> list[Stream]:
+    """All of `bodies` at once, to their ends."""
+    streams = [Stream(body) for body in bodies]
+    async with client_of(url) as client, asyncio.TaskGroup() as running:
+        for stream in streams:
+            running.create_task(stream.run(client))
+    return streams
+
+
+def run_while(url: str, bodies: list[dict[str, Any]], break_it: Callable[[], None]) -> list[Stream]:
+    """All of `bodies` at once, to their ends; `break_it` is called when all of them are well under way."""
+
+    async def run() -> list[Stream]:
+        streams = [Stream(body) for body in bodies]
+        async with client_of(url) as client, asyncio.TaskGroup() as running:
+            for stream in streams:
+                running.create_task(stream.run(client))
+            for stream in streams:
+                await stream.under_way.wait()
+            assert not all(stream.finish_reason for stream in streams), "too late: make the streams longer"
+            await asyncio.to_thread(break_it)
+        return streams
+
+    return asyncio.run(run())
+
+
+def client_of(url: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=url, timeout=300, limits=limits, verify=NO_TLS)

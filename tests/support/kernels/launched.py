@@ -1,0 +1,77 @@
+# pyright: basic
+# Triton has no types.
+"""What operators launch on memory of no device, as a CUDA graph is captured: nothing runs, and nothing can be
+read."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tests.support.kernels.offline import Hopper
+
+META = torch.device("meta")
+"""Its tensors have shapes and strides, and whoever asks for a value is refused, as within a capture."""
+
+
+class Launch(NamedTuple):
+    """`compiled` is what Triton compiles a kernel for: types, constants, and which numbers and addresses are
+    multiples of 16."""
+
+    kernel: str
+    compiled: str
+    grid: tuple[int, ...]
+    tiles: tuple[TensorDescriptor, ...]
+
+
+@contextmanager
+def launching(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """Inside, a launch neither compiles nor runs: call the operator with tensors of META. Yields launches."""
+    launches: list[Launch] = []
+
+    def record(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:  # noqa: ANN401
+        assert not warmup
+        *_, binder = self.device_caches[0]
+        bound, specialization, _ = binder(*arguments, debug=False, instrumentation_mode="", **options)
+        warps = {name: value for name, value in options.items() if name.startswith("num_")}
+        tiles = tuple(one for one in bound.values() if isinstance(one, TensorDescriptor))
+        launches.append(Launch(self.fn.__name__, f"{specialization} {warps}", grid, tiles))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.runtime.driver, "_active", Hopper())
+        patch.setattr(JITFunction, "run", record)
+        yield launches
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Refuses what cannot be captured, or would be captured with the values of that moment: copies from the
+    host, tensors made of Python's numbers, waits for a value."""
+    with _Calls(), _Operators():
+        yield
+
+
+class _Calls(TorchFunctionMode):
+    def __torch_function__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        assert call not in {torch.tensor, torch.as_tensor}, "Python's numbers, copied to the device"
+        if call in {torch.Tensor.__getitem__, torch.Tensor.__setitem__}:
+            places = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(place, list) for place in places), "places, copied to the device"
+        return call(*args, **(kwargs or {}))
+
+
+class _Operators(TorchDispatchMode):
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        name = operator.overloadpacket.__name__
+        assert name not in {"lift", "lift_fresh", "nonzero", "masked_select", "_local_scalar_dense"}, name
+        for one in tree_leaves((args, kwargs)):
+            assert not isinstance(one, torch.Tensor) or one.device == META, f"{name} reads host memory"
+        return operator(*args, **(kwargs or {}))

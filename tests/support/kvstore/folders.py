@@ -1,0 +1,38 @@
+"""Small objects in a folder, for the tests of the file store."""
+
+import os
+from pathlib import Path
+
+from tests.support.kvstore.store_process import body, page
+from tidemill.kvstore.stores.object_folder import ObjectFolder
+from tidemill.kvstore.stores.page_store import Got, Put
+from tidemill.kvstore.stores.seal import SEAL_BYTES
+
+BODY_BYTES = 1000
+OBJECT_BYTES = BODY_BYTES + SEAL_BYTES
+AMPLE_BYTES = 1 << 30
+
+
+def put(folder: ObjectFolder, *numbers: int) -> list[Put]:
+    return folder.put([(page(number), memoryview(body(number, 1, BODY_BYTES))) for number in numbers])
+
+
+def get(folder: ObjectFolder, number: int) -> Got:
+    view = bytearray(BODY_BYTES)
+    [outcome] = folder.get([(page(number), memoryview(view))])
+    assert outcome is not Got.HIT or view == body(number, 1, BODY_BYTES)
+    return outcome
+
+
+def object_path(path: Path, number: int) -> Path:
+    [found] = path.glob(f"objects/*/{page(number)}")
+    return found
+
+
+def age(path: Path, by_s: float) -> None:
+    status = path.stat()
+    os.utime(path, (status.st_atime, status.st_mtime - by_s))
+
+
+def held_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("objects/*/*"))

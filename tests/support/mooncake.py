@@ -1,0 +1,186 @@
+# pyright: basic
+# The library is a compiled one without types.
+"""A real Mooncake on free ports of the loopback, for tests and benchmarks: a master and owners of memory.
+
+Where the kernel lets nobody but root keep its ports to the loopback, they are open while it runs.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import numpy as np
+
+from tidemill.kvstore.stores.mooncake_store import Transport, check_library, load_library
+
+HOST = "127.0.0.1"
+LENT_BYTES = 64 << 20
+TRANSPORT = Transport(is_open=True)
+EVENTUALLY_S_MAX = 60
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Look again and again until `holds`; the bound is far beyond any machine's slowness."""
+    give_up_s = time.monotonic() + EVENTUALLY_S_MAX
+    while not holds():
+        assert time.monotonic() < give_up_s, "it never came to hold"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.create_server((HOST, 0)) as server:
+        return server.getsockname()[1]
+
+
+class Mooncake:
+    """`flags` are those of mooncake_master. What owners and master write to standard error goes to `log`."""
+
+    def __init__(self, log: Path, lent_bytes: int = LENT_BYTES, flags: Sequence[str] = ()) -> None:
+        check_library()
+        self.lent_bytes = lent_bytes
+        self.port, self._admin_port = free_port(), free_port()
+        self.owners: list[subprocess.Popen[str]] = []
+        self._flags = flags
+        self._log = log.open("a")
+        try:
+            self.start_master()
+            self.start_owner()
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def address(self) -> str:
+        return f"{HOST}:{self.port}"
+
+    @property
+    def admin(self) -> str:
+        return f"{HOST}:{self._admin_port}"
+
+    def start_master(self) -> None:
+        options = (
+            f"--rpc_address={HOST}",
+            f"--rpc_port={self.port}",
+            f"--metrics_host={HOST}",
+            f"--metrics_port={self._admin_port}",
+            "--enable_metric_reporting=false",
+        )
+        self.master = self._run("mooncake.cli", *options, *self._flags)
+        eventually(self._answers)
+
+    def start_owner(self) -> None:
+        """Returns when its memory is lent."""
+        options = (self.address, str(self.lent_bytes), "--ports=open")
+        self.owners.append(self._run("tidemill.kvstore.stores.mooncake_memory_owner", *options))
+        stdout = self.owners[-1].stdout
+        assert stdout is not None
+        assert stdout.readline().startswith("lent")
+
+    def ask(self, path: str) -> str:
+        with urlopen(f"http://{self.admin}{path}") as answer:
+            return answer.read().decode()
+
+    def flip(self, name: str, offset: int) -> None:
+        """One bit of an object, in the memory of its owner."""
+        found = json.loads(self.ask(f"/batch_query_keys?keys={name}"))["data"][name]["values"][0]
+        with Path(f"/proc/{self.owners[-1].pid}/mem").open("r+b", buffering=0) as memory:
+            memory.seek(found["buffer_address_"] + offset)
+            [byte] = memory.read(1)
+            memory.seek(found["buffer_address_"] + offset)
+            memory.write(bytes([byte ^ 4]))
+
+    def stop(self) -> None:
+        for process in (*self.owners, self.master):
+            end(process)
+        self._log.close()
+
+    def _run(self, module: str, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdout=subprocess.PIPE if module.startswith("tidemill") else self._log,
+            stderr=self._log,
+            text=True,
+        )
+
+    def _answers(self) -> bool:
+        assert self.master.poll() is None, "the master ended: read its log"
+        try:
+            return "ok" in self.ask("/health")
+        except OSError:
+            return False
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill it, also when it is stopped."""
+    process.kill()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+@contextmanager
+def frozen(process: subprocess.Popen[str]) -> Generator[None]:
+    """A child; every thread of it has stopped, which takes a while on a busy machine."""
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    try:
+        yield
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+
+
+@contextmanager
+def mooncake(log: Path, lent_bytes: int = LENT_BYTES, flags: Sequence[str] = ()) -> Generator[Mooncake]:
+    service = Mooncake(log, lent_bytes, flags)
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+class PlainClient:
+    """Mooncake's own client with nothing of ours around it: reads and writes behind the back of our store."""
+
+    def __init__(self, service: Mooncake) -> None:
+        self.native: Any = load_library().MooncakeDistributedStore()
+        assert self.native.setup(HOST, "P2PHANDSHAKE", 0, 0, "tcp", "", service.address) == 0
+
+    def read(self, name: str) -> bytes:
+        [replica] = self.native.batch_get_replica_desc([name])[name]
+        found = np.empty(replica.get_memory_descriptor().buffer_descriptor.size, np.uint8)
+        assert self.native.batch_get_into([name], [found.ctypes.data], [found.nbytes]) == [found.nbytes]
+        return found.tobytes()
+
+    def write(self, name: str, body: bytes) -> None:
+        """Instead of what it holds under that name."""
+        self.native.batch_remove([name], force=True)
+        memory = np.frombuffer(body, np.uint8)
+        assert self.native.batch_put_from([name], [memory.ctypes.data], [memory.nbytes]) == [0]
+
+    def clear(self) -> None:
+        self.native.remove_all(force=True)
+
+    def close(self) -> None:
+        self.native.close()
+
+
+class Shared:
+    """A native client that several stores use one after another: to close one takes a second."""
+
+    def __init__(self, client: PlainClient) -> None:
+        self._native = client.native
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return getattr(self._native, name)
+
+    def close(self) -> int:
+        return 0

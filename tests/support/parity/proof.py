@@ -1,0 +1,187 @@
+# pyright: basic
+# transformers' classes have no usable types.
+"""What a model of any architecture has to hold: transformers' logits, and equal bits however it is cut."""
+
+import copy
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.support.parity.architectures import save
+from tests.support.parity.sharded import WAIT_S_MAX, check, run_rank, run_threads, sizes_of
+from tests.support.parity.steps import Runner, check_memory
+from tidemill.kernels.dispatch import REFERENCE, Operators
+from tidemill.kvstore.layout import layout_of
+from tidemill.workers.models.architectures.registry import LoadedModel, load
+from tidemill.workers.parallel.shared_memory import SharedMemory
+
+LENGTH = 150
+PAGES = (1, 16, 64)
+PAGE_TOKENS = 16
+NEW_TOKENS = 200
+ERROR_MAX = 1e-5
+ERROR_MAX_LINEAR = 2e-4  # transformers computes linear attention chunk by chunk, in another order
+DIVERGENCE_MAX = 1e-3
+
+
+def no_progress(_done: int, _total: int) -> None:
+    pass
+
+
+def model_of(folder: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401  they have no types
+    """Of the class of transformers that config.json names."""
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    model = getattr(transformers, name).from_pretrained(folder, dtype=dtype, experts_implementation="eager")
+    return model.eval()
+
+
+@dataclass
+class Subject:
+    """A model folder, and a folder to work in."""
+
+    folder: Path
+    ops: Operators
+    scratch: Path
+    page_sizes: tuple[int, ...] = PAGES
+
+    @cached_property
+    def ours(self) -> LoadedModel:
+        return load(self.folder, self.ops, no_progress)
+
+    @cached_property
+    def theirs(self) -> Any:  # noqa: ANN401  as above
+        return model_of(self.folder, torch.float32)
+
+    def tokens(self, seed: int, count: int = LENGTH) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, self.ours.vocab_size, (count,), generator=generator).tolist()
+
+    def edges(self, page_tokens: int) -> list[int]:
+        """Prefixes that end at, before and behind the boundaries of a page and of a window, `LENGTH` at
+        most."""
+        window = layout_of(self.ours.layers, page_tokens).window_tokens
+        places = {page_tokens, 2 * page_tokens, window, window + page_tokens, 2 * window - 1}
+        found = {place + by for place in places for by in (-1, 0, 1)}
+        return sorted(edge for edge in found if 0 < edge < LENGTH - 2)
+
+
+def logits(subject: Subject) -> str:
+    tokens = subject.tokens(1)
+    with torch.no_grad():
+        wanted = subject.theirs(torch.tensor([tokens])).logits[0]
+    assert float(wanted.std()) > 1, "weights too small to tell right from wrong"
+    runner, worst = Runner(subject.ours, PAGE_TOKENS), 0.0
+    for cut in ([LENGTH], [64, 64, 13, *[1] * 9]):
+        found = runner.run(tokens, cut)
+        worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
+    allowed = ERROR_MAX_LINEAR if runner.layout.linear else ERROR_MAX
+    assert worst < allowed, f"the error is {worst:.1e} of the largest logit"
+    return f"error {worst:.1e} of the largest logit"
+
+
+def definitions(subject: Subject) -> str:
+    """The operators of `reference.py`, which say what each of them means."""
+    plain, tokens, cut = load(subject.folder, REFERENCE, no_progress), subject.tokens(2, 40), [33, 1, 6]
+    wanted, found = (Runner(model, PAGE_TOKENS).run(tokens, cut) for model in (plain, subject.ours))
+    error = float((found - wanted).abs().max() / wanted.abs().max())
+    assert error < ERROR_MAX_LINEAR, f"the error is {error:.1e} of the largest logit"
+    return f"error {error:.1e} of the largest logit"
+
+
+def bfloat16(subject: Subject) -> str:
+    """Weights and pages; against the same weights in float32, from which transformers in bfloat16 is further
+    away. (Where a token's experts are nearly equal, one bit decides among them.)"""
+    folder, tokens = subject.scratch / "bfloat16", subject.tokens(5)
+    save(copy.deepcopy(subject.theirs).bfloat16(), folder)
+    ours = load(folder, subject.ops, no_progress)
+    found = Runner(ours, PAGE_TOKENS, "bfloat16").run(tokens, [64, 64, 13, *[1] * 9])
+    with torch.no_grad():
+        wanted, rounded = (
+            model_of(folder, dtype)(torch.tensor([tokens])).logits[0].float()
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+    kl, kl_theirs = divergence(found, wanted), divergence(rounded, wanted)
+    assert kl < max(DIVERGENCE_MAX, kl_theirs), (
+        f"divergence {kl:.1e} per token, in transformers {kl_theirs:.1e}"
+    )
+    return f"divergence {kl:.1e} per token, in transformers {kl_theirs:.1e}"
+
+
+def divergence(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Kullback-Leibler, mean of the tokens."""
+    found, wanted = found.log_softmax(-1), wanted.log_softmax(-1)
+    return float(torch.nn.functional.kl_div(found, wanted, log_target=True, reduction="batchmean"))
+
+
+def greedy(subject: Subject) -> str:
+    """What transformers finds likeliest after each of our tokens is the next of them: by induction, its own
+    greedy answer."""
+    prompt = subject.tokens(7, 20)
+    found = Runner(subject.ours, PAGE_TOKENS).greedy(prompt, NEW_TOKENS)
+    with torch.no_grad():
+        after = subject.theirs(torch.tensor([prompt + found])).logits[0, len(prompt) - 1 : -1]
+    wrong = [place for place, token in enumerate(after.argmax(-1).tolist()) if token != found[place]]
+    assert not wrong, f"they part at token {wrong[0]}"
+    return f"{len(found)} tokens equal, {len(set(found))} different ones"
+
+
+def cuts(subject: Subject) -> str:
+    tokens, count = subject.tokens(3), 0
+    for page_tokens in subject.page_sizes:
+        runner = Runner(subject.ours, page_tokens)
+        wanted = runner.run(tokens, [LENGTH])
+        assert torch.isfinite(wanted).all()
+        schedules = [[1, 62, 1, 2, 63, 21], [1] * LENGTH]
+        schedules += [[edge, 1, 1, LENGTH - edge - 2] for edge in subject.edges(page_tokens)]
+        for schedule in schedules:
+            assert torch.equal(runner.run(tokens, schedule), wanted), (page_tokens, schedule)
+            count += 1
+    return f"equal bits in {count} schedules, pages of {', '.join(map(str, subject.page_sizes))}"
+
+
+def batches(subject: Subject) -> str:
+    """Odd rows decode while even rows prefill, and the order changes with every step; one thread or two."""
+    runner = Runner(subject.ours, PAGE_TOKENS)
+    prompts = [subject.tokens(seed, count) for seed, count in ((1, 90), (2, 33), (3, 5), (4, 64))]
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    wanted = [runner.run(prompt, [len(prompt)]) for prompt in prompts]
+    torch.set_num_threads(before)
+    sequences = [runner.add(prompt) for prompt in prompts]
+    while live := [(i, s) for i, s in enumerate(sequences) if s.computed < len(s.tokens)]:
+        runner.step([(s, min(1 if i % 2 else 17, len(s.tokens) - s.computed)) for i, s in live])
+        sequences.reverse()
+    for s in sequences:
+        found = subject.ours.model.logits(torch.cat(s.hidden))
+        assert torch.equal(found, wanted[prompts.index(s.tokens)]), len(s.tokens)
+    return "equal bits alone and with others, with one thread and two"
+
+
+def memory(subject: Subject) -> str:
+    layout = layout_of(subject.ours.layers, PAGE_TOKENS)
+    check_memory(layout)
+    sizes = {"a page": layout.page_bytes, "a window page": layout.window_bytes, "a state": layout.state_bytes}
+    return ", ".join(f"{size:,} bytes {name}" for name, size in sizes.items() if size)
+
+
+def ranks(subject: Subject) -> str:
+    """Each rank on a thread."""
+    alone, sizes = run_rank(subject.folder, subject.ops), sizes_of(subject.folder)
+    for size in sizes:
+        meeting = subject.scratch / f"group of {size}"
+        meeting.mkdir()
+        meet = functools.partial(SharedMemory, meeting, size=size, wait_s_max=WAIT_S_MAX)
+        check(run_threads(subject.folder, subject.ops, meet, size), alone)
+    return f"groups of {' or '.join(map(str, sizes)) or 'none'} have the bits of one process"
+
+
+CHECKS: dict[str, Callable[[Subject], str]] = {
+    one.__name__: one for one in (logits, definitions, bfloat16, greedy, cuts, batches, memory, ranks)
+}

@@ -1,0 +1,56 @@
+# pyright: basic
+# Settings are replaced by name.
+"""A real engine whose step loop runs, for as long as a test needs it."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
+
+from tidemill.workers.engine.build import Built, build_engine
+from tidemill.workers.messages import Provenance, Request
+from tidemill.workers.parallel.processes import start_ranks
+from tidemill.workers.settings import EngineSettings
+
+LANDING_S_MAX = 60
+LOOK_S = 0.001
+"""Between looks the loop sleeps: while it is busy, each operator of a step waits for Python's lock."""
+
+
+@asynccontextmanager
+async def serving(settings: EngineSettings, **changes: object) -> AsyncGenerator[Built]:
+    """An engine whose step loop runs; at the end it must have all its memory back."""
+    built = build_engine(replace(settings, **changes), lambda _done, _total: None, start_ranks)
+    loop = asyncio.create_task(built.engine.run())
+    try:
+        yield built
+        await built.engine.drain_publications()
+        async with asyncio.timeout(LANDING_S_MAX):
+            while built.engine.load().memory.live:  # noqa: ASYNC110  steps are in flight, and tell nobody
+                await asyncio.sleep(LOOK_S)
+        load = built.engine.load()
+        assert (load.memory.live, load.running_rows, load.waiting_rows) == (0, 0, 0)
+    finally:
+        loop.cancel()
+        with suppress(asyncio.CancelledError):
+            await loop
+        built.close()
+
+
+async def answer(built: Built, request: Request) -> tuple[list[int], Provenance]:
+    tokens: list[int] = []
+    provenance = None
+    async with aclosing(built.engine.generate(request)) as deltas:
+        async for delta in deltas:
+            tokens += delta.tokens
+            provenance = provenance or delta.provenance
+    assert provenance is not None
+    return tokens, provenance
+
+
+async def generated(built: Built, num_tokens: int) -> None:
+    """Until the engine has drawn so many."""
+    while True:
+        if built.engine.load().counters.get("generated_tokens", 0) >= num_tokens:
+            return
+        await asyncio.sleep(LOOK_S)

@@ -1,0 +1,113 @@
+# pyright: reportUnknownVariableType=false
+# safetensors leaves a type parameter of its paths open.
+"""One schedule of steps over a model that ranks share, each on a thread or, as a program, each a process."""
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import save_file
+
+from tests.support.parity.steps import Runner
+from tidemill.kernels.dispatch import Operators, operators
+from tidemill.workers.models.architectures.registry import describe, load
+from tidemill.workers.models.collectives import ALONE, Ranks
+from tidemill.workers.models.errors import ModelError
+from tidemill.workers.parallel.distributed import Distributed
+from tidemill.workers.parallel.shared_memory import SharedMemory
+
+WAIT_S_MAX = 60.0
+PAGE_TOKENS = 8
+SIZES = (2, 3, 4)
+LENGTHS = (37, 22)
+STEPS: tuple[tuple[int, int], ...] = ((11, 0), (17, 9), (1, 5), (1, 1), (4, 1), (1, 3), (1, 1), (1, 2))
+"""Tokens of each sequence in each step: prefill, chunks beside decode, decode."""
+
+Met = Distributed | SharedMemory
+
+
+class Found(NamedTuple):
+    """Of every token of `STEPS`; logits are the leader's, and so is the fingerprint."""
+
+    fingerprint: str
+    hidden_TH: torch.Tensor
+    logits_TV: torch.Tensor
+
+
+@torch.inference_mode()
+def run_rank(folder: Path, ops: Operators, ranks: Ranks = ALONE) -> Found:
+    loaded = load(folder, ops, lambda _done_bytes, _total_bytes: None, ranks)
+    runner = Runner(loaded, PAGE_TOKENS)
+    rng = Random(1)
+    sequences = [runner.add([rng.randrange(loaded.vocab_size) for _ in range(n)]) for n in LENGTHS]
+    hidden: list[torch.Tensor] = []
+    logits: list[torch.Tensor] = []
+    for counts in STEPS:
+        rows = [(one, n) for one, n in zip(sequences, counts, strict=True) if n]
+        hidden.append(runner.step(rows))
+        logits.append(loaded.model.logits(hidden[-1]))
+    assert [one.computed for one in sequences] == list(LENGTHS)
+    return Found(loaded.fingerprint, torch.cat(hidden), torch.cat(logits))
+
+
+def run_threads(folder: Path, ops: Operators, meet: Callable[[int], Met], size: int) -> list[Found]:
+    """What every rank finds, each on a thread with its own weights and caches."""
+
+    def run(index: int) -> Found:
+        with closing(meet(index)) as ranks:
+            return run_rank(folder, ops, ranks)
+
+    with ThreadPoolExecutor(size, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        return list(threads.map(run, range(size)))
+
+
+def check(found: list[Found], alone: Found) -> None:
+    """All ranks have the bits of one process."""
+    assert float(alone.logits_TV.std()) > 0.3, "weights too small to tell right from wrong"
+    for rank in found:
+        assert torch.equal(rank.hidden_TH, alone.hidden_TH)
+    assert torch.equal(found[0].logits_TV, alone.logits_TV)
+    for rank in found[1:]:
+        assert rank.logits_TV.shape == (len(alone.logits_TV), 0)
+
+
+def sizes_of(folder: Path) -> list[int]:
+    """Those of `SIZES` that can share the model."""
+
+    def fits(size: int) -> bool:
+        try:
+            describe(folder, size)
+        except ModelError:
+            return False
+        return True
+
+    return [size for size in SIZES if fits(size)]
+
+
+def main() -> None:
+    """Writes what this rank found beside the model."""
+    parser = ArgumentParser()
+    parser.add_argument("collectives", choices=["gloo", "shared-memory"])
+    parser.add_argument("index", type=int)
+    parser.add_argument("size", type=int)
+    for folder in ("model", "meeting", "kernels"):
+        parser.add_argument(folder, type=Path)
+    given = parser.parse_args(sys.argv[1:])
+    torch.set_num_threads(1)
+    if given.collectives == "gloo":
+        ranks = Distributed(given.meeting, given.index, given.size, "gloo", WAIT_S_MAX)
+    else:
+        ranks = SharedMemory(given.meeting, given.index, given.size, WAIT_S_MAX)
+    with closing(ranks):
+        _, hidden, logits = run_rank(given.model, operators("cpu", given.kernels), ranks)
+    save_file({"hidden": hidden, "logits": logits}, given.meeting / f"found-{given.index}.safetensors")
+
+
+if __name__ == "__main__":
+    main()

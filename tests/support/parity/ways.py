@@ -1,0 +1,174 @@
+# pyright: basic
+# Settings are replaced by name.
+"""Every way of a request through real engines, each against the cold one, by equality of tokens."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from unittest import mock
+
+from tests.support.parity.served import answer, generated, serving
+from tidemill.kvstore.layout import Layout, layout_of, restorable_end
+from tidemill.workers.engine import build
+from tidemill.workers.engine.build import Built
+from tidemill.workers.messages import Provenance, Request, Sampling
+from tidemill.workers.models.architectures.registry import describe
+from tidemill.workers.settings import EngineSettings
+
+PAGE_TOKENS = 16
+NEW_TOKENS = 20
+LENGTH_MAX = 200
+EXTENTS = 400
+GROUP_BYTES = 48 << 20
+AGAIN = " again"
+SAMPLINGS = (Sampling(temperature=0), Sampling(temperature=0.9, top_p=0.95, seed=5))
+
+# As small as they can be, so that a few requests exceed the memory.
+smallest_extents = partial(layout_of, extent_bytes_min=1, granule_bytes=1)
+
+
+@dataclass
+class Journey:
+    """Prompts that end at, before and behind boundaries of pages and of the window; `wanted` are the answers
+    when each of them is computed alone, in one step."""
+
+    settings: EngineSettings
+    layout: Layout
+    requests: list[Request]
+    scratch: Path
+    wanted: dict[str, list[int]] = field(default_factory=dict)
+
+    async def check(self, built: Built, requests: Sequence[Request] = ()) -> list[Provenance]:
+        """Answer them all at once, and compare; says where their prompts came from."""
+        asked = requests or self.requests
+        answers = await asyncio.gather(*(answer(built, request) for request in asked))
+        for request, (tokens, _) in zip(asked, answers, strict=True):
+            wanted = self.wanted[request.request_id.partition(AGAIN)[0]]
+            assert tokens == wanted, f"a prompt of {len(request.tokens)} tokens"
+        return [provenance for _, provenance in answers]
+
+
+def journey_of(folder: Path, kernels: Path, scratch: Path, vocabulary: int) -> Journey:
+    layout = smallest_extents(describe(folder)[0], PAGE_TOKENS)
+    settings = EngineSettings(
+        model_folder=folder,
+        memory_bytes=EXTENTS * layout.extent_bytes,
+        store_url="memory:?size=0",
+        cache_folder=kernels,
+        page_tokens=PAGE_TOKENS,
+        backing="fixed",
+        max_model_len=LENGTH_MAX,
+    )
+    window = layout.window_tokens
+    lengths = {1, *(pages * PAGE_TOKENS + by for pages in (1, 3) for by in (-1, 0, 1))}
+    lengths |= {window - 1, window, window + 1, window + PAGE_TOKENS} if window else {5 * PAGE_TOKENS - 1}
+    rng = Random(7)
+    requests = [
+        Request(
+            request_id=f"{index}",
+            tokens=tuple(rng.randrange(vocabulary) for _ in range(length)),
+            max_new_tokens=NEW_TOKENS,
+            sampling=SAMPLINGS[index % 2],
+        )
+        for index, length in enumerate(sorted(one for one in lengths if 0 < one <= 6 * PAGE_TOKENS))
+    ]
+    return Journey(settings, layout, requests, scratch)
+
+
+async def cold(journey: Journey) -> str:
+    """The others are compared with it."""
+    async with serving(journey.settings, page_tokens=64, step_tokens_max=4096) as built:
+        for request in journey.requests:
+            found, provenance = await answer(built, replace(request, salt=request.request_id))
+            assert provenance == Provenance(computed_tokens=len(request.tokens))
+            journey.wanted[request.request_id] = found
+    different = len({tuple(tokens) for tokens in journey.wanted.values()})
+    assert different > len(journey.requests) // 2
+    return f"{len(journey.requests)} prompts, {different} answers"
+
+
+async def warm(journey: Journey) -> str:
+    async with serving(journey.settings, overlap=False) as built:
+        for request in journey.requests:
+            await journey.check(built, [request])
+        for request in journey.requests:
+            (found,) = await journey.check(built, [request])
+            assert found.reused_tokens == restorable_end(len(request.tokens), PAGE_TOKENS)
+    return "each from what is kept of it"
+
+
+async def together(journey: Journey) -> str:
+    async with serving(journey.settings, drafts_max=3, step_tokens_max=40) as built:
+        await journey.check(built)
+        await journey.check(built, journey.requests[::-1])
+    return "in one batch, with guesses and chunks of odd lengths"
+
+
+async def fetched(journey: Journey) -> str:
+    shared = {"store_url": f"file://{journey.scratch}/store?size=1GiB"}
+    async with serving(journey.settings, **shared, step_tokens_max=80, rows_max=4) as prefill:
+        for request in journey.requests:
+            produced = await prefill.engine.produce(request)
+            assert produced.depth == restorable_end(len(request.tokens), PAGE_TOKENS)
+    async with serving(journey.settings, **shared) as decode:
+        for request in journey.requests:
+            (found,) = await journey.check(decode, [replace(request, gap_tokens_max=0)])
+            assert found.fetched_tokens == restorable_end(len(request.tokens), PAGE_TOKENS)
+    return "produced on one engine, fetched by another"
+
+
+async def migrated(journey: Journey) -> str:
+    """As after the loss of a worker, in the middle of each answer."""
+    shared = {"store_url": f"file://{journey.scratch}/store?size=1GiB"}
+    async with serving(journey.settings, **shared) as built:
+        for index, request in enumerate(journey.requests):
+            wanted, done = journey.wanted[request.request_id], 1 + 5 * index % (NEW_TOKENS - 1)
+            moved = request.tokens + tuple(wanted[:done])
+            found, _ = await answer(built, replace(request, tokens=moved, max_new_tokens=NEW_TOKENS - done))
+            assert found == wanted[done:], f"a prompt of {len(request.tokens)} tokens, {done} more"
+    return "sent to another engine in the middle of the answer"
+
+
+async def preempted(journey: Journey) -> str:
+    """All prompts twice, without anything in common: together they exceed what is left by far."""
+    twice = [replace(one, request_id=one.request_id + AGAIN, salt=AGAIN) for one in journey.requests]
+    async with serving(journey.settings, memory_max_bytes=2 * journey.settings.memory_bytes) as built:
+        work = asyncio.create_task(journey.check(built, journey.requests + twice))
+        for tokens, budget_bytes in ((24, 0), (60, built.memory_max_bytes), (90, 0)):
+            await generated(built, tokens)
+            built.engine.resize(budget_bytes)
+        await work
+        counters = built.engine.load().counters
+        assert counters["preemptions_for_resize"] > 0
+        await journey.check(built, journey.requests[::-1])
+    return f"{counters['preemptions_for_resize']} times, by memory that shrinks"
+
+
+async def groups(journey: Journey) -> str:
+    """Two ranks are two processes, with extents as they always are."""
+    sizes = {"tensor_parallel_sizes": (1, 2), "store_url": f"file://{journey.scratch}/groups?size=1GiB"}
+    settings = replace(journey.settings, memory_bytes=GROUP_BYTES)
+    parts = journey.requests[::2], journey.requests[1::2]
+    for size, own, others in ((1, *parts), (2, *parts[::-1]), (1, [], parts[1])):
+        async with serving(settings, **sizes, tensor_parallel_size=size) as built:
+            for request in own:
+                produced = await built.engine.produce(request)
+                assert produced.depth == restorable_end(len(request.tokens), PAGE_TOKENS)
+            for request in others if size == 2 or not own else []:
+                (found,) = await journey.check(built, [replace(request, gap_tokens_max=0)])
+                assert found.fetched_tokens == restorable_end(len(request.tokens), PAGE_TOKENS)
+    return "a group of 2 goes on with what one rank computed, and one rank with what the group did"
+
+
+WAYS: dict[str, Callable[[Journey], Coroutine[None, None, str]]] = {
+    one.__name__: one for one in (cold, warm, together, fetched, migrated, preempted)
+}
+"""In this order: the first one says what is wanted."""
+
+
+def take(way: str, journey: Journey) -> str:
+    with mock.patch.object(build, "layout_of", smallest_extents):
+        return asyncio.run(WAYS[way](journey))

@@ -1,0 +1,119 @@
+"""A page store that does whatever the contract allows at the worst moment, in virtual time."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
+from random import Random
+
+from tidemill.kvstore.keys import ObjectKey
+from tidemill.kvstore.stores.memory_store import MemoryStore
+from tidemill.kvstore.stores.page_store import Got, Held, Put, StoreStats, Tally, finish, full_after
+
+CAPACITY_BYTES = 1 << 40
+
+
+class FaultyStore:
+    """Real seals over a memory store. Equal `rng` and equal order of calls give equal faults.
+
+    drop, refuse    probability per object put: STORED but gone at once; FULL, with all behind it SKIPPED
+    evict, corrupt  probability per call: one random object disappears; one random bit of one flips
+    delay_s_max     of each of the two pauses of put and get, and of the one of contains
+    is_down         set it to have everything unreachable; what was stored is back afterwards
+
+    Between its pauses a get fills every view with noise, and a put has stored some of its objects: whoever
+    reads or frees the memory of a call that has not ended is found out.
+    """
+
+    def __init__(
+        self,
+        rng: Random,
+        *,
+        drop: float = 0.0,
+        evict: float = 0.0,
+        corrupt: float = 0.0,
+        refuse: float = 0.0,
+        delay_s_max: float = 0.0,
+        capacity_bytes: int = CAPACITY_BYTES,
+    ) -> None:
+        self.is_down = False
+        self.sealed = MemoryStore(capacity_bytes)
+        self._tally = Tally()
+        self._rng = rng
+        self._drop = drop
+        self._evict = evict
+        self._corrupt = corrupt
+        self._refuse = refuse
+        self._delay_s_max = delay_s_max
+
+    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+        outcomes = await finish(asyncio.ensure_future(self._put(objects)))
+        self._tally.put(objects, outcomes)
+        return outcomes
+
+    async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
+        outcomes = await finish(asyncio.ensure_future(self._get(wanted)))
+        self._tally.get(wanted, outcomes)
+        return outcomes
+
+    async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        await self._pause()
+        return [False] * len(keys) if self.is_down else await self.sealed.contains(keys)
+
+    async def remove(self, keys: Sequence[ObjectKey]) -> None:
+        await self._pause()
+        await self.sealed.remove(keys)
+
+    async def held(self) -> list[Held]:
+        return await self.sealed.held()
+
+    def register(self, memory: memoryview) -> None:
+        pass
+
+    def patience_s(self, num_bytes: int) -> float:  # noqa: ARG002 - it is slow, and never late
+        return math.inf
+
+    def stats(self) -> StoreStats:
+        held = self.sealed.stats()
+        counts = self._tally.stats(
+            objects=held.objects, num_bytes=held.bytes, capacity_bytes=held.capacity_bytes
+        )
+        return replace(counts, evicted=held.evicted)
+
+    async def close(self) -> None:
+        await self.sealed.close()
+
+    async def _put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+        offered = list(takewhile(lambda _: self._rng.random() >= self._refuse, objects))
+        first = self._rng.randrange(len(offered) + 1)
+        await self._pause()
+        outcomes = await self._put_now(offered[:first])
+        await self._pause()
+        if all(outcome.is_there for outcome in outcomes):
+            outcomes += (await self._put_now(offered))[first:]
+        for (key, _), outcome in zip(offered, outcomes, strict=False):
+            if outcome is Put.STORED and self._rng.random() < self._drop and key in self.sealed.objects:
+                self.sealed.forget(key)
+        return outcomes + full_after(outcomes, objects)
+
+    async def _put_now(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+        if self.is_down:
+            return [Put.UNREACHABLE, *[Put.SKIPPED] * (len(objects) - 1)][: len(objects)]
+        return await self.sealed.put(objects)
+
+    async def _get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
+        await self._pause()
+        for _, view in wanted:
+            view[:] = self._rng.randbytes(view.nbytes)
+        await self._pause()
+        return [Got.UNREACHABLE] * len(wanted) if self.is_down else await self.sealed.get(wanted)
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(self._rng.random() * self._delay_s_max)
+        held = self.sealed.objects
+        if held and self._rng.random() < self._evict:
+            self.sealed.forget(self._rng.choice(list(held)))
+        if held and self._rng.random() < self._corrupt:
+            damaged = held[self._rng.choice(list(held))]
+            damaged[self._rng.randrange(len(damaged))] ^= 1 << self._rng.randrange(8)

@@ -1,0 +1,81 @@
+"""What happens to a fake Mooncake store while a cluster uses it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from random import Random
+
+from tests.support.sim.fake_mooncake import FakeMooncake
+
+OUTAGE_S_MAX = 40.0
+"""Longer than a frozen process blocks a call, and than a silent owner is remembered."""
+
+
+class Storm:
+    """Faults one after the other, until it is cancelled; then everything is well again."""
+
+    def __init__(self, rng: Random, cluster: FakeMooncake, pause_s_max: float) -> None:
+        self._rng = rng
+        self._cluster = cluster
+        self._pause_s_max = pause_s_max
+
+    async def run(self) -> None:
+        faults: list[Callable[[], Awaitable[None]]] = [
+            self._master_dies,
+            self._master_freezes,
+            self._master_fails_over,
+            self._owner_dies,
+            self._owner_freezes,
+            self._objects_are_lost,
+        ]
+        while True:
+            await asyncio.sleep(self._rng.random() * self._pause_s_max)
+            await self._rng.choice(faults)()
+
+    async def _outage(self) -> None:
+        await asyncio.sleep(self._rng.choice([0.1, 3.0, OUTAGE_S_MAX]) * self._rng.random())
+
+    async def _master_dies(self) -> None:
+        self._cluster.kill_master()
+        try:
+            await self._outage()
+        finally:
+            self._cluster.start_master()
+
+    async def _master_fails_over(self) -> None:
+        try:
+            await self._cluster.fail_over(keeps=self._rng.random() < 0.5)
+        finally:
+            self._cluster.start_master(keeps=True)
+
+    async def _master_freezes(self) -> None:
+        self._cluster.freeze_master()
+        try:
+            await self._outage()
+        finally:
+            self._cluster.thaw_master()
+
+    async def _owner_dies(self) -> None:
+        running = self._cluster.running_owners
+        if not running:
+            return
+        self._cluster.kill_owner(self._rng.choice(running))
+        try:
+            await self._outage()
+        finally:
+            self._cluster.start_owner()
+
+    async def _owner_freezes(self) -> None:
+        running = self._cluster.running_owners
+        if not running:
+            return
+        owner = self._rng.choice(running)
+        self._cluster.freeze_owner(owner)
+        try:
+            await self._outage()
+        finally:
+            self._cluster.thaw_owner(owner)
+
+    async def _objects_are_lost(self) -> None:
+        for name in list(self._cluster.master.entries):
+            if self._rng.random() < 0.2:
+                self._cluster.master.evict(name)

@@ -1,0 +1,490 @@
+"""A whole cluster in virtual time: real flow, router, engines and ledgers; a faulty store, faulty workers."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from random import Random
+
+from tests.support.sim.calls import Frontend, Work
+from tests.support.sim.fold import VOCABULARY, Broke, FoldRunner
+from tests.support.sim.watched import WatchedEngine
+from tidemill.cluster.edge.failure_detector import watch
+from tidemill.cluster.router.placement import Ask, Route
+from tidemill.cluster.router.router import Router
+from tidemill.cluster.worker.assignment import Duties
+from tidemill.cluster.worker.worker_process import LEAVE_S_MAX
+from tidemill.kvstore.keys import Namespace, PageKey
+from tidemill.kvstore.layout import Layout
+from tidemill.kvstore.memory.arena import Arena
+from tidemill.kvstore.memory.backing import Fixed
+from tidemill.kvstore.memory.cache import Cache
+from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.kvstore.memory.prefix_index import PrefixIndex
+from tidemill.kvstore.memory.recompute_cost import Policy
+from tidemill.kvstore.stores.page_store import PageStore
+from tidemill.workers.engine.build import capacity_tokens
+from tidemill.workers.execution.step import Drawn, Step
+from tidemill.workers.messages import (
+    Delta,
+    DiedAlone,
+    Heartbeat,
+    Produced,
+    Request,
+    RequestError,
+    Role,
+    WorkerGone,
+    WorkerId,
+    WorkerInfo,
+)
+from tidemill.workers.scheduling.isolation import Tell
+from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.plan import Budget
+from tidemill.workers.settings import CheckpointStrategy
+from tidemill.workers.transfer.arena_io import Direct
+from tidemill.workers.transfer.transfer import Transfer
+
+POISON = "poison"
+"""How the names of requests begin that break every step in which they draw."""
+
+DEADLY = "deadly"
+"""... that end the worker in each of their steps."""
+
+Answer = Callable[[], Awaitable[Delta | Produced]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weather:
+    """How bad it gets, and how tight. Probabilities are per message; times are virtual seconds.
+
+    Memory in extents: `extents_min` is the floor, `num_extents` the budget at the start, `extents_max` what
+    is reserved; `resize_s` is the mean time between two changes of the budget of a worker, 0 for none.
+    """
+
+    crash: float
+    delay_s_max: float
+    step_s_max: float
+    restart_s: float
+    num_extents: int
+    extents_min: int
+    extents_max: int
+    resize_s: float
+    strategy: CheckpointStrategy
+    checkpoint_interval: int
+    checkpoints_per_path: int
+    policy: Policy
+    prefill: int
+    decode: int
+    mixed: int
+    broker: bool = False  # all workers share one device, and start at their floors
+    overlap: bool = True
+    drafts_max: int = 0
+    mtp: bool = False  # the runners guess
+    vocabulary: int = VOCABULARY
+    fault_s: float = 0.0  # mean time between two faults that are no crashes; 0: none
+    breaks: float = 0.0  # of a step with several rows: each of them alone would not have broken it
+
+
+class _Freezing(FoldRunner):
+    """Whose steps stand still while its worker does."""
+
+    def __init__(self, worker: "SimWorker", memory: memoryview) -> None:
+        world = worker.world
+        super().__init__(
+            world.layout,
+            memory,
+            world.rng,
+            world.weather.step_s_max,
+            world.weather.vocabulary,
+            worker.breaks,
+            world.weather.drafts_max * world.weather.mtp,
+        )
+        self.steps: list[Step] = []  # in flight
+        self._awake = worker.awake
+
+    async def _run(self, step: Step) -> list[Drawn]:
+        await self._awake.wait()
+        self.steps.append(step)
+        try:
+            drawn = await super()._run(step)
+            await self._awake.wait()
+            return drawn
+        finally:
+            self.steps.remove(step)
+
+
+class SimWorker:
+    """One life of a worker: an engine, its step loop and its heartbeats, until it is killed."""
+
+    def __init__(self, world: "World", name: str, role: Role) -> None:
+        self.world, self.name = world, name
+        self.role: Role = role
+        layout = world.layout
+        weather = world.weather
+        backing = Fixed(layout.extent_bytes * weather.extents_max)
+        memory = backing.memory.numpy().data
+        start = weather.extents_min if weather.broker else weather.num_extents
+        arena = Arena(layout, weather.extents_max, backing, start)
+        cache = Cache(layout, arena, PrefixIndex(layout, weather.policy))
+        self.ledger = Ledger(cache, weather.checkpoints_per_path)
+        self.awake, self.linked, self.heard = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        for event in (self.awake, self.linked, self.heard):
+            event.set()
+        self.runner = _Freezing(self, memory)
+        self.last_steps: list[Step] = []  # in flight when it died
+        self.engine = WatchedEngine(
+            self.ledger,
+            Transfer(layout, Direct(world.open_store(), memory)),
+            self.runner,
+            Limits(
+                budget=Budget(tokens_max=8 + layout.page_tokens, rows_max=8, page_tokens=layout.page_tokens),
+                capacity_tokens=capacity_tokens(layout, weather.extents_min),
+                extents_min=weather.extents_min,
+                checkpoint_strategy=weather.strategy,
+                checkpoint_interval=weather.checkpoint_interval,
+                overlap=weather.overlap,
+                drafts_max=weather.drafts_max,
+                mtp=weather.mtp,
+            ),
+            world.root_of,
+        )
+        info = WorkerInfo(
+            worker=WorkerId(f"{name}.{world.next_life()}"),
+            name=name,
+            role=role,
+            address=f"sim:{name}",
+            pid=0,
+            node="sim",
+            page_tokens=layout.page_tokens,
+            device="sim",
+            memory_bytes=layout.extent_bytes * weather.num_extents,
+            memory_floor_bytes=layout.extent_bytes * weather.extents_min,
+            memory_max_bytes=layout.extent_bytes * weather.extents_max if weather.broker else 0,
+        )
+        self.duties = Duties(self.engine, info)
+        self.dead = asyncio.Event()
+        self._told = False
+        self._tasks = [
+            asyncio.create_task(life)
+            for life in (self.engine.run(), self._beat(), self._check(), self._breathe())
+        ]
+        for task in self._tasks:
+            task.add_done_callback(_fail_loudly)
+
+    async def stop(self) -> None:
+        """End the life: the step loop and the heartbeats stop where they are. May be called again while it
+        is at it, and cancelled: the step loop is told once, and settles its steps."""
+        self.dead.set()
+        if not self._told:
+            self._told = True
+            for task in self._tasks:
+                task.cancel()
+        await asyncio.wait(self._tasks)
+        await self.engine.drain_publications()
+
+    @property
+    def life(self) -> WorkerId:
+        return self.duties.info.worker
+
+    async def message(self) -> None:
+        """One to or from this worker passes, if it is awake; the worker may die."""
+        await self.awake.wait()
+        if not self.dead.is_set() and self.world.rng.random() < self.world.weather.crash:
+            self.world.kill(self)
+
+    async def freeze(self, seconds: float) -> None:
+        """Its step loop stands still, and it says nothing; its connections are alive."""
+        self.awake.clear()
+        await asyncio.sleep(seconds)
+        self.awake.set()
+
+    async def leave(self) -> None:
+        """SIGTERM."""
+        self.duties.leave()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S_MAX):
+                while self.world.frontend.num_calls(self):  # noqa: ASYNC110 - they end for many reasons
+                    await asyncio.sleep(0.05)
+
+    def breaks(self, step: Step) -> Exception | None:
+        """By chance, and always when a poison request goes beyond its prompt."""
+        if any(row.sequence_id.startswith(POISON) and row.draws is not None for row in step):
+            return Broke(POISON)
+        if not self.dead.is_set() and any(row.sequence_id.startswith(DEADLY) for row in step):
+            self.world.deadly_kills += 1
+            self.world.kill(self)
+            return Broke(DEADLY)
+        return (
+            Broke("by chance")
+            if len(step) > 1 and self.world.rng.random() < self.world.weather.breaks
+            else None
+        )
+
+    async def _beat(self) -> None:
+        sequence, full, router = 0, True, self.world.router
+        while True:
+            await self.awake.wait()
+            await self.heard.wait()
+            await self.world.router_up.wait()
+            full |= router is not self.world.router
+            router = self.world.router
+            heartbeat = Heartbeat(
+                info=self.duties.info,
+                sequence=sequence,
+                load=self.engine.load(),
+                announcement=self.engine.take_announcement(full=full),
+                draining=self.duties.draining,
+            )
+            ack = router.heartbeat(heartbeat)
+            full = ack.want_full
+            self.duties.told(ack)
+            if ack.budget_bytes is not None:
+                self.engine.resize(ack.budget_bytes)
+            sequence += 1
+            await asyncio.sleep(self.world.rng.random())
+
+    async def _check(self) -> None:
+        while True:
+            self.ledger.check()
+            await asyncio.sleep(self.world.rng.random())
+
+    async def _breathe(self) -> None:
+        """The budget goes down to the floor, or anywhere, and up again, while requests run."""
+        rng, weather = self.world.rng, self.world.weather
+        while weather.resize_s:
+            await asyncio.sleep(2 * rng.random() * weather.resize_s)
+            extents = rng.choice([0, rng.randrange(weather.extents_max + 2)])
+            self.engine.resize(extents * self.world.layout.extent_bytes)
+            assert weather.extents_min <= self.ledger.budget_extents <= weather.extents_max
+
+
+def _fail_loudly(task: asyncio.Task[None]) -> None:
+    """A step loop that breaks is a bug in every weather: fail the run (see simulate)."""
+    if not task.cancelled() and task.exception() is not None:
+        task.get_loop().call_exception_handler({"message": "a worker broke", "exception": task.exception()})
+
+
+class World:
+    """The cluster, and what the flow talks to: a router and peers."""
+
+    def __init__(
+        self, rng: Random, weather: Weather, open_store: Callable[[], PageStore], layout: Layout
+    ) -> None:
+        """`open_store`: by each life of each worker."""
+        self.rng, self.weather, self.open_store, self.layout = rng, weather, open_store, layout
+        self.router = Router(asyncio.get_running_loop().time)
+        self.router_up, self.router_ended = asyncio.Event(), asyncio.Event()
+        self.router_up.set()
+        self.frontend = Frontend(rng, weather.delay_s_max, self._later)
+        self.kills = 0
+        self.deadly_kills = 0
+        self._lives = 0
+        self._background: set[asyncio.Task[None]] = set()
+        self.workers: dict[str, SimWorker] = {}
+        self.lives: list[SimWorker] = []
+        counts: dict[Role, int] = {
+            "prefill": weather.prefill,
+            "decode": weather.decode,
+            "mixed": weather.mixed,
+        }
+        for role, count in counts.items():
+            for index in range(count):
+                self._start(f"{role}-{index}", role)
+        self._later(self._tick())
+        self._later(self._faults())
+        self._later(watch(self, self))
+
+    def root_of(self, salt: str) -> PageKey:
+        return Namespace(model="fold", layout=self.layout.describe(), salt=salt).root()
+
+    def next_life(self) -> int:
+        self._lives += 1
+        return self._lives
+
+    def kill(self, worker: SimWorker) -> None:
+        """kill -9; somebody starts it again."""
+        if worker.dead.is_set():
+            return
+        self.kills += 1
+        worker.last_steps = list(worker.runner.steps)
+        worker.dead.set()
+        self._later(self._restart(worker))
+
+    async def place(self, ask: Ask) -> Route:
+        """Asked again when the router restarts meanwhile."""
+        while True:
+            await self.router_up.wait()
+            placed = asyncio.create_task(self.router.place(ask))
+            ended = asyncio.create_task(self.router_ended.wait())
+            try:
+                await asyncio.wait({placed, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if placed.done():
+                    return placed.result()
+            finally:
+                placed.cancel()
+                ended.cancel()
+                await asyncio.wait({placed, ended})
+
+    async def lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
+        await self.router_up.wait()
+        self.router.lost(worker, blamed)
+
+    async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
+        peer = self._at(worker, address)
+
+        async def work(_: Callable[[Delta], None], tell: Tell) -> Produced:
+            return await peer.engine.produce(request, tell)
+
+        try:
+            async with self._calling(peer, work) as answer:
+                produced = await answer()
+        except DiedAlone:
+            self._check_blame(peer, request)
+            raise
+        assert isinstance(produced, Produced)
+        return produced
+
+    async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None:
+        peer = self._at(worker, address)
+
+        async def work(_: Callable[[Delta], None], __: Tell) -> Produced:
+            return await peer.engine.prefetch(request)
+
+        async with self._calling(peer, work) as answer:
+            await answer()
+
+    async def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
+        peer = self._at(worker, address)
+
+        async def work(put: Callable[[Delta], None], tell: Tell) -> None:
+            async with aclosing(peer.engine.generate(request, tell)) as deltas:
+                async for delta in deltas:
+                    put(delta)
+
+        try:
+            async with self._calling(peer, work) as answer:
+                while True:
+                    delta = await answer()
+                    assert isinstance(delta, Delta)
+                    yield delta
+                    if delta.finish is not None:
+                        return
+        except DiedAlone:
+            self._check_blame(peer, request)
+            raise
+
+    def silent(self) -> frozenset[WorkerId]:
+        return self.frontend.silent()
+
+    def give_up(self, workers: Collection[WorkerId]) -> None:
+        self.frontend.give_up(workers)
+
+    async def out(self, workers: Collection[WorkerId]) -> frozenset[WorkerId]:
+        return self.router.out(workers) if self.router_up.is_set() else frozenset()
+
+    async def stop(self) -> None:
+        for worker in self.lives:
+            worker.awake.set()
+        for task in self._background:
+            task.cancel()
+        for worker in self.workers.values():
+            await worker.stop()
+        await self.frontend.stop()
+
+    def _start(self, name: str, role: Role) -> None:
+        self.workers[name] = SimWorker(self, name, role)
+        self.lives.append(self.workers[name])
+
+    def _at(self, worker: WorkerId, address: str) -> SimWorker:
+        found = self.workers.get(address.removeprefix("sim:"))
+        if found is None or found.life != worker:
+            raise WorkerGone(worker)
+        return found
+
+    @asynccontextmanager
+    async def _calling(self, peer: SimWorker, work: Work) -> AsyncGenerator[Answer]:
+        await asyncio.sleep(self.rng.random() * self.weather.delay_s_max)
+        if peer.dead.is_set():
+            raise WorkerGone(peer.life)
+        async with self.frontend.call(peer, work) as answer:
+            yield answer
+
+    def _check_blame(self, peer: SimWorker, request: Request) -> None:
+        """Whoever is blamed for the end of a worker was alone in its steps."""
+        assert request.on_trial
+        for step in peer.last_steps if peer.dead.is_set() else peer.runner.steps:
+            assert [row.sequence_id.rpartition("#")[0] for row in step] == [request.request_id]
+
+    def _later(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _restart(self, worker: SimWorker) -> None:
+        await worker.stop()
+        await asyncio.sleep(self.weather.restart_s)
+        self._start(worker.name, worker.role)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(0.25)
+            self.router.tick()
+
+    async def _faults(self) -> None:
+        """One after the other, at random moments."""
+        rng = self.rng
+        while self.weather.fault_s:
+            await asyncio.sleep(2 * rng.random() * self.weather.fault_s)
+            await rng.choice(
+                [self._freeze, self._cut, self._unheard, self._router_restarts, self._drain, self._role]
+            )()
+
+    def _any(self) -> SimWorker:
+        return self.rng.choice(list(self.workers.values()))
+
+    async def _freeze(self) -> None:
+        self._later(self._any().freeze(self.rng.choice([0.5, 5.0, 20.0])))
+
+    async def _cut(self) -> None:
+        self._later(self.frontend.cut(self._any(), self.rng.choice([0.5, 5.0, 10.0])))
+
+    async def _unheard(self) -> None:
+        worker = self._any()
+
+        async def deaf() -> None:
+            worker.heard.clear()
+            await asyncio.sleep(self.rng.choice([0.5, 5.0, 10.0]))
+            worker.heard.set()
+
+        self._later(deaf())
+
+    async def _router_restarts(self) -> None:
+        self.router_up.clear()
+        self.router_ended.set()
+        await asyncio.sleep(self.rng.random() * 3)
+        self.router = Router(asyncio.get_running_loop().time)
+        self.router_ended = asyncio.Event()
+        self.router_up.set()
+
+    async def _drain(self) -> None:
+        """By hand, and undone; or by SIGTERM, and started again."""
+        worker = self._any()
+        if self.rng.random() < 0.5:
+
+            async def leave() -> None:
+                await worker.leave()
+                if not worker.dead.is_set():
+                    worker.dead.set()
+                    await self._restart(worker)
+
+            self._later(leave())
+            return
+        with suppress(RequestError):
+            self.router.drain(worker.name, drain=True, force=self.rng.random() < 0.2)
+            await asyncio.sleep(self.rng.random() * 10)
+        with suppress(RequestError):
+            self.router.drain(worker.name, drain=False, force=False)
+
+    async def _role(self) -> None:
+        with suppress(RequestError):
+            self.router.set_role(self._any().name, self.rng.choice(["prefill", "decode", "mixed"]))

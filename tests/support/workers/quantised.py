@@ -1,0 +1,183 @@
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# safetensors leaves a type parameter of its paths open.
+"""Tensors as quantised checkpoints hold them, beside the values that their formats define."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from safetensors.torch import save_file
+
+from tidemill.workers.models.loading.checkpoint import Checkpoint
+
+Tensors = dict[str, torch.Tensor]
+NAME = "layer.weight"
+FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [4, 3]}
+FP4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+
+
+class Case(NamedTuple):
+    """A tensor as a folder holds it, and as float32 arithmetic on its definition has it."""
+
+    config: dict[str, Any]
+    shape: tuple[int, ...]
+    stored: Tensors
+    wanted: torch.Tensor
+
+
+def packed(config_group: dict[str, Any], kind: str = "pack-quantized") -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": config_group}},
+    }
+
+
+def whole_number(draw: torch.Generator, *shape: int, bits: int = 8) -> torch.Tensor:
+    return torch.randint(-(1 << bits - 1), 1 << bits - 1, shape, generator=draw)
+
+
+def positive(draw: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=draw) + 0.01
+
+
+def words(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Rows of `[R, n]` signed integers in int32, the first in the lowest bits, as Python's integers do it."""
+    per_word = 32 // bits
+    rows: list[list[int]] = []
+    for row in cast("list[list[int]]", values.tolist()):
+        numbers = [value + (1 << bits - 1) for value in row] + [0] * (-len(row) % per_word)
+        found = [
+            sum(number << bits * index for index, number in enumerate(numbers[at : at + per_word]))
+            for at in range(0, len(numbers), per_word)
+        ]
+        rows.append([word - (1 << 32) if word >= 1 << 31 else word for word in found])
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def fp8_in_blocks(draw: torch.Generator) -> Case:
+    weight = torch.randn(10, 7, generator=draw).mul(40).to(torch.float8_e4m3fn)
+    scale = positive(draw, 3, 3)
+    wanted = weight.float() * scale.repeat_interleave(4, 0)[:10].repeat_interleave(3, 1)[:, :7]
+    return Case(FP8_BLOCKS, (10, 7), {NAME: weight, f"{NAME}_scale_inv": scale}, wanted)
+
+
+def fp8_in_blocks_of_experts(draw: torch.Generator) -> Case:
+    weight = torch.randn(2, 8, 6, generator=draw).to(torch.float8_e4m3fn)
+    scale = positive(draw, 2, 2, 2)
+    wanted = weight.float() * scale.repeat_interleave(4, 1).repeat_interleave(3, 2)
+    return Case(FP8_BLOCKS, (2, 8, 6), {NAME: weight, f"{NAME}_scale_inv": scale}, wanted)
+
+
+def fp8_with_powers_of_two(draw: torch.Generator) -> Case:
+    weight = torch.randn(4, 6, generator=draw).to(torch.float8_e4m3fn)
+    scale = torch.tensor([[0.25, 8.0]])
+    wanted = weight.float() * scale.repeat_interleave(3, 1)
+    stored = {NAME: weight, f"{NAME}_scale_inv": scale.to(torch.float8_e8m0fnu)}
+    return Case(FP8_BLOCKS, (4, 6), stored, wanted)
+
+
+def fp8_of_a_tensor(draw: torch.Generator) -> Case:
+    weight = torch.randn(5, 6, generator=draw).to(torch.float8_e5m2)
+    stored = {NAME: weight, f"{NAME}_scale": torch.tensor(0.37), "layer.input_scale": torch.ones(1)}
+    config = packed({"num_bits": 8, "type": "float", "strategy": "tensor"}, "float-quantized")
+    return Case(config, (5, 6), stored, weight.float() * torch.tensor(0.37))
+
+
+def fp8_by_rows(draw: torch.Generator) -> Case:
+    """A row of scales, not a column, is for the columns: 6 x 6 tells them apart."""
+    weight = torch.randn(6, 6, generator=draw).to(torch.float8_e4m3fn)
+    scale = positive(draw, 6).bfloat16()
+    config = packed({"num_bits": 8, "type": "float", "strategy": "channel"}, "float-quantized")
+    return Case(
+        config, (6, 6), {NAME: weight, f"{NAME}_scale": scale}, weight.float() * scale[:, None].float()
+    )
+
+
+def int8_with_zeros(draw: torch.Generator) -> Case:
+    weight, scale = whole_number(draw, 6, 5), positive(draw, 6, 1)
+    zeros = whole_number(draw, 6, 1)
+    stored = {
+        NAME: weight.to(torch.int8),
+        f"{NAME}_scale": scale,
+        f"{NAME}_zero_point": zeros.to(torch.int8),
+    }
+    config = packed({"num_bits": 8, "type": "int", "strategy": "channel"}, "int-quantized")
+    return Case(config, (6, 5), stored, (weight - zeros) * scale)
+
+
+def packed_8_bits(draw: torch.Generator) -> Case:
+    weight, scale = whole_number(draw, 7, 10), positive(draw, 7, 1).bfloat16()
+    stored = {
+        f"{NAME}_packed": words(weight, 8),
+        f"{NAME}_scale": scale,
+        "layer.weight_shape": torch.tensor([7, 10]),
+    }
+    config = packed({"num_bits": 8, "type": "int", "strategy": "channel"})
+    return Case(config, (7, 10), stored, weight * scale.float())
+
+
+def packed_4_bits_in_groups(draw: torch.Generator) -> Case:
+    weight, scale, zeros = (
+        whole_number(draw, 9, 12, bits=4),
+        positive(draw, 9, 3),
+        whole_number(draw, 9, 3, bits=4),
+    )
+    stored = {
+        f"{NAME}_packed": words(weight, 4),
+        f"{NAME}_scale": scale,
+        f"{NAME}_zero_point": words(zeros.T, 4).T.contiguous(),
+    }
+    wanted = (weight - zeros.repeat_interleave(4, 1)) * scale.repeat_interleave(4, 1)
+    return Case(
+        packed({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 4}), (9, 12), stored, wanted
+    )
+
+
+def packed_in_any_order(draw: torch.Generator) -> Case:
+    weight, scale = whole_number(draw, 4, 8, bits=4), positive(draw, 4, 2)
+    group_of = torch.tensor([1, 0, 0, 1, 1, 0, 1, 0], dtype=torch.int32)
+    stored = {f"{NAME}_packed": words(weight, 4), f"{NAME}_scale": scale, f"{NAME}_g_idx": group_of}
+    config = packed({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 4})
+    return Case(config, (4, 8), stored, weight * scale[:, group_of.long()])
+
+
+def mxfp4(draw: torch.Generator) -> Case:
+    """`[E, K, N]`, stored by groups of 32 along K: two values in a byte, the first in its lower half."""
+    codes = torch.randint(0, 16, (3, 10, 64), generator=draw)
+    powers = torch.randint(-20, 20, (3, 10, 2), generator=draw)
+    table = torch.tensor([*FP4, *(-value for value in FP4)])
+    wanted = table[codes] * (2.0**powers).repeat_interleave(32, 2)
+    stored = {
+        f"{NAME}_blocks": (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8).view(3, 10, 2, 16),
+        f"{NAME}_scales": (powers + 127).to(torch.uint8),
+    }
+    return Case({"quant_method": "mxfp4"}, (3, 64, 10), stored, wanted.mT)
+
+
+CASES: list[Callable[[torch.Generator], Case]] = [
+    fp8_in_blocks,
+    fp8_in_blocks_of_experts,
+    fp8_with_powers_of_two,
+    fp8_of_a_tensor,
+    fp8_by_rows,
+    int8_with_zeros,
+    packed_8_bits,
+    packed_4_bits_in_groups,
+    packed_in_any_order,
+    mxfp4,
+]
+
+
+def no_progress(_done_bytes: int, _total_bytes: int) -> None:
+    pass
+
+
+def opened(folder: Path, case: Case) -> Checkpoint:
+    save_file(
+        {name: tensor.contiguous() for name, tensor in case.stored.items()}, folder / "model.safetensors"
+    )
+    checkpoint = Checkpoint(folder, no_progress, digests=True, quantization=case.config)
+    checkpoint.check({NAME: case.shape}, lambda _name: False)
+    return checkpoint

@@ -1,0 +1,156 @@
+"""Ranks of a group as processes, each with a part that a test can hold, break and refuse things."""
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from threading import Event
+
+from tidemill.kvstore.errors import OutOfMemory
+from tidemill.kvstore.memory.backing import Mmap
+from tidemill.workers.execution.step import Step
+from tidemill.workers.models.errors import ModelError
+from tidemill.workers.parallel.link import Ended, Links, accept, meeting_place
+from tidemill.workers.parallel.rank import Part, build_rank, carry_out
+from tidemill.workers.settings import EngineSettings
+from tidemill.workers.transfer.transfer import Moved
+
+WAIT_S_MAX = 30
+GRANULE = Mmap.granule_bytes
+EXTENTS = 4
+BREAKS, HANGS = 1, 2
+"""Tokens that do this to a step."""
+SLOW = 7
+"""The place of an object that a rank moves only after the file `go` is there."""
+
+RANKS = multiprocessing.get_context("forkserver")
+RANKS.set_forkserver_preload([__name__])  # torch is imported once for all ranks
+
+Run = Callable[[Path, int], None]
+
+
+class Memory(Mmap):
+    """Grants so many granules."""
+
+    def __init__(self, granted: int) -> None:
+        super().__init__(EXTENTS * GRANULE)
+        self.left = granted
+
+    def map(self, offset_bytes: int, num_bytes: int) -> None:
+        if not self.left:
+            raise OutOfMemory("no more is granted")
+        self.left -= 1
+        super().map(offset_bytes, num_bytes)
+
+    def unmap(self, offset_bytes: int, num_bytes: int) -> None:
+        self.left += 1
+        super().unmap(offset_bytes, num_bytes)
+
+
+class Store:
+    """Answers a put with its own index, and a get with the number of objects."""
+
+    def __init__(self, folder: Path, index: int) -> None:
+        self._folder = folder
+        self._index = index
+
+    async def put(self, objects: Sequence[Moved]) -> int:
+        del objects
+        return self._index
+
+    async def get(self, objects: Sequence[Moved]) -> int:
+        while objects[0].place == SLOW and not (self._folder / "go").exists():  # noqa: ASYNC110 - a process makes it
+            await asyncio.sleep(0.01)
+        return len(objects)
+
+
+def run_step(step: Step) -> None:
+    if step[0].tokens[0] == BREAKS:
+        raise ValueError("it met its token")
+    if step[0].tokens[0] == HANGS:
+        Event().wait()
+
+
+def rank(folder: Path, index: int) -> None:
+    """Rank i is granted so much memory that rank 2 is refused first."""
+    part = Part(Memory(EXTENTS - index), Store(folder, index), run_step)
+    _end_with(carry_out(folder, index, lambda: part))
+
+
+def rank_without_model(folder: Path, index: int) -> None:
+    def build() -> Part:
+        if index == 2:
+            raise ModelError("the folder is empty: download the model")
+        return Part(Memory(1), Store(folder, index), run_step)
+
+    _end_with(carry_out(folder, index, build))
+
+
+def rank_that_never_comes(folder: Path, index: int) -> None:
+    del folder, index
+
+
+def rank_that_builds_for_ever(folder: Path, index: int) -> None:
+    def build() -> Part:
+        (folder / f"building-{index}").touch()
+        Event().wait()
+        raise AssertionError
+
+    _end_with(carry_out(folder, index, build))
+
+
+def rank_of_a_model(settings: EngineSettings, folder: Path, index: int) -> None:
+    _end_with(carry_out(folder, index, lambda: build_rank(settings, index, folder)))
+
+
+def started(ranks: Sequence[BaseProcess]) -> Ended:
+    """Start them."""
+    for process in ranks:
+        process.start()
+    return lambda: next((f"exit status {one.exitcode}" for one in ranks if one.exitcode is not None), None)
+
+
+def end(ranks: Sequence[BaseProcess]) -> None:
+    """All end by themselves, for their link has ended."""
+    try:
+        for process in ranks:
+            process.join(WAIT_S_MAX)
+            assert process.exitcode is not None, "a rank outlives its link"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def processes(size: int, run: Run) -> Generator[tuple[Path, Sequence[BaseProcess], Callable[[], Links]]]:
+    """Ranks 1 to `size - 1`; the folder they meet in, and a call that accepts them. All must end when their
+    links do."""
+    with meeting_place() as (folder, listener):
+        ranks = [RANKS.Process(target=run, args=(folder, index)) for index in range(1, size)]
+        ended = started(ranks)
+        links: list[Links] = []
+
+        def accepted() -> Links:
+            links.append(accept(listener, size, ended))
+            return links[0]
+
+        try:
+            yield folder, ranks, accepted
+        finally:
+            for group in links:
+                group.end("the test is over")
+            end(ranks)
+
+
+def _end_with(carrying_out: Coroutine[None, None, None]) -> None:
+    async def main() -> None:
+        try:
+            await carrying_out
+        finally:
+            os._exit(3)
+
+    asyncio.run(main())

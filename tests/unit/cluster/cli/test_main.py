@@ -1,0 +1,221 @@
+"""The command line: its option names, and the mistakes that are refused before anything is started."""
+
+import argparse
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster.quiet import same_logs_afterwards
+from tidemill.cluster.cli import main as cli
+from tidemill.workers.models.bundled import bundled
+
+# A new knob is a decision, not an accident.
+SERVE_OPTIONS = [
+    "--api-key",
+    "--api-keys-file",
+    "--backing",
+    "--chat-template",
+    "--checkpoint-interval",
+    "--checkpoint-strategy",
+    "--checkpoints-per-path",
+    "--cluster-host",
+    "--cluster-ssl-ca-certs",
+    "--cluster-ssl-certfile",
+    "--cluster-ssl-keyfile",
+    "--config",
+    "--decode",
+    "--decode-max",
+    "--decode-tensor-parallel-size",
+    "--device",
+    "--enforce-eager",
+    "--eviction-policy",
+    "--grpc-port",
+    "--help",
+    "--host",
+    "--kernels",
+    "--kv-cache-dtype",
+    "--log-json",
+    "--log-level",
+    "--max-model-len",
+    "--max-num-batched-tokens",
+    "--max-num-seqs",
+    "--memory",
+    "--memory-broker",
+    "--memory-floor",
+    "--metrics-alias",
+    "--mixed",
+    "--mixed-max",
+    "--model-config",
+    "--no-enforce-eager",
+    "--no-log-json",
+    "--no-memory-broker",
+    "--no-overlap",
+    "--num-speculative-tokens",
+    "--otlp-traces-endpoint",
+    "--overlap",
+    "--page-size",
+    "--port",
+    "--prefill",
+    "--prefill-max",
+    "--prefill-tensor-parallel-size",
+    "--ray-address",
+    "--reasoning-parser",
+    "--routers",
+    "--send-timeout",
+    "--served-model-name",
+    "--shutdown-timeout",
+    "--speculative-method",
+    "--ssl-ca-certs",
+    "--ssl-certfile",
+    "--ssl-keyfile",
+    "--store",
+    "--store-secret-file",
+    "--tensor-parallel-size",
+    "--threads",
+    "--tool-call-parser",
+    "--ttft-max",
+]
+
+
+@pytest.fixture(autouse=True)
+def _same_environment_afterwards(  # pyright: ignore[reportUnusedFunction]
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[None]:
+    """The command prepares the environment for Ray, and says where the process logs to."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
+        monkeypatch.setenv(name, "")
+    with same_logs_afterwards():
+        yield
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the bundled model, to be damaged."""
+    return Path(shutil.copytree(bundled()["keeper"], tmp_path / "model"))
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> "Refused":
+    return Refused(capsys)
+
+
+class Refused:
+    """Runs a command that must be refused, and hands over its one line."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> str:
+        assert cli.main(arguments) == cli.EXIT_REFUSED
+        out, err = self._capsys.readouterr()
+        assert out == ""
+        assert err.startswith("tidemill: ")
+        assert err.count("\n") == 1
+        return err
+
+
+def test_option_names() -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_serving_options(parser)
+    assert (
+        sorted(option for option in parser._option_string_actions if option.startswith("--")) == SERVE_OPTIONS
+    )
+
+
+def test_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models"]) == 0
+    name, folder = capsys.readouterr().out.split()
+    assert name == "keeper"
+    assert (Path(folder) / "model.safetensors").exists()
+
+
+def test_missing_model_folder(refused: Refused) -> None:
+    assert "/nowhere" in refused("serve", "/nowhere")
+
+
+def test_wrong_architecture(refused: Refused, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
+    line = refused("serve", str(model))
+    assert "MambaForCausalLM" in line
+    assert "Qwen3NextForCausalLM" in line
+
+
+def test_corrupt_safetensors(refused: Refused, model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1_000_000])
+    assert "model.safetensors" in refused("serve", str(model))
+
+
+def test_no_free_port(refused: Refused) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "--port" in refused("serve", "keeper", "--port", str(taken.getsockname()[1]))
+
+
+def test_store_path_not_writable(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert str(tmp_path) in refused("serve", "keeper", "--store", f"file://{tmp_path}/file/store")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--memory", "much"), "--memory"),
+        (("--memory", "1MiB"), "--memory"),
+        (("--memory-floor", "little"), "--memory-floor"),
+        (("--memory", "64MiB", "--memory-floor", "1GiB"), "--memory-floor"),
+        (("--checkpoint-interval", "65"), "--checkpoint-interval"),
+        (("--checkpoints-per-path", "0"), "--checkpoints-per-path"),
+        (("--mixed", "1", "--decode", "1"), "--mixed"),
+        (("--prefill", "0"), "--prefill"),
+        (("--tensor-parallel-size", "0"), "--tensor-parallel-size"),
+        (("--mixed", "1", "--decode-tensor-parallel-size", "2"), "--decode-tensor-parallel-size"),
+        (("--prefill", "2", "--prefill-max", "1"), "--prefill-max is 1"),
+        (("--mixed-max", "2"), "--mixed-max"),
+        (("--ttft-max", "0"), "--ttft-max"),
+        (("--send-timeout", "-1"), "--send-timeout"),
+        (("--routers", "0"), "--routers"),
+        (("--config", "/nowhere"), "/nowhere"),
+        (("-tp", "7"), "--tensor-parallel-size"),
+        (("--store", "memory:"), "file:///path"),
+        (("--store", "mooncake://127.0.0.1:9"), "mooncake?size=8GiB"),
+        (("--store", "mooncake?size=much"), "512MiB"),
+        (("--store-secret-file", "/nowhere"), "openssl rand -hex 32"),
+        (("--page-size", "0"), "--page-size"),
+        (("--device", "tpu"), "--device"),
+        (("--device", "cuda", "--kernels", "cpu"), "--kernels"),
+        (("--device", "cuda", "--backing", "mmap"), "--backing"),
+        (("--backing", "kvcached"), "--backing"),
+        (("--device", "cuda", "-tp", "2"), "--tensor-parallel-size"),
+        (("--port", "65536"), "--port"),
+        (("--host", "no.such.host.invalid"), "--host"),
+    ],
+)
+def test_options(refused: Refused, arguments: tuple[str, ...], named: str) -> None:
+    assert named in refused("serve", "keeper", *arguments)
+
+
+@pytest.mark.parametrize("command", ["status", "memory"])
+def test_reading_without_a_server(refused: Refused, command: str) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    assert "--url" in refused(command, "--url", url)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--worker", "decode-0"), "--budget"),
+        (("--budget", "1GiB"), "--worker"),
+        (("--worker", "decode-0", "--budget", "most"), "512MiB"),
+    ],
+)
+def test_a_budget_needs_a_worker_and_a_size(refused: Refused, arguments: tuple[str, ...], named: str) -> None:
+    assert named in refused("memory", *arguments)

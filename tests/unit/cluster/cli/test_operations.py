@@ -1,0 +1,14 @@
+"""What docs/operations.md tells people to watch exists."""
+
+import re
+from pathlib import Path
+
+from tidemill.cluster.metrics.reference import reference
+
+ROOT = Path(__file__).parents[4]
+
+
+def test_every_metric_of_the_page_is_measured() -> None:
+    names = set(re.findall(r"`(tidemill:[a-z0-9_]+)", (ROOT / "docs" / "operations.md").read_text()))
+    assert len(names) > 15
+    assert not [name for name in names if f"| `{name}`" not in reference()]

@@ -1,0 +1,203 @@
+"""A configuration file: what is right survives, and what is wrong is said with its place and the fix."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.cluster.configs import TREES, Tree
+from tidemill.cluster.config.problems import ConfigError
+from tidemill.cluster.config.reading import dumped, parse_config, read_config
+from tidemill.cluster.config.tree import Config
+
+
+def problems(text: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as raised:
+        parse_config(text, "c.yaml")
+    assert "\n" not in str(raised.value)
+    assert "c.yaml" in str(raised.value)
+    return raised.value.problems
+
+
+def places(node: object, place: str = "") -> list[tuple[str, dict[str, Any]]]:
+    """All mappings of a tree that have keys of ours, and their places."""
+    if isinstance(node, list):
+        return [
+            one
+            for index, entry in enumerate(cast("list[object]", node))
+            for one in places(entry, f"{place}[{index}]")
+        ]
+    if not isinstance(node, dict) or place.endswith(("resources", "labels")):
+        return []
+    mapping = cast("dict[str, Any]", node)
+    below = [
+        one for key, value in mapping.items() for one in places(value, f"{place}.{key}".removeprefix("."))
+    ]
+    return [(place, mapping), *below]
+
+
+@given(TREES)
+def test_what_is_right_survives(tree: Tree) -> None:
+    config = parse_config(yaml.safe_dump(tree), "c.yaml")
+    assert parse_config(dumped(config), "c.yaml") == config
+    assert Config.model_validate(tree) == config
+
+
+@given(TREES, st.data())
+def test_a_key_that_is_unknown_is_named_with_its_place(tree: Tree, data: st.DataObject) -> None:
+    place, node = data.draw(st.sampled_from(places(tree)))
+    node["sk_planted"] = "sk-secret"
+    (problem,) = problems(yaml.safe_dump(tree))
+    assert problem.startswith(f"{place}.sk_planted: there is no such key here".removeprefix("."))
+    assert "sk-secret" not in problem, "it may be a secret"
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["models", "model", "groups", "role", "edge", "port", "memory"])
+                | st.integers(),
+                inner,
+            )
+        ),
+    )
+)
+def test_whatever_else_a_file_has_is_refused(tree: object) -> None:
+    try:
+        parse_config(yaml.safe_dump(tree), "c.yaml")
+    except ConfigError as error:
+        found = error.problems
+    else:
+        found = ("by chance it is right",)
+    assert all(found)
+
+
+@given(st.text(max_size=40))
+def test_text_that_is_no_configuration_is_refused(text: str) -> None:
+    problems(text)
+
+
+MODEL = "models: [{model: keeper}]"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "models is needed"),
+        ("- models", "write the keys as `name: value` lines"),
+        ("models: [1GiB", "is no YAML"),
+        ("[" * 5000, "too deep"),
+        ("models: []", "models is empty"),
+        ("models: keeper", "models is 'keeper': it takes a list"),
+        ("models: [keeper]", "models[0] is 'keeper': it takes `name: value` lines"),
+        ("models: [{memory: 1GiB}]", "models[0].model is needed"),
+        ("models: [{model: keeper}, {model: keeper}]", "models: two models are called keeper"),
+        ("models: [{model: a}, {model: b, served_model_name: [c, a]}]", "two models are called a"),
+        ("models: [{model: a/b}, {model: a-b}]", "two models are called a-b"),
+        (
+            "models: [{model: keeper, groups: [{role: cook}]}]",
+            "models[0].groups[0].role is 'cook': set it to",
+        ),
+        ("models: [{model: a, groups: [{role: mixed}, {role: decode}]}]", "models[0].groups: mixed workers"),
+        ("models: [{model: a, groups: [{role: decode}]}]", "there is no prefill worker"),
+        ("models: [{model: a, groups: []}]", "models[0].groups is empty"),
+        (
+            "models: [{model: a, groups: [{role: mixed, replicas: 3, replicas_max: 2}]}]",
+            "models[0].groups[0].replicas_max is 2: set it to replicas, 3, or more",
+        ),
+        (
+            "models: [{model: a, groups: [{role: mixed}, {role: mixed, replicas_max: 2}]}]",
+            "replicas_max stands in the first mixed group",
+        ),
+        ("models: [{model: a, groups: [{role: mixed, num_gpus: 1.5}]}]", "groups[0].num_gpus is 1.5: Ray"),
+        (
+            "models: [{model: a, groups: [{role: mixed, device: tpu}]}]",
+            "device is 'tpu': set it to cpu, cuda",
+        ),
+        ("models: [{model: a, groups: [{role: mixed, memory: much}]}]", "write it like 512MiB"),
+        ("models: [{model: a, groups: [{role: mixed, memory: true}]}]", "memory is True: it takes text"),
+        ("models: [{model: a, groups: [{role: mixed, labels: {1: a}}]}]", "labels[1]: write names of keys"),
+        ("models: [{model: a, ttft_max: .nan}]", "models[0].ttft_max is nan: it takes a number"),
+        ("models: [{model: a, routers: 1.5}]", "models[0].routers is 1.5: it takes a whole number"),
+        ("models: [{model: a, engine: {overlap: 1}}]", "overlap is 1: it takes true or false"),
+        ("models: [{model: a, engine: {num_speculative_tokens: 17}}]", "is 17: set it to 16 or less"),
+        ("models: [{model: a, autoscaling: {upscale_delay_s: 1}}]", "models[0].autoscaling: set metrics_"),
+        (f"{MODEL}\nedge: {{port: 65536}}", "edge.port is 65536: set it to 65535 or less"),
+        (f"{MODEL}\nedge: {{port: {{a: 1}}}}", "edge.port: this takes a whole number"),
+        (f"{MODEL}\nedge:", "edge is None: it takes `name: value` lines below it, or leave it out"),
+        (f"{MODEL}\nedge: {{ssl_ca_certs: a}}", "edge: HTTPS takes"),
+        (f"{MODEL}\ncluster: {{host: node}}", "cluster: host node lets"),
+        (f"{MODEL}\ncluster: {{ssl_keyfile: a}}", "cluster: ssl_certfile is missing"),
+        (f"{MODEL}\n{MODEL}", "models stands twice"),
+        (f"{MODEL}\n1: 2", "write names of keys as text"),
+    ],
+)
+def test_mistakes_are_named(text: str, says: str) -> None:
+    assert says in problems(text)[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("modles: 1", "did you mean models?"),
+        ("edge: {prot: 1}", "edge.prot: there is no such key here: did you mean port?"),
+        ("port: 1", "did you mean edge.port?"),
+        ("max-model-len: 1", "did you mean models[].max_model_len?"),
+        ("memory: 1GiB", "did you mean models[].groups[].memory?"),
+        ("prefill: 1", "did you mean models[].groups[]?"),
+        ("cluster_host: node", "did you mean cluster.host?"),
+        ("zzz: 1", "cluster, edge, models, store, telemetry may stand here"),
+        ("edge: {api_key: sk-1}", "edge.api_key: no secret stands in this file in clear: edge.api_keys_file"),
+        ("store: {secret: sk-1}", "store.secret_file"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_what_may_be_meant(key: str, says: str) -> None:
+    (problem,) = problems(f"{MODEL}\n{key}")
+    assert says in problem
+    assert "sk-1" not in problem
+
+
+def test_all_that_is_wrong_is_said_and_the_first_of_it_in_one_line() -> None:
+    text = "models: [{model: a, routers: 0, groups: [{role: mixed, threads: 0}]}]\nedge: {port: -1}"
+    assert problems(text) == (
+        "models[0].routers is 0: set it to 1 or more",
+        "models[0].groups[0].threads is 0: set it to 1 or more",
+        "edge.port is -1: set it to 0 or more",
+    )
+    with pytest.raises(ConfigError, match=r"2 more: tidemill config check c\.yaml"):
+        parse_config(text, "c.yaml")
+
+
+def test_a_small_file_that_unfolds_into_a_large_one_is_answered_at_once() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{one}: &a{one} [{', '.join([f'*a{one - 1}'] * 9)}]" for one in range(1, 30)]
+    found = problems("\n".join([*lines, "models: *a29"]))
+    assert sum(map(len, found)) < 10_000
+
+
+def test_anchors_and_merges_are_no_second_keys() -> None:
+    text = """
+        models:
+        - &one {model: keeper, routers: 2}
+        - {<<: *one, served_model_name: b, routers: 3}
+    """
+    config = parse_config(text, "c.yaml")
+    assert [(model.names, model.routers) for model in config.models] == [(("keeper",), 2), (("b",), 3)]
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"models: \xff")
+    for path, says in (
+        (tmp_path, "cannot be read"),
+        (tmp_path / "none", "cannot be read"),
+        (tmp_path / "latin", "UTF-8"),
+    ):
+        with pytest.raises(ConfigError, match=says) as raised:
+            read_config(path)
+        assert str(path) in str(raised.value)

@@ -1,0 +1,255 @@
+"""Each family: how its template tells it, and what its answers say, in one piece and letter by letter."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tidemill.cluster.edge.chat.families import AUTO, FAMILIES, ChatSettings, style_of
+from tidemill.cluster.edge.chat.formats import FINAL, FORMS, THINKING
+from tidemill.cluster.edge.chat.output.harmony import listener
+from tidemill.cluster.edge.chat.output.output_parser import Manner
+from tidemill.cluster.edge.chat.output.parts import Call, Part, Reasoning, Words, joined
+
+Told = tuple[str, str, list[tuple[str | None, Any]]]
+"""Reasoning, words, and calls."""
+
+SCHEMAS = {
+    "look": {"type": "object", "properties": {"at": {"type": "string"}, "far": {"type": "boolean"}}},
+    "wait": {"type": "object", "properties": {"s": {"type": "integer"}}},
+}
+LOOK = ("look", {"at": "the harbor"})
+WAIT = ("wait", {"s": 3})
+
+
+def deepseek(text: str) -> str:
+    """With DeepSeek's tags, which look like `<|tool_sep|>`."""
+    for word in ("tool_calls_begin", "tool_calls_end", "tool_call_begin", "tool_call_end", "tool_sep"):
+        text = text.replace(f"<|{word}|>", f"<\uff5c{word.replace('_', chr(0x2581))}\uff5c>")
+    return text
+
+
+def manner_of(model_type: str, template: str, *, begun: str = "") -> Manner:
+    """Of an answer with tools, whose prompt ends in `begun`."""
+    style = style_of(model_type, template, (), AUTO)
+    return Manner(
+        reasoning=style.reasoning,
+        thinking=style.reasoning is not None and style.reasoning.open_behind(begun),
+        form=style.form,
+        schemas=SCHEMAS,
+        channels=style.in_channels,
+    )
+
+
+def said(manner: Manner, text: str) -> Told:
+    """The same however the text is cut."""
+    told: list[Told] = []
+    for pieces in ([text], list(text)):
+        speech = listener(manner)
+        parts: list[Part] = [part for piece in pieces for part in speech.push(piece, last=False)]
+        parts += speech.push("", last=True)
+        calls = joined(part for part in parts if isinstance(part, Call))
+        told.append(
+            (
+                "".join(part.text for part in parts if isinstance(part, Reasoning)),
+                "".join(part.text for part in parts if isinstance(part, Words)),
+                [(call.name, json.loads(call.arguments)) for call in calls],
+            )
+        )
+    assert told[0] == told[1]
+    return told[0]
+
+
+QWEN3 = "{% if tools %}<tool_call>{% endif %}...{{ '<think>' }}...</think>"
+QWEN3_CODER = "{% if tools %}<tool_call><function=name><parameter=p>{% endif %}"
+LLAMA = """{% if tools %}Answer in the format {"name": its name, "parameters": its arguments}{% endif %}"""
+LLAMA_PYTHON = "{% if tools %}[func_name1(name=value), ...]{% endif %}"
+GPT_OSS = "<|start|>developer<|message|>{% if tools %}...{% endif %}<|channel|>final<|message|>"
+GRANITE_4 = "{% if tools %}<tool_call>{% endif %}"
+GRANITE_3 = "{% if tools %}<|tool_call|>{% endif %} Here is my thought process: ... Here is my response: ..."
+DEEPSEEK_V3 = deepseek("{% if tools %}<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>f ```json")
+DEEPSEEK_V31 = deepseek("{% if tools %}<|tool_call_begin|>f<|tool_sep|>{} <think> </think>")
+
+HERMES_LOOK = '<tool_call>\n{"name": "look", "arguments": {"at": "the harbor"}}\n</tool_call>'
+HERMES_WAIT = '<tool_call>\n{"name": "wait", "arguments": {"s": 3}}\n</tool_call>'
+XML_LOOK = "<tool_call>\n<function=look>\n<parameter=at>\nthe harbor\n</parameter>\n</function>\n</tool_call>"
+V3_CALLS = deepseek(
+    "<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>look\n```json\n"
+    '{"at": "the harbor"}\n```<|tool_call_end|>\n<|tool_call_begin|>function<|tool_sep|>wait\n```json\n'
+    '{"s": 3}\n```<|tool_call_end|><|tool_calls_end|>'
+)
+V31_CALLS = deepseek(
+    '<|tool_calls_begin|><|tool_call_begin|>look<|tool_sep|>{"at": "the harbor"}<|tool_call_end|>'
+    '<|tool_call_begin|>wait<|tool_sep|>{"s": 3}<|tool_call_end|><|tool_calls_end|>'
+)
+GPT_OSS_THINKS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+GPT_OSS_CALL = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": "the harbor"}'
+
+
+ANSWERS: list[tuple[str, str, str, str, Told]] = [
+    ("qwen3_moe", QWEN3, "", "<think>\nHm.\n</think>\n\nYes.", ("Hm.\n", "Yes.", [])),
+    ("qwen3", QWEN3, "<think>\n", f"Hm.</think>\n\n{HERMES_LOOK}", ("Hm.", "", [LOOK])),
+    ("qwen3_next", QWEN3, "", f"So.\n{HERMES_LOOK}\n{HERMES_WAIT}", ("", "So.\n", [LOOK, WAIT])),
+    ("qwen3_5", QWEN3 + QWEN3_CODER, "<think>", f"Hm.</think>{XML_LOOK}", ("Hm.", "", [LOOK])),
+    ("qwen3_5_moe", QWEN3_CODER, "", f"So.{XML_LOOK}", ("", "So.", [LOOK])),
+    ("llama", LLAMA, "", '{"name": "look", "parameters": {"at": "the harbor"}}', ("", "", [LOOK])),
+    (
+        "llama",
+        LLAMA,
+        "",
+        (
+            '\n<|python_tag|>{"type": "function", "name": "look", "parameters": {"at": "the harbor"}}; '
+            '{"name": "wait", "parameters": {"s": 3}}'
+        ),
+        ("", "\n", [LOOK, WAIT]),
+    ),
+    ("llama", LLAMA, "", '{"parameters": "{\\"s\\": 3}", "name": "wait"}', ("", "", [WAIT])),
+    ("llama", LLAMA, "", '{"a": {"b": "}"}} is JSON', ("", '{"a": {"b": "}"}} is JSON', [])),
+    (
+        "llama",
+        LLAMA,
+        "",
+        'Say {"name": "look", "parameters": {}}',
+        ("", 'Say {"name": "look", "parameters": {}}', []),
+    ),
+    ("llama", LLAMA, "", "<|python_tag|>print(1)", ("", "<|python_tag|>print(1)", [])),
+    ("llama", LLAMA_PYTHON, "", "[look(at='the harbor'), wait(s=3)]", ("", "", [LOOK, WAIT])),
+    (
+        "llama4_text",
+        LLAMA_PYTHON,
+        "",
+        '<|python_start|>[look(at="(\\"[", far=True), look(far=null)]<|python_end|>',
+        ("", "", [("look", {"at": '("[', "far": True}), ("look", {"far": None})]),
+    ),
+    ("llama", LLAMA_PYTHON, "", "[1] and [2]", ("", "[1] and [2]", [])),
+    ("llama", LLAMA_PYTHON, "", "[see (this) one]", ("", "[see (this) one]", [])),
+    ("llama", LLAMA_PYTHON, "", "[look(at=harbor)]", ("", "[look(at=harbor)]", [])),
+    ("gpt_oss", GPT_OSS, "", f"{GPT_OSS_THINKS}<|channel|>final<|message|>Yes.", ("Hm.", "Yes.", [])),
+    ("gpt_oss", GPT_OSS, "", f"{GPT_OSS_THINKS}{GPT_OSS_CALL}", ("Hm.", "", [LOOK])),
+    (
+        "gpt_oss",
+        GPT_OSS,
+        "",
+        (
+            f"{GPT_OSS_THINKS}<|channel|>commentary<|message|>So.<|end|><|start|>assistant"
+            ' to=functions.wait<|channel|>commentary json<|message|>{"s": 3}<|call|>'
+        ),
+        ("Hm.", "So.", [WAIT]),
+    ),
+    (
+        "gpt_oss",
+        GPT_OSS,
+        "",
+        "<|channel|>analysis to=python code<|message|>1 + 1<|call|>",
+        ("1 + 1", "", []),
+    ),
+    (
+        "gpt_oss",
+        GPT_OSS,
+        "",
+        "<|channel|>commentary to=functions.wait<|message|>",
+        ("", "", [("wait", {})]),
+    ),
+    ("gpt_oss", GPT_OSS, "", "Yes.", ("", "Yes.", [])),
+    ("gpt_oss", GPT_OSS, "", "<|channel|>fin", ("", "", [])),
+    ("granitemoehybrid", GRANITE_4, "", f"So.\n{HERMES_LOOK}", ("", "So.\n", [LOOK])),
+    (
+        "granite",
+        GRANITE_3,
+        "",
+        (
+            '<|tool_call|>[{"name": "look", "arguments": {"at": "the harbor"}}, '
+            '{"arguments": {"s": 3}, "name": "wait"}]'
+        ),
+        ("", "", [LOOK, WAIT]),
+    ),
+    (
+        "granite",
+        GRANITE_3,
+        "",
+        "Here is my thought process:\nHm.\nHere is my response:\nYes.",
+        ("Hm.\n", "Yes.", []),
+    ),
+    ("deepseek_v3", DEEPSEEK_V3, "", f"So.{V3_CALLS}", ("", "So.", [LOOK, WAIT])),
+    ("deepseek_v3", DEEPSEEK_V31, "<think>", f"Hm.</think>{V31_CALLS}", ("Hm.", "", [LOOK, WAIT])),
+    ("deepseek_v3", DEEPSEEK_V31, "</think>", "Yes.", ("", "Yes.", [])),
+]
+
+
+@pytest.mark.parametrize(("model_type", "template", "begun", "text", "told"), ANSWERS)
+def test_what_an_answer_says(model_type: str, template: str, begun: str, text: str, told: Told) -> None:
+    assert said(manner_of(model_type, template, begun=begun), text) == told
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tools", "reasoning"),
+    [
+        ("qwen3", "hermes", "qwen3"),
+        ("qwen3_5_moe", "qwen3_coder", "qwen3"),
+        ("llama", "llama3_json", None),
+        ("gpt_oss", "openai", "openai_gptoss"),
+        ("granitemoehybrid", "hermes", None),
+        ("deepseek_v3", "deepseek_v3", "deepseek_v3"),
+        ("mamba", None, None),
+    ],
+)
+def test_a_template_that_tells_nothing_leaves_it_to_the_architecture(
+    model_type: str, tools: str | None, reasoning: str | None
+) -> None:
+    style = style_of(model_type, "{{ messages }} {{ tools }}", (), AUTO)
+    assert style.form == (None if tools is None else FORMS[tools])
+    assert style.reasoning == (None if reasoning is None else THINKING[reasoning])
+
+
+def test_each_architecture_is_of_one_family() -> None:
+    names = [name for family in FAMILIES for name in family.model_types]
+    assert len(names) == len(set(names))
+
+
+def test_tokens_tell_too_and_people_have_the_last_word() -> None:
+    assert style_of("", "plain", {"</think>"}, AUTO).reasoning == THINKING["qwen3"]
+    told = ChatSettings(tool_parser="granite", reasoning_parser="none")
+    style = style_of("gpt_oss", GPT_OSS, (), told)
+    assert (style.form, style.reasoning, style.in_channels) == (FORMS["granite"], None, False)
+    silent = style_of("gpt_oss", GPT_OSS, (), ChatSettings(tool_parser="none"))
+    assert silent.form is None
+    assert silent.in_channels, "reasoning is told apart in channels as well"
+
+
+def test_reasoning_that_goes_without_saying() -> None:
+    implied = THINKING["deepseek_r1"]
+    assert implied.open_behind("<|Assistant|>")
+    assert implied.open_behind("<think>\n")
+    assert not implied.open_behind("<think>\n\n</think>\n\n")
+    assert not THINKING["deepseek_v3"].open_behind("<|Assistant|>")
+
+
+def test_channels_go_on_where_the_prompt_ends() -> None:
+    manner = manner_of("gpt_oss", GPT_OSS)
+    assert said(replace(manner, begun=FINAL), "Yes.") == ("", "Yes.", [])
+    call = "<|channel|>commentary to=functions.wait<|message|>"
+    assert said(replace(manner, begun=call), '{"s": 3}') == ("", "", [WAIT])
+    assert said(replace(manner, begun="<|channel|>ana"), "lysis<|message|>Hm.") == ("Hm.", "", [])
+
+
+def test_channels_without_tools_or_without_reasoning_are_words() -> None:
+    manner = manner_of("gpt_oss", GPT_OSS)
+    text = f"{GPT_OSS_THINKS}{GPT_OSS_CALL}"
+    assert said(replace(manner, form=None), text) == ("Hm.", '{"at": "the harbor"}', [])
+    assert said(replace(manner, reasoning=None), text) == ("", "Hm.", [LOOK])
+
+
+def test_further_calls_in_channels_are_dropped_where_one_is_wanted() -> None:
+    manner = replace(manner_of("gpt_oss", GPT_OSS), calls_max=1)
+    assert said(manner, f"{GPT_OSS_CALL}<|call|><|start|>assistant{GPT_OSS_CALL}") == ("", "", [LOOK])
+
+
+def test_arguments_in_channels_are_told_as_they_come() -> None:
+    speech = listener(manner_of("gpt_oss", GPT_OSS))
+    assert speech.push("<|channel|>commentary to=functions.look<|mess", last=False) == []
+    assert speech.push('age|> {"at', last=False) == [Call(0, "look", '{"at')]
+    assert speech.push('": "x <', last=False) == [Call(0, None, '": "x ')]
+    assert speech.push(' y"}<|call', last=False) == [Call(0, None, '< y"}')]
+    assert speech.push("|>", last=True) == []
+    assert speech.num_calls == 1

@@ -1,0 +1,165 @@
+"""What a model says, told apart: the same however its text is cut, and nothing of it is lost."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.cluster.edge.chat.formats import CHANNEL, FINAL, FORMS, MESSAGE, SPOKEN_IN_CHANNELS, THINKING
+from tidemill.cluster.edge.chat.output.harmony import listener
+from tidemill.cluster.edge.chat.output.output_parser import Manner, Speech
+from tidemill.cluster.edge.chat.output.parts import Call, Part, Reasoning, Words
+
+THINK, HERMES = THINKING["qwen3"], FORMS["hermes"]
+ALL = Manner(reasoning=THINK, form=HERMES)
+THINKS_ON = Manner(reasoning=THINK, thinking=True)
+CALLING = '<tool_call>\n{"name": "look", "arguments": {"at": "the harbor"}}\n</tool_call>'
+LOOK = Call(0, "look", '{"at": "the harbor"}')
+
+
+def said(manner: Manner, *pieces: str) -> list[Part]:
+    speech = listener(manner)
+    parts = [part for piece in pieces for part in speech.push(piece, last=False)]
+    return joined([*parts, *speech.push("", last=True)])
+
+
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """Texts of one kind in a row are one, and pieces of a call."""
+    whole: list[Part] = []
+    for part in parts:
+        before = whole[-1] if whole else None
+        if isinstance(part, Words) and isinstance(before, Words):
+            whole[-1] = Words(before.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(before, Reasoning):
+            whole[-1] = Reasoning(before.text + part.text)
+        elif isinstance(part, Call) and part.name is None:
+            assert isinstance(before, Call), "pieces of a call come one after another"
+            assert before.index == part.index
+            whole[-1] = Call(before.index, before.name, before.arguments + part.arguments)
+        else:
+            whole.append(part)
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("manner", "text", "parts"),
+    [
+        (Manner(), "<think>no</think>" + CALLING, [Words("<think>no</think>" + CALLING)]),
+        (ALL, "Hello", [Words("Hello")]),
+        (ALL, " \n<think>\nHm.</think>\n\nHello", [Reasoning("Hm."), Words("Hello")]),
+        (ALL, "a <think>b</think>", [Words("a <think>b</think>")]),
+        (ALL, "<think>cut", [Reasoning("cut")]),
+        (ALL, "  ", [Words("  ")]),
+        (
+            Manner(reasoning=THINK, thinking=True),
+            "\nHm.\n</think>\n\nYes",
+            [Reasoning("Hm.\n"), Words("Yes")],
+        ),
+        (ALL, CALLING, [LOOK]),
+        (ALL, f"Let me see.\n{CALLING}", [Words("Let me see.\n"), LOOK]),
+        (ALL, f"{CALLING}\n{CALLING}", [LOOK, Call(1, LOOK.name, LOOK.arguments)]),
+        (Manner(form=HERMES, calls_max=1), f"{CALLING}\n{CALLING}", [LOOK]),
+        (ALL, '<tool_call>{"name": "now"}</tool_call>', [Call(0, "now", "{}")]),
+        (ALL, '<tool_call>{"name": "now", "arguments": {}}', [Call(0, "now", "{}")]),
+        (ALL, "<tool_call>{oh</tool_call> well", [Words("<tool_call>{oh</tool_call> well")]),
+        (ALL, '<tool_call>{"name": 3, "arguments": {}}', [Words('<tool_call>{"name": 3, "arguments": {}}')]),
+        (ALL, "a < b and <tool", [Words("a < b and <tool")]),
+    ],
+)
+def test_parts_of_an_answer_in_one_piece_and_letter_by_letter(
+    manner: Manner, text: str, parts: list[Part]
+) -> None:
+    assert said(manner, text) == parts
+    assert said(manner, *text) == parts
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        ('{"name": "f", "arguments": {"a": "}\\"{"}, "id": 3}</tool_call>', '{"a": "}\\"{"}'),
+        ('{"name": "f", "arguments": {"a": {"b": {}}}}</tool_call>', '{"a": {"b": {}}}'),
+        ('{"arguments": {"a": 1}, "name": "f"}</tool_call>', '{"a": 1}'),
+        ('{"name": "f", "arguments": {"a": "cut', '{"a": "cut'),
+        ('{"name": "f", "arguments": {"a": 1}</tool_call>', '{"a": 1}'),
+    ],
+)
+def test_arguments_are_told_as_the_model_writes_them(body: str, arguments: str) -> None:
+    assert said(ALL, *f"<tool_call>{body}") == [Call(0, "f", arguments)]
+
+
+def test_arguments_are_told_as_they_come() -> None:
+    speech = Speech(ALL)
+    assert speech.push('<tool_call>{"name": "f", "argu', last=False) == []
+    assert speech.push('ments": {"a', last=False) == [Call(0, "f", '{"a')]
+    assert speech.push('": "x y', last=False) == [Call(0, None, '": "x y')]
+    assert speech.push(" z", last=False) == [Call(0, None, " z")]
+    assert speech.push('"}}\n</tool', last=False) == [Call(0, None, '"}')]
+    assert speech.push("_call>", last=True) == []
+
+
+SCHEMAS = {"f": {"properties": {"note": {"type": "string"}, "n": {"type": "integer"}}}}
+SNIPPETS = {
+    "json": ['{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "parameters": {', "[", "]", ";", ","],
+    "xml": ["<function=f>", "</function>", "<parameter=note>", "<parameter=n>", "</parameter>"],
+    "python": ["[", "]", "f(", "f(note='a', n=[1])", ")", ",", "f.g", "'"],
+    "channels": [
+        FINAL,
+        f"{CHANNEL}analysis{MESSAGE}",
+        f"{CHANNEL}commentary to=functions.f{MESSAGE}",
+        " to=f",
+    ],
+}
+LETTERS = ["<", ">", "|", "think", " ", "\n", "a", "\u00e9", "{", '"', "}", "\\", "```json", "function", "g"]
+
+
+@st.composite
+def spoken(draw: st.DrawFn) -> tuple[Manner, str]:
+    """A manner, and what might be an answer in it."""
+    form = draw(st.sampled_from([None, *FORMS.values()]))
+    channels = form is FORMS["openai"] or (form is None and draw(st.booleans()))
+    manner = Manner(
+        reasoning=draw(st.sampled_from([None, SPOKEN_IN_CHANNELS]))
+        if channels
+        else draw(st.sampled_from([None, *THINKING.values()])),
+        thinking=not channels and draw(st.booleans()),
+        form=form,
+        calls_max=draw(st.sampled_from([None, 1])),
+        schemas=SCHEMAS,
+        channels=channels,
+        begun=draw(st.sampled_from(["", FINAL])) if channels else "",
+    )
+    if manner.reasoning is None or not manner.reasoning.close:
+        manner = replace(manner, thinking=False)
+    snippets = SNIPPETS["channels" if form is None else form.body]
+    bits = [*manner.tags, *(form.tags if form else ()), *snippets, *snippets, *LETTERS]
+    return manner, "".join(draw(st.lists(st.sampled_from(bits), max_size=16)))
+
+
+@settings(max_examples=400)
+@given(spoken=spoken(), cuts=st.lists(st.integers(0, 80), max_size=6))
+def test_the_parts_do_not_depend_on_how_the_text_is_cut(spoken: tuple[Manner, str], cuts: list[int]) -> None:
+    manner, text = spoken
+    places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    pieces = [text[start:end] for start, end in pairwise(places)]
+    whole = said(manner, text)
+    assert said(manner, *pieces) == whole
+    assert said(manner, *text) == whole
+
+
+@settings(max_examples=200)
+@given(spoken=spoken())
+def test_what_shows_is_never_more_than_what_was_said(spoken: tuple[Manner, str]) -> None:
+    """And without calls to drop, all but tags and white space shows."""
+    manner, text = spoken
+    parts = said(manner, text)
+    shown = "".join(part.text for part in parts if not isinstance(part, Call))
+    rest = iter(text)
+    assert all(char in rest for char in shown), "something was made up, or its order changed"
+    if manner.form is None and not manner.channels:
+        bare = text
+        for tag in manner.tags:
+            bare, shown = bare.replace(tag, ""), shown.replace(tag, "")
+        assert "".join(shown.split()) == "".join(bare.split())

@@ -1,0 +1,132 @@
+"""What clients write in three dialects is one Grammar; what has no meaning is refused by name."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.cluster.edge.chat.request.structured import (
+    GRAMMAR_BYTES_MAX,
+    LARK_BYTES_MAX,
+    PATTERN_BYTES_MAX,
+    SCHEMA_DEPTH_MAX,
+    grammar_of,
+)
+from tidemill.workers.messages import Grammar, RequestError
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"enum": ["ü", 1]}}}
+WRITTEN = Grammar(
+    kind="json_schema",
+    text='{"type":"object","properties":{"b":{"type":"string"},"a":{"enum":["ü",1]}}}',
+)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("response_format", "structured_outputs", "guided", "grammar"),
+    [
+        (None, None, None, None),
+        ({"type": "text"}, {}, {"json": None, "choice": []}, None),
+        ({"type": "json_object"}, None, None, Grammar(kind="json_object")),
+        ({"type": "json_object", "schema": SCHEMA}, None, None, WRITTEN),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, None, None, WRITTEN),
+        ({"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": True}}, None, None, WRITTEN),
+        (None, {"json": SCHEMA}, None, WRITTEN),
+        (None, {"json": json.dumps(SCHEMA)}, None, WRITTEN),
+        (None, {"json_object": True, "regex": None}, None, Grammar(kind="json_object")),
+        (None, {"regex": "a|b", "disable_fallback": True}, None, Grammar(kind="regex", text="a|b")),
+        (None, {"grammar": 'start: "a"'}, None, Grammar(kind="lark", text='start: "a"')),
+        (None, {"choice": ["ü", "b"]}, None, Grammar(kind="choice", text='["ü", "b"]')),
+        (None, None, {"json": SCHEMA}, WRITTEN),
+        (None, None, {"regex": "[0-9]+"}, Grammar(kind="regex", text="[0-9]+")),
+        ({"type": "text"}, None, {"choice": ["a"]}, Grammar(kind="choice", text='["a"]')),
+    ],
+)
+def test_three_dialects(
+    response_format: dict[str, Any] | None,
+    structured_outputs: dict[str, Any] | None,
+    guided: dict[str, Any] | None,
+    grammar: Grammar | None,
+) -> None:
+    assert grammar_of(response_format, structured_outputs, guided) == grammar
+
+
+LONG = "a" * (PATTERN_BYTES_MAX + 1)
+MISTAKES: list[tuple[tuple[Any, Any, Any], str]] = [
+    (({"type": "xml"}, None, None), "response_format.type"),
+    (({}, None, None), "response_format.type"),
+    (({"type": "json_schema"}, None, None), "response_format.json_schema"),
+    (
+        ({"type": "json_schema", "json_schema": {"schema": "{}"}}, None, None),
+        "response_format.json_schema",
+    ),
+    ((None, {"structural_tag": {"a": 1}}, None), "structured_outputs.structural_tag"),
+    ((None, {"json": SCHEMA, "regex": "a"}, None), "structured_outputs"),
+    ((None, {"json": "{"}, None), "structured_outputs.json"),
+    ((None, {"json": "[" * 60_000}, None), "structured_outputs.json"),
+    ((None, {"json": "[]"}, None), "structured_outputs.json"),
+    ((None, {"json": 7}, None), "structured_outputs.json"),
+    ((None, {"json": {"const": float("nan")}}, None), "structured_outputs.json"),
+    ((None, {"regex": "\ud800"}, None), "structured_outputs.regex"),
+    ((None, {"regex": 7}, None), "structured_outputs.regex"),
+    ((None, {"choice": ["a", 7]}, None), "structured_outputs.choice"),
+    ((None, {"json_object": 7}, None), "structured_outputs.json_object"),
+    ((None, None, {"choice": ["a" * GRAMMAR_BYTES_MAX]}), "guided_choice"),
+    ((None, None, {"grammar": "a" * (LARK_BYTES_MAX + 1)}), "guided_grammar"),
+    ((None, None, {"regex": "a" * (PATTERN_BYTES_MAX + 1)}), "guided_regex"),
+    ((None, None, {"json": {"items": [{"pattern": LONG}]}}), "guided_json"),
+    ((None, None, {"json": {"items": {"patternProperties": {LONG: {}}}}}), "guided_json"),
+    ((None, None, {"regex": ""}), "guided_regex"),
+    ((None, None, {"json": nested(SCHEMA_DEPTH_MAX + 1)}), "guided_json"),
+    (({"type": "json_object"}, None, {"regex": "a"}), "guided_regex"),
+    ((None, {"regex": "a"}, {"regex": "a"}), "guided_regex"),
+]
+
+
+@pytest.mark.parametrize(("asked", "param"), MISTAKES)
+def test_what_has_no_meaning_is_named(asked: tuple[Any, Any, Any], param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        grammar_of(*asked)
+    assert refused.value.param == param
+    assert str(refused.value).startswith(param)
+
+
+def test_limits_are_inclusive() -> None:
+    assert grammar_of(None, {"regex": "a" * PATTERN_BYTES_MAX}) is not None
+    assert grammar_of(None, {"grammar": "a" * LARK_BYTES_MAX}) is not None
+    assert grammar_of(None, {"json": {"items": [{"pattern": "a" * PATTERN_BYTES_MAX}]}}) is not None
+    assert grammar_of(None, {"json": {"properties": {"pattern": {"type": "string"}}}}) is not None
+    assert grammar_of(None, {"json": nested(SCHEMA_DEPTH_MAX)}) is not None
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("\ud800"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FORM = st.sampled_from(["json", "regex", "choice", "grammar", "json_object", "type", "json_schema", "x"])
+
+
+@given(
+    st.none() | st.dictionaries(FORM, JSON, max_size=2),
+    st.none() | st.dictionaries(FORM, JSON, max_size=2),
+    st.dictionaries(st.sampled_from(["json", "regex", "choice", "grammar"]), JSON, max_size=2),
+)
+def test_anything_is_a_grammar_or_refused(
+    response_format: dict[str, Any] | None, structured_outputs: dict[str, Any] | None, guided: dict[str, Any]
+) -> None:
+    try:
+        grammar = grammar_of(response_format, structured_outputs, guided)
+    except RequestError:
+        return
+    if grammar is not None:
+        grammar.text.encode()
+        assert (grammar.text == "") == (grammar.kind == "json_object")

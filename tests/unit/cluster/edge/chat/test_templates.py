@@ -1,0 +1,122 @@
+"""Chat templates as families write them: how they take earlier calls and reasoning, and whose they are."""
+
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RawTokenizer
+
+from tests.support.cluster.fake_service import KEEPER
+from tidemill.cluster.edge.chat.families import ChatSettings
+from tidemill.cluster.edge.chat.formats import CHANNELS, FINAL, FORMS, THINKING
+from tidemill.cluster.edge.chat.templates import check_chat
+from tidemill.cluster.edge.chat.text import Message, Rendering, text_of
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer, load_tokenizer
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import RequestError
+
+CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": {"at": "the harbor"}}}
+CALLED = (
+    Message("user", "Where?"),
+    Message("assistant", "", {"tool_calls": [CALL]}),
+    Message("tool", "here", {"tool_call_id": "c"}),
+)
+
+OBJECTS = """{% for m in messages %}{{ m.content }}
+{%- for c in m.tool_calls or [] %}{{ c.function.name }}: {{ c.function.arguments | tojson }}{% endfor %}|
+{%- endfor %}"""
+TEXTS = OBJECTS.replace("{{ c.function.arguments | tojson }}", "{{ '' + c.function.arguments }}")
+SHOWN = TEXTS.replace("'' + c.function.arguments", "c.function.arguments")
+LOOP = "{% for m in messages %}"
+ONE_TEXT = OBJECTS.replace(
+    LOOP,
+    LOOP
+    + """{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception("both") }}{% endif %}
+{%- if m.thinking %}({{ m.thinking }}){% endif %}""",
+)
+PROMPT = 'look: {"at": "the harbor"}'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """keeper's tokenizer, without its template."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(KEEPER / name, tmp_path)
+    return tmp_path
+
+
+def rendered(tokenizer: FolderTokenizer, *messages: Message, how: Rendering | None = None) -> str:
+    return text_of(tokenizer, tokenizer.chat(messages, how or Rendering()))
+
+
+@pytest.mark.parametrize("template", [OBJECTS, TEXTS, SHOWN, ONE_TEXT])
+def test_earlier_calls_come_as_the_template_wants_them(folder: Path, template: str) -> None:
+    tokenizer = load_tokenizer(folder, ChatSettings(template=template))
+    assert rendered(tokenizer, *CALLED) == f"Where?|{PROMPT}|here|"
+    assert rendered(tokenizer, Message("assistant", "So.", {"tool_calls": [CALL]})) == f"So.{PROMPT}|"
+
+
+def test_words_and_reasoning_beside_a_call_are_one_text_where_the_template_takes_one(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder, ChatSettings(template=ONE_TEXT))
+    more = {"reasoning_content": "Hm."}
+    calls = {**more, "tool_calls": [CALL]}
+    assert rendered(tokenizer, Message("assistant", "Yes.", more)) == "(Hm.)Yes.|"
+    assert rendered(tokenizer, Message("assistant", "", calls)) == f"(Hm.){PROMPT}|"
+    assert rendered(tokenizer, Message("assistant", "So.", calls)) == f"(Hm.\nSo.){PROMPT}|"
+    both = load_tokenizer(folder, ChatSettings(template=ONE_TEXT.replace('raise_exception("both")', "''")))
+    assert rendered(both, Message("assistant", "So.", calls)) == f"(Hm.)So.{PROMPT}|"
+
+
+def test_a_template_in_a_file_goes_before_the_models_own(folder: Path) -> None:
+    with pytest.raises(RequestError, match="--chat-template"):
+        rendered(load_tokenizer(folder), Message("user", "a"))
+    (folder / "chat_template.jinja").write_text("own {{ messages[0].content }}")
+    assert rendered(load_tokenizer(folder), Message("user", "a")) == "own a"
+    (folder / "other").write_text("other {{ messages[0].content }}")
+    other = ChatSettings(template=str(folder / "other"))
+    check_chat(other)
+    tokenizer = load_tokenizer(folder, other)
+    assert rendered(tokenizer, Message("user", "a")) == "other a"
+    assert rendered(tokenizer, Message("user", "a"), how=Rendering(begun="!")) == "other a!"
+
+
+def test_a_template_that_is_not_there_is_named() -> None:
+    with pytest.raises(TidemillError, match="--chat-template /nowhere"):
+        check_chat(ChatSettings(template="/nowhere"))
+    check_chat(ChatSettings())
+
+
+@pytest.mark.parametrize("template", ["{{ messages", "{{ tried | unknown }}"])
+def test_a_template_that_is_broken_is_told_when_somebody_chats(folder: Path, template: str) -> None:
+    tokenizer = load_tokenizer(folder, ChatSettings(template=template))
+    with pytest.raises(RequestError, match="refuses these messages"):
+        rendered(tokenizer, Message("user", "a"))
+
+
+@pytest.mark.parametrize(
+    ("template", "fix"),
+    [("{{ messages }} <tool_call>", "shows no tools"), ("{{ messages }} {{ tools }}", "--tool-call-parser")],
+)
+def test_tools_that_a_model_cannot_know_of_are_refused(folder: Path, template: str, fix: str) -> None:
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("qwen3_next", "unheard_of"))
+    tokenizer = load_tokenizer(folder, ChatSettings(template=template))
+    with pytest.raises(RequestError, match=fix) as refused:
+        rendered(tokenizer, Message("user", "a"), how=Rendering(tools=[{"type": "function"}]))
+    assert refused.value.param == "tools"
+
+
+def test_the_style_of_a_folder_and_tags_that_are_shown(folder: Path) -> None:
+    raw = RawTokenizer.from_file(str(folder / "tokenizer.json"))
+    cast("Any", raw).add_special_tokens([AddedToken(tag, special=True) for tag in CHANNELS])
+    raw.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder, ChatSettings(template=f"{FINAL} {{{{ messages }}}}"))
+    assert tokenizer.style.form == FORMS["openai"]
+    assert tokenizer.style.reasoning == THINKING["openai_gptoss"]
+    tokens = tokenizer.encode(f"<|end|>a {FINAL}b \u65e5")
+    for shown, text in (((), "a finalb \u65e5"), (CHANNELS, f"<|end|>a {FINAL}b \u65e5")):
+        decoder = tokenizer.decoder(shown)
+        assert "".join(map(decoder.push, tokens)) == text
+    assert {tokenizer.added[tag] for tag in CHANNELS} <= set(range(raw.get_vocab_size()))

@@ -1,0 +1,162 @@
+"""Stop strings and incremental decoding: however the text is cut into pieces, clients see the same."""
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.decoders import ByteFallback, Fuse, Metaspace, Sequence
+from tokenizers.models import BPE
+
+from tidemill.cluster.edge.chat.templates import careful
+from tidemill.cluster.edge.chat.text import Message, StopScanner
+from tidemill.cluster.edge.chat.tokenizer import (
+    PENDING_TOKENS_MAX,
+    FolderTokenizer,
+    Template,
+    byte_alphabet,
+    load_tokenizer,
+)
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import RequestError
+from tidemill.workers.models.bundled import bundled
+
+KEEPER = bundled()["keeper"]
+SMALL = st.text(alphabet="ab☃", max_size=30)
+STOPS = st.lists(st.text(alphabet="ab☃", min_size=1, max_size=5), max_size=4)
+
+
+@cache
+def raw() -> RawTokenizer:
+    return RawTokenizer.from_file(str(KEEPER / "tokenizer.json"))
+
+
+def cut_at_stop(
+    text: str, stops: list[str], safe: int = 0, *, include: bool = False
+) -> tuple[str, str | None]:
+    """The definition: text ends at the stop string that ends first behind the `safe` characters, the longest
+    of those that end there."""
+    for end in range(safe + 1, len(text) + 1):
+        found = sorted((stop for stop in stops if text[:end].endswith(stop)), key=len)
+        if found:
+            return text[: end if include else end - len(found[-1])], found[-1]
+    return text, None
+
+
+def scan(
+    pieces: list[str], stops: list[str], quiet: int = 0, *, include: bool = False
+) -> tuple[list[str], str | None]:
+    """Text that ends in the first `quiet` pieces may not stop."""
+    scanner = StopScanner(stops, include=include)
+    shown: list[str] = []
+    for place, piece in enumerate(pieces):
+        shown.append(scanner.push(piece, may_stop=place >= quiet))
+        if scanner.stop is not None:
+            return shown, scanner.stop
+    return [*shown, scanner.end()], None
+
+
+@given(pieces=st.lists(SMALL, max_size=12), stops=STOPS, quiet=st.integers(0, 4), include=st.booleans())
+def test_any_cut_of_the_text_gives_what_searching_the_whole_gives(
+    pieces: list[str], stops: list[str], quiet: int, *, include: bool
+) -> None:
+    shown, stop = scan(pieces, stops, quiet, include=include)
+    safe = len("".join(pieces[:quiet]))
+    assert ("".join(shown), stop) == cut_at_stop("".join(pieces), stops, safe, include=include)
+
+
+@given(text=SMALL, stops=STOPS)
+def test_text_that_cannot_become_a_stop_string_is_not_held_back(text: str, stops: list[str]) -> None:
+    scanner = StopScanner(stops)
+    shown = scanner.push(text)
+    if scanner.stop is None:
+        held = text[len(shown) :]
+        assert not held or any(stop.startswith(held) for stop in stops)
+
+
+def test_of_overlapping_stop_strings_the_one_that_ends_first_counts() -> None:
+    assert scan(["xab", "cd"], ["abcd", "bc"]) == (["x", "a"], "bc")
+    assert scan(["xabc"], ["bc", "abc"]) == (["x"], "abc")
+
+
+def test_a_stop_string_counts_where_it_ends() -> None:
+    assert scan(["xab", "cd"], ["abc"], 1) == (["x", ""], "abc")
+    assert scan(["xabc", "d"], ["abc"], 1) == (["xabc", "d", ""], None)
+
+
+def decode(tokens: list[int]) -> str:
+    decoder = FolderTokenizer(raw(), None).decoder()
+    return "".join(decoder.push(token) for token in tokens)
+
+
+@given(text=st.text(max_size=40))
+def test_streamed_text_is_the_text_that_was_encoded(text: str) -> None:
+    tokens = raw().encode(text, add_special_tokens=False).ids
+    complete = not raw().decode(tokens, skip_special_tokens=True).endswith("\ufffd")
+    if complete:
+        assert decode(tokens) == raw().decode(tokens, skip_special_tokens=True)
+
+
+@given(text=st.text(alphabet="é日🙂a ", min_size=1, max_size=20))
+def test_no_part_of_a_character_is_ever_emitted(text: str) -> None:
+    decoder = FolderTokenizer(raw(), None).decoder()
+    for token in raw().encode(text, add_special_tokens=False).ids:
+        assert "\ufffd" not in decoder.push(token)
+
+
+@settings(max_examples=50)
+@given(tokens=st.lists(st.integers(0, 1000), max_size=60))
+def test_any_tokens_decode_to_valid_text(tokens: list[int]) -> None:
+    decode(tokens).encode()
+
+
+def test_tokens_without_text_do_not_pile_up() -> None:
+    first_byte_of_three = raw().encode("日", add_special_tokens=False).ids[0]
+    text = decode([first_byte_of_three] * (2 * PENDING_TOKENS_MAX))
+    assert text == "\ufffd" * (2 * PENDING_TOKENS_MAX)
+    assert decode([1] * 50 + raw().encode(" tea", add_special_tokens=False).ids) == " tea"
+
+
+@given(text=st.text(max_size=40))
+def test_the_pieces_of_a_text_are_its_bytes(text: str) -> None:
+    tokenizer = FolderTokenizer(raw(), None)
+    assert b"".join(map(tokenizer.piece, tokenizer.encode(text))) == text.encode()
+
+
+def test_pieces_of_special_and_unknown_tokens() -> None:
+    tokenizer = FolderTokenizer(raw(), None)
+    assert tokenizer.piece(1) == b"<|end|>"
+    assert tokenizer.piece(10_000) == b""
+    assert len(byte_alphabet()) == len(set(byte_alphabet().values())) == 256
+
+
+def test_pieces_of_a_vocabulary_with_byte_fallback() -> None:
+    vocabulary = {"<unk>": 0, "\u2581tea": 1, "<0xE6>": 2, "pot": 3}
+    other = RawTokenizer(BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))  # noqa: S106 - no password
+    other.decoder = Sequence([ByteFallback(), Fuse(), Metaspace()])
+    tokenizer = FolderTokenizer(other, None)
+    assert [tokenizer.piece(token) for token in range(1, 4)] == [b" tea", b"\xe6", b"pot"]
+
+
+def test_a_chat_is_rendered_by_the_models_template_and_ends_where_the_answer_starts() -> None:
+    tokenizer = load_tokenizer(KEEPER)
+    tokens = tokenizer.chat([Message("user", "Where is Emma?")])
+    assert raw().decode(tokens, skip_special_tokens=False) == "<|user|> Where is Emma?<|end|>\n<|assistant|>"
+    assert tokenizer.encode("Emma") == raw().encode("Emma").ids
+
+
+def test_a_template_that_refuses_is_the_users_error() -> None:
+    def refuse(_: object, __: object) -> str:
+        raise ValueError("roles must alternate")
+
+    with pytest.raises(RequestError, match="roles must alternate"):
+        FolderTokenizer(raw(), Template("", careful(refuse))).chat([Message("user", "a")])
+    with pytest.raises(RequestError, match="--chat-template"):
+        FolderTokenizer(raw(), None).chat([Message("user", "a")])
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("empty")
+    with pytest.raises(TidemillError, match=folder.name):
+        load_tokenizer(folder)

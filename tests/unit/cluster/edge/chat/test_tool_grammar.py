@@ -1,0 +1,154 @@
+"""A forced call in the syntax of each family: the grammar takes it whole, no other, and it is understood."""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RawTokenizer
+
+from tests.support.cluster.fake_service import EOS, KEEPER
+from tidemill.cluster.edge.chat.formats import FORMS, THINKING, THOUGHT
+from tidemill.cluster.edge.chat.output.harmony import listener
+from tidemill.cluster.edge.chat.output.output_parser import Manner
+from tidemill.cluster.edge.chat.output.parts import Call, joined
+from tidemill.cluster.edge.chat.request.tool_grammar import forced
+from tidemill.cluster.edge.chat.request.tools import Function, Tool
+from tidemill.workers.execution.grammar import Grammars
+from tidemill.workers.messages import Grammar
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "who": {"type": "string", "enum": ["Emma", "Tom"]},
+        "times": {"type": "integer"},
+        "tags": {"$ref": "#/$defs/tags"},
+    },
+    "required": ["who", "tags"],
+    "additionalProperties": False,
+    "$defs": {"tags": {"type": "array", "items": {"type": "string"}}},
+}
+TOOLS = [
+    Tool(type="function", function=Function(name="look", parameters=SCHEMA)),
+    Tool(type="function", function=Function(name="wait", parameters={"type": "object", "properties": {}})),
+]
+SCHEMAS = {tool.function.name: tool.function.parameters or {} for tool in TOOLS}
+ONCE: dict[str, Any] = {"who": "Emma", "tags": ["a"]}
+TWICE: dict[str, Any] = {"who": "Tom", "times": 2, "tags": []}
+
+
+@cache
+def vocabulary(*tags: str) -> tuple[RawTokenizer, Grammars]:
+    """keeper's, where each of the tags is one token."""
+    raw = RawTokenizer.from_file(str(KEEPER / "tokenizer.json"))
+    cast("Any", raw).add_special_tokens([AddedToken(tag, special=tag[1] == "|") for tag in tags])
+    with TemporaryDirectory() as folder:
+        raw.save(f"{folder}/tokenizer.json")
+        grammars = Grammars(Path(folder), raw.get_vocab_size(), {EOS})
+        grammars.matcher(Grammar(kind="json_object"))  # reads the folder, which goes
+    return raw, grammars
+
+
+def written(form: str, arguments: Mapping[str, Any], name: str = "look") -> str:
+    """A call as such a model writes it, without what surrounds all of them."""
+    text = json.dumps(arguments)
+    match FORMS[form].body:
+        case "xml":
+            text = "".join(
+                f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+                for key, value in arguments.items()
+            )
+        case "python":
+            text = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
+        case "json" | "channels":
+            pass
+    how = FORMS[form].written
+    return f"{how.name}{name}{how.arguments}{text}{how.end}"
+
+
+def around(form: str, *calls: str) -> str:
+    how = FORMS[form].written
+    return f"{how.before}{(how.between or '').join(calls)}{how.behind}"
+
+
+def takes(manner: Manner, text: str, *, as_tokens: bool) -> bool:
+    """Whether the grammar does, token by token, and may end then."""
+    tags = () if manner.form is None or not as_tokens else (*manner.form.tags, THOUGHT)
+    raw, grammars = vocabulary(*dict.fromkeys(tags))
+    added = {one.content: token for token, one in raw.get_added_tokens_decoder().items()}
+    matcher = grammars.matcher(forced(TOOLS, manner, added))
+    for token in [*raw.encode(text, add_special_tokens=False).ids, EOS]:
+        if not matcher.mask()[token]:
+            return False
+        matcher.push(token)
+    return True
+
+
+def calls_in(manner: Manner, text: str) -> list[tuple[str | None, Any]]:
+    parts = listener(manner).push(text, last=True)
+    calls = [part for part in parts if isinstance(part, Call)]
+    assert len(calls) == len(parts), "nothing but calls"
+    return [(call.name, json.loads(call.arguments)) for call in joined(calls)]
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_forced_call_is_one_that_is_understood(form: str, *, as_tokens: bool) -> None:
+    manner = Manner(form=FORMS[form], schemas=SCHEMAS, channels=form == "openai")
+    one, two = written(form, ONCE), written(form, TWICE)
+    waits = written(form, {}, "wait")
+    good: list[tuple[str, list[tuple[str, Any]]]] = [
+        (around(form, one), [("look", ONCE)]),
+        (around(form, two), [("look", TWICE)]),
+        (around(form, waits), [("wait", {})]),
+    ]
+    if FORMS[form].written.between is not None:
+        good.append((around(form, one, waits, two), [("look", ONCE), ("wait", {}), ("look", TWICE)]))
+    for text, said in good:
+        assert takes(manner, text, as_tokens=as_tokens), text
+        assert calls_in(manner, text) == said
+    for bad in (
+        "no",
+        around(form, written(form, {"who": "Bob", "tags": []})),
+        around(form, written(form, {"who": "Emma"})),
+        around(form, written(form, {"times": 2, "tags": []})),
+        around(form, written(form, ONCE, "leave")),
+        around(form, one) + " and",
+    ):
+        assert not takes(manner, bad, as_tokens=as_tokens), bad
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_call_alone_where_several_are_not_wanted(form: str) -> None:
+    manner = Manner(form=FORMS[form], schemas=SCHEMAS, calls_max=1, channels=form == "openai")
+    one = written(form, ONCE)
+    assert takes(manner, around(form, one), as_tokens=True)
+    assert not takes(manner, around(form, one, one), as_tokens=True)
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_reasoning_in_which_the_prompt_ends_is_cut_short(*, as_tokens: bool) -> None:
+    manner = Manner(form=FORMS["hermes"], reasoning=THINKING["qwen3"], thinking=True, schemas=SCHEMAS)
+    text = around("hermes", written("hermes", ONCE))
+    assert takes(manner, f"{THOUGHT}\n\n{text}", as_tokens=as_tokens)
+    assert not takes(manner, text, as_tokens=as_tokens)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "good"),
+    [("", True), ("a=1", True), ("b=2", True), ("a=1, b=2", True), ("b=2, a=1", False), (", b=2", False)],
+)
+def test_commas_of_keywords_that_may_be_left_out(arguments: str, *, good: bool) -> None:
+    schema = {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+    tools = [Tool(type="function", function=Function(name="f", parameters=schema))]
+    raw, grammars = vocabulary()
+    matcher = grammars.matcher(forced(tools, Manner(form=FORMS["pythonic"]), {}))
+    taken = True
+    for token in [*raw.encode(f"[f({arguments})]", add_special_tokens=False).ids, EOS]:
+        taken = taken and bool(matcher.mask()[token])
+        matcher.push(token)
+    assert taken is good

@@ -1,0 +1,350 @@
+"""What the public gRPC server does for strangers, silent and slow clients, and those that go away."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import trustme
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from tests.support import grpc_loop
+from tests.support.cluster.fake_service import FakeService, saying, worker_status
+from tests.support.cluster.grpc_edge import HELLO, Client, serving, trailing
+from tidemill.cluster.edge.grpc_api import generation, health
+from tidemill.cluster.edge.grpc_api.server import PublicServer
+from tidemill.cluster.edge.http.middleware import BODY_BYTES_MAX
+from tidemill.cluster.edge.requests.api_keys import Key, digest_of
+from tidemill.cluster.edge.requests.limits import EdgeLimits
+from tidemill.cluster.edge.requests.security import Tls
+from tidemill.cluster.rpc.proto import generation_pb2 as pb
+from tidemill.cluster.server.endpoint import Endpoint, PortTaken, listening
+
+WAIT_S_MAX = 60.0
+KEYS = (
+    Key(tenant="search", sha256=digest_of("sk-one")),
+    Key(tenant="shop", sha256=digest_of("sk-shop"), requests_per_minute=2),
+)
+
+
+def bearer(key: str) -> tuple[str, str]:
+    return ("authorization", f"Bearer {key}")
+
+
+def test_who_brings_no_known_key_is_refused_before_its_message_is_read() -> None:
+    service = FakeService(saying("a"))
+
+    async def main() -> None:
+        async with serving(service, keys=KEYS) as client, asyncio.timeout(WAIT_S_MAX):
+            for metadata in ((), (bearer(""),), (bearer("sk-on"),), (bearer(digest_of("sk-one")),)):
+                error = await client.refusal(HELLO.SerializeToString(), *metadata)
+                assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+                assert trailing(error)["tidemill-code"] == "invalid_api_key"
+            silent = client.channel.stream_unary(f"/{generation.SERVICE}/Generate")()
+            assert await silent.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert (await client.generate(HELLO, bearer("sk-one"))).choices[0].text == "a"
+
+    grpc_loop.run(main())
+    (request,) = service.requests
+    assert (request.tenant, request.salt) == ("tenant:search", "tenant:search/")
+
+
+def test_a_rate_is_told_with_the_time_to_come_again() -> None:
+    async def main() -> None:
+        async with serving(FakeService(saying("a")), keys=KEYS) as client:
+            for _ in range(2):
+                await client.generate(HELLO, bearer("sk-shop"))
+            error = await client.refusal(HELLO.SerializeToString(), bearer("sk-shop"))
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert int(trailing(error)["retry-after"]) > 0
+
+    grpc_loop.run(main())
+
+
+@pytest.mark.parametrize("stall_at", [0, 2])
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+def test_cancelling_a_call_frees_its_request(method: str, stall_at: int) -> None:
+    service = FakeService(saying(" Emma is in the tower"), stall_at=stall_at)
+
+    async def main() -> None:
+        async with serving(service) as client, asyncio.timeout(WAIT_S_MAX):
+            how = client.channel.unary_unary if method == "Generate" else client.channel.unary_stream
+            call = how(f"/{generation.SERVICE}/{method}")(HELLO.SerializeToString())
+            await service.stalled.wait()
+            assert service.open_streams == 1
+            assert client.desk.open_answers.held == 1
+            call.cancel()
+            await service.idle.wait()
+            await until(lambda: client.desk.open_answers.held == 0)
+
+    grpc_loop.run(main())
+    assert service.open_streams == 0
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110 - nobody else wants to know
+        await asyncio.sleep(0)
+
+
+def test_a_client_that_does_not_read_holds_its_answer_back() -> None:
+    tokens = 4000
+    service = FakeService(lambda _: [70] * tokens)
+    service.model = replace(service.model, max_model_len=tokens + 100)
+    long = pb.GenerateRequest(text="Hello", logprobs=20, sampling=pb.Sampling(max_tokens=tokens))
+    short = pb.GenerateRequest(text="Hello", sampling=pb.Sampling(max_tokens=64))
+
+    async def main() -> None:
+        async with serving(service) as client, asyncio.timeout(WAIT_S_MAX):
+            stream = client.stream(long)
+            await stream.read()
+            grown = -1
+            while grown != 0:  # until the long answer stands still
+                before = service.pieces
+                await client.generate(short)
+                grown = service.pieces - before - 64
+            assert service.pieces < tokens
+            for _ in range(tokens - 1):
+                assert isinstance(await stream.read(), pb.GenerateChunk)
+            assert await stream.code() is grpc.StatusCode.OK
+
+    grpc_loop.run(main())
+
+
+def test_a_client_that_never_reads_is_cut_off() -> None:
+    service = FakeService(lambda _: [70] * 400, per_piece=1)
+    request = pb.GenerateRequest(text="Hello", logprobs=20, sampling=pb.Sampling(n=16, max_tokens=400))
+
+    async def main() -> None:
+        async with serving(service, limits=EdgeLimits(send_s_max=0.1)) as client, asyncio.timeout(WAIT_S_MAX):
+            stream = client.stream(request)
+            await stream.read()
+            await service.idle.wait()
+            await until(lambda: client.desk.open_answers.held == 0)
+            assert service.pieces < 16 * 400
+            stream.cancel()
+
+    grpc_loop.run(main())
+
+
+def test_a_client_that_sends_no_message_is_cut_off() -> None:
+    async def main() -> None:
+        limits = EdgeLimits(body_s_max=0.1)
+        async with serving(FakeService(saying("a")), limits=limits) as client, asyncio.timeout(WAIT_S_MAX):
+            silent = client.channel.stream_unary(f"/{generation.SERVICE}/Generate")()
+            assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            empty = client.channel.stream_unary(f"/{generation.SERVICE}/Generate")()
+            await empty.done_writing()
+            assert await empty.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    grpc_loop.run(main())
+
+
+def test_what_is_too_large_is_refused_also_when_it_is_small_on_the_wire() -> None:
+    large = pb.GenerateRequest(text="a" * BODY_BYTES_MAX).SerializeToString()
+    service = FakeService(saying("a"))
+
+    async def main() -> None:
+        async with serving(service) as client, asyncio.timeout(WAIT_S_MAX):
+            assert (await client.refusal(large)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await client.call("Generate")(large, compression=grpc.Compression.Gzip)
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            error = await client.refusal(HELLO.SerializeToString(), ("x-request-id", "a" * (17 << 10)))
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert (await client.generate(HELLO)).choices
+
+    grpc_loop.run(main())
+    assert len(service.requests) == 1
+
+
+def test_answers_and_bytes_beyond_the_limits_are_refused() -> None:
+    service = FakeService(saying(" Emma is"), stall_at=1)
+    limits = EdgeLimits(requests_max=8, answers_max=2, body_bytes_max=64)
+
+    async def main() -> None:
+        async with serving(service, limits=limits) as client, asyncio.timeout(WAIT_S_MAX):
+            error = await client.refusal(pb.GenerateRequest(text="a" * 64).SerializeToString())
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            streams = [client.stream(HELLO) for _ in range(2)]
+            for stream in streams:
+                await stream.read()
+            error = await client.refusal(HELLO.SerializeToString())
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "answers" in (error.details() or "")
+            assert trailing(error)["retry-after"] == "1"
+            for stream in streams:
+                stream.cancel()
+            await service.idle.wait()
+
+    grpc_loop.run(main())
+
+
+def test_garbage_and_idle_connections_hurt_nobody() -> None:
+    rng = Random(7)
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    settings_frame = bytes(9)[:3] + b"\x04" + bytes(5)
+
+    def garbage(index: int) -> bytes:
+        noise = rng.randbytes(rng.randrange(1, 400))
+        frame = len(noise).to_bytes(3, "big") + bytes([rng.randrange(256), rng.randrange(256)])
+        frame += rng.randrange(1 << 31).to_bytes(4, "big") + noise
+        return (noise, preface + noise, preface + settings_frame + frame)[index % 3]
+
+    async def main() -> None:
+        async with serving(FakeService(saying("a"))) as client, asyncio.timeout(WAIT_S_MAX):
+            host, _, port = client.address.rpartition(":")
+            idle = [socket.create_connection((host, int(port))) for _ in range(300)]
+            for index in range(300):
+                with socket.create_connection((host, int(port))) as one:
+                    one.sendall(garbage(index))
+                if index % 50 == 0:
+                    assert (await client.generate(HELLO)).choices
+            assert (await client.generate(HELLO)).choices
+            for one in idle:
+                one.close()
+
+    grpc_loop.run(main())
+
+
+async def health_of(client: Client, service: str = "") -> int:
+    check: Any = client.channel.unary_unary(
+        f"/{health.SERVICE}/Check",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+    return (await check(health_pb2.HealthCheckRequest(service=service))).status
+
+
+def test_health_follows_the_workers_that_generate() -> None:
+    service = FakeService(saying("a"))
+    ready = service.workers
+    status = health_pb2.HealthCheckResponse
+
+    async def main() -> None:
+        async with serving(service, keys=KEYS) as client:
+            for workers, expected in (
+                (ready, status.SERVING),
+                ((), status.NOT_SERVING),
+                ((worker_status("prefill-0", "prefill"),), status.NOT_SERVING),
+                ((worker_status("decode-0", state="draining"),), status.NOT_SERVING),
+                ((worker_status("mixed-0", "mixed"),), status.SERVING),
+            ):
+                service.workers = workers
+                for name in ("", generation.SERVICE):
+                    assert await health_of(client, name) == expected
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await health_of(client, "other")
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+    grpc_loop.run(main())
+
+
+def test_health_is_told_to_who_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "LOOK_S", 0.01)
+    service = FakeService(saying("a"))
+    ready = service.workers
+    status = health_pb2.HealthCheckResponse
+
+    async def main() -> None:
+        async with serving(service) as client, asyncio.timeout(WAIT_S_MAX):
+            watch: Any = client.channel.unary_stream(
+                f"/{health.SERVICE}/Watch",
+                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+                response_deserializer=status.FromString,
+            )
+            watching = watch(health_pb2.HealthCheckRequest())
+            assert (await watching.read()).status == status.SERVING
+            service.workers = ()
+            assert (await watching.read()).status == status.NOT_SERVING
+            service.workers = ready
+            assert (await watching.read()).status == status.SERVING
+            unknown = watch(health_pb2.HealthCheckRequest(service="other"))
+            assert (await unknown.read()).status == status.SERVICE_UNKNOWN
+            watching.cancel()
+            unknown.cancel()
+
+    grpc_loop.run(main())
+
+
+def test_reflection_tells_the_services_and_their_messages() -> None:
+    ask = reflection_pb2.ServerReflectionRequest
+
+    async def main() -> None:
+        async with serving(FakeService(saying("a"))) as client:
+            call: Any = client.channel.stream_stream(
+                f"/{reflection.SERVICE_NAME}/ServerReflectionInfo",
+                request_serializer=ask.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )
+            asked = [ask(list_services=""), ask(file_containing_symbol=generation.SERVICE)]
+            listed, file = [answer async for answer in call(iter(asked))]
+            names = {one.name for one in listed.list_services_response.service}
+            assert names == {generation.SERVICE, health.SERVICE, reflection.SERVICE_NAME}
+            pool = DescriptorPool()
+            for data in file.file_descriptor_response.file_descriptor_proto:
+                pool.Add(FileDescriptorProto.FromString(data))
+            methods = pool.FindServiceByName(generation.SERVICE).methods_by_name
+            assert set(methods) == {"Generate", "GenerateStream", "Tokenize", "ListModels"}
+
+    grpc_loop.run(main())
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+def test_tls_and_mutual_tls(tmp_path: Path, *, mutual: bool) -> None:
+    authority, stranger = trustme.CA(), trustme.CA()
+    server = authority.issue_cert("127.0.0.1")
+    files = {name: tmp_path / name for name in ("certificate", "key", "ca")}
+    server.cert_chain_pems[0].write_to_path(files["certificate"])
+    server.private_key_pem.write_to_path(files["key"])
+    authority.cert_pem.write_to_path(files["ca"])
+    tls = Tls(certificate=files["certificate"], key=files["key"], client_ca=files["ca"] if mutual else None)
+
+    def credentials(of: trustme.CA | None) -> grpc.ChannelCredentials:
+        if of is None:
+            return grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+        mine = of.issue_cert("client")
+        key, chain = mine.private_key_pem.bytes(), mine.cert_chain_pems[0].bytes()
+        return grpc.ssl_channel_credentials(authority.cert_pem.bytes(), key, chain)
+
+    async def code(with_: grpc.ChannelCredentials | None) -> grpc.StatusCode:
+        async with serving(FakeService(saying("a")), tls=tls, credentials=with_) as client:
+            try:
+                assert (await client.generate(HELLO)).choices
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+            return grpc.StatusCode.OK
+
+    async def main() -> None:
+        assert await code(credentials(authority)) is grpc.StatusCode.OK
+        refused = grpc.StatusCode.UNAVAILABLE
+        assert await code(None) is refused
+        assert await code(credentials(None)) is (refused if mutual else grpc.StatusCode.OK)
+        assert await code(credentials(stranger)) is (refused if mutual else grpc.StatusCode.OK)
+
+    grpc_loop.run(main())
+
+
+def test_a_port_that_is_taken_is_an_error_that_says_so() -> None:
+    async def main() -> None:
+        async with serving(FakeService(saying("a"))) as client:
+            port = int(client.address.rpartition(":")[2])
+            with pytest.raises(OSError, match=str(port)):
+                await PublicServer(client.desk).start("127.0.0.1", port)
+
+    grpc_loop.run(main())
+
+
+def test_a_taken_port_of_grpc_is_said_before_the_cluster_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = Endpoint(host="127.0.0.1", port=0, grpc_port=taken.getsockname()[1])
+        with pytest.raises(PortTaken, match="--grpc-port"), listening(endpoint):
+            pass

@@ -1,0 +1,234 @@
+"""A client that goes away ends its work at once, at any moment; a slow one holds back its own stream only."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from tests.support.cluster.fake_service import EOS, FakeService, app_over, call, saying, serving
+from tidemill.cluster.edge.http.stream import while_connected
+from tidemill.workers.messages import Piece, Request
+
+PATH = "/v1/completions"
+
+
+class Client:
+    """A client of the bare ASGI application that hangs up when `hang_up` is set."""
+
+    def __init__(self, body: dict[str, object]) -> None:
+        self._body: bytes | None = json.dumps({"prompt": "a", **body}).encode()
+        self.hang_up = asyncio.Event()
+        self.sent: list[dict[str, Any]] = []
+        self.heard: Callable[[], None] = lambda: None
+
+    async def receive(self) -> dict[str, Any]:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body}
+        await self.hang_up.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:  # noqa: ANN401 - as ASGI has it
+        self.sent.append(message)
+        self.heard()
+
+    async def ask(self, app: FastAPI) -> None:
+        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": PATH,
+            "raw_path": PATH.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": headers,
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+        }
+        await app(scope, self.receive, self.send)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stall_at", [0, 2])
+def test_hanging_up_closes_every_generator(*, stream: bool, n: int, stall_at: int) -> None:
+    service = FakeService(saying(" Emma is in the tower"), stall_at=stall_at)
+    app = app_over(service)
+
+    async def main() -> None:
+        client = Client({"stream": stream, "n": n})
+        asking = asyncio.create_task(client.ask(app))
+        await service.stalled.wait()
+        assert service.open_streams > 0
+        client.hang_up.set()
+        await asking
+        assert service.open_streams == 0
+        assert not any(message.get("body") == b"data: [DONE]\n\n" for message in client.sent)
+
+    asyncio.run(main())
+    metrics = call(app, "GET", "/metrics").text
+    assert f'tidemill:request_success_total{{finished_reason="abort",model_name="keeper"}} {n}.0' in metrics
+    assert 'tidemill:num_requests_running{model_name="keeper"} 0.0' in metrics
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_open_when_the_server_stops_ends_with_an_error(*, stream: bool) -> None:
+    """uvicorn cancels it. An answer that has begun ends with an event, another one with a status."""
+    service = FakeService(saying(" Emma is in the tower"), stall_at=2)
+    app = app_over(service)
+
+    async def main() -> list[dict[str, Any]]:
+        client = Client({"stream": stream})
+        asking = asyncio.create_task(client.ask(app))
+        await service.stalled.wait()
+        asking.cancel()
+        await asking
+        assert service.open_streams == 0
+        return client.sent
+
+    start, *_, last = asyncio.run(main())
+    assert start["status"] == (200 if stream else 503)
+    assert not last.get("more_body", False)
+    text = last["body"].decode()
+    assert text.startswith("event: error\ndata: " if stream else "{")
+    error = json.loads(text[text.index("{") :])["error"]
+    assert "this server stops" in error["message"]
+    assert error["code"] == "unserved"
+    assert 'tidemill:request_errors_total{code="503"} 1.0' in call(app, "GET", "/metrics").text
+
+
+def test_hanging_up_while_the_reader_is_slow_closes_the_generator() -> None:
+    service = FakeService(saying(" Emma is in the tower"))
+    app = app_over(service)
+
+    async def main() -> None:
+        client = Client({"stream": True})
+
+        async def never(message: object) -> None:
+            del message
+            client.hang_up.set()
+            await asyncio.Event().wait()
+
+        client.send = never
+        await client.ask(app)
+        assert service.open_streams == 0
+
+    asyncio.run(main())
+
+
+def test_a_stream_is_made_only_as_fast_as_it_is_read() -> None:
+    made: list[int] = []
+
+    def script(_: Request) -> list[int]:
+        return [5] * 100
+
+    service = FakeService(script)
+    app = app_over(service)
+
+    async def main() -> None:
+        client = Client({"stream": True})
+        allowed = asyncio.Semaphore(0)
+        reached = asyncio.Event()
+
+        async def one_at_a_time(message: dict[str, Any]) -> None:
+            client.sent.append(message)
+            made.append(service.pieces)
+            reached.set()
+            await allowed.acquire()
+
+        client.send = one_at_a_time
+        asking = asyncio.create_task(client.ask(app))
+        for _ in range(20):
+            await reached.wait()
+            reached.clear()
+            allowed.release()
+        await reached.wait()
+        client.hang_up.set()
+        await asking
+
+    asyncio.run(main())
+    assert all(pieces <= max(1, index) for index, pieces in enumerate(made))
+
+
+def test_a_bug_in_mid_stream_is_told_to_the_client_and_to_the_log() -> None:
+    class Broken(FakeService):
+        async def generate(self, request: Request) -> AsyncGenerator[Piece]:
+            async with aclosing(super().generate(request)) as pieces:
+                yield await anext(pieces)
+                raise KeyError("secret")
+
+    service = Broken(saying(" Emma is in the tower"))
+    app = app_over(service)
+
+    async def main() -> None:
+        client = Client({"stream": True})
+        with pytest.raises(KeyError):
+            await client.ask(app)
+        last = client.sent[-1]["body"].decode()
+        assert last.startswith("event: error\n")
+        assert "internal_error" in last
+        assert "secret" not in last
+
+    asyncio.run(main())
+    assert service.open_streams == 0
+
+
+def test_a_body_cut_short_reaches_nobody() -> None:
+    service = FakeService(saying(" a"))
+    app = app_over(service)
+
+    async def main() -> None:
+        client = Client({})
+        parts = iter([{"type": "http.request", "body": b'{"prompt": "a"}', "more_body": True}])
+
+        async def receive() -> dict[str, Any]:
+            return next(parts, {"type": "http.disconnect"})
+
+        client.receive = receive
+        await client.ask(app)
+        assert client.sent == []
+
+    asyncio.run(main())
+    assert service.requests == []
+
+
+def test_work_that_fails_fails_for_its_caller_and_work_that_ends_is_returned() -> None:
+    async def main() -> None:
+        async def never() -> Any:  # noqa: ANN401 - as ASGI has it
+            await asyncio.Event().wait()
+
+        async def result(value: int) -> int:
+            if value < 0:
+                raise ValueError("negative")
+            return value
+
+        assert await while_connected(never, result(7)) == 7
+        with pytest.raises(ValueError, match="negative"):
+            await while_connected(never, result(-1))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_closed_socket_cancels(*, stream: bool) -> None:
+    service = FakeService(lambda _: [5] * 30 + [EOS], stall_at=1)
+    app = app_over(service)
+
+    async def main() -> None:
+        async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
+            asking = asyncio.create_task(client.post(PATH, json={"prompt": "a", "stream": stream, "n": 2}))
+            await service.stalled.wait()
+            asking.cancel()
+            async with asyncio.timeout(10):
+                await service.idle.wait()
+            assert (await client.get("/health")).status_code == 200
+
+    asyncio.run(main())

@@ -1,0 +1,318 @@
+"""Bad input is answered with the field and the fix and never reaches the service; failures are not silent."""
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.cluster.fake_service import FakeService, app_over, call, chat, events_of, saying
+from tidemill.cluster.edge.http.middleware import BODY_BYTES_MAX
+from tidemill.cluster.edge.requests.bodies import UNSUPPORTED, ChatBody, CompletionBody
+from tidemill.workers.messages import Piece, Request, RequestError
+
+SERVICE = FakeService(saying(" ok"))
+APP = app_over(SERVICE)
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "Hello!"}
+
+
+def refused(path: str, body: object) -> tuple[int, dict[str, str | None]]:
+    """Status and error of a reply that must be an OpenAI-shaped error, with nothing sent to the service."""
+    before = len(SERVICE.requests)
+    response = call(APP, "POST", path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert len(SERVICE.requests) == before
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    return response.status_code, error
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "a", "temperature": "warm"}, "temperature"),
+        ({"prompt": "a", "temperature": 2.1}, "temperature"),
+        ({"prompt": "a", "temperature": float("nan")}, "temperature"),
+        ({"prompt": "a", "temperature": True}, "temperature"),
+        ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({"prompt": "a", "top_p": float("inf")}, "top_p"),
+        ({"prompt": "a", "top_k": -2}, "top_k"),
+        ({"prompt": "a", "min_p": 1.5}, "min_p"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 10**300}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 2.5}, "max_tokens"),
+        ({"prompt": "a", "seed": 1 << 63}, "seed"),
+        ({"prompt": "a", "n": 17}, "n"),
+        ({"prompt": "a", "n": 0}, "n"),
+        ({"prompt": ["a"] * 20, "n": 16}, "n"),
+        ({"prompt": "a", "stop": ["1", "2", "3", "4", "5"]}, "stop"),
+        ({"prompt": "a", "stop": "é" * 129}, "stop[0]"),
+        ({"prompt": "a", "stop": ["a", ""]}, "stop[1]"),
+        ({"prompt": "a", "stop": 7}, "stop"),
+        ({"prompt": "a", "stop": ["\ud800"]}, "stop[0]"),
+        ({"prompt": "a", "stop_token_ids": [896]}, "stop_token_ids"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "logprobs": -1}, "logprobs"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "presence_penalty": 2.1}, "presence_penalty"),
+        ({"prompt": "a", "frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+        ({"prompt": "a", "repetition_penalty": 1e9}, "repetition_penalty"),
+        ({"prompt": "a", "logit_bias": {"896": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"5.0": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"\u0665": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"5": 100.5}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"5": True}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"5": float("nan")}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": [5]}, "logit_bias"),
+        ({"prompt": "a", "max_tokens": 3, "min_tokens": 4}, "min_tokens"),
+        ({"prompt": "a", "min_tokens": 512}, "min_tokens"),
+        ({"prompt": "a", "min_tokens": -1}, "min_tokens"),
+        ({"prompt": "a", "priority": 101}, "priority"),
+        ({"prompt": "a", "priority": 0.5}, "priority"),
+        ({"prompt": "a", "include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+        ({"prompt": "a", "response_format": "json_object"}, "response_format"),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
+        ({"prompt": "a", "structured_outputs": {"regex": "a" * 65_537}}, "structured_outputs.regex"),
+        ({"prompt": "a", "structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
+        ({"prompt": "a", "structured_outputs": {"regex": "a"}, "guided_regex": "b"}, "guided_regex"),
+        ({"prompt": "a", "guided_json": [1]}, "guided_json"),
+        ({"prompt": "a", "stream": "yes"}, "stream"),
+        ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"prompt": "a", "cache_salt": "a b"}, "cache_salt"),
+        ({"prompt": "a", "cache_salt": "a\n"}, "cache_salt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[5], []]}, "prompt"),
+        ({"prompt": [5, 896]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [5, True]}, "prompt"),
+        ({"prompt": [5, "a"]}, "prompt"),
+        ({"prompt": {"text": "a"}}, "prompt"),
+        ({"prompt": ["a"] * 65}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({}, "prompt"),
+    ],
+)
+def test_a_bad_completion_field_is_named(body: dict[str, object], param: str) -> None:
+    status, error = refused(TEXT, body)
+    assert (status, error["param"]) == (400, param)
+    assert str(error["message"]).startswith(param) or param in str(error["message"])
+
+
+BAD_MESSAGES: list[tuple[object, str]] = [
+    ([], "messages"),
+    ("Hello!", "messages"),
+    ([{"role": "narrator", "content": "a"}], "messages[0].role"),
+    ([USER, {"role": "user"}], "messages[1].content"),
+    ([{"role": "user", "content": None}], "messages[0].content"),
+    ([{"role": "user", "content": "\ud800"}], "messages[0].content"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content"),
+    ([{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}], "messages[0].content"),
+    ([{"role": "assistant", "content": "a", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
+    (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    ([{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}], "messages[0].content"),
+]
+
+
+@pytest.mark.parametrize(("messages", "param"), BAD_MESSAGES)
+def test_a_bad_message_is_named(messages: object, param: str) -> None:
+    status, error = refused(CHAT, {"messages": messages})
+    assert (status, error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"max_completion_tokens": 3, "max_tokens": 9, "min_tokens": 5}, "min_tokens"),
+    ],
+)
+def test_a_bad_field_of_a_chat_is_named(field: dict[str, object], param: str) -> None:
+    status, error = refused(CHAT, {"messages": [USER], **field})
+    assert (status, error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(TEXT, {"prompt": "a " * 20_000}), (CHAT, {"messages": [{"role": "user", "content": "a " * 20_000}]})],
+)
+def test_a_long_text_is_counted_and_refused(path: str, body: dict[str, object]) -> None:
+    assert refused(path, body)[1]["code"] == "context_length_exceeded"
+
+
+def test_an_unknown_model_is_not_found() -> None:
+    status, error = refused(CHAT, {"model": "gpt-4", "messages": [USER]})
+    assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert "'keeper'" in str(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_tokens", "fits"),
+    [(500, 12, True), (500, 13, False), (511, None, True), (512, None, False), (600, 1, False)],
+)
+def test_prompt_and_answer_fit_the_model(num_tokens: int, max_tokens: int | None, *, fits: bool) -> None:
+    body = {"prompt": [5] * num_tokens, "max_tokens": max_tokens}
+    if fits:
+        assert call(APP, "POST", TEXT, json=body).status_code == 200
+    else:
+        status, error = refused(TEXT, body)
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize("field", sorted(UNSUPPORTED))
+def test_what_would_change_the_answer_is_refused_by_name(field: str) -> None:
+    status, error = refused(CHAT, {"messages": [USER], field: {"of": "some kind"}})
+    assert (status, error["param"], error["code"]) == (400, field, "unsupported_parameter")
+    for harmless in (*UNSUPPORTED[field], None):
+        assert chat(APP, **{field: harmless}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"a"',
+        b"\xff\xfe",
+        b'{"prompt": "\xff"}',
+        b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        b'{"prompt": "a", "x": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001,
+        b'{"prompt": "a", "seed": ' + b"9" * 10_000 + b"}",
+        b'{"prompt": "a", "temperature": -Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+    ],
+)
+def test_broken_json_is_the_clients_error(content: bytes) -> None:
+    response = call(APP, "POST", TEXT, content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
+
+
+def test_a_body_is_json_by_its_type() -> None:
+    response = call(APP, "POST", TEXT, content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
+    assert response.status_code == 400
+    assert "application/json" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("size", [BODY_BYTES_MAX, BODY_BYTES_MAX + 1])
+@pytest.mark.parametrize("length", ["known", "unknown"])
+def test_a_body_of_bounded_size(size: int, length: str) -> None:
+    body = json.dumps({"prompt": "a", "user": ""}).encode()
+    body = body[:-2] + b"x" * (size - len(body)) + body[-2:]
+
+    async def parts():  # noqa: ANN202 - httpx's own type for it is private
+        yield body[: size // 2]
+        yield body[size // 2 :]
+
+    content = body if length == "known" else parts()
+    response = call(APP, "POST", TEXT, content=content, headers={"content-type": "application/json"})
+    assert response.status_code == (200 if size <= BODY_BYTES_MAX else 413)
+    if response.status_code == 413:
+        assert response.json()["error"]["code"] == "body_too_large"
+
+
+def test_unknown_paths_and_methods() -> None:
+    for method, path, status in (("GET", "/v2/x", 404), ("GET", TEXT, 405), ("DELETE", "/v1/models", 405)):
+        response = call(APP, method, path)
+        assert response.status_code == status
+        assert path in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nobody_to_serve_is_503_before_the_first_token(*, stream: bool) -> None:
+    response = chat(app_over(FakeService(saying(" ok"), fail_at=0)), stream=stream)
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+    assert response.json()["error"]["type"] == "server_error"
+
+
+def test_a_failure_in_mid_stream_is_an_event() -> None:
+    service = FakeService(saying(" Emma is here"), fail_at=2)
+    response = chat(app_over(service), stream=True)
+    assert response.status_code == 200
+    assert "event: error\n" in response.text
+    *chunks, error = events_of(response)
+    assert len(chunks) == 1 + 2
+    assert error["error"]["code"] == "unserved"
+    assert service.open_streams == 0
+
+
+UNFIT = RequestError("schema: patternProperties is not supported", param="response_format", code="unfit")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_worker_refuses_is_the_clients_error(*, stream: bool) -> None:
+    """Grammars are read by workers: what is wrong with them comes back through the data plane."""
+    service = FakeService(saying(" ok"), fail_at=0, failure=UNFIT)
+    response = chat(app_over(service), stream=stream)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"], error["message"]) == ("response_format", "unfit", str(UNFIT))
+    assert service.open_streams == 0
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_what_a_worker_refuses_in_mid_stream_keeps_its_param(choices: int) -> None:
+    service = FakeService(saying(" Emma is here"), fail_at=2, failure=UNFIT)
+    error = events_of(chat(app_over(service), stream=True, n=choices))[-1]["error"]
+    assert (error["param"], error["code"], error["type"]) == (
+        "response_format",
+        "unfit",
+        "invalid_request_error",
+    )
+    assert service.open_streams == 0
+
+
+def test_an_answer_that_just_ends_is_a_failure() -> None:
+    class Short(FakeService):
+        async def generate(self, request: Request) -> AsyncGenerator[Piece]:
+            async with aclosing(super().generate(request)) as pieces:
+                yield await anext(pieces)
+
+    app = app_over(Short(saying(" Emma is here")))
+    assert chat(app).status_code == 503
+    assert events_of(chat(app, stream=True))[-1]["error"]["code"] == "unserved"
+
+
+def test_one_failed_answer_of_several_closes_the_others() -> None:
+    service = FakeService(saying(" Emma is here"), fail_at=2)
+    assert chat(app_over(service), n=4).status_code == 503
+    assert service.open_streams == 0
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("\ud800"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = sorted({*CompletionBody.model_fields, *ChatBody.model_fields, *UNSUPPORTED, "extra"})
+MESSAGE = st.fixed_dictionaries({"role": st.just("user") | JSON, "content": st.text(max_size=5) | JSON})
+BODIES = st.fixed_dictionaries(
+    {
+        "prompt": st.just("a") | st.lists(st.integers(-1, 900), max_size=4) | JSON,
+        "messages": st.lists(MESSAGE, max_size=2),
+    },
+    optional={field: JSON for field in FIELDS if field not in ("prompt", "messages")},
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(body=BODIES | JSON, path=st.sampled_from([CHAT, TEXT]))
+def test_no_body_is_a_server_error(body: object, path: str) -> None:
+    response = call(APP, "POST", path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert response.status_code in (200, 400, 404)
+    assert SERVICE.open_streams == 0

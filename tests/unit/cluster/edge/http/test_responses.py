@@ -1,0 +1,308 @@
+"""/v1/responses with the `openai` SDK over a real socket: said, reasoned, called, streamed, refused."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai import AsyncOpenAI
+from openai.types.responses import FunctionToolParam, Response
+from pydantic import BaseModel
+
+from tests.support.cluster.fake_service import FakeService, call, saying, sources
+from tests.support.cluster.openai_talk import ARGUMENTS
+from tests.unit.cluster.edge.http.test_tools import CALLING, TEMPLATE, ask, prompt_of, tokenizer
+from tidemill.cluster.edge.chat.output.parts import Call, Part, Reasoning, Words
+from tidemill.cluster.edge.http.app import build_app
+from tidemill.cluster.edge.http.responses_events import Output
+from tidemill.cluster.edge.requests.models import Served
+from tidemill.workers.messages import Unserved
+
+PATH = "/v1/responses"
+LOOK: FunctionToolParam = {
+    "type": "function",
+    "name": "look",
+    "description": "Looks for a person.",
+    "parameters": ARGUMENTS,
+    "strict": True,
+}
+THINKS: Any = {"chat_template_kwargs": {"thinks": True}}
+ALL = f"Hm.</think>\n\nI shall look.\n{CALLING}\n{CALLING}"
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def app_over(service: FakeService) -> Any:  # noqa: ANN401 - FastAPI, for two callers
+    return build_app([Served(service, tokenizer())], sources())
+
+
+def test_a_text_is_answered() -> None:
+    service = FakeService(saying("She is in the tower."))
+
+    async def talk(client: AsyncOpenAI) -> None:
+        reply = await client.responses.create(
+            model="keeper",
+            input="Where is Emma?",
+            instructions="Be short.",
+            max_output_tokens=60,
+            temperature=0.5,
+            store=True,
+            metadata={"a": "b"},
+            reasoning={"effort": "low"},
+            extra_body={"seed": 3, "cache_salt": "abc", "top_k": 4},
+        )
+        assert (reply.output_text, reply.status, reply.error) == ("She is in the tower.", "completed", None)
+        assert (reply.instructions, reply.temperature, reply.metadata) == ("Be short.", 0.5, {"a": "b"})
+        assert reply.id.startswith("resp_")
+        assert reply.usage is not None
+        assert reply.usage.total_tokens == reply.usage.input_tokens + reply.usage.output_tokens
+        assert reply.usage.input_tokens_details.cached_tokens > 0
+        assert reply.usage.output_tokens_details.reasoning_tokens == 0
+
+    ask(service, talk)
+    (request,) = service.requests
+    assert prompt_of(request).startswith("<|system|> Be short.<|end|>\n<|user|> Where is Emma?<|end|>")
+    assert (request.max_new_tokens, request.sampling.temperature, request.sampling.top_k) == (60, 0.5, 4)
+
+
+def test_an_answer_that_is_cut_is_incomplete() -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        reply = await client.responses.create(model="keeper", input="Hello!", max_output_tokens=2)
+        assert reply.status == "incomplete"
+        assert reply.incomplete_details is not None
+        assert reply.incomplete_details.reason == "max_output_tokens"
+        (item,) = reply.output
+        assert item.type == "message"
+        assert item.status == "incomplete"
+        events = [
+            event
+            async for event in await client.responses.create(
+                model="keeper", input="Hello!", max_output_tokens=2, stream=True
+            )
+        ]
+        assert events[-1].type == "response.incomplete"
+
+    ask(FakeService(saying("She is in the tower.")), talk)
+
+
+def test_a_call_and_the_answer_to_it() -> None:
+    service = FakeService(saying(f"I shall look.\n{CALLING}"))
+
+    async def talk(client: AsyncOpenAI) -> None:
+        asked: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Where is Emma?"}]}]
+        reply = await client.responses.create(model="keeper", input=asked, tools=[LOOK])
+        message, called = reply.output
+        assert message.type == "message"
+        assert called.type == "function_call"
+        assert (called.name, json.loads(called.arguments)) == ("look", {"person": "Emma"})
+        output: Any = {"type": "function_call_output", "call_id": called.call_id, "output": "in the tower"}
+        said: list[Any] = [item.model_dump() for item in reply.output]
+        reasoning: Any = {"type": "reasoning", "id": "rs_1", "summary": [], "content": None}
+        await client.responses.create(model="keeper", input=[*asked, reasoning, *said, output], tools=[LOOK])
+
+    ask(service, talk)
+    last = prompt_of(service.requests[-1])
+    assert "[look {" in last
+    assert 'I shall look.\n<tool_call>{"person": "Emma"}</tool_call>' in last
+    assert "<|tool|> in the tower" in last
+    assert last.count("<|assistant|>") == 2, "words and calls of the assistant are one turn"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look"}])
+def test_a_forced_call_follows_a_grammar(choice: Any) -> None:  # noqa: ANN401 - as the SDK takes it
+    service = FakeService(saying(CALLING))
+
+    async def talk(client: AsyncOpenAI) -> None:
+        reply = await client.responses.create(model="keeper", input="Look!", tools=[LOOK], tool_choice=choice)
+        assert reply.tool_choice == choice or reply.model_dump()["tool_choice"] == choice
+        assert [item.type for item in reply.output] == ["function_call"]
+
+    ask(service, talk)
+    assert service.requests[0].sampling.grammar is not None
+
+
+def test_structured_output_is_parsed() -> None:
+    service = FakeService(saying('{"name": "Emma", "age": 7}'))
+
+    async def talk(client: AsyncOpenAI) -> None:
+        reply = await client.responses.parse(model="keeper", input="Who?", text_format=Person)
+        assert reply.output_parsed == Person(name="Emma", age=7)
+        async with client.responses.stream(model="keeper", input="Who?", text_format=Person) as stream:
+            async for _ in stream:
+                pass
+            assert (await stream.get_final_response()).output_parsed == Person(name="Emma", age=7)
+        await client.responses.create(model="keeper", input="?", text={"format": {"type": "json_object"}})
+
+    ask(service, talk)
+    grammars = [request.sampling.grammar for request in service.requests]
+    assert [one and one.kind for one in grammars] == ["json_schema", "json_schema", "json_object"]
+
+
+@pytest.mark.parametrize("per_piece", [1, 2, 5, 100])
+def test_a_stream_tells_what_a_whole_response_holds(per_piece: int) -> None:
+    service = FakeService(saying(ALL), per_piece=per_piece)
+
+    async def talk(client: AsyncOpenAI) -> None:
+        whole = await client.responses.create(
+            model="keeper", input="Where is Emma?", tools=[LOOK], extra_body=THINKS
+        )
+        async with client.responses.stream(
+            model="keeper", input="Where is Emma?", tools=[LOOK], extra_body=THINKS
+        ) as stream:
+            events: list[Any] = [event async for event in stream]
+            final = await stream.get_final_response()
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        kinds = [event.type for event in events]
+        assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+        assert kinds[-1] == "response.completed"
+        assert (
+            told(final)
+            == told(whole)
+            == [
+                ("reasoning", "Hm."),
+                ("message", "I shall look.\n"),
+                ("function_call", '{"person": "Emma"}'),
+                ("function_call", '{"person": "Emma"}'),
+            ]
+        )
+        streamed = [""] * 4
+        for event in events:
+            if event.type.endswith(".delta"):
+                streamed[event.output_index] += event.delta
+        assert streamed == [text for _, text in told(whole)]
+        assert whole.usage is not None
+        assert whole.usage.output_tokens_details.reasoning_tokens > 0 or per_piece == 100
+        assert len({item.model_dump()["call_id"] for item in whole.output[2:]}) == 2
+
+    ask(service, talk)
+
+
+def told(response: Response) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for item in response.output:
+        if item.type == "function_call":
+            found.append((item.type, item.arguments))
+        else:
+            content: Any = item.model_dump()["content"]
+            found.append((item.type, "".join(part["text"] for part in content)))
+    return found
+
+
+def test_a_failure_before_the_first_event_is_a_reply_and_later_an_event() -> None:
+    async def early(client: AsyncOpenAI) -> None:
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError):
+                await client.responses.create(model="keeper", input="Hello!", stream=stream)
+
+    ask(FakeService(saying("a b c"), fail_at=0), early)
+
+    async def late(client: AsyncOpenAI) -> None:
+        events = [
+            event async for event in await client.responses.create(model="keeper", input="a", stream=True)
+        ]
+        assert events[-1].type == "response.failed"
+        assert events[-1].response.error is not None
+        assert "no worker is left" in events[-1].response.error.message
+        assert events[-1].sequence_number == len(events) - 1
+
+    ask(FakeService(saying("a b c"), fail_at=2, failure=Unserved("no worker is left")), late)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+        ({"input": [{"role": "user"}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
+        (
+            {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "["}]},
+            "input",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].name"),
+        ({"tools": [{"type": "web_search", "name": "a"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 1000}, "input"),
+        ({"temperature": 3}, "temperature"),
+        ({"top_k": "a"}, "top_k"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+    ],
+)
+def test_what_cannot_be_done_is_named(fields: dict[str, Any], param: str) -> None:
+    service = FakeService(saying("a"))
+    response = call(app_over(service), "POST", PATH, json={"input": "Hello!", **fields})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), error
+    assert not service.requests
+
+
+def test_what_a_chat_has_and_a_response_has_not_is_ignored() -> None:
+    service = FakeService(saying("a"))
+    body: dict[str, Any] = {
+        "input": "Hello!",
+        "n": 3,
+        "logprobs": True,
+        "max_tokens": 1,
+        "messages": [],
+        "truncation": "auto",
+    }
+    reply = call(app_over(service), "POST", PATH, json=body).json()
+    (request,) = service.requests
+    assert request.sampling.logprobs is None
+    assert request.max_new_tokens > 1
+    assert len(reply["output"]) == 1
+
+
+def test_no_effort_is_a_variable_of_the_template() -> None:
+    assert "enable_thinking" not in TEMPLATE
+    service = FakeService(saying("a"))
+    body = {"input": "Hello!", "reasoning": {"effort": "none"}, "chat_template_kwargs": {"thinks": True}}
+    assert call(app_over(service), "POST", PATH, json=body).status_code == 200
+    assert prompt_of(service.requests[0]).endswith("<think>\n"), "what the client says itself is kept"
+
+
+parts = st.lists(
+    st.builds(Reasoning, st.text(min_size=1, max_size=3))
+    | st.builds(Words, st.text(min_size=1, max_size=3))
+    | st.builds(Call, st.integers(0, 9), st.just("f"), st.just("{}")),
+    max_size=8,
+)
+
+
+@settings(deadline=None)
+@given(parts, st.integers(1, 3))
+def test_items_open_and_close_in_their_order(parts: list[Part], at_once: int) -> None:
+    output = Output("x")
+    events = [
+        event
+        for start in range(0, len(parts), at_once)
+        for event in output.add(parts[start : start + at_once])
+    ]
+    events += output.end("completed")
+    added = [one for one in events if one["type"] == "response.output_item.added"]
+    done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+    assert done == output.items
+    assert [one["output_index"] for one in added] == list(range(len(done)))
+    assert len({str(item["id"]) for item in output.items}) == len(output.items) >= 1
+    opened = -1
+    for one in events:
+        if one["type"] == "response.output_item.added":
+            opened += 1
+        assert one["output_index"] == opened, "one item is open at a time"

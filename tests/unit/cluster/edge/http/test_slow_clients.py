@@ -1,0 +1,301 @@
+"""Slow clients tie up nothing: their connections are cut, their requests cancelled, others are served."""
+
+import asyncio
+import itertools
+import json
+import math
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import httpx
+import pytest
+import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
+from uvicorn.server import ServerState
+
+from tests.support.cluster.fake_service import (
+    FakeService,
+    app_over,
+    events_of,
+    saying,
+    serving,
+    sources,
+    tokenizer,
+)
+from tests.support.sockets import connected, until_closed
+from tidemill.cluster.edge.http.app import build_app
+from tidemill.cluster.edge.http.slow_clients import TAKEN_BYTES_MIN, PatientProtocol
+from tidemill.cluster.edge.requests.limits import EdgeLimits
+from tidemill.cluster.edge.requests.models import Served
+
+PATH = "/v1/completions"
+CUT_S = 60
+"""A bound on waiting for what has to come."""
+
+SHORT = EdgeLimits(headers_s_max=0.2, body_s_max=0.2, send_s_max=0.2)
+LONG = 2000
+"""Tokens: far more than fit between a server and a client that does not read."""
+
+
+def post(body: object, **headers: str) -> bytes:
+    data = json.dumps(body).encode()
+    about = {"content-type": "application/json", "content-length": str(len(data))}
+    lines = {"host": "localhost", **about, **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return f"POST {PATH} HTTP/1.1\r\n{head}\r\n".encode() + data
+
+
+async def dribble(url: str, before: bytes, text: bytes) -> bytes:
+    """Send `text` byte by byte, again and again, until the server closes; all that it has said."""
+    bytes_ = itertools.cycle([bytes([byte]) for byte in text] or [b""])
+    async with connected(url) as (reader, writer):
+        heard = asyncio.create_task(until_closed(reader))
+        with suppress(ConnectionError):
+            writer.write(before)
+            while not heard.done():
+                writer.write(next(bytes_))
+                await asyncio.sleep(0.01)
+        return await heard
+
+
+@pytest.mark.parametrize(
+    ("before", "text"),
+    [
+        (b"GET", b""),
+        (b"GET /health", b"x"),
+        (b"GET /health HTTP/1.1\r\nx-a: ", b"b"),
+        (b"GET /health HTTP/1.1\r\n", b"x-a: b\r\n"),
+        (b"", b"\r\n"),
+    ],
+)
+@pytest.mark.parametrize("is_second", [False, True])
+def test_headers_that_do_not_come_end_the_connection(before: bytes, text: bytes, *, is_second: bool) -> None:
+    first = b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n" if is_second else b""
+
+    async def main() -> bytes:
+        async with serving(app_over(FakeService(saying(" a"))), limits=SHORT) as url, asyncio.timeout(CUT_S):
+            return await dribble(url, first + before, text)
+
+    assert asyncio.run(main()).count(b"HTTP/1.1 200") == is_second
+
+
+def test_a_body_that_does_not_come_is_answered_and_reaches_nobody() -> None:
+    service = FakeService(saying(" a"))
+    head = post({}, **{"content-length": "1000"}).removesuffix(b"{}")
+
+    async def main() -> bytes:
+        limits = EdgeLimits(body_s_max=0.2, requests_max=1)
+        app = build_app([Served(service, tokenizer())], sources(), limits=limits)
+        async with serving(app) as url, asyncio.timeout(CUT_S):
+            heard = await dribble(url, head, b" ")
+            async with httpx.AsyncClient(base_url=url) as client:
+                assert (await client.post(PATH, json={"prompt": "a"})).status_code == 200
+            return heard
+
+    heard = asyncio.run(main())
+    assert heard.startswith(b"HTTP/1.1 408 ")
+    assert b'"code":"body_too_slow"' in heard
+    assert b"connection: close" in heard
+    assert len(service.requests) == 1
+
+
+@pytest.mark.parametrize("half", [b"POST /v1/comple", post({"prompt": "a"})[:-3], post({"prompt": "a"})])
+def test_a_client_that_closes_its_half_is_let_go(half: bytes) -> None:
+    service = FakeService(saying(" a"), stall_at=0)
+
+    async def main() -> None:
+        async with (
+            asyncio.timeout(CUT_S),
+            serving(app_over(service)) as url,
+            connected(url) as (reader, writer),
+        ):
+            writer.write(half)
+            if half.endswith(b"}"):
+                await service.stalled.wait()
+            writer.write_eof()
+            assert b"200" not in await until_closed(reader)
+
+    asyncio.run(main())
+    assert service.open_streams == 0
+
+
+def test_idle_connections_are_bounded_and_those_that_are_there_are_served() -> None:
+    async def main() -> None:
+        limits = EdgeLimits(connections_max=20)
+        app = app_over(FakeService(saying(" a")))
+        async with (
+            asyncio.timeout(CUT_S),
+            serving(app, limits=limits) as url,
+            httpx.AsyncClient(base_url=url) as client,
+            AsyncExitStack() as idle,
+        ):
+            for _ in range(19):
+                await idle.enter_async_context(connected(url))
+            assert (await client.get("/health")).status_code == 200
+            async with connected(url) as (one_more, _):
+                assert await until_closed(one_more) == b""
+            assert (await client.get("/health")).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_a_client_that_does_not_read_is_cut_and_the_others_get_all() -> None:
+    """The service is pulled no further than the buffers go."""
+    service = FakeService(lambda _: [5] * LONG)
+    service.model = replace(service.model, max_model_len=2 * LONG)
+    app = app_over(service)
+    body = {"prompt": "a", "max_tokens": LONG, "stream": True, "ignore_eos": True, "logprobs": 5}
+
+    async def main() -> int:
+        async with (
+            asyncio.timeout(CUT_S),
+            serving(app, limits=SHORT) as url,
+            httpx.AsyncClient(base_url=url, timeout=CUT_S) as client,
+            connected(url, receive_bytes=4096) as (reader, writer),
+        ):
+            writer.write(post(body))
+            reply = await client.post(PATH, json=body)
+            *_, last, done = events_of(reply)
+            assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
+            await service.idle.wait()
+            pulled = service.pieces
+            received = await until_closed(reader)
+            assert not received.endswith(b"0\r\n\r\n")
+        return pulled
+
+    pulled = asyncio.run(main())
+    assert len(service.requests) == 2
+    assert service.open_streams == 0
+    assert pulled < 2 * LONG, "one of the two was not read to its end"
+
+
+CONFIG = uvicorn.Config(app_over(FakeService(saying(" a"))), log_config=None)
+
+
+@dataclass(eq=False)
+class Timer:
+    """Or a task, which never ends."""
+
+    due_s: float
+    run: Callable[[], None]
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def add_done_callback(self, told: Callable[..., None]) -> None:
+        del told
+
+
+class Scene:
+    """The loop and the transport of one connection. Time passes when told, and no request is begun."""
+
+    def __init__(self) -> None:
+        self.waiting_bytes = 0
+        self.aborted = self.closed = False
+        self._now_s = 0.0
+        self._timers: list[Timer] = []
+        self.protocol = PatientProtocol(CONFIG, ServerState(), {}, cast("asyncio.AbstractEventLoop", self))
+        self.protocol.connection_made(cast("asyncio.Transport", self))
+
+    def pass_time(self, seconds: float) -> None:
+        until_s = self._now_s + seconds
+        while due := [one for one in self._timers if one.due_s <= until_s and not one.cancelled]:
+            first = min(due, key=lambda timer: timer.due_s)
+            self._now_s = first.due_s
+            first.cancel()
+            first.run()
+        self._now_s = until_s
+
+    def call_later(self, delay_s: float, run: Callable[..., None], *arguments: int) -> Timer:
+        timer = Timer(self._now_s + delay_s, lambda: run(*arguments))
+        self._timers.append(timer)
+        return timer
+
+    def create_task(self, work: Coroutine[Any, Any, None]) -> Timer:
+        work.close()
+        return Timer(math.inf, lambda: None)
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def get_extra_info(self, name: str) -> None:
+        del name
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting_bytes
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def close(self) -> None:
+        self.closed = True
+
+    @property
+    def num_timers(self) -> int:
+        return sum(not timer.cancelled for timer in self._timers)
+
+
+LIMITS = EdgeLimits()
+
+
+def reading() -> Scene:
+    """With a request under way."""
+    scene = Scene()
+    scene.protocol.data_received(b"GET / HTTP/1.1\r\n\r\n")
+    assert scene.num_timers == 0
+    return scene
+
+
+@given(taken=st.lists(st.integers(0, 3 * TAKEN_BYTES_MIN), max_size=6))
+def test_a_reader_is_cut_when_it_takes_too_little_in_a_period(taken: list[int]) -> None:
+    scene = reading()
+    scene.waiting_bytes = 1 << 20
+    scene.protocol.pause_writing()
+    for num_bytes in taken:
+        scene.waiting_bytes -= num_bytes
+        scene.pass_time(LIMITS.send_s_max)
+    assert scene.aborted == any(num_bytes < TAKEN_BYTES_MIN for num_bytes in taken)
+
+
+def test_a_reader_that_goes_on_is_not_watched_any_more() -> None:
+    scene = reading()
+    scene.waiting_bytes = 1 << 20
+    scene.protocol.pause_writing()
+    scene.pass_time(LIMITS.send_s_max - 1)
+    scene.protocol.resume_writing()
+    assert scene.num_timers == 0
+    scene.pass_time(10 * LIMITS.send_s_max)
+    assert not scene.aborted
+
+
+def test_what_is_closed_is_not_flushed_for_ever() -> None:
+    scene = reading()
+    scene.waiting_bytes = 100
+    scene.protocol.on_response_complete()
+    scene.pass_time(LIMITS.send_s_max - 1)
+    assert scene.closed
+    assert not scene.aborted
+    scene.pass_time(1)
+    assert scene.aborted
+
+
+def test_an_answer_that_was_taken_is_forgotten() -> None:
+    scene = reading()
+    scene.waiting_bytes = 100
+    scene.protocol.on_response_complete()
+    scene.waiting_bytes = 0
+    scene.pass_time(2 * LIMITS.send_s_max)
+    assert scene.num_timers == 0
+    assert not scene.aborted
+
+
+def test_a_lost_connection_leaves_no_timer() -> None:
+    scene = Scene()
+    scene.protocol.pause_writing()
+    assert scene.num_timers == 2
+    scene.protocol.connection_lost(None)
+    assert scene.num_timers == 0

@@ -1,0 +1,267 @@
+"""What clients get back: streamed and whole answers, stop strings, seeds, usage, the small endpoints."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.cluster.fake_service import (
+    EOS,
+    TRACE,
+    FakeService,
+    app_over,
+    call,
+    chat,
+    complete,
+    events_of,
+    saying,
+    tokenizer,
+    worker_status,
+)
+from tidemill.cluster.edge.chat.request.request_builder import choice_seed
+from tidemill.cluster.edge.http.replies import cached_tokens
+from tidemill.cluster.edge.service import WorkerStatus
+from tidemill.workers.messages import Provenance, Trace
+
+WORDS = " Emma is in the tower. naïve 日本"
+
+
+def joined(chunks: list[Any]) -> str:
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+
+def test_a_whole_chat_answer() -> None:
+    service = FakeService(saying(" Hi."))
+    body = chat(app_over(service), model="keeper", temperature=0, max_tokens=20).json()
+    assert body["object"] == "chat.completion"
+    assert body["created"] == 1_700_000_123
+    assert body["model"] == "keeper"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": " Hi.", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    request = service.requests[0]
+    assert request.max_new_tokens == 20
+    assert request.sampling.temperature == 0
+    assert request.stop_token_ids == (EOS,)
+    assert body["usage"]["prompt_tokens"] == len(request.tokens)
+    assert body["usage"]["completion_tokens"] == len(tokenizer().encode(" Hi.")) + 1
+
+
+def test_a_streamed_chat_answer() -> None:
+    chunks = events_of(
+        chat(app_over(FakeService(saying(" Hi."))), stream=True, stream_options={"include_usage": True})
+    )
+    *parts, usage, done = chunks
+    assert done == "[DONE]"
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == len(tokenizer().encode(" Hi.")) + 1
+    assert {part["object"] for part in parts} == {"chat.completion.chunk"}
+    assert len({part["id"] for part in chunks[:-1]}) == 1
+    assert parts[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert all("role" not in part["choices"][0]["delta"] for part in parts[1:])
+    assert "".join(part["choices"][0]["delta"]["content"] for part in parts) == " Hi."
+    assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["stop"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    stop=st.lists(
+        st.sampled_from(["tower", " in the", "Emma is", ".", "日", "nowhere"]), max_size=4, unique=True
+    ),
+    per_piece=st.integers(1, 5),
+    max_tokens=st.integers(1, 30),
+)
+def test_streamed_and_whole_answers_agree(stop: list[str], per_piece: int, max_tokens: int) -> None:
+    app = app_over(FakeService(saying(WORDS), per_piece=per_piece))
+    ask = {"stop": stop, "max_tokens": max_tokens}
+    whole = complete(app, **ask)
+    body = {"prompt": "Hello", "stream": True, "stream_options": {"include_usage": True}, **ask}
+    *chunks, usage, _ = events_of(call(app, "POST", "/v1/completions", json=body))
+    assert joined(chunks) == whole["choices"][0]["text"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert usage["usage"] == whole["usage"]
+    assert not any(text in whole["choices"][0]["text"] for text in stop)
+
+
+@pytest.mark.parametrize("per_piece", [1, 4, 99])
+def test_a_stop_string_ends_the_answer_and_the_work(per_piece: int) -> None:
+    service = FakeService(saying(WORDS), per_piece=per_piece)
+    body = complete(app_over(service), stop="the tow")
+    assert body["choices"][0]["text"] == " Emma is in "
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert service.open_streams == 0
+    decoder = tokenizer().decoder()
+    texts = [decoder.push(token) for token in tokenizer().encode(WORDS)]
+    num_tokens = body["usage"]["completion_tokens"]
+    assert "the tow" not in "".join(texts[: num_tokens - 1])
+    assert "the tow" in "".join(texts[:num_tokens])
+
+
+def test_a_token_of_the_clients_ends_the_answer_unseen_and_counts() -> None:
+    dot = tokenizer().encode(".")[0]
+    service = FakeService(saying(WORDS))
+    body = complete(app_over(service), stop_token_ids=[dot], ignore_eos=True)
+    assert service.requests[0].stop_token_ids == (dot,)
+    assert body["choices"][0]["text"] == " Emma is in the tower"
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] == len(tokenizer().encode(" Emma is in the tower."))
+
+
+def test_the_end_of_the_allowance_shows_held_back_text() -> None:
+    num_tokens = len(tokenizer().encode(" Emma is"))
+    body = complete(app_over(FakeService(saying(WORDS))), max_tokens=num_tokens, stop=" is in")
+    assert body["choices"][0]["text"] == " Emma is"
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+def test_without_max_tokens_the_answer_may_fill_the_model() -> None:
+    service = FakeService(saying(" a"))
+    complete(app_over(service), prompt=[5] * 100)
+    assert service.requests[0].max_new_tokens == service.model.max_model_len - 100
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_prompts"),
+    [("a b", 1), (["a", "b c"], 2), ([5, 6, 7], 1), ([[5, 6], [7]], 2), (["a", [7]], 2)],
+)
+def test_prompts_come_as_texts_or_token_ids(prompt: object, num_prompts: int) -> None:
+    service = FakeService(saying(" ok"))
+    body = complete(app_over(service), prompt=prompt, n=2)
+    assert [choice["index"] for choice in body["choices"]] == list(range(2 * num_prompts))
+    assert [choice["text"] for choice in body["choices"]] == [" ok"] * (2 * num_prompts)
+    sent = [request.tokens for request in service.requests]
+    assert sent[::2] == sent[1::2]
+    assert body["usage"]["prompt_tokens"] == sum(len(tokens) for tokens in sent[::2])
+    assert (
+        body["usage"]["prompt_tokens_details"]["fetched_tokens"]
+        == num_prompts * TRACE.provenance.fetched_tokens
+    )
+
+
+def test_several_streamed_answers_are_told_apart_by_index() -> None:
+    service = FakeService(lambda request: tokenizer().encode(f" {request.sampling.seed}"))
+    response = call(
+        app_over(service), "POST", "/v1/completions", json={"prompt": "a", "n": 3, "stream": True, "seed": 4}
+    )
+    texts = {0: "", 1: "", 2: ""}
+    for chunk in events_of(response)[:-1]:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == {index: f" {choice_seed(4, index)}" for index in range(3)}
+
+
+def test_a_chat_opens_all_its_choices_in_order_before_any_text() -> None:
+    chunks = events_of(chat(app_over(FakeService(saying(" Hi."))), stream=True, n=3))[:-1]
+    opening = [chunk["choices"][0] for chunk in chunks[:3]]
+    assert [choice["index"] for choice in opening] == [0, 1, 2]
+    assert all(choice["delta"] == {"role": "assistant", "content": ""} for choice in opening)
+    assert all(chunk["choices"][0]["delta"].keys() == {"content"} for chunk in chunks[3:])
+
+
+def test_seeds_repeat_when_given_and_differ_when_not() -> None:
+    service = FakeService(saying(" a"))
+    app = app_over(service)
+    for _ in range(2):
+        complete(app, n=2, seed=-5)
+    for _ in range(2):
+        complete(app, n=2)
+    seeds = [request.sampling.seed for request in service.requests]
+    assert seeds[0:2] == seeds[2:4]
+    assert len(set(seeds[2:])) == 6
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+def test_usage_says_where_the_prompt_came_from() -> None:
+    usage = complete(app_over(FakeService(saying(" a"))), prompt=[5] * 9)["usage"]
+    assert usage["prompt_tokens_details"] == {
+        "cached_tokens": 9 - 4 - 1,
+        "prefilled_tokens": 4,
+        "fetched_tokens": 3,
+        "replayed_tokens": 1,
+        "reused_tokens": 2,
+    }
+
+
+def test_cached_tokens_are_never_negative() -> None:
+    trace = Trace(attempts=1, decode=TRACE.decode, provenance=Provenance(computed_tokens=9))
+    assert cached_tokens(5, trace) == 0
+    assert cached_tokens(12, trace) == 3
+
+
+def test_usage_on_every_chunk_when_asked() -> None:
+    body = {"prompt": "a", "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    chunks = events_of(call(app_over(FakeService(saying(" Emma is"))), "POST", "/v1/completions", json=body))[
+        :-1
+    ]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == list(range(1, len(chunks) + 1))
+
+
+def test_messages_may_hold_text_parts_nulls_and_a_developer() -> None:
+    service = FakeService(saying(" a"))
+    app = app_over(service)
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo!"}]
+    chat(
+        app,
+        messages=[{"role": "developer", "content": "Be kind."}, {"role": "user", "content": parts}],
+        stop=None,
+    )
+    chat(
+        app,
+        messages=[{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello!"}],
+        n=None,
+    )
+    assert service.requests[0].tokens == service.requests[1].tokens
+
+
+def test_max_completion_tokens_wins() -> None:
+    service = FakeService(saying(" a"))
+    chat(app_over(service), max_tokens=3, max_completion_tokens=5)
+    assert service.requests[0].max_new_tokens == 5
+
+
+def test_a_salt_reaches_the_service() -> None:
+    service = FakeService(saying(" a"))
+    complete(app_over(service), cache_salt="tenant-1")
+    assert service.requests[0].salt == "tenant-1"
+
+
+def test_the_request_id_is_echoed_or_made() -> None:
+    app = app_over(FakeService(saying(" a")))
+    assert (
+        call(app, "GET", "/version", headers={"x-request-id": "mine-7"}).headers["x-request-id"] == "mine-7"
+    )
+    for odd in (b"", b"x" * 129, b"\xc3\xa9"):
+        echoed = call(app, "GET", "/version", headers={b"x-request-id": odd})
+        assert echoed.headers["x-request-id"].startswith("id")
+    assert call(app, "GET", "/nowhere", headers={"x-request-id": "e"}).headers["x-request-id"] == "e"
+
+
+def test_the_small_endpoints() -> None:
+    app = app_over(FakeService(saying(" a")))
+    models = call(app, "GET", "/v1/models").json()
+    assert [model["id"] for model in models["data"]] == ["keeper"]
+    assert call(app, "GET", "/v1/models/keeper").json() == models["data"][0]
+    assert call(app, "GET", "/v1/models/a/b").status_code == 404
+    assert call(app, "GET", "/health").json() == {"status": "ok"}
+    assert call(app, "GET", "/version").json().keys() == {"version"}
+    assert call(app, "GET", "/docs").status_code == 200
+    assert "/v1/chat/completions" in call(app, "GET", "/openapi.json").json()["paths"]
+    cluster = call(app, "GET", "/cluster").json()
+    assert [worker["info"]["name"] for worker in cluster["workers"]] == ["prefill-0", "decode-0"]
+    assert cluster["workers"][0]["load"]["memory"]["free"] == 3 << 20
+    assert cluster["frontend"]["pid"] > 0
+
+
+@pytest.mark.parametrize(
+    "workers", [(), (worker_status("prefill-0", "prefill"),), (worker_status("decode-0", state="silent"),)]
+)
+def test_unhealthy_while_nobody_can_decode(workers: tuple[WorkerStatus, ...]) -> None:
+    response = call(app_over(FakeService(saying(" a"), workers=workers)), "GET", "/health")
+    assert response.status_code == 503
+    assert "retry-after" in response.headers

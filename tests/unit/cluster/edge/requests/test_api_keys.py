@@ -1,0 +1,167 @@
+"""API keys at the edge: who may ask what, how often, and whose prefixes are whose."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from tests.support.cluster.fake_service import FakeService, call, saying, sources, tokenizer
+from tidemill.cluster.edge.http.app import build_app
+from tidemill.cluster.edge.requests.api_keys import OPEN_PATHS, Key, Keys, digest_of, read_keys
+from tidemill.cluster.edge.requests.models import Served
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import Overloaded
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "Hello!"}]}
+KEYS = (
+    Key(tenant="search", sha256=digest_of("sk-one")),
+    Key(tenant="search", sha256=digest_of("sk-two")),
+    Key(tenant="shop", sha256=digest_of("sk-shop"), requests_per_minute=2),
+    Key(tenant="people", sha256=digest_of("sk-people"), operator=True),
+)
+
+
+def edge(service: FakeService) -> FastAPI:
+    return build_app([Served(service, tokenizer())], sources(), keys=KEYS)
+
+
+def ask(app: FastAPI, path: str, key: str | None, body: object = None) -> httpx.Response:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    method = "GET" if body is None else "POST"
+    return call(app, method, path, headers=headers, **({} if body is None else {"json": body}))
+
+
+@pytest.mark.parametrize("key", [None, "", "sk-on", "sk-one2", digest_of("sk-one"), "\u00e9"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/models", "/cluster", "/tokenize", "/docs", "/nowhere"])
+def test_nobody_comes_in_without_a_known_key(path: str, key: str | None) -> None:
+    service = FakeService(saying("a"))
+    headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
+    reply = call(edge(service), "POST" if path == CHAT else "GET", path, headers=headers)
+    assert reply.status_code == 401
+    assert reply.headers["www-authenticate"] == "Bearer"
+    assert reply.json()["error"]["code"] == "invalid_api_key"
+    assert not service.requests
+
+
+def test_the_body_of_a_stranger_is_not_read() -> None:
+    async def endless() -> object:
+        raise AssertionError("somebody reads")
+        yield b""
+
+    reply = call(edge(FakeService(saying("a"))), "POST", CHAT, content=endless())
+    assert reply.status_code == 401
+
+
+@pytest.mark.parametrize("path", sorted(OPEN_PATHS))
+def test_probes_bring_no_key(path: str) -> None:
+    assert ask(edge(FakeService(saying("a"))), path, None).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/cluster", None),
+        ("/cluster/memory", None),
+        ("/cluster/requests", None),
+        ("/cluster/workers/decode-0/drain", {}),
+        ("/cluster/scale", None),
+        ("/cluster/scale", {"workers": {"decode": 2}}),
+        ("/reset_prefix_cache", {}),
+        ("/flush_cache", {}),
+    ],
+)
+def test_orders_are_for_operators(path: str, body: dict[str, object] | None) -> None:
+    app = edge(FakeService(saying("a")))
+    assert ask(app, path, "sk-one", body).status_code == 403
+    assert ask(app, path, "sk-people", body).status_code == 200
+
+
+def test_what_a_server_tells_of_itself_is_for_operators() -> None:
+    app = edge(FakeService(saying("a")))
+    assert ask(app, "/cluster/support/config", "sk-one", None).status_code == 403
+    assert ask(app, "/cluster/support/config", "sk-people", None).status_code == 404, "it tells nothing"
+
+
+def test_a_tenant_shares_prefixes_with_itself_alone() -> None:
+    service = FakeService(saying("a"))
+    app = edge(service)
+    asking = ["sk-one", "sk-two", "sk-shop"]
+    for key, salt in [*((key, None) for key in asking), ("sk-one", "a"), ("sk-shop", "a")]:
+        assert ask(app, CHAT, key, {**BODY, "cache_salt": salt}).status_code == 200
+    one, two, shop, salted, shop_salted = (request.salt for request in service.requests)
+    assert one == two
+    assert len({one, shop, salted, shop_salted, ""}) == 5
+    assert [request.tenant for request in service.requests] == [
+        f"tenant:{name}" for name in ("search", "search", "shop", "search", "shop")
+    ]
+
+
+def test_a_tenant_cannot_name_itself_into_anothers_prefixes() -> None:
+    service = FakeService(saying("a"))
+    plain = build_app([Served(service, tokenizer())], sources())
+    assert call(plain, "POST", CHAT, json={**BODY, "cache_salt": "tenant:search/"}).status_code == 400
+
+
+def test_keys_are_told_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+    service = FakeService(saying("a"))
+    caplog.set_level("DEBUG")
+    reply = ask(edge(service), CHAT, "sk-secret-of-somebody")
+    ask(edge(service), CHAT, "sk-shop", BODY)
+    assert "sk-" not in reply.text + caplog.text + repr(service.requests)
+
+
+def test_who_asks_too_often_waits() -> None:
+    now_s = [100.0]
+    keys = Keys(KEYS, lambda: now_s[0])
+    headers = {"authorization": "Bearer sk-shop"}
+    keys.admit(CHAT, headers)
+    keys.admit(CHAT, headers)
+    with pytest.raises(Overloaded) as refused:
+        keys.admit(CHAT, headers)
+    assert refused.value.retry_after_s == pytest.approx(30)
+    now_s[0] += 29.9
+    with pytest.raises(Overloaded):
+        keys.admit(CHAT, headers)
+    now_s[0] += 0.1
+    keys.admit(CHAT, headers)
+    now_s[0] += 1000
+    for _ in range(2):
+        keys.admit(CHAT, headers)
+    with pytest.raises(Overloaded, match="shop asks more than 2 times a minute"):
+        keys.admit(CHAT, headers)
+    keys.admit(CHAT, {"authorization": "Bearer sk-one"})
+
+
+def test_too_often_is_a_429_with_a_time() -> None:
+    app = edge(FakeService(saying("a")))
+    replies = [ask(app, CHAT, "sk-shop", BODY) for _ in range(3)]
+    assert [reply.status_code for reply in replies] == [200, 200, 429]
+    assert int(replies[2].headers["retry-after"]) > 0
+
+
+def test_keys_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"keys:\n- tenant: shop\n  sha256: {digest_of('a')}\n  requests_per_minute: 5\n")
+    assert read_keys(file) == [Key(tenant="shop", sha256=digest_of("a"), requests_per_minute=5)]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "keys.yaml: send|keys.yaml: Input"),
+        ("keys: []", "keys"),
+        ("keys:\n- tenant: a b\n  sha256: x", r"keys\[0\].tenant"),
+        ("keys:\n- tenant: a\n  sha256: plain-text-key", r"keys\[0\].sha256"),
+        ("keys:\n- tenant: a\n  key: sk-plain", r"keys\[0\]"),
+        ("keys: [", "is no YAML"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_place(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    with pytest.raises(TidemillError, match=says):
+        read_keys(file)
+    with pytest.raises(TidemillError, match="cannot be read"):
+        read_keys(tmp_path / "missing.yaml")

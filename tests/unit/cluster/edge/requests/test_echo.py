@@ -1,0 +1,209 @@
+"""What completions say of their prompt: its text and how likely each token was; and the best of answers."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai import AsyncOpenAI
+
+from tests.support.cluster.fake_service import (
+    EOS,
+    FakeService,
+    app_over,
+    call,
+    chat,
+    complete,
+    events_of,
+    saying,
+    scored,
+    serving,
+    tokenizer,
+)
+from tidemill.cluster.edge.requests.intake import PROMPT_LOGPROBS_MAX
+from tidemill.workers.messages import Request
+
+TEXT = "/v1/completions"
+PROMPT = "Bob is now at the 日本 mill."
+IDS = tokenizer().encode(PROMPT)
+WORDS = " Emma is here."
+
+
+def refused(path: str, **body: object) -> tuple[int, Any]:
+    service = FakeService(saying(WORDS))
+    response = call(app_over(service), "POST", path, json=body)
+    assert not service.requests
+    return response.status_code, response.json()["error"]["param"]
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, IDS], ids=["text", "ids"])
+@pytest.mark.parametrize("per_piece", [1, 7])
+def test_an_echo_with_logprobs(prompt: str | list[int], per_piece: int) -> None:
+    app = app_over(FakeService(saying(WORDS), per_piece=per_piece))
+    choice = complete(app, prompt=prompt, echo=True, logprobs=1)["choices"][0]
+    assert choice["text"] == PROMPT + WORDS
+    tokens = [*IDS, *tokenizer().encode(WORDS), EOS]
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"] == [None, *(scored(token, 1).logprob for token in tokens[1:])]
+    assert logprobs["top_logprobs"][0] is None
+    assert all(1 <= len(top) <= 2 for top in logprobs["top_logprobs"][1:])
+    assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+    for token, offset in zip(logprobs["tokens"][:-1], logprobs["text_offset"], strict=False):
+        assert token.startswith("bytes:") or choice["text"][offset:].startswith(token)
+
+
+@pytest.mark.parametrize(("max_tokens", "told"), [(0, 0), (1, 1)])
+def test_what_is_asked_to_score_a_text(max_tokens: int, told: int) -> None:
+    """As harnesses for evaluation ask. The last token is one that was drawn, or one of the prompt."""
+    service = FakeService(saying(WORDS))
+    reply = complete(app_over(service), prompt=PROMPT, echo=True, logprobs=1, max_tokens=max_tokens)
+    choice = reply["choices"][0]
+    assert len(choice["logprobs"]["tokens"]) == len(IDS) + told
+    assert reply["usage"]["completion_tokens"] == told
+    assert choice["finish_reason"] == "length"
+    assert choice["text"].startswith(PROMPT)
+    assert (choice["text"] == PROMPT) is (told == 0)
+    assert (service.requests[0].max_new_tokens, service.requests[0].sampling.prompt_logprobs) == (1, 1)
+
+
+def test_a_stop_token_that_was_drawn_is_one_of_the_echoed_tokens() -> None:
+    """Or whoever takes the last one off would take one of the prompt's."""
+    choice = complete(app_over(FakeService(saying(""))), prompt=PROMPT, echo=True, logprobs=1, max_tokens=1)
+    (choice,) = choice["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (PROMPT, "stop")
+    assert len(choice["logprobs"]["tokens"]) == len(IDS) + 1
+    plain = complete(app_over(FakeService(saying(""))), logprobs=1)["choices"][0]
+    assert plain["logprobs"]["tokens"] == []
+
+
+def test_an_echo_without_logprobs_scores_nothing() -> None:
+    service = FakeService(saying(WORDS))
+    choice = complete(app_over(service), prompt=["Hello", "Bob"], n=2, echo=True)["choices"]
+    assert [one["text"] for one in choice] == [f"{name}{WORDS}" for name in ("Hello", "Hello", "Bob", "Bob")]
+    assert {one["logprobs"] for one in choice} == {None}
+    assert {request.sampling.prompt_logprobs for request in service.requests} == {None}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    per_piece=st.integers(1, 5),
+    logprobs=st.none() | st.integers(0, 3),
+    stop=st.sampled_from([[], ["is"], ["Emma"]]),
+    max_tokens=st.integers(0, 8),
+)
+def test_streams_echo_as_whole_answers_do(
+    per_piece: int, logprobs: int | None, stop: list[str], max_tokens: int
+) -> None:
+    """A stop string in the prompt stops nothing."""
+    app = app_over(FakeService(saying(WORDS), per_piece=per_piece))
+    ask = {"prompt": PROMPT, "echo": True, "logprobs": logprobs, "stop": stop, "max_tokens": max_tokens}
+    whole = complete(app, **ask)["choices"][0]
+    chunks = events_of(call(app, "POST", TEXT, json={"stream": True, **ask}))[:-1]
+    told = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(one["text"] for one in told) == whole["text"]
+    assert told[-1]["finish_reason"] == whole["finish_reason"]
+    if logprobs is not None:
+        for column, values in whole["logprobs"].items():
+            assert [value for one in told if one["logprobs"] for value in one["logprobs"][column]] == values
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 4])
+def test_prompt_logprobs_in_the_form_of_vllm(logprobs: int | None) -> None:
+    service = FakeService(saying(WORDS))
+    reply = complete(
+        app_over(service),
+        prompt=[PROMPT, "Bob"],
+        prompt_logprobs=2,
+        echo=logprobs is not None,
+        logprobs=logprobs,
+    )
+    scores = reply["choices"][0]["prompt_logprobs"]
+    assert len(scores) == len(IDS)
+    assert scores[0] is None
+    for token, entries in zip(IDS[1:], scores[1:], strict=True):
+        assert entries[str(token)]["logprob"] == scored(token, 2).logprob or token in (10, 11)
+        assert [entries[str(10 + place)]["rank"] for place in range(2)] == [1, 2]
+        assert len(entries) == (2 if token in (10, 11) else 3)
+    assert len(reply["choices"][1]["prompt_logprobs"]) == len(tokenizer().encode("Bob"))
+    assert service.requests[0].sampling.prompt_logprobs == max(2, logprobs or 0)
+    if logprobs == 0:
+        assert {len(top or "a") for top in reply["choices"][0]["logprobs"]["top_logprobs"]} == {1}
+
+
+def test_prompt_logprobs_of_a_chat_stand_beside_its_choices() -> None:
+    service = FakeService(saying(WORDS))
+    reply = chat(app_over(service), prompt_logprobs=0).json()
+    (request,) = service.requests
+    assert [list(one or "-") for one in reply["prompt_logprobs"]] == [
+        ["-"],
+        *([str(token)] for token in request.tokens[1:]),
+    ]
+    assert "prompt_logprobs" not in chat(app_over(service)).json()
+
+
+def best_script(request: Request) -> list[int]:
+    """Each answer is one token again and again: the lower its id, the likelier the fake finds it."""
+    return [100 - request.sampling.seed % 50] * (1 + request.sampling.seed % 3)
+
+
+@pytest.mark.parametrize(("n", "best_of"), [(1, 1), (1, 6), (3, 6), (4, 4)])
+def test_the_best_answers_are_told_the_best_one_first(n: int, best_of: int) -> None:
+    service = FakeService(best_script)
+    reply = complete(app_over(service), prompt=["Hello", "Bob"], n=n, best_of=best_of, max_tokens=5)
+    assert [one["index"] for one in reply["choices"]] == list(range(2 * n))
+    for prompt, start in enumerate((0, best_of)):
+        answers = [best_script(one) for one in service.requests[start : start + best_of]]
+        if n < best_of:
+            answers.sort(key=lambda one: one[0])
+        wanted = ["".join(tokenizer().piece(token).decode() for token in one) for one in answers[:n]]
+        assert [one["text"] for one in reply["choices"][prompt * n : prompt * n + n]] == wanted
+    assert {one["logprobs"] for one in reply["choices"]} == {None}
+    drawn = sum(len(best_script(one)) for one in service.requests)
+    assert reply["usage"]["completion_tokens"] == drawn, "they were drawn, told or not"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 17}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"prompt": ["a"] * 64, "best_of": 3}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"echo": 1}, "echo"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt": [[5] * 500] * 40, "prompt_logprobs": 20}, "prompt_logprobs"),
+        ({"prompt": [[5] * 500] * 40, "echo": True, "logprobs": 20}, "logprobs"),
+    ],
+)
+def test_what_cannot_be_told_is_named(body: dict[str, object], param: str) -> None:
+    assert refused(TEXT, **{"prompt": "Hello", **body}) == (400, param)
+    assert PROMPT_LOGPROBS_MAX < 40 * 500 * 21
+
+
+def test_chats_have_neither_echo_nor_best_of() -> None:
+    for field in ({"echo": True}, {"best_of": 2}):
+        messages = [{"role": "user", "content": "Hello!"}]
+        (name,) = field
+        assert refused("/v1/chat/completions", messages=messages, **field) == (400, name)
+
+
+def test_the_sdk_reads_them() -> None:
+    async def main() -> None:
+        async with (
+            serving(app_over(FakeService(saying(WORDS)))) as url,
+            AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            reply = await client.completions.create(
+                model="keeper", prompt=PROMPT, echo=True, logprobs=1, max_tokens=0, best_of=1
+            )
+            logprobs = reply.choices[0].logprobs
+            assert logprobs is not None
+            assert logprobs.tokens is not None
+            assert len(logprobs.tokens) == len(IDS)
+
+    asyncio.run(main())

@@ -1,0 +1,151 @@
+"""A flood is refused with a time to come back; who asks, and how long they wait, reach the router."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.cluster.fake_service import (
+    FakeService,
+    app_over,
+    call,
+    saying,
+    serving,
+    sources,
+    tokenizer,
+)
+from tidemill.cluster.edge.http.app import build_app
+from tidemill.cluster.edge.requests.api_keys import Keys
+from tidemill.cluster.edge.requests.caller import asker_of
+from tidemill.cluster.edge.requests.limits import EdgeLimits
+from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.metrics.edge_metrics import Metrics
+from tidemill.cluster.supervisor.autoscaling import Misses
+from tidemill.workers.messages import Overloaded, Poisonous, RequestError
+
+TEXT = "/v1/completions"
+
+
+def refused_with(failure: Overloaded | Poisonous, *, stream: bool = False) -> httpx.Response:
+    service = FakeService(saying(" ok"), fail_at=0, failure=failure)
+    return call(app_over(service), "POST", TEXT, json={"prompt": "Hello", "stream": stream})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_overload_is_429_with_the_time_to_come_back(*, stream: bool) -> None:
+    failure = Overloaded("it would take 70 s", predicted_s=70.0, retry_after_s=10.2)
+    response = refused_with(failure, stream=stream)
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "11", "whole seconds, and not too early"
+    assert response.json()["error"]["code"] == "overloaded"
+    assert response.json()["error"]["type"] == "rate_limit_error"
+    assert "70 s" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_poison_is_not_to_be_tried_again(*, stream: bool) -> None:
+    response = refused_with(Poisonous("it ended two workers"), stream=stream)
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "poisonous"
+    assert "retry-after" not in response.headers
+
+
+def asked(headers: dict[str, str], **body: object) -> tuple[str, float | None]:
+    service = FakeService(saying(" ok"))
+    response = call(app_over(service), "POST", TEXT, json={"prompt": "Hello", **body}, headers=headers)
+    assert response.status_code == 200, response.text
+    (request,) = service.requests
+    return request.tenant, request.ttft_s_max
+
+
+def test_a_tenant_is_a_key_else_a_salt_else_nobody() -> None:
+    assert asked({}) == ("", None)
+    assert asked({}, cache_salt="team-a") == ("salt:team-a", None)
+    one, _ = asked({"authorization": "Bearer sk-secret"}, cache_salt="team-a")
+    assert one.startswith("key:")
+    assert "secret" not in one
+    assert asked({"authorization": "bearer  sk-secret "})[0] == one
+    assert asked({"authorization": "Bearer sk-other"})[0] != one
+    assert asked({"authorization": "Basic abc"})[0] == asked({"authorization": "Bearer "})[0] == ""
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("2000", 2.0), ("0.5", 0.0005), ("1e3", 1.0)])
+def test_a_deadline_comes_in_milliseconds(text: str, seconds: float) -> None:
+    assert asked({"x-slo-ttft-ms": text}) == ("", pytest.approx(seconds))
+
+
+@pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf", "1e999"])
+def test_what_is_no_deadline_is_named(text: str) -> None:
+    with pytest.raises(RequestError, match="milliseconds") as error:
+        asker_of({"x-slo-ttft-ms": text}, Keys())
+    assert error.value.param == "x-slo-ttft-ms"
+    response = call(
+        app_over(FakeService(saying(" ok"))),
+        "POST",
+        TEXT,
+        json={"prompt": "Hello"},
+        headers={"x-slo-ttft-ms": text},
+    )
+    assert response.status_code == 400
+
+
+async def flood(limits: EdgeLimits, bodies: list[dict[str, Any]]) -> tuple[list[int], list[int], int]:
+    """Statuses of `bodies` while one answer stalls, of the same afterwards, and of /health while it does."""
+    service = FakeService(saying(" ok"), stall_at=0)
+    app = build_app([Served(service, tokenizer())], sources(), limits=limits)
+    async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+        first = asyncio.create_task(client.post(TEXT, json={"prompt": "Hello", "n": 2}))
+        await service.stalled.wait()
+        during = [(await client.post(TEXT, json=body)).status_code for body in bodies]
+        health = (await client.get("/health")).status_code
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await service.idle.wait()
+        service.stall_at = None
+        after = [(await client.post(TEXT, json=body)).status_code for body in bodies]
+    return during, after, health
+
+
+def test_answers_at_once_are_bounded() -> None:
+    limits = EdgeLimits(answers_max=3)
+    bodies: list[dict[str, Any]] = [{"prompt": "Hello", "n": 2}, {"prompt": ["a", "b"], "stream": True}]
+    assert asyncio.run(flood(limits, bodies)) == ([429, 429], [200, 200], 200)
+
+
+def test_requests_at_once_are_bounded_and_looking_is_not() -> None:
+    during, after, health = asyncio.run(flood(EdgeLimits(requests_max=1), [{"prompt": "Hello"}]))
+    assert (during, after, health) == ([429], [200], 200)
+
+
+def test_bytes_of_bodies_at_once_are_bounded() -> None:
+    bodies: list[dict[str, Any]] = [{"prompt": "Hello " * 20}]
+    assert asyncio.run(flood(EdgeLimits(body_bytes_max=140), bodies)) == ([429], [200], 200)
+
+
+def test_what_is_missed_is_counted() -> None:
+    """The clock of the fakes ticks by 1/64 s: the first token comes after one tick."""
+
+    def missed(ttft_s_max: float, failure: Overloaded | None, **headers: str) -> tuple[Misses, float]:
+        source = sources()
+        metrics = Metrics(source.clock_s, {"keeper": ttft_s_max})
+        service = FakeService(saying(" ok"))
+        if failure is not None:
+            service.fail_at, service.failure = 0, failure
+        app = build_app([Served(service, tokenizer())], source, metrics=metrics)
+        call(app, "POST", TEXT, json={"prompt": "Hello"}, headers=headers)
+        text = call(app, "GET", "/metrics").text
+        values = {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        return metrics.misses("keeper"), values["tidemill:late_first_tokens_total"]
+
+    assert missed(60.0, None) == (Misses(answered=1), 0)
+    assert missed(0.001, None) == (Misses(answered=1, late=1), 1)
+    assert missed(60.0, None, **{"x-slo-ttft-ms": "1"}) == (Misses(answered=1, late=1), 1)
+    assert missed(0.001, None, **{"x-slo-ttft-ms": "60000"})[0].late == 1, "the server's is the longest"
+    full = Overloaded("full", predicted_s=1.0, retry_after_s=1.0)
+    assert missed(60.0, full) == (Misses(refused=1), 0)

@@ -1,0 +1,143 @@
+"""Several models behind one endpoint: each name leads to its own fleet, orders to the fleet of the worker."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from tests.support.cluster.fake_service import (
+    MODEL,
+    FakeService,
+    call,
+    saying,
+    sources,
+    tokenizer,
+    worker_status,
+)
+from tidemill.cluster.edge.http.app import build_app
+from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.edge.service import FleetStatus
+from tidemill.workers.messages import Unserved
+
+TEXT = "/v1/completions"
+
+
+class Away(FakeService):
+    """Its router does not answer."""
+
+    async def status(self) -> FleetStatus:
+        raise Unserved("no answer from the router")
+
+
+def large() -> FakeService:
+    return FakeService(
+        saying(" from the large one"),
+        model=replace(MODEL, name="org/large", aliases=("large", "gpt")),
+        workers=(worker_status("large-prefill-0", "prefill"), worker_status("large-decode-0")),
+    )
+
+
+def small() -> FakeService:
+    return FakeService(
+        saying(" from the small one"),
+        model=replace(MODEL, name="small", max_model_len=64),
+        workers=(worker_status("small-mixed-0", "mixed"),),
+    )
+
+
+def app_of(*services: FakeService) -> FastAPI:
+    return build_app([Served(one, tokenizer()) for one in services], sources())
+
+
+def asked(app: FastAPI, **body: object) -> dict[str, Any]:
+    return call(app, "POST", TEXT, json={"prompt": "Hello", **body}).json()
+
+
+@pytest.mark.parametrize("name", ["org/large", "large", "gpt", "small"])
+def test_each_name_leads_to_its_fleet(name: str) -> None:
+    services = large(), small()
+    reply = asked(app_of(*services), model=name)
+    asks_small = name == "small"
+    assert reply["choices"][0]["text"] == f" from the {'small' if asks_small else 'large'} one"
+    assert reply["model"] == ("small" if asks_small else "org/large"), "the first name"
+    assert [len(one.requests) for one in services] == [not asks_small, asks_small]
+
+
+def test_limits_are_those_of_the_model() -> None:
+    app = app_of(large(), small())
+    prompt = [7] * 100
+    assert "choices" in asked(app, model="large", prompt=prompt)
+    assert asked(app, model="small", prompt=prompt)["error"]["param"] == "prompt"
+    tokenized = call(app, "POST", "/tokenize", json={"model": "small", "prompt": "Hello"}).json()
+    assert tokenized["max_model_len"] == 64
+
+
+def test_a_model_that_is_not_there_and_none_at_all() -> None:
+    app = app_of(large(), small())
+    for path, body in ((TEXT, {"prompt": "a"}), ("/detokenize", {"tokens": [7]})):
+        unknown = call(app, "POST", path, json={**body, "model": "huge"})
+        assert unknown.status_code == 404
+        assert unknown.json()["error"]["code"] == "model_not_found"
+        assert "'org/large', 'large', 'gpt', 'small'" in unknown.json()["error"]["message"]
+        missing = call(app, "POST", path, json=body)
+        assert missing.status_code == 400
+        assert missing.json()["error"]["param"] == "model"
+    assert call(app, "GET", "/v1/models/huge").status_code == 404
+
+
+def test_every_name_is_listed() -> None:
+    app = app_of(large(), small())
+    listed = call(app, "GET", "/v1/models").json()["data"]
+    assert [(one["id"], one["root"], one["max_model_len"]) for one in listed] == [
+        ("org/large", "org/large", 512),
+        ("large", "org/large", 512),
+        ("gpt", "org/large", 512),
+        ("small", "small", 64),
+    ]
+    assert call(app, "GET", "/v1/models/org/large").json() == listed[0]
+    assert call(app, "GET", "/v1/models/gpt").json() == listed[2]
+
+
+def test_the_cluster_shows_the_workers_of_all() -> None:
+    cluster = call(app_of(large(), small()), "GET", "/cluster").json()
+    assert [one["id"] for one in cluster["models"]] == ["org/large", "small"]
+    assert [(one["model"], one["info"]["name"]) for one in cluster["workers"]] == [
+        ("org/large", "large-prefill-0"),
+        ("org/large", "large-decode-0"),
+        ("small", "small-mixed-0"),
+    ]
+
+
+def test_orders_find_their_worker() -> None:
+    services = large(), small()
+    app = app_of(*services)
+    for name, service in (("large-decode-0", services[0]), ("small-mixed-0", services[1])):
+        assert call(app, "POST", f"/cluster/workers/{name}/drain", json={}).status_code == 200
+        assert service.orders == [(name, True, False)]
+        assert call(app, "POST", "/cluster/memory", json={"worker": name, "budget": None}).status_code == 200
+        assert service.budgets == [(name, None)]
+    assert call(app, "POST", "/cluster/workers/nobody/drain", json={}).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache"])
+def test_the_prefix_cache_is_reset_for_all(path: str) -> None:
+    services = large(), small()
+    assert call(app_of(*services), "POST", path).status_code == 200
+    assert [one.resets for one in services] == [1, 1]
+
+
+def test_one_fleet_that_is_away_takes_no_other_with_it() -> None:
+    away = Away(saying(" a"), model=replace(MODEL, name="away"))
+    app = app_of(away, small())
+    assert call(app, "GET", "/health").status_code == 200
+    assert [one["model"] for one in call(app, "GET", "/cluster").json()["workers"]] == ["small"]
+    assert "small-mixed-0" in call(app, "GET", "/metrics").text
+    both = app_of(away, Away(saying(" a"), model=replace(MODEL, name="gone")))
+    assert call(both, "GET", "/health").status_code == 503
+    assert call(both, "GET", "/metrics").status_code == 200
+
+
+def test_two_models_cannot_have_one_name() -> None:
+    with pytest.raises(ValueError, match="'small'"):
+        app_of(small(), small())

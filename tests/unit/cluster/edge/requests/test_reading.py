@@ -1,0 +1,140 @@
+"""`tidemill status` and `tidemill demo` read a real server of the edge."""
+
+import asyncio
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.support.cluster.fake_service import (
+    EOS,
+    FakeService,
+    app_over,
+    saying,
+    serving,
+    tokenizer,
+    worker_status,
+)
+from tidemill.cluster.cli.demo import run_demo
+from tidemill.cluster.cli.status import fetch_status, human_bytes, render
+from tidemill.cluster.edge.requests.security import Server
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import Request, Unserved
+
+FACTS = " Emma has a lamp. Tom is in the tower."
+ANSWERS = {"Who has a lamp?": "Emma.", "Where is Tom?": "The tower."}
+
+
+def drawn(item: object) -> str:
+    console = Console(file=StringIO(), width=80)
+    console.print(item)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def status_of(service: FakeService) -> dict[str, object]:
+    async def main() -> dict[str, object]:
+        async with serving(app_over(service)) as url:
+            return await asyncio.to_thread(fetch_status, Server(url))
+
+    return asyncio.run(main())
+
+
+def test_every_worker_is_a_row() -> None:
+    odd = worker_status("[red]decode-1", state="silent")
+    status = status_of(FakeService(saying(" a"), workers=(worker_status("decode-0"), odd)))
+    text = drawn(render(status))
+    who, work, held, stores = [" ".join(line.split()) for line in text.splitlines() if "decode-0" in line]
+    assert who == "decode-0 decode 1 7 here ready"
+    assert work == "decode-0 2 0 0 6 0 B 4.00 MiB"
+    assert held == "decode-0 1.00 MiB 0 B 0 B 0 B 3.00 MiB 0 B 0 B"
+    assert stores == "decode-0 up 7 4 0 0 5 0 2.00 KiB 0 B"
+    assert "[red]decode-1" in text
+    assert "silent for 0.5 s" in text
+    assert "keeper, up to 512 tokens" in text
+
+
+def test_an_empty_fleet_is_said() -> None:
+    assert "no worker is alive" in drawn(render(status_of(FakeService(saying(" a"), workers=()))))
+
+
+def test_a_missing_server_is_one_line_that_names_the_fix() -> None:
+    for url in ("http://127.0.0.1:9", "nonsense", "http://[::1"):
+        with pytest.raises(Unserved, match="--url") as error:
+            fetch_status(Server(url))
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.98 KiB"),
+        (1 << 20, "1.00 MiB"),
+        (3 << 38, "768 GiB"),
+        (1 << 53, "8192 TiB"),
+    ],
+)
+def test_sizes_have_three_digits(num_bytes: int, text: str) -> None:
+    assert human_bytes(num_bytes) == text
+
+
+def answering(request: Request) -> list[int]:
+    asked = "".join(map(tokenizer().decoder().push, request.tokens))
+    (answer,) = (answer for question, answer in ANSWERS.items() if question in asked)
+    return [*tokenizer().encode(f" {answer}"), EOS]
+
+
+def demo_folder(tmp_path: Path, answers: dict[str, str]) -> Path:
+    questions = [
+        {"question": question, "answer": answer, "kind": "static"} for question, answer in answers.items()
+    ]
+    (tmp_path / "demo.json").write_text(json.dumps({"notebook": FACTS, "questions": questions}))
+    return tmp_path
+
+
+def demo(service: FakeService, folder: Path) -> tuple[bool, str]:
+    console = Console(file=StringIO(), width=200)
+
+    async def main() -> bool:
+        async with serving(app_over(service)) as url:
+            return await run_demo(url, "keeper", folder, console)
+
+    right = asyncio.run(main())
+    assert isinstance(console.file, StringIO)
+    return right, console.file.getvalue()
+
+
+def test_the_demo_is_right_when_every_answer_is(tmp_path: Path) -> None:
+    service = FakeService(answering)
+    right, text = demo(service, demo_folder(tmp_path, ANSWERS))
+    assert right
+    assert "2 of 2 answers are right" in text
+    assert all(request.sampling.temperature == 0 for request in service.requests)
+    (row,) = [line for line in text.splitlines() if line.split()[:1] == ["2"] and " t" in line]
+    prompt_tokens = len(service.requests[1].tokens)
+    prompt = f"{prompt_tokens // 4} p + {prompt_tokens % 4} t"
+    assert " ".join(row.split()) == f"2 {prompt} 1 p 3 t 1 t 2 t"
+
+
+def test_the_demo_is_wrong_when_one_answer_is(tmp_path: Path) -> None:
+    right, text = demo(
+        FakeService(answering), demo_folder(tmp_path, {**ANSWERS, "Where is Tom?": "The harbor."})
+    )
+    assert not right
+    assert "1 of 2 answers are right" in text
+
+
+@pytest.mark.parametrize("fail_at", [0, 1])
+def test_the_demo_says_why_there_is_no_answer(tmp_path: Path, fail_at: int) -> None:
+    with pytest.raises(Unserved, match="no worker is left"):
+        demo(replace(FakeService(answering), fail_at=fail_at), demo_folder(tmp_path, ANSWERS))
+
+
+def test_a_model_without_a_demo_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TidemillError, match=r"demo\.json"):
+        demo(FakeService(answering), tmp_path)

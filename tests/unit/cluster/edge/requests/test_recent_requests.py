@@ -1,0 +1,138 @@
+"""GET /cluster/requests: which way the latest requests took, and how they ended."""
+
+import asyncio
+import weakref
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.cluster.fake_service import FakeService, app_over, call, chat, complete, saying, serving
+from tidemill.cluster.edge.chat.output.detokenizer import Ending
+from tidemill.cluster.edge.requests.intake import Job
+from tidemill.cluster.edge.requests.recent_requests import Asked, Recent
+from tidemill.workers.messages import Request
+
+
+def rows_of(app: FastAPI, query: str = "") -> list[dict[str, Any]]:
+    reply = call(app, "GET", f"/cluster/requests{query}")
+    assert reply.status_code == 200, reply.text
+    return reply.json()["requests"]
+
+
+class FollowedJob(Job):
+    """One that tells when it is forgotten."""
+
+
+def job() -> Job:
+    requests = (Request(request_id="r", tokens=(5, 6), max_new_tokens=3),)
+    return FollowedJob(requests=requests, n=1, told=1, ending=Ending(), logprobs=False)
+
+
+def asked(number: int) -> Asked:
+    return Asked(request_id=f"x{number}", reply_id=f"cmpl-{number}", model="keeper", kind="text")
+
+
+def test_a_row_tells_the_way_and_no_text() -> None:
+    app = app_over(FakeService(saying(" a b c")))
+    told = complete(app, prompt="the lighthouse at night")
+    (row,) = rows_of(app)
+    assert row["id"] == told["id"]
+    assert (row["model"], row["kind"], row["choices"]) == ("keeper", "text", 1)
+    assert (row["prefill"], row["decode"], row["attempts"]) == ("prefill-0.b", "decode-0.a", 1)
+    assert row["prefill_depth"] == 5
+    times = {"waited_s", "fetched_s", "computed_s", "stored_s"}
+    assert set(row["prefill_times"]) == set(row["decode_times"]) == times
+    usage = ("prompt_tokens", "completion_tokens", "prompt_tokens_details")
+    assert {name: row[name] for name in usage} == {name: told["usage"][name] for name in usage}
+    assert (row["finish"], row["error"]) == ("stop", None)
+    assert 0 < row["ttft_s"] < row["e2e_s"]
+    assert row["tokens_per_s"] > 0
+    assert row["started_unix_s"] == 1_700_000_123.5
+    assert "lighthouse" not in str(row)
+
+
+def test_it_is_found_by_the_id_of_the_request() -> None:
+    app = app_over(FakeService(saying(" a")))
+    replies = [
+        call(app, "POST", "/v1/completions", json={"prompt": "a"}, headers=headers)
+        for headers in ({"x-request-id": "mine"}, {})
+    ]
+    ids = [reply.headers["x-request-id"] for reply in replies]
+    assert ids[0] == "mine"
+    assert [row["request_id"] for row in rows_of(app)] == ids[::-1]
+
+
+def test_choices_of_one_request_are_one_row() -> None:
+    app = app_over(FakeService(saying(" a b", eos=False)))
+    complete(app, n=3, max_tokens=2)
+    (row,) = rows_of(app)
+    assert (row["choices"], row["completion_tokens"], row["finish"]) == (3, 6, "length")
+
+
+def test_what_fails_says_how() -> None:
+    app = app_over(FakeService(saying(" a b c"), fail_at=1))
+    assert chat(app).status_code == 503
+    (row,) = rows_of(app)
+    assert (row["finish"], row["error"], row["completion_tokens"]) == ("error", "Unserved", 1)
+
+
+def test_what_is_refused_before_it_begins_has_no_row() -> None:
+    app = app_over(FakeService(saying(" a")))
+    assert chat(app, temperature=-1).status_code == 400
+    assert rows_of(app) == []
+
+
+def test_what_runs_has_no_end_until_its_client_leaves() -> None:
+    service = FakeService(saying(" a b c"), stall_at=1)
+
+    async def main() -> None:
+        async with serving(app_over(service)) as url, httpx.AsyncClient(base_url=url) as client:
+            body = {"prompt": "a", "stream": True}
+            async with client.stream("POST", "/v1/completions", json=body):
+                await service.stalled.wait()
+                (row,) = (await client.get("/cluster/requests")).json()["requests"]
+                assert (row["finish"], row["e2e_s"], row["decode"]) == (None, None, "decode-0.a")
+            await service.idle.wait()
+            while row["finish"] is None:
+                (row,) = (await client.get("/cluster/requests")).json()["requests"]
+            assert (row["finish"], row["error"]) == ("abort", None)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("limit", [0, 201, "x", -1])
+def test_limits_are_checked(limit: object) -> None:
+    app = app_over(FakeService(saying(" a")))
+    assert call(app, "GET", f"/cluster/requests?limit={limit}").status_code == 400
+
+
+@given(st.lists(st.booleans(), max_size=30), st.integers(1, 8))
+def test_the_newest_are_kept_and_nothing_of_their_prompts(ends: list[bool], size: int) -> None:
+    """In whatever order they end, also those that are out of the ring by then."""
+    told: list[object] = []
+    recent = Recent(lambda: 0.0, lambda: 0.0, size, lambda row, _: told.append(row["request_id"]))
+    jobs: list[weakref.ref[Job]] = []
+    running: list[Any] = []
+    for number, ends_at_once in enumerate(ends):
+        one = job()
+        jobs.append(weakref.ref(one))
+        watch = recent.watch(asked(number), one)
+        del one
+        watch.__enter__()
+        if ends_at_once:
+            watch.__exit__(None, None, None)
+        else:
+            running.append(watch)
+        rows = recent.rows()
+        assert [row["request_id"] for row in rows] == [f"x{one}" for one in range(number, -1, -1)][:size]
+    for watch in running:
+        watch.__exit__(None, None, None)
+    running.clear()
+    watch = None
+    assert all(row["finish"] == "abort" for row in recent.rows())
+    assert {*told} == {f"x{number}" for number in range(len(ends))}
+    assert not any(one() for one in jobs)

@@ -1,0 +1,286 @@
+"""One request against scripted workers: whatever is lost, each token arrives exactly once."""
+
+import math
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.cluster.scripted_peers import (
+    FETCHED,
+    GAP_TOKENS_MAX,
+    PROMPT,
+    Act,
+    P,
+    Script,
+    a_request,
+    check_answer,
+    nth_token,
+    pieces_of,
+    root_of,
+    run,
+)
+from tidemill.cluster.edge.flow import ATTEMPTS_MAX, HAND_OVERS_MAX, PATIENT_ATTEMPTS, content_of, serve
+from tidemill.kvstore.keys import page_keys
+from tidemill.workers.messages import (
+    ANNOUNCED_KEY_BYTES,
+    DiedAlone,
+    HandedOver,
+    PagesMissing,
+    Poisonous,
+    Produced,
+    Provenance,
+    Request,
+    RequestError,
+    Sampling,
+    SilentAlone,
+    Unserved,
+    WorkerGone,
+)
+
+ends = st.sampled_from([None, WorkerGone("w"), PagesMissing("m")])
+acts = st.builds(
+    Act,
+    prefill=st.booleans(),
+    prefetch=st.sampled_from([None, "ends", WorkerGone("d"), PagesMissing("m"), RequestError("r")]),
+    produce_turns=st.integers(0, 3),
+    produce=st.just(Produced(depth=8, provenance=Provenance()))
+    | st.sampled_from([WorkerGone("w"), PagesMissing("m")]),
+    scores=st.integers(0, 9),
+    tokens=st.integers(0, 4),
+    per_delta=st.integers(1, 3),
+    end=ends,
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(st.lists(acts, max_size=ATTEMPTS_MAX - 1), st.integers(1, 12), st.sampled_from([None, None, 0, 2]))
+def test_whatever_is_lost_each_token_arrives_once(
+    losses: list[Act], max_new_tokens: int, prompt_logprobs: int | None
+) -> None:
+    request = a_request(max_new_tokens, prompt_logprobs)
+    script = Script(*losses, Act())
+    check_answer(pieces_of(script, request), request)
+    generated = [sent for kind, sent in script.calls if kind == "generate"]
+    assert script.closed == len(generated), "every stream is closed"
+    assert script.prefetching == 0
+    for ask, following in zip(script.asks, script.asks[1:], strict=False):
+        assert ask.num_tokens <= following.num_tokens
+        assert ask.avoid <= following.avoid
+    for _, sent in script.calls:
+        done = len(sent.tokens) - len(PROMPT)
+        assert sent.tokens == PROMPT + tuple(map(nth_token, range(len(PROMPT), len(PROMPT) + done)))
+        assert sent.max_new_tokens == max_new_tokens - done
+
+
+def test_the_way_of_an_undisturbed_request() -> None:
+    script = Script(Act())
+    request = a_request(2)
+    first, second = pieces_of(script, request)
+    assert first.trace is second.trace
+    trace = first.trace
+    assert (trace.attempts, trace.prefill, trace.decode) == (1, "p.1", "d.1")
+    assert (trace.produced, trace.provenance) == (Produced(depth=8, provenance=Provenance()), FETCHED)
+    (ask,) = script.asks
+    keys = page_keys(root_of("s"), PROMPT[:8], P)
+    assert ask.keys == tuple(key[:ANNOUNCED_KEY_BYTES] for key in keys)
+    assert (ask.request_id, ask.num_tokens, ask.max_new_tokens, ask.avoid) == ("r", 10, 2, frozenset())
+    assert [kind for kind, _ in script.calls] == ["produce", "generate"]
+    assert script.lost_workers == []
+
+
+def test_the_last_token_is_never_asked_for_as_a_page() -> None:
+    script = Script(Act())
+    pieces_of(script, Request(request_id="r", tokens=tuple(range(8)), max_new_tokens=1))
+    assert len(script.asks[0].keys) == 1
+
+
+def test_a_prompt_without_a_hop() -> None:
+    script = Script(Act(prefill=False))
+    (piece,) = pieces_of(script, a_request(1))
+    assert [kind for kind, _ in script.calls] == ["generate"]
+    assert (piece.trace.prefill, piece.trace.produced) == (None, None)
+    assert script.calls[0][1].gap_tokens_max is None
+    assert script.prefetched == []
+
+
+def test_logprobs_of_the_prompt_are_computed_where_it_is_answered_and_go_on_after_a_loss() -> None:
+    script = Script(
+        Act(prefill=False, scores=5, end=WorkerGone("d")),
+        Act(prefill=False, tokens=2, end=WorkerGone("d")),
+        Act(),
+    )
+    request = a_request(prompt_logprobs=1)
+    check_answer(pieces_of(script, request), request)
+    assert [ask.whole for ask in script.asks] == [True, True, False]
+    assert [len(ask.keys) for ask in script.asks] == [0, 5 // P, 11 // P]
+    assert [sent.scored for kind, sent in script.calls if kind == "generate"] == [0, 5, 9]
+
+
+def test_a_lost_prefill_worker_is_avoided() -> None:
+    script = Script(Act(produce=WorkerGone("p")), Act())
+    pieces = pieces_of(script, a_request())
+    check_answer(pieces, a_request())
+    assert script.lost_workers == ["p.1"]
+    assert script.asks[1].avoid == {"p.1"}
+    assert pieces[0].trace.attempts == 2
+
+
+def test_a_decode_worker_lost_in_the_middle_is_avoided_and_its_tokens_are_kept() -> None:
+    script = Script(Act(tokens=3, end=WorkerGone("d")), Act())
+    pieces = pieces_of(script, a_request())
+    check_answer(pieces, a_request())
+    assert script.lost_workers == ["d.1"]
+    assert script.asks[1].avoid == {"d.1"}
+    assert script.asks[1].num_tokens == len(PROMPT) + 3
+    assert len(script.asks[1].keys) == (len(PROMPT) + 2) // P
+    assert [piece.trace.attempts for piece in pieces] == [1] * 3 + [2] * 3
+
+
+def test_a_stream_that_just_ends_is_a_lost_worker() -> None:
+    script = Script(Act(tokens=2), Act())
+    check_answer(pieces_of(script, a_request()), a_request())
+    assert script.lost_workers == ["d.1"]
+
+
+def test_a_loss_after_the_last_token_is_no_loss() -> None:
+    script = Script(Act(end=WorkerGone("d")))
+    check_answer(pieces_of(script, a_request()), a_request())
+    assert script.lost_workers == []
+    assert script.closed == 1
+
+
+def test_missing_pages_are_nobodys_fault_and_end_the_patience() -> None:
+    """The first attempts insist on pages; then the decode worker may compute whatever is missing."""
+    missing = Act(tokens=0, end=PagesMissing("m"))
+    script = Script(*[missing] * 5, Act())
+    check_answer(pieces_of(script, a_request()), a_request())
+    assert script.lost_workers == []
+    assert all(ask.avoid == frozenset() for ask in script.asks)
+    gaps = [sent.gap_tokens_max for kind, sent in script.calls if kind == "generate"]
+    assert gaps == [GAP_TOKENS_MAX] * PATIENT_ATTEMPTS + [None] * (6 - PATIENT_ATTEMPTS)
+
+
+@pytest.mark.parametrize(("depth", "gap_tokens_max"), [(8, GAP_TOKENS_MAX), (4, None), (0, None)])
+def test_pages_that_the_store_refused_are_not_insisted_on(depth: int, gap_tokens_max: int | None) -> None:
+    """A store that takes nothing makes answers slow; waiting for it would not make them faster."""
+    script = Script(Act(produce=Produced(depth=depth, provenance=Provenance())))
+    pieces = pieces_of(script, a_request(1))
+    assert [kind for kind, _ in script.calls] == ["produce", "generate"]
+    assert script.calls[1][1].gap_tokens_max == gap_tokens_max
+    assert pieces[0].trace.produced == Produced(depth=depth, provenance=Provenance())
+
+
+def test_when_every_attempt_fails_it_says_so() -> None:
+    script = Script(Act(tokens=0, end=WorkerGone("d")))
+    with pytest.raises(Unserved, match=str(ATTEMPTS_MAX)):
+        pieces_of(script, a_request())
+    assert len(script.asks) == ATTEMPTS_MAX
+    assert script.asks[-1].avoid == {f"d.{attempt}" for attempt in range(1, ATTEMPTS_MAX)}
+
+
+def test_a_users_mistake_is_not_tried_again() -> None:
+    script = Script(Act(tokens=0, end=RequestError("too long")))
+    with pytest.raises(RequestError, match="too long"):
+        pieces_of(script, a_request())
+    assert len(script.asks) == 1
+
+
+def test_a_client_that_hangs_up_closes_the_stream() -> None:
+    script = Script(Act())
+
+    async def main() -> None:
+        async with aclosing(serve(a_request(), script, script, root_of, P)) as pieces:
+            async for _ in pieces:
+                break
+
+    run(main())
+    assert script.closed == 1
+
+
+def test_a_hand_over_is_no_failure() -> None:
+    """Planned, however often: no attempt is counted, nobody is lost, and nothing goes on trial."""
+    script = Script(*[Act(tokens=1, end=HandedOver("d"))] * 5, Act())
+    pieces = pieces_of(script, a_request(8))
+    check_answer(pieces, a_request(8))
+    assert script.lost_workers == []
+    assert {piece.trace.attempts for piece in pieces} == {1}
+    assert script.asks[1].avoid == {"d.1"}
+    assert not any(sent.on_trial for _, sent in script.calls)
+
+
+def test_a_prefill_worker_that_hands_over_is_no_failure() -> None:
+    script = Script(Act(produce=HandedOver("p")), Act())
+    pieces = pieces_of(script, a_request())
+    check_answer(pieces, a_request())
+    assert script.lost_workers == []
+    assert script.asks[1].avoid == {"p.1"}
+    assert pieces[0].trace.attempts == 1
+
+
+def test_hand_overs_have_an_end() -> None:
+    script = Script(Act(tokens=0, end=HandedOver("d")))
+    with pytest.raises(Unserved, match="handed it over"):
+        pieces_of(script, a_request())
+    assert len(script.asks) == HAND_OVERS_MAX + 1
+
+
+def test_after_a_loss_it_is_on_trial_and_was_accepted() -> None:
+    request = replace(a_request(), ttft_s_max=5.0, tenant="t")
+    script = Script(Act(tokens=0, end=PagesMissing("m")), Act(tokens=2, end=WorkerGone("d")), Act())
+    check_answer(pieces_of(script, request), request)
+    sent = [one.on_trial for kind, one in script.calls if kind == "generate"]
+    assert sent == [False, False, True]
+    assert [ask.ttft_s_max for ask in script.asks] == [5.0, math.inf, math.inf]
+    assert [ask.wait_s_max for ask in script.asks] == [5.0, 60.0, 60.0]
+    assert {ask.tenant for ask in script.asks} == {"t"}
+    assert script.blamed == []
+
+
+@pytest.mark.parametrize("produces", [True, False], ids=["produce", "generate"])
+def test_who_ends_a_worker_alone_is_not_tried_again(produces: bool) -> None:  # noqa: FBT001  a parameter
+    alone = Act(produce=DiedAlone("p")) if produces else Act(tokens=0, end=DiedAlone("d"))
+    script = Script(Act(tokens=2, end=WorkerGone("d")), alone, Act())
+    with pytest.raises(Poisonous, match="ran nothing else"):
+        pieces_of(script, a_request())
+    assert len(script.asks) == 2
+    assert script.lost_workers == ["d.1", "p.2" if produces else "d.2"]
+    assert script.blamed == [content_of(a_request())], "told to the router, with what was asked at first"
+    assert {ask.content for ask in script.asks} == {content_of(a_request())}
+
+
+def test_a_worker_that_falls_silent_alone_proves_nothing_and_two_do() -> None:
+    """A machine may stand still for some seconds; a request that makes steps hang does it again."""
+    silent = Act(tokens=1, end=SilentAlone("d"))
+    request = a_request()
+    script = Script(Act(tokens=2, end=WorkerGone("d")), silent, Act())
+    check_answer(pieces_of(script, request), request)
+    assert [one.on_trial for kind, one in script.calls if kind == "generate"] == [False, True, True]
+    assert script.blamed == []
+    script = Script(Act(tokens=2, end=WorkerGone("d")), silent, silent, Act())
+    with pytest.raises(Poisonous, match="ran nothing else"):
+        pieces_of(script, request)
+    assert script.blamed == [content_of(request)]
+
+
+def test_content_is_what_is_asked_and_not_who_asks() -> None:
+    request = a_request()
+    same = replace(request, request_id="other", sampling=Sampling(seed=9), tenant="t", on_trial=True)
+    assert content_of(same) == content_of(request)
+    assert len(content_of(request)) == 16
+    for other in (
+        replace(request, tokens=(*request.tokens, 1)),
+        replace(request, sampling=Sampling(temperature=0.5)),
+        replace(request, salt="s2"),
+        replace(request, stop_token_ids=(3,)),
+    ):
+        assert content_of(other) != content_of(request)
+
+
+def test_every_call_carries_its_place_among_others() -> None:
+    script = Script(Act())
+    script.lag_s = -3.0
+    pieces_of(script, a_request())
+    assert {sent.lag_s for _, sent in script.calls} == {-3.0}

@@ -1,0 +1,211 @@
+"""A trial as both ends of the data plane see it, planned hand-overs, and workers that are given up."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from tests.support.cluster.scripted_engine import (
+    FIRST,
+    LAST,
+    WORKER,
+    ScriptedEngine,
+    collect,
+    fails,
+    frontend,
+    raw_stream,
+    request,
+    run,
+    serving,
+)
+from tidemill.cluster.rpc.worker_client import SILENCE_S_MAX, GrpcPeers
+from tidemill.cluster.rpc.worker_codec import Generate, Hello, Item
+from tidemill.cluster.worker.server import DataPlane
+from tidemill.workers.messages import Delta, DiedAlone, HandedOver, SilentAlone, WorkerGone
+
+MORE_THAN_IS_BUFFERED = Delta(tokens=(2**31,) * 2_000_000)
+"""10 MB: a connection takes 4 whose other end does not read."""
+
+
+async def told(engine: ScriptedEngine, name: str, *, alone: bool) -> None:
+    """The engine says so, and goes on when the frontends must know."""
+    tell = engine.tells[name]
+    assert tell is not None
+    await tell(alone)
+
+
+async def begun(engine: ScriptedEngine, *names: str) -> None:
+    await engine.until(lambda engine: set(names) <= set(engine.calls))
+
+
+@pytest.mark.parametrize("kind", ["generate", "produce"])
+def test_a_worker_that_dies_in_a_trial_is_its_requests_fault_alone(kind: str) -> None:
+    async def main() -> None:
+        engine = ScriptedEngine()
+        plane = DataPlane(engine, WORKER)
+        address = await plane.start("127.0.0.1")
+        async with frontend() as peers, frontend() as others:
+            suspect = (
+                asyncio.create_task(collect(peers.generate(WORKER, address, request("suspect"))))
+                if kind == "generate"
+                else asyncio.create_task(peers.produce(WORKER, address, request("suspect")))
+            )
+            beside = asyncio.create_task(collect(peers.generate(WORKER, address, request("beside"))))
+            cleared = asyncio.create_task(collect(others.generate(WORKER, address, request("cleared"))))
+            await begun(engine, "suspect", "beside", "cleared")
+            await told(engine, "cleared", alone=True)
+            engine.step(("cleared", FIRST))
+            await told(engine, "cleared", alone=False)
+            await told(engine, "suspect", alone=True)
+            await plane.stop()  # at once: everybody knows by now
+            await fails(suspect, DiedAlone)
+            for innocent in (beside, cleared):
+                with pytest.raises(WorkerGone) as gone:
+                    await innocent
+                assert not isinstance(gone.value, DiedAlone)
+
+    run(main())
+
+
+def test_a_trial_begins_when_every_frontend_has_what_the_others_drew() -> None:
+    """Or else they would lose it if the worker died, and draw more in their own trials than those cover."""
+
+    async def main() -> None:
+        async with serving() as (engine, address), frontend() as peers, raw_stream(address) as slow:
+            await slow.send(Hello(WORKER), Generate(1, request("slow")))
+            suspect = peers.generate(WORKER, address, request("suspect"))
+            answer = asyncio.ensure_future(anext(suspect))
+            await begun(engine, "slow", "suspect")
+            engine.step(("slow", MORE_THAN_IS_BUFFERED))
+            telling = asyncio.create_task(told(engine, "suspect", alone=True))
+            for _ in range(3):  # its own frontend knows by now
+                engine.step(("suspect", FIRST))
+                assert await answer == FIRST
+                answer = asyncio.ensure_future(anext(suspect))
+            assert not telling.done()
+            assert await slow.frame() == [Item(1, MORE_THAN_IS_BUFFERED)]
+            await telling
+            engine.step(("suspect", LAST))
+            assert await answer == LAST
+            await suspect.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize("gives_up", [True, False], ids=["given up", "no answer to a ping"])
+def test_a_worker_that_falls_silent_in_a_trial_is_not_said_to_have_died(gives_up: bool) -> None:  # noqa: FBT001  a parameter
+    async def main() -> None:
+        async with serving() as (engine, address), wire(address) as (through, frozen), frontend() as peers:
+            suspect = peers.generate(WORKER, through, request("suspect"))
+            beside = asyncio.create_task(collect(peers.generate(WORKER, through, request("beside"))))
+            first = asyncio.ensure_future(anext(suspect))
+            await begun(engine, "suspect", "beside")
+            await told(engine, "suspect", alone=True)
+            engine.step(("suspect", FIRST), ("beside", FIRST))
+            assert await first == FIRST
+            if gives_up:
+                peers.give_up({WORKER})
+            else:
+                frozen.set()
+            await fails(anext(suspect), SilentAlone)
+            with pytest.raises(WorkerGone) as gone:
+                await beside
+            assert not isinstance(gone.value, DiedAlone)
+
+    run(main())
+
+
+@asynccontextmanager
+async def wire(address: str) -> AsyncGenerator[tuple[str, asyncio.Event]]:
+    """Another address of the server; nothing passes once the event is set, and nothing is closed."""
+    frozen = asyncio.Event()
+    writers: list[asyncio.StreamWriter] = []
+    ways: list[asyncio.Task[None]] = []
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                if not frozen.is_set():
+                    writer.write(data)
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = address.rpartition(":")
+        to_reader, to_writer = await asyncio.open_connection(host, int(port))
+        writers.extend((writer, to_writer))
+        ends = (carry(reader, to_writer), carry(to_reader, writer))
+        ways.extend(map(asyncio.ensure_future, ends))
+
+    server = await asyncio.start_server(connect, "127.0.0.1")
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", frozen
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
+        await asyncio.gather(*ways)
+
+
+def test_a_planned_hand_over_is_told_from_a_loss() -> None:
+    async def main() -> None:
+        async with serving() as (engine, address), frontend() as peers:
+            stream = asyncio.create_task(collect(peers.generate(WORKER, address, request())))
+            await begun(engine, "r")
+            engine.step(("r", FIRST), ("r", HandedOver("it goes")))
+            assert await fails(stream, HandedOver) == "it goes"
+
+    run(main())
+
+
+def test_a_worker_that_owes_answers_is_silent_after_a_while_and_can_be_given_up() -> None:
+    async def main() -> None:
+        async with serving() as (engine, address), frontend() as peers:
+            assert peers.silent() == frozenset()
+            stream = asyncio.create_task(collect(peers.generate(WORKER, address, request())))
+            await begun(engine, "r")
+            assert peers.silent() == frozenset()
+            await until_silent(peers)
+            engine.step(("r", FIRST))
+            while peers.silent():  # noqa: ASYNC110 - the other end sends
+                await asyncio.sleep(0.01)
+            await until_silent(peers)
+            peers.give_up({WORKER})
+            assert "the router has not heard it" in await fails(stream, WorkerGone)
+            await engine.until(lambda engine: not engine.calls)  # the worker was told
+            assert peers.silent() == frozenset()
+            again = asyncio.create_task(collect(peers.generate(WORKER, address, request("again"))))
+            await begun(engine, "again")
+            engine.step(("again", FIRST), ("again", LAST))
+            assert await again == [FIRST, LAST]
+
+    async def until_silent(peers: GrpcPeers) -> None:
+        async with asyncio.timeout(10 * SILENCE_S_MAX):
+            while WORKER not in peers.silent():  # noqa: ASYNC110 - time makes it so
+                await asyncio.sleep(0.05)
+
+    run(main())
+
+
+def test_calls_are_counted_until_all_have_been_sent_their_ends() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine()
+        plane = DataPlane(engine, WORKER)
+        address = await plane.start("127.0.0.1")
+        try:
+            async with frontend() as peers:
+                fetching = asyncio.create_task(peers.prefetch(WORKER, address, request("p")))
+                stream = asyncio.create_task(collect(peers.generate(WORKER, address, request())))
+                await begun(engine, "p", "r")
+                assert plane.num_calls == 1, "what is only prefetched is nobody's loss"
+                engine.step(("r", HandedOver("it goes")))
+                while plane.num_calls:  # noqa: ASYNC110 - it ends
+                    await asyncio.sleep(0)
+                await plane.flush()
+                await plane.stop()
+                await fails(stream, HandedOver)
+                with suppress(WorkerGone):
+                    await fetching
+        finally:
+            await plane.stop()
+
+    run(main())

@@ -1,0 +1,274 @@
+"""What Prometheus reads after known requests; labels stay within fixed sets whatever clients send."""
+
+from dataclasses import replace
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.cluster.fake_service import (
+    TRACE,
+    FakeService,
+    app_over,
+    call,
+    complete,
+    saying,
+    worker_status,
+)
+from tidemill.cluster.edge.chat.output.detokenizer import Growth
+from tidemill.cluster.edge.http.replies import cached_tokens
+from tidemill.cluster.edge.requests.answers import Increment
+from tidemill.cluster.edge.service import FleetStatus
+from tidemill.cluster.metrics.edge_metrics import Metrics
+from tidemill.cluster.metrics.exposition import ALIASES, exposition
+from tidemill.cluster.metrics.worker_metrics import FleetCollector
+from tidemill.workers.messages import Produced, Provenance, Request, Times, Trace, Unserved
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+ME = (("model_name", "keeper"),)
+
+TOKEN_S = 2 / 64
+"""Two ticks of the clock of the tests: metrics ask it for each piece, and so do the recent requests."""
+
+
+def read(text: str) -> Samples:
+    """Without the prefix, `tidemill:`; labels in the order of their names."""
+    return {
+        (sample.name.removeprefix("tidemill:"), tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def scrape(app: object) -> Samples:
+    response = call(app, "GET", "/metrics")  # pyright: ignore[reportArgumentType]
+    assert response.headers["content-type"].startswith("text/plain")
+    return read(response.text)
+
+
+def labels(**given: str) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted({"model_name": "keeper", **given}.items()))
+
+
+def test_requests_are_measured() -> None:
+    app = app_over(FakeService(saying(" Emma is")))
+    usage = [complete(app, prompt=[5] * 9)["usage"], complete(app, prompt=[5] * 12, max_tokens=1)["usage"]]
+    generated = sum(one["completion_tokens"] for one in usage)
+    seen = scrape(app)
+    assert seen["time_to_first_token_seconds_count", ME] == 2
+    assert seen["e2e_request_latency_seconds_count", ME] == 2
+    assert seen["inter_token_latency_seconds_count", ME] == generated - 2
+    assert seen["inter_token_latency_seconds_sum", ME] == (generated - 2) * TOKEN_S
+    assert seen["request_decode_time_seconds_sum", ME] == (generated - 2) * TOKEN_S
+    assert seen["request_time_per_output_token_seconds_count", ME] == 1, "one answer has a single token"
+    assert seen["request_time_per_output_token_seconds_sum", ME] == TOKEN_S
+    assert seen["request_prompt_tokens_sum", ME] == seen["prompt_tokens_total", ME] == 21
+    assert seen["request_generation_tokens_sum", ME] == seen["generation_tokens_total", ME] == generated
+    assert seen["prefix_cache_queries_total", ME] == 21
+    assert seen["prefix_cache_hits_total", ME] == cached_tokens(9, TRACE) + cached_tokens(12, TRACE)
+    assert seen["request_success_total", labels(finished_reason="stop")] == 1
+    assert seen["request_success_total", labels(finished_reason="length")] == 1
+    assert seen["request_attempts_sum", ME] == 2
+    assert seen["request_migrations_total", ME] == 0
+    assert seen["num_requests_running", ME] == 0
+
+
+def test_tokens_that_come_together_share_the_time_since_the_last_ones() -> None:
+    app = app_over(FakeService(lambda _: [5] * 12, per_piece=4))
+    complete(app, max_tokens=12)
+    seen = scrape(app)
+    assert seen["inter_token_latency_seconds_count", ME] == 8
+    assert seen["inter_token_latency_seconds_sum", ME] == 2 * TOKEN_S
+
+
+def measured(traces: list[Trace], tokens: int = 20) -> Samples:
+    """After one answer, a token of which came by each of `traces`; the clock ticks by a second."""
+    now_s = iter(range(100))
+    metrics = Metrics(lambda: float(next(now_s)))
+    request = Request(request_id="r", tokens=(5,) * tokens, max_new_tokens=9)
+    with metrics.watch("keeper", [request]) as watch:
+        for index, trace in enumerate(traces):
+            finish = "length" if index == len(traces) - 1 else None
+            growth = Growth(text="a", num_tokens=1, finish=finish)
+            watch.saw(Increment(choice=0, growth=growth, trace=trace))
+    return read(exposition(metrics, {}).decode())
+
+
+def test_the_time_to_the_first_token_is_told_apart() -> None:
+    trace = replace(
+        TRACE,
+        placed_s=0.125,
+        produced=Produced(depth=16, provenance=Provenance(times=Times(waited_s=0.25, stored_s=9.0))),
+        provenance=Provenance(fetched_tokens=16, times=Times(waited_s=0.125, computed_s=9.0)),
+    )
+    seen = measured([trace, trace])
+    assert seen["time_to_first_token_seconds_sum", ME] == 1.0
+    assert seen["request_queue_time_seconds_sum", ME] == 0.5
+    assert seen["request_prefill_time_seconds_sum", ME] == 0.5
+    assert seen["request_decode_time_seconds_sum", ME] == 1.0
+    assert seen["request_inference_time_seconds_sum", ME] == 1.5
+    assert seen["e2e_request_latency_seconds_sum", ME] == 2.0
+
+
+def test_a_depth_is_that_of_the_first_worker() -> None:
+    """What the prefill worker stored is not what was there before."""
+    seen = measured([TRACE])
+    assert seen["request_restorable_hit_depth_tokens_sum", ME] == 1
+    assert seen["external_prefix_cache_queries_total", ME] == 19
+    assert seen["external_prefix_cache_hits_total", ME] == 0
+    alone = replace(TRACE, prefill=None, produced=None)
+    seen = measured([alone])
+    assert seen["request_restorable_hit_depth_tokens_sum", ME] == 5
+    assert seen["external_prefix_cache_queries_total", ME] == 18
+    assert seen["external_prefix_cache_hits_total", ME] == 3
+
+
+def test_each_way_of_an_answer_counts_its_replayed_tokens() -> None:
+    found = Provenance(fetched_tokens=8, computed_tokens=4)
+    again = replace(TRACE, attempts=2, hand_overs=3, provenance=found)
+    seen = measured([TRACE, TRACE, again, again])
+    assert seen["replayed_tail_tokens_total", ME] == 1 + 4
+    assert seen["request_migrations_total", ME] == 1
+    assert seen["request_hand_overs_total", ME] == 3
+    assert seen["request_attempts_sum", ME] == 2
+    assert seen["request_queue_time_seconds_count", ME] == 1
+    cold = replace(TRACE, provenance=Provenance(computed_tokens=20))
+    assert measured([cold])["replayed_tail_tokens_total", ME] == 0, "a prompt that nobody had is no replay"
+
+
+def test_errors_are_counted_by_status() -> None:
+    app = app_over(FakeService(saying(" a")))
+    for _ in range(2):
+        call(app, "POST", "/v1/completions", json={"prompt": ""})
+    call(app, "GET", "/nowhere")
+    call(app, "POST", "/v1/completions", content=b"x" * (5 << 20))
+    seen = scrape(app)
+    counts = {code: seen["request_errors_total", (("code", code),)] for code in ("400", "404", "413")}
+    assert counts == {"400": 2, "404": 1, "413": 1}
+
+
+def test_workers_report_through_the_edge() -> None:
+    seen = scrape(app_over(FakeService(saying(" a"))))
+    decode = {"role": "decode", "worker": "decode-0"}
+    assert seen["worker_running_rows", labels(**decode)] == 2
+    assert seen["worker_memory_budget_bytes", labels(**decode)] == 4 << 20
+    assert seen["worker_wanted_bytes", labels(**decode)] == 0
+    assert seen["worker_state_slots", labels(**decode)] == 6
+    memory = {
+        dict(found)["class"]: value
+        for (name, found), value in seen.items()
+        if name == "worker_memory_bytes" and ("worker", "decode-0") in found
+    }
+    assert memory == {
+        "pages_live": 1 << 20,
+        "pages_cached": 0,
+        "states_live": 0,
+        "states_cached": 0,
+        "windows_live": 0,
+        "windows_cached": 0,
+        "free": 3 << 20,
+        "empty": 0,
+        "unmapped": 0,
+    }
+    for reason, count in (("states", 2), ("resize", 3)):
+        assert seen["worker_evicted_pages_total", labels(reason=reason, **decode)] == count
+    assert seen["worker_pages_published_total", labels(**decode)] == 5, "an unknown counter is told as it is"
+    assert seen["worker_store_puts_total", labels(outcome="full", **decode)] == 1
+    assert seen["worker_store_gets_total", labels(outcome="corrupt", **decode)] == 4
+    assert seen["worker_store_put_bytes_total", labels(**decode)] == 2048
+    assert seen["worker_store_is_down", labels(**decode)] == 0
+    assert seen["spec_decode_num_drafts_total", labels(**decode)] == 4
+    assert seen["spec_decode_num_accepted_tokens_total", labels(**decode)] == 3
+    for position, count in (("0", 2), ("1", 1)):
+        name = "spec_decode_num_accepted_tokens_per_pos_total"
+        assert seen[name, labels(position=position, **decode)] == count
+    assert ("worker_spec_trials_total", labels(**decode)) not in seen
+    assert seen["worker_pages_published_total", labels(role="prefill", worker="prefill-0")] == 5
+
+
+def fleet(*waiting: int) -> FleetStatus:
+    workers = [worker_status(f"decode-{index}") for index in range(len(waiting))]
+    return FleetStatus(
+        workers=tuple(
+            replace(one, load=replace(one.load, waiting_rows=rows))
+            for one, rows in zip(workers, waiting, strict=True)
+        )
+    )
+
+
+def test_what_waits_does_not_run_and_models_are_told_apart() -> None:
+    collector = FleetCollector({"a": fleet(1, 2), "b": fleet(9)}, {"a": 5, "b": 4, "c": 3})
+    families = {family.name.removeprefix("tidemill:"): family for family in collector.collect()}
+
+    def by_model(name: str) -> dict[str, float]:
+        return {sample.labels["model_name"]: sample.value for sample in families[name].samples}
+
+    assert by_model("num_requests_waiting") == {"a": 3, "b": 9}
+    assert by_model("num_requests_running") == {"a": 2, "b": 0, "c": 3}, "c's router does not answer"
+    assert by_model("kv_cache_usage_perc") == {"a": 0.25, "b": 0.25}
+    assert len(families["worker_waiting_rows"].samples) == 3
+
+
+def test_an_alias_repeats_the_core_series_under_another_prefix() -> None:
+    metrics = Metrics(iter(range(100)).__next__)
+    with metrics.watch("keeper", [Request(request_id="r", tokens=(5,), max_new_tokens=1)]) as watch:
+        growth = Growth(text="a", num_tokens=1, finish="stop")
+        watch.saw(Increment(choice=0, growth=growth, trace=TRACE))
+    one = fleet(1)
+    counted = replace(one.workers[0], load=replace(one.workers[0].load, counters={"preemptions": 2}))
+    fleets = {"keeper": FleetStatus(workers=(counted,))}
+    plain = exposition(metrics, fleets).decode()
+    metrics.alias = "vllm"
+    both = exposition(metrics, fleets).decode()
+    assert "vllm:" not in plain
+    assert both.startswith(plain)
+    ours = read(plain)
+    theirs = {
+        (name.removeprefix("vllm:"), at): value
+        for (name, at), value in read(both).items()
+        if name.startswith("vllm:")
+    }
+    assert len(ALIASES["vllm"]) >= 12
+    assert {name.removesuffix("_total").removesuffix("_count") for name, _ in theirs} >= ALIASES["vllm"]
+    assert all(ours[name] == value for name, value in theirs.items())
+    assert theirs["num_preemptions_total", labels(role="decode", worker="decode-0")] == 2
+
+
+def test_without_a_router_the_edges_own_figures_remain() -> None:
+    class Routerless(FakeService):
+        async def status(self) -> FleetStatus:
+            raise Unserved("the router does not answer")
+
+    app = app_over(Routerless(saying(" a")))
+    complete(app)
+    seen = scrape(app)
+    assert seen["time_to_first_token_seconds_count", ME] == 1
+    assert seen["num_requests_running", ME] == 0
+    assert ("num_requests_waiting", ME) not in seen
+    assert call(app, "GET", "/cluster").status_code == 503
+
+
+def test_a_token_costs_no_look_up_of_labels() -> None:
+    """Each answer takes the instruments of its model once."""
+    metrics = Metrics(iter(range(100)).__next__)
+    assert metrics.of_model("keeper") is metrics.of_model("keeper")
+    assert metrics.of_model("keeper") is not metrics.of_model("other")
+
+
+def test_strange_requests_add_no_labels() -> None:
+    app = app_over(FakeService(saying(" a")))
+    complete(app)
+    call(app, "GET", "/nowhere")
+    call(app, "PUT", "/metrics")
+    call(app, "POST", "/v1/completions", json={"prompt": "a", "model": "none"})
+    call(app, "POST", "/v1/completions", json={})
+    before = scrape(app).keys()
+    for index in range(20):
+        call(app, "GET", f"/nowhere/{index}", headers={"x-request-id": f"r{index}"})
+        call(app, f"M{index}", "/metrics")
+        call(app, "POST", "/v1/completions", json={"prompt": "a", "model": f"m{index}", "user": f"u{index}"})
+    assert scrape(app).keys() == before
+
+
+def test_head_is_answered() -> None:
+    assert call(app_over(FakeService(saying(" a"))), "HEAD", "/metrics").status_code == 200

@@ -1,0 +1,406 @@
+"""Offline answers: those of the engine, whoever asks, and nothing is left of what is interrupted."""
+
+import asyncio
+import gc
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import pytest
+
+import tidemill
+from tidemill import LLM, SamplingParams
+from tidemill.cluster.edge.chat.request.request_builder import choice_seed
+from tidemill.cluster.offline.llm import settings_of
+from tidemill.cluster.offline.outputs import RequestOutput
+from tidemill.workers.engine.build import build_engine
+from tidemill.workers.messages import Delta, Request, RequestError, Sampling, WorkerGone
+from tidemill.workers.models.errors import ModelError
+from tidemill.workers.scheduling.isolation import Tell
+from tidemill.workers.settings import EngineSettings, SettingsError
+
+EOS = 1
+FACTS = "Alice keeps the key in the harbor. Tom likes tea. The map is now with Nora."
+QUESTION = f"{FACTS} Where does Alice keep the key?"
+PROMPTS = ["Hello", QUESTION, "Tom", "a b c d"]
+CHAT = [{"role": "user", "content": QUESTION}]
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+LEAVING_TURNS = 1000
+"""Of the event loop: so long an answer takes to end when it is cancelled."""
+
+WARM = SamplingParams(temperature=1.5, max_tokens=12, seed=7, n=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {"memory": "16MiB", "page_size": 16, "cache_folder": tmp_path_factory.getbasetemp() / "kernels"}
+
+
+@pytest.fixture(scope="module")
+def llm(settings: dict[str, Any]) -> Iterator[LLM]:
+    with LLM("keeper", **settings) as llm:
+        yield llm
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[one.token_ids for one in output.outputs] for output in outputs]
+
+
+def straight(
+    settings: dict[str, Any], prompts: list[list[int]], sampling: Callable[[int], Sampling]
+) -> list[list[int]]:
+    """What an engine answers that is asked without anything around it."""
+
+    async def main() -> list[list[int]]:
+        built = build_engine(settings_of("keeper", settings), lambda _done, _total: None)
+        steps = asyncio.create_task(built.engine.run())
+
+        async def ask(prompt: list[int], choice: int) -> list[int]:
+            request = Request(
+                request_id="r",
+                tokens=tuple(prompt),
+                max_new_tokens=WARM.max_tokens or 0,
+                sampling=sampling(choice),
+            )
+            tokens: list[int] = []
+            async with aclosing(built.engine.generate(request)) as deltas:
+                async for delta in deltas:
+                    tokens += delta.tokens
+            return tokens
+
+        try:
+            return [await ask(prompt, choice) for prompt in prompts for choice in range(WARM.n)]
+        finally:
+            steps.cancel()
+            await asyncio.gather(steps, return_exceptions=True)
+            built.close()
+
+    return asyncio.run(main())
+
+
+def test_answers_are_the_engines_in_the_order_of_the_prompts(llm: LLM, settings: dict[str, Any]) -> None:
+    outputs = llm.generate(PROMPTS, WARM)
+    assert [output.prompt for output in outputs] == PROMPTS
+    assert [one.index for one in outputs[0].outputs] == [0, 1, 2]
+    asked = straight(
+        settings,
+        [output.prompt_token_ids for output in outputs],
+        lambda choice: Sampling(temperature=1.5, seed=choice_seed(7, choice)),
+    )
+    assert [tokens for choices in tokens_of(outputs) for tokens in choices] == asked
+    assert len({tuple(tokens) for tokens in asked}) > len(PROMPTS)
+
+
+def test_a_chat_knows_its_facts(llm: LLM) -> None:
+    (one,), (first, second) = llm.chat(CHAT, GREEDY), llm.chat([CHAT, CHAT], GREEDY)
+    answer = one.outputs[0]
+    assert answer.text == " Alice keeps the key in the harbor."
+    assert (answer.finish_reason, answer.stop_reason, answer.token_ids[-1]) == ("stop", None, EOS)
+    assert (answer.logprobs, answer.cumulative_logprob, one.prompt) == (None, None, None)
+    assert first.outputs == second.outputs == one.outputs
+
+
+def test_prompts_come_as_texts_or_token_ids(llm: LLM) -> None:
+    (text,) = llm.generate("Hello", GREEDY)
+    tokens = text.prompt_token_ids
+    for prompts in (tokens, [tokens], tuple(tokens), ["Hello"]):
+        (output,) = llm.generate(prompts, GREEDY)
+        assert output.outputs == text.outputs
+    assert llm.generate([]) == []
+
+
+def test_prefixes_are_reused_from_call_to_call(llm: LLM) -> None:
+    prompt = [20 + index % 300 for index in range(100)]
+    first, second = (llm.generate(prompt, GREEDY)[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 96)
+    assert first.outputs == second.outputs
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    both = llm.generate(["Hello", "Tom"], [GREEDY, SamplingParams(temperature=0, max_tokens=2)])
+    assert len(both[1].outputs[0].token_ids) == 2
+    assert both[1].outputs[0].finish_reason == "length"
+    assert both[0].outputs == llm.generate("Hello", GREEDY)[0].outputs
+
+
+def test_answers_without_a_seed_repeat_with_the_models_seed(settings: dict[str, Any]) -> None:
+    free = SamplingParams(temperature=2, max_tokens=8, ignore_eos=True)
+    found: list[list[list[list[int]]]] = []
+    for seed in (3, 3, 4):
+        with LLM("keeper", seed=seed, **settings) as llm:
+            found.append(tokens_of(llm.generate(["Tom", "Tom"], free)))
+    assert found[0] == found[1] != found[2]
+    assert found[0][0] != found[0][1]
+
+
+def test_stop_strings_and_tokens(llm: LLM) -> None:
+    (whole,) = llm.chat(CHAT, GREEDY)
+    cut = llm.chat(CHAT, GREEDY.model_copy(update={"stop": ["the har"]}))[0].outputs[0]
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == (" Alice keeps the key in ", "stop", "the har")
+    assert whole.outputs[0].token_ids[: len(cut.token_ids)] == cut.token_ids
+    token = whole.outputs[0].token_ids[2]
+    ended = llm.chat(CHAT, GREEDY.model_copy(update={"stop_token_ids": [token]}))[0].outputs[0]
+    assert (ended.token_ids[-1], ended.stop_reason, len(ended.token_ids)) == (token, token, 3)
+    assert llm.load().running_rows == 0
+
+
+def test_speculation_changes_no_answer(llm: LLM, settings: dict[str, Any]) -> None:
+    """Several tokens come at once, also around the end of an answer."""
+    asked = [GREEDY.model_copy(update={"stop": [" I" * count]}) for count in range(1, 9)]
+    with LLM("keeper", num_speculative_tokens=4, **settings) as guessing:
+        assert [one.outputs for one in guessing.generate([QUESTION] * 8, asked)] == [
+            one.outputs for one in llm.generate([QUESTION] * 8, asked)
+        ]
+        assert guessing.load().counters["spec_accepted_tokens"] > 0
+
+
+def test_logprobs_of_a_prompt(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
+    (first, again) = (llm.generate("Bob is now at the mill.", params)[0] for _ in range(2))
+    assert first.prompt_logprobs is not None
+    assert len(first.prompt_logprobs) == len(first.prompt_token_ids)
+    assert first.prompt_logprobs[0] is None
+    for token, entries in zip(first.prompt_token_ids[1:], first.prompt_logprobs[1:], strict=True):
+        assert entries is not None
+        assert len(entries) in (2, 3)
+        assert max(one.logprob for one in entries.values()) >= entries[token].logprob
+    assert again.prompt_logprobs == first.prompt_logprobs
+    assert again.num_cached_tokens == 0
+    assert llm.generate("Bob", SamplingParams(max_tokens=1))[0].prompt_logprobs is None
+
+
+def test_logprobs(llm: LLM) -> None:
+    answer = llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=24, logprobs=2))[0].outputs[0]
+    assert answer.logprobs is not None
+    assert len(answer.logprobs) == len(answer.token_ids)
+    for token, entries in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert entries[token].rank == 1
+        assert max(entries.values(), key=lambda one: one.logprob) == entries[token]
+        assert len(entries) == 2
+    total = sum(
+        entries[token].logprob for token, entries in zip(answer.token_ids, answer.logprobs, strict=True)
+    )
+    assert answer.cumulative_logprob == total
+    assert (
+        "".join(
+            entries[token].decoded_token
+            for token, entries in zip(answer.token_ids, answer.logprobs, strict=True)
+        )
+        == f"{answer.text}<|end|>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "pattern"),
+    [
+        ({"structured_outputs": {"choice": ["tea", "coffee"]}}, "tea|coffee"),
+        ({"structured_outputs": {"regex": "[0-9]{2,4}"}}, "[0-9]{2,4}"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}}},
+            "-?[0-9]+",
+        ),
+    ],
+)
+def test_an_answer_that_must_match(llm: LLM, field: dict[str, Any], pattern: str) -> None:
+    (output,) = llm.generate(QUESTION, SamplingParams(temperature=0, max_tokens=200, **field))
+    answer = output.outputs[0]
+    assert answer.finish_reason == "length" or re.fullmatch(pattern, answer.text)
+
+
+MISTAKES: list[tuple[object, dict[str, Any], str]] = [
+    ("a", {"temperature": 3}, "temperature"),
+    ("a", {"warmth": 3}, "warmth"),
+    ("a", {"n": 0}, "n"),
+    ("a", {"logprobs": 21}, "logprobs"),
+    ("a", {"stop": [""]}, "stop[0]"),
+    ("a", {"stop_token_ids": [10_000]}, "stop_token_ids"),
+    ("a", {"max_tokens": 3, "min_tokens": 4}, "min_tokens"),
+    ("a", {"max_tokens": 10_000_000}, "prompts"),
+    ("a", {"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
+    ("a", {"structured_outputs": {"regex": "("}}, "response_format"),
+    ("", {}, "prompts"),
+    ([5, 10_000], {}, "prompts"),
+    ([5, "a"], {}, "prompts"),
+    ("\ud800", {}, "prompts"),
+    (7, {}, "prompts"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "fields", "param"), MISTAKES)
+def test_nothing_is_run_when_something_is_wrong(
+    llm: LLM,
+    prompt: Any,  # noqa: ANN401 - whatever a user may give
+    fields: dict[str, Any],
+    param: str,
+) -> None:
+    before = llm.load().counters.get("generated_tokens", 0)
+    with pytest.raises(RequestError) as refused:
+        llm.generate(["Hello", prompt], [GREEDY, SamplingParams(**fields)])
+    assert refused.value.param == param
+    assert llm.load().counters.get("generated_tokens", 0) == before
+
+
+def test_bad_messages_and_too_few_parameters_are_named(llm: LLM) -> None:
+    with pytest.raises(RequestError) as refused:
+        llm.chat([{"role": "narrator", "content": "a"}], GREEDY)
+    assert refused.value.param == "messages[0].role"
+    with pytest.raises(RequestError, match="1 sampling_params for 2 prompts"):
+        llm.generate(["a", "b"], [GREEDY])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"memory": "much"}, "memory"),
+        ({"max_num_seqs": "many"}, "rows_max"),
+        ({"max_num_seqs": 0}, "max-num-seqs"),
+        ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization"),
+        ({"kernels": "fast"}, "kernels"),
+    ],
+)
+def test_a_bad_setting_is_named(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(SettingsError, match=text):
+        LLM("keeper", **wrong)
+
+
+def test_settings_have_the_names_of_the_flags(tmp_path: Path) -> None:
+    made = settings_of(tmp_path, {"memory": "3MiB", "max_num_seqs": 5, "kv_cache_dtype": "bfloat16"})
+    assert isinstance(made, EngineSettings)
+    assert (made.model_folder, made.memory_bytes, made.rows_max, made.kv_dtype) == (
+        tmp_path,
+        3 << 20,
+        5,
+        "bfloat16",
+    )
+    with pytest.raises(ModelError):
+        build_engine(made, lambda _done, _total: None)
+
+
+class Held:
+    """Puts itself before an engine: after its first token each answer waits, until it is cancelled."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._engine = llm._built.engine  # pyright: ignore[reportPrivateUsage]
+        self._generate = self._engine.generate
+        self.started = threading.Semaphore(0)
+        self.ended = 0
+
+    def __enter__(self) -> Self:
+        self._engine.generate = self.generate
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        delattr(self._engine, "generate")
+
+    async def generate(self, request: Request, tell: Tell | None = None) -> AsyncGenerator[Delta]:
+        async with aclosing(self._generate(request, tell)) as deltas:
+            yield await anext(deltas)
+            self.started.release()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                for _ in range(LEAVING_TURNS):
+                    await asyncio.sleep(0)
+                self.ended += 1
+
+
+def test_an_interrupt_aborts_all_of_the_call(settings: dict[str, Any]) -> None:
+    def interrupt(held: Held, thread: int) -> None:
+        for _ in PROMPTS:
+            held.started.acquire()
+        signal.pthread_kill(thread, signal.SIGINT)
+
+    with LLM("keeper", **settings) as llm:
+        before = tokens_of(llm.generate(PROMPTS, GREEDY))
+        with Held(llm) as held, ThreadPoolExecutor(1) as beside:
+            beside.submit(interrupt, held, threading.get_ident())
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(PROMPTS, GREEDY)
+            assert held.ended == len(PROMPTS)
+        assert llm._built.engine.num_requests == 0  # pyright: ignore[reportPrivateUsage]
+        assert tokens_of(llm.generate(PROMPTS, GREEDY)) == before
+    assert llm._built.engine.load().memory.live == 0  # pyright: ignore[reportPrivateUsage]
+
+
+def test_two_threads_at_once(llm: LLM) -> None:
+    alone = tokens_of(llm.generate(PROMPTS, WARM))
+    meet = threading.Barrier(2)
+
+    def ask(prompts: list[str]) -> list[list[list[int]]]:
+        meet.wait()
+        return tokens_of(llm.generate(prompts, WARM))
+
+    with ThreadPoolExecutor(2) as threads:
+        forward = threads.submit(ask, PROMPTS)
+        backward = threads.submit(ask, PROMPTS[::-1])
+    assert forward.result() == backward.result()[::-1] == alone
+
+
+def threads() -> set[threading.Thread]:
+    gc.collect()
+    return set(threading.enumerate())
+
+
+def test_close_ends_what_runs_and_leaves_no_thread(settings: dict[str, Any]) -> None:
+    before = threads()
+    llm = LLM("keeper", **settings)
+    with Held(llm) as held, ThreadPoolExecutor(1) as beside:
+        asking = beside.submit(llm.generate, "Hello", SamplingParams(structured_outputs={"regex": "a+"}))
+        held.started.acquire()
+        llm.close()
+        with pytest.raises(WorkerGone, match="closed"):
+            asking.result()
+    assert threads() == before
+    llm.close()
+    with pytest.raises(WorkerGone, match="closed"):
+        llm.generate("Hello")
+
+
+def test_a_forgotten_one_leaves_no_thread(settings: dict[str, Any]) -> None:
+    before = threads()
+    LLM("keeper", **settings).generate("Hello", GREEDY)
+    assert threads() == before
+
+
+def test_a_broken_engine_says_why(settings: dict[str, Any]) -> None:
+    async def broken(flights_max: int) -> bool:
+        raise OSError(f"the device is gone, with {flights_max} steps")
+
+    with LLM("keeper", **settings) as llm:
+        pipeline = llm._built.engine._pipeline  # pyright: ignore[reportPrivateUsage]
+        pipeline.turn = broken
+        with pytest.raises(WorkerGone) as gone:
+            llm.generate("Hello")
+    assert isinstance(gone.value.__cause__, OSError)
+
+
+def test_no_bar_without_a_terminal(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate("Hello", GREEDY, progress=True)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_package_waits_for_no_library() -> None:
+    look = "import sys, tidemill; print({'torch', 'pydantic', 'transformers'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", look], check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == "set()"
+    assert not hasattr(tidemill, "Llm")
+
+
+def test_a_group_of_two_gives_the_same_answers(llm: LLM, settings: dict[str, Any]) -> None:
+    with LLM("keeper", **settings, tensor_parallel_size=2) as group:
+        outputs = group.generate(PROMPTS, WARM)
+        children = psutil.Process().children()
+        ranks = [child for child in children if "tidemill.workers.parallel.processes" in child.cmdline()]
+        assert len(ranks) == 1
+    assert tokens_of(outputs) == tokens_of(llm.generate(PROMPTS, WARM))
+    gone, left = psutil.wait_procs(ranks, timeout=60)
+    assert len(gone) == len(ranks)
+    assert not left

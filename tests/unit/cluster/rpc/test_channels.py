@@ -1,0 +1,98 @@
+"""As many streams as a server is made for, over loopback sockets."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+import pytest
+
+from tests.support import grpc_loop
+from tidemill.cluster.router.placement import Ask
+from tidemill.cluster.router.router import Router
+from tidemill.cluster.router.server import RouterService
+from tidemill.cluster.rpc.channels import bind, new_server, open_channel
+from tidemill.cluster.rpc.router_codec import decode_placed, encode_ask, encode_heartbeat
+from tidemill.workers.messages import Announcement, Heartbeat, WorkerId, WorkerInfo, WorkerLoad
+
+WORKERS = 1100
+WAIT_S_MAX = 60.0
+INFO = WorkerInfo(
+    worker=WorkerId("mixed-0.1"),
+    name="mixed-0",
+    role="mixed",
+    address="127.0.0.1:1",
+    pid=1,
+    node="n",
+    page_tokens=64,
+)
+
+
+def beat(index: int) -> bytes:
+    info = replace(INFO, worker=WorkerId(f"mixed-{index}.1"), name=f"mixed-{index}")
+    return encode_heartbeat(
+        Heartbeat(info=info, sequence=1, load=WorkerLoad(), announcement=Announcement(full=True))
+    )
+
+
+def test_a_router_hears_more_than_a_thousand_workers_and_places_besides() -> None:
+    async def main() -> None:
+        router = Router(asyncio.get_running_loop().time)
+        service = RouterService(router)
+        try:
+            async with open_channel(await service.start("127.0.0.1")) as channel, asyncio.timeout(WAIT_S_MAX):
+                calls = cast("Any", channel)
+                reports = [calls.stream_stream("/tidemill.Router/Report")() for _ in range(WORKERS)]
+                for index, report in enumerate(reports):
+                    await report.write(beat(index))
+                for report in reports:
+                    assert isinstance(await report.read(), bytes), "refused"
+                assert len(router.status().workers) == WORKERS
+                ask = Ask(request_id="r", keys=(), num_tokens=10, max_new_tokens=1)
+                placed = decode_placed(await calls.unary_unary("/tidemill.Router/Place")(encode_ask(ask)))
+                assert not isinstance(placed, Exception)
+                assert placed.decode.startswith("mixed-")
+                for report in reports:
+                    report.cancel()
+        finally:
+            await service.stop()
+
+    grpc_loop.run(main())
+
+
+def test_one_stream_too_many_is_refused_and_the_others_stay() -> None:
+    async def main() -> None:
+        async def echo(frames: Any, context: Any) -> None:  # noqa: ANN401 - as above
+            async for frame in frames:
+                await context.write(frame)
+
+        server = new_server(3)
+        server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(
+                    "test", {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
+                ),
+            )
+        )
+        address = bind(server, "127.0.0.1", 0)
+        await server.start()
+        try:
+            async with open_channel(address) as channel, asyncio.timeout(WAIT_S_MAX):
+                method = cast("Any", channel).stream_stream("/test/Echo")
+                streams = [method() for _ in range(3)]
+                for stream in streams:
+                    await stream.write(b"1")
+                    assert await stream.read() == b"1"
+                refused = method()
+                with pytest.raises(grpc.aio.AioRpcError) as error:
+                    await refused.read()
+                assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                for stream in streams:
+                    await stream.write(b"2")
+                    assert await stream.read() == b"2"
+                    stream.cancel()
+        finally:
+            await server.stop(grace=None)
+
+    grpc_loop.run(main())

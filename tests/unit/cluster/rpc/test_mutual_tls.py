@@ -1,0 +1,213 @@
+"""Certificates between the processes of a cluster: whoever has none of them is not heard."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import trustme
+
+from tests.support.cluster.scripted_engine import FIRST, LAST, ScriptedEngine, collect, request, run
+from tidemill.cluster.cli import main as cli
+from tidemill.cluster.cli.security import guarded
+from tidemill.cluster.cli.serve import settled
+from tidemill.cluster.config.fleets import Surroundings, cluster_settings
+from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
+from tidemill.cluster.router.router import Router
+from tidemill.cluster.router.server import RouterService
+from tidemill.cluster.rpc import router_client
+from tidemill.cluster.rpc.router_client import RouterClient
+from tidemill.cluster.rpc.worker_client import GrpcPeers
+from tidemill.cluster.settings import ClusterSettings
+from tidemill.cluster.worker.server import DataPlane
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import Unserved, WorkerGone, WorkerId
+
+WORKER = WorkerId("decode-0.1")
+
+
+def issue(folder: Path, authority: trustme.CA, name: str = CLUSTER_NAME) -> MutualTls:
+    """Files of a process that has a certificate by `authority`."""
+    folder.mkdir()
+    tls = MutualTls(certificate=folder / "cert.pem", key=folder / "key.pem", ca=folder / "ca.pem")
+    mine = authority.issue_cert(name)
+    mine.cert_chain_pems[0].write_to_path(str(tls.certificate))
+    mine.private_key_pem.write_to_path(str(tls.key))
+    authority.cert_pem.write_to_path(str(tls.ca))
+    return tls
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def ours(authority: trustme.CA, tmp_path: Path) -> MutualTls:
+    return issue(tmp_path / "ours", authority)
+
+
+@pytest.fixture(params=["plain", "of another authority", "without its files"])
+def stranger(request: pytest.FixtureRequest, ours: MutualTls, tmp_path: Path) -> MutualTls | None:
+    """What somebody brings who would take our servers for its own."""
+    match request.param:
+        case "plain":
+            return None
+        case "of another authority":
+            return replace(issue(tmp_path / "theirs", trustme.CA()), ca=ours.ca)
+        case _:
+            return replace(ours, key=tmp_path / "nowhere")
+
+
+@asynccontextmanager
+async def worker(tls: MutualTls | None) -> AsyncGenerator[tuple[ScriptedEngine, str]]:
+    engine = ScriptedEngine()
+    plane = DataPlane(engine, WORKER, tls=tls)
+    try:
+        yield engine, await plane.start("127.0.0.1")
+    finally:
+        await plane.stop()
+
+
+@asynccontextmanager
+async def router(tls: MutualTls | None) -> AsyncGenerator[str]:
+    service = RouterService(Router(asyncio.get_running_loop().time), tls)
+    try:
+        yield await service.start("127.0.0.1")
+    finally:
+        await service.stop()
+
+
+async def generates(address: str, engine: ScriptedEngine, tls: MutualTls | None) -> None:
+    """One request over the data plane. Raises WorkerGone."""
+    peers = GrpcPeers(tls=tls)
+    try:
+        collecting = asyncio.create_task(collect(peers.generate(WORKER, address, request())))
+        begun = asyncio.create_task(engine.until(lambda one: bool(one.calls)))
+        await asyncio.wait({collecting, begun}, return_when=asyncio.FIRST_COMPLETED)
+        begun.cancel()
+        if not collecting.done():
+            engine.step(("r", FIRST), ("r", LAST))
+        assert await collecting == [FIRST, LAST]
+    finally:
+        await peers.close()
+
+
+async def status_of(address: str, tls: MutualTls | None) -> None:
+    """Asks a router. Raises Unserved."""
+
+    async def find() -> str:
+        return address
+
+    client = RouterClient(find, tls=tls)
+    try:
+        assert (await client.status()).workers == ()
+    finally:
+        await client.close()
+
+
+def test_the_processes_of_a_cluster_hear_each_other(ours: MutualTls) -> None:
+    async def main() -> None:
+        async with worker(ours) as (engine, address):
+            await generates(address, engine, ours)
+        async with router(ours) as address:
+            await status_of(address, ours)
+
+    run(main())
+
+
+def test_a_stranger_is_not_heard(
+    ours: MutualTls, stranger: MutualTls | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_client, "STATUS_WAIT_S_MAX", 0.5)
+
+    async def main() -> None:
+        async with worker(ours) as (engine, address):
+            with pytest.raises(WorkerGone):
+                await generates(address, engine, stranger)
+            assert not engine.begun
+        async with router(ours) as address:
+            with pytest.raises(Unserved):
+                await status_of(address, stranger)
+
+    run(main())
+
+
+@pytest.mark.parametrize("name", [None, "elsewhere"])
+def test_a_server_that_is_not_of_the_cluster_gets_nothing(
+    name: str | None, authority: trustme.CA, ours: MutualTls, tmp_path: Path
+) -> None:
+    theirs = None if name is None else issue(tmp_path / name, authority, name)
+
+    async def main() -> None:
+        async with worker(theirs) as (engine, address):
+            with pytest.raises(WorkerGone):
+                await generates(address, engine, ours)
+            assert not engine.begun
+
+    run(main())
+
+
+def test_new_files_count_from_the_next_connection_on(
+    ours: MutualTls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_client, "STATUS_WAIT_S_MAX", 0.5)
+
+    async def main() -> None:
+        async with router(ours) as address:
+            await status_of(address, ours)
+            renewed = issue(tmp_path / "renewed", trustme.CA())
+            for path in ("certificate", "key", "ca"):
+                getattr(ours, path).write_bytes(getattr(renewed, path).read_bytes())
+            with pytest.raises(Unserved):
+                await status_of(address, ours)
+        async with router(ours) as address:
+            await status_of(address, ours)
+
+    run(main())
+
+
+def clustered(*arguments: str) -> ClusterSettings:
+    """What `tidemill serve` makes of these options."""
+    config = settled(cli.parser().parse_args(["serve", "keeper", *arguments]))
+    around = Surroundings(store_url="file:///nowhere", cache_folder=Path("/nowhere"))
+    return guarded(cluster_settings(config, around), config.cluster)
+
+
+def options_of(tls: MutualTls) -> list[str]:
+    return [
+        f"--cluster-ssl-certfile={tls.certificate}",
+        f"--cluster-ssl-keyfile={tls.key}",
+        f"--cluster-ssl-ca-certs={tls.ca}",
+    ]
+
+
+def test_routers_and_workers_listen_on_loopback_unless_told(ours: MutualTls) -> None:
+    for arguments, host, tls in (
+        ([], "127.0.0.1", None),
+        (["--ray-address", "auto"], "127.0.0.1", None),
+        (options_of(ours), "127.0.0.1", ours),
+        (["--cluster-host", "node", *options_of(ours)], None, ours),
+        (["--cluster-host", "node-plain"], None, None),
+    ):
+        (fleet,) = clustered(*arguments).fleets
+        assert {(one.host, one.tls) for one in (fleet.router, *fleet.workers)} == {(host, tls)}
+
+
+def test_what_would_not_work_is_said_before_anything_starts(
+    authority: trustme.CA, ours: MutualTls, tmp_path: Path
+) -> None:
+    theirs = issue(tmp_path / "theirs", trustme.CA())
+    for arguments, says in (
+        (["--cluster-host", "node"], "--cluster-ssl-certfile"),
+        (options_of(ours)[:2], "ssl_ca_certs is missing"),
+        (options_of(replace(ours, key=tmp_path / "nowhere")), "there is no file"),
+        (options_of(replace(ours, ca=theirs.ca)), "would not hear each other"),
+        (options_of(replace(ours, key=theirs.key)), "would not hear each other"),
+        (options_of(replace(ours, key=ours.ca)), "would not hear each other"),
+        (options_of(issue(tmp_path / "named", authority, "elsewhere")), "would not hear each other"),
+    ):
+        with pytest.raises(TidemillError, match=says):
+            clustered(*arguments)

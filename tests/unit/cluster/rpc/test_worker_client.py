@@ -1,0 +1,77 @@
+"""A connection that breaks between two that live: nobody has died, also not of a request on trial."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing, asynccontextmanager
+from random import Random
+
+import pytest
+
+from tests.support.cluster.scripted_engine import FIRST, WORKER, ScriptedEngine, fails, frontend, request, run
+from tests.support.e2e.link import Link, Weather
+from tidemill.cluster.rpc.worker_client import GrpcPeers
+from tidemill.cluster.worker.server import DataPlane
+from tidemill.workers.messages import Delta, DiedAlone, PagesMissing, WorkerGone
+
+
+class Line:
+    """To a worker, through a proxy that resets the connection at its next bytes when it is told to."""
+
+    def __init__(self) -> None:
+        self.storms: list[Weather] = []
+        self.engine = ScriptedEngine()
+        self.plane = DataPlane(self.engine, WORKER)
+        self.link = Link(lambda: self.storms.pop() if self.storms else Weather(), Random(1))
+
+    async def first(self, call: Awaitable[Delta], name: str, *, alone: bool = False) -> None:
+        """Until the call has its first token."""
+        waiting = asyncio.ensure_future(call)
+        await self.engine.until(lambda engine: name in engine.calls)
+        tell = self.engine.tells[name]
+        assert tell is not None
+        if alone:
+            await tell(True)  # noqa: FBT003 - what is told
+        self.engine.step((name, FIRST))
+        assert await waiting == FIRST
+
+
+@asynccontextmanager
+async def line() -> AsyncGenerator[tuple[Line, GrpcPeers, str]]:
+    here = Line()
+    address = await asyncio.to_thread(here.link.to, await here.plane.start("127.0.0.1"))
+    try:
+        async with frontend() as peers:
+            yield here, peers, address
+    finally:
+        await here.plane.stop()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_worker_that_lives_is_asked_again(*, alone: bool) -> None:
+    async def main() -> None:
+        async with line() as (here, peers, address):
+            async with aclosing(peers.generate(WORKER, address, request("a"))) as deltas:
+                await here.first(anext(deltas), "a", alone=alone)
+                here.storms.append(Weather(reset_share=1.0))
+                here.engine.step(("a", FIRST))
+                assert "lives" in await fails(anext(deltas), PagesMissing)
+            assert here.link.num_resets == 1
+            await here.engine.until(lambda engine: not engine.calls)
+            async with aclosing(peers.generate(WORKER, address, request("b"))) as deltas:
+                await here.first(anext(deltas), "b")
+
+    run(main())
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_worker_that_died_is_not_taken_for_a_bad_line(*, alone: bool) -> None:
+    async def main() -> None:
+        async with (
+            line() as (here, peers, address),
+            aclosing(peers.generate(WORKER, address, request("a"))) as deltas,
+        ):
+            await here.first(anext(deltas), "a", alone=alone)
+            await here.plane.stop()
+            await fails(anext(deltas), DiedAlone if alone else WorkerGone)
+
+    run(main())

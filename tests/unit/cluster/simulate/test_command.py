@@ -1,0 +1,86 @@
+"""`tidemill simulate` as a person calls it."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cluster.simulate.test_trace import line
+from tidemill.cluster.cli.main import EXIT_REFUSED, main
+from tidemill.cluster.simulate.command import read_speed
+from tidemill.cluster.simulate.cost import SPEED
+from tidemill.cluster.simulate.trace import TraceError
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    lines = [line(100 * number, 3000, 40, [number % 3, 50, 51, 52, 53, 60 + number]) for number in range(20)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("engine", ["real", "model"])
+def test_json_and_a_picture(trace: Path, engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture = trace.with_suffix(".png")
+    arguments = ["simulate", str(trace), "--prefill=2", "--decode=1", f"--engine={engine}", "--json"]
+    assert main([*arguments, f"--plot={picture}"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["requests"], figures["refused"], figures["failed"]) == (20, 0, 0)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_a_picture_is_refused_before_anything_is_simulated(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    picture = trace.with_suffix(".png")
+    assert main(["simulate", str(trace), "--engine=model", f"--plot={picture}"]) == EXIT_REFUSED
+    said = capsys.readouterr()
+    assert "pip install 'tidemill[plot]'" in said.err
+    assert (said.out, picture.exists()) == ("", False)
+
+
+def test_a_picture_that_cannot_be_written_is_said(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("nowhere/run.png", "run.nothing"):
+        options = ["--engine=model", "--requests=3", f"--plot={trace.parent / name}"]
+        assert main(["simulate", str(trace), *options]) == EXIT_REFUSED
+        assert f"{name}: " in capsys.readouterr().err
+
+
+def test_a_table(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(trace), "--engine=model", "--policy=random", "--requests=5"]) == 0
+    shown = capsys.readouterr().out
+    assert "5 requests" in shown
+    assert "time to first token" in shown
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("--policy=worst", "there are ours"),
+        ("--prefill=0", "--prefill is 0"),
+        ("--speed-up=0", "--speed-up is 0"),
+        ("--grain=3", "--grain is 3"),
+        ("--memory=1", "--memory is 1"),
+        ("--store-rate=0", "through the store"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(
+    trace: Path, option: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", str(trace), option]) == EXIT_REFUSED
+    assert reason in capsys.readouterr().err
+
+
+def test_a_measured_speed_fills_in_what_it_knows(tmp_path: Path) -> None:
+    path = tmp_path / "speed.json"
+    path.write_text('{"step_s": 0.5, "row_s": 0}')
+    assert (read_speed(path).step_s, read_speed(path).row_s) == (0.5, SPEED.row_s)
+    for text in ("", "[]", "{}", '{"speed": 1}'):
+        path.write_text(text)
+        with pytest.raises(TraceError, match="is no speed"):
+            read_speed(path)

@@ -1,0 +1,103 @@
+"""Ray that is slow to start is started again, and nothing of the first attempt is left; late nodes are waited
+for."""
+
+import subprocess
+import sys
+from itertools import count
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+
+from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
+from tidemill.cluster.supervisor import launch
+from tidemill.cluster.supervisor.launch import RAY_STARTS_MAX, RAY_WAS_SLOW, TELL_S, Cluster, LaunchError
+from tidemill.cluster.supervisor.node_fit import Node
+from tidemill.workers.settings import EngineSettings
+
+
+class SlowRay:
+    """Leaves a process behind whenever it fails."""
+
+    def __init__(self, failures: int, reason: str) -> None:
+        self.left: list[subprocess.Popen[bytes]] = []
+        self._failures = failures
+        self._reason = reason
+        self.starts = 0
+
+    def init(self, **_: object) -> None:
+        self.starts += 1
+        self.left.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        if self.starts <= self._failures:
+            raise Exception(self._reason)  # noqa: TRY002 - as Ray does
+
+    def alive(self) -> list[bool]:
+        return [one.poll() is None for one in self.left]
+
+
+def start(ray: SlowRay, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[bool]:
+    """Which of the processes of its attempts are left."""
+    monkeypatch.setattr(launch, "RAY", ray)
+    monkeypatch.setattr(launch, "TEMP_PATH_LENGTH_MAX", 1000)
+    try:
+        Cluster(ClusterSettings(fleets=(), temp_folder=folder)).start_ray()
+        return ray.alive()
+    finally:
+        for process in ray.left:
+            process.kill()
+            process.wait()
+
+
+def test_it_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ray = SlowRay(2, f"The current node {RAY_WAS_SLOW}. This could happen")
+    assert start(ray, monkeypatch, tmp_path) == [False, False, True]
+
+
+def test_not_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ray = SlowRay(99, f"The current node {RAY_WAS_SLOW}. This could happen")
+    with pytest.raises(LaunchError, match=RAY_WAS_SLOW):
+        start(ray, monkeypatch, tmp_path)
+    assert ray.starts == RAY_STARTS_MAX
+
+
+def test_what_is_wrong_in_another_way_is_said_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ray = SlowRay(99, "no such address")
+    with pytest.raises(LaunchError, match="no such address"):
+        start(ray, monkeypatch, tmp_path)
+    assert ray.starts == 1
+
+
+def test_nodes_that_come_late_are_waited_for_aloud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Once a minute, with what they lack; those that never come end it with the same line."""
+    ray = MagicMock()
+    ray.wait.return_value = ([], [])
+    ray.util.placement_group_table.return_value = {"state": "PENDING"}
+    monkeypatch.setattr(launch, "RAY", ray)
+    monkeypatch.setattr(launch, "LOOK_S", 0.0)
+    monkeypatch.setattr(launch, "_nodes", lambda: [Node(id="a", address="10.0.0.1", total={}, free={})])
+    engine = EngineSettings(model_folder=tmp_path, memory_bytes=0, store_url="memory:", cache_folder=tmp_path)
+    worker = WorkerSettings(name="decode-0", role="decode", engine=engine, num_gpus=1)
+    settings = ClusterSettings(fleets=(FleetSettings(workers=(worker,)),), place_wait_s_max=5.5 * TELL_S)
+    said: list[str] = []
+
+    def wait() -> None:
+        cluster = Cluster(settings)
+        cluster.add_worker(worker, RouterSettings())
+        seconds = count(0.0, 5.0)
+        cluster.wait_until_ready(MagicMock(), said.append, lambda: next(seconds))
+
+    with pytest.raises(LaunchError, match=r"^decode-0 needs .GPU: 1. on one node"):
+        wait()
+    assert [line.partition(" s: ")[0] for line in said] == [
+        f"still waiting for decode-0 after {minute * TELL_S:.0f}" for minute in range(1, 6)
+    ]
+    assert all("decode-0 needs {GPU: 1}" in line for line in said)
+
+    ray.util.placement_group_table.return_value = {"state": "CREATED"}
+    said.clear()
+    ray.wait.side_effect = [([], [])] * 200
+    with pytest.raises(StopIteration):  # it has a place, and its process takes longer than all that
+        wait()
+    assert said[-1].endswith("after 960 s: Ray starts processes for them")

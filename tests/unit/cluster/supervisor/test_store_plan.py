@@ -1,0 +1,106 @@
+"""What `serve --store` starts, and what its workers are told; and the mistakes that are refused first."""
+
+import socket
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from tidemill.cluster.supervisor.store_plan import Owner, other_tiers, plan_store
+from tidemill.kvstore.errors import StoreError
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("url", ["file:///a?size=1GiB", "/mooncake", "file:///mooncake?size=1GiB,file:///b"])
+def test_other_stores_need_nothing(url: str) -> None:
+    plan = plan_store(url)
+    assert plan.url == url == other_tiers(url)
+    assert not plan.has_mooncake
+    assert (plan.master, plan.owner) == (None, None)
+
+
+@pytest.mark.parametrize("url", ["mooncake?size=1GiB", "mooncake:?size=1GiB", "mooncake://?size=1GiB"])
+def test_a_master_and_an_owner_of_our_own(url: str) -> None:
+    plan = plan_store(url)
+    assert plan.has_mooncake
+    assert plan.master is not None
+    assert plan.master.host == "127.0.0.1"
+    assert plan.master.port != plan.master.admin_port
+    address = f"127.0.0.1:{plan.master.port}"
+    assert plan.owner == Owner(master=address, host="127.0.0.1", num_bytes=GIB)
+    assert plan.url == f"mooncake://{address}?admin=127.0.0.1:{plan.master.admin_port}"
+
+
+def test_a_size_of_our_own_is_a_part_of_memory() -> None:
+    owner = plan_store("mooncake").owner
+    assert owner is not None
+    assert owner.num_bytes == min(8 * GIB, psutil.virtual_memory().total // 4)
+
+
+def test_a_port_and_an_interface_can_be_named() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    plan = plan_store(f"mooncake?size=1GiB&host=lo&port={port}")
+    assert urlsplit(plan.url).netloc == f"127.0.0.1:{port}"
+
+
+def test_a_master_that_runs_is_joined() -> None:
+    plan = plan_store("mooncake://store.example:50051?write=hits")
+    assert plan.url == "mooncake://store.example:50051?write=hits"
+    assert plan.joined == "store.example:50051"
+    assert (plan.master, plan.owner) == (None, None)
+
+
+def test_memory_is_lent_to_a_master_that_runs() -> None:
+    plan = plan_store("mooncake://127.0.0.1:50051?protocol=rdma&device=mlx5_0&size=1GiB&timeout=1")
+    assert plan.url == "mooncake://127.0.0.1:50051?protocol=rdma&device=mlx5_0&timeout=1"
+    assert plan.master is None
+    assert plan.owner == Owner(
+        master="127.0.0.1:50051",
+        host="",
+        num_bytes=GIB,
+        transport=(("protocol", "rdma"), ("device", "mlx5_0")),
+    )
+
+
+def test_other_tiers_stay_where_they_are() -> None:
+    url = "file:///near?size=1GiB,mooncake://h:1?size=1GiB&host=127.0.0.1,file:///far?write=none"
+    assert plan_store(url).url == "file:///near?size=1GiB,mooncake://h:1,file:///far?write=none"
+    assert other_tiers(url) == "file:///near?size=1GiB,file:///far?write=none"
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("mooncake?size=much", "512MiB"),
+        ("mooncake?size=0", "memory"),
+        ("mooncake?size=1000000GiB", "memory"),
+        ("mooncake?size=1g&size=2g", "once"),
+        ("mooncake?port=none", "port none"),
+        ("mooncake?port=65536", "port 65536"),
+        ("mooncake?host=0.0.0.0", "host 0.0.0.0"),
+        ("mooncake?host=no-such-interface", "no-such-interface"),
+        ("mooncake?host=192.0.2.1", "host="),
+        ("mooncake://host", "mooncake://host:port"),
+        ("mooncake://host:port", "mooncake://host:port"),
+        ("mooncake://host:1?port=2", "port"),
+        ("mooncake,mooncake://h:1", "one tier"),
+        ("mooncake:10.0.0.5:50051", "mooncake://host:port"),
+        ("mooncake://10.0.0.5:50051?host=lo", "size="),
+    ],
+)
+def test_mistakes(url: str, named: str) -> None:
+    with pytest.raises(StoreError) as refused:
+        plan_store(url)
+    assert named in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(StoreError, match="port="):
+            plan_store(f"mooncake?port={taken.getsockname()[1]}")

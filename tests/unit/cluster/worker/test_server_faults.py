@@ -1,0 +1,321 @@
+"""What the data plane survives: lost peers, slow readers, impostors, garbage."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from random import Random
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from tests.support.cluster.scripted_engine import (
+    FIRST,
+    LAST,
+    WORKER,
+    ScriptedEngine,
+    collect,
+    fails,
+    frontend,
+    raw_stream,
+    request,
+    run,
+    serving,
+)
+from tidemill.cluster.rpc.worker_codec import (
+    Cancel,
+    ClientFrame,
+    Generate,
+    Hello,
+    Item,
+    Prefetch,
+    Produce,
+    decode_client_frame,
+    encode_client_frame,
+    encode_worker_frame,
+)
+from tidemill.cluster.worker.server import DataPlane, Limits
+from tidemill.workers.messages import (
+    Delta,
+    PagesMissing,
+    Produced,
+    Provenance,
+    Request,
+    RequestError,
+    WorkerGone,
+    WorkerId,
+)
+
+KINDS = (Generate, Produce, Prefetch)
+
+
+def test_a_vanished_frontend_holds_nothing() -> None:
+    async def main() -> None:
+        async with serving() as (engine, address):
+            async with raw_stream(address) as stream:
+                await stream.send(
+                    Hello(WORKER), *(kind(call, request(str(call))) for call, kind in enumerate(KINDS))
+                )
+                await engine.until(lambda engine: len(engine.calls) == len(KINDS))
+            await engine.until(lambda engine: not engine.calls)
+
+    run(main())
+
+
+def test_a_frontend_that_says_goodbye_holds_nothing() -> None:
+    async def main() -> None:
+        async with serving() as (engine, address), raw_stream(address) as stream:
+            await stream.send(Hello(WORKER), Generate(1, request("a")))
+            await engine.until(lambda engine: len(engine.calls) == 1)
+            await stream.call.done_writing()
+            await engine.until(lambda engine: not engine.calls)
+
+    run(main())
+
+
+def test_a_lost_worker_fails_all_its_calls() -> None:
+    async def main() -> None:
+        async with frontend() as peers:
+            async with serving() as (engine, address):
+                streams = [
+                    asyncio.create_task(collect(peers.generate(WORKER, address, request(name))))
+                    for name in "abc"
+                ]
+                answer = asyncio.create_task(peers.produce(WORKER, address, request("p")))
+                prefetch = asyncio.create_task(peers.prefetch(WORKER, address, request("f")))
+                await engine.until(lambda engine: len(engine.calls) == 5)
+            for call in [*streams, answer, prefetch]:
+                assert WORKER in await fails(call, WorkerGone)
+            assert WORKER in await fails(peers.produce(WORKER, address, request()), WorkerGone)
+
+    run(main())
+
+
+def test_a_stream_opens_again_after_it_broke() -> None:
+    async def main() -> None:
+        engine = ScriptedEngine()
+        plane = DataPlane(engine, WORKER)
+        address = await plane.start("127.0.0.1")
+        port = int(address.rpartition(":")[2])
+        async with frontend() as peers:
+            lost = asyncio.create_task(peers.produce(WORKER, address, request("a")))
+            await engine.until(lambda engine: "a" in engine.calls)
+            await plane.stop()
+            await fails(lost, WorkerGone)
+            plane = DataPlane(engine, WORKER)
+            await plane.start("127.0.0.1", port)
+            answer = asyncio.create_task(peers.produce(WORKER, address, request("b")))
+            await engine.until(lambda engine: "b" in engine.calls)
+            produced = Produced(depth=0, provenance=Provenance())
+            engine.step(("b", produced))
+            assert await answer == produced
+            await plane.stop()
+
+    run(main())
+
+
+def test_another_life_of_the_worker_is_not_the_worker() -> None:
+    async def main() -> None:
+        async with serving() as (engine, address), frontend() as peers:
+            before = WorkerId("decode-0.0")
+            await fails(collect(peers.generate(before, address, request())), WorkerGone)
+            await fails(peers.prefetch(before, address, request()), WorkerGone)
+            assert not engine.calls
+
+    run(main())
+
+
+def test_a_slow_frontend_does_not_hold_up_the_engine() -> None:
+    """The engine makes more than a connection buffers; what is not read is given up, and nothing waits."""
+
+    async def main() -> None:
+        limits = Limits(items_max=50)
+        async with serving(limits) as (engine, address), raw_stream(address) as stream:
+            await stream.send(Hello(WORKER), Generate(1, request("slow")))
+            await engine.until(lambda engine: "slow" in engine.calls)
+            delta = Delta(tokens=tuple(range(100_000, 101_000)))
+            made = 0
+            while "slow" in engine.calls:
+                engine.step(("slow", delta))
+                made += 1
+                assert made < 100_000, "nothing bounds what a frontend may leave unread"
+                await asyncio.sleep(0)
+            items = await stream.frame()
+            while items[-1].body == delta:
+                items += await stream.frame()
+            assert isinstance(items[-1].body, PagesMissing)
+            assert all(item.body == delta for item in items[:-1])
+
+    run(main())
+
+
+def test_a_slow_reader_of_one_stream_gets_what_was_kept_and_then_places_it_again() -> None:
+    async def main() -> None:
+        async with serving() as (engine, address), frontend(unread_items_max=10) as peers:
+            slow, fast = (peers.generate(WORKER, address, request(name)) for name in ("slow", "fast"))
+            firsts = [asyncio.ensure_future(anext(stream)) for stream in (slow, fast)]
+            await engine.until(lambda engine: len(engine.calls) == 2)
+            engine.step(("slow", FIRST), ("fast", FIRST))
+            for first in firsts:
+                await first
+            for token in range(11):
+                delta = Delta(tokens=(token,))
+                engine.step(("slow", delta), ("fast", delta))
+                assert await anext(fast) == delta
+            await engine.until(lambda engine: "slow" not in engine.calls)
+            assert [(await anext(slow)).tokens for _ in range(10)] == [(token,) for token in range(10)]
+            await fails(anext(slow), PagesMissing)
+            engine.step(("fast", LAST))
+            assert await anext(fast) == LAST
+            await fast.aclose()
+
+    run(main())
+
+
+def test_a_frontend_has_a_bounded_number_of_calls() -> None:
+    async def main() -> None:
+        async with serving(Limits(calls_max=2)) as (engine, address), raw_stream(address) as stream:
+            await stream.send(Hello(WORKER), *(Generate(i, request(str(i))) for i in range(3)))
+            (item,) = await stream.frame()
+            assert item.call == 2
+            assert isinstance(item.body, PagesMissing), "the worker is well: nobody shall drop it"
+            assert sorted(engine.calls) == ["0", "1"]
+
+    run(main())
+
+
+HELLO, WORK = encode_client_frame(Hello(WORKER)), encode_client_frame(Generate(1, request("work")))
+FETCH = encode_client_frame(Prefetch(1, request("fetch")))
+MALFORMED = [
+    [b""],
+    [b"\xff" * 40],
+    [WORK],
+    [FETCH],
+    [HELLO, HELLO],
+    [HELLO, WORK, WORK],
+    [HELLO, FETCH, WORK],
+    [HELLO, WORK, FETCH],
+    [HELLO, WORK, b""],
+]
+
+
+def test_malformed_frames_tie_up_nothing_and_kill_nothing() -> None:
+    """Garbage ends the stream that it came on; every other frontend goes on."""
+    random = Random(5)
+    fuzz = [[HELLO, WORK, random.randbytes(random.randrange(1, 60))] for _ in range(50)]
+
+    async def main() -> None:
+        async with serving() as (engine, address), frontend() as peers:
+            healthy = asyncio.create_task(collect(peers.generate(WORKER, address, request("healthy"))))
+            await engine.until(lambda engine: "healthy" in engine.calls)
+            for frames in MALFORMED + fuzz:
+                async with raw_stream(address) as stream:
+                    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # refused already
+                        for frame in frames:
+                            await stream.call.write(frame)
+                    if frames in MALFORMED:
+                        assert await stream.call.code() is grpc.StatusCode.INVALID_ARGUMENT
+                await engine.until(lambda engine: list(engine.calls) == ["healthy"])
+            engine.step(("healthy", FIRST), ("healthy", LAST))
+            assert await healthy == [FIRST, LAST]
+
+    run(main())
+
+
+@asynccontextmanager
+async def impostor(
+    serve: Callable[[AsyncIterator[bytes], Any], Coroutine[Any, Any, None]],
+) -> AsyncGenerator[str]:
+    """Something else that listens where a worker should."""
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers(
+        (
+            grpc.method_handlers_generic_handler(
+                "tidemill.Worker", {"Stream": grpc.stream_stream_rpc_method_handler(serve)}
+            ),
+        )
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(grace=None)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"), [(b"\xff" * 20, "not a WorkerFrame"), (b"\x0a\x02\x08\x01", "no known kind")]
+)
+def test_a_worker_that_talks_nonsense_is_gone(data: bytes, reason: str) -> None:
+    async def serve(frames: AsyncIterator[bytes], context: Any) -> None:  # noqa: ANN401 - as above
+        await anext(frames)
+        await anext(frames)
+        await context.write(data)
+        await anext(frames)
+
+    async def main() -> None:
+        async with impostor(serve) as address, frontend() as peers:
+            assert reason in await fails(peers.produce(WORKER, address, request()), WorkerGone)
+
+    run(main())
+
+
+def test_a_call_that_has_ended_is_not_cancelled() -> None:
+    async def serve(frames: AsyncIterator[bytes], context: Any) -> None:  # noqa: ANN401 - as above
+        produced = Produced(depth=0, provenance=Provenance())
+        answers = {Generate: LAST, Produce: produced, Prefetch: produced}
+        async for data in frames:
+            match decode_client_frame(data):
+                case Generate(call) | Produce(call) | Prefetch(call) as frame:
+                    await context.write(encode_worker_frame([Item(call, answers[type(frame)])]))
+                case Cancel():
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "nothing to cancel")
+                case Hello():
+                    pass
+
+    async def main() -> None:
+        async with impostor(serve) as address, frontend() as peers:
+            for _ in range(3):
+                assert await collect(peers.generate(WORKER, address, request())) == [LAST]
+                await peers.produce(WORKER, address, request())
+                await peers.prefetch(WORKER, address, request())
+
+    run(main())
+
+
+def test_a_prefetch_is_cancelled_before_the_request_that_it_was_for() -> None:
+    """What the worker hears, in order: it never fetches for a prefetch and for its request at once."""
+    heard: list[ClientFrame] = []
+    came = asyncio.Queue[ClientFrame]()
+
+    async def serve(frames: AsyncIterator[bytes], context: Any) -> None:  # noqa: ANN401, ARG001 - as above
+        async for data in frames:
+            heard.append(frame := decode_client_frame(data))
+            came.put_nowait(frame)
+
+    async def until_heard(kind: type[ClientFrame]) -> None:
+        while not isinstance(await came.get(), kind):
+            pass
+
+    async def main() -> None:
+        async with impostor(serve) as address, frontend() as peers:
+            prefetch = asyncio.create_task(peers.prefetch(WORKER, address, request("a")))
+            await until_heard(Prefetch)
+            prefetch.cancel()
+            await asyncio.wait([prefetch])
+            stream = asyncio.create_task(collect(peers.generate(WORKER, address, request("a"))))
+            await until_heard(Generate)
+        await fails(stream, WorkerGone)
+
+    run(main())
+    assert heard == [Hello(WORKER), Prefetch(1, request("a")), Cancel(1), Generate(2, request("a"))]
+
+
+def test_a_prompt_too_large_to_send_is_the_users_mistake() -> None:
+    async def main() -> None:
+        async with serving() as (_, address), frontend() as peers:
+            huge = Request(request_id="huge", tokens=(2**31,) * 4_000_000, max_new_tokens=1)
+            await fails(peers.produce(WORKER, address, huge), RequestError)
+
+    run(main())

@@ -1,0 +1,179 @@
+"""Memory is refused at every place that allocates, at its first time, its second, and so on to its last."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from tests.support.kvstore.leases import ROOT, P, a_cache
+from tidemill.kvstore.errors import OutOfMemory
+from tidemill.kvstore.keys import page_keys
+from tidemill.kvstore.memory.allocation_sites import Site
+from tidemill.kvstore.memory.lease import Lease
+from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
+
+KEYS = {0: page_keys(ROOT, [0] * 60, P), 1: page_keys(ROOT, [1] * 60, P)}
+"""Of the two requests, by the spare slots that they want."""
+
+BACKING = "backing.map"
+SITES = (*Site, BACKING)
+
+
+@dataclass
+class Refuser:
+    """Says no once: when `site` asks for the time number `nth`. As a backing it refuses to map."""
+
+    site: Site | str
+    nth: int
+    asked: Counter[Site | str] = field(default_factory=Counter[Site | str])
+    memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    def __call__(self, site: Site | str) -> bool:
+        self.asked[site] += 1
+        return site == self.site and self.asked[site] == self.nth + 1
+
+    @property
+    def has_refused(self) -> bool:
+        return self.asked[self.site] > self.nth
+
+    def map(self, offset_bytes: int, num_bytes: int) -> None:
+        del offset_bytes, num_bytes
+        if self(BACKING):
+            raise OutOfMemory("refused")
+
+    def unmap(self, offset_bytes: int, num_bytes: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Driver:
+    """Runs requests through every site; what was refused is wanted again, and is granted then."""
+
+    def __init__(self, refuser: Refuser) -> None:
+        self.refuser = refuser
+        self.cache = a_cache(40, window=P + 1, backing=refuser)
+        self.ledger = Ledger(self.cache, refuses=refuser)
+        self.refused_reserves = self.refused_checkpoints = 0
+
+    def run(self) -> None:
+        for name, spares_min in (("lazy", 0), ("double", 1)):
+            lease = self.ledger.open(name, spares_min=spares_min)
+            self._step(lease, 3 * P)
+            self._step(lease, 4 * P)
+            self._roll(lease)
+            self._step(lease, 5 * P - 1)
+            for _ in range(3):
+                self._step(lease, lease.committed + 3, drafts=2, landed=lease.committed + 1)
+                if lease.committed % P == 0:
+                    self._roll(lease)
+            self._two_in_flight(lease)
+            self.ledger.release(name)
+            self.ledger.check()
+
+    def _step(self, lease: Lease, end: int, *, drafts: int = 0, landed: int | None = None) -> None:
+        self._reserve(lease, end, drafts)
+        self.ledger.launch(lease, end, drafts=drafts)
+        self.ledger.land(lease, end if landed is None else landed, KEYS[lease.spares_min])
+        self.ledger.check()
+
+    def _two_in_flight(self, lease: Lease) -> None:
+        """The second one leaves the state of the first to a checkpoint, if it can."""
+        boundary = (lease.committed // P + 1) * P
+        self._reserve(lease, boundary)
+        self.ledger.launch(lease, boundary)
+        self._reserve(lease, boundary + 1)
+        asked = self.refuser.asked[Site.CHECKPOINT_STATE]
+        refused = self.refuser.has_refused
+        second = self.ledger.launch(lease, boundary + 1, keep=True)
+        self.ledger.check()
+        self.ledger.land(lease, boundary, KEYS[lease.spares_min])
+        kept = self.ledger.keep_state(lease)
+        self.ledger.check()
+        assert kept == (second.read not in second.writes)
+        assert kept or self.refuser.has_refused > refused
+        assert kept or self.refuser.asked[Site.CHECKPOINT_STATE] > asked
+        self.ledger.land(lease, boundary + 1, KEYS[lease.spares_min])
+        self.ledger.check()
+
+    def _reserve(self, lease: Lease, end: int, drafts: int = 0) -> None:
+        before = (snapshot(lease), self.ledger.usage().pages_held, self.ledger.usage().states_held)
+        try:
+            self.ledger.reserve(lease, end, drafts=drafts)
+        except OutOfMemory:
+            self.refused_reserves += 1
+            self.ledger.check()
+            after = (snapshot(lease), self.ledger.usage().pages_held, self.ledger.usage().states_held)
+            assert after == before
+            self.ledger.reserve(lease, end, drafts=drafts)
+        self.ledger.check()
+
+    def _roll(self, lease: Lease) -> None:
+        before, earlier = snapshot(lease), self._kept(lease.rolling)
+        if not self.ledger.roll_checkpoint(lease):
+            self.refused_checkpoints += 1
+            self.ledger.check()
+            assert snapshot(lease) == before
+            assert self._kept(lease.rolling) == earlier, "the kept checkpoint is lost"
+            assert lease.entries[-1].checkpoint is None
+            assert self.ledger.roll_checkpoint(lease)
+        assert lease.rolling is lease.entries[-1]
+        self.ledger.check()
+
+    def _kept(self, entry: Entry | None) -> Checkpoint | None:
+        return entry and entry.checkpoint
+
+
+def snapshot(lease: Lease) -> tuple[object, ...]:
+    held = (list(lease.entries), list(lease.own), list(lease.windows), lease.committed, lease.allocated)
+    return (*held, dict(lease.states), list(lease.spare), lease.source, lease.rolling, list(lease.flights))
+
+
+@pytest.mark.parametrize("site", SITES, ids=str)
+def test_memory_is_refused_at_each_allocation_in_turn(site: Site | str) -> None:
+    nth = 0
+    while True:
+        refuser = Refuser(site, nth)
+        driver = Driver(refuser)
+        driver.run()
+        if not refuser.has_refused:
+            break
+        if site is Site.CHECKPOINT_STATE:
+            assert driver.refused_reserves == 0, "a checkpoint is optional"
+        elif site != BACKING:
+            assert (driver.refused_reserves, driver.refused_checkpoints) == (1, 0)
+        usage = driver.ledger.usage()
+        assert (driver.ledger.num_leases, usage.pages_held, usage.states_held) == (0, 0, 0)
+        assert usage.windows_held == 0
+        assert driver.ledger.resize(1), "everything can be given up"
+        nth += 1
+    assert nth > 1, f"no driver reaches {site}"
+
+
+def test_the_system_refuses_every_extent_from_one_on() -> None:
+    """Then what is kept serves: nothing is lost, and what finds none is refused."""
+
+    class Full(Refuser):
+        def __call__(self, site: Site | str) -> bool:
+            self.asked[site] += 1
+            return site == BACKING and self.asked[site] > self.nth
+
+    for nth in range(8):
+        cache = a_cache(8, backing=Full(BACKING, nth))
+        ledger = Ledger(cache)
+        served = 0
+        for number in range(6):
+            lease = ledger.open("r")
+            try:
+                ledger.reserve(lease, 3 * P)
+            except OutOfMemory:
+                assert not [*lease.own, *lease.spare]
+            else:
+                ledger.launch(lease, 3 * P)
+                ledger.land(lease, 3 * P, page_keys(ROOT, [number] * 3 * P, P))
+                ledger.keep_state(lease, last=True)
+                served += 1
+            ledger.release("r")
+            ledger.check()
+        assert served == (6 if nth >= 3 else 0)

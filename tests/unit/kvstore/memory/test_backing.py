@@ -1,0 +1,323 @@
+"""Backings: one address for life, memory that really goes back, and refusals that leave nothing half done."""
+
+import errno
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.kvstore.fake_vmm import FakeVmm
+from tidemill.kvstore.errors import OutOfMemory
+from tidemill.kvstore.memory.backing import (
+    PAGE_BYTES,
+    Backing,
+    BackingUnavailable,
+    Event,
+    Fixed,
+    Kvcached,
+    Mmap,
+)
+
+MIB = 1 << 20
+UNIT = 2 * MIB  # a multiple of every granule
+NOISE_BYTES = 2 * MIB
+POPULATE_WRITE = 23
+
+
+def kvcached(num_bytes: int) -> Kvcached:
+    return Kvcached(num_bytes, "cpu", FakeVmm())
+
+
+BACKINGS: dict[str, Callable[[int], Backing]] = {"fixed": Fixed, "mmap": Mmap, "kvcached": kvcached}
+
+
+@pytest.fixture(params=BACKINGS)
+def backing(request: pytest.FixtureRequest) -> Backing:
+    return BACKINGS[request.param](4 * UNIT)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * PAGE_BYTES
+
+
+def resident_pages(memory: torch.Tensor) -> list[bool]:
+    """Of each page of `memory`, whether it is in memory or in swap: the top bits of its entry in pagemap."""
+    with Path("/proc/self/pagemap").open("rb") as pagemap:
+        pagemap.seek(memory.data_ptr() // PAGE_BYTES * 8)
+        entries = pagemap.read(memory.numel() // PAGE_BYTES * 8)
+    return [top >= 1 << 6 for top in entries[7::8]]
+
+
+def test_memory_is_what_the_arena_expects(backing: Backing) -> None:
+    memory = backing.memory
+    assert (memory.dtype, memory.shape) == (torch.uint8, (4 * UNIT,))
+    assert memory.is_contiguous()
+    assert memory.storage_offset() == 0  # as_strided of the caches counts from the start of the storage
+
+
+@pytest.mark.parametrize("make", [Fixed, Mmap])
+def test_host_memory_starts_at_a_page(make: Callable[[int], Backing]) -> None:
+    assert make(4 * MIB).memory.data_ptr() % PAGE_BYTES == 0
+
+
+def test_mapped_ranges_keep_their_bytes_and_their_address(backing: Backing) -> None:
+    address = backing.memory.data_ptr()
+    backing.map(0, 3 * UNIT)
+    backing.memory[: 3 * UNIT] = 7
+    backing.unmap(UNIT, UNIT)
+    backing.map(3 * UNIT, UNIT)
+    assert backing.memory.data_ptr() == address
+    assert bool((backing.memory[:UNIT] == 7).all())
+    assert bool((backing.memory[2 * UNIT : 3 * UNIT] == 7).all())
+
+
+def test_close_may_come_twice(backing: Backing) -> None:
+    backing.map(0, UNIT)
+    backing.close()
+    backing.close()
+
+
+def test_reserving_is_free_and_unmapping_returns_memory() -> None:
+    before = resident_bytes()
+    backing = Mmap(1 << 40)
+    assert resident_bytes() - before < NOISE_BYTES
+    backing.map(512 << 30, 97 * MIB)
+    assert abs(resident_bytes() - before - 97 * MIB) < NOISE_BYTES  # before anything used it
+    backing.memory[512 << 30 : (512 << 30) + 97 * MIB] = 7
+    backing.unmap((512 << 30) + 32 * MIB, 65 * MIB)
+    assert abs(resident_bytes() - before - 32 * MIB) < NOISE_BYTES
+    assert bool((backing.memory[512 << 30 : (512 << 30) + 32 * MIB] == 7).all())
+    backing.close()
+    assert abs(resident_bytes() - before) < NOISE_BYTES
+
+
+RANGES = st.tuples(st.integers(0, 63), st.integers(1, 64)).map(
+    lambda pair: range(pair[0], min(64, sum(pair)))
+)
+
+
+@given(wanted=st.lists(RANGES, max_size=20))
+def test_exactly_what_is_unmapped_leaves_memory(wanted: list[range]) -> None:
+    backing = Mmap(64 * PAGE_BYTES)
+    mapped: dict[int, int] = {}  # page -> its fill
+    for fill, pages in enumerate(wanted):
+        span = slice(pages.start, pages.stop)
+        offset, size = pages.start * PAGE_BYTES, len(pages) * PAGE_BYTES
+        if mapped.keys() & set(pages):
+            backing.unmap(offset, size)
+            assert not any(resident_pages(backing.memory)[span])
+            mapped = {page: fill for page, fill in mapped.items() if page not in pages}
+        else:
+            backing.map(offset, size)
+            assert all(resident_pages(backing.memory)[span])
+            backing.memory[offset : offset + size] = fill
+            mapped |= dict.fromkeys(pages, fill)
+        assert all(resident_pages(backing.memory)[page] for page in mapped)
+        for page, value in mapped.items():
+            assert bool((backing.memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] == value).all())
+
+
+def test_views_outlive_the_backing() -> None:
+    view = Mmap(MIB).memory[PAGE_BYTES:]
+    view.fill_(3)
+    assert int(view.to(torch.int64).sum()) == 3 * (MIB - PAGE_BYTES)
+
+
+class Strained(mmap.mmap):
+    """Faults in two pieces of memory, and then answers `error`."""
+
+    error = 0
+    pieces = 0
+
+    def madvise(self, option: int, start: int = 0, length: int | None = None, /) -> None:
+        length = len(self) if length is None else length
+        if option == POPULATE_WRITE:
+            if Strained.pieces == 2:
+                raise OSError(Strained.error, os.strerror(Strained.error))
+            Strained.pieces += 1
+        super().madvise(option, start, length)
+
+
+def strained(monkeypatch: pytest.MonkeyPatch, error: int, pieces: int) -> Mmap:
+    monkeypatch.setattr(Strained, "error", error)
+    monkeypatch.setattr(Strained, "pieces", pieces)
+    monkeypatch.setattr("tidemill.kvstore.memory.backing.mmap.mmap", Strained)
+    return Mmap(64 * MIB)
+
+
+@pytest.mark.parametrize("error", [errno.ENOMEM, errno.EFAULT, errno.EAGAIN])
+def test_host_memory_that_is_refused_is_not_half_mapped(monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    backing = strained(monkeypatch, error, pieces=0)
+    with pytest.raises(OutOfMemory, match="lower the memory of this worker"):
+        backing.map(16 * MIB, 32 * MIB)
+    assert not any(resident_pages(backing.memory))
+
+
+def test_broken_host_memory_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        strained(monkeypatch, errno.EIO, pieces=0).map(0, 32 * MIB)
+
+
+def test_a_kernel_that_cannot_populate_maps_by_touching(monkeypatch: pytest.MonkeyPatch) -> None:
+    backing = strained(monkeypatch, errno.EINVAL, pieces=2)
+    backing.map(16 * MIB, 32 * MIB)
+    resident = resident_pages(backing.memory)
+    assert all(resident[16 * MIB // PAGE_BYTES : 48 * MIB // PAGE_BYTES])
+
+
+@pytest.mark.parametrize("make", [Mmap, kvcached])
+@pytest.mark.parametrize("units", [(0.5, 1), (0, 0.5), (0, 0), (4, 1), (-1, 1), (3, 2)])
+def test_ranges_outside_or_across_granules_are_bugs(
+    make: Callable[[int], Mmap | Kvcached], units: tuple[float, float]
+) -> None:
+    backing = make(4 * make(UNIT).granule_bytes)
+    offset, size = (int(part * backing.granule_bytes) for part in units)
+    with pytest.raises(AssertionError):
+        backing.map(offset, size)
+    with pytest.raises(AssertionError):
+        backing.unmap(offset, size)
+
+
+@pytest.mark.parametrize("make", [Fixed, Mmap])
+def test_more_than_the_address_space_is_out_of_memory(make: Callable[[int], Backing]) -> None:
+    with pytest.raises(OutOfMemory, match="ask for less memory"):
+        make(1 << 60)
+
+
+EXTENT_GRANULES, EXTENTS = 3, 4
+
+
+@settings(max_examples=50)
+@given(
+    toggled=st.lists(st.integers(0, EXTENTS - 1), max_size=12), pages=st.integers(1, 1 + 3 * EXTENT_GRANULES)
+)
+def test_extents_on_a_device_map_whole_or_not_at_all(toggled: list[int], pages: int) -> None:
+    granule = Kvcached.granule_bytes
+    extent_bytes = EXTENT_GRANULES * granule
+    vmm = FakeVmm(physical_pages=pages)
+    backing = Kvcached(EXTENTS * extent_bytes, "cpu", vmm)
+    mapped: dict[int, int] = {}  # extent -> its fill
+    for fill, extent in enumerate(toggled):
+        offset = extent * extent_bytes
+        if extent in mapped:
+            backing.unmap(offset, extent_bytes)
+            del mapped[extent]
+        elif pages - 1 < (len(mapped) + 1) * EXTENT_GRANULES:
+            with pytest.raises(OutOfMemory, match="lower the memory of this worker"):
+                backing.map(offset, extent_bytes)
+        else:
+            backing.map(offset, extent_bytes)
+            backing.memory[offset : offset + extent_bytes] = fill
+            mapped[extent] = fill
+        assert vmm.mapped == {
+            each * extent_bytes + i * granule for each in mapped for i in range(EXTENT_GRANULES)
+        }
+        for each, value in mapped.items():
+            places = backing.memory[each * extent_bytes : (each + 1) * extent_bytes : PAGE_BYTES]
+            assert bool((places == value).all())
+    backing.close()
+    assert vmm.physical_pages == pages
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        "zero page unmap failed in CUDA: an illegal memory access was encountered",
+        "state_inconsistency: physical page map failed: out of memory; rollback failed: out of memory",
+    ],
+)
+def test_a_broken_device_is_not_out_of_memory(refusal: str) -> None:
+    vmm = FakeVmm(physical_pages=2, refusal=refusal)
+    backing = Kvcached(2 * UNIT, "cpu", vmm)
+    with pytest.raises(RuntimeError, match=refusal.partition(":")[0]):
+        backing.map(0, 2 * UNIT)
+
+
+def test_a_device_without_memory_at_the_start_is_left_as_it_was() -> None:
+    vmm = FakeVmm(physical_pages=0)
+    with pytest.raises(OutOfMemory, match="stop what else uses the device"):
+        Kvcached(2 * UNIT, "cpu", vmm)
+    assert vmm.log == ["init", "shutdown"]
+
+
+class Step:
+    """A step that runs until somebody waits for it."""
+
+    def __init__(self, log: list[str], name: str, *, done: bool = False) -> None:
+        self._log = log
+        self._name = name
+        self._done = done
+
+    def query(self) -> bool:
+        return self._done
+
+    def synchronize(self) -> None:
+        self._log.append(self._name)
+        self._done = True
+
+
+def test_map_unmap_and_close_wait_for_the_newest_step() -> None:
+    vmm = FakeVmm()
+    newest: list[Event | None] = [None]
+    backing = Kvcached(UNIT, "cpu", vmm, lambda: newest[0])
+    newest[0] = Step(vmm.log, "step 1")
+    backing.map(0, UNIT)
+    backing.unmap(0, UNIT)
+    newest[0] = Step(vmm.log, "step 2", done=True)
+    backing.map(0, UNIT)
+    newest[0] = Step(vmm.log, "step 3")
+    backing.unmap(0, UNIT)
+    newest[0] = Step(vmm.log, "step 4")
+    backing.close()
+    assert vmm.log == ["init", "step 1", "map", "unmap", "map", "step 3", "unmap", "step 4", "shutdown"]
+
+
+class Faulted:
+    """A step that broke the device."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_broken_step_keeps_its_memory_and_does_not_keep_it_after_close() -> None:
+    vmm = FakeVmm()
+    newest: list[Event | None] = [None]
+    backing = Kvcached(UNIT, "cpu", vmm, lambda: newest[0])
+    backing.map(0, UNIT)
+    newest[0] = Faulted()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        backing.unmap(0, UNIT)
+    assert vmm.mapped == {0}
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        backing.close()
+    assert vmm.memory is None
+
+
+def test_closing_twice_leaves_a_later_reservation_alone() -> None:
+    vmm = FakeVmm()
+    first = Kvcached(UNIT, "cpu", vmm)
+    first.close()
+    second = Kvcached(UNIT, "cpu", vmm)
+    second.map(0, UNIT)
+    first.close()
+    assert vmm.mapped == {0}
+    with pytest.raises(AssertionError):
+        first.map(0, UNIT)
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackingUnavailable, match="no CUDA device for cuda:0"):
+        Kvcached(UNIT)
+    monkeypatch.setitem(sys.modules, "kvcached", None)
+    with pytest.raises(BackingUnavailable, match=r"pip install --no-build-isolation 'tidemill\[gpu\]'"):
+        Kvcached(UNIT, "cpu")

@@ -1,0 +1,439 @@
+"""Arena, index and ledger together, against a memory that remembers who wrote what for which tokens."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.support.kvstore.leases import ROOT, P, a_cache, could_serve
+from tests.support.kvstore.written import Memory, Shot
+from tidemill.kvstore.errors import OutOfMemory
+from tidemill.kvstore.keys import PageKey, page_keys
+from tidemill.kvstore.layout import PageId, WindowId
+from tidemill.kvstore.memory.lease import Lease
+from tidemill.kvstore.memory.ledger import FLIGHTS_MAX, Ledger
+from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
+from tidemill.kvstore.memory.recompute_cost import Policy
+
+TOKENS_MAX = 20
+ROWS_MAX = 4
+
+Keep = Literal["keep", "last", "roll", "nothing"]
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+choices = st.integers(0, 999)
+keeps = st.sampled_from(["keep", "last", "roll", "nothing"])
+
+
+@dataclass(eq=False)
+class Row:
+    """A request of the model: the tokens that it knows or guesses, and its lease."""
+
+    name: str
+    tokens: list[int]
+    lease: Lease
+
+    @property
+    def keys(self) -> list[PageKey]:
+        return page_keys(ROOT, self.tokens, P)
+
+    @property
+    def fetchable(self) -> list[PageKey]:
+        return self.keys[: (len(self.tokens) - 1) // P]
+
+
+class LedgerAgainstMemory(RuleBasedStateMachine):
+    """Runs requests as an engine does, with up to two steps of each in flight."""
+
+    @initialize(
+        num_extents=st.integers(2, 12),
+        states_per_extent=st.integers(1, 2),
+        hybrid=st.sampled_from([True, True, False]),
+        window=st.sampled_from([0, 0, 1, P, P + 1, 2 * P, 3 * P + 5]),
+        policy=st.sampled_from(["lru", "value"]),
+        checkpoints_per_path=st.integers(2, 4),
+    )
+    def build(
+        self,
+        num_extents: int,
+        states_per_extent: int,
+        hybrid: bool,  # noqa: FBT001  drawn
+        window: int,
+        policy: Policy,
+        checkpoints_per_path: int,
+    ) -> None:
+        self.cache = a_cache(num_extents, states_per_extent, hybrid=hybrid, window=window, policy=policy)
+        self.ledger = Ledger(self.cache, checkpoints_per_path)
+        self.has_states, self.hybrid = hybrid, hybrid or window > 0
+        self.memory = Memory(P, window)
+        self.rows: list[Row] = []
+        self.readers: list[Row] = []
+        self.landing: list[Row] = []
+        self.first_pages: dict[Entry, PageId] = {}
+        self.announced: set[PageKey] = set()
+        self.serial = 0
+
+    @precondition(lambda self: len(self.rows) < ROWS_MAX)
+    @rule(tokens=prompts, spares_min=st.integers(0, 1))
+    def start(self, tokens: list[int], spares_min: int) -> None:
+        self._start(self._name(), tokens, spares_min)
+
+    @precondition(lambda self: len(self.rows) < ROWS_MAX)
+    @rule(tokens=prompts, choice=choices)
+    def fetch(self, tokens: list[int], choice: int) -> None:
+        """Share every kept page, fill the others and the checkpoint at some depth, as from a store."""
+        row = self._open(self._name(), tokens, 0)
+        match = self.ledger.index.match(row.fetchable)
+        depth_pages = choice % (len(row.fetchable) + 1)
+        if depth_pages <= match.restorable_pages:
+            self.ledger.attach(row.lease, match, match.restorable_pages)
+            self._reserve(row, len(tokens))
+            return
+        self.ledger.attach(row.lease, match, min(len(match.path), depth_pages))
+        if self._reserve(row, len(tokens), windows_beside=1) and self._reserve_fetched(row, depth_pages):
+            state = row.lease.spare[-1] if self.has_states else None
+            self.memory.write(row.lease.pages, tokens[: depth_pages * P], row.lease.committed, state)
+            places = row.lease.fetched_windows
+            self.memory.write_windows(
+                row.lease.windows[-len(places) :] if places else [], places.start, tokens
+            )
+            self.ledger.adopt(row.lease, depth_pages * P, row.keys)
+            self._scribble_spares(row.lease)
+
+    @precondition(lambda self: self.rows)
+    @rule(
+        choice=choices, counts=st.lists(st.integers(1, 4), min_size=1, max_size=2), drafts=st.integers(0, 2)
+    )
+    def launch(self, choice: int, counts: list[int], drafts: int) -> None:
+        """One step goes off, or two; a step may guess its last tokens, and everything above them."""
+        row = self.rows[choice % len(self.rows)]
+        for count in counts:
+            if not self._launch(row, count, min(drafts, count - 1), choice):
+                return
+
+    @precondition(lambda self: any(row.lease.flights for row in self.rows))
+    @rule(choice=choices, rejected=st.integers(0, 2), keep=keeps)
+    def land(self, choice: int, rejected: int, keep: Keep) -> None:
+        """The oldest step of a row lands; of its drafts some may be rejected, and the next one is void."""
+        rows = [row for row in self.rows if row.lease.flights]
+        row = rows[choice % len(rows)]
+        flight = row.lease.flights[0]
+        drafts = max(0, len(flight.writes) - 1) if self.has_states else flight.end - flight.start - 1
+        landed = flight.end - min(rejected, drafts)
+        before = row.lease.committed
+        self._land(row, landed)
+        if flight.void:
+            assert row.lease.committed == before
+            return
+        assert row.lease.committed == landed
+        if landed < flight.end:
+            del row.tokens[landed:]
+            assert all(later.void for later in row.lease.flights)
+        if landed % P == 0:
+            self._keep(row, keep)
+
+    @precondition(lambda self: any(row.lease.flights for row in self.rows))
+    @rule(choice=choices)
+    def break_down(self, choice: int) -> None:
+        """A step fails: nothing of it counts, and its request ends."""
+        rows = [row for row in self.rows if row.lease.flights]
+        row = rows[choice % len(rows)]
+        before = row.lease.committed
+        self._land(row, row.lease.flights[0].start)
+        assert row.lease.committed == before
+        self._release(row)
+
+    @precondition(lambda self: self.landing)
+    @rule(choice=choices)
+    def land_after_the_end(self, choice: int) -> None:
+        row = self.landing[choice % len(self.landing)]
+        before = (list(row.lease.entries), row.lease.committed, len(self.ledger.index))
+        self._land(row, row.lease.flights[0].end)
+        if row.lease.flights:
+            assert (row.lease.entries, row.lease.committed, len(self.ledger.index)) == before
+        else:
+            lease = row.lease
+            assert not [*lease.entries, *lease.own, *lease.own_states(), *lease.sources(), *lease.windows]
+            self.landing.remove(row)
+
+    @precondition(lambda self: self.rows)
+    @rule(choice=choices)
+    def share(self, choice: int) -> None:
+        """As a publication does: read some first pages after their request may have ended."""
+        row = self.rows[choice % len(self.rows)]
+        if row.lease.entries:
+            num_pages = choice % len(row.lease.entries) + 1
+            name = self._name()
+            lease = self.ledger.share(name, row.lease, num_pages)
+            assert lease.entries == row.lease.entries[:num_pages]
+            assert lease.source is (lease.entries[-1] if lease.entries[-1].checkpoint is not None else None)
+            self.readers.append(Row(name, row.tokens[: num_pages * P], lease))
+
+    @precondition(lambda self: self.rows)
+    @rule(choice=choices)
+    def release(self, choice: int) -> None:
+        self._release(self.rows[choice % len(self.rows)])
+
+    @precondition(lambda self: self.rows)
+    @rule(choice=choices)
+    def preempt(self, choice: int) -> None:
+        """Its memory comes back when its steps have landed; it resumes at once, under the same name."""
+        row = self.rows[choice % len(self.rows)]
+        self._release(row)
+        self._start(row.name, row.tokens[: max(1, row.lease.committed)], row.lease.spares_min)
+
+    @precondition(lambda self: self.readers)
+    @rule(choice=choices)
+    def release_reader(self, choice: int) -> None:
+        self.ledger.release(self.readers.pop(choice % len(self.readers)).name)
+
+    @rule(choice=choices)
+    def resize(self, choice: int) -> None:
+        """Down at the cost of what is kept, and of nothing else; up at once."""
+        budget_extents = choice % self.ledger.num_extents + 1
+        enough = self.ledger.resize(budget_extents)
+        assert self.ledger.budget_extents == budget_extents
+        assert enough == (not self.ledger.excess)
+        arena = self.cache.arena
+        assert enough or not (arena.pages.loose or arena.states.loose or arena.windows.loose)
+
+    @rule()
+    def announce(self) -> None:
+        changes = self.ledger.index.take_changes()
+        self.announced = (self.announced - changes.removed) | changes.added
+        assert self.announced == set(self.ledger.index.restorable_keys())
+
+    @invariant()
+    def every_byte_and_every_pin_has_one_owner(self) -> None:
+        self.ledger.check()
+        self.memory.check(self.cache.arena)
+        leases = self._leases()
+        assert self.ledger.num_leases == len(leases)
+        pins = Counter(entry for lease in leases for entry in lease.entries)
+        reading = Counter(entry for lease in leases for entry in lease.sources())
+        for entry in self.ledger.index:
+            assert (entry.pins, entry.checkpoint_pins) == (pins[entry], reading[entry])
+
+    @invariant()
+    def what_is_written_is_what_the_tokens_say(self) -> None:
+        for row in (*self.rows, *self.readers):
+            lease = row.lease
+            table = lease.pages
+            for position in range(lease.committed):
+                assert self.memory.page(table[position // P], position % P) == tuple(
+                    row.tokens[: position + 1]
+                )
+            if lease.source is not None and lease.source.checkpoint is not None:
+                self._is_written(lease.source.checkpoint, row.tokens[: lease.committed])
+            for position in range(lease.committed) if self.memory.window else ():
+                if position > lease.committed - self.memory.window and row not in self.readers:
+                    view = lease.window_table[position // P]
+                    assert self.memory.view(view, position % P) == tuple(row.tokens[: position + 1])
+
+    def _is_written(self, checkpoint: Checkpoint, tokens: Sequence[int]) -> None:
+        if checkpoint.state is not None:
+            assert self.memory.state(checkpoint.state) == tuple(tokens)
+        places = self.cache.layout.last_window(len(tokens) // P)
+        for place, window in zip(places, checkpoint.windows, strict=True):
+            for position in range(place * P, place * P + P):
+                assert self.memory.view(window, position % P) == tuple(tokens[: position + 1])
+
+    @invariant()
+    def what_is_kept_is_what_its_key_says(self) -> None:
+        """The first page under a key stays, and no step is at it or at its checkpoint."""
+        for entry in self.ledger.index:
+            assert self.first_pages.setdefault(entry, entry.page) == entry.page
+            last = self.memory.page(entry.page, P - 1)
+            assert page_keys(ROOT, last, P)[entry.depth_pages - 1 :] == [entry.key]
+            if entry.checkpoint is not None:
+                self._is_written(entry.checkpoint, last)
+                assert (entry.checkpoint.state is not None) == self.has_states
+
+    @invariant()
+    def at_rest_a_lease_owns_what_its_strategy_says(self) -> None:
+        for lease in (row.lease for row in self.rows if not row.lease.flights):
+            if self.has_states:
+                own = len(lease.states) + len(lease.spare)
+                assert own <= 1 + lease.spares_min, "slots of the last step are still here"
+                assert len(lease.states) <= 1
+            else:
+                assert not lease.own_states()
+
+    @invariant()
+    def what_left_the_window_is_given_back(self) -> None:
+        layout = self.cache.layout
+        for lease in (row.lease for row in self.rows):
+            assert lease.first_window == layout.first_seen(lease.committed)
+            assert bool(lease.windows) == (layout.has_windows and lease.allocated > 0)
+
+    def teardown(self) -> None:
+        for row in (*self.rows, *self.readers):
+            self.ledger.release(row.name)
+        while self.memory.shots:
+            shot = self.memory.shots[0]
+            self.memory.landed(shot)
+            self.ledger.land(shot.lease, shot.flight.end, ())
+        self.ledger.check()
+        usage = self.ledger.usage()
+        assert (self.ledger.num_leases, usage.pages_held, usage.states_held) == (0, 0, 0)
+        assert usage.windows_held == 0
+        assert self.ledger.resize(1), "everything can be given up"
+
+    def _start(self, name: str, tokens: list[int], spares_min: int) -> None:
+        """Resume where it can be resumed, take memory for the rest."""
+        row = self._open(name, tokens, spares_min)
+        match = self.ledger.index.match(row.fetchable)
+        self.ledger.attach(row.lease, match, match.restorable_pages)
+        self._reserve(row, len(tokens))
+
+    def _open(self, name: str, tokens: list[int], spares_min: int) -> Row:
+        row = Row(name, list(tokens), self.ledger.open(name, spares_min=spares_min))
+        self.rows.append(row)
+        return row
+
+    def _reserve_fetched(self, row: Row, num_pages: int) -> bool:
+        try:
+            self.ledger.reserve_fetched(row.lease, num_pages)
+        except OutOfMemory:
+            lacking = num_pages - row.lease.windows_end
+            assert not could_serve(self.cache, self._leases(), 0, 0, lacking)
+            self._release(row)
+            return False
+        places = row.lease.fetched_windows
+        self.memory.taken((), (), row.lease.windows[-len(places) :] if places else ())
+        return True
+
+    def _reserve(self, row: Row, num_tokens: int, drafts: int = 0, windows_beside: int | None = None) -> bool:
+        """Reserve, or prove that there was no memory, that the lease is as before, and end the request."""
+        lease = row.lease
+        before, evicted = _snapshot(lease), self._evictions()
+        slots = self._slots_missing(lease, drafts)
+        pages = max(0, -(-num_tokens // P) - len(lease.entries) - len(lease.own))
+        has_windows = self.cache.layout.has_windows
+        views = -(-num_tokens // P) - lease.windows_end if windows_beside is None else windows_beside
+        possible = could_serve(self.cache, self._leases(), slots, pages, max(0, views) * has_windows)
+        source, spares_min = lease.source, lease.spares_min
+        beside = (windows_beside or 0) * has_windows
+        end = None if windows_beside is None else 0
+        try:
+            self.ledger.reserve(lease, num_tokens, drafts=drafts, windows_beside=beside, windows_end=end)
+        except OutOfMemory:
+            spared = (lease.source, lease.spares_min) != (source, spares_min)
+            assert not possible
+            assert spared or (_snapshot(lease), self._evictions()) == (before, evicted), "refused, at a cost"
+            self._release(row)
+            return False
+        spared = (lease.source, lease.spares_min) != (source, spares_min)
+        own, spare, windows = before[1], [] if spared else before[4], before[7]
+        assert lease.allocated >= num_tokens
+        assert lease.own[: len(own)] == own
+        assert lease.spare[: len(spare)] == spare
+        if spared:
+            assert not possible, "its own checkpoint goes last"
+            assert lease.source is source or lease.committed in lease.states
+        else:
+            assert len(lease.spare) == len(spare) + slots
+        self.memory.taken((), lease.spare[len(spare) :])
+        self.memory.taken(lease.own[len(own) :], (), lease.windows[len(windows) :])
+        return True
+
+    def _launch(self, row: Row, count: int, drafts: int, choice: int) -> bool:
+        lease = row.lease
+        end = lease.launched + count
+        if len(lease.flights) == FLIGHTS_MAX or end > TOKENS_MAX or not self._reserve(row, end, drafts):
+            return False
+        row.tokens += [choice >> position & 1 for position in range(end - len(row.tokens))]
+        spare = list(lease.spare)
+        keep = choice % 3 > 0
+        flight = self.ledger.launch(lease, end, keep=keep, drafts=drafts)
+        assert (flight.start + count, flight.end) == (end, end) == (lease.launched, end)
+        self.memory.taken((), set(flight.writes) - set(spare) - {flight.read})
+        self.memory.launched(lease, flight, row.tokens, hybrid=self.has_states)
+        places = range(flight.start // P, -(-end // P) if lease.windows else 0)
+        written = [lease.window_table[place] for place in places]
+        assert not any(map(self.ledger.index.owners_of_window, written)), "what is kept is written again"
+        return True
+
+    def _slots_missing(self, lease: Lease, drafts: int) -> int:
+        if not self.has_states:
+            return 0
+        in_place = not drafts and lease.launched in lease.states
+        return max(0, (0 if in_place else 1 + drafts) + lease.spares_min - len(lease.spare))
+
+    def _evictions(self) -> Counter[str]:
+        return Counter({name: n for name, n in self.ledger.counters.items() if name.startswith("evicted")})
+
+    def _land(self, row: Row, num_tokens: int) -> None:
+        shot = self._first_shot(row.lease)
+        assert shot.flight is row.lease.flights[0]
+        self.memory.landed(shot)
+        self.ledger.land(row.lease, num_tokens, row.keys)
+
+    def _first_shot(self, lease: Lease) -> Shot:
+        return next(shot for shot in self.memory.shots if shot.lease is lease)
+
+    def _keep(self, row: Row, keep: Keep) -> None:
+        """The state at the boundary becomes a checkpoint, or everything is as it was."""
+        lease = row.lease
+        if keep == "nothing" or (keep == "last" and lease.launched > lease.committed):
+            return
+        entry, earlier, before = lease.entries[-1], lease.rolling, _snapshot(lease)
+        there = entry.checkpoint
+        if keep == "roll":
+            kept = self.ledger.roll_checkpoint(lease)
+        else:
+            kept = self.ledger.keep_state(lease, last=keep == "last")
+        assert kept == (entry.checkpoint is not None or not self.hybrid)
+        if not kept:
+            assert _snapshot(lease) == before, "what cannot be kept changes nothing"
+        if not self.hybrid or there is not None:
+            assert entry.checkpoint == there
+            assert lease.rolling is earlier
+        elif kept and keep == "roll":
+            assert lease.rolling is entry
+            assert earlier is None or earlier.checkpoint is None or earlier.checkpoint_pins
+        else:
+            assert lease.rolling is earlier
+        self._scribble_spares(lease)
+
+    def _scribble_spares(self, lease: Lease) -> None:
+        self.memory.taken((), lease.spare)
+
+    def _release(self, row: Row) -> None:
+        self.rows.remove(row)
+        self.ledger.release(row.name)
+        if row.lease.flights:
+            self.landing.append(row)
+
+    def _leases(self) -> list[Lease]:
+        return [row.lease for row in (*self.rows, *self.readers, *self.landing)]
+
+    def _name(self) -> str:
+        self.serial += 1
+        return f"r{self.serial}"
+
+
+def _snapshot(
+    lease: Lease,
+) -> tuple[object, list[PageId], int, object, list[int], object, object, list[WindowId]]:
+    states = dict(lease.states)
+    return (
+        list(lease.entries),
+        list(lease.own),
+        lease.committed,
+        states,
+        list(lease.spare),
+        lease.source,
+        lease.rolling,
+        list(lease.windows),
+    )
+
+
+TestLedgerAgainstMemory = LedgerAgainstMemory.TestCase
+TestLedgerAgainstMemory.settings = settings(
+    deadline=None, derandomize=True, max_examples=150, stateful_step_count=50
+)

@@ -1,0 +1,70 @@
+"""Ports that the Mooncake library opens to everybody: kept to this host, or open because somebody said so."""
+
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tidemill.kvstore.errors import StoreError
+from tidemill.kvstore.stores import bind_filter as listeners
+from tidemill.kvstore.stores import mooncake_store
+from tidemill.kvstore.stores.mooncake_store import SEGMENT_BYTES_MIN, Transport, lend_memory
+
+EVERYBODY = "0.0.0.0"  # noqa: S104 - as the library has it
+
+
+class Native:
+    """Listens as the library does."""
+
+    def setup(self, *_: object) -> int:
+        self.listener = socket.create_server((EVERYBODY, 0))
+        return 0
+
+    def close(self) -> int:
+        self.listener.close()
+        return 0
+
+
+@pytest.fixture
+def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    library = SimpleNamespace(MooncakeDistributedStore=Native)
+    monkeypatch.setattr(mooncake_store, "load_library", lambda: library)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that wants CAP_NET_ADMIN, and a process without."""
+
+    def refuse(*_: Any) -> None:  # noqa: ANN401 - a socket and a program
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(listeners, "_attach", refuse)
+
+
+@pytest.mark.usefixtures("refusing")
+def test_where_ports_cannot_be_kept_it_says_what_to_do(master: str) -> None:
+    with pytest.raises(StoreError, match=r"CAP_NET_ADMIN.*ports=open"):
+        lend_memory(master, SEGMENT_BYTES_MIN)
+
+
+@pytest.mark.usefixtures("refusing")
+def test_whoever_says_so_gets_open_ports(master: str) -> None:
+    lend_memory(master, SEGMENT_BYTES_MIN, transport=Transport(is_open=True))()
+
+
+def test_they_are_kept_where_that_can_be_also_for_who_would_have_them_open(
+    master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[socket.socket] = []
+
+    def keep(listener: socket.socket, program: object) -> None:
+        del program
+        kept.append(listener)
+
+    monkeypatch.setattr(listeners, "_attach", keep)
+    lend_memory(master, SEGMENT_BYTES_MIN, transport=Transport(is_open=True))()
+    assert len(kept) == 1

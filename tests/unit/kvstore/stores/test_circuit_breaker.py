@@ -1,0 +1,447 @@
+"""No request waits long for a store that is down or slow, and no memory is given back under a transfer."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.kvstore.scripted_store import Fault, Scripted, now
+from tests.support.sim.loop import simulate
+from tidemill.kvstore.errors import StoreError
+from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
+from tidemill.kvstore.stores.circuit_breaker import PROBE_S_MAX, Guard
+from tidemill.kvstore.stores.memory_store import MemoryStore
+from tidemill.kvstore.stores.page_store import Got, Held, PageStore, Put
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
+TIMEOUT_S = 0.25
+EPSILON_S = 1e-6
+KEYS = [ObjectKey(Kind.PAGE, PageKey(bytes([number + 1] * 16))) for number in range(20)]
+BODY = bytes(range(100))
+
+
+async def took_s(call: Awaitable[object]) -> float:
+    started = now()
+    await call
+    return now() - started
+
+
+def one_put(store: PageStore, number: int = 0, count: int = 1) -> Awaitable[list[Put]]:
+    return store.put([(key, memoryview(BODY)) for key in KEYS[number : number + count]])
+
+
+def one_get(store: PageStore, memory: bytearray, number: int = 0) -> Awaitable[list[Got]]:
+    return store.get([(KEYS[number], memoryview(memory))])
+
+
+def play(scenario: Callable[[Scripted, Guard], Awaitable[None]], *faults: Fault) -> None:
+    async def main() -> None:
+        store = Scripted(*faults)
+        guard = Guard(store, TIMEOUT_S)
+        try:
+            await scenario(store, guard)
+        finally:
+            await guard.close()
+            await guard.close()
+        assert store.probes_out == 0
+        assert len(asyncio.all_tasks()) == 1, "something of the guard goes on"
+
+    simulate(0, main())
+
+
+def test_a_store_without_faults_is_as_it_would_be_without_a_guard() -> None:
+    async def scenario(store: Scripted, guard: Guard) -> None:
+        memory = bytearray(100)
+        guard.register(memoryview(memory))
+        assert await one_put(guard, count=2) == [Put.STORED] * 2
+        assert await one_put(guard) == [Put.EXISTED]
+        assert await one_get(guard, memory) == [Got.HIT]
+        assert memory == BODY
+        assert await guard.contains(KEYS[:3]) == [True, True, False]
+        assert await guard.held() == await store.held()
+        await guard.remove(KEYS[:1])
+        assert await guard.contains(KEYS[:2]) == [False, True]
+        assert guard.stats() == store.stats()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("blocks_s", [0.0, 4.3, 30.0])
+def test_while_it_is_open_calls_are_answered_at_once_and_never_reach_the_store(blocks_s: float) -> None:
+    async def scenario(store: Scripted, guard: Guard) -> None:
+        memory = bytearray(100)
+        await one_get(guard, memory)
+        assert guard.stats().is_down
+        reached = store.calls.copy()
+        for _ in range(100):
+            started = now()
+            assert await one_put(guard, count=3) == [Put.UNREACHABLE, Put.SKIPPED, Put.SKIPPED]
+            assert await guard.put([]) == []
+            assert await one_get(guard, memory) == [Got.UNREACHABLE]
+            assert await guard.contains(KEYS[:2]) == [False, False]
+            await guard.remove(KEYS)
+            with pytest.raises(StoreError, match="ask again"):
+                await guard.held()
+            assert now() == started
+            await asyncio.sleep(0.5)
+        assert store.calls == reached
+        assert store.probes_out_max == 1
+        stats = guard.stats()
+        assert (stats.trips, stats.is_down) == (1, True)
+        assert stats.put == {Put.UNREACHABLE: 100, Put.SKIPPED: 200}
+        assert stats.got[Got.UNREACHABLE] == 100
+
+    play(scenario, Fault(0, 1000, blocks_s))
+
+
+def test_a_put_that_is_not_answered_opens_it() -> None:
+    async def scenario(_: Scripted, guard: Guard) -> None:
+        assert await one_put(guard) == [Put.UNREACHABLE]
+        assert guard.stats().is_down
+
+    play(scenario, Fault(0, 1000, 0.0))
+
+
+@pytest.mark.parametrize("call", [one_put, one_get])
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_part_that_answers_for_a_frozen_one_closes_nothing(
+    call: Callable[..., Awaitable[object]], *, knows: bool
+) -> None:
+    """What is asked for is where bytes were, or were looked for: that it is not there is no news of it."""
+
+    async def scenario(store: Scripted, guard: Guard) -> None:
+        await (guard if knows else store).put([(key, memoryview(BODY)) for key in KEYS[:3]])
+        await asyncio.sleep(1)
+        memory = memoryview(bytearray(100))
+        while now() < 20:
+            await (one_get(guard, bytearray(100)) if call is one_get else one_put(guard, 3))
+            await asyncio.sleep(0.5)
+        assert guard.stats().trips == 1 or (call is one_put and not knows)
+        await asyncio.sleep(2 * PROBE_S_MAX)
+        assert await guard.get([(KEYS[0], memory)]) == [Got.HIT]
+
+    play(scenario, Fault(1, 20, 30.0, frozen=True))
+
+
+def ask(store: PageStore) -> Awaitable[object]:
+    return store.contains(KEYS)
+
+
+def remove(store: PageStore) -> Awaitable[object]:
+    return store.remove(KEYS)
+
+
+@pytest.mark.parametrize("ask", [ask, remove])
+def test_a_late_question_is_answered_at_its_patience(ask: Callable[[PageStore], Awaitable[object]]) -> None:
+    async def scenario(_: Scripted, guard: Guard) -> None:
+        assert await took_s(ask(guard)) == pytest.approx(TIMEOUT_S)
+        assert guard.stats().trips == 1
+
+    play(scenario, Fault(0, 1000, 30.0))
+
+
+def test_questions_under_way_are_answered_when_another_call_finds_the_store_down() -> None:
+    async def scenario(_: Scripted, guard: Guard) -> None:
+        put = asyncio.ensure_future(one_put(guard))
+        await asyncio.sleep(TIMEOUT_S - 0.01)
+        assert await took_s(guard.contains(KEYS)) == pytest.approx(0.01, abs=1e-3)
+        assert await put == [Put.UNREACHABLE]
+        assert now() == pytest.approx(30, abs=0.01)
+
+    play(scenario, Fault(0, 1000, 30.0))
+
+
+def test_a_late_call_opens_it_at_its_patience_and_keeps_its_memory_to_the_end() -> None:
+    async def scenario(_: Scripted, guard: Guard) -> None:
+        memory = bytearray(100)
+        get = asyncio.ensure_future(one_get(guard, memory))
+        await asyncio.sleep(guard.patience_s(100) - EPSILON_S)
+        assert not guard.stats().is_down
+        await asyncio.sleep(2 * EPSILON_S)
+        assert guard.stats().is_down
+        for _cancelled in range(2):
+            get.cancel()
+            await asyncio.sleep(1)
+            assert not get.done()
+        with suppress(asyncio.CancelledError):
+            await get
+        assert now() == pytest.approx(30, abs=0.01)
+        memory[:] = BODY
+        await asyncio.sleep(60)
+        assert memory == BODY
+
+    play(scenario, Fault(0, 30, 30.0))
+
+
+def test_a_late_call_that_succeeds_tells_what_it_brought() -> None:
+    async def scenario(store: Scripted, guard: Guard) -> None:
+        memory = bytearray(100)
+        await one_put(store)
+        assert await one_get(guard, memory) == [Got.HIT]
+        assert memory == BODY
+        assert guard.stats().trips == 1
+
+    play(scenario, Fault(0.002, 100, 3.0, slow=True))
+
+
+@PROPERTY
+@given(heals=st.floats(0.01, 100), blocks_s=st.floats(0, 40))
+def test_it_closes_within_one_interval_after_the_store_has_healed(heals: float, blocks_s: float) -> None:
+    async def scenario(store: Scripted, guard: Guard) -> None:
+        await one_get(guard, bytearray(100))
+        await asyncio.sleep(max(0, heals - now()) + PROBE_S_MAX + 0.01)
+        late = store.probed_at and store.probed_at[-1] < heals
+        if late:  # it was out when the store healed, and came back too late to be believed
+            await asyncio.sleep(PROBE_S_MAX)
+        assert not guard.stats().is_down
+        assert await one_put(guard) == [Put.STORED]
+        assert store.probes_out_max <= 1
+
+    play(scenario, Fault(0, heals, blocks_s))
+
+
+def test_probes_come_at_growing_intervals() -> None:
+    async def scenario(store: Scripted, guard: Guard) -> None:
+        await one_get(guard, bytearray(100))
+        await asyncio.sleep(60)
+        gaps = [later - earlier for earlier, later in pairwise(store.probed_at)]
+        assert gaps == pytest.approx([0.5, 1, 2, 4, *[PROBE_S_MAX] * (len(gaps) - 4)], abs=0.01)
+
+    play(scenario, Fault(0, 1000, 0))
+
+
+def test_a_store_that_answers_probes_and_moves_nothing_is_tried_ever_less_often() -> None:
+    """As with an owner that is frozen while the master is well."""
+
+    async def scenario(_: Scripted, guard: Guard) -> None:
+        late: list[asyncio.Future[list[Put]]] = []
+        while now() < 60:
+            put = asyncio.ensure_future(one_put(guard))
+            await asyncio.wait({put}, timeout=guard.patience_s(100))
+            late += [] if put.done() else [put]
+            await asyncio.sleep(0.1)
+        assert len(late) == guard.stats().trips <= 5 + 60 / PROBE_S_MAX
+        await asyncio.wait(late)
+
+    play(scenario, Fault(0, 1000, 30.0, slow=True))
+
+
+def test_a_transfer_that_succeeds_late_does_not_make_the_pauses_short_again() -> None:
+    async def scenario(store: Scripted, guard: Guard) -> None:
+        pauses_s: list[float] = []
+        for number in range(6):
+            put = asyncio.ensure_future(one_put(guard, number))
+            tripped_s = now() + guard.patience_s(100)
+            await asyncio.sleep(2 * PROBE_S_MAX)
+            pauses_s.append(store.probed_at[-1] - tripped_s)
+            assert await put == [Put.STORED]
+        assert pauses_s == pytest.approx([0.25, 0.5, 1, 2, 4, PROBE_S_MAX], abs=0.01)
+
+    play(scenario, Fault(0, 1000, 1.0, slow=True))
+
+
+class Slowest(MemoryStore):
+    """The first put fails after seconds, the second one at once, and nothing after them."""
+
+    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+        fails_after_s = {KEYS[1]: 2.0, KEYS[2]: 0.1}.get(objects[0][0])
+        if fails_after_s is None:
+            return await super().put(objects)
+        await asyncio.sleep(fails_after_s)
+        return [Put.UNREACHABLE]
+
+
+def test_what_began_before_the_last_trip_is_no_news() -> None:
+    async def main() -> None:
+        guard = Guard(Slowest(1 << 20), TIMEOUT_S)
+        puts = [asyncio.ensure_future(one_put(guard, number)) for number in (1, 2)]
+        assert await puts[1] == [Put.UNREACHABLE]
+        await asyncio.sleep(1)
+        assert not guard.stats().is_down
+        assert await puts[0] == [Put.UNREACHABLE]
+        assert await one_put(guard, 3) == [Put.STORED]
+        assert guard.stats().trips == 1
+        await guard.close()
+
+    simulate(0, main())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_busy_loop_is_not_taken_for_a_late_store(seed: int) -> None:
+    async def main() -> None:
+        guard = Guard(Scripted(), TIMEOUT_S)
+        loop = asyncio.get_running_loop()
+        put = asyncio.ensure_future(one_put(guard))
+        await asyncio.sleep(0.0005)
+        cast("Any", loop)._now += 2.0  # whoever should have noticed its answer was not run
+        assert await put == [Put.STORED]
+        assert guard.stats().trips == 0
+        await guard.close()
+
+    simulate(seed, main())
+
+
+def test_closing_waits_for_what_is_under_way_and_probes_no_more() -> None:
+    async def scenario(store: Scripted, guard: Guard) -> None:
+        memory = bytearray(100)
+        get = asyncio.ensure_future(one_get(guard, memory))
+        await asyncio.sleep(0.1)
+        asked = asyncio.ensure_future(guard.contains(KEYS))
+        await asyncio.sleep(0.01)
+        close = asyncio.ensure_future(guard.close())
+        await asyncio.wait({get, asked, close})
+        probes = len(store.probed_at)
+        await asyncio.sleep(10)
+        assert len(store.probed_at) == probes
+
+    play(scenario, Fault(0, 1000, 4.0))
+
+
+class Cannot(MemoryStore):
+    async def held(self) -> list[Held]:
+        raise StoreError("no")
+
+
+def test_what_the_store_cannot_tell_is_passed_on() -> None:
+    async def main() -> None:
+        guard = Guard(Cannot(1), TIMEOUT_S)
+        with pytest.raises(StoreError, match="no"):
+            await guard.held()
+
+    simulate(0, main())
+
+
+FAULTS = st.lists(st.tuples(st.floats(0.01, 20), st.floats(0.01, 40), st.floats(0, 40)), max_size=4)
+REQUESTS = st.lists(
+    st.tuples(st.floats(0, 5), st.sampled_from(["put", "get", "contains", "remove"]), st.integers(0, 9)),
+    max_size=30,
+)
+
+
+@PROPERTY
+@given(FAULTS, REQUESTS, st.integers(0, 1000))
+def test_whatever_fails_and_when(
+    outages: list[tuple[float, float, float]], requests: list[tuple[float, str, int]], seed: int
+) -> None:
+    faults: list[Fault] = []
+    start = 0.0
+    for gap, length, blocks_s in outages:
+        faults.append(Fault(start + gap, start + gap + length, blocks_s))
+        start = faults[-1].end
+
+    async def request(guard: Guard, kind: str, number: int) -> None:
+        """Uses its memory again as soon as the call has ended."""
+        memory = bytearray(BODY)
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "put": lambda: guard.put([(KEYS[number], memoryview(memory))]),
+            "get": lambda: one_get(guard, memory, number),
+            "contains": lambda: guard.contains([KEYS[number]]),
+            "remove": lambda: guard.remove([KEYS[number]]),
+        }
+        patience_s = guard.patience_s(100)
+        was_down = guard.stats().is_down
+        call = asyncio.ensure_future(calls[kind]())
+        elapsed_s = await took_s(call)
+        assert not was_down or elapsed_s == 0
+        assert kind in {"put", "get"} or elapsed_s <= patience_s + EPSILON_S
+        assert elapsed_s <= patience_s + EPSILON_S or guard.stats().trips
+        outcome = call.result()
+        if outcome == [Got.HIT]:
+            assert memory == BODY
+        memory[:] = b"\x11" * 100
+        await asyncio.sleep(50)
+        assert memory == b"\x11" * 100, "the transfer was still writing"
+
+    async def main() -> None:
+        store = Scripted(*faults)
+        guard = Guard(store, TIMEOUT_S)
+        async with asyncio.TaskGroup() as group:
+            for pause_s, kind, number in requests:
+                await asyncio.sleep(pause_s)
+                group.create_task(request(guard, kind, number))
+        healed = max([fault.end for fault in faults], default=0.0)
+        await asyncio.sleep(max(0.0, healed - now()) + 2 * PROBE_S_MAX + 0.1)
+        assert not guard.stats().is_down
+        assert store.probes_out_max <= 1
+        await guard.close()
+
+    simulate(seed, main())
+
+
+@PROPERTY
+@given(st.lists(st.floats(0, 3), min_size=1, max_size=30), st.floats(0, 40))
+def test_requests_one_after_the_other_wait_for_a_dead_store_once(
+    pauses: list[float], blocks_s: float
+) -> None:
+    """Engine and guard together: what all requests wait is one patience."""
+
+    async def scenario(_: Scripted, guard: Guard) -> None:
+        waited_s = 0.0
+        patience_s = guard.patience_s(100)
+        calls: list[asyncio.Future[list[Got]]] = []
+        for pause_s in pauses:
+            await asyncio.sleep(pause_s)
+            calls.append(asyncio.ensure_future(one_get(guard, bytearray(100))))
+            waited_s += await took_s(asyncio.wait({calls[-1]}, timeout=patience_s))
+        assert waited_s <= patience_s + EPSILON_S
+        await asyncio.wait(calls)
+
+    play(scenario, Fault(0, 1000, blocks_s))
+
+
+def test_a_link_that_is_slow_for_good_is_waited_for() -> None:
+    """The first transfers are late; then the patience fits."""
+    size = 1 << 24
+
+    class Slow(MemoryStore):
+        async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+            await asyncio.sleep(sum(body.nbytes for _, body in objects) / 1e7)
+            return await super().put(objects)
+
+    async def main() -> None:
+        guard = Guard(Slow(1 << 30), TIMEOUT_S)
+        body = memoryview(bytes(size))
+        for key in KEYS[:8]:
+            await guard.put([(key, body)])
+            await asyncio.sleep(10)
+        assert 0 < guard.stats().trips < 4
+        assert not guard.stats().is_down
+        await guard.close()
+
+    simulate(0, main())
+
+
+class OneLink(MemoryStore):
+    """Its transfers go one after the other, over a link of so many bytes per second."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        super().__init__(1 << 30)
+        self._bytes_per_s = bytes_per_s
+        self._link = asyncio.Lock()
+
+    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+        async with self._link:
+            await asyncio.sleep(sum(body.nbytes for _, body in objects) / self._bytes_per_s)
+        return [Put.STORED] * len(objects)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "num_bytes", "count"), [(1e8, 24 << 20, 10), (1e9, 2 << 20, 120)])
+def test_waiting_behind_others_is_no_fault_of_the_store(
+    bytes_per_s: float, num_bytes: int, count: int
+) -> None:
+    async def main() -> None:
+        guard = Guard(OneLink(bytes_per_s), TIMEOUT_S)
+        body = memoryview(bytes(num_bytes))
+        puts = [guard.put([(KEYS[number % len(KEYS)], body)]) for number in range(count)]
+        assert await asyncio.gather(*puts) == [[Put.STORED]] * count
+        assert guard.stats().trips == 0
+        patience_s = TIMEOUT_S + 3 * num_bytes / bytes_per_s
+        assert guard.patience_s(num_bytes) == pytest.approx(patience_s, rel=0.2)
+        await guard.close()
+
+    simulate(0, main())

@@ -1,0 +1,218 @@
+"""The file store in one process: restarts, use by time, several threads."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.kvstore.folders import (
+    AMPLE_BYTES,
+    BODY_BYTES,
+    OBJECT_BYTES,
+    age,
+    get,
+    held_bytes,
+    object_path,
+    put,
+)
+from tests.support.kvstore.store_process import body, page
+from tidemill.kvstore.stores import file_store, folder_bound
+from tidemill.kvstore.stores.file_store import FileStore
+from tidemill.kvstore.stores.object_folder import TOUCH_S, ObjectFolder
+from tidemill.kvstore.stores.page_store import Got, Put
+
+
+class Clock:
+    """Moves when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_restart_keeps_the_cache_warm_and_knows_its_size(tmp_path: Path) -> None:
+    put(ObjectFolder(tmp_path, AMPLE_BYTES), 1, 2, 3)
+    reopened = ObjectFolder(tmp_path, AMPLE_BYTES)
+    assert reopened.usage == (3, 3 * OBJECT_BYTES)
+    assert get(reopened, 2) is Got.HIT
+
+
+def test_a_smaller_capacity_is_obeyed_at_once(tmp_path: Path) -> None:
+    put(ObjectFolder(tmp_path, AMPLE_BYTES), 1, 2, 3, 4)
+    reopened = ObjectFolder(tmp_path, 2 * OBJECT_BYTES)
+    assert held_bytes(tmp_path) == reopened.usage.bytes <= 2 * OBJECT_BYTES
+
+
+def test_use_is_written_down_once_in_a_while_and_decides_who_goes(tmp_path: Path) -> None:
+    clock = Clock()
+    folder = ObjectFolder(tmp_path, 3 * OBJECT_BYTES, clock)
+    put(folder, 1, 2, 3)
+    for number, by_s in ((1, 0.6), (2, 0.4), (3, 0.2)):
+        age(object_path(tmp_path, number), by_s)
+    used = object_path(tmp_path, 1).stat().st_mtime_ns
+    assert get(folder, 1) is Got.HIT
+    assert object_path(tmp_path, 1).stat().st_mtime_ns == used, "a read of a recent object wrote"
+    clock.now_s += TOUCH_S
+    assert get(folder, 1) is Got.HIT
+    assert object_path(tmp_path, 1).stat().st_mtime_ns > used
+    put(folder, 4)
+    assert [get(folder, number) for number in (1, 2, 4)] == [Got.HIT, Got.MISS, Got.HIT]
+
+
+def test_a_restart_knows_what_was_used_last(tmp_path: Path) -> None:
+    put(ObjectFolder(tmp_path, AMPLE_BYTES), 1, 2, 3)
+    for number, by_s in ((1, 900.0), (2, 800.0), (3, 700.0)):
+        age(object_path(tmp_path, number), by_s)
+    assert get(ObjectFolder(tmp_path, AMPLE_BYTES), 1) is Got.HIT
+    reopened = ObjectFolder(tmp_path, 3 * OBJECT_BYTES)
+    put(reopened, 4)
+    assert [get(reopened, number) for number in (1, 2, 4)] == [Got.HIT, Got.MISS, Got.HIT]
+
+
+def test_what_is_read_all_the_time_outlives_a_store_that_is_replaced_within_seconds(tmp_path: Path) -> None:
+    folder = ObjectFolder(tmp_path, 32 * OBJECT_BYTES)
+    for number in range(200):
+        put(folder, number)
+        for path in tmp_path.glob("objects/*/*"):
+            age(path, TOUCH_S / 2)  # so much time passes
+        assert get(folder, 0) is Got.HIT, number
+
+
+def test_a_put_of_an_old_object_is_a_use(tmp_path: Path) -> None:
+    folder = ObjectFolder(tmp_path, 3 * OBJECT_BYTES)
+    put(folder, 1, 2, 3)
+    for number, by_s in ((1, 900.0), (2, 800.0), (3, 700.0)):
+        age(object_path(tmp_path, number), by_s)
+    assert put(folder, 1) == [Put.EXISTED]
+    assert put(folder, 4) == [Put.STORED]
+    assert [get(folder, number) for number in (1, 2)] == [Got.HIT, Got.MISS]
+
+
+def test_evictions_come_in_bunches_so_that_counts_are_rare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[Path] = []
+    list_files: Callable[[Path], object] = vars(folder_bound)["_files"]
+
+    def counted(objects: Path) -> object:
+        counts.append(objects)
+        return list_files(objects)
+
+    folder = ObjectFolder(tmp_path, 64 * OBJECT_BYTES)
+    monkeypatch.setattr(folder_bound, "_files", counted)
+    for number in range(128):
+        put(folder, number)
+        assert held_bytes(tmp_path) <= 64 * OBJECT_BYTES
+    assert 0 < len(counts) <= 128 // 4
+
+
+def test_a_writer_knows_what_others_have_put(tmp_path: Path) -> None:
+    capacity_bytes = 8 * OBJECT_BYTES
+    one, other = ObjectFolder(tmp_path, capacity_bytes), ObjectFolder(tmp_path, capacity_bytes)
+    put(one, 0)
+    for number in range(1, 8):
+        put(other, number)
+    put(one, 8, 9)
+    assert held_bytes(tmp_path) == one.usage.bytes <= capacity_bytes
+
+
+class Gate:
+    """Holds every read of a file until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached = threading.Semaphore(0)
+        self.opened = threading.Event()
+        self._readv = os.readv
+        monkeypatch.setattr(os, "readv", self.read)
+
+    def read(self, fd: int, parts: list[memoryview]) -> int:
+        self.reached.release()
+        self.opened.wait()
+        return self._readv(fd, parts)
+
+
+def test_a_cancelled_get_ends_when_its_transfer_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = bytearray(BODY_BYTES)
+
+    async def scenario() -> None:
+        store = FileStore(tmp_path, AMPLE_BYTES)
+        await store.put([(page(1), memoryview(body(1, 1, BODY_BYTES)))])
+        gate = Gate(monkeypatch)
+        task = asyncio.ensure_future(store.get([(page(1), memoryview(memory))]))
+        await asyncio.to_thread(gate.reached.acquire)
+        for _ in range(5):
+            task.cancel()
+            await asyncio.sleep(0)
+        assert not task.done()
+        assert not any(memory)
+        gate.opened.set()
+        await asyncio.wait({task})
+        assert task.cancelled()
+        assert memory == body(1, 1, BODY_BYTES)
+        assert store.stats().hits == 1
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_event_loop_and_puts_go_on_while_reads_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        store = FileStore(tmp_path, AMPLE_BYTES)
+        await store.put([(page(1), memoryview(body(1, 1, BODY_BYTES)))])
+        gate = Gate(monkeypatch)
+        reads = [
+            asyncio.ensure_future(store.get([(page(1), memoryview(bytearray(BODY_BYTES)))])) for _ in range(9)
+        ]
+        await asyncio.to_thread(gate.reached.acquire)
+        assert await store.put([(page(2), memoryview(body(2, 1, BODY_BYTES)))]) == [Put.STORED]
+        assert not any(read.done() for read in reads)
+        gate.opened.set()
+        assert await asyncio.gather(*reads) == [[Got.HIT]] * 9
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_closing_waits_for_the_transfers_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        store = FileStore(tmp_path, AMPLE_BYTES)
+        await store.put([(page(1), memoryview(body(1, 1, BODY_BYTES)))])
+        gate = Gate(monkeypatch)
+        read = asyncio.ensure_future(store.get([(page(1), memoryview(bytearray(BODY_BYTES)))]))
+        await asyncio.to_thread(gate.reached.acquire)
+        closing = asyncio.ensure_future(store.close())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        gate.opened.set()
+        await closing
+        assert await read == [Got.HIT]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 8, 9, 19])
+def test_several_threads_read_a_large_batch_in_its_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(file_store, "SHARE_BYTES_MIN", 2 * BODY_BYTES)
+    put(ObjectFolder(tmp_path, AMPLE_BYTES), *range(0, count, 2))
+    views = [memoryview(bytearray(BODY_BYTES)) for _ in range(count)]
+
+    async def scenario() -> list[Got]:
+        store = FileStore(tmp_path, AMPLE_BYTES)
+        outcomes = await store.get([(page(number), view) for number, view in enumerate(views)])
+        await store.close()
+        return outcomes
+
+    assert asyncio.run(scenario()) == [Got.MISS if number % 2 else Got.HIT for number in range(count)]
+    for number, view in enumerate(views):
+        assert number % 2 or view == body(number, 1, BODY_BYTES)

@@ -1,0 +1,285 @@
+"""What disks, dead writers and other people do to the folder of a file store."""
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.kvstore.folders import (
+    AMPLE_BYTES,
+    BODY_BYTES,
+    OBJECT_BYTES,
+    age,
+    get,
+    held_bytes,
+    object_path,
+    put,
+)
+from tests.support.kvstore.store_process import body, page
+from tidemill.kvstore.errors import StoreError
+from tidemill.kvstore.stores import folder_bound
+from tidemill.kvstore.stores.folder_bound import FolderBound, Usage
+from tidemill.kvstore.stores.object_folder import ObjectFolder
+from tidemill.kvstore.stores.page_store import Got, Put
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_a_full_disk_refuses_from_there_on_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    folder = ObjectFolder(tmp_path, AMPLE_BYTES)
+    writev, calls = os.writev, [0]
+
+    def full(fd: int, parts: list[memoryview]) -> int:
+        calls[0] += 1
+        if calls[0] > fails_at:
+            writev(fd, [memoryview(bytes(10))])
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return writev(fd, parts)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "writev", full)
+        assert put(folder, 1, 2, 3) == [Put.STORED] * fails_at + [Put.FULL] + [Put.SKIPPED] * (2 - fails_at)
+    assert held_bytes(tmp_path) == folder.usage.bytes == fails_at * OBJECT_BYTES
+    assert not list((tmp_path / "aside").iterdir())
+    assert put(folder, 1, 2, 3) == [Put.EXISTED] * fails_at + [Put.STORED] * (3 - fails_at)
+
+
+def test_a_disk_that_others_fill_is_left_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ObjectFolder(tmp_path, AMPLE_BYTES)
+    for number in range(64):
+        put(folder, number)
+        age(object_path(tmp_path, number), 1000.0 - number)
+    writev = os.writev
+
+    def is_full() -> bool:
+        return held_bytes(tmp_path) > 60 * OBJECT_BYTES
+
+    def full(fd: int, parts: list[memoryview]) -> int:
+        if is_full():
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return writev(fd, parts)
+
+    monkeypatch.setattr(os, "writev", full)
+    tries = 0
+    while put(folder, 64) == [Put.FULL]:
+        tries += 1
+        assert tries < 10
+    assert tries > 0
+    assert not is_full()
+    assert [get(folder, number) for number in (0, 63, 64)] == [Got.MISS, Got.HIT, Got.HIT]
+
+
+CALLS = ("open", "link", "unlink", "writev", "readv", "pwrite", "pread", "mkdir", "utime", "stat", "scandir")
+ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOENT)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("number", ERRORS)
+def test_whatever_the_system_refuses_is_an_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    """And when it refuses no more, all is as if it never had."""
+    path, capacity_bytes = tmp_path / "store", 4 * OBJECT_BYTES
+    folder = ObjectFolder(path, capacity_bytes)
+    put(folder, 1, 2, 3)
+    real: Callable[..., object] = getattr(os, name)
+
+    def refuses(target: int | str | os.PathLike[str], *rest: object, **options: object) -> object:
+        if isinstance(target, int) or str(path) in os.fspath(target):
+            raise OSError(number, os.strerror(number))
+        return real(target, *rest, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, name, refuses)
+        outcomes = put(folder, 1, 4, 5)
+        assert outcomes == sorted(outcomes, key=lambda one: (not one.is_there, one is Put.SKIPPED))
+        assert get(folder, 1) is not Got.TRUNCATED
+        folder.contains([page(1)])
+        folder.remove([page(9)])
+        with suppress(StoreError):
+            ObjectFolder(path, capacity_bytes)
+    assert put(folder, 6, 7, 8) == [Put.STORED] * 3
+    assert [get(folder, number) for number in (6, 7, 8)] == [Got.HIT] * 3
+    reopened = ObjectFolder(path, capacity_bytes)
+    assert held_bytes(path) == reopened.usage.bytes <= capacity_bytes
+    assert not list((path / "aside").iterdir())
+
+
+def test_what_follows_an_object_that_is_not_there_is_skipped_though_it_would_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writev, calls = os.writev, [0]
+
+    def fails_once(fd: int, parts: list[memoryview]) -> int:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return writev(fd, parts)
+
+    folder = ObjectFolder(tmp_path, AMPLE_BYTES)
+    monkeypatch.setattr(os, "writev", fails_once)
+    assert put(folder, 1, 2, 3) == [Put.STORED, Put.FULL, Put.SKIPPED]
+    assert folder.contains([page(number) for number in (1, 2, 3)]) == [True, False, False]
+
+
+def test_who_writes_an_object_while_another_one_does_has_not_stored_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = ObjectFolder(tmp_path, AMPLE_BYTES), ObjectFolder(tmp_path, AMPLE_BYTES)
+    writev, outcomes = os.writev, list[Put]()
+
+    def meanwhile(fd: int, parts: list[memoryview]) -> int:
+        monkeypatch.setattr(os, "writev", writev)
+        outcomes.extend(other.put([(page(1), memoryview(body(1, 2, BODY_BYTES)))]))
+        return writev(fd, parts)
+
+    monkeypatch.setattr(os, "writev", meanwhile)
+    assert put(one, 1) == [Put.EXISTED]
+    assert outcomes == [Put.STORED]
+    view = bytearray(BODY_BYTES)
+    assert one.get([(page(1), memoryview(view))]) == [Got.HIT]
+    assert view == body(1, 2, BODY_BYTES)
+    assert put(one, 2) == [Put.STORED]
+    assert one.usage == (2, 2 * OBJECT_BYTES), "what was not stored is counted"
+
+
+def test_reads_and_writes_may_be_cut_short_by_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readv, writev = os.readv, os.writev
+
+    def starts(parts: list[memoryview]) -> list[memoryview]:
+        return [part[:37] for part in parts][:1]
+
+    monkeypatch.setattr(os, "readv", lambda fd, parts: readv(fd, starts(parts)))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType] - setattr gives no types
+    monkeypatch.setattr(os, "writev", lambda fd, parts: writev(fd, starts(parts)))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType] - setattr gives no types
+    folder = ObjectFolder(tmp_path, AMPLE_BYTES)
+    assert put(folder, 1) == [Put.STORED]
+    assert get(folder, 1) is Got.HIT
+
+
+@pytest.mark.parametrize(
+    ("number", "outcome", "is_kept"),
+    [
+        (errno.EIO, Got.CORRUPT, False),
+        (errno.ESTALE, Got.MISS, True),
+        (errno.EACCES, Got.UNREACHABLE, True),
+    ],
+)
+def test_what_the_disk_cannot_read_is_corrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, outcome: Got, *, is_kept: bool
+) -> None:
+    folder = ObjectFolder(tmp_path, AMPLE_BYTES)
+    put(folder, 1)
+
+    def broken(fd: int, parts: list[memoryview]) -> int:
+        raise OSError(number, f"{fd} {len(parts)}")
+
+    monkeypatch.setattr(os, "readv", broken)
+    assert get(folder, 1) is outcome
+    assert folder.contains([page(1)]) == [is_kept]
+
+
+def test_what_dead_writers_left_is_cleared_by_the_next_count(tmp_path: Path) -> None:
+    put(ObjectFolder(tmp_path, AMPLE_BYTES), 1)
+    aside = tmp_path / "aside"
+    dead, lost = "0" * 32 + "-7", "1" * 32 + "-0"
+    for name in (dead, f"{dead}.new", f"{lost}.new", "notes.txt"):
+        (aside / name).write_bytes(bytes(500))
+    os.link(object_path(tmp_path, 1), aside / ("2" * 32 + "-3.new"))
+    reopened = ObjectFolder(tmp_path, AMPLE_BYTES)
+    assert [file.name for file in aside.iterdir()] == ["notes.txt"]
+    assert reopened.usage == (1, OBJECT_BYTES)
+    assert get(reopened, 1) is Got.HIT
+
+
+def test_what_the_living_have_promised_is_counted_and_kept(tmp_path: Path) -> None:
+    bound = FolderBound(tmp_path, 4 * OBJECT_BYTES, time.monotonic)
+    promise = bound.promise(Usage(3, 3 * OBJECT_BYTES), keep=frozenset())
+    folder = ObjectFolder(tmp_path, 4 * OBJECT_BYTES)
+    assert folder.usage == (3, 3 * OBJECT_BYTES)
+    assert put(folder, 1, 2) == [Put.FULL, Put.SKIPPED], "space that is promised was given away"
+    assert put(folder, 1) == [Put.STORED]
+    promise.reduce(Usage(1, OBJECT_BYTES))  # one is there, as far as anybody knows
+    bound.end(promise)
+    assert put(folder, 2, 3) == [Put.STORED, Put.STORED], "what was not written is still taken"
+    assert folder.usage.bytes <= 4 * OBJECT_BYTES
+
+
+def test_files_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
+    stray = ("thesis.txt", "objects/thesis.txt", "objects/ab/thesis.txt", f"objects/00/{page(1)}.bak")
+    mine = [tmp_path / name for name in stray]
+    for path in mine:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(5000))
+        age(path, 1e6)
+    folder = ObjectFolder(tmp_path, 2 * OBJECT_BYTES)
+    for number in range(6):
+        assert put(folder, number) == [Put.STORED]
+    assert all(path.exists() for path in mine)
+    assert {one.key for one in folder.held()} <= {page(number) for number in range(6)}
+
+
+def test_a_folder_emptied_under_a_running_store_is_filled_again(tmp_path: Path) -> None:
+    folder = ObjectFolder(tmp_path / "store", AMPLE_BYTES)
+    put(folder, 1)
+    (tmp_path / "store").rename(tmp_path / "gone")
+    assert get(folder, 1) is Got.MISS
+    assert put(folder, 1) == [Put.STORED]
+    assert get(folder, 1) is Got.HIT
+
+
+@pytest.mark.parametrize("record", [b"", b"\xff" * 16, b"\x00" * 7])
+def test_a_record_of_use_that_is_nonsense_is_counted_anew(tmp_path: Path, record: bytes) -> None:
+    folder = ObjectFolder(tmp_path, 4 * OBJECT_BYTES)
+    put(folder, 1, 2)
+    (tmp_path / "usage").write_bytes(record)
+    assert put(folder, 3) == [Put.STORED]
+    assert folder.usage == (3, 3 * OBJECT_BYTES)
+
+
+@contextmanager
+def locked_by_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
+    monkeypatch.setattr(folder_bound, "_LOCK_WAITS_S", (0.0,))
+    with (path / "usage").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        yield
+
+
+def test_who_does_not_get_the_lock_is_refused_and_can_still_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = ObjectFolder(tmp_path, AMPLE_BYTES)
+    put(folder, 1)
+    with locked_by_another(tmp_path, monkeypatch):
+        assert put(folder, 1, 2, 3) == [Put.EXISTED, Put.UNREACHABLE, Put.SKIPPED]
+        assert get(folder, 1) is Got.HIT
+        with pytest.raises(StoreError, match="another process keeps it locked"):
+            ObjectFolder(tmp_path, AMPLE_BYTES)
+    assert put(folder, 2) == [Put.STORED]
+
+
+def test_a_folder_that_cannot_be_used_is_named_with_the_fix(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder", encoding="ascii")
+    for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
+        with pytest.raises(StoreError, match="name a folder that this user may write to") as caught:
+            ObjectFolder(path, AMPLE_BYTES)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_file_system_without_links_is_named_when_the_store_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(source: str, target: Path) -> None:
+        raise PermissionError(errno.EPERM, f"no links: {source} {target}")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(StoreError, match="hard links"):
+        ObjectFolder(tmp_path, AMPLE_BYTES)
+    assert not list((tmp_path / "aside").iterdir())

@@ -1,0 +1,249 @@
+# pyright: basic
+# The library is a compiled one without types.
+"""What becomes of objects when a real master or owner dies, stops, forgets or damages them."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.support.mooncake import TRANSPORT, Mooncake, PlainClient, end, eventually, frozen, mooncake
+from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
+from tidemill.kvstore.stores.mooncake_store import open_mooncake
+from tidemill.kvstore.stores.page_store import Got, Put
+from tidemill.kvstore.stores.remote_store import RemoteStore
+from tidemill.kvstore.stores.seal import SEAL_BYTES
+
+BODY_BYTES = 100_000
+LEASE_S = 0.3
+FLAGS = (
+    f"--default_kv_lease_ttl={round(LEASE_S * 1000)}ms",
+    "--client_ttl=2",
+    "--put_start_discard_timeout_sec=1",
+)
+
+
+def page(number: int) -> ObjectKey:
+    return ObjectKey(Kind.PAGE, PageKey(number.to_bytes(16, "big")))
+
+
+def offers(*numbers: int, num_bytes: int = BODY_BYTES) -> list[tuple[ObjectKey, memoryview]]:
+    return [(page(number), memoryview(bytearray(Random(number).randbytes(num_bytes)))) for number in numbers]
+
+
+async def fetch(store: RemoteStore, *numbers: int) -> list[Got]:
+    """Outcomes; the bytes of hits are right."""
+    views = [(page(number), memoryview(bytearray(BODY_BYTES))) for number in numbers]
+    outcomes = await store.get(views)
+    for number, (_, view), got in zip(numbers, views, outcomes, strict=True):
+        assert got is not Got.HIT or view == offers(number)[0][1]
+    return outcomes
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    while not await holds():  # noqa: ASYNC110 - other processes have no events for us
+        await asyncio.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Generator[Mooncake]:
+    with mooncake(tmp_path_factory.mktemp("mooncake") / "log", flags=FLAGS) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def client(service: Mooncake) -> Generator[PlainClient]:
+    client = PlainClient(service)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def plain(client: PlainClient) -> PlainClient:
+    """Of an empty store."""
+    client.clear()
+    return client
+
+
+@asynccontextmanager
+async def opened(service: Mooncake) -> AsyncGenerator[RemoteStore]:
+    store = open_mooncake(service.address, transport=TRANSPORT, admin=service.admin)
+    try:
+        yield store
+    finally:
+        await store.close()
+        await store.close()
+
+
+def run(service: Mooncake, scenario: Callable[[RemoteStore], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        async with opened(service) as store:
+            await scenario(store)
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_bit_that_flips_in_the_memory_of_an_owner_is_found(service: Mooncake) -> None:
+    async def scenario(store: RemoteStore) -> None:
+        await store.put(offers(1, 2, 3))
+        service.flip(str(page(1)), SEAL_BYTES + 77_777)
+        service.flip(str(page(3)), SEAL_BYTES - 1)
+        assert await fetch(store, 1, 2, 3) == [Got.CORRUPT, Got.HIT, Got.CORRUPT]
+        assert await fetch(store, 1, 2, 3) == [Got.MISS, Got.HIT, Got.MISS]
+
+    run(service, scenario)
+
+
+def test_the_name_of_a_writer_that_died_is_not_stored(service: Mooncake, plain: PlainClient) -> None:
+    """Mooncake says 0 to whoever puts it meanwhile, and holds nothing."""
+
+    async def scenario(store: RemoteStore) -> None:
+        plain.native.batch_put_session_start([str(page(2))], [BODY_BYTES + SEAL_BYTES])
+        assert await store.put(offers(1, 2, 3)) == [Put.STORED, Put.UNCONFIRMED, Put.SKIPPED]
+        assert await store.contains([page(1), page(2)]) == [True, False]
+        assert await fetch(store, 1, 2) == [Got.HIT, Got.MISS]
+
+        async def is_stored() -> bool:
+            [outcome] = await store.put(offers(2))
+            assert outcome in {Put.STORED, Put.UNCONFIRMED}
+            return outcome is Put.STORED
+
+        await until(is_stored)
+        assert await fetch(store, 2) == [Got.HIT]
+
+    run(service, scenario)
+
+
+@pytest.mark.usefixtures("plain")
+def test_what_arrives_after_its_lease_is_told(service: Mooncake) -> None:
+    async def scenario(store: RemoteStore) -> None:
+        await store.put(offers(1))
+        with frozen(service.owners[-1]):
+            late = asyncio.ensure_future(fetch(store, 1))
+            await asyncio.sleep(3 * LEASE_S)  # what is waited for is time
+            assert not late.done()
+        assert await late == [Got.EXPIRED]
+        assert await fetch(store, 1) == [Got.HIT]
+
+    run(service, scenario)
+
+
+@pytest.mark.usefixtures("plain")
+def test_an_owner_that_stops_is_told_and_a_cancelled_call_ends_with_its_transfer(
+    service: Mooncake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC"):
+        monkeypatch.setenv(limit, "1")
+
+    async def scenario(store: RemoteStore) -> None:
+        await store.put(offers(1))
+        views = [(page(1), memoryview(bytearray(BODY_BYTES)))]
+        with frozen(service.owners[-1]):
+            cancelled = asyncio.ensure_future(store.get(views))
+            waiting = [asyncio.ensure_future(fetch(store, 1)), asyncio.ensure_future(store.put(offers(2)))]
+            await asyncio.sleep(LEASE_S)
+            cancelled.cancel()
+            assert await store.contains([page(1)]) == [True], "questions do not wait for transfers"
+            assert not cancelled.done()
+            assert await asyncio.gather(*waiting) == [[Got.OWNER_DOWN], [Put.OWNER_DOWN]]
+            await asyncio.wait({cancelled})
+            assert cancelled.cancelled()
+            views[0][1][:] = bytes(BODY_BYTES)
+        assert not any(views[0][1]), "nothing is written late"
+
+        async def is_back() -> bool:  # it may have been given up for dead meanwhile
+            return (await store.put(offers(3)))[0].is_there
+
+        await until(is_back)
+
+    run(service, scenario)
+
+
+@pytest.mark.usefixtures("plain")
+def test_an_owner_that_dies_is_told_and_another_one_takes_its_place(service: Mooncake) -> None:
+    async def scenario(store: RemoteStore) -> None:
+        await store.put(offers(1))
+        end(service.owners.pop())
+        assert await fetch(store, 1) == [Got.OWNER_DOWN]
+        assert await store.put(offers(2)) == [Put.OWNER_DOWN]
+
+        async def is_forgotten() -> bool:
+            return await fetch(store, 1) == [Got.MISS]
+
+        await until(is_forgotten)
+        assert await store.put(offers(2)) == [Put.FULL], "nobody lends memory"
+        service.start_owner()
+        assert await store.put(offers(1, 2)) == [Put.STORED] * 2
+        assert await fetch(store, 1, 2) == [Got.HIT] * 2
+
+    run(service, scenario)
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_master_that_stops_is_told_and_goes_on_where_it_was(service: Mooncake) -> None:
+    async def scenario(store: RemoteStore) -> None:
+        await store.put(offers(1))
+        with frozen(service.master):
+            asked = (fetch(store, 1), store.put(offers(2)))
+            assert await asyncio.gather(*asked) == [[Got.UNREACHABLE], [Put.UNREACHABLE]]
+
+        async def is_back() -> bool:
+            return (await store.put(offers(2)))[0].is_there
+
+        await until(is_back)
+
+    run(service, scenario)
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_master_that_is_killed_is_told_and_a_new_one_is_found_by_itself(service: Mooncake) -> None:
+    async def scenario(store: RemoteStore) -> None:
+        await store.put(offers(1))
+        end(service.master)
+        assert await fetch(store, 1) == [Got.UNREACHABLE]
+        assert await store.put(offers(2)) == [Put.UNREACHABLE]  # after 4.3 s
+        service.start_master()
+
+        async def is_back() -> bool:
+            [outcome] = await store.put(offers(2))
+            return outcome.is_there
+
+        await until(is_back)
+        assert await fetch(store, 1, 2) == [Got.MISS, Got.HIT], "a master remembers nothing"
+
+    run(service, scenario)
+
+
+def test_a_store_that_is_full_claims_only_what_it_holds(tmp_path: Path) -> None:
+    """Its eviction is asynchronous and by lease: which objects go, and when, is not for us to say."""
+    num_bytes = 1 << 20
+
+    async def scenario(store: RemoteStore) -> None:
+        seen: set[Put] = set()
+        for start in range(0, 40, 4):
+            outcomes = await store.put(offers(*range(start, start + 4), num_bytes=num_bytes))
+            there = [outcome.is_there for outcome in outcomes]
+            assert there == sorted(there, reverse=True)
+            claimed = [page(start + index) for index in range(there.count(True))]
+            assert await store.contains(claimed) == [True] * len(claimed)
+            views = [(key, memoryview(bytearray(num_bytes))) for key in claimed]
+            assert await store.get(views) == [Got.HIT] * len(claimed)
+            seen.update(outcomes)
+        assert {Put.STORED, Put.FULL} <= seen <= {Put.STORED, Put.FULL, Put.UNCONFIRMED, Put.SKIPPED}
+        assert await store.put(offers(99, num_bytes=20 << 20)) == [Put.FULL], "more than anybody lends"
+
+        async def finds_space() -> bool:
+            return await store.put(offers(100, num_bytes=num_bytes)) == [Put.STORED]
+
+        await until(finds_space)
+        await store.held()
+        assert 0 < store.stats().bytes <= store.stats().capacity_bytes == 16 << 20
+
+    with mooncake(tmp_path / "log", 16 << 20, FLAGS) as service:
+        run(service, scenario)
+        eventually(lambda: "master_soft_pin_key_count 0" not in service.ask("/metrics"))

@@ -1,0 +1,149 @@
+"""Texts that name a store, and one-line answers to those that do not."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.kvstore.store_process import body, page
+from tidemill.kvstore.errors import StoreError
+from tidemill.kvstore.stores import open_store as module
+from tidemill.kvstore.stores.circuit_breaker import Guard
+from tidemill.kvstore.stores.memory_store import MemoryStore
+from tidemill.kvstore.stores.mooncake_store import TCP, Transport
+from tidemill.kvstore.stores.open_store import open_store
+from tidemill.kvstore.stores.page_store import Got, PageStore, Put, StoreStats
+from tidemill.kvstore.stores.seal import PLAIN, SECRET_BYTES, Sealing
+from tidemill.kvstore.stores.tiered_store import TieredStore
+
+
+def opened(url: str, kind: type) -> StoreStats:
+    store = open_store(url)
+    assert type(store) is kind
+    asyncio.run(store.close())
+    return store.stats()
+
+
+@pytest.mark.parametrize(
+    ("url", "capacity_bytes"),
+    [("memory:", 1 << 30), ("memory", 1 << 30), ("memory:?size=64KiB", 1 << 16)],
+)
+def test_memory(url: str, capacity_bytes: int) -> None:
+    assert opened(url, MemoryStore).capacity_bytes == capacity_bytes
+
+
+@pytest.mark.parametrize("form", ["file://{}?size=2MiB", "file:{}?size=2MiB", "{}?size=2MiB"])
+def test_files(form: str, tmp_path: Path) -> None:
+    assert opened(form.format(tmp_path / "cache"), Guard).capacity_bytes == 2 << 20
+    assert (tmp_path / "cache" / "objects").is_dir()
+
+
+def test_a_path_without_a_size_is_bounded_by_its_file_system(tmp_path: Path) -> None:
+    assert 0 < opened(str(tmp_path / "not" / "yet"), Guard).capacity_bytes <= 8 << 30
+
+
+def test_a_path_may_hold_escaped_characters(tmp_path: Path) -> None:
+    opened(f"file://{tmp_path}/a%20b%2Cc?size=1MiB", Guard)
+    assert (tmp_path / "a b,c").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("option", "patience_s"),
+    [("", 2.0), ("&timeout=250ms", 0.25), ("&timeout=60s", 60.0), ("&timeout=3", 3.0)],
+)
+def test_a_file_store_that_hangs_is_waited_for_so_long(
+    tmp_path: Path, option: str, patience_s: float
+) -> None:
+    store = open_store(f"file://{tmp_path}?size=1MiB{option}")
+    assert store.patience_s(0) == pytest.approx(patience_s)  # pyright: ignore[reportUnknownMemberType] - pytest
+    asyncio.run(store.close())
+
+
+class Joined:
+    """Stands for the Mooncake library."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        monkeypatch.setattr(module, "open_mooncake", self.open)
+
+    def open(self, master: str, **options: Any) -> PageStore:  # noqa: ANN401 - whatever open_store gives
+        self.calls.append((master, options))
+        return MemoryStore(1 << 20)
+
+
+def test_a_mooncake_store_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = Joined(monkeypatch)
+    opened("mooncake://host:1", Guard)
+    options = "protocol=rdma&device=mlx5_0%2Cmlx5_1&ports=open&admin=host:3&lease=2s"
+    opened(f"mooncake://host:2?{options}", Guard)
+    plain = {"transport": TCP, "admin": "", "lease_s": 10.0, "sealing": PLAIN}
+    transport = Transport("rdma", "mlx5_0,mlx5_1", is_open=True)
+    rdma = {"transport": transport, "admin": "host:3", "lease_s": 2.0, "sealing": PLAIN}
+    assert joined.calls == [("host:1", plain), ("host:2", rdma)]
+
+
+def test_tiers_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sealing = Sealing(bytes(SECRET_BYTES))
+    joined = Joined(monkeypatch)
+    memory = bytearray(100)
+
+    async def scenario() -> None:
+        store = open_store(
+            f"memory:?size=1MiB&write=hits,file://{tmp_path}/one?size=3MiB,mooncake://host:1?write=none",
+            sealing,
+        )
+        assert isinstance(store, TieredStore)
+        assert store.stats().capacity_bytes == 5 << 20
+        assert store.patience_s(0) == pytest.approx(2.25)  # pyright: ignore[reportUnknownMemberType] - pytest
+        assert await store.put([(page(1), memoryview(body(1, 1, 100)))]) == [Put.STORED]
+        assert store.stats().objects == 1, "a tier took what it does not take"
+        await store.close()
+        reopened = open_store(f"file://{tmp_path}/one", sealing)
+        assert await reopened.get([(page(1), memoryview(memory))]) == [Got.HIT]
+        await reopened.close()
+        unsealed = open_store(f"file://{tmp_path}/one")
+        assert await unsealed.get([(page(1), memoryview(memory))]) == [Got.CORRUPT]
+        await unsealed.close()
+
+    asyncio.run(scenario())
+    assert joined.calls[0][1]["sealing"] is sealing
+
+
+def test_one_tier_that_is_only_read_is_a_chain_too(tmp_path: Path) -> None:
+    assert opened(f"{tmp_path}?size=1MiB&write=none", TieredStore).objects == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "fix"),
+    [
+        ("mooncake", "only tidemill serve starts a master: join one with mooncake://host:port"),
+        ("mooncake:?timeout=1s", "only tidemill serve starts a master"),
+        ("mooncake://host:1?size=1GiB", "for those who start it: tidemill serve"),
+        ("mooncake://host:1?protocol=ib", "protocol is tcp or rdma, not 'ib'"),
+        ("mooncake://host:1?ports=no", "ports is kept or open, not 'no'"),
+        ("mooncake://host:1?timeout=soon", "write it like 250ms or 2s"),
+        ("redis://host", "there is no store 'redis': use memory:"),
+        ("mooncacke", "there is no store 'mooncacke': use memory:"),
+        ("memory:?size=lots", "write it like 512MiB"),
+        ("memory:?size=", "write it like 512MiB"),
+        ("memory:?sise=1GiB", "there is no option 'sise': memory has size, write"),
+        ("memory:?timeout=1s", "there is no option 'timeout': memory has"),
+        ("memory:?size=1g&size=2g", "size is given twice: leave one"),
+        ("file://host/path", "three slashes"),
+        ("file:", "three slashes"),
+        ("", "three slashes"),
+        ("/proc/none?size=1MiB", "name a folder that this user may write to"),
+        ("/proc/none?timeout=0", "write it like 250ms or 2s"),
+        ("/proc/none?timeout=-1s", "write it like 250ms or 2s"),
+        ("/proc/none?write=back", "write is one of all, hits, none, not 'back'"),
+        ("/proc/none,memory:", "memory is nearer than all other tiers: name it first"),
+        ("memory:,/proc/none?size=1MiB", "name a folder that this user may write to"),
+        ("memory:,", "three slashes"),
+        ("memory:,cache", "there is no store 'cache'"),
+    ],
+)
+def test_anything_else_is_refused_in_one_line_with_the_fix(url: str, fix: str) -> None:
+    with pytest.raises(StoreError, match=fix) as caught:
+        open_store(url)
+    assert "\n" not in str(caught.value)

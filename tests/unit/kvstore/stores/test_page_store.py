@@ -1,0 +1,76 @@
+"""What stores share: waiting for transfers that use the caller's memory, and cutting a batch to a size."""
+
+import asyncio
+import gc
+from collections.abc import Callable, Coroutine
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.kvstore.stores.page_store import finish, fitting
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
+
+
+def run_strictly(scenario: Coroutine[None, None, None]) -> None:
+    """Fails on errors that asyncio would only log."""
+    unseen: list[object] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+        await scenario
+
+    asyncio.run(main())
+    gc.collect()
+    assert not unseen
+
+
+def succeed(transfer: asyncio.Future[int]) -> None:
+    transfer.set_result(1)
+
+
+def fail(transfer: asyncio.Future[int]) -> None:
+    transfer.set_exception(OSError("gone"))
+
+
+def cancel(transfer: asyncio.Future[int]) -> None:
+    transfer.cancel()
+
+
+@pytest.mark.parametrize("end", [succeed, fail, cancel])
+def test_a_cancelled_caller_is_held_until_its_transfer_has_ended(
+    end: Callable[[asyncio.Future[int]], None],
+) -> None:
+    async def scenario() -> None:
+        transfer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        task = asyncio.ensure_future(finish(transfer))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+        end(transfer)
+        await asyncio.wait({task})
+        assert task.cancelled()
+
+    run_strictly(scenario())
+
+
+def test_a_transfer_gives_its_result_or_its_error() -> None:
+    async def scenario() -> None:
+        assert await finish(asyncio.ensure_future(asyncio.sleep(0, 5))) == 5
+        failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        fail(failed)
+        with pytest.raises(OSError, match="gone"):
+            await finish(failed)
+
+    run_strictly(scenario())
+
+
+@PROPERTY
+@given(st.lists(st.integers(1, 9), max_size=8), st.integers(0, 40))
+def test_fitting_is_the_longest_start_within_the_capacity(sizes: list[int], capacity: int) -> None:
+    count = fitting(sizes, capacity)
+    assert sum(sizes[:count]) <= capacity
+    assert count == len(sizes) or sum(sizes[: count + 1]) > capacity

@@ -1,0 +1,356 @@
+"""What the store makes of the codes of a remote one, of which the client does as it is told."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.sim.loop import simulate
+from tidemill.kvstore.errors import StoreError
+from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
+from tidemill.kvstore.stores.page_store import Got, Held, Put
+from tidemill.kvstore.stores.remote_store import BATCH_OBJECTS_MAX, Listing, Parts, RemoteStore
+from tidemill.kvstore.stores.seal import SEAL_BYTES
+
+BODY_BYTES = 100
+
+
+class Scripted:
+    """Holds objects by name. Each answer can be replaced: `said` has a list of codes by call and name, the
+    last of which stays.
+
+    calls       name of the call, and of its objects
+    """
+
+    def __init__(self, bytes_per_s: float = 1e12) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.said: dict[tuple[str, str], list[int]] = {}
+        self.calls: list[tuple[str, list[str]]] = []
+        self.registered: list[memoryview] = []
+        self.bytes_per_s = bytes_per_s
+        self.moving = 0
+
+    async def put(self, names: Sequence[str], objects: Sequence[Parts]) -> list[int]:
+        self.calls.append(("put", list(names)))
+        await self._move(objects)
+        for name, parts in zip(names, objects, strict=True):
+            if self._peek("put", name, 0) == 0:
+                self.objects.setdefault(name, b"".join(parts))
+        return [self._say("put", name, 0) for name in names]
+
+    async def get(self, names: Sequence[str], objects: Sequence[Parts]) -> list[int]:
+        self.calls.append(("get", list(names)))
+        assert len(set(names)) == len(names), "of two equal names Mooncake fills one"
+        await self._move(objects)
+        return [self._get(name, parts) for name, parts in zip(names, objects, strict=True)]
+
+    async def exist(self, names: Sequence[str]) -> list[int]:
+        self.calls.append(("exist", list(names)))
+        return [self._say("exist", name, int(name in self.objects)) for name in names]
+
+    async def remove(self, names: Sequence[str]) -> list[int]:
+        self.calls.append(("remove", list(names)))
+        return [0 if self.objects.pop(name, None) is not None else -704 for name in names]
+
+    def register(self, memory: memoryview) -> None:
+        self.registered.append(memory)
+
+    async def close(self) -> None:
+        assert not self.moving
+
+    def names(self, call: str) -> list[list[str]]:
+        return [names for called, names in self.calls if called == call]
+
+    def _get(self, name: str, parts: Parts) -> int:
+        found = self.objects.get(name, b"")
+        code = self._say("get", name, len(found) or -704)
+        if code >= 0:
+            assert code == sum(part.nbytes for part in parts) == len(found), "not what this is for"
+            parts[0][:], parts[1][:] = found[: parts[0].nbytes], found[parts[0].nbytes :]
+        return code
+
+    async def _move(self, objects: Sequence[Parts]) -> None:
+        self.moving += 1
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+        num_bytes = sum(part.nbytes for parts in objects for part in parts)
+        loop.call_later(num_bytes / self.bytes_per_s, ended.set_result, None)
+        while not ended.done():
+            try:
+                await asyncio.wait({ended})
+            except asyncio.CancelledError:
+                await asyncio.wait({ended})
+                self.moving -= 1
+                raise
+        self.moving -= 1
+
+    def _peek(self, call: str, name: str, true: int) -> int:
+        return self.said.get((call, name), [true])[0]
+
+    def _say(self, call: str, name: str, true: int) -> int:
+        script = self.said.get((call, name), [true])
+        return script.pop(0) if len(script) > 1 else script[0]
+
+
+def key(number: int, kind: Kind = Kind.PAGE) -> ObjectKey:
+    return ObjectKey(kind, PageKey(number.to_bytes(16, "big")))
+
+
+def offer(number: int, kind: Kind = Kind.PAGE, num_bytes: int = BODY_BYTES) -> tuple[ObjectKey, memoryview]:
+    return key(number, kind), memoryview(bytearray(Random(number).randbytes(num_bytes)))
+
+
+def wanted(*numbers: int) -> list[tuple[ObjectKey, memoryview]]:
+    return [(key(number), memoryview(bytearray(BODY_BYTES))) for number in numbers]
+
+
+def run(
+    scenario: Callable[[Scripted, RemoteStore], Awaitable[None]],
+    bytes_per_s: float = 1e12,
+    lease_s: float = 10.0,
+) -> None:
+    async def main() -> None:
+        client = Scripted(bytes_per_s)
+        store = RemoteStore(client, lease_s=lease_s)
+        await scenario(client, store)
+        await store.close()
+
+    simulate(1, main())
+
+
+@pytest.mark.parametrize(
+    ("codes", "exists", "outcome"),
+    [
+        ([0], [0, 1], Put.STORED),
+        ([0], [1, 1], Put.EXISTED),
+        ([0], [0, 0], Put.UNCONFIRMED),
+        ([0], [0, -900], Put.UNREACHABLE),
+        ([0], [-900, 1], Put.UNREACHABLE),
+        ([-705], [0, 1], Put.STORED),
+        ([-200], [0, 0], Put.FULL),
+        ([-200, -200, 0], [0, 1], Put.STORED),
+        ([-200], [0, 1], Put.EXISTED),  # another writer had better luck
+        ([-600], [0, 0], Put.FULL),
+        ([-800], [0, 0], Put.OWNER_DOWN),
+        ([-200, -800], [0, 0], Put.OWNER_DOWN),
+        ([-900], [0, 0], Put.UNREACHABLE),
+        ([-901], [0, 1], Put.UNREACHABLE),
+        ([-1], [0, 0], Put.UNREACHABLE),
+        ([-12345], [0, 0], Put.UNREACHABLE),
+    ],
+)
+def test_each_code_of_a_put_has_an_outcome(codes: list[int], exists: list[int], outcome: Put) -> None:
+    async def scenario(client: Scripted, store: RemoteStore) -> None:
+        name = str(key(2))
+        client.said = {("put", name): codes, ("exist", name): exists}
+        if outcome is Put.UNREACHABLE and exists != [0, -900]:  # then nothing of the batch can be confirmed
+            expected = [Put.UNREACHABLE, Put.SKIPPED, Put.SKIPPED]
+        else:
+            expected = [Put.STORED, outcome, Put.STORED if outcome.is_there else Put.SKIPPED]
+        assert await store.put([offer(1), offer(2), offer(3)]) == expected
+        assert store.stats().put[Put.STORED] == expected.count(Put.STORED)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        (-703, Got.MISS),
+        (-704, Got.MISS),
+        (-600, Got.TRUNCATED),
+        (-707, Got.EXPIRED),
+        (-800, Got.OWNER_DOWN),
+        (-801, Got.CORRUPT),
+        (-900, Got.UNREACHABLE),
+        (-901, Got.UNREACHABLE),
+        (-1, Got.UNREACHABLE),
+        (-12345, Got.UNREACHABLE),
+    ],
+)
+def test_each_code_of_a_get_has_an_outcome(code: int, outcome: Got) -> None:
+    async def scenario(client: Scripted, store: RemoteStore) -> None:
+        await store.put([offer(1), offer(2), offer(3)])
+        client.said = {("get", str(key(2))): [code]}
+        found = wanted(1, 2, 3)
+        assert await store.get(found) == [Got.HIT, outcome, Got.HIT]
+        assert [bytes(view) for _, view in found[::2]] == [bytes(offer(number)[1]) for number in (1, 3)]
+        assert store.stats().got == {Got.HIT: 2, outcome: 1}
+        damaged = [[str(key(2))]] if outcome in {Got.TRUNCATED, Got.CORRUPT} else []
+        assert client.names("remove") == damaged
+
+    run(scenario)
+
+
+def test_no_checkpoint_is_put_before_its_pages_are_confirmed() -> None:
+    async def scenario(client: Scripted, store: RemoteStore) -> None:
+        pages, checkpoint = [str(key(1)), str(key(2))], str(key(2, Kind.CHECKPOINT))
+        objects = [offer(1), offer(2), offer(2, Kind.CHECKPOINT)]
+        client.said = {("exist", pages[0]): [0, 0]}
+        assert await store.put(objects) == [Put.UNCONFIRMED, Put.SKIPPED, Put.SKIPPED]
+        assert client.names("put") == [pages]
+        client.said = {}
+        client.calls.clear()
+        assert await store.put(objects) == [Put.EXISTED, Put.EXISTED, Put.STORED]
+        assert client.calls == [
+            ("exist", [*pages, checkpoint]),
+            ("put", [checkpoint]),
+            ("exist", [checkpoint]),
+        ]
+
+    run(scenario)
+
+
+def test_only_what_found_no_space_is_offered_again() -> None:
+    async def scenario(client: Scripted, store: RemoteStore) -> None:
+        names = [str(key(number)) for number in (1, 2, 3)]
+        client.said = {("put", names[1]): [-200, 0], ("put", names[2]): [-200, -200, -200, 0]}
+        assert await store.put([offer(1), offer(2), offer(3)]) == [Put.STORED, Put.STORED, Put.FULL]
+        assert client.names("put") == [names, names[1:], names[2:]]
+
+    run(scenario)
+
+
+def test_a_key_that_comes_twice_is_stored_once() -> None:
+    async def scenario(client: Scripted, store: RemoteStore) -> None:
+        assert await store.put([offer(1), offer(1), offer(2), offer(1)]) == [
+            Put.STORED,
+            Put.EXISTED,
+            Put.STORED,
+            Put.EXISTED,
+        ]
+        assert sorted(name for names in client.names("put") for name in names) == [str(key(1)), str(key(2))]
+        assert await store.get(wanted(1, 1, 9, 1)) == [Got.HIT, Got.HIT, Got.MISS, Got.HIT]
+
+    run(scenario)
+
+
+def test_batches_are_bounded_in_number() -> None:
+    async def scenario(client: Scripted, store: RemoteStore) -> None:
+        numbers = range(2 * BATCH_OBJECTS_MAX + 1)
+        assert await store.put([offer(number) for number in numbers]) == [Put.STORED] * len(numbers)
+        assert await store.get(wanted(*numbers)) == [Got.HIT] * len(numbers)
+        for call in ("put", "get"):
+            assert [len(names) for names in client.names(call)] == [BATCH_OBJECTS_MAX] * 2 + [1]
+
+    run(scenario)
+
+
+def test_a_batch_moves_within_half_a_lease_at_the_rate_that_was_measured() -> None:
+    """What is larger goes alone: it may come in time, after all."""
+    lease_s, bytes_per_s, body_bytes = 2.0, 10e6, 1 << 20
+
+    async def scenario(client: Scripted, store: RemoteStore) -> None:
+        objects = [offer(number, num_bytes=body_bytes) for number in range(40)]
+        views = [(key(number), memoryview(bytearray(body_bytes))) for number in range(40)]
+        await store.put(objects)
+        for _ in range(3):
+            client.calls.clear()
+            assert await store.get(views) == [Got.HIT] * 40
+        largest = max(len(names) for names in client.names("get")) * body_bytes
+        assert 0.2 < largest / bytes_per_s / lease_s < 0.6
+        client.bytes_per_s = body_bytes / 10
+        for _ in range(3):
+            client.calls.clear()
+            await store.get(views)
+        assert client.names("get") == [[str(key(number))] for number in range(40)]
+
+    run(scenario, bytes_per_s, lease_s)
+
+
+@pytest.mark.parametrize(("code", "outcome"), [(-800, Got.OWNER_DOWN), (-900, Got.UNREACHABLE)])
+def test_a_loss_is_not_asked_for_again(code: int, outcome: Got) -> None:
+    """Each call to a dead master takes 4 s."""
+
+    async def scenario(client: Scripted, store: RemoteStore) -> None:
+        numbers = range(3 * BATCH_OBJECTS_MAX)
+        await store.put([offer(number) for number in numbers])
+        client.said = {("get", str(key(BATCH_OBJECTS_MAX + 1))): [code]}
+        found = await store.get(wanted(*numbers))
+        assert len(client.names("get")) == 2
+        good = [Got.HIT] * BATCH_OBJECTS_MAX
+        assert found == [*good, Got.HIT, outcome, *good[2:], *[outcome] * BATCH_OBJECTS_MAX]
+
+    run(scenario)
+
+
+def test_nothing_is_written_or_read_after_a_cancelled_call() -> None:
+    async def scenario(client: Scripted, store: RemoteStore) -> None:
+        await store.put([offer(1)])
+        for call in (lambda: store.get(wanted(1)), lambda: store.put([offer(2)])):
+            for turns in range(12):
+                task = asyncio.ensure_future(call())
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                task.cancel()
+                await asyncio.wait({task})
+                assert not client.moving
+        assert await store.get(wanted(1)) == [Got.HIT]
+
+    run(scenario, bytes_per_s=1.0)
+
+
+def test_all_seals_lie_in_memory_that_was_registered_once() -> None:
+    async def scenario(client: Scripted, store: RemoteStore) -> None:
+        calls = [store.put([offer(10 * call + number) for number in range(5)]) for call in range(4)]
+        await asyncio.gather(*calls)
+        blocks = len(client.registered)
+        assert blocks <= 8
+        for call in range(20):
+            assert await store.get(wanted(10 * (call % 4) + 1)) == [Got.HIT]
+        assert len(client.registered) == blocks
+
+    run(scenario, bytes_per_s=1e3)
+
+
+def test_a_listing_has_our_objects_alone() -> None:
+    async def listing() -> Listing:
+        await asyncio.sleep(0)
+        return Listing([(str(key(1)), 164), ("of somebody else", 7), ("00.0000.p", 8)], 1000)
+
+    async def main() -> None:
+        store = RemoteStore(Scripted(), listing=listing)
+        assert await store.held() == [Held(key(1), BODY_BYTES + SEAL_BYTES)]
+        stats = store.stats()
+        assert (stats.objects, stats.bytes, stats.capacity_bytes) == (3, 179, 1000)
+        with pytest.raises(StoreError):
+            await RemoteStore(Scripted()).held()
+
+    asyncio.run(main())
+
+
+Codes = st.lists(st.sampled_from([0, 0, 0, -200, -600, -705, -800, -900]), min_size=1, max_size=3)
+Exists = st.lists(st.sampled_from([0, 1, 1, -900]), min_size=2, max_size=2)
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.sampled_from(Kind)), min_size=1, max_size=10),
+    st.dictionaries(st.tuples(st.integers(0, 5), st.sampled_from(Kind)), st.tuples(Codes, Exists)),
+)
+def test_nothing_is_claimed_that_was_not_confirmed(
+    objects: list[tuple[int, Kind]], script: dict[tuple[int, Kind], tuple[list[int], list[int]]]
+) -> None:
+    async def scenario(client: Scripted, store: RemoteStore) -> None:
+        for (number, kind), (codes, exists) in script.items():
+            name = str(key(number, kind))
+            client.said |= {("put", name): list(codes), ("exist", name): list(exists)}
+        outcomes = await store.put([offer(number, kind) for number, kind in objects])
+        there = [outcome.is_there for outcome in outcomes]
+        assert there == sorted(there, reverse=True), "behind one that is not there all are skipped"
+        assert set(outcomes[there.count(True) + 1 :]) <= {Put.SKIPPED}
+        for position, ((number, kind), outcome) in enumerate(zip(objects, outcomes, strict=True)):
+            exists = script.get((number, kind), ([], [0, 1]))[1]
+            assert not outcome.is_there or 1 in exists
+            offered = any(str(key(number, kind)) in names for names in client.names("put"))
+            if kind is Kind.CHECKPOINT and offered:
+                first = objects.index((number, kind))
+                assert all(there[before] for before in range(first) if objects[before][1] is Kind.PAGE), (
+                    position
+                )
+
+    run(scenario)

@@ -1,0 +1,147 @@
+"""A seal fits one body under one key, and nothing else; with a secret, nobody else can make one."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tidemill.kvstore.keys import DIGEST_BYTES, Kind, ObjectKey, PageKey
+from tidemill.kvstore.layout import LAYOUT_VERSION
+from tidemill.kvstore.stores.page_store import DAMAGED, Got
+from tidemill.kvstore.stores.seal import PLAIN, SEAL_BYTES, SECRET_BYTES, Sealing
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
+secrets = st.binary(min_size=SECRET_BYTES, max_size=SECRET_BYTES)
+sealings = st.builds(Sealing, st.none() | secrets)
+keys = st.builds(
+    ObjectKey,
+    kind=st.sampled_from(Kind),
+    key=st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES).map(PageKey),
+    shard=st.integers(0, 0xFFFF),
+)
+bodies = st.binary(max_size=300)
+
+
+@PROPERTY
+@given(sealings, keys, bodies)
+def test_its_own_object_fits(sealing: Sealing, key: ObjectKey, body: bytes) -> None:
+    found = sealing.seal(key, memoryview(body))
+    assert len(found) == SEAL_BYTES
+    assert sealing.verify(key, memoryview(body), found) is Got.HIT
+    assert sealing.verify(key, memoryview(bytearray(body)), bytearray(found)) is Got.HIT
+    assert sealing.verify(key, memoryview(body), memoryview(found)) is Got.HIT
+
+
+@PROPERTY
+@given(sealings, keys, bodies, st.data())
+def test_any_flipped_bit_is_found(sealing: Sealing, key: ObjectKey, body: bytes, data: st.DataObject) -> None:
+    stored = bytearray(sealing.seal(key, memoryview(body)) + body)
+    bit = data.draw(st.integers(0, 8 * len(stored) - 1))
+    stored[bit // 8] ^= 1 << bit % 8
+    assert sealing.verify(key, memoryview(stored)[SEAL_BYTES:], stored[:SEAL_BYTES]) in DAMAGED
+
+
+@PROPERTY
+@given(sealings, keys, bodies, st.integers(1, 400))
+def test_truncation_is_found(sealing: Sealing, key: ObjectKey, body: bytes, lost: int) -> None:
+    stored = (sealing.seal(key, memoryview(body)) + body)[:-lost]
+    assert sealing.verify(key, memoryview(stored)[SEAL_BYTES:], stored[:SEAL_BYTES]) is Got.CORRUPT
+
+
+@PROPERTY
+@given(sealings, keys, bodies, st.binary(min_size=1, max_size=64))
+def test_bytes_behind_the_body_are_found(sealing: Sealing, key: ObjectKey, body: bytes, more: bytes) -> None:
+    found = sealing.seal(key, memoryview(body))
+    assert sealing.verify(key, memoryview(body + more), found) is Got.CORRUPT
+
+
+@PROPERTY
+@given(sealings, keys, keys, bodies, bodies)
+def test_an_object_under_another_name_is_found(
+    sealing: Sealing, key: ObjectKey, other: ObjectKey, body: bytes, else_: bytes
+) -> None:
+    assume(key != other)
+    assert sealing.verify(other, memoryview(body), sealing.seal(key, memoryview(body))) is Got.CORRUPT
+    assume(body != else_)
+    assert sealing.verify(key, memoryview(else_), sealing.seal(key, memoryview(body))) is Got.CORRUPT
+
+
+@PROPERTY
+@given(sealings, keys, bodies)
+def test_each_part_of_the_key_counts(sealing: Sealing, key: ObjectKey, body: bytes) -> None:
+    found = sealing.seal(key, memoryview(body))
+    kind = Kind.PAGE if key.kind is Kind.CHECKPOINT else Kind.CHECKPOINT
+    digest = PageKey(bytes([key.key[0] ^ 1]) + key.key[1:])
+    others = (replace(key, kind=kind), replace(key, key=digest), replace(key, shard=key.shard ^ 1))
+    assert {sealing.verify(other, memoryview(body), found) for other in others} == {Got.CORRUPT}
+
+
+@PROPERTY
+@given(secrets, sealings, keys, bodies)
+def test_without_the_secret_nothing_can_be_forged(
+    secret: bytes, theirs: Sealing, key: ObjectKey, body: bytes
+) -> None:
+    assume(theirs.secret != secret)
+    ours = Sealing(secret)
+    assert ours.verify(key, memoryview(body), theirs.seal(key, memoryview(body))) is Got.CORRUPT
+    assert ours.describe() != theirs.describe()
+
+
+@PROPERTY
+@given(secrets, keys, st.binary(min_size=1, max_size=300), st.data())
+def test_a_seal_with_a_secret_cannot_be_adapted(
+    secret: bytes, key: ObjectKey, body: bytes, data: st.DataObject
+) -> None:
+    """Whoever sees objects may put seals together: of another body's and of one without secret."""
+    ours = Sealing(secret)
+    other = bytearray(body)
+    other[data.draw(st.integers(0, len(body) - 1))] ^= data.draw(st.integers(1, 255))
+    adapted = PLAIN.seal(key, memoryview(other))
+    for start in (ours.seal(key, memoryview(body)), adapted):
+        for digest in (ours.seal(key, memoryview(body))[-16:], adapted[-16:]):
+            assert ours.verify(key, memoryview(other), start[:-16] + digest) is Got.CORRUPT
+
+
+def test_a_secret_does_not_show() -> None:
+    sealing = Sealing(b"s3cret__" * (SECRET_BYTES // 8))
+    assert "s3cret" not in repr(sealing)
+    assert "s3cret" not in sealing.describe()
+    assert PLAIN.describe() == ""
+
+
+@pytest.mark.parametrize("secret", [None, bytes(SECRET_BYTES)])
+def test_another_version_is_told_from_corruption(secret: bytes | None) -> None:
+    sealing = Sealing(secret)
+    key, body = ObjectKey(Kind.PAGE, PageKey(bytes(16))), memoryview(b"tidemill")
+    found = sealing.seal(key, body)
+    older = b"TMO2" + found[4:]
+    newer = found[:4] + (LAYOUT_VERSION + 1).to_bytes(4, "little") + found[8:]
+    assert sealing.verify(key, body, older) is Got.OTHER_VERSION
+    assert sealing.verify(key, body, newer) is Got.OTHER_VERSION
+    assert sealing.verify(key, body, b"") is Got.CORRUPT
+    assert sealing.verify(key, body, b"TMO") is Got.CORRUPT
+    assert sealing.verify(key, body, bytes(SEAL_BYTES)) is Got.CORRUPT
+
+
+@pytest.mark.parametrize(
+    ("secret", "digest"),
+    [
+        (None, "e1c513ffc68cda91e18c2023dbaf5c17"),
+        (bytes(range(SECRET_BYTES)), "b3a461633e5bca016ba6b80c9c845e07"),
+    ],
+    ids=["plain", "keyed"],
+)
+def test_the_format_is_pinned(secret: bytes | None, digest: str) -> None:
+    """A change here makes every stored object unreadable: raise LAYOUT_VERSION or the magic with it."""
+    key = ObjectKey(Kind.PAGE, PageKey(bytes(range(16))), 0x0103)
+    assert Sealing(secret).seal(key, memoryview(b"tidemill")).hex() == (
+        "544d4f33"
+        "01000000"
+        "0800000000000000"
+        "70"
+        f"{'78' if secret is None else '62'}"
+        "000000000000000000000000"
+        "0301"
+        "000102030405060708090a0b0c0d0e0f" + digest
+    )

@@ -1,0 +1,502 @@
+"""What every page store promises. A new one adds a class that opens and damages it, and its name."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Protocol, TypeVar, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.mooncake import Mooncake, PlainClient, Shared, mooncake
+from tests.support.sim.faulty_store import FaultyStore
+from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
+from tidemill.kvstore.stores.file_store import FileStore
+from tidemill.kvstore.stores.memory_store import MemoryStore
+from tidemill.kvstore.stores.mooncake_admin import list_objects
+from tidemill.kvstore.stores.mooncake_client import MooncakeClient, Native
+from tidemill.kvstore.stores.mooncake_store import load_library
+from tidemill.kvstore.stores.page_store import Got, PageStore, Put
+from tidemill.kvstore.stores.remote_store import RemoteStore
+from tidemill.kvstore.stores.seal import PLAIN, SEAL_BYTES, SECRET_BYTES, Sealing
+from tidemill.kvstore.stores.tiered_store import Tier, TieredStore
+
+BODY_BYTES = 1000
+OBJECT_BYTES = BODY_BYTES + SEAL_BYTES
+AMPLE_BYTES = 1 << 30
+
+_Result = TypeVar("_Result")
+
+
+class Damage(Protocol):
+    def __call__(self, stored: bytearray) -> None: ...
+
+
+class Subject(Protocol):
+    """One implementation: opens a store, and reaches behind it to damage what it holds (seal and body).
+
+    knows_winner    of two writers at once it tells one STORED and the other EXISTED
+    holds_empty     it can hold no bytes at all under a name
+    """
+
+    knows_winner: bool
+    holds_empty: bool
+
+    def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore: ...
+
+    def damage(self, key: ObjectKey, change: Damage) -> None: ...
+
+
+@dataclass
+class Memory:
+    folder: Path
+    store: MemoryStore = field(default_factory=lambda: MemoryStore(AMPLE_BYTES))
+    knows_winner: bool = True
+    holds_empty: bool = True
+
+    def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore:
+        self.store = MemoryStore(capacity_bytes, sealing)
+        return self.store
+
+    def damage(self, key: ObjectKey, change: Damage) -> None:
+        change(self.store.objects[key])
+
+
+@dataclass
+class Faultless(Memory):
+    def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore:
+        faultless = FaultyStore(Random(1), capacity_bytes=capacity_bytes)
+        self.store = faultless.sealed = MemoryStore(capacity_bytes, sealing)
+        return faultless
+
+
+@dataclass
+class Files:
+    folder: Path
+    knows_winner: bool = True
+    holds_empty: bool = True
+
+    def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore:
+        return FileStore(self.folder, capacity_bytes, sealing=sealing)
+
+    def damage(self, key: ObjectKey, change: Damage) -> None:
+        [path] = self.folder.glob(f"objects/*/{key}")
+        stored = bytearray(path.read_bytes())
+        change(stored)
+        path.write_bytes(stored)
+
+
+@dataclass
+class RealMooncake:
+    """It keeps the first of two writers and tells both the same. What it promises of a full store is less
+    than this suite asks: see test_mooncake_full.py."""
+
+    service: Mooncake
+    client: PlainClient
+    knows_winner: bool = False
+    holds_empty: bool = False
+
+    def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore:
+        assert capacity_bytes == AMPLE_BYTES, "its owners have the memory that they have"
+        self.client.clear()
+        client = MooncakeClient(
+            cast("Native", Shared(self.client)), load_library().ReplicateConfig(), stages=True
+        )
+        return RemoteStore(
+            client,
+            sealing=sealing,
+            executor=client.readers,
+            listing=lambda: asyncio.to_thread(list_objects, self.service.admin),
+        )
+
+    def damage(self, key: ObjectKey, change: Damage) -> None:
+        stored = bytearray(self.client.read(str(key)))
+        change(stored)
+        self.client.write(str(key), bytes(stored))
+
+
+class Tiered(Memory):
+    """Behind a near tier that is always full."""
+
+    def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore:
+        self.store = MemoryStore(capacity_bytes, sealing)
+        return TieredStore([Tier(MemoryStore(0)), Tier(self.store)])
+
+
+BOUNDED: dict[str, Callable[[Path], Subject]] = {
+    "memory": Memory,
+    "file": Files,
+    "faultless": Faultless,
+    "tiered": Tiered,
+}
+SUBJECTS = [*BOUNDED, "mooncake"]
+
+
+@pytest.fixture(scope="module")
+def real_mooncake(tmp_path_factory: pytest.TempPathFactory) -> Generator[RealMooncake]:
+    with mooncake(tmp_path_factory.mktemp("mooncake") / "log") as service:
+        client = PlainClient(service)
+        yield RealMooncake(service, client)
+        client.close()
+
+
+@pytest.fixture(params=SUBJECTS)
+def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Subject:
+    if request.param == "mooncake":
+        return request.getfixturevalue("real_mooncake")
+    return BOUNDED[request.param](tmp_path / "store")
+
+
+@pytest.fixture(params=BOUNDED)
+def bounded(request: pytest.FixtureRequest, tmp_path: Path) -> Subject:
+    """One that holds exactly as much as it is told."""
+    return BOUNDED[request.param](tmp_path / "store")
+
+
+def page(number: int, kind: Kind = Kind.PAGE) -> ObjectKey:
+    return ObjectKey(kind, PageKey(number.to_bytes(16, "big")))
+
+
+def body_of(number: int, num_bytes: int = BODY_BYTES) -> bytearray:
+    return bytearray(Random(number).randbytes(num_bytes))
+
+
+def offers(numbers: list[int]) -> list[tuple[ObjectKey, memoryview]]:
+    return [(page(number), memoryview(body_of(number))) for number in numbers]
+
+
+async def fetch(store: PageStore, numbers: list[int]) -> list[bytes | Got]:
+    """The body of each hit, else the outcome."""
+    views = [memoryview(bytearray(BODY_BYTES)) for _ in numbers]
+    outcomes = await store.get([(page(number), view) for number, view in zip(numbers, views, strict=True)])
+    return [bytes(view) if got is Got.HIT else got for got, view in zip(outcomes, views, strict=True)]
+
+
+def run(
+    subject: Subject,
+    scenario: Callable[[PageStore], Awaitable[_Result]],
+    capacity_bytes: int = AMPLE_BYTES,
+    sealing: Sealing = PLAIN,
+) -> _Result:
+    async def main() -> _Result:
+        store = subject.open(capacity_bytes, sealing)
+        try:
+            return await scenario(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(main())
+
+
+def test_objects_come_back_in_the_order_of_the_question(subject: Subject) -> None:
+    async def scenario(store: PageStore) -> None:
+        assert await store.put(offers([3, 1, 2])) == [Put.STORED] * 3
+        assert await fetch(store, [1, 9, 3, 1]) == [body_of(1), Got.MISS, body_of(3), body_of(1)]
+        assert await store.contains([page(9), page(2), page(2, Kind.CHECKPOINT)]) == [False, True, False]
+        assert await store.put([]) == await store.get([]) == await store.contains([]) == []
+
+    run(subject, scenario)
+
+
+def test_the_first_writer_wins(subject: Subject) -> None:
+    async def scenario(store: PageStore) -> None:
+        assert await store.put([*offers([1]), (page(1), memoryview(body_of(2)))]) == [Put.STORED, Put.EXISTED]
+        assert await store.put([(page(1), memoryview(body_of(3)))]) == [Put.EXISTED]
+        assert await fetch(store, [1]) == [body_of(1)]
+
+    run(subject, scenario)
+
+
+def test_each_kind_and_shard_is_an_object_of_its_own(subject: Subject) -> None:
+    keys = [ObjectKey(kind, page(1).key, shard) for kind in Kind for shard in (0, 1, 0x100)]
+
+    async def scenario(store: PageStore) -> None:
+        await store.put([(key, memoryview(body_of(index))) for index, key in enumerate(keys)])
+        for index, key in enumerate(keys):
+            view = memoryview(bytearray(BODY_BYTES))
+            assert await store.get([(key, view)]) == [Got.HIT]
+            assert view == body_of(index)
+
+    run(subject, scenario)
+
+
+def test_memory_may_be_reused_after_a_put(subject: Subject) -> None:
+    async def scenario(store: PageStore) -> None:
+        memory = body_of(1)
+        await store.put([(page(1), memoryview(memory))])
+        memory[:] = bytes(BODY_BYTES)
+        assert await fetch(store, [1]) == [body_of(1)]
+
+    run(subject, scenario)
+
+
+def test_one_writer_of_many_wins_and_all_read_its_bytes(subject: Subject) -> None:
+    async def scenario(store: PageStore) -> None:
+        bodies = [body_of(100 + writer) for writer in range(8)]
+        outcomes = await asyncio.gather(*(store.put([(page(1), memoryview(body))]) for body in bodies))
+        winners = [body for body, outcome in zip(bodies, outcomes, strict=True) if outcome == [Put.STORED]]
+        assert winners
+        assert len(winners) == 1 or not subject.knows_winner
+        found = await fetch(store, [1, 1])
+        assert found[0] == found[1]
+        assert found[0] in winners
+
+    run(subject, scenario)
+
+
+def flip_a_bit_of_the_body(stored: bytearray) -> None:
+    stored[-1] ^= 4
+
+
+def flip_a_bit_of_the_seal(stored: bytearray) -> None:
+    stored[SEAL_BYTES - 1] ^= 4
+
+
+def raise_the_version(stored: bytearray) -> None:
+    stored[4] += 1
+
+
+def cut_the_end(stored: bytearray) -> None:
+    del stored[-1:]
+
+
+def cut_all_but_the_seal(stored: bytearray) -> None:
+    del stored[SEAL_BYTES:]
+
+
+def cut_into_the_seal(stored: bytearray) -> None:
+    del stored[SEAL_BYTES // 2 :]
+
+
+def empty(stored: bytearray) -> None:
+    stored.clear()
+
+
+def append(stored: bytearray) -> None:
+    stored.append(0)
+
+
+DAMAGES = {
+    flip_a_bit_of_the_body: Got.CORRUPT,
+    flip_a_bit_of_the_seal: Got.CORRUPT,
+    raise_the_version: Got.OTHER_VERSION,
+    cut_the_end: Got.TRUNCATED,
+    cut_all_but_the_seal: Got.TRUNCATED,
+    cut_into_the_seal: Got.TRUNCATED,
+    empty: Got.TRUNCATED,
+    append: Got.TRUNCATED,
+}
+
+
+@pytest.mark.parametrize("change", DAMAGES)
+@pytest.mark.parametrize("sealing", [PLAIN, Sealing(bytes(SECRET_BYTES))], ids=["plain", "keyed"])
+def test_a_damaged_object_is_found_deleted_and_can_be_put_again(
+    subject: Subject, change: Damage, sealing: Sealing
+) -> None:
+    if change is empty and not subject.holds_empty:
+        pytest.skip("it refuses empty objects, so it never holds one")
+
+    async def scenario(store: PageStore) -> None:
+        await store.put(offers([1, 2]))
+        subject.damage(page(1), change)
+        assert await fetch(store, [1, 2]) == [DAMAGES[change], body_of(2)]
+        assert await fetch(store, [1]) == [Got.MISS]
+        assert await store.contains([page(1)]) == [False]
+        assert await store.put(offers([1])) == [Put.STORED]
+        assert await fetch(store, [1]) == [body_of(1)]
+        assert store.stats().corrupt == store.stats().got[DAMAGES[change]] == 1
+
+    run(subject, scenario, sealing=sealing)
+
+
+def test_an_object_under_another_name_is_found(subject: Subject) -> None:
+    async def scenario(store: PageStore) -> None:
+        await store.put(offers([1, 2]))
+        taken: list[bytes] = []
+        subject.damage(page(1), lambda stored: taken.append(bytes(stored)))
+        subject.damage(page(2), lambda stored: stored.__setitem__(slice(None), taken[0]))
+        assert await fetch(store, [2, 1]) == [Got.CORRUPT, body_of(1)]
+
+    run(subject, scenario)
+
+
+def test_an_object_of_another_secret_is_corrupt(subject: Subject) -> None:
+    ours, theirs = Sealing(b"1" * SECRET_BYTES), Sealing(b"2" * SECRET_BYTES)
+
+    async def scenario(store: PageStore) -> None:
+        await store.put(offers([1, 2]))
+        forged = theirs.seal(page(1), memoryview(body_of(3))) + body_of(3)
+        subject.damage(page(1), lambda stored: stored.__setitem__(slice(None), forged))
+        assert await fetch(store, [1, 2]) == [Got.CORRUPT, body_of(2)]
+
+    run(subject, scenario, sealing=ours)
+
+
+@pytest.mark.parametrize("view_bytes", [1, BODY_BYTES - 1, BODY_BYTES + 1, 5 * BODY_BYTES])
+def test_an_object_of_another_length_than_its_view_is_truncated(subject: Subject, view_bytes: int) -> None:
+    async def scenario(store: PageStore) -> None:
+        await store.put(offers([1]))
+        assert await store.get([(page(1), memoryview(bytearray(view_bytes)))]) == [Got.TRUNCATED]
+        assert await fetch(store, [1]) == [Got.MISS]
+
+    run(subject, scenario)
+
+
+def test_what_is_removed_is_gone_and_can_be_put_again(subject: Subject) -> None:
+    async def scenario(store: PageStore) -> None:
+        await store.put(offers([1, 2, 3]))
+        await store.remove([page(1), page(3), page(9)])
+        assert await store.contains([page(number) for number in (1, 2, 3)]) == [False, True, False]
+        assert await fetch(store, [1, 2]) == [Got.MISS, body_of(2)]
+        assert await store.put(offers([1])) == [Put.STORED]
+
+    run(subject, scenario)
+
+
+def test_what_it_holds_can_be_listed(subject: Subject) -> None:
+    keys = [ObjectKey(kind, page(number).key, number) for kind in Kind for number in range(60)]
+
+    async def scenario(store: PageStore) -> None:
+        assert await store.held() == []
+        await store.put([(key, memoryview(body_of(1))) for key in keys])
+        held = await store.held()
+        assert {(one.key, one.bytes) for one in held} == {(key, OBJECT_BYTES) for key in keys}
+        assert len(held) == len(keys)
+
+    run(subject, scenario)
+
+
+def test_a_full_store_forgets_what_was_used_longest_ago(bounded: Subject) -> None:
+    async def scenario(store: PageStore) -> None:
+        for number in range(12):
+            assert await store.put(offers([number])) == [Put.STORED]
+            assert store.stats().bytes <= 4 * OBJECT_BYTES
+        held = await store.contains([page(number) for number in range(12)])
+        assert held[-1]
+        assert sorted(held) == held, "an older object outlived a younger one"
+        assert store.stats().evicted == 12 - sum(held) > 0
+        assert store.stats().objects == sum(held)
+
+    run(bounded, scenario, capacity_bytes=4 * OBJECT_BYTES)
+
+
+def test_a_put_stores_in_order_and_skips_all_behind_the_first_that_does_not_fit(bounded: Subject) -> None:
+    async def scenario(store: PageStore) -> None:
+        await store.put(offers([6]))
+        assert await store.put(offers([1, 2, 3, 4, 5, 6])) == [Put.STORED] * 4 + [Put.FULL, Put.SKIPPED]
+        assert await store.contains([page(number) for number in range(1, 6)]) == [True] * 4 + [False]
+        assert store.stats().refused == 2
+
+    run(bounded, scenario, capacity_bytes=4 * OBJECT_BYTES)
+
+
+def test_a_put_never_evicts_its_own_objects(bounded: Subject) -> None:
+    async def scenario(store: PageStore) -> None:
+        for number in (1, 2, 3, 4):
+            await store.put(offers([number]))
+        assert await store.put(offers([1, 2, 3, 5])) == [Put.EXISTED] * 3 + [Put.STORED]
+        assert await fetch(store, [1, 2, 3, 5, 4]) == [
+            *(body_of(number) for number in (1, 2, 3, 5)),
+            Got.MISS,
+        ]
+
+    run(bounded, scenario, capacity_bytes=4 * OBJECT_BYTES)
+
+
+def test_an_object_larger_than_the_store_does_not_fit(bounded: Subject) -> None:
+    async def scenario(store: PageStore) -> None:
+        await store.put(offers([1]))
+        assert await store.put([(page(2), memoryview(body_of(2, OBJECT_BYTES)))]) == [Put.FULL]
+        assert await fetch(store, [1]) == [body_of(1)]
+
+    run(bounded, scenario, capacity_bytes=OBJECT_BYTES)
+
+
+def test_no_view_is_written_after_a_cancelled_get(subject: Subject) -> None:
+    memory = bytearray(1 << 22)
+
+    async def scenario(store: PageStore) -> None:
+        await store.put([(page(1), memoryview(body_of(1, len(memory))))])
+        for turns in range(8):
+            task = asyncio.ensure_future(store.get([(page(1), memoryview(memory))]))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait({task})
+            memory[:] = bytes(len(memory))
+
+    run(subject, scenario)
+    assert not any(memory), "a transfer was still writing when its task had ended"
+
+
+def test_what_is_reused_after_a_cancelled_put_is_never_stored(subject: Subject) -> None:
+    async def scenario(store: PageStore) -> None:
+        for turns in range(8):
+            memory = body_of(turns)
+            task = asyncio.ensure_future(store.put([(page(turns), memoryview(memory))]))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait({task})
+            memory[:] = bytes(BODY_BYTES)
+        for turns, found in enumerate(await fetch(store, list(range(8)))):
+            assert found in (body_of(turns), Got.MISS)
+
+    run(subject, scenario)
+
+
+def test_counts_add_up(subject: Subject) -> None:
+    async def scenario(store: PageStore) -> None:
+        await store.put(offers([1, 2, 1]))
+        await fetch(store, [1, 2, 3])
+        await store.held()  # a store of many users counts what it holds when it is asked
+        stats = store.stats()
+        assert (stats.objects, stats.bytes) == (2, 2 * OBJECT_BYTES)
+        assert stats.capacity_bytes > 0
+        assert stats.put == {Put.STORED: 2, Put.EXISTED: 1}
+        assert (stats.puts, stats.refused, stats.put_bytes) == (3, 0, 2 * BODY_BYTES)
+        assert (stats.gets, stats.hits, stats.misses, stats.corrupt) == (3, 2, 1, 0)
+        assert stats.get_bytes == 2 * BODY_BYTES
+
+    run(subject, scenario)
+
+
+def test_close_may_come_twice(subject: Subject) -> None:
+    async def scenario(store: PageStore) -> None:
+        await store.put(offers([1]))
+        await store.close()
+
+    run(subject, scenario)
+
+
+Operation = tuple[str, list[int]]
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["put", "get", "contains"]), st.lists(st.integers(0, 6), max_size=5)),
+        max_size=20,
+    ),
+    st.integers(1, 6),
+)
+def test_any_history_returns_what_was_put_or_nothing(history: list[Operation], capacity: int) -> None:
+    store = MemoryStore(capacity * OBJECT_BYTES)
+
+    async def scenario() -> None:
+        for name, numbers in history:
+            if name == "put":
+                outcomes = await store.put(offers(numbers))
+                stored = sum(outcome.is_there for outcome in outcomes)
+                assert all(outcome.is_there for outcome in outcomes[:stored])
+                assert all(await store.contains([page(number) for number in numbers[:stored]]))
+            elif name == "get":
+                for number, found in zip(numbers, await fetch(store, numbers), strict=True):
+                    assert found in (body_of(number), Got.MISS)
+            held = sum(await store.contains([page(number) for number in range(7)]))
+            assert store.stats().bytes == held * OBJECT_BYTES <= capacity * OBJECT_BYTES
+
+    asyncio.run(scenario())

@@ -1,0 +1,345 @@
+"""Chains of stores: who is asked, who is given what, and what a tier that is slow or down costs."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.kvstore.scripted_store import Fault, Scripted, now
+from tests.support.sim.faulty_store import FaultyStore
+from tests.support.sim.loop import simulate
+from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
+from tidemill.kvstore.stores.circuit_breaker import Guard
+from tidemill.kvstore.stores.memory_store import MemoryStore
+from tidemill.kvstore.stores.page_store import Got, PageStore, Put, StoreStats
+from tidemill.kvstore.stores.seal import SEAL_BYTES
+from tidemill.kvstore.stores.tiered_store import KNOWN_S, Tier, TieredStore, Write
+
+BODY_BYTES = 1000
+OBJECT_BYTES = BODY_BYTES + SEAL_BYTES
+AMPLE_BYTES = 1 << 30
+
+
+def key(number: int) -> ObjectKey:
+    """Every fifth is a checkpoint."""
+    return ObjectKey(Kind.PAGE if number % 5 else Kind.CHECKPOINT, PageKey(number.to_bytes(16, "big")))
+
+
+def body_of(number: int) -> bytearray:
+    return bytearray(Random(number).randbytes(BODY_BYTES))
+
+
+def memory() -> MemoryStore:
+    return MemoryStore(AMPLE_BYTES)
+
+
+async def put(store: PageStore, *numbers: int) -> list[Put]:
+    return await store.put([(key(number), memoryview(body_of(number))) for number in numbers])
+
+
+async def fetch(store: PageStore, *numbers: int) -> list[Got]:
+    """The outcomes; hits are checked. The memory is overwritten as soon as it is the caller's again."""
+    views = [memoryview(bytearray(BODY_BYTES)) for _ in numbers]
+    outcomes = await store.get([(key(number), view) for number, view in zip(numbers, views, strict=True)])
+    for number, view, got in zip(numbers, views, outcomes, strict=True):
+        assert got is not Got.HIT or view == body_of(number)
+        view[:] = bytes(BODY_BYTES)
+    return outcomes
+
+
+def held(store: MemoryStore) -> list[int]:
+    return sorted(int.from_bytes(one.key, "big") for one in store.objects)
+
+
+async def settled() -> None:
+    """All that was on its way without waiting for anything has arrived."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    simulate(1, scenario)
+
+
+def test_a_get_asks_the_nearest_and_only_what_is_missing_goes_on() -> None:
+    async def scenario() -> None:
+        near, far = Scripted(), Scripted()
+        store = TieredStore([Tier(near), Tier(far)])
+        await put(near, 1, 2)
+        await put(far, 2, 3)
+        assert await fetch(store, 1, 2) == [Got.HIT] * 2
+        assert far.calls["get"] == 0
+        assert await fetch(store, 3, 9, 1, 3) == [Got.HIT, Got.MISS, Got.HIT, Got.HIT]
+        assert far.stats().got == {Got.HIT: 2, Got.MISS: 1}
+        await store.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("near", Write)
+@pytest.mark.parametrize("far", Write)
+def test_a_tier_takes_what_its_policy_says(near: Write, far: Write) -> None:
+    async def scenario() -> None:
+        stores = [memory(), memory()]
+        store = TieredStore([Tier(stores[0], near), Tier(stores[1], far)])
+        takes_puts = [policy is Write.ALL for policy in (near, far)]
+        outcomes = await put(store, 1, 2)
+        assert outcomes == ([Put.STORED] * 2 if any(takes_puts) else [Put.FULL, Put.SKIPPED])
+        assert [held(one) for one in stores] == [[1, 2] if takes else [] for takes in takes_puts]
+        for one in stores:
+            one.objects.clear()
+        await put(stores[0], 3)
+        await put(stores[1], 4)
+        assert await fetch(store, 3, 4) == [Got.HIT] * 2
+        await settled()
+        assert held(stores[0]) == ([3] if near is Write.NONE else [3, 4])
+        assert held(stores[1]) == ([4] if far is Write.NONE else [3, 4])
+        assert await fetch(store, 3, 4) == [Got.HIT] * 2
+        await store.close()
+
+    run(scenario())
+
+
+def test_of_a_hit_no_more_is_copied_than_there_is_memory_for_and_nothing_out_of_order() -> None:
+    async def scenario() -> None:
+        near, far = memory(), memory()
+        store = TieredStore([Tier(near), Tier(far)], copy_bytes_max=3 * BODY_BYTES)
+        await put(far, 1, 2, 3, 4, 5)
+        for arrived in ([1, 2, 3], [1, 2, 3, 4, 5]):
+            assert await fetch(store, 1, 2, 3, 4, 5) == [Got.HIT] * 5
+            await settled()
+            assert held(near) == arrived
+        await store.close()
+
+    run(scenario())
+
+
+class Reluctant(MemoryStore):
+    """Takes what is put when the gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__(AMPLE_BYTES)
+        self.gate = asyncio.Event()
+
+    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+        await self.gate.wait()
+        return await super().put(objects)
+
+
+def test_a_near_tier_that_is_slow_to_take_a_hit_holds_nothing_up() -> None:
+    async def scenario() -> None:
+        near, far = Reluctant(), memory()
+        store = TieredStore([Tier(near), Tier(far)])
+        await put(far, 1, 2, 3)
+        assert await fetch(store, 1) == [Got.HIT]
+        assert await fetch(store, 2) == [Got.HIT]
+        near.gate.set()
+        await settled()
+        assert held(near) == [1], "a second copy was made while the first was on its way"
+        near.gate.clear()
+        assert await fetch(store, 2, 3) == [Got.HIT] * 2
+        closing = asyncio.ensure_future(store.close())
+        await settled()
+        assert not closing.done(), "closed under a put"
+        near.gate.set()
+        await closing
+
+    run(scenario())
+
+
+def test_a_tier_that_is_down_costs_one_wait_and_its_objects() -> None:
+    async def scenario() -> None:
+        near, far = Scripted(Fault(1.0, 60.0, 10.0)), memory()
+        guard = Guard(near, 0.25)
+        store = TieredStore([Tier(guard), Tier(far)])
+        await put(store, 1)
+        await asyncio.sleep(2.0)
+        assert await fetch(store, 1) == [Got.HIT], "the far tier has it"
+        assert store.stats().is_down
+        started, calls, puts = now(), near.calls.total(), guard.stats().puts
+        assert await fetch(store, 1, 2) == [Got.HIT, Got.UNREACHABLE]
+        await settled()
+        assert guard.stats().puts == puts, "a copy was made for nobody"
+        assert await put(store, 3) == [Put.STORED]
+        assert await store.contains([key(3), key(4)]) == [True, False]
+        assert (now(), near.calls.total()) == (started, calls)
+        await asyncio.sleep(100.0)
+        assert store.stats().trips == 1
+        assert not store.stats().is_down
+        await store.close()
+
+    run(scenario())
+
+
+def test_a_far_tier_that_was_restarted_empty_gets_back_what_is_read() -> None:
+    async def scenario() -> None:
+        near, far = memory(), memory()
+        store = TieredStore([Tier(near), Tier(far)])
+        await put(store, 1, 2)
+        far.objects.clear()
+        await fetch(store, 1)
+        await settled()
+        assert held(far) == [], "it is asked each time"
+        await asyncio.sleep(KNOWN_S)
+        await fetch(store, 1)
+        await settled()
+        assert held(far) == [1]
+        await store.close()
+
+    run(scenario())
+
+
+def test_a_tier_that_is_full_takes_the_first_and_the_others_all() -> None:
+    async def scenario() -> None:
+        near, far = MemoryStore(2 * OBJECT_BYTES), memory()
+        store = TieredStore([Tier(near), Tier(far)])
+        await put(near, 2)
+        assert await put(store, 1, 2, 3, 4, 5) == [Put.STORED, Put.EXISTED, *[Put.STORED] * 3]
+        assert (held(near), held(far)) == ([1, 2], [1, 2, 3, 4, 5])
+        both_full = TieredStore([Tier(near), Tier(MemoryStore(OBJECT_BYTES))])
+        assert await put(both_full, 6, 7, 8, 9) == [Put.STORED, Put.STORED, Put.FULL, Put.SKIPPED]
+        await store.close()
+
+    run(scenario())
+
+
+def test_what_is_damaged_near_is_mended_from_afar() -> None:
+    async def scenario() -> None:
+        near, far = memory(), memory()
+        store = TieredStore([Tier(near), Tier(far)])
+        await put(store, 1, 2)
+        near.objects[key(1)][-1] ^= 4
+        near.objects[key(2)][-1] ^= 4
+        far.forget(key(2))
+        assert await fetch(store, 1, 2, 3) == [Got.HIT, Got.CORRUPT, Got.MISS]
+        await settled()
+        assert await fetch(near, 1, 2) == [Got.HIT, Got.MISS]
+        assert store.stats().got == {Got.HIT: 1, Got.CORRUPT: 1, Got.MISS: 1}
+        await store.close()
+
+    run(scenario())
+
+
+def test_a_chain_is_looked_at_and_cleaned_as_one() -> None:
+    async def scenario() -> None:
+        near, far = memory(), memory()
+        store = TieredStore([Tier(near, Write.HITS), Tier(far)])
+        await put(store, 1, 2)
+        await put(near, 2, 3)
+        assert await store.contains([key(number) for number in (1, 2, 3, 4)]) == [True, True, True, False]
+        assert sorted(int.from_bytes(one.key.key, "big") for one in await store.held()) == [1, 2, 3]
+        stats = store.stats()
+        assert (stats.objects, stats.bytes, stats.capacity_bytes) == (4, 4 * OBJECT_BYTES, 2 * AMPLE_BYTES)
+        assert (stats.put, stats.put_bytes) == ({Put.STORED: 2}, 2 * BODY_BYTES)
+        await store.remove([key(1), key(2)])
+        assert (held(near), held(far)) == ([3], [])
+        await put(near, 1)
+        assert await fetch(store, 1) == [Got.HIT]
+        await settled()
+        assert held(far) == [1], "it is believed to be there still"
+        await store.close()
+        assert (held(near), held(far)) == ([], [])
+
+    run(scenario())
+
+
+def test_patience_is_that_of_all_who_may_be_waited_for() -> None:
+    async def scenario() -> None:
+        store = TieredStore([Tier(memory()), Tier(Guard(memory(), 2.0)), Tier(Guard(memory(), 0.5))])
+        assert store.patience_s(0) == pytest.approx(2.5)  # pyright: ignore[reportUnknownMemberType] - pytest
+        assert TieredStore([Tier(memory())]).patience_s(1) == float("inf")
+        await store.close()
+
+    run(scenario())
+
+
+def test_large_hits_are_copied_beside_the_event_loop() -> None:
+    content = Random(1).randbytes(3 << 20)
+    view = memoryview(bytearray(len(content)))
+
+    async def scenario() -> None:
+        near, far = memory(), memory()
+        store = TieredStore([Tier(near), Tier(far)])
+        await far.put([(key(1), memoryview(content))])
+        for turns in range(8):
+            task = asyncio.ensure_future(store.get([(key(1), view)]))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait({task})
+        assert await store.get([(key(1), view)]) == [Got.HIT]
+        view[:] = bytes(len(content))
+        await settled()
+        assert await near.get([(key(1), view)]) == [Got.HIT]
+        assert view == content
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+Operation = tuple[str, list[int]]
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["put", "get", "remove"]), st.lists(st.integers(0, 9), max_size=6)), max_size=25
+)
+TIERS = st.lists(st.tuples(st.integers(0, 8), st.sampled_from(Write)), min_size=1, max_size=3)
+
+
+async def history(store: TieredStore, operations: Sequence[Operation], stores: Sequence[MemoryStore]) -> None:
+    for name, numbers in operations:
+        if name == "put":
+            outcomes = await put(store, *numbers)
+            there = [outcome.is_there for outcome in outcomes]
+            assert there == sorted(there, reverse=True)
+            assert all(one is Put.SKIPPED for one in outcomes[there.count(True) + 1 :])
+            union = {number for one in stores for number in held(one)}
+            assert set(numbers[: there.count(True)]) <= union
+        elif name == "get":
+            outcomes = await fetch(store, *numbers)
+            assert set(outcomes) <= {Got.HIT, Got.MISS}
+            await settled()
+        else:
+            await store.remove([key(number) for number in numbers])
+            union = {number for one in stores for number in held(one)}
+            assert not set(numbers) & union
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(TIERS, OPERATIONS, st.integers(0, 9))
+def test_any_history_over_any_chain_is_one_of_one_store(
+    tiers: list[tuple[int, Write]], operations: list[Operation], copies: int
+) -> None:
+    stores = [MemoryStore(capacity * OBJECT_BYTES) for capacity, _ in tiers]
+
+    async def scenario() -> None:
+        chain = [Tier(one, policy) for one, (_, policy) in zip(stores, tiers, strict=True)]
+        store = TieredStore(chain, copy_bytes_max=copies * BODY_BYTES)
+        await history(store, operations, stores)
+        for one, (capacity, _) in zip(stores, tiers, strict=True):
+            assert one.stats().bytes <= capacity * OBJECT_BYTES
+        await store.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_its_tiers_do_a_chain_returns_what_was_put_or_nothing(seed: int) -> None:
+    rng = Random(seed)
+
+    def faulty() -> FaultyStore:
+        drop, evict, corrupt, refuse = (rng.random() * 0.2 for _ in range(4))
+        return FaultyStore(rng, drop=drop, evict=evict, corrupt=corrupt, refuse=refuse, delay_s_max=0.01)
+
+    async def scenario() -> None:
+        store = TieredStore([Tier(Guard(faulty(), 1.0)), Tier(Guard(faulty(), 1.0))])
+        tasks = [put(store, *rng.sample(range(30), 6)) for _ in range(15)]
+        reads = [fetch(store, *rng.sample(range(30), 6)) for _ in range(30)]
+        await asyncio.gather(*tasks, *reads)
+        stats: StoreStats = store.stats()
+        assert (stats.puts, stats.gets) == (90, 180)
+        await store.close()
+
+    simulate(seed, scenario())

@@ -1,0 +1,300 @@
+"""The budget of memory: overload, one request at a time, changes while requests run, and refusals."""
+
+import asyncio
+from collections import Counter
+from random import Random
+from statistics import median
+
+import pytest
+
+from tests.support.sim.fold import fold_layout
+from tests.support.workers.bench import (
+    ATTENTION_ONLY,
+    HYBRID,
+    TIGHT,
+    Tuning,
+    a_request,
+    bench,
+    prompt,
+    run,
+)
+from tidemill.kvstore.errors import OutOfMemory
+from tidemill.kvstore.layout import Layout
+from tidemill.kvstore.memory.allocation_sites import Site
+from tidemill.kvstore.memory.backing import Fixed
+from tidemill.workers.engine.build import extents_for
+from tidemill.workers.messages import Request
+from tidemill.workers.scheduling.admission import PREEMPTIONS_MAX
+from tidemill.workers.settings import CheckpointStrategy
+
+layouts = pytest.mark.parametrize(
+    "layout", [HYBRID, ATTENTION_ONLY, TIGHT], ids=["hybrid", "attention", "tight"]
+)
+STRATEGIES: tuple[CheckpointStrategy, ...] = ("none", "double", "lazy")
+strategies = pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [
+        *(pytest.param(HYBRID, name, id=f"{name}-hybrid") for name in STRATEGIES),
+        *(pytest.param(TIGHT, name, id=f"{name}-tight") for name in STRATEGIES),
+        pytest.param(ATTENTION_ONLY, "lazy", id="attention"),  # without states there is nothing to checkpoint
+    ],
+)
+
+
+def work_of(requests: list[Request]) -> int:
+    """Tokens that have to be computed when nothing is shared and nothing is lost."""
+    return sum(len(one.tokens) + one.max_new_tokens - 1 for one in requests)
+
+
+def requests_of(count: int, num_tokens: int, max_new_tokens: int) -> list[Request]:
+    return [
+        a_request(prompt(num_tokens + seed % 7, seed), max_new_tokens, request_id=str(seed))
+        for seed in range(count)
+    ]
+
+
+@strategies
+def test_an_overload_that_lasts(layout: Layout, strategy: CheckpointStrategy) -> None:
+    """More than ten times the memory at once, for minutes. Nobody is preempted more often than promised. Who
+    is preempted resumes at its last checkpoint, so little is computed twice. The loop stands still only while
+    memory changes hands: before the first step, and after the last one."""
+    requests = requests_of(64, 20, 60)
+    num_extents = 128 // layout.pages_per_extent
+
+    async def main() -> None:
+        tuning = Tuning(step_s_max=0.3)
+        async with bench(strategy=strategy, layout=layout, num_extents=num_extents, tuning=tuning) as one:
+            work = asyncio.create_task(one.answer_all(requests))
+            looks: list[float] = []
+            while not work.done():
+                load = one.engine.load()
+                if load.waiting_rows:
+                    unused = load.memory.empty + load.memory.unmapped
+                    looks.append(1 - unused / load.budget_bytes)
+                await asyncio.sleep(0.5)
+            await work
+            assert len(looks) > 2 * 100, "minutes"
+            # admission leaves a page for each that runs, which in the tight layout is an extent
+            assert median(looks) >= (0.94 if layout is TIGHT else 0.99)
+            assert len(one.engine.preempted) > 0
+            assert one.engine.preemptions_max <= PREEMPTIONS_MAX
+            assert one.count("computed_tokens") <= 1.25 * work_of(requests)
+            assert one.idle_turns <= 5
+
+    run(main())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@layouts
+def test_a_budget_for_one_request_serves_one_after_the_other(layout: Layout, seed: int) -> None:
+    """Each of them fills it."""
+
+    async def main() -> None:
+        floor = extents_for(layout, 53)
+        async with bench(layout=layout, num_extents=floor) as one:
+            rows_max = 0
+            work = asyncio.create_task(one.answer_all(requests_of(6, 40, 7)))
+            while not work.done():
+                rows_max = max(rows_max, one.engine.load().running_rows)
+                await asyncio.sleep(0.01)
+            await work
+            assert rows_max == 1
+            assert one.engine.preemptions_max <= PREEMPTIONS_MAX
+
+    run(main(), seed)
+
+
+@strategies
+def test_down_to_the_floor_while_eight_run_and_up_again(layout: Layout, strategy: CheckpointStrategy) -> None:
+    """The youngest lose their memory first, and all resume exactly."""
+    floor = extents_for(layout, 63)
+    requests = requests_of(8, 20, 37)
+
+    async def main() -> None:
+        tuning = Tuning(extents_min=floor, extents_max=300)
+        async with bench(strategy=strategy, layout=layout, num_extents=200, tuning=tuning) as one:
+            work = asyncio.create_task(one.answer_all(requests))
+
+            def ran() -> set[str]:
+                return {row.sequence_id for step in one.runner.steps for row in step}
+
+            await one.until(lambda: len(ran()) == 8 and one.count("generated_tokens") > 8 * 10)
+            assert one.engine.load().running_rows == 8
+            order = [name.split("#")[0] for name in sorted(ran(), key=_arrival)]
+            one.engine.resize(0)
+            assert one.ledger.budget_extents == floor, "never less"
+            await one.until(lambda: not one.ledger.excess)
+            gone = list(one.engine.preempted)
+            assert gone == order[::-1][: len(gone)]
+            assert 0 < len(gone) <= 8
+            await asyncio.sleep(0.2)
+            assert 0 < one.engine.load().running_rows < 8
+            one.engine.resize(1000 * layout.extent_bytes)
+            assert one.ledger.budget_extents == 300, "never more"
+            await one.until(lambda: one.engine.load().running_rows == 8)
+            assert sorted(one.engine.preempted) == sorted(set(one.engine.preempted)), "once each"
+            await work
+            assert one.count("preemptions_for_resize") == len(one.engine.preempted)
+
+    run(main())
+
+
+@layouts
+def test_what_is_kept_goes_before_what_runs(layout: Layout) -> None:
+    floor = extents_for(layout, 63)
+
+    async def main() -> None:
+        async with bench(layout=layout, num_extents=200, tuning=Tuning(extents_min=floor)) as one:
+            await one.answer_all(requests_of(30, 20, 10))
+            await one.settle()
+            work = asyncio.create_task(one.answer(a_request(prompt(20, 77), 40)))
+            await one.until(lambda: one.engine.load().running_rows == 1)
+            kept = one.ledger.usage()
+            assert kept.page_extents + kept.state_extents > floor
+            one.engine.resize(0)
+            await one.until(lambda: not one.ledger.excess)
+            await work
+            used = one.ledger.usage()
+            assert used.page_extents + used.state_extents + used.empty_extents <= floor
+            assert one.count("evicted_pages_for_resize") > 0
+            if layout is TIGHT:  # an extent holds one thing, so nothing that runs is in the way
+                assert one.engine.preempted == []
+
+    run(main())
+
+
+def test_when_nothing_runs_it_shrinks_at_once() -> None:
+    async def main() -> None:
+        async with bench(num_extents=40, tuning=Tuning(extents_min=4)) as one:
+            await one.answer_all(requests_of(12, 20, 10))
+            await one.settle()
+            one.engine.resize(7 * one.layout.extent_bytes)
+            used = one.ledger.usage()
+            assert used.page_extents + used.state_extents + used.empty_extents <= 7
+            await one.answer_all(requests_of(12, 20, 10))
+
+    run(main())
+
+
+REACHED = {
+    "none": (Site.RUN_PAGE, Site.RUN_STATE, Site.CHECKPOINT_STATE),
+    "lazy": (Site.RUN_PAGE, Site.RUN_STATE, Site.CHECKPOINT_STATE),
+    "double": (Site.RUN_PAGE, Site.RUN_STATE, Site.SPARE_STATE),
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "site"), [(name, site) for name, sites in REACHED.items() for site in sites]
+)
+def test_memory_refused_at_each_site(strategy: CheckpointStrategy, site: Site) -> None:
+    """At the n-th time, once or a few times in a row, for every n until it is not reached any more."""
+
+    async def main() -> None:
+        requests = requests_of(4, 9, 14)
+        for first in range(1, 1000):
+            asked = Counter[Site]()
+            times = 1 + first % 4
+
+            def refuses(
+                asking: Site, first: int = first, times: int = times, asked: Counter[Site] = asked
+            ) -> bool:
+                asked[asking] += 1
+                return asking is site and first <= asked[site] < first + times
+
+            async with bench(strategy=strategy, num_extents=8, tuning=Tuning(refuses=refuses)) as one:
+                await one.answer_all(requests)
+                assert one.engine.preemptions_max <= PREEMPTIONS_MAX
+            if asked[site] < first:
+                assert first > 2, "the site was never reached"
+                return
+        pytest.fail("it never ends")
+
+    run(main())
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("count", [16, 40])
+@pytest.mark.parametrize(
+    "layout", [HYBRID, TIGHT, fold_layout(1, hybrid=False)], ids=["hybrid", "tight", "attention"]
+)
+def test_short_prompts_with_long_answers(layout: Layout, count: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
+    """All are admitted at once, and memory is there for the end of a few."""
+
+    async def main() -> None:
+        tuning = Tuning(rows_max=count, overlap=overlap)
+        async with bench(layout=layout, num_extents=extents_for(layout, 90), tuning=tuning) as one:
+            rng = Random(count)
+            await one.answer_all(
+                a_request(prompt(rng.randrange(1, 5), seed), rng.randrange(20, 80), request_id=str(seed))
+                for seed in range(count)
+            )
+            assert 0 < one.engine.preemptions_max <= PREEMPTIONS_MAX
+
+    run(main())
+
+
+class Grudging(Fixed):
+    """While `refuses` is set, another process has the memory."""
+
+    refuses = False
+
+    def map(self, offset_bytes: int, num_bytes: int) -> None:
+        if self.refuses:
+            raise OutOfMemory("another process has it")
+        super().map(offset_bytes, num_bytes)
+
+
+@layouts
+@pytest.mark.parametrize("generated", [-1, 0, 30, 100])
+def test_memory_that_another_process_took_for_a_while(layout: Layout, generated: int) -> None:
+    """Requests wait, and go on when it is granted again."""
+    backings: list[Grudging] = []
+
+    def backing(num_bytes: int) -> Grudging:
+        backings.append(Grudging(num_bytes))
+        return backings[-1]
+
+    async def main() -> None:
+        async with bench(layout=layout, num_extents=120, tuning=Tuning(backing=backing)) as one:
+            backings[0].refuses = generated < 0
+            work = asyncio.create_task(one.answer_all(requests_of(10, 20, 30)))
+            await one.until(lambda: one.count("generated_tokens") >= generated)
+            backings[0].refuses = True
+            await asyncio.sleep(60)
+            if generated < 0:
+                assert one.count("computed_tokens") == 0
+            backings[0].refuses = False
+            await work
+            assert one.engine.preemptions_max <= PREEMPTIONS_MAX
+
+    run(main())
+
+
+def _arrival(sequence_id: str) -> int:
+    return int(sequence_id.split("#")[1])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "seed"),
+    [
+        *(("double", seed) for seed in range(6)),
+        *(("lazy", seed) for seed in (*range(4), 15, 42)),
+        *(("none", seed) for seed in (*range(4), 45)),
+    ],
+)
+def test_requests_that_fill_the_memory_to_its_last_page(strategy: CheckpointStrategy, seed: int) -> None:
+    """Several states in an extent, so that those of one request may lie in several."""
+    rng = Random(seed)
+    lengths = [(rng.randrange(8, 30), rng.randrange(5), rng.randrange(3)) for _ in range(8)]
+    requests = [
+        a_request(prompt(length, which), 48 - length - less, request_id=str(index))
+        for index, (length, which, less) in enumerate(lengths)
+    ]
+
+    async def main() -> None:
+        async with bench(layout=fold_layout(2, hybrid=True), num_extents=4, strategy=strategy) as one:
+            async with asyncio.timeout(300):
+                await asyncio.gather(*map(one.answer, requests))
+            assert one.engine.preemptions_max <= PREEMPTIONS_MAX
+
+    run(main(), seed)

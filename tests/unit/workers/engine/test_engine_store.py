@@ -1,0 +1,320 @@
+"""Engines that share a store: what is fetched, published, lost, damaged or refused there changes no token."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from tests.support.kvstore.leases import scattered
+from tests.support.sim.fold import ATTENTION, LINEAR, expected, fold_layout
+from tests.support.workers.bench import STORE_BYTES, Tuning, a_request, a_store, bench, prompt, root_of, run
+from tidemill.kvstore.keys import Kind, ObjectKey, page_keys
+from tidemill.kvstore.layout import layout_of, restorable_end
+from tidemill.kvstore.stores.memory_store import MemoryStore
+from tidemill.kvstore.stores.page_store import Got, Put
+from tidemill.workers.engine.publisher import PUBLICATIONS_MAX
+from tidemill.workers.messages import (
+    PagesMissing,
+    Produced,
+    Provenance,
+)
+
+SHAPES = sorted(
+    {(P, num_tokens) for P in (1, 4, 16) for num_tokens in (1, P - 1, P, P + 1, 2 * P, 3 * P - 1, 3 * P + 1)}
+    - {(P, 0) for P in (1, 4, 16)}
+)
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+@pytest.mark.parametrize(("page_tokens", "num_tokens"), SHAPES)
+def test_cold_warm_fetched_and_produced_are_the_same(
+    page_tokens: int,
+    num_tokens: int,
+    hybrid: bool,  # noqa: FBT001  a parameter of the test
+) -> None:
+    request = a_request(prompt(num_tokens), 2 * page_tokens + 1)
+    boundary = restorable_end(num_tokens, page_tokens)
+    layout = fold_layout(page_tokens, hybrid=hybrid)
+
+    async def main() -> None:
+        store = a_store()
+        async with bench(store, layout=layout) as first:
+            cold = await first.answer(request)
+            assert cold == Provenance(computed_tokens=num_tokens)
+            warm = await first.answer(request)
+            assert warm == Provenance(reused_tokens=boundary, computed_tokens=num_tokens - boundary)
+        async with bench(store, layout=layout) as second:
+            fetched = await second.answer(request)
+            assert fetched == Provenance(fetched_tokens=boundary, computed_tokens=num_tokens - boundary)
+        other = a_store()
+        async with bench(other, layout=layout) as prefill:
+            produced = await prefill.engine.produce(request)
+            assert produced == Produced(depth=boundary, provenance=Provenance(computed_tokens=boundary))
+            async with bench(other, layout=layout) as decode:
+                assert await decode.answer(replace(request, gap_tokens_max=0)) == fetched
+
+    run(main())
+
+
+def test_a_short_shared_part_is_restorable_from_its_third_sight_on() -> None:
+    """The second prompt leaves the path of the first one: there, at the junction, a checkpoint is made."""
+    shared = prompt(10)
+
+    async def main() -> None:
+        async with bench() as one:
+            reused: list[int] = []
+            for seed in (1, 2, 3):
+                provenance = await one.answer(a_request(shared + prompt(11, seed), 3))
+                reused.append(provenance.reused_tokens)
+            assert reused == [0, 0, 8]
+            assert one.count("kv_hit_without_state_tokens") == 8, "of the second one"
+        async with bench(one.store) as other:
+            provenance = await other.answer(a_request(shared + prompt(9, 4), 3))
+            assert provenance.fetched_tokens == 8, "junctions are published"
+
+    run(main())
+
+
+def test_a_long_shared_part_is_restorable_from_its_second_sight_on() -> None:
+    """The first prompt has left checkpoints on the grid, one for every four pages."""
+    shared = prompt(18)
+
+    async def main() -> None:
+        async with bench() as one:
+            await one.answer(a_request(shared + prompt(11, 1), 3))
+            provenance = await one.answer(a_request(shared + prompt(11, 2), 3))
+            assert provenance.reused_tokens == 16
+
+    run(main())
+
+
+def test_pages_that_are_here_are_not_attached_beyond_the_checkpoint_in_the_store() -> None:
+    async def main() -> None:
+        async with bench() as one:
+            await one.answer(a_request(prompt(33)))  # checkpoints at 16 and 32
+            await one.settle()
+            async with bench(one.store) as other:
+                await other.engine.produce(a_request(prompt(25)))  # and at 24, in the store alone
+            provenance = await one.answer(a_request(prompt(30) + prompt(9, 1)))
+            assert provenance == Provenance(reused_tokens=24, computed_tokens=15)
+
+    run(main())
+
+
+def test_the_next_turn_resumes_in_the_answer_of_this_one() -> None:
+    async def main() -> None:
+        async with bench() as one:
+            request = a_request(prompt(10), 15)
+            await one.answer(request)
+            answer = tuple(expected(request, hybrid=True))
+            following = a_request(request.tokens + answer + prompt(7, 1), 5)
+            await one.settle()
+            async with bench(one.store) as other:
+                assert (await other.answer(following)).fetched_tokens == 24
+            assert (await one.answer(following)).reused_tokens == 24
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("kind", "index"), [(Kind.PAGE, 0), (Kind.PAGE, 2), (Kind.PAGE, 4), (Kind.CHECKPOINT, -1)]
+)
+def test_a_damaged_object_is_found_and_computed_again(kind: Kind, index: int) -> None:
+    async def main() -> None:
+        store = a_store()
+        async with bench(store) as first:
+            for num_tokens in (9, 13, 21):  # checkpoints at 8, 12 and 20
+                await first.engine.produce(a_request(prompt(num_tokens)))
+        held = [key for key in store.objects if key.kind is kind]
+        store.objects[held[index]][-1] ^= 1
+        async with bench(store) as second:
+            provenance = await second.answer(a_request(prompt(21)))
+            assert second.engine.load().counters["store_gets_as_corrupt"] == 1
+            assert provenance.computed_tokens > 1
+            assert (await second.answer(a_request(prompt(21)))).reused_tokens == 20
+        async with bench(store) as third:
+            assert (await third.answer(a_request(prompt(21)))).fetched_tokens == 20, "it was stored anew"
+
+    run(main())
+
+
+def test_a_store_that_takes_nothing() -> None:
+    async def main() -> None:
+        async with bench(MemoryStore(0)) as one:
+            produced = await one.engine.produce(a_request(prompt(21)))
+            assert produced == Produced(depth=0, provenance=Provenance(computed_tokens=20))
+            assert (await one.answer(a_request(prompt(21)))).reused_tokens == 20
+            assert one.engine.load().counters["store_puts_as_full"] > 0
+
+    run(main())
+
+
+def test_a_prompt_produced_twice_at_once_is_computed_once() -> None:
+    async def main() -> None:
+        async with bench() as one:
+            request = a_request(prompt(40))
+            both = await asyncio.gather(*(one.engine.produce(request) for _ in range(3)))
+            assert {produced.depth for produced in both} == {36}
+            assert one.engine.load().counters["computed_tokens"] == 36
+            again = await one.engine.produce(request)
+            assert again == Produced(depth=36, provenance=Provenance(reused_tokens=36))
+            assert one.engine.load().counters["computed_tokens"] == 36
+
+    run(main())
+
+
+class SlowStore(MemoryStore):
+    """Counts what it is given, and takes its time."""
+
+    puts = 0
+
+    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+        self.puts += len(objects)
+        await asyncio.sleep(1.0)
+        return await super().put(objects)
+
+
+def test_a_prompt_produced_twice_at_once_is_published_once() -> None:
+    async def main() -> None:
+        store = SlowStore(STORE_BYTES)
+        async with bench(store) as one:
+            await asyncio.gather(*(one.engine.produce(a_request(prompt(40))) for _ in range(3)))
+            assert store.puts == 36 // 4 + 1, "its pages and its checkpoint"
+
+    run(main())
+
+
+@pytest.mark.parametrize(("num_extents", "num_tokens"), [(7, 15), (8, 17)])
+def test_pages_in_every_extent_do_not_lock_out_a_request_that_is_fetched(
+    num_extents: int, num_tokens: int
+) -> None:
+    """Its first seven pages, kept here in an extent each, leave none for a state. They are given up; or, with
+    an eighth extent, it takes the place of their checkpoint."""
+
+    async def main() -> None:
+        layout = layout_of((LINEAR, ATTENTION), 2, extent_bytes_min=1, granule_bytes=1)
+        store, request = a_store(), a_request(prompt(num_tokens), 1)
+        async with bench(store, layout=layout) as one:
+            await one.engine.produce(request)
+        tuning = Tuning(extents_min=num_extents)
+        async with bench(store, layout=layout, num_extents=8, tuning=tuning) as one:
+            scattered(one.ledger, page_keys(root_of(""), request.tokens, 2), path_pages=7)
+            one.engine.resize(num_extents * layout.extent_bytes)
+            assert one.ledger.usage().state_extents == num_extents - 7
+            (delta,) = [delta async for delta in one.engine.generate(request)]
+            assert delta.provenance is not None
+            assert delta.provenance.computed_tokens == 1
+
+    run(main())
+
+
+def test_what_is_kept_here_is_published_without_computing() -> None:
+    async def main() -> None:
+        async with bench() as one:
+            await one.engine.produce(a_request(prompt(21)))
+            await one.store.close()  # which forgets all
+            produced = await one.engine.produce(a_request(prompt(21)))
+            assert produced == Produced(depth=20, provenance=Provenance(reused_tokens=20))
+            assert one.engine.load().counters["computed_tokens"] == 20
+
+    run(main())
+
+
+@pytest.mark.parametrize("gap_tokens_max", [0, 8, 15, 16])
+def test_a_longer_gap_than_allowed_is_not_computed(gap_tokens_max: int) -> None:
+    async def main() -> None:
+        async with bench() as one:
+            request = a_request(prompt(19), gap_tokens_max=gap_tokens_max)
+            if gap_tokens_max < 16:
+                with pytest.raises(PagesMissing):
+                    await one.answer(request)
+                assert one.ledger.num_leases == 0
+                assert one.engine.num_requests == 0
+                await one.engine.produce(request)
+            await one.answer(request)
+
+    run(main())
+
+
+class PutOrder(MemoryStore):
+    """Remembers in which order it was offered what."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.offered: list[ObjectKey] = []
+
+    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+        self.offered += [key for key, _ in objects]
+        return await super().put(objects)
+
+
+def test_a_checkpoint_is_published_behind_its_pages() -> None:
+    """It says that they were stored before it."""
+
+    async def main() -> None:
+        store = PutOrder()
+        async with bench(store) as one:
+            request = a_request(prompt(15))
+            await one.engine.produce(request)
+            keys = page_keys(root_of(""), request.tokens[:12], 4)
+            pages = [ObjectKey(Kind.PAGE, key) for key in keys]
+            assert store.offered == [*pages, ObjectKey(Kind.CHECKPOINT, keys[-1])]
+
+    run(main())
+
+
+class Stuck(MemoryStore):
+    """Takes nothing before `opened` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.opened = asyncio.Event()
+
+    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+        await self.opened.wait()
+        return await super().put(objects)
+
+
+def test_a_store_that_is_stuck_does_not_hold_all_memory() -> None:
+    """Publishing is best effort: beyond some publications under way the next ones are left out."""
+
+    async def main() -> None:
+        store = Stuck()
+        async with bench(store) as one:
+            for seed in range(PUBLICATIONS_MAX + 3):
+                await one.answer(a_request(prompt(5, seed), 1))
+            assert one.ledger.num_leases == PUBLICATIONS_MAX
+            assert one.engine.load().counters["publications_skipped"] == 3
+            store.opened.set()
+            await one.settle()
+            assert len(store.objects) == 2 * PUBLICATIONS_MAX
+
+    run(main())
+
+
+class SlowLoss(MemoryStore):
+    """Loses everything while it is being fetched."""
+
+    async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
+        await asyncio.sleep(1.0)
+        self.objects.clear()
+        return await super().get(wanted)
+
+
+def test_a_fetch_that_fails_lets_the_next_one_have_its_memory() -> None:
+    """Otherwise it waits for its turn behind the one that waits for its memory."""
+
+    async def main() -> None:
+        store = SlowLoss(1 << 20)
+        async with bench(store) as first:
+            await first.engine.produce(a_request(prompt(29)))
+        async with bench(store, num_extents=3) as second:
+            fetching = asyncio.create_task(second.answer(a_request(prompt(29), 3)))
+            await asyncio.sleep(0.5)
+            waiting = asyncio.create_task(second.answer(a_request(prompt(29, 1), 3)))
+            await asyncio.sleep(0.1)
+            assert second.ledger.num_leases == 1
+            await asyncio.gather(fetching, waiting)
+
+    run(main())

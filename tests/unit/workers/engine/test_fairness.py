@@ -1,0 +1,347 @@
+"""Streams keep their pace beside a flood of prompts, and the prompts get their share of the machine.
+
+Virtual time: a step takes so long for itself, for each row and for each token.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from random import Random
+from statistics import mean
+
+import pytest
+
+from tests.support.sim.faulty_store import FaultyStore
+from tests.support.sim.fold import fold_layout
+from tests.support.sim.in_order import InOrder
+from tests.support.workers.bench import Bench, Tuning, a_request, bench, prompt, run
+from tidemill.kvstore.layout import Layout
+from tidemill.workers.execution.step import Drawn, Row, Step
+from tidemill.workers.messages import Request
+from tidemill.workers.scheduling.sequence import PRIORITY_AGE_S
+
+P = 16
+ATTENTION = fold_layout(P, hybrid=False)
+HYBRID = fold_layout(P, hybrid=True)
+SLOWDOWN_MAX = 2.0
+"""What is promised, with half a step for where a measurement begins."""
+
+PROMPT_TOKENS = 640
+FLOOD = 6
+
+NOISES = [(1.0,), (0.8, 0.9, 1.0, 1.1, 1.2), (1.0, 1.0, 1.0, 1.0, 1.0, 5.0)]
+"""Steps as they should be, as they are, and with one in six that the machine holds up."""
+
+overlaps = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
+
+
+@cache
+def luck(position: int) -> float:
+    return Random(position).random()
+
+
+@dataclass(kw_only=True)
+class Machine:
+    """Draws tokens that depend on their position only, and repeat themselves `right` of the time."""
+
+    base_s: float
+    row_s: float = 0.0
+    token_s: float = 0.0
+    noise: tuple[float, ...] = (1.0,)
+    right: float = 0.0
+    rng: Random
+
+    def __post_init__(self) -> None:
+        self._order = InOrder[list[Drawn]]()
+
+    def run(self, step: Step) -> asyncio.Future[list[Drawn]]:
+        return self._order.add(lambda: self._run(step))
+
+    def truth(self, position: int) -> int:
+        odd = luck(position) >= self.right
+        return 100 + position % 7 if odd else position % 2
+
+    async def _run(self, step: Step) -> list[Drawn]:
+        num_tokens = sum(len(row.tokens) for row in step)
+        seconds = self.base_s + self.row_s * len(step) + self.token_s * (num_tokens - len(step))
+        await asyncio.sleep(seconds * self.rng.choice(self.noise))
+        return [self._drawn(row) for row in step]
+
+    def _drawn(self, row: Row) -> Drawn:
+        if row.draws is None:
+            return Drawn()
+        drawn: list[int] = []
+        for guess in (*row.tokens[len(row.tokens) - row.drafts :], None):
+            drawn.append(self.truth(row.end - row.drafts + len(drawn)))
+            if drawn[-1] != guess:
+                break
+        return Drawn(tuple(drawn))
+
+
+@asynccontextmanager
+async def a_machine(
+    machine: Machine,
+    *,
+    layout: Layout = ATTENTION,
+    rows_max: int = 48,
+    tokens_max: int = 256,
+    overlap: bool = True,
+    drafts_max: int = 0,
+) -> AsyncGenerator[Bench]:
+    tuning = Tuning(rows_max=rows_max, overlap=overlap, drafts_max=drafts_max)
+    async with bench(
+        layout=layout, num_extents=6000, tokens_max=tokens_max, runner=machine, tuning=tuning
+    ) as one:
+        yield one
+
+
+class Stream:
+    """One that notes when each of its tokens comes."""
+
+    def __init__(self, one: Bench, name: str, priority: int = 0) -> None:
+        self.at_s: list[float] = []
+        request = a_request(prompt(3, len(name)), 20_000, request_id=name, priority=priority)
+        self.task = asyncio.create_task(self._read(one, request))
+
+    async def _read(self, one: Bench, request: Request) -> None:
+        async with aclosing(one.engine.generate(request)) as deltas:
+            async for delta in deltas:
+                self.at_s += [asyncio.get_running_loop().time()] * len(delta.tokens)
+
+    def mean_s(self, start_s: float, end_s: float) -> float:
+        """Between two tokens of that time."""
+        came = [at for at in self.at_s if start_s <= at <= end_s]
+        assert len(came) > 10
+        return (came[-1] - came[0]) / (len(came) - 1)
+
+
+async def first_token_s(one: Bench, request: Request) -> float:
+    """Until its first token; then it hangs up."""
+    start_s = now_s()
+    async with aclosing(one.engine.generate(request)) as deltas:
+        await anext(deltas)
+    return now_s() - start_s
+
+
+def now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def flooded(one: Bench, num_streams: int, num_prompts: int = FLOOD) -> tuple[float, float]:
+    """How much slower the mean stream goes beside a flood, and how long until the last of its prompts has its
+    first token, in seconds."""
+    streams = [Stream(one, f"stream{index}") for index in range(num_streams)]
+    await one.until(lambda: all(len(stream.at_s) > 3 for stream in streams))
+    start_s = now_s()
+    await one.until(lambda: all(len(stream.at_s) > 200 for stream in streams))
+    alone_s = mean(stream.mean_s(start_s, now_s()) for stream in streams)
+    flood_s = now_s()
+    prompts = [
+        a_request(prompt(PROMPT_TOKENS, 100 + index), 1, request_id=f"p{index}")
+        for index in range(num_prompts)
+    ]
+    waits_s = await asyncio.gather(*(first_token_s(one, request) for request in prompts))
+    beside_s = mean(stream.mean_s(flood_s, now_s()) for stream in streams)
+    for stream in streams:
+        stream.task.cancel()
+    await asyncio.wait([stream.task for stream in streams])
+    return beside_s / alone_s, max(waits_s)
+
+
+@overlaps
+@pytest.mark.parametrize(
+    ("num_streams", "token_s", "noise"),
+    [
+        *product([1, 8], [0.001], NOISES),
+        (32, 0.001, NOISES[2]),
+        *product([1, 24], [0.0001], [NOISES[0], NOISES[2]]),
+        (24, 0.01, NOISES[2]),
+    ],
+)
+def test_streams_beside_a_flood_of_long_prompts(
+    num_streams: int,
+    token_s: float,
+    noise: tuple[float, ...],
+    overlap: bool,  # noqa: FBT001  a parameter of the test
+) -> None:
+    """Their mean inter-token time stays within 2x; the prompts have a third of the machine."""
+    machine = Machine(base_s=0.02, row_s=0.001, token_s=token_s, noise=noise, rng=Random(1))
+
+    async def main() -> None:
+        async with a_machine(machine, overlap=overlap) as one:
+            num_prompts = max(FLOOD, int(0.006 / token_s))
+            slowdown, last_s = await flooded(one, num_streams, num_prompts)
+            assert slowdown <= SLOWDOWN_MAX
+            work_s = num_prompts * PROMPT_TOKENS * token_s * mean(noise)
+            steps_s = num_prompts * PROMPT_TOKENS / 256 * (0.02 + 0.001 * (num_streams + 2)) * mean(noise)
+            start_s = 40 * (0.02 + 0.001 * num_streams) * mean(noise)  # to learn the times of steps
+            assert last_s <= 3 * (work_s + steps_s) + start_s
+
+    run(main())
+
+
+@overlaps
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(("num_streams", "token_s"), [(1, 0.001), (4, 0.01)])
+def test_streams_that_guess_beside_a_flood(
+    num_streams: int,
+    token_s: float,
+    right: float,
+    overlap: bool,  # noqa: FBT001  a parameter of the test
+) -> None:
+    """A stream that waits for its guesses is a stream."""
+    machine = Machine(base_s=0.02, row_s=0.001, token_s=token_s, right=right, rng=Random(1))
+
+    async def main() -> None:
+        async with a_machine(machine, overlap=overlap, drafts_max=4) as one:
+            slowdown, _ = await flooded(one, num_streams)
+            assert slowdown <= SLOWDOWN_MAX
+            for step in one.runner.steps:
+                names = {row.sequence_id[0] for row in step}
+                assert "s" in names, "a step of prompts alone, for which all streams wait"
+            assert right < 1 or one.count("spec_accepted_tokens") > 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("right", [0.7, 1.0])
+def test_streams_that_guess_stay_in_one_step(right: float) -> None:
+    """Some wait for their guesses: the others do not go on in a step of their own, by turns."""
+    rates = dict[bool, float]()
+
+    async def main(*, overlap: bool) -> None:
+        machine = Machine(base_s=0.02, row_s=0.001, token_s=0.0002, right=right, rng=Random(1))
+        async with a_machine(machine, overlap=overlap, drafts_max=4) as one:
+            streams = [Stream(one, f"stream{index}") for index in range(8)]
+            await asyncio.sleep(5.0)
+            rates[overlap] = one.count("generated_tokens")
+            for stream in streams:
+                stream.task.cancel()
+            await asyncio.wait([stream.task for stream in streams])
+
+    for overlap in (True, False):
+        run(main(overlap=overlap))
+    assert rates[True] >= 0.9 * rates[False]
+
+
+@overlaps
+def test_the_one_stream_that_stays_of_many(overlap: bool) -> None:  # noqa: FBT001  a parameter of the test
+    """The times that were learned with thirty streams do not hold for one."""
+    machine = Machine(base_s=0.002, row_s=0.005, token_s=0.0001, rng=Random(1))
+
+    async def main() -> None:
+        async with a_machine(machine, overlap=overlap) as one:
+            many = [Stream(one, f"early{index}") for index in range(30)]
+            await one.until(lambda: all(len(stream.at_s) > 30 for stream in many))
+            flood = [
+                asyncio.create_task(
+                    first_token_s(one, a_request(prompt(4000, index), 1, request_id=f"f{index}"))
+                )
+                for index in range(12)
+            ]
+            await asyncio.sleep(1.0)
+            for stream in many[1:]:
+                stream.task.cancel()
+            await asyncio.sleep(1.0)
+            start_s = now_s()
+            await asyncio.sleep(2.0)
+            assert not all(task.done() for task in flood)
+            assert many[0].mean_s(start_s, now_s()) <= SLOWDOWN_MAX * 0.007
+            for task in [*flood, many[0].task]:
+                task.cancel()
+            await asyncio.wait([*flood, many[0].task])
+
+    run(main())
+
+
+@overlaps
+def test_without_streams_prompts_have_the_whole_machine(overlap: bool) -> None:  # noqa: FBT001  a parameter of the test
+    """Full steps, from the first one on."""
+    machine = Machine(base_s=0.02, token_s=0.001, rng=Random(1))
+
+    async def main() -> None:
+        async with a_machine(machine, overlap=overlap) as one:
+            request = a_request(prompt(8 * 256), 1)
+            last_s = await first_token_s(one, request)
+            assert last_s <= 9 * (0.02 + 0.256)
+            assert max(sum(len(row.tokens) for row in step) for step in one.runner.steps) == 256
+
+    run(main())
+
+
+@pytest.mark.parametrize("streams", [0, 3])
+def test_a_flood_of_short_prompts_does_not_starve_a_long_one(streams: int) -> None:
+    """Each short one answers with one token, and the next one takes its place. They overtake the long one for
+    a while; then it is its turn."""
+    machine = Machine(base_s=0.02, token_s=0.001, rng=Random(1))
+
+    async def main() -> None:
+        async with a_machine(machine, rows_max=12, tokens_max=64) as one:
+            decoding = [Stream(one, f"stream{index}") for index in range(streams)]
+            long = asyncio.create_task(first_token_s(one, a_request(prompt(800, 1), 1, request_id="long")))
+            count = 0
+
+            async def short_ones() -> None:
+                nonlocal count
+                while not long.done():
+                    count += 1
+                    await first_token_s(one, a_request(prompt(P, 1000 + count), 1, request_id=f"s{count}"))
+
+            flood = [asyncio.create_task(short_ones()) for _ in range(10)]
+            async with asyncio.timeout(300):
+                last_s = await long
+            assert last_s <= PRIORITY_AGE_S + 3 * 2 * 800 / 64 * (0.02 + 0.064) + 5
+            assert count > 100
+            for task in [*flood, *(stream.task for stream in decoding)]:
+                task.cancel()
+            await asyncio.wait([*flood, *(stream.task for stream in decoding)])
+
+    run(main())
+
+
+@pytest.mark.parametrize("layout", [ATTENTION, HYBRID], ids=["attention", "hybrid"])
+def test_no_more_rows_run_than_may(layout: Layout) -> None:
+    machine = Machine(base_s=0.02, rng=Random(1))
+
+    async def main() -> None:
+        async with a_machine(machine, layout=layout, rows_max=5) as one:
+            requests = [a_request(prompt(20 + index, index), 9, request_id=str(index)) for index in range(40)]
+            work = asyncio.gather(*(_read(one, request) for request in requests))
+            most = 0
+            while not work.done():
+                most = max(most, one.engine.load().running_rows)
+                await asyncio.sleep(0.005)
+            await work
+            assert most == 5
+
+    run(main())
+
+
+def test_those_that_are_being_fetched_count_as_rows() -> None:
+    """They take long to arrive from the store, all at once; then they run, and no more than may."""
+    requests = [a_request(prompt(40, index), 9, request_id=str(index)) for index in range(20)]
+
+    async def main() -> None:
+        store = FaultyStore(Random(2), delay_s_max=0.5)
+        async with bench(store, layout=ATTENTION, num_extents=500) as one:
+            await asyncio.gather(*map(one.engine.produce, requests))
+        async with bench(store, layout=ATTENTION, num_extents=500, tuning=Tuning(rows_max=5)) as one:
+            work = asyncio.create_task(one.answer_all(requests))
+            most = 0
+            while not work.done():
+                most = max(most, one.engine.load().running_rows)
+                await asyncio.sleep(0.005)
+            provenances = await work
+            assert {provenance.fetched_tokens for provenance in provenances} == {32}
+            assert 1 < most <= 5
+
+    run(main())
+
+
+async def _read(one: Bench, request: Request) -> None:
+    async with aclosing(one.engine.generate(request)) as deltas:
+        async for _ in deltas:
+            pass

@@ -1,0 +1,164 @@
+"""The logprobs of a prompt come whole and once, whatever is kept, cut, preempted or lost."""
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.sim.fold import expected_scores
+from tests.support.workers.bench import ATTENTION_ONLY, HYBRID, Bench, Tuning, a_request, bench, prompt, run
+from tidemill.kvstore.layout import Layout
+from tidemill.workers.execution.logprobs import CHUNK_TOKENS, scores_of, token_logprob, token_logprobs
+from tidemill.workers.execution.step import Row, Scores
+from tidemill.workers.messages import Request, Sampling, TokenLogprob
+
+LAYOUTS = pytest.mark.parametrize("layout", [HYBRID, ATTENTION_ONLY], ids=["hybrid", "attention"])
+
+
+def scored(num_tokens: int, seed: int = 0, max_new_tokens: int = 6, alternatives: int = 1) -> Request:
+    sampling = Sampling(seed=1, prompt_logprobs=alternatives)
+    return replace(a_request(prompt(num_tokens, seed), max_new_tokens), sampling=sampling)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("tokens_max", [12, 13, 40, 1000])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_whatever_a_step_holds(layout: Layout, tokens_max: int, *, overlap: bool) -> None:
+    """`answer` compares each of them with the definition."""
+
+    async def main() -> None:
+        async with bench(layout=layout, tokens_max=tokens_max, tuning=Tuning(overlap=overlap)) as one:
+            plain = [a_request(prompt(20, seed), 20) for seed in (7, 8)]
+            await asyncio.gather(*(one.answer(scored(n, n)) for n in (1, 2, 3, 4, 5, 8, 9, 50)))
+            await asyncio.gather(*map(one.answer, plain), *(one.answer(scored(n, n)) for n in (16, 17, 33)))
+            chunks = [row.scores for step in one.runner.steps for row in step if row.scores is not None]
+            assert max(len(chunk.targets) for chunk in chunks) <= max(tokens_max, 12)
+
+    run(main())
+
+
+@LAYOUTS
+def test_nothing_is_restored_for_it_and_all_is_kept(layout: Layout) -> None:
+    async def main() -> None:
+        async with bench(layout=layout) as one:
+            request = scored(30, max_new_tokens=1)
+            assert (await one.answer(request)).computed_tokens == 30
+            assert (await one.answer(request)).computed_tokens == 30, "the model must see all of it again"
+            assert (await one.answer(a_request(prompt(30), 1))).reused_tokens == 28
+
+    run(main())
+
+
+@LAYOUTS
+@pytest.mark.parametrize("seed", range(4))
+def test_after_preemption(layout: Layout, seed: int) -> None:
+    async def main() -> None:
+        async with bench(layout=layout, num_extents=8, tokens_max=16, tuning=Tuning(drafts_max=2)) as one:
+            for _ in range(2):
+                requests = [scored(10 + 9 * index, index, max_new_tokens=40) for index in range(5)]
+                await one.answer_all(requests)
+            assert one.count("preemptions") > 0
+
+    run(main(), seed)
+
+
+@LAYOUTS
+def test_a_change_of_the_memory_amid_a_prompt_starts_where_it_was(layout: Layout) -> None:
+    async def main() -> None:
+        async with bench(layout=layout, tokens_max=12, tuning=Tuning(extents_min=40)) as one:
+            work = asyncio.create_task(one.answer(scored(60)))
+            for _ in range(8):
+                for extents in (40, 64):
+                    one.engine.resize(extents * layout.extent_bytes)
+                    await asyncio.sleep(0.03)
+            await work
+
+    run(main())
+
+
+@LAYOUTS
+@pytest.mark.parametrize("done", [0, 1, 3, 4, 5, 11, 28, 29, 30])
+def test_only_what_a_loss_has_left_is_delivered(layout: Layout, done: int) -> None:
+    async def main() -> None:
+        async with bench(layout=layout, tokens_max=12) as one:
+            await one.answer(a_request(prompt(31), 1))
+            request = replace(scored(31), scored=done)
+            provenance = await one.answer(request)
+            if done == 30:
+                assert provenance.computed_tokens <= 7, "nothing is left of it"
+            else:
+                assert provenance.reused_tokens <= done
+            assert one.runner.steps[-1]
+
+    run(main())
+
+
+def test_the_answer_of_a_lost_worker_is_no_part_of_the_prompt() -> None:
+    async def main() -> None:
+        async with bench() as one:
+            request = scored(10)
+            async with aclosing(one.engine.generate(request)) as deltas:
+                drawn = [token async for delta in deltas for token in delta.tokens]
+            again = replace(request, tokens=(*request.tokens, *drawn[:3]), drawn=3, max_new_tokens=3)
+            assert await _scores(one, again) == expected_scores(request, hybrid=True)
+
+    run(main())
+
+
+async def _scores(one: Bench, request: Request) -> list[TokenLogprob]:
+    async with aclosing(one.engine.generate(request)) as deltas:
+        return [score async for delta in deltas for score in delta.prompt_logprobs]
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 80), st.integers(0, 3), st.booleans()), min_size=1, max_size=4),
+    st.integers(0, 4),
+)
+def test_each_row_is_scored_by_its_own_logits(rows: list[tuple[int, int, bool]], alternatives: int) -> None:
+    """Hidden states are logits here; a chunk holds a few of them."""
+    logits_TV = torch.randn(sum(n for n, _, _ in rows), 7, generator=torch.Generator().manual_seed(1))
+    step: list[Row] = []
+    wanted: list[tuple[TokenLogprob, ...]] = []
+    begin = 0
+    for num_tokens, skipped, asks in rows:
+        offset = min(skipped, num_tokens - 1)
+        targets = tuple(place % 7 for place in range(num_tokens - offset))
+        scores = Scores(offset, targets, alternatives) if asks else None
+        step.append(Row("", (0,) * num_tokens, 0, (), None, (), scores=scores))
+        logprobs_NV = logits_TV[begin + offset : begin + num_tokens].double().log_softmax(dim=-1)
+        found = zip(logprobs_NV, targets, strict=True)
+        wanted.append(tuple(token_logprob(one, token, alternatives) for one, token in found if asks))
+        begin += num_tokens
+    sizes: list[int] = []
+
+    def logits(hidden_NV: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(hidden_NV))
+        return hidden_NV
+
+    assert scores_of(logits, logits_TV, tuple(step)) == (wanted if any(asks for *_, asks in rows) else [])
+    assert all(size <= CHUNK_TOKENS for size in sizes)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(st.integers(0, 9), st.integers(0, 9), st.lists(st.integers(0, 7), min_size=1, max_size=5))
+def test_many_at_once_are_what_each_is_alone(seed: int, alternatives: int, tokens: list[int]) -> None:
+    """Few different numbers, so that many are equal."""
+    source = torch.Generator().manual_seed(seed)
+    logits_NV = torch.randint(0, 2 + 3 * seed, (len(tokens), 8), generator=source).double()
+    logprobs_NV = logits_NV.log_softmax(dim=-1)
+    alone = [
+        token_logprob(row_V, token, alternatives) for row_V, token in zip(logprobs_NV, tokens, strict=True)
+    ]
+    assert token_logprobs(logprobs_NV, tokens, alternatives) == alone
+
+
+def test_equal_alternatives_come_by_their_ids() -> None:
+    logprobs_V = torch.tensor([-1.0, -0.5, -0.5, -2.0, -0.5], dtype=torch.float64)
+    assert token_logprob(logprobs_V, 3, 2) == TokenLogprob(-2.0, ((1, -0.5), (2, -0.5)))
+    assert token_logprob(logprobs_V, 3, 0) == TokenLogprob(-2.0)
+    assert len(token_logprob(logprobs_V, 3, 20).top) == 5

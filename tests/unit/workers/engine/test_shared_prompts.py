@@ -1,0 +1,219 @@
+"""A prompt that many requests share is computed once, also when they arrive at once and its maker is lost."""
+
+import asyncio
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+
+import pytest
+
+from tests.support.sim.fold import fold_layout
+from tests.support.workers.bench import (
+    ATTENTION_ONLY,
+    HYBRID,
+    Bench,
+    BrokenRunner,
+    Tuning,
+    a_request,
+    a_store,
+    bench,
+    prompt,
+    root_of,
+    run,
+)
+from tidemill.kvstore.keys import page_keys
+from tidemill.kvstore.layout import Layout
+from tidemill.workers.messages import PagesMissing, Request, WorkerGone
+
+MANY = 128
+NEW_TOKENS = 3
+OWN = 6
+LONG = prompt(96)
+"""Several steps of 20 tokens; its checkpoints on the grid are 16 tokens apart."""
+
+layouts = pytest.mark.parametrize("layout", [HYBRID, ATTENTION_ONLY], ids=["hybrid", "attention"])
+
+
+def sharing(shared: tuple[int, ...], count: int = MANY, salt: str = "") -> list[Request]:
+    return [
+        a_request(shared + prompt(OWN, 1000 + seed), NEW_TOKENS, request_id=f"{salt}{seed}", salt=salt)
+        for seed in range(count)
+    ]
+
+
+def own_tokens(requests: list[Request], num_shared: int) -> int:
+    """What remains when the first `num_shared` tokens of each are there; the last one drawn is not run."""
+    return sum(len(one.tokens) + one.max_new_tokens - 1 - num_shared for one in requests)
+
+
+def restorable_tokens(one: Bench, tokens: tuple[int, ...], salt: str = "") -> int:
+    size = one.layout.page_tokens
+    return size * one.ledger.index.match(page_keys(root_of(salt), tokens, size)).restorable_pages
+
+
+@layouts
+@pytest.mark.parametrize("num_shared", [4, 29, 30, 32, 77])
+def test_many_at_once_compute_it_once(num_shared: int, layout: Layout) -> None:
+    requests = sharing(prompt(num_shared))
+    boundary = num_shared // 4 * 4
+
+    async def main() -> None:
+        async with bench(layout=layout, num_extents=1000, tuning=Tuning(rows_max=MANY)) as one:
+            came_from = await one.answer_all(requests)
+            assert one.count("computed_tokens") == boundary + own_tokens(requests, boundary)
+            assert sum(provenance.reused_tokens == boundary for provenance in came_from) == MANY - 1
+            assert restorable_tokens(one, prompt(num_shared)) == boundary
+
+    run(main())
+
+
+@layouts
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_prompts_that_part_at_different_depths(seed: int, overlap: bool, layout: Layout) -> None:  # noqa: FBT001  a parameter
+    """A tree: each of its parts is computed once. A row in flight may have passed a place when it turns out
+    that prompts part there: without a checkpoint at it, a hybrid computes that part once more."""
+    trunk = prompt(16)
+    branches = [trunk + prompt(12, 10 + branch) for branch in range(4)]
+    twigs = [branch + prompt(8, 20 + twig) for branch in branches for twig in range(2)]
+    requests = [
+        replace(one, request_id=f"{index} {one.request_id}")
+        for index, twig in enumerate(twigs)
+        for one in sharing(twig, 6)
+    ]
+
+    async def main() -> None:
+        async with bench(layout=layout, num_extents=1000, tuning=Tuning(rows_max=64, overlap=overlap)) as one:
+            await one.answer_all(requests)
+            once = 16 + 4 * 12 + 8 * 8 + own_tokens(requests, 36)
+            if layout.hybrid:
+                assert once <= one.count("computed_tokens") <= once + 16
+            else:
+                assert one.count("computed_tokens") == once
+                assert all(restorable_tokens(one, part) == len(part) for part in [trunk, *branches, *twigs])
+
+    run(main(), seed)
+
+
+def test_each_salt_computes_its_own() -> None:
+    requests = [*sharing(prompt(32), 20, "a"), *sharing(prompt(32), 20, "b")]
+
+    async def main() -> None:
+        async with bench(num_extents=400, tuning=Tuning(rows_max=40)) as one:
+            await one.answer_all(requests)
+            assert one.count("computed_tokens") == 2 * 32 + own_tokens(requests, 32)
+            assert restorable_tokens(one, prompt(32)) == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("steps", range(7))
+def test_its_maker_is_aborted_in_the_middle(steps: int) -> None:
+    """Somebody else goes on at the last checkpoint of the grid."""
+    requests = sharing(LONG, 20)
+
+    async def main() -> None:
+        async with _small_steps() as one:
+            maker = asyncio.create_task(one.answer(requests[0]))
+            await one.until(lambda: one.engine.num_requests == 1)
+            others = asyncio.create_task(one.answer_all(requests[1:]))
+            await one.until(lambda: len(one.runner.steps) >= steps)
+            maker.cancel()
+            await others
+            assert one.count("computed_tokens") <= 96 + 16 + 20 + own_tokens(requests, 96)
+            assert restorable_tokens(one, LONG) == 96
+
+    run(main())
+
+
+@pytest.mark.parametrize("computed", range(8, 80, 16))
+def test_its_maker_is_preempted_in_the_middle(computed: int) -> None:
+    """The budget shrinks below what it and an older request hold, and is given back."""
+    requests = sharing(LONG, 20)
+    older = a_request(prompt(60, 5), 40, request_id="older")
+
+    async def main() -> None:
+        async with _small_steps() as one:
+            first = asyncio.create_task(one.answer(older))
+            await one.until(lambda: one.count("generated_tokens") > 0)
+            work = asyncio.create_task(one.answer_all(requests))
+            await one.until(lambda: one.engine.load().running_rows == 2)
+            start = one.count("computed_tokens")
+            await one.until(lambda: one.count("computed_tokens") >= start + computed)
+            one.engine.resize(0)
+            await one.until(lambda: bool(one.engine.preempted))
+            one.engine.resize(200 * one.layout.extent_bytes)
+            await asyncio.gather(first, work)
+            assert one.engine.preempted[0] != "older"
+            assert restorable_tokens(one, LONG) == 96
+            useful = 99 + 96 + own_tokens(requests, 96)
+            assert one.count("computed_tokens") <= useful + 99 + 96, "once more at most"
+
+    run(main())
+
+
+def test_its_maker_fails() -> None:
+    """It may not compute so much itself; the others wait for it no longer."""
+    requests = sharing(LONG, 20)
+    requests[0] = replace(requests[0], gap_tokens_max=8)
+
+    async def main() -> None:
+        async with _small_steps() as one:
+            maker = asyncio.create_task(one.answer(requests[0]))
+            await asyncio.sleep(0)
+            others = asyncio.create_task(one.answer_all(requests[1:]))
+            with pytest.raises(PagesMissing):
+                await maker
+            await others
+            assert one.count("computed_tokens") == 96 + own_tokens(requests[1:], 96)
+
+    run(main())
+
+
+def test_the_step_loop_breaks_in_the_middle() -> None:
+    """Those that wait for the maker end as well."""
+
+    async def main() -> None:
+        async with bench(runner=BrokenRunner(3), tokens_max=20) as one:
+            ended = await asyncio.gather(*map(one.answer, sharing(LONG, 20)), return_exceptions=True)
+            assert all(isinstance(end, WorkerGone) for end in ended), ended
+
+    run(main())
+
+
+def test_a_worker_produces_it_once_for_all() -> None:
+    requests = sharing(prompt(64), 32)
+
+    async def main() -> None:
+        store = a_store()
+        async with bench(store, num_extents=400) as one:
+            made = await asyncio.gather(*map(one.engine.produce, requests))
+            assert {produced.depth for produced in made} == {68}
+            assert one.count("computed_tokens") == 64 + 32 * 4
+        async with bench(store, num_extents=400) as other:
+            came_from = await other.answer_all(replace(request, gap_tokens_max=0) for request in requests)
+            assert sum(one.computed_tokens for one in came_from) == 32 * 2
+
+    run(main())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_in_scarce_memory_and_at_different_moments(seed: int) -> None:
+    """Exact, whoever waits for whom."""
+
+    async def main() -> None:
+        layout = fold_layout(4, hybrid=seed % 3 != 2)
+        tuning = Tuning(rows_max=8, extents_min=10, extents_max=12)
+        async with bench(layout=layout, num_extents=10, tuning=tuning) as one:
+
+            async def late(request: Request, index: int) -> None:
+                await asyncio.sleep(index % 7 * 0.05)
+                await one.answer(request)
+
+            requests = [*sharing(prompt(40), 12), *sharing(prompt(21), 12), *sharing(prompt(60), 12)]
+            await asyncio.gather(*(late(request, index) for index, request in enumerate(requests)))
+
+    run(main(), seed)
+
+
+def _small_steps() -> AbstractAsyncContextManager[Bench]:
+    return bench(num_extents=200, tokens_max=20, tuning=Tuning(rows_max=16, extents_min=8))

@@ -1,0 +1,170 @@
+"""Checkpoints while decoding: what each strategy holds, keeps and gives up, alone and all at once."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from tests.support.sim.fold import expected
+from tests.support.workers.bench import (
+    ATTENTION_ONLY,
+    HYBRID,
+    LOOK_S,
+    WINDOWS,
+    Bench,
+    Tuning,
+    a_request,
+    bench,
+    prompt,
+    root_of,
+    run,
+)
+from tidemill.kvstore.keys import page_keys
+from tidemill.kvstore.layout import Layout
+from tidemill.kvstore.memory.allocation_sites import Site
+from tidemill.workers.messages import Request
+from tidemill.workers.scheduling.admission import PREEMPTIONS_MAX
+from tidemill.workers.settings import CheckpointStrategy
+
+STRATEGIES: tuple[CheckpointStrategy, ...] = ("none", "double", "lazy")
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("strategy", "slots"), [("none", 1), ("double", 3), ("lazy", 2)])
+def test_slots_at_rest(strategy: CheckpointStrategy, slots: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
+    """With a step in flight `lazy` borrows the slot for a boundary one step before it is reached."""
+
+    async def main() -> None:
+        async with bench(strategy=strategy, tuning=Tuning(overlap=overlap)) as one:
+            work = [asyncio.create_task(one.answer(a_request(prompt(10, seed), 60))) for seed in range(3)]
+            seen: set[tuple[int, int]] = set()
+            while not any(task.done() for task in work):
+                if one.count("generated_tokens") > 3 * 10:
+                    load = one.engine.load()
+                    seen.add((load.running_rows, load.state_slots))
+                await asyncio.sleep(LOOK_S)
+            await asyncio.gather(*work)
+            assert {rows for rows, _ in seen} == {3}
+            assert min(held for _, held in seen) == 3 * slots
+            assert max(held for _, held in seen) <= 3 * (slots + (overlap and strategy == "lazy"))
+            await one.settle()
+            assert one.engine.load().state_slots == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("layout", [HYBRID, ATTENTION_ONLY, WINDOWS], ids=["hybrid", "attention", "windows"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_where_the_next_turn_resumes(strategy: CheckpointStrategy, layout: Layout) -> None:
+    """At the end of the answer, or with `none` at the end of the prompt; without states always there."""
+
+    async def main() -> None:
+        async with bench(strategy=strategy, layout=layout) as one:
+            request = a_request(prompt(10), 15)
+            await one.answer(request)
+            answer = tuple(one.expected(request))
+            provenance = await one.answer(a_request(request.tokens + answer + prompt(7, 1), 5))
+            assert provenance.reused_tokens == (8 if strategy == "none" and layout.hybrid else 24)
+
+    run(main())
+
+
+@pytest.mark.parametrize("strategy", ["double", "lazy"])
+@pytest.mark.parametrize("interval", [1, 2, 3])
+def test_an_interval_is_kept(strategy: CheckpointStrategy, interval: int) -> None:
+    async def main() -> None:
+        async with bench(strategy=strategy, tuning=Tuning(interval=interval)) as one:
+            assert await _depths_seen(one, a_request(prompt(2), 41)) == set(range(interval, 11, interval))
+
+    run(main())
+
+
+@pytest.mark.parametrize("strategy", ["double", "lazy"])
+@pytest.mark.parametrize("refusals", [1, 2, 3])
+def test_a_boundary_without_a_slot_is_caught_up_with_at_the_next_page(
+    strategy: CheckpointStrategy, refusals: int
+) -> None:
+    """The second slot of `double` is its own: nothing that others take can refuse it."""
+    asked = 0
+
+    def refuses(site: Site) -> bool:
+        nonlocal asked
+        asked += site is Site.CHECKPOINT_STATE
+        return site is Site.CHECKPOINT_STATE and 2 <= asked < 2 + refusals
+
+    async def main() -> None:
+        async with bench(strategy=strategy, tuning=Tuning(interval=4, refuses=refuses)) as one:
+            depths = await _depths_seen(one, a_request(prompt(2), 66))
+            if strategy == "double":
+                assert depths == {4, 8, 12, 16}
+            else:  # 4 was kept until the first page at which a slot could be had
+                assert depths == {4, 8 + refusals, 12, 16}
+                assert one.count("checkpoints_skipped") == refusals
+
+    run(main())
+
+
+async def _depths_seen(one: Bench, request: Request) -> set[int]:
+    """In pages: where there was a checkpoint at any moment; there is never more than one, and never none
+    after the first."""
+    work = asyncio.create_task(one.answer(request))
+    seen: set[int] = set()
+    while not work.done():
+        depths = [entry.depth_pages for entry in one.ledger.index if entry.checkpoint is not None]
+        assert len(depths) == bool(depths or seen)
+        seen.update(depths)
+        await asyncio.sleep(LOOK_S)
+    await work
+    return seen
+
+
+@pytest.mark.parametrize("count", [64, 128])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_reach_every_boundary_in_the_same_step(strategy: CheckpointStrategy, count: int) -> None:
+    """With memory for all of them nobody loses a checkpoint to the boundary of another."""
+    requests = [a_request(prompt(9, seed), 20, request_id=str(seed)) for seed in range(count)]
+
+    async def main() -> None:
+        tuning = Tuning(rows_max=count + 1)
+        async with bench(
+            strategy=strategy, num_extents=3 * count, tokens_max=9 * count, tuning=tuning
+        ) as one:
+            one.runner.gate.clear()
+            opener = asyncio.create_task(one.answer(a_request(prompt(1), 1)))
+            await one.until(lambda: bool(one.runner.steps))
+            work = asyncio.create_task(one.answer_all(requests))
+            await one.until(lambda: one.engine.load().running_rows == count + 1)
+            one.runner.gate.set()
+            await asyncio.gather(opener, work)
+            assert {len(step) for step in one.runner.steps} == {1, count}, "all of them in step"
+            await one.settle()
+            for request in requests:
+                tokens = request.tokens + tuple(expected(request, hybrid=True))
+                keys = page_keys(root_of(""), tokens, 4)
+                assert one.ledger.index.match(keys).restorable_pages == (2 if strategy == "none" else 7)
+            assert one.engine.preempted == []
+            counters = one.engine.load().counters
+            assert counters.get("checkpoints_skipped", 0) == 0
+            assert not any(value for name, value in counters.items() if name.startswith("evicted"))
+
+    run(main())
+
+
+@pytest.mark.parametrize("num_extents", [20, 70, 150])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_reach_every_boundary_in_the_same_step_in_scarce_memory(
+    strategy: CheckpointStrategy, num_extents: int
+) -> None:
+    count = 64
+    requests = [a_request(prompt(9, seed), 20, request_id=str(seed)) for seed in range(count)]
+
+    async def main() -> None:
+        async with bench(
+            strategy=strategy, num_extents=num_extents, tokens_max=9 * count, tuning=Tuning(rows_max=count)
+        ) as one:
+            await one.answer_all(requests)
+            await one.answer_all(replace(request, max_new_tokens=5) for request in requests)
+            assert one.engine.preemptions_max <= PREEMPTIONS_MAX
+            assert sum(one.count(f"evicted_pages_for_{reason}") for reason in ("pages", "states")) > 0
+
+    run(main())

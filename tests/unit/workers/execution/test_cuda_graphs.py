@@ -1,0 +1,194 @@
+"""Decode steps in graphs: their sizes, their padding, what runs without them. See tests/gpu for a device."""
+# pyright: basic
+# torch's conversions to lists are untyped.
+
+import asyncio
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.parity.architectures import random_model, save
+from tests.support.parity.served import answer, serving
+from tests.support.workers.padded import CPU, ROWS_MAX, TABLE_WIDTH, Bed, again, check_padding
+from tidemill.kernels.dispatch import REFERENCE, operators
+from tidemill.workers.engine import build
+from tidemill.workers.engine.build import Memory
+from tidemill.workers.execution.cuda_graphs import CHUNK, Graphs, Replay, buckets, pad, padding, shapes
+from tidemill.workers.execution.model_runner import TorchRunner
+from tidemill.workers.messages import Request, Sampling
+from tidemill.workers.models.architectures.registry import LoadedModel
+from tidemill.workers.models.bundled import bundled
+from tidemill.workers.models.inputs import ALIGNED_BYTES, Inputs, one_run
+from tidemill.workers.settings import EngineSettings
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(random_model("qwen3_next/moe-two-values"), tmp_path_factory.mktemp("model"))
+
+
+@PROPERTY
+@given(st.integers(1, 1000))
+def test_sizes_reach_every_number_of_rows_with_little_padding(rows_max: int) -> None:
+    sizes = buckets(rows_max)
+    assert sizes == tuple(sorted(set(sizes)))
+    assert sizes[-1] == rows_max
+    for rows in range(1, rows_max + 1):
+        size = next(size for size in sizes if size >= rows)
+        assert size - rows < max(rows, 8) if rows <= 64 else size - rows < 16
+
+
+@PROPERTY
+@given(rows=st.integers(0, 9), width=st.integers(0, 5))
+def test_one_run_has_a_place_for_each_number_and_no_two_for_one(rows: int, width: int) -> None:
+    like = padding(rows, width)
+    memory, views = one_run(like)
+    memory.fill_(7)
+    for count, one in enumerate(fields(Inputs)):
+        view, wanted = getattr(views, one.name), getattr(like, one.name)
+        assert (view.shape, view.dtype) == (wanted.shape, wanted.dtype)
+        assert (view.data_ptr() - memory.data_ptr()) % ALIGNED_BYTES == 0
+        assert not view.numel() or bool((view.view(torch.uint8) == 7).all()), "another one wrote here"
+        view.fill_(count)
+    for count, one in enumerate(fields(Inputs)):
+        assert bool((getattr(views, one.name) == count).all())
+
+
+def test_what_was_in_a_row_before_is_padding_when_it_is_not_used() -> None:
+    whole, three, one = padding(4, 3, windows=True), full(3, 3, windows=True), full(1, 2, windows=True)
+    pad(three, whole)
+    pad(one, whole)
+    empty = padding(4, 3)
+    for name in ("tokens_T", "positions_T", "lens_B", "read_B", "writes_BK"):
+        assert torch.equal(getattr(whole, name)[:1], getattr(one, name)), name
+        assert torch.equal(getattr(whole, name)[1:], getattr(empty, name)[1:]), name
+    assert torch.equal(whole.cu_B1, empty.cu_B1)
+    assert whole.pages_BN[0, :2].tolist() == whole.windows_BN[0, :2].tolist() == [5, 5]
+
+
+def full(rows: int, width: int, tokens: int = 1, kept: int = 1, *, windows: bool = False) -> Inputs:
+    return Inputs(
+        tokens_T=torch.full((rows * tokens,), 5),
+        positions_T=torch.full((rows * tokens,), 5),
+        cu_B1=torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32),
+        pages_BN=torch.full((rows, width), 5, dtype=torch.int32),
+        windows_BN=torch.full((rows, width * windows), 5, dtype=torch.int32),
+        lens_B=torch.full((rows,), 5, dtype=torch.int32),
+        read_B=torch.full((rows,), 5, dtype=torch.int32),
+        writes_BK=torch.full((rows, kept), 5, dtype=torch.int32),
+    )
+
+
+def test_other_steps_run_without_graphs() -> None:
+    seen: list[int] = []
+
+    def forward(inputs: Inputs) -> torch.Tensor:
+        seen.append(len(inputs.tokens_T))
+        return inputs.tokens_T[:, None].float()
+
+    graphs = Graphs(forward, 6, 4, CPU, again)
+    assert seen == [6, 4, 2, 1], "the largest first"
+    for step in (full(7, 1), full(2, 5), full(2, 1, tokens=2), full(2, 1, kept=2)):
+        assert graphs.forward(step) is None
+    assert seen == [6, 4, 2, 1]
+    hidden_TH = graphs.forward(full(3, 4))
+    assert hidden_TH is not None
+    assert hidden_TH.tolist() == [[5.0], [5.0], [5.0]]
+    assert seen[4:] == [4]
+
+
+@PROPERTY
+@given(rows_max=st.integers(1, 1100), tokens_max=st.integers(2, 9000), drafts_max=st.integers(0, 8))
+def test_warming_up_stays_within_the_largest_step_and_reaches_it(
+    rows_max: int, tokens_max: int, drafts_max: int
+) -> None:
+    made = shapes(rows_max, tokens_max, drafts_max)
+    assert all(rows <= rows_max and rows - 1 + first <= tokens_max for rows, first, _ in made)
+    assert (1, tokens_max, 1) in made
+    assert (rows_max, 1, 1) in made or rows_max > tokens_max
+    assert max(states for _, _, states in made) > drafts_max or tokens_max < CHUNK
+    assert len(made) < 40
+
+
+def test_warming_up_touches_no_memory(folder: Path) -> None:
+    bed = Bed(folder, REFERENCE, (5, 20))
+    before = bed.memory()
+    runner = TorchRunner(bed.model, bed.caches, 16, threads=1)
+    runner.warm_up(rows_max=3, tokens_max=70, table_width=2, drafts_max=2)
+    runner.close()
+    assert all(torch.equal(bits, old) for bits, old in zip(bed.memory(), before, strict=True))
+
+
+def close_to(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_with_the_definitions(folder: Path) -> None:
+    """Whose products depend on the number of rows, in the last bits."""
+    check_padding(folder, REFERENCE, close_to)
+
+
+def test_padding_changes_no_bit_on_cpu(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    check_padding(folder, operators("cpu", tmp_path_factory.getbasetemp() / "kernels"), torch.equal)
+
+
+@pytest.mark.parametrize("drafts_max", [0, 3])
+def test_an_engine_with_graphs_answers_the_same(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, drafts_max: int
+) -> None:
+    made = EngineSettings(
+        model_folder=bundled()["keeper"],
+        memory_bytes=64 << 20,
+        cache_folder=tmp_path_factory.getbasetemp() / "kernels",
+        store_url="memory:?size=0",
+        page_tokens=16,
+        rows_max=ROWS_MAX,
+        max_model_len=16 * TABLE_WIDTH,
+        drafts_max=drafts_max,
+    )
+    asked = [
+        Request(
+            request_id=str(length),
+            tokens=tuple(range(7, 7 + length)),
+            max_new_tokens=12,
+            sampling=Sampling(temperature=temperature, seed=length),
+        )
+        for length, temperature in ((1, 0.0), (15, 1.0), (33, 0.0), (70, 1.0))
+    ]
+
+    async def answers() -> list[list[int]]:
+        async with serving(made) as built:
+            found = await asyncio.gather(*(answer(built, one) for one in asked))
+            return [tokens for tokens, _ in found]
+
+    wanted = asyncio.run(answers())
+    replays: list[int] = []
+
+    open_runner = build.open_runner
+
+    def with_graphs(
+        settings: EngineSettings, loaded: LoadedModel, memory: Memory, arena: torch.Tensor, group: None
+    ) -> TorchRunner:
+        runner = open_runner(settings, loaded, memory, arena, group)
+        runner.use_graphs(ROWS_MAX, TABLE_WIDTH, again)
+        graphs = runner._graphs
+        assert graphs is not None
+        for rows, graph in graphs._graphs.items():
+
+            def counted(rows: int = rows, replay: Replay = graph.replay) -> None:
+                replays.append(rows)
+                replay()
+
+            graphs._graphs[rows] = replace(graph, replay=counted)
+        return runner
+
+    monkeypatch.setattr(build, "open_runner", with_graphs)
+    assert asyncio.run(answers()) == wanted
+    assert len(replays) > 6
+    assert len(set(replays)) > 1

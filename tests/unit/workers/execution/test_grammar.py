@@ -1,0 +1,307 @@
+"""Whatever a model would like to say, its answer matches the grammar; also with guesses, voids and moves."""
+# pyright: basic
+# llguidance and torch give untyped arrays.
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer
+
+from tests.support.workers.drawing import Noise, answer_of, request_of, troubled_answer_of
+from tidemill.workers.execution.grammar import GRAMMAR_BYTES_MAX, Grammars, Matcher
+from tidemill.workers.messages import Grammar, RequestError, Sampling
+from tidemill.workers.models.bundled import bundled
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=25)
+FOLDER = bundled()["keeper"]
+VOCABULARY, EOS = 896, 1  # of the logits: the tokenizer has 852 entries
+TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+GRAMMARS = Grammars(FOLDER, VOCABULARY, (EOS,))
+LIKED = dict.fromkeys([token for text in '"}]' for token in TOKENIZER.encode(text).ids], 6.0) | {EOS: 6.0}
+"""Without these an answer of noise would go on for ever."""
+
+Check = Callable[[str], bool]
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "role": {"enum": ["admin", "user"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "role", "tags"],
+    "additionalProperties": False,
+}
+TREE = {
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "key": {"type": "string", "pattern": "^[a-z]{1,3}$"},
+                "below": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+            },
+            "required": ["key", "below"],
+            "additionalProperties": False,
+        }
+    },
+    "$ref": "#/$defs/node",
+}
+SUM = """
+start: product ("+" product)*
+product: NUMBER | "(" start ")"
+NUMBER: /[0-9]{1,3}/
+"""
+
+
+def is_person(text: str) -> bool:
+    found = json.loads(text)
+    return (
+        list(found) == ["name", "age", "role", "tags"]
+        and len(found["name"]) <= 12
+        and type(found["age"]) is int
+        and 0 <= found["age"] <= 150
+        and found["role"] in {"admin", "user"}
+        and 1 <= len(found["tags"]) <= 3
+        and all(type(tag) is bool for tag in found["tags"])
+    )
+
+
+def is_tree(text: str) -> bool:
+    def node(found: dict) -> bool:
+        return (
+            list(found) == ["key", "below"]
+            and re.fullmatch("[a-z]{1,3}", found["key"]) is not None
+            and len(found["below"]) <= 2
+            and all(map(node, found["below"]))
+        )
+
+    return node(json.loads(text))
+
+
+def is_sum(text: str) -> bool:
+    flat = text
+    while (inner := re.sub(r"\((\d{1,3})(\+\d{1,3})*\)", "1", flat)) != flat:
+        flat = inner
+    return re.fullmatch(r"\d{1,3}(\+\d{1,3})*", flat) is not None
+
+
+def is_object(text: str) -> bool:
+    return isinstance(json.loads(text), dict)
+
+
+CHOICES = ["yes", "no", 'it\'s "50/50"\n', "ü 😀", "yes, but"]
+REGEX = r"(https?://)?([a-z]{1,5}\.){1,2}(com|org)(/[A-Za-z0-9_.-]{0,4}){0,3}"
+KINDS: dict[str, tuple[Grammar, Check]] = {
+    "person": (Grammar(kind="json_schema", text=json.dumps(PERSON)), is_person),
+    "tree": (Grammar(kind="json_schema", text=json.dumps(TREE)), is_tree),
+    "object": (Grammar(kind="json_object"), is_object),
+    "regex": (Grammar(kind="regex", text=REGEX), lambda text: re.fullmatch(REGEX, text) is not None),
+    "lark": (Grammar(kind="lark", text=SUM), is_sum),
+    "choice": (Grammar(kind="choice", text=json.dumps(CHOICES)), CHOICES.__contains__),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def text_of(tokens: list[int]) -> str:
+    return TOKENIZER.decode(tokens, skip_special_tokens=False)
+
+
+def check_answer(kind: str, model: Noise, sampling: Sampling, rng: Random) -> None:
+    grammar, check = KINDS[kind]
+    request = request_of(replace(sampling, grammar=grammar), stop=(EOS,))
+    truth = answer_of(model, request, 400, lambda: GRAMMARS.matcher(grammar))
+    assert truth.tokens[-1] == EOS
+    text = text_of(truth.tokens[:-1])
+    assert check(text), text
+    troubled = troubled_answer_of(model, request, truth.tokens, rng, lambda: GRAMMARS.matcher(grammar))
+    assert troubled.tokens == truth.tokens
+
+
+@kinds
+@settings(PROPERTY, max_examples=8)
+@given(
+    seed=st.integers(0, 2**20), temperature=st.sampled_from([0.0, 1.0]), rng=st.randoms(use_true_random=False)
+)
+def test_answers_of_noise_match(kind: str, seed: int, temperature: float, rng: Random) -> None:
+    check_answer(
+        kind, Noise(VOCABULARY, seed, liked=LIKED), Sampling(temperature=temperature, seed=seed), rng
+    )
+
+
+@kinds
+@pytest.mark.parametrize("seed", range(2))
+def test_penalties_bias_and_length_come_before_the_grammar(kind: str, seed: int) -> None:
+    sampling = Sampling(
+        temperature=0.8,
+        top_p=0.9,
+        seed=seed,
+        presence_penalty=0.5,
+        frequency_penalty=0.3,
+        repetition_penalty=1.1,
+        logit_bias=((70, 100.0), (VOCABULARY - 1, 100.0)),
+        min_tokens=6,
+    )
+    check_answer(kind, Noise(VOCABULARY, seed, liked=LIKED), sampling, Random(seed))
+
+
+@kinds
+def test_a_rewound_matcher_is_as_new(kind: str) -> None:
+    """After any detour, also beyond the end of the answer and over tokens that no grammar has, each mask is
+    that of a matcher that went straight there."""
+    grammar, _ = KINDS[kind]
+    rng = Random(7)
+    matcher, known = GRAMMARS.matcher(grammar), list[int]()
+    for _ in range(40):
+        for _ in range(rng.randrange(6)):
+            token = int(rng.choice(np.flatnonzero(matcher.mask()))) if rng.random() < 0.9 else VOCABULARY - 1
+            matcher.push(token)
+            known.append(token)
+        forgotten = rng.randrange(len(known) + 1)
+        matcher.rewind(forgotten)
+        del known[len(known) - forgotten :]
+        straight = GRAMMARS.matcher(grammar)
+        for token in known:
+            straight.push(token)
+        mask = matcher.mask()
+        assert (mask == straight.mask()).all()
+        assert mask.any()
+        assert not mask[TOKENIZER.get_vocab_size() :].any()
+
+
+def test_only_the_end_comes_behind_a_complete_answer() -> None:
+    matcher = GRAMMARS.matcher(Grammar(kind="choice", text='["a"]'))
+    for _ in range(3):
+        matcher.push(int(np.flatnonzero(matcher.mask())[0]))
+    assert list(np.flatnonzero(matcher.mask())) == [EOS]
+    matcher.rewind(3)
+    assert text_of([int(np.flatnonzero(matcher.mask())[0])]) == "a"
+
+
+@pytest.mark.parametrize("eos_ids", [(1,), (1, 3)])
+def test_each_end_of_sequence_token_may_end_an_answer(eos_ids: tuple[int, ...]) -> None:
+    matcher = Grammars(FOLDER, VOCABULARY, eos_ids).matcher(Grammar(kind="regex", text="a?"))
+    assert [token for token in np.flatnonzero(matcher.mask()) if token < 5] == list(eos_ids)
+
+
+@pytest.mark.parametrize("vocabulary", [700, 852, 896])
+def test_masks_are_as_wide_as_the_logits(vocabulary: int) -> None:
+    """Narrower than the tokenizer, or wider: many models are padded."""
+    matcher = Grammars(FOLDER, vocabulary, (EOS,)).matcher(Grammar(kind="regex", text=".*"))
+    assert matcher.mask().shape == (vocabulary,)
+
+
+def test_an_answer_that_is_complete_ends_also_when_it_is_too_short() -> None:
+    grammar = Grammar(kind="choice", text='["yes"]')
+    request = request_of(Sampling(min_tokens=50, grammar=grammar), stop=(EOS,))
+    answer = answer_of(Noise(VOCABULARY), request, 60, lambda: GRAMMARS.matcher(grammar))
+    assert len(answer.tokens) <= 4
+    assert answer.tokens[-1] == EOS
+    assert text_of(answer.tokens[:-1]) == "yes"
+
+
+@pytest.mark.parametrize("kind", ["person", "tree"])
+def test_blanks_come_to_an_end(kind: str) -> None:
+    """A model that likes nothing better than blanks fills each gap once, with a new line's indentation."""
+    blanks = [token for token in range(5, 852) if text_of([token]).strip() == ""]
+    assert len(blanks) >= 3
+    grammar, check = KINDS[kind]
+    request = request_of(Sampling(temperature=0, grammar=grammar), stop=(EOS,))
+    model = Noise(VOCABULARY, liked=LIKED | dict.fromkeys(blanks, 90.0))
+    answer = answer_of(model, request, 1500, lambda: GRAMMARS.matcher(grammar))
+    assert answer.tokens[-1] == EOS
+    text = text_of(answer.tokens[:-1])
+    assert check(text)
+    assert re.search(r"\n[ \t]{40}\S", text)
+    assert re.search(r"\n[ \t]{41}|\n[ \t]*\n|\S  ", re.sub(r'"[^"]*"', '""', text)) is None
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": [1, {"b": null}], "c": "d"}', '{"a":1}', '{\n  "a": 1,\n  "b": [\n    2\n  ]\n}']
+)
+def test_json_may_be_compact_spaced_or_indented(text: str) -> None:
+    matcher = GRAMMARS.matcher(Grammar(kind="json_object"))
+    for token in TOKENIZER.encode(text, add_special_tokens=False).ids:
+        assert matcher.mask()[token], text_of([token])
+        matcher.push(token)
+    assert matcher.mask()[EOS]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar(kind="json_schema", text='{"type": "array", "uniqueItems": true}'), "uniqueItems"),
+        (Grammar(kind="json_schema", text='{"type": "strin"}'), "strin"),
+        (
+            Grammar(kind="json_schema", text='{"minimum": 3, "maximum": 2, "type": "integer"}'),
+            "Unsatisfiable",
+        ),
+        (Grammar(kind="json_schema", text='{"$ref": "https://example.org/schema"}'), "https://example.org"),
+        (Grammar(kind="json_schema", text="false"), "object"),
+        (Grammar(kind="json_schema", text='{"type":'), "not JSON"),
+        (Grammar(kind="json_schema", text="[" * 9000), "not JSON"),
+        (Grammar(kind="json_schema", text='{"items":' * 5000 + "{}" + "}" * 5000), "cannot be followed"),
+        (Grammar(kind="json_schema", text='{"const": NaN}'), "cannot be followed"),
+        (Grammar(kind="regex", text="(?=a)b"), "look"),
+        (Grammar(kind="regex", text="(" * 9000 + ")" * 9000), "cannot be followed"),
+        (Grammar(kind="lark", text='start: "a'), "cannot be followed"),
+        (Grammar(kind="lark", text="start: " + "(" * 9000 + '"a"' + ")" * 9000), "nested"),
+        (Grammar(kind="lark", text="start: start"), "nothing matches it"),
+        (Grammar(kind="regex", text=r"[^\s\S]"), "nothing matches it"),
+        (Grammar(kind="choice", text="[]"), "one text or more"),
+        (Grammar(kind="choice", text='["a", 1]'), "one text or more"),
+        (Grammar(kind="choice", text='"a"'), "one text or more"),
+        (Grammar(kind="regex", text="a" * (GRAMMAR_BYTES_MAX + 1)), "shorter"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_the_reason(grammar: Grammar, reason: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(reason)) as caught:
+        GRAMMARS.matcher(grammar)
+    assert caught.value.param == "response_format"
+    assert len(str(caught.value)) < 600
+
+
+def test_a_schema_may_be_true() -> None:
+    assert GRAMMARS.matcher(Grammar(kind="json_schema", text="true")).mask().any()
+
+
+@pytest.mark.parametrize("content", [None, "{}"])
+def test_a_model_without_a_tokenizer_refuses(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    grammars = Grammars(tmp_path, VOCABULARY, (EOS,))
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"tokenizer\.json"):
+            grammars.matcher(Grammar(kind="json_object"))
+    shutil.copy(FOLDER / "tokenizer.json", tmp_path)
+    assert grammars.matcher(Grammar(kind="json_object")).mask().any()
+
+
+def test_an_answer_ends_where_a_step_would_take_too_long() -> None:
+    """The library gives up for good; a rewind to a place before goes on as if it had not."""
+    tokenizer = LLTokenizer((FOLDER / "tokenizer.json").read_text(), eos_token=[EOS])
+    lark = 'start: "a" "b" deep\n' + "\n".join(f"d{n}: d{n + 1}* d{n + 1}*" for n in range(60))
+    lark += '\ndeep: d0\nd60: "x"?'
+    limits = LLParserLimits(step_max_items=2000, verbose_errors=False)
+    matcher = Matcher(lambda: LLMatcher(tokenizer, lark, log_level=0, limits=limits), VOCABULARY, (EOS,))
+    masks = [matcher.mask()]
+    while masks[-1].sum() > 1 or not masks[-1][EOS]:
+        matcher.push(int(np.flatnonzero(masks[-1])[0]))
+        masks.append(matcher.mask())
+        assert len(masks) < 9
+    assert len(masks) > 1
+    matcher.push(EOS)
+    matcher.rewind(len(masks))
+    for mask in masks:
+        assert (matcher.mask() == mask).all()
+        matcher.push(int(np.flatnonzero(mask)[0]))

@@ -1,0 +1,228 @@
+"""Steps become tensors and logits become tokens: each row its own, whatever lies beside it."""
+# pyright: basic
+# torch's conversions to lists are untyped.
+
+import asyncio
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.kvstore.layout import PageId, StateId, WindowId
+from tidemill.workers.execution.model_runner import TorchRunner
+from tidemill.workers.execution.sampler import draw
+from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
+from tidemill.workers.execution.step_tensors import inputs_of
+from tidemill.workers.messages import Request, Sampling
+from tidemill.workers.models.inputs import Caches, Inputs
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
+VOCABULARY = 50
+NO_CACHES = Caches((), (), ())
+
+state_ids = st.none() | st.integers(0, 9).map(StateId)
+
+
+@st.composite
+def rows(draw_from: st.DrawFn, page_tokens: int) -> Row:
+    start = draw_from(st.integers(0, 20))
+    tokens = draw_from(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=12))
+    needed = -(-(start + len(tokens)) // page_tokens)
+    reserved = draw_from(st.integers(0, 2))
+    drafts = draw_from(st.integers(0, len(tokens) - 1))
+    writes = draw_from(st.just(0) | st.just(drafts + 1))
+    pages = draw_from(st.lists(st.integers(1, 99), min_size=needed + reserved, max_size=needed + reserved))
+    windows = draw_from(st.just([]) | st.lists(st.integers(0, 99), min_size=needed, max_size=needed))
+    sampling = draw_from(
+        st.none() | st.builds(Sampling, temperature=st.sampled_from([0.0, 1.0]), seed=st.integers(0, 5))
+    )
+    known = start + len(tokens) - drafts
+    return Row(
+        sequence_id="",
+        tokens=tuple(tokens),
+        start=start,
+        pages=tuple(map(PageId, pages)),
+        read=draw_from(state_ids) if start else None,
+        writes=tuple(map(StateId, draw_from(st.permutations(range(10)))[:writes])),
+        drafts=drafts,
+        draws=None if sampling is None else draws_at(known, sampling),
+        windows=tuple(map(WindowId, windows)),
+    )
+
+
+def draws_at(position: int, sampling: Sampling) -> Draws:
+    return Draws(Request(request_id="", tokens=(0,) * position, max_new_tokens=9, sampling=sampling))
+
+
+@st.composite
+def steps(draw_from: st.DrawFn) -> tuple[Step, int]:
+    page_tokens = draw_from(st.sampled_from([1, 4, 16]))
+    return tuple(draw_from(st.lists(rows(page_tokens), min_size=1, max_size=5))), page_tokens
+
+
+class Echo:
+    """A model whose hidden states are (token, position), and whose logits are noise seeded by both."""
+
+    def __init__(self) -> None:
+        self.seen: list[Inputs] = []
+        self.broken = False
+
+    def forward(self, inputs: Inputs, caches: Caches) -> torch.Tensor:
+        assert caches is NO_CACHES
+        assert torch.is_inference_mode_enabled()
+        if self.broken:
+            raise ZeroDivisionError
+        self.seen.append(inputs)
+        return torch.stack([inputs.tokens_T, inputs.positions_T], dim=1)
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        return torch.stack([noise(int(token), int(position)) for token, position in hidden_NH])
+
+
+def noise(token: int, position: int) -> torch.Tensor:
+    return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1000 * position + token))
+
+
+@PROPERTY
+@given(steps())
+def test_the_integers_of_a_step(drawn: tuple[Step, int]) -> None:
+    step, page_tokens = drawn
+    inputs = inputs_of(step, [token for row in step for token in row.tokens], page_tokens)
+    assert inputs.tokens_T.dtype == inputs.positions_T.dtype == torch.int64
+    for tensor in (
+        inputs.cu_B1,
+        inputs.pages_BN,
+        inputs.windows_BN,
+        inputs.lens_B,
+        inputs.read_B,
+        inputs.writes_BK,
+    ):
+        assert tensor.dtype == torch.int32
+    cu = inputs.cu_B1.tolist()
+    assert (len(cu), cu[0], cu[-1]) == (len(step) + 1, 0, len(inputs.tokens_T))
+    width = inputs.writes_BK.shape[1]
+    most = max(1, *(len(row.writes) for row in step))
+    assert width in {1, 2, 4, 8, 16}
+    assert most <= width < 2 * most
+    for index, row in enumerate(step):
+        first, last = cu[index], cu[index + 1]
+        assert row.end == row.start + len(row.tokens)
+        assert inputs.tokens_T[first:last].tolist() == list(row.tokens)
+        assert inputs.positions_T[first:last].tolist() == list(range(row.start, row.end))
+        assert int(inputs.lens_B[index]) == row.end
+        reached = -(-row.end // page_tokens)
+        table = inputs.pages_BN[index].tolist()
+        assert table[:reached] == list(row.pages[:reached])
+        assert not any(table[reached:])
+        views = inputs.windows_BN[index].tolist()
+        assert views[: len(row.windows[:reached])] == list(row.windows[:reached])
+        assert not any(views[reached:])
+        assert int(inputs.read_B[index]) == (-1 if row.read is None else row.read)
+        free = width - len(row.writes)
+        assert inputs.writes_BK[index].tolist() == [*[-1] * free, *row.writes]
+    assert inputs.pages_BN.shape[1] == max(-(-int(end) // page_tokens) for end in inputs.lens_B)
+
+
+def fresh(step: Step) -> Step:
+    """The same, of which nothing was drawn yet."""
+    return tuple(
+        row if row.draws is None else row._replace(draws=draws_at(row.end - row.drafts, row.draws.sampling))
+        for row in step
+    )
+
+
+@PROPERTY
+@given(steps())
+def test_each_row_draws_behind_its_last_token_and_its_guesses(drawn: tuple[Step, int]) -> None:
+    step, page_tokens = drawn
+    found = TorchRunner(Echo(), NO_CACHES, page_tokens, threads=1).run_now(fresh(step))
+    for row, one in zip(fresh(step), found, strict=True):
+        if row.draws is None:
+            assert one == Drawn()
+        else:
+            first = len(row.tokens) - row.drafts - 1
+            places = range(row.start + first, row.end)
+            logits_NV = torch.stack([noise(row.tokens[at - row.start], at) for at in places])
+            assert [one] == draw(logits_NV, [row])
+            assert 1 <= len(one.tokens) <= 1 + row.drafts
+
+
+def a_row(name: str, tokens: tuple[int, ...], start: int, draws: Draws | None = None) -> Row:
+    return Row(
+        sequence_id=name,
+        tokens=tokens,
+        start=start,
+        pages=(PageId(1),) * 5,
+        read=None,
+        writes=(),
+        draws=draws,
+    )
+
+
+def test_a_step_runs_beside_the_event_loop() -> None:
+    model = Echo()
+    runner = TorchRunner(model, NO_CACHES, page_tokens=4, threads=1)
+
+    async def main() -> None:
+        assert await runner.run((a_row("a", (3, 4), 0),)) == [Drawn()]
+
+    asyncio.run(main())
+    assert len(model.seen) == 1
+    runner.close()
+
+
+def test_a_pending_token_is_the_one_that_its_sequence_drew_in_the_step_before() -> None:
+    """Two steps are under way at once; the second one has the rows in another order, and one of its own."""
+    greedy = Sampling(temperature=0.0)
+    model = Echo()
+    runner = TorchRunner(model, NO_CACHES, page_tokens=4, threads=1)
+    first = (
+        a_row("a", (3, 4), 0, draws_at(2, greedy)),
+        a_row("b", (7,), 5, draws_at(6, greedy)),
+        a_row("c", (1, 2), 0),
+    )
+    second = (
+        a_row("b", (PENDING,), 6, draws_at(7, greedy)),
+        a_row("c", (5,), 2),
+        a_row("a", (PENDING,), 2, draws_at(3, greedy)),
+    )
+
+    async def main() -> list[list[Drawn]]:
+        return [*await asyncio.gather(runner.run(first), runner.run(second))]
+
+    drawn, then = asyncio.run(main())
+    runner.close()
+    assert [len(one.tokens) for one in drawn] == [1, 1, 0]
+    tokens = [int(token) for token in model.seen[1].tokens_T]
+    assert tokens == [drawn[1].tokens[0], 5, drawn[0].tokens[0]]
+    assert then[0].tokens == (int(noise(tokens[0], 6).argmax()),)
+
+
+def test_with_guesses_it_is_the_last_one_of_those_drawn() -> None:
+    greedy = Sampling(temperature=0.0)
+    truth = [int(noise(4, 1).argmax())]
+    truth.append(int(noise(truth[0], 2).argmax()))
+    truth.append(int(noise(truth[1], 3).argmax()))
+    model = Echo()
+    runner = TorchRunner(model, NO_CACHES, page_tokens=4, threads=1)
+    guessed = a_row("a", (4, *truth[:2]), 1, draws_at(2, greedy))._replace(drafts=2)
+    assert runner.run_now((guessed,)) == [Drawn(tuple(truth))]
+    runner.run_now((a_row("a", (PENDING,), 4, draws_at(5, greedy)),))
+    assert model.seen[1].tokens_T.tolist() == truth[2:]
+    runner.close()
+
+
+def test_what_a_broken_step_drew_is_not_used() -> None:
+    greedy = Sampling(temperature=0.0)
+    model = Echo()
+    runner = TorchRunner(model, NO_CACHES, page_tokens=4, threads=1)
+    runner.run_now((a_row("a", (4,), 0, draws_at(1, greedy)),))
+    model.broken = True
+    with pytest.raises(ZeroDivisionError):
+        runner.run_now((a_row("a", (PENDING,), 1, draws_at(2, greedy)),))
+    model.broken = False
+    with pytest.raises(KeyError):
+        runner.run_now((a_row("a", (PENDING,), 2, draws_at(3, greedy)),))
+    runner.close()

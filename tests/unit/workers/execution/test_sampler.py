@@ -1,0 +1,331 @@
+"""Draws follow the exact distribution, and depend on logits, earlier tokens, seed and position only."""
+# pyright: basic
+# torch's conversions to lists are untyped.
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from math import exp, inf, log
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.workers.drawing import (
+    Noise,
+    answer_of,
+    draw_once,
+    request_of,
+    row_of,
+    troubled_answer_of,
+)
+from tidemill.workers.execution.sampler import CANDIDATES, draw, uniform_of
+from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.messages import Sampling
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
+
+seeds = st.integers(-(2**63), 2**63 - 1)
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    top_k=st.integers(0, 12),
+    top_p=st.sampled_from([0.05, 0.4, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1, 0.6, 1.0]),
+    seed=seeds,
+)
+full_samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    top_k=st.sampled_from([0, 0, 5]),
+    top_p=st.sampled_from([0.6, 1.0]),
+    seed=seeds,
+    presence_penalty=st.sampled_from([0.0, -1.0, 1.5]),
+    frequency_penalty=st.sampled_from([0.0, -0.5, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 0.7, 1.3]),
+    logit_bias=st.sampled_from([(), ((4, 2.5), (0, -100.0))]),
+    min_tokens=st.sampled_from([0, 9]),
+    logprobs=st.sampled_from([None, 0, 3]),
+)
+
+
+def random_logits(rows: int, vocabulary: int, seed: int, scale: float = 2.0) -> torch.Tensor:
+    return scale * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed))
+
+
+def distribution(logits_V: list[float], sampling: Sampling) -> dict[int, float]:
+    """What may be drawn and how likely, in plain arithmetic: each filter looks at the whole distribution. In
+    the order of the cumulative distribution: by falling logit with filters, else by id."""
+    order = sorted(range(len(logits_V)), key=lambda token: (-logits_V[token], token))
+    best = logits_V[order[0]]
+    if sampling.temperature == 0:
+        return {order[0]: 1.0}
+    if not sampling.top_k and sampling.top_p == 1 and not sampling.min_p:
+        order.sort()
+    weights = [exp((logits_V[token] - best) / sampling.temperature) for token in order]
+    total, before = sum(weights), 0.0
+    kept: dict[int, float] = {}
+    for rank, (token, weight) in enumerate(zip(order, weights, strict=True)):
+        in_k = not sampling.top_k or rank < sampling.top_k
+        in_p = before < sampling.top_p * total or sampling.top_p == 1
+        if rank == 0 or (in_k and in_p and weight >= sampling.min_p):
+            kept[token] = weight
+        before += weight
+    return {token: weight / sum(kept.values()) for token, weight in kept.items()}
+
+
+def assert_distributed(drawn: Counter[int], exact: Mapping[int, float]) -> None:
+    """Pearson's chi-square; the bound is far out, the draws are fixed."""
+    count = drawn.total()
+    assert drawn.keys() <= exact.keys()
+    squares = [(drawn[token] - count * share) ** 2 / (count * share) for token, share in exact.items()]
+    freedom = len(exact) - 1
+    assert sum(squares) <= freedom + 4 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.4),
+        Sampling(temperature=1.7, top_k=5),
+        Sampling(top_p=0.8),
+        Sampling(temperature=1.3, min_p=0.2),
+        Sampling(temperature=2.0, top_k=9, top_p=0.7, min_p=0.05),
+    ],
+)
+def test_draws_follow_the_distribution(sampling: Sampling) -> None:
+    """... over many seeds at one position, and over many positions with one seed."""
+    logits_V = random_logits(1, 12, seed=3)
+    exact = distribution(logits_V[0].tolist(), sampling)
+    chosen = [replace(sampling, seed=seed) for seed in range(6000)]
+    assert_distributed(Counter(draw_once(logits_V.expand(6000, -1), chosen, [7] * 6000)), exact)
+    positions = range(1, 1501)
+    by_position = draw_once(logits_V.expand(1500, -1), [sampling] * 1500, positions)
+    assert_distributed(Counter(by_position), exact)
+
+
+@PROPERTY
+@given(samplings, st.integers(1, 200), st.integers(0, 2**31), st.integers(1, 10_000))
+def test_a_draw_is_the_inverse_of_the_cumulative_distribution(
+    sampling: Sampling, vocabulary: int, logits_seed: int, position: int
+) -> None:
+    logits_V = random_logits(1, vocabulary, logits_seed)
+    (token,) = draw_once(logits_V, [sampling], [position])
+    cumulative, uniform = 0.0, uniform_of(sampling.seed, position)
+    for candidate, share in distribution(logits_V[0].tolist(), sampling).items():
+        below, cumulative = cumulative, cumulative + share
+        if candidate == token:
+            assert below - 1e-9 <= (0.0 if sampling.temperature == 0 else uniform) <= cumulative + 1e-9
+            return
+    pytest.fail(f"{token} was filtered out")
+
+
+@PROPERTY
+@given(
+    st.lists(full_samplings, min_size=1, max_size=9),
+    st.integers(5, 300),
+    st.integers(0, 2**31),
+    st.integers(1, 4),
+)
+def test_rows_do_not_see_each_other(
+    drawn_with: list[Sampling], vocabulary: int, logits_seed: int, threads: int
+) -> None:
+    """To the last bit: tokens, and logarithms of probabilities."""
+    logits_NV = random_logits(len(drawn_with), vocabulary, logits_seed)
+
+    def rows() -> list[Draws]:
+        return [
+            Draws(request_of(sampling, range(row % 4, 5), (1,))) for row, sampling in enumerate(drawn_with)
+        ]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = draw(logits_NV, list(map(row_of, rows())))
+        backwards = draw(logits_NV.flip(0), list(map(row_of, rows()[::-1])))
+        alone = [draw(logits_NV[row : row + 1], [row_of(one)])[0] for row, one in enumerate(rows())]
+    finally:
+        torch.set_num_threads(before)
+    assert together == alone == backwards[::-1]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(top_p=0.95), Sampling(min_p=0.001), Sampling(top_k=1500)])
+def test_a_cut_beyond_the_likeliest_tokens_is_found_as_well(sampling: Sampling) -> None:
+    """Flat logits, many of them equal: the filters cut outside of the candidates that are looked at first."""
+    vocabulary = 3 * CANDIDATES
+    logits_V = (4 * random_logits(1, vocabulary, seed=5, scale=0.2)).round() / 4
+    exact = distribution(logits_V[0].tolist(), sampling)
+    order, count = list(exact), 300
+    drawn = draw_once(
+        logits_V.expand(count, -1), [replace(sampling, seed=n) for n in range(count)], [3] * count
+    )
+    cumulative: dict[int, float] = {}
+    before = 0.0
+    for token in order:
+        cumulative[token] = before
+        before += exact[token]
+    for seed, token in enumerate(drawn):
+        assert cumulative[token] - 1e-9 <= uniform_of(seed, 3) <= cumulative[token] + exact[token] + 1e-9
+    assert any(order.index(token) > CANDIDATES for token in drawn)
+
+
+def test_ties_go_to_the_lower_id() -> None:
+    logits_NV = torch.zeros(1, 70)
+    assert draw_once(logits_NV, [Sampling(temperature=0)], [1]) == [0]
+    assert draw_once(logits_NV, [Sampling(temperature=0, logit_bias=((69, 0.0),))], [1]) == [0]
+    assert draw_once(logits_NV, [Sampling(top_k=1)], [1]) == [0]
+    assert {draw_once(logits_NV, [Sampling(top_k=3)], [position])[0] for position in range(1, 60)} == {
+        0,
+        1,
+        2,
+    }
+    wide_NV = torch.zeros(1, 2 * CANDIDATES)
+    assert {draw_once(wide_NV, [Sampling(top_k=3)], [position])[0] for position in range(1, 60)} == {0, 1, 2}
+
+
+def test_every_token_of_the_vocabulary_and_none_beyond_can_be_drawn() -> None:
+    logits_NV = torch.zeros(1, 3).expand(300, -1)
+    assert set(draw_once(logits_NV, [Sampling()] * 300, range(1, 301))) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=5.0), Sampling(temperature=5.0, top_p=0.999)])
+def test_a_forbidden_token_is_never_drawn(sampling: Sampling) -> None:
+    logits_NV = torch.tensor([[0.0, -inf, 1.0]]).expand(300, -1)
+    assert set(draw_once(logits_NV, [sampling] * 300, range(1, 301))) == {0, 2}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.5), Sampling(temperature=0, logprobs=1)])
+def test_a_broken_model_draws_tokens_of_its_vocabulary(sampling: Sampling) -> None:
+    (token,) = draw_once(torch.full((1, 9), torch.nan), [sampling], [1])
+    assert 0 <= token < 9
+
+
+@PROPERTY
+@given(full_samplings, st.integers(0, 2**20), st.randoms(use_true_random=False))
+def test_guesses_void_steps_and_moves_change_nothing(sampling: Sampling, seed: int, rng: Random) -> None:
+    """Also with penalties, which look at all tokens before the draw; logarithms of probabilities included."""
+    model = Noise(vocabulary=11, seed=seed, scale=3.0)
+    request = request_of(sampling, prompt=(5, 6, 5), stop=(1,))
+    truth = answer_of(model, request, 24)
+    troubled = troubled_answer_of(model, request, truth.tokens, rng)
+    assert troubled.tokens == truth.tokens
+    assert troubled.logprobs == truth.logprobs
+    assert len(truth.logprobs) == (0 if sampling.logprobs is None else len(truth.tokens))
+    assert 1 not in truth.tokens[: min(sampling.min_tokens, len(truth.tokens))]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.4, top_k=6, top_p=0.95)])
+def test_a_guess_is_accepted_as_often_as_it_is_likely(sampling: Sampling) -> None:
+    """The rule of rejection sampling for a guess that is certain of itself: it is accepted with p(guess),
+    else the token comes from p without it; behind it, the next one comes from the distribution there."""
+    logits_NV = random_logits(2, 12, seed=3)
+    first, second = (distribution(logits_V.tolist(), sampling) for logits_V in logits_NV)
+    guess, count = list(first)[1], 4000
+    draws = [Draws(request_of(replace(sampling, seed=seed))) for seed in range(count)]
+    drawn = draw(logits_NV.repeat(count, 1), [row_of(one, (guess,)) for one in draws])
+    accepted = [one for one in drawn if len(one.tokens) == 2]
+    assert all(one.tokens[0] == guess for one in accepted)
+    assert all(one.tokens[0] != guess for one in drawn if len(one.tokens) == 1)
+    share = first.pop(guess)
+    assert abs(len(accepted) - count * share) <= 4 * (count * share * (1 - share)) ** 0.5
+    rejected = Counter(one.tokens[0] for one in drawn if len(one.tokens) == 1)
+    assert_distributed(rejected, {token: weight / (1 - share) for token, weight in first.items()})
+    assert_distributed(Counter(one.tokens[1] for one in accepted), second)
+
+
+def test_rows_with_and_without_guesses_share_a_step() -> None:
+    """Each row reads the logits behind its own tokens."""
+    logits_NV = torch.full((6, 8), -5.0)
+    for place, token in enumerate((3, 4, 5, 6, 7, 2)):
+        logits_NV[place, token] = 5.0
+    greedy = Sampling(temperature=0)
+    rows = [
+        row_of(Draws(request_of(greedy)), (3, 4)),  # both right
+        row_of(Draws(request_of(replace(greedy, top_k=2, temperature=1e-3)))),
+        row_of(Draws(request_of(greedy)), (1,)),  # wrong: what follows it does not count
+    ]
+    assert [one.tokens for one in draw(logits_NV, rows)] == [(3, 4, 5), (6,), (7,)]
+
+
+def expected_scores(
+    logits_V: list[float], sampling: Sampling, prompt: list[int], answer: list[int]
+) -> list[float]:
+    """The penalties as OpenAI and vLLM define them, in plain arithmetic."""
+    scores = list(logits_V)
+    for token in {*prompt, *answer}:
+        penalty = sampling.repetition_penalty
+        scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+    for token, times in Counter(answer).items():
+        scores[token] -= times * sampling.frequency_penalty + sampling.presence_penalty
+    for token, bias in sampling.logit_bias:
+        scores[token] += bias
+    return scores
+
+
+@PROPERTY
+@given(
+    full_samplings,
+    st.integers(0, 2**20),
+    st.lists(st.integers(0, 7), min_size=1, max_size=6),
+    st.lists(st.integers(0, 7), max_size=12),
+    st.sampled_from([-6.0, 0.0]),
+)
+def test_penalties_and_bias_are_the_usual_ones(
+    sampling: Sampling, seed: int, prompt: list[int], answer: list[int], offset: float
+) -> None:
+    logits_V = random_logits(1, 8, seed) + offset
+    scores = expected_scores(logits_V[0].double().tolist(), sampling, prompt, answer)
+    request = replace(
+        request_of(replace(sampling, temperature=0), prompt, (1,)),
+        tokens=(*prompt, *answer),
+        drawn=len(answer),
+    )
+    if len(answer) < sampling.min_tokens:
+        scores[1] = -inf
+    ((token,),) = [one.tokens for one in draw(logits_V, [row_of(Draws(request))])]
+    assert scores[token] >= max(scores) - 1e-9
+
+
+@PROPERTY
+@given(st.integers(1, 20), st.integers(0, 25), st.integers(0, 2**20))
+def test_logprobs_are_those_of_the_model(vocabulary: int, most: int, seed: int) -> None:
+    """Natural logarithms before temperature, bias and filters; the likeliest first, equal ones by id."""
+    logits_V = (2 * random_logits(1, vocabulary, seed)).round() / 2
+    sampling = Sampling(temperature=0.5, logprobs=most, logit_bias=((0, 3.0),), seed=seed)
+    (drawn,) = draw(logits_V, [row_of(Draws(request_of(sampling)))])
+    logits = logits_V[0].tolist()
+    total = log(sum(map(exp, logits)))
+    order = sorted(range(vocabulary), key=lambda token: (-logits[token], token))[:most]
+    (found,) = drawn.logprobs
+    assert [token for token, _ in found.top] == order
+    assert found.logprob == pytest.approx(logits[drawn.tokens[0]] - total)
+    assert [value for _, value in found.top] == pytest.approx([logits[token] - total for token in order])
+
+
+def test_ids_beyond_the_vocabulary_are_passed_over() -> None:
+    sampling = Sampling(temperature=0, logit_bias=((99, 5.0),), min_tokens=3)
+    (drawn,) = draw(torch.tensor([[0.0, 1.0]]), [row_of(Draws(request_of(sampling, (0,), (1, 99))))])
+    assert drawn.tokens == (0,)
+
+
+@PROPERTY
+@given(seeds, st.integers(0, 2**40))
+def test_uniform_numbers_are_in_range_and_belong_to_seed_and_position(seed: int, position: int) -> None:
+    uniform = uniform_of(seed, position)
+    assert 0 <= uniform < 1
+    assert uniform == uniform_of(seed, position)
+    assert uniform != uniform_of(seed, position + 1)
+    assert uniform != uniform_of(seed ^ 1, position)
+
+
+def test_uniform_numbers_are_uniform() -> None:
+    counts = Counter(int(10 * uniform_of(seed, position)) for seed in range(40) for position in range(100))
+    assert all(abs(counts[tenth] - 400) < 80 for tenth in range(10))
+
+
+def test_workers_of_different_versions_draw_alike() -> None:
+    """A stream moves between them: this number may only change together with the way streams move."""
+    assert uniform_of(5, 100) == 0.5148014099128798

@@ -1,0 +1,77 @@
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# safetensors leaves a type parameter of its paths open.
+"""Quantised weights have the values that their formats define, in any part the same as in the whole."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.workers.quantised import CASES, NAME, Case, opened, packed, positive, whole_number, words
+from tidemill.workers.models.loading.dequantise import PIECE, unpacked
+from tidemill.workers.models.loading.sharding import Cut, Even, Heads, Whole, part_of
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_values_are_those_of_the_format_rounded_once(
+    tmp_path: Path, make: Callable[[torch.Generator], Case]
+) -> None:
+    for seed in range(5):
+        case = make(torch.Generator().manual_seed(seed))
+        found = opened(tmp_path, case).read(NAME, part_of(Whole(), case.shape[0], 0, 1))
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, case.wanted.to(torch.bfloat16))
+
+
+def test_every_code_of_8_bit_floats_has_its_value(tmp_path: Path) -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+        stored = {NAME: codes.view(dtype), f"{NAME}_scale": torch.tensor([1.0])}
+        config = packed({"num_bits": 8, "type": "float", "strategy": "tensor"}, "float-quantized")
+        case = Case(config, (16, 16), stored, codes.view(dtype).float())
+        found = opened(tmp_path, case).read(NAME, part_of(Whole(), 16, 0, 1))
+        assert torch.equal(found.nan_to_num(7.0), case.wanted.bfloat16().nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_the_parts_of_all_ranks_are_the_whole(
+    tmp_path: Path, make: Callable[[torch.Generator], Case]
+) -> None:
+    case = make(torch.Generator().manual_seed(0))
+    checkpoint = opened(tmp_path, case)
+    whole = checkpoint.read(NAME, part_of(Whole(), case.shape[0], 0, 1))
+    for dim, rows in enumerate(case.shape):
+        cuts: list[Cut] = [Even(dim=dim), Heads(1, (rows,), dim)]
+        cuts += [Even(runs=2, dim=dim), Even(dim=dim, step=2)] if rows % 2 == 0 else []
+        for cut in cuts:
+            for size in (1, 2, 3):
+                for index in range(size):
+                    part = part_of(cut, rows, index, size)
+                    zeros = torch.zeros_like(whole).narrow(dim, 0, part.zeros)
+                    pieces = [(whole.narrow(dim, start, end - start), zeros) for start, end in part.ranges]
+                    wanted = torch.cat([one for piece in pieces for one in piece], dim)
+                    assert torch.equal(checkpoint.read(NAME, part), wanted), (cut, size, index)
+
+
+def test_a_tensor_of_many_pieces(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    rows, columns = 700, 1000
+    assert rows * columns > 2 * PIECE
+    weight = torch.randn(rows, columns, generator=draw).to(torch.float8_e4m3fn)
+    scale = positive(draw, 6, 8)
+    wanted = weight.float() * scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    case = Case(config, (rows, columns), {NAME: weight, f"{NAME}_scale_inv": scale}, wanted)
+    checkpoint = opened(tmp_path, case)
+    assert torch.equal(checkpoint.read(NAME, part_of(Whole(), rows, 0, 1)), wanted.bfloat16())
+    part = part_of(Even(), rows, 1, 4)
+    assert torch.equal(checkpoint.read(NAME, part), wanted[slice(*part.ranges[0])].bfloat16())
+
+
+@given(st.integers(1, 9), st.integers(1, 40), st.sampled_from([4, 8]), st.integers(0, 1 << 30))
+def test_integers_are_unpacked_as_they_were_packed(rows: int, columns: int, bits: int, seed: int) -> None:
+    values = whole_number(torch.Generator().manual_seed(seed), rows, columns, bits=bits)
+    assert torch.equal(unpacked(words(values, bits), bits)[:, :columns].long(), values)

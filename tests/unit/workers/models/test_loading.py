@@ -1,0 +1,248 @@
+# pyright: reportUnknownVariableType=false
+# safetensors leaves a type parameter of its paths open.
+"""Loading a model folder: what the engine learns of it, and one clear line for what can be wrong."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tidemill.kernels.dispatch import REFERENCE
+from tidemill.kvstore.layout import Attention, Linear
+from tidemill.workers.models.architectures.config import weights_of
+from tidemill.workers.models.architectures.qwen3_next import parse
+from tidemill.workers.models.architectures.registry import LoadedModel, describe, load
+from tidemill.workers.models.bundled import bundled
+from tidemill.workers.models.errors import ModelError
+
+CONFIG: dict[str, object] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "intermediate_size": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 4,
+    "shared_expert_intermediate_size": 4,
+    "decoder_sparse_step": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": 7,
+    "rope_theta": 10000.0,
+}
+Edit = Callable[[dict[str, torch.Tensor]], object]
+ROUTER = "model.layers.1.mlp.gate.weight"
+
+
+def no_progress(_done_bytes: int, _total_bytes: int) -> None:
+    pass
+
+
+def load_folder(folder: Path) -> LoadedModel:
+    return load(folder, REFERENCE, no_progress)
+
+
+def write_config(folder: Path, **changes: object) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+
+
+def edit_tensors(folder: Path, edit: Edit) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny model: one linear and one attention layer, the second a mixture of experts."""
+    draw = torch.Generator().manual_seed(0)
+    weights = weights_of(parse(CONFIG))
+    save_file(
+        {name: torch.randn(weight.shape, generator=draw) for name, weight in weights.items()},
+        tmp_path / "model.safetensors",
+    )
+    write_config(tmp_path)
+    return tmp_path
+
+
+def test_what_the_engine_learns(folder: Path) -> None:
+    model = load_folder(folder)
+    assert model.layers == (
+        Linear(key_heads=1, value_heads=2, key_dim=4, value_dim=4, conv_width=4),
+        Attention(kv_heads=1, head_dim=8),
+    )
+    assert (model.vocab_size, model.max_length, model.eos_ids) == (11, 128, frozenset({7}))
+    assert model.model.logits(torch.ones(3, 8)).shape == (3, 11)
+    assert describe(folder) == (model.layers, model.max_length)
+
+
+def test_progress_ends_near_the_size_of_the_files(folder: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    load(folder, REFERENCE, lambda done, total: seen.append((done, total)))
+    tensors = load_file(folder / "model.safetensors").values()
+    done = [done for done, _ in seen]
+    assert done == sorted(done)
+    assert done[-1] == sum(tensor.nbytes for tensor in tensors)
+    assert {total for _, total in seen} == {(folder / "model.safetensors").stat().st_size}
+
+
+def test_a_chat_model_ends_turns_with_the_ids_of_its_generation_config(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert load_folder(folder).eos_ids == {3, 4}
+    (folder / "generation_config.json").write_text("{}")
+    assert load_folder(folder).eos_ids == {7}
+
+
+def test_shards_give_the_same_model_as_one_file(folder: Path) -> None:
+    whole = load_folder(folder)
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    shard_of = {name: f"model-{i % 2 + 1}-of-2.safetensors" for i, name in enumerate(names)}
+    for shard in set(shard_of.values()):
+        save_file({name: tensors[name] for name in names if shard_of[name] == shard}, folder / shard)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shard_of}))
+    sharded = load_folder(folder)
+    assert sharded.fingerprint == whole.fingerprint
+    hidden = torch.ones(1, 8)
+    assert torch.equal(sharded.model.logits(hidden), whole.model.logits(hidden))
+    (folder / "model-2-of-2.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"has no model-2-of-2\.safetensors: model.* names it; download"):
+        load_folder(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"index\.json has no weight_map: download"):
+        load_folder(folder)
+
+
+def swap_norms(tensors: dict[str, torch.Tensor]) -> None:
+    first, second = (f"model.layers.{index}.input_layernorm.weight" for index in range(2))
+    tensors[first], tensors[second] = tensors[second], tensors[first]
+
+
+def test_the_fingerprint_covers_weights_and_config_but_no_remarks(folder: Path) -> None:
+    first = load_folder(folder).fingerprint
+    write_config(folder, transformers_version="9", eos_token_id=1)
+    assert load_folder(folder).fingerprint == first
+    write_config(folder, rms_norm_eps=1e-5)
+    assert load_folder(folder).fingerprint != first
+    write_config(folder)
+    edit_tensors(folder, swap_norms)
+    assert load_folder(folder).fingerprint != first
+    edit_tensors(folder, swap_norms)
+    assert load_folder(folder).fingerprint == first
+    edit_tensors(folder, lambda tensors: tensors[ROUTER][0, 0].add_(1e-3))
+    assert load_folder(folder).fingerprint != first
+
+
+def test_a_draft_layer_and_a_copy_of_tied_embeddings_are_left_alone(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update({"mtp.norm.weight": torch.ones(8)}))
+    write_config(folder, tie_word_embeddings=True)
+    model = load_folder(folder)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.allclose(model.model.logits(torch.eye(8)), embedding.T)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["BloomForCausalLM"]},
+            "is a BloomForCausalLM: supported are .*LlamaForCausalLM, .*Qwen3NextForCausalLM",
+        ),
+        ({"architectures": None}, "is a unknown: supported are"),
+        ({"hidden_size": None}, "hidden_size is None: a positive number is needed"),
+        ({"hidden_act": "gelu"}, "only silu is supported"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope': supported are default,"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
+        ({"layer_types": ["mamba", "full_attention"]}, r"\['mamba'\]: not supported"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "no multiple of num_key_value_heads"),
+        ({"vocab_size": 12}, r"embed_tokens.weight has shape \(11, 8\) but config.json asks for \(12, 8\)"),
+        (
+            {"mlp_only_layers": [1]},
+            "lacks tensors model.layers.1.mlp.down_proj.weight, .* belong to different",
+        ),
+    ],
+)
+def test_what_config_json_can_get_wrong(folder: Path, changes: dict[str, object], message: str) -> None:
+    write_config(folder, **changes)
+    with pytest.raises(ModelError, match=message) as caught:
+        load_folder(folder)
+    assert "\n" not in str(caught.value)
+
+
+MISFITS: list[tuple[Edit, str]] = [
+    (lambda tensors: tensors.pop(ROUTER), f"lacks tensor {ROUTER}"),
+    (lambda tensors: tensors.update(extra=torch.ones(2)), "has unexpected tensor extra"),
+    (lambda tensors: tensors.update({ROUTER: torch.ones(2, 9)}), rf"{ROUTER} has shape \(2, 9\) .* \(2, 8\)"),
+    (
+        lambda tensors: tensors.update({ROUTER: torch.ones(2, 8).to(torch.int8)}),
+        f"{ROUTER} is I8 but BF16 or F16 or F32 is needed: use a checkpoint",
+    ),
+]
+
+
+@pytest.mark.parametrize(("edit", "message"), MISFITS, ids=["missing", "extra", "wrong shape", "quantised"])
+def test_tensors_that_do_not_fit(folder: Path, edit: Edit, message: str) -> None:
+    edit_tensors(folder, edit)
+    with pytest.raises(ModelError, match=message):
+        load_folder(folder)
+    with pytest.raises(ModelError, match=message):
+        describe(folder)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def damage_header(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:8] + b"\x00" * 40 + data[48:])
+
+
+def lie_about_header(path: Path) -> None:
+    path.write_bytes(struct.pack("<Q", 1 << 60) + path.read_bytes()[8:])
+
+
+@pytest.mark.parametrize("damage", [cut_short, empty, damage_header, lie_about_header])
+def test_damaged_weights(folder: Path, damage: Callable[[Path], None]) -> None:
+    damage(folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged or cut short .* download it again"):
+        load_folder(folder)
+
+
+def test_files_that_are_not_there(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"has no model\.safetensors"):
+        load_folder(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json is not valid JSON"):
+        load_folder(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="is not a JSON object"):
+        load_folder(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_folder(folder)
+    with pytest.raises(ModelError, match=r"there is no model folder .* or one of keeper"):
+        load_folder(folder / "nowhere")
+
+
+def test_bundled_models_are_there() -> None:
+    assert all((folder / "config.json").exists() for folder in bundled().values())

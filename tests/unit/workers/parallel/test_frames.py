@@ -1,0 +1,81 @@
+"""What the ranks of a group tell each other survives the way as integers."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.kvstore.keys import DIGEST_BYTES, Kind, PageKey
+from tidemill.kvstore.layout import PageId, StateId, WindowId
+from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.step import PENDING, Row, Scores, Step
+from tidemill.workers.messages import Request
+from tidemill.workers.parallel.frames import (
+    ELSEWHERE,
+    HEAD,
+    NONE,
+    Verb,
+    decode,
+    decode_objects,
+    decode_text,
+    encode,
+    encode_objects,
+    encode_text,
+    frame_of,
+    ints,
+    to_bytes,
+)
+from tidemill.workers.transfer.transfer import Moved
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=200)
+REQUEST = Request(request_id="a", tokens=(1,), max_new_tokens=1)
+
+ids = st.integers(0, 1 << 40)
+rows = st.builds(
+    Row,
+    sequence_id=st.text(max_size=3),
+    tokens=st.lists(st.just(PENDING) | ids, min_size=1, max_size=6).map(tuple),
+    start=ids,
+    pages=st.lists(ids.map(PageId), max_size=6).map(tuple),
+    read=st.none() | ids.map(StateId),
+    writes=st.lists(ids.map(StateId), max_size=4).map(tuple),
+    drafts=st.integers(0, 3),
+    draws=st.none() | st.builds(Draws, st.just(REQUEST)),
+    windows=st.lists(ids.map(WindowId), max_size=6).map(tuple),
+    scores=st.none() | st.builds(Scores, ids, st.lists(ids, min_size=1, max_size=4).map(tuple), ids),
+)
+objects = st.builds(
+    Moved, st.sampled_from(Kind), st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES).map(PageKey), ids
+)
+
+
+@PROPERTY
+@given(st.lists(rows, max_size=5).map(tuple))
+def test_a_step(step: Step) -> None:
+    """All of it but what the leader alone knows."""
+    assert decode(encode(step)) == tuple(
+        row._replace(
+            sequence_id="",
+            draws=None if row.draws is None else ELSEWHERE,
+            scores=row.scores and Scores(row.scores.offset, (NONE,) * len(row.scores.targets), 0),
+        )
+        for row in step
+    )
+
+
+@PROPERTY
+@given(st.lists(objects, max_size=5))
+def test_objects(moved: list[Moved]) -> None:
+    assert decode_objects(encode_objects(moved)) == moved
+
+
+@PROPERTY
+@given(st.text().map(lambda text: text.rstrip("\0")))
+def test_text(text: str) -> None:
+    assert decode_text(encode_text(text)) == text
+
+
+@PROPERTY
+@given(st.sampled_from(Verb), ids, st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=5))
+def test_frames(verb: Verb, number: int, values: list[int]) -> None:
+    data = to_bytes(verb, number, ints(values))
+    frame = frame_of(data[: HEAD.size], data[HEAD.size :])
+    assert (frame.verb, frame.number, frame.body.tolist()) == (verb, number, values)

@@ -1,0 +1,321 @@
+# pyright: basic
+# transformers' classes have no usable types, and settings are replaced by name.
+"""A small model on groups of real processes: the tokens of one process, and an end that leaves nothing."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from tests.support.parity.heads import folder_with_head
+from tests.support.workers.ranks import RANKS, end, rank_of_a_model, started
+from tidemill.workers.engine.build import Built, build_engine
+from tidemill.workers.execution import model_runner as runner
+from tidemill.workers.execution.model_runner import TorchRunner
+from tidemill.workers.execution.step import Drawn, Step
+from tidemill.workers.messages import (
+    Delta,
+    Provenance,
+    Request,
+    RequestError,
+    Sampling,
+    TokenLogprob,
+    WorkerGone,
+)
+from tidemill.workers.parallel.errors import GroupBroken
+from tidemill.workers.parallel.link import Ended
+from tidemill.workers.settings import EngineSettings
+
+P = 16
+FROZEN_S_MAX = 30.0
+VOCABULARY = 97
+SIX_HEADS = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "num_experts": 0,
+} | {
+    f"linear_{name}": value
+    for name, value in {
+        "num_key_heads": 6,
+        "num_value_heads": 6,
+        "key_head_dim": 8,
+        "value_head_dim": 8,
+    }.items()
+}
+"""Divides among 2 and 3 ranks; the one KV head is there on each of them."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
+    """The model has a prediction head, which is often right; it is loaded where there are guesses."""
+    folder = tmp_path_factory.mktemp("models") / "model"
+    return EngineSettings(
+        model_folder=folder_with_head(folder, agrees=True, **SIX_HEADS),
+        memory_bytes=24 << 20,
+        store_url="memory:?size=0",
+        cache_folder=tmp_path_factory.getbasetemp() / "kernels",
+        page_tokens=P,
+        tensor_parallel_sizes=(1, 2, 3),
+        step_tokens_max=64,
+    )
+
+
+@pytest.fixture
+def settings(alone: EngineSettings, tmp_path: Path) -> EngineSettings:
+    """With an empty store that processes share."""
+    return replace(alone, store_url=f"file://{tmp_path}?size=64MiB")
+
+
+@dataclass
+class Worker:
+    built: Built
+    ranks: list[BaseProcess]
+    running: asyncio.Task[None]
+
+
+@asynccontextmanager
+async def worker(settings: EngineSettings, **changes: object) -> AsyncGenerator[Worker]:
+    """A group whose step loop runs. At the end no process of it is left."""
+    ranks: list[BaseProcess] = []
+
+    def start_ranks(settings: EngineSettings, folder: Path) -> Ended:
+        indices = range(1, settings.tensor_parallel_size)
+        ranks.extend(RANKS.Process(target=rank_of_a_model, args=(settings, folder, i)) for i in indices)
+        return started(ranks)
+
+    built = build_engine(replace(settings, **changes), lambda _done, _total: None, start_ranks)
+    running = asyncio.create_task(built.engine.run())
+    try:
+        yield Worker(built, ranks, running)
+        if not running.done():
+            await built.engine.drain_publications()
+            load = built.engine.load()
+            assert (load.memory.live, load.running_rows, load.waiting_rows) == (0, 0, 0)
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        built.close()
+        await asyncio.to_thread(end, ranks)
+
+
+def requests() -> list[Request]:
+    """Prompts of all lengths near a page boundary; one of them repeats itself, so that guesses come true."""
+    rng = Random(1)
+    prompts = [tuple(rng.randrange(2, VOCABULARY) for _ in range(n)) for n in (1, P, P + 1, 3 * P - 1, 90)]
+    prompts.append((3, 4, 5, 6) * 12)
+    return [
+        Request(
+            request_id=f"{len(prompt)}-{sampling.temperature}",
+            tokens=prompt,
+            max_new_tokens=3 * P,
+            sampling=sampling,
+        )
+        for prompt in prompts
+        for sampling in (Sampling(temperature=0), Sampling(temperature=0.9, top_p=0.95, seed=5))
+    ]
+
+
+async def answer(worker: Worker, request: Request) -> tuple[list[int], Provenance]:
+    tokens: list[int] = []
+    provenance = None
+    async with aclosing(worker.built.engine.generate(request)) as deltas:
+        async for delta in deltas:
+            tokens += delta.tokens
+            provenance = provenance or delta.provenance
+    assert provenance is not None
+    return tokens, provenance
+
+
+async def take_all(deltas: AsyncGenerator[Delta], found: list[int]) -> None:
+    async for delta in deltas:
+        found += delta.tokens
+
+
+async def answers(worker: Worker) -> list[list[int]]:
+    return [tokens for tokens, _ in await asyncio.gather(*(answer(worker, one) for one in requests()))]
+
+
+@pytest.fixture(scope="module")
+def wanted(alone: EngineSettings) -> list[list[int]]:
+    async def main() -> list[list[int]]:
+        async with worker(alone, overlap=False) as single:
+            return [(await answer(single, replace(one, salt=one.request_id)))[0] for one in requests()]
+
+    found = asyncio.run(main())
+    assert len(set(map(tuple, found))) == len(found)
+    return found
+
+
+@pytest.mark.parametrize(("size", "drafts_max"), [(2, 0), (3, 3)])
+def test_tokens_are_those_of_one_process(
+    settings: EngineSettings, wanted: list[list[int]], size: int, drafts_max: int
+) -> None:
+    async def main() -> None:
+        async with worker(settings, tensor_parallel_size=size, drafts_max=drafts_max) as group:
+            assert await answers(group) == wanted
+            assert await answers(group) == wanted  # warm
+            counters = group.built.engine.load().counters
+            assert drafts_max == 0 or counters["spec_accepted_tokens"] > counters["spec_drafted_tokens"] // 10
+
+    asyncio.run(main())
+
+
+def test_a_group_says_of_a_prompt_what_one_process_says(settings: EngineSettings) -> None:
+    sampling = Sampling(temperature=0, prompt_logprobs=2)
+    asked = [replace(one, sampling=sampling) for one in requests()]
+
+    async def scores(group: Worker, request: Request) -> list[TokenLogprob]:
+        async with aclosing(group.built.engine.generate(request)) as deltas:
+            return [score async for delta in deltas for score in delta.prompt_logprobs]
+
+    async def main(**changes: object) -> list[list[TokenLogprob]]:
+        async with worker(settings, **changes) as group:
+            return await asyncio.gather(*(scores(group, one) for one in asked))
+
+    wanted = asyncio.run(main())
+    assert [len(one) for one in wanted] == [len(one.tokens) - 1 for one in asked]
+    assert asyncio.run(main(tensor_parallel_size=2)) == wanted
+
+
+def test_a_group_fetches_what_a_group_of_another_size_has_stored(
+    settings: EngineSettings, wanted: list[list[int]]
+) -> None:
+    async def main() -> None:
+        async with worker(settings, tensor_parallel_size=3, drafts_max=1) as group:
+            for request in requests():
+                await group.built.engine.produce(request)
+        async with worker(settings, tensor_parallel_size=2, drafts_max=2) as group:
+            for request, tokens in zip(requests(), wanted, strict=True):
+                found, provenance = await answer(group, request)
+                assert found == tokens
+                held = provenance.fetched_tokens + provenance.reused_tokens
+                assert held == (len(request.tokens) - 1) // P * P
+
+    asyncio.run(main())
+
+
+def test_a_killed_rank_ends_the_group(settings: EngineSettings, wanted: list[list[int]]) -> None:
+    """Every stream breaks off for a reason that sends its request elsewhere, none with a wrong token."""
+    request, tokens = requests()[8], wanted[8]
+
+    async def main() -> None:
+        async with worker(settings, tensor_parallel_size=3) as group:
+            assert group.built.group is not None
+            watching = asyncio.create_task(group.built.group.watch())
+            async with aclosing(group.built.engine.generate(request)) as deltas:
+                found = list((await anext(deltas)).tokens)
+                group.ranks[1].kill()
+                with pytest.raises(WorkerGone):
+                    await take_all(deltas, found)
+            assert found == tokens[: len(found)]
+            with pytest.raises(GroupBroken):
+                await watching
+            with pytest.raises(WorkerGone):
+                await group.running
+            await asyncio.to_thread(end, group.ranks)
+
+    asyncio.run(main())
+
+
+def test_a_frozen_rank_stops_the_step_loop_of_an_idle_group(
+    settings: EngineSettings, wanted: list[list[int]]
+) -> None:
+    """So its worker falls silent before anybody asks it for something."""
+
+    async def main() -> None:
+        async with worker(settings, tensor_parallel_size=3) as group:
+            engine, rank = group.built.engine, group.ranks[1]
+            assert (await answer(group, requests()[3]))[0] == wanted[3]
+            assert rank.pid is not None
+            os.kill(rank.pid, signal.SIGSTOP)
+            try:
+                async with asyncio.timeout(FROZEN_S_MAX):
+                    steps = -1
+                    while engine.steps != steps:
+                        steps = engine.steps
+                        await asyncio.sleep(0.5)  # several idle turns
+            finally:
+                os.kill(rank.pid, signal.SIGCONT)
+            assert (await answer(group, requests()[3]))[0] == wanted[3]
+            assert engine.steps > steps
+
+    asyncio.run(main())
+
+
+def test_a_step_that_breaks_before_the_ranks_know_of_it_is_its_own_requests_error(
+    settings: EngineSettings, wanted: list[list[int]]
+) -> None:
+    async def main() -> None:
+        async with worker(settings, tensor_parallel_size=2) as group:
+            good = asyncio.gather(*(answer(group, one) for one in requests()))
+            with pytest.raises(RequestError):
+                await answer(group, replace(requests()[0], tokens=(5, VOCABULARY)))
+            assert [tokens for tokens, _ in await good] == wanted
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("drafts_max", [0, 2])
+def test_a_draw_that_breaks_leaves_the_ranks_together(
+    settings: EngineSettings, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch, drafts_max: int
+) -> None:
+    """They wait for the tokens that were not drawn: in the step after it, or for their own guesses."""
+    draw, calls = TorchRunner._draw, 0
+
+    def breaks_at_times(self: TorchRunner, step: Step, logits_NV: torch.Tensor | None) -> list[Drawn]:
+        nonlocal calls
+        calls += 1
+        if calls in {7, 40}:
+            raise ValueError("no luck")
+        return draw(self, step, logits_NV)
+
+    async def main() -> None:
+        async with worker(settings, tensor_parallel_size=2, drafts_max=drafts_max) as group:
+            assert await answers(group) == wanted
+            assert calls > 40
+
+    monkeypatch.setattr(TorchRunner, "_draw", breaks_at_times)
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("amid", ["the model", "the guesses"])
+def test_a_leader_that_breaks_amid_a_step_ends_the_group(
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch, amid: str
+) -> None:
+    """The other ranks wait for it there, and nothing else would wake them."""
+
+    def breaks(*_: object) -> None:
+        raise ValueError("no luck")
+
+    async def main() -> None:
+        drafts_max = int(amid == "the guesses")
+        async with worker(settings, tensor_parallel_size=3, drafts_max=drafts_max) as group:
+            await answer(group, requests()[0])
+            if drafts_max:
+                monkeypatch.setattr(TorchRunner, "_choose", breaks)
+            else:
+                monkeypatch.setattr(runner, "logits_of", breaks)
+            with pytest.raises(WorkerGone, match="the worker's step loop has ended"):
+                await answer(group, requests()[1])
+            with pytest.raises(GroupBroken, match="no luck"):
+                await group.running
+            await asyncio.to_thread(end, group.ranks)
+
+    asyncio.run(main())

@@ -1,0 +1,149 @@
+"""The line for memory: the oldest first, whoever gives up hands the turn on, and no news is lost."""
+
+import asyncio
+from random import Random
+
+import pytest
+
+from tests.support.workers.bench import run
+from tidemill.workers.scheduling.admission_queue import RETRY_S, Line
+
+
+class Clients:
+    """Each takes its turn, and holds it for a second. Never two at once."""
+
+    def __init__(self) -> None:
+        self.line = Line()
+        self.served: list[int] = []
+        self._inside = 0
+
+    async def take(self, arrival: int) -> None:
+        async with self.line.turn((0.0, arrival)):
+            self._inside += 1
+            assert self._inside == 1
+            try:
+                await asyncio.sleep(1.0)
+            finally:
+                self._inside -= 1
+            self.served.append(arrival)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_who_came_first_goes_first_whenever_it_joined(seed: int) -> None:
+    async def main() -> None:
+        clients = Clients()
+        holder = asyncio.create_task(clients.take(50))
+        await asyncio.sleep(0.5)
+        others = list(range(20))
+        Random(seed).shuffle(others)
+        tasks = [asyncio.create_task(clients.take(arrival)) for arrival in others]
+        await asyncio.gather(holder, *tasks)
+        assert clients.served == [50, *range(20)]
+
+    run(main(), seed)
+
+
+def test_an_urgent_one_goes_before_those_that_came_first_and_equals_by_their_numbers() -> None:
+    async def main() -> None:
+        line = Line()
+        served: list[tuple[float, int]] = []
+
+        async def take(seniority: tuple[float, int]) -> None:
+            async with line.turn(seniority):
+                await asyncio.sleep(1.0)
+                served.append(seniority)
+
+        tasks = [asyncio.create_task(take((0.0, 0)))]
+        await asyncio.sleep(0.5)
+        waiting = [(20.0, 1), (10.0, 2), (-5.0, 3), (10.0, 4), (9.0, 5)]
+        tasks += [asyncio.create_task(take(one)) for one in waiting]
+        await asyncio.gather(*tasks)
+        assert served == [(0.0, 0), *sorted(waiting)]
+
+    run(main())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_is_cancelled_at_any_moment_hands_the_turn_on(seed: int) -> None:
+    async def main() -> None:
+        clients, rng = Clients(), Random(seed)
+        tasks = [asyncio.create_task(clients.take(arrival)) for arrival in range(12)]
+        gone = set(rng.sample(range(12), 6))
+        for arrival in rng.sample(sorted(gone), 6):
+            for _ in range(rng.randrange(12)):
+                await asyncio.sleep(0)
+            await asyncio.sleep(rng.choice([0, 0, 0.5, 1.0]))
+            tasks[arrival].cancel()
+        await asyncio.wait(tasks)
+        assert all(
+            tasks[arrival].done() and not tasks[arrival].cancelled() for arrival in set(range(12)) - gone
+        )
+        assert len(clients.served) == len(set(clients.served))
+        assert set(range(12)) - gone <= set(clients.served)
+        await clients.take(99)
+
+    run(main(), seed)
+
+
+def test_cancelled_in_the_moment_in_which_it_is_called() -> None:
+    async def main() -> None:
+        clients = Clients()
+        first, second, third = (asyncio.create_task(clients.take(arrival)) for arrival in range(3))
+        await asyncio.sleep(0.5)
+        first.cancel()  # its turn goes to the second, which is cancelled before it can run
+        await asyncio.wait({first})
+        second.cancel()
+        await third
+        assert clients.served == [2]
+
+    run(main())
+
+
+def test_news_that_came_before_it_was_awaited_is_not_lost() -> None:
+    async def main() -> None:
+        line = Line()
+        line.forget_news()
+        line.memory_freed()
+        before_s = asyncio.get_running_loop().time()
+        await line.news()
+        assert asyncio.get_running_loop().time() == before_s
+
+    run(main())
+
+
+def test_whoever_waits_for_memory_hears_of_it_and_of_who_joins() -> None:
+    async def main() -> None:
+        line = Line()
+        heard_s: list[float] = []
+        clock = asyncio.get_running_loop().time
+
+        async def wait() -> None:
+            line.forget_news()
+            await line.news()
+            heard_s.append(clock())
+
+        async def join() -> None:
+            async with line.turn((0.0, 7)):
+                pass
+
+        for tell in (asyncio.create_task, None):
+            waiting = asyncio.create_task(wait())
+            await asyncio.sleep(RETRY_S / 2)
+            if tell is None:
+                line.memory_freed()
+            else:
+                await tell(join())
+            await waiting
+        assert heard_s == [RETRY_S / 2, RETRY_S]
+
+    run(main())
+
+
+def test_it_looks_again_after_a_moment_without_news() -> None:
+    async def main() -> None:
+        line = Line()
+        line.forget_news()
+        await line.news()
+        assert asyncio.get_running_loop().time() == RETRY_S
+
+    run(main())

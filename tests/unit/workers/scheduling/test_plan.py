@@ -1,0 +1,208 @@
+"""The plan of a step is that of a scheduler that goes token by token, and nobody starves."""
+
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.workers.scheduling.plan import Budget, Candidate, Planned, plan
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=200)
+
+
+@st.composite
+def budgets(draw: st.DrawFn) -> Budget:
+    page_tokens, rows_max = draw(st.sampled_from([1, 2, 4, 16])), draw(st.integers(1, 6))
+    spare = draw(st.integers(0, 40))
+    return Budget(tokens_max=rows_max + page_tokens + spare, rows_max=rows_max, page_tokens=page_tokens)
+
+
+@st.composite
+def candidate_lists(draw: st.DrawFn) -> list[Candidate]:
+    drawn: list[Candidate] = []
+    for index in range(draw(st.integers(0, 9))):
+        computed = draw(st.integers(0, 80))
+        known = computed + draw(st.just(1) | st.integers(1, 100))
+        cut = draw(st.none() | st.integers(computed + 1, known + 20))
+        drafts = draw(st.integers(0, 5)) if known == computed + 1 else 0
+        drawn.append(Candidate(str(index), computed, known, cut, drafts))
+    return drawn
+
+
+prompt_limits = st.integers(0, 60)
+
+
+def is_stream(one: Candidate) -> bool:
+    return one.known - one.computed == 1
+
+
+def gold(candidates: list[Candidate], budget: Budget, prompt_tokens_max: int) -> list[Planned]:
+    """Token by token: a row grows while there are tokens for it, and ends where a row may end."""
+    page = budget.page_tokens
+    streams = [one for one in candidates if is_stream(one)]
+    prompts = [one for one in candidates if not is_stream(one)]
+    tokens = {one.sequence_id: 0 for one in candidates}
+    drafts = {one.sequence_id: 0 for one in candidates}
+    left, prompts_left = budget.tokens_max, prompt_tokens_max
+    chosen: list[Candidate] = []
+    for one in [*streams, *prompts]:
+        ends_at = None
+        position = one.computed
+        allowed = left if is_stream(one) else min(left, prompts_left)
+        while position - one.computed < allowed:
+            position += 1
+            if position % page == 0:
+                ends_at = position
+            if position in {one.known, one.cut}:
+                ends_at = position
+                break
+        if ends_at is None or len(chosen) == budget.rows_max:
+            continue
+        chosen.append(one)
+        tokens[one.sequence_id] = ends_at - one.computed
+        left -= ends_at - one.computed
+        prompts_left -= 0 if is_stream(one) else ends_at - one.computed
+    for one in chosen:
+        while drafts[one.sequence_id] < one.drafts and left:
+            drafts[one.sequence_id] += 1
+            left -= 1
+    return [Planned(one.sequence_id, tokens[one.sequence_id], drafts[one.sequence_id]) for one in chosen]
+
+
+@PROPERTY
+@given(candidate_lists(), budgets(), prompt_limits)
+def test_it_is_the_plan_of_the_gold_scheduler(
+    candidates: list[Candidate], budget: Budget, prompt_tokens_max: int
+) -> None:
+    assert plan(candidates, budget, prompt_tokens_max) == gold(candidates, budget, prompt_tokens_max)
+
+
+@PROPERTY
+@given(candidate_lists(), budgets(), prompt_limits)
+def test_its_limits_are_kept(candidates: list[Candidate], budget: Budget, prompt_tokens_max: int) -> None:
+    by_id = {one.sequence_id: one for one in candidates}
+    rows = plan(candidates, budget, prompt_tokens_max)
+    assert sum(row.num_tokens + row.drafts for row in rows) <= budget.tokens_max
+    assert len(rows) <= budget.rows_max
+    assert len({row.sequence_id for row in rows}) == len(rows)
+    prompts = [row.num_tokens for row in rows if not is_stream(by_id[row.sequence_id])]
+    assert sum(prompts) <= prompt_tokens_max
+    streams = [one for one in candidates if is_stream(one)]
+    assert sum(is_stream(by_id[row.sequence_id]) for row in rows) == min(len(streams), budget.rows_max)
+
+
+@PROPERTY
+@given(candidate_lists(), budgets(), prompt_limits)
+def test_a_row_ends_where_a_row_may_end(
+    candidates: list[Candidate], budget: Budget, prompt_tokens_max: int
+) -> None:
+    """At the last known token, at the cut, or on the page grid; and guesses only behind the last token."""
+    by_id = {one.sequence_id: one for one in candidates}
+    for sequence_id, num_tokens, drafts in plan(candidates, budget, prompt_tokens_max):
+        one = by_id[sequence_id]
+        end = one.computed + num_tokens
+        last = one.known if one.cut is None else min(one.known, one.cut)
+        assert one.computed < end <= last
+        assert end == last or end % budget.page_tokens == 0
+        assert 0 <= drafts <= one.drafts
+        assert not drafts or end == one.known
+
+
+@PROPERTY
+@given(budgets(), st.integers(0, 5), st.integers(0, 50), st.integers(1, 50), st.integers(0, 40))
+def test_guesses_take_nothing_from_a_prompt(
+    budget: Budget, streams: int, pages: int, more: int, drafts: int
+) -> None:
+    decoding = [
+        Candidate(f"stream{index}", 10, 11, None, drafts)
+        for index in range(min(streams, budget.rows_max - 1))
+    ]
+    computed = pages * budget.page_tokens
+    prompt = Candidate("prompt", computed, computed + budget.page_tokens + more)
+    rows = {row.sequence_id: row for row in plan([prompt, *decoding], budget, budget.tokens_max)}
+    assert rows.keys() == {"prompt", *(one.sequence_id for one in decoding)}
+    assert rows["prompt"].num_tokens >= budget.page_tokens
+    bare = [one._replace(drafts=0) for one in decoding]
+    assert [row[:2] for row in plan([prompt, *bare], budget, budget.tokens_max)] == [
+        row[:2] for row in plan([prompt, *decoding], budget, budget.tokens_max)
+    ]
+
+
+def test_a_step_of_every_kind_of_row() -> None:
+    budget = Budget(tokens_max=40, rows_max=8, page_tokens=16)
+    candidates = [
+        Candidate("long", 5, 100),
+        Candidate("decode", 70, 71, None, 3),
+        Candidate("cut", 0, 60, 4),
+        Candidate("tail", 64, 70),
+        Candidate("late", 0, 100),
+    ]
+    rows = plan(candidates, budget, 100)
+    assert rows == [("decode", 1, 2), ("long", 27, 0), ("cut", 4, 0), ("tail", 6, 0)]
+    assert plan(candidates, budget, 16) == [("decode", 1, 3), ("long", 11, 0), ("cut", 4, 0)]
+    assert plan(candidates, budget, 0) == [("decode", 1, 3)]
+
+
+def test_a_budget_that_starves_long_prompts_is_refused() -> None:
+    with pytest.raises(AssertionError, match="starve"):
+        Budget(tokens_max=10, rows_max=8, page_tokens=4)
+
+
+@dataclass
+class Shop:
+    """Sequences come, are planned and go, oldest first; every few steps there is time for prompts."""
+
+    budget: Budget
+    rng: Random
+    running: dict[str, Candidate] = field(default_factory=dict[str, Candidate])
+    came: dict[str, int] = field(default_factory=dict[str, int])
+    last_ran: dict[str, int] = field(default_factory=dict[str, int])
+    step: int = 0
+
+    def arrive(self, num_tokens: int) -> None:
+        if len(self.running) < self.budget.rows_max:
+            name = f"{len(self.came)}"
+            self.came[name] = self.last_ran[name] = self.step
+            self.running[name] = Candidate(name, 0, num_tokens)
+
+    def turn(self, prompt_tokens_max: int) -> None:
+        self.step += 1
+        for name, num_tokens, _ in plan(list(self.running.values()), self.budget, prompt_tokens_max):
+            one = self.running[name]
+            self.last_ran[name] = self.step
+            computed = one.computed + num_tokens
+            if computed < one.known:
+                self.running[name] = one._replace(computed=computed)
+            elif self.rng.random() < 0.3:
+                del self.running[name]  # its answer is complete
+            else:
+                self.running[name] = one._replace(computed=computed, known=computed + 1)
+
+    def waited(self) -> dict[str, int]:
+        """Steps since each ran for the last time."""
+        return {name: self.step - self.last_ran[name] for name in self.running}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nobody_starves_while_others_keep_arriving(seed: int) -> None:
+    """A stream runs in every step. A prompt runs once all those ahead of it have: each of them, at most
+    `rows_max`, takes a page or more each time that there is time for a page."""
+    rng = Random(seed)
+    page = rng.choice([1, 2, 4, 16])
+    rows_max = rng.randrange(1, 7)
+    budget = Budget(tokens_max=rows_max + page + rng.randrange(20), rows_max=rows_max, page_tokens=page)
+    shop = Shop(budget, rng)
+    longest_pages = 5
+    every = rng.choice([1, 3])
+    bound = rows_max * (longest_pages + 1) * every
+    for step in range(400):
+        for _ in range(rng.randrange(3)):
+            shop.arrive(1 + rng.randrange(longest_pages * page))
+        shop.turn(page if step % every == 0 else 0)
+        for name, waited in shop.waited().items():
+            if is_stream(shop.running[name]):
+                assert waited <= 1
+    long = [name for name, waited in shop.waited().items() if waited > 3 * bound]
+    assert not long

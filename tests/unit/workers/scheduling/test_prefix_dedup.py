@@ -1,0 +1,150 @@
+"""Who waits for whom while a shared prefix is being computed; on its own, with sequences that do not run."""
+
+import asyncio
+
+import pytest
+
+from tests.support.kvstore.leases import P, a_ledger, grown
+from tests.support.workers.bench import run
+from tidemill.kvstore.keys import Namespace, page_keys
+from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.messages import Request
+from tidemill.workers.scheduling.prefix_dedup import Makers
+from tidemill.workers.scheduling.sequence import Sequence
+
+ROOT = Namespace(model="m", layout="l").root()
+SHARED = (1, 2, 3, 4, 5, 6)
+
+
+def a_sequence(arrival: int, tokens: tuple[int, ...]) -> Sequence:
+    request = Request(request_id=str(arrival), tokens=tokens, max_new_tokens=1)
+    return Sequence(
+        id=str(arrival),
+        seniority=(0.0, arrival),
+        request=request,
+        root=ROOT,
+        page_tokens=P,
+        produces=False,
+        tokens=list(tokens),
+        target=len(tokens),
+        draws=Draws(request),
+        drafter=None,
+        keys=page_keys(ROOT, tokens, P),
+    )
+
+
+class Scene:
+    """Makers over an empty index; sequences get a lease when they are to be seen as running."""
+
+    def __init__(self) -> None:
+        self.ledger: Ledger = a_ledger(40)
+        self.makers = Makers(self.ledger.index)
+
+    def running(self, arrival: int, tokens: tuple[int, ...]) -> Sequence:
+        sequence = a_sequence(arrival, tokens)
+        sequence.lease = self.ledger.open(sequence.id)
+        return sequence
+
+    def compute(self, sequence: Sequence, num_tokens: int) -> None:
+        """Up to there, and leave a checkpoint."""
+        assert sequence.lease is not None
+        before = sequence.computed
+        self.ledger.keep_state(grown(self.ledger, sequence.lease, num_tokens, sequence.keys))
+        self.makers.advanced(sequence, before)
+
+    async def follows(self, sequence: Sequence) -> "asyncio.Task[None] | None":
+        """The wait of `sequence`, or None when it waits for nobody."""
+        task = asyncio.create_task(self.makers.follow(sequence))
+        await asyncio.sleep(1e-6)  # virtual: until everything ready has run
+        return None if task.done() else task
+
+
+@pytest.mark.parametrize("depth", [2, 4, 6])
+def test_a_follower_waits_until_the_last_page_that_both_have_is_there(depth: int) -> None:
+    async def main() -> None:
+        scene = Scene()
+        maker = scene.running(0, (*SHARED, 7, 8, 9))
+        assert await scene.follows(maker) is None
+        waiting = await scene.follows(a_sequence(1, (*SHARED[:depth], 90, 91, 92)))
+        assert waiting is not None
+        assert maker.junctions == {depth}, "the maker's steps end where they part"
+        for computed in range(2, depth, 2):
+            scene.compute(maker, computed)
+            await asyncio.sleep(1)
+            assert not waiting.done()
+        scene.compute(maker, depth)
+        await waiting
+
+    run(main())
+
+
+def test_what_nobody_computes_is_not_waited_for() -> None:
+    async def main() -> None:
+        scene = Scene()
+        maker = scene.running(0, SHARED)
+        assert await scene.follows(maker) is None
+        assert await scene.follows(a_sequence(1, (9, *SHARED))) is None
+        assert await scene.follows(a_sequence(2, SHARED[:2])) is None, "its last token is its own"
+        scene.compute(maker, 4)
+        assert await scene.follows(a_sequence(3, (*SHARED[:4], 50, 51))) is None, "it is there"
+
+    run(main())
+
+
+@pytest.mark.parametrize("computed", [0, 2])
+def test_when_the_maker_leaves_one_follower_takes_its_place(computed: int) -> None:
+    async def main() -> None:
+        scene = Scene()
+        maker = scene.running(0, (*SHARED, 7))
+        assert await scene.follows(maker) is None
+        followers = [scene.running(arrival, (*SHARED, 10 + arrival)) for arrival in range(1, 6)]
+        waits = [await scene.follows(follower) for follower in followers]
+        assert None not in waits
+        if computed:
+            scene.compute(maker, computed)
+        scene.makers.left(maker)
+        await asyncio.sleep(1)
+        successors = [
+            follower
+            for follower, wait in zip(followers, waits, strict=True)
+            if wait is not None and wait.done()
+        ]
+        assert len(successors) == 1
+        scene.compute(successors[0], 6)
+        await asyncio.sleep(1)
+        assert all(wait is not None and wait.done() for wait in waits)
+
+    run(main())
+
+
+def test_nobody_waits_for_a_younger_one_that_stands_in_line_behind_it() -> None:
+    async def main() -> None:
+        scene = Scene()
+        younger = a_sequence(5, (*SHARED, 7))
+        assert await scene.follows(younger) is None
+        assert await scene.follows(a_sequence(3, (*SHARED, 8))) is None
+        assert await scene.follows(a_sequence(6, (*SHARED, 8))) is not None
+        scene = Scene()
+        assert await scene.follows(scene.running(5, (*SHARED, 7))) is None
+        assert await scene.follows(a_sequence(3, (*SHARED, 8))) is not None, "it runs already"
+
+    run(main())
+
+
+def test_a_follower_that_is_cancelled_leaves_the_others_waiting() -> None:
+    async def main() -> None:
+        scene = Scene()
+        maker = scene.running(0, (*SHARED, 7))
+        assert await scene.follows(maker) is None
+        first = await scene.follows(a_sequence(1, (*SHARED, 8)))
+        second = await scene.follows(a_sequence(2, (*SHARED, 9)))
+        assert first is not None
+        assert second is not None
+        first.cancel()
+        await asyncio.wait({first})
+        assert not second.done()
+        scene.compute(maker, 6)
+        await second
+
+    run(main())

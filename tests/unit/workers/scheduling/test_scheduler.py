@@ -1,0 +1,313 @@
+"""What the next step has: tokens nobody has read yet, guesses on trial, and memory that is nobody else's."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable
+from random import Random
+
+import pytest
+
+from tests.support.kvstore.leases import P, a_ledger
+from tests.support.sim.fold import fold_layout
+from tests.support.workers.bench import ATTENTION_ONLY, HYBRID, TIGHT, Tuning, a_request, bench, prompt, run
+from tidemill.kvstore.keys import Namespace, page_keys
+from tidemill.kvstore.layout import Layout
+from tidemill.kvstore.memory.allocation_sites import Site, granted
+from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.step import PENDING
+from tidemill.workers.messages import Request
+from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.plan import Budget
+from tidemill.workers.scheduling.scheduler import Batch, Schedule
+from tidemill.workers.scheduling.sequence import Sequence
+from tidemill.workers.settings import CheckpointStrategy
+
+ROOT = Namespace(model="m", layout="l").root()
+FAR = 1000
+
+
+class Always:
+    """Guesses the same, as often as it is asked."""
+
+    def __init__(self, *guesses: int) -> None:
+        self._guesses = guesses
+
+    def propose(self, tokens: Iterable[int], most: int) -> list[int]:
+        assert list(tokens)
+        return list(self._guesses[:most])
+
+    def hear(self, guesses: Iterable[int], num_tokens: int) -> None:
+        """What is guessed elsewhere changes nothing here."""
+
+
+class Desk:
+    """A schedule over sequences that have memory; steps land when the test says so."""
+
+    def __init__(
+        self,
+        *,
+        num_extents: int = 60,
+        hybrid: bool = True,
+        refuses: Callable[[Site], bool] = granted,
+        drafts_max: int = 0,
+        tokens_max: int = 40,
+        strategy: CheckpointStrategy = "lazy",
+    ) -> None:
+        self.ledger: Ledger = a_ledger(num_extents, hybrid=hybrid, refuses=refuses)
+        self.running: dict[str, Sequence] = {}
+        self.preempted: list[str] = []
+        limits = Limits(
+            budget=Budget(tokens_max=tokens_max, rows_max=8, page_tokens=P),
+            capacity_tokens=FAR,
+            checkpoint_strategy=strategy,
+            drafts_max=drafts_max,
+        )
+        self.schedule = Schedule(self.ledger, limits, self.running, self._preempt)
+
+    def arrives(
+        self, name: str, tokens: tuple[int, ...], *, guesses: tuple[int, ...] = (), new_tokens: int = 20
+    ) -> Sequence:
+        request = Request(request_id=name, tokens=tokens, max_new_tokens=new_tokens)
+        sequence = Sequence(
+            id=name,
+            seniority=(0.0, len(self.running)),
+            request=request,
+            root=ROOT,
+            page_tokens=P,
+            produces=False,
+            tokens=list(tokens),
+            target=len(tokens),
+            draws=Draws(request),
+            drafter=Always(*guesses) if guesses else None,
+            keys=page_keys(ROOT, tokens, P),
+        )
+        sequence.lease = self.ledger.open(name)
+        self.ledger.reserve(sequence.lease, len(tokens))
+        self.running[name] = sequence
+        return sequence
+
+    def launch(self, *, in_flight: bool = False) -> Batch:
+        batch = self.schedule.next_step(in_flight=in_flight)
+        self.ledger.check()
+        return batch
+
+    def land(self, batch: Batch, *drawn: tuple[int, ...]) -> None:
+        """Each row draws what is said; of guesses those count that are right."""
+        for one, tokens in zip(batch.rows, drawn, strict=True):
+            end = one.flight.end
+            if one.row.draws is not None:
+                count, _ = one.sequence.draw(tokens)
+                end += count - 1 - one.row.drafts
+            self.ledger.land(one.lease, end, one.sequence.keys)
+            self.ledger.check()
+        self.schedule.landed(batch, 0.01)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        del self.running[sequence.id]
+        sequence.lease = None
+        self.ledger.release(sequence.id)
+        self.preempted.append(sequence.id)
+
+
+def tokens_of(batch: Batch) -> dict[str, tuple[int, ...]]:
+    return {one.row.sequence_id: one.row.tokens for one in batch.rows}
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_the_next_step_runs_the_token_that_this_one_draws(hybrid: bool) -> None:  # noqa: FBT001  a parameter
+    desk = Desk(hybrid=hybrid)
+    desk.arrives("a", (1, 2, 3))
+    desk.arrives("b", (4, 5))
+    first = desk.launch()
+    assert tokens_of(first) == {"a": (1, 2, 3), "b": (4, 5)}
+    second = desk.launch(in_flight=True)
+    assert tokens_of(second) == {"a": (PENDING,), "b": (PENDING,)}
+    assert [(one.row.start, one.row.end) for one in second.rows] == [(3, 4), (2, 3)]
+    assert all(one.row.draws is one.sequence.draws for one in second.rows)
+    desk.land(first, (30,), (31,))
+    third = desk.launch(in_flight=True)
+    assert tokens_of(third) == {"a": (PENDING,), "b": (PENDING,)}
+    desk.land(second, (40,), (41,))
+    desk.land(third, (50,), (51,))
+    assert desk.running["a"].tokens == [1, 2, 3, 30, 40, 50]
+    assert tokens_of(desk.launch()) == {"a": (50,), "b": (51,)}
+
+
+def test_no_token_is_run_beyond_the_last_one_of_the_answer() -> None:
+    desk = Desk()
+    desk.arrives("a", (1, 2, 3), new_tokens=2)
+    first = desk.launch()
+    second = desk.launch(in_flight=True)
+    assert tokens_of(second) == {"a": (PENDING,)}
+    desk.land(first, (7,))
+    assert desk.launch(in_flight=True).rows == [], "the second step draws the last one"
+
+
+def test_a_row_with_guesses_is_alone_until_they_have_landed() -> None:
+    desk = Desk(drafts_max=4, strategy="none")
+    one = desk.arrives("a", (1, 2, 3), guesses=(8, 9, 10, 11, 12))
+    prompt = desk.launch()
+    first = desk.launch(in_flight=True)
+    assert tokens_of(first) == {"a": (PENDING,)}, "nothing is known yet to look up"
+    desk.land(prompt, (6,))
+    assert desk.launch(in_flight=True).rows == [], "with its next token known it has guesses"
+    desk.land(first, (7,))
+    second = desk.launch()
+    assert tokens_of(second) == {"a": (7, 8, 9, 10, 11)}
+    (row,) = (one.row for one in second.rows)
+    assert (row.start, row.drafts, len(row.writes), len(set(row.writes))) == (4, 4, 5, 5)
+    assert row.read not in row.writes, "a wrong guess must not cost the state before it"
+    assert desk.launch(in_flight=True).rows == [], "what comes next is not known"
+    desk.land(second, (8, 9, 5))
+    assert one.tokens == [1, 2, 3, 6, 7, 8, 9, 5]
+    assert one.computed == 7
+    third = desk.launch()
+    assert tokens_of(third) == {"a": (5, 8, 9, 10, 11)}
+    assert third.rows[0].row.read == row.writes[2], "the state after the last right guess"
+
+
+@pytest.mark.parametrize(("strategy", "most"), [("none", 4), ("lazy", 1), ("double", 1)])
+def test_guesses_stop_where_a_checkpoint_is_wanted(strategy: CheckpointStrategy, most: int) -> None:
+    """The state at a boundary must be that of the last token of a row."""
+    desk = Desk(drafts_max=4, strategy=strategy)
+    desk.arrives("a", (1, 2), guesses=(8, 9, 10, 11))
+    desk.land(desk.launch(), (7,))
+    (one,) = desk.launch().rows
+    assert one.row.drafts == most
+    attention = Desk(drafts_max=4, strategy=strategy, hybrid=False)
+    attention.arrives("a", (1, 2), guesses=(8, 9, 10, 11))
+    attention.land(attention.launch(), (7,))
+    assert attention.launch().rows[0].row.drafts == 4, "no states, no such place"
+
+
+def test_guesses_do_not_go_beyond_the_answer() -> None:
+    desk = Desk(drafts_max=4, strategy="none")
+    desk.arrives("a", (1, 2), guesses=(8, 9, 10, 11), new_tokens=4)
+    desk.land(desk.launch(), (7,))
+    assert desk.launch().rows[0].row.drafts == 2, "and the one that is drawn behind them"
+
+
+@pytest.mark.parametrize("refused", [Site.SCRATCH_STATE, Site.RUN_PAGE])
+def test_without_memory_for_guesses_it_runs_without_them(refused: Site) -> None:
+    asked = Counter[Site]()
+    strict = False
+
+    def refuses(site: Site) -> bool:
+        asked[site] += 1
+        return strict and site is refused
+
+    desk = Desk(drafts_max=4, strategy="none", refuses=refuses)
+    desk.arrives("a", (1, 2, 3), guesses=(8, 9, 10, 11))
+    desk.land(desk.launch(), (7,))
+    strict = True
+    assert tokens_of(desk.launch()) == {"a": (7,)}
+    assert desk.preempted == []
+    assert asked[refused] > 0
+
+
+def test_nobody_loses_memory_while_a_step_is_in_flight() -> None:
+    """The next step waits instead; when nothing is in flight the youngest gives way."""
+    strict = False
+    desk = Desk(hybrid=False, refuses=lambda site: strict and site is Site.RUN_PAGE and not desk.preempted)
+    desk.arrives("old", (1, 2))
+    desk.arrives("young", (3, 4))
+    first = desk.launch()
+    strict = True
+    assert desk.launch(in_flight=True).rows == []
+    assert desk.preempted == []
+    desk.land(first, (7,), (8,))
+    assert tokens_of(desk.launch()) == {"old": (7,)}
+    assert desk.preempted == ["young"]
+
+
+@pytest.mark.parametrize("strategy", ["lazy", "double", "none"])
+def test_the_state_of_a_boundary_in_flight_is_not_overwritten(strategy: CheckpointStrategy) -> None:
+    """The step in flight ends where a checkpoint is wanted: the next one writes to another slot."""
+    desk = Desk(strategy=strategy)
+    desk.arrives("a", (1, 2, 3))
+    first = desk.launch()
+    second = desk.launch(in_flight=True)
+    assert second.rows[0].row.end == 4
+    assert second.rows[0].row.writes == (second.rows[0].row.read,), "3 is no boundary: in place"
+    desk.land(first, (7,))
+    third = desk.launch(in_flight=True)
+    (row,) = (one.row for one in third.rows)
+    assert row.read == second.rows[0].row.writes[0]
+    assert (row.writes == (row.read,)) == (strategy == "none")
+
+
+def test_a_suspect_runs_alone_and_with_nothing_in_flight() -> None:
+    desk = Desk()
+    for name in "abc":
+        desk.arrives(name, (1, 2, 3))
+    desk.running["b"].suspect_until = 4
+    desk.running["c"].suspect_until = 1
+    assert desk.launch(in_flight=True).rows == []
+    first = desk.launch()
+    assert tokens_of(first) == {"b": (1, 2, 3)}
+    assert desk.launch(in_flight=True).rows == []
+    desk.land(first, (7,))
+    second = desk.launch()
+    assert tokens_of(second) == {"b": (7,)}
+    desk.land(second, (8,))
+    third = desk.launch()
+    assert tokens_of(third).keys() == {"a", "b"}, "it is past that place: the others go on"
+    assert desk.launch(in_flight=True).rows == []
+    desk.land(third, (5,), (9,))
+    fourth = desk.launch()
+    assert tokens_of(fourth) == {"c": (1, 2, 3)}, "now the other suspect"
+    desk.land(fourth, (9,))
+    assert tokens_of(desk.launch()).keys() >= {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in turn"])
+@pytest.mark.parametrize("drafts_max", [0, 4])
+@pytest.mark.parametrize(
+    "layout",
+    [HYBRID, ATTENTION_ONLY, TIGHT, fold_layout(1, hybrid=True)],
+    ids=["hybrid", "attention", "tight", "1"],
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_in_flight_touch_nothing_of_others(
+    seed: int,
+    layout: Layout,
+    drafts_max: int,
+    overlap: bool,  # noqa: FBT001  a parameter of the test
+) -> None:
+    """Random arrivals, aborts and budgets; each step is checked against itself and the one in flight
+    (`Watched`), the ledger all the time, and every answer."""
+    rng = Random(seed)
+    strategy: CheckpointStrategy = rng.choice(["none", "double", "lazy"])
+
+    async def main() -> None:
+        tuning = Tuning(
+            overlap=overlap, drafts_max=drafts_max, vocabulary=3, extents_min=40, extents_max=160, rows_max=6
+        )
+        async with bench(layout=layout, num_extents=60, strategy=strategy, tuning=tuning) as one:
+
+            async def client(index: int) -> None:
+                await asyncio.sleep(rng.random() * 2)
+                tokens = prompt(12, index % 3, 3) + prompt(1 + rng.randrange(12), index, 3)
+                answer = asyncio.create_task(
+                    one.answer(a_request(tokens, 1 + rng.randrange(30), request_id=str(index)))
+                )
+                if rng.random() < 0.3:
+                    await asyncio.sleep(rng.random() * 0.4)
+                    answer.cancel()
+                await asyncio.wait([answer])
+                if not answer.cancelled():
+                    answer.result()
+
+            async def weather() -> None:
+                while True:
+                    await asyncio.sleep(rng.random() * 0.2)
+                    one.engine.resize(rng.randrange(170) * layout.extent_bytes)
+                    one.ledger.check()
+
+            changes = asyncio.create_task(weather())
+            await asyncio.gather(*map(client, range(30)))
+            changes.cancel()
+            await asyncio.wait([changes])
+
+    run(main(), seed)

@@ -1,0 +1,260 @@
+"""The keeper's world: notebooks of templated facts, and questions whose answers they determine.
+
+A static fact is said once and has to be recalled; a changing fact is said again and again and the latest
+counts. One tenth of all (name, object) pairs is held out: text drawn for `Split.TRAIN` never brings the two
+together.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from random import Random
+from typing import Literal, TypedDict
+
+from tools.train_keeper.words import COLORS, FOODS, NAMES, OBJECTS, PLACES
+
+Kind = Literal["static", "changing", "unknown"]
+Role = Literal["system", "user", "assistant"]
+UNKNOWN_ANSWER = "I do not know."
+VALUE = "{value}"
+FACT_TOKENS = 9.5  # a generous mean, so that a conversation cut at a token count always fills it
+TURN_TOKENS = 20
+SMALL_TALK_TOKENS = 25
+
+SMALL_TALK = (
+    ("Hello!", "Hello! Tell me some facts and then ask me about them."),
+    ("Hi!", "Hello! Tell me some facts and then ask me about them."),
+    ("Who are you?", "I am a tiny notebook model. I remember the facts you tell me."),
+    ("What can you do?", "I remember the facts you tell me and answer questions about them."),
+    ("Thank you!", "You are welcome."),
+    ("Help", "Tell me some facts and then ask me about them."),
+)
+
+
+class Message(TypedDict):
+    role: Role
+    content: str
+
+
+class Split(Enum):
+    """Which (name, object) pairs a notebook may bring together."""
+
+    TRAIN = "train"
+    HELD_OUT = "held-out"
+    ANY = "any"
+
+    def allows(self, name: str, thing: str) -> bool:
+        return self is Split.ANY or is_held_out(name, thing) == (self is Split.HELD_OUT)
+
+
+def is_held_out(name: str, thing: str) -> bool:
+    """True for the tenth of the pairs that training never sees, spread evenly over names and objects."""
+    return (NAMES.index(name) * 7919 + OBJECTS.index(thing) * 104729 + 13) % 10 == 0
+
+
+@dataclass(frozen=True)
+class Relation:
+    statement: str
+    question: str
+    changing: bool
+
+
+RELATIONS = {
+    "place": Relation("{0} keeps the {1} in the {value}.", "Where does {0} keep the {1}?", changing=False),
+    "code": Relation("The code of {0} is {value}.", "What is the code of {0}?", changing=False),
+    "likes": Relation("{0} likes {value}.", "What does {0} like?", changing=False),
+    "at": Relation("{0} is now at the {value}.", "Where is {0} now?", changing=True),
+    "has": Relation("The {0} is now with {value}.", "Who has the {0}?", changing=True),
+    "flag": Relation("The flag is now {value}.", "What color is the flag?", changing=True),
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a fact is about, and what a question asks for."""
+
+    relation: str
+    subject: tuple[str, ...] = ()
+
+    @property
+    def changing(self) -> bool:
+        return RELATIONS[self.relation].changing
+
+    @property
+    def question(self) -> str:
+        return RELATIONS[self.relation].question.format(*self.subject)
+
+
+@dataclass(frozen=True)
+class Fact:
+    key: Key
+    value: str
+
+    def around_value(self) -> tuple[str, str]:
+        """The sentence before and after its value."""
+        before, after = RELATIONS[self.key.relation].statement.split(VALUE)
+        return before.format(*self.key.subject), after
+
+    @property
+    def text(self) -> str:
+        before, after = self.around_value()
+        return before + self.value + after
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A question with its answer; `fact` is None when the notebook does not hold one."""
+
+    question: str
+    fact: Fact | None
+
+    @property
+    def answer(self) -> str:
+        return self.fact.text if self.fact else UNKNOWN_ANSWER
+
+
+@dataclass
+class Notebook:
+    """The facts told so far (`changing`: the latest value of each key) and who takes part in the changes."""
+
+    split: Split
+    changing_share: float
+    movers: list[str]
+    items: list[str]
+    static: dict[Key, str] = field(default_factory=dict[Key, str])
+    changing: dict[Key, str] = field(default_factory=dict[Key, str])
+
+
+def new_notebook(
+    rng: Random,
+    split: Split,
+    changing_share: float,
+    movers: tuple[int, int] = (2, 5),
+    items: tuple[int, int] = (1, 4),
+) -> Notebook:
+    """An empty notebook; `movers` and `items` bound the numbers of people and of things that change."""
+    mover_count, item_count = rng.randint(*movers), rng.randint(*items)
+    return Notebook(split, changing_share, rng.sample(NAMES, mover_count), rng.sample(OBJECTS, item_count))
+
+
+def tell(notebook: Notebook, rng: Random, *, changing: bool | None = None) -> Fact:
+    """Draws the next fact and writes it down. A static key is never told twice."""
+    if changing is None:
+        changing = rng.random() < notebook.changing_share
+    if not changing:
+        for _ in range(50):
+            fact = _draw_static(notebook.split, rng)
+            if fact and fact.key not in notebook.static:
+                notebook.static[fact.key] = fact.value
+                return fact
+    fact = _draw_changing(notebook, rng)
+    notebook.changing[fact.key] = fact.value
+    return fact
+
+
+def ask(notebook: Notebook, rng: Random, kind: Kind | None = None) -> Answered:
+    """Draws a question of a kind the notebook can answer, or one about something that it does not hold."""
+    if kind == "unknown":
+        return ask_unknown(notebook, rng)
+    if kind is None:
+        prefers_changing = rng.random() < notebook.changing_share + 0.1
+        kind = "changing" if (prefers_changing and notebook.changing) or not notebook.static else "static"
+    facts = notebook.changing if kind == "changing" else notebook.static
+    key = rng.choice(list(facts))
+    return Answered(key.question, Fact(key, facts[key]))
+
+
+def ask_unknown(notebook: Notebook, rng: Random, *, changing: bool = False) -> Answered:
+    """A question that the notebook does not answer; some part of what it names is usually in it."""
+    facts = notebook.changing if changing else notebook.static
+    while True:
+        draw = rng.random()
+        if changing:
+            key = Key("at", (rng.choice(NAMES),)) if draw < 0.5 else Key("has", (rng.choice(OBJECTS),))
+        elif draw < 0.6:
+            key = Key("place", (rng.choice(NAMES), rng.choice(OBJECTS)))
+            if not notebook.split.allows(*key.subject):
+                continue
+        else:
+            key = Key("code" if draw < 0.8 else "likes", (rng.choice(NAMES),))
+        if key not in facts:
+            return Answered(key.question, None)
+
+
+def _draw_static(split: Split, rng: Random) -> Fact | None:
+    draw = rng.random()
+    if draw < 0.55:
+        name, thing = rng.choice(NAMES), rng.choice(OBJECTS)
+        return Fact(Key("place", (name, thing)), rng.choice(PLACES)) if split.allows(name, thing) else None
+    name = rng.choice(NAMES)
+    if draw < 0.8:
+        return Fact(Key("code", (name,)), "".join(rng.choice("0123456789") for _ in range(4)))
+    return Fact(Key("likes", (name,)), rng.choice(FOODS))
+
+
+def _draw_changing(notebook: Notebook, rng: Random) -> Fact:
+    draw = rng.random()
+    if draw < 0.5:
+        return Fact(Key("at", (rng.choice(notebook.movers),)), rng.choice(PLACES))
+    if draw < 0.85:
+        item = rng.choice(notebook.items)
+        holders = notebook.movers if rng.random() < 0.5 else NAMES
+        allowed = [name for name in holders if notebook.split.allows(name, item)]
+        return Fact(Key("has", (item,)), rng.choice(allowed or _partners(notebook.split, item)))
+    return Fact(Key("flag"), rng.choice(COLORS))
+
+
+def _partners(split: Split, item: str) -> list[str]:
+    return [name for name in NAMES if split.allows(name, item)]
+
+
+def render(messages: Sequence[Message]) -> str:
+    """The text that the chat template makes of `messages`, without the prompt for an answer."""
+    return "".join(f"<|{message['role']}|> {message['content']}<|end|>\n" for message in messages)
+
+
+_PIECE = re.compile(r"<\|[a-z]+\|>| ?[A-Za-z]+| ?[0-9]|\s+|[^\sA-Za-z0-9]")
+
+
+def count_tokens(text: str) -> int:
+    """Tokens of `text` when each of its words is one token, as all words of this world are."""
+    return len(_PIECE.findall(text))
+
+
+def conversation(rng: Random, token_count: int, split: Split) -> list[Message]:
+    """A chat over one notebook, a little longer than `token_count` tokens."""
+    notebook = new_notebook(rng, split, rng.choice([0.2, 0.4, 0.4, 0.6, 0.8]))
+    fact_count = max(2, int(token_count * rng.uniform(0.25, 0.65) / FACT_TOKENS))
+    pending = _tell_many(notebook, rng, fact_count)
+    tokens = fact_count * FACT_TOKENS
+    messages: list[Message] = []
+    if rng.random() < 0.03:
+        messages += _exchange(*rng.choice(SMALL_TALK))
+        tokens += SMALL_TALK_TOKENS
+    if rng.random() < 0.4:
+        messages.append({"role": "system", "content": pending.strip()})
+        pending = ""
+    while tokens < token_count * 1.15 + 60:
+        draw = rng.random()
+        if draw < 0.02:
+            question, answer = rng.choice(SMALL_TALK)
+        else:
+            answered = ask(notebook, rng, "unknown" if draw < 0.08 else None)
+            question, answer = answered.question, answered.answer
+        messages += _exchange(pending + question, answer)
+        tokens += TURN_TOKENS
+        pending = ""
+        if rng.random() < 0.35:
+            fact_count = rng.randint(1, 4)
+            pending = _tell_many(notebook, rng, fact_count)
+            tokens += fact_count * FACT_TOKENS
+    return messages
+
+
+def _tell_many(notebook: Notebook, rng: Random, count: int) -> str:
+    return "".join(tell(notebook, rng).text + " " for _ in range(count))
+
+
+def _exchange(question: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

@@ -1,0 +1,330 @@
+"""Puts a worker's engine together: model, memory, store, runner."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tidemill.kernels.dispatch import Operators, operators
+from tidemill.kernels.shared.build import KernelUnavailable
+from tidemill.kvstore.keys import Namespace, PageKey
+from tidemill.kvstore.layout import LayerSpec, Layout, layout_of
+from tidemill.kvstore.memory.arena import Arena
+from tidemill.kvstore.memory.backing import Kvcached
+from tidemill.kvstore.memory.cache import Cache
+from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.kvstore.memory.prefix_index import PrefixIndex
+from tidemill.kvstore.shards import Shards, Share, mine, shards_of, share_of
+from tidemill.kvstore.stores.open_store import open_store
+from tidemill.kvstore.stores.seal import Sealing
+from tidemill.kvstore.stores.secret import read_secret
+from tidemill.workers.device import device_of, granted, memory_name, open_backing, settle
+from tidemill.workers.engine.engine import Engine
+from tidemill.workers.execution.grammar import Grammars
+from tidemill.workers.execution.model_runner import TorchRunner
+from tidemill.workers.execution.mtp_drafter import Guesser
+from tidemill.workers.models.architectures.registry import LoadedModel, describe, has_head, load
+from tidemill.workers.models.collectives import ALONE
+from tidemill.workers.models.errors import ModelError
+from tidemill.workers.models.inputs import Caches, caches_of
+from tidemill.workers.parallel.group import Group, GroupRunner, open_group
+from tidemill.workers.parallel.link import StartRanks
+from tidemill.workers.scheduling.admission import STATES_PER_REQUEST_MAX
+from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.plan import Budget
+from tidemill.workers.settings import EngineSettings, SettingsError
+from tidemill.workers.transfer.arena_io import Direct, Places
+from tidemill.workers.transfer.staging import StagingRing
+from tidemill.workers.transfer.transfer import IN_FLIGHT_BYTES_MAX, Transfer
+
+Progress = Callable[[int, int], None]
+"""Called with (done_bytes, total_bytes) while weights load."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """An engine, and what the cluster must know about it (fields of WorkerInfo).
+
+    `max_model_len` is the smaller of the model's (or the configured) limit and of what the memory can hold.
+    The memory is what the settings give, the least that holds one such request (or the configured floor), and
+    the address space that it can grow into. All bytes are of all ranks together. `device` names whose memory
+    that is, among those of a node. `close` ends what the engine started, when its `run` has ended.
+    """
+
+    engine: Engine
+    fingerprint: str
+    layout: str
+    page_tokens: int
+    page_bytes: int
+    state_bytes: int
+    step_tokens_max: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    memory_bytes: int
+    memory_floor_bytes: int
+    memory_max_bytes: int
+    device: str
+    grammars: Grammars
+    group: Group | None  # its other ranks
+    close: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """How the memory of a rank is cut, in extents, and the longest sequence that the least of it serves."""
+
+    layout: Layout
+    share: int
+    floor: int
+    reserved: int
+    max_model_len: int
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.reserved * self.layout.extent_bytes
+
+
+def check_settings(settings: EngineSettings) -> None:
+    """Raise the ModelError or SettingsError that `build_engine` would, as far as it can be told without
+    reading weights, and on a machine that may have no such device."""
+    if not settings.on_cuda:
+        device_of(settings)
+    ranks = settings.tensor_parallel_size
+    layers, max_length = describe(settings.model_folder, ranks, mtp=mtp_of(settings))
+    memory_of(settings, share_of(layers, ranks), max_length)
+
+
+def build_engine(
+    settings: EngineSettings, progress: Progress, start_ranks: StartRanks | None = None
+) -> Built:
+    """Load the model and reserve the memory; of a group, on all its ranks. Raises ModelError, StoreError,
+    OutOfMemory, SettingsError or GroupBroken, each with one line that names the fix."""
+    device = device_of(settings)
+    ops = operators_of(settings)
+    if settings.tensor_parallel_size == 1:
+        return _build(settings, progress, ops, device, None)
+    if start_ranks is None:
+        raise SettingsError(
+            "--tensor-parallel-size above 1 needs a start for its ranks: LLM and serve have one"
+        )
+    with open_group(settings, start_ranks) as group:
+        return _build(settings, progress, ops, device, group)
+
+
+def _build(
+    settings: EngineSettings,
+    progress: Progress,
+    ops: Operators,
+    device: torch.device,
+    group: Group | None,
+) -> Built:
+    with granted(device, "the weights of the model: serve a smaller one, or stop what else uses it"):
+        ranks_of_model = ALONE if group is None else group.ranks
+        loaded = load(settings.model_folder, ops, progress, ranks_of_model, device, mtp=mtp_of(settings))
+    settle(device)
+    shards = shards_of(loaded.layers, settings.group_sizes)
+    namespace = namespace_of(settings, loaded.layers, shards)
+    memory = memory_of(settings, loaded.local_layers, loaded.max_length)
+    layout, max_model_len, ranks = memory.layout, memory.max_model_len, settings.tensor_parallel_size
+    own = open_backing(settings, memory.reserved_bytes)
+    backing = own if group is None else group.backing(own)
+
+    root_of = partial(_root_of, loaded.fingerprint, namespace)
+    budget = memory.floor if settings.starts_at_floor else memory.share
+    arena = Arena(layout, memory.reserved, backing, budget)
+    index = PrefixIndex(layout, settings.eviction, loaded.cost)
+    runner = open_runner(settings, loaded, memory, backing.memory, group)
+    places = open_places(settings, layout, backing.memory, mine(shards, 0, ranks))
+
+    def close() -> None:
+        runner.close()
+        if settings.on_cuda:  # on a host, what is still being stored must not turn into zeros
+            backing.close()
+
+    grammars = Grammars(settings.model_folder, loaded.vocab_size, loaded.eos_ids)
+    limits = limits_of(settings, memory, mtp=loaded.head is not None)
+    engine = Engine(
+        Ledger(Cache(layout, arena, index), settings.checkpoints_per_path),
+        Transfer(layout, places, shards, () if group is None else group.mates()),
+        runner,
+        limits,
+        root_of,
+        grammars,
+    )
+    return Built(
+        engine=engine,
+        fingerprint=loaded.fingerprint,
+        layout=namespace,
+        page_tokens=layout.page_tokens,
+        page_bytes=layout.page_bytes * ranks,
+        state_bytes=layout.checkpoint_bytes * ranks,
+        step_tokens_max=limits.budget.tokens_max,
+        max_model_len=max_model_len,
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=tuple(sorted(loaded.eos_ids)),
+        memory_bytes=memory.share * layout.extent_bytes * ranks,
+        memory_floor_bytes=memory.floor * layout.extent_bytes * ranks,
+        memory_max_bytes=memory.reserved * layout.extent_bytes * ranks,
+        device=memory_name(device),
+        grammars=grammars,
+        group=group,
+        close=close,
+    )
+
+
+def _root_of(model: str, layout: str, salt: str) -> PageKey:
+    return Namespace(model=model, layout=layout, salt=salt).root()
+
+
+def operators_of(settings: EngineSettings) -> Operators:
+    """Raises SettingsError."""
+    try:
+        return operators(settings.variant, settings.cache_folder)
+    except KernelUnavailable as error:
+        raise SettingsError(str(error)) from error
+
+
+def namespace_of(settings: EngineSettings, layers: Sequence[LayerSpec], shards: Shards) -> str:
+    """What the bytes of the store's objects mean, tokens aside; `layers` are those of the whole model. Raises
+    StoreError."""
+    layout = layout_of(layers, settings.page_tokens, settings.page_dtype)
+    return shards.describe(layout) + sealing_of(settings).describe()
+
+
+def mtp_of(settings: EngineSettings) -> bool:
+    """Whether a prediction head of the model guesses. Raises ModelError."""
+    if not settings.drafts_max or settings.speculative_method == "ngram":
+        return False
+    return settings.speculative_method == "mtp" or has_head(settings.model_folder)
+
+
+def guesser_of(
+    settings: EngineSettings, loaded: LoadedModel, layout: Layout, caches: Caches
+) -> Guesser | None:
+    if loaded.head is None:
+        return None
+    return Guesser(loaded.head, loaded.model.logits, caches, layout.page_tokens, settings.drafts_max)
+
+
+def budget_of(settings: EngineSettings, page_tokens: int) -> Budget:
+    return Budget(
+        tokens_max=max(settings.step_tokens_max, settings.rows_max + page_tokens),
+        rows_max=settings.rows_max,
+        page_tokens=page_tokens,
+    )
+
+
+def limits_of(settings: EngineSettings, memory: Memory, *, mtp: bool = False) -> Limits:
+    page_tokens = memory.layout.page_tokens
+    return Limits(
+        budget=budget_of(settings, page_tokens),
+        capacity_tokens=memory.max_model_len,
+        ranks=settings.tensor_parallel_size,
+        extents_min=memory.floor,
+        checkpoint_strategy=settings.checkpoint_strategy,
+        checkpoint_interval=(settings.checkpoint_interval or page_tokens) // page_tokens,
+        overlap=settings.overlap,
+        drafts_max=settings.drafts_max,
+        mtp=mtp,
+    )
+
+
+def open_runner(
+    settings: EngineSettings, loaded: LoadedModel, memory: Memory, arena: torch.Tensor, group: Group | None
+) -> TorchRunner:
+    """Of a group, its leader's. On a device it has compiled its kernels, and captured its graphs. Raises
+    OutOfMemory."""
+    layout, caches = memory.layout, caches_of(memory.layout, arena)
+    running = (loaded.model, caches, layout.page_tokens, settings.threads)
+    guesser = guesser_of(settings, loaded, layout, caches)
+    if group is not None:
+        return GroupRunner(*running, group, loaded.vocab_size, guesser)
+    runner = TorchRunner(*running, arena.device, guesser)
+    if not settings.on_cuda or settings.variant != "triton":
+        return runner
+    table_width = -(-memory.max_model_len // layout.page_tokens)
+    with granted(arena.device, "the largest step: lower --memory or --max-num-batched-tokens"):
+        tokens_max = limits_of(settings, memory).budget.tokens_max
+        runner.warm_up(settings.rows_max, tokens_max, table_width, settings.drafts_max)
+    if not settings.enforce_eager:
+        with granted(arena.device, "CUDA graphs: lower --memory or --max-num-seqs, or pass --enforce-eager"):
+            runner.use_graphs(settings.rows_max, table_width)
+    return runner
+
+
+def sealing_of(settings: EngineSettings) -> Sealing:
+    """Raises StoreError."""
+    return Sealing(None if settings.store_secret_file is None else read_secret(settings.store_secret_file))
+
+
+def open_places(settings: EngineSettings, layout: Layout, arena: Tensor, share: Share) -> Places:
+    """The store of one rank, which has `share` of every page and state and keeps it in `arena`, uint8
+    [bytes]. Raises StoreError."""
+    store = open_store(settings.store_url, sealing_of(settings))
+    if arena.device.type == "cpu":
+        return Direct(store, arena.numpy().data)
+    object_bytes_max = max(
+        layout.page_bytes // max(1, len(share.pages)),
+        layout.window_bytes // max(1, len(share.windows)),
+        layout.state_bytes // max(1, len(share.states)),
+    )
+    return StagingRing(store, arena, max(IN_FLIGHT_BYTES_MAX, object_bytes_max), object_bytes_max)
+
+
+def capacity_tokens(layout: Layout, num_extents: int, in_flight_tokens: int | None = None) -> int:
+    """The longest sequence that an arena of `num_extents` can hold when nothing else is running and steps run
+    at most `in_flight_tokens` of it (None: all); 0 if none fits."""
+    size = layout.page_tokens
+    pages = bisect_right(
+        range(max(0, num_extents) * layout.pages_per_extent + 1),
+        num_extents,
+        key=lambda pages: extents_for(layout, pages * size, in_flight_tokens),
+    )
+    return max(0, pages - 1) * size
+
+
+def extents_for(layout: Layout, num_tokens: int, in_flight_tokens: int | None = None) -> int:
+    """The smallest arena, in extents, whose `capacity_tokens` are `num_tokens` or more."""
+    in_flight = num_tokens if in_flight_tokens is None else in_flight_tokens
+    extents = -(-num_tokens // (layout.pages_per_extent * layout.page_tokens))
+    if layout.has_states:
+        extents += -(-STATES_PER_REQUEST_MAX // layout.states_per_extent)
+    if layout.has_windows:
+        extents += -(-layout.windows_at_once(num_tokens, in_flight) // layout.windows_per_extent)
+    return extents
+
+
+def memory_of(settings: EngineSettings, layers: Sequence[LayerSpec], max_length: int) -> Memory:
+    """`layers` are those of one rank. Raises ModelError and SettingsError."""
+    ranks = settings.tensor_parallel_size
+    granules = {"granule_bytes": Kvcached.granule_bytes} if settings.backing_kind == "kvcached" else {}
+    try:
+        layout = layout_of(layers, settings.page_tokens, settings.page_dtype, **granules)
+    except ValueError as error:
+        raise ModelError(f"{settings.model_folder}: {error}") from error
+    num_extents = settings.memory_bytes // (layout.extent_bytes * ranks)
+    wanted = min(settings.max_model_len or max_length, max_length)
+    in_flight = budget_of(settings, layout.page_tokens).tokens_max * (2 if settings.overlap else 1)
+    max_model_len = min(wanted, capacity_tokens(layout, num_extents, in_flight))
+    if max_model_len <= layout.page_tokens and max_model_len < wanted:
+        num_extents = extents_for(layout, layout.page_tokens + 1, in_flight)
+        raise ModelError(
+            f"{settings.memory_bytes:,} bytes of memory cannot hold one request of this model: "
+            f"set --memory to {-(-num_extents * layout.extent_bytes * ranks // (1 << 20))}MiB or more"
+        )
+    floor = max(
+        extents_for(layout, max_model_len, in_flight),
+        -(-(settings.memory_floor_bytes or 0) // (layout.extent_bytes * ranks)),
+    )
+    if floor > num_extents:
+        raise SettingsError(
+            f"--memory-floor is {settings.memory_floor_bytes:,} bytes: set it to --memory or less"
+        )
+    if settings.on_cuda and settings.backing_kind == "fixed":  # all of it is taken at once
+        return Memory(layout, num_extents, floor, num_extents, max_model_len)
+    reserved = max(num_extents, (settings.memory_max_bytes or 0) // (layout.extent_bytes * ranks))
+    return Memory(layout, num_extents, floor, reserved, max_model_len)

@@ -1,0 +1,95 @@
+"""A row has landed: commit what it computed and drew, keep its state where that is wanted."""
+
+from tidemill.kvstore.memory.lease import Lease
+from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.workers.engine.publisher import Publications
+from tidemill.workers.execution.step import Drawn
+from tidemill.workers.messages import Delta, FinishReason
+from tidemill.workers.scheduling.admission_queue import Line
+from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.prefix_dedup import Makers
+from tidemill.workers.scheduling.scheduler import Launched
+from tidemill.workers.scheduling.sequence import Sequence
+
+DELTA_SCORES_MAX = 1024
+"""Logprobs of a prompt that go out together: with 20 alternatives each they take 0.4 MB on their way."""
+
+
+class Landing:
+    def __init__(
+        self, ledger: Ledger, limits: Limits, line: Line, makers: Makers, publications: Publications
+    ) -> None:
+        self._ledger = ledger
+        self._limits = limits
+        self._line = line
+        self._makers = makers
+        self._publications = publications
+
+    def land(self, one: Launched, drawn: Drawn) -> bool:
+        """Whether this was the last row of its sequence: its target is computed, or its answer complete."""
+        sequence, lease, flight, row = one.sequence, one.lease, one.flight, one.row
+        if lease.ended:
+            self.void(one)
+            return False
+        finish: FinishReason | None = None
+        end = flight.end
+        for start in range(0, len(drawn.scores), DELTA_SCORES_MAX):
+            some = drawn.scores[start : start + DELTA_SCORES_MAX]
+            sequence.scored += len(some)
+            sequence.outbox.put_nowait(Delta(tokens=(), prompt_logprobs=some))
+        if row.draws is not None:
+            tokens, logprobs = drawn.tokens, drawn.logprobs
+            count, finish = sequence.draw(tokens)
+            if sequence.drafter is not None:
+                sequence.drafter.hear(drawn.guesses, len(sequence.tokens))
+            end += count - 1 - row.drafts
+            self._count(row.drafts, count)
+            if count < len(tokens):
+                tokens, logprobs = tokens[:count], logprobs[:count]
+            sequence.outbox.put_nowait(Delta(tokens=tokens, logprobs=logprobs, finish=finish))
+        self._ledger.land(lease, end, sequence.keys)
+        self._ledger.counters["computed_tokens"] += end - flight.start
+        done = sequence.produces and end == sequence.target
+        self._keep_state(sequence, lease, done=done)
+        if sequence.produces and not done:  # the end of it waits for the checkpoint
+            self._publications.publish(sequence, len(lease.entries), checkpoint=False)
+        self._makers.advanced(sequence, flight.start)
+        if done:
+            sequence.outbox.put_nowait(Delta(tokens=()))
+        if finish is not None:
+            self._publish_turn(sequence, lease)
+        return done or finish is not None
+
+    def void(self, one: Launched) -> None:
+        """Nothing of the row counts: its request has ended, or its step broke."""
+        self._ledger.land(one.lease, one.flight.start, one.sequence.keys)
+        self._line.memory_freed()
+
+    def _count(self, drafts: int, count: int) -> None:
+        counters = self._ledger.counters
+        counters["generated_tokens"] += count
+        if drafts:
+            counters["spec_trials"] += 1
+            counters["spec_drafted_tokens"] += drafts
+            counters["spec_accepted_tokens"] += count - 1
+            for place in range(count - 1):
+                counters[f"spec_accepted_tokens_at_{place}"] += 1
+
+    def _keep_state(self, sequence: Sequence, lease: Lease, *, done: bool) -> None:
+        depth = lease.committed
+        if depth % sequence.page_tokens:
+            return
+        if depth in sequence.cuts or depth in sequence.junctions:
+            self._ledger.keep_state(lease, last=done)
+            if not done and (depth in sequence.junctions or depth == sequence.boundary):
+                self._publications.publish(sequence, depth // sequence.page_tokens)  # others will want it
+        elif depth > len(sequence.request.tokens) and sequence.rolls(depth, self._limits.roll_pages):
+            sequence.checkpoint_owed = not self._ledger.roll_checkpoint(lease)
+
+    def _publish_turn(self, sequence: Sequence, lease: Lease) -> None:
+        """The next turn of this conversation will resume where this one ends, on whatever worker it lands."""
+        if not self._ledger.layout.hybrid:
+            if lease.entries:
+                self._publications.publish(sequence, len(lease.entries))
+        elif lease.rolling is not None and lease.rolling.checkpoint is not None:
+            self._publications.publish(sequence, lease.rolling.depth_pages)

@@ -1,0 +1,75 @@
+"""What a worker shall not do any more goes elsewhere: each stream runs to a place where it can be resumed,
+and ends when that is stored.
+
+    told      page boundary: kept, published            stored: ends here
+    ...|---------------|------------------------------------|
+       `-- the stream goes on: elsewhere it resumes at the boundary, and computes what it drew after it
+"""
+
+from collections.abc import Callable, Iterable
+
+from tidemill.workers.engine.publisher import Publications
+from tidemill.workers.messages import HandedOver
+from tidemill.workers.scheduling.sequence import Sequence
+
+WITHIN_S = 20.0
+"""Streams go on for so long at most; what is not stored by then is computed again elsewhere."""
+
+
+class HandOver:
+    """`end` takes the memory of a running sequence and ends its stream with an error."""
+
+    def __init__(self, publications: Publications, end: Callable[[Sequence, Exception], None]) -> None:
+        self._publications = publications
+        self._end = end
+        self._produces = True
+        self._generates = True
+        self._until_s = 0.0
+        self._places: dict[str, int] = {}  # where each stream can be resumed
+        self._offered: set[str] = set()
+
+    def restrict(self, *, produces: bool, generates: bool, now_s: float) -> None:
+        """From now on the worker has such work only."""
+        self._produces, self._generates = produces, generates
+        self._until_s = now_s + WITHIN_S
+        self._places.clear()
+        self._offered.clear()
+
+    def takes(self, *, produces: bool) -> bool:
+        return self._produces if produces else self._generates
+
+    def check(self, *, produces: bool) -> None:
+        """Raises HandedOver."""
+        if not self.takes(produces=produces):
+            raise _handed_over()
+
+    def turn(self, running: Iterable[Sequence], now_s: float) -> None:
+        """Between two steps: end the streams that can be resumed elsewhere by now."""
+        if self._produces and self._generates:
+            return
+        for sequence in list(running):
+            if not self.takes(produces=sequence.produces) and (
+                now_s >= self._until_s or (sequence.streams and self._is_stored(sequence))
+            ):
+                self._places.pop(sequence.id, None)
+                self._offered.discard(sequence.id)
+                self._end(sequence, _handed_over())
+
+    def _is_stored(self, sequence: Sequence) -> bool:
+        size = sequence.page_tokens
+        place = self._places.get(sequence.id)
+        if place is None:
+            place = self._places[sequence.id] = (sequence.launched // size + 1) * size
+            sequence.cuts.add(place)
+        if sequence.computed < place:
+            return False
+        if sequence.id not in self._offered:
+            self._publications.publish(sequence, place // size)
+            if sequence.publication.task is not None:  # else too many are under way
+                self._offered.add(sequence.id)
+            return False
+        return sequence.publication.task is None
+
+
+def _handed_over() -> HandedOver:
+    return HandedOver("the worker was told to leave this work to others")

@@ -1,0 +1,300 @@
+"""The engine of a worker, for prefill and decode alike: takes requests and runs steps over them.
+
+    request -> admit (memory, fetch) -> schedule -> Runner -> land (draw, commit, checkpoint) -> end
+
+One asyncio loop owns everything here; only the Runner and the store work elsewhere, on memory that is leased.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+
+from tidemill.kvstore.keys import PageKey
+from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.workers.engine.commit import Landing
+from tidemill.workers.engine.drain import HandOver
+from tidemill.workers.engine.intake import Arrivals
+from tidemill.workers.engine.load_report import load_of
+from tidemill.workers.engine.pipeline import Pipeline
+from tidemill.workers.engine.prefetcher import Prefetcher
+from tidemill.workers.engine.publisher import Publications
+from tidemill.workers.execution.grammar import Grammars
+from tidemill.workers.execution.step import Runner
+from tidemill.workers.messages import (
+    ANNOUNCED_KEY_BYTES,
+    Announcement,
+    Delta,
+    Produced,
+    Provenance,
+    Request,
+    WorkerGone,
+    WorkerLoad,
+)
+from tidemill.workers.scheduling.admission import Admission
+from tidemill.workers.scheduling.admission_queue import Line
+from tidemill.workers.scheduling.isolation import Tell
+from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.scheduler import Schedule
+from tidemill.workers.scheduling.sequence import Preempted, Sequence, ToTell
+from tidemill.workers.transfer.transfer import Transfer
+
+LOOP_ENDED = "the worker's step loop has ended"
+
+
+class Engine:
+    def __init__(
+        self,
+        ledger: Ledger,
+        transfer: Transfer,
+        runner: Runner,
+        limits: Limits,
+        root_of: Callable[[str], PageKey],
+        grammars: Grammars | None = None,
+    ) -> None:
+        """`grammars`: None refuses requests that ask for one."""
+        self.steps = 0  # turns of the loop, idle ones included: standing still means a wedged step
+        self._limits = limits
+        self._ledger = ledger
+        self._transfer = transfer
+        self._arrivals = Arrivals(limits, ledger.layout, root_of, grammars)
+        self._running: dict[str, Sequence] = {}
+        self._waiting: dict[str, Sequence] = {}
+        line = Line()
+        self._admission = Admission(ledger, transfer, line, self._running, self._waiting, limits)
+        self._publications = Publications(ledger, transfer, line)
+        self._prefetcher = Prefetcher(ledger, transfer, line)
+        self._pipeline = Pipeline(
+            runner,
+            Schedule(ledger, limits, self._running, self._preempt),
+            Landing(ledger, limits, line, self._admission.makers, self._publications),
+            self._preempt,
+            self._landed_last,
+        )
+        self._producing: dict[PageKey, asyncio.Lock] = {}
+        self._work = asyncio.Event()
+        self._hand_over = HandOver(self._publications, self._preempt)
+        self._over = False  # the step loop has ended: nobody would run what is admitted now
+
+    async def run(self) -> None:
+        """Run steps until cancelled. When it breaks, every stream ends with WorkerGone."""
+        try:
+            while True:
+                self.steps += 1
+                self._hand_over.turn(self._running.values(), _now_s())
+                if await self._pipeline.turn(self._limits.flights_max):
+                    await asyncio.sleep(0)  # streams take their tokens before the next step
+                    continue
+                self._work.clear()
+                try:
+                    async with asyncio.timeout(self._limits.idle_turn_s):
+                        await self._work.wait()
+                except TimeoutError:
+                    if self._limits.ranks > 1:
+                        await self._pipeline.beat()
+        finally:
+            self._over = True
+            for sequence in [*self._running.values(), *self._waiting.values()]:
+                sequence.outbox.put_nowait(WorkerGone(LOOP_ENDED))
+            await self._pipeline.settle()
+
+    async def produce(self, request: Request, tell: Tell | None = None) -> Produced:
+        """Make the store hold every page below the prompt's last page boundary, and the checkpoint there.
+
+        Idempotent: what the store holds already is not computed again. `depth` is less than asked when the
+        store did not take everything.
+        """
+        self._hand_over.check(produces=True)
+        sequence = self._arrivals.producing(request)
+        keys = sequence.keys[: sequence.target // sequence.page_tokens]
+        if not keys:
+            return Produced(depth=0, provenance=Provenance())
+        lock = self._producing.setdefault(keys[-1], asyncio.Lock())
+        try:
+            async with lock:  # the same prompt twice at once is published once
+                if await self._transfer.holds(keys):
+                    return Produced(
+                        depth=sequence.target, provenance=Provenance(reused_tokens=sequence.target)
+                    )
+                began_s = _now_s()
+                async for _ in self._stream(sequence, tell):
+                    pass
+                await self._tell(sequence, tell, alone=False)
+                computed_at_s = _now_s()
+                sequence.time_since(began_s, computed_at_s)
+                self._publications.publish(sequence, len(keys))
+                stored = await self._publications.published(sequence, len(keys))
+                sequence.time_stored(_now_s() - computed_at_s)
+        finally:
+            self._close(sequence)
+            if not lock.locked():
+                self._producing.pop(keys[-1], None)
+        return Produced(depth=sequence.target if stored else 0, provenance=sequence.provenance)
+
+    async def prefetch(self, request: Request) -> Produced:
+        """Keep the pages of the prompt here as they appear in the store, until it is cancelled, in time for
+        `generate`. Best effort; `depth` says how far it got."""
+        self._hand_over.check(produces=False)
+        sequence = self._arrivals.producing(request)
+        keys = sequence.keys[: sequence.target // sequence.page_tokens]
+        depth = await self._prefetcher.run(request, keys) * sequence.page_tokens
+        return Produced(depth=depth, provenance=Provenance(fetched_tokens=depth))
+
+    async def generate(self, request: Request, tell: Tell | None = None) -> AsyncGenerator[Delta]:
+        """The tokens of `request`, one delta per step; closing the generator cancels it. `tell` is for a
+        request on trial: see workers/scheduling/isolation.py. Raises PagesMissing, RequestError, WorkerGone,
+        HandedOver."""
+        self._hand_over.check(produces=False)
+        sequence = await self._arrivals.generating(request)
+        sequence.prefetched_pages = await self._prefetcher.take(request)
+        try:
+            async with aclosing(self._stream(sequence, tell)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self._close(sequence)
+
+    def restrict(self, *, produces: bool, generates: bool) -> None:
+        """Take only such calls from now on. Others end with HandedOver, new ones and those that wait at once,
+        running ones when what they need elsewhere is stored."""
+        self._hand_over.restrict(produces=produces, generates=generates, now_s=_now_s())
+        for sequence in self._waiting.values():
+            if sequence.patience is not None and not self._hand_over.takes(produces=sequence.produces):
+                sequence.patience.reschedule(_now_s())
+        self._work.set()
+
+    def resize(self, budget_bytes: int) -> None:
+        """Change how much memory the worker may use: no less than one request of the longest kind needs, no
+        more than its reservation. What is kept goes first, by value; running requests are preempted,
+        the youngest first, before the next step."""
+        extents = budget_bytes // (self._ledger.layout.extent_bytes * self._limits.ranks)
+        self._ledger.resize(max(self._limits.extents_min, min(extents, self._ledger.num_extents)))
+        self._admission.line.memory_freed()
+        self._work.set()
+
+    def load(self) -> WorkerLoad:
+        return load_of(
+            self._ledger,
+            list(self._running.values()),
+            list(self._waiting.values()),
+            self._transfer,
+            self._pipeline.speedometer.speed,
+            self._limits,
+            self.steps,
+        )
+
+    def take_announcement(self, *, full: bool) -> Announcement:
+        """Restorable depths that came and went since the last call, or all of them."""
+        changes = self._ledger.index.take_changes()
+        added, removed = changes.added, changes.removed
+        if full:
+            added, removed = set(self._ledger.index.restorable_keys()), set[PageKey]()
+        return Announcement(
+            added=tuple(key[:ANNOUNCED_KEY_BYTES] for key in added),
+            removed=tuple(key[:ANNOUNCED_KEY_BYTES] for key in removed),
+            full=full,
+        )
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    async def drain_publications(self) -> None:
+        """Wait until what was being published in the background is stored, or was refused."""
+        await self._publications.drain()
+
+    async def _stream(self, sequence: Sequence, tell: Tell | None) -> AsyncGenerator[Delta]:
+        """Admit the sequence, again after each preemption, and pass on what its steps bring. A producing one
+        brings nothing and ends when its target is computed."""
+        first, began_s = True, _now_s()
+        await self._admit(sequence)
+        while sequence.computed < sequence.target or not sequence.produces:
+            item = await sequence.outbox.get()
+            if isinstance(item, Exception):
+                await self._tell(sequence, tell, alone=False)
+                raise item
+            if isinstance(item, ToTell):
+                await self._tell(sequence, tell, alone=item.alone and sequence.id in self._running)
+                sequence.is_being_told = False
+                self._work.set()
+                continue
+            if isinstance(item, Preempted):
+                await self._tell(sequence, tell, alone=False)
+                await self._admit(sequence)
+                continue
+            if sequence.produces:
+                return
+            if first:
+                sequence.time_since(began_s, _now_s())
+            if item.finish is not None:
+                await self._tell(sequence, tell, alone=False)
+            yield replace(item, provenance=sequence.provenance) if first else item
+            first = False
+            if item.finish is not None:
+                return
+
+    async def _admit(self, sequence: Sequence) -> None:
+        self._hand_over.check(produces=sequence.produces)
+        self._waiting[sequence.id] = sequence
+        began_s = _now_s()
+        try:
+            async with asyncio.timeout(None) as sequence.patience:
+                await self._admission.admit(sequence)
+        except TimeoutError:
+            self._hand_over.check(produces=sequence.produces)
+            raise
+        finally:
+            sequence.patience = None
+            sequence.admission_s += _now_s() - began_s
+        del self._waiting[sequence.id]
+        if sequence.computed < sequence.target:  # else a producing one: all its pages were here
+            if self._over:
+                raise WorkerGone(LOOP_ENDED)
+            self._running[sequence.id] = sequence
+            self._work.set()
+
+    async def _tell(self, sequence: Sequence, tell: Tell | None, *, alone: bool) -> None:
+        if sequence.alone is not alone:
+            if tell is not None:
+                await tell(alone)
+            sequence.alone = alone
+            self._work.set()
+
+    def _landed_last(self, sequence: Sequence) -> None:
+        """All that was asked for is computed. A producing sequence still publishes it."""
+        del self._running[sequence.id]
+        if not sequence.produces:
+            self._end(sequence)
+
+    def _close(self, sequence: Sequence) -> None:
+        """The call has ended: nobody is left who could blame it."""
+        self._end(sequence)
+        if sequence.alone or sequence.is_being_told:
+            sequence.alone = sequence.is_being_told = False
+            self._work.set()
+
+    def _end(self, sequence: Sequence) -> None:
+        """Release all that the sequence holds: the one place, whatever ended it."""
+        sequence.ended = True
+        self._running.pop(sequence.id, None)
+        self._waiting.pop(sequence.id, None)
+        self._release(sequence)
+
+    def _preempt(self, sequence: Sequence, error: Exception | None = None) -> None:
+        """Take the memory of a running sequence. It is admitted again, with its pages still restorable; or
+        its stream ends with `error`."""
+        del self._running[sequence.id]
+        self._waiting[sequence.id] = sequence
+        self._release(sequence)
+        sequence.outbox.put_nowait(error or Preempted())
+
+    def _release(self, sequence: Sequence) -> None:
+        self._admission.makers.left(sequence)
+        if sequence.lease is not None:
+            sequence.lease = None
+            self._ledger.release(sequence.id)
+            self._admission.line.memory_freed()
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

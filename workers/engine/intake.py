@@ -1,0 +1,88 @@
+"""From requests to sequences: what cannot be served is refused here, before any memory is taken."""
+
+import asyncio
+from collections.abc import Callable
+
+from tidemill.kvstore.keys import PageKey, page_keys
+from tidemill.kvstore.layout import Layout, restorable_end
+from tidemill.workers.execution.grammar import Grammars, Matcher
+from tidemill.workers.execution.ngram_drafter import Drafter, HeadDrafter, NgramDrafter
+from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.messages import TRIAL_TOKENS, Request, RequestError
+from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.sequence import PRIORITY_AGE_S, Sequence
+
+
+class Arrivals:
+    def __init__(
+        self,
+        limits: Limits,
+        layout: Layout,
+        root_of: Callable[[str], PageKey],
+        grammars: Grammars | None,
+    ) -> None:
+        self._limits = limits
+        self._layout = layout
+        self._root_of = root_of
+        self._grammars = grammars
+        self._count = 0
+
+    def producing(self, request: Request) -> Sequence:
+        """A sequence that computes all pages of its prompt below the last one. Raises RequestError."""
+        self._check(request)
+        return self._sequence(request, None, produces=True)
+
+    async def generating(self, request: Request) -> Sequence:
+        """A sequence that answers. Raises RequestError."""
+        self._check(request)
+        matcher = None
+        if request.sampling.grammar is not None:
+            if self._grammars is None:
+                raise RequestError(
+                    "this worker has no tokenizer to follow a grammar", param="response_format"
+                )
+            matcher = await asyncio.to_thread(self._grammars.matcher, request.sampling.grammar)
+        return self._sequence(request, matcher, produces=False)
+
+    def _check(self, request: Request) -> None:
+        total = len(request.tokens) + request.max_new_tokens
+        if not request.tokens or request.max_new_tokens < 1:
+            raise RequestError("a request needs at least one prompt token and one new token", param="prompt")
+        if total > self._limits.capacity_tokens:
+            raise RequestError(
+                f"{total} tokens do not fit this worker, which holds {self._limits.capacity_tokens}: "
+                "shorten the prompt, lower max_tokens, or give the workers more --memory",
+                code="context_length_exceeded",
+            )
+
+    def _sequence(self, request: Request, matcher: Matcher | None, *, produces: bool) -> Sequence:
+        self._count += 1
+        size, num_tokens = self._layout.page_tokens, len(request.tokens)
+        target = restorable_end(num_tokens, size) if produces else num_tokens
+        root = self._root_of(request.salt)
+        now_s = asyncio.get_running_loop().time()
+        return Sequence(
+            id=f"{request.request_id}#{self._count}",
+            seniority=(now_s + request.priority * PRIORITY_AGE_S + request.lag_s, self._count),
+            request=request,
+            root=root,
+            page_tokens=size,
+            produces=produces,
+            tokens=list(request.tokens),
+            target=target,
+            suspect_until=_trial_end(request, target, produces=produces) if request.on_trial else 0,
+            draws=Draws(request, matcher),
+            drafter=None if produces else self._drafter(),
+            keys=page_keys(root, request.tokens, size),
+            scored=request.scored,
+        )
+
+    def _drafter(self) -> Drafter | None:
+        if not self._limits.drafts_max:
+            return None
+        return HeadDrafter() if self._limits.mtp else NgramDrafter()
+
+
+def _trial_end(request: Request, target: int, *, produces: bool) -> int:
+    """What has to be computed until a request on trial is beyond suspicion."""
+    return target if produces else target - 1 + min(TRIAL_TOKENS, request.max_new_tokens)

@@ -1,0 +1,99 @@
+"""What a worker reports about itself: its work and its memory."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.kvstore.stores.page_store import Got, Put
+from tidemill.workers.messages import MemoryUse, Speed, WorkerLoad
+from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.prefill_throttle import BESIDE_STREAMS
+from tidemill.workers.scheduling.sequence import Sequence
+from tidemill.workers.transfer.transfer import Transfer
+
+MATCHED_MAX = 64
+"""Waiting requests whose prefix is looked up; later ones are taken to find nothing."""
+
+
+def load_of(
+    ledger: Ledger,
+    running: Seq[Sequence],
+    waiting: Seq[Sequence],
+    transfer: Transfer,
+    speed: Speed,
+    limits: Limits,
+    steps: int,
+) -> WorkerLoad:
+    """The ledger is that of one rank; all bytes are those of the group."""
+    layout, ranks = ledger.layout, limits.ranks
+    starts = [_start(ledger, one) for one in waiting[:MATCHED_MAX]] + [0] * len(waiting[MATCHED_MAX:])
+    queued = [(one.computed, one.target) for one in running]
+    queued += [(start, one.target) for start, one in zip(starts, waiting, strict=True)]
+    stats = transfer.store.stats()
+    waiting_pages = sum(-(-len(one.tokens) // layout.page_tokens) for one in waiting)
+    waiting_windows = sum(layout.windows_at_once(len(one.tokens), limits.in_flight_tokens) for one in waiting)
+    wanted_bytes = waiting_pages * layout.page_bytes + len(waiting) * layout.state_stride_bytes
+    wanted_bytes += waiting_windows * layout.window_bytes
+    return WorkerLoad(
+        queued_tokens=sum(end - start for start, end in queued),
+        queued_s=queued_s(
+            speed, queued, limits.budget.tokens_max, streams=any(one.streams for one in running)
+        ),
+        running_rows=len(running),
+        waiting_rows=len(waiting),
+        memory=memory_use(ledger, ranks),
+        budget_bytes=ledger.budget_extents * layout.extent_bytes * ranks,
+        wanted_bytes=wanted_bytes * ranks,
+        state_slots=ledger.num_slots,
+        speed=transfer.throughput.told(speed),
+        counters={
+            **ledger.counters,
+            "steps": float(steps),
+            **{f"store_puts_as_{outcome.value}": stats.put.get(outcome, 0) for outcome in Put},
+            **{f"store_gets_as_{outcome.value}": stats.got.get(outcome, 0) for outcome in Got},
+            "store_put_bytes": stats.put_bytes,
+            "store_get_bytes": stats.get_bytes,
+            "store_trips": stats.trips,
+            "store_is_down": stats.is_down,
+            "fetched_bytes": transfer.fetched.num_bytes,
+            "fetch_seconds": transfer.fetched.seconds,
+            "published_bytes": transfer.published.num_bytes,
+            "publish_seconds": transfer.published.seconds,
+        },
+    )
+
+
+def queued_s(speed: Speed, queued: Seq[tuple[int, int]], step_tokens: int, *, streams: bool) -> float:
+    """How long the ranges of prompt tokens `queued` will take, which share steps; 0 when nobody knows."""
+    num_tokens = sum(end - start for start, end in queued if end - start > 1)
+    pairs = sum((end - start) * (start + end) / 2 for start, end in queued if end - start > 1)
+    alone_s = speed.prefill_s(0, num_tokens, step_tokens) + (pairs - num_tokens**2 / 2) * speed.pair_s
+    return alone_s * (BESIDE_STREAMS if streams else 1.0)
+
+
+def _start(ledger: Ledger, sequence: Sequence) -> int:
+    """Where a waiting sequence will begin to compute, if the store has no more of it."""
+    if sequence.lease is not None:
+        return sequence.computed
+    keys = sequence.keys[: sequence.restorable // sequence.page_tokens]
+    return min(ledger.index.match(keys).restorable_pages * sequence.page_tokens, sequence.target)
+
+
+def memory_use(ledger: Ledger, ranks: int = 1) -> MemoryUse:
+    """Bytes of all `ranks` together."""
+    layout, usage = ledger.layout, ledger.usage()
+    page_bytes, state_bytes = layout.page_bytes * ranks, layout.state_stride_bytes * ranks
+    extent_bytes = layout.extent_bytes * ranks
+    window_bytes = layout.window_bytes * ranks
+    open_bytes = (usage.page_extents + usage.state_extents + usage.window_extents) * extent_bytes
+    taken = MemoryUse(
+        pages_live=usage.pages_held * page_bytes,
+        pages_cached=usage.pages_kept * page_bytes,
+        states_live=usage.states_held * state_bytes,
+        states_cached=usage.states_kept * state_bytes,
+        windows_live=usage.windows_held * window_bytes,
+        windows_cached=usage.windows_kept * window_bytes,
+        empty=usage.empty_extents * extent_bytes,
+        unmapped=usage.unmapped_extents * extent_bytes,
+    )
+    return replace(taken, free=open_bytes - taken.live - taken.cached)

@@ -1,0 +1,149 @@
+"""Steps one after the other, at most two in flight: the next is launched before the tokens of this one are
+read.
+
+    launch i | launch i+1 | land i | launch i+2 | land i+1 | ...
+    Runner     [....... i .......][....... i+1 ........][....... i+2 ..
+
+What a row needs of the step before it, its token and its state, stays with the Runner. A step that breaks
+takes nobody with it: its requests come back one at a time, and whichever breaks a step alone gets the error.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tidemill.workers.engine.commit import Landing
+from tidemill.workers.execution.step import Drawn, Runner
+from tidemill.workers.messages import RequestError, WorkerGone
+from tidemill.workers.scheduling.scheduler import Batch, Schedule
+from tidemill.workers.scheduling.sequence import Sequence
+from tidemill.workers.transfer.speed_model import Speedometer
+
+BEAT_S = 1.0
+
+FAILURES_MAX = 8
+"""Steps that break one after the other: beyond that it is not the requests that are broken."""
+
+
+class Preempt(Protocol):
+    def __call__(self, sequence: Sequence, error: Exception | None = None) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    batch: Batch
+    answer: asyncio.Future[list[Drawn]]
+    launched_s: float
+
+
+class Pipeline:
+    def __init__(
+        self,
+        runner: Runner,
+        schedule: Schedule,
+        landing: Landing,
+        preempt: Preempt,
+        landed_last: Callable[[Sequence], None],
+    ) -> None:
+        self._runner = runner
+        self._schedule = schedule
+        self._landing = landing
+        self._preempt = preempt
+        self._landed_last = landed_last
+        self._in_flight: deque[InFlight] = deque()
+        self.speedometer = Speedometer()
+        self._landed_s = 0.0
+        self._failures = 0
+
+    async def turn(self, flights_max: int) -> bool:
+        """Launch what can be launched, then land the oldest step; False when nothing was in flight. Raises
+        what broke the worker: WorkerGone, or the error of a step when one after the other breaks."""
+        while len(self._in_flight) < flights_max and self._launch():
+            pass
+        if not self._in_flight:
+            return False
+        step = self._in_flight[0]
+        try:
+            drawn = await asyncio.shield(step.answer)
+        except WorkerGone:
+            raise
+        except Exception as error:
+            if not all(one.lease.ended for one in step.batch.rows):  # else it ran on what the one before lost
+                self._failures += 1
+            if self._failures == FAILURES_MAX:
+                raise
+            self._in_flight.popleft()
+            self._broke(step.batch, error)
+        else:
+            self._failures = 0
+            self._in_flight.popleft()
+            self._time(step)
+            for one, what in zip(step.batch.rows, drawn, strict=True):
+                if self._landing.land(one, what):
+                    self._landed_last(one.sequence)
+        return True
+
+    async def beat(self) -> None:
+        """While nothing is in flight: an empty step now and then. A rank that does not come holds it up, and
+        with it the step loop, as it would a step of requests."""
+        assert not self._in_flight
+        now_s = asyncio.get_running_loop().time
+        if now_s() - self._landed_s > BEAT_S:
+            await self._runner.run(())
+            self._landed_s = now_s()
+
+    async def settle(self) -> None:
+        """Wait for what is in flight, and count nothing of it: nobody writes to the memory after this."""
+        while self._in_flight:
+            step = self._in_flight.popleft()
+            await asyncio.wait([step.answer])
+            step.answer.exception()  # it has been seen
+            for one in step.batch.rows:
+                self._landing.void(one)
+
+    def _launch(self) -> bool:
+        batch = self._schedule.next_step(in_flight=bool(self._in_flight))
+        if not batch.rows:
+            return False
+        try:
+            answer = asyncio.ensure_future(self._runner.run(tuple(one.row for one in batch.rows)))
+        except Exception as error:  # noqa: BLE001  it lands in its turn, like any step that breaks
+            answer = asyncio.get_running_loop().create_future()
+            answer.set_exception(error)
+        self._in_flight.append(InFlight(batch, answer, asyncio.get_running_loop().time()))
+        return True
+
+    def _time(self, step: InFlight) -> None:
+        now_s = asyncio.get_running_loop().time()
+        seconds = now_s - max(step.launched_s, self._landed_s)
+        self._schedule.landed(step.batch, seconds)
+        prompts = [(one.row.start, one.row.end) for one in step.batch.rows if one.row.is_prompt]
+        self.speedometer.stepped(
+            seconds,
+            prompt_tokens=sum(end - start for start, end in prompts),
+            pairs=sum((end - start) * (start + end) // 2 for start, end in prompts),
+            rows=len(step.batch.rows) - len(prompts),
+        )
+        self._landed_s = now_s
+
+    def _broke(self, batch: Batch, error: Exception) -> None:
+        for one in batch.rows:
+            self._landing.void(one)
+            if one.lease.ended:
+                continue
+            one.sequence.suspect_until = one.flight.end
+            alone = len(batch.rows) == 1
+            self._preempt(one.sequence, _refusal(error) if alone else None)
+
+
+def _refusal(error: Exception) -> RequestError:
+    if isinstance(error, RequestError):
+        return error
+    return RequestError(
+        f"the model broke on this request, and on no other ({type(error).__name__}: {error}): "
+        "the worker's log has more",
+        status=500,
+        code="step_failed",
+    )

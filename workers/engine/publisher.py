@@ -1,0 +1,85 @@
+"""Publishes pages and checkpoints in the background: best effort, in order, on leases of their own.
+
+    steps      [ chunk 0 ][ chunk 1 ][ chunk 2 ][ chunk 3 ][ checkpoint ]
+    store                [put 0     ][put 1, 2           ][put 3, checkpoint]
+
+A prompt is published while it is computed: one put at a time for each sequence, of all that was committed
+until it began.
+"""
+
+import asyncio
+
+from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.workers.scheduling.admission_queue import Line
+from tidemill.workers.scheduling.sequence import Piece, Sequence
+from tidemill.workers.transfer.transfer import Transfer
+
+PUBLICATIONS_MAX = 64
+"""Publications of prompts that have been answered; each one holds its pages."""
+
+
+class Publications:
+    def __init__(self, ledger: Ledger, transfer: Transfer, line: Line) -> None:
+        self._ledger = ledger
+        self._transfer = transfer
+        self._line = line
+        self._running: set[asyncio.Task[None]] = set()
+        self._serial = 0
+
+    def publish(self, sequence: Sequence, num_pages: int, *, checkpoint: bool = True) -> None:
+        """Store the first pages of the sequence and the checkpoint at their end, if there is one."""
+        publication = sequence.publication
+        if not sequence.produces and publication.task is None and len(self._running) >= PUBLICATIONS_MAX:
+            self._ledger.counters["publications_skipped"] += 1
+            return
+        pieces = publication.pieces
+        offered_pages = pieces[-1].num_pages if pieces else publication.there_pages
+        if (offered_pages, False) >= (num_pages, checkpoint):
+            return
+        if len(pieces) > 1 and not pieces[-1].checkpoint:
+            self._drop(pieces.pop())  # it has not begun, and the new one covers it
+        assert sequence.lease is not None
+        self._serial += 1
+        lease_id = f"{sequence.id}/publish#{self._serial}"
+        lease = self._ledger.share(lease_id, sequence.lease, num_pages)
+        pieces.append(Piece(lease_id, lease, num_pages, checkpoint))
+        if publication.task is None:
+            publication.task = asyncio.create_task(self._run(sequence))
+            self._running.add(publication.task)
+            publication.task.add_done_callback(self._running.discard)
+
+    async def published(self, sequence: Sequence, num_pages: int) -> bool:
+        """Wait for what is being published of the sequence; whether these first pages, and the checkpoint at
+        their end, are stored. A store that takes longer than it is worth waiting for has not stored them."""
+        publication = sequence.publication
+        if publication.task is not None:
+            missing = max(0, num_pages - publication.there_pages)
+            await asyncio.wait({publication.task}, timeout=self._transfer.patience_s(missing))
+        return publication.task is None and publication.complete and publication.there_pages >= num_pages
+
+    async def drain(self) -> None:
+        """Wait until what was being published is stored, or was refused."""
+        while self._running:
+            await asyncio.wait(self._running)
+
+    async def _run(self, sequence: Sequence) -> None:
+        publication = sequence.publication
+        pieces = publication.pieces
+        try:
+            publication.complete = True
+            while pieces and publication.complete:
+                piece = pieces[0]
+                publication.complete = await self._transfer.publish(
+                    piece.lease, sequence.keys, publication.there_pages, checkpoint=piece.checkpoint
+                )
+                if publication.complete:
+                    publication.there_pages = piece.num_pages
+                self._drop(pieces.popleft())
+        finally:
+            while pieces:  # nothing is offered behind what was not stored
+                self._drop(pieces.popleft())
+            publication.task = None
+
+    def _drop(self, piece: Piece) -> None:
+        self._ledger.release(piece.lease_id)
+        self._line.memory_freed()

@@ -1,0 +1,1 @@
+"""One forward pass: tensors of a step, the model runner, sampling, grammars, drafts."""

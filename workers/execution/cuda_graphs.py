@@ -1,0 +1,149 @@
+"""Decode steps as CUDA graphs: one for each of some numbers of rows, to which smaller steps are padded.
+
+A step of one token a row is hundreds of short launches, and launching them takes the host longer than they
+take the device. A graph is launched at once, but with the shapes and the addresses that it was captured with.
+So each has inputs of its own, where every step is written: its rows, and after them rows of padding, which
+read and write nothing; page tables are as wide as they can become.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tidemill.kernels.shared.rows import MANY_ROWS
+from tidemill.workers.models.inputs import Inputs, gathered, one_run
+
+FEW_ROWS = (1, 2, 4)
+BY_8_MAX = 64
+CHUNK = 64  # tokens of a prompt that run every kernel of prompts
+
+Forward = Callable[[], torch.Tensor]
+Replay = Callable[[], None]
+Capture = Callable[[Forward], tuple[Replay, torch.Tensor]]
+"""From what computes a tensor out of others to what computes it again, from whatever these hold by then, and
+the tensor that then holds it."""
+
+
+def buckets(rows_max: int) -> tuple[int, ...]:
+    """Numbers of rows, ascending: 1, 2, 4, by 8 up to 64, by 16 up to `rows_max`, which is the last."""
+    sizes = (*FEW_ROWS, *range(8, BY_8_MAX, 8), *range(BY_8_MAX, rows_max, 16))
+    return (*(size for size in sizes if size < rows_max), rows_max)
+
+
+def shapes(rows_max: int, tokens_max: int, drafts_max: int = 0) -> list[tuple[int, int, int]]:
+    """Rows, tokens of the first of them, and states that a row may keep: steps that launch every kernel that
+    other steps launch. Kernels are compiled for one token a row and for more, for many rows and for more than
+    that, by powers of two of states, and by how many tokens there are for an expert."""
+    kept = [1 << power for power in range(drafts_max.bit_length() + 1)]
+    counts = (1, *(1 << power for power in range(MANY_ROWS.bit_length(), rows_max.bit_length())), rows_max)
+    one_each = [(rows, 1, 1) for rows in counts]
+    many_each = [(rows, CHUNK, states) for rows in counts for states in kept]
+    many_tokens = [(1, 1 << power, 1) for power in range(1, tokens_max.bit_length())]
+    found = dict.fromkeys([*one_each, *many_each, *many_tokens, (1, tokens_max, 1)])
+    return [one for one in found if one[0] - 1 + one[1] <= tokens_max]
+
+
+def padding(rows: int, table_width: int, first: int = 1, *, windows: bool = False, states: int = 1) -> Inputs:
+    """A step of so many rows of padding, which reads and writes neither pages nor states: a token each, or
+    `first` of the first one. `windows`: the model has window pages. `states`: that a row could keep."""
+    tokens = rows - 1 + first if rows else 0
+    return Inputs(
+        tokens_T=torch.zeros(tokens, dtype=torch.int64),
+        positions_T=torch.zeros(tokens, dtype=torch.int64),
+        cu_B1=torch.tensor([0, *range(first, first + rows)], dtype=torch.int32),
+        pages_BN=torch.zeros(rows, table_width, dtype=torch.int32),
+        windows_BN=torch.zeros(rows, table_width * windows, dtype=torch.int32),
+        lens_B=torch.zeros(rows, dtype=torch.int32),
+        read_B=torch.full((rows,), -1, dtype=torch.int32),
+        writes_BK=torch.full((rows, states), -1, dtype=torch.int32),
+    )
+
+
+def pad(step: Inputs, into: Inputs) -> None:
+    """Make the first rows of `into` those of `step`, which have one token each, and the others padding.
+
+    Page tables are left as they are beyond `lens`, where nobody looks.
+    """
+    rows, width = step.pages_BN.shape
+    width_of_windows = step.windows_BN.shape[1]
+    for whole, part, empty in (
+        (into.tokens_T, step.tokens_T, 0),
+        (into.positions_T, step.positions_T, 0),
+        (into.lens_B, step.lens_B, 0),
+        (into.read_B, step.read_B, -1),
+        (into.writes_BK, step.writes_BK, -1),
+    ):
+        whole[:rows] = part
+        whole[rows:] = empty
+    into.pages_BN[:rows, :width] = step.pages_BN
+    into.windows_BN[:rows, :width_of_windows] = step.windows_BN
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """`host` are views of `host_bytes`, whose copy on the device is `device_bytes`, which `replay` reads."""
+
+    host: Inputs
+    host_bytes: torch.Tensor
+    device_bytes: torch.Tensor
+    replay: Replay
+    hidden_BH: torch.Tensor
+
+
+class Graphs:
+    """The graphs of a model for up to `rows_max` rows and tables of up to `table_width` pages."""
+
+    def __init__(
+        self,
+        forward: Callable[[Inputs], torch.Tensor],
+        rows_max: int,
+        table_width: int,
+        device: torch.device,
+        capture: Capture,
+        *,
+        windows: bool = False,
+    ) -> None:
+        """Captures all, the largest first: the others fit into its memory."""
+        self._table_width = table_width
+        self._graphs: dict[int, Graph] = {}
+        for rows in reversed(buckets(rows_max)):
+            empty = padding(rows, table_width, windows=windows)
+            host_bytes, host = gathered(empty, pinned=device.type == "cuda")
+            device_bytes, inputs = one_run(empty, device=device)
+            device_bytes.copy_(host_bytes)
+            replay, hidden_BH = capture(lambda inputs=inputs: forward(inputs))
+            self._graphs[rows] = Graph(host, host_bytes, device_bytes, replay, hidden_BH)
+
+    def forward(self, step: Inputs) -> torch.Tensor | None:
+        """Hidden states `[T, hidden]` of a step in host memory, valid until the next one; None where it is
+        no step of one token a row or too large. The step before has ended on the device."""
+        rows, width = step.pages_BN.shape
+        sizes = [size for size in self._graphs if size >= rows]
+        if (
+            not sizes
+            or len(step.tokens_T) != rows
+            or step.writes_BK.shape[1] > 1
+            or width > self._table_width
+        ):
+            return None
+        graph = self._graphs[min(sizes)]
+        pad(step, graph.host)
+        graph.device_bytes.copy_(graph.host_bytes, non_blocking=True)
+        graph.replay()
+        return graph.hidden_BH[:rows]
+
+
+def cuda_capture(stream: torch.cuda.Stream) -> Capture:
+    """Captures on `stream`, on which graphs are replayed, into memory that all of them share: one runs at a
+    time. What other threads do with the device meanwhile is no part of it."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(run: Forward) -> tuple[Replay, torch.Tensor]:
+        run()  # compiles, and takes the memory that libraries keep: neither may happen inside
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            computed = run()
+        return graph.replay, computed
+
+    return capture

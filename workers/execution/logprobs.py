@@ -1,0 +1,84 @@
+"""Logprobs as they are reported: of a drawn token, and of the tokens of a prompt.
+
+Of the model's own distribution, in float64 and row by row: a row's bits do not depend on the rows beside it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+
+from tidemill.workers.execution.step import Step
+from tidemill.workers.messages import TokenLogprob
+
+CHUNK_TOKENS = 32
+"""Tokens of a prompt whose logits are there at once: for all those of a step they would be gigabytes."""
+
+
+def token_logprob(logprobs_V: torch.Tensor, token: int, alternatives: int) -> TokenLogprob:
+    """Of `token`, and of the likeliest ones by falling logprob and then by id. `logprobs_V` is float64."""
+    logprobs_V = logprobs_V.cpu()  # what follows reads number by number
+    most = min(alternatives, len(logprobs_V))
+    top: tuple[tuple[int, float], ...] = ()
+    if most:
+        least = logprobs_V.topk(most).values[-1]
+        ids = (logprobs_V >= least).nonzero().squeeze(1)  # more than `most` when some are equal
+        order = logprobs_V[ids].argsort(descending=True, stable=True)[:most]
+        top = tuple((int(one), float(logprobs_V[one])) for one in ids[order])
+    return TokenLogprob(float(logprobs_V[token]), top)
+
+
+def token_logprobs(logprobs_NV: torch.Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenLogprob]:
+    """`token_logprob` of each row: all at once, but for those in which equal numbers leave a choice."""
+    most = min(alternatives, logprobs_NV.shape[1])
+    tokens_N1 = torch.tensor(tokens, device=logprobs_NV.device).unsqueeze(1)
+    own: list[float] = _numbers(logprobs_NV.gather(1, tokens_N1).squeeze(1))
+    top = logprobs_NV.topk(min(most + 1, logprobs_NV.shape[1]))
+    values_NK, ids_NK = top.values, top.indices
+    equal_N = (values_NK[:, 1:] == values_NK[:, :-1]).any(dim=-1)
+    rows = zip(own, _numbers(values_NK), _numbers(ids_NK), _numbers(equal_N), strict=True)
+    return [
+        token_logprob(logprobs_NV[index], tokens[index], most)
+        if equal and most
+        else TokenLogprob(logprob, tuple(zip(ids[:most], values[:most], strict=True)))
+        for index, (logprob, values, ids, equal) in enumerate(rows)
+    ]
+
+
+def _numbers(numbers: torch.Tensor) -> list[Any]:
+    found: list[Any] = cast("Any", numbers).tolist()  # torch leaves the type open
+    return found
+
+
+def scores_of(
+    logits: Callable[[torch.Tensor], torch.Tensor], hidden_TH: torch.Tensor, step: Step
+) -> list[tuple[TokenLogprob, ...]]:
+    """What `scores` of each row asks for, from the hidden states of the step; an empty list when no row asks.
+    `logits` is the model's.
+
+    All ranks of a group do this together; those that are not the leader find nothing.
+    """
+    if not any(row.scores for row in step):
+        return []
+    found: list[list[TokenLogprob]] = [[] for _ in step]
+    for index, targets, hidden_NH in _chunks(hidden_TH, step):
+        logits_NV = logits(hidden_NH)
+        scores = step[index].scores
+        if logits_NV.shape[1] == 0 or scores is None:
+            continue
+        logprobs_NV = logits_NV.double().log_softmax(dim=-1)
+        found[index] += token_logprobs(logprobs_NV, targets, scores.alternatives)
+    return [tuple(one) for one in found]
+
+
+def _chunks(hidden_TH: torch.Tensor, step: Step) -> Iterator[tuple[int, tuple[int, ...], torch.Tensor]]:
+    """(row, some of its targets, the hidden states that say how likely they were)."""
+    begin = 0
+    for index, row in enumerate(step):
+        if row.scores is not None:
+            offset, targets, _ = row.scores
+            for start in range(0, len(targets), CHUNK_TOKENS):
+                some = targets[start : start + CHUNK_TOKENS]
+                first = begin + offset + start
+                yield index, some, hidden_TH[first : first + len(some)]
+        begin += len(row.tokens)

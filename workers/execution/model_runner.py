@@ -1,0 +1,176 @@
+"""Carries out steps with a real model, on one thread beside the event loop.
+
+On a device a step has its own stream, and has ended when the device has: what lands is there for whoever
+copies pages, and what is given back is used by nobody any more.
+"""
+
+import asyncio
+from collections.abc import Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from tidemill.workers.device import HOST
+from tidemill.workers.execution.cuda_graphs import Capture, Graphs, cuda_capture, padding, shapes
+from tidemill.workers.execution.logprobs import scores_of
+from tidemill.workers.execution.mtp_drafter import Guesser, ends_of
+from tidemill.workers.execution.sampler import draw, token_ids
+from tidemill.workers.execution.step import PENDING, Drawn, Step
+from tidemill.workers.execution.step_tensors import inputs_of
+from tidemill.workers.messages import TokenLogprob
+from tidemill.workers.models.architectures.registry import Model
+from tidemill.workers.models.inputs import Caches, Inputs, on_device
+
+
+class Outputs(NamedTuple):
+    """Hidden states of a step, logits of the rows that draw, and the scores of all rows: see `outputs_of`."""
+
+    hidden_TH: torch.Tensor
+    logits_NV: torch.Tensor | None
+    scores: list[tuple[TokenLogprob, ...]]
+
+
+class TorchRunner:
+    def __init__(
+        self,
+        model: Model,
+        caches: Caches,
+        page_tokens: int,
+        threads: int,
+        device: torch.device = HOST,
+        guesser: Guesser | None = None,
+    ) -> None:
+        """Weights and caches lie on `device`."""
+        self._model = model
+        self._caches = caches
+        self._page_tokens = page_tokens
+        self._device = device
+        self._guesser = guesser
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._graphs: Graphs | None = None
+        self._last: dict[str, int] = {}  # the token that each row of the step before drew
+        # OpenMP keeps the number of threads per calling thread, so it is set where the steps run.
+        self._thread = ThreadPoolExecutor(1, "step", torch.set_num_threads, (threads,))
+
+    def warm_up(self, rows_max: int, tokens_max: int, table_width: int = 1, drafts_max: int = 0) -> None:
+        """Run steps of padding, before the first step: kernels are compiled then, and there is memory for the
+        largest, whose page tables have `table_width` pages."""
+        self._thread.submit(self._warm_up, rows_max, tokens_max, table_width, drafts_max).result()
+
+    def use_graphs(self, rows_max: int, table_width: int, capture: Capture | None = None) -> None:
+        """Capture graphs for decode steps, which run as such from now on; before the first step. `capture`:
+        None is that of CUDA."""
+        self._thread.submit(self._capture, rows_max, table_width, capture).result()
+
+    def run(self, step: Step) -> asyncio.Future[list[Drawn]]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, self.run_now, step)
+
+    def run_now(self, step: Step) -> list[Drawn]:
+        last, self._last = self._last, {}
+        with torch.inference_mode(), self._on_stream():
+            tokens = self._tokens(step, last)
+            outputs = self._outputs(step, tokens)
+            found = self._draw(step, outputs.logits_NV)
+            if outputs.scores:
+                found = [one._replace(scores=some) for one, some in zip(found, outputs.scores, strict=True)]
+            if self._guesser is not None:
+                guesses = self._guess(self._guesser, step, tokens, outputs.hidden_TH, found)
+                found = [one._replace(guesses=some) for one, some in zip(found, guesses, strict=True)]
+        self._last = {
+            row.sequence_id: one.tokens[-1] for row, one in zip(step, found, strict=True) if one.tokens
+        }
+        return found
+
+    def _tokens(self, step: Step, last: Mapping[str, int]) -> list[int]:
+        """The tokens of the step, with those that the step before drew: a group tells them its ranks."""
+        return [last[row.sequence_id] if token == PENDING else token for row in step for token in row.tokens]
+
+    def _draw(self, step: Step, logits_NV: torch.Tensor | None) -> list[Drawn]:
+        if logits_NV is None:
+            return [Drawn()] * len(step)
+        drawn = iter(draw(logits_NV, [row for row in step if row.draws is not None]))
+        return [Drawn() if row.draws is None else next(drawn) for row in step]
+
+    def _guess(
+        self, guesser: Guesser, step: Step, tokens: list[int], hidden_TH: torch.Tensor, drawn: list[Drawn]
+    ) -> list[tuple[int, ...]]:
+        return guesser.run(step, tokens, hidden_TH, ends_of(drawn), self._choose)
+
+    def _choose(self, logits_NV: torch.Tensor, rows: Step) -> list[int]:
+        """The likeliest token of each row, whatever it will draw with (measured: docs/decisions/0025)."""
+        assert len(logits_NV) == len(rows)
+        return token_ids(logits_NV.argmax(dim=-1))
+
+    def _outputs(self, step: Step, tokens: list[int]) -> Outputs:
+        """What all ranks of a group do together."""
+        return outputs_of(self._model, self._hidden(inputs_of(step, tokens, self._page_tokens)), step)
+
+    def _hidden(self, inputs: Inputs) -> torch.Tensor:
+        hidden_TH = None if self._graphs is None else self._graphs.forward(inputs)
+        if hidden_TH is None:
+            return self._model.forward(on_device(inputs, self._device), self._caches)
+        return hidden_TH
+
+    @contextmanager
+    def _on_stream(self) -> Generator[None]:
+        """Whatever is started in it has ended after it, also when it raises."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            try:
+                yield
+            finally:
+                self._stream.synchronize()
+
+    def _warm_up(self, rows_max: int, tokens_max: int, table_width: int, drafts_max: int) -> None:
+        for rows, first, states in shapes(rows_max, tokens_max, drafts_max):
+            with torch.inference_mode(), self._on_stream():
+                inputs = padding(rows, table_width, first, windows=self._caches.has_windows, states=states)
+                hidden_TH = self._hidden(inputs)
+                self._model.logits(hidden_TH[: rows * (1 + drafts_max)])
+                if self._guesser is not None:
+                    self._guesser.warm_up(hidden_TH, inputs)
+
+    def _capture(self, rows_max: int, table_width: int, capture: Capture | None) -> None:
+        if capture is None:
+            assert self._stream is not None
+            capture = cuda_capture(self._stream)
+        with torch.inference_mode(), self._on_stream():
+            self._graphs = Graphs(
+                lambda inputs: self._model.forward(inputs, self._caches),
+                rows_max,
+                table_width,
+                self._device,
+                capture,
+                windows=self._caches.has_windows,
+            )
+
+    def close(self) -> None:
+        """End the thread, when its step has ended."""
+        self._thread.shutdown()
+        self._graphs = None
+
+
+def outputs_of(model: Model, hidden_TH: torch.Tensor, step: Step) -> Outputs:
+    """`logits_of`, and what rows are to say of their prompts: logprobs.scores_of."""
+    return Outputs(hidden_TH, logits_of(model, hidden_TH, step), scores_of(model.logits, hidden_TH, step))
+
+
+def logits_of(model: Model, hidden_TH: torch.Tensor, step: Step) -> torch.Tensor | None:
+    """Logits `[N, vocabulary]` from the hidden states of a step, `1 + drafts` of each row that draws. None
+    when no row does."""
+    places: list[int] = []
+    end = 0
+    for row in step:
+        end += len(row.tokens)
+        if row.draws is not None:
+            places += range(end - row.drafts - 1, end)
+    if len(places) == end:
+        return model.logits(hidden_TH)
+    if not places:
+        return None
+    places_N = torch.tensor(places, pin_memory=hidden_TH.is_cuda).to(hidden_TH.device, non_blocking=True)
+    return model.logits(hidden_TH[places_N])

@@ -1,0 +1,144 @@
+"""Guesses of the model's own prediction head (MTP), made in the step that draws the token before them.
+
+The head has keys and values of its own, one more attention layer in every page. Slot p holds what the hidden
+state behind token p - 1 gives together with token p; where a page begins, token p alone. So a page depends on
+its tokens and nothing else, and whoever resumes at its end needs the pages and nothing else.
+
+    a row runs [s, t), and e is the last token that it draws
+    slots it writes    s ... e, but s only where a page begins: else the row that drew token s has written it
+    guesses                      e+1, e+2 ...
+
+Behind slot e the head goes on with its own guesses, on memory that the row has anyway. What it writes there,
+and at e where a page begins, is written anew by the rows that come.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from tidemill.workers.execution.step import Drawn, Row, Step
+from tidemill.workers.execution.step_tensors import inputs_of
+from tidemill.workers.models.architectures.registry import Head
+from tidemill.workers.models.inputs import Caches, Inputs, on_device
+
+Choose: TypeAlias = Callable[[torch.Tensor, Step], list[int]]
+"""A guess for each row, from logits `[N, vocabulary]` behind its last token."""
+
+
+class End(NamedTuple):
+    """How many tokens a row drew, and the last of them."""
+
+    num_drawn: int = 0
+    token: int = -1
+
+
+def ends_of(drawn: Sequence[Drawn]) -> list[End]:
+    return [End(len(one.tokens), one.tokens[-1]) if one.tokens else End() for one in drawn]
+
+
+class Slots(NamedTuple):
+    """What the head does for row `number` of a step: a row of its own, and for each token of it where in the
+    step the hidden state before it is (NONE: zeros). `guesses`: its last token is the last one drawn."""
+
+    number: int
+    row: Row
+    sources: list[int]
+    guesses: bool
+
+
+NONE = -1
+
+
+def slots_of(step: Step, tokens: Sequence[int], ends: Sequence[End], page_tokens: int) -> list[Slots]:
+    """Of the rows that have any. `tokens` are those of all rows."""
+    found: list[Slots] = []
+    offset = 0
+    for number, (row, end) in enumerate(zip(step, ends, strict=True)):
+        first, last = row.start + (row.start % page_tokens != 0), row.end - 1
+        drawn_at = NONE
+        if end.num_drawn:
+            drawn_at = row.end - row.drafts + end.num_drawn - 1
+            last = min(drawn_at, len(row.pages) * page_tokens - 1)
+        else:
+            assert row.end % page_tokens == 0, "nobody would write the slot where the next row begins"
+        places = range(first, last + 1)
+        if places:
+            own = tuple(end.token if at == drawn_at else tokens[offset + at - row.start] for at in places)
+            sources = [
+                offset + at - 1 - row.start if at % page_tokens or at == drawn_at else NONE for at in places
+            ]
+            slots = row._replace(tokens=own, start=first, read=None, writes=(), drafts=0, windows=())
+            found.append(Slots(number, slots, sources, last == drawn_at))
+        offset += len(row.tokens)
+    return found
+
+
+class Guesser:
+    """Runs the head behind the forward pass of a step. In a group all ranks have one, and their `choose`
+    says the same on each of them."""
+
+    def __init__(
+        self,
+        head: Head,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        caches: Caches,
+        page_tokens: int,
+        guesses_max: int,
+    ) -> None:
+        """`logits` are the model's."""
+        self._head = head
+        self._logits = logits
+        self._caches = caches
+        self._page_tokens = page_tokens
+        self._guesses_max = guesses_max
+
+    def warm_up(self, hidden_TH: torch.Tensor, inputs: Inputs) -> None:
+        """Run the head over a step of padding."""
+        self._head.forward(hidden_TH.clone(), on_device(inputs, hidden_TH.device), self._caches)
+
+    def run(
+        self, step: Step, tokens: Sequence[int], hidden_TH: torch.Tensor, ends: Sequence[End], choose: Choose
+    ) -> list[tuple[int, ...]]:
+        """Write the slots of the step; the guesses of each row, none where nothing was drawn or the last
+        token has no memory yet. `hidden_TH` are the model's, behind all `tokens` of the step."""
+        found = slots_of(step, tokens, ends, self._page_tokens)
+        if not found:
+            return [()] * len(step)
+        sources_T = torch.tensor([source for slots in found for source in slots.sources])
+        sources_T = sources_T.to(hidden_TH.device)
+        before_TH = hidden_TH[sources_T.clamp(min=0)].masked_fill((sources_T == NONE)[:, None], 0.0)
+        after_TH = self._forward(before_TH, tuple(slots.row for slots in found))
+        ends_N = accumulate(len(slots.sources) for slots in found)
+        last = [end - 1 for end, slots in zip(ends_N, found, strict=True) if slots.guesses]
+        rows = {slots.number: slots.row for slots in found if slots.guesses}
+        guesses = self._guess(rows, after_TH[last], choose) if rows else {}
+        return [tuple(guesses.get(index, ())) for index in range(len(step))]
+
+    def _guess(self, rows: dict[int, Row], hidden_NH: torch.Tensor, choose: Choose) -> dict[int, list[int]]:
+        """By the place of each row in the step, from the hidden states behind its last token."""
+        guesses: dict[int, list[int]] = {index: [] for index in rows}
+        while True:
+            chosen = choose(self._logits(hidden_NH), tuple(rows.values()))
+            for index, token in zip(rows, chosen, strict=True):
+                guesses[index].append(token)
+            going = [
+                len(guesses[index]) < self._guesses_max and row.end < len(row.pages) * self._page_tokens
+                for index, row in rows.items()
+            ]
+            rows = {
+                index: row._replace(tokens=(guesses[index][-1],), start=row.end)
+                for (index, row), goes in zip(rows.items(), going, strict=True)
+                if goes
+            }
+            if not rows:
+                return guesses
+            hidden_NH = self._forward(
+                hidden_NH[torch.tensor(going).to(hidden_NH.device)], tuple(rows.values())
+            )
+
+    def _forward(self, before_TH: torch.Tensor, rows: Step) -> torch.Tensor:
+        tokens = [token for row in rows for token in row.tokens]
+        inputs = inputs_of(rows, tokens, self._page_tokens)
+        return self._head.forward(before_TH, on_device(inputs, before_TH.device), self._caches)

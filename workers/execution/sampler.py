@@ -1,0 +1,222 @@
+"""Draws the tokens of a step: each is a function of its logits, the tokens before it, its seed and its
+position, and of nothing else.
+
+The uniform number behind a draw is a hash of (seed, position), so a stream that moves to another worker goes
+on with the same draws, and a guess on trial is compared with the token that is drawn in its place anyway.
+Where more than the greatest logit is asked for, numbers are float64, and only operations that treat whole
+rows one by one are used: a row's bits do not depend on the rows beside it, nor on the number of threads.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from tidemill.workers.execution.logprobs import token_logprobs
+from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.step import Drawn, Row
+from tidemill.workers.messages import Sampling, TokenLogprob
+
+CANDIDATES = 1024
+"""Filters look at so many of the likeliest tokens first: nearly always they cut among these, and the whole
+vocabulary is not sorted."""
+
+CHUNK_NUMBERS = 1 << 21
+"""Rows are drawn in chunks of about so many logits, 16 MiB of float64."""
+
+DEVICE_CHUNK_NUMBERS = 1 << 23
+"""The same on a device, where each chunk is some fifty launches and waits, whatever its size."""
+
+
+def draw(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
+    """What each row draws; its `draws` have seen it then.
+
+    `logits_NV` (float) holds, row after row, those after each of the row's last `drafts + 1` tokens. The
+    first token is drawn as if nothing had been guessed, and while it equals the guess in its place, the next
+    one is drawn behind it. So the tokens are the very ones that come without guesses (decisions/0012).
+    """
+    starts, count = list[int](), 0
+    for row in rows:
+        starts.append(count)
+        count += row.drafts + 1
+    assert len(logits_NV) == count
+    best_N = token_ids(logits_NV.argmax(dim=-1))
+    tokens: list[list[int]] = [[] for _ in rows]
+    logprobs: list[list[TokenLogprob]] = [[] for _ in rows]
+    alive = list(range(len(rows)))
+    for row in rows:
+        _draws(row).rewind(row.end - row.drafts)
+    while alive:
+        places = {index: starts[index] + len(tokens[index]) for index in alive}
+        chosen = {index: best_N[place] for index, place in places.items()}
+        others = [index for index in alive if not _draws(rows[index]).greedy]
+        numbers = CHUNK_NUMBERS if logits_NV.device.type == "cpu" else DEVICE_CHUNK_NUMBERS
+        size = max(1, numbers // logits_NV.shape[1])
+        for start in range(0, len(others), size):
+            chunk = others[start : start + size]
+            draws = [_draws(rows[index]) for index in chunk]
+            chunk_NV = logits_NV[[places[index] for index in chunk]]
+            chosen.update(zip(chunk, _choose(chunk_NV, draws), strict=True))
+            for index, logprob in _logprobs(chunk_NV, draws, [chosen[index] for index in chunk]):
+                logprobs[chunk[index]].append(logprob)
+        still: list[int] = []
+        for index, token in chosen.items():
+            row, drawn = rows[index], tokens[index]
+            _draws(row).push(token)
+            drawn.append(token)
+            if len(drawn) <= row.drafts and row.tokens[len(drawn) - 1 - row.drafts] == token:
+                still.append(index)
+        alive = still
+    return [Drawn(tuple(one), tuple(more)) for one, more in zip(tokens, logprobs, strict=True)]
+
+
+def uniform_of(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits."""
+    digest = blake2b(
+        position.to_bytes(8, "little"), key=seed.to_bytes(8, "little", signed=True), digest_size=8
+    ).digest()
+    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+
+
+def _choose(logits_NV: torch.Tensor, draws: Sequence[Draws]) -> list[int]:
+    """The next token of each row."""
+    scores_NV = logits_NV.double()
+    for scores_V, one in zip(scores_NV, draws, strict=True):
+        _penalise(scores_V, one)
+        _restrict(scores_V, one)
+    tokens = token_ids(scores_NV.argmax(dim=-1))
+    random = [index for index, one in enumerate(draws) if one.sampling.temperature > 0]
+    filtered = [index for index in random if _filters(draws[index].sampling)]
+    open_ = [index for index in random if not _filters(draws[index].sampling)]
+    for indices, sample in ((filtered, _sample_filtered), (open_, _sample)):
+        if indices:
+            samplings = [draws[index].sampling for index in indices]
+            uniform = [uniform_of(draws[index].sampling.seed, draws[index].position) for index in indices]
+            for index, token in zip(indices, sample(scores_NV[indices], samplings, uniform), strict=True):
+                tokens[index] = token
+    return tokens
+
+
+def _penalise(scores_V: torch.Tensor, draws: Draws) -> None:
+    """Repetition, then frequency and presence penalty, then the bias, in place."""
+    sampling, counts, device = draws.sampling, draws.counts, scores_V.device
+    if counts is not None and counts.ids:
+        ids = torch.as_tensor(np.array(counts.ids)).to(device)
+        times = torch.as_tensor(np.array(counts.counts)).to(device)
+        seen = times > 0
+        scores = scores_V[ids]
+        repeated = seen.clone()
+        repeated[: counts.num_prompt] = True
+        penalty = sampling.repetition_penalty
+        scores = torch.where(repeated, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+        scores -= sampling.frequency_penalty * times
+        scores -= sampling.presence_penalty * seen
+        scores_V[ids] = scores
+    for token, bias in sampling.logit_bias:
+        if token < len(scores_V):
+            scores_V[token] += bias
+
+
+def _restrict(scores_V: torch.Tensor, draws: Draws) -> None:
+    """Put -inf in the place of what must not come. An end that is too early must not, unless the grammar
+    has nothing else."""
+    if draws.matcher is not None:
+        may_V = torch.as_tensor(draws.matcher.mask()).to(scores_V.device)
+        scores_V.masked_fill_(~may_V, -torch.inf)
+    barred = [token for token in draws.barred if token < len(scores_V)]
+    if barred:
+        kept = scores_V[barred]
+        scores_V[barred] = -torch.inf
+        if scores_V.max() == -torch.inf:
+            scores_V[barred] = kept
+
+
+def _filters(sampling: Sampling) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+
+
+def _sample(scores_NV: torch.Tensor, samplings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
+    """Inverse of the cumulative distribution over the ids, at `uniform`."""
+    return token_ids(_inverse(_weights(scores_NV, samplings), uniform).squeeze(1))
+
+
+def _sample_filtered(
+    scores_NV: torch.Tensor,
+    samplings: Sequence[Sampling],
+    uniform: Sequence[float],
+    candidates: int = CANDIDATES,
+) -> list[int]:
+    """Inverse of the cumulative distribution that is left after top-k, top-p and min-p, over tokens by
+    falling score and then by id, at `uniform`. Each filter looks at the whole distribution."""
+    vocabulary = scores_NV.shape[1]
+    ids_NC = scores_NV.topk(min(candidates, vocabulary), sorted=False).indices.sort(dim=-1).values
+    scores_NC, order_NC = scores_NV.gather(1, ids_NC).sort(dim=-1, descending=True, stable=True)
+    ids_NC = ids_NC.gather(1, order_NC)
+    weights_NC = _weights(scores_NV, samplings).gather(1, ids_NC)
+    cumulative_NC = weights_NC.cumsum(dim=-1)
+    ranks_C = torch.arange(ids_NC.shape[1], device=scores_NV.device)
+    top_p = [sampling.top_p if sampling.top_p < 1 else torch.inf for sampling in samplings]
+    keep_NC = ranks_C < _column([sampling.top_k or vocabulary for sampling in samplings], scores_NV)
+    keep_NC &= cumulative_NC - weights_NC < _column(top_p, scores_NV)
+    keep_NC &= weights_NC >= weights_NC[:, :1] * _column([one.min_p for one in samplings], scores_NV)
+    keep_NC &= weights_NC > 0
+    keep_NC[:, 0] = True  # whatever the filters say
+    tokens = token_ids(ids_NC.gather(1, _inverse(weights_NC * keep_NC, uniform)).squeeze(1))
+    if candidates >= vocabulary:
+        return tokens
+    # Of equal scores any may be among the candidates: what is kept must lie above the least of them.
+    open_N = (keep_NC & (scores_NC == scores_NC[:, -1:])).any(dim=-1)
+    rows = [index for index, undecided in enumerate(token_ids(open_N)) if undecided]
+    if rows:
+        whole = _sample_filtered(
+            scores_NV[rows], [samplings[row] for row in rows], [uniform[row] for row in rows], vocabulary
+        )
+        for row, token in zip(rows, whole, strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def _weights(scores_NV: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
+    return (scores_NV / _column([one.temperature for one in samplings], scores_NV)).softmax(dim=-1)
+
+
+def _inverse(weights_NC: torch.Tensor, uniform: Sequence[float]) -> torch.Tensor:
+    """[N, 1] int64: where the sum of the weights passes `uniform` of it all; never a place of weight 0."""
+    cumulative_NC = weights_NC.cumsum(dim=-1)
+    total_N1 = cumulative_NC[:, -1:].contiguous()
+    threshold_N1 = _column(uniform, weights_NC) * total_N1
+    place_N1 = torch.searchsorted(cumulative_NC, threshold_N1, right=True)
+    last_N1 = torch.searchsorted(cumulative_NC, total_N1)
+    return torch.minimum(place_N1, last_N1).clamp_(max=weights_NC.shape[1] - 1)  # NaN is beyond the end
+
+
+def _logprobs(
+    logits_NV: torch.Tensor, draws: Sequence[Draws], tokens: Sequence[int]
+) -> list[tuple[int, TokenLogprob]]:
+    """(index, what is reported with its token) of the rows that ask for it."""
+    asking: dict[int, list[int]] = {}
+    for index, one in enumerate(draws):
+        if one.sampling.logprobs is not None:
+            asking.setdefault(one.sampling.logprobs, []).append(index)
+    found: list[tuple[int, TokenLogprob]] = []
+    for alternatives, rows in asking.items():
+        logprobs_NV = logits_NV[rows].double().log_softmax(dim=-1)
+        asked = token_logprobs(logprobs_NV, [tokens[row] for row in rows], alternatives)
+        found += zip(rows, asked, strict=True)
+    return found
+
+
+def _draws(row: Row) -> Draws:
+    assert row.draws is not None
+    return row.draws
+
+
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(1)
+
+
+def token_ids(ids_N: torch.Tensor) -> list[int]:
+    values: list[int] = cast("Any", ids_N).tolist()  # torch leaves the type open
+    return values

@@ -1,0 +1,85 @@
+"""What the draws of one answer depend on besides logits: its sampling, and the tokens before them."""
+
+from array import array
+from collections.abc import Iterable
+
+from tidemill.workers.execution.grammar import Matcher
+from tidemill.workers.messages import Request
+
+
+class Counts:
+    """How often each token that occurs stands in the answer. Ids in the order of their first sight; the first
+    `num_prompt` of them are the prompt's."""
+
+    def __init__(self, prompt: Iterable[int]) -> None:
+        self.ids = array("q", dict.fromkeys(prompt))
+        self.counts = array("q", [0]) * len(self.ids)
+        self.num_prompt = len(self.ids)
+        self._places = {token: place for place, token in enumerate(self.ids)}
+
+    def add(self, token: int, change: int) -> None:
+        place = self._places.setdefault(token, len(self.ids))
+        if place == len(self.ids):
+            self.ids.append(token)
+            self.counts.append(0)
+        self.counts[place] += change
+
+
+class Draws:
+    """The answer of one request, draw by draw. Made when the request arrives, then used by the leader's
+    runner alone, on its thread."""
+
+    def __init__(self, request: Request, matcher: Matcher | None = None) -> None:
+        """`matcher` has seen no token. The tokens that were drawn before a loss count as drawn here."""
+        sampling = request.sampling
+        self.sampling = sampling
+        self.matcher = matcher
+        self._start = len(request.tokens) - request.drawn
+        self._stop_ids = request.stop_token_ids
+        self._tokens: list[int] = []
+        repetition = sampling.repetition_penalty != 1
+        self.counts: Counts | None = None
+        if repetition or sampling.presence_penalty or sampling.frequency_penalty:
+            self.counts = Counts(request.tokens[: self._start] if repetition else ())
+        self._bare = (
+            self.counts is None and matcher is None and sampling.logprobs is None and not sampling.logit_bias
+        )
+        for token in request.tokens[self._start :]:
+            self.push(token)
+
+    @property
+    def position(self) -> int:
+        """Of the token that is drawn next."""
+        return self._start + len(self._tokens)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the next draw is the most likely token, and nothing else is asked."""
+        return self._bare and self.sampling.temperature <= 0 and not self.barred
+
+    @property
+    def barred(self) -> tuple[int, ...]:
+        """Tokens that cannot be next, because they would end the answer too early."""
+        return self._stop_ids if len(self._tokens) < self.sampling.min_tokens else ()
+
+    def push(self, token: int) -> None:
+        """`token` was drawn."""
+        self._tokens.append(token)
+        if self.counts is not None:
+            self.counts.add(token, 1)
+        if self.matcher is not None:
+            self.matcher.push(token)
+
+    def rewind(self, position: int) -> None:
+        """Forget the tokens at `position` and beyond: the step that drew them was void. Those before it are
+        known."""
+        assert self._start <= position <= self.position
+        void = self._tokens[position - self._start :]
+        if not void:
+            return
+        del self._tokens[position - self._start :]
+        if self.counts is not None:
+            for token in void:
+                self.counts.add(token, -1)
+        if self.matcher is not None:
+            self.matcher.rewind(len(void))

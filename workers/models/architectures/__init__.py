@@ -1,0 +1,1 @@
+"""One file per model family, the registry of architectures, and the decoder that runs them."""

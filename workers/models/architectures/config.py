@@ -1,0 +1,150 @@
+"""What a model consists of, whatever its architecture: data from which weights, shares and costs follow."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from tidemill.kvstore.layout import LayerSpec
+from tidemill.kvstore.memory.recompute_cost import Cost
+from tidemill.kvstore.shards import share_of
+from tidemill.workers.models.errors import ModelError
+from tidemill.workers.models.layers.work import MixerConfig, MlpConfig, matrix_flops
+from tidemill.workers.models.loading.config_json import Raw, number, size
+from tidemill.workers.models.loading.sharding import Even, Whole
+from tidemill.workers.models.loading.weights import Weight
+
+DRAFT = "mtp."
+"""Before the names of all tensors of a prediction head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerConfig:
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))`."""
+
+    mixer: MixerConfig
+    mlp: MlpConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All that decides the model's output besides its weights. Its name is in the fingerprint of the model.
+
+    draft           the layer of a prediction head (mtp.py); None: there is none, or it is not used
+    prefix          of all tensors but the head
+    norm_offset     norms hold their distance from it
+    *_scale         factors of the embedding, of what each layer adds, and of the logits
+    """
+
+    layers: tuple[LayerConfig, ...]
+    vocab_size: int
+    hidden: int
+    epsilon: float
+    tied: bool
+    max_length: int
+    draft: LayerConfig | None = None
+    prefix: str = "model."
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+
+    @property
+    def every_layer(self) -> tuple[LayerConfig, ...]:
+        """With that of the prediction head, which is the last."""
+        return self.layers if self.draft is None else (*self.layers, self.draft)
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return tuple(layer.mixer.spec for layer in self.every_layer)
+
+
+def config_of(raw: Raw, layers: Iterable[LayerConfig], epsilon: float = 1e-6) -> Config:
+    """With what all families call alike; `epsilon` is where config.json has none. Raises ModelError."""
+    return Config(
+        layers=tuple(layers),
+        vocab_size=size(raw, "vocab_size"),
+        hidden=size(raw, "hidden_size"),
+        epsilon=number(raw, "rms_norm_eps", epsilon),
+        tied=bool(raw.get("tie_word_embeddings", False)),
+        max_length=size(raw, "max_position_embeddings"),
+    )
+
+
+def stacked(mixers: Iterable[MixerConfig], mlps: Iterable[MlpConfig]) -> Iterator[LayerConfig]:
+    """One layer of each two."""
+    return (LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True))
+
+
+def weights_of(config: Config) -> dict[str, Weight]:
+    """Every tensor of the checkpoint by name: shape, and cut for tensor parallelism.
+
+    Projections into heads and inner columns give a rank its heads and columns; projections back into the
+    hidden width give it some of those columns, over the full input.
+    """
+    rows = Weight((config.vocab_size, config.hidden), Even())
+    norm = Weight((config.hidden,), Whole())
+    found = {f"{config.prefix}embed_tokens.weight": rows, f"{config.prefix}norm.weight": norm}
+    if not config.tied:
+        found["lm_head.weight"] = rows
+    for index, layer in enumerate(config.layers):
+        found |= _layer_weights(layer, f"{config.prefix}layers.{index}.", config.hidden)
+    if config.draft is not None:
+        found |= _layer_weights(config.draft, f"{DRAFT}layers.0.", config.hidden)
+        found[f"{DRAFT}fc.weight"] = Weight((config.hidden, 2 * config.hidden), Even())
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+            found[f"{DRAFT}{name}.weight"] = norm
+    return found
+
+
+def _layer_weights(layer: LayerConfig, prefix: str, hidden: int) -> dict[str, Weight]:
+    norm = Weight((hidden,), Whole())
+    found = layer.mixer.weights(hidden) | layer.mlp.weights(hidden)
+    found |= {"input_layernorm.weight": norm, "post_attention_layernorm.weight": norm}
+    return {prefix + name: weight for name, weight in found.items()}
+
+
+def sizes(config: Config) -> tuple[int, ...]:
+    """Of the groups that can run this model: the heads of every kind can be divided, or be copied alike."""
+    most = max(max(layer.mixer.heads().values()) for layer in config.every_layer)
+    return tuple(size for size in range(1, most + 1) if _divides(config, size))
+
+
+def local(config: Config, size: int) -> Config:
+    """The config with the heads that one of `size` ranks has; all other widths are of the whole.
+
+    Raises ModelError that names the sizes that work.
+    """
+    if not _divides(config, size):
+        kinds = {kind: count for layer in config.every_layer for kind, count in layer.mixer.heads().items()}
+        heads = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        raise ModelError(
+            f"{size} ranks cannot divide the heads of this model ({heads}): "
+            f"set --tensor-parallel-size to {' or '.join(map(str, sizes(config)))}"
+        )
+    specs, count = share_of(config.specs, size), len(config.layers)
+    own = tuple(
+        replace(layer, mixer=layer.mixer.part(spec, size))
+        for layer, spec in zip(config.every_layer, specs, strict=True)
+    )
+    return replace(config, layers=own[:count], draft=None if config.draft is None else own[count])
+
+
+def cost(config: Config) -> Cost:
+    """FLOPs of a forward pass: two per weight that a token meets, and attention to what is before it."""
+    return Cost(
+        token_flops=2.0 * config.vocab_size * config.hidden + sum(_token_flops(config)),
+        context_flops=sum(layer.mixer.context_flops() for layer in config.every_layer),
+    )
+
+
+def _token_flops(config: Config) -> Iterator[float]:
+    for layer in config.every_layer:
+        yield matrix_flops(layer.mixer.weights(config.hidden))
+        yield layer.mlp.token_flops(config.hidden)
+
+
+def _divides(config: Config, size: int) -> bool:
+    try:
+        share_of(config.specs, size)
+    except ValueError:
+        return False
+    return not any(layer.mixer.heads().get("query", size) % size for layer in config.every_layer)

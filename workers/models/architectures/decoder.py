@@ -1,0 +1,111 @@
+"""The stack of layers that every architecture is: embedding, mixers and MLPs by turns, head."""
+
+import torch
+
+from tidemill.kernels.dispatch import Operators
+from tidemill.workers.models.architectures.config import Config, LayerConfig
+from tidemill.workers.models.collectives import Ranks
+from tidemill.workers.models.inputs import Caches, Inputs
+from tidemill.workers.models.layers.rope import Rope
+from tidemill.workers.models.layers.work import Cache, Mixer, Mlp, Read, Work, is_paged, norm_weight
+
+
+class Layer:
+    """Norm and mixer, norm and MLP."""
+
+    def __init__(self, layer: LayerConfig, norm_offset: float, read: Read, ops: Operators) -> None:
+        self.norm_H = norm_weight(read("input_layernorm.weight"), norm_offset)
+        self.mixer: Mixer = layer.mixer.load(read, ops)
+        self.mlp_norm_H = norm_weight(read("post_attention_layernorm.weight"), norm_offset)
+        self.mlp: Mlp = layer.mlp.load(read, ops)
+        self.is_paged = is_paged(layer.mixer.spec)
+
+
+class Decoder:
+    """The model, or a rank's part of it, with its weights in memory. What layers add up is float32, also with
+    weights that are kept in bfloat16; the operators decide on the rest.
+
+    A rank has some heads of every mixer, some inner columns of every MLP and some rows of the vocabulary. Of
+    the projections back it computes some columns, over the whole of their input: what ranks exchange is
+    columns to put side by side, never terms to add up. `config` has the rank's heads, `read` its tensors.
+    """
+
+    def __init__(self, config: Config, read: Read, operators: Operators, ranks: Ranks) -> None:
+        self._config = config
+        self._ops = operators
+        self._ranks = ranks
+        self._embedding_VH = read(f"{config.prefix}embed_tokens.weight")
+        self._layers = tuple(
+            Layer(
+                layer,
+                config.norm_offset,
+                lambda name, i=index: read(f"{config.prefix}layers.{i}.{name}"),
+                operators,
+            )
+            for index, layer in enumerate(config.layers)
+        )
+        self._norm_H = norm_weight(read(f"{config.prefix}norm.weight"), config.norm_offset)
+        head_VH = self._embedding_VH if config.tied else read("lm_head.weight")
+        self._head = operators.pack(head_VH, None)
+        device = self._embedding_VH.device
+        ropes = dict.fromkeys(layer.mixer.rope for layer in config.every_layer)
+        self._frequencies = {rope: rope.frequencies(device) for rope in ropes if rope is not None}
+
+    def forward(self, inputs: Inputs, caches: Caches) -> torch.Tensor:
+        """Final hidden states `[T, hidden]`; writes this step's keys, values and states into `caches`."""
+        work = self.work(inputs)
+        x_TH, branch_TH = None, self.embed(inputs.tokens_T)
+        paged, states = iter(caches.kv), iter(zip(caches.conv, caches.temporal, strict=True))
+        for layer in self._layers:
+            cache = (next(paged),) if layer.is_paged else next(states)
+            x_TH, branch_TH = self.through(layer, x_TH, branch_TH, work, cache)
+        return self._ops.add_norm(x_TH, branch_TH, self._norm_H, self._config.epsilon)[1]
+
+    def through(
+        self, layer: Layer, x_TH: torch.Tensor | None, branch_TH: torch.Tensor, work: Work, cache: Cache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What goes into the next layer, the last branch apart; `x_TH` None: `branch_TH` is all of it."""
+        ops, epsilon = self._ops, self._config.epsilon
+        x_TH, h_TH = ops.add_norm(x_TH, branch_TH, layer.norm_H, epsilon)
+        mixed_TH = layer.mixer.run(h_TH, work, cache)
+        x_TH, h_TH = ops.add_norm(x_TH, self._branch(mixed_TH), layer.mlp_norm_H, epsilon)
+        return x_TH, self._branch(layer.mlp.run(h_TH, work))
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, vocabulary]` of the rows asked for; `[N, 0]` on ranks that are not the leader."""
+        own_NV = _scaled(self._ops.logits(hidden_NH, self._head), self._config.logits_scale)
+        return self._ranks.gather_to_leader(own_NV, self._config.vocab_size)
+
+    def work(self, inputs: Inputs) -> Work:
+        """What layers work with in the step."""
+        nothing_turns = torch.empty(len(inputs.positions_T), 2, 0, device=inputs.positions_T.device)
+        angles: dict[Rope | None, torch.Tensor] = {None: nothing_turns}
+        for rope, frequencies_R in self._frequencies.items():
+            angles[rope] = _scaled(self._ops.rope_angles(inputs.positions_T, frequencies_R), rope.scale)
+        return Work(
+            ops=self._ops,
+            ranks=self._ranks,
+            epsilon=self._config.epsilon,
+            inputs=inputs,
+            windows=inputs.of_windows,
+            angles=angles,
+        )
+
+    def _branch(self, columns_TH: torch.Tensor) -> torch.Tensor:
+        """What a layer adds, from the columns of all ranks."""
+        whole_TH = self._ranks.gather(columns_TH, self._config.hidden)
+        return _scaled(whole_TH, self._config.residual_scale)
+
+    def embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        """Every rank looks up what it can; of each token, the row of the rank that has it counts."""
+        ops, ranks, (rows, hidden) = self._ops, self._ranks, self._embedding_VH.shape
+        if ranks.size == 1:
+            return _scaled(ops.embed(tokens_T, self._embedding_VH), self._config.embedding_scale)
+        own_TH = ops.embed((tokens_T - ranks.index * rows).clamp(0, rows - 1), self._embedding_VH)
+        every_TRH = ranks.gather(own_TH, ranks.size * hidden).view(-1, ranks.size, hidden)
+        found_TH = every_TRH[torch.arange(len(tokens_T), device=tokens_T.device), tokens_T // rows]
+        return _scaled(found_TH, self._config.embedding_scale)
+
+
+def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return x if scale == 1 else x * scale

@@ -1,0 +1,87 @@
+"""Plain attention: Llama, Qwen3 and Qwen3-MoE (and what has their config.json)."""
+
+from tidemill.kvstore.layout import Attention, Window
+from tidemill.workers.models.architectures.config import Config, config_of, stacked
+from tidemill.workers.models.layers.attention import AttentionConfig
+from tidemill.workers.models.layers.mlp import DenseConfig
+from tidemill.workers.models.layers.moe import MoeConfig, RouterConfig
+from tidemill.workers.models.layers.rope import rope_of
+from tidemill.workers.models.layers.work import MlpConfig
+from tidemill.workers.models.loading.config_json import Raw, layer_kinds, require, require_silu, size
+
+
+def parse_llama(raw: Raw) -> Config:
+    """Raises ModelError for what is missing or not supported."""
+    return stack(raw, [attention_of(raw)] * size(raw, "num_hidden_layers"))
+
+
+def parse_qwen3(raw: Raw) -> Config:
+    """Dense or, where there are experts, a mixture. Raises ModelError."""
+    attention = attention_of(raw, normed=True)
+    num_layers = size(raw, "num_hidden_layers")
+    if not raw.get("use_sliding_window"):
+        return stack(raw, [attention] * num_layers)
+    # As Qwen2 has it: the first layers see everything, the others a window.
+    first = size(raw, "max_window_layers")
+    default = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
+    window = attention_of(raw, normed=True, window=size(raw, "sliding_window"))
+    kinds = {"full_attention": attention, "sliding_attention": window}
+    return stack(raw, [kinds[name] for name in layer_kinds(raw, default, set(kinds))])
+
+
+def attention_of(raw: Raw, *, normed: bool = False, window: int | None = None) -> AttentionConfig:
+    """Of all layers that see everything, or a `window` of so many tokens."""
+    query_heads = size(raw, "num_attention_heads")
+    kv_heads = size(raw, "num_key_value_heads", "num_attention_heads")
+    require(query_heads % kv_heads == 0, "num_attention_heads is no multiple of num_key_value_heads")
+    head_dim = raw.get("head_dim") or size(raw, "hidden_size") // query_heads
+    bias = bool(raw.get("attention_bias", False))
+    return AttentionConfig(
+        spec=Attention(kv_heads=kv_heads, head_dim=head_dim)
+        if window is None
+        else Window(kv_heads=kv_heads, head_dim=head_dim, tokens=window),
+        query_heads=query_heads,
+        rope=rope_of(raw, head_dim),
+        normed=normed,
+        bias=bias,
+        out_bias=bias,
+    )
+
+
+def stack(raw: Raw, mixers: list[AttentionConfig]) -> Config:
+    require_silu(raw)
+    return config_of(raw, stacked(mixers, mlps_of(raw)))
+
+
+def mlps_of(raw: Raw) -> list[MlpConfig]:
+    """Of each layer: dense, or experts where config.json wants them."""
+    num_layers = size(raw, "num_hidden_layers")
+    count = int(raw.get("num_experts") or raw.get("num_local_experts") or 0)
+    every = int(raw.get("decoder_sparse_step", 1))
+    only: set[int] = set(raw.get("mlp_only_layers") or ())
+
+    def is_sparse(index: int) -> bool:
+        return count > 0 and index not in only and (index + 1) % every == 0
+
+    return [
+        experts_of(raw, count)
+        if is_sparse(index)
+        else DenseConfig(inner=size(raw, "intermediate_size"), bias=bool(raw.get("mlp_bias", False)))
+        for index in range(num_layers)
+    ]
+
+
+def experts_of(raw: Raw, count: int) -> MoeConfig:
+    """With an expert that all tokens share, where config.json gives it a size."""
+    shared = raw.get("shared_expert_intermediate_size")
+    return MoeConfig(
+        router=RouterConfig(
+            weight="mlp.gate.weight",
+            top_k=size(raw, "num_experts_per_tok"),
+            renormalise=bool(raw.get("norm_topk_prob", False)),
+        ),
+        count=count,
+        inner=size(raw, "moe_intermediate_size"),
+        shared=DenseConfig(inner=shared, prefix="mlp.shared_expert.") if shared else None,
+        shared_gate="mlp.shared_expert_gate.weight" if shared else None,
+    )

@@ -1,0 +1,219 @@
+"""Loads a model folder: which architectures there are, what the engine needs to know of a loaded model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from tidemill.kernels.dispatch import Operators
+from tidemill.kvstore.layout import LayerSpec
+from tidemill.kvstore.memory.recompute_cost import Cost
+from tidemill.workers.device import HOST
+from tidemill.workers.models.architectures import deepseek, gpt_oss, granite, qwen3, qwen3_next
+from tidemill.workers.models.architectures.config import DRAFT, Config, LayerConfig, cost, local, weights_of
+from tidemill.workers.models.architectures.decoder import Decoder
+from tidemill.workers.models.architectures.mtp import MtpHead
+from tidemill.workers.models.bundled import bundled
+from tidemill.workers.models.collectives import ALONE, LEADER, Ranks
+from tidemill.workers.models.errors import ModelError
+from tidemill.workers.models.inputs import Caches, Inputs
+from tidemill.workers.models.loading.checkpoint import Checkpoint, Progress
+from tidemill.workers.models.loading.config_json import Raw
+from tidemill.workers.models.loading.tensor_files import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """`parse` makes of a config.json what the model consists of, `draft` the layer of its prediction head if
+    it can have one; `ignored` are beginnings of the names of tensors that may be there and are not read, in
+    which `{layers}` is the number of layers."""
+
+    parse: Callable[[Raw], Config]
+    ignored: tuple[str, ...] = ()
+    draft: Callable[[Raw], LayerConfig] | None = None
+
+
+IMAGES = "model.visual."
+"""Where the part that sees images begins: texts do without."""
+
+ARCHITECTURES = {
+    "DeepseekV3ForCausalLM": Architecture(deepseek.parse, ignored=("model.layers.{layers}.",)),
+    "GptOssForCausalLM": Architecture(gpt_oss.parse),
+    "GraniteMoeHybridForCausalLM": Architecture(granite.parse),
+    "LlamaForCausalLM": Architecture(qwen3.parse_llama),
+    "Qwen3ForCausalLM": Architecture(qwen3.parse_qwen3),
+    "Qwen3MoeForCausalLM": Architecture(qwen3.parse_qwen3),
+    "Qwen3NextForCausalLM": Architecture(qwen3_next.parse, (DRAFT,), qwen3_next.draft_of),
+    "Qwen3_5ForCausalLM": Architecture(qwen3_next.parse_qwen3_5, (DRAFT,), qwen3_next.draft_of_qwen3_5),
+    "Qwen3_5ForConditionalGeneration": Architecture(
+        qwen3_next.parse_qwen3_5, (DRAFT, IMAGES), qwen3_next.draft_of_qwen3_5
+    ),
+    "Qwen3_5MoeForCausalLM": Architecture(qwen3_next.parse_qwen3_5, (DRAFT,), qwen3_next.draft_of_qwen3_5),
+    "Qwen3_5MoeForConditionalGeneration": Architecture(
+        qwen3_next.parse_qwen3_5, (DRAFT, IMAGES), qwen3_next.draft_of_qwen3_5
+    ),
+}
+"""By the name in `architectures` of config.json."""
+
+INV_FREQ = ".rotary_emb.inv_freq"
+"""Some folders hold what follows from config.json."""
+
+
+class Model(Protocol):
+    """What the engine runs."""
+
+    def forward(self, inputs: Inputs, caches: Caches) -> torch.Tensor:
+        """Hidden states `[T, hidden]` of the step's tokens; updates `caches`."""
+        ...
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """Logits `[N, vocabulary]` of some of those hidden states; `[N, 0]` on all ranks but the leader."""
+        ...
+
+
+class Head(Protocol):
+    """A prediction head of the model's own: see workers/execution/mtp_drafter.py."""
+
+    def forward(self, hidden_TH: torch.Tensor, inputs: Inputs, caches: Caches) -> torch.Tensor:
+        """Hidden states `[T, hidden]` of which the model's logits tell the token after the next. `hidden_TH`
+        are those behind the tokens before the step's. Updates its keys and values, the last of `caches.kv`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run, or a rank's part of it.
+
+    head            None: it has none, or none was asked for
+    layers          of the whole model, that of the head the last
+    local_layers    of this rank: what its arena is laid out by
+    max_length      tokens of prompt and answer together
+    eos_ids         token ids that end an answer
+    fingerprint     digest of architecture, config and weights, for the namespace of keys; the leader's is the
+                    same in groups of every size, that of other ranks is empty
+    cost            FLOPs of its forward pass
+    """
+
+    model: Model
+    head: Head | None
+    layers: tuple[LayerSpec, ...]
+    local_layers: tuple[LayerSpec, ...]
+    vocab_size: int
+    max_length: int
+    eos_ids: frozenset[int]
+    fingerprint: str
+    cost: Cost
+
+
+def load(
+    folder: Path,
+    operators: Operators,
+    progress: Progress,
+    ranks: Ranks = ALONE,
+    device: torch.device = HOST,
+    *,
+    mtp: bool = False,
+) -> LoadedModel:
+    """The model of a Hugging Face folder, or this rank's part of it, with its weights on `device`; with `mtp`
+    also its prediction head.
+
+    `progress(done_bytes, total_bytes)` is called per tensor. Tensors are moved one by one: host memory holds
+    no more than one of them for long.
+
+    The leader reads all bytes, for the fingerprint, the other ranks just theirs. Raises ModelError, with one
+    line that names the fix, when the folder cannot be served or the ranks cannot share the model.
+    """
+    is_leader = ranks.index == LEADER
+    raw, config, checkpoint = _open(folder, progress, digests=is_leader, mtp=mtp)
+    own, weights = local(config, ranks.size), weights_of(config)
+
+    def read(name: str) -> torch.Tensor:
+        return checkpoint.read(name, weights[name].part(ranks.index, ranks.size)).to(device)
+
+    model = Decoder(own, read, operators, ranks)
+    return LoadedModel(
+        model=model,
+        head=None if own.draft is None else MtpHead(own, own.draft, read, model, operators, ranks),
+        layers=config.specs,
+        local_layers=own.specs,
+        vocab_size=config.vocab_size,
+        max_length=config.max_length,
+        eos_ids=_eos_ids(folder, raw),
+        fingerprint=checkpoint.fingerprint(f"{_architecture(raw)} {config}") if is_leader else "",
+        cost=cost(config),
+    )
+
+
+def describe(
+    folder: Path, tensor_parallel_size: int = 1, *, mtp: bool = False
+) -> tuple[tuple[LayerSpec, ...], int]:
+    """Layers of the whole model and its length limit, without reading its weights. Raises the ModelError that
+    `load` would in a group of this size, as far as headers tell."""
+    _, config, _ = _open(folder, _nobody_looks, digests=False, mtp=mtp)
+    local(config, tensor_parallel_size)
+    return config.specs, config.max_length
+
+
+def has_head(folder: Path) -> bool:
+    """Whether `load` can be asked for a prediction head. Raises ModelError for a folder that is no model."""
+    raw = read_json(folder / "config.json")
+    architecture = ARCHITECTURES.get(_architecture(raw))
+    if architecture is None or architecture.draft is None:
+        return False
+    return _holds_head(Checkpoint(folder, _nobody_looks, digests=False))
+
+
+def _holds_head(checkpoint: Checkpoint) -> bool:
+    return any(name.startswith(DRAFT) for name in checkpoint.names)
+
+
+def _nobody_looks(done_bytes: int, total_bytes: int) -> None:
+    """No weights are read."""
+
+
+def _open(
+    folder: Path, progress: Progress, *, digests: bool, mtp: bool
+) -> tuple[dict[str, Any], Config, Checkpoint]:
+    if not folder.is_dir():
+        raise ModelError(
+            f"there is no model folder {folder}: give a Hugging Face folder or one of {', '.join(bundled())}"
+        )
+    raw = read_json(folder / "config.json")
+    architecture = ARCHITECTURES.get(_architecture(raw))
+    if architecture is None:
+        raise ModelError(f"{folder} is a {_architecture(raw)}: supported are {', '.join(ARCHITECTURES)}")
+    config = architecture.parse(raw)
+    checkpoint = Checkpoint(folder, progress, digests=digests, quantization=raw.get("quantization_config"))
+    if mtp:
+        if architecture.draft is None or not _holds_head(checkpoint):
+            raise ModelError(
+                f"{folder} has no prediction head (tensors {DRAFT}*): set --speculative-method to ngram"
+            )
+        config = replace(config, draft=architecture.draft(raw))
+
+    prefixes = tuple(prefix.format(layers=len(config.layers)) for prefix in architecture.ignored)
+
+    def ignored(name: str) -> bool:
+        """The copy of tied embeddings, too."""
+        return name == "lm_head.weight" or name.endswith(INV_FREQ) or name.startswith(prefixes)
+
+    checkpoint.check({name: weight.shape for name, weight in weights_of(config).items()}, ignored)
+    return raw, config, checkpoint
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    return (config.get("architectures") or ["unknown"])[0]
+
+
+def _eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
+    """generation_config.json rules: chat models end turns with more tokens than config.json names."""
+    path = folder / "generation_config.json"
+    found = read_json(path).get("eos_token_id") if path.exists() else None
+    text = config.get("text_config") or config
+    ids = text.get("eos_token_id") if found is None else found
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)

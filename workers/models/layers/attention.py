@@ -1,0 +1,129 @@
+"""Softmax attention over paged keys and values, of all tokens or of a window: that of Llama, and what others
+added to it."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.linear.packed import Packed
+from tidemill.kvstore.layout import Attention, LayerSpec, Window
+from tidemill.workers.models.layers.rope import Rope
+from tidemill.workers.models.layers.work import Cache, Read, Work, norm_weight
+from tidemill.workers.models.loading.sharding import Even, Heads, Whole
+from tidemill.workers.models.loading.weights import Weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """`query_heads` share the KV heads of `spec` evenly.
+
+    rope            None: positions are not told
+    gated           each query head has an output gate beside it (Qwen3-Next)
+    normed          q and k are normed head by head; their weights hold the distance from `norm_offset`
+    bias, out_bias  of the projections to q, k, v and back
+    sinks           each query head has a score without a value (gpt-oss)
+    scale           of the scores; None: head_dim ** -0.5
+    """
+
+    spec: Attention | Window
+    query_heads: int
+    rope: Rope | None
+    gated: bool = False
+    normed: bool = False
+    norm_offset: float = 0.0
+    bias: bool = False
+    out_bias: bool = False
+    sinks: bool = False
+    scale: float | None = None
+
+    def heads(self) -> dict[str, int]:
+        return {"query": self.query_heads, "KV": self.spec.kv_heads}
+
+    def weights(self, hidden: int) -> dict[str, Weight]:
+        queries, keys = self.query_heads * self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim
+        rows = (1 + self.gated) * queries
+        query_cut, key_cut = Heads(self.query_heads, (rows,)), Heads(self.spec.kv_heads, (keys,))
+        found = {
+            "self_attn.q_proj.weight": Weight((rows, hidden), query_cut),
+            "self_attn.k_proj.weight": Weight((keys, hidden), key_cut),
+            "self_attn.v_proj.weight": Weight((keys, hidden), key_cut),
+            "self_attn.o_proj.weight": Weight((hidden, queries), Even()),
+        }
+        if self.bias:
+            found |= {
+                "self_attn.q_proj.bias": Weight((rows,), query_cut),
+                "self_attn.k_proj.bias": Weight((keys,), key_cut),
+                "self_attn.v_proj.bias": Weight((keys,), key_cut),
+            }
+        if self.out_bias:
+            found["self_attn.o_proj.bias"] = Weight((hidden,), Even())
+        if self.normed:
+            found["self_attn.q_norm.weight"] = Weight((self.spec.head_dim,), Whole())
+            found["self_attn.k_norm.weight"] = Weight((self.spec.head_dim,), Whole())
+        if self.sinks:
+            cut = Heads(self.query_heads, (self.query_heads,))
+            found["self_attn.sinks"] = Weight((self.query_heads,), cut)
+        return found
+
+    def context_flops(self) -> float:
+        """Of a window nothing: it does not grow."""
+        return 0.0 if isinstance(self.spec, Window) else 4.0 * self.query_heads * self.spec.head_dim
+
+    def part(self, spec: LayerSpec, size: int) -> Self:
+        assert isinstance(spec, Attention | Window)
+        return replace(self, spec=spec, query_heads=self.query_heads // size)
+
+    def load(self, read: Read, ops: Operators) -> "AttentionMixer":
+        def stacked(kind: str) -> torch.Tensor:
+            return torch.cat([read(f"self_attn.{name}_proj.{kind}") for name in "qkv"])
+
+        def norm(name: str) -> torch.Tensor | None:
+            return norm_weight(read(f"self_attn.{name}.weight"), self.norm_offset) if self.normed else None
+
+        out_bias = read("self_attn.o_proj.bias") if self.out_bias else None
+        return AttentionMixer(
+            config=self,
+            project=ops.pack(stacked("weight"), stacked("bias") if self.bias else None),
+            q_norm_D=norm("q_norm"),
+            k_norm_D=norm("k_norm"),
+            sinks_H=read("self_attn.sinks").float() if self.sinks else None,
+            out=ops.pack(read("self_attn.o_proj.weight"), out_bias),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionMixer:
+    """`project` gives q (and its gate) head by head, then k, then v."""
+
+    config: AttentionConfig
+    project: Packed
+    q_norm_D: torch.Tensor | None
+    k_norm_D: torch.Tensor | None
+    sinks_H: torch.Tensor | None
+    out: Packed
+
+    def run(self, h_TH: torch.Tensor, work: Work, cache: Cache) -> torch.Tensor:
+        ops, config, spec, (kv,) = work.ops, self.config, self.config.spec, cache
+        dim, keys = spec.head_dim, spec.kv_heads * spec.head_dim
+        window = spec.tokens if isinstance(spec, Window) else None
+        rows = work.inputs if window is None else work.windows
+        projected_TI = ops.linear(h_TH, self.project)
+        q_THI = projected_TI[:, : -2 * keys].view(len(h_TH), config.query_heads, -1)
+        q_THD = ops.rope_store(
+            q_THI[..., :dim],
+            projected_TI[:, -2 * keys : -keys].view(-1, spec.kv_heads, dim),
+            projected_TI[:, -keys:].view(-1, spec.kv_heads, dim),
+            self.q_norm_D,
+            self.k_norm_D,
+            work.epsilon,
+            work.angles[config.rope],
+            kv,
+            rows,
+        )
+        if config.scale is not None:
+            q_THD = q_THD * (config.scale * dim**0.5)
+        o_THD = ops.attention(q_THD, kv, rows, window, self.sinks_H)
+        o_TI = ops.sigmoid_mul(o_THD, q_THI[..., dim:]) if config.gated else o_THD.flatten(1)
+        return work.project_out(o_TI, self.out)

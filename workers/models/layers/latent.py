@@ -1,0 +1,166 @@
+"""Multi-head latent attention of DeepSeek-V2 and V3 (arXiv 2405.04434): one latent per token for all heads.
+
+It is computed in the absorbed form on every path: a query is taken into the space of the latents, where
+values are the latents themselves, and what it gets is taken out of it. Prefill and decode have the same bits.
+
+    latent    [rotary key | normed compression]
+    query     [rotary part | absorbed rest]         of each head, as wide as a latent
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.linear.packed import Packed
+from tidemill.kvstore.layout import Latent, LayerSpec
+from tidemill.workers.models.layers.rope import Rope
+from tidemill.workers.models.layers.work import Cache, Read, Work
+from tidemill.workers.models.loading.sharding import Even, Heads, Whole
+from tidemill.workers.models.loading.weights import Weight
+
+NORM_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """`rope.dim + compressed` is the width of `spec`.
+
+    plain, value     dimensions of a head's query that do not turn, and of its values
+    query_rank       the width that queries are compressed to on their way; None: they are not
+    interleaved      the checkpoint has element 2 i turn with 2 i + 1; when loaded, they are put in order
+    scale            of the scores
+    """
+
+    spec: Latent
+    query_heads: int
+    rope: Rope
+    compressed: int
+    plain: int
+    value: int
+    query_rank: int | None
+    interleaved: bool
+    bias: bool
+    scale: float
+
+    def heads(self) -> dict[str, int]:
+        return {"query": self.query_heads}
+
+    def weights(self, hidden: int) -> dict[str, Weight]:
+        heads, queries = self.query_heads, self.query_heads * (self.plain + self.rope.dim)
+        values = heads * (self.plain + self.value)
+        by_head = Heads(heads, (queries,))
+        found = {
+            "self_attn.kv_a_proj_with_mqa.weight": Weight((self.spec.width, hidden), Whole()),
+            "self_attn.kv_a_layernorm.weight": Weight((self.compressed,), Whole()),
+            "self_attn.kv_b_proj.weight": Weight((values, self.compressed), Heads(heads, (values,))),
+            "self_attn.o_proj.weight": Weight((hidden, heads * self.value), Even()),
+        }
+        if self.bias:
+            found["self_attn.kv_a_proj_with_mqa.bias"] = Weight((self.spec.width,), Whole())
+            found["self_attn.o_proj.bias"] = Weight((hidden,), Even())
+        if self.query_rank is None:
+            return found | {"self_attn.q_proj.weight": Weight((queries, hidden), by_head)}
+        if self.bias:
+            found["self_attn.q_a_proj.bias"] = Weight((self.query_rank,), Whole())
+        return found | {
+            "self_attn.q_a_proj.weight": Weight((self.query_rank, hidden), Whole()),
+            "self_attn.q_a_layernorm.weight": Weight((self.query_rank,), Whole()),
+            "self_attn.q_b_proj.weight": Weight((queries, self.query_rank), by_head),
+        }
+
+    def context_flops(self) -> float:
+        return 4.0 * self.query_heads * self.spec.width
+
+    def part(self, spec: LayerSpec, size: int) -> Self:
+        assert spec == self.spec
+        return replace(self, query_heads=self.query_heads // size)
+
+    def load(self, read: Read, ops: Operators) -> "LatentMixer":
+        def bias(name: str) -> torch.Tensor | None:
+            return read(f"self_attn.{name}.bias") if self.bias else None
+
+        down = None
+        if self.query_rank is not None:
+            down = QueryDown(
+                project=ops.pack(read("self_attn.q_a_proj.weight"), bias("q_a_proj")),
+                norm_R=read("self_attn.q_a_layernorm.weight").float(),
+            )
+        up_IR = read("self_attn.q_proj.weight" if down is None else "self_attn.q_b_proj.weight")
+        up_HIR = up_IR.view(self.query_heads, self.plain + self.rope.dim, -1)
+        latent_bias = bias("kv_a_proj_with_mqa")
+        keys_values_HIC = read("self_attn.kv_b_proj.weight").view(
+            self.query_heads, self.plain + self.value, self.compressed
+        )
+        return LatentMixer(
+            config=self,
+            down=down,
+            up=ops.pack(self._turning_first(up_HIR, self.plain).flatten(0, 1), None),
+            latent=ops.pack(
+                self._turning_first(read("self_attn.kv_a_proj_with_mqa.weight")[None], self.compressed)[0],
+                None if latent_bias is None else self._turning_first(latent_bias[None], self.compressed)[0],
+            ),
+            norm_C=read("self_attn.kv_a_layernorm.weight").float(),
+            absorb=ops.pack(keys_values_HIC[:, : self.plain].mT.contiguous(), None),
+            release=ops.pack(keys_values_HIC[:, self.plain :].contiguous(), None),
+            out=ops.pack(read("self_attn.o_proj.weight"), bias("o_proj")),
+        )
+
+    def _turning_first(self, rows_HI: torch.Tensor, others: int) -> torch.Tensor:
+        """From rows of which the last `rope.dim` of each head turn, to those first, then the `others`."""
+        rest, turning = rows_HI[:, :others], rows_HI[:, others:]
+        if self.interleaved:
+            turning = torch.cat([turning[:, 0::2], turning[:, 1::2]], dim=1)
+        return torch.cat([turning, rest], dim=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryDown:
+    """What a query is made from, where it is compressed."""
+
+    project: Packed
+    norm_R: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentMixer:
+    """`up` gives [rotary part | rest] of each head, `latent` [rotary key | compression].
+
+    `absorb` [H, C, rest] and `release` [H, value, C] are the halves of what makes keys and values of a
+    compression.
+    """
+
+    config: LatentConfig
+    down: QueryDown | None
+    up: Packed
+    latent: Packed
+    norm_C: torch.Tensor
+    absorb: Packed
+    release: Packed
+    out: Packed
+
+    def run(self, h_TH: torch.Tensor, work: Work, cache: Cache) -> torch.Tensor:
+        ops, config, (latents,) = work.ops, self.config, cache
+        turning, width = config.rope.dim, config.spec.width
+        from_TR = h_TH
+        if self.down is not None:
+            from_TR = ops.rms_norm(ops.linear(h_TH, self.down.project), self.down.norm_R, NORM_EPSILON)
+        q_THI = ops.linear(from_TR, self.up).view(len(h_TH), config.query_heads, -1)
+        absorbed_THC = ops.linear_heads(q_THI[..., turning:], self.absorb)
+        latent_TI = ops.linear(h_TH, self.latent)
+        compressed_TC = ops.rms_norm(latent_TI[:, turning:], self.norm_C, NORM_EPSILON)
+        q_THI = ops.rope_store(
+            torch.cat([q_THI[..., :turning], absorbed_THC], dim=-1),
+            torch.cat([latent_TI[:, :turning], compressed_TC], dim=-1)[:, None],
+            None,
+            None,
+            None,
+            work.epsilon,
+            work.angles[config.rope],
+            latents,
+            work.inputs,
+        )
+        o_THI = ops.attention(q_THI * (config.scale * width**0.5), latents, work.inputs, None, None)
+        o_THV = ops.linear_heads(o_THI[..., turning:], self.release)
+        return work.project_out(o_THV.flatten(1), self.out)

@@ -1,0 +1,189 @@
+"""A mixture of experts: each token runs a few of them, and perhaps one that all tokens share."""
+
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+import torch
+from torch.nn import functional
+
+from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.moe.experts import Experts
+from tidemill.kernels.moe.routing import Routing
+from tidemill.workers.models.layers.mlp import Dense, DenseConfig
+from tidemill.workers.models.layers.work import Read, Work, matrix_flops
+from tidemill.workers.models.loading.config_json import require
+from tidemill.workers.models.loading.sharding import Even, Whole
+from tidemill.workers.models.loading.weights import Weight
+
+ROWS = 16
+"""Scores come in rows of whole 64 bytes: a device has less to choose from for others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """How a token's experts are chosen; see kernels/moe/routing.py. `bias` is the name of a tensor that is
+    added to the scores, `choice_bias` that of one which counts for the choice alone."""
+
+    weight: str
+    top_k: int
+    renormalise: bool = True
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    bias: str | None = None
+    choice_bias: str | None = None
+    groups: int = 1
+    groups_kept: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """`count` experts of width `inner`.
+
+    stored      separate: gate_proj, up_proj and down_proj of each expert, under `into`.N.
+                stacked: `into` [E, 2 I, H], gate first, and `back` [E, H, I]
+                woven: `into` [E, H, 2 I], gate and up by turns, and `back` [E, I, H], both with biases
+    shared      an expert that all tokens run; `shared_gate` is the name of its gate, if it has one
+    """
+
+    router: RouterConfig
+    count: int
+    inner: int
+    stored: Literal["separate", "stacked", "woven"] = "separate"
+    into: str = "mlp.experts"
+    back: str = ""
+    activation: Literal["silu", "clamped"] = "silu"
+    alpha: float = 1.702
+    limit: float = 7.0
+    shared: DenseConfig | None = None
+    shared_gate: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ModelError where tokens cannot choose so."""
+        top_k, groups, kept = self.router.top_k, self.router.groups, self.router.groups_kept
+        alone = groups == 1 and kept == 1
+        require(
+            alone or (kept <= groups and self.count % groups == 0 and self.count >= 2 * groups),
+            f"{self.count} experts in {groups} groups, of which tokens choose from {kept}: not supported",
+        )
+        most = self.count // groups * kept
+        require(top_k <= most, f"{top_k} experts for each token, of {most} that it can choose from")
+
+    def weights(self, hidden: int) -> dict[str, Weight]:
+        return self._common_weights(hidden) | self._expert_weights(hidden)
+
+    def token_flops(self, hidden: int) -> float:
+        own = 6.0 * self.router.top_k * self.inner * hidden
+        return matrix_flops(self._common_weights(hidden)) + own
+
+    def _common_weights(self, hidden: int) -> dict[str, Weight]:
+        """Those that every token meets."""
+        router = self.router
+        found = {router.weight: Weight((self.count, hidden), Whole())}
+        for name in (router.bias, router.choice_bias):
+            if name is not None:
+                found[name] = Weight((self.count,), Whole())
+        if self.shared is not None:
+            found |= self.shared.weights(hidden)
+        if self.shared_gate is not None:
+            found[self.shared_gate] = Weight((1, hidden), Whole())
+        return found
+
+    def load(self, read: Read, ops: Operators) -> "Moe":
+        router = self.router
+        names = [router.weight] if self.shared_gate is None else [router.weight, self.shared_gate]
+        scores_SH = torch.cat([read(name) for name in names])
+        bias_S = None if router.bias is None else read(router.bias)
+        missing = -len(scores_SH) % ROWS
+        return Moe(
+            config=self,
+            scores=ops.pack(
+                functional.pad(scores_SH, (0, 0, 0, missing)),
+                None if bias_S is None else functional.pad(bias_S, (0, missing)),
+            ),
+            routing=Routing(
+                top_k=router.top_k,
+                renormalise=router.renormalise,
+                score=router.score,
+                bias_E=None if router.choice_bias is None else read(router.choice_bias).float(),
+                groups=router.groups,
+                groups_kept=router.groups_kept,
+                scale=router.scale,
+            ),
+            experts=self._load_experts(read, ops),
+            shared=None if self.shared is None else self.shared.load(read, ops),
+        )
+
+    def _expert_weights(self, hidden: int) -> dict[str, Weight]:
+        match self.stored:
+            case "separate":
+                one = DenseConfig(inner=self.inner, prefix="").weights(hidden)
+                return {
+                    f"{self.into}.{expert}.{name}": weight
+                    for expert in range(self.count)
+                    for name, weight in one.items()
+                }
+            case "stacked":
+                return {
+                    self.into: Weight((self.count, 2 * self.inner, hidden), Even(runs=2, dim=1)),
+                    self.back: Weight((self.count, hidden, self.inner), Even(dim=1)),
+                }
+            case "woven":
+                return {
+                    self.into: Weight((self.count, hidden, 2 * self.inner), Even(dim=2, step=2)),
+                    f"{self.into}_bias": Weight((self.count, 2 * self.inner), Even(dim=1, step=2)),
+                    self.back: Weight((self.count, self.inner, hidden), Even(dim=2)),
+                    f"{self.back}_bias": Weight((self.count, hidden), Even(dim=1)),
+                }
+            case _:
+                assert_never(self.stored)
+
+    def _load_experts(self, read: Read, ops: Operators) -> Experts:
+        match self.stored:
+            case "separate":
+                names = [f"{self.into}.{expert}." for expert in range(self.count)]
+                gate_up = torch.stack([_gate_up(name, read) for name in names])
+                down = torch.stack([read(f"{name}down_proj.weight") for name in names])
+                packed = ops.pack(gate_up, None), ops.pack(down, None)
+            case "stacked":
+                packed = ops.pack(read(self.into), None), ops.pack(read(self.back), None)
+            case "woven":
+                packed = (
+                    ops.pack(_unwoven(read(self.into).mT), _unwoven(read(f"{self.into}_bias"))),
+                    ops.pack(read(self.back).mT, read(f"{self.back}_bias")),
+                )
+            case _:
+                assert_never(self.stored)
+        gate_up, down = packed
+        return Experts(gate_up, down, self.activation, self.alpha, self.limit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moe:
+    """`scores` gives a logit of each expert, then that of the shared expert's gate."""
+
+    config: MoeConfig
+    scores: Packed
+    routing: Routing
+    experts: Experts
+    shared: Dense | None
+
+    def run(self, h_TH: torch.Tensor, work: Work) -> torch.Tensor:
+        ops, experts, count = work.ops, self.experts, self.config.count
+        scores_TS = ops.logits(h_TH, self.scores)
+        chosen_TK, weights_TK = ops.route(scores_TS[:, :count], self.routing)
+        hidden_TKI = ops.moe_inner(h_TH, chosen_TK, experts)
+        whole_NI = work.ranks.gather(hidden_TKI.flatten(0, 1), experts.down.in_features)
+        shared_TH = None if self.shared is None else self.shared.run(h_TH, work)
+        gate_T1 = None if self.config.shared_gate is None else scores_TS[:, count : count + 1]
+        whole_TKI = whole_NI.view(*chosen_TK.shape, -1)
+        return ops.moe_outer(whole_TKI, chosen_TK, weights_TK, experts, shared_TH, gate_T1)
+
+
+def _gate_up(name: str, read: Read) -> torch.Tensor:
+    return torch.cat([read(f"{name}gate_proj.weight"), read(f"{name}up_proj.weight")])
+
+
+def _unwoven(by_turns: torch.Tensor) -> torch.Tensor:
+    """Gate, up, gate, up .. of each expert, to all of gate, then all of up."""
+    return torch.cat([by_turns[:, 0::2], by_turns[:, 1::2]], dim=1)

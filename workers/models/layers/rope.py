@@ -1,0 +1,115 @@
+"""Rotary position embedding: which frequencies a config.json asks for. Pure.
+
+Types as transformers names them: default, linear (Chen et al., arXiv 2306.15595), llama3 (by wavelength) and
+yarn (Peng et al., arXiv 2309.00071).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, assert_never, cast
+
+import torch
+
+from tidemill.workers.models.loading.config_json import Raw, number, require
+
+Kind = Literal["default", "linear", "llama3", "yarn"]
+KINDS: tuple[Kind, ...] = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """The first `dim` elements of a head turn, element i with element i + dim / 2.
+
+    `factor` and what follows are of types that let a model read longer texts; `scale` is that of cos and sin.
+    """
+
+    dim: int
+    theta: float
+    kind: Kind = "default"
+    factor: float = 1.0
+    trained_length: int = 0
+    slow: float = 1.0  # turns over the trained length: below them a frequency is stretched in full
+    fast: float = 32.0  # ... above them not at all
+    truncate: bool = True
+    scale: float = 1.0
+
+    def frequencies(self, device: torch.device) -> torch.Tensor:
+        """Radians per token, float32 `[dim / 2]`."""
+        exponents_R = torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim
+        plain_R = 1 / self.theta**exponents_R
+        match self.kind:
+            case "default":
+                found_R = plain_R
+            case "linear":
+                found_R = plain_R / self.factor
+            case "llama3":
+                turns_R = self.trained_length * plain_R / (2 * math.pi)
+                kept_R = ((turns_R - self.slow) / (self.fast - self.slow)).clamp(0, 1)
+                found_R = (1 - kept_R) * plain_R / self.factor + kept_R * plain_R
+            case "yarn":
+                kept_R = 1 - self._ramp()
+                found_R = plain_R / self.factor * (1 - kept_R) + plain_R * kept_R
+            case _:
+                assert_never(self.kind)
+        return found_R.to(device)
+
+    def _ramp(self) -> torch.Tensor:
+        """How far each frequency is stretched, from 0 to 1."""
+        low, high = self._index_of(self.fast), self._index_of(self.slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        if low == high:
+            high += 0.001
+        indices_R = torch.arange(self.dim // 2, dtype=torch.float32)
+        return ((indices_R - low) / (high - low)).clamp(0, 1)
+
+    def _index_of(self, turns: float) -> float:
+        """Of the frequency that turns so often over the trained length."""
+        return self.dim * math.log(self.trained_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+
+def rope_of(raw: Raw, head_dim: int, share: float = 1.0) -> Rope:
+    """Of heads of `head_dim`, of which a `share` turns if config.json does not say. Raises ModelError."""
+    # Newer folders nest what older ones keep at the top.
+    nested: Raw = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind = nested.get("rope_type") or nested.get("type") or "default"
+    require(kind in KINDS, f"rope type {kind!r}: supported are {', '.join(KINDS)}")
+    theta = nested.get("rope_theta", raw.get("rope_theta"))
+    require(theta is not None, "no rope_theta")
+    share = number(nested, "partial_rotary_factor", number(raw, "partial_rotary_factor", share))
+    dim = int(head_dim * share)
+    require(dim % 2 == 0, f"{dim} rotary dimensions of a head: the number must be even")
+    rope = Rope(dim=dim, theta=float(theta or 0))
+    if kind == "default":
+        return rope
+    longest = number(raw, "max_position_embeddings", 0)
+    trained = number(nested, "original_max_position_embeddings", longest)
+    factor = number(nested, "factor", longest / max(trained, 1))
+    llama3 = kind == "llama3"
+    return Rope(
+        dim=dim,
+        theta=rope.theta,
+        kind=cast("Kind", kind),
+        factor=factor,
+        trained_length=int(trained),
+        slow=number(nested, "low_freq_factor" if llama3 else "beta_slow", 1.0),
+        fast=number(nested, "high_freq_factor" if llama3 else "beta_fast", 4.0 if llama3 else 32.0),
+        truncate=bool(nested.get("truncate", True)),
+        scale=_yarn_scale(nested, factor) if kind == "yarn" else 1.0,
+    )
+
+
+def yarn_mscale(factor: float, weight: float = 1.0) -> float:
+    """How much more attention is focused in a text that is `factor` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _yarn_scale(nested: Raw, factor: float) -> float:
+    given = nested.get("attention_factor")
+    if given is not None:
+        return float(given)
+    weight, everywhere = nested.get("mscale"), nested.get("mscale_all_dim")
+    if weight and everywhere:
+        return yarn_mscale(factor, weight) / yarn_mscale(factor, everywhere)
+    return yarn_mscale(factor)

@@ -1,0 +1,119 @@
+"""Reads the weights of a Hugging Face folder as a model asks for them, and digests what it reads."""
+
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from tidemill.workers.models.errors import ModelError
+from tidemill.workers.models.loading import encodings
+from tidemill.workers.models.loading.dequantise import read_part
+from tidemill.workers.models.loading.encodings import Encoding, encoding_of, scheme_of, stored_by
+from tidemill.workers.models.loading.sharding import Part
+from tidemill.workers.models.loading.tensor_files import TensorFiles
+
+Progress = Callable[[int, int], None]
+
+DIGESTED_BYTES = 16 << 20
+"""At once: of a rank that has a part of a tensor, the rest takes no more memory than this."""
+
+
+class Checkpoint:
+    """The tensors of one folder by the names that the model knows.
+
+    With `digests` every byte of what is read counts in the fingerprint, whatever the parts; a thread digests
+    a tensor while it is read, so that its bytes come from the disk once. Without, only the bytes of the parts
+    asked for are read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        progress: Progress,
+        *,
+        digests: bool,
+        quantization: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Opens the files and reads their headers; `quantization` is the quantization_config of config.json.
+
+        Raises ModelError when a file is missing or damaged, or weights are quantised in an unknown way.
+        """
+        self._folder = folder
+        self._progress = progress
+        self._scheme = scheme_of(quantization)
+        self._files = TensorFiles(folder)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._encodings: dict[str, Encoding] = {}
+        self._digests: dict[str, str] | None = {} if digests else None
+        self._thread = ThreadPoolExecutor(1, "digests")
+        self._done_bytes = 0
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all tensors, as the folder calls them."""
+        return self._files.headers.keys()
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool]) -> None:
+        """Raises ModelError unless the folder holds exactly these tensors, in whatever form, those `ignored`
+        aside. Only they can be read."""
+        headers = self._files.headers
+        self._shapes = dict(shapes)
+        self._encodings = {
+            name: encoding_of(name, shape, self._scheme, headers) for name, shape in shapes.items()
+        }
+        used = [name for encoding in self._encodings.values() for name in stored_by(encoding)]
+        _complain("lacks", [name for name in used if name not in headers], self._folder)
+        for name, encoding in self._encodings.items():
+            encodings.check(encoding, shapes[name], self._scheme, headers)
+        unused = headers.keys() - set(used)
+        if self._scheme is not None:
+            unused = {name for name in unused if not name.endswith(encodings.UNREAD)}
+        _complain("has unexpected", [name for name in unused if not ignored(name)], self._folder)
+
+    def read(self, name: str, part: Part) -> torch.Tensor:
+        """The part of a tensor, in memory of its own: float32 if it is stored as float32 or float16, else
+        bfloat16."""
+        encoding = self._encodings[name]
+        stored = {one: self._files.tensor(one) for one in stored_by(encoding)}
+        digesting = self._thread.submit(self._digest, list(stored)) if self._digests is not None else None
+        found = read_part(encoding, self._shapes[name], self._scheme, stored.__getitem__, part)
+        if digesting is not None:
+            digesting.result()
+        for one, tensor in stored.items():
+            self._files.drop(one, 0, tensor.nbytes)
+            self._done_bytes += tensor.nbytes
+        self._progress(self._done_bytes, self._files.all_bytes)
+        return found
+
+    def fingerprint(self, config: str) -> str:
+        """Digest of `config` and of every tensor read so far, in whatever order and from whatever files."""
+        assert self._digests is not None
+        digest = xxhash.xxh3_128("\n".join(map(" ".join, sorted(self._digests.items()))).encode())
+        digest.update(f"\n{self._scheme}\n{config}".encode())
+        return digest.hexdigest()
+
+    def _digest(self, names: list[str]) -> None:
+        assert self._digests is not None
+        for name in names:
+            if name in self._digests:
+                continue
+            header = self._files.headers[name]
+            digest = xxhash.xxh3_128(f"{header.dtype} {header.shape}\n".encode())
+            for start in range(0, header.num_bytes, DIGESTED_BYTES):
+                end = min(start + DIGESTED_BYTES, header.num_bytes)
+                digest.update(self._files.raw(name, start, end))
+                self._files.drop(name, start, end)
+            self._digests[name] = digest.hexdigest()
+
+
+def _complain(what: str, names: Collection[str], folder: Path) -> None:
+    if names:
+        shown, more = sorted(set(names))[:3], len(names) - 3
+        listed = ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+        raise ModelError(
+            f"{folder} {what} {'tensor' if len(names) == 1 else 'tensors'} {listed}: "
+            "the weights and config.json belong to different models"
+        )

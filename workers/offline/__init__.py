@@ -1,1 +1,0 @@
-"""Answers without a server. Start at llm.py."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism: the group, its ranks and the link between them."""

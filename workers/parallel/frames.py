@@ -1,0 +1,144 @@
+"""What the ranks of a group tell each other, as integers: frames, and in them steps and objects to move.
+
+    frame     count | verb | number | count integers        all int64, in the machine's byte order
+    STEP      rows | per row: its ROW_INTS | all tokens, pages, writes, window pages
+    PUT, GET  per object: kind, 16 bytes of key, place
+
+Both ends are processes of one machine and of one release. An answer has the number of its question.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum
+from itertools import chain, islice
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tidemill.kvstore.keys import DIGEST_BYTES, Kind, PageKey
+from tidemill.kvstore.layout import PageId, StateId, WindowId
+from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.step import Row, Scores, Step
+from tidemill.workers.messages import Request
+from tidemill.workers.transfer.transfer import Moved
+
+Ints: TypeAlias = NDArray[np.int64]
+
+HEAD = struct.Struct("=qqq")
+INT_BYTES = 8
+ROW_INTS = 10
+OBJECT_INTS = 2 + DIGEST_BYTES // INT_BYTES
+NONE = -1
+NO_SCORES = (0, 0)
+
+ELSEWHERE = Draws(Request(request_id="", tokens=(), max_new_tokens=1))
+"""What a decoded row has for `draws`: the leader alone draws."""
+
+KINDS = tuple(Kind)
+
+
+class Verb(IntEnum):
+    """What a frame says. A rank says HELLO with its index, then READY; everything else begins at the
+    leader."""
+
+    HELLO = 1
+    READY = 2
+    FAILED = 3  # the text of what broke: the last frame of a rank
+    STEP = 4
+    MAP = 5  # offset and size in bytes; the answer is 1, or 0 when the memory is not granted
+    UNMAP = 6
+    PUT = 7  # the answer is how many of the first objects are good
+    GET = 8
+    ANSWER = 9
+
+
+class Frame(NamedTuple):
+    verb: Verb
+    number: int
+    body: Ints
+
+
+def to_bytes(verb: Verb, number: int, body: Ints) -> bytes:
+    return HEAD.pack(len(body), verb, number) + body.tobytes()
+
+
+def frame_of(head: bytes, body: bytes) -> Frame:
+    _, verb, number = HEAD.unpack(head)
+    return Frame(Verb(verb), number, np.frombuffer(body, np.int64))
+
+
+def ints(values: Iterable[int] = ()) -> Ints:
+    return np.fromiter(values, np.int64)
+
+
+def encode(step: Step) -> Ints:
+    """All of `step` that a rank needs: nothing about sequences, nothing about draws, and of tokens to be
+    scored how many there are."""
+    heads = (
+        (
+            row.start,
+            len(row.tokens),
+            len(row.pages),
+            NONE if row.read is None else row.read,
+            len(row.writes),
+            row.drafts,
+            row.draws is not None,
+            len(row.windows),
+            *((row.scores.offset, len(row.scores.targets)) if row.scores is not None else NO_SCORES),
+        )
+        for row in step
+    )
+    bodies = (chain(row.tokens, row.pages, row.writes, row.windows) for row in step)
+    return ints(chain((len(step),), chain.from_iterable(heads), chain.from_iterable(bodies)))
+
+
+def decode(body: Ints) -> Step:
+    """The step of `encode`, without the names of its sequences; ELSEWHERE stands for what rows draw with."""
+    left: Iterator[int] = iter(body.tolist())
+    heads = [tuple(islice(left, ROW_INTS)) for _ in range(next(left))]
+    step = tuple(_row(head, left) for head in heads)
+    assert next(left, None) is None, "a frame is longer than its step"
+    return step
+
+
+def _row(head: Sequence[int], left: Iterator[int]) -> Row:
+    start, num_tokens, num_pages, read, num_writes, drafts, draws, num_windows, offset, num_targets = head
+    return Row(
+        sequence_id="",
+        tokens=tuple(islice(left, num_tokens)),
+        start=start,
+        pages=tuple(map(PageId, islice(left, num_pages))),
+        read=None if read == NONE else StateId(read),
+        writes=tuple(map(StateId, islice(left, num_writes))),
+        windows=tuple(map(WindowId, islice(left, num_windows))),
+        drafts=drafts,
+        draws=ELSEWHERE if draws else None,
+        scores=Scores(offset, (NONE,) * num_targets, 0) if num_targets else None,
+    )
+
+
+def encode_objects(objects: Sequence[Moved]) -> Ints:
+    rows = np.empty((len(objects), OBJECT_INTS), np.int64)
+    rows[:, 0] = [KINDS.index(moved.kind) for moved in objects]
+    keys = np.frombuffer(b"".join(moved.key for moved in objects), np.int64)
+    rows[:, 1:-1] = keys.reshape(-1, OBJECT_INTS - 2)
+    rows[:, -1] = [moved.place for moved in objects]
+    return rows.reshape(-1)
+
+
+def decode_objects(body: Ints) -> list[Moved]:
+    return [
+        Moved(KINDS[int(row[0])], PageKey(row[1:-1].tobytes()), int(row[-1]))
+        for row in body.reshape(-1, OBJECT_INTS)
+    ]
+
+
+def encode_text(text: str) -> Ints:
+    """Ends of its UTF-8 are filled up with zeros."""
+    data = text.encode()
+    return np.frombuffer(data.ljust(-(-len(data) // INT_BYTES) * INT_BYTES, b"\0"), np.int64)
+
+
+def decode_text(body: Ints) -> str:
+    return body.tobytes().rstrip(b"\0").decode()

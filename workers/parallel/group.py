@@ -1,0 +1,222 @@
+"""The leader's part of a tensor-parallel group: every step, every transfer and every mapping on all ranks.
+
+    engine -> GroupRunner   -> STEP to the ranks, then its own part: inside the model the collectives meet
+    engine -> Transfer      -> RankMate: PUT, GET
+    arena  -> GroupBacking  -> MAP, UNMAP
+
+The ranks decide nothing. Their arenas are alike, so an id names the same place on each of them.
+"""
+
+import asyncio
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+
+import torch
+
+from tidemill.kvstore.errors import OutOfMemory
+from tidemill.kvstore.memory.backing import Backing
+from tidemill.kvstore.stores.page_store import finish
+from tidemill.workers.execution.model_runner import Outputs, TorchRunner
+from tidemill.workers.execution.mtp_drafter import End, Guesser, ends_of
+from tidemill.workers.execution.step import PENDING, Drawn, Step
+from tidemill.workers.models.architectures.registry import Model
+from tidemill.workers.models.collectives import LEADER
+from tidemill.workers.models.inputs import Caches
+from tidemill.workers.parallel.errors import GroupBroken
+from tidemill.workers.parallel.frames import NONE, Verb, encode, encode_objects, ints
+from tidemill.workers.parallel.link import Link, Links, StartRanks, accept, meeting_place
+from tidemill.workers.parallel.shared_memory import SharedMemory
+from tidemill.workers.settings import EngineSettings
+from tidemill.workers.transfer.transfer import Moved
+
+WAIT_S_MAX = 60.0
+"""That one rank keeps the others waiting inside a step, or when a group comes together."""
+
+
+class Group:
+    """The leader's hold on the other ranks of its worker."""
+
+    def __init__(self, links: Links, ranks: SharedMemory) -> None:
+        self.links = links
+        self.ranks = ranks
+
+    def mates(self) -> "tuple[RankMate, ...]":
+        return tuple(map(RankMate, self.links))
+
+    def backing(self, own: Backing) -> "GroupBacking":
+        return GroupBacking(own, self.links)
+
+    def wait_until_ready(self) -> None:
+        """Until every rank has loaded its weights and reserved its memory. Raises GroupBroken."""
+        for link in self.links:
+            link.ready.result()
+
+    async def watch(self) -> None:
+        """Raises GroupBroken when a rank is gone."""
+        await asyncio.wrap_future(self.links.broken)
+
+
+@contextmanager
+def open_group(settings: EngineSettings, start_ranks: StartRanks) -> Generator[Group]:
+    """Start the other ranks of this leader and meet them; in the block it builds its own part, and at the end
+    of it all are ready. Raises GroupBroken; then, and when the block fails, the ranks end."""
+    size = settings.tensor_parallel_size
+    with meeting_place() as (folder, listener):
+        links = accept(listener, size, start_ranks(settings, folder))
+        with ExitStack() as given_up:
+            given_up.callback(links.end, "the leader does not start")
+            ranks = given_up.enter_context(closing(SharedMemory(folder, LEADER, size, WAIT_S_MAX)))
+            group = Group(links, ranks)
+            yield group
+            group.wait_until_ready()
+            given_up.pop_all()
+
+
+class GroupRunner(TorchRunner):
+    """Runs each step on all ranks at once, and draws.
+
+    A failure before the ranks are told of a step, or after they have met for the last time in it, fails this
+    step alone. Any other leaves some of them waiting for each other, and is the end of the group.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        caches: Caches,
+        page_tokens: int,
+        threads: int,
+        group: Group,
+        vocab_size: int,
+        guesser: Guesser | None = None,
+    ) -> None:
+        super().__init__(model, caches, page_tokens, threads, guesser=guesser)
+        self._group = group
+        self._vocab_size = vocab_size
+
+    def run(self, step: Step) -> asyncio.Future[list[Drawn]]:
+        """Raises GroupBroken, at once or in the answer."""
+        unknown = [token for row in step for token in row.tokens if not PENDING <= token < self._vocab_size]
+        if unknown:  # every rank would break
+            failed = asyncio.get_running_loop().create_future()
+            failed.set_exception(ValueError(f"the model has no token {unknown[0]}"))
+            return failed
+        self._group.links.tell(Verb.STEP, encode(step))
+        return super().run(step)
+
+    def run_now(self, step: Step) -> list[Drawn]:
+        """An empty step ends when all ranks have come."""
+        if step:
+            return super().run_now(step)
+        self._group.ranks.broadcast(torch.zeros(1))
+        return []
+
+    def close(self) -> None:
+        """End the other ranks, then the thread."""
+        self._group.links.end("the engine was closed")
+        super().close()
+        self._group.ranks.close()
+
+    def _outputs(self, step: Step, tokens: list[int]) -> Outputs:
+        with self._together():
+            return super()._outputs(step, tokens)
+
+    def _draw(self, step: Step, logits_NV: torch.Tensor | None) -> list[Drawn]:
+        """With a head, the ranks are told what was drawn, or that the step ends here."""
+        if self._guesser is None:
+            return super()._draw(step, logits_NV)
+        told_N2 = torch.full((len(step), len(End._fields)), NONE)
+        try:
+            drawn = super()._draw(step, logits_NV)
+            told_N2 = torch.tensor(ends_of(drawn))
+        finally:
+            self._group.ranks.broadcast(told_N2)
+        return drawn
+
+    def _guess(
+        self, guesser: Guesser, step: Step, tokens: list[int], hidden_TH: torch.Tensor, drawn: list[Drawn]
+    ) -> list[tuple[int, ...]]:
+        with self._together():
+            return super()._guess(guesser, step, tokens, hidden_TH, drawn)
+
+    def _choose(self, logits_NV: torch.Tensor, rows: Step) -> list[int]:
+        chosen = super()._choose(logits_NV, rows)
+        self._group.ranks.broadcast(torch.tensor(chosen))
+        return chosen
+
+    @contextmanager
+    def _together(self) -> Generator[None]:
+        """What fails here leaves ranks behind that wait."""
+        try:
+            yield
+        except Exception as error:
+            reason = f"a step broke: {error}"
+            self._group.links.end(reason)
+            raise GroupBroken(reason) from error
+
+    def _tokens(self, step: Step, last: Mapping[str, int]) -> list[int]:
+        """The ranks are told what only the leader knows, or that there will be no step."""
+        if not any(PENDING in row.tokens for row in step):
+            return super()._tokens(step, last)
+        told_T = torch.full((sum(len(row.tokens) for row in step),), NONE)
+        try:
+            tokens = super()._tokens(step, last)
+            told_T = torch.tensor(tokens)
+        finally:
+            self._group.ranks.broadcast(told_T)
+        return tokens
+
+
+class RankMate:
+    """What the leader's Transfer knows of another rank."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    async def put(self, objects: Sequence[Moved]) -> int:
+        return await self._move(Verb.PUT, objects)
+
+    async def get(self, objects: Sequence[Moved]) -> int:
+        return await self._move(Verb.GET, objects)
+
+    async def _move(self, verb: Verb, objects: Sequence[Moved]) -> int:
+        """A rank that is gone uses no memory."""
+        try:
+            answer = await finish(asyncio.wrap_future(self._link.ask(verb, encode_objects(objects))))
+        except GroupBroken:
+            return 0
+        return int(answer[0])
+
+
+class GroupBacking:
+    """The leader's own backing, of which a range is mapped on every rank or on none."""
+
+    def __init__(self, own: Backing, links: Links) -> None:
+        self.memory = own.memory
+        self._own = own
+        self._links = links
+
+    def map(self, offset_bytes: int, num_bytes: int) -> None:
+        """Blocks until every rank has mapped its own. Raises OutOfMemory, GroupBroken."""
+        answers = self._links.ask(Verb.MAP, ints((offset_bytes, num_bytes)))
+        refused: OutOfMemory | None = None
+        try:
+            self._own.map(offset_bytes, num_bytes)
+        except OutOfMemory as error:
+            refused = error
+        granted = [link for link, answer in zip(self._links, answers, strict=True) if answer.result()[0]]
+        if refused is None and len(granted) == len(self._links):
+            return
+        for link in granted:
+            link.tell(Verb.UNMAP, ints((offset_bytes, num_bytes)))
+        if refused is None:
+            self._own.unmap(offset_bytes, num_bytes)
+            refused = OutOfMemory(f"a rank of the group is not granted {num_bytes:,} bytes of memory")
+        raise refused
+
+    def unmap(self, offset_bytes: int, num_bytes: int) -> None:
+        self._links.tell(Verb.UNMAP, ints((offset_bytes, num_bytes)))
+        self._own.unmap(offset_bytes, num_bytes)
+
+    def close(self) -> None:
+        """The ranks give theirs back when they end."""
+        self._own.close()

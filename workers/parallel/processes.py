@@ -1,0 +1,55 @@
+"""The other ranks of a group as processes of this one, for programs without Ray.
+
+python -m tidemill.workers.parallel.processes INDEX FOLDER    settings come through its standard input
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from threading import Thread
+
+from pydantic import TypeAdapter
+
+from tidemill.workers.parallel.link import Ended
+from tidemill.workers.parallel.rank import build_rank, carry_out
+from tidemill.workers.settings import EngineSettings
+
+SETTINGS = TypeAdapter(EngineSettings)
+
+
+def start_ranks(settings: EngineSettings, folder: Path) -> Ended:
+    """Start the ranks from 1 on, to meet in `folder`. They end with their leader."""
+    ranks: list[subprocess.Popen[bytes]] = []
+    for index in range(1, settings.tensor_parallel_size):
+        command = [sys.executable, "-m", "tidemill.workers.parallel.processes", str(index), str(folder)]
+        rank = subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603  our own command
+        assert rank.stdin is not None
+        with rank.stdin as pipe:
+            pipe.write(SETTINGS.dump_json(settings))
+        Thread(
+            target=rank.wait, name=f"rank-{index}-end", daemon=True
+        ).start()  # nobody else asks for its status
+        ranks.append(rank)
+
+    def ended() -> str | None:
+        return next(
+            (f"its process ended with {one.returncode}" for one in ranks if one.returncode is not None), None
+        )
+
+    return ended
+
+
+def main(index: int, folder: Path) -> None:
+    settings = SETTINGS.validate_json(sys.stdin.buffer.read())
+    status = 1
+    try:
+        asyncio.run(carry_out(folder, index, lambda: build_rank(settings, index, folder)))
+        status = 0
+    finally:
+        os._exit(status)  # a thread of it may wait for ranks that are gone
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,154 @@
+"""Collectives of processes on one machine: columns in shared memory, and a byte over a socket that says so.
+
+    memory     | slot 0: rank 0 | rank 1 | ... | slot 1: rank 0 | rank 1 | ... |      round n uses slot n % 2
+    round n    copy into the own place; a byte to each other rank; a byte from each of them; copy from theirs
+
+A rank writes its place in a slot again two rounds later. By then every other rank has sent the byte of the
+round between, and so has read it. The end of a process closes its sockets: that ends the wait of the others.
+
+For CPUs: waking a thread by a byte takes a fraction of what the threads of gloo need for a round, and who
+waits here leaves its core to the others (docs/decisions/0009).
+"""
+
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from tidemill.workers.models.collectives import LEADER
+from tidemill.workers.parallel.errors import GroupBroken
+
+PLACE_BYTES = 4 << 20
+LOOK_S = 0.01
+
+
+class SharedMemory:
+    """Blocks until all ranks have come.
+
+    folder      one for the group, new, of this user alone: the ranks find each other's sockets in it
+    wait_s_max  that a rank may keep the others waiting, here and in each call. Raises GroupBroken then
+    """
+
+    def __init__(
+        self, folder: Path, index: int, size: int, wait_s_max: float, place_bytes: int = PLACE_BYTES
+    ) -> None:
+        self.index = index
+        self.size = size
+        self._place_bytes = place_bytes
+        self._round = 0
+        self._sockets: list[socket.socket] = []
+        memory = [os.memfd_create("tidemill-group")] if index == LEADER else []
+        try:
+            for fd in memory:
+                os.ftruncate(fd, 2 * size * place_bytes)
+            with closing(socket.socket(socket.AF_UNIX)) as listener:
+                listener.settimeout(wait_s_max)
+                listener.bind(str(_address(folder, index)))
+                listener.listen()
+                for rank in range(index):
+                    self._sockets.append(_call(folder, rank, wait_s_max))
+                for _ in range(index + 1, size):
+                    self._sockets.append(listener.accept()[0])
+            for other in self._sockets:
+                _wait_at_most(other, wait_s_max)
+                if index == LEADER:
+                    socket.send_fds(other, [b"\0"], memory)
+            if index != LEADER:
+                memory = list(socket.recv_fds(self._sockets[LEADER], 1, 1)[1])
+            if not memory:
+                raise ConnectionError("the leader ended before")
+            self._memory = torch.frombuffer(mmap.mmap(memory[0], 2 * size * place_bytes), dtype=torch.uint8)
+        except OSError as error:
+            self.close()
+            raise GroupBroken(f"not all {size} ranks have come ({error})") from error
+        finally:
+            for fd in memory:
+                os.close(fd)
+
+    def gather(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
+        return _joined([_side_by_side(all_RTN, width) for all_RTN in self._rounds(x_TN)])
+
+    def gather_to_leader(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
+        if self.index == LEADER:
+            return self.gather(x_TN, width)
+        for _ in self._rounds(x_TN):
+            """The leader reads."""
+        return x_TN[:, :0]
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        flat = x.view(-1, 1)
+        told = [all_RTN[LEADER].clone() for all_RTN in self._rounds(flat)]
+        if self.index != LEADER:
+            flat.copy_(_joined(told))
+
+    def close(self) -> None:
+        """Ends what the other ranks wait for."""
+        for other in self._sockets:
+            other.close()
+
+    def _rounds(self, x_TN: torch.Tensor) -> Iterator[torch.Tensor]:
+        """What all ranks show, in as many rows as have a place, `[R, T, N]`; good until the next round."""
+        tokens, columns = x_TN.shape
+        rows = self._place_bytes // (columns * x_TN.element_size())
+        assert rows, "a row is larger than a rank's place"
+        for start in range(0, tokens, rows):
+            yield self._show(x_TN[start : start + rows])
+
+    def _show(self, x_TN: torch.Tensor) -> torch.Tensor:
+        tokens, columns = x_TN.shape
+        place = self._place_bytes // x_TN.element_size()
+        all_RTN = self._memory.view(x_TN.dtype).as_strided(
+            (self.size, tokens, columns), (place, columns, 1), self._round % 2 * self.size * place
+        )
+        self._round += 1
+        all_RTN[self.index].copy_(x_TN)
+        try:
+            for other in self._sockets:
+                other.send(b"\0")
+            if not all(other.recv(1) for other in self._sockets):
+                raise GroupBroken("a rank is gone")
+        except OSError as error:
+            raise GroupBroken(f"a rank is gone, or does not come ({error})") from error
+        return all_RTN
+
+
+def _address(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}"
+
+
+def _call(folder: Path, rank: int, wait_s_max: float) -> socket.socket:
+    """A connection to a rank that may not listen yet."""
+    caller = socket.socket(socket.AF_UNIX)
+    for _ in range(round(wait_s_max / LOOK_S)):
+        try:
+            caller.connect(str(_address(folder, rank)))
+        except (FileNotFoundError, ConnectionRefusedError):
+            time.sleep(LOOK_S)
+        else:
+            return caller
+    caller.close()
+    raise TimeoutError(f"rank {rank} does not listen")
+
+
+def _wait_at_most(connection: socket.socket, wait_s: float) -> None:
+    """The kernel keeps the time: with a timeout of Python's own each byte costs one more system call."""
+    connection.setblocking(True)  # noqa: FBT003  the name of the call says it
+    whole, part = divmod(wait_s, 1)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(whole), int(part * 1e6)))
+
+
+def _side_by_side(all_RTN: torch.Tensor, width: int) -> torch.Tensor:
+    """A copy, whatever the strides: the memory is written again."""
+    y_TRN = all_RTN.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    return y_TRN.view(len(y_TRN), -1)[:, :width].contiguous()
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,1 @@
+"""Which rows the next step computes, and which request gets memory next."""

@@ -1,0 +1,247 @@
+"""Admission: takes memory for a sequence, and restores it as deep as worker and store together can.
+
+    0          restorable here      kept here      depth in the store        boundary    known tokens
+    |----- reused -----|-----------------|------------------|--------------------|---- tail ----|
+                                         |----- fetched ----|-------------- computed -----------|
+
+Pages that are kept here beyond the restorable depth spare their fetch. Without a checkpoint at or above them
+they are computed again, and the place where they end is a junction: this time a checkpoint is made there.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from functools import partial
+
+from tidemill.kvstore.errors import OutOfMemory
+from tidemill.kvstore.keys import PageKey
+from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.kvstore.memory.prefix_index import Match
+from tidemill.kvstore.memory.windows import lacking
+from tidemill.workers.messages import PagesMissing, Provenance
+from tidemill.workers.scheduling.admission_queue import Line
+from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.prefix_dedup import Makers
+from tidemill.workers.scheduling.sequence import Sequence
+from tidemill.workers.transfer.transfer import Transfer
+
+CHECKPOINT_PAGES_MIN = 4
+"""Pages between checkpoints of a long prompt, at least, for models whose states are small."""
+
+GRID_CHECKPOINTS_MAX = 8
+"""Checkpoints of a long prompt, at most; the distance between them is doubled until they are no more."""
+
+STATES_PER_REQUEST_MAX = 3
+"""A request reads one state and writes another while the checkpoint before them is still kept."""
+
+PREEMPTIONS_BEFORE_FIT = 2
+PREEMPTIONS_MAX = 3
+"""A request is preempted this often at most, changes of the budget aside. After the second time it comes back
+only when it and all older ones fit to their ends; after the third, when it is the oldest one, which nobody
+preempts."""
+
+
+class Admission:
+    """The oldest request that waits takes memory first; the others wait for it."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        transfer: Transfer,
+        line: Line,
+        running: Mapping[str, Sequence],
+        waiting: Mapping[str, Sequence],
+        limits: Limits,
+    ) -> None:
+        self._ledger = ledger
+        self._transfer = transfer
+        self.line = line
+        self._running = running
+        self._waiting = waiting
+        self._limits = limits
+        self.makers = Makers(ledger.index)
+        self._serial = 0
+
+    async def admit(self, sequence: Sequence) -> None:
+        """Give `sequence` a lease that holds all its known tokens, restored as deep as possible.
+
+        Raises PagesMissing when more remains to be computed than the request allows. The caller releases the
+        lease.
+        """
+        await self.makers.follow(sequence)
+        keys = sequence.keys[: sequence.restorable // sequence.page_tokens]
+        here = self._ledger.index.match(keys).restorable_pages
+        depths = await self._transfer.restorable_depths(keys, here) if here < len(keys) else []
+        while True:
+            pages = await self._take_memory(sequence, keys, depths)
+            if pages is None:
+                await self.makers.follow(sequence)
+                continue
+            if not depths or await self._fetch(sequence, keys, depths):
+                break
+            if sequence.lease is not None:
+                self._ledger.release(sequence.id)
+                sequence.lease = None
+                self.line.memory_freed()
+        attached, kept = pages
+        self.makers.advanced(sequence, 0)
+        depth = sequence.computed
+        prefetched = range(sequence.prefetched_pages.start, min(sequence.prefetched_pages.stop, attached))
+        reused = min(depth, (attached - len(prefetched)) * sequence.page_tokens)
+        sequence.provenance = Provenance(
+            reused_tokens=reused, fetched_tokens=depth - reused, computed_tokens=sequence.target - depth
+        )
+        self._ledger.counters["kv_hit_without_state_tokens"] += max(0, kept * sequence.page_tokens - depth)
+        gap_tokens_max = sequence.request.gap_tokens_max
+        if (
+            gap_tokens_max is not None
+            and not sequence.produces
+            and sequence.boundary - depth > gap_tokens_max
+        ):
+            raise PagesMissing(
+                f"{sequence.request.request_id} resumes at {depth} of {sequence.boundary} tokens: "
+                f"more than {gap_tokens_max} are missing"
+            )
+
+    async def _take_memory(
+        self, sequence: Sequence, keys: Seq[PageKey], depths: list[int]
+    ) -> tuple[int, int] | None:
+        """Attach what is kept here and reserve the rest; answers the numbers of pages attached and kept. None
+        when another request has begun to compute its prefix."""
+        while True:
+            async with self.line.turn(sequence.seniority):
+                while not self.line.has_older(sequence.seniority):
+                    self.line.forget_news()
+                    if self.makers.is_made(sequence):
+                        return None
+                    pages = self._try_memory(sequence, keys, depths)
+                    if pages is not None:
+                        return pages
+                    await self.line.news()
+
+    def _try_memory(
+        self, sequence: Sequence, keys: Seq[PageKey], depths: list[int]
+    ) -> tuple[int, int] | None:
+        """The numbers of pages attached and kept, or None when the memory does not suffice.
+
+        `depths` loses those that are no deeper than what can be restored here.
+        """
+        if (
+            self._num_held() >= self._limits.budget.rows_max
+            or self._ledger.excess
+            or not self._may_come(sequence)
+        ):
+            return None
+        match = self._ledger.index.match(keys)
+        depths[:] = [depth for depth in depths if depth > match.restorable_pages]
+        attached = min(len(match.path), depths[-1]) if depths else match.restorable_pages
+        target = depths[-1] if depths else None
+        if not self._lease(sequence, match, attached, target):
+            if self._ledger.num_leases or not attached:
+                return None
+            attached = 0  # its own prefix lies so scattered that nothing else fits beside it
+            if not self._lease(sequence, match, attached, target):
+                return None
+        sequence.junctions.add(len(match.path) * sequence.page_tokens)
+        sequence.cuts = self._cuts(sequence)
+        return attached, len(match.path)
+
+    def _lease(self, sequence: Sequence, match: Match, attached: int, target: int | None) -> bool:
+        """Whether memory could be had for all known tokens, for the most window pages that they need at once,
+        and for those of the checkpoint at `target` pages; it leaves a page for each running request: its next
+        one would preempt this request again."""
+        spares_min = int(self._limits.checkpoint_strategy == "double" and not sequence.produces)
+        lease = self._ledger.open(sequence.id, spares_min=spares_min)
+        self._ledger.attach(lease, match, attached)
+        try:
+            held = self._num_held()
+            beside = held + 1 if held else 0
+            start, length = lease.committed, len(sequence.tokens)
+            if target is not None:
+                self._ledger.reserve_fetched(lease, target)
+                start = target * sequence.page_tokens
+            ahead = min(length, start + self._limits.in_flight_tokens)
+            at_once = self._windows(length) - len(lease.windows) - lacking(self._ledger.layout, lease, ahead)
+            self._ledger.reserve(
+                lease,
+                length,
+                pages_beside=beside,
+                windows_beside=max(0, at_once),
+                windows_end=ahead,
+            )
+        except OutOfMemory:
+            self._ledger.release(sequence.id)
+            return False
+        self._ledger.index.use(lease.entries)
+        sequence.lease = lease
+        return True
+
+    def _windows(self, num_tokens: int) -> int:
+        """The most window pages that a request of so many tokens needs at once."""
+        return self._ledger.layout.windows_at_once(num_tokens, self._limits.in_flight_tokens)
+
+    def _num_held(self) -> int:
+        """Requests that have memory: those that run, and those that are being fetched."""
+        return len(self._running) + sum(one.lease is not None for one in self._waiting.values())
+
+    def _may_come(self, sequence: Sequence) -> bool:
+        """Whether a request that was preempted often has reason to hope that it will not be again."""
+        if sequence.preemptions < PREEMPTIONS_BEFORE_FIT:
+            return True
+        here = [*self._running.values(), *self._waiting.values()]
+        older = [one for one in here if one.seniority < sequence.seniority]
+        if not older:
+            return True
+        if sequence.preemptions >= PREEMPTIONS_MAX:
+            return False
+        layout = self._ledger.layout
+        rows = [*older, sequence]
+        pages = sum(-(-one.end // layout.page_tokens) for one in rows)
+        extents = -(-pages // layout.pages_per_extent)
+        if layout.has_states:
+            extents += -(-len(rows) * STATES_PER_REQUEST_MAX // layout.states_per_extent)
+        if layout.has_windows:
+            extents += -(-sum(self._windows(one.end) for one in rows) // layout.windows_per_extent)
+        return extents <= self._ledger.budget_extents
+
+    def _cuts(self, sequence: Sequence) -> set[int]:
+        """Where checkpoints are wanted: at the last page boundary, and on a grid so wide that they take no
+        more memory than the pages between them."""
+        layout = self._ledger.layout
+        checkpoint_pages = -(-layout.checkpoint_bytes // layout.page_bytes)
+        interval = max(CHECKPOINT_PAGES_MIN, checkpoint_pages) * layout.page_tokens
+        while sequence.boundary > GRID_CHECKPOINTS_MAX * interval:
+            interval *= 2
+        return {*range(interval, sequence.boundary, interval), sequence.boundary}
+
+    async def _fetch(self, sequence: Sequence, keys: Seq[PageKey], depths: list[int]) -> bool:
+        """Resume at the deepest of `depths`; if it does not arrive whole, `depths` keeps those still open,
+        and if it does not arrive in time none."""
+        lease = sequence.lease
+        assert lease is not None
+        target = depths.pop()
+        began_s = asyncio.get_running_loop().time()
+        good = await self._transfer.fetch(lease, keys, target, partial(self._leave, sequence))
+        sequence.fetch_s += asyncio.get_running_loop().time() - began_s
+        if sequence.lease is None:
+            depths.clear()
+            return False
+        if good == target or (good > len(lease.entries) and not self._ledger.layout.hybrid):
+            self._ledger.adopt(lease, good * sequence.page_tokens, keys)
+            return True
+        depths[:] = [depth for depth in depths if depth <= good]
+        return False
+
+    def _leave(self, sequence: Sequence, moving: asyncio.Future[int]) -> None:
+        """Nobody waits for `moving`: what the sequence holds is given back when it has ended."""
+        self._serial += 1
+        lease_id = f"{sequence.id}/late#{self._serial}"
+        self._ledger.rename(sequence.id, lease_id)
+        sequence.lease = None
+        self._ledger.counters["fetches_late"] += 1
+
+        def ended(_: asyncio.Future[int]) -> None:
+            self._ledger.release(lease_id)
+            self.line.memory_freed()
+
+        moving.add_done_callback(ended)

@@ -1,0 +1,81 @@
+"""Prefixes in the making: a request whose prefix is being computed waits for it, and computes only the rest.
+
+    maker       tokens [ system prompt ........ | its own question ]
+    follower    tokens [ system prompt ........ | another question ]
+                                                ^ the maker's next step ends here and leaves a checkpoint
+
+So a prompt that many requests share is computed once and restorable for all others, also when they arrive at
+the same moment.
+"""
+
+import asyncio
+from collections import defaultdict
+
+from tidemill.kvstore.keys import PageKey
+from tidemill.kvstore.memory.prefix_index import PrefixIndex
+from tidemill.workers.scheduling.sequence import Sequence
+
+
+class Makers:
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self._of: dict[PageKey, Sequence] = {}  # the first one that will compute this page; not after it has
+        self._followers: defaultdict[str, list[tuple[int, asyncio.Event]]] = defaultdict(list)
+
+    async def follow(self, sequence: Sequence) -> None:
+        """Wait while an older or running request computes pages of `sequence`; then become their maker."""
+        keys = sequence.keys[: sequence.restorable // sequence.page_tokens]
+        while (shared := self._shared(sequence, keys)) is not None:
+            maker, depth = shared
+            maker.junctions.add(depth)
+            reached = asyncio.Event()
+            self._followers[maker.id].append((depth, reached))
+            await reached.wait()
+        for key in keys:
+            maker = self._of.get(key)
+            if maker is None or (maker.lease is None and maker.seniority > sequence.seniority):
+                self._of[key] = sequence
+
+    def is_made(self, sequence: Sequence) -> bool:
+        """Whether another request computes its next page by now."""
+        return (
+            self._shared(sequence, sequence.keys[: sequence.restorable // sequence.page_tokens]) is not None
+        )
+
+    def advanced(self, sequence: Sequence, before: int) -> None:
+        """`sequence` has committed the tokens from `before` on, and kept its state where it should."""
+        size = sequence.page_tokens
+        first, end = before // size, sequence.computed // size
+        if first == end:
+            return
+        self._forget(sequence, sequence.keys[first:end])
+        followers = self._followers.get(sequence.id)
+        if followers:
+            self._followers[sequence.id] = [one for one in followers if one[0] > sequence.computed]
+            for depth, reached in followers:
+                if depth <= sequence.computed:
+                    reached.set()
+
+    def left(self, sequence: Sequence) -> None:
+        """`sequence` has ended or was preempted: its followers look for another maker, or become one."""
+        self._forget(sequence, sequence.keys)
+        for _, reached in self._followers.pop(sequence.id, []):
+            reached.set()
+
+    def _forget(self, sequence: Sequence, keys: list[PageKey]) -> None:
+        for key in keys:
+            if self._of.get(key) is sequence:
+                del self._of[key]
+
+    def _shared(self, sequence: Sequence, keys: list[PageKey]) -> tuple[Sequence, int] | None:
+        """Who computes the pages after the restorable ones, and how deep they go together."""
+        depth_pages = self._index.match(keys).restorable_pages
+        maker = self._of.get(keys[depth_pages]) if depth_pages < len(keys) else None
+        if maker is None or maker is sequence:
+            return None
+        while depth_pages < len(keys) and self._of.get(keys[depth_pages]) is maker:
+            depth_pages += 1
+        depth = depth_pages * sequence.page_tokens
+        if maker.seniority > sequence.seniority and maker.lease is None:  # it waits in line behind this one
+            return None
+        return maker, depth

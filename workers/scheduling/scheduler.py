@@ -1,0 +1,201 @@
+"""Which rows the next step has, and the memory for them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tidemill.kvstore.errors import OutOfMemory
+from tidemill.kvstore.memory.lease import Flight, Lease
+from tidemill.kvstore.memory.ledger import Ledger
+from tidemill.workers.execution.step import PENDING, Row
+from tidemill.workers.scheduling.isolation import Trials
+from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.plan import Candidate, Planned, plan
+from tidemill.workers.scheduling.prefill_throttle import Pace
+from tidemill.workers.scheduling.sequence import PRIORITY_AGE_S, Sequence
+
+
+@dataclass(slots=True, eq=False)
+class Launched:
+    """A row of a step in flight."""
+
+    sequence: Sequence
+    lease: Lease
+    flight: Flight
+    row: Row
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """The rows of one step. `prompt_tokens` run beside streams; None: there are no streams in it."""
+
+    rows: list[Launched]
+    prompt_tokens: int | None
+
+
+NOTHING = Batch([], None)
+
+
+class Schedule:
+    def __init__(
+        self,
+        ledger: Ledger,
+        limits: Limits,
+        running: Mapping[str, Sequence],
+        preempt: Callable[[Sequence], None],
+    ) -> None:
+        self._ledger = ledger
+        self._limits = limits
+        self._running = running
+        self._preempt = preempt
+        self._pace = Pace(ledger.layout.page_tokens)
+        self._trials = Trials()
+        self._guesses: dict[str, tuple[int, ...]] = {}  # of each stream that the next step can have
+        self._guessing = False  # ... or that waits for a step in flight, because of guesses
+
+    def next_step(self, *, in_flight: bool) -> Batch:
+        """Plan over the running sequences, the oldest first, and take the memory for it. No rows when there
+        is nothing to run, or when what is in flight has to land first.
+
+        Memory is found at the cost of the youngest, when nothing is in flight.
+        """
+        if self._ledger.excess:
+            if in_flight:
+                return NOTHING
+            self._shrink()
+        planned, prompt_tokens = self._plan(in_flight=in_flight)
+        reserved: list[Planned] = []
+        for row in planned:
+            kept = self._reserve(row, in_flight=in_flight)
+            if kept is not None:
+                reserved.append(kept)
+            elif in_flight:
+                return NOTHING
+        if not reserved:
+            return NOTHING
+        if prompt_tokens is not None:
+            self._pace.launched(prompt_tokens)
+        return Batch([self._launch(self._running[row.sequence_id], row) for row in reserved], prompt_tokens)
+
+    def landed(self, step: Batch, seconds: float) -> None:
+        """A step took so long on the runner."""
+        if step.prompt_tokens is not None:
+            self._pace.landed(seconds, step.prompt_tokens)
+
+    def _plan(self, *, in_flight: bool) -> tuple[list[Planned], int | None]:
+        """Rows, the oldest first, and how many prompt tokens they run beside streams (None: no streams)."""
+        budget = self._limits.budget
+        rows = self._trials.choose(sorted(self._running.values(), key=_turn), in_flight=in_flight)
+        self._guesses = {}
+        self._guessing = False
+        candidates = [one for one in map(self._candidate, rows) if one is not None]
+        if self._guessing:
+            return [], None  # streams that wait in turns would fall into two halves of a batch
+        streams = any(one.streams for one in rows)
+        most = self._pace.prompt_tokens(budget.tokens_max) if streams else budget.tokens_max
+        planned = plan(candidates, budget, most)
+        planned.sort(key=lambda row: self._running[row.sequence_id].seniority)
+        prompt_tokens = sum(row.num_tokens for row in planned if row.num_tokens > 1)
+        return planned, prompt_tokens if streams else None
+
+    def _candidate(self, sequence: Sequence) -> Candidate | None:
+        launched = sequence.launched
+        count = sequence.to_run(launched)
+        if count == 0:
+            self._guessing |= launched > len(sequence.tokens)
+            return None
+        if count > 1:
+            return Candidate(sequence.id, launched, launched + count, sequence.next_cut)
+        if sequence.drafter is None:
+            return Candidate(sequence.id, launched, launched + 1)
+        guesses = sequence.guesses(self._drafts_max(sequence))
+        if guesses and launched == len(sequence.tokens):
+            self._guessing = (
+                True  # in a text that repeats itself: its next row has some, when this one has landed
+            )
+            return None
+        self._guesses[sequence.id] = guesses
+        return Candidate(sequence.id, launched, launched + 1, None, len(guesses))
+
+    def _drafts_max(self, sequence: Sequence) -> int:
+        """Guesses stop at a page boundary where the state is wanted: it would lie amid those on trial."""
+        most = self._limits.drafts_max
+        if self._ledger.layout.hybrid and (self._limits.roll_pages or sequence.next_cut is not None):
+            most = min(most, -len(sequence.tokens) % sequence.page_tokens)
+        return most
+
+    def _shrink(self) -> None:
+        """Bring the memory down to its budget."""
+        while self._ledger.excess and not self._ledger.resize(self._ledger.budget_extents) and self._running:
+            self._ledger.counters["preemptions_for_resize"] += 1
+            self._preempt(self._youngest())
+
+    def _reserve(self, row: Planned, *, in_flight: bool) -> Planned | None:
+        """Make the lease hold the row, if need be without its guesses. None when there is no memory, or when
+        the sequence itself had to give its own back."""
+        sequence = self._running.get(row.sequence_id)
+        while sequence is not None and sequence.lease is not None:
+            end = sequence.lease.launched + row.num_tokens + row.drafts
+            try:
+                self._ledger.reserve(sequence.lease, end, drafts=row.drafts)
+            except OutOfMemory:
+                pass
+            else:
+                return row
+            if row.drafts:
+                row = row._replace(drafts=0)
+                continue
+            if in_flight or (len(self._running) == 1 and self._ledger.num_leases > 1):
+                return None  # what is being fetched or published comes free
+            # Whoever is alone has the memory, but scattered: it lacks an extent, and comes back compact.
+            victim = self._youngest()
+            victim.preemptions += 1
+            self._ledger.counters["preemptions"] += 1
+            self._preempt(victim)
+            sequence = self._running.get(row.sequence_id)
+        return None
+
+    def _youngest(self) -> Sequence:
+        return max(self._running.values(), key=lambda one: one.seniority)
+
+    def _launch(self, sequence: Sequence, row: Planned) -> Launched:
+        lease = sequence.lease
+        assert lease is not None
+        start, drafts = lease.launched, row.drafts
+        end = start + row.num_tokens
+        keep = bool(lease.flights) and not start % sequence.page_tokens and self._keeps(sequence, start)
+        flight = self._ledger.launch(lease, end + drafts, keep=keep, drafts=drafts)
+        tokens = (PENDING,) if end > len(sequence.tokens) else tuple(sequence.tokens[start:end])
+        if drafts:
+            tokens += self._guesses[sequence.id][:drafts]
+        draws = sequence.draws if not sequence.produces and end >= len(sequence.tokens) else None
+        scores = sequence.scores(start, end)
+        return Launched(
+            sequence,
+            lease,
+            flight,
+            Row(
+                sequence.id,
+                tokens,
+                start,
+                lease.pages,
+                flight.read,
+                flight.writes,
+                drafts,
+                draws,
+                scores,
+                lease.window_table,
+            ),
+        )
+
+    def _keeps(self, sequence: Sequence, depth: int) -> bool:
+        """Whether the state at the boundary `depth`, where a step in flight ends, will be a checkpoint."""
+        if depth in sequence.cuts or depth in sequence.junctions:
+            return True
+        return depth > len(sequence.request.tokens) and sequence.rolls(depth, self._limits.roll_pages)
+
+
+def _turn(sequence: Sequence) -> tuple[float, int]:
+    """Whose prompt is next: the oldest, but a tail overtakes long prompts as an urgent request would."""
+    since_s, number = sequence.seniority
+    is_long = sequence.target - sequence.launched > sequence.page_tokens
+    return (since_s + PRIORITY_AGE_S, number) if is_long else (since_s, number)

@@ -1,0 +1,192 @@
+"""One request on one worker, from its arrival to the release of its memory."""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from tidemill.kvstore.keys import PageKey, extend_keys
+from tidemill.kvstore.layout import restorable_end
+from tidemill.kvstore.memory.lease import Lease
+from tidemill.workers.execution.ngram_drafter import Drafter
+from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.step import Scores
+from tidemill.workers.messages import Delta, FinishReason, Provenance, Request, Times
+from tidemill.workers.scheduling.admission_queue import Seniority
+
+PRIORITY_AGE_S = 10.0
+"""A request overtakes those of the next lower class that came at most so much earlier. So urgent ones go
+first, and whoever waits long enough is first in the end."""
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """What is put into the store at once: a sequence's first `num_pages` pages, those that are there already
+    aside, then the checkpoint at their end if it is wanted."""
+
+    lease_id: str
+    lease: Lease
+    num_pages: int
+    checkpoint: bool
+
+
+@dataclass(slots=True, eq=False)
+class Publication:
+    """What of a sequence was stored, `[0, there_pages)`, and what is to follow, ascending."""
+
+    pieces: deque[Piece] = field(default_factory=deque[Piece])
+    there_pages: int = 0
+    complete: bool = True  # the last piece that ended was stored
+    task: asyncio.Task[None] | None = None
+
+
+class Preempted:
+    """Put into an outbox: the sequence has lost its memory and must be restored."""
+
+
+class ToTell(NamedTuple):
+    """Put into an outbox: the caller is to be told whether the sequence runs alone."""
+
+    alone: bool
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens` are all known tokens. It runs when `computed < target`; `target` grows with each drawn token.
+
+    `id` is unique on the worker: a retry may arrive while a step still uses the memory of the last attempt.
+
+    0 <= computed <= launched; computed <= target <= len(tokens). A producing sequence draws nothing: its
+    target is the last page boundary below the end of its prompt.
+
+    launched < len(tokens)    the next row runs known tokens
+    launched == len(tokens)   ... the token that a step in flight draws
+    launched > len(tokens)    guesses are on trial: what the next row runs is known when they have landed
+    """
+
+    id: str
+    seniority: Seniority  # the smaller goes first, also after a preemption
+    request: Request
+    root: PageKey
+    page_tokens: int
+    produces: bool
+    tokens: list[int]
+    target: int
+    draws: Draws
+    drafter: Drafter | None
+    keys: list[PageKey] = field(default_factory=list[PageKey])
+    scored: int = 0  # logprobs of the prompt that were delivered
+    lease: Lease | None = None  # None while it waits for memory, and after its end
+    patience: asyncio.Timeout | None = None  # while it waits for memory
+    ended: bool = False
+    preemptions: int = 0
+    suspect_until: int = 0  # up to this depth it runs alone: see workers/scheduling/isolation.py
+    alone: bool = False  # its caller has been told that it does
+    is_being_told: bool = False  # ... or is about to hear of it
+    cuts: set[int] = field(default_factory=set[int])  # depths where a checkpoint is wanted
+    junctions: set[int] = field(default_factory=set[int])  # ... because prompts part there
+    checkpoint_owed: bool = False  # a boundary passed while decoding, and no slot could be had
+    provenance: Provenance = field(default_factory=Provenance)
+    admission_s: float = 0.0  # how long it took to get memory, all times together, fetches included
+    fetch_s: float = 0.0
+    prefetched_pages: range = range(0)  # came from the store before its turn
+    publication: Publication = field(default_factory=Publication)
+    outbox: asyncio.Queue[Delta | Preempted | ToTell | Exception] = field(
+        default_factory=asyncio.Queue[Delta | Preempted | ToTell | Exception]
+    )
+
+    @property
+    def computed(self) -> int:
+        return self.lease.committed if self.lease else 0
+
+    @property
+    def launched(self) -> int:
+        """What is computed when the steps in flight have landed."""
+        return self.lease.launched if self.lease else 0
+
+    @property
+    def streams(self) -> bool:
+        """Whether its answer has begun, or will when the steps in flight have landed."""
+        return not self.produces and self.launched >= len(self.tokens) - 1
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.computed < self.suspect_until
+
+    @property
+    def boundary(self) -> int:
+        """The deepest depth that can be restored rather than computed."""
+        return restorable_end(len(self.tokens), self.page_tokens)
+
+    @property
+    def restorable(self) -> int:
+        """... if it may be restored: what the logprobs of the prompt are read from is computed here."""
+        return min(self.boundary, self.scored) if self.scored < self.request.to_score else self.boundary
+
+    @property
+    def end(self) -> int:
+        """The number of tokens it may grow to."""
+        return len(self.request.tokens) + (0 if self.produces else self.request.max_new_tokens)
+
+    @property
+    def next_cut(self) -> int | None:
+        return min((cut for cut in self.cuts | self.junctions if cut > self.launched), default=None)
+
+    def to_run(self, launched: int) -> int:
+        """How many tokens the next row can have, guesses aside; 0 while it waits for a step in flight."""
+        if launched < self.target:
+            return self.target - launched
+        known = len(self.tokens)
+        return int(launched == known and known + 1 < self.end and not self.produces)
+
+    def rolls(self, depth: int, interval_pages: int) -> bool:
+        """Whether the state at `depth`, reached while decoding, is wanted as a checkpoint; 0 is never."""
+        pages, odd = divmod(depth, self.page_tokens)
+        return interval_pages > 0 and not odd and (self.checkpoint_owed or pages % interval_pages == 0)
+
+    def guesses(self, most: int) -> tuple[int, ...]:
+        """At most so many tokens that may follow those it has."""
+        if self.drafter is None or self.computed < len(self.request.tokens) - 1:
+            return ()
+        most = min(most, self.end - len(self.tokens) - 1)
+        return tuple(self.drafter.propose(self.tokens, most)) if most > 0 else ()
+
+    def scores(self, start: int, end: int) -> Scores | None:
+        """What is wanted of a row that runs `[start, end)`: each token says how likely the next one was."""
+        alternatives = self.request.sampling.prompt_logprobs
+        if alternatives is None or self.produces:
+            return None
+        first, last = max(start, self.scored), min(end, self.request.to_score)
+        if first >= last:
+            return None
+        return Scores(first - start, tuple(self.tokens[first + 1 : last + 1]), alternatives)
+
+    def time_since(self, began_s: float, now_s: float) -> None:
+        """Its prompt is computed: say how long that took, from `began_s` on."""
+        times = Times(
+            waited_s=self.admission_s - self.fetch_s,
+            fetched_s=self.fetch_s,
+            computed_s=now_s - began_s - self.admission_s,
+        )
+        self.provenance = replace(self.provenance, times=times)
+
+    def time_stored(self, seconds: float) -> None:
+        self.provenance = replace(self.provenance, times=replace(self.provenance.times, stored_s=seconds))
+
+    def draw(self, tokens: Iterable[int]) -> tuple[int, FinishReason | None]:
+        """Append drawn tokens up to the last one of the answer; says how many, and whether it was there."""
+        count, finish = 0, None
+        for token in tokens:
+            self.tokens.append(token)
+            count += 1
+            if token in self.request.stop_token_ids:
+                finish = "stop"
+            elif len(self.tokens) == self.end:
+                finish = "length"
+            if finish is not None:
+                break
+        self.target = len(self.tokens)
+        if self.target // self.page_tokens > len(self.keys):
+            extend_keys(self.keys, self.root, self.tokens, self.page_tokens)
+        return count, finish

@@ -1,0 +1,1 @@
+"""Pages and checkpoints between worker memory and the page store."""

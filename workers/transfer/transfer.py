@@ -1,0 +1,328 @@
+"""Moves pages and checkpoints between leases and the store; a loss is an ordinary outcome here.
+
+The leader of a group decides what is moved, by key and id; every rank moves the shards of it that lie in its
+own arena, between that arena and the store. An object is good when it is good on every rank.
+"""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import NamedTuple, Protocol
+
+from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
+from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
+from tidemill.kvstore.memory.lease import Lease
+from tidemill.kvstore.shards import WHOLE, Shards, Share, mine
+from tidemill.kvstore.stores.page_store import Got, finish
+from tidemill.workers.transfer.arena_io import Placed, Places
+from tidemill.workers.transfer.speed_model import Throughput
+
+IN_FLIGHT_BYTES_MAX = 256 << 20
+"""Of one rank at a time, for fetching and for publishing each: enough to fill any link."""
+
+
+class Moved(NamedTuple):
+    """A page, window page or state, and where it lies in the arena of each rank: its id there."""
+
+    kind: Kind
+    key: PageKey
+    place: int
+
+
+class Mate(Protocol):
+    """Another rank of the group, as its leader sees it: a RankTransfer at the end of a link.
+
+    Both calls answer how many of the first `objects` are good on that rank, 0 when the link is broken. They
+    do not end, also when cancelled, before the rank has stopped using its memory for them.
+    """
+
+    async def put(self, objects: Sequence[Moved]) -> int: ...
+
+    async def get(self, objects: Sequence[Moved]) -> int: ...
+
+
+class RankTransfer:
+    """One rank's part: `share` names the shards that each page and state of its arena consists of."""
+
+    def __init__(self, layout: Layout, places: Places, share: Share) -> None:
+        self._layout = layout
+        self._places = places
+        self._share = share
+
+    async def put(self, objects: Sequence[Moved]) -> int:
+        """Store them in order; how many of the first ones are there. A page that another rank publishes is
+        there as far as this one is concerned."""
+        offered = [self._shards(moved) if self._publishes(moved.kind) else [] for moved in objects]
+        outcomes = await self._places.put([shard for shards in offered for shard in shards])
+        return _unbroken(_intact(offered, (outcome.is_there for outcome in outcomes)))
+
+    async def get(self, objects: Sequence[Moved]) -> int:
+        """Fill their places; how many of the first ones arrived whole."""
+        wanted = [self._shards(moved) for moved in objects]
+        outcomes = await self._places.get([shard for shards in wanted for shard in shards])
+        return _unbroken(_intact(wanted, (outcome is Got.HIT for outcome in outcomes)))
+
+    def _publishes(self, kind: Kind) -> bool:
+        match kind:
+            case Kind.PAGE:
+                return self._share.publishes_pages
+            case Kind.WINDOW:
+                return self._share.publishes_windows
+            case Kind.CHECKPOINT:
+                return True
+
+    def _shards(self, moved: Moved) -> list[Placed]:
+        """Its shards on this rank."""
+        match moved.kind:
+            case Kind.PAGE:
+                shards, num_bytes = self._share.pages, self._layout.page_bytes
+                offset = self._layout.page_offset(PageId(moved.place))
+            case Kind.WINDOW:
+                shards, num_bytes = self._share.windows, self._layout.window_bytes
+                offset = self._layout.window_offset(WindowId(moved.place))
+            case Kind.CHECKPOINT:
+                shards, num_bytes = self._share.states, self._layout.state_bytes
+                offset = self._layout.state_offset(StateId(moved.place))
+        size = num_bytes // len(shards)
+        return [
+            Placed(ObjectKey(moved.kind, moved.key, shard), start, size)
+            for shard, start in zip(shards, range(offset, offset + num_bytes, size), strict=True)
+        ]
+
+
+@dataclass(slots=True)
+class Moves:
+    """Totals of what arrived whole or was stored, and of how long that took. Transfers at one time add up."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        self.num_bytes += num_bytes
+        self.seconds += seconds
+
+
+OnLate = Callable[[asyncio.Future[int]], None]
+"""Called with a transfer that nobody waits for any more: until it has ended it uses its memory."""
+
+
+class Transfer:
+    """The leader's: rank 0 of a group of which the others are `mates`."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        places: Places,
+        shards: Shards = WHOLE,
+        mates: Sequence[Mate] = (),
+        in_flight_bytes_max: int = IN_FLIGHT_BYTES_MAX,
+    ) -> None:
+        self.store = places.store
+        self.throughput = Throughput()  # of fetches, all ranks together
+        self.fetched = Moves()  # the same
+        self.published = Moves()
+        self._own = RankTransfer(layout, places, mine(shards, 0, 1 + len(mates)))
+        self._mates = mates
+        self._layout = layout
+        self._sizes = {
+            Kind.PAGE: layout.page_bytes,
+            Kind.WINDOW: layout.window_bytes,
+            Kind.CHECKPOINT: layout.state_bytes,
+        }
+        self._shards = {Kind.PAGE: shards.pages, Kind.WINDOW: shards.windows, Kind.CHECKPOINT: shards.states}
+        self._fetching = Quota(in_flight_bytes_max)
+        self._publishing = Quota(in_flight_bytes_max)
+
+    async def restorable_depths(self, keys: Sequence[PageKey], above_pages: int) -> list[int]:
+        """Depths above `above_pages` that the store can probably restore, in pages, ascending.
+
+        Checkpoints alone are asked for in a hybrid: they are stored after the pages below them. One is there
+        when its state and all its window pages are.
+        """
+        depths = range(above_pages + 1, len(keys) + 1)
+        if self._layout.hybrid:
+            parts = [self._checkpoint(keys, depth) for depth in depths]
+            asked = list(dict.fromkeys(chain.from_iterable(parts)))
+            answers = zip(asked, await self._held(asked), strict=True)
+            held = {one for one, is_held in answers if is_held}
+            return [depth for depth, some in zip(depths, parts, strict=True) if held.issuperset(some)]
+        return list(range(above_pages + 1, above_pages + await self.num_stored(keys[above_pages:]) + 1))
+
+    async def num_stored(self, keys: Sequence[PageKey]) -> int:
+        """How many of these pages the store holds before the first that it does not."""
+        return _unbroken(await self._held([(Kind.PAGE, key) for key in keys]))
+
+    async def fetch(self, lease: Lease, keys: Sequence[PageKey], num_pages: int, on_late: OnLate) -> int:
+        """Fill the lease's own pages up to `num_pages` and, if it runs, its `fetched_windows` and its
+        `fetch_slot`; answers how many pages are good.
+
+        `num_pages` is the answer only when the checkpoint arrived too. Nothing is committed here. When this
+        is cancelled, or the store takes longer than it is worth waiting for, `on_late` gets the transfer.
+        """
+        first = len(lease.entries)
+        wanted = [
+            Moved(Kind.PAGE, keys[index], lease.own[index - first]) for index in range(first, num_pages)
+        ]
+        wanted += [
+            Moved(Kind.WINDOW, keys[place], lease.windows[place - lease.first_window])
+            for place in lease.fetched_windows
+        ]
+        if self._layout.has_states and lease.runs:
+            wanted.append(Moved(Kind.CHECKPOINT, keys[num_pages - 1], lease.fetch_slot))
+        num_bytes = self._num_bytes(wanted)
+        patience_s = self._patience_s(num_bytes)
+        try:
+            async with asyncio.timeout(patience_s):  # what is before it may be late
+                await self._fetching.take(num_bytes)
+        except TimeoutError:
+            return min(first, num_pages - 1)
+        began_s = asyncio.get_running_loop().time()
+        moving = asyncio.ensure_future(self._least(lambda rank: rank.get(wanted)))
+        moving.add_done_callback(lambda _: self._fetching.give_back(num_bytes))
+        late = False
+        try:
+            await asyncio.wait({moving}, timeout=patience_s)
+        finally:
+            if not moving.done():
+                late = True
+                moving.add_done_callback(_look_at)
+                on_late(moving)
+        good = 0 if late else moving.result()
+        if good == len(wanted):
+            seconds = asyncio.get_running_loop().time() - began_s
+            self.throughput.fetched(num_bytes * (1 + len(self._mates)), seconds)
+            self.fetched.add(num_bytes * (1 + len(self._mates)), seconds)
+        return num_pages if good == len(wanted) else min(first + good, num_pages - 1)
+
+    async def publish(self, lease: Lease, keys: Sequence[PageKey], first: int, *, checkpoint: bool) -> bool:
+        """Store the lease's shared pages from `first` on, in order, then the checkpoint at their end if that
+        is wanted; True when all are there. Those before `first` are there."""
+        pages = [
+            Moved(Kind.PAGE, keys[index], entry.page)
+            for index, entry in enumerate(lease.entries[first:], start=first)
+        ]
+        last: list[Moved] = []
+        if checkpoint and lease.source is not None and lease.source.checkpoint is not None:
+            state, windows = lease.source.checkpoint
+            places = range(len(lease.entries) - len(windows), len(lease.entries))
+            last = [
+                Moved(Kind.WINDOW, keys[place], window) for place, window in zip(places, windows, strict=True)
+            ]
+            last += [] if state is None else [Moved(Kind.CHECKPOINT, lease.source.key, state)]
+        num_bytes = self._num_bytes([*pages, *last])
+        await self._publishing.take(num_bytes)
+        began_s = asyncio.get_running_loop().time()
+        try:
+            if not self._mates:  # one put, which is ordered and evicts nothing of its own
+                stored = await self._put(pages + last)
+            else:
+                stored = await self._put(pages) and await self._put(last)
+        finally:
+            self._publishing.give_back(num_bytes)
+        if stored:
+            seconds = asyncio.get_running_loop().time() - began_s
+            self.published.add(num_bytes * (1 + len(self._mates)), seconds)
+        return stored
+
+    async def holds(self, keys: Sequence[PageKey]) -> bool:
+        """Whether the store holds every page of `keys` and, for a hybrid, the checkpoint at their end."""
+        pages = [(Kind.PAGE, key) for key in keys]
+        return all(await self._held([*pages, *self._checkpoint(keys, len(keys))]))
+
+    def _checkpoint(self, keys: Sequence[PageKey], num_pages: int) -> list[tuple[Kind, PageKey]]:
+        """The objects of the checkpoint at the end of the first `num_pages`."""
+        windows = [(Kind.WINDOW, keys[place]) for place in self._layout.last_window(num_pages)]
+        states = [(Kind.CHECKPOINT, keys[num_pages - 1])] if self._layout.has_states else []
+        return [*windows, *states]
+
+    def patience_s(self, num_pages: int) -> float | None:
+        """How long it is worth waiting until so many pages and a checkpoint are published, behind all that is
+        to be published before them; None without a limit."""
+        num_bytes = num_pages * self._sizes[Kind.PAGE] + self._layout.checkpoint_bytes
+        return self._patience_s(num_bytes + self._publishing.wanted_bytes)
+
+    def _patience_s(self, num_bytes: int) -> float | None:
+        """All ranks move their parts at once."""
+        patience_s = self.store.patience_s(num_bytes * (1 + len(self._mates)))
+        return None if math.isinf(patience_s) else patience_s
+
+    def _num_bytes(self, objects: Sequence[Moved]) -> int:
+        """On each rank."""
+        return sum(self._sizes[moved.kind] for moved in objects)
+
+    async def _put(self, objects: Sequence[Moved]) -> bool:
+        """True when all are there."""
+        return await self._least(lambda rank: rank.put(objects)) == len(objects)
+
+    async def _held(self, objects: Sequence[tuple[Kind, PageKey]]) -> list[bool]:
+        """Of which objects the store holds every shard, those of other ranks included."""
+        shards = [
+            [ObjectKey(kind, key, shard) for shard in range(self._shards[kind])] for kind, key in objects
+        ]
+        return _intact(shards, await self.store.contains([shard for whole in shards for shard in whole]))
+
+    async def _least(self, call: Callable[[Mate], Awaitable[int]]) -> int:
+        """The least answer in the group, when all ranks have answered: until then memory is in use, even if
+        this is cancelled."""
+        answers = [asyncio.ensure_future(call(rank)) for rank in (*self._mates, self._own)]
+        await finish(asyncio.gather(*answers, return_exceptions=True))
+        return min(answer.result() for answer in answers)
+
+
+class Quota:
+    """Bytes that may be in flight at once; first come, first served. What is larger goes alone."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.wanted_bytes = 0  # in flight and waiting
+        self._used_bytes = 0
+        self._bytes_max = bytes_max
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, num_bytes: int) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.wanted_bytes += num_bytes
+        self._waiting.append((num_bytes, turn))
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self.wanted_bytes -= num_bytes
+                self._admit()
+            else:
+                self.give_back(num_bytes)
+            raise
+
+    def give_back(self, num_bytes: int) -> None:
+        self.wanted_bytes -= num_bytes
+        self._used_bytes -= num_bytes
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            num_bytes, turn = self._waiting[0]
+            if not turn.cancelled():
+                if self._used_bytes and self._used_bytes + num_bytes > self._bytes_max:
+                    return
+                self._used_bytes += num_bytes
+                turn.set_result(None)
+            self._waiting.popleft()
+
+
+def _look_at(moving: asyncio.Future[int]) -> None:
+    """For nobody else does: asyncio would complain of an error that was not seen."""
+    moving.exception()
+
+
+def _intact(wholes: Sequence[Sequence[object]], good: Iterable[bool]) -> list[bool]:
+    """Which wholes have good parts alone; `good` speaks of all parts, in order."""
+    left = iter(good)
+    return [False not in list(islice(left, len(whole))) for whole in wholes]
+
+
+def _unbroken(flags: Sequence[bool]) -> int:
+    """How many are true before the first that is not."""
+    return flags.index(False) if False in flags else len(flags)
