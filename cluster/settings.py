@@ -4,13 +4,27 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
-from tidemill.cluster.edge.chat.families import AUTO, ChatSettings
+from tidemill.cluster.messages import Bounds, Hysteresis
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.observability.telemetry import QUIET, Telemetry
-from tidemill.cluster.supervisor.autoscaling import Bounds, Hysteresis
 from tidemill.workers.messages import Role
 from tidemill.workers.settings import EngineSettings
+
+ToolParser = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "pythonic",
+    "granite",
+    "deepseek_v3",
+    "deepseek_v31",
+    "openai",
+]
+ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "deepseek_v3", "granite", "openai_gptoss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +72,19 @@ class RouterSettings:
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *(f"{self.name}-{index}" for index in range(1, self.replicas)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSettings:
+    """What a server was told of the chats of a model. `template` is a file, or the text of a template; None:
+    the model's own."""
+
+    template: str | None = None
+    tool_parser: ToolParser = "auto"
+    reasoning_parser: ReasoningParser = "auto"
+
+
+AUTO = ChatSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

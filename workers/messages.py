@@ -282,6 +282,15 @@ class Trace:
     prefill: WorkerId | None = None
     produced: Produced | None = None  # by the prefill worker
 
+    @property
+    def prefilled(self) -> Provenance:
+        """Where the prompt's tokens came from on the prefill worker; nothing without one."""
+        return self.produced.provenance if self.produced else Provenance()
+
+    def cached_tokens(self, prompt_tokens: int) -> int:
+        """Tokens of a prompt of this length that no worker computed for this request."""
+        return max(0, prompt_tokens - self.prefilled.computed_tokens - self.provenance.computed_tokens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:

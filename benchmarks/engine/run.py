@@ -20,10 +20,10 @@ from benchmarks.kernels import HYBRID_80M
 from benchmarks.serving.report import mean, percentile
 from tidemill.workers.engine.build import Built, build_engine
 from tidemill.workers.engine.commit import Landing
+from tidemill.workers.engine.rank_processes import start_ranks
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.parallel.processes import start_ranks
 from tidemill.workers.scheduling.scheduler import Schedule
 from tidemill.workers.settings import EngineSettings
 

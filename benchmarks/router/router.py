@@ -18,8 +18,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from tidemill.cluster.messages import Ask
 from tidemill.cluster.router.fleet_view import Fleet, Heard
-from tidemill.cluster.router.placement import Ask, bookings, place
+from tidemill.cluster.router.placement import bookings, place
 from tidemill.cluster.router.prefix_table import Prefixes
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from tidemill.cluster.cli.arguments import UsageError, bytes_of
 from tidemill.cluster.cli.security import add_server_options, server_of
-from tidemill.cluster.edge.requests.security import Server
+from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.workers.messages import Role, Unserved
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Outside:
     sleep: Callable[[float], None]
 
 
-Run = Callable[[argparse.Namespace, Server, Outside], int]
+Run = Callable[[argparse.Namespace, ServerAddress, Outside], int]
 
 
 def add_fleet_commands(add_parser: Callable[..., argparse.ArgumentParser], outside: Outside) -> None:
@@ -158,7 +158,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _status(options: argparse.Namespace, server: Server, outside: Outside) -> int:
+def _status(options: argparse.Namespace, server: ServerAddress, outside: Outside) -> int:
     from tidemill.cluster.cli.status import fetch_status, render
     from tidemill.cluster.cli.watch_screen import looks
 
@@ -171,7 +171,7 @@ def _status(options: argparse.Namespace, server: Server, outside: Outside) -> in
     return 0
 
 
-def _top(options: argparse.Namespace, server: Server, outside: Outside) -> int:
+def _top(options: argparse.Namespace, server: ServerAddress, outside: Outside) -> int:
     from tidemill.cluster.cli.top import Rows, Snapshot, render_top, rows, take
     from tidemill.cluster.cli.watch_screen import looks
 
@@ -220,7 +220,7 @@ def _show_again(
         return
 
 
-def _memory(options: argparse.Namespace, server: Server, _: Outside) -> int:
+def _memory(options: argparse.Namespace, server: ServerAddress, _: Outside) -> int:
     from tidemill.cluster.cli.memory import fetch_memory, render_memory, set_budget
 
     if (options.worker is None) != (options.budget is None):
@@ -234,7 +234,7 @@ def _memory(options: argparse.Namespace, server: Server, _: Outside) -> int:
     return 0
 
 
-def _scale(options: argparse.Namespace, server: Server, outside: Outside) -> int:
+def _scale(options: argparse.Namespace, server: ServerAddress, outside: Outside) -> int:
     from tidemill.cluster.cli.worker_commands import fetch_roles, is_settled, render_roles, scale
 
     counts = _counts(options.counts)
@@ -267,7 +267,7 @@ def _roles() -> str:
     return ", ".join(get_args(Role))
 
 
-def _drain(options: argparse.Namespace, server: Server, _: Outside) -> int:
+def _drain(options: argparse.Namespace, server: ServerAddress, _: Outside) -> int:
     from tidemill.cluster.cli.worker_commands import drain
 
     told = drain(server, options.worker, undo=options.undo, force=options.force)
@@ -276,7 +276,7 @@ def _drain(options: argparse.Namespace, server: Server, _: Outside) -> int:
     return 0
 
 
-def _role(options: argparse.Namespace, server: Server, _: Outside) -> int:
+def _role(options: argparse.Namespace, server: ServerAddress, _: Outside) -> int:
     from tidemill.cluster.cli.worker_commands import set_role
 
     told = set_role(server, options.worker, options.role)
@@ -284,7 +284,7 @@ def _role(options: argparse.Namespace, server: Server, _: Outside) -> int:
     return 0
 
 
-def _bundle(options: argparse.Namespace, server: Server, outside: Outside) -> int:
+def _bundle(options: argparse.Namespace, server: ServerAddress, outside: Outside) -> int:
     from tidemill.cluster.cli.support_bundle import collect, write_bundle
 
     parts = collect(server)

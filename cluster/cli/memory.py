@@ -5,18 +5,18 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.cluster.cli.status import ask_server, human_bytes, memory_table, table
-from tidemill.cluster.edge.requests.security import Server
 
 SIZES = {"budget_bytes": "budget", "set_bytes": "set to", "floor_bytes": "floor", "max_bytes": "max"}
 
 
-def fetch_memory(server: Server) -> dict[str, Any]:
+def fetch_memory(server: ServerAddress) -> dict[str, Any]:
     """The answer of GET /cluster/memory. Raises Unserved with one line that says what to do."""
     return ask_server(server, "GET", "/cluster/memory", answer="workers")
 
 
-def set_budget(server: Server, worker: str, budget: str | None) -> dict[str, Any]:
+def set_budget(server: ServerAddress, worker: str, budget: str | None) -> dict[str, Any]:
     """Give a worker this budget, a size; None leaves it to the broker. The answer is the memory of all
     workers. Raises Unserved, or RequestError with what the server says against it."""
     body = {"worker": worker, "budget": budget}

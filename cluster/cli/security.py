@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from tidemill.cluster.cli.arguments import UsageError
+from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.cluster.config.tree import ClusterConfig, EdgeConfig
 from tidemill.cluster.edge.requests.api_keys import Key, digest_of, read_keys
-from tidemill.cluster.edge.requests.security import Security, Server, Tls
+from tidemill.cluster.edge.requests.security import Security, Tls
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
 from tidemill.cluster.settings import ClusterSettings
 
@@ -41,8 +42,8 @@ def add_server_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--api-key", metavar="KEY", help=f"of an operator (${KEY_VARIABLE})")
 
 
-def server_of(options: argparse.Namespace, environ: Mapping[str, str]) -> Server:
-    return Server(options.url, options.api_key or environ.get(KEY_VARIABLE, ""))
+def server_of(options: argparse.Namespace, environ: Mapping[str, str]) -> ServerAddress:
+    return ServerAddress(options.url, options.api_key or environ.get(KEY_VARIABLE, ""))
 
 
 def _key(options: argparse.Namespace) -> int:

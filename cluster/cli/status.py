@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tidemill.cluster.edge.requests.security import Server
+from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.workers.messages import RequestError, Unserved
 
@@ -51,12 +51,14 @@ STORE: dict[str, tuple[str, ...]] = {
 STORE_BYTES = {"store_put_bytes": "put", "store_get_bytes": "got"}
 
 
-def fetch_status(server: Server) -> dict[str, Any]:
+def fetch_status(server: ServerAddress) -> dict[str, Any]:
     """The answer of GET /cluster. Raises Unserved with one line that says what to do."""
     return ask_server(server, "GET", "/cluster", answer="workers")
 
 
-def ask_server(server: Server, method: str, path: str, answer: str, body: object = None) -> dict[str, Any]:
+def ask_server(
+    server: ServerAddress, method: str, path: str, answer: str, body: object = None
+) -> dict[str, Any]:
     """The JSON that a server answers, which holds `answer`. Raises Unserved with one line that says what to
     do, or RequestError with what the server says against the request."""
     response = _ask(server, method, path, body)
@@ -66,7 +68,7 @@ def ask_server(server: Server, method: str, path: str, answer: str, body: object
     return cast("dict[str, Any]", found)
 
 
-def ask_text(server: Server, path: str) -> str:
+def ask_text(server: ServerAddress, path: str) -> str:
     """What a server answers to GET, as it is. Raises as `ask_server` does."""
     response = _ask(server, "GET", path)
     if response.is_error:
@@ -74,7 +76,7 @@ def ask_text(server: Server, path: str) -> str:
     return response.text
 
 
-def _ask(server: Server, method: str, path: str, body: object = None) -> httpx.Response:
+def _ask(server: ServerAddress, method: str, path: str, body: object = None) -> httpx.Response:
     """Raises what the server says against the request; Unserved when there is none."""
     url = server.url
     headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
@@ -104,7 +106,7 @@ def _json(response: httpx.Response) -> object:
         return None
 
 
-def _no_answer(server: Server, response: httpx.Response) -> Unserved:
+def _no_answer(server: ServerAddress, response: httpx.Response) -> Unserved:
     return Unserved(
         f"{server.url} is no Tidemill server that is ready (HTTP {response.status_code}): check --url"
     )

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from tidemill import __version__
+from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.cluster.cli.status import ask_server, ask_text
-from tidemill.cluster.edge.requests.security import Server
 from tidemill.cluster.observability.redact import without_secrets
 from tidemill.kvstore.errors import TidemillError
 
@@ -46,13 +46,13 @@ class Part:
     error: str = ""
 
 
-def collect(server: Server) -> list[Part]:
+def collect(server: ServerAddress) -> list[Part]:
     """All that can be had."""
     told = (_json(server, name, *where) for name, where in JSON.items())
     return [_client(), *told, _metrics(server), *_logs(server)]
 
 
-def write_bundle(path: Path, parts: Sequence[Part], unix_time_s: float, server: Server) -> None:
+def write_bundle(path: Path, parts: Sequence[Part], unix_time_s: float, server: ServerAddress) -> None:
     """Readable by its owner alone. Raises OSError."""
     known = [server.api_key]
     index = {
@@ -77,21 +77,21 @@ def _client() -> Part:
     return Part(name="client.json", text=_dump(here))
 
 
-def _json(server: Server, name: str, path: str, answer: str) -> Part:
+def _json(server: ServerAddress, name: str, path: str, answer: str) -> Part:
     try:
         return Part(name=name, text=_dump(ask_server(server, "GET", path, answer)))
     except TidemillError as error:
         return Part(name=name, error=str(error))
 
 
-def _metrics(server: Server) -> Part:
+def _metrics(server: ServerAddress) -> Part:
     try:
         return Part(name=METRICS, text=ask_text(server, "/metrics"))
     except TidemillError as error:
         return Part(name=METRICS, error=str(error))
 
 
-def _logs(server: Server) -> Iterator[Part]:
+def _logs(server: ServerAddress) -> Iterator[Part]:
     name, path = LOGS
     try:
         logs = ask_server(server, "GET", path, answer="logs")["logs"]

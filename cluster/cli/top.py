@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.cluster.cli.status import STATE_STYLES, ask_text, fetch_status, human_bytes, table
-from tidemill.cluster.edge.requests.security import Server
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.scrape import Scraped, scraped
 from tidemill.workers.messages import Unserved
@@ -75,7 +75,7 @@ class Rows:
         return asdict(self)
 
 
-def take(server: Server, at_s: float) -> Snapshot:
+def take(server: ServerAddress, at_s: float) -> Snapshot:
     """Raises Unserved or RequestError, as `fetch_status` does."""
     status = fetch_status(server)
     try:

@@ -7,32 +7,34 @@ from urllib.parse import quote, urlencode
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.cluster.cli.status import ask_server, table
-from tidemill.cluster.edge.requests.security import Server
 from tidemill.workers.messages import Role
 
 ROLES = ("role", "workers", "starting", "leaving", "by load")
 
 
-def drain(server: Server, worker: str, *, undo: bool, force: bool) -> dict[str, Any]:
+def drain(server: ServerAddress, worker: str, *, undo: bool, force: bool) -> dict[str, Any]:
     """Have a worker hand everything over, or take work again. Raises Unserved, or RequestError with what the
     server says against it."""
     body = {"drain": not undo, "force": force}
     return ask_server(server, "POST", _path(worker, "drain"), answer="worker", body=body)
 
 
-def set_role(server: Server, worker: str, role: Role) -> dict[str, Any]:
+def set_role(server: ServerAddress, worker: str, role: Role) -> dict[str, Any]:
     """Raises as `drain` does."""
     return ask_server(server, "POST", _path(worker, "role"), answer="worker", body={"role": role})
 
 
-def fetch_roles(server: Server, model: str | None) -> dict[str, Any]:
+def fetch_roles(server: ServerAddress, model: str | None) -> dict[str, Any]:
     """How many workers of each role there are to be, of one model or of all. Raises as `drain` does."""
     query = "" if model is None else f"?{urlencode({'model': model})}"
     return ask_server(server, "GET", f"/cluster/scale{query}", answer="roles")
 
 
-def scale(server: Server, workers: Mapping[Role, int], model: str | None, *, pending: bool) -> dict[str, Any]:
+def scale(
+    server: ServerAddress, workers: Mapping[Role, int], model: str | None, *, pending: bool
+) -> dict[str, Any]:
     """Have so many workers of these roles; the answer is that of `fetch_roles`, with what the cluster lacks
     for them if they may wait for it. Raises as `drain` does."""
     body = {"workers": dict(workers), "model": model, "pending": pending}

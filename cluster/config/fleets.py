@@ -15,16 +15,16 @@ from tidemill.cluster.config.tree import (
     TelemetryConfig,
     labels_of,
 )
-from tidemill.cluster.edge.chat.families import ChatSettings
+from tidemill.cluster.messages import Bounds, Hysteresis
 from tidemill.cluster.observability.telemetry import Telemetry
 from tidemill.cluster.settings import (
+    ChatSettings,
     ClusterSettings,
     FleetSettings,
     RouterSettings,
     WorkerSettings,
     worker_name,
 )
-from tidemill.cluster.supervisor.autoscaling import Bounds, Hysteresis
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.workers.messages import Role
 from tidemill.workers.models.bundled import bundled

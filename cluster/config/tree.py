@@ -18,8 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from tidemill.cluster.edge.chat.formats import ReasoningParser, ToolParser
 from tidemill.cluster.observability.telemetry import LogLevel, MetricsAlias
+from tidemill.cluster.settings import ReasoningParser, ToolParser
 from tidemill.kvstore.layout import KvDtype
 from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.kvstore.sizes import parse_bytes

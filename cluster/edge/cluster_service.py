@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from tidemill.cluster.edge.failure_detector import watch
 from tidemill.cluster.edge.flow import serve
-from tidemill.cluster.edge.service import FleetStatus, RoleScale, ServedModel
+from tidemill.cluster.edge.service import Scaling, ServedModel
 from tidemill.cluster.edge.tracing import TracedPeers, TracedRouter
+from tidemill.cluster.messages import FleetStatus, RoleScale
 from tidemill.cluster.observability.spans import Tracer
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.worker_client import GrpcPeers
-from tidemill.cluster.supervisor.scaler import Scaler
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.workers.messages import Piece, Request, Role, WorkerInfo
 
@@ -25,7 +25,7 @@ class ClusterService:
         model: ServedModel,
         router: RouterClient,
         peers: GrpcPeers,
-        scaler: Scaler,
+        scaler: Scaling,
         info: WorkerInfo,
         *,
         memory: RouterClient | None = None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Protocol
 
-from tidemill.cluster.router.placement import Ask, Route
+from tidemill.cluster.messages import Ask, Route
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.keys import PageKey, page_keys
 from tidemill.kvstore.layout import restorable_end

@@ -1,11 +1,12 @@
 """What the edge needs from the cluster: one served model, its streams, and the state of the fleet."""
 
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Protocol
 
-from tidemill.workers.messages import Piece, Request, Role, WorkerInfo, WorkerLoad
+from tidemill.cluster.messages import FleetStatus, RoleScale
+from tidemill.workers.messages import Piece, Request, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,62 +27,16 @@ class ServedModel:
         return (self.name, *self.aliases)
 
 
-SetBy = Literal["operator", "broker", "share"]
-"""Who says what a worker's budget is: a person, the broker, or the share that it was started with."""
+class Scaling(Protocol):
+    """The part of the supervisor that adds and removes workers of one fleet."""
 
+    async def scale(self, counts: Mapping[Role, int], *, pending: bool) -> str | None:
+        """See Service.scale."""
+        ...
 
-class SetBudget(NamedTuple):
-    """The budget that a worker shall have, and who says so."""
-
-    by: SetBy
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerStatus:
-    """One row of `tidemill status`. state: ready or draining; a silent worker has no row.
-
-    `set_bytes` is the budget that it shall have; `load.budget_bytes`, the one it has, follows as others give
-    memory back.
-    """
-
-    info: WorkerInfo
-    load: WorkerLoad
-    state: str
-    heard_ago_s: float
-    restorable_depths: int
-    set_by: SetBy = "share"
-    set_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetStatus:
-    workers: tuple[WorkerStatus, ...]
-
-    def with_budgets(self, told: Mapping[str, SetBudget]) -> "FleetStatus":
-        """The same, with what another router says of their budgets."""
-        return FleetStatus(
-            workers=tuple(
-                replace(one, set_by=said.by, set_bytes=said.num_bytes)
-                if (said := told.get(one.info.name))
-                else one
-                for one in self.workers
-            )
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleScale:
-    """How many workers of a role there are to be. `starting` are those of them that are not heard yet,
-    `leaving` others that go when they have handed their work over. Load decides between `least` and `most`,
-    nothing but people where these are None."""
-
-    role: Role
-    workers: int
-    starting: tuple[str, ...] = ()
-    leaving: tuple[str, ...] = ()
-    least: int | None = None
-    most: int | None = None
+    async def roles(self) -> tuple[RoleScale, ...]:
+        """Raises Unserved."""
+        ...
 
 
 class Service(Protocol):

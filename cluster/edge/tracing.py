@@ -5,8 +5,8 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from tidemill.cluster.edge.flow import Peers, Router
+from tidemill.cluster.messages import Ask, Route
 from tidemill.cluster.observability.spans import Tracer, found, span
-from tidemill.cluster.router.placement import Ask, Route
 from tidemill.workers.messages import Delta, Produced, Request, WorkerId
 
 

@@ -8,13 +8,10 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from tidemill.cluster.edge.http.replies import cached_tokens
-from tidemill.cluster.edge.requests.answers import Increment
+from tidemill.cluster.messages import TTFT_S_MAX, Misses
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.specs import EDGE, MODEL, Spec
 from tidemill.cluster.observability.telemetry import MetricsAlias
-from tidemill.cluster.router.admission import TTFT_S_MAX
-from tidemill.cluster.supervisor.autoscaling import Misses
 from tidemill.workers.messages import Overloaded, Request, Trace, Unserved
 
 
@@ -135,26 +132,25 @@ class Watch:
         self._times: dict[int, _Times] = {}
         self.unfinished = len(requests)
 
-    def saw(self, increment: Increment) -> None:
+    def record(self, choice: int, *, num_tokens: int, finish: str | None, trace: Trace) -> None:
+        """`num_tokens` more tokens of this choice have come, the last ones if there is a `finish`."""
         now_s = self._clock()
-        num_new = increment.growth.num_tokens
-        times = self._times.get(increment.choice)
+        times = self._times.get(choice)
         if times is None:
-            request = self._requests[increment.choice]
-            queue_s = self._saw_first(request, increment.trace, now_s - self._start_s)
-            times = self._times[increment.choice] = _Times(now_s, increment.trace, queue_s)
-        elif num_new:
-            for _ in range(num_new):
-                self._of_model.observe(specs.ITL, (now_s - times.last_s) / num_new)
-        if increment.trace is not times.trace:
-            self._saw_route(increment.trace)
-            times.trace = increment.trace
+            queue_s = self._saw_first(self._requests[choice], trace, now_s - self._start_s)
+            times = self._times[choice] = _Times(now_s, trace, queue_s)
+        elif num_tokens:
+            for _ in range(num_tokens):
+                self._of_model.observe(specs.ITL, (now_s - times.last_s) / num_tokens)
+        if trace is not times.trace:
+            self._saw_route(trace)
+            times.trace = trace
         times.last_s = now_s
-        times.num_tokens += num_new
-        self._of_model.count(specs.GENERATION_TOKENS, num_new)
-        if increment.growth.finish:
+        times.num_tokens += num_tokens
+        self._of_model.count(specs.GENERATION_TOKENS, num_tokens)
+        if finish:
             self.unfinished -= 1
-            self._metrics.count_end(self._model, increment.growth.finish)
+            self._metrics.count_end(self._model, finish)
             self._saw_last(times, now_s)
 
     def _saw_first(self, request: Request, trace: Trace, ttft_s: float) -> float:
@@ -171,7 +167,7 @@ class Watch:
         of_model.observe(specs.PROMPT_LENGTH, num_tokens)
         of_model.count(specs.PROMPT_TOKENS, num_tokens)
         of_model.count(specs.QUERIES, num_tokens)
-        of_model.count(specs.HITS, cached_tokens(num_tokens, trace))
+        of_model.count(specs.HITS, trace.cached_tokens(num_tokens))
         of_model.count(specs.STORE_QUERIES, max(0, num_tokens - workers[0].reused_tokens))
         of_model.count(specs.STORE_HITS, workers[0].fetched_tokens)
         of_model.observe(specs.HIT_DEPTH, workers[0].reused_tokens + workers[0].fetched_tokens)

@@ -3,15 +3,17 @@
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from tidemill.cluster.edge.service import FleetStatus
+from tidemill.cluster.messages import FleetStatus
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.edge_metrics import Metrics
 from tidemill.cluster.metrics.specs import PREFIX
 from tidemill.cluster.metrics.worker_metrics import COUNTERS, FleetCollector
 from tidemill.cluster.observability.telemetry import MetricsAlias
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 ALIASES: dict[MetricsAlias, frozenset[str]] = {
     "vllm": frozenset(

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from tidemill.cluster.edge.service import FleetStatus, WorkerStatus
+from tidemill.cluster.messages import FleetStatus, WorkerStatus
 from tidemill.cluster.metrics.specs import MODEL, RUNNING, USAGE, WAITING, Spec
 
 WORKER = (MODEL, "worker", "role")

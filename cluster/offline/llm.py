@@ -21,15 +21,15 @@ from tidemill.cluster.edge.chat.request.request_builder import requests_of, term
 from tidemill.cluster.edge.chat.request.structured import grammar_of
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
 from tidemill.cluster.edge.chat.text import Message
-from tidemill.cluster.edge.chat.tokenizer import load_tokenizer
+from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.offline.calls import Job, answer_all
 from tidemill.cluster.offline.engine_thread import EngineThread
 from tidemill.cluster.offline.outputs import RequestOutput
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.workers.engine.build import build_engine
+from tidemill.workers.engine.rank_processes import start_ranks
 from tidemill.workers.messages import RequestError, WorkerLoad
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.parallel.processes import start_ranks
 from tidemill.workers.settings import EngineSettings, SettingsError
 
 Prompt: TypeAlias = str | Sequence[int]

@@ -10,13 +10,10 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Protocol
 
+from tidemill.cluster.messages import TTFT_S_MAX, Ask, Route
 from tidemill.cluster.router.fair_queueing import Shares
 from tidemill.cluster.router.fleet_view import Booked
-from tidemill.cluster.router.placement import Ask, Route
 from tidemill.workers.messages import Overloaded
-
-TTFT_S_MAX = 60.0
-"""As long as a client waits for a first token, unless the server was told otherwise."""
 
 LOOK_S = 0.1
 """How often the work queued in the whole fleet is added up."""

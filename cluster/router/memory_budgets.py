@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tidemill.cluster.edge.service import SetBudget
+from tidemill.cluster.messages import SetBudget
 from tidemill.cluster.router.memory_broker import Account, rebalance
 from tidemill.workers.messages import Heartbeat, RequestError, WorkerInfo, WorkerLoad
 

@@ -10,17 +10,16 @@ busier the fleet is, the longer others wait for that. No request bears more of i
 on the first page that is nowhere yet, so that routers agree without talking.
 """
 
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tidemill.cluster.messages import Ask, Route
 from tidemill.cluster.router.cost_model import Costs, Vector
 from tidemill.cluster.router.fleet_view import Booked, Booking, Column, Fleet, Member
 from tidemill.cluster.router.prefix_table import cut_keys
-from tidemill.workers.messages import WorkerId
 from tidemill.workers.scheduling.prefill_throttle import BESIDE_STREAMS
 
 GAP_PAGES_MAX = 2
@@ -69,37 +68,6 @@ SPREAD = np.uint64(0xD6E8FEB86659FD93)  # an odd number with half of its bits se
 
 Chosen = npt.NDArray[np.int64]
 """Slots of workers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """A request as the router sees it. `keys` are the cut keys of its full pages below the last token, or of
-    those that may be restored if the `whole` rest is to be computed where it is answered."""
-
-    request_id: str
-    keys: tuple[bytes, ...]
-    num_tokens: int
-    max_new_tokens: int
-    avoid: frozenset[WorkerId] = field(default_factory=frozenset[WorkerId])  # those that it was lost on
-    wait_s_max: float = 60.0
-    tenant: str = ""
-    ttft_s_max: float | None = None  # None: as long as the server lets it wait; inf: it was taken before
-    content: bytes = b""  # names what is asked, whatever its request_id
-    whole: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """The workers of one attempt. `prefill` is None when the decode worker computes what is missing itself;
-    `gap_tokens_max` is how much it may compute (None: all of it)."""
-
-    decode: WorkerId
-    decode_address: str
-    prefill: WorkerId | None = None
-    prefill_address: str = ""
-    gap_tokens_max: int | None = None
-    predicted_s: float = 0.0  # until the first token; 0: nobody knows how fast the workers are
-    lag_s: float = 0.0  # see Request
 
 
 def place(fleet: Fleet, ask: Ask, now_s: float) -> Route | None:

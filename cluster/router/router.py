@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from tidemill.cluster.edge.service import FleetStatus, SetBudget, WorkerStatus
-from tidemill.cluster.router.admission import TTFT_S_MAX, Admission
+from tidemill.cluster.messages import TTFT_S_MAX, Ask, FleetStatus, Route, SetBudget, WorkerStatus
+from tidemill.cluster.router.admission import Admission
 from tidemill.cluster.router.fleet_view import Fleet, Heard, Lost, Member, wants_full_announcement
 from tidemill.cluster.router.memory_budgets import Budgets
 from tidemill.cluster.router.operator_commands import Orders
-from tidemill.cluster.router.placement import Ask, Route, bookings, place
+from tidemill.cluster.router.placement import bookings, place
 from tidemill.cluster.router.quarantine import Quarantine
 from tidemill.workers.messages import Ack, Heartbeat, Role, Unserved, WorkerId
 

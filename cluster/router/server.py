@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 import grpc.aio
 
-from tidemill.cluster.edge.service import FleetStatus, SetBudget
+from tidemill.cluster.messages import Ask, FleetStatus, Route, SetBudget
 from tidemill.cluster.mutual_tls import MutualTls
-from tidemill.cluster.router.placement import Ask, Route
 from tidemill.cluster.rpc.channels import ROUTER_STREAMS_MAX, bind, new_server, server_credentials
 from tidemill.cluster.rpc.router_codec import (
     decode_ask,

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
-from tidemill.cluster.edge.service import FleetStatus, SetBudget
+from tidemill.cluster.messages import Ask, FleetStatus, Route, SetBudget
 from tidemill.cluster.mutual_tls import MutualTls
-from tidemill.cluster.router.placement import Ask, Route
 from tidemill.cluster.rpc.channels import open_channel
 from tidemill.cluster.rpc.router_codec import (
     decode_budgets,

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import get_args
 
-from tidemill.cluster.edge.service import FleetStatus, SetBudget, SetBy, WorkerStatus
-from tidemill.cluster.router.placement import Ask, Route
+from tidemill.cluster.messages import Ask, FleetStatus, Route, SetBudget, SetBy, WorkerStatus
 from tidemill.cluster.rpc.proto import tidemill_pb2 as pb
 from tidemill.cluster.rpc.worker_codec import Malformed, parse
 from tidemill.workers.messages import (

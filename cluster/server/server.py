@@ -21,7 +21,7 @@ from rich.console import Console
 
 from tidemill.cluster.edge.chat.templates import check_chat
 from tidemill.cluster.edge.chat.text import Tokenizer
-from tidemill.cluster.edge.chat.tokenizer import load_tokenizer
+from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.edge.cluster_service import ClusterService
 from tidemill.cluster.edge.grpc_api.server import PublicServer
 from tidemill.cluster.edge.http.app import app_of

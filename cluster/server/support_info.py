@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from tidemill import __version__
-from tidemill.cluster.edge.http.support import Parts
+from tidemill.cluster.edge.requests.context import Parts
 from tidemill.cluster.observability.redact import plain, without_secrets
 from tidemill.cluster.server.endpoint import Endpoint
 from tidemill.cluster.settings import ClusterSettings

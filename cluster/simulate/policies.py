@@ -10,7 +10,7 @@ from math import exp
 from random import Random
 from typing import Protocol
 
-from tidemill.cluster.router.placement import Ask, Route
+from tidemill.cluster.messages import Ask, Route
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Unserved, WorkerId, WorkerInfo
 

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from random import Random
 
 from tidemill.cluster.edge import flow
-from tidemill.cluster.router.placement import Ask, Route
+from tidemill.cluster.messages import Ask, Route
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.simulate.block_cache import Blocks, Stored
 from tidemill.cluster.simulate.clock import run_virtual

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tidemill.cluster.edge.service import FleetStatus, WorkerStatus
+from tidemill.cluster.messages import Bounds, FleetStatus, Hysteresis, Misses, WorkerStatus
 from tidemill.workers.messages import Role
 
 HIGH, LOW = 0.8, 0.6
@@ -24,15 +24,6 @@ tightest role, if its workers were busy for so much of the time."""
 
 PER_STEP = 4
 """At most so many times the workers there are, at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Misses:
-    """Totals: answers that began, those of them that began too late, and requests that were refused."""
-
-    answered: int = 0
-    late: int = 0
-    refused: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,26 +52,6 @@ class Sample:
     at_s: float
     roles: Mapping[Role, RoleLoad]
     misses: Misses = field(default_factory=Misses)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """How many workers of a role there may be."""
-
-    least: int
-    most: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hysteresis:
-    """How long a fleet is watched before it changes."""
-
-    look_s: float = 2.0  # between two looks
-    up_s: float = 30.0  # of load, before there are more
-    down_s: float = 300.0  # of calm, before there are fewer
-    cool_s: float = 60.0  # after there were fewer, before there are still fewer
-    start_s_max: float = 120.0  # a new worker is waited for, before there are still more
-    drain_s: float = 120.0  # in which the queue shall be worked off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Protocol, get_args
 
-from tidemill.cluster.edge.service import FleetStatus, RoleScale, WorkerStatus
+from tidemill.cluster.messages import FleetStatus, Misses, RoleScale, WorkerStatus
 from tidemill.cluster.settings import FleetSettings, RouterSettings, WorkerSettings, worker_name
-from tidemill.cluster.supervisor.autoscaling import Change, Misses, Sample, decide, sample_of
+from tidemill.cluster.supervisor.autoscaling import Change, Sample, decide, sample_of
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError, Role, Unserved
 

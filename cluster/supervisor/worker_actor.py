@@ -172,7 +172,8 @@ class RankActor:
     """The process of another rank of a group. It ends with its leader, and whatever breaks here ends it."""
 
     def __init__(self, leader: WorkerSettings, engine: EngineSettings, index: int, folder: str) -> None:
-        from tidemill.workers.parallel.rank import build_rank, carry_out  # noqa: PLC0415 - torch
+        from tidemill.workers.engine.build_rank import build_rank  # noqa: PLC0415 - torch
+        from tidemill.workers.parallel.rank import carry_out  # noqa: PLC0415 - torch
 
         start_logs(leader.telemetry, worker=leader.name)
         self._name = f"rank {index} of {leader.name}"

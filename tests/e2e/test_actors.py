@@ -13,8 +13,7 @@ import pytest
 from tests.support import grpc_loop
 from tests.support.e2e.fake_engine import BREAK_TOKEN
 from tests.support.e2e.server import EVENTUALLY_S_MAX, command_of, listening_of
-from tidemill.cluster.edge.service import FleetStatus
-from tidemill.cluster.router.placement import Ask, Route
+from tidemill.cluster.messages import Ask, FleetStatus, Route
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.worker_client import GrpcPeers
 from tidemill.cluster.settings import FleetSettings

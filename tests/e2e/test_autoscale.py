@@ -17,7 +17,7 @@ import psutil
 from tests.support.e2e.load import Client, PacedServer, paced_server
 from tests.support.e2e.paced import answer
 from tests.support.e2e.server import EVENTUALLY_S_MAX, eventually, run_cli
-from tidemill.cluster.edge.chat.tokenizer import load_tokenizer
+from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.workers.models.bundled import bundled
 
 LEAST = {"prefill-0": "prefill", "decode-0": "decode"}

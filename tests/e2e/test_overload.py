@@ -20,7 +20,7 @@ from tests.support.e2e.load import Client, Outcome, PacedServer, at_rate, in_tur
 from tests.support.e2e.paced import answer
 from tests.support.e2e.server import NO_TLS, eventually
 from tests.support.sockets import connected
-from tidemill.cluster.edge.chat.tokenizer import load_tokenizer
+from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.workers.models.bundled import bundled
 
 RUNNING = 200

@@ -1,24 +1,24 @@
 """Every planted bug."""
 
-from tests.mutations.planted_chart import CHART_BUGS
-from tests.mutations.planted_cluster import CLUSTER, RESILIENCE
-from tests.mutations.planted_config import CONFIG_BUGS
-from tests.mutations.planted_edge import EDGE_BUGS
-from tests.mutations.planted_engine import ENGINE_BUGS
-from tests.mutations.planted_fleet_wide import FLEET_WIDE
-from tests.mutations.planted_group import GROUP_BUGS
+from tests.mutations.cluster.planted_chart import CHART_BUGS
+from tests.mutations.cluster.planted_cluster import CLUSTER, RESILIENCE
+from tests.mutations.cluster.planted_config import CONFIG_BUGS
+from tests.mutations.cluster.planted_edge import EDGE_BUGS
+from tests.mutations.cluster.planted_fleet_wide import FLEET_WIDE
+from tests.mutations.cluster.planted_operations import OPERATIONS_BUGS
+from tests.mutations.cluster.planted_placement import PLACING
+from tests.mutations.kvstore.planted_kvstore import KVSTORE
+from tests.mutations.kvstore.planted_store import PUBLISHING_BUGS, STORE_BUGS
+from tests.mutations.kvstore.planted_transfer import TRANSFER_BUGS
+from tests.mutations.kvstore.planted_windows import WINDOW_BUGS
 from tests.mutations.planted_kernels import KERNEL_BUGS
-from tests.mutations.planted_kvstore import KVSTORE
-from tests.mutations.planted_models import MODEL_BUGS
-from tests.mutations.planted_mtp import MTP_BUGS
-from tests.mutations.planted_operations import OPERATIONS_BUGS
-from tests.mutations.planted_placement import PLACING
-from tests.mutations.planted_scores import SCORING
-from tests.mutations.planted_store import PUBLISHING_BUGS, STORE_BUGS
-from tests.mutations.planted_transfer import TRANSFER_BUGS
-from tests.mutations.planted_weights import WEIGHT_BUGS
-from tests.mutations.planted_windows import WINDOW_BUGS
-from tests.mutations.planted_workers import WORKERS
+from tests.mutations.workers.planted_engine import ENGINE_BUGS
+from tests.mutations.workers.planted_group import GROUP_BUGS
+from tests.mutations.workers.planted_models import MODEL_BUGS
+from tests.mutations.workers.planted_mtp import MTP_BUGS
+from tests.mutations.workers.planted_scores import SCORING
+from tests.mutations.workers.planted_weights import WEIGHT_BUGS
+from tests.mutations.workers.planted_workers import WORKERS
 
 PLANTED = (
     *KERNEL_BUGS,

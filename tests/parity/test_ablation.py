@@ -10,7 +10,7 @@ from tools.train_keeper.questions import Question, questions
 
 from tests.support.parity.served import answer, serving
 from tidemill.cluster.edge.chat.text import Message
-from tidemill.cluster.edge.chat.tokenizer import load_tokenizer
+from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.kvstore.keys import Kind, Namespace, ObjectKey, page_keys
 from tidemill.kvstore.layout import Layout, layout_of, restorable_end
 from tidemill.kvstore.stores.file_store import FileStore

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.parity.served import answer, serving
-from tidemill.cluster.edge.chat.tokenizer import load_tokenizer
+from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.kvstore.layout import layout_of
 from tidemill.workers.engine import build
 from tidemill.workers.engine.build import Built

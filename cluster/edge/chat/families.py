@@ -7,15 +7,8 @@ architecture decides where the template says nothing of calls or reasoning.
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from tidemill.cluster.edge.chat.formats import (
-    FORMS,
-    SPOKEN_IN_CHANNELS,
-    THINKING,
-    CallForm,
-    ReasoningParser,
-    Thinking,
-    ToolParser,
-)
+from tidemill.cluster.edge.chat.formats import FORMS, SPOKEN_IN_CHANNELS, THINKING, CallForm, Thinking
+from tidemill.cluster.settings import ChatSettings, ReasoningParser, ToolParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +34,6 @@ FAMILIES = (
     Family("Granite 4", ("granitemoehybrid",), "hermes", "none"),
     Family("DeepSeek", ("deepseek_v3",), "deepseek_v3", "deepseek_v3"),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatSettings:
-    """What a server was told of the chats of a model. `template` is a file, or the text of a template; None:
-    the model's own."""
-
-    template: str | None = None
-    tool_parser: ToolParser = "auto"
-    reasoning_parser: ReasoningParser = "auto"
-
-
-AUTO = ChatSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

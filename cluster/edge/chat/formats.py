@@ -15,19 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-ToolParser = Literal[
-    "auto",
-    "none",
-    "hermes",
-    "qwen3_coder",
-    "llama3_json",
-    "pythonic",
-    "granite",
-    "deepseek_v3",
-    "deepseek_v31",
-    "openai",
-]
-ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "deepseek_v3", "granite", "openai_gptoss"]
+from tidemill.cluster.settings import ReasoningParser, ToolParser
 
 CALL, CALLED = "<tool_call>", "</tool_call>"
 THINK, THOUGHT = "<think>", "</think>"

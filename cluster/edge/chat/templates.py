@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from tidemill.cluster.edge.chat.families import ChatSettings
 from tidemill.cluster.edge.chat.text import PLAIN, Message, Rendering
+from tidemill.cluster.settings import ChatSettings
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError
 

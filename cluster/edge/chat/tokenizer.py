@@ -1,32 +1,22 @@
 # pyright: basic
-# transformers has no complete types
-"""The tokenizer and the chat template of a Hugging Face folder."""
+# tokenizers has no complete types
+"""A tokenizer with its chat template: text to tokens, chats to prompts, tokens back to text."""
 
-import inspect
-import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import DecodeStream
-from transformers import AutoTokenizer
 
-from tidemill.cluster.edge.chat.families import AUTO, SILENT, ChatSettings, Style, style_of
+from tidemill.cluster.edge.chat.families import SILENT, Style
 from tidemill.cluster.edge.chat.formats import FORMS
 from tidemill.cluster.edge.chat.templates import (
     PLAINLY,
     Render,
     Shape,
-    Turns,
-    careful,
-    shape_of,
-    template_of,
 )
 from tidemill.cluster.edge.chat.text import PLAIN, Message, Rendering
-from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError
 
 PENDING_TOKENS_MAX = 8
@@ -34,6 +24,7 @@ PENDING_TOKENS_MAX = 8
 
 SHOWS_TOOLS = re.compile(r"\btools\b")
 """A template that has a place for them."""
+
 
 BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -133,57 +124,3 @@ def byte_alphabet() -> dict[str, bytes]:
     others = [byte for byte in range(256) if byte not in printable]
     written = {chr(byte): bytes([byte]) for byte in printable}
     return written | {chr(256 + place): bytes([byte]) for place, byte in enumerate(others)}
-
-
-def load_tokenizer(folder: Path, chat: ChatSettings = AUTO) -> FolderTokenizer:
-    """Read the tokenizer of a model folder; nothing is downloaded, no code of the folder is run."""
-    try:
-        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        raise TidemillError(
-            f"{folder} has no tokenizer that can be read, check tokenizer.json: {reason}"
-        ) from error
-    raw = getattr(loaded, "backend_tokenizer", None)
-    if raw is None:
-        raise TidemillError(f"{folder} has no tokenizer.json: convert its tokenizer to the fast format")
-    if chat.template is not None:
-        loaded.chat_template = template_of(chat.template)
-    text = str(loaded.chat_template or "")
-    added = {one.content for one in raw.get_added_tokens_decoder().values()}
-    style = style_of(model_type_of(folder), text, added, chat)
-    reserved = inspect.signature(loaded.apply_chat_template).parameters
-
-    @careful
-    def render(turns: Turns, how: Rendering) -> str:
-        return loaded.apply_chat_template(
-            turns,
-            tools=list(how.tools) or None,
-            tokenize=False,
-            add_generation_prompt=how.answers,
-            continue_final_message=how.continues,
-            **checked_options(how.options, reserved),
-        )
-
-    template = Template(text, render, shape_of(render)) if text else None
-    return FolderTokenizer(raw, template, style)
-
-
-def model_type_of(folder: Path) -> str:
-    """Empty where config.json does not say."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
-    return str(config.get("model_type", "")) if isinstance(config, dict) else ""
-
-
-def checked_options(options: Mapping[str, Any], reserved: Mapping[str, object]) -> Mapping[str, Any]:
-    """Variables for a template: what says how it is read and run is not the client's. Raises RequestError."""
-    taken = next((name for name in options if name in reserved or name == "messages"), None)
-    if taken is not None:
-        raise RequestError(
-            f"chat_template_kwargs: {taken} is not a variable of the template: leave it out",
-            param="chat_template_kwargs",
-        )
-    return options

@@ -15,14 +15,13 @@ import grpc.aio
 
 from tidemill.cluster.edge.grpc_api.errors import refusal_of
 from tidemill.cluster.edge.grpc_api.messages import body_of, grow, parse, tokenize_body_of, usage_of
-from tidemill.cluster.edge.http.middleware import REQUEST_ID_HEADER, request_id_of
-from tidemill.cluster.edge.http.replies import Tally
-from tidemill.cluster.edge.requests.caller import asker_of
+from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, asker_of, request_id_of
 from tidemill.cluster.edge.requests.context import Desk
 from tidemill.cluster.edge.requests.intake import Job
 from tidemill.cluster.edge.requests.limits import Bound
 from tidemill.cluster.edge.requests.models import Model
 from tidemill.cluster.edge.requests.recent_requests import Asked
+from tidemill.cluster.edge.requests.usage import Tally
 from tidemill.cluster.rpc.proto import generation_pb2 as pb
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError

@@ -8,10 +8,10 @@ from pydantic import ValidationError
 
 from tidemill.cluster.edge.chat.output.detokenizer import Scored
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
-from tidemill.cluster.edge.http.replies import Tally
 from tidemill.cluster.edge.requests.answers import Increment
 from tidemill.cluster.edge.requests.bodies import CompletionBody, TokenizeBody
 from tidemill.cluster.edge.requests.logprobs import LOGPROB_MIN, Piece
+from tidemill.cluster.edge.requests.usage import Tally
 from tidemill.cluster.rpc.proto import generation_pb2 as pb
 from tidemill.workers.messages import RequestError
 

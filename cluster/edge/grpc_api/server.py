@@ -9,8 +9,8 @@ from grpc_reflection.v1alpha import reflection
 from tidemill.cluster.edge.grpc_api import generation, health
 from tidemill.cluster.edge.grpc_api.generation import Generation
 from tidemill.cluster.edge.grpc_api.health import Health
-from tidemill.cluster.edge.http.middleware import BODY_BYTES_MAX
 from tidemill.cluster.edge.requests.context import Desk
+from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX
 from tidemill.cluster.edge.requests.security import Tls
 from tidemill.cluster.rpc import channels
 

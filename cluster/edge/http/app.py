@@ -9,23 +9,15 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass
 
 from fastapi import FastAPI, Request
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from tidemill import __version__
 from tidemill.cluster.edge.http.dashboard import add_page_routes
+from tidemill.cluster.edge.http.errors import add_error_replies
 from tidemill.cluster.edge.http.memory import BudgetBody, memory_of
 from tidemill.cluster.edge.http.middleware import Boundary
 from tidemill.cluster.edge.http.openapi import describe
-from tidemill.cluster.edge.http.replies import (
-    Head,
-    Json,
-    Kind,
-    Tally,
-    chunk_choice,
-    opening_choice,
-    whole_reply,
-)
+from tidemill.cluster.edge.http.replies import Head, Kind, chunk_choice, opening_choice, whole_reply
 from tidemill.cluster.edge.http.responses import add_responses_routes
 from tidemill.cluster.edge.http.stream import CLIENT_CLOSED_REQUEST, DONE, EventStream, event, while_connected
 from tidemill.cluster.edge.http.support import add_support_routes
@@ -36,13 +28,14 @@ from tidemill.cluster.edge.requests.api_keys import Key
 from tidemill.cluster.edge.requests.bodies import ChatBody, CompletionBody, StreamOptions
 from tidemill.cluster.edge.requests.caller import asker_of
 from tidemill.cluster.edge.requests.context import Desk, Sources, desk_of
-from tidemill.cluster.edge.requests.errors import add_error_replies, error_of
+from tidemill.cluster.edge.requests.errors import error_of
 from tidemill.cluster.edge.requests.intake import Job
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.models import Model, Served
 from tidemill.cluster.edge.requests.recent_requests import Asked, add_recent_routes
+from tidemill.cluster.edge.requests.usage import Json, Tally
 from tidemill.cluster.metrics.edge_metrics import Metrics
-from tidemill.cluster.metrics.exposition import exposition
+from tidemill.cluster.metrics.exposition import CONTENT_TYPE, exposition
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Unserved
 
@@ -189,7 +182,7 @@ class Edge:
             fleets = await self._models.fleets()
         except TidemillError:
             fleets = {}  # the edge's own figures are wanted most when no router answers
-        return Response(exposition(self._desk.metrics, fleets), media_type=CONTENT_TYPE_LATEST)
+        return Response(exposition(self._desk.metrics, fleets), media_type=CONTENT_TYPE)
 
     async def _reply(
         self, request: Request, model: Model, job: Job, kind: Kind, stream: StreamOptions | None

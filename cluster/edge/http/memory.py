@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from tidemill.cluster.edge.http.replies import Json
-from tidemill.cluster.edge.service import FleetStatus, WorkerStatus
+from tidemill.cluster.edge.requests.usage import Json
+from tidemill.cluster.messages import FleetStatus, WorkerStatus
 from tidemill.kvstore.sizes import parse_bytes
 
 BUDGET_BYTES_MAX = (1 << 63) - 1

@@ -11,17 +11,19 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tidemill.cluster.edge.http.dashboard import PAGE_PATHS
 from tidemill.cluster.edge.http.same_origin import check_site
 from tidemill.cluster.edge.http.stream import EventStream, event
 from tidemill.cluster.edge.requests.api_keys import Keys
+from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, request_id_of
 from tidemill.cluster.edge.requests.errors import error_of, headers_of
-from tidemill.cluster.edge.requests.limits import BODY_BYTES_PER_S, Bound, EdgeLimits
+from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX, BODY_BYTES_PER_S, Bound, EdgeLimits
 from tidemill.workers.messages import Overloaded, RequestError, Unserved
 
-BODY_BYTES_MAX = 4 << 20
-REQUEST_ID_CHARS_MAX = 128
-REQUEST_ID_HEADER = "x-request-id"
 STOPS = Unserved("this server stops")
+
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/metrics"}) | PAGE_PATHS
+"""Probes and scrapers bring no keys; the page asks for one."""
 
 
 class Boundary:
@@ -62,10 +64,7 @@ class Boundary:
 
         body = _Body(self._bytes, self._body_s_max)
         try:
-            self._keys.admit(scope["path"], headers)
-            if not self._keys.are_needed:
-                server = scope.get("server") or ("",)
-                check_site(scope["method"], server[0], headers)
+            self._admit(scope, headers)
             # what only looks is answered also when the edge is full
             with self._requests.holding(1) if scope["method"] == "POST" else nullcontext():
                 if not await body.read(headers, receive):
@@ -82,6 +81,14 @@ class Boundary:
                 raise
         finally:
             body.drop()
+
+    def _admit(self, scope: Scope, headers: Headers) -> None:
+        """Raises RequestError and Overloaded."""
+        if scope["path"] not in OPEN_PATHS:
+            self._keys.admit(scope["path"], headers)
+        if not self._keys.are_needed:
+            server = scope.get("server") or ("",)
+            check_site(scope["method"], server[0], headers)
 
     async def _cut(self, begun: Headers | None, scope: Scope, receive: Receive, send: Send) -> bool:
         """Say so, if the reply has not `begun` or is a stream of events: whether that could be."""
@@ -159,10 +166,3 @@ class _Body:
     def drop(self) -> None:
         self._bound.give(self._num_bytes)
         self._num_bytes = 0
-
-
-def request_id_of(given: str | None) -> str | None:
-    """The client's own id when it can be sent back as it is."""
-    if given and len(given) <= REQUEST_ID_CHARS_MAX and given.isascii() and given.isprintable():
-        return given
-    return None

@@ -4,7 +4,7 @@ from typing import Any, cast
 
 from fastapi import FastAPI
 
-from tidemill.cluster.edge.http.replies import Json
+from tidemill.cluster.edge.requests.usage import Json
 
 EVENTS = "text/event-stream"
 TEXT = "text/plain"

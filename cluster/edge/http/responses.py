@@ -8,7 +8,6 @@ from typing import cast
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from tidemill.cluster.edge.http.replies import Json, Tally
 from tidemill.cluster.edge.http.responses_body import ResponsesBody, renamed
 from tidemill.cluster.edge.http.responses_events import Output, Status
 from tidemill.cluster.edge.http.stream import CLIENT_CLOSED_REQUEST, EventStream, event, while_connected
@@ -19,6 +18,7 @@ from tidemill.cluster.edge.requests.errors import error_of
 from tidemill.cluster.edge.requests.intake import Job
 from tidemill.cluster.edge.requests.models import Model
 from tidemill.cluster.edge.requests.recent_requests import Asked
+from tidemill.cluster.edge.requests.usage import Json, Tally
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import FinishReason, RequestError
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tidemill.cluster.edge.chat.output.parts import Call, Part, Reasoning, Words
-from tidemill.cluster.edge.http.replies import Json
+from tidemill.cluster.edge.requests.usage import Json
 
 Kind = Literal["reasoning", "message"]
 Status = Literal["completed", "incomplete"]

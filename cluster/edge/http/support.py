@@ -1,17 +1,14 @@
 """GET /cluster/support/NAME: what a server knows of itself, for people who look for what is wrong with it."""
 
 import asyncio
-from collections.abc import Callable, Mapping
 from typing import Annotated
 
 from fastapi import FastAPI
 from fastapi import Path as InPath
 
-from tidemill.cluster.edge.http.replies import Json
+from tidemill.cluster.edge.requests.context import Parts
+from tidemill.cluster.edge.requests.usage import Json
 from tidemill.workers.messages import RequestError
-
-Parts = Mapping[str, Callable[[], object]]
-"""By name; each is called on a thread, makes what JSON can have, and may raise TidemillError."""
 
 
 def add_support_routes(app: FastAPI, parts: Parts) -> None:

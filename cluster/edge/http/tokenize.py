@@ -4,9 +4,9 @@ from fastapi import FastAPI
 
 from tidemill.cluster.edge.chat.request.request_builder import check_tokens
 from tidemill.cluster.edge.chat.text import text_of
-from tidemill.cluster.edge.http.replies import Json
 from tidemill.cluster.edge.requests.bodies import DetokenizeBody, TokenizeBody
 from tidemill.cluster.edge.requests.models import Models
+from tidemill.cluster.edge.requests.usage import Json
 
 
 def add_token_routes(app: FastAPI, models: Models) -> None:

@@ -7,8 +7,8 @@ from fastapi import FastAPI
 from fastapi import Path as InPath
 from pydantic import BaseModel, ConfigDict, Field
 
-from tidemill.cluster.edge.http.replies import Json
 from tidemill.cluster.edge.requests.models import Models
+from tidemill.cluster.edge.requests.usage import Json
 from tidemill.workers.messages import Role
 
 WORKERS_MAX = 1024

@@ -18,12 +18,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
-from tidemill.cluster.edge.http.dashboard import PAGE_PATHS
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Overloaded, RequestError
-
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/metrics"}) | PAGE_PATHS
-"""Probes and scrapers bring no keys; the page asks for one."""
 
 OPERATORS_PATHS = ("/cluster", "/reset_prefix_cache", "/flush_cache")
 """These, and all below them."""
@@ -60,7 +56,7 @@ class Keys:
 
     def admit(self, path: str, headers: Mapping[str, str]) -> None:
         """Let a request pass, and count it. Raises RequestError (401, 403) and Overloaded."""
-        if not self._keys or path in OPEN_PATHS:
+        if not self._keys:
             return
         key = self._key_of(headers)
         if path.startswith(OPERATORS_PATHS):

@@ -12,6 +12,9 @@ from tidemill.workers.messages import RequestError
 DEADLINE_HEADER = "x-slo-ttft-ms"
 """As clients of llm-d and of the gateway API's inference extension send it: milliseconds."""
 
+REQUEST_ID_HEADER = "x-request-id"
+REQUEST_ID_CHARS_MAX = 128
+
 TENANT_BYTES = 8
 
 
@@ -63,3 +66,10 @@ def _deadline_s(text: str | None) -> float | None:
             param=DEADLINE_HEADER,
         )
     return deadline_ms / 1000
+
+
+def request_id_of(given: str | None) -> str | None:
+    """The client's own id when it can be sent back as it is."""
+    if given and len(given) <= REQUEST_ID_CHARS_MAX and given.isascii() and given.isprintable():
+        return given
+    return None

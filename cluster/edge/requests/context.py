@@ -1,13 +1,11 @@
 """What requests meet whichever way they come: the models, who may ask, how much at once, measurements."""
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from random import Random
 from types import MappingProxyType
 
-from tidemill.cluster.edge.http.replies import Json
-from tidemill.cluster.edge.http.support import Parts
 from tidemill.cluster.edge.requests.answers import Increment, answers
 from tidemill.cluster.edge.requests.api_keys import Key, Keys
 from tidemill.cluster.edge.requests.intake import Job
@@ -15,9 +13,13 @@ from tidemill.cluster.edge.requests.limits import Bound, EdgeLimits
 from tidemill.cluster.edge.requests.models import Model, Models, Served
 from tidemill.cluster.edge.requests.recent_requests import Asked, Recent
 from tidemill.cluster.edge.requests.request_span import traced
+from tidemill.cluster.edge.requests.usage import Json
 from tidemill.cluster.metrics.edge_metrics import Metrics
 from tidemill.cluster.observability.logs import log_request
 from tidemill.cluster.observability.spans import Tracer
+
+Parts = Mapping[str, Callable[[], object]]
+"""By name; each is called on a thread, makes what JSON can have, and may raise TidemillError."""
 
 ID_CHARS = 12
 """Of a random id: enough to tell requests of one name apart."""
@@ -59,7 +61,12 @@ class Desk:
         ):
             async with aclosing(answers(model.service, model.tokenizer, going)) as increments:
                 async for increment in increments:
-                    watch.saw(increment)
+                    watch.record(
+                        increment.choice,
+                        num_tokens=increment.growth.num_tokens,
+                        finish=increment.growth.finish,
+                        trace=increment.trace,
+                    )
                     story.saw(increment)
                     yield increment
 

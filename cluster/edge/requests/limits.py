@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tidemill.workers.messages import Overloaded
 
 RETRY_S = 1.0
+BODY_BYTES_MAX = 4 << 20
 BODY_BYTES_PER_S = 16 << 10
 
 

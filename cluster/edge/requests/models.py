@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from random import Random
 
 from tidemill.cluster.edge.chat.text import Tokenizer
-from tidemill.cluster.edge.http.replies import Json
 from tidemill.cluster.edge.requests.intake import Intake
-from tidemill.cluster.edge.service import FleetStatus, ServedModel, Service
+from tidemill.cluster.edge.requests.usage import Json
+from tidemill.cluster.edge.service import ServedModel, Service
+from tidemill.cluster.messages import FleetStatus
 from tidemill.workers.messages import RequestError, Unserved
 
 

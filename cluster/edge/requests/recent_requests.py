@@ -8,9 +8,9 @@ from typing import Annotated
 
 from fastapi import FastAPI, Query
 
-from tidemill.cluster.edge.http.replies import Json, Tally
 from tidemill.cluster.edge.requests.answers import Increment
 from tidemill.cluster.edge.requests.intake import Job
+from tidemill.cluster.edge.requests.usage import Json, Tally
 from tidemill.workers.messages import Trace
 
 RECENT_MAX = 200

@@ -36,11 +36,3 @@ def uvicorn_settings(tls: Tls | None) -> dict[str, Any]:
     if tls.client_ca is None:
         return files
     return {**files, "ssl_ca_certs": str(tls.client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """Where a running server is, and the key that it wants, if any."""
-
-    url: str
-    api_key: str = ""

@@ -16,14 +16,16 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer, load_tokenizer
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
+from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.edge.http.app import build_app
 from tidemill.cluster.edge.http.slow_clients import patient
 from tidemill.cluster.edge.requests.context import Sources
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.models import Served
 from tidemill.cluster.edge.requests.security import Tls, uvicorn_settings
-from tidemill.cluster.edge.service import FleetStatus, RoleScale, ServedModel, WorkerStatus
+from tidemill.cluster.edge.service import ServedModel
+from tidemill.cluster.messages import FleetStatus, RoleScale, WorkerStatus
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import (
     MemoryUse,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from tidemill.cluster.edge.flow import serve
-from tidemill.cluster.router.placement import Ask, Route
+from tidemill.cluster.messages import Ask, Route
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.workers.messages import (
     Delta,

@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from tests.support.e2e.fake_engine import FakeBuilt
+from tidemill.cluster.messages import Bounds, Hysteresis
 from tidemill.cluster.settings import (
     ClusterSettings,
     FleetSettings,
@@ -26,7 +27,6 @@ from tidemill.cluster.settings import (
     WorkerSettings,
     ray_environ,
 )
-from tidemill.cluster.supervisor.autoscaling import Bounds, Hysteresis
 from tidemill.workers.messages import (
     Announcement,
     Delta,

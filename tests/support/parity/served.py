@@ -8,8 +8,8 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 
 from tidemill.workers.engine.build import Built, build_engine
+from tidemill.workers.engine.rank_processes import start_ranks
 from tidemill.workers.messages import Provenance, Request
-from tidemill.workers.parallel.processes import start_ranks
 from tidemill.workers.settings import EngineSettings
 
 LANDING_S_MAX = 60

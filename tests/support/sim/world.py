@@ -10,7 +10,7 @@ from tests.support.sim.calls import Frontend, Work
 from tests.support.sim.fold import VOCABULARY, Broke, FoldRunner
 from tests.support.sim.watched import WatchedEngine
 from tidemill.cluster.edge.failure_detector import watch
-from tidemill.cluster.router.placement import Ask, Route
+from tidemill.cluster.messages import Ask, Route
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.worker.assignment import Duties
 from tidemill.cluster.worker.worker_process import LEAVE_S_MAX

@@ -11,10 +11,11 @@ from threading import Event
 
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.memory.backing import Mmap
+from tidemill.workers.engine.build_rank import build_rank
 from tidemill.workers.execution.step import Step
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.parallel.link import Ended, Links, accept, meeting_place
-from tidemill.workers.parallel.rank import Part, build_rank, carry_out
+from tidemill.workers.parallel.rank import Part, carry_out
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.transfer.transfer import Moved
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.support.cluster.fake_service import MODEL, TRACE, FakeService, app_over, serving
-from tidemill.cluster.edge.http.replies import cached_tokens
 
 
 @settings(max_examples=15, deadline=None)
@@ -118,7 +117,7 @@ def test_a_run_over_http() -> None:
     for one in run.samples:
         assert one.prompt_tokens == len(one.item.tokens)
         assert one.output_tokens == one.item.max_tokens == len(one.gaps_s) + 1
-        assert one.details["cached_tokens"] == cached_tokens(one.prompt_tokens, TRACE)
+        assert one.details["cached_tokens"] == TRACE.cached_tokens(one.prompt_tokens)
     sent = [request.tokens for request in service.requests]
     for item in items:
         if item.after is not None:

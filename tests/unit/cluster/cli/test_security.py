@@ -14,11 +14,12 @@ from tests.support.cluster.fake_service import FakeService, saying, serving, sou
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.security import KEY_VARIABLE, security_of
 from tidemill.cluster.cli.serve import settled
+from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.cluster.cli.status import fetch_status
 from tidemill.cluster.edge.http.app import build_app
 from tidemill.cluster.edge.requests.api_keys import digest_of
 from tidemill.cluster.edge.requests.models import Served
-from tidemill.cluster.edge.requests.security import Security, Server
+from tidemill.cluster.edge.requests.security import Security
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError, Unserved
 
@@ -119,11 +120,13 @@ def test_the_commands_bring_their_key(files: dict[str, str], monkeypatch: pytest
 
     async def main() -> None:
         async with serving(edge(one), one.tls) as url:
-            assert await asyncio.to_thread(fetch_status, Server(url, "sk-operator"))
+            assert await asyncio.to_thread(fetch_status, ServerAddress(url, "sk-operator"))
             for wrong in ("", "sk-other"):
                 with pytest.raises(RequestError, match="--api-key"):
-                    await asyncio.to_thread(fetch_status, Server(url, wrong))
+                    await asyncio.to_thread(fetch_status, ServerAddress(url, wrong))
             with pytest.raises(Unserved):
-                await asyncio.to_thread(fetch_status, Server(url.replace("https", "http"), "sk-operator"))
+                await asyncio.to_thread(
+                    fetch_status, ServerAddress(url.replace("https", "http"), "sk-operator")
+                )
 
     asyncio.run(main())

@@ -10,7 +10,8 @@ from starlette.routing import Route
 
 from tests.support.cluster.fake_service import FakeService, call, saying, sources, tokenizer
 from tidemill.cluster.edge.http.app import build_app
-from tidemill.cluster.edge.requests.api_keys import OPEN_PATHS, Key, Keys, digest_of
+from tidemill.cluster.edge.http.middleware import OPEN_PATHS
+from tidemill.cluster.edge.requests.api_keys import Key, Keys, digest_of
 from tidemill.cluster.edge.requests.caller import asker_of
 from tidemill.cluster.edge.requests.models import Served
 from tidemill.kvstore.keys import Namespace, page_keys

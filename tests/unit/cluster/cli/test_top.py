@@ -22,8 +22,8 @@ from tests.support.cluster.fake_service import (
 )
 from tests.unit.cluster.edge.requests.test_reading import drawn
 from tidemill.cluster.cli import main as cli
+from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.cluster.cli.top import Snapshot, WorkerRow, render_top, rows, take
-from tidemill.cluster.edge.requests.security import Server
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.scrape import Scraped, Seen, scraped
 from tidemill.kvstore.errors import TidemillError
@@ -205,7 +205,7 @@ def test_the_tables_fit_and_names_are_no_markup() -> None:
         ),
     )
     service = FakeService(saying(" a"), workers=(worker_status("prefill-0", "prefill"), busy))
-    after = against(service, lambda url: take(Server(url), 2.0))
+    after = against(service, lambda url: take(ServerAddress(url), 2.0))
     shown = drawn(render_top(rows(replace(after, at_s=0.0), after)))
     (line,) = [" ".join(line.split()) for line in shown.splitlines() if "d-1" in line]
     assert line == "[red]d-1 draining 128 1,024 1.23M 0 0 999 GiB 999 GiB 100%"
@@ -215,12 +215,12 @@ def test_the_tables_fit_and_names_are_no_markup() -> None:
 
 
 def test_what_is_no_server_of_ours_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def page(server: Server, path: str) -> str:
+    def page(server: ServerAddress, path: str) -> str:
         return f"<html>{server.url}{path}"
 
     monkeypatch.setattr("tidemill.cluster.cli.top.ask_text", page)
     with pytest.raises(Unserved, match="--url"):
-        against(FakeService(saying(" a")), lambda url: take(Server(url), 0.0))
+        against(FakeService(saying(" a")), lambda url: take(ServerAddress(url), 0.0))
 
 
 def test_once_is_one_frame_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,4 +249,4 @@ def test_an_interval_is_a_number_of_seconds(interval: str, capsys: pytest.Captur
 
 def test_a_missing_server_is_one_line() -> None:
     with pytest.raises(TidemillError, match="--url"):
-        take(Server("http://127.0.0.1:9"), 0.0)
+        take(ServerAddress("http://127.0.0.1:9"), 0.0)

@@ -12,10 +12,9 @@ from tidemill.cluster.config.fleets import Surroundings, cluster_settings, summa
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.reading import parse_config
 from tidemill.cluster.config.tree import Config
-from tidemill.cluster.edge.chat.families import ChatSettings
+from tidemill.cluster.messages import Bounds
 from tidemill.cluster.observability.telemetry import Telemetry
-from tidemill.cluster.settings import ClusterSettings, FleetSettings
-from tidemill.cluster.supervisor.autoscaling import Bounds
+from tidemill.cluster.settings import ChatSettings, ClusterSettings, FleetSettings
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import SettingsError
 

@@ -13,10 +13,7 @@ from tests.support.cluster.fake_service import (
     saying,
     worker_status,
 )
-from tidemill.cluster.edge.chat.output.detokenizer import Growth
-from tidemill.cluster.edge.http.replies import cached_tokens
-from tidemill.cluster.edge.requests.answers import Increment
-from tidemill.cluster.edge.service import FleetStatus
+from tidemill.cluster.messages import FleetStatus
 from tidemill.cluster.metrics.edge_metrics import Metrics
 from tidemill.cluster.metrics.exposition import ALIASES, exposition
 from tidemill.cluster.metrics.worker_metrics import FleetCollector
@@ -65,7 +62,7 @@ def test_requests_are_measured() -> None:
     assert seen["request_prompt_tokens_sum", ME] == seen["prompt_tokens_total", ME] == 21
     assert seen["request_generation_tokens_sum", ME] == seen["generation_tokens_total", ME] == generated
     assert seen["prefix_cache_queries_total", ME] == 21
-    assert seen["prefix_cache_hits_total", ME] == cached_tokens(9, TRACE) + cached_tokens(12, TRACE)
+    assert seen["prefix_cache_hits_total", ME] == TRACE.cached_tokens(9) + TRACE.cached_tokens(12)
     assert seen["request_success_total", labels(finished_reason="stop")] == 1
     assert seen["request_success_total", labels(finished_reason="length")] == 1
     assert seen["request_attempts_sum", ME] == 2
@@ -89,8 +86,7 @@ def measured(traces: list[Trace], tokens: int = 20) -> Samples:
     with metrics.watch("keeper", [request]) as watch:
         for index, trace in enumerate(traces):
             finish = "length" if index == len(traces) - 1 else None
-            growth = Growth(text="a", num_tokens=1, finish=finish)
-            watch.saw(Increment(choice=0, growth=growth, trace=trace))
+            watch.record(0, num_tokens=1, finish=finish, trace=trace)
     return read(exposition(metrics, {}).decode())
 
 
@@ -212,8 +208,7 @@ def test_what_waits_does_not_run_and_models_are_told_apart() -> None:
 def test_an_alias_repeats_the_core_series_under_another_prefix() -> None:
     metrics = Metrics(iter(range(100)).__next__)
     with metrics.watch("keeper", [Request(request_id="r", tokens=(5,), max_new_tokens=1)]) as watch:
-        growth = Growth(text="a", num_tokens=1, finish="stop")
-        watch.saw(Increment(choice=0, growth=growth, trace=TRACE))
+        watch.record(0, num_tokens=1, finish="stop", trace=TRACE)
     one = fleet(1)
     counted = replace(one.workers[0], load=replace(one.workers[0].load, counters={"preemptions": 2}))
     fleets = {"keeper": FleetStatus(workers=(counted,))}

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from tests.support.cluster.fake_service import worker_status
-from tidemill.cluster.edge.service import FleetStatus
+from tidemill.cluster.messages import FleetStatus
 from tidemill.cluster.metrics.edge_metrics import Metrics
 from tidemill.cluster.metrics.exposition import exposition
 from tidemill.cluster.metrics.reference import reference, scraped_name

@@ -398,7 +398,7 @@ def test_a_group_of_two_gives_the_same_answers(llm: LLM, settings: dict[str, Any
     with LLM("keeper", **settings, tensor_parallel_size=2) as group:
         outputs = group.generate(PROMPTS, WARM)
         children = psutil.Process().children()
-        ranks = [child for child in children if "tidemill.workers.parallel.processes" in child.cmdline()]
+        ranks = [child for child in children if "tidemill.workers.engine.rank_processes" in child.cmdline()]
         assert len(ranks) == 1
     assert tokens_of(outputs) == tokens_of(llm.generate(PROMPTS, WARM))
     gone, left = psutil.wait_procs(ranks, timeout=60)

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.sim.loop import simulate
-from tidemill.cluster.router.admission import BEGUN_S, LOOK_S, RETRY_S_MAX, TTFT_S_MAX, Admission
+from tidemill.cluster.messages import TTFT_S_MAX, Ask, Route
+from tidemill.cluster.router.admission import BEGUN_S, LOOK_S, RETRY_S_MAX, Admission
 from tidemill.cluster.router.fleet_view import Booked, Booking
-from tidemill.cluster.router.placement import Ask, Route
 from tidemill.cluster.router.router import Router
 from tidemill.workers.messages import (
     Announcement,

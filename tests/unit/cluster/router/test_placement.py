@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidemill.cluster.messages import Ask, Route
 from tidemill.cluster.router.fleet_view import Fleet, Heard
 from tidemill.cluster.router.placement import (
     ANSWER_TOKENS,
@@ -19,8 +20,6 @@ from tidemill.cluster.router.placement import (
     KAPPA,
     PATIENCE_S,
     TIED,
-    Ask,
-    Route,
     bookings,
     place,
 )

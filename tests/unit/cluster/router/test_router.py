@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 import pytest
 
 from tests.support.sim.loop import simulate
-from tidemill.cluster.router.placement import Ask, Route
+from tidemill.cluster.messages import Ask, Route
 from tidemill.cluster.router.router import SILENCE_S_MAX, Router
 from tidemill.workers.messages import (
     Announcement,

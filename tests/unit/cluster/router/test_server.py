@@ -11,8 +11,7 @@ import grpc.aio
 import pytest
 
 from tests.support import grpc_loop
-from tidemill.cluster.edge.service import FleetStatus
-from tidemill.cluster.router.placement import Ask
+from tidemill.cluster.messages import Ask, FleetStatus
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc.channels import open_channel

@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 
 from tests.support import grpc_loop
-from tidemill.cluster.router.placement import Ask
+from tidemill.cluster.messages import Ask
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc.channels import bind, new_server, open_channel

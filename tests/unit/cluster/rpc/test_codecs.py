@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.cluster.edge.service import FleetStatus, WorkerStatus
-from tidemill.cluster.router.placement import Ask, Route
+from tidemill.cluster.messages import Ask, FleetStatus, Route, WorkerStatus
 from tidemill.cluster.rpc.proto import tidemill_pb2 as pb
 from tidemill.cluster.rpc.router_codec import (
     decode_ack,

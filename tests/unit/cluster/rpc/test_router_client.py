@@ -8,8 +8,7 @@ import grpc
 import grpc.aio
 
 from tests.support import grpc_loop
-from tidemill.cluster.edge.service import FleetStatus
-from tidemill.cluster.router.placement import Ask, Route
+from tidemill.cluster.messages import Ask, FleetStatus, Route
 from tidemill.cluster.rpc.channels import bind, new_server
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.router_codec import encode_placed, encode_status

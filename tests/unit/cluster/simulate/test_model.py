@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tidemill.cluster.router.placement import Ask
+from tidemill.cluster.messages import Ask
 from tidemill.cluster.simulate.block_cache import Blocks, Stored
 from tidemill.cluster.simulate.cost import SPEED, Cost
 from tidemill.cluster.simulate.policies import (

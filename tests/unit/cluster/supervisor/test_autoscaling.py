@@ -12,19 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.cluster.fake_service import worker_status
-from tidemill.cluster.edge.service import FleetStatus
-from tidemill.cluster.supervisor.autoscaling import (
-    HIGH,
-    LOW,
-    Bounds,
-    Hysteresis,
-    Misses,
-    RoleLoad,
-    Sample,
-    decide,
-    role_load,
-    sample_of,
-)
+from tidemill.cluster.messages import Bounds, FleetStatus, Hysteresis, Misses
+from tidemill.cluster.supervisor.autoscaling import HIGH, LOW, RoleLoad, Sample, decide, role_load, sample_of
 from tidemill.workers.messages import MemoryUse, Role, WorkerLoad
 
 STEP_S = 2.0

@@ -13,9 +13,8 @@ from tests.unit.cluster.edge.requests.test_reading import drawn
 from tests.unit.cluster.supervisor.test_scaler import BUSY, CALM, HYSTERESIS, Case, FakeCluster, settings_of
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.worker_commands import render_roles
-from tidemill.cluster.edge.service import RoleScale
+from tidemill.cluster.messages import Misses, RoleScale
 from tidemill.cluster.settings import FleetSettings, RouterSettings
-from tidemill.cluster.supervisor.autoscaling import Misses
 from tidemill.cluster.supervisor.scaler import IDLE_LOOKS, Scaler
 from tidemill.workers.messages import RequestError, Role, Unserved, WorkerLoad
 

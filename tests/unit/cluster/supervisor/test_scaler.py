@@ -5,9 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.support.cluster.fake_service import worker_status
-from tidemill.cluster.edge.service import FleetStatus, WorkerStatus
+from tidemill.cluster.messages import Bounds, FleetStatus, Hysteresis, Misses, WorkerStatus
 from tidemill.cluster.settings import FleetSettings, RouterSettings, WorkerSettings
-from tidemill.cluster.supervisor.autoscaling import Bounds, Hysteresis, Misses
 from tidemill.cluster.supervisor.scaler import IDLE_LOOKS, Scaler
 from tidemill.workers.messages import RequestError, Role, Unserved, WorkerLoad
 from tidemill.workers.settings import EngineSettings

@@ -18,7 +18,7 @@ from tests.support.cluster.scripted_engine import (
     serving,
 )
 from tidemill.cluster.edge.flow import serve
-from tidemill.cluster.router.placement import Ask, Route
+from tidemill.cluster.messages import Ask, Route
 from tidemill.cluster.rpc.worker_codec import (
     Generate,
     Hello,

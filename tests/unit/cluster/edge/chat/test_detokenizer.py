@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.cluster.edge.chat.output.detokenizer import Answer, Ending, Growth, Scored
-from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer, load_tokenizer
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
+from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.workers.messages import FinishReason, Request, TokenLogprob
 from tidemill.workers.models.bundled import bundled
 

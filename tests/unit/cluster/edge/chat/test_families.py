@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from tidemill.cluster.edge.chat.families import AUTO, FAMILIES, ChatSettings, style_of
+from tidemill.cluster.edge.chat.families import FAMILIES, style_of
 from tidemill.cluster.edge.chat.formats import FINAL, FORMS, THINKING
 from tidemill.cluster.edge.chat.output.harmony import listener
 from tidemill.cluster.edge.chat.output.output_parser import Manner
 from tidemill.cluster.edge.chat.output.parts import Call, Part, Reasoning, Words, joined
+from tidemill.cluster.settings import AUTO, ChatSettings
 
 Told = tuple[str, str, list[tuple[str | None, Any]]]
 """Reasoning, words, and calls."""

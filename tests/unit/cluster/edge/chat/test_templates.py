@@ -9,11 +9,12 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as RawTokenizer
 
 from tests.support.cluster.fake_service import KEEPER
-from tidemill.cluster.edge.chat.families import ChatSettings
 from tidemill.cluster.edge.chat.formats import CHANNELS, FINAL, FORMS, THINKING
 from tidemill.cluster.edge.chat.templates import check_chat
 from tidemill.cluster.edge.chat.text import Message, Rendering, text_of
-from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer, load_tokenizer
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
+from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
+from tidemill.cluster.settings import ChatSettings
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError
 

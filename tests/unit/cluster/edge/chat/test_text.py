@@ -11,13 +11,8 @@ from tokenizers.models import BPE
 
 from tidemill.cluster.edge.chat.templates import careful
 from tidemill.cluster.edge.chat.text import Message, StopScanner
-from tidemill.cluster.edge.chat.tokenizer import (
-    PENDING_TOKENS_MAX,
-    FolderTokenizer,
-    Template,
-    byte_alphabet,
-    load_tokenizer,
-)
+from tidemill.cluster.edge.chat.tokenizer import PENDING_TOKENS_MAX, FolderTokenizer, Template, byte_alphabet
+from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError
 from tidemill.workers.models.bundled import bundled

@@ -22,9 +22,8 @@ from tests.support.cluster.fake_service import FakeService, saying, worker_statu
 from tests.support.cluster.grpc_edge import HELLO, Client, serving, trailing
 from tidemill.cluster.edge.grpc_api import generation, health
 from tidemill.cluster.edge.grpc_api.server import PublicServer
-from tidemill.cluster.edge.http.middleware import BODY_BYTES_MAX
 from tidemill.cluster.edge.requests.api_keys import Key, digest_of
-from tidemill.cluster.edge.requests.limits import EdgeLimits
+from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX, EdgeLimits
 from tidemill.cluster.edge.requests.security import Tls
 from tidemill.cluster.rpc.proto import generation_pb2 as pb
 from tidemill.cluster.server.endpoint import Endpoint, PortTaken, listening

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.cluster.fake_service import FakeService, app_over, call, chat, events_of, saying
-from tidemill.cluster.edge.http.middleware import BODY_BYTES_MAX
 from tidemill.cluster.edge.requests.bodies import UNSUPPORTED, ChatBody, CompletionBody
+from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX
 from tidemill.workers.messages import Piece, Request, RequestError
 
 SERVICE = FakeService(saying(" ok"))

@@ -19,7 +19,8 @@ from tests.support.cluster.fake_service import KEEPER, MODEL, FakeService
 from tests.support.cluster.openai_talk import LOOK, converse
 from tidemill.cluster.edge.chat.formats import CALL_END, CHANNELS, FORMS, RETURN, THINKING
 from tidemill.cluster.edge.chat.text import text_of
-from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer, load_tokenizer
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
+from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 
 Told = tuple[str, str, list[tuple[str, Any]]]
 """Reasoning, words, and calls."""

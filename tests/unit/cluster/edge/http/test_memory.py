@@ -11,7 +11,7 @@ from tests.support.cluster.fake_service import FakeService, app_over, call, sayi
 from tests.unit.cluster.edge.requests.test_reading import drawn
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.memory import fetch_memory, render_memory
-from tidemill.cluster.edge.requests.security import Server
+from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.workers.messages import RequestError
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ def against(service: FakeService, do: Callable[[str], T]) -> T:
 
 def test_the_table_fits_and_names_are_no_markup() -> None:
     workers = (worker_status("prefill-0", "prefill"), worker_status("[red]decode-1"))
-    memory = against(FakeService(saying(" a"), workers=workers), lambda url: fetch_memory(Server(url)))
+    memory = against(FakeService(saying(" a"), workers=workers), lambda url: fetch_memory(ServerAddress(url)))
     text = drawn(render_memory(memory))
     set_line, held_line = [" ".join(line.split()) for line in text.splitlines() if "prefill-0" in line]
     assert set_line == "prefill-0 prefill broker 4.00 MiB 5.00 MiB 1.00 MiB 16.0 MiB"

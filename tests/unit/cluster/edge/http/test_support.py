@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from tests.support.cluster.fake_service import FakeService, call, saying, serving, sources, tokenizer
 from tests.unit.cluster.supervisor.test_scaler import settings_of
 from tidemill.cluster.cli import main as cli
+from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.cluster.cli.support_bundle import collect
 from tidemill.cluster.edge.http.app import app_of
-from tidemill.cluster.edge.http.support import Parts
 from tidemill.cluster.edge.requests.api_keys import Key, digest_of
-from tidemill.cluster.edge.requests.context import desk_of
+from tidemill.cluster.edge.requests.context import Parts, desk_of
 from tidemill.cluster.edge.requests.models import Served
-from tidemill.cluster.edge.requests.security import Security, Server, Tls
+from tidemill.cluster.edge.requests.security import Security, Tls
 from tidemill.cluster.observability.logs import keeping
 from tidemill.cluster.observability.redact import REMOVED, plain, without_secrets
 from tidemill.cluster.observability.telemetry import Telemetry
@@ -245,7 +245,9 @@ def test_without_a_server_or_a_key_it_says_so_in_the_index(
 def test_it_is_whole_where_all_can_be_had(tmp_path: Path) -> None:
     parts: Parts = {**PARTS, "nodes": list}
     assert against(lambda url: bundle(url, tmp_path / "b.tar.gz"), parts, has_keys=False) == 0
-    assert not [one for one in against(lambda url: collect(Server(url)), parts, has_keys=False) if one.error]
+    assert not [
+        one for one in against(lambda url: collect(ServerAddress(url)), parts, has_keys=False) if one.error
+    ]
 
 
 def test_where_it_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

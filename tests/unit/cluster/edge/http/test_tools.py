@@ -15,7 +15,8 @@ from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolPara
 
 from tests.support.cluster.fake_service import EOS, KEEPER, FakeService, saying
 from tests.support.cluster.openai_talk import LOOK, converse
-from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer, load_tokenizer
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
+from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.workers.execution.grammar import Grammars
 from tidemill.workers.messages import Request
 

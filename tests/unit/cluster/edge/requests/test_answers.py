@@ -20,8 +20,7 @@ from tests.support.cluster.fake_service import (
     worker_status,
 )
 from tidemill.cluster.edge.chat.request.request_builder import choice_seed
-from tidemill.cluster.edge.http.replies import cached_tokens
-from tidemill.cluster.edge.service import WorkerStatus
+from tidemill.cluster.messages import WorkerStatus
 from tidemill.workers.messages import Provenance, Trace
 
 WORDS = " Emma is in the tower. naïve 日本"
@@ -190,8 +189,8 @@ def test_usage_says_where_the_prompt_came_from() -> None:
 
 def test_cached_tokens_are_never_negative() -> None:
     trace = Trace(attempts=1, decode=TRACE.decode, provenance=Provenance(computed_tokens=9))
-    assert cached_tokens(5, trace) == 0
-    assert cached_tokens(12, trace) == 3
+    assert trace.cached_tokens(5) == 0
+    assert trace.cached_tokens(12) == 3
 
 
 def test_usage_on_every_chunk_when_asked() -> None:

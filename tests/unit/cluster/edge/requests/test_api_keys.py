@@ -8,7 +8,8 @@ from fastapi import FastAPI
 
 from tests.support.cluster.fake_service import FakeService, call, saying, sources, tokenizer
 from tidemill.cluster.edge.http.app import build_app
-from tidemill.cluster.edge.requests.api_keys import OPEN_PATHS, Key, Keys, digest_of, read_keys
+from tidemill.cluster.edge.http.middleware import OPEN_PATHS
+from tidemill.cluster.edge.requests.api_keys import Key, Keys, digest_of, read_keys
 from tidemill.cluster.edge.requests.models import Served
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Overloaded

@@ -21,8 +21,8 @@ from tidemill.cluster.edge.requests.api_keys import Keys
 from tidemill.cluster.edge.requests.caller import asker_of
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.messages import Misses
 from tidemill.cluster.metrics.edge_metrics import Metrics
-from tidemill.cluster.supervisor.autoscaling import Misses
 from tidemill.workers.messages import Overloaded, Poisonous, RequestError
 
 TEXT = "/v1/completions"

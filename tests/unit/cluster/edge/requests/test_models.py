@@ -17,7 +17,7 @@ from tests.support.cluster.fake_service import (
 )
 from tidemill.cluster.edge.http.app import build_app
 from tidemill.cluster.edge.requests.models import Served
-from tidemill.cluster.edge.service import FleetStatus
+from tidemill.cluster.messages import FleetStatus
 from tidemill.workers.messages import Unserved
 
 TEXT = "/v1/completions"

@@ -19,8 +19,8 @@ from tests.support.cluster.fake_service import (
     worker_status,
 )
 from tidemill.cluster.cli.demo import run_demo
+from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.cluster.cli.status import fetch_status, human_bytes, render
-from tidemill.cluster.edge.requests.security import Server
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Request, Unserved
 
@@ -38,7 +38,7 @@ def drawn(item: object) -> str:
 def status_of(service: FakeService) -> dict[str, object]:
     async def main() -> dict[str, object]:
         async with serving(app_over(service)) as url:
-            return await asyncio.to_thread(fetch_status, Server(url))
+            return await asyncio.to_thread(fetch_status, ServerAddress(url))
 
     return asyncio.run(main())
 
@@ -64,7 +64,7 @@ def test_an_empty_fleet_is_said() -> None:
 def test_a_missing_server_is_one_line_that_names_the_fix() -> None:
     for url in ("http://127.0.0.1:9", "nonsense", "http://[::1"):
         with pytest.raises(Unserved, match="--url") as error:
-            fetch_status(Server(url))
+            fetch_status(ServerAddress(url))
         assert "\n" not in str(error.value)
 
 

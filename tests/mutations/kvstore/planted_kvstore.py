@@ -1,7 +1,7 @@
 """Bugs to plant in kvstore/."""
 
+from tests.mutations.kvstore.planted_ledger import LEASES, LEDGER, LEDGER_BUGS
 from tests.mutations.planted import ARENA, INDEX, KEYS, UNIT, Planted
-from tests.mutations.planted_ledger import LEASES, LEDGER, LEDGER_BUGS
 
 POLICIES = f"{UNIT}/kvstore/memory/test_eviction_policies.py"
 EVICTION = f"{UNIT}/kvstore/memory/test_eviction.py"

@@ -1,6 +1,6 @@
 """The other ranks of a group as processes of this one, for programs without Ray.
 
-python -m tidemill.workers.parallel.processes INDEX FOLDER    settings come through its standard input
+python -m tidemill.workers.engine.rank_processes INDEX FOLDER    settings come through its standard input
 """
 
 import asyncio
@@ -12,8 +12,9 @@ from threading import Thread
 
 from pydantic import TypeAdapter
 
+from tidemill.workers.engine.build_rank import build_rank
 from tidemill.workers.parallel.link import Ended
-from tidemill.workers.parallel.rank import build_rank, carry_out
+from tidemill.workers.parallel.rank import carry_out
 from tidemill.workers.settings import EngineSettings
 
 SETTINGS = TypeAdapter(EngineSettings)
@@ -23,7 +24,7 @@ def start_ranks(settings: EngineSettings, folder: Path) -> Ended:
     """Start the ranks from 1 on, to meet in `folder`. They end with their leader."""
     ranks: list[subprocess.Popen[bytes]] = []
     for index in range(1, settings.tensor_parallel_size):
-        command = [sys.executable, "-m", "tidemill.workers.parallel.processes", str(index), str(folder)]
+        command = [sys.executable, "-m", "tidemill.workers.engine.rank_processes", str(index), str(folder)]
         rank = subprocess.Popen(command, stdin=subprocess.PIPE)  # noqa: S603  our own command
         assert rank.stdin is not None
         with rank.stdin as pipe:

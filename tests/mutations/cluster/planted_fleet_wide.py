@@ -255,7 +255,7 @@ FLEET_WIDE = (
     ),
     Planted(
         "a table says what the broker of another fleet did not",
-        "cluster/edge/service.py",
+        "cluster/messages.py",
         "if (said := told.get(one.info.name))",
         "if (said := told.get(one.info.node))",
         LENDING,

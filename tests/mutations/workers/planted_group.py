@@ -51,7 +51,7 @@ GROUP_BUGS = (
     ),
     Planted(
         "a rank runs a step that the leader has called off",
-        "workers/parallel/rank.py",
+        "workers/engine/build_rank.py",
         "return None if NONE in told else told",
         "return told",
         GROUP,

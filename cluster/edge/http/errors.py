@@ -1,0 +1,47 @@
+"""Every error of the application becomes a reply as clients of OpenAI expect it."""
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from tidemill.cluster.edge.chat.request.validation import request_error
+from tidemill.cluster.edge.requests.errors import error_body, error_of, headers_of
+from tidemill.kvstore.errors import TidemillError
+
+
+def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
+    """Make every error of `app` an OpenAI-shaped reply. `count` gets the status of each."""
+
+    async def expected(_: Request, error: Exception) -> Response:
+        status, body = error_of(error)
+        count(status)
+        return JSONResponse(body, status, headers_of(error))
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return await expected(_, request_error([_in_body(problem) for problem in error.errors()]))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = {
+            404: f"there is no {request.url.path[:256]}: /docs lists what there is",
+            405: f"{request.url.path[:256]} does not take {request.method[:16]}: /docs says what it takes",
+        }.get(error.status_code, str(error.detail))
+        count(error.status_code)
+        return JSONResponse(
+            error_body(error.status_code, message, None, None), error.status_code, error.headers
+        )
+
+    app.add_exception_handler(TidemillError, expected)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, expected)
+
+
+def _in_body(problem: Mapping[str, object]) -> dict[str, object]:
+    """Its place, which starts with the word "body", as a place in the body."""
+    return {**problem, "loc": cast("tuple[int | str, ...]", problem["loc"])[1:]}

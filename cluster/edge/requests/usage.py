@@ -1,0 +1,46 @@
+"""The `usage` of a reply: tokens of prompt and answer, and where the prompt's tokens came from."""
+
+from tidemill.cluster.edge.requests.answers import Increment
+from tidemill.cluster.edge.requests.intake import Job
+from tidemill.workers.messages import Trace
+
+Json = dict[str, object]
+
+
+class Tally:
+    """Counts the tokens of a job for its usage. A prompt with several answers counts once, for the first."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._traces: dict[int, Trace] = {}
+        self._completion_tokens = 0
+
+    def saw(self, increment: Increment) -> None:
+        self._completion_tokens += increment.growth.num_tokens
+        self._traces.setdefault(increment.choice, increment.trace)
+
+    def usage(self) -> Json:
+        """As OpenAI has it, and where the prompt's tokens came from.
+
+        prefilled_tokens and replayed_tokens were computed for this request, by the prefill worker and by the
+        decode worker; fetched_tokens came to the decode worker from the store; reused_tokens it already had.
+        """
+        prompts = range(0, len(self._job.requests), self._job.n)
+        prompt_tokens = sum(len(self._job.requests[index].tokens) for index in prompts)
+        ways = [self._traces[index] for index in prompts if index in self._traces]
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(
+                    self._traces[index].cached_tokens(len(self._job.requests[index].tokens))
+                    for index in prompts
+                    if index in self._traces
+                ),
+                "prefilled_tokens": sum(way.prefilled.computed_tokens for way in ways),
+                "fetched_tokens": sum(way.provenance.fetched_tokens for way in ways),
+                "replayed_tokens": sum(way.provenance.computed_tokens for way in ways),
+                "reused_tokens": sum(way.provenance.reused_tokens for way in ways),
+            },
+        }

@@ -1,0 +1,185 @@
+# pyright: basic
+# transformers and tokenizers have no complete types
+"""Tokenizers and chat templates read from a folder give what transformers gives for the same folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RawTokenizer
+
+from tests.support.cluster.fake_service import KEEPER
+from tidemill.cluster.edge.chat.text import Message, Rendering
+from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
+from tidemill.cluster.settings import ChatSettings
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import RequestError
+
+CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": {"at": "the <harbor> ä"}}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "é": [1, None]}}}
+CHAT = (
+    Message("system", "Be kind."),
+    Message("user", "Where? "),
+    Message("assistant", "", {"tool_calls": [CALL], "reasoning_content": "It is near."}),
+    Message("tool", "here", {"tool_call_id": "c", "name": "look"}),
+)
+EVERYTHING = """{{- bos_token }}
+{%- set ns = namespace(first=true) %}
+{%- if tools is not none %}
+{{- tools | tojson }}{{ tools | tojson(indent=2) }}
+{%- endif %}
+    {% for m in messages %}
+{%- if m.role == 'system' %}{% continue %}{% endif %}
+{% generation %}<{{ m.role }}>{{ m.content }}{% endgeneration %}
+{%- if m.thinking is defined %}({{ m.thinking }}|{{ m.reasoning_content }}){% endif %}
+{%- for call in m.tool_calls or [] %}{{ call | tojson }}{{ call.function.name }}{% endfor %}
+{%- if ns.first %}{% set ns.first = false %}first{% endif %}
+{%- if loop.index > 9 %}{% break %}{% endif %}
+{% endfor %}
+{%- if add_generation_prompt %}<assistant>{{ style | default("plain") }}{% endif %}
+{{- unk_token is defined }}"""
+TRIMMING = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
+
+
+TEXTS = ("Emma is in the tower.", "", "<s>Emma</s>", "a <later>b<extra> c<pad>d", "naïve 日本 \n\n x")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with keeper's vocabulary, whose tokenizer_config.json a test writes."""
+    raw = RawTokenizer.from_file(str(KEEPER / "tokenizer.json"))
+    raw.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    write(tmp_path)
+    return tmp_path
+
+
+def write(folder: Path, **config: object) -> None:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def theirs(folder: Path) -> Any:  # noqa: ANN401
+    return transformers.AutoTokenizer.from_pretrained(str(folder))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"add_bos_token": True},
+        {"add_bos_token": True, "add_eos_token": True},
+        {"add_bos_token": False, "add_eos_token": False},
+        {"added_tokens_decoder": {"9000": {"content": "<later>", "special": False}}},
+        {"extra_special_tokens": ["<extra>"], "pad_token": {"__type": "AddedToken", "content": "<pad>"}},
+        {"unk_token": None, "model_max_length": 4},
+    ],
+    ids=json.dumps,
+)
+def test_texts_have_the_tokens_that_transformers_gives_them(folder: Path, config: dict[str, object]) -> None:
+    write(folder, **config)
+    ours, reference = load_tokenizer(folder), theirs(folder)
+    for text in (
+        "Emma is in the tower.",
+        "",
+        "<s>Emma</s>",
+        "a <later>b<extra> c<pad>d",
+        "naïve 日本 \n\n x",
+    ):
+        assert ours.encode(text) == reference(text)["input_ids"], text
+        assert ours.encode(text) == reference.encode(text)
+
+
+@pytest.mark.parametrize("template", [EVERYTHING, TRIMMING], ids=["everything", "trimming"])
+@pytest.mark.parametrize("num_messages", [2, 3, 4])
+def test_chats_are_rendered_as_transformers_renders_them(
+    folder: Path, template: str, num_messages: int
+) -> None:
+    write(folder, chat_template=template)
+    ours, reference = load_tokenizer(folder), theirs(folder)
+    chat = CHAT[:num_messages]
+    turns: list[object] = [{"role": one.role, "content": one.content, **one.more} for one in chat]
+    for tools in ([], [TOOL]):
+        how = Rendering(tools=tools, options={"style": "brief"})
+        if tools and "tools" not in template:
+            continue
+        assert ours.chat(chat, how) == reference.apply_chat_template(
+            turns, tools=list(tools) or None, add_generation_prompt=True, return_dict=False, style="brief"
+        )
+    continued = Rendering(answers=False, continues=True)
+    if chat[-1].content:
+        assert ours.chat(chat, continued) == reference.apply_chat_template(
+            turns, continue_final_message=True, return_dict=False
+        )
+
+
+def test_special_tokens_of_an_older_folder_are_seen_by_its_template(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": "{{ bos_token }}{{ pad_token }}"})
+    )
+    (folder / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": {"content": "<s>"}, "pad_token": "a"})
+    )
+    decode = RawTokenizer.from_file(str(folder / "tokenizer.json")).decode
+    assert decode(load_tokenizer(folder).chat(CHAT), skip_special_tokens=False) == "<s>a"
+
+
+def test_templates_come_from_files_first_and_by_name(folder: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    write(folder, chat_template=named)
+    tokenizer = load_tokenizer(folder, ChatSettings(tool_parser="hermes"))
+    text = RawTokenizer.from_file(str(folder / "tokenizer.json")).decode
+    assert text(tokenizer.chat(CHAT)) == "plain"
+    assert text(tokenizer.chat(CHAT, Rendering(tools=[TOOL]))) == "with tools"
+    (folder / "chat_template.jinja").write_text("from a file")
+    assert text(load_tokenizer(folder).chat(CHAT)) == "from a file"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% set ns = namespace() %}{% set ns._x = 1 %}", "_x"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% for %}", "refuses"),
+    ],
+)
+def test_a_template_that_refuses_or_reaches_out_is_an_error_of_the_request(
+    folder: Path, template: str, message: str
+) -> None:
+    write(folder, chat_template=template)
+    with pytest.raises(RequestError, match=message):
+        load_tokenizer(folder).chat(CHAT)
+
+
+def test_a_message_that_the_template_does_not_show_cannot_be_continued(folder: Path) -> None:
+    write(folder, chat_template="{{ messages[0].content }}")
+    with pytest.raises(RequestError, match="cannot be continued"):
+        load_tokenizer(folder).chat(CHAT, Rendering(answers=False, continues=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{", "as a tokenizer"),
+        ("tokenizer_config.json", "{", "as JSON"),
+        ("tokenizer_config.json", "[]", "not a JSON object"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_told_with_its_name(
+    folder: Path, name: str, content: str, message: str
+) -> None:
+    (folder / name).write_text(content)
+    with pytest.raises(TidemillError, match=f"{name}.*{message}"):
+        load_tokenizer(folder)
+
+
+def test_a_folder_without_tokenizer_json_is_told_how_to_make_one(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(TidemillError, match="save_pretrained"):
+        load_tokenizer(folder)
