@@ -8,7 +8,7 @@ from tidemill.workers.messages import Role, WorkerId, WorkerInfo, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class PlacementRequest:
     """A request as the router sees it. `keys` are the cut keys of its full pages below the last token, or of
     those that may be restored if the `whole` rest is to be computed where it is answered."""
 
@@ -20,8 +20,8 @@ class Ask:
     wait_s_max: float = 60.0
     tenant: str = ""
     ttft_s_max: float | None = None  # None: as long as the server lets it wait; inf: it was taken before
-    content: bytes = b""  # names what is asked, whatever its request_id
-    whole: bool = False
+    content_hash: bytes = b""  # names what is asked, whatever its request_id
+    recompute_all: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Route:
     prefill_address: str = ""
     gap_tokens_max: int | None = None
     predicted_s: float = 0.0  # until the first token; 0: nobody knows how fast the workers are
-    lag_s: float = 0.0  # see Request
+    queue_offset_s: float = 0.0  # see Request
 
 
 SetBy = Literal["operator", "broker", "share"]

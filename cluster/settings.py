@@ -122,7 +122,7 @@ class ClusterSettings:
     namespace: str = "tidemill"  # of the actors' names
     temp_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     object_store_bytes: int = 80 * 2**20  # Ray's own store, which carries next to nothing here
-    place_wait_s_max: float = 600.0  # for nodes with a place for each worker, which may have images to pull
+    schedule_timeout_s: float = 600.0  # for nodes with a place for each worker, which may have images to pull
 
     @property
     def workers(self) -> tuple[WorkerSettings, ...]:

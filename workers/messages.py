@@ -83,7 +83,7 @@ class Request:
 
     `tenant` is who asks, `ttft_s_max` how long they want to wait for the first token (None: as long as the
     server lets them, inf: for ever, for it was taken before); both are for the router. A worker takes it in
-    order of its arrival plus `lag_s`: negative, it goes before those of tenants that have had more.
+    order of its arrival plus `queue_offset_s`: negative, it goes before those of tenants that have had more.
     `on_trial`: it was in a step of a worker that died, and runs alone until it has drawn TRIAL_TOKENS.
     `trace_parent` is the W3C traceparent of whoever sends it; empty: it is not traced.
     """
@@ -100,7 +100,7 @@ class Request:
     priority: int = 0
     tenant: str = ""
     ttft_s_max: float | None = None
-    lag_s: float = 0.0
+    queue_offset_s: float = 0.0
     on_trial: bool = False
     trace_parent: str = ""
 
@@ -293,7 +293,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class StreamPiece:
     """What the flow hands to the edge: new tokens of a stream, in order, each exactly once; before them, and
     in the same way, the logprobs of the prompt."""
 
@@ -346,9 +346,9 @@ class HandedOver(WorkerGone):
     """The worker was told not to do this work: nobody has failed, and what it had of it is stored."""
 
 
-class DiedAlone(WorkerGone):
+class CrashedAlone(WorkerGone):
     """The worker was lost while it ran nothing but this request, which was on trial."""
 
 
-class SilentAlone(DiedAlone):
+class LostAlone(CrashedAlone):
     """... was lost, but nobody knows that it died: it fell silent, as on a machine that stands still."""

@@ -18,13 +18,13 @@ import transformers
 
 from benchmarks.kernels import HYBRID_80M
 from benchmarks.serving.report import mean, percentile
-from tidemill.workers.engine.build import Built, build_engine
-from tidemill.workers.engine.commit import Landing
+from tidemill.workers.engine.build import BuiltEngine, build_engine
+from tidemill.workers.engine.commit import StepCommitter
 from tidemill.workers.engine.rank_processes import start_ranks
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.scheduling.scheduler import Schedule
+from tidemill.workers.scheduling.scheduler import Scheduler
 from tidemill.workers.settings import EngineSettings
 
 
@@ -151,7 +151,7 @@ def spent(processes: Sequence[psutil.Process]) -> float:
 
 
 @asynccontextmanager
-async def running(settings: EngineSettings) -> AsyncGenerator[tuple[Built, list[psutil.Process]]]:
+async def running(settings: EngineSettings) -> AsyncGenerator[tuple[BuiltEngine, list[psutil.Process]]]:
     """An engine whose loop runs, and its processes, ranks included."""
     me = psutil.Process()
     known = set(me.children(recursive=True))
@@ -166,7 +166,7 @@ async def running(settings: EngineSettings) -> AsyncGenerator[tuple[Built, list[
         built.close()
 
 
-async def _answer(built: Built, request: Request) -> tuple[list[int], list[float]]:
+async def _answer(built: BuiltEngine, request: Request) -> tuple[list[int], list[float]]:
     """Its tokens, and when each delta came with how many."""
     tokens: list[int] = []
     times_s: list[float] = []
@@ -181,7 +181,7 @@ def _gaps(times_s: Sequence[float]) -> Iterator[float]:
     return (later - earlier for earlier, later in pairwise(times_s))
 
 
-async def _flood(built: Built, num_tokens: int) -> None:
+async def _flood(built: BuiltEngine, num_tokens: int) -> None:
     """Keeps two long prompts waiting or running all the time."""
     rng = Random(1)
 
@@ -202,8 +202,8 @@ async def _flood(built: Built, num_tokens: int) -> None:
 def _watched(parts: dict[str, float]) -> Iterator[None]:
     """CPU seconds of the calling thread inside of these methods."""
     methods: list[tuple[type, str, str]] = [
-        (Schedule, "next_step", "schedule"),
-        (Landing, "land", "land"),
+        (Scheduler, "next_step", "schedule"),
+        (StepCommitter, "commit", "land"),
         (TorchRunner, "run_now", "model"),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in methods]

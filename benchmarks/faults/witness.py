@@ -50,7 +50,7 @@ class Watched(Engine):
 
 def build(
     settings: EngineSettings, progress: Callable[[int, int], None], start_ranks: StartRanks
-) -> workers.Built:
+) -> workers.BuiltEngine:
     workers.Engine = Watched
     return workers.build_engine(settings, progress, start_ranks)
 

@@ -28,10 +28,10 @@ from tidemill.kvstore.layout import KvDtype, Layout, PageId, StateId, layout_of
 from tidemill.kvstore.memory.backing import Fixed
 from tidemill.workers.execution.cuda_graphs import Forward, Replay
 from tidemill.workers.execution.model_runner import TorchRunner
-from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Row, Step
 from tidemill.workers.messages import Request, Sampling
-from tidemill.workers.models.architectures.config import Config, cost, weights_of
+from tidemill.workers.models.architectures.config import ArchitectureConfig, cost, weights_of
 from tidemill.workers.models.architectures.decoder import Decoder
 from tidemill.workers.models.architectures.qwen3_next import parse
 from tidemill.workers.models.collectives import ALONE
@@ -72,7 +72,7 @@ class Plan:
     kv_dtype: KvDtype = "bfloat16"
     copied_pages: int = 512
 
-    def config(self, layers: int) -> Config:
+    def config(self, layers: int) -> ArchitectureConfig:
         return parse(self.layer | {"num_hidden_layers": layers})
 
 
@@ -95,7 +95,7 @@ class Bed:
     """A random model with its memory: pages from the first on, states behind those that are used."""
 
     plan: Plan
-    config: Config
+    config: ArchitectureConfig
     layout: Layout
     model: Decoder
     caches: Caches
@@ -132,7 +132,7 @@ def roofline(device: torch.device, scale: int) -> Roofline:
     )
 
 
-def memory_for(plan: Plan, config: Config) -> tuple[Layout, int, int]:
+def memory_for(plan: Plan, config: ArchitectureConfig) -> tuple[Layout, int, int]:
     """The layout, and the extents of pages and of states for the largest batch, and a prompt."""
     layout = layout_of(config.specs, PAGE_TOKENS, plan.kv_dtype)
     rows = max(plan.batches)
@@ -141,7 +141,7 @@ def memory_for(plan: Plan, config: Config) -> tuple[Layout, int, int]:
     return layout, -(-pages // layout.pages_per_extent), -(-rows // layout.states_per_extent)
 
 
-def weight_bytes(config: Config) -> int:
+def weight_bytes(config: ArchitectureConfig) -> int:
     return 2 * sum(prod(weight.shape) for weight in weights_of(config).values())
 
 
@@ -155,7 +155,7 @@ def layers_for(plan: Plan, free_bytes: int) -> int:
     raise SystemExit(f"four layers do not fit into {free_bytes:,} bytes")
 
 
-def random_weights(config: Config, device: torch.device) -> Callable[[str], torch.Tensor]:
+def random_weights(config: ArchitectureConfig, device: torch.device) -> Callable[[str], torch.Tensor]:
     """By name, drawn when asked for; of a size at which activations neither vanish nor grow."""
     weights = weights_of(config)
 
@@ -203,7 +203,7 @@ def step_of(bed: Bed, rows: int, start: int, tokens: int) -> Step:
                 pages=tuple(map(PageId, range(row * width, (row + 1) * width))),
                 read=state if start else None,
                 writes=(state,),
-                draws=Draws(asked) if tokens == 1 else None,
+                draws=SamplingState(asked) if tokens == 1 else None,
             )
         )
     return tuple(found)

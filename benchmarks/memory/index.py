@@ -110,7 +110,7 @@ def measure(entries: int, policy: Policy, work: int, rng: Random) -> Speed:
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     forest = full_forest(entries, policy, rng)
     cache, index = forest.cache, forest.cache.index
-    held, checkpoints = len(index), cache.arena.states.num_kept
+    held, checkpoints = len(index), cache.arena.states.num_cached
     rounds = max(1, work // 200)
     asked = rng.choices(forest.paths[len(forest.paths) // 2 :], k=rounds)
     matched, match_s = _timed(lambda: sum(len(index.match(keys).path) for keys in asked))

@@ -32,9 +32,9 @@ from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.architectures.registry import load
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.inputs import caches_of
-from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
-from tidemill.workers.transfer.arena_io import Direct
+from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import Transfer
 
 P = ParamSpec("P")
@@ -42,7 +42,7 @@ R = TypeVar("R")
 
 PAGE_TOKENS = 64
 INDEX_PARTS = ("match",)
-LEDGER_PARTS = ("attach", "reserve", "launch", "land", "keep_state", "release")
+LEDGER_PARTS = ("attach", "reserve", "launch", "commit", "keep_state", "release")
 """Calls into the memory: reserving evicts, landing inserts."""
 
 
@@ -140,9 +140,9 @@ def _bench(policy: Policy, ops: Operators, watch: Watch, prompt_tokens: int) -> 
     model = TorchRunner(loaded.model, caches_of(layout, backing.memory), PAGE_TOKENS, 1)
     engine = Engine(
         ledger,
-        Transfer(layout, Direct(NoStore(), backing.memory.numpy().data)),
+        Transfer(layout, DirectIO(NoStore(), backing.memory.numpy().data)),
         TimedRunner(model, watch),
-        Limits(
+        EngineLimits(
             budget=Budget(tokens_max=512, rows_max=64, page_tokens=PAGE_TOKENS),
             capacity_tokens=capacity_tokens(layout, num_extents),
         ),

@@ -20,11 +20,11 @@ from tidemill.workers.engine.engine import Engine
 from tidemill.workers.engine.load_report import memory_use
 from tidemill.workers.execution.step import Step
 from tidemill.workers.messages import Provenance, Request, Sampling
-from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
 from tidemill.workers.scheduling.sequence import Sequence
 from tidemill.workers.settings import CheckpointStrategy
-from tidemill.workers.transfer.arena_io import Direct
+from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import Transfer
 
 
@@ -86,9 +86,9 @@ async def _serve(workload: Workload, setup: Setup) -> Outcome:
 
     engine = WatchedEngine(
         ledger,
-        Transfer(layout, Direct(NoStore(), memoryview(b""))),
+        Transfer(layout, DirectIO(NoStore(), memoryview(b""))),
         ModelRunner(layout, Device(), observe),
-        Limits(
+        EngineLimits(
             budget=Budget(
                 tokens_max=setup.tokens_max, rows_max=setup.rows_max, page_tokens=layout.page_tokens
             ),

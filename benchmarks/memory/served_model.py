@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from tidemill.cluster.simulate.cost import ATTENTION, ATTENTION_LAYERS, LINEAR, LINEAR_LAYERS
 from tidemill.cluster.simulate.engines import NoBytes
 from tidemill.kvstore.layout import Layout, layout_of
-from tidemill.kvstore.memory.recompute_cost import Cost
+from tidemill.kvstore.memory.recompute_cost import RecomputeCost
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.workers.execution.step import Drawn, Row, Step
 
-COST = Cost(token_flops=2 * 3e9, context_flops=4 * 16 * 256 * ATTENTION_LAYERS)  # 16 query heads of 256
+COST = RecomputeCost(
+    token_flops=2 * 3e9, context_flops=4 * 16 * 256 * ATTENTION_LAYERS
+)  # 16 query heads of 256
 
 __all__ = ["ATTENTION", "ATTENTION_LAYERS", "NoBytes"]  # that others import from here
 
@@ -38,7 +40,7 @@ class Device:
     bytes_per_s: float = 5e12
 
 
-def step_seconds(step: Step, layout: Layout, cost: Cost, device: Device) -> float:
+def step_seconds(step: Step, layout: Layout, cost: RecomputeCost, device: Device) -> float:
     """Each row reads the KV before it once, reads and writes its state, and computes its tokens."""
     flops = sum(cost.flops(row.start, row.start + len(row.tokens)) for row in step)
     page_bytes = sum(len(row.pages) for row in step) * layout.page_bytes

@@ -51,9 +51,9 @@ class StaticCache(Cache):
         """Each class by itself: neither has anything of the other. Its models have no windows."""
         assert not windows
         split = self._split
-        pages_max = split.page_extents_max * split.pages.places
-        states_max = split.state_extents_max * split.states.places
-        return split.pages.num_held + pages <= pages_max and split.states.num_held + states <= states_max
+        pages_max = split.page_extents_max * split.pages.objects_per_extent
+        states_max = split.state_extents_max * split.states.objects_per_extent
+        return split.pages.num_pinned + pages <= pages_max and split.states.num_pinned + states <= states_max
 
     def state_is_free(self) -> bool:
         states = self.arena.states
@@ -69,4 +69,4 @@ def _leaf(index: PrefixIndex, _arena: Arena, _layout: Layout) -> Victim | None:
 
 def _checkpoint(index: PrefixIndex, _arena: Arena, _layout: Layout) -> Victim | None:
     owner = index.cheapest_checkpoint()
-    return None if owner is None else Victim(bare=(owner,), price=index.credit(owner))
+    return None if owner is None else Victim(checkpoints_only=(owner,), price=index.credit(owner))

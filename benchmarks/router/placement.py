@@ -14,10 +14,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tidemill.cluster.simulate.cost import SPEED, Cost
+from tidemill.cluster.simulate.cost import SPEED, StepCost
 from tidemill.cluster.simulate.policies import OURS, POLICIES
 from tidemill.cluster.simulate.setup import Setup
-from tidemill.cluster.simulate.trace import Item, read_trace, sped_up, spread
+from tidemill.cluster.simulate.trace import TraceRequest, read_trace, sped_up, spread
 from tidemill.cluster.simulate.world import simulate
 
 RESULTS = Path(__file__).parents[1] / "results" / "placement.json"
@@ -64,7 +64,7 @@ def _runs(options: argparse.Namespace) -> Iterator[tuple[str, str, float, Setup]
                         policy=name,
                         engine="model",
                         hybrid=rules == "hybrid",
-                        cost=Cost(speed=speed, by_chunk=True),
+                        cost=StepCost(speed=speed, by_chunk=True),
                         seed=options.seed,
                     )
                     yield (
@@ -75,7 +75,7 @@ def _runs(options: argparse.Namespace) -> Iterator[tuple[str, str, float, Setup]
                     )
 
 
-def _run(items: list[Item], setup: Setup) -> dict[str, float]:
+def _run(items: list[TraceRequest], setup: Setup) -> dict[str, float]:
     figures = simulate(items, setup).figures()
     return {
         "hit": figures["hit_ratio"],
@@ -87,7 +87,7 @@ def _run(items: list[Item], setup: Setup) -> dict[str, float]:
     }
 
 
-def _items(path: Path, seed: int) -> list[Item]:
+def _items(path: Path, seed: int) -> list[TraceRequest]:
     return spread(read_trace(path), Random(seed))
 
 

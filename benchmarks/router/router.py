@@ -18,8 +18,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tidemill.cluster.messages import Ask
-from tidemill.cluster.router.fleet_view import Fleet, Heard
+from tidemill.cluster.messages import PlacementRequest
+from tidemill.cluster.router.fleet_view import Fleet, HeartbeatArrived
 from tidemill.cluster.router.placement import bookings, place
 from tidemill.cluster.router.prefix_table import Prefixes
 from tidemill.cluster.router.router import Router
@@ -110,17 +110,19 @@ def fleet_of(num_workers: int, families: Sequence[tuple[bytes, ...]], rng: Rando
         for worker in rng.sample(range(num_workers), min(HOLDERS, num_workers)):
             held[worker] += family[: rng.randrange(PAGES // 2, PAGES)]
     for index, keys in enumerate(held):
-        fleet.apply(Heard(beat(index, 0, rng, tuple(dict.fromkeys(keys))), 0.0))
+        fleet.apply(HeartbeatArrived(beat(index, 0, rng, tuple(dict.fromkeys(keys))), 0.0))
     return fleet
 
 
-def asks_of(families: Sequence[tuple[bytes, ...]], count: int, rng: Random) -> list[Ask]:
+def asks_of(families: Sequence[tuple[bytes, ...]], count: int, rng: Random) -> list[PlacementRequest]:
     """Each takes three quarters of its prompt from a family."""
-    asks: list[Ask] = []
+    asks: list[PlacementRequest] = []
     for number in range(count):
         keys = rng.choice(families)[: 3 * PAGES // 4] + tuple(rng.randbytes(8) for _ in range(PAGES // 4))
         asks.append(
-            Ask(request_id=str(number), keys=keys, num_tokens=PAGES * PAGE_TOKENS + 5, max_new_tokens=300)
+            PlacementRequest(
+                request_id=str(number), keys=keys, num_tokens=PAGES * PAGE_TOKENS + 5, max_new_tokens=300
+            )
         )
     return asks
 
@@ -132,12 +134,12 @@ def measure(num_workers: int, count: int, rng: Random) -> Rates:
     answers_us = asyncio.run(answers(num_workers, asks_of(families, count // 4, rng), rng))
     beats = [beat(index % num_workers, 1 + index // num_workers, rng) for index in range(4 * count)]
     later_s = 1.0 + count / DECISIONS_PER_S
-    quiet_s = timed(lambda: [fleet.apply(Heard(one, later_s)) for one in beats])
+    quiet_s = timed(lambda: [fleet.apply(HeartbeatArrived(one, later_s)) for one in beats])
     announcing = [
         beat(index % num_workers, 10**6, rng, tuple(rng.randbytes(8) for _ in range(ANNOUNCED_KEYS)))
         for index in range(max(8, count // 4))
     ]
-    announcing_s = timed(lambda: [fleet.apply(Heard(one, later_s)) for one in announcing])
+    announcing_s = timed(lambda: [fleet.apply(HeartbeatArrived(one, later_s)) for one in announcing])
     return Rates(
         workers=num_workers,
         decisions_per_s=1e6 * len(decisions_us) / sum(decisions_us),
@@ -150,7 +152,7 @@ def measure(num_workers: int, count: int, rng: Random) -> Rates:
     )
 
 
-def decide(fleet: Fleet, asks: Sequence[Ask]) -> list[float]:
+def decide(fleet: Fleet, asks: Sequence[PlacementRequest]) -> list[float]:
     """Microseconds of CPU that each took."""
     taken_us: list[float] = []
     for number, ask in enumerate(asks):
@@ -164,7 +166,7 @@ def decide(fleet: Fleet, asks: Sequence[Ask]) -> list[float]:
     return taken_us
 
 
-async def answers(num_workers: int, asks: Sequence[Ask], rng: Random) -> list[float]:
+async def answers(num_workers: int, asks: Sequence[PlacementRequest], rng: Random) -> list[float]:
     """Microseconds until a frontend has each route."""
     router = Router(asyncio.get_running_loop().time)
     for index in range(num_workers):
@@ -207,7 +209,7 @@ def measure_index(pages: int, rng: Random) -> Index:
     fleet = fleet_of(INDEX_WORKERS, families, rng)
     for number in range(pages // ANNOUNCED_KEYS):
         keys = tuple(rng.randbytes(8) for _ in range(ANNOUNCED_KEYS))
-        fleet.apply(Heard(beat(number % INDEX_WORKERS, 1 + number, rng, keys), 0.0))
+        fleet.apply(HeartbeatArrived(beat(number % INDEX_WORKERS, 1 + number, rng, keys), 0.0))
     return Index(
         pages=pages,
         bytes_per_million=sizes[0],

@@ -41,9 +41,9 @@ from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.architectures.registry import describe, load
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.inputs import caches_of
-from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
-from tidemill.workers.transfer.arena_io import Direct
+from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import Transfer
 
 CHUNK_TOKENS = 512
@@ -113,13 +113,13 @@ async def engine_of(case: Case, url: str, step_tokens: int) -> AsyncGenerator[tu
     num_extents = 8 + 2 * (case.prompt_tokens // layout.page_tokens) // layout.pages_per_extent
     backing = Fixed(num_extents * layout.extent_bytes)
     backing.memory.zero_()  # no page fault is on the clock
-    places = Direct(open_store(url), backing.memory.numpy().data)
+    places = DirectIO(open_store(url), backing.memory.numpy().data)
     runner = Timed(Waiting(case.tokens_per_s) if case.tokens_per_s else keeper_runner(layout, backing.memory))
     engine = Engine(
         Ledger(Cache(layout, Arena(layout, num_extents, backing), PrefixIndex(layout))),
         Transfer(layout, places),
         runner,
-        Limits(
+        EngineLimits(
             budget=Budget(tokens_max=step_tokens, rows_max=4, page_tokens=layout.page_tokens),
             capacity_tokens=2 * case.prompt_tokens,
         ),

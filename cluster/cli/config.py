@@ -14,7 +14,7 @@ from tidemill.cluster.config.flags import with_places
 from tidemill.cluster.config.fleets import Surroundings, engine_settings, summary
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.reading import dumped, read_config
-from tidemill.cluster.config.tree import Config
+from tidemill.cluster.config.tree import RootConfig
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.kvstore.stores.secret import read_secret
@@ -70,7 +70,7 @@ def _schema(options: argparse.Namespace) -> int:
     return 0
 
 
-def problems_here(config: Config, *, offline: bool) -> Iterator[str]:
+def problems_here(config: RootConfig, *, offline: bool) -> Iterator[str]:
     """What is wrong with it that only looking tells: models, memory, files, the store; each said once."""
     said: set[str] = set()
     for place, check in _checks(config, offline=offline):
@@ -87,7 +87,7 @@ def problems_here(config: Config, *, offline: bool) -> Iterator[str]:
         yield from new
 
 
-def _checks(config: Config, *, offline: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+def _checks(config: RootConfig, *, offline: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     around = Surroundings(store_url="", cache_folder=Path())
     for index, model in enumerate(config.models):
         for number, group in enumerate(model.groups):
@@ -132,7 +132,7 @@ def _check_store(url: str, *, offline: bool) -> None:
         check_url(url)
 
 
-def _started(config: Config) -> str:
+def _started(config: RootConfig) -> str:
     """What `tidemill serve` would start."""
     edge, cluster = config.edge, config.cluster
     groups = [group for model in config.models for group in model.groups]

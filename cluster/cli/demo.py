@@ -18,7 +18,7 @@ ANSWER_TOKENS_MAX = 48
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class DemoAnswer:
     """One question, what was answered, and the usage that the server reported."""
 
     question: str
@@ -36,7 +36,7 @@ async def run_demo(base_url: str, model: str, folder: Path, console: Console) ->
     demo = _read(folder / "demo.json")
     notebook: str = demo["notebook"]
     console.print(Text(notebook, style="dim"), "\n")
-    asked: list[Asked] = []
+    asked: list[DemoAnswer] = []
     async with httpx.AsyncClient(base_url=base_url, timeout=TIMEOUT_S, trust_env=False) as client:
         page_tokens = await _page_tokens(client)
         for item in demo["questions"]:
@@ -50,7 +50,7 @@ async def run_demo(base_url: str, model: str, folder: Path, console: Console) ->
             console.print("   ", end="")
             # the first answer is shown as it comes
             answer, usage = await (_ask if asked else _ask_streaming)(client, body, console)
-            asked.append(Asked(item["question"], item["answer"], answer, usage))
+            asked.append(DemoAnswer(item["question"], item["answer"], answer, usage))
             _print_verdict(console, asked[-1])
     console.print(pages_table(asked, page_tokens))
     num_right = sum(one.right for one in asked)
@@ -58,7 +58,7 @@ async def run_demo(base_url: str, model: str, folder: Path, console: Console) ->
     return bool(asked) and num_right == len(asked)
 
 
-def pages_table(asked: list[Asked], page_tokens: int) -> Table:
+def pages_table(asked: list[DemoAnswer], page_tokens: int) -> Table:
     """Where the tokens of each prompt came from, as full pages and tokens."""
     table = Table(
         title=f"\nWhere the prompts came from (p: pages of {page_tokens} tokens, t: tokens)",
@@ -91,7 +91,7 @@ def _pages(num_tokens: int, page_tokens: int) -> str:
     return " + ".join([f"{pages} p"] * (pages > 0) + [f"{rest} t"] * (rest > 0))
 
 
-def _print_verdict(console: Console, one: Asked) -> None:
+def _print_verdict(console: Console, one: DemoAnswer) -> None:
     verdict = Text("right", style="green") if one.right else Text("wrong", style="red")
     console.print(Text(f"   expected: {one.expected}", style="dim"), verdict)
 

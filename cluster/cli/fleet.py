@@ -160,20 +160,20 @@ def _seconds(text: str) -> float:
 
 def _status(options: argparse.Namespace, server: ServerAddress, outside: Outside) -> int:
     from tidemill.cluster.cli.status import fetch_status, render
-    from tidemill.cluster.cli.watch_screen import looks
+    from tidemill.cluster.cli.watch_screen import poll
 
     if options.watch is None:
         status = fetch_status(server)
         show(options, status, render(status))
         return 0
-    found = looks(lambda: fetch_status(server), lambda: outside.sleep(options.watch))
+    found = poll(lambda: fetch_status(server), lambda: outside.sleep(options.watch))
     _show_again(options, found, lambda status: status, render)
     return 0
 
 
 def _top(options: argparse.Namespace, server: ServerAddress, outside: Outside) -> int:
-    from tidemill.cluster.cli.top import Rows, Snapshot, render_top, rows, take
-    from tidemill.cluster.cli.watch_screen import looks
+    from tidemill.cluster.cli.top import Snapshot, TopRows, render_top, rows, take
+    from tidemill.cluster.cli.watch_screen import poll
 
     if options.once:
         before = take(server, outside.clock_s())
@@ -183,7 +183,7 @@ def _top(options: argparse.Namespace, server: ServerAddress, outside: Outside) -
         return 0
     last: list[Snapshot] = []
 
-    def look() -> Rows:
+    def look() -> TopRows:
         if not last:
             last.append(take(server, outside.clock_s()))
             outside.sleep(options.interval)
@@ -192,8 +192,8 @@ def _top(options: argparse.Namespace, server: ServerAddress, outside: Outside) -
         last[0] = now
         return found
 
-    found = looks(look, lambda: outside.sleep(options.interval))
-    _show_again(options, found, Rows.json, render_top)
+    found = poll(look, lambda: outside.sleep(options.interval))
+    _show_again(options, found, TopRows.json, render_top)
     return 0
 
 

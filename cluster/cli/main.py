@@ -42,7 +42,7 @@ from tidemill.workers.models.bundled import bundled
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from tidemill.cluster.config.tree import Config
+    from tidemill.cluster.config.tree import RootConfig
     from tidemill.cluster.server.server import Work
     from tidemill.kvstore.stores.page_store import PageStore
 
@@ -257,7 +257,7 @@ def _sealing(secret_file: Path | None) -> Sealing:
     return sealing
 
 
-def _run(config: "Config", api_keys: Sequence[str] | None, work: "Work", source: str = "") -> None:
+def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", source: str = "") -> None:
     """Serve what `config` says, of the file `source` if there is one, while `work` runs. Ray's environment is
     set before anything imports Ray."""
     telemetry, edge, store = telemetry_of(config.telemetry), config.edge, config.store

@@ -11,7 +11,7 @@ from pathlib import Path
 from tidemill.cluster.cli.arguments import UsageError
 from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.cluster.config.tree import ClusterConfig, EdgeConfig
-from tidemill.cluster.edge.requests.api_keys import Key, digest_of, read_keys
+from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of, read_keys
 from tidemill.cluster.edge.requests.security import Security, Tls
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
 from tidemill.cluster.settings import ClusterSettings
@@ -25,7 +25,7 @@ def security_of(edge: EdgeConfig, api_keys: Sequence[str] | None, environ: Mappi
     given = api_keys or [key for key in (environ.get(KEY_VARIABLE),) if key]
     if not all(given):
         raise UsageError("--api-key is empty: give a long random text, as `tidemill key` makes one")
-    keys = [Key(tenant=TENANT_OF_OPTIONS, sha256=digest_of(key), operator=True) for key in given]
+    keys = [ApiKey(tenant=TENANT_OF_OPTIONS, sha256=digest_of(key), operator=True) for key in given]
     if edge.api_keys_file is not None:
         keys += read_keys(Path(edge.api_keys_file))
     return Security(keys=tuple(keys), tls=_tls(edge))
@@ -50,7 +50,7 @@ def _key(options: argparse.Namespace) -> int:
     """A new key, and what a server has to know of it."""
     key = f"sk-{secrets.token_urlsafe(32)}"
     try:
-        known = Key(tenant=options.tenant, sha256=digest_of(key))
+        known = ApiKey(tenant=options.tenant, sha256=digest_of(key))
     except ValueError:
         raise UsageError(f"TENANT {options.tenant!r}: use up to 64 letters, digits, - _ and .") from None
     sys.stderr.write("the key, which is told once; below it what --api-keys-file has under `keys:`\n")

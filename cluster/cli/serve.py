@@ -9,7 +9,7 @@ from tidemill.cluster.config.flags import FLAGS, Flag
 from tidemill.cluster.config.overrides import Given
 from tidemill.cluster.config.paths import kind_of
 from tidemill.cluster.config.reading import config_of
-from tidemill.cluster.config.tree import Config
+from tidemill.cluster.config.tree import RootConfig
 
 MARK = "flag "
 """Before the names under which argparse keeps the values of flags."""
@@ -39,7 +39,7 @@ def add_serving_options(serve: argparse.ArgumentParser) -> None:
     )
 
 
-def settled(options: argparse.Namespace) -> Config:
+def settled(options: argparse.Namespace) -> RootConfig:
     """What the file of --config, if there is one, and the options say together. Raises ConfigError."""
     values = [Given(flag, getattr(options, MARK + flag.option)) for flag in FLAGS]
     given = [one for one in values if one.value is not None]

@@ -54,10 +54,10 @@ def add_simulate_options(simulate: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Raises UsageError, TraceError, UnknownPolicy, NoPictures."""
-    from tidemill.cluster.simulate.command import Asked, simulate_trace  # noqa: PLC0415 - torch, when it runs
+    from tidemill.cluster.simulate.command import SimulateOptions, simulate_trace  # noqa: PLC0415 - torch, when it runs
 
     return simulate_trace(
-        Asked(
+        SimulateOptions(
             trace=options.trace,
             prefill=_at_least(options.prefill, 1, "--prefill"),
             decode=_at_least(options.decode, 1, "--decode"),

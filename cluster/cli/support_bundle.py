@@ -38,7 +38,7 @@ LOGS = ("logs", "/cluster/support/logs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class BundleFile:
     """A file of the archive, or why it is not there."""
 
     name: str
@@ -46,13 +46,13 @@ class Part:
     error: str = ""
 
 
-def collect(server: ServerAddress) -> list[Part]:
+def collect(server: ServerAddress) -> list[BundleFile]:
     """All that can be had."""
     told = (_json(server, name, *where) for name, where in JSON.items())
     return [_client(), *told, _metrics(server), *_logs(server)]
 
 
-def write_bundle(path: Path, parts: Sequence[Part], unix_time_s: float, server: ServerAddress) -> None:
+def write_bundle(path: Path, parts: Sequence[BundleFile], unix_time_s: float, server: ServerAddress) -> None:
     """Readable by its owner alone. Raises OSError."""
     known = [server.api_key]
     index = {
@@ -60,7 +60,7 @@ def write_bundle(path: Path, parts: Sequence[Part], unix_time_s: float, server: 
         "server": server.url,
         "parts": {one.name: one.error or "ok" for one in parts},
     }
-    files = [Part(name="index.json", text=_dump(index)), *(one for one in parts if not one.error)]
+    files = [BundleFile(name="index.json", text=_dump(index)), *(one for one in parts if not one.error)]
     opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE)
     os.fchmod(opened, PRIVATE)  # one that was there may have been for all
     with os.fdopen(opened, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
@@ -71,35 +71,35 @@ def write_bundle(path: Path, parts: Sequence[Part], unix_time_s: float, server: 
             archive.addfile(entry, io.BytesIO(data))
 
 
-def _client() -> Part:
+def _client() -> BundleFile:
     """Who asks: perhaps of another version than the server."""
     here = {"tidemill": __version__, "python": platform.python_version(), "platform": platform.platform()}
-    return Part(name="client.json", text=_dump(here))
+    return BundleFile(name="client.json", text=_dump(here))
 
 
-def _json(server: ServerAddress, name: str, path: str, answer: str) -> Part:
+def _json(server: ServerAddress, name: str, path: str, answer: str) -> BundleFile:
     try:
-        return Part(name=name, text=_dump(ask_server(server, "GET", path, answer)))
+        return BundleFile(name=name, text=_dump(ask_server(server, "GET", path, answer)))
     except TidemillError as error:
-        return Part(name=name, error=str(error))
+        return BundleFile(name=name, error=str(error))
 
 
-def _metrics(server: ServerAddress) -> Part:
+def _metrics(server: ServerAddress) -> BundleFile:
     try:
-        return Part(name=METRICS, text=ask_text(server, "/metrics"))
+        return BundleFile(name=METRICS, text=ask_text(server, "/metrics"))
     except TidemillError as error:
-        return Part(name=METRICS, error=str(error))
+        return BundleFile(name=METRICS, error=str(error))
 
 
-def _logs(server: ServerAddress) -> Iterator[Part]:
+def _logs(server: ServerAddress) -> Iterator[BundleFile]:
     name, path = LOGS
     try:
         logs = ask_server(server, "GET", path, answer="logs")["logs"]
     except TidemillError as error:
-        yield Part(name=name, error=str(error))
+        yield BundleFile(name=name, error=str(error))
         return
     for log, text in cast("dict[str, Any]", logs).items():
-        yield Part(name=f"{name}/{Path(log).name or 'log'}", text=str(text))
+        yield BundleFile(name=f"{name}/{Path(log).name or 'log'}", text=str(text))
 
 
 def _dump(value: object) -> str:

@@ -66,7 +66,7 @@ class WorkerRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class TopRows:
     seconds: float
     models: tuple[ModelRow, ...]
     workers: tuple[WorkerRow, ...]
@@ -85,7 +85,7 @@ def take(server: ServerAddress, at_s: float) -> Snapshot:
     return Snapshot(at_s=at_s, status=status, metrics=metrics)
 
 
-def rows(before: Snapshot, after: Snapshot) -> Rows:
+def rows(before: Snapshot, after: Snapshot) -> TopRows:
     """Models in the order of the server, workers by what they have to do, the busiest first."""
     lives = {one["info"]["worker"]: one for one in before.status["workers"]}
     passed_s = after.at_s - before.at_s
@@ -94,10 +94,10 @@ def rows(before: Snapshot, after: Snapshot) -> Rows:
         key=lambda one: (-one.running - one.waiting, -one.queued_tokens, -one.used_share, one.worker)
     )
     models = (_model(one["id"], before.metrics, after.metrics, passed_s) for one in after.status["models"])
-    return Rows(seconds=passed_s, models=tuple(models), workers=tuple(workers))
+    return TopRows(seconds=passed_s, models=tuple(models), workers=tuple(workers))
 
 
-def render_top(found: Rows) -> RenderableType:
+def render_top(found: TopRows) -> RenderableType:
     """Fits 80 columns."""
     models = table(MODELS, num_left=1)
     for one in found.models:

@@ -15,7 +15,7 @@ _Found = TypeVar("_Found")
 AWAY = "What is below is old."
 
 
-def looks(look: Callable[[], _Found], pause: Callable[[], None]) -> Iterator[_Found | Unserved]:
+def poll(look: Callable[[], _Found], pause: Callable[[], None]) -> Iterator[_Found | Unserved]:
     """What is found, or why nothing is, with a pause after each look. RequestError ends it: a wrong key stays
     wrong."""
     while True:

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from pydantic.fields import FieldInfo
 
-from tidemill.cluster.config.paths import Key, keys
+from tidemill.cluster.config.paths import ConfigKey, keys
 from tidemill.workers.messages import Role
 
 Scope = Literal[
@@ -38,7 +38,7 @@ class Flag:
     short: str | None = None
 
     @property
-    def explained(self) -> Key:
+    def explained(self) -> ConfigKey:
         return _KEYS[f"{_NODES.get(self.scope, self.scope)}.{self.key}"]
 
     @property

@@ -9,9 +9,9 @@ from tidemill.cluster.config.flags import with_places
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.tree import (
     AutoscalingConfig,
-    Config,
     GroupConfig,
     ModelConfig,
+    RootConfig,
     TelemetryConfig,
     labels_of,
 )
@@ -41,7 +41,7 @@ class Surroundings:
     cache_folder: Path
 
 
-def cluster_settings(config: Config, around: Surroundings, source: str = "") -> ClusterSettings:
+def cluster_settings(config: RootConfig, around: Surroundings, source: str = "") -> ClusterSettings:
     """`source` is the file of the configuration, if there is one: errors are told by its keys then. Raises
     SettingsError, or ConfigError."""
     fleets = [_fleet(config, index, around, source) for index in range(len(config.models))]
@@ -52,7 +52,7 @@ def cluster_settings(config: Config, around: Surroundings, source: str = "") -> 
     )
 
 
-def summary(config: Config) -> str:
+def summary(config: RootConfig) -> str:
     """What is served: `keeper with 1 prefill + 1 decode`."""
     return "; ".join(
         f"{', '.join(model.names)} with "
@@ -80,7 +80,7 @@ def telemetry_of(config: TelemetryConfig) -> Telemetry:
 
 
 def engine_settings(
-    config: Config, model: ModelConfig, group: GroupConfig, around: Surroundings
+    config: RootConfig, model: ModelConfig, group: GroupConfig, around: Surroundings
 ) -> EngineSettings:
     """Of the workers of a group. Raises SettingsError."""
     engine, secret_file, floor = model.engine, config.store.secret_file, group.memory_floor
@@ -115,7 +115,7 @@ def engine_settings(
     )
 
 
-def _memory_max_bytes(config: Config, model: ModelConfig, group: GroupConfig) -> int:
+def _memory_max_bytes(config: RootConfig, model: ModelConfig, group: GroupConfig) -> int:
     """What a worker may come to have: with the broker, all that workers of any model bring whose device is of
     its kind, for they may be on one. A budget by hand may be up to twice the share without it."""
     if not model.engine.memory_broker:
@@ -129,7 +129,7 @@ def _kind(device: str) -> str:
     return device.partition(":")[0]
 
 
-def _fleet(config: Config, index: int, around: Surroundings, source: str) -> FleetSettings:
+def _fleet(config: RootConfig, index: int, around: Surroundings, source: str) -> FleetSettings:
     model, label = config.models[index], labels_of(config.models)[index]
     workers: list[WorkerSettings] = []
     for number, group in enumerate(model.groups):

@@ -7,13 +7,13 @@ from typing import Annotated, Union, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from tidemill.cluster.config.tree import Config, Node
+from tidemill.cluster.config.tree import ConfigNode, RootConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ConfigKey:
     path: str
-    owner: type[Node]
+    owner: type[ConfigNode]
     field: FieldInfo
     is_node: bool  # other keys stand below it
 
@@ -32,17 +32,17 @@ class Key:
         return " ".join(self.field.description.split())
 
 
-def keys(node: type[Node] = Config, place: str = "") -> Iterator[Key]:
+def keys(node: type[ConfigNode] = RootConfig, place: str = "") -> Iterator[ConfigKey]:
     """All keys below `node`, which is at `place`, each before those below itself."""
     for name, field in node.model_fields.items():
         kind, is_list = kind_of(field.annotation)
         path = f"{place}.{name}".removeprefix(".")
-        if isinstance(kind, type) and issubclass(kind, Node):
+        if isinstance(kind, type) and issubclass(kind, ConfigNode):
             path += "[]" if is_list else ""
-            yield Key(path, node, field, is_node=True)
+            yield ConfigKey(path, node, field, is_node=True)
             yield from keys(kind, path)
         else:
-            yield Key(path, node, field, is_node=False)
+            yield ConfigKey(path, node, field, is_node=False)
 
 
 def kind_of(annotation: object) -> tuple[object, bool]:

@@ -9,20 +9,20 @@ from pydantic import ValidationError
 
 from tidemill.cluster.config.overrides import Given, overridden
 from tidemill.cluster.config.problems import ConfigError, Place, problems_of
-from tidemill.cluster.config.tree import Config
+from tidemill.cluster.config.tree import RootConfig
 
 
-def read_config(path: Path) -> Config:
+def read_config(path: Path) -> RootConfig:
     """Raises ConfigError."""
     return parse_config(_text_of(path), str(path))
 
 
-def parse_config(text: str, source: str) -> Config:
+def parse_config(text: str, source: str) -> RootConfig:
     """`source` is named in errors. Raises ConfigError."""
     return _validated(_tree(text, source), {}, source)
 
 
-def config_of(path: Path | None, model: str | None, given: Sequence[Given]) -> Config:
+def config_of(path: Path | None, model: str | None, given: Sequence[Given]) -> RootConfig:
     """What a file, if there is one, and a command line say together. Raises ConfigError."""
     source = "" if path is None else str(path)
     tree: object = {} if path is None else _tree(_text_of(path), source)
@@ -34,14 +34,14 @@ def config_of(path: Path | None, model: str | None, given: Sequence[Given]) -> C
     return _validated(tree, flags, source)
 
 
-def dumped(config: Config) -> str:
+def dumped(config: RootConfig) -> str:
     """The whole tree with its defaults, as a file."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _validated(tree: object, flags: Mapping[Place, str], source: str) -> Config:
+def _validated(tree: object, flags: Mapping[Place, str], source: str) -> RootConfig:
     try:
-        return Config.model_validate(tree)
+        return RootConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(problems_of(error, flags), source) from None
 

@@ -12,8 +12,8 @@ from typing import Any, cast
 from pydantic.json_schema import GenerateJsonSchema
 
 from tidemill.cluster.config.flags import FLAGS
-from tidemill.cluster.config.paths import Key, keys
-from tidemill.cluster.config.tree import SIZE, Config
+from tidemill.cluster.config.paths import ConfigKey, keys
+from tidemill.cluster.config.tree import SIZE, RootConfig
 
 INTRODUCTION = """\
 # Configuration
@@ -78,7 +78,7 @@ class _Untitled(GenerateJsonSchema):
 
 
 def schema() -> dict[str, Any]:
-    found = Config.model_json_schema(schema_generator=_Untitled)
+    found = RootConfig.model_json_schema(schema_generator=_Untitled)
     return {"$schema": GenerateJsonSchema.schema_dialect, **found, "title": "Configuration of Tidemill"}
 
 
@@ -91,7 +91,7 @@ def reference() -> str:
     return "\n".join(lines)
 
 
-def _table(parent: str, found: Sequence[Key], defined: Mapping[str, Any]) -> Iterator[str]:
+def _table(parent: str, found: Sequence[ConfigKey], defined: Mapping[str, Any]) -> Iterator[str]:
     yield f"## {f'`{parent}`' if parent else 'At the top'}\n"
     yield "| key | value | default | flag | meaning |\n|---|---|---|---|---|"
     for key in found:
@@ -100,7 +100,7 @@ def _table(parent: str, found: Sequence[Key], defined: Mapping[str, Any]) -> Ite
     yield ""
 
 
-def _default(key: Key) -> str:
+def _default(key: ConfigKey) -> str:
     default = cast("object", key.field.default)
     if key.field.is_required():
         return "needed"
@@ -109,7 +109,7 @@ def _default(key: Key) -> str:
     return f"`{json.dumps(default)}`"
 
 
-def _value(key: Key, defined: Mapping[str, Any]) -> str:
+def _value(key: ConfigKey, defined: Mapping[str, Any]) -> str:
     """What may stand there, as its schema has it."""
     if key.is_node:
         return f"[`{key.path}`](#{key.path.translate(str.maketrans('', '', '[].'))})"

@@ -71,7 +71,7 @@ Names = Annotated[
 ]
 
 
-class Node(BaseModel):
+class ConfigNode(BaseModel):
     """A mapping of the file. Keys that it has not are errors."""
 
     model_config = ConfigDict(
@@ -79,7 +79,7 @@ class Node(BaseModel):
     )
 
 
-class GroupConfig(Node):
+class GroupConfig(ConfigNode):
     """Workers that are alike."""
 
     role: Role
@@ -116,7 +116,7 @@ class GroupConfig(Node):
         return most
 
 
-class AutoscalingConfig(Node):
+class AutoscalingConfig(ConfigNode):
     """How long a model is watched before its workers come and go."""
 
     metrics_interval_s: Seconds = 2.0
@@ -135,7 +135,7 @@ class AutoscalingConfig(Node):
         return self
 
 
-class EngineConfig(Node):
+class EngineConfig(ConfigNode):
     """What all workers of a model have in common."""
 
     page_size: Count = 64
@@ -173,7 +173,7 @@ class EngineConfig(Node):
     """what goes first: used least recently, or least compute saved per byte"""
 
 
-class ModelConfig(Node):
+class ModelConfig(ConfigNode):
     """A model that is served, with workers and routers of its own."""
 
     model: Text
@@ -221,7 +221,7 @@ class ModelConfig(Node):
         return self.served_model_name or (self.model,)
 
 
-class StoreConfig(Node):
+class StoreConfig(ConfigNode):
     """Where workers exchange pages."""
 
     url: Text | None = None
@@ -232,7 +232,7 @@ class StoreConfig(Node):
     """holds 32 secret bytes, in hex, base64 or as they are, that seal what is stored"""
 
 
-class EdgeConfig(Node):
+class EdgeConfig(ConfigNode):
     """Where clients ask, and who may."""
 
     host: Text = "127.0.0.1"
@@ -262,7 +262,7 @@ class EdgeConfig(Node):
         return self
 
 
-class ClusterConfig(Node):
+class ClusterConfig(ConfigNode):
     """The Ray cluster, and who may talk to its routers and workers."""
 
     ray_address: Text | None = None
@@ -297,7 +297,7 @@ class ClusterConfig(Node):
         return self
 
 
-class TelemetryConfig(Node):
+class TelemetryConfig(ConfigNode):
     """What processes tell about themselves."""
 
     log_level: LogLevel = "info"
@@ -311,7 +311,7 @@ class TelemetryConfig(Node):
     """/metrics has the core series under this engine's names as well"""
 
 
-class Config(Node):
+class RootConfig(ConfigNode):
     """The whole file."""
 
     models: Annotated[tuple[ModelConfig, ...], Field(strict=False, min_length=1, max_length=MODELS_MAX)]

@@ -11,9 +11,9 @@ from tidemill.cluster.edge.tracing import TracedPeers, TracedRouter
 from tidemill.cluster.messages import FleetStatus, RoleScale
 from tidemill.cluster.observability.spans import Tracer
 from tidemill.cluster.rpc.router_client import RouterClient
-from tidemill.cluster.rpc.worker_client import GrpcPeers
+from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.kvstore.keys import Namespace, PageKey
-from tidemill.workers.messages import Piece, Request, Role, WorkerInfo
+from tidemill.workers.messages import Request, Role, StreamPiece, WorkerInfo
 
 
 class ClusterService:
@@ -24,7 +24,7 @@ class ClusterService:
         self,
         model: ServedModel,
         router: RouterClient,
-        peers: GrpcPeers,
+        peers: WorkerClients,
         scaler: Scaling,
         info: WorkerInfo,
         *,
@@ -40,7 +40,7 @@ class ClusterService:
         self._info = info
         self._resets = 0
 
-    def generate(self, request: Request) -> AsyncGenerator[Piece]:
+    def generate(self, request: Request) -> AsyncGenerator[StreamPiece]:
         page_tokens = self._info.page_tokens
         if self._resets:
             request = replace(request, salt=f"{request.salt}/{self._resets}")

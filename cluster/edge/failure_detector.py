@@ -10,19 +10,19 @@ from tidemill.workers.messages import WorkerId
 LOOK_S = 0.25
 
 
-class Peers(Protocol):
+class WorkerConnections(Protocol):
     def silent(self) -> frozenset[WorkerId]: ...
     def give_up(self, workers: Collection[WorkerId]) -> None: ...
 
 
-class Router(Protocol):
-    async def out(self, workers: Collection[WorkerId]) -> frozenset[WorkerId]: ...
+class SilenceReports(Protocol):
+    async def silent_workers(self, workers: Collection[WorkerId]) -> frozenset[WorkerId]: ...
 
 
-async def watch(peers: Peers, router: Router) -> None:
+async def watch(peers: WorkerConnections, router: SilenceReports) -> None:
     """Until cancelled. A worker that sends is never asked about: whoever cannot hear it is wrong."""
     while True:
         await asyncio.sleep(LOOK_S)
         if silent := peers.silent():
-            out = await router.out(silent)
+            out = await router.silent_workers(silent)
             peers.give_up(out & peers.silent())

@@ -9,21 +9,21 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Protocol
 
-from tidemill.cluster.messages import Ask, Route
+from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.keys import PageKey, page_keys
 from tidemill.kvstore.layout import restorable_end
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
+    CrashedAlone,
     Delta,
-    DiedAlone,
     HandedOver,
+    LostAlone,
     PagesMissing,
-    Piece,
     Poisonous,
     Produced,
     Request,
-    SilentAlone,
+    StreamPiece,
     Trace,
     Unserved,
     WorkerGone,
@@ -44,12 +44,12 @@ HAND_OVER_PAUSE_S = 0.1
 """Before a request goes to the same worker again, which was told not to take it: the router may not know."""
 
 
-class Router(Protocol):
-    async def place(self, ask: Ask) -> Route: ...
-    async def lost(self, worker: WorkerId, blamed: bytes = b"") -> None: ...
+class RequestRouter(Protocol):
+    async def place(self, ask: PlacementRequest) -> Route: ...
+    async def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None: ...
 
 
-class Peers(Protocol):
+class WorkerStreams(Protocol):
     """The workers, wherever they are. Every call raises PagesMissing or WorkerGone: HandedOver if the worker
     was told not to do this work, DiedAlone or SilentAlone if it was lost while it ran this request alone, on
     trial."""
@@ -61,11 +61,11 @@ class Peers(Protocol):
 
 async def serve(
     request: Request,
-    router: Router,
-    peers: Peers,
+    router: RequestRouter,
+    peers: WorkerStreams,
     root_of: Callable[[str], PageKey],
     page_tokens: int,
-) -> AsyncGenerator[Piece]:
+) -> AsyncGenerator[StreamPiece]:
     """Stream the tokens of `request`, placing it again whenever a worker or a page is lost.
 
     Pages are named by their tokens and a draw is a function of (seed, position), so a retry is an ordinary
@@ -73,13 +73,13 @@ async def serve(
     what the worker died of. `root_of(salt)` is the namespace's root key. Raises Unserved, Overloaded,
     Poisonous.
     """
-    story = Story(request, content_of(request))
+    story = RequestProgress(request, content_hash_of(request))
     while story.attempt <= ATTEMPTS_MAX and story.hand_overs <= HAND_OVERS_MAX:
-        rest = story.rest()
+        rest = story.remaining_request()
         began_s = asyncio.get_running_loop().time()
-        route = await router.place(story.ask(rest, root_of(request.salt), page_tokens))
+        route = await router.place(story.placement_request(rest, root_of(request.salt), page_tokens))
         story.placed_s += asyncio.get_running_loop().time() - began_s
-        rest = replace(rest, lag_s=route.lag_s)
+        rest = replace(rest, queue_offset_s=route.queue_offset_s)
         at = route.decode
         try:
             produced: Produced | None = None
@@ -101,7 +101,7 @@ async def serve(
                         return
             raise WorkerGone(f"{at} ended a stream that was not finished")
         except (PagesMissing, WorkerGone) as error:
-            await story.failed(at, error, router)
+            await story.on_failure(at, error, router)
     raise Unserved(
         f"{story.attempt - 1} attempts failed and {story.hand_overs} workers handed it over: "
         "see `tidemill status` for the workers' state"
@@ -109,7 +109,7 @@ async def serve(
 
 
 @dataclass(slots=True)
-class Story:
+class RequestProgress:
     """What has become of a request so far."""
 
     request: Request
@@ -123,7 +123,7 @@ class Story:
     silenced: bool = False  # a worker alone with it: the next one is no coincidence
     placed_s: float = 0.0  # how long routers took
 
-    def rest(self) -> Request:
+    def remaining_request(self) -> Request:
         """What is left of the request after what was streamed, which is part of the prompt now."""
         return replace(
             self.request,
@@ -134,12 +134,12 @@ class Story:
             on_trial=self.on_trial,
         )
 
-    def ask(self, rest: Request, root: PageKey, page_tokens: int) -> Ask:
+    def placement_request(self, rest: Request, root: PageKey, page_tokens: int) -> PlacementRequest:
         whole = rest.scored < rest.to_score
         end = restorable_end(rest.scored + 1 if whole else len(rest.tokens), page_tokens)
         keys = page_keys(root, rest.tokens[:end], page_tokens)
         is_first = self.attempt == 1 and not self.hand_overs
-        return Ask(
+        return PlacementRequest(
             request_id=rest.request_id,
             keys=tuple(key[:ANNOUNCED_KEY_BYTES] for key in keys),
             num_tokens=len(rest.tokens),
@@ -147,16 +147,16 @@ class Story:
             avoid=self.avoid,
             tenant=rest.tenant,
             ttft_s_max=rest.ttft_s_max if is_first else math.inf,  # it was accepted
-            content=self.content,
-            whole=whole,
+            content_hash=self.content,
+            recompute_all=whole,
             wait_s_max=min(WAIT_S_MAX, rest.ttft_s_max or WAIT_S_MAX) if is_first else WAIT_S_MAX,
         )
 
-    def piece(self, delta: Delta, trace: Trace) -> Piece:
+    def piece(self, delta: Delta, trace: Trace) -> StreamPiece:
         """What the delta adds, which is not asked for again."""
         self.streamed += delta.tokens
         self.scored += len(delta.prompt_logprobs)
-        return Piece(
+        return StreamPiece(
             tokens=delta.tokens,
             logprobs=delta.logprobs,
             prompt_logprobs=delta.prompt_logprobs,
@@ -176,7 +176,7 @@ class Story:
             provenance=first.provenance,
         )
 
-    async def failed(self, at: WorkerId, error: PagesMissing | WorkerGone, router: Router) -> None:
+    async def on_failure(self, at: WorkerId, error: PagesMissing | WorkerGone, router: RequestRouter) -> None:
         """An attempt has ended at this worker. Raises Poisonous."""
         match error:
             case PagesMissing():
@@ -186,22 +186,22 @@ class Story:
                 self.hand_overs += 1
                 if at in self.avoid:
                     await asyncio.sleep(HAND_OVER_PAUSE_S)
-            case SilentAlone() if not self.silenced:
+            case LostAlone() if not self.silenced:
                 self.attempt += 1
                 self.silenced = True
-                await router.lost(at)
-            case DiedAlone():
-                await router.lost(at, self.content)
+                await router.report_lost(at)
+            case CrashedAlone():
+                await router.report_lost(at, self.content)
                 raise Poisonous(f"workers are lost with this request, the last ran nothing else: {error}")
             case WorkerGone():
                 self.attempt += 1
                 self.on_trial = True
-                await router.lost(at)
+                await router.report_lost(at)
         self.avoid |= {at}
 
 
 @asynccontextmanager
-async def _prefetching(peers: Peers, route: Route, request: Request) -> AsyncGenerator[None]:
+async def _prefetching(peers: WorkerStreams, route: Route, request: Request) -> AsyncGenerator[None]:
     """Inside, the decode worker fetches pages as the prefill worker stores them; it has stopped, or has been
     told to, before the request goes there. What it did not fetch it fetches then: no failure matters."""
 
@@ -218,7 +218,7 @@ async def _prefetching(peers: Peers, route: Route, request: Request) -> AsyncGen
             await asyncio.wait([task])
 
 
-def content_of(request: Request) -> bytes:
+def content_hash_of(request: Request) -> bytes:
     """16 bytes that name what is asked, whoever asks and whatever the seed of its draws."""
     terms = (request.max_new_tokens, replace(request.sampling, seed=0), request.stop_token_ids, request.salt)
     digest = blake2b(repr(terms).encode(errors="surrogatepass"), digest_size=16)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tidemill.cluster.messages import FleetStatus, RoleScale
-from tidemill.workers.messages import Piece, Request, Role
+from tidemill.workers.messages import Request, Role, StreamPiece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Scaling(Protocol):
 class Service(Protocol):
     model: ServedModel
 
-    def generate(self, request: Request) -> AsyncGenerator[Piece]:
+    def generate(self, request: Request) -> AsyncGenerator[StreamPiece]:
         """Tokens of one request until its finish; closing the generator cancels it. Raises Unserved."""
         ...
 

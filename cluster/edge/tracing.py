@@ -4,34 +4,36 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
-from tidemill.cluster.edge.flow import Peers, Router
-from tidemill.cluster.messages import Ask, Route
+from tidemill.cluster.edge.flow import RequestRouter, WorkerStreams
+from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.observability.spans import Tracer, found, span
 from tidemill.workers.messages import Delta, Produced, Request, WorkerId
 
 
 class TracedRouter:
-    def __init__(self, router: Router, tracer: Tracer, trace_parent: str) -> None:
+    def __init__(self, router: RequestRouter, tracer: Tracer, trace_parent: str) -> None:
         self._router = router
         self._tracer = tracer
         self._trace_parent = trace_parent
 
-    async def place(self, ask: Ask) -> Route:
+    async def place(self, ask: PlacementRequest) -> Route:
         with span(self._tracer, "route", self._trace_parent, **{"tidemill.pages": len(ask.keys)}) as routing:
             route = await self._router.place(ask)
-            routing.tell({"tidemill.decode": route.decode, "tidemill.predicted_s": route.predicted_s})
+            routing.set_attributes(
+                {"tidemill.decode": route.decode, "tidemill.predicted_s": route.predicted_s}
+            )
             if route.prefill is not None:
-                routing.tell({"tidemill.prefill": route.prefill})
+                routing.set_attributes({"tidemill.prefill": route.prefill})
             return route
 
-    async def lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
-        await self._router.lost(worker, blamed)
+    async def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
+        await self._router.report_lost(worker, blamed)
 
 
 class TracedPeers:
     """Requests arrive with the parent of all calls, and go on with the span of their call."""
 
-    def __init__(self, peers: Peers, tracer: Tracer, page_tokens: int) -> None:
+    def __init__(self, peers: WorkerStreams, tracer: Tracer, page_tokens: int) -> None:
         self._peers = peers
         self._tracer = tracer
         self._page_tokens = page_tokens
@@ -41,7 +43,7 @@ class TracedPeers:
         with span(self._tracer, "prefill", request.trace_parent, **at) as producing:
             sent = replace(request, trace_parent=producing.trace_parent)
             produced = await self._peers.produce(worker, address, sent)
-            producing.tell(
+            producing.set_attributes(
                 {"tidemill.depth_tokens": produced.depth, **found(produced.provenance, self._page_tokens)}
             )
             return produced
@@ -60,9 +62,11 @@ class TracedPeers:
                 async for delta in deltas:
                     if delta.provenance is not None:
                         decoding.event("first token")
-                        decoding.tell(found(delta.provenance, self._page_tokens))
+                        decoding.set_attributes(found(delta.provenance, self._page_tokens))
                     num_tokens += len(delta.tokens)
                     if delta.finish is not None:
-                        decoding.tell({"tidemill.finish": delta.finish, "tidemill.tokens": num_tokens})
+                        decoding.set_attributes(
+                            {"tidemill.finish": delta.finish, "tidemill.tokens": num_tokens}
+                        )
                         decoding.end()  # the reader will not ask for more
                     yield delta

@@ -15,7 +15,7 @@ from tidemill.cluster.observability.telemetry import MetricsAlias
 from tidemill.workers.messages import Overloaded, Request, Trace, Unserved
 
 
-class Metrics:
+class EdgeMetrics:
     """The instruments of one edge, and what its answers missed."""
 
     def __init__(
@@ -30,7 +30,7 @@ class Metrics:
         self._clock = clock
         self._ttft_s_max = ttft_s_max or {}
         self._misses = defaultdict[str, Misses](Misses)
-        self._by_model: dict[str, OfModel] = {}
+        self._by_model: dict[str, ModelMetrics] = {}
         self.under_way = Count[str]()  # answers, by model
         self.registry = registry = CollectorRegistry()
         self._histograms = {
@@ -54,19 +54,19 @@ class Metrics:
     def count_end(self, model: str, reason: str, count: int = 1) -> None:
         self._counters[specs.SUCCESS].labels(model_name=model, finished_reason=reason).inc(count)
 
-    def of_model(self, model: str) -> "OfModel":
+    def of_model(self, model: str) -> "ModelMetrics":
         """Those of one model. `model` is a name of ours, never a client's."""
         found = self._by_model.get(model)
         if found is None:
-            found = self._by_model[model] = OfModel(self._histograms, self._counters, model)
+            found = self._by_model[model] = ModelMetrics(self._histograms, self._counters, model)
             self.under_way[model] += 0
         return found
 
-    def saw_refusal(self, model: str) -> None:
+    def record_refusal(self, model: str) -> None:
         misses = self._misses[model]
         self._misses[model] = replace(misses, refused=misses.refused + 1)
 
-    def saw_first(self, model: str, request: Request, ttft_s: float) -> None:
+    def record_first_token(self, model: str, request: Request, ttft_s: float) -> None:
         most_s = self._ttft_s_max.get(model, TTFT_S_MAX)
         is_late = ttft_s > min(most_s if request.ttft_s_max is None else request.ttft_s_max, most_s)
         self.of_model(model).count(specs.LATE, is_late)
@@ -74,14 +74,14 @@ class Metrics:
         self._misses[model] = replace(misses, answered=misses.answered + 1, late=misses.late + is_late)
 
     @contextmanager
-    def watch(self, model: str, requests: Sequence[Request]) -> Generator["Watch"]:
+    def watch(self, model: str, requests: Sequence[Request]) -> Generator["RequestMetrics"]:
         """Measures the answers to `requests`, from now to the end of the block, whatever ends it."""
-        watch = Watch(self, model, requests, self._clock)
+        watch = RequestMetrics(self, model, requests, self._clock)
         self.under_way[model] += len(requests)
         try:
             yield watch
         except (Overloaded, Unserved):
-            self.saw_refusal(model)
+            self.record_refusal(model)
             raise
         finally:
             self.under_way[model] -= len(requests)
@@ -89,7 +89,7 @@ class Metrics:
                 self.count_end(model, "abort", watch.unfinished)
 
 
-class OfModel:
+class ModelMetrics:
     """The instruments of one model: its label is bound once, for some of them are used for every token."""
 
     def __init__(
@@ -117,11 +117,11 @@ class _Times:
         self.num_tokens = 0
 
 
-class Watch:
+class RequestMetrics:
     """The times of the answers to one HTTP request."""
 
     def __init__(
-        self, metrics: Metrics, model: str, requests: Sequence[Request], clock: Callable[[], float]
+        self, metrics: EdgeMetrics, model: str, requests: Sequence[Request], clock: Callable[[], float]
     ) -> None:
         self._metrics = metrics
         self._model = model
@@ -137,13 +137,13 @@ class Watch:
         now_s = self._clock()
         times = self._times.get(choice)
         if times is None:
-            queue_s = self._saw_first(self._requests[choice], trace, now_s - self._start_s)
+            queue_s = self._record_first(self._requests[choice], trace, now_s - self._start_s)
             times = self._times[choice] = _Times(now_s, trace, queue_s)
         elif num_tokens:
             for _ in range(num_tokens):
                 self._of_model.observe(specs.ITL, (now_s - times.last_s) / num_tokens)
         if trace is not times.trace:
-            self._saw_route(trace)
+            self._record_route(trace)
             times.trace = trace
         times.last_s = now_s
         times.num_tokens += num_tokens
@@ -151,12 +151,12 @@ class Watch:
         if finish:
             self.unfinished -= 1
             self._metrics.count_end(self._model, finish)
-            self._saw_last(times, now_s)
+            self._record_last(times, now_s)
 
-    def _saw_first(self, request: Request, trace: Trace, ttft_s: float) -> float:
+    def _record_first(self, request: Request, trace: Trace, ttft_s: float) -> float:
         """How long it waited of that."""
         of_model, num_tokens = self._of_model, len(request.tokens)
-        self._metrics.saw_first(self._model, request, ttft_s)
+        self._metrics.record_first_token(self._model, request, ttft_s)
         workers = [trace.provenance]
         if trace.produced is not None:
             workers.insert(0, trace.produced.provenance)
@@ -171,15 +171,15 @@ class Watch:
         of_model.count(specs.STORE_QUERIES, max(0, num_tokens - workers[0].reused_tokens))
         of_model.count(specs.STORE_HITS, workers[0].fetched_tokens)
         of_model.observe(specs.HIT_DEPTH, workers[0].reused_tokens + workers[0].fetched_tokens)
-        self._saw_route(trace)
+        self._record_route(trace)
         return queue_s
 
-    def _saw_route(self, trace: Trace) -> None:
+    def _record_route(self, trace: Trace) -> None:
         found = trace.provenance
         if found.reused_tokens + found.fetched_tokens:
             self._of_model.count(specs.REPLAYED, found.computed_tokens)
 
-    def _saw_last(self, times: _Times, now_s: float) -> None:
+    def _record_last(self, times: _Times, now_s: float) -> None:
         of_model, trace = self._of_model, times.trace
         of_model.observe(specs.E2E, now_s - self._start_s)
         of_model.observe(specs.INFERENCE, now_s - self._start_s - times.queue_s)

@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 
 from tidemill.cluster.messages import FleetStatus
 from tidemill.cluster.metrics import specs
-from tidemill.cluster.metrics.edge_metrics import Metrics
+from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.metrics.specs import PREFIX
 from tidemill.cluster.metrics.worker_metrics import COUNTERS, FleetCollector
 from tidemill.cluster.observability.telemetry import MetricsAlias
@@ -29,7 +29,7 @@ ALIASES: dict[MetricsAlias, frozenset[str]] = {
 """What tools made for another engine read of it, under its prefix: it means the same here."""
 
 
-def exposition(metrics: Metrics, fleets: Mapping[str, FleetStatus]) -> bytes:
+def exposition(metrics: EdgeMetrics, fleets: Mapping[str, FleetStatus]) -> bytes:
     """`fleets`, by model, of those whose router answers."""
     shown = CollectorRegistry(auto_describe=False)
     shown.register(_All(metrics, fleets))
@@ -37,7 +37,7 @@ def exposition(metrics: Metrics, fleets: Mapping[str, FleetStatus]) -> bytes:
 
 
 class _All:
-    def __init__(self, metrics: Metrics, fleets: Mapping[str, FleetStatus]) -> None:
+    def __init__(self, metrics: EdgeMetrics, fleets: Mapping[str, FleetStatus]) -> None:
         self._metrics = metrics
         self._reports = FleetCollector(fleets, metrics.under_way)
 

@@ -11,7 +11,7 @@ from tidemill.cluster.metrics.specs import MODEL, Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class HistogramSnapshot:
     """Of one histogram. `bounds` ascend and end with infinity; `counts` are of what was no more than each."""
 
     total: float = 0.0
@@ -22,12 +22,12 @@ class Seen:
     def count(self) -> float:
         return self.counts[-1] if self.counts else 0.0
 
-    def since(self, before: "Seen") -> "Seen":
+    def since(self, before: "HistogramSnapshot") -> "HistogramSnapshot":
         """What was seen since then; all of it if the server has begun anew meanwhile."""
         if before.bounds != self.bounds or before.count > self.count:
             return self
         pairs = zip(self.counts, before.counts, strict=True)
-        return Seen(
+        return HistogramSnapshot(
             total=self.total - before.total,
             bounds=self.bounds,
             counts=tuple(now - then for now, then in pairs),
@@ -60,7 +60,7 @@ class Scraped:
         name = f"{spec.full_name}_total" if spec.kind == "counter" else spec.full_name
         return self.values.get((name, frozenset({(MODEL, model)})), 0.0)
 
-    def seen(self, spec: Spec, model: str) -> Seen:
+    def seen(self, spec: Spec, model: str) -> HistogramSnapshot:
         found = {
             float(dict(labels)["le"]): value
             for (name, labels), value in self.values.items()
@@ -68,7 +68,7 @@ class Scraped:
         }
         total = self.values.get((f"{spec.full_name}_sum", frozenset({(MODEL, model)})), 0.0)
         bounds = tuple(sorted(found))
-        return Seen(total=total, bounds=bounds, counts=tuple(found[bound] for bound in bounds))
+        return HistogramSnapshot(total=total, bounds=bounds, counts=tuple(found[bound] for bound in bounds))
 
 
 def scraped(text: str) -> Scraped:

@@ -73,7 +73,7 @@ class OtelSpan:
         PROPAGATOR.inject(carrier, trace.set_span_in_context(self._span))
         return carrier["traceparent"]
 
-    def tell(self, attributes: Attributes) -> None:
+    def set_attributes(self, attributes: Attributes) -> None:
         if self._span.is_recording():  # not after its end, nor when it is not sampled
             self._span.set_attributes(dict(attributes))
 

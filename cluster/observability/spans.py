@@ -37,7 +37,7 @@ class Span(Protocol):
         """Of what happens inside of it, in whatever process."""
         ...
 
-    def tell(self, attributes: Attributes) -> None: ...
+    def set_attributes(self, attributes: Attributes) -> None: ...
 
     def event(self, name: str) -> None:
         """Something happens now."""
@@ -103,7 +103,7 @@ def span(tracer: Tracer, name: str, trace_parent: str, **attributes: str | float
     try:
         yield started
     except (GeneratorExit, asyncio.CancelledError):  # nobody wanted more of it
-        started.tell({"tidemill.cancelled": True})
+        started.set_attributes({"tidemill.cancelled": True})
         started.end()
         raise
     except BaseException as error:

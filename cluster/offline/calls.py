@@ -16,7 +16,7 @@ IN_LINE_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PromptJob:
     """One prompt: its requests, one for each choice, and its text if it came as one."""
 
     requests: list[Request]
@@ -34,7 +34,7 @@ class Answered:
 
 
 async def answer_all(
-    engine: Engine, tokenizer: Tokenizer, jobs: Sequence[Job], answered: Callable[[], None]
+    engine: Engine, tokenizer: Tokenizer, jobs: Sequence[PromptJob], answered: Callable[[], None]
 ) -> list[RequestOutput]:
     """In the order of the jobs; `answered` is called after each choice. Raises RequestError, WorkerGone."""
     line = asyncio.Semaphore(IN_LINE_MAX)
@@ -62,7 +62,7 @@ async def answer_all(
     ]
 
 
-def _output(job: Job, found: list[Answered], piece: Callable[[int], bytes]) -> RequestOutput:
+def _output(job: PromptJob, found: list[Answered], piece: Callable[[int], bytes]) -> RequestOutput:
     first = found[0]
     scores: list[dict[int, Logprob] | None] | None = None
     request = job.requests[0]

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from tidemill.workers.engine.build import Built
+from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.messages import WorkerGone
 
 T = TypeVar("T")
@@ -17,7 +17,7 @@ CLOSED = "the engine is closed: make a new one"
 class EngineThread:
     """Steps run from the start until `close`, and for ever if it is never called."""
 
-    def __init__(self, built: Built) -> None:
+    def __init__(self, built: BuiltEngine) -> None:
         self._built = built
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()

@@ -15,14 +15,14 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tidemill.cluster.edge.chat.request.messages import Turn
+from tidemill.cluster.edge.chat.request.messages import ChatMessage
 from tidemill.cluster.edge.chat.request.params import SEED_BITS, SamplingParams, prompts_of
 from tidemill.cluster.edge.chat.request.request_builder import requests_of, terms_of
 from tidemill.cluster.edge.chat.request.structured import grammar_of
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
 from tidemill.cluster.edge.chat.text import Message
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
-from tidemill.cluster.offline.calls import Job, answer_all
+from tidemill.cluster.offline.calls import PromptJob, answer_all
 from tidemill.cluster.offline.engine_thread import EngineThread
 from tidemill.cluster.offline.outputs import RequestOutput
 from tidemill.kvstore.sizes import parse_bytes
@@ -141,7 +141,7 @@ class LLM:
         with _bar(sum(len(job.requests) for job in jobs), show=progress) as advance:
             return self._thread.run(answer_all(self._built.engine, self._tokenizer, jobs, advance))
 
-    def _job(self, text: str | None, tokens: list[int], params: SamplingParams) -> Job:
+    def _job(self, text: str | None, tokens: list[int], params: SamplingParams) -> PromptJob:
         terms = terms_of(
             params,
             self._built,
@@ -149,7 +149,7 @@ class LLM:
             logprobs=params.logprobs,
             grammar=grammar_of(params.response_format, params.structured_outputs),
         )
-        return Job(
+        return PromptJob(
             requests_of(terms, self._built, tokens, "prompts", lambda: str(next(self._ids))),
             terms.ending,
             text,
@@ -183,7 +183,7 @@ def settings_of(model: str | Path, settings: dict[str, object]) -> EngineSetting
 
 def _messages_of(chat: Chat) -> list[Message]:
     try:
-        turns = TypeAdapter(list[Turn]).validate_python(chat)
+        turns = TypeAdapter(list[ChatMessage]).validate_python(chat)
     except ValidationError as error:
         raise request_error(problems_of(error, "messages")) from None
     return [turn.message() for turn in turns]

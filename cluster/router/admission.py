@@ -10,9 +10,9 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Protocol
 
-from tidemill.cluster.messages import TTFT_S_MAX, Ask, Route
-from tidemill.cluster.router.fair_queueing import Shares
-from tidemill.cluster.router.fleet_view import Booked
+from tidemill.cluster.messages import TTFT_S_MAX, PlacementRequest, Route
+from tidemill.cluster.router.fair_queueing import FairQueue
+from tidemill.cluster.router.fleet_view import RequestBooked
 from tidemill.workers.messages import Overloaded
 
 LOOK_S = 0.1
@@ -25,27 +25,34 @@ BEGUN_S = 3600.0
 client is reading."""
 
 
-class View(Protocol):
+class LoadView(Protocol):
     """Prompt tokens not yet computed, reported and booked."""
 
     def queued_tokens_of_all(self) -> float: ...
 
 
-class Admission:
+class LoadShedder:
     """Mutable are the tenants' lines alone; a router that starts again begins with none."""
 
     def __init__(self, ttft_s_max: float = TTFT_S_MAX) -> None:
         self._ttft_s_max = ttft_s_max
-        self._shares = Shares()
+        self._shares = FairQueue()
         self._looked_at_s = -math.inf
 
-    def patience_s(self, ask: Ask) -> float:
+    def patience_s(self, ask: PlacementRequest) -> float:
         """How long a request may wait for its first token; one that was taken before, for ever."""
         if ask.ttft_s_max == math.inf:
             return math.inf
         return self._ttft_s_max if ask.ttft_s_max is None else min(ask.ttft_s_max, self._ttft_s_max)
 
-    def admit(self, ask: Ask, route: Route, view: View, booked: Sequence[Booked], now_s: float) -> Route:
+    def admit(
+        self,
+        ask: PlacementRequest,
+        route: Route,
+        view: LoadView,
+        booked: Sequence[RequestBooked],
+        now_s: float,
+    ) -> Route:
         """The route with the request's place among others, and the time that it takes from there.
 
         `booked` is the work of the request on the workers of the route, in seconds too where their speed is
@@ -54,7 +61,7 @@ class Admission:
         then.
         """
         if ask.ttft_s_max == math.inf:
-            return replace(route, lag_s=-BEGUN_S)
+            return replace(route, queue_offset_s=-BEGUN_S)
         if now_s - self._looked_at_s >= LOOK_S:
             self._looked_at_s = now_s
             self._shares.advance(view.queued_tokens_of_all())
@@ -71,8 +78,8 @@ class Admission:
                 predicted_s=predicted_s,
                 retry_after_s=_retry_after_s(predicted_s - limit_s, ask.request_id),
             )
-        lag_s = self._shares.charge(ask.tenant, work, now_s)
-        return replace(route, predicted_s=predicted_s, lag_s=lag_s)
+        queue_offset_s = self._shares.charge(ask.tenant, work, now_s)
+        return replace(route, predicted_s=predicted_s, queue_offset_s=queue_offset_s)
 
 
 def _retry_after_s(excess_s: float, request_id: str) -> float:

@@ -28,7 +28,7 @@ POINT_S = 0.25
 """How finely the past of the longest line is known; POINTS_MAX of them are more than two minutes."""
 
 
-class Shares:
+class FairQueue:
     """Lines of tenants that have work queued; all else is forgotten."""
 
     def __init__(self) -> None:

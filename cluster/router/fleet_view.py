@@ -95,7 +95,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class HeartbeatArrived:
     """A heartbeat arrived."""
 
     heartbeat: Heartbeat
@@ -103,21 +103,21 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class WorkerLost:
     """A worker is gone: its stream broke, or it has been silent for too long."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
-class Booked:
+class RequestBooked:
     """A request was placed on a worker."""
 
     worker: WorkerId
     booking: Booking
 
 
-Event = Heard | Lost | Booked
+Event = HeartbeatArrived | WorkerLost | RequestBooked
 
 
 class Fleet:
@@ -138,16 +138,16 @@ class Fleet:
     def apply(self, event: Event) -> None:
         self._looked_up = None
         match event:
-            case Heard(heartbeat, now_s):
-                self._hear(heartbeat, now_s)
-            case Lost(worker):
-                self._lose(worker)
-            case Booked(worker, booking):
+            case HeartbeatArrived(heartbeat, now_s):
+                self._apply_heartbeat(heartbeat, now_s)
+            case WorkerLost(worker):
+                self._remove(worker)
+            case RequestBooked(worker, booking):
                 self._book(worker, booking)
             case _:
                 assert_never(event)
 
-    def silent(self, now_s: float, silence_s_max: float) -> list[WorkerId]:
+    def silent_since(self, now_s: float, silence_s_max: float) -> list[WorkerId]:
         """Workers that have not been heard for longer than `silence_s_max`."""
         return [
             worker for worker, member in self.members.items() if now_s - member.heard_at_s > silence_s_max
@@ -184,11 +184,11 @@ class Fleet:
         decayed_s = self._work_s * exp((self._work_at_s - now_s) / RHO_TAU_S)
         return decayed_s / (RHO_TAU_S * computing) if computing else 0.0
 
-    def _hear(self, heartbeat: Heartbeat, now_s: float) -> None:
+    def _apply_heartbeat(self, heartbeat: Heartbeat, now_s: float) -> None:
         info, announcement = heartbeat.info, heartbeat.announcement
         earlier = self._by_name.get(info.name)
         if earlier is not None and earlier != info.worker:
-            self._lose(earlier)
+            self._remove(earlier)
         before = self.members.get(info.worker)
         slot = self._new_slot() if before is None else before.slot
         member = self.members[info.worker] = Member(
@@ -213,7 +213,7 @@ class Fleet:
                 self._prefixes.remove(_placed(slot), removed)
         self._prefixes.add(_announced(slot), cut_keys(announcement.added), HELD_KEYS_MAX)
 
-    def _lose(self, worker: WorkerId) -> None:
+    def _remove(self, worker: WorkerId) -> None:
         member = self.members.pop(worker, None)
         if member is None:
             return

@@ -46,7 +46,7 @@ class Budgets:
         self._holdings: dict[str, Holding] = {}
         self._by_hand: dict[str, int] = {}
 
-    def heard(self, heartbeat: Heartbeat) -> int | None:
+    def report(self, heartbeat: Heartbeat) -> int | None:
         """The budget of the worker from now on; None while the router does not know enough to say."""
         info = heartbeat.info
         self._missing.discard(info.name)
@@ -94,7 +94,7 @@ class Budgets:
         holding = self._holdings.get(info.name)
         return SetBudget("broker", 0 if holding is None else holding.told_bytes)
 
-    def told(self) -> dict[str, SetBudget]:
+    def all(self) -> dict[str, SetBudget]:
         """Of every worker that was heard, by name."""
         return {name: self.set_of(holding.info) for name, holding in self._holdings.items()}
 

@@ -13,14 +13,14 @@ DOES: dict[Role, frozenset[Role]] = {
 """Which roles do the work of a role."""
 
 
-class Orders:
+class OperatorCommands:
     """Drains are for one life of a worker, roles for its name: its next life takes work, in the same role."""
 
     def __init__(self) -> None:
         self._drained: dict[str, WorkerId] = {}  # by name
         self._roles: dict[str, Role] = {}
 
-    def heard(self, info: WorkerInfo, *, draining: bool, is_new: bool) -> tuple[bool, Role | None]:
+    def confirm(self, info: WorkerInfo, *, draining: bool, is_new: bool) -> tuple[bool, Role | None]:
         """A worker beats; what it is told. A router that has begun anew leaves it as it is."""
         if is_new and draining:
             self._drained[info.name] = info.worker

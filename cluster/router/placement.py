@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.cluster.messages import Ask, Route
+from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.router.cost_model import Costs, Vector
-from tidemill.cluster.router.fleet_view import Booked, Booking, Column, Fleet, Member
+from tidemill.cluster.router.fleet_view import Booking, Column, Fleet, Member, RequestBooked
 from tidemill.cluster.router.prefix_table import cut_keys
 from tidemill.workers.scheduling.prefill_throttle import BESIDE_STREAMS
 
@@ -70,14 +70,14 @@ Chosen = npt.NDArray[np.int64]
 """Slots of workers."""
 
 
-def place(fleet: Fleet, ask: Ask, now_s: float) -> Route | None:
+def place(fleet: Fleet, ask: PlacementRequest, now_s: float) -> Route | None:
     """The best route now, or None when no worker can decode."""
     view = _View(fleet, ask, now_s)
     decoding = view.able(Column.DECODES)
     if not len(decoding):
         return None
     computing = view.able(Column.PREFILLS)
-    prefill = view.best_prefill(computing) if len(computing) and not ask.whole else None
+    prefill = view.best_prefill(computing) if len(computing) and not ask.recompute_all else None
     streams = view.streams(prefill)
     best = view.pick(decoding, streams.score)
     decode = fleet.at(best).info
@@ -94,12 +94,12 @@ def place(fleet: Fleet, ask: Ask, now_s: float) -> Route | None:
     )
 
 
-def bookings(fleet: Fleet, ask: Ask, route: Route, now_s: float) -> list[Booked]:
+def bookings(fleet: Fleet, ask: PlacementRequest, route: Route, now_s: float) -> list[RequestBooked]:
     """What the route adds to the load of its workers until they report it themselves."""
     decode = fleet.members[route.decode]
     if route.prefill is None:
         view = _View(fleet, ask, now_s, [decode.slot])
-        return [Booked(route.decode, view.prompt(0, ask.num_tokens))]
+        return [RequestBooked(route.decode, view.prompt(0, ask.num_tokens))]
     prefill = fleet.members[route.prefill]
     view = _View(fleet, ask, now_s, [decode.slot, prefill.slot])
     produced = view.prompt(1, view.boundary)
@@ -112,7 +112,7 @@ def bookings(fleet: Fleet, ask: Ask, route: Route, now_s: float) -> list[Booked]
         num_bytes=int(view.needed_bytes()[0]),
         keys=ask.keys,
     )
-    return [Booked(route.prefill, produced), Booked(route.decode, streamed)]
+    return [RequestBooked(route.prefill, produced), RequestBooked(route.decode, streamed)]
 
 
 class _Prefill(NamedTuple):
@@ -136,7 +136,9 @@ class _Streams(NamedTuple):
 class _View:
     """The fleet, or some slots of it, as one request sees it. Depths are in tokens."""
 
-    def __init__(self, fleet: Fleet, ask: Ask, now_s: float, slots: list[int] | None = None) -> None:
+    def __init__(
+        self, fleet: Fleet, ask: PlacementRequest, now_s: float, slots: list[int] | None = None
+    ) -> None:
         self._fleet = fleet
         self._ask = ask
         self._now_s = now_s

@@ -4,11 +4,24 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from tidemill.cluster.messages import TTFT_S_MAX, Ask, FleetStatus, Route, SetBudget, WorkerStatus
-from tidemill.cluster.router.admission import Admission
-from tidemill.cluster.router.fleet_view import Fleet, Heard, Lost, Member, wants_full_announcement
+from tidemill.cluster.messages import (
+    TTFT_S_MAX,
+    FleetStatus,
+    PlacementRequest,
+    Route,
+    SetBudget,
+    WorkerStatus,
+)
+from tidemill.cluster.router.admission import LoadShedder
+from tidemill.cluster.router.fleet_view import (
+    Fleet,
+    HeartbeatArrived,
+    Member,
+    WorkerLost,
+    wants_full_announcement,
+)
 from tidemill.cluster.router.memory_budgets import Budgets
-from tidemill.cluster.router.operator_commands import Orders
+from tidemill.cluster.router.operator_commands import OperatorCommands
 from tidemill.cluster.router.placement import bookings, place
 from tidemill.cluster.router.quarantine import Quarantine
 from tidemill.workers.messages import Ack, Heartbeat, Role, Unserved, WorkerId
@@ -39,19 +52,19 @@ class Router:
         self._clock = clock
         self._fleet = Fleet()
         self._budgets = Budgets(clock, broker=broker, expected=expected) if has_budgets else None
-        self._orders = Orders()
+        self._orders = OperatorCommands()
         self._quarantine = Quarantine()
-        self._admission = Admission(ttft_s_max)
+        self._admission = LoadShedder(ttft_s_max)
         self._heard_s: dict[WorkerId, float] = {}  # when each life was heard last, also one that was dropped
         self._began_s = clock()
         self._changed = asyncio.Event()
 
-    async def place(self, ask: Ask) -> Route:
+    async def place(self, ask: PlacementRequest) -> Route:
         """Choose the workers of one attempt; waits up to `ask.wait_s_max` for a worker that can decode.
 
         Raises Unserved when none comes, Overloaded, Poisonous.
         """
-        self._quarantine.check(ask.content, self._clock())
+        self._quarantine.check(ask.content_hash, self._clock())
         wait_s_max = min(ask.wait_s_max, self._admission.patience_s(ask))
         give_up_s = self._clock() + wait_s_max
         while (route := place(self._fleet, ask, self._clock())) is None:
@@ -75,22 +88,22 @@ class Router:
         now_s = self._clock()
         want_full = wants_full_announcement(self._fleet, heartbeat)
         is_new = heartbeat.info.worker not in self._heard_s
-        drain, role = self._orders.heard(heartbeat.info, draining=heartbeat.draining, is_new=is_new)
+        drain, role = self._orders.confirm(heartbeat.info, draining=heartbeat.draining, is_new=is_new)
         if drain and not heartbeat.draining:  # it will be, when it has read the answer
             heartbeat = replace(heartbeat, draining=True)
         self._heard_s[heartbeat.info.worker] = now_s
-        self._fleet.apply(Heard(heartbeat, now_s))
+        self._fleet.apply(HeartbeatArrived(heartbeat, now_s))
         self._wake()
-        return Ack(want_full=want_full, budget_bytes=self.budget(heartbeat), drain=drain, role=role)
+        return Ack(want_full=want_full, budget_bytes=self.budget_for(heartbeat), drain=drain, role=role)
 
-    def budget(self, heartbeat: Heartbeat) -> int | None:
+    def budget_for(self, heartbeat: Heartbeat) -> int | None:
         """What a worker of any fleet may have from now on; None while nobody knows, or another router says
         it."""
-        return None if self._budgets is None else self._budgets.heard(heartbeat)
+        return None if self._budgets is None else self._budgets.report(heartbeat)
 
     def budgets(self) -> dict[str, SetBudget]:
         """Of every worker whose budget is said here, of any fleet, by name."""
-        return {} if self._budgets is None else self._budgets.told()
+        return {} if self._budgets is None else self._budgets.all()
 
     def set_budget(self, name: str, budget_bytes: int | None) -> None:
         """A person's word; None takes it back. Raises RequestError."""
@@ -105,7 +118,7 @@ class Router:
         """A person's word. Raises RequestError."""
         self._orders.set_role(name, role, self._fleet.members.values())
 
-    def out(self, workers: Iterable[WorkerId]) -> frozenset[WorkerId]:
+    def silent_workers(self, workers: Iterable[WorkerId]) -> frozenset[WorkerId]:
         """Which of these have been silent for too long: what runs there is to be placed again. None while
         this router is so young that those that live may not have found it."""
         since_s = self._clock() - SILENCE_S_MAX
@@ -113,12 +126,12 @@ class Router:
             return frozenset()
         return frozenset(worker for worker in workers if self._heard_s.get(worker, since_s - 1.0) < since_s)
 
-    def lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
+    def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
         """A frontend's stream to this worker broke, because of the content `blamed` if there is one. If it
         lives, its next heartbeat brings it back."""
         if blamed:
             self._quarantine.add(blamed, self._clock())
-        self._fleet.apply(Lost(worker))
+        self._fleet.apply(WorkerLost(worker))
         self._wake()
 
     def tick(self) -> None:
@@ -126,8 +139,8 @@ class Router:
         now_s = self._clock()
         for worker in [one for one, at_s in self._heard_s.items() if now_s - at_s > REMEMBERED_S]:
             del self._heard_s[worker]
-        for worker in self._fleet.silent(now_s, SILENCE_S_MAX):
-            self._fleet.apply(Lost(worker))
+        for worker in self._fleet.silent_since(now_s, SILENCE_S_MAX):
+            self._fleet.apply(WorkerLost(worker))
             self._wake()
 
     def status(self) -> FleetStatus:

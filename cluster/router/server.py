@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 import grpc.aio
 
-from tidemill.cluster.messages import Ask, FleetStatus, Route, SetBudget
+from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route, SetBudget
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import ROUTER_STREAMS_MAX, bind, new_server, server_credentials
 from tidemill.cluster.rpc.router_codec import (
@@ -46,13 +46,13 @@ TICK_S = 0.25
 log = logging.getLogger(__name__)
 
 
-class Router(Protocol):
-    async def place(self, ask: Ask) -> Route: ...
+class ServedRouter(Protocol):
+    async def place(self, ask: PlacementRequest) -> Route: ...
     def heartbeat(self, heartbeat: Heartbeat) -> Ack: ...
-    def budget(self, heartbeat: Heartbeat) -> int | None: ...
+    def budget_for(self, heartbeat: Heartbeat) -> int | None: ...
     def budgets(self) -> Mapping[str, SetBudget]: ...
-    def lost(self, worker: WorkerId, blamed: bytes = b"") -> None: ...
-    def out(self, workers: Iterable[WorkerId]) -> frozenset[WorkerId]: ...
+    def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None: ...
+    def silent_workers(self, workers: Iterable[WorkerId]) -> frozenset[WorkerId]: ...
     def tick(self) -> None: ...
     def status(self) -> FleetStatus: ...
     def set_budget(self, name: str, budget_bytes: int | None) -> None: ...
@@ -63,7 +63,7 @@ class Router(Protocol):
 class RouterService:
     """A worker whose report breaks off is lost at once; one that only falls silent, at the router's tick."""
 
-    def __init__(self, router: Router, tls: MutualTls | None = None) -> None:
+    def __init__(self, router: ServedRouter, tls: MutualTls | None = None) -> None:
         self._router = router
         self._tls = tls
         self._reports: dict[WorkerId, object] = {}  # the latest report of each worker
@@ -126,13 +126,13 @@ class RouterService:
         finally:
             if worker is not None and self._reports.get(worker) is report:
                 del self._reports[worker]
-                self._router.lost(worker)
+                self._router.report_lost(worker)
 
     async def _memory(self, frames: AsyncIterator[bytes], context: "Context") -> None:
         """Of a worker of another fleet; one that falls silent keeps its budget for a while."""
         try:
             async for data in frames:
-                budget_bytes = self._router.budget(decode_heartbeat(data))
+                budget_bytes = self._router.budget_for(decode_heartbeat(data))
                 await context.write(encode_ack(Ack(budget_bytes=budget_bytes)))
         except Malformed as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
@@ -142,7 +142,7 @@ class RouterService:
 
     async def _lost(self, data: bytes, context: "Context") -> bytes:
         try:
-            self._router.lost(*decode_loss(data))
+            self._router.report_lost(*decode_loss(data))
         except Malformed as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return b""
@@ -152,7 +152,7 @@ class RouterService:
 
     async def _out(self, data: bytes, context: "Context") -> bytes:
         try:
-            return encode_lives(self._router.out(decode_lives(data)))
+            return encode_lives(self._router.silent_workers(decode_lives(data)))
         except Malformed as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
@@ -174,6 +174,6 @@ class RouterService:
 _CODES = {404: grpc.StatusCode.NOT_FOUND, 409: grpc.StatusCode.FAILED_PRECONDITION}
 
 
-def _drain(router: Router, data: bytes) -> None:
+def _drain(router: ServedRouter, data: bytes) -> None:
     name, drain, force = decode_draining(data)
     router.drain(name, drain=drain, force=force)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
-from tidemill.cluster.messages import Ask, FleetStatus, Route, SetBudget
+from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route, SetBudget
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import open_channel
 from tidemill.cluster.rpc.router_codec import (
@@ -49,10 +49,10 @@ class RouterClient:
     can do is asked of one until it is away, and of the next one then; people's words go to the first."""
 
     def __init__(self, *routers: FindRouter, tls: MutualTls | None = None) -> None:
-        self._ways = [_Way(find, tls) for find in routers]
+        self._ways = [_RouterConnection(find, tls) for find in routers]
         self._at = 0  # who is asked now
 
-    async def place(self, ask: Ask) -> Route:
+    async def place(self, ask: PlacementRequest) -> Route:
         """Waits up to `ask.wait_s_max` for the router and for a worker. Raises Unserved, Overloaded,
         Poisonous."""
         now_s = asyncio.get_running_loop().time
@@ -66,13 +66,13 @@ class RouterClient:
             return placed
         raise placed
 
-    async def lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
+    async def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
         """Tell the router that a worker is gone, and what content it died of if that is known; it finds out
         by itself when it cannot be reached."""
         with suppress(Unserved):
             await self._call("Lost", lambda: encode_loss(worker, blamed), LOST_WAIT_S_MAX)
 
-    async def out(self, workers: Collection[WorkerId]) -> frozenset[WorkerId]:
+    async def silent_workers(self, workers: Collection[WorkerId]) -> frozenset[WorkerId]:
         """Which of these the router has not heard for too long; none when it does not answer."""
         with suppress(Unserved, Malformed):
             return decode_lives(await self._call("Out", lambda: encode_lives(workers), OUT_WAIT_S_MAX))
@@ -130,7 +130,7 @@ class RouterClient:
         raise Unserved(f"no answer from the router within {wait_s_max:g} s: {reason}")
 
 
-class _Way:
+class _RouterConnection:
     """To one router."""
 
     def __init__(self, find: FindRouter, tls: MutualTls | None) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import get_args
 
-from tidemill.cluster.messages import Ask, FleetStatus, Route, SetBudget, SetBy, WorkerStatus
+from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route, SetBudget, SetBy, WorkerStatus
 from tidemill.cluster.rpc.proto import tidemill_pb2 as pb
 from tidemill.cluster.rpc.worker_codec import Malformed, parse
 from tidemill.workers.messages import (
@@ -25,8 +25,8 @@ _ROLES: dict[str, Role] = {role: role for role in get_args(Role)}
 _SET_BY: dict[str, SetBy] = {set_by: set_by for set_by in get_args(SetBy)}
 
 
-def encode_ask(ask: Ask) -> bytes:
-    return pb.Ask(
+def encode_ask(ask: PlacementRequest) -> bytes:
+    return pb.PlacementRequest(
         request_id=ask.request_id,
         keys=_keys_to(ask.keys),
         num_tokens=ask.num_tokens,
@@ -35,15 +35,15 @@ def encode_ask(ask: Ask) -> bytes:
         wait_s_max=ask.wait_s_max,
         tenant=ask.tenant,
         ttft_s_max=ask.ttft_s_max,
-        content=ask.content,
-        whole=ask.whole,
+        content_hash=ask.content_hash,
+        recompute_all=ask.recompute_all,
     ).SerializeToString()
 
 
-def decode_ask(data: bytes) -> Ask:
+def decode_ask(data: bytes) -> PlacementRequest:
     """Raises Malformed, as the other decoders here do."""
-    message = parse(pb.Ask(), data)
-    return Ask(
+    message = parse(pb.PlacementRequest(), data)
+    return PlacementRequest(
         request_id=message.request_id,
         keys=_keys_from(message.keys),
         num_tokens=message.num_tokens,
@@ -52,8 +52,8 @@ def decode_ask(data: bytes) -> Ask:
         wait_s_max=message.wait_s_max,
         tenant=message.tenant,
         ttft_s_max=message.ttft_s_max if message.HasField("ttft_s_max") else None,
-        content=message.content,
-        whole=message.whole,
+        content_hash=message.content_hash,
+        recompute_all=message.recompute_all,
     )
 
 
@@ -72,7 +72,7 @@ def encode_placed(placed: Placed) -> bytes:
                     prefill_address=placed.prefill_address,
                     gap_tokens_max=placed.gap_tokens_max,
                     predicted_s=placed.predicted_s,
-                    lag_s=placed.lag_s,
+                    queue_offset_s=placed.queue_offset_s,
                 )
             )
         case Overloaded():
@@ -98,7 +98,7 @@ def decode_placed(data: bytes) -> Placed:
                 prefill_address=route.prefill_address,
                 gap_tokens_max=route.gap_tokens_max if route.HasField("gap_tokens_max") else None,
                 predicted_s=route.predicted_s,
-                lag_s=route.lag_s,
+                queue_offset_s=route.queue_offset_s,
             )
         case "overload":
             overload = message.overload

@@ -15,22 +15,22 @@ from tidemill.cluster.rpc.worker_codec import (
     Failure,
     Generate,
     Hello,
-    Item,
     Malformed,
     Prefetch,
     Produce,
+    StreamItem,
     Trial,
     decode_worker_frame,
     encode_client_frame,
 )
 from tidemill.workers.messages import (
+    CrashedAlone,
     Delta,
-    DiedAlone,
+    LostAlone,
     PagesMissing,
     Produced,
     Request,
     RequestError,
-    SilentAlone,
     WorkerGone,
     WorkerId,
 )
@@ -53,13 +53,13 @@ PING_TIMEOUT = "ping timeout"
 Inbox = asyncio.Queue[Delta | Produced | Trial | Failure]
 
 
-class GrpcPeers:
+class WorkerClients:
     """The workers over gRPC: the `Peers` of cluster/edge/flow.py. Lives on one asyncio loop."""
 
     def __init__(self, unread_items_max: int = UNREAD_ITEMS_MAX, tls: MutualTls | None = None) -> None:
         self._unread_items_max = unread_items_max
         self._tls = tls
-        self._streams: dict[tuple[WorkerId, str], _Stream] = {}
+        self._streams: dict[tuple[WorkerId, str], _WorkerCall] = {}
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
         """Raises PagesMissing, WorkerGone, HandedOver, DiedAlone, SilentAlone, RequestError."""
@@ -107,20 +107,20 @@ class GrpcPeers:
     async def close(self) -> None:
         await asyncio.gather(*(stream.close() for stream in self._streams.values()))
 
-    def _stream(self, worker: WorkerId, address: str) -> "_Stream":
+    def _stream(self, worker: WorkerId, address: str) -> "_WorkerCall":
         key = (worker, address)
         stream = self._streams.get(key)
         if stream is None:
-            stream = self._streams[key] = _Stream(worker, address, self._unread_items_max, self._tls)
+            stream = self._streams[key] = _WorkerCall(worker, address, self._unread_items_max, self._tls)
             stream.reader.add_done_callback(lambda _: self._forget(key, stream))
         return stream
 
-    def _forget(self, key: tuple[WorkerId, str], stream: "_Stream") -> None:
+    def _forget(self, key: tuple[WorkerId, str], stream: "_WorkerCall") -> None:
         if self._streams.get(key) is stream:
             del self._streams[key]
 
 
-class _Stream:
+class _WorkerCall:
     """One connection to one life of a worker. Once broken it stays so, and every call on it fails at once."""
 
     def __init__(self, worker: WorkerId, address: str, unread_items_max: int, tls: MutualTls | None) -> None:
@@ -221,7 +221,7 @@ class _Stream:
         method: StreamMethod = channel.stream_stream("/tidemill.Worker/Stream")
         return method(frames)
 
-    def _deliver(self, item: Item) -> None:
+    def _deliver(self, item: StreamItem) -> None:
         inbox = self._inboxes.get(item.call)
         if inbox is None:  # cancelled while this was on its way
             return
@@ -240,7 +240,7 @@ class _Stream:
     def _break(self, reason: str) -> None:
         self.broken = reason
         self._frames.put_nowait(None)
-        alone = DiedAlone if self._died else SilentAlone
+        alone = CrashedAlone if self._died else LostAlone
         for call, inbox in self._inboxes.items():
             inbox.put_nowait(self._gone(alone if call in self._alone else WorkerGone))
         self._inboxes.clear()

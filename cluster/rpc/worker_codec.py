@@ -78,7 +78,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class StreamItem:
     """What a worker has for one call. Produced, a failure, and a delta with a finish end their call."""
 
     call: int
@@ -142,7 +142,7 @@ def decode_client_frame(data: bytes) -> ClientFrame:
             raise Malformed("a client frame of no known kind")
 
 
-def first_frame(items: Sequence[Item], most: int) -> Sequence[Item]:
+def first_frame(items: Sequence[StreamItem], most: int) -> Sequence[StreamItem]:
     """Those of `items` that go into the next frame: one at least, no more with the logprobs of prompts than
     `most`."""
     left = most
@@ -153,11 +153,11 @@ def first_frame(items: Sequence[Item], most: int) -> Sequence[Item]:
     return items
 
 
-def encode_worker_frame(items: Sequence[Item]) -> bytes:
+def encode_worker_frame(items: Sequence[StreamItem]) -> bytes:
     return pb.WorkerFrame(items=[_item_to(item) for item in items]).SerializeToString()
 
 
-def decode_worker_frame(data: bytes) -> list[Item]:
+def decode_worker_frame(data: bytes) -> list[StreamItem]:
     """Raises Malformed."""
     return [_item_from(item) for item in parse(pb.WorkerFrame(), data).items]
 
@@ -184,7 +184,7 @@ def _request_to(request: Request) -> pb.Request:
         priority=request.priority,
         tenant=request.tenant,
         ttft_s_max=request.ttft_s_max,
-        lag_s=request.lag_s,
+        queue_offset_s=request.queue_offset_s,
         on_trial=request.on_trial,
         scored=request.scored,
         trace_parent=request.trace_parent,
@@ -206,7 +206,7 @@ def _request_from(message: pb.Request) -> Request:
         priority=message.priority,
         tenant=message.tenant,
         ttft_s_max=message.ttft_s_max if message.HasField("ttft_s_max") else None,
-        lag_s=message.lag_s,
+        queue_offset_s=message.queue_offset_s,
         on_trial=message.on_trial,
         scored=message.scored,
         trace_parent=message.trace_parent,
@@ -264,7 +264,7 @@ def _values_from(messages: Iterable[pb.TokenValue]) -> tuple[tuple[int, float], 
     return tuple((message.token, message.value) for message in messages)
 
 
-def _item_to(item: Item) -> pb.Item:
+def _item_to(item: StreamItem) -> pb.Item:
     match item.body:
         case Delta() as delta:
             return pb.Item(
@@ -287,13 +287,13 @@ def _item_to(item: Item) -> pb.Item:
             return pb.Item(call=item.call, failure=_failure_to(failure))
 
 
-def _item_from(message: pb.Item) -> Item:
+def _item_from(message: pb.Item) -> StreamItem:
     match message.WhichOneof("kind"):
         case "delta":
             delta = message.delta
             if delta.finish not in _FINISH_REASONS:
                 raise Malformed(f"finish {delta.finish} is not known")
-            return Item(
+            return StreamItem(
                 message.call,
                 Delta(
                     tokens=tuple(delta.tokens),
@@ -305,14 +305,14 @@ def _item_from(message: pb.Item) -> Item:
             )
         case "produced":
             produced = message.produced
-            return Item(
+            return StreamItem(
                 message.call,
                 Produced(depth=produced.depth, provenance=_provenance_from(produced.provenance)),
             )
         case "alone":
-            return Item(message.call, Trial(message.alone))
+            return StreamItem(message.call, Trial(message.alone))
         case "failure":
-            return Item(message.call, _failure_from(message.failure))
+            return StreamItem(message.call, _failure_from(message.failure))
         case _:
             raise Malformed("an item of no known kind")
 

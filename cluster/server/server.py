@@ -25,12 +25,12 @@ from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.edge.cluster_service import ClusterService
 from tidemill.cluster.edge.grpc_api.server import PublicServer
 from tidemill.cluster.edge.http.app import app_of
-from tidemill.cluster.edge.http.slow_clients import patient
-from tidemill.cluster.edge.requests.context import Desk, Sources, desk_of
-from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.edge.http.slow_clients import with_client_timeouts
+from tidemill.cluster.edge.requests.context import EdgeContext, Sources, open_context
+from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.requests.security import uvicorn_settings
 from tidemill.cluster.edge.service import ServedModel
-from tidemill.cluster.metrics.edge_metrics import Metrics
+from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.observability.logs import LINES_KEPT, keeping
 from tidemill.cluster.observability.spans import tracing
 from tidemill.cluster.rpc.router_client import RouterClient
@@ -97,7 +97,7 @@ async def _serve(
     work: Work,
 ) -> None:
     fleets = settings.fleets
-    metrics = Metrics(
+    metrics = EdgeMetrics(
         sources.clock_s,
         {fleet.names[0]: fleet.router.ttft_s_max for fleet in fleets},
         endpoint.telemetry.metrics_alias,
@@ -112,8 +112,8 @@ async def _serve(
         for fleet, router, scaler in zip(fleets, routers, scalers, strict=True)
     ]
     lines = deque[str](maxlen=LINES_KEPT)
-    desk = desk_of(
-        [Served(*one) for one in zip(services, tokenizers, strict=True)],
+    desk = open_context(
+        [ServedBackend(*one) for one in zip(services, tokenizers, strict=True)],
         sources,
         metrics=metrics,
         limits=endpoint.limits,
@@ -154,12 +154,12 @@ async def _until_told(
         working.result()
 
 
-def _http(endpoint: Endpoint, desk: Desk) -> "_Server":
+def _http(endpoint: Endpoint, desk: EdgeContext) -> "_Server":
     app = app_of(desk)
     app.openapi()  # now: later, streams would wait for it
     config = uvicorn.Config(
         app,
-        http=patient(desk.limits),
+        http=with_client_timeouts(desk.limits),
         log_config=None,  # its warnings go where ours go
         access_log=False,
         ws="none",
@@ -194,7 +194,7 @@ def _service(
     )
 
 
-async def _grpc(endpoint: Endpoint, desk: Desk) -> list[PublicServer]:
+async def _grpc(endpoint: Endpoint, desk: EdgeContext) -> list[PublicServer]:
     """The gRPC server, listening; none where none is wanted. Raises PortTaken."""
     if endpoint.grpc_port is None:
         return []

@@ -30,19 +30,19 @@ class Stored:
 
 
 @dataclass(slots=True)
-class Changes:
+class BlockChanges:
     """Restorable depths that came and went, by the key at their end."""
 
     added: set[bytes] = field(default_factory=set[bytes])
     removed: set[bytes] = field(default_factory=set[bytes])
 
 
-class Blocks:
+class BlockCache:
     """`slots_max` checkpoints can be kept beside the blocks; None: a model without states."""
 
     def __init__(self, blocks_max: int, slots_max: int | None) -> None:
         self.hybrid = slots_max is not None
-        self.changes = Changes()
+        self.changes = BlockChanges()
         self._blocks_max = blocks_max
         self._slots_max = slots_max or 0
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
@@ -117,8 +117,8 @@ class Blocks:
     def restorable(self) -> list[bytes]:
         return list(self._states if self.hybrid else self._blocks)
 
-    def take_changes(self) -> Changes:
-        changes, self.changes = self.changes, Changes()
+    def take_changes(self) -> BlockChanges:
+        changes, self.changes = self.changes, BlockChanges()
         return changes
 
     def _evict(self) -> None:

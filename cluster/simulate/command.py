@@ -11,7 +11,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from tidemill.cluster.simulate.cost import SPEED, Cost
+from tidemill.cluster.simulate.cost import SPEED, StepCost
 from tidemill.cluster.simulate.plot import blank, plot
 from tidemill.cluster.simulate.report import SHARES
 from tidemill.cluster.simulate.setup import NEVER_S, EngineKind, Setup
@@ -21,7 +21,7 @@ from tidemill.workers.messages import Speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SimulateOptions:
     """What the command line says. `speed_file` holds a Speed as JSON; None: a large accelerator's."""
 
     trace: Path
@@ -43,7 +43,7 @@ class Asked:
     plot: Path | None
 
 
-def simulate_trace(asked: Asked) -> int:
+def simulate_trace(asked: SimulateOptions) -> int:
     """Raises TraceError, UnknownPolicy, NoPictures."""
     figure = None if asked.plot is None else blank()
     items = spread(read_trace(asked.trace), Random(asked.seed))  # noqa: S311 - jitter
@@ -103,7 +103,7 @@ def drawn(figures: dict[str, Any], policy: str) -> Group:
     return Group(title, times, shares)
 
 
-def _setup(asked: Asked) -> Setup:
+def _setup(asked: SimulateOptions) -> Setup:
     speed = SPEED if asked.speed_file is None else read_speed(asked.speed_file)
     return Setup(
         prefill=asked.prefill,
@@ -112,7 +112,7 @@ def _setup(asked: Asked) -> Setup:
         engine=asked.engine,
         hybrid=asked.hybrid,
         blocks=asked.blocks,
-        cost=Cost(speed=replace(speed, fetch_bytes_per_s=asked.store_bytes_per_s)),
+        cost=StepCost(speed=replace(speed, fetch_bytes_per_s=asked.store_bytes_per_s)),
         ttft_s_max=NEVER_S if asked.ttft_s_max is None else asked.ttft_s_max,
         grain=asked.grain,
         store_bytes=asked.store_bytes,

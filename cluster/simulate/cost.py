@@ -25,7 +25,7 @@ PAIRLESS_CHUNK_TOKENS = 5000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class StepCost:
     """Of a worker's steps. `by_chunk`: each chunk of a prompt costs as if nothing were before it, as in the
     studies that placements are compared with; else a token also costs for each token before it.
     `speed.fetch_bytes_per_s` 0: there is no store."""
@@ -52,7 +52,7 @@ class Cost:
         """Of a step of so many streams."""
         return self.speed.step_s + rows * self.speed.row_s
 
-    def told(self, role: Role) -> Speed:
+    def measured_speed(self, role: Role) -> Speed:
         """What a worker would measure of itself. Without a store streams still get the pages that were
         computed for them, from the worker that did."""
         speed = self.speed

@@ -9,8 +9,8 @@ from contextlib import aclosing
 
 import torch
 
-from tidemill.cluster.simulate.cost import Cost
-from tidemill.cluster.simulate.sized_store import Link, Shelf
+from tidemill.cluster.simulate.cost import StepCost
+from tidemill.cluster.simulate.sized_store import SizeOnlyStore, StoreLink
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.memory.arena import Arena
@@ -21,9 +21,9 @@ from tidemill.workers.engine.build import capacity_tokens
 from tidemill.workers.engine.engine import Engine
 from tidemill.workers.execution.step import Drawn, Row, Step
 from tidemill.workers.messages import Announcement, Delta, Produced, Request, WorkerInfo, WorkerLoad
-from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
-from tidemill.workers.transfer.arena_io import Direct
+from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import Transfer
 
 ROWS_MAX = 256
@@ -57,7 +57,7 @@ def root_of(salt: str) -> PageKey:
 class CostRunner:
     """Lets virtual time pass for each step, one after the other; draws tokens that nobody else draws."""
 
-    def __init__(self, cost: Cost, grain: int) -> None:
+    def __init__(self, cost: StepCost, grain: int) -> None:
         self.busy_s = 0.0
         self._cost = cost
         self._grain = grain
@@ -85,7 +85,12 @@ class EngineWorker:
     """Either kind; `touched` is called when there is something new to report."""
 
     def __init__(
-        self, info: WorkerInfo, layout: Layout, cost: Cost, shelf: Shelf, touched: Callable[[], None]
+        self,
+        info: WorkerInfo,
+        layout: Layout,
+        cost: StepCost,
+        shelf: SizeOnlyStore,
+        touched: Callable[[], None],
     ) -> None:
         self.info = info
         self._cost = cost
@@ -96,9 +101,9 @@ class EngineWorker:
         self._runner = CostRunner(cost, self._grain)
         self.engine = Engine(
             self.ledger,
-            Transfer(layout, Direct(Link(shelf, cost.speed.fetch_bytes_per_s), memoryview(b""))),
+            Transfer(layout, DirectIO(StoreLink(shelf, cost.speed.fetch_bytes_per_s), memoryview(b""))),
             self._runner,
-            Limits(
+            EngineLimits(
                 budget=Budget(
                     tokens_max=max(info.step_tokens_max, ROWS_MAX + layout.page_tokens),
                     rows_max=ROWS_MAX,

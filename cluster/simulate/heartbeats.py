@@ -21,7 +21,7 @@ class Reporting(Protocol):
     def take_announcement(self, *, full: bool) -> Announcement: ...
 
 
-class Beats:
+class SimHeartbeats:
     """One worker's. The first one comes at once."""
 
     def __init__(self, worker: Reporting, report: Callable[[Heartbeat], Ack]) -> None:

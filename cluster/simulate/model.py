@@ -6,9 +6,9 @@ The model of replay studies, for many workers and long traces: no steps, no admi
 import asyncio
 from collections.abc import Callable, Sequence
 
-from tidemill.cluster.simulate.block_cache import Blocks, Stored
-from tidemill.cluster.simulate.cost import Cost
-from tidemill.cluster.simulate.trace import BLOCK_TOKENS, Item
+from tidemill.cluster.simulate.block_cache import BlockCache, Stored
+from tidemill.cluster.simulate.cost import StepCost
+from tidemill.cluster.simulate.trace import BLOCK_TOKENS, TraceRequest
 from tidemill.workers.messages import Announcement, MemoryUse, WorkerInfo, WorkerLoad
 from tidemill.workers.scheduling.prefill_throttle import BESIDE_STREAMS
 
@@ -17,7 +17,12 @@ class ModelWorker:
     """Either kind; `touched` is called when there is something new to report."""
 
     def __init__(
-        self, info: WorkerInfo, cost: Cost, blocks: Blocks, stored: Stored, touched: Callable[[], None]
+        self,
+        info: WorkerInfo,
+        cost: StepCost,
+        blocks: BlockCache,
+        stored: Stored,
+        touched: Callable[[], None],
     ) -> None:
         self.info = info
         self.busy_s = 0.0
@@ -84,7 +89,7 @@ class ModelWorker:
         fetched_s = num_bytes / rate + self._cost.prefill_s(there * BLOCK_TOKENS, num_tokens) * beside
         return (fetched_s, there - here) if fetched_s < computed_s else (computed_s, 0)
 
-    async def answer(self, item: Item) -> float:
+    async def answer(self, item: TraceRequest) -> float:
         """Stream an answer; the seconds between two of its tokens."""
         held = item.prompt_tokens + item.answer_tokens
         self.rows += 1
@@ -110,7 +115,7 @@ class ModelWorker:
                 pages_live=held, pages_cached=cached, empty=max(0, self.info.memory_bytes - held - cached)
             ),
             budget_bytes=self.info.memory_bytes,
-            speed=self._cost.told(self.info.role),
+            speed=self._cost.measured_speed(self.info.role),
         )
 
     def take_announcement(self, *, full: bool) -> Announcement:

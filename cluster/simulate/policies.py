@@ -10,12 +10,12 @@ from math import exp
 from random import Random
 from typing import Protocol
 
-from tidemill.cluster.messages import Ask, Route
+from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Unserved, WorkerId, WorkerInfo
 
 
-class Seat(Protocol):
+class WorkerView(Protocol):
     """A worker as a policy sees it."""
 
     info: WorkerInfo
@@ -46,7 +46,7 @@ class Seat(Protocol):
     def prefill_s(self, start: int, end: int) -> float: ...
 
 
-Policy = Callable[[Ask, Sequence[Seat], float], Seat]
+Policy = Callable[[PlacementRequest, Sequence[WorkerView], float], WorkerView]
 """Who computes the prompt: of these, at this time."""
 
 
@@ -54,7 +54,7 @@ class AtRandom:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def __call__(self, ask: Ask, seats: Sequence[Seat], now_s: float) -> Seat:
+    def __call__(self, ask: PlacementRequest, seats: Sequence[WorkerView], now_s: float) -> WorkerView:
         del ask, now_s
         return self._rng.choice(seats)
 
@@ -63,7 +63,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = -1
 
-    def __call__(self, ask: Ask, seats: Sequence[Seat], now_s: float) -> Seat:
+    def __call__(self, ask: PlacementRequest, seats: Sequence[WorkerView], now_s: float) -> WorkerView:
         del ask, now_s
         self._turn += 1
         return seats[self._turn % len(seats)]
@@ -75,7 +75,7 @@ class LeastLoad:
 
     rng: Random
 
-    def __call__(self, ask: Ask, seats: Sequence[Seat], now_s: float) -> Seat:
+    def __call__(self, ask: PlacementRequest, seats: Sequence[WorkerView], now_s: float) -> WorkerView:
         del ask, now_s
         return _least(seats, lambda seat: seat.wait_s, self.rng)
 
@@ -89,7 +89,7 @@ class PrefixAffinity:
     match_min: float = 0.1
     rows_max: int = 8
 
-    def __call__(self, ask: Ask, seats: Sequence[Seat], now_s: float) -> Seat:
+    def __call__(self, ask: PlacementRequest, seats: Sequence[WorkerView], now_s: float) -> WorkerView:
         del now_s
         idlest = min(seat.rows for seat in seats)
         near = [seat for seat in seats if seat.rows - idlest <= self.rows_max]
@@ -106,7 +106,7 @@ class MinTtft:
 
     rng: Random
 
-    def __call__(self, ask: Ask, seats: Sequence[Seat], now_s: float) -> Seat:
+    def __call__(self, ask: PlacementRequest, seats: Sequence[WorkerView], now_s: float) -> WorkerView:
         del now_s
         return _least(seats, lambda seat: _ttft_s(seat, ask), self.rng)
 
@@ -123,7 +123,7 @@ class Formula:
     rho: float = 0.0
     at_s: float = 0.0
 
-    def __call__(self, ask: Ask, seats: Sequence[Seat], now_s: float) -> Seat:
+    def __call__(self, ask: PlacementRequest, seats: Sequence[WorkerView], now_s: float) -> WorkerView:
         self.rho *= exp((self.at_s - now_s) / self.tau_s)
         self.at_s = now_s
         kappa = min(self.kappa_max, self.rho / (1 - self.rho)) if self.rho < 1 else self.kappa_max
@@ -135,13 +135,13 @@ class Formula:
 class PolicyRouter:
     """A router that asks a policy. Raises Unserved without workers of both kinds."""
 
-    def __init__(self, policy: Policy, seats: Sequence[Seat], clock: Callable[[], float]) -> None:
+    def __init__(self, policy: Policy, seats: Sequence[WorkerView], clock: Callable[[], float]) -> None:
         self._policy = policy
         self._prefill = [seat for seat in seats if seat.info.role != "decode"]
         self._decode = [seat for seat in seats if seat.info.role != "prefill"]
         self._clock = clock
 
-    async def place(self, ask: Ask) -> Route:
+    async def place(self, ask: PlacementRequest) -> Route:
         if not self._prefill or not self._decode:
             raise Unserved("a policy needs prefill and decode workers")
         decode = min(self._decode, key=lambda seat: seat.kv_tokens)
@@ -155,7 +155,7 @@ class PolicyRouter:
             predicted_s=_ttft_s(prefill, ask),
         )
 
-    async def lost(self, worker: WorkerId) -> None:
+    async def report_lost(self, worker: WorkerId) -> None:
         """Nobody is lost here."""
 
 
@@ -186,15 +186,15 @@ def policy_of(name: str, rng: Random) -> Policy:
             raise UnknownPolicy(f"--policy {name}: there are {', '.join((OURS, *POLICIES))}")
 
 
-def _least(seats: Sequence[Seat], score: Callable[[Seat], float], rng: Random) -> Seat:
+def _least(seats: Sequence[WorkerView], score: Callable[[WorkerView], float], rng: Random) -> WorkerView:
     return min(seats, key=lambda seat: (score(seat), rng.random()))
 
 
-def _ttft_s(seat: Seat, ask: Ask) -> float:
+def _ttft_s(seat: WorkerView, ask: PlacementRequest) -> float:
     start = seat.usable(ask.keys) * seat.info.page_tokens
     return seat.wait_s + seat.prefill_s(start, ask.num_tokens)
 
 
-def _leaving_s(seat: Seat, ask: Ask) -> float:
+def _leaving_s(seat: WorkerView, ask: PlacementRequest) -> float:
     """To compute what is not here at all; checkpoints aside, for the first visit without one makes it."""
     return seat.prefill_s(seat.expected(ask.keys) * seat.info.page_tokens, ask.num_tokens)

@@ -9,7 +9,7 @@ SHARES = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class SimulatedRequest:
     """One request that was answered. The worker that was to compute its prompt did not have to compute
     `reused_tokens` of it; `fetched_tokens` of these came from the store."""
 
@@ -28,7 +28,7 @@ class Outcome:
     """Of a run. `gaps_s` are the times between tokens, all requests together; `busy_s` is how long each
     worker computed, by role."""
 
-    served: list[Served] = field(default_factory=list[Served])
+    served: list[SimulatedRequest] = field(default_factory=list[SimulatedRequest])
     gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
     refused: int = 0
     failed: int = 0

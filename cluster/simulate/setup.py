@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tidemill.cluster.simulate.cost import Cost, layout_for
+from tidemill.cluster.simulate.cost import StepCost, layout_for
 from tidemill.cluster.simulate.policies import OURS
 from tidemill.kvstore.layout import Layout
 from tidemill.workers.messages import Role, WorkerId, WorkerInfo
@@ -27,7 +27,7 @@ class Setup:
     hybrid: bool = False
     blocks: int = 2048
     slots: int = 256
-    cost: Cost = field(default_factory=Cost)
+    cost: StepCost = field(default_factory=StepCost)
     ttft_s_max: float = NEVER_S
     grain: int = 8
     store_bytes: int = 1 << 40

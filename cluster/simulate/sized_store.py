@@ -10,7 +10,7 @@ from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.stores.page_store import Got, Held, Put, StoreStats
 
 
-class Shelf:
+class SizeOnlyStore:
     """What all workers share: objects by name, the least recently used goes first."""
 
     def __init__(self, layout: Layout, capacity_bytes: int) -> None:
@@ -61,11 +61,11 @@ class Shelf:
         return [Held(key, self.size(key)) for key in self._objects]
 
 
-class Link:
+class StoreLink:
     """One worker's way to the shelf, a PageStore: what it gets comes one after the other at
     `bytes_per_s`, and so goes what it puts."""
 
-    def __init__(self, shelf: Shelf, bytes_per_s: float) -> None:
+    def __init__(self, shelf: SizeOnlyStore, bytes_per_s: float) -> None:
         self._shelf = shelf
         self._bytes_per_s = bytes_per_s
         self._loop = asyncio.get_running_loop()

@@ -24,7 +24,7 @@ class TraceError(TidemillError):
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class TraceRequest:
     """One request: when it comes, and the names of the blocks of its prompt."""
 
     at_s: float
@@ -38,7 +38,7 @@ class Item:
         return (self.prompt_tokens - 1) // BLOCK_TOKENS
 
 
-def read_trace(path: Path) -> list[Item]:
+def read_trace(path: Path) -> list[TraceRequest]:
     """Sorted by arrival, the first one at 0. Raises TraceError, which names the line."""
     try:
         lines = path.read_text().splitlines()
@@ -52,10 +52,10 @@ def read_trace(path: Path) -> list[Item]:
     return chained([replace(item, at_s=item.at_s - start_s) for item in items])
 
 
-def chained(items: Iterable[Item]) -> list[Item]:
+def chained(items: Iterable[TraceRequest]) -> list[TraceRequest]:
     """With names that cover everything before them, also of a trace whose names cover their block alone."""
     names: dict[tuple[int, int], int] = {}
-    renamed: list[Item] = []
+    renamed: list[TraceRequest] = []
     for item in items:
         blocks: list[int] = []
         for block in item.blocks:
@@ -64,7 +64,7 @@ def chained(items: Iterable[Item]) -> list[Item]:
     return renamed
 
 
-def spread(items: Sequence[Item], rng: Random) -> list[Item]:
+def spread(items: Sequence[TraceRequest], rng: Random) -> list[TraceRequest]:
     """Requests that came in the same tick of a coarse clock come anywhere before the next tick."""
     ticks = sorted({item.at_s for item in items})
     until = dict(pairwise(ticks))
@@ -75,11 +75,11 @@ def spread(items: Sequence[Item], rng: Random) -> list[Item]:
     return sorted(moved, key=lambda item: item.at_s)
 
 
-def sped_up(items: Iterable[Item], factor: float) -> list[Item]:
+def sped_up(items: Iterable[TraceRequest], factor: float) -> list[TraceRequest]:
     return [replace(item, at_s=item.at_s / factor) for item in items]
 
 
-def reusable_tokens(items: Iterable[Item]) -> float:
+def reusable_tokens(items: Iterable[TraceRequest]) -> float:
     """The share of all prompt tokens that one cache without a bound would spare."""
     seen: set[int] = set()
     found = total = 0
@@ -92,7 +92,7 @@ def reusable_tokens(items: Iterable[Item]) -> float:
     return found / total
 
 
-def _item(line: str, where: str) -> Item:
+def _item(line: str, where: str) -> TraceRequest:
     try:
         found: object = json.loads(line)
     except ValueError as error:
@@ -114,4 +114,4 @@ def _item(line: str, where: str) -> Item:
         or not all(isinstance(one, int) for one in names)
     ):
         raise TraceError(f"{where}: {prompt} tokens are not {len(names)} blocks of {BLOCK_TOKENS}")
-    return Item(at_ms / 1000, prompt, max(1, answer), tuple(names))
+    return TraceRequest(at_ms / 1000, prompt, max(1, answer), tuple(names))

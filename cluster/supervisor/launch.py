@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from tidemill.cluster.rpc.router_client import RouterClient
-from tidemill.cluster.rpc.worker_client import GrpcPeers
+from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
 from tidemill.cluster.supervisor.node_fit import Node, demand_of, missing, plan
 from tidemill.cluster.supervisor.processes import children, end, with_descendants
@@ -83,9 +83,9 @@ class Cluster:
         find = find_router(fleet.router.memory_router, self._settings.namespace)
         return RouterClient(find, tls=fleet.router.tls)
 
-    def peers(self, fleet: FleetSettings) -> GrpcPeers:
+    def peers(self, fleet: FleetSettings) -> WorkerClients:
         """New streams to the fleet's workers, for one event loop of this process."""
-        return GrpcPeers(tls=fleet.router.tls)
+        return WorkerClients(tls=fleet.router.tls)
 
     def start_ray(self) -> None:
         settings = self._settings
@@ -129,7 +129,7 @@ class Cluster:
                 signal.signal(number, disposition)
             self._processes = [process for process in children() if process not in before]
 
-    def lacks(self, *workers: WorkerSettings) -> str | None:
+    def unschedulable_reason(self, *workers: WorkerSettings) -> str | None:
         """What the nodes of Ray have not free for these workers, beside all that runs there now, in one line;
         None when there is a place for each. May be called on another thread."""
         return missing(map(demand_of, workers), _nodes())
@@ -209,8 +209,10 @@ class Cluster:
                     ready[name] = state.info
             if silent and (now_s := clock()) - told_s >= TELL_S:
                 told_s = now_s
-                lacks = self.lacks(*(one for one in silent.values() if not self._has_place(one)))
-                if lacks and told_s - began_s >= self._settings.place_wait_s_max:
+                lacks = self.unschedulable_reason(
+                    *(one for one in silent.values() if not self._has_place(one))
+                )
+                if lacks and told_s - began_s >= self._settings.schedule_timeout_s:
                     raise LaunchError(lacks)
                 say(_still(silent, told_s - began_s, lacks))
             time.sleep(LOOK_S)
@@ -274,10 +276,10 @@ def start_cluster(
             show("Ray", None)
             for worker in settings.workers:
                 show(worker.name, Loading(0, 0))
-            if lacks := cluster.lacks(*settings.workers):
+            if lacks := cluster.unschedulable_reason(*settings.workers):
                 if settings.ray_address is None:  # nobody else can add a node
                     raise LaunchError(lacks)
-                console.print(f"waiting up to {settings.place_wait_s_max:g} s: {lacks}", soft_wrap=True)
+                console.print(f"waiting up to {settings.schedule_timeout_s:g} s: {lacks}", soft_wrap=True)
             cluster.start_actors()
             cluster.wait_until_ready(show, console.print, clock)
     except BaseException:

@@ -18,7 +18,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from threading import Event, Lock, Thread
 
-from tidemill.cluster.supervisor.store_plan import Master, Owner, Plan, plan_store
+from tidemill.cluster.supervisor.store_plan import Master, MemoryOwner, StorePlan, plan_store
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.stores.mooncake_store import check_library, is_there
 from tidemill.kvstore.stores.open_store import check_url
@@ -54,7 +54,7 @@ def running_store(url: str) -> Generator[str]:
         )
     with contextlib.ExitStack() as stack:
         for part in _parts(plan):
-            kept = Kept(part)
+            kept = SupervisedProcess(part)
             stack.callback(kept.stop)
             kept.start()
             kept.wait_until_ready()
@@ -62,7 +62,7 @@ def running_store(url: str) -> Generator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class MooncakeProcess:
     """A Python program to keep alive. It is ready when it takes connections at `port`, HOST:PORT, or, without
     one, when it has written a line."""
 
@@ -71,10 +71,10 @@ class Part:
     port: str = ""
 
 
-class Kept:
+class SupervisedProcess:
     """A program that is started again whenever it ends, until it is stopped."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: MooncakeProcess) -> None:
         self._part = part
         self._first = Future[None]()  # of its lives: ready, or ended before that
         self._stopped = Event()
@@ -161,12 +161,12 @@ class Kept:
                 self._first.set_exception(error)
 
 
-def _parts(plan: Plan) -> Sequence[Part]:
-    found = [part_of_master(plan.master)] if plan.master is not None else []
-    return found + ([part_of_owner(plan.owner)] if plan.owner is not None else [])
+def _parts(plan: StorePlan) -> Sequence[MooncakeProcess]:
+    found = [master_process(plan.master)] if plan.master is not None else []
+    return found + ([owner_process(plan.owner)] if plan.owner is not None else [])
 
 
-def part_of_master(master: Master) -> Part:
+def master_process(master: Master) -> MooncakeProcess:
     """Its defaults listen on every interface: each socket is told where to be."""
     arguments = (
         f"--rpc_address={master.host}",
@@ -176,17 +176,17 @@ def part_of_master(master: Master) -> Part:
         f"--http_metadata_server_host={master.host}",
         *MASTER_OPTIONS,
     )
-    return Part(
+    return MooncakeProcess(
         name="Mooncake master",
         arguments=("-m", "mooncake.cli", *arguments),
         port=f"{master.host}:{master.port}",
     )
 
 
-def part_of_owner(owner: Owner) -> Part:
+def owner_process(owner: MemoryOwner) -> MooncakeProcess:
     options = (f"--{name}={value}" for name, value in (("host", owner.host), *owner.transport) if value)
     arguments = (owner.master, str(owner.num_bytes), *options)
-    return Part(
+    return MooncakeProcess(
         name="owner of Mooncake's memory",
         arguments=("-m", "tidemill.kvstore.stores.mooncake_memory_owner", *arguments),
     )

@@ -18,7 +18,7 @@ ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class WorkerDemand:
     """What one worker wants: one node with these labels, and on it these resources for each of its ranks."""
 
     name: str
@@ -48,20 +48,20 @@ class Node:
     free: Mapping[str, float]
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    def has_labels_of(self, demand: Demand) -> bool:
+    def has_labels_of(self, demand: WorkerDemand) -> bool:
         return all(selects(wanted, self.labels.get(name)) for name, wanted in demand.labels.items())
 
-    def holds(self, demand: Demand) -> bool:
+    def holds(self, demand: WorkerDemand) -> bool:
         return self.has_labels_of(demand) and all(
             self.free.get(name, 0.0) + ROUNDING >= amount for name, amount in demand.all.items()
         )
 
-    def without(self, demand: Demand) -> "Node":
+    def without(self, demand: WorkerDemand) -> "Node":
         """What is left when the demand is met here."""
         taken = {name: self.free.get(name, 0.0) - amount for name, amount in demand.all.items()}
         return replace(self, free={**self.free, **taken})
 
-    def told(self, demand: Demand) -> str:
+    def told(self, demand: WorkerDemand) -> str:
         """This node, as far as the demand is about it."""
         if not self.has_labels_of(demand):
             wrong = [
@@ -77,12 +77,12 @@ class Node:
         return f"{self.address} has {', '.join(found)}"
 
 
-def demand_of(worker: WorkerSettings) -> Demand:
+def demand_of(worker: WorkerSettings) -> WorkerDemand:
     """Replicas are the workers that a fleet started for one role. Where Ray is to keep to a node, it has to
     reserve something there."""
     amounts = {"CPU": worker.num_cpus, "GPU": worker.num_gpus, **worker.resources}
     each = {name: amount for name, amount in amounts.items() if amount}
-    return Demand(
+    return WorkerDemand(
         name=worker.name,
         kind=worker.name.rpartition("-")[0],
         ranks=worker.engine.tensor_parallel_size,
@@ -101,22 +101,24 @@ def selects(wanted: str, value: str | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class NodeAssignment:
     """Where demands go, one after the other. `homes` are the nodes of those that fit, by name; `left` is what
     the nodes have left beside them; `lacking` found no place."""
 
     homes: dict[str, str]
     left: tuple[Node, ...]
-    lacking: tuple[Demand, ...]
+    lacking: tuple[WorkerDemand, ...]
 
 
-def plan(demands: Iterable[Demand], nodes: Sequence[Node], there: Mapping[str, Iterable[str]]) -> Places:
+def plan(
+    demands: Iterable[WorkerDemand], nodes: Sequence[Node], there: Mapping[str, Iterable[str]]
+) -> NodeAssignment:
     """Each demand goes to the node with the fewest of its kind, then with the fewest of all. `there` has the
     nodes where those of each kind are already, once for each."""
     left = {node.id: node for node in nodes}
     counts = {kind: Counter(ids) for kind, ids in there.items()}
     homes: dict[str, str] = {}
-    lacking: list[Demand] = []
+    lacking: list[WorkerDemand] = []
     for demand in demands:
         same = counts.setdefault(demand.kind, Counter())
         fitting = [node for node in left.values() if node.holds(demand)]
@@ -128,10 +130,10 @@ def plan(demands: Iterable[Demand], nodes: Sequence[Node], there: Mapping[str, I
         left[home.id] = home.without(demand)
         same[home.id] += 1
         homes[demand.name] = home.id
-    return Places(homes, tuple(left.values()), tuple(lacking))
+    return NodeAssignment(homes, tuple(left.values()), tuple(lacking))
 
 
-def missing(demands: Iterable[Demand], nodes: Sequence[Node]) -> str | None:
+def missing(demands: Iterable[WorkerDemand], nodes: Sequence[Node]) -> str | None:
     """What the first demand lacks that finds no place beside the others, in one line; None when all have
     one."""
     places = plan(demands, nodes, {})
@@ -145,7 +147,7 @@ def missing(demands: Iterable[Demand], nodes: Sequence[Node]) -> str | None:
     )
 
 
-def _told(demand: Demand, nodes: Sequence[Node]) -> str:
+def _told(demand: WorkerDemand, nodes: Sequence[Node]) -> str:
     """The nodes that come closest first: those with the labels, and of these the emptiest."""
     if not nodes:
         return "it has no node"

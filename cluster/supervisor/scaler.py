@@ -25,15 +25,15 @@ has come, and has been handed over."""
 log = logging.getLogger(__name__)
 
 
-class Cluster(Protocol):
+class ScalableCluster(Protocol):
     """launch.Cluster. All calls are made from threads."""
 
-    def lacks(self, *workers: WorkerSettings) -> str | None: ...
+    def unschedulable_reason(self, *workers: WorkerSettings) -> str | None: ...
     def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None: ...
     def remove_worker(self, name: str) -> None: ...
 
 
-class Router(Protocol):
+class DrainingRouter(Protocol):
     async def status(self) -> FleetStatus: ...
     async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None: ...
 
@@ -60,8 +60,8 @@ class Scaler:
 
     def __init__(
         self,
-        cluster: Cluster,
-        router: Router,
+        cluster: ScalableCluster,
+        router: DrainingRouter,
         fleet: FleetSettings,
         misses: Callable[[], Misses],
     ) -> None:
@@ -114,7 +114,7 @@ class Scaler:
             rows = self._hear(await self._router.status())
             more: dict[Role, int] = {role: wanted - len(self._names(role)) for role, wanted in counts.items()}
             new = [worker for role, by in more.items() for worker in self._new(role, by)]
-            lacks = await asyncio.to_thread(self._cluster.lacks, *new) if new else None
+            lacks = await asyncio.to_thread(self._cluster.unschedulable_reason, *new) if new else None
             if lacks is not None and not pending:
                 raise RequestError(
                     f"{lacks}. Nothing was changed: make a place, or let them wait for one (--pending)",
@@ -179,7 +179,7 @@ class Scaler:
 
     async def _follow(self, change: Change, rows: Mapping[str, WorkerStatus]) -> None:
         new = self._new(change.role, change.by)
-        if new and (lacks := await asyncio.to_thread(self._cluster.lacks, *new)) is not None:
+        if new and (lacks := await asyncio.to_thread(self._cluster.unschedulable_reason, *new)) is not None:
             log.warning("new workers wait for a place: %s", lacks)
         for worker in new:
             try:

@@ -21,7 +21,7 @@ Show = Callable[[str, State | None], None]
 def shown(console: Console, clock: Callable[[], float]) -> Generator[Show]:
     """Bars are gone at the end of the block; lines come while weights load, at most one in `TELL_S`."""
     if not console.is_terminal:
-        yield Lines(log.info, clock).show
+        yield ProgressLog(log.info, clock).show
         return
     columns = (
         SpinnerColumn(),
@@ -49,7 +49,7 @@ def shown(console: Console, clock: Callable[[], float]) -> Generator[Show]:
         yield show
 
 
-class Lines:
+class ProgressLog:
     """Says who still loads how much."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float]) -> None:

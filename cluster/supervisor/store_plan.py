@@ -42,7 +42,7 @@ class Master:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
+class MemoryOwner:
     """The process that lends `num_bytes` of this machine to the master at `master`."""
 
     master: str  # host:port
@@ -52,12 +52,12 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class StorePlan:
     """`url` opens the store; `joined` is the master that must be there already."""
 
     url: str
     master: Master | None = None
-    owner: Owner | None = None
+    owner: MemoryOwner | None = None
     joined: str = ""  # HOST:PORT
 
     @property
@@ -65,17 +65,17 @@ class Plan:
         return self.master is not None or self.joined != ""
 
 
-def plan_store(url: str) -> Plan:
+def plan_store(url: str) -> StorePlan:
     """Raises StoreError with one line that names the fix."""
     tiers = url.split(",")
     ours = [index for index, tier in enumerate(tiers) if _is_mooncake(tier)]
     if not ours:
-        return Plan(url=url)
+        return StorePlan(url=url)
     if len(ours) > 1:
         raise StoreError(f"store {url}: one tier can be Mooncake, here are {len(ours)}: leave one")
     plan = _plan_tier(tiers[ours[0]])
     tiers[ours[0]] = plan.url
-    return Plan(url=",".join(tiers), master=plan.master, owner=plan.owner, joined=plan.joined)
+    return StorePlan(url=",".join(tiers), master=plan.master, owner=plan.owner, joined=plan.joined)
 
 
 def check_shared(url: str) -> None:
@@ -93,7 +93,7 @@ def _is_mooncake(tier: str) -> bool:
     return tier.partition("?")[0].partition(":")[0] == KIND
 
 
-def _plan_tier(tier: str) -> Plan:
+def _plan_tier(tier: str) -> StorePlan:
     parts = urlsplit(tier)
     if parts.scheme and not parts.netloc and parts.path:
         raise StoreError(f"store {tier}: a master that runs is written mooncake://host:port")
@@ -116,7 +116,7 @@ def _plan_tier(tier: str) -> Plan:
         raise StoreError(f"store {tier}: host is where an owner of memory listens: give it a size= to lend")
     owner = None
     if "size" in ours or master is not None:
-        owner = Owner(
+        owner = MemoryOwner(
             master=address,
             host=host or "",
             num_bytes=_size(tier, ours.get("size")),
@@ -126,7 +126,7 @@ def _plan_tier(tier: str) -> Plan:
         left.append(("admin", f"{host}:{master.admin_port}"))
     query = urlencode(left, safe="/:")
     url = f"{KIND}://{address}" + (f"?{query}" if query else "")
-    return Plan(url=url, master=master, owner=owner, joined=joined)
+    return StorePlan(url=url, master=master, owner=owner, joined=joined)
 
 
 def _joined(tier: str, ours: Mapping[str, str]) -> str:

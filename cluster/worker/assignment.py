@@ -6,14 +6,14 @@ from typing import Protocol
 from tidemill.workers.messages import Ack, WorkerInfo
 
 
-class Engine(Protocol):
+class RestrictableEngine(Protocol):
     def restrict(self, *, produces: bool, generates: bool) -> None: ...
 
 
-class Duties:
+class Assignment:
     """`info` says its present role. Who leaves hands everything over, whatever the router says after that."""
 
-    def __init__(self, engine: Engine, info: WorkerInfo) -> None:
+    def __init__(self, engine: RestrictableEngine, info: WorkerInfo) -> None:
         self.info = info
         self.leaves = False
         self._engine = engine
@@ -23,7 +23,7 @@ class Duties:
     def draining(self) -> bool:
         return self.leaves or self._drains
 
-    def told(self, ack: Ack) -> None:
+    def apply(self, ack: Ack) -> None:
         """What the router answers to a heartbeat."""
         changed = ack.drain is not self._drains and not self.leaves
         self._drains = ack.drain

@@ -14,7 +14,7 @@ from tidemill.cluster.rpc.router_client import FindRouter
 from tidemill.cluster.rpc.router_codec import decode_ack, encode_heartbeat
 from tidemill.cluster.rpc.worker_codec import Malformed
 from tidemill.cluster.worker import assignment as duties
-from tidemill.cluster.worker.assignment import Duties
+from tidemill.cluster.worker.assignment import Assignment
 from tidemill.workers.messages import Announcement, Heartbeat, WorkerGone, WorkerLoad
 
 if TYPE_CHECKING:  # generic in the type stubs alone
@@ -37,7 +37,7 @@ class Announces(Protocol):
         ...
 
 
-class Engine(duties.Engine, Announces, Protocol):
+class ReportingEngine(duties.RestrictableEngine, Announces, Protocol):
     @property
     def steps(self) -> int: ...
     def load(self) -> WorkerLoad: ...
@@ -50,7 +50,7 @@ class _Unheard:
     removed: set[bytes] = field(default_factory=set[bytes])
 
 
-class News:
+class UnsentAnnouncements:
     """What the engine announces, for each router that is being reported to: it says everything once."""
 
     def __init__(self, engine: Announces) -> None:
@@ -79,10 +79,10 @@ class Heartbeats:
 
     def __init__(
         self,
-        engine: Engine,
-        duties: Duties,
+        engine: ReportingEngine,
+        duties: Assignment,
         find_router: FindRouter,
-        news: News | None,
+        news: UnsentAnnouncements | None,
         tls: MutualTls | None = None,
     ) -> None:
         self._engine = engine
@@ -146,7 +146,7 @@ class Heartbeats:
                 if self._takes_budgets:
                     self._take_budget(ack.budget_bytes, load)
                 if self._heard is not None:
-                    self._duties.told(ack)
+                    self._duties.apply(ack)
                     self._heard()
             await asyncio.sleep(LOOK_S)
 

@@ -18,10 +18,10 @@ from tidemill.cluster.rpc.worker_codec import (
     Failure,
     Generate,
     Hello,
-    Item,
     Malformed,
     Prefetch,
     Produce,
+    StreamItem,
     Trial,
     decode_client_frame,
     encode_worker_frame,
@@ -50,7 +50,7 @@ FLUSH_S_MAX = 4.0
 counts as broken, so that it never blames a request that does not run alone any more."""
 
 
-class Engine(Protocol):
+class StreamingEngine(Protocol):
     """`tell` is for requests on trial: see workers/scheduling/isolation.py."""
 
     async def produce(self, request: Request, tell: Tell | None = None) -> Produced: ...
@@ -59,7 +59,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ServerLimits:
     """What one frontend may hold: calls at once, and items of one call that it has not taken yet."""
 
     calls_max: int = 4096
@@ -67,21 +67,21 @@ class Limits:
     frame_items_max: int = 4096
 
 
-class DataPlane:
+class WorkerServer:
     """Serves the streams of all frontends of one worker."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: StreamingEngine,
         worker: WorkerId,
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
         tls: MutualTls | None = None,
     ) -> None:
         self._engine = engine
         self._worker = worker
-        self._limits = Limits() if limits is None else limits
+        self._limits = ServerLimits() if limits is None else limits
         self._tls = tls
-        self._streams: set[_Stream] = set()
+        self._streams: set[_ServedCall] = set()
         self._server = new_server()
         self._server.add_generic_rpc_handlers(
             (
@@ -118,7 +118,7 @@ class DataPlane:
             hello = decode_client_frame(await anext(frames, b""))
             if hello != Hello(self._worker):
                 raise Malformed(f"this is {self._worker}: not the worker that was asked for")
-            stream = _Stream(self._engine, self._limits, context.write, self.flush)
+            stream = _ServedCall(self._engine, self._limits, context.write, self.flush)
             self._streams.add(stream)
             try:
                 await stream.run(frames)
@@ -128,14 +128,14 @@ class DataPlane:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
 
-class _Stream:
+class _ServedCall:
     """The calls of one frontend. Items wait in `_outbox` until the frame before them is sent, so that a slow
     frontend gets fewer and larger frames and never holds up the engine."""
 
     def __init__(
         self,
-        engine: Engine,
-        limits: Limits,
+        engine: StreamingEngine,
+        limits: ServerLimits,
         send: Callable[[bytes], Awaitable[None]],
         flush: Callable[[], Awaitable[None]],
     ) -> None:
@@ -148,7 +148,7 @@ class _Stream:
         self._flush = flush
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._prefetches: set[int] = set()  # among these calls
-        self._outbox: list[Item] = []
+        self._outbox: list[StreamItem] = []
         self._waiting = Counter[int]()  # items in the outbox, by call
         self._filled = asyncio.Event()
 
@@ -224,7 +224,7 @@ class _Stream:
             self._put(call, WorkerGone(f"the worker broke on this request: {type(error).__name__}"))
 
     def _put(self, call: int, body: Delta | Produced | Trial | Failure) -> None:
-        self._outbox.append(Item(call, body))
+        self._outbox.append(StreamItem(call, body))
         self.sent.clear()
         self._waiting[call] += 1
         self._filled.set()

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from tidemill.cluster.observability.spans import Tracer, found, span
-from tidemill.cluster.worker.server import Engine
+from tidemill.cluster.worker.server import StreamingEngine
 from tidemill.workers.messages import Delta, Produced, Provenance, Request
 from tidemill.workers.scheduling.isolation import Tell
 
@@ -13,7 +13,7 @@ from tidemill.workers.scheduling.isolation import Tell
 class TracedEngine:
     """Requests without a traceparent are not traced: nobody asked for it."""
 
-    def __init__(self, engine: Engine, tracer: Tracer, page_tokens: int) -> None:
+    def __init__(self, engine: StreamingEngine, tracer: Tracer, page_tokens: int) -> None:
         self._engine = engine
         self._tracer = tracer
         self._page_tokens = page_tokens
@@ -26,7 +26,7 @@ class TracedEngine:
             times = produced.provenance.times
             producing.parts((*_before(produced.provenance), ("compute", times.computed_s)))
             producing.part_since("publish", times.waited_s + times.fetched_s + times.computed_s)
-            producing.tell(
+            producing.set_attributes(
                 {"tidemill.depth_tokens": produced.depth, **found(produced.provenance, self._page_tokens)}
             )
             return produced
@@ -36,7 +36,7 @@ class TracedEngine:
             return await self._engine.prefetch(request)
         with span(self._tracer, "fetch ahead", request.trace_parent, **_named(request)) as fetching:
             produced = await self._engine.prefetch(request)
-            fetching.tell({"tidemill.fetched_tokens": produced.depth})
+            fetching.set_attributes({"tidemill.fetched_tokens": produced.depth})
             return produced
 
     async def generate(self, request: Request, tell: Tell | None = None) -> AsyncGenerator[Delta]:
@@ -54,11 +54,13 @@ class TracedEngine:
                         tail_s = delta.provenance.times.computed_s
                         generating.parts((*_before(delta.provenance), ("tail", tail_s)))
                         generating.event("first token")
-                        generating.tell(found(delta.provenance, self._page_tokens))
+                        generating.set_attributes(found(delta.provenance, self._page_tokens))
                     num_tokens += len(delta.tokens)
                     if delta.finish is not None:
                         generating.part_since("stream", first_s)
-                        generating.tell({"tidemill.tokens": num_tokens, "tidemill.finish": delta.finish})
+                        generating.set_attributes(
+                            {"tidemill.tokens": num_tokens, "tidemill.finish": delta.finish}
+                        )
                         generating.end()  # the reader will not ask for more
                     yield delta
 

@@ -13,9 +13,9 @@ from tidemill.cluster.rpc.router_client import FindRouter
 from tidemill.cluster.settings import WorkerSettings
 from tidemill.cluster.worker import heartbeats
 from tidemill.cluster.worker import server as data_plane
-from tidemill.cluster.worker.assignment import Duties
-from tidemill.cluster.worker.heartbeats import Heartbeats, News
-from tidemill.cluster.worker.server import DataPlane
+from tidemill.cluster.worker.assignment import Assignment
+from tidemill.cluster.worker.heartbeats import Heartbeats, UnsentAnnouncements
+from tidemill.cluster.worker.server import WorkerServer
 from tidemill.cluster.worker.tracing import TracedEngine
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import WorkerId, WorkerInfo
@@ -23,12 +23,12 @@ from tidemill.workers.parallel.link import StartRanks
 from tidemill.workers.settings import EngineSettings
 
 
-class Engine(data_plane.Engine, heartbeats.Engine, Protocol):
+class RunningEngine(data_plane.StreamingEngine, heartbeats.ReportingEngine, Protocol):
     async def run(self) -> None: ...
     async def drain_publications(self) -> None: ...
 
 
-class Group(Protocol):
+class WatchedGroup(Protocol):
     """The other ranks of the worker."""
 
     async def watch(self) -> None:
@@ -36,13 +36,13 @@ class Group(Protocol):
         ...
 
 
-class Built(Protocol):
+class HostedEngine(Protocol):
     """What the builder of an engine hands over: workers/engine/build.py."""
 
     @property
-    def engine(self) -> Engine: ...
+    def engine(self) -> RunningEngine: ...
     @property
-    def group(self) -> Group | None: ...
+    def group(self) -> WatchedGroup | None: ...
     @property
     def fingerprint(self) -> str: ...
     @property
@@ -73,7 +73,7 @@ class Built(Protocol):
         ...
 
 
-Build = Callable[[EngineSettings, Callable[[int, int], None], StartRanks], Built]
+Build = Callable[[EngineSettings, Callable[[int, int], None], StartRanks], HostedEngine]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class WorkerProcess:
         """`life` tells this life of the worker from all others, `host` is where the data plane binds."""
         self.state: State = Loading()
         self._told_to_go = asyncio.Event()
-        self._engine: Engine | None = None
+        self._engine: RunningEngine | None = None
         self._settings = settings
         self._host = host
         self._worker = WorkerId(f"{settings.name}.{life}")
@@ -134,10 +134,10 @@ class WorkerProcess:
         tls = self._settings.tls
         tracer = await asyncio.to_thread(tracer_of, self._settings.telemetry, self._settings.name)
         traced = built.engine if tracer is None else TracedEngine(built.engine, tracer, built.page_tokens)
-        plane = DataPlane(traced, self._worker, tls=tls)
+        plane = WorkerServer(traced, self._worker, tls=tls)
         try:
-            duties = Duties(built.engine, self._info(built, await plane.start(self._host)))
-            news = News(built.engine)
+            duties = Assignment(built.engine, self._info(built, await plane.start(self._host)))
+            news = UnsentAnnouncements(built.engine)
             heartbeats = [Heartbeats(built.engine, duties, find, news, tls) for find in routers]
             heartbeats[0].obey(lambda: self._heard(duties.info), budgets=memory is None)
             if memory is not None:
@@ -188,7 +188,7 @@ class WorkerProcess:
     def _heard(self, info: WorkerInfo) -> None:
         self.state = Ready(info)
 
-    def _info(self, built: Built, address: str) -> WorkerInfo:
+    def _info(self, built: HostedEngine, address: str) -> WorkerInfo:
         return WorkerInfo(
             worker=self._worker,
             name=self._settings.name,
@@ -213,7 +213,7 @@ class WorkerProcess:
         )
 
 
-async def _handed_over(engine: Engine, plane: DataPlane) -> None:
+async def _handed_over(engine: RunningEngine, plane: WorkerServer) -> None:
     """Until all calls have ended, their callers know it, and what they had is stored; or for LEAVE_S_MAX."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LEAVE_S_MAX):

@@ -3,7 +3,7 @@
 from enum import Enum
 
 
-class Site(Enum):
+class AllocationSite(Enum):
     """Tests refuse memory at each of them."""
 
     RUN_PAGE = "a page for tokens to run"
@@ -14,5 +14,5 @@ class Site(Enum):
     CHECKPOINT_STATE = "a slot to go on in when the state becomes a checkpoint: optional"
 
 
-def granted(_: Site) -> bool:
+def never(_: AllocationSite) -> bool:
     return False

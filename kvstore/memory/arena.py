@@ -27,35 +27,39 @@ SPARE_EXTENTS_MAX = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class ArenaUsage:
     """Extents by what they hold, and objects by who holds them."""
 
     page_extents: int
     state_extents: int
     empty_extents: int  # mapped
     unmapped_extents: int  # of the budget
-    pages_held: int
-    pages_kept: int
-    states_held: int
-    states_kept: int
+    pages_pinned: int
+    pages_cached: int
+    states_pinned: int
+    states_cached: int
     window_extents: int = 0
-    windows_held: int = 0
-    windows_kept: int = 0
+    windows_pinned: int = 0
+    windows_cached: int = 0
 
 
 class Pool(Generic[Id]):
     """The objects of one class. `loose` are its extents in which nothing is held: they can be emptied."""
 
-    def __init__(self, places: int, open_extent: Callable[[], int], close: Callable[[int], None]) -> None:
-        self.places = places
-        self.loose: dict[int, None] = {}
+    def __init__(
+        self, objects_per_extent: int, open_extent: Callable[[], int], close: Callable[[int], None]
+    ) -> None:
+        self.objects_per_extent = objects_per_extent
+        self.reclaimable: dict[int, None] = {}
         self._open_extent = open_extent
         self._close = close
         self._free: dict[int, list[int]] = {}  # extent -> its free ids
-        self._held: dict[int, int] = {}  # extent -> how many of its ids are held
+        self._pinned: dict[int, int] = {}  # extent -> how many of its ids are held
         self._taken: set[int] = set()
-        self._kept: set[int] = set()
-        self._buckets: list[dict[int, None]] = [{} for _ in range(places + 1)]  # extents by ids taken
+        self._cached: set[int] = set()
+        self._buckets: list[dict[int, None]] = [
+            {} for _ in range(objects_per_extent + 1)
+        ]  # extents by ids taken
         self._fullest = 0
 
     def take(self) -> Id:
@@ -68,99 +72,99 @@ class Pool(Generic[Id]):
         del self._buckets[self._fullest][extent]
         taken = self._free[extent].pop()
         self._taken.add(taken)
-        self._file(extent, self.places - len(self._free[extent]))
-        self._count_held(extent, 1)
+        self._file(extent, self.objects_per_extent - len(self._free[extent]))
+        self._count_pinned(extent, 1)
         return taken  # pyright: ignore[reportReturnType]  an id is an int with a name
 
-    def give(self, given: Id) -> None:
+    def free(self, given: Id) -> None:
         """Return an id, held or kept. An extent that is empty now leaves the class."""
         assert given in self._taken, f"{given} is given back twice, or was never taken"
-        extent = given // self.places
+        extent = given // self.objects_per_extent
         self._taken.remove(given)
-        if given in self._kept:
-            self._kept.remove(given)
+        if given in self._cached:
+            self._cached.remove(given)
         else:
-            self._count_held(extent, -1)
-        before = self.places - len(self._free[extent])
+            self._count_pinned(extent, -1)
+        before = self.objects_per_extent - len(self._free[extent])
         self._buckets[before].pop(extent, None)
         self._free[extent].append(given)
         if before > 1:
             self._file(extent, before - 1)
             return
-        del self._free[extent], self._held[extent], self.loose[extent]
+        del self._free[extent], self._pinned[extent], self.reclaimable[extent]
         self._close(extent)
 
-    def loosen(self, kept: Id) -> None:
+    def unpin(self, kept: Id) -> None:
         """No lease uses it any more: it can be taken back."""
         assert kept in self._taken
-        assert kept not in self._kept
-        self._kept.add(kept)
-        self._count_held(kept // self.places, -1)
+        assert kept not in self._cached
+        self._cached.add(kept)
+        self._count_pinned(kept // self.objects_per_extent, -1)
 
-    def hold(self, kept: Id) -> None:
+    def pin(self, kept: Id) -> None:
         """A lease uses it again."""
-        self._kept.remove(kept)
-        self._count_held(kept // self.places, 1)
+        self._cached.remove(kept)
+        self._count_pinned(kept // self.objects_per_extent, 1)
 
     def extent_of(self, taken: Id) -> int:
-        return taken // self.places
+        return taken // self.objects_per_extent
 
     def taken_in(self, extent: int) -> list[Id]:
         """The ids of `extent` that are held or kept."""
-        first = extent * self.places
+        first = extent * self.objects_per_extent
         taken = self._taken
-        return [number for number in range(first, first + self.places) if number in taken]  # pyright: ignore[reportReturnType]  ids are ints with a name
+        return [number for number in range(first, first + self.objects_per_extent) if number in taken]  # pyright: ignore[reportReturnType]  ids are ints with a name
 
     @property
     def num_extents(self) -> int:
         return len(self._free)
 
     @property
-    def num_held(self) -> int:
-        return len(self._taken) - len(self._kept)
+    def num_pinned(self) -> int:
+        return len(self._taken) - len(self._cached)
 
     @property
-    def num_kept(self) -> int:
-        return len(self._kept)
+    def num_cached(self) -> int:
+        return len(self._cached)
 
     @property
     def num_free(self) -> int:
         """Places that can be taken without another extent."""
-        return len(self._free) * self.places - len(self._taken)
+        return len(self._free) * self.objects_per_extent - len(self._taken)
 
     def check(self, held: Iterable[Id], kept: Iterable[Id]) -> list[int]:
         """Prove that exactly `held` and `kept` are taken; answers the extents of this class."""
         held_ids, kept_ids = sorted(held), sorted(kept)
-        assert kept_ids == sorted(self._kept), "an object is kept without an owner, or has two"
+        assert kept_ids == sorted(self._cached), "an object is kept without an owner, or has two"
         assert sorted([*held_ids, *kept_ids]) == sorted(self._taken), "an object leaked or has two owners"
-        holders = Counter(number // self.places for number in held_ids)
+        holders = Counter(number // self.objects_per_extent for number in held_ids)
         for extent, free in self._free.items():
-            assert len(self.taken_in(extent)) + len(free) == self.places
+            assert len(self.taken_in(extent)) + len(free) == self.objects_per_extent
             assert self._taken.isdisjoint(free)
-            assert self._held[extent] == holders[extent]
-            assert (extent in self.loose) == (not holders[extent])
-            assert (extent in self._buckets[self.places - len(free)]) == bool(free)
-        assert self.loose.keys() <= self._free.keys()
+            assert self._pinned[extent] == holders[extent]
+            assert (extent in self.reclaimable) == (not holders[extent])
+            assert (extent in self._buckets[self.objects_per_extent - len(free)]) == bool(free)
+        assert self.reclaimable.keys() <= self._free.keys()
         return list(self._free)
 
     def _open(self, extent: int) -> None:
-        first = extent * self.places
-        self._free[extent] = list(range(first + self.places - 1, first - 1, -1))
-        self._held[extent] = 0
+        first = extent * self.objects_per_extent
+        self._free[extent] = list(range(first + self.objects_per_extent - 1, first - 1, -1))
+        self._pinned[extent] = 0
         self._file(extent, 0)
 
     def _file(self, extent: int, taken: int) -> None:
-        if taken < self.places:  # nothing can be taken from a full extent
+        if taken < self.objects_per_extent:  # nothing can be taken from a full extent
             self._buckets[taken][extent] = None
             self._fullest = max(self._fullest, taken)
 
-    def _count_held(self, extent: int, change: int) -> None:
-        self._held[extent] += change
-        assert self._held[extent] >= 0
-        if self._held[extent]:
-            self.loose.pop(extent, None)
+    def _count_pinned(self, extent: int, change: int) -> None:
+        self._pinned[extent] += change
+        assert self._pinned[extent] >= 0
+        if self._pinned[extent]:
+            self.reclaimable.pop(extent, None)
         else:
-            self.loose[extent] = None
+            self.reclaimable[extent] = None
 
 
 class Arena:
@@ -199,19 +203,19 @@ class Arena:
         """Extents that any class can still open."""
         return len(self._spare) + max(0, self.budget_extents - self._mapped)
 
-    def usage(self) -> Usage:
-        return Usage(
+    def usage(self) -> ArenaUsage:
+        return ArenaUsage(
             page_extents=self.pages.num_extents,
             state_extents=self.states.num_extents,
             empty_extents=len(self._spare),
             unmapped_extents=max(0, self.budget_extents - self._mapped),
-            pages_held=self.pages.num_held,
-            pages_kept=self.pages.num_kept,
-            states_held=self.states.num_held,
-            states_kept=self.states.num_kept,
+            pages_pinned=self.pages.num_pinned,
+            pages_cached=self.pages.num_cached,
+            states_pinned=self.states.num_pinned,
+            states_cached=self.states.num_cached,
             window_extents=self.windows.num_extents,
-            windows_held=self.windows.num_held,
-            windows_kept=self.windows.num_kept,
+            windows_pinned=self.windows.num_pinned,
+            windows_cached=self.windows.num_cached,
         )
 
     def check(

@@ -13,7 +13,7 @@ from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
 from tidemill.kvstore.memory import eviction
 from tidemill.kvstore.memory.arena import Arena, Id, Pool
 from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry, PrefixIndex
-from tidemill.kvstore.memory.windows import Windows
+from tidemill.kvstore.memory.windows import WindowCounts
 
 Choose = Callable[[PrefixIndex, Arena, Layout], eviction.Victim | None]
 """What goes so that something can be taken; None when nothing that is kept would help."""
@@ -25,7 +25,7 @@ class Cache:
         self.arena = arena
         self.index = index
         self.counters: Counter[str] = Counter()
-        self.windows = Windows(arena.windows)
+        self.windows = WindowCounts(arena.windows)
 
     def take_page(self) -> PageId:
         """A page, held; evicts what it takes. Raises OutOfMemory when everything is held."""
@@ -41,17 +41,20 @@ class Cache:
         self.windows.taken(window)
         return window
 
-    def give_page(self, page: PageId) -> None:
-        self.arena.pages.give(page)
+    def free_page(self, page: PageId) -> None:
+        self.arena.pages.free(page)
 
-    def give_state(self, state: StateId) -> None:
-        self.arena.states.give(state)
+    def free_state(self, state: StateId) -> None:
+        self.arena.states.free(state)
 
     def could_hold(self, pages: int, states: int, windows: int = 0) -> bool:
         """Whether so many more could be held if everything that is kept was given up."""
-        left = self._loose_extents()
+        left = self._reclaimable_extents()
         left -= _extents_for(self.arena.states, states) + _extents_for(self.arena.windows, windows)
-        return left >= 0 and pages <= _places(self.arena.pages) + left * self.arena.pages.places
+        return (
+            left >= 0
+            and pages <= _objects_per_extent(self.arena.pages) + left * self.arena.pages.objects_per_extent
+        )
 
     def clear(self) -> None:
         """Give up everything that is kept."""
@@ -78,19 +81,19 @@ class Cache:
         """`PrefixIndex.insert` of a page that is held; the entry is pinned."""
         entry, taken_over = self.index.insert(parent, key, page)
         if not taken_over and entry.pins == 1:
-            self.arena.pages.hold(entry.page)
+            self.arena.pages.pin(entry.page)
         return entry, taken_over
 
     def keep_checkpoint(self, entry: Entry, checkpoint: Checkpoint) -> None:
         """The caller holds it: its state is the index's from now on, its window pages both have."""
         self.index.keep_checkpoint(entry, checkpoint)
         if checkpoint.state is not None:
-            self.arena.states.loosen(checkpoint.state)
-        self.windows.keep(checkpoint.windows)
+            self.arena.states.unpin(checkpoint.state)
+        self.windows.cache(checkpoint.windows)
 
     def drop_checkpoint(self, entry: Entry, reason: str) -> None:
         """`reason` ends up in the name of a metric."""
-        self._give_checkpoint(self.index.drop_checkpoint(entry), reason)
+        self._free_checkpoint(self.index.drop_checkpoint(entry), reason)
 
     def reclaim_checkpoint(self, entry: Entry) -> StateId | None:
         """Take the checkpoint out of the index; the caller holds the slot, if there is one, and can write to
@@ -98,25 +101,25 @@ class Cache:
         state, windows = self.index.drop_checkpoint(entry)
         self.windows.drop(windows)
         if state is not None:
-            self.arena.states.hold(state)
+            self.arena.states.pin(state)
         return state
 
     def pin(self, entry: Entry) -> None:
         if not entry.pins:
-            self.arena.pages.hold(entry.page)
+            self.arena.pages.pin(entry.page)
         self.index.pin(entry)
 
     def unpin(self, entry: Entry) -> None:
         self.index.unpin(entry)
         if not entry.pins:
-            self.arena.pages.loosen(entry.page)
+            self.arena.pages.unpin(entry.page)
 
     def pin_checkpoint(self, entry: Entry) -> Entry:
         assert entry.checkpoint is not None
         if not entry.checkpoint_pins:
             if entry.checkpoint.state is not None:
-                self.arena.states.hold(entry.checkpoint.state)
-            self.windows.hold(entry.checkpoint.windows)
+                self.arena.states.pin(entry.checkpoint.state)
+            self.windows.pin(entry.checkpoint.windows)
         self.index.pin_checkpoint(entry)
         return entry
 
@@ -125,8 +128,8 @@ class Cache:
         if not entry.checkpoint_pins:
             assert entry.checkpoint is not None
             if entry.checkpoint.state is not None:
-                self.arena.states.loosen(entry.checkpoint.state)
-            self.windows.release(entry.checkpoint.windows)
+                self.arena.states.unpin(entry.checkpoint.state)
+            self.windows.unpin(entry.checkpoint.windows)
 
     def check(
         self,
@@ -152,17 +155,17 @@ class Cache:
         self.arena.check((held_pages, kept_pages), (held_states, kept_states), windows)
         self.index.check()
 
-    def _give_checkpoint(self, checkpoint: Checkpoint, reason: str) -> None:
+    def _free_checkpoint(self, checkpoint: Checkpoint, reason: str) -> None:
         if checkpoint.state is not None:
-            self.arena.states.give(checkpoint.state)
+            self.arena.states.free(checkpoint.state)
         self.windows.drop(checkpoint.windows)
         self.counters[f"evicted_checkpoints_for_{reason}"] += 1
 
-    def _loose_extents(self) -> int:
+    def _reclaimable_extents(self) -> int:
         """Extents in which nothing is held; above the budget they cannot be used again."""
         arena = self.arena
         extents = arena.num_empty + sum(
-            len(pool.loose) for pool in (arena.pages, arena.states, arena.windows)
+            len(pool.reclaimable) for pool in (arena.pages, arena.states, arena.windows)
         )
         return max(0, extents - arena.excess)
 
@@ -180,19 +183,19 @@ class Cache:
         self.index.age(victim.price)
         for entry in victim.entries:
             self.index.remove(entry)
-            self.arena.pages.give(entry.page)
+            self.arena.pages.free(entry.page)
             if entry.checkpoint is not None:
-                self._give_checkpoint(entry.checkpoint, reason)
-        for entry in victim.bare:
+                self._free_checkpoint(entry.checkpoint, reason)
+        for entry in victim.checkpoints_only:
             self.drop_checkpoint(entry, reason)
         self.counters[f"evicted_pages_for_{reason}"] += len(victim.entries)
 
 
-def _places(pool: Pool[Id]) -> int:
+def _objects_per_extent(pool: Pool[Id]) -> int:
     """In extents where something is held, places that are free or kept."""
-    return (pool.num_extents - len(pool.loose)) * pool.places - pool.num_held
+    return (pool.num_extents - len(pool.reclaimable)) * pool.objects_per_extent - pool.num_pinned
 
 
 def _extents_for(pool: Pool[Id], count: int) -> int:
     """How many extents more it takes to hold so many."""
-    return -(-max(0, count - _places(pool)) // pool.places)
+    return -(-max(0, count - _objects_per_extent(pool)) // pool.objects_per_extent)

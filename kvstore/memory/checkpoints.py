@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.layout import StateId
-from tidemill.kvstore.memory.allocation_sites import Site
+from tidemill.kvstore.memory.allocation_sites import AllocationSite
 from tidemill.kvstore.memory.cache import Cache
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
@@ -19,11 +19,13 @@ from tidemill.kvstore.memory.windows import last_window
 class Checkpoints:
     """Of leases over one cache."""
 
-    def __init__(self, cache: Cache, per_path: int, refuses: Callable[[Site], bool]) -> None:
+    def __init__(
+        self, cache: Cache, per_path: int, fail_allocation: Callable[[AllocationSite], bool]
+    ) -> None:
         self._cache = cache
         self._layout = cache.layout
         self._per_path = per_path
-        self._refuses = refuses
+        self._fail_allocation = fail_allocation
 
     def keep(self, lease: Lease, *, last: bool = False) -> bool:
         """The state at `committed`, a page boundary, becomes the checkpoint there, unless there is one. The
@@ -54,19 +56,19 @@ class Checkpoints:
     def borrow(self, lease: Lease) -> bool:
         """Whether the lease has a slot to go on in, if need be one that it did not have: the slot of the
         checkpoint that the new one replaces, before another one's."""
-        if not lease.spare and not self._cache.state_is_free():
-            lease.spare += self._drop_rolling(lease)
-        if not lease.spare and not self._refuses(Site.CHECKPOINT_STATE):
+        if not lease.spare_slots and not self._cache.state_is_free():
+            lease.spare_slots += self._drop_rolling(lease)
+        if not lease.spare_slots and not self._fail_allocation(AllocationSite.CHECKPOINT_STATE):
             with suppress(OutOfMemory):
-                lease.spare.append(self._cache.take_state())
-        return bool(lease.spare)
+                lease.spare_slots.append(self._cache.take_state())
+        return bool(lease.spare_slots)
 
     def return_slot(self, lease: Lease, slot: StateId) -> None:
         """A slot that is not needed any more is the next spare, or free."""
-        if len(lease.spare) < lease.spares_min + (not lease.writes_in_place(0)):
-            lease.spare.append(slot)
+        if len(lease.spare_slots) < lease.spare_slots_min + (not lease.writes_in_place(0)):
+            lease.spare_slots.append(slot)
         else:
-            self._cache.give_state(slot)
+            self._cache.free_state(slot)
 
     def _keep(self, lease: Lease, *, last: bool) -> bool:
         entry = self._boundary(lease)
@@ -89,7 +91,7 @@ class Checkpoints:
     def _boundary(self, lease: Lease) -> Entry:
         assert lease.committed % self._layout.page_tokens == 0
         assert lease.committed > 0
-        return lease.entries[-1]
+        return lease.shared_entries[-1]
 
     def _drop_rolling(self, lease: Lease) -> list[StateId]:
         """The slot of the checkpoint kept before, if nobody reads it; the lease owns it now."""
@@ -102,7 +104,7 @@ class Checkpoints:
 
     def _thin(self, lease: Lease) -> None:
         """Hold the checkpoints on the path of the lease to their number; junctions stay longest."""
-        above = list(self._cache.index.checkpoints_above(lease.entries[-1]))
+        above = list(self._cache.index.checkpoints_above(lease.shared_entries[-1]))
         surplus = len(above) + 1 - self._per_path
         loose = [one for one in above if not one.checkpoint_pins]
         loose.sort(key=lambda one: (len(one.children) > 1, one.score))

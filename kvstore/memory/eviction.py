@@ -31,7 +31,7 @@ class Victim:
     """`entries` go whole, leaves first; of `bare` only the checkpoint. `price` is what is lost per byte."""
 
     entries: tuple[Entry, ...] = ()
-    bare: tuple[Entry, ...] = ()
+    checkpoints_only: tuple[Entry, ...] = ()
     price: float = 0.0
 
 
@@ -51,7 +51,7 @@ def for_state(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None
     checkpoint = index.cheapest_checkpoint()
     best = None
     if checkpoint is not None:
-        best = Victim(bare=(checkpoint,), price=index.credit(checkpoint))
+        best = Victim(checkpoints_only=(checkpoint,), price=index.credit(checkpoint))
     for extent in _page_extents(index, arena, layout):
         if best is None or extent.price <= best.price:
             best = extent
@@ -78,10 +78,10 @@ def _checkpoint_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Ite
     if cheapest is None or cheapest.checkpoint is None:
         return
     state, windows = cheapest.checkpoint
-    if state is not None and arena.states.extent_of(state) in arena.states.loose:
+    if state is not None and arena.states.extent_of(state) in arena.states.reclaimable:
         yield _state_extent(index, arena, layout, arena.states.extent_of(state))
     for extent in dict.fromkeys(map(arena.windows.extent_of, windows)):
-        if extent in arena.windows.loose:
+        if extent in arena.windows.reclaimable:
             yield _window_extent(index, arena, layout, extent)
 
 
@@ -92,11 +92,11 @@ def _page_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Iterator[
     leaves = index.cheapest_leaves(CANDIDATES_MAX)
     likely = dict.fromkeys(arena.pages.extent_of(leaf.page) for leaf in leaves)
     for extent in likely:
-        if extent in arena.pages.loose:
+        if extent in arena.pages.reclaimable:
             entries = _subtree(index, arena, extent, size_max)
             if entries:
                 yield Victim(entries=entries, price=_lost_per_byte(index, layout, entries))
-    for extent in islice(arena.pages.loose, OTHERS_MAX):
+    for extent in islice(arena.pages.reclaimable, OTHERS_MAX):
         entries = () if extent in likely else _subtree(index, arena, extent, size_max, worthless=True)
         if entries:
             yield Victim(entries=entries)
@@ -105,16 +105,16 @@ def _page_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Iterator[
 
 def _any_checkpoints(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:
     """The first extent of states, or of window pages, that can be emptied, whatever it costs."""
-    for extent in arena.states.loose:
+    for extent in arena.states.reclaimable:
         return _state_extent(index, arena, layout, extent)
-    for extent in arena.windows.loose:
+    for extent in arena.windows.reclaimable:
         return _window_extent(index, arena, layout, extent)
     return None
 
 
 def _any_pages(index: PrefixIndex, arena: Arena) -> Victim | None:
     """The first extent of pages that can be emptied, whatever it costs."""
-    extent = next(iter(arena.pages.loose), None)
+    extent = next(iter(arena.pages.reclaimable), None)
     return None if extent is None else Victim(entries=_subtree(index, arena, extent, len(index)))
 
 
@@ -122,14 +122,14 @@ def _state_extent(index: PrefixIndex, arena: Arena, layout: Layout, extent: int)
     owners = [index.owner_of_state(state) for state in arena.states.taken_in(extent)]
     bare = tuple(owner for owner in owners if owner is not None)
     assert len(bare) == len(owners), "a state is kept without an owner"
-    return Victim(bare=bare, price=_lost_per_byte(index, layout, bare))
+    return Victim(checkpoints_only=bare, price=_lost_per_byte(index, layout, bare))
 
 
 def _window_extent(index: PrefixIndex, arena: Arena, layout: Layout, extent: int) -> Victim:
     owners = [index.owners_of_window(window) for window in arena.windows.taken_in(extent)]
     assert all(owners), "a window page is kept without an owner"
     bare = tuple(dict.fromkeys(chain.from_iterable(owners)))
-    return Victim(bare=bare, price=_lost_per_byte(index, layout, bare))
+    return Victim(checkpoints_only=bare, price=_lost_per_byte(index, layout, bare))
 
 
 def _subtree(

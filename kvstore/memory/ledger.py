@@ -17,11 +17,11 @@ from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import StateId, WindowId
 from tidemill.kvstore.memory import windows
-from tidemill.kvstore.memory.allocation_sites import Site, granted
-from tidemill.kvstore.memory.arena import Usage
+from tidemill.kvstore.memory.allocation_sites import AllocationSite, never
+from tidemill.kvstore.memory.arena import ArenaUsage
 from tidemill.kvstore.memory.cache import Cache
 from tidemill.kvstore.memory.checkpoints import Checkpoints
-from tidemill.kvstore.memory.lease import Flight, Lease
+from tidemill.kvstore.memory.lease import Lease, StepInFlight
 from tidemill.kvstore.memory.prefix_index import Match
 
 FLIGHTS_MAX = 2
@@ -35,15 +35,15 @@ class Ledger:
         self,
         cache: Cache,
         checkpoints_per_path: int = CHECKPOINTS_PER_PATH,
-        refuses: Callable[[Site], bool] = granted,
+        fail_allocation: Callable[[AllocationSite], bool] = never,
     ) -> None:
         """`refuses` is asked before each allocation, so that tests can make any of them fail."""
         self.layout = cache.layout
         self.index = cache.index
         self.counters = cache.counters
         self._cache = cache
-        self._checkpoints = Checkpoints(cache, checkpoints_per_path, refuses)
-        self._refuses = refuses
+        self._checkpoints = Checkpoints(cache, checkpoints_per_path, fail_allocation)
+        self._fail_allocation = fail_allocation
         self._leases: dict[str, Lease] = {}
         self._landing: list[Lease] = []  # released, with steps in flight
 
@@ -60,19 +60,19 @@ class Ledger:
     def attach(self, lease: Lease, match: Match, num_pages: int) -> None:
         """Share the first `num_pages` pages of `match`; resume from the checkpoint at their end, if any."""
         assert not lease.allocated
-        lease.entries += match.path[:num_pages]
-        for entry in lease.entries:
+        lease.shared_entries += match.path[:num_pages]
+        for entry in lease.shared_entries:
             self._cache.pin(entry)
         lease.count_pages()
         lease.committed = lease.launched = num_pages * self.layout.page_tokens
-        if lease.entries and lease.entries[-1].checkpoint is not None:
-            lease.source = self._cache.pin_checkpoint(lease.entries[-1])
-            self._share_windows(lease, lease.entries[-1].checkpoint.windows)
+        if lease.shared_entries and lease.shared_entries[-1].checkpoint is not None:
+            lease.source = self._cache.pin_checkpoint(lease.shared_entries[-1])
+            self._share_windows(lease, lease.shared_entries[-1].checkpoint.windows)
 
     def share(self, request_id: str, lease: Lease, num_pages: int) -> Lease:
         """A second lease on the first `num_pages` pages of `lease`, to read them after it has ended."""
         second = self.open(request_id)
-        self.attach(second, Match(tuple(lease.entries[:num_pages]), num_pages), num_pages)
+        self.attach(second, Match(tuple(lease.shared_entries[:num_pages]), num_pages), num_pages)
         return second
 
     def reserve(
@@ -98,8 +98,16 @@ class Ledger:
         beside = pages_beside or windows_beside
         if not slots and not views and not beside and num_tokens <= lease.allocated:
             return
-        pages = max(0, -(-num_tokens // self.layout.page_tokens) - len(lease.entries) - len(lease.own))
-        if any(map(self._refuses, [*slots, *[Site.RUN_WINDOW] * views, *[Site.RUN_PAGE] * pages])):
+        pages = max(
+            0,
+            -(-num_tokens // self.layout.page_tokens) - len(lease.shared_entries) - len(lease.private_pages),
+        )
+        if any(
+            map(
+                self._fail_allocation,
+                [*slots, *[AllocationSite.RUN_WINDOW] * views, *[AllocationSite.RUN_PAGE] * pages],
+            )
+        ):
             raise OutOfMemory("refused")
         if not self._cache.could_hold(pages + pages_beside, len(slots), views + windows_beside):
             if not pages_beside and not drafts and self._spared(lease):
@@ -114,16 +122,16 @@ class Ledger:
         fills them. Others are given back: the lease is of no use if the fetch fails. Raises OutOfMemory."""
         places = self.layout.last_window(num_pages)
         gone = windows.out_of_sight(self.layout, lease, num_pages * self.layout.page_tokens)
-        self._cache.windows.release(gone)
+        self._cache.windows.unpin(gone)
         if not lease.windows:
             lease.first_window = places.start
         lacking = range(lease.windows_end, places.stop)
-        if any(self._refuses(Site.RUN_WINDOW) for _ in lacking):
+        if any(self._fail_allocation(AllocationSite.RUN_WINDOW) for _ in lacking):
             raise OutOfMemory("refused")
         self._grow(lease, 0, 0, len(lacking))
         lease.fetched_windows = lacking
 
-    def launch(self, lease: Lease, end: int, *, keep: bool = False, drafts: int = 0) -> Flight:
+    def launch(self, lease: Lease, end: int, *, keep: bool = False, drafts: int = 0) -> StepInFlight:
         """A step goes off that runs `[launched, end)`, the last `drafts` tokens of it on trial.
 
         `keep`: the state where it starts is wanted as a checkpoint (call `keep_state` when the step before
@@ -134,23 +142,23 @@ class Ledger:
         start = lease.launched
         assert start < end - drafts <= end <= lease.allocated
         assert not windows.lacking(self.layout, lease, end)
-        flight = Flight(start, end, None, (), lease.source)
+        flight = StepInFlight(start, end, None, (), lease.source)
         lease.source = None
         if self.layout.has_states:
             if flight.source is not None and flight.source.checkpoint is not None:
-                flight.read = flight.source.checkpoint.state
+                flight.reads = flight.source.checkpoint.state
             elif start:
-                flight.read = lease.states[start]
+                flight.reads = lease.states[start]
             if lease.writes_in_place(drafts) and not (keep and self._checkpoints.borrow(lease)):
                 flight.writes = (lease.states.pop(start),)
             else:
-                flight.writes = tuple(lease.spare.pop() for _ in range(drafts + 1))
+                flight.writes = tuple(lease.spare_slots.pop() for _ in range(drafts + 1))
             lease.states |= zip(range(end - drafts, end + 1), flight.writes, strict=True)
         lease.flights.append(flight)
         lease.launched = end
         return flight
 
-    def land(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
+    def commit(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
         """The oldest step in flight has completed, and `[0, num_tokens)` is written and accepted. If that is
         less than it ran, the steps after it are void; if it is where it started, nothing of it counts, and a
         state that it overwrote is lost: such a lease can only be released.
@@ -161,15 +169,15 @@ class Ledger:
         flight = lease.flights.popleft()
         if flight.source is not None:
             self._cache.unpin_checkpoint(flight.source)
-        for slot in flight.limbo:
-            self._cache.give_state(slot)
-        for page in flight.limbo_pages:
-            self._cache.give_page(page)
+        for slot in flight.deferred_free:
+            self._cache.free_state(slot)
+        for page in flight.deferred_free_pages:
+            self._cache.free_page(page)
         if not flight.void and not lease.ended:
             assert flight.start <= num_tokens <= flight.end
             rejected = self._reject(lease, num_tokens) if num_tokens < flight.end else []
             self._commit(lease, num_tokens, keys)
-            self._cache.windows.release(windows.out_of_sight(self.layout, lease, num_tokens))
+            self._cache.windows.unpin(windows.out_of_sight(self.layout, lease, num_tokens))
             for slot in rejected:
                 self._checkpoints.return_slot(lease, slot)
         if lease.ended and not lease.flights:
@@ -184,7 +192,7 @@ class Ledger:
             self._cache.unpin_checkpoint(lease.source)
             lease.source = None
         if self.layout.has_states and lease.runs:
-            slot = lease.spare.pop() if lease.spare else lease.states.pop(lease.committed)
+            slot = lease.spare_slots.pop() if lease.spare_slots else lease.states.pop(lease.committed)
             lease.states[num_tokens] = slot
         self._commit(lease, num_tokens, keys)
         if lease.runs:
@@ -212,7 +220,7 @@ class Ledger:
         preempt and call again."""
         return self._cache.resize(budget_extents)
 
-    def usage(self) -> Usage:
+    def usage(self) -> ArenaUsage:
         return self._cache.arena.usage()
 
     @property
@@ -241,7 +249,7 @@ class Ledger:
     def check(self) -> None:
         """Prove that every byte has exactly one owner, and that every pin has a reason."""
         leases = [*self._leases.values(), *self._landing]
-        pins = Counter(entry for lease in leases for entry in lease.entries)
+        pins = Counter(entry for lease in leases for entry in lease.shared_entries)
         reading = Counter(entry for lease in leases for entry in lease.sources())
         for entry in self.index:
             found = (entry.pins, entry.checkpoint_pins)
@@ -257,25 +265,25 @@ class Ledger:
 
     def _share_windows(self, lease: Lease, shared: Sequence[WindowId]) -> None:
         if shared:
-            self._cache.windows.hold(shared)
+            self._cache.windows.pin(shared)
             lease.windows += shared
-            lease.first_window = len(lease.entries) - len(shared)
+            lease.first_window = len(lease.shared_entries) - len(shared)
             lease.count_windows()
 
     def _commit(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
         lease.committed = num_tokens
         lease.launched = max(lease.launched, num_tokens)
-        while (len(lease.entries) + 1) * self.layout.page_tokens <= num_tokens:
-            parent = lease.entries[-1] if lease.entries else None
-            page = lease.own.pop(0)
-            entry, taken_over = self._cache.insert(parent, keys[len(lease.entries)], page)
-            lease.entries.append(entry)
+        while (len(lease.shared_entries) + 1) * self.layout.page_tokens <= num_tokens:
+            parent = lease.shared_entries[-1] if lease.shared_entries else None
+            page = lease.private_pages.pop(0)
+            entry, taken_over = self._cache.insert(parent, keys[len(lease.shared_entries)], page)
+            lease.shared_entries.append(entry)
             if not taken_over:
                 lease.count_pages()
                 if lease.flights:
-                    lease.flights[-1].limbo_pages.append(page)
+                    lease.flights[-1].deferred_free_pages.append(page)
                 else:
-                    self._cache.give_page(page)
+                    self._cache.free_page(page)
         for depth in [depth for depth in lease.states if depth < num_tokens]:
             self._checkpoints.return_slot(lease, lease.states.pop(depth))
 
@@ -289,7 +297,7 @@ class Ledger:
             flight.void = True
         if not lease.flights:
             return slots
-        lease.flights[-1].limbo = tuple(slots)
+        lease.flights[-1].deferred_free = tuple(slots)
         return []
 
     def _spared(self, lease: Lease) -> bool:
@@ -306,11 +314,11 @@ class Ledger:
             assert slot is not None
             lease.states[lease.committed] = slot
             self.counters["evicted_checkpoints_for_run"] += 1
-        elif not lease.spares_min:
+        elif not lease.spare_slots_min:
             return False
-        lease.spares_min = 0
-        while lease.spare:
-            self._cache.give_state(lease.spare.pop())
+        lease.spare_slots_min = 0
+        while lease.spare_slots:
+            self._cache.free_state(lease.spare_slots.pop())
         return True
 
     def _grow(self, lease: Lease, pages: int, slots: int, views: int) -> None:
@@ -322,16 +330,16 @@ class Ledger:
 
     def _take(self, lease: Lease, pages: int, slots: int, views: int) -> None:
         """All or nothing. States and windows first: they may need an extent, pages fit between pages."""
-        num_own, num_spare, num_windows = len(lease.own), len(lease.spare), len(lease.windows)
+        num_own, num_spare, num_windows = len(lease.private_pages), len(lease.spare_slots), len(lease.windows)
         try:
-            lease.spare.extend(self._cache.take_state() for _ in range(slots))
+            lease.spare_slots.extend(self._cache.take_state() for _ in range(slots))
             lease.windows.extend(self._cache.take_window() for _ in range(views))
-            lease.own.extend(self._cache.take_page() for _ in range(pages))
+            lease.private_pages.extend(self._cache.take_page() for _ in range(pages))
         except OutOfMemory:
-            self._give_pages(lease, num_own)
-            while len(lease.spare) > num_spare:
-                self._cache.give_state(lease.spare.pop())
-            self._cache.windows.release(lease.windows[num_windows:])
+            self._free_pages(lease, num_own)
+            while len(lease.spare_slots) > num_spare:
+                self._cache.free_state(lease.spare_slots.pop())
+            self._cache.windows.unpin(lease.windows[num_windows:])
             del lease.windows[num_windows:]
             raise
         if pages:
@@ -343,17 +351,17 @@ class Ledger:
         if lease.source is not None:
             self._cache.unpin_checkpoint(lease.source)
             lease.source = None
-        for slot in [*lease.states.values(), *lease.spare]:
-            self._cache.give_state(slot)
+        for slot in [*lease.states.values(), *lease.spare_slots]:
+            self._cache.free_state(slot)
         lease.states.clear()
-        lease.spare.clear()
-        self._cache.windows.release(lease.windows)
+        lease.spare_slots.clear()
+        self._cache.windows.unpin(lease.windows)
         lease.windows.clear()
-        while lease.entries:
-            self._cache.unpin(lease.entries.pop())
-        self._give_pages(lease, 0)
+        while lease.shared_entries:
+            self._cache.unpin(lease.shared_entries.pop())
+        self._free_pages(lease, 0)
 
-    def _give_pages(self, lease: Lease, num_kept: int) -> None:
-        while len(lease.own) > num_kept:
-            self._cache.give_page(lease.own.pop())
+    def _free_pages(self, lease: Lease, num_kept: int) -> None:
+        while len(lease.private_pages) > num_kept:
+            self._cache.free_page(lease.private_pages.pop())
         lease.count_pages()

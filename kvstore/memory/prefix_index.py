@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
-from tidemill.kvstore.memory.recompute_cost import Cost, Policy
+from tidemill.kvstore.memory.recompute_cost import Policy, RecomputeCost
 
 STALE_RECORDS_MAX = 256
 
@@ -63,7 +63,7 @@ class Match:
 
 
 @dataclass(slots=True)
-class Changes:
+class IndexChanges:
     """Restorable depths that came and went, by key; the last word on a key wins."""
 
     added: set[PageKey] = field(default_factory=set[PageKey])
@@ -90,10 +90,10 @@ class PrefixIndex:
                 the terms nor a pass over all entries.
     """
 
-    def __init__(self, layout: Layout, policy: Policy = "value", cost: Cost | None = None) -> None:
+    def __init__(self, layout: Layout, policy: Policy = "value", cost: RecomputeCost | None = None) -> None:
         self.policy = policy
         self._layout = layout
-        self._cost = cost or Cost()
+        self._cost = cost or RecomputeCost()
         self._entries: dict[PageKey, Entry] = {}
         self._by_page: dict[PageId, Entry] = {}
         self._by_state: dict[StateId, Entry] = {}
@@ -103,7 +103,7 @@ class PrefixIndex:
         # Candidates for eviction, least worth first; a stale record is dropped or renewed when it surfaces.
         self._leaves: list[tuple[bool, tuple[float, int], PageKey]] = []
         self._checkpoints: list[tuple[tuple[float, int], PageKey]] = []
-        self._changes = Changes()
+        self._changes = IndexChanges()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -278,9 +278,9 @@ class PrefixIndex:
         """Something of this credit was evicted: the clock moves on."""
         self._clock += credit
 
-    def take_changes(self) -> Changes:
+    def take_changes(self) -> IndexChanges:
         """Restorable depths that came and went since the last call."""
-        changes, self._changes = self._changes, Changes()
+        changes, self._changes = self._changes, IndexChanges()
         return changes
 
     def restorable_keys(self) -> list[PageKey]:

@@ -8,7 +8,7 @@ Policy = Literal["lru", "value"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class RecomputeCost:
     """FLOPs of a forward pass: of a token alone, and of a token per token before it."""
 
     token_flops: float = 1.0

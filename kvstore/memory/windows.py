@@ -18,59 +18,59 @@ from tidemill.kvstore.memory.arena import Pool
 from tidemill.kvstore.memory.lease import Lease
 
 
-class Windows:
+class WindowCounts:
     """How many hold, and how many keep, each page of the pool."""
 
     def __init__(self, pool: Pool[WindowId]) -> None:
         self._pool = pool
-        self._held = Counter[WindowId]()
-        self._kept = Counter[WindowId]()
+        self._pinned = Counter[WindowId]()
+        self._cached = Counter[WindowId]()
 
     def taken(self, window: WindowId) -> None:
         """It comes from the pool: its first holder has it."""
-        assert not self._held[window]
-        assert not self._kept[window]
-        self._held[window] = 1
+        assert not self._pinned[window]
+        assert not self._cached[window]
+        self._pinned[window] = 1
 
-    def hold(self, windows: Iterable[WindowId]) -> None:
+    def pin(self, windows: Iterable[WindowId]) -> None:
         for window in windows:
-            if not self._held[window]:
-                self._pool.hold(window)
-            self._held[window] += 1
+            if not self._pinned[window]:
+                self._pool.pin(window)
+            self._pinned[window] += 1
 
-    def release(self, windows: Iterable[WindowId]) -> None:
+    def unpin(self, windows: Iterable[WindowId]) -> None:
         """One holder less; what nobody keeps either is free."""
         for window in windows:
-            assert self._held[window] > 0
-            self._held[window] -= 1
-            if self._held[window]:
+            assert self._pinned[window] > 0
+            self._pinned[window] -= 1
+            if self._pinned[window]:
                 continue
-            del self._held[window]
-            if self._kept[window]:
-                self._pool.loosen(window)
+            del self._pinned[window]
+            if self._cached[window]:
+                self._pool.unpin(window)
             else:
-                self._pool.give(window)
+                self._pool.free(window)
 
-    def keep(self, windows: Iterable[WindowId]) -> None:
+    def cache(self, windows: Iterable[WindowId]) -> None:
         """A checkpoint has them too; they are held."""
         for window in windows:
-            assert self._held[window]
-            self._kept[window] += 1
+            assert self._pinned[window]
+            self._cached[window] += 1
 
     def drop(self, windows: Iterable[WindowId]) -> None:
         """One checkpoint less; what nobody holds either is free."""
         for window in windows:
-            assert self._kept[window] > 0
-            self._kept[window] -= 1
-            if self._kept[window]:
+            assert self._cached[window] > 0
+            self._cached[window] -= 1
+            if self._cached[window]:
                 continue
-            del self._kept[window]
-            if not self._held[window]:
-                self._pool.give(window)
+            del self._cached[window]
+            if not self._pinned[window]:
+                self._pool.free(window)
 
     def check(self, holders: Counter[WindowId], keepers: Counter[WindowId]) -> None:
-        assert holders == self._held, "a window page is held without a reason"
-        assert keepers == self._kept, "a window page is kept without a checkpoint"
+        assert holders == self._pinned, "a window page is held without a reason"
+        assert keepers == self._cached, "a window page is kept without a checkpoint"
 
 
 def lacking(layout: Layout, lease: Lease, end: int) -> int:

@@ -91,7 +91,7 @@ class Rate:
         return PATIENCE * num_bytes / self.bytes_per_s
 
 
-class Guard:
+class GuardedStore:
     """A page store that answers UNREACHABLE at once while the one behind it is down or late."""
 
     def __init__(self, store: PageStore, timeout_s: float = TIMEOUT_S) -> None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.stores.object_folder import ObjectFolder
-from tidemill.kvstore.stores.page_store import Got, Held, Put, StoreStats, Tally, finish
+from tidemill.kvstore.stores.page_store import Got, Held, Put, StoreCounters, StoreStats, finish
 from tidemill.kvstore.stores.seal import PLAIN, Sealing
 
 _Result = TypeVar("_Result")
@@ -42,7 +42,7 @@ class FileStore:
         self._capacity_bytes = capacity_bytes
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="store-put")
         self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="store-get")
-        self._tally = Tally()
+        self._tally = StoreCounters()
 
     async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
         return await _on(self._writer, lambda: self._put(objects))

@@ -35,14 +35,14 @@ _SLACK = 16
 _USAGE = struct.Struct("<QQ")
 
 
-class Usage(NamedTuple):
+class FolderUsage(NamedTuple):
     """What a folder holds, seals included."""
 
     objects: int
     bytes: int
 
 
-NOTHING = Usage(0, 0)
+NOTHING = FolderUsage(0, 0)
 
 
 class File(NamedTuple):
@@ -54,7 +54,7 @@ class File(NamedTuple):
 class Promise:
     """What one put may still publish. Everybody counts it while this process keeps it locked."""
 
-    def __init__(self, path: str, left: Usage) -> None:
+    def __init__(self, path: str, left: FolderUsage) -> None:
         """The lock of the bound is held. Raises OSError."""
         self.left = left
         self.aside = f"{path}.new"
@@ -67,7 +67,7 @@ class Promise:
             self.end()
             raise
 
-    def reduce(self, part: Usage) -> None:
+    def reduce(self, part: FolderUsage) -> None:
         """So much can be seen now, or will not be written."""
         self.left = _less(self.left, part)
         with suppress(OSError):  # it is counted twice then
@@ -105,7 +105,7 @@ class FolderBound:
         """Time of the file system, which dates the files; on a network it is not this machine's."""
         return self._ahead_s + self._clock()
 
-    def promise(self, need: Usage, keep: frozenset[str]) -> Promise:
+    def promise(self, need: FolderUsage, keep: frozenset[str]) -> Promise:
         """Have `need` counted as held, evicting others than the paths `keep`; `end` it. Raises OSError:
         ENOSPC when it does not fit."""
         try:
@@ -141,7 +141,7 @@ class FolderBound:
         for folder in (self.objects, self.aside):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def _promise(self, need: Usage, keep: frozenset[str]) -> Promise:
+    def _promise(self, need: FolderUsage, keep: frozenset[str]) -> Promise:
         with self._locked() as usage_fd:
             usage = _read_usage(usage_fd)
             if usage is None or usage.bytes + need.bytes > self._capacity_bytes:
@@ -149,33 +149,35 @@ class FolderBound:
             if usage.bytes + need.bytes > self._capacity_bytes:
                 raise OSError(errno.ENOSPC, "the store is full of what is being written")
             promise = Promise(next(self._names), need)
-            self._write_usage(usage_fd, Usage(usage.objects + need.objects, usage.bytes + need.bytes))
+            self._write_usage(usage_fd, FolderUsage(usage.objects + need.objects, usage.bytes + need.bytes))
         return promise
 
-    def _count(self, usage_fd: int, limit_bytes: int, keep: frozenset[str]) -> Usage:
+    def _count(self, usage_fd: int, limit_bytes: int, keep: frozenset[str]) -> FolderUsage:
         """Count what is promised and what is there, and evict until that is within the limit. The lock is
         held."""
         os.utime(usage_fd)
         self._ahead_s = os.fstat(usage_fd).st_mtime_ns / 1e9 - self._clock()
         usage = _promised(self.aside)  # first: see above
         files = self.files()
-        usage = Usage(usage.objects + len(files), usage.bytes + sum(file.bytes for file in files))
+        usage = FolderUsage(usage.objects + len(files), usage.bytes + sum(file.bytes for file in files))
         if usage.bytes > limit_bytes:
             usage = self._evict(usage, limit_bytes - limit_bytes // _SLACK, files, keep)
         self._write_usage(usage_fd, usage)
         return usage
 
-    def _evict(self, usage: Usage, limit_bytes: int, files: Sequence[File], keep: frozenset[str]) -> Usage:
+    def _evict(
+        self, usage: FolderUsage, limit_bytes: int, files: Sequence[File], keep: frozenset[str]
+    ) -> FolderUsage:
         for file in files:
             if usage.bytes <= limit_bytes:
                 break
             if file.path not in keep:
                 unlink(file.path)
                 self.evicted += 1
-                usage = _less(usage, Usage(1, file.bytes))
+                usage = _less(usage, FolderUsage(1, file.bytes))
         return usage
 
-    def _write_usage(self, usage_fd: int, usage: Usage) -> None:
+    def _write_usage(self, usage_fd: int, usage: FolderUsage) -> None:
         os.pwrite(usage_fd, _USAGE.pack(*usage), 0)
         self.usage = usage
 
@@ -218,8 +220,8 @@ def _lock(fd: int) -> bool:
     return True
 
 
-def _less(usage: Usage, part: Usage) -> Usage:
-    return Usage(max(0, usage.objects - part.objects), max(0, usage.bytes - part.bytes))
+def _less(usage: FolderUsage, part: FolderUsage) -> FolderUsage:
+    return FolderUsage(max(0, usage.objects - part.objects), max(0, usage.bytes - part.bytes))
 
 
 def _files(objects: Path) -> Generator[File]:
@@ -239,7 +241,7 @@ def _entries(folder: "os.PathLike[str]") -> Generator["os.DirEntry[str]"]:
         yield from entries
 
 
-def _promised(aside: Path) -> Usage:
+def _promised(aside: Path) -> FolderUsage:
     """What living writers have promised; what dead ones left is deleted. The lock of the bound is held, so
     that promises end but none begins."""
     total = NOTHING
@@ -250,11 +252,11 @@ def _promised(aside: Path) -> Usage:
             unlink(f"{path}.new")
             unlink(path)
         else:
-            total = Usage(total.objects + left.objects, total.bytes + left.bytes)
+            total = FolderUsage(total.objects + left.objects, total.bytes + left.bytes)
     return total
 
 
-def _promise_of_the_living(path: str) -> Usage | None:
+def _promise_of_the_living(path: str) -> FolderUsage | None:
     try:
         fd = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -265,6 +267,6 @@ def _promise_of_the_living(path: str) -> Usage | None:
         os.close(fd)
 
 
-def _read_usage(fd: int) -> Usage | None:
+def _read_usage(fd: int) -> FolderUsage | None:
     record = os.pread(fd, _USAGE.size, 0)
-    return Usage(*_USAGE.unpack(record)) if len(record) == _USAGE.size else None
+    return FolderUsage(*_USAGE.unpack(record)) if len(record) == _USAGE.size else None

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from tidemill.kvstore.keys import ObjectKey
-from tidemill.kvstore.stores.page_store import Got, Held, Put, StoreStats, Tally, fitting, full_after
+from tidemill.kvstore.stores.page_store import Got, Held, Put, StoreCounters, StoreStats, fitting, full_after
 from tidemill.kvstore.stores.seal import PLAIN, SEAL_BYTES, Sealing
 
 
@@ -20,7 +20,7 @@ class MemoryStore:
         self._capacity_bytes = capacity_bytes
         self._sealing = sealing
         self._used_bytes = 0
-        self._tally = Tally()
+        self._tally = StoreCounters()
 
     async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
         count = fitting([SEAL_BYTES + body.nbytes for _, body in objects], self._capacity_bytes)

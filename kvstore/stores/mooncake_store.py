@@ -119,7 +119,7 @@ def lend_memory(master: str, num_bytes: int, host: str = "", transport: Transpor
 
 
 @dataclass(frozen=True, slots=True)
-class _Site:
+class _MemorySegment:
     """Where a process of this host joins a store."""
 
     master: str  # HOST:PORT
@@ -159,7 +159,7 @@ class _Site:
         return native
 
 
-def _reach(master: str, host: str, transport: Transport) -> _Site:
+def _reach(master: str, host: str, transport: Transport) -> _MemorySegment:
     """Raises StoreError unless something listens at `master`."""
     try:
         with _connected(master) as connection:
@@ -169,7 +169,7 @@ def _reach(master: str, host: str, transport: Transport) -> _Site:
             f"no Mooncake master answers at {master!r} ({error}): check its address, "
             "or leave it to --store mooncake?size=8GiB to start one"
         ) from error
-    return _Site(master, address, transport)
+    return _MemorySegment(master, address, transport)
 
 
 def _connected(master: str) -> socket.socket:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import ObjectKey
-from tidemill.kvstore.stores.folder_bound import FolderBound, Promise, Usage, unlink
+from tidemill.kvstore.stores.folder_bound import FolderBound, FolderUsage, Promise, unlink
 from tidemill.kvstore.stores.page_store import Got, Held, Put, fitting, full_after
 from tidemill.kvstore.stores.seal import PLAIN, SEAL_BYTES, Sealing
 
@@ -51,7 +51,7 @@ class ObjectFolder:
             ) from error
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> FolderUsage:
         """As of the last put of this process."""
         return self._bound.usage
 
@@ -68,7 +68,7 @@ class ObjectFolder:
         if missing:
             keep = frozenset(path for path, _, _ in batch)
             try:
-                promise = self._bound.promise(Usage(len(missing), sum(missing.values())), keep)
+                promise = self._bound.promise(FolderUsage(len(missing), sum(missing.values())), keep)
             except OSError as error:
                 outcomes.append(_failed(error))
             else:
@@ -118,7 +118,7 @@ class ObjectFolder:
                     return [*outcomes, _failed(error)]
                 if is_first:
                     outcome = Put.STORED
-                    promise.reduce(Usage(1, SEAL_BYTES + body.nbytes))
+                    promise.reduce(FolderUsage(1, SEAL_BYTES + body.nbytes))
             outcomes.append(outcome)
         return outcomes
 

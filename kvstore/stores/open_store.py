@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.sizes import parse_bytes
-from tidemill.kvstore.stores.circuit_breaker import TIMEOUT_S, Guard
+from tidemill.kvstore.stores.circuit_breaker import TIMEOUT_S, GuardedStore
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.mooncake_store import Transport, open_mooncake
@@ -154,7 +154,7 @@ def _open(text: _Text, sealing: Sealing) -> PageStore:
                 raise text.error("a folder is written with three slashes: file:///path?size=8GiB")
             folder = Path(unquote(parts.path) if parts.scheme else parts.path)
             timeout_s, size_bytes = text.timeout_s(), text.size_bytes(_default_bytes(folder))
-            return Guard(FileStore(folder, size_bytes, sealing=sealing), timeout_s)
+            return GuardedStore(FileStore(folder, size_bytes, sealing=sealing), timeout_s)
         case _:
             return _open_mooncake(text, sealing)
 
@@ -172,7 +172,7 @@ def _open_mooncake(text: _Text, sealing: Sealing) -> PageStore:
         lease_s=text.lease_s(),
         sealing=sealing,
     )
-    return Guard(store, timeout_s)
+    return GuardedStore(store, timeout_s)
 
 
 def _default_bytes(folder: Path) -> int:

@@ -185,7 +185,7 @@ def full_after(outcomes: Sequence[Put], objects: Sequence[object]) -> list[Put]:
     return [Put.FULL, *[Put.SKIPPED] * (left - 1)] if left else []
 
 
-class Tally:
+class StoreCounters:
     """What a store did since it opened. May be used from several threads."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.stores.circuit_breaker import Rate
-from tidemill.kvstore.stores.page_store import DAMAGED, Got, Held, Put, StoreStats, Tally, finish
+from tidemill.kvstore.stores.page_store import DAMAGED, Got, Held, Put, StoreCounters, StoreStats, finish
 from tidemill.kvstore.stores.seal import PLAIN, SEAL_BYTES, Sealing
 
 _Result = TypeVar("_Result")
@@ -109,7 +109,7 @@ class RemoteStore:
         self._listing = listing
         self._rate = Rate()
         self._blocks: list[memoryview] = []  # not in use; each is registered once, for the seals of a batch
-        self._tally = Tally()
+        self._tally = StoreCounters()
         self._known = Listing((), 0)
 
     async def put(self, objects: Sequence[Offer]) -> list[Put]:

@@ -21,8 +21,8 @@ from tidemill.kvstore.stores.page_store import (
     Held,
     PageStore,
     Put,
+    StoreCounters,
     StoreStats,
-    Tally,
     finish,
     full_after,
 )
@@ -82,7 +82,7 @@ class TieredStore:
         self._known = [_Known() for _ in tiers]
         self._memory = np.empty(copy_bytes_max, np.uint8).data  # for copies; empty while there are any
         self._offering: asyncio.Task[None] | None = None
-        self._tally = Tally()
+        self._tally = StoreCounters()
 
     async def put(self, objects: Objects) -> list[Put]:
         takers = [index for index, tier in enumerate(self._tiers) if tier.write is Write.ALL]

@@ -20,13 +20,13 @@ from tests.support.cluster.fake_service import (
     worker_status,
 )
 from tidemill.cluster.edge.http.app import build_app
-from tidemill.cluster.edge.requests.api_keys import Key, digest_of
-from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
+from tidemill.cluster.edge.requests.models import ServedBackend
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 KEYS = (
-    Key(tenant="people", sha256=digest_of("sk-people"), operator=True),
-    Key(tenant="shop", sha256=digest_of("sk-shop")),
+    ApiKey(tenant="people", sha256=digest_of("sk-people"), operator=True),
+    ApiKey(tenant="shop", sha256=digest_of("sk-shop")),
 )
 PLACES = "[...document.querySelectorAll('section, dd')].map((one) => one.getBoundingClientRect().top)"
 HIDE = """(hidden) => {
@@ -36,8 +36,8 @@ HIDE = """(hidden) => {
 CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
 
 
-def over(services: Sequence[FakeService], keys: Sequence[Key] = ()) -> FastAPI:
-    return build_app([Served(one, tokenizer()) for one in services], sources(), keys=keys)
+def over(services: Sequence[FakeService], keys: Sequence[ApiKey] = ()) -> FastAPI:
+    return build_app([ServedBackend(one, tokenizer()) for one in services], sources(), keys=keys)
 
 
 def ask(page: Page, prompt: str = "Who keeps the light?") -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from tests.support.deploy.chart import CHART, EXAMPLES, GOLDEN, ROOT, chart_of, rendered, values_of
-from tidemill.cluster.config.tree import Config
-from tidemill.cluster.edge.requests.api_keys import Key
+from tidemill.cluster.config.tree import RootConfig
+from tidemill.cluster.edge.requests.api_keys import ApiKey
 
 SCHEMA = CHART / "values.schema.json"
 PARTS = ("ModelConfig", "AutoscalingConfig", "EngineConfig", "TelemetryConfig")
@@ -35,12 +35,12 @@ def golden_text(example: Path) -> str:
 
 def schema_text() -> str:
     schema = json.loads(SCHEMA.read_text())
-    defined = Config.model_json_schema()["$defs"]
+    defined = RootConfig.model_json_schema()["$defs"]
     group = defined["GroupConfig"]
     own = {"name": {"$ref": "#/$defs/GroupName"}, "pod": {"$ref": "#/$defs/Pod"}}
     kept = {name: of for name, of in group["properties"].items() if name not in BY_THE_CHART}
     schema["$defs"] |= {name: defined[name] for name in PARTS}
-    schema["$defs"]["Key"] = Key.model_json_schema()
+    schema["$defs"]["Key"] = ApiKey.model_json_schema()
     schema["$defs"]["GroupConfig"] = {
         **group,
         "properties": own | kept,

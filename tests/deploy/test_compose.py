@@ -11,7 +11,7 @@ from compose_spec import PyCompose
 
 from tidemill.cluster.cli.main import parser
 from tidemill.cluster.cli.serve import settled
-from tidemill.cluster.config.tree import Config
+from tidemill.cluster.config.tree import RootConfig
 from tidemill.kvstore.stores.open_store import check_url
 
 ROOT = Path(__file__).parents[2]
@@ -122,7 +122,7 @@ def test_prometheus_and_grafana_find_their_sources(compose: Compose) -> None:
     assert f"{provider['options']['path']}/tidemill.json" in places
 
 
-def served(compose: Compose) -> Config:
+def served(compose: Compose) -> RootConfig:
     """What the server is told, as `tidemill serve` understands it."""
     return settled(parser().parse_args(compose["services"]["server"]["command"]))
 

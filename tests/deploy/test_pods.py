@@ -25,7 +25,7 @@ from tests.support.deploy.commands import lends, lines_of, ray_start, start_opti
 from tidemill.cluster.config.reading import parse_config
 from tidemill.cluster.config.tree import EdgeConfig
 from tidemill.cluster.edge.requests.api_keys import read_keys
-from tidemill.cluster.supervisor.mooncake_service import part_of_master
+from tidemill.cluster.supervisor.mooncake_service import master_process
 from tidemill.cluster.supervisor.store_plan import Master, plan_store
 from tidemill.kvstore.stores.open_store import check_url
 
@@ -188,7 +188,7 @@ def _check(words: list[str], patch: pytest.MonkeyPatch) -> None:
         case ["python", "-m", "mooncake.cli", *flags]:
             given = {flag.partition("=")[0] for flag in flags}
             assert given <= _master_flags()
-            ours = part_of_master(Master(host="$(POD_IP)", port=50051, admin_port=9003)).arguments
+            ours = master_process(Master(host="$(POD_IP)", port=50051, admin_port=9003)).arguments
             assert set(ours[2:]) <= set(flags), "as `tidemill serve --store mooncake` starts it"
         case ["openssl", "x509", *_]:
             pass

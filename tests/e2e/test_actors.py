@@ -13,9 +13,9 @@ import pytest
 from tests.support import grpc_loop
 from tests.support.e2e.fake_engine import BREAK_TOKEN
 from tests.support.e2e.server import EVENTUALLY_S_MAX, command_of, listening_of
-from tidemill.cluster.messages import Ask, FleetStatus, Route
+from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route
 from tidemill.cluster.rpc.router_client import RouterClient
-from tidemill.cluster.rpc.worker_client import GrpcPeers
+from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.settings import FleetSettings
 from tidemill.cluster.supervisor.launch import Cluster
 from tidemill.workers.messages import Request, WorkerGone, WorkerInfo
@@ -24,11 +24,13 @@ from tidemill.workers.messages import Request, WorkerGone, WorkerInfo
 class Frontend:
     def __init__(self, cluster: Cluster, fleet: FleetSettings) -> None:
         self.router: RouterClient = cluster.router(fleet)
-        self.peers: GrpcPeers = cluster.peers(fleet)
+        self.peers: WorkerClients = cluster.peers(fleet)
 
     async def place(self, num_tokens: int = 1) -> Route:
         return await self.router.place(
-            Ask(request_id="r", keys=(), num_tokens=num_tokens, max_new_tokens=1, wait_s_max=EVENTUALLY_S_MAX)
+            PlacementRequest(
+                request_id="r", keys=(), num_tokens=num_tokens, max_new_tokens=1, wait_s_max=EVENTUALLY_S_MAX
+            )
         )
 
     async def tokens(self, route: Route, request: Request) -> list[int]:

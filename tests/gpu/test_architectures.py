@@ -16,7 +16,7 @@ import torch
 
 from tests.support.parity.architectures import random_model, save
 from tests.support.parity.served import answer, serving
-from tidemill.workers.engine.build import Built
+from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.settings import EngineSettings
 
@@ -71,7 +71,7 @@ def requests() -> list[Request]:
     ]
 
 
-async def scores(built: Built, request: Request) -> list[float]:
+async def scores(built: BuiltEngine, request: Request) -> list[float]:
     asked = replace(request, max_new_tokens=1, sampling=Sampling(temperature=0.0, prompt_logprobs=0))
     async with aclosing(built.engine.generate(asked)) as deltas:
         return [score.logprob async for delta in deltas for score in delta.prompt_logprobs]

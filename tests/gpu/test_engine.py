@@ -22,7 +22,7 @@ from tests.support.parity.served import LOOK_S, answer, serving
 from tidemill import LLM, SamplingParams
 from tidemill.cluster.offline.llm import settings_of
 from tidemill.kvstore.memory.backing import Kvcached
-from tidemill.workers.engine.build import Built
+from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.execution.cuda_graphs import Graphs
 from tidemill.workers.messages import Provenance, Request, Sampling
 from tidemill.workers.models.bundled import bundled
@@ -83,14 +83,14 @@ def requests(count: int = 10) -> list[Request]:
 
 
 @asynccontextmanager
-async def running(settings: EngineSettings, **changes: object) -> AsyncGenerator[Built]:
+async def running(settings: EngineSettings, **changes: object) -> AsyncGenerator[BuiltEngine]:
     """What it took of the device is given back."""
     async with serving(settings, **changes) as built:
         yield built
     built.close()
 
 
-async def ask(built: Built, asked: Sequence[Request]) -> list[list[int]]:
+async def ask(built: BuiltEngine, asked: Sequence[Request]) -> list[list[int]]:
     found = await asyncio.gather(*(answer(built, request) for request in asked))
     return [tokens for tokens, _ in found]
 
@@ -142,7 +142,7 @@ def test_graphs_answer_as_steps_without(
     assert len(set(replayed)) > 2
 
 
-async def generated(built: Built, count: int) -> None:
+async def generated(built: BuiltEngine, count: int) -> None:
     """Until so many tokens have been drawn."""
     while built.engine.load().counters.get("generated_tokens", 0) < count:  # noqa: ASYNC110  nobody tells
         await asyncio.sleep(LOOK_S)

@@ -9,7 +9,7 @@ import torch
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got, Put
-from tidemill.workers.transfer.arena_io import Placed
+from tidemill.workers.transfer.arena_io import StagedObject
 from tidemill.workers.transfer.staging import StagingRing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -19,9 +19,9 @@ OBJECTS = 64
 OTHER_CYCLES = 20_000_000_000  # about 10 s: longer than the transfers by far, so still there after them
 
 
-def objects(first: int = 0) -> list[Placed]:
+def objects(first: int = 0) -> list[StagedObject]:
     return [
-        Placed(
+        StagedObject(
             ObjectKey(Kind.PAGE, PageKey(index.to_bytes(16, "little"))),
             (first + index) * OBJECT_BYTES,
             OBJECT_BYTES,

@@ -16,7 +16,7 @@ from tests.support.parity.served import answer, serving
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.kvstore.layout import layout_of
 from tidemill.workers.engine import build
-from tidemill.workers.engine.build import Built
+from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.messages import Grammar, Request, Sampling
 from tidemill.workers.models.architectures.registry import describe
 from tidemill.workers.models.bundled import bundled
@@ -101,7 +101,7 @@ async def answers(
     return [tokens for tokens, _ in got]
 
 
-async def _shake(built: Built) -> None:
+async def _shake(built: BuiltEngine) -> None:
     while True:
         for budget_bytes in (built.memory_floor_bytes, built.memory_bytes):
             built.engine.resize(budget_bytes)

@@ -19,7 +19,7 @@ from tests.support.parity.served import answer, generated, serving
 from tidemill.kvstore.layout import KvDtype, Layout, layout_of
 from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.workers.engine import build
-from tidemill.workers.engine.build import Built
+from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.execution import model_runner as runner
 from tidemill.workers.execution.step import Drawn, Row
 from tidemill.workers.messages import Request, Sampling
@@ -140,7 +140,7 @@ def conversations() -> list[Request]:
     ]
 
 
-async def ask(built: Built, requests: list[Request]) -> list[list[int]]:
+async def ask(built: BuiltEngine, requests: list[Request]) -> list[list[int]]:
     """All at once."""
     return [tokens for tokens, _ in await asyncio.gather(*(answer(built, one) for one in requests))]
 
@@ -158,7 +158,7 @@ def next_turns(requests: list[Request], answers: list[list[int]]) -> list[Reques
 
 
 async def cold_of(bed: Bed, requests: list[Request]) -> Cold:
-    async def alone(built: Built, requests: list[Request]) -> list[list[int]]:
+    async def alone(built: BuiltEngine, requests: list[Request]) -> list[list[int]]:
         return [(await answer(built, replace(one, salt=f"{one.sampling.seed}")))[0] for one in requests]
 
     asked = f"{bed.settings.kv_dtype} {requests}"

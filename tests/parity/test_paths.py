@@ -15,7 +15,7 @@ import torch
 
 from tests.support.parity.served import answer, serving
 from tidemill.kvstore.layout import restorable_end
-from tidemill.workers.engine.build import Built
+from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.messages import Provenance, Request, Sampling
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import EngineSettings
@@ -75,7 +75,9 @@ def wanted(settings: EngineSettings) -> dict[str, list[int]]:
     return asyncio.run(main())
 
 
-async def check(built: Built, requests: Sequence[Request], wanted: dict[str, list[int]]) -> list[Provenance]:
+async def check(
+    built: BuiltEngine, requests: Sequence[Request], wanted: dict[str, list[int]]
+) -> list[Provenance]:
     """Answer `requests` all at once and compare; says where their prompts came from."""
     answers = await asyncio.gather(*(answer(built, request) for request in requests))
     for request, (tokens, _) in zip(requests, answers, strict=True):

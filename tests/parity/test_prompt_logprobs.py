@@ -14,7 +14,7 @@ from tests.support.parity.architectures import random_model, save
 from tests.support.parity.served import answer, serving
 from tests.support.parity.steps import Runner
 from tidemill.kernels.dispatch import Operators
-from tidemill.workers.engine.build import Built
+from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.execution.logprobs import token_logprob
 from tidemill.workers.messages import Request, Sampling, TokenLogprob
 from tidemill.workers.models.architectures.registry import load
@@ -45,7 +45,7 @@ def definition(folder: Path, cpu: Operators, request: Request) -> list[TokenLogp
     return [token_logprob(row_V, token, 3) for row_V, token in zip(logprobs_TV, tokens[1:], strict=False)]
 
 
-async def scores(built: Built, request: Request) -> list[TokenLogprob]:
+async def scores(built: BuiltEngine, request: Request) -> list[TokenLogprob]:
     async with aclosing(built.engine.generate(request)) as deltas:
         return [score async for delta in deltas for score in delta.prompt_logprobs]
 

@@ -21,13 +21,13 @@ from tidemill.kvstore.shards import Shards, mine, shards_of
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.page_store import PageStore
 from tidemill.workers.execution.model_runner import logits_of
-from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Row
 from tidemill.workers.execution.step_tensors import inputs_of
 from tidemill.workers.messages import Request
 from tidemill.workers.models.architectures.registry import describe, load
 from tidemill.workers.models.inputs import caches_of
-from tidemill.workers.transfer.arena_io import Direct
+from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import RankTransfer, Transfer
 
 P = 8
@@ -46,7 +46,7 @@ MODELS: dict[str, dict[str, int]] = {
     "deepseek_v3/groups": {},
 }
 """Of each what four ranks can share."""
-DRAWS = Draws(Request(request_id="", tokens=TOKENS, max_new_tokens=1))
+DRAWS = SamplingState(Request(request_id="", tokens=TOKENS, max_new_tokens=1))
 TIMEOUT_S = 60.0
 
 
@@ -103,10 +103,10 @@ class Group:
         arenas = [torch.full((num_bytes,), 0xFF, dtype=torch.uint8) for _ in ranks]
         self.caches = [caches_of(self.layout, arena) for arena in arenas]
         parts = [
-            RankTransfer(self.layout, Direct(store, arena.numpy().data), mine(shards, rank, size))
+            RankTransfer(self.layout, DirectIO(store, arena.numpy().data), mine(shards, rank, size))
             for rank, arena in enumerate(arenas)
         ]
-        self.transfer = Transfer(self.layout, Direct(store, arenas[0].numpy().data), shards, parts[1:])
+        self.transfer = Transfer(self.layout, DirectIO(store, arenas[0].numpy().data), shards, parts[1:])
         self.pages = tuple(map(PageId, PLACES))
         self.windows = tuple(WindowId(first_window + place) for place in PLACES)
         self.slot = StateId(first_slot) if self.layout.has_states else None
@@ -145,14 +145,14 @@ class Group:
         for depth, (key, page) in enumerate(zip(KEYS, self.pages, strict=False), 1):
             entries.append(Entry(key, entries[-1] if entries else None, depth, page))
         entries[-1].checkpoint = Checkpoint(self.slot, tuple(self.windows[i] for i in self.last_window))
-        lease = Lease(P, entries=entries, source=entries[-1])
+        lease = Lease(P, shared_entries=entries, source=entries[-1])
         return await self.transfer.publish(lease, KEYS, 0, checkpoint=True)
 
     async def fetch(self) -> int:
         lease = Lease(
             P,
-            own=list(self.pages),
-            spare=[] if self.slot is None else [self.slot],
+            private_pages=list(self.pages),
+            spare_slots=[] if self.slot is None else [self.slot],
             windows=[self.windows[place] for place in self.last_window],
             first_window=self.last_window.start,
             fetched_windows=self.last_window,

@@ -32,9 +32,9 @@ from tidemill.workers.messages import (
     WorkerId,
     WorkerInfo,
 )
-from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
-from tidemill.workers.transfer.arena_io import Direct
+from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import Transfer
 
 VIRTUAL_S_MAX = 36_000.0
@@ -148,9 +148,9 @@ class Peer:
         self.ledger = Ledger(cache, 16)
         self.engine = Engine(
             self.ledger,
-            Transfer(layout, Direct(model.store, memory)),
+            Transfer(layout, DirectIO(model.store, memory)),
             FoldRunner(layout, memory, rng, 0.02),
-            Limits(
+            EngineLimits(
                 budget=Budget(tokens_max=8 + layout.page_tokens, rows_max=8, page_tokens=layout.page_tokens),
                 capacity_tokens=LONGEST,
                 extents_min=floor,
@@ -186,7 +186,7 @@ class Peer:
             budget = ack.budget_bytes
             if self.model.broker is not self.model.router:
                 assert budget is None
-                budget = self.model.broker.budget(beat)
+                budget = self.model.broker.budget_for(beat)
             full = self._rng.random() < self._loss or ack.want_full
             if not full and budget is not None:
                 self.engine.resize(budget)

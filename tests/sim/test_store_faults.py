@@ -18,7 +18,7 @@ from tests.support.sim.storms import Storm
 from tests.support.sim.traffic import ask, converse
 from tests.support.sim.world import Weather, World
 from tidemill.kvstore.layout import Layout
-from tidemill.kvstore.stores.circuit_breaker import Guard
+from tidemill.kvstore.stores.circuit_breaker import GuardedStore
 from tidemill.kvstore.stores.page_store import Put
 from tidemill.kvstore.stores.remote_store import RemoteStore
 from tidemill.workers.engine.build import capacity_tokens, extents_for
@@ -90,11 +90,11 @@ class Stores:
 
     def __init__(self, cluster: FakeMooncake) -> None:
         self.cluster = cluster
-        self.guards: list[Guard] = []
+        self.guards: list[GuardedStore] = []
 
-    def open(self) -> Guard:
+    def open(self) -> GuardedStore:
         store = RemoteStore(self.cluster.client(), lease_s=self.cluster.lease_s)
-        self.guards.append(Guard(store, TIMEOUT_S))
+        self.guards.append(GuardedStore(store, TIMEOUT_S))
         return self.guards[-1]
 
     async def close(self) -> None:

@@ -25,18 +25,18 @@ from tidemill.workers.device import device_of, granted, memory_name, open_backin
 from tidemill.workers.engine.engine import Engine
 from tidemill.workers.execution.grammar import Grammars
 from tidemill.workers.execution.model_runner import TorchRunner
-from tidemill.workers.execution.mtp_drafter import Guesser
+from tidemill.workers.execution.mtp_drafter import MtpDrafter
 from tidemill.workers.models.architectures.registry import LoadedModel, describe, has_head, load
 from tidemill.workers.models.collectives import ALONE
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.inputs import Caches, caches_of
-from tidemill.workers.parallel.group import Group, GroupRunner, open_group
+from tidemill.workers.parallel.group import GroupRunner, RankGroup, open_group
 from tidemill.workers.parallel.link import StartRanks
 from tidemill.workers.scheduling.admission import STATES_PER_REQUEST_MAX
-from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
 from tidemill.workers.settings import EngineSettings, SettingsError
-from tidemill.workers.transfer.arena_io import Direct, Places
+from tidemill.workers.transfer.arena_io import ArenaIO, DirectIO
 from tidemill.workers.transfer.staging import StagingRing
 from tidemill.workers.transfer.transfer import IN_FLIGHT_BYTES_MAX, Transfer
 
@@ -45,7 +45,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
+class BuiltEngine:
     """An engine, and what the cluster must know about it (fields of WorkerInfo).
 
     `max_model_len` is the smaller of the model's (or the configured) limit and of what the memory can hold.
@@ -69,7 +69,7 @@ class Built:
     memory_max_bytes: int
     device: str
     grammars: Grammars
-    group: Group | None  # its other ranks
+    group: RankGroup | None  # its other ranks
     close: Callable[[], None]
 
 
@@ -100,7 +100,7 @@ def check_settings(settings: EngineSettings) -> None:
 
 def build_engine(
     settings: EngineSettings, progress: Progress, start_ranks: StartRanks | None = None
-) -> Built:
+) -> BuiltEngine:
     """Load the model and reserve the memory; of a group, on all its ranks. Raises ModelError, StoreError,
     OutOfMemory, SettingsError or GroupBroken, each with one line that names the fix."""
     device = device_of(settings)
@@ -120,8 +120,8 @@ def _build(
     progress: Progress,
     ops: Operators,
     device: torch.device,
-    group: Group | None,
-) -> Built:
+    group: RankGroup | None,
+) -> BuiltEngine:
     with granted(device, "the weights of the model: serve a smaller one, or stop what else uses it"):
         ranks_of_model = ALONE if group is None else group.ranks
         loaded = load(settings.model_folder, ops, progress, ranks_of_model, device, mtp=mtp_of(settings))
@@ -155,7 +155,7 @@ def _build(
         root_of,
         grammars,
     )
-    return Built(
+    return BuiltEngine(
         engine=engine,
         fingerprint=loaded.fingerprint,
         layout=namespace,
@@ -204,10 +204,10 @@ def mtp_of(settings: EngineSettings) -> bool:
 
 def guesser_of(
     settings: EngineSettings, loaded: LoadedModel, layout: Layout, caches: Caches
-) -> Guesser | None:
+) -> MtpDrafter | None:
     if loaded.head is None:
         return None
-    return Guesser(loaded.head, loaded.model.logits, caches, layout.page_tokens, settings.drafts_max)
+    return MtpDrafter(loaded.head, loaded.model.logits, caches, layout.page_tokens, settings.drafts_max)
 
 
 def budget_of(settings: EngineSettings, page_tokens: int) -> Budget:
@@ -218,9 +218,9 @@ def budget_of(settings: EngineSettings, page_tokens: int) -> Budget:
     )
 
 
-def limits_of(settings: EngineSettings, memory: Memory, *, mtp: bool = False) -> Limits:
+def limits_of(settings: EngineSettings, memory: Memory, *, mtp: bool = False) -> EngineLimits:
     page_tokens = memory.layout.page_tokens
-    return Limits(
+    return EngineLimits(
         budget=budget_of(settings, page_tokens),
         capacity_tokens=memory.max_model_len,
         ranks=settings.tensor_parallel_size,
@@ -234,7 +234,11 @@ def limits_of(settings: EngineSettings, memory: Memory, *, mtp: bool = False) ->
 
 
 def open_runner(
-    settings: EngineSettings, loaded: LoadedModel, memory: Memory, arena: torch.Tensor, group: Group | None
+    settings: EngineSettings,
+    loaded: LoadedModel,
+    memory: Memory,
+    arena: torch.Tensor,
+    group: RankGroup | None,
 ) -> TorchRunner:
     """Of a group, its leader's. On a device it has compiled its kernels, and captured its graphs. Raises
     OutOfMemory."""
@@ -261,12 +265,12 @@ def sealing_of(settings: EngineSettings) -> Sealing:
     return Sealing(None if settings.store_secret_file is None else read_secret(settings.store_secret_file))
 
 
-def open_places(settings: EngineSettings, layout: Layout, arena: Tensor, share: Share) -> Places:
+def open_places(settings: EngineSettings, layout: Layout, arena: Tensor, share: Share) -> ArenaIO:
     """The store of one rank, which has `share` of every page and state and keeps it in `arena`, uint8
     [bytes]. Raises StoreError."""
     store = open_store(settings.store_url, sealing_of(settings))
     if arena.device.type == "cpu":
-        return Direct(store, arena.numpy().data)
+        return DirectIO(store, arena.numpy().data)
     object_bytes_max = max(
         layout.page_bytes // max(1, len(share.pages)),
         layout.window_bytes // max(1, len(share.windows)),

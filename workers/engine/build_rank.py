@@ -9,7 +9,7 @@ from tidemill.kvstore.shards import mine, shards_of
 from tidemill.workers.device import open_backing
 from tidemill.workers.engine.build import guesser_of, memory_of, mtp_of, open_places, operators_of
 from tidemill.workers.execution.model_runner import outputs_of
-from tidemill.workers.execution.mtp_drafter import End
+from tidemill.workers.execution.mtp_drafter import DrawnEnd
 from tidemill.workers.execution.step import PENDING, Step
 from tidemill.workers.execution.step_tensors import inputs_of
 from tidemill.workers.models.architectures.registry import load
@@ -19,13 +19,13 @@ from tidemill.workers.parallel.frames import (
     NONE,
 )
 from tidemill.workers.parallel.group import WAIT_S_MAX
-from tidemill.workers.parallel.rank import Part
+from tidemill.workers.parallel.rank import RankParts
 from tidemill.workers.parallel.shared_memory import SharedMemory
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.transfer.transfer import RankTransfer
 
 
-def build_rank(settings: EngineSettings, index: int, folder: Path) -> Part:
+def build_rank(settings: EngineSettings, index: int, folder: Path) -> RankParts:
     """Meet the other ranks in `folder`, then load this rank's weights and reserve its memory. Raises what
     `build_engine` does."""
     size = settings.tensor_parallel_size
@@ -52,7 +52,7 @@ def build_rank(settings: EngineSettings, index: int, folder: Path) -> Part:
             if guesser is not None and ends is not None:
                 guesser.run(step, tokens, outputs.hidden_TH, ends, partial(_chosen, ranks))
 
-    return Part(backing, transfer, run, settings.threads)
+    return RankParts(backing, transfer, run, settings.threads)
 
 
 def _tokens(step: Step, ranks: Ranks) -> list[int] | None:
@@ -66,11 +66,11 @@ def _tokens(step: Step, ranks: Ranks) -> list[int] | None:
     return None if NONE in told else told
 
 
-def _ends(step: Step, ranks: Ranks) -> list[End] | None:
+def _ends(step: Step, ranks: Ranks) -> list[DrawnEnd] | None:
     """What the leader drew; None when that failed."""
-    told_N2 = torch.zeros(len(step), len(End._fields), dtype=torch.int64)
+    told_N2 = torch.zeros(len(step), len(DrawnEnd._fields), dtype=torch.int64)
     ranks.broadcast(told_N2)
-    ends = [End(*told) for told in told_N2.numpy().tolist()]
+    ends = [DrawnEnd(*told) for told in told_N2.numpy().tolist()]
     return None if any(end.num_drawn == NONE for end in ends) else ends
 
 

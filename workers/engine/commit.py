@@ -2,12 +2,12 @@
 
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import Ledger
-from tidemill.workers.engine.publisher import Publications
+from tidemill.workers.engine.publisher import Publisher
 from tidemill.workers.execution.step import Drawn
 from tidemill.workers.messages import Delta, FinishReason
-from tidemill.workers.scheduling.admission_queue import Line
-from tidemill.workers.scheduling.limits import Limits
-from tidemill.workers.scheduling.prefix_dedup import Makers
+from tidemill.workers.scheduling.admission_queue import AdmissionQueue
+from tidemill.workers.scheduling.limits import EngineLimits
+from tidemill.workers.scheduling.prefix_dedup import InProgressPrefixes
 from tidemill.workers.scheduling.scheduler import Launched
 from tidemill.workers.scheduling.sequence import Sequence
 
@@ -15,9 +15,14 @@ DELTA_SCORES_MAX = 1024
 """Logprobs of a prompt that go out together: with 20 alternatives each they take 0.4 MB on their way."""
 
 
-class Landing:
+class StepCommitter:
     def __init__(
-        self, ledger: Ledger, limits: Limits, line: Line, makers: Makers, publications: Publications
+        self,
+        ledger: Ledger,
+        limits: EngineLimits,
+        line: AdmissionQueue,
+        makers: InProgressPrefixes,
+        publications: Publisher,
     ) -> None:
         self._ledger = ledger
         self._limits = limits
@@ -25,7 +30,7 @@ class Landing:
         self._makers = makers
         self._publications = publications
 
-    def land(self, one: Launched, drawn: Drawn) -> bool:
+    def commit(self, one: Launched, drawn: Drawn) -> bool:
         """Whether this was the last row of its sequence: its target is computed, or its answer complete."""
         sequence, lease, flight, row = one.sequence, one.lease, one.flight, one.row
         if lease.ended:
@@ -41,18 +46,18 @@ class Landing:
             tokens, logprobs = drawn.tokens, drawn.logprobs
             count, finish = sequence.draw(tokens)
             if sequence.drafter is not None:
-                sequence.drafter.hear(drawn.guesses, len(sequence.tokens))
+                sequence.drafter.accept_proposals(drawn.guesses, len(sequence.tokens))
             end += count - 1 - row.drafts
             self._count(row.drafts, count)
             if count < len(tokens):
                 tokens, logprobs = tokens[:count], logprobs[:count]
             sequence.outbox.put_nowait(Delta(tokens=tokens, logprobs=logprobs, finish=finish))
-        self._ledger.land(lease, end, sequence.keys)
+        self._ledger.commit(lease, end, sequence.keys)
         self._ledger.counters["computed_tokens"] += end - flight.start
         done = sequence.produces and end == sequence.target
         self._keep_state(sequence, lease, done=done)
         if sequence.produces and not done:  # the end of it waits for the checkpoint
-            self._publications.publish(sequence, len(lease.entries), checkpoint=False)
+            self._publications.publish(sequence, len(lease.shared_entries), checkpoint=False)
         self._makers.advanced(sequence, flight.start)
         if done:
             sequence.outbox.put_nowait(Delta(tokens=()))
@@ -62,7 +67,7 @@ class Landing:
 
     def void(self, one: Launched) -> None:
         """Nothing of the row counts: its request has ended, or its step broke."""
-        self._ledger.land(one.lease, one.flight.start, one.sequence.keys)
+        self._ledger.commit(one.lease, one.flight.start, one.sequence.keys)
         self._line.memory_freed()
 
     def _count(self, drafts: int, count: int) -> None:
@@ -89,7 +94,7 @@ class Landing:
     def _publish_turn(self, sequence: Sequence, lease: Lease) -> None:
         """The next turn of this conversation will resume where this one ends, on whatever worker it lands."""
         if not self._ledger.layout.hybrid:
-            if lease.entries:
-                self._publications.publish(sequence, len(lease.entries))
+            if lease.shared_entries:
+                self._publications.publish(sequence, len(lease.shared_entries))
         elif lease.rolling is not None and lease.rolling.checkpoint is not None:
             self._publications.publish(sequence, lease.rolling.depth_pages)

@@ -8,7 +8,7 @@ and ends when that is stored.
 
 from collections.abc import Callable, Iterable
 
-from tidemill.workers.engine.publisher import Publications
+from tidemill.workers.engine.publisher import Publisher
 from tidemill.workers.messages import HandedOver
 from tidemill.workers.scheduling.sequence import Sequence
 
@@ -16,10 +16,10 @@ WITHIN_S = 20.0
 """Streams go on for so long at most; what is not stored by then is computed again elsewhere."""
 
 
-class HandOver:
+class Drain:
     """`end` takes the memory of a running sequence and ends its stream with an error."""
 
-    def __init__(self, publications: Publications, end: Callable[[Sequence, Exception], None]) -> None:
+    def __init__(self, publications: Publisher, end: Callable[[Sequence, Exception], None]) -> None:
         self._publications = publications
         self._end = end
         self._produces = True
@@ -43,7 +43,7 @@ class HandOver:
         if not self.takes(produces=produces):
             raise _handed_over()
 
-    def turn(self, running: Iterable[Sequence], now_s: float) -> None:
+    def advance(self, running: Iterable[Sequence], now_s: float) -> None:
         """Between two steps: end the streams that can be resumed elsewhere by now."""
         if self._produces and self._generates:
             return

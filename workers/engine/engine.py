@@ -12,13 +12,13 @@ from dataclasses import replace
 
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.memory.ledger import Ledger
-from tidemill.workers.engine.commit import Landing
-from tidemill.workers.engine.drain import HandOver
-from tidemill.workers.engine.intake import Arrivals
+from tidemill.workers.engine.commit import StepCommitter
+from tidemill.workers.engine.drain import Drain
+from tidemill.workers.engine.intake import RequestIntake
 from tidemill.workers.engine.load_report import load_of
 from tidemill.workers.engine.pipeline import Pipeline
 from tidemill.workers.engine.prefetcher import Prefetcher
-from tidemill.workers.engine.publisher import Publications
+from tidemill.workers.engine.publisher import Publisher
 from tidemill.workers.execution.grammar import Grammars
 from tidemill.workers.execution.step import Runner
 from tidemill.workers.messages import (
@@ -32,11 +32,11 @@ from tidemill.workers.messages import (
     WorkerLoad,
 )
 from tidemill.workers.scheduling.admission import Admission
-from tidemill.workers.scheduling.admission_queue import Line
+from tidemill.workers.scheduling.admission_queue import AdmissionQueue
 from tidemill.workers.scheduling.isolation import Tell
-from tidemill.workers.scheduling.limits import Limits
-from tidemill.workers.scheduling.scheduler import Schedule
-from tidemill.workers.scheduling.sequence import Preempted, Sequence, ToTell
+from tidemill.workers.scheduling.limits import EngineLimits
+from tidemill.workers.scheduling.scheduler import Scheduler
+from tidemill.workers.scheduling.sequence import IsolationNotice, Preempted, Sequence
 from tidemill.workers.transfer.transfer import Transfer
 
 LOOP_ENDED = "the worker's step loop has ended"
@@ -48,7 +48,7 @@ class Engine:
         ledger: Ledger,
         transfer: Transfer,
         runner: Runner,
-        limits: Limits,
+        limits: EngineLimits,
         root_of: Callable[[str], PageKey],
         grammars: Grammars | None = None,
     ) -> None:
@@ -57,23 +57,23 @@ class Engine:
         self._limits = limits
         self._ledger = ledger
         self._transfer = transfer
-        self._arrivals = Arrivals(limits, ledger.layout, root_of, grammars)
+        self._arrivals = RequestIntake(limits, ledger.layout, root_of, grammars)
         self._running: dict[str, Sequence] = {}
         self._waiting: dict[str, Sequence] = {}
-        line = Line()
+        line = AdmissionQueue()
         self._admission = Admission(ledger, transfer, line, self._running, self._waiting, limits)
-        self._publications = Publications(ledger, transfer, line)
+        self._publications = Publisher(ledger, transfer, line)
         self._prefetcher = Prefetcher(ledger, transfer, line)
         self._pipeline = Pipeline(
             runner,
-            Schedule(ledger, limits, self._running, self._preempt),
-            Landing(ledger, limits, line, self._admission.makers, self._publications),
+            Scheduler(ledger, limits, self._running, self._preempt),
+            StepCommitter(ledger, limits, line, self._admission.makers, self._publications),
             self._preempt,
             self._landed_last,
         )
         self._producing: dict[PageKey, asyncio.Lock] = {}
         self._work = asyncio.Event()
-        self._hand_over = HandOver(self._publications, self._preempt)
+        self._hand_over = Drain(self._publications, self._preempt)
         self._over = False  # the step loop has ended: nobody would run what is admitted now
 
     async def run(self) -> None:
@@ -81,8 +81,8 @@ class Engine:
         try:
             while True:
                 self.steps += 1
-                self._hand_over.turn(self._running.values(), _now_s())
-                if await self._pipeline.turn(self._limits.flights_max):
+                self._hand_over.advance(self._running.values(), _now_s())
+                if await self._pipeline.step(self._limits.flights_max):
                     await asyncio.sleep(0)  # streams take their tokens before the next step
                     continue
                 self._work.clear()
@@ -159,8 +159,8 @@ class Engine:
         running ones when what they need elsewhere is stored."""
         self._hand_over.restrict(produces=produces, generates=generates, now_s=_now_s())
         for sequence in self._waiting.values():
-            if sequence.patience is not None and not self._hand_over.takes(produces=sequence.produces):
-                sequence.patience.reschedule(_now_s())
+            if sequence.timeout is not None and not self._hand_over.takes(produces=sequence.produces):
+                sequence.timeout.reschedule(_now_s())
         self._work.set()
 
     def resize(self, budget_bytes: int) -> None:
@@ -213,9 +213,9 @@ class Engine:
             if isinstance(item, Exception):
                 await self._tell(sequence, tell, alone=False)
                 raise item
-            if isinstance(item, ToTell):
+            if isinstance(item, IsolationNotice):
                 await self._tell(sequence, tell, alone=item.alone and sequence.id in self._running)
-                sequence.is_being_told = False
+                sequence.is_notifying = False
                 self._work.set()
                 continue
             if isinstance(item, Preempted):
@@ -238,13 +238,13 @@ class Engine:
         self._waiting[sequence.id] = sequence
         began_s = _now_s()
         try:
-            async with asyncio.timeout(None) as sequence.patience:
+            async with asyncio.timeout(None) as sequence.timeout:
                 await self._admission.admit(sequence)
         except TimeoutError:
             self._hand_over.check(produces=sequence.produces)
             raise
         finally:
-            sequence.patience = None
+            sequence.timeout = None
             sequence.admission_s += _now_s() - began_s
         del self._waiting[sequence.id]
         if sequence.computed < sequence.target:  # else a producing one: all its pages were here
@@ -269,8 +269,8 @@ class Engine:
     def _close(self, sequence: Sequence) -> None:
         """The call has ended: nobody is left who could blame it."""
         self._end(sequence)
-        if sequence.alone or sequence.is_being_told:
-            sequence.alone = sequence.is_being_told = False
+        if sequence.alone or sequence.is_notifying:
+            sequence.alone = sequence.is_notifying = False
             self._work.set()
 
     def _end(self, sequence: Sequence) -> None:

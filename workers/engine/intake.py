@@ -7,16 +7,16 @@ from tidemill.kvstore.keys import PageKey, page_keys
 from tidemill.kvstore.layout import Layout, restorable_end
 from tidemill.workers.execution.grammar import Grammars, Matcher
 from tidemill.workers.execution.ngram_drafter import Drafter, HeadDrafter, NgramDrafter
-from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.messages import TRIAL_TOKENS, Request, RequestError
-from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.sequence import PRIORITY_AGE_S, Sequence
 
 
-class Arrivals:
+class RequestIntake:
     def __init__(
         self,
-        limits: Limits,
+        limits: EngineLimits,
         layout: Layout,
         root_of: Callable[[str], PageKey],
         grammars: Grammars | None,
@@ -63,7 +63,7 @@ class Arrivals:
         now_s = asyncio.get_running_loop().time()
         return Sequence(
             id=f"{request.request_id}#{self._count}",
-            seniority=(now_s + request.priority * PRIORITY_AGE_S + request.lag_s, self._count),
+            seniority=(now_s + request.priority * PRIORITY_AGE_S + request.queue_offset_s, self._count),
             request=request,
             root=root,
             page_tokens=size,
@@ -71,7 +71,7 @@ class Arrivals:
             tokens=list(request.tokens),
             target=target,
             suspect_until=_trial_end(request, target, produces=produces) if request.on_trial else 0,
-            draws=Draws(request, matcher),
+            sampling_state=SamplingState(request, matcher),
             drafter=None if produces else self._drafter(),
             keys=page_keys(root, request.tokens, size),
             scored=request.scored,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.workers.messages import MemoryUse, Speed, WorkerLoad
-from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.prefill_throttle import BESIDE_STREAMS
 from tidemill.workers.scheduling.sequence import Sequence
 from tidemill.workers.transfer.transfer import Transfer
@@ -21,7 +21,7 @@ def load_of(
     waiting: Seq[Sequence],
     transfer: Transfer,
     speed: Speed,
-    limits: Limits,
+    limits: EngineLimits,
     steps: int,
 ) -> WorkerLoad:
     """The ledger is that of one rank; all bytes are those of the group."""
@@ -45,7 +45,7 @@ def load_of(
         budget_bytes=ledger.budget_extents * layout.extent_bytes * ranks,
         wanted_bytes=wanted_bytes * ranks,
         state_slots=ledger.num_slots,
-        speed=transfer.throughput.told(speed),
+        speed=transfer.throughput.with_throughput(speed),
         counters={
             **ledger.counters,
             "steps": float(steps),
@@ -87,12 +87,12 @@ def memory_use(ledger: Ledger, ranks: int = 1) -> MemoryUse:
     window_bytes = layout.window_bytes * ranks
     open_bytes = (usage.page_extents + usage.state_extents + usage.window_extents) * extent_bytes
     taken = MemoryUse(
-        pages_live=usage.pages_held * page_bytes,
-        pages_cached=usage.pages_kept * page_bytes,
-        states_live=usage.states_held * state_bytes,
-        states_cached=usage.states_kept * state_bytes,
-        windows_live=usage.windows_held * window_bytes,
-        windows_cached=usage.windows_kept * window_bytes,
+        pages_live=usage.pages_pinned * page_bytes,
+        pages_cached=usage.pages_cached * page_bytes,
+        states_live=usage.states_pinned * state_bytes,
+        states_cached=usage.states_cached * state_bytes,
+        windows_live=usage.windows_pinned * window_bytes,
+        windows_cached=usage.windows_cached * window_bytes,
         empty=usage.empty_extents * extent_bytes,
         unmapped=usage.unmapped_extents * extent_bytes,
     )

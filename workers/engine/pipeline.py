@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tidemill.workers.engine.commit import Landing
+from tidemill.workers.engine.commit import StepCommitter
 from tidemill.workers.execution.step import Drawn, Runner
 from tidemill.workers.messages import RequestError, WorkerGone
-from tidemill.workers.scheduling.scheduler import Batch, Schedule
+from tidemill.workers.scheduling.scheduler import Batch, Scheduler
 from tidemill.workers.scheduling.sequence import Sequence
-from tidemill.workers.transfer.speed_model import Speedometer
+from tidemill.workers.transfer.speed_model import StepTimeModel
 
 BEAT_S = 1.0
 
@@ -42,8 +42,8 @@ class Pipeline:
     def __init__(
         self,
         runner: Runner,
-        schedule: Schedule,
-        landing: Landing,
+        schedule: Scheduler,
+        landing: StepCommitter,
         preempt: Preempt,
         landed_last: Callable[[Sequence], None],
     ) -> None:
@@ -53,11 +53,11 @@ class Pipeline:
         self._preempt = preempt
         self._landed_last = landed_last
         self._in_flight: deque[InFlight] = deque()
-        self.speedometer = Speedometer()
+        self.speedometer = StepTimeModel()
         self._landed_s = 0.0
         self._failures = 0
 
-    async def turn(self, flights_max: int) -> bool:
+    async def step(self, flights_max: int) -> bool:
         """Launch what can be launched, then land the oldest step; False when nothing was in flight. Raises
         what broke the worker: WorkerGone, or the error of a step when one after the other breaks."""
         while len(self._in_flight) < flights_max and self._launch():
@@ -81,7 +81,7 @@ class Pipeline:
             self._in_flight.popleft()
             self._time(step)
             for one, what in zip(step.batch.rows, drawn, strict=True):
-                if self._landing.land(one, what):
+                if self._landing.commit(one, what):
                     self._landed_last(one.sequence)
         return True
 

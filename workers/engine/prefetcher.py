@@ -14,7 +14,7 @@ from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.workers.messages import Request
-from tidemill.workers.scheduling.admission_queue import Line
+from tidemill.workers.scheduling.admission_queue import AdmissionQueue
 from tidemill.workers.transfer.transfer import Transfer
 
 AHEAD_PAGES_MAX = 64
@@ -34,7 +34,7 @@ class _Prefetch:
 
 
 class Prefetcher:
-    def __init__(self, ledger: Ledger, transfer: Transfer, line: Line) -> None:
+    def __init__(self, ledger: Ledger, transfer: Transfer, line: AdmissionQueue) -> None:
         self._ledger = ledger
         self._transfer = transfer
         self._line = line
@@ -99,7 +99,7 @@ class Prefetcher:
             if len(match.path) < here:  # memory is so short that they were evicted
                 return here
             self._ledger.attach(lease, match, len(match.path))
-            first = len(lease.entries)
+            first = len(lease.shared_entries)
             if first >= num_pages:
                 return first
             return await self._fill(lease, keys, first, num_pages)

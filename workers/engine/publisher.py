@@ -10,16 +10,16 @@ until it began.
 import asyncio
 
 from tidemill.kvstore.memory.ledger import Ledger
-from tidemill.workers.scheduling.admission_queue import Line
-from tidemill.workers.scheduling.sequence import Piece, Sequence
+from tidemill.workers.scheduling.admission_queue import AdmissionQueue
+from tidemill.workers.scheduling.sequence import Sequence, StoredPrefix
 from tidemill.workers.transfer.transfer import Transfer
 
 PUBLICATIONS_MAX = 64
 """Publications of prompts that have been answered; each one holds its pages."""
 
 
-class Publications:
-    def __init__(self, ledger: Ledger, transfer: Transfer, line: Line) -> None:
+class Publisher:
+    def __init__(self, ledger: Ledger, transfer: Transfer, line: AdmissionQueue) -> None:
         self._ledger = ledger
         self._transfer = transfer
         self._line = line
@@ -42,7 +42,7 @@ class Publications:
         self._serial += 1
         lease_id = f"{sequence.id}/publish#{self._serial}"
         lease = self._ledger.share(lease_id, sequence.lease, num_pages)
-        pieces.append(Piece(lease_id, lease, num_pages, checkpoint))
+        pieces.append(StoredPrefix(lease_id, lease, num_pages, checkpoint))
         if publication.task is None:
             publication.task = asyncio.create_task(self._run(sequence))
             self._running.add(publication.task)
@@ -80,6 +80,6 @@ class Publications:
                 self._drop(pieces.popleft())
             publication.task = None
 
-    def _drop(self, piece: Piece) -> None:
+    def _drop(self, piece: StoredPrefix) -> None:
         self._ledger.release(piece.lease_id)
         self._line.memory_freed()

@@ -15,7 +15,7 @@ import torch
 from tidemill.workers.device import HOST
 from tidemill.workers.execution.cuda_graphs import Capture, Graphs, cuda_capture, padding, shapes
 from tidemill.workers.execution.logprobs import scores_of
-from tidemill.workers.execution.mtp_drafter import Guesser, ends_of
+from tidemill.workers.execution.mtp_drafter import MtpDrafter, ends_of
 from tidemill.workers.execution.sampler import draw, token_ids
 from tidemill.workers.execution.step import PENDING, Drawn, Step
 from tidemill.workers.execution.step_tensors import inputs_of
@@ -40,7 +40,7 @@ class TorchRunner:
         page_tokens: int,
         threads: int,
         device: torch.device = HOST,
-        guesser: Guesser | None = None,
+        guesser: MtpDrafter | None = None,
     ) -> None:
         """Weights and caches lie on `device`."""
         self._model = model
@@ -94,7 +94,7 @@ class TorchRunner:
         return [Drawn() if row.draws is None else next(drawn) for row in step]
 
     def _guess(
-        self, guesser: Guesser, step: Step, tokens: list[int], hidden_TH: torch.Tensor, drawn: list[Drawn]
+        self, guesser: MtpDrafter, step: Step, tokens: list[int], hidden_TH: torch.Tensor, drawn: list[Drawn]
     ) -> list[tuple[int, ...]]:
         return guesser.run(step, tokens, hidden_TH, ends_of(drawn), self._choose)
 

@@ -20,25 +20,25 @@ import torch
 
 from tidemill.workers.execution.step import Drawn, Row, Step
 from tidemill.workers.execution.step_tensors import inputs_of
-from tidemill.workers.models.architectures.registry import Head
+from tidemill.workers.models.architectures.registry import DraftHead
 from tidemill.workers.models.inputs import Caches, Inputs, on_device
 
 Choose: TypeAlias = Callable[[torch.Tensor, Step], list[int]]
 """A guess for each row, from logits `[N, vocabulary]` behind its last token."""
 
 
-class End(NamedTuple):
+class DrawnEnd(NamedTuple):
     """How many tokens a row drew, and the last of them."""
 
     num_drawn: int = 0
     token: int = -1
 
 
-def ends_of(drawn: Sequence[Drawn]) -> list[End]:
-    return [End(len(one.tokens), one.tokens[-1]) if one.tokens else End() for one in drawn]
+def ends_of(drawn: Sequence[Drawn]) -> list[DrawnEnd]:
+    return [DrawnEnd(len(one.tokens), one.tokens[-1]) if one.tokens else DrawnEnd() for one in drawn]
 
 
-class Slots(NamedTuple):
+class DraftRow(NamedTuple):
     """What the head does for row `number` of a step: a row of its own, and for each token of it where in the
     step the hidden state before it is (NONE: zeros). `guesses`: its last token is the last one drawn."""
 
@@ -51,9 +51,9 @@ class Slots(NamedTuple):
 NONE = -1
 
 
-def slots_of(step: Step, tokens: Sequence[int], ends: Sequence[End], page_tokens: int) -> list[Slots]:
+def slots_of(step: Step, tokens: Sequence[int], ends: Sequence[DrawnEnd], page_tokens: int) -> list[DraftRow]:
     """Of the rows that have any. `tokens` are those of all rows."""
-    found: list[Slots] = []
+    found: list[DraftRow] = []
     offset = 0
     for number, (row, end) in enumerate(zip(step, ends, strict=True)):
         first, last = row.start + (row.start % page_tokens != 0), row.end - 1
@@ -70,18 +70,18 @@ def slots_of(step: Step, tokens: Sequence[int], ends: Sequence[End], page_tokens
                 offset + at - 1 - row.start if at % page_tokens or at == drawn_at else NONE for at in places
             ]
             slots = row._replace(tokens=own, start=first, read=None, writes=(), drafts=0, windows=())
-            found.append(Slots(number, slots, sources, last == drawn_at))
+            found.append(DraftRow(number, slots, sources, last == drawn_at))
         offset += len(row.tokens)
     return found
 
 
-class Guesser:
+class MtpDrafter:
     """Runs the head behind the forward pass of a step. In a group all ranks have one, and their `choose`
     says the same on each of them."""
 
     def __init__(
         self,
-        head: Head,
+        head: DraftHead,
         logits: Callable[[torch.Tensor], torch.Tensor],
         caches: Caches,
         page_tokens: int,
@@ -99,7 +99,12 @@ class Guesser:
         self._head.forward(hidden_TH.clone(), on_device(inputs, hidden_TH.device), self._caches)
 
     def run(
-        self, step: Step, tokens: Sequence[int], hidden_TH: torch.Tensor, ends: Sequence[End], choose: Choose
+        self,
+        step: Step,
+        tokens: Sequence[int],
+        hidden_TH: torch.Tensor,
+        ends: Sequence[DrawnEnd],
+        choose: Choose,
     ) -> list[tuple[int, ...]]:
         """Write the slots of the step; the guesses of each row, none where nothing was drawn or the last
         token has no memory yet. `hidden_TH` are the model's, behind all `tokens` of the step."""

@@ -18,7 +18,7 @@ class Drafter(Protocol):
         call before and what has come since. May be asked again before anything has."""
         ...
 
-    def hear(self, guesses: Sequence[int], num_tokens: int) -> None:
+    def accept_proposals(self, guesses: Sequence[int], num_tokens: int) -> None:
         """A row has landed, and with what it drew the sequence has so many tokens. `guesses` are the
         runner's, of what follows them."""
         ...
@@ -35,7 +35,7 @@ class HeadDrafter:
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
         return self._guesses[:most] if len(tokens) == self._behind else ()
 
-    def hear(self, guesses: Sequence[int], num_tokens: int) -> None:
+    def accept_proposals(self, guesses: Sequence[int], num_tokens: int) -> None:
         self._guesses, self._behind = guesses, num_tokens
 
 
@@ -64,7 +64,7 @@ class NgramDrafter:
         self._guessed_at = len(tokens)
         return self._guesses
 
-    def hear(self, guesses: Sequence[int], num_tokens: int) -> None:
+    def accept_proposals(self, guesses: Sequence[int], num_tokens: int) -> None:
         """It guesses by itself."""
 
     def _judge(self, tokens: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tidemill.workers.execution.logprobs import token_logprobs
-from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Drawn, Row
 from tidemill.workers.messages import Sampling, TokenLogprob
 
@@ -47,16 +47,16 @@ def draw(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
     logprobs: list[list[TokenLogprob]] = [[] for _ in rows]
     alive = list(range(len(rows)))
     for row in rows:
-        _draws(row).rewind(row.end - row.drafts)
+        _sampling_states(row).rewind(row.end - row.drafts)
     while alive:
         places = {index: starts[index] + len(tokens[index]) for index in alive}
         chosen = {index: best_N[place] for index, place in places.items()}
-        others = [index for index in alive if not _draws(rows[index]).greedy]
+        others = [index for index in alive if not _sampling_states(rows[index]).greedy]
         numbers = CHUNK_NUMBERS if logits_NV.device.type == "cpu" else DEVICE_CHUNK_NUMBERS
         size = max(1, numbers // logits_NV.shape[1])
         for start in range(0, len(others), size):
             chunk = others[start : start + size]
-            draws = [_draws(rows[index]) for index in chunk]
+            draws = [_sampling_states(rows[index]) for index in chunk]
             chunk_NV = logits_NV[[places[index] for index in chunk]]
             chosen.update(zip(chunk, _choose(chunk_NV, draws), strict=True))
             for index, logprob in _logprobs(chunk_NV, draws, [chosen[index] for index in chunk]):
@@ -64,7 +64,7 @@ def draw(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
         still: list[int] = []
         for index, token in chosen.items():
             row, drawn = rows[index], tokens[index]
-            _draws(row).push(token)
+            _sampling_states(row).push(token)
             drawn.append(token)
             if len(drawn) <= row.drafts and row.tokens[len(drawn) - 1 - row.drafts] == token:
                 still.append(index)
@@ -80,7 +80,7 @@ def uniform_of(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
-def _choose(logits_NV: torch.Tensor, draws: Sequence[Draws]) -> list[int]:
+def _choose(logits_NV: torch.Tensor, draws: Sequence[SamplingState]) -> list[int]:
     """The next token of each row."""
     scores_NV = logits_NV.double()
     for scores_V, one in zip(scores_NV, draws, strict=True):
@@ -99,7 +99,7 @@ def _choose(logits_NV: torch.Tensor, draws: Sequence[Draws]) -> list[int]:
     return tokens
 
 
-def _penalise(scores_V: torch.Tensor, draws: Draws) -> None:
+def _penalise(scores_V: torch.Tensor, draws: SamplingState) -> None:
     """Repetition, then frequency and presence penalty, then the bias, in place."""
     sampling, counts, device = draws.sampling, draws.counts, scores_V.device
     if counts is not None and counts.ids:
@@ -119,7 +119,7 @@ def _penalise(scores_V: torch.Tensor, draws: Draws) -> None:
             scores_V[token] += bias
 
 
-def _restrict(scores_V: torch.Tensor, draws: Draws) -> None:
+def _restrict(scores_V: torch.Tensor, draws: SamplingState) -> None:
     """Put -inf in the place of what must not come. An end that is too early must not, unless the grammar
     has nothing else."""
     if draws.matcher is not None:
@@ -193,7 +193,7 @@ def _inverse(weights_NC: torch.Tensor, uniform: Sequence[float]) -> torch.Tensor
 
 
 def _logprobs(
-    logits_NV: torch.Tensor, draws: Sequence[Draws], tokens: Sequence[int]
+    logits_NV: torch.Tensor, draws: Sequence[SamplingState], tokens: Sequence[int]
 ) -> list[tuple[int, TokenLogprob]]:
     """(index, what is reported with its token) of the rows that ask for it."""
     asking: dict[int, list[int]] = {}
@@ -208,7 +208,7 @@ def _logprobs(
     return found
 
 
-def _draws(row: Row) -> Draws:
+def _sampling_states(row: Row) -> SamplingState:
     assert row.draws is not None
     return row.draws
 

@@ -25,7 +25,7 @@ class Counts:
         self.counts[place] += change
 
 
-class Draws:
+class SamplingState:
     """The answer of one request, draw by draw. Made when the request arrives, then used by the leader's
     runner alone, on its thread."""
 

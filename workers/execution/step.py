@@ -4,7 +4,7 @@ from collections.abc import Awaitable
 from typing import NamedTuple, Protocol
 
 from tidemill.kvstore.layout import PageId, StateId, WindowId
-from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.messages import TokenLogprob
 
 PENDING = -1
@@ -39,7 +39,7 @@ class Row(NamedTuple):
     read: StateId | None
     writes: tuple[StateId, ...]
     drafts: int = 0
-    draws: Draws | None = None
+    draws: SamplingState | None = None
     scores: Scores | None = None
     windows: tuple[WindowId, ...] = ()
 

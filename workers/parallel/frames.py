@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tidemill.kvstore.keys import DIGEST_BYTES, Kind, PageKey
 from tidemill.kvstore.layout import PageId, StateId, WindowId
-from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Row, Scores, Step
 from tidemill.workers.messages import Request
 from tidemill.workers.transfer.transfer import Moved
@@ -32,7 +32,7 @@ OBJECT_INTS = 2 + DIGEST_BYTES // INT_BYTES
 NONE = -1
 NO_SCORES = (0, 0)
 
-ELSEWHERE = Draws(Request(request_id="", tokens=(), max_new_tokens=1))
+ELSEWHERE = SamplingState(Request(request_id="", tokens=(), max_new_tokens=1))
 """What a decoded row has for `draws`: the leader alone draws."""
 
 KINDS = tuple(Kind)

@@ -17,14 +17,14 @@ from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.memory.backing import Backing
 from tidemill.kvstore.stores.page_store import finish
 from tidemill.workers.execution.model_runner import Outputs, TorchRunner
-from tidemill.workers.execution.mtp_drafter import End, Guesser, ends_of
+from tidemill.workers.execution.mtp_drafter import DrawnEnd, MtpDrafter, ends_of
 from tidemill.workers.execution.step import PENDING, Drawn, Step
 from tidemill.workers.models.architectures.registry import Model
 from tidemill.workers.models.collectives import LEADER
 from tidemill.workers.models.inputs import Caches
 from tidemill.workers.parallel.errors import GroupBroken
 from tidemill.workers.parallel.frames import NONE, Verb, encode, encode_objects, ints
-from tidemill.workers.parallel.link import Link, Links, StartRanks, accept, meeting_place
+from tidemill.workers.parallel.link import RankLink, RankLinks, StartRanks, accept, meeting_place
 from tidemill.workers.parallel.shared_memory import SharedMemory
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.transfer.transfer import Moved
@@ -33,10 +33,10 @@ WAIT_S_MAX = 60.0
 """That one rank keeps the others waiting inside a step, or when a group comes together."""
 
 
-class Group:
+class RankGroup:
     """The leader's hold on the other ranks of its worker."""
 
-    def __init__(self, links: Links, ranks: SharedMemory) -> None:
+    def __init__(self, links: RankLinks, ranks: SharedMemory) -> None:
         self.links = links
         self.ranks = ranks
 
@@ -57,7 +57,7 @@ class Group:
 
 
 @contextmanager
-def open_group(settings: EngineSettings, start_ranks: StartRanks) -> Generator[Group]:
+def open_group(settings: EngineSettings, start_ranks: StartRanks) -> Generator[RankGroup]:
     """Start the other ranks of this leader and meet them; in the block it builds its own part, and at the end
     of it all are ready. Raises GroupBroken; then, and when the block fails, the ranks end."""
     size = settings.tensor_parallel_size
@@ -66,7 +66,7 @@ def open_group(settings: EngineSettings, start_ranks: StartRanks) -> Generator[G
         with ExitStack() as given_up:
             given_up.callback(links.end, "the leader does not start")
             ranks = given_up.enter_context(closing(SharedMemory(folder, LEADER, size, WAIT_S_MAX)))
-            group = Group(links, ranks)
+            group = RankGroup(links, ranks)
             yield group
             group.wait_until_ready()
             given_up.pop_all()
@@ -85,9 +85,9 @@ class GroupRunner(TorchRunner):
         caches: Caches,
         page_tokens: int,
         threads: int,
-        group: Group,
+        group: RankGroup,
         vocab_size: int,
-        guesser: Guesser | None = None,
+        guesser: MtpDrafter | None = None,
     ) -> None:
         super().__init__(model, caches, page_tokens, threads, guesser=guesser)
         self._group = group
@@ -100,7 +100,7 @@ class GroupRunner(TorchRunner):
             failed = asyncio.get_running_loop().create_future()
             failed.set_exception(ValueError(f"the model has no token {unknown[0]}"))
             return failed
-        self._group.links.tell(Verb.STEP, encode(step))
+        self._group.links.send_all(Verb.STEP, encode(step))
         return super().run(step)
 
     def run_now(self, step: Step) -> list[Drawn]:
@@ -124,7 +124,7 @@ class GroupRunner(TorchRunner):
         """With a head, the ranks are told what was drawn, or that the step ends here."""
         if self._guesser is None:
             return super()._draw(step, logits_NV)
-        told_N2 = torch.full((len(step), len(End._fields)), NONE)
+        told_N2 = torch.full((len(step), len(DrawnEnd._fields)), NONE)
         try:
             drawn = super()._draw(step, logits_NV)
             told_N2 = torch.tensor(ends_of(drawn))
@@ -133,7 +133,7 @@ class GroupRunner(TorchRunner):
         return drawn
 
     def _guess(
-        self, guesser: Guesser, step: Step, tokens: list[int], hidden_TH: torch.Tensor, drawn: list[Drawn]
+        self, guesser: MtpDrafter, step: Step, tokens: list[int], hidden_TH: torch.Tensor, drawn: list[Drawn]
     ) -> list[tuple[int, ...]]:
         with self._together():
             return super()._guess(guesser, step, tokens, hidden_TH, drawn)
@@ -169,7 +169,7 @@ class GroupRunner(TorchRunner):
 class RankMate:
     """What the leader's Transfer knows of another rank."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RankLink) -> None:
         self._link = link
 
     async def put(self, objects: Sequence[Moved]) -> int:
@@ -190,7 +190,7 @@ class RankMate:
 class GroupBacking:
     """The leader's own backing, of which a range is mapped on every rank or on none."""
 
-    def __init__(self, own: Backing, links: Links) -> None:
+    def __init__(self, own: Backing, links: RankLinks) -> None:
         self.memory = own.memory
         self._own = own
         self._links = links
@@ -207,14 +207,14 @@ class GroupBacking:
         if refused is None and len(granted) == len(self._links):
             return
         for link in granted:
-            link.tell(Verb.UNMAP, ints((offset_bytes, num_bytes)))
+            link.send(Verb.UNMAP, ints((offset_bytes, num_bytes)))
         if refused is None:
             self._own.unmap(offset_bytes, num_bytes)
             refused = OutOfMemory(f"a rank of the group is not granted {num_bytes:,} bytes of memory")
         raise refused
 
     def unmap(self, offset_bytes: int, num_bytes: int) -> None:
-        self._links.tell(Verb.UNMAP, ints((offset_bytes, num_bytes)))
+        self._links.send_all(Verb.UNMAP, ints((offset_bytes, num_bytes)))
         self._own.unmap(offset_bytes, num_bytes)
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ Lost = Callable[[str], None]
 """Called on the reading thread when a rank is gone, with the reason for people."""
 
 
-class Link:
+class RankLink:
     """To one rank."""
 
     def __init__(self, stream: BinaryIO, connection: socket.socket, index: int, lost: Lost) -> None:
@@ -61,7 +61,7 @@ class Link:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", SEND_S_MAX, 0))
         Thread(target=self._read, args=(stream,), name=f"rank-{index}", daemon=True).start()
 
-    def tell(self, verb: Verb, body: Ints) -> None:
+    def send(self, verb: Verb, body: Ints) -> None:
         """Raises GroupBroken."""
         self._send(to_bytes(verb, 0, body))
 
@@ -105,19 +105,19 @@ class Link:
                 answer.set_exception(GroupBroken(self._reason))
 
 
-class Links:
+class RankLinks:
     """To all other ranks of a group. When one is lost all are closed, and with them the ranks end."""
 
     def __init__(self, accepted: Sequence[tuple[BinaryIO, socket.socket]]) -> None:
         """`accepted` are those of the ranks from 1 on."""
         self._broken: Future[Never] = _pledge()
-        self._all: tuple[Link, ...] = ()
+        self._all: tuple[RankLink, ...] = ()
         for index, (stream, connection) in enumerate(accepted, start=1):
-            self._all = (*self._all, Link(stream, connection, index, self.end))
+            self._all = (*self._all, RankLink(stream, connection, index, self.end))
         if self._broken.done():  # while the later ones were made
             self._close()
 
-    def __iter__(self) -> Generator[Link]:
+    def __iter__(self) -> Generator[RankLink]:
         yield from self._all
 
     def __len__(self) -> int:
@@ -128,11 +128,11 @@ class Links:
         """Is GroupBroken when the group has come to its end; cannot be cancelled."""
         return self._broken
 
-    def tell(self, verb: Verb, body: Ints) -> None:
+    def send_all(self, verb: Verb, body: Ints) -> None:
         """Raises GroupBroken."""
         self._raise_if_broken()
         for link in self._all:
-            link.tell(verb, body)
+            link.send(verb, body)
 
     def ask(self, verb: Verb, body: Ints) -> "list[Future[Ints]]":
         """The answer of each rank: see Link.ask. Raises GroupBroken."""
@@ -169,7 +169,7 @@ def meeting_place() -> Generator[tuple[Path, socket.socket]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def accept(listener: socket.socket, size: int, ended: Ended) -> Links:
+def accept(listener: socket.socket, size: int, ended: Ended) -> RankLinks:
     """Wait for the ranks 1 to `size - 1`. Raises GroupBroken when one of them has ended instead."""
     accepted: dict[int, tuple[BinaryIO, socket.socket]] = {}
     with ExitStack() as given_up:
@@ -183,7 +183,7 @@ def accept(listener: socket.socket, size: int, ended: Ended) -> Links:
                 accepted[_index(stream)] = (stream, connection)
         given_up.pop_all()
     assert sorted(accepted) == list(range(1, size))
-    return Links([accepted[index] for index in range(1, size)])
+    return RankLinks([accepted[index] for index in range(1, size)])
 
 
 def read_frame(stream: BinaryIO) -> Frame | None:

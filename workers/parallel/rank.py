@@ -38,7 +38,7 @@ class Mover(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankParts:
     """What a rank has of the worker. `run` blocks until its part of the step is over."""
 
     backing: Backing
@@ -47,7 +47,7 @@ class Part:
     threads: int = 1
 
 
-async def carry_out(folder: Path, index: int, build: Callable[[], Part]) -> None:
+async def carry_out(folder: Path, index: int, build: Callable[[], RankParts]) -> None:
     """Meet the leader in `folder`, build this rank's part, and do what the leader says until it is gone.
 
     Raises what broke here, after the leader has been told. However this ends, the process must end with it,
@@ -77,7 +77,7 @@ class _Obeying:
     """Frames in the order they come: steps one after the other on a thread, mappings at once, transfers
     beside each other."""
 
-    def __init__(self, part: Part, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, part: RankParts, writer: asyncio.StreamWriter) -> None:
         self.broken: asyncio.Future[Never] = asyncio.get_running_loop().create_future()
         self._part = part
         self._writer = writer

@@ -19,9 +19,9 @@ from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import Match
 from tidemill.kvstore.memory.windows import lacking
 from tidemill.workers.messages import PagesMissing, Provenance
-from tidemill.workers.scheduling.admission_queue import Line
-from tidemill.workers.scheduling.limits import Limits
-from tidemill.workers.scheduling.prefix_dedup import Makers
+from tidemill.workers.scheduling.admission_queue import AdmissionQueue
+from tidemill.workers.scheduling.limits import EngineLimits
+from tidemill.workers.scheduling.prefix_dedup import InProgressPrefixes
 from tidemill.workers.scheduling.sequence import Sequence
 from tidemill.workers.transfer.transfer import Transfer
 
@@ -48,10 +48,10 @@ class Admission:
         self,
         ledger: Ledger,
         transfer: Transfer,
-        line: Line,
+        line: AdmissionQueue,
         running: Mapping[str, Sequence],
         waiting: Mapping[str, Sequence],
-        limits: Limits,
+        limits: EngineLimits,
     ) -> None:
         self._ledger = ledger
         self._transfer = transfer
@@ -59,7 +59,7 @@ class Admission:
         self._running = running
         self._waiting = waiting
         self._limits = limits
-        self.makers = Makers(ledger.index)
+        self.makers = InProgressPrefixes(ledger.index)
         self._serial = 0
 
     async def admit(self, sequence: Sequence) -> None:
@@ -68,14 +68,14 @@ class Admission:
         Raises PagesMissing when more remains to be computed than the request allows. The caller releases the
         lease.
         """
-        await self.makers.follow(sequence)
+        await self.makers.wait(sequence)
         keys = sequence.keys[: sequence.restorable // sequence.page_tokens]
         here = self._ledger.index.match(keys).restorable_pages
         depths = await self._transfer.restorable_depths(keys, here) if here < len(keys) else []
         while True:
             pages = await self._take_memory(sequence, keys, depths)
             if pages is None:
-                await self.makers.follow(sequence)
+                await self.makers.wait(sequence)
                 continue
             if not depths or await self._fetch(sequence, keys, depths):
                 break
@@ -109,7 +109,7 @@ class Admission:
         """Attach what is kept here and reserve the rest; answers the numbers of pages attached and kept. None
         when another request has begun to compute its prefix."""
         while True:
-            async with self.line.turn(sequence.seniority):
+            async with self.line.wait_turn(sequence.seniority):
                 while not self.line.has_older(sequence.seniority):
                     self.line.forget_news()
                     if self.makers.is_made(sequence):
@@ -172,7 +172,7 @@ class Admission:
         except OutOfMemory:
             self._ledger.release(sequence.id)
             return False
-        self._ledger.index.use(lease.entries)
+        self._ledger.index.use(lease.shared_entries)
         sequence.lease = lease
         return True
 
@@ -226,7 +226,7 @@ class Admission:
         if sequence.lease is None:
             depths.clear()
             return False
-        if good == target or (good > len(lease.entries) and not self._ledger.layout.hybrid):
+        if good == target or (good > len(lease.shared_entries) and not self._ledger.layout.hybrid):
             self._ledger.adopt(lease, good * sequence.page_tokens, keys)
             return True
         depths[:] = [depth for depth in depths if depth <= good]

@@ -13,14 +13,14 @@ Seniority = tuple[float, int]
 """When a request came, in seconds, later for one of a lower class; then its number, which no other has."""
 
 
-class Line:
+class AdmissionQueue:
     def __init__(self) -> None:
         self._waiting: list[tuple[Seniority, asyncio.Event]] = []
         self._taken = False
         self._news = asyncio.Event()
 
     @asynccontextmanager
-    async def turn(self, seniority: Seniority) -> AsyncGenerator[None]:
+    async def wait_turn(self, seniority: Seniority) -> AsyncGenerator[None]:
         """The block runs when it is the turn of the request of this `seniority`: the smallest goes first."""
         mine = (seniority, asyncio.Event())
         heapq.heappush(self._waiting, mine)

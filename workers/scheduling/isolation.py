@@ -9,14 +9,14 @@ over: a worker that dies meanwhile died of this request.
 
 from collections.abc import Awaitable, Callable
 
-from tidemill.workers.scheduling.sequence import Sequence, ToTell
+from tidemill.workers.scheduling.sequence import IsolationNotice, Sequence
 
 Tell = Callable[[bool], Awaitable[None]]
 """Tells the caller of a request on trial that it runs alone from now on, or not any more. Returns when the
 caller can be expected to know."""
 
 
-class Trials:
+class IsolatedRuns:
     def __init__(self) -> None:
         self._now: Sequence | None = None
         self._others_first = False
@@ -47,7 +47,7 @@ class Trials:
             return False
         if now in rows and now.is_suspect:
             return False
-        if now.alone or now.is_being_told:
+        if now.alone or now.is_notifying:
             if now in rows:
                 _ask(now, alone=False)
             return False  # its caller does not know yet
@@ -56,6 +56,6 @@ class Trials:
 
 def _ask(sequence: Sequence, *, alone: bool) -> None:
     """Once: it may lose its memory, and have it again, before its caller knows."""
-    if not sequence.is_being_told:
-        sequence.is_being_told = True
-        sequence.outbox.put_nowait(ToTell(alone))
+    if not sequence.is_notifying:
+        sequence.is_notifying = True
+        sequence.outbox.put_nowait(IsolationNotice(alone))

@@ -7,7 +7,7 @@ from tidemill.workers.settings import CheckpointStrategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class EngineLimits:
     """`capacity_tokens` is the longest sequence that the smallest budget can hold when nothing else runs."""
 
     budget: Budget

@@ -21,7 +21,7 @@ SAMPLES = 15
 those of the streams that run now."""
 
 
-class Pace:
+class PrefillThrottle:
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens
         self._lights_s = deque[float](maxlen=SAMPLES)  # steps that carried no prompt

@@ -16,13 +16,13 @@ from tidemill.kvstore.memory.prefix_index import PrefixIndex
 from tidemill.workers.scheduling.sequence import Sequence
 
 
-class Makers:
+class InProgressPrefixes:
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
         self._of: dict[PageKey, Sequence] = {}  # the first one that will compute this page; not after it has
         self._followers: defaultdict[str, list[tuple[int, asyncio.Event]]] = defaultdict(list)
 
-    async def follow(self, sequence: Sequence) -> None:
+    async def wait(self, sequence: Sequence) -> None:
         """Wait while an older or running request computes pages of `sequence`; then become their maker."""
         keys = sequence.keys[: sequence.restorable // sequence.page_tokens]
         while (shared := self._shared(sequence, keys)) is not None:

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tidemill.kvstore.errors import OutOfMemory
-from tidemill.kvstore.memory.lease import Flight, Lease
+from tidemill.kvstore.memory.lease import Lease, StepInFlight
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.workers.execution.step import PENDING, Row
-from tidemill.workers.scheduling.isolation import Trials
-from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.isolation import IsolatedRuns
+from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Candidate, Planned, plan
-from tidemill.workers.scheduling.prefill_throttle import Pace
+from tidemill.workers.scheduling.prefill_throttle import PrefillThrottle
 from tidemill.workers.scheduling.sequence import PRIORITY_AGE_S, Sequence
 
 
@@ -20,7 +20,7 @@ class Launched:
 
     sequence: Sequence
     lease: Lease
-    flight: Flight
+    flight: StepInFlight
     row: Row
 
 
@@ -35,11 +35,11 @@ class Batch:
 NOTHING = Batch([], None)
 
 
-class Schedule:
+class Scheduler:
     def __init__(
         self,
         ledger: Ledger,
-        limits: Limits,
+        limits: EngineLimits,
         running: Mapping[str, Sequence],
         preempt: Callable[[Sequence], None],
     ) -> None:
@@ -47,8 +47,8 @@ class Schedule:
         self._limits = limits
         self._running = running
         self._preempt = preempt
-        self._pace = Pace(ledger.layout.page_tokens)
-        self._trials = Trials()
+        self._pace = PrefillThrottle(ledger.layout.page_tokens)
+        self._trials = IsolatedRuns()
         self._guesses: dict[str, tuple[int, ...]] = {}  # of each stream that the next step can have
         self._guessing = False  # ... or that waits for a step in flight, because of guesses
 
@@ -167,7 +167,7 @@ class Schedule:
         tokens = (PENDING,) if end > len(sequence.tokens) else tuple(sequence.tokens[start:end])
         if drafts:
             tokens += self._guesses[sequence.id][:drafts]
-        draws = sequence.draws if not sequence.produces and end >= len(sequence.tokens) else None
+        draws = sequence.sampling_state if not sequence.produces and end >= len(sequence.tokens) else None
         scores = sequence.scores(start, end)
         return Launched(
             sequence,
@@ -178,7 +178,7 @@ class Schedule:
                 tokens,
                 start,
                 lease.pages,
-                flight.read,
+                flight.reads,
                 flight.writes,
                 drafts,
                 draws,

@@ -10,7 +10,7 @@ from tidemill.kvstore.keys import PageKey, extend_keys
 from tidemill.kvstore.layout import restorable_end
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.workers.execution.ngram_drafter import Drafter
-from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Scores
 from tidemill.workers.messages import Delta, FinishReason, Provenance, Request, Times
 from tidemill.workers.scheduling.admission_queue import Seniority
@@ -21,7 +21,7 @@ first, and whoever waits long enough is first in the end."""
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class StoredPrefix:
     """What is put into the store at once: a sequence's first `num_pages` pages, those that are there already
     aside, then the checkpoint at their end if it is wanted."""
 
@@ -35,7 +35,7 @@ class Piece:
 class Publication:
     """What of a sequence was stored, `[0, there_pages)`, and what is to follow, ascending."""
 
-    pieces: deque[Piece] = field(default_factory=deque[Piece])
+    pieces: deque[StoredPrefix] = field(default_factory=deque[StoredPrefix])
     there_pages: int = 0
     complete: bool = True  # the last piece that ended was stored
     task: asyncio.Task[None] | None = None
@@ -45,7 +45,7 @@ class Preempted:
     """Put into an outbox: the sequence has lost its memory and must be restored."""
 
 
-class ToTell(NamedTuple):
+class IsolationNotice(NamedTuple):
     """Put into an outbox: the caller is to be told whether the sequence runs alone."""
 
     alone: bool
@@ -73,17 +73,17 @@ class Sequence:
     produces: bool
     tokens: list[int]
     target: int
-    draws: Draws
+    sampling_state: SamplingState
     drafter: Drafter | None
     keys: list[PageKey] = field(default_factory=list[PageKey])
     scored: int = 0  # logprobs of the prompt that were delivered
     lease: Lease | None = None  # None while it waits for memory, and after its end
-    patience: asyncio.Timeout | None = None  # while it waits for memory
+    timeout: asyncio.Timeout | None = None  # while it waits for memory
     ended: bool = False
     preemptions: int = 0
     suspect_until: int = 0  # up to this depth it runs alone: see workers/scheduling/isolation.py
     alone: bool = False  # its caller has been told that it does
-    is_being_told: bool = False  # ... or is about to hear of it
+    is_notifying: bool = False  # ... or is about to hear of it
     cuts: set[int] = field(default_factory=set[int])  # depths where a checkpoint is wanted
     junctions: set[int] = field(default_factory=set[int])  # ... because prompts part there
     checkpoint_owed: bool = False  # a boundary passed while decoding, and no slot could be had
@@ -92,8 +92,8 @@ class Sequence:
     fetch_s: float = 0.0
     prefetched_pages: range = range(0)  # came from the store before its turn
     publication: Publication = field(default_factory=Publication)
-    outbox: asyncio.Queue[Delta | Preempted | ToTell | Exception] = field(
-        default_factory=asyncio.Queue[Delta | Preempted | ToTell | Exception]
+    outbox: asyncio.Queue[Delta | Preempted | IsolationNotice | Exception] = field(
+        default_factory=asyncio.Queue[Delta | Preempted | IsolationNotice | Exception]
     )
 
     @property

@@ -7,7 +7,7 @@ from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.stores.page_store import Got, PageStore, Put
 
 
-class Placed(NamedTuple):
+class StagedObject(NamedTuple):
     """An object, and its bytes `[offset, offset + num_bytes)` of the arena."""
 
     key: ObjectKey
@@ -15,20 +15,20 @@ class Placed(NamedTuple):
     num_bytes: int
 
 
-class Places(Protocol):
+class ArenaIO(Protocol):
     """`store`, for objects by where they lie. Outcomes, order and cancellation are those of PageStore."""
 
     @property
     def store(self) -> PageStore: ...
 
-    async def put(self, objects: Sequence[Placed]) -> list[Put]: ...
+    async def put(self, objects: Sequence[StagedObject]) -> list[Put]: ...
 
-    async def get(self, wanted: Sequence[Placed]) -> list[Got]:
+    async def get(self, wanted: Sequence[StagedObject]) -> list[Got]:
         """The bytes of an object are defined for HIT alone."""
         ...
 
 
-class Direct:
+class DirectIO:
     """The store itself reads and writes the arena: see staging.py for memory that it cannot reach."""
 
     def __init__(self, store: PageStore, memory: memoryview) -> None:
@@ -36,11 +36,11 @@ class Direct:
         self.store = store
         self._memory = memory
 
-    async def put(self, objects: Sequence[Placed]) -> list[Put]:
+    async def put(self, objects: Sequence[StagedObject]) -> list[Put]:
         return await self.store.put([self._view(placed) for placed in objects])
 
-    async def get(self, wanted: Sequence[Placed]) -> list[Got]:
+    async def get(self, wanted: Sequence[StagedObject]) -> list[Got]:
         return await self.store.get([self._view(placed) for placed in wanted])
 
-    def _view(self, placed: Placed) -> tuple[ObjectKey, memoryview]:
+    def _view(self, placed: StagedObject) -> tuple[ObjectKey, memoryview]:
         return placed.key, self._memory[placed.offset : placed.offset + placed.num_bytes]

@@ -46,7 +46,7 @@ them would take."""
 Vector = npt.NDArray[np.float64]
 
 
-class Speedometer:
+class StepTimeModel:
     """Observing costs next to nothing; the sums are made when somebody asks."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Throughput:
         self._bytes = kept * self._bytes + num_bytes
         self._seconds = kept * self._seconds + max(seconds, SECONDS_MIN)
 
-    def told(self, speed: Speed) -> Speed:
+    def with_throughput(self, speed: Speed) -> Speed:
         """`speed` with this."""
         if self._fetches < FETCHES_MIN:
             return speed

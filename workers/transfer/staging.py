@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tidemill.kvstore.stores.page_store import Got, PageStore, Put, finish
 from tidemill.workers.settings import SettingsError
-from tidemill.workers.transfer.arena_io import Placed
+from tidemill.workers.transfer.arena_io import StagedObject
 
 PIECES = 4
 """So many pieces of a transfer are under way at once: one is copied while others are with the store."""
@@ -55,7 +55,7 @@ class StagingRing:
         """Of the ring, at this moment."""
         return self._spans.used_bytes
 
-    async def put(self, objects: Sequence[Placed]) -> list[Put]:
+    async def put(self, objects: Sequence[StagedObject]) -> list[Put]:
         pieces: list[asyncio.Task[list[Put]]] = []
         async with asyncio.TaskGroup() as group:
             for piece in self._pieces(objects):
@@ -63,7 +63,7 @@ class StagingRing:
                 pieces.append(group.create_task(self._put_piece(piece, before)))
         return [outcome for piece in pieces for outcome in piece.result()]
 
-    async def get(self, wanted: Sequence[Placed]) -> list[Got]:
+    async def get(self, wanted: Sequence[StagedObject]) -> list[Got]:
         async with asyncio.TaskGroup() as group:
             pieces = [group.create_task(self._get_piece(piece)) for piece in self._pieces(wanted)]
         return [outcome for piece in pieces for outcome in piece.result()]
@@ -73,7 +73,9 @@ class StagingRing:
         await self._out.close()
         await self._in.close()
 
-    async def _put_piece(self, piece: Sequence[Placed], before: asyncio.Task[list[Put]] | None) -> list[Put]:
+    async def _put_piece(
+        self, piece: Sequence[StagedObject], before: asyncio.Task[list[Put]] | None
+    ) -> list[Put]:
         """Copied while the piece before it is stored, and stored behind it. That one has its memory, for
         memory is given in the order in which it is asked for: no two pieces wait for each other."""
         async with self._spans.take(_num_bytes(piece)) as start:
@@ -90,7 +92,7 @@ class StagingRing:
                 [(placed.key, self._view[part]) for placed, part in zip(piece, parts, strict=True)]
             )
 
-    async def _get_piece(self, piece: Sequence[Placed]) -> list[Got]:
+    async def _get_piece(self, piece: Sequence[StagedObject]) -> list[Got]:
         async with self._spans.take(_num_bytes(piece)) as start:
             parts = _parts(piece, start)
             outcomes = await self.store.get(
@@ -105,12 +107,12 @@ class StagingRing:
             )
             return outcomes
 
-    def _of(self, placed: Placed) -> Tensor:
+    def _of(self, placed: StagedObject) -> Tensor:
         return self._device_memory[placed.offset : placed.offset + placed.num_bytes]
 
-    def _pieces(self, objects: Sequence[Placed]) -> Iterator[list[Placed]]:
+    def _pieces(self, objects: Sequence[StagedObject]) -> Iterator[list[StagedObject]]:
         """All objects, in order, as many together as make a piece."""
-        piece: list[Placed] = []
+        piece: list[StagedObject] = []
         for placed in objects:
             assert placed.num_bytes <= self._piece_bytes
             if piece and _num_bytes(piece) + placed.num_bytes > self._piece_bytes:
@@ -195,7 +197,7 @@ class Lane:
             self._stream.synchronize()
 
 
-def _parts(piece: Sequence[Placed], start: int) -> list[slice]:
+def _parts(piece: Sequence[StagedObject], start: int) -> list[slice]:
     """The bytes of the ring that each object has."""
     parts: list[slice] = []
     for placed in piece:
@@ -204,7 +206,7 @@ def _parts(piece: Sequence[Placed], start: int) -> list[slice]:
     return parts
 
 
-def _num_bytes(piece: Sequence[Placed]) -> int:
+def _num_bytes(piece: Sequence[StagedObject]) -> int:
     return sum(placed.num_bytes for placed in piece)
 
 

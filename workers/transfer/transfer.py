@@ -17,7 +17,7 @@ from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.shards import WHOLE, Shards, Share, mine
 from tidemill.kvstore.stores.page_store import Got, finish
-from tidemill.workers.transfer.arena_io import Placed, Places
+from tidemill.workers.transfer.arena_io import ArenaIO, StagedObject
 from tidemill.workers.transfer.speed_model import Throughput
 
 IN_FLIGHT_BYTES_MAX = 256 << 20
@@ -47,7 +47,7 @@ class Mate(Protocol):
 class RankTransfer:
     """One rank's part: `share` names the shards that each page and state of its arena consists of."""
 
-    def __init__(self, layout: Layout, places: Places, share: Share) -> None:
+    def __init__(self, layout: Layout, places: ArenaIO, share: Share) -> None:
         self._layout = layout
         self._places = places
         self._share = share
@@ -74,7 +74,7 @@ class RankTransfer:
             case Kind.CHECKPOINT:
                 return True
 
-    def _shards(self, moved: Moved) -> list[Placed]:
+    def _shards(self, moved: Moved) -> list[StagedObject]:
         """Its shards on this rank."""
         match moved.kind:
             case Kind.PAGE:
@@ -88,7 +88,7 @@ class RankTransfer:
                 offset = self._layout.state_offset(StateId(moved.place))
         size = num_bytes // len(shards)
         return [
-            Placed(ObjectKey(moved.kind, moved.key, shard), start, size)
+            StagedObject(ObjectKey(moved.kind, moved.key, shard), start, size)
             for shard, start in zip(shards, range(offset, offset + num_bytes, size), strict=True)
         ]
 
@@ -115,7 +115,7 @@ class Transfer:
     def __init__(
         self,
         layout: Layout,
-        places: Places,
+        places: ArenaIO,
         shards: Shards = WHOLE,
         mates: Sequence[Mate] = (),
         in_flight_bytes_max: int = IN_FLIGHT_BYTES_MAX,
@@ -162,9 +162,10 @@ class Transfer:
         `num_pages` is the answer only when the checkpoint arrived too. Nothing is committed here. When this
         is cancelled, or the store takes longer than it is worth waiting for, `on_late` gets the transfer.
         """
-        first = len(lease.entries)
+        first = len(lease.shared_entries)
         wanted = [
-            Moved(Kind.PAGE, keys[index], lease.own[index - first]) for index in range(first, num_pages)
+            Moved(Kind.PAGE, keys[index], lease.private_pages[index - first])
+            for index in range(first, num_pages)
         ]
         wanted += [
             Moved(Kind.WINDOW, keys[place], lease.windows[place - lease.first_window])
@@ -202,12 +203,12 @@ class Transfer:
         is wanted; True when all are there. Those before `first` are there."""
         pages = [
             Moved(Kind.PAGE, keys[index], entry.page)
-            for index, entry in enumerate(lease.entries[first:], start=first)
+            for index, entry in enumerate(lease.shared_entries[first:], start=first)
         ]
         last: list[Moved] = []
         if checkpoint and lease.source is not None and lease.source.checkpoint is not None:
             state, windows = lease.source.checkpoint
-            places = range(len(lease.entries) - len(windows), len(lease.entries))
+            places = range(len(lease.shared_entries) - len(windows), len(lease.shared_entries))
             last = [
                 Moved(Kind.WINDOW, keys[place], window) for place, window in zip(places, windows, strict=True)
             ]

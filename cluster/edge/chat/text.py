@@ -38,7 +38,7 @@ class Rendering:
 PLAIN = Rendering()
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """The text of one stream of tokens, as far as its characters are complete."""
 
     def push(self, token: int) -> str:
@@ -65,7 +65,7 @@ class Tokenizer(Protocol):
         """Tokens of a conversation. Raises RequestError."""
         ...
 
-    def decoder(self, shown: Collection[str] = ()) -> Decoder:
+    def decoder(self, shown: Collection[str] = ()) -> TokenDecoder:
         """Special tokens have no text but for those that are `shown`."""
         ...
 

@@ -15,13 +15,13 @@ import grpc.aio
 
 from tidemill.cluster.edge.grpc_api.errors import refusal_of
 from tidemill.cluster.edge.grpc_api.messages import body_of, grow, parse, tokenize_body_of, usage_of
-from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, asker_of, request_id_of
-from tidemill.cluster.edge.requests.context import Desk
-from tidemill.cluster.edge.requests.intake import Job
-from tidemill.cluster.edge.requests.limits import Bound
-from tidemill.cluster.edge.requests.models import Model
-from tidemill.cluster.edge.requests.recent_requests import Asked
-from tidemill.cluster.edge.requests.usage import Tally
+from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, caller_of, request_id_of
+from tidemill.cluster.edge.requests.context import EdgeContext
+from tidemill.cluster.edge.requests.intake import PreparedRequest
+from tidemill.cluster.edge.requests.limits import InFlightLimit
+from tidemill.cluster.edge.requests.models import EdgeModel
+from tidemill.cluster.edge.requests.recent_requests import RequestIdentity
+from tidemill.cluster.edge.requests.usage import UsageCounter
 from tidemill.cluster.rpc.proto import generation_pb2 as pb
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError
@@ -51,9 +51,9 @@ class _Gone(TidemillError):
 class Generation:
     """The methods. The messages are read here rather than by gRPC, so that who may not ask sends none."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: EdgeContext) -> None:
         self._desk = desk
-        self._num_bytes = Bound(desk.limits.body_bytes_max, "bytes of messages")
+        self._num_bytes = InFlightLimit(desk.limits.body_bytes_max, "bytes of messages")
 
     def methods(self) -> grpc.GenericRpcHandler:
         methods = {
@@ -97,11 +97,11 @@ class Generation:
 
     async def _generate(self, call: _Call) -> None:
         model, job, asked = await self._asked(call)
-        tally = Tally(job)
+        tally = UsageCounter(job)
         choices = [pb.Choice() for _ in job.requests]
         async with aclosing(self._desk.answers(model, job, asked)) as increments:
             async for increment in increments:
-                tally.saw(increment)
+                tally.record(increment)
                 grow(choices[increment.choice], increment, model.tokenizer.piece)
         whole = pb.GenerateResponse(
             id=asked.reply_id, model=model.name, choices=choices, usage=usage_of(tally)
@@ -110,11 +110,11 @@ class Generation:
 
     async def _generate_stream(self, call: _Call) -> None:
         model, job, asked = await self._asked(call)
-        tally = Tally(job)
+        tally = UsageCounter(job)
         unfinished = len(job.requests)
         async with aclosing(self._desk.answers(model, job, asked)) as increments:
             async for increment in increments:
-                tally.saw(increment)
+                tally.record(increment)
                 unfinished -= increment.growth.finish is not None
                 chunk = pb.GenerateChunk(id=asked.reply_id, model=model.name)
                 grow(chunk.choice, increment, model.tokenizer.piece)
@@ -144,12 +144,16 @@ class Generation:
         ]
         await call.send(pb.ListModelsResponse(models=models).SerializeToString())
 
-    async def _asked(self, call: _Call) -> tuple[Model, Job, Asked]:
+    async def _asked(self, call: _Call) -> tuple[EdgeModel, PreparedRequest, RequestIdentity]:
         body = body_of(call.data)
         model = self._desk.models.find(body.model)
-        job = await model.intake.completion(body, asker_of(call.headers, self._desk.keys))
+        job = await model.intake.completion(body, caller_of(call.headers, self._desk.keys))
         reply_id = f"gen-{self._desk.sources.new_id()}"
-        return model, job, Asked(request_id=call.id, reply_id=reply_id, model=model.name, kind="grpc")
+        return (
+            model,
+            job,
+            RequestIdentity(request_id=call.id, reply_id=reply_id, model=model.name, kind="grpc"),
+        )
 
     async def _read(self, frames: AsyncIterator[bytes]) -> bytes:
         """The message of a call. Raises RequestError."""

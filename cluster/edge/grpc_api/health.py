@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from tidemill.cluster.edge.requests.models import Models
+from tidemill.cluster.edge.requests.models import EdgeModels
 from tidemill.kvstore.errors import TidemillError
 
 if TYPE_CHECKING:  # generic in the type stubs alone
@@ -25,7 +25,7 @@ class Health:
     """`services` are as healthy as the models are, and so is the server as a whole, which has no name. Asks
     nobody for a key, like /health over HTTP."""
 
-    def __init__(self, models: Models, services: Collection[str]) -> None:
+    def __init__(self, models: EdgeModels, services: Collection[str]) -> None:
         self._models = models
         self._names = {"", *services}
         self._is_ending = False

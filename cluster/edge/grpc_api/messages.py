@@ -11,7 +11,7 @@ from tidemill.cluster.edge.chat.request.validation import problems_of, request_e
 from tidemill.cluster.edge.requests.answers import Increment
 from tidemill.cluster.edge.requests.bodies import CompletionBody, TokenizeBody
 from tidemill.cluster.edge.requests.logprobs import LOGPROB_MIN, Piece
-from tidemill.cluster.edge.requests.usage import Tally
+from tidemill.cluster.edge.requests.usage import UsageCounter
 from tidemill.cluster.rpc.proto import generation_pb2 as pb
 from tidemill.workers.messages import RequestError
 
@@ -96,7 +96,7 @@ def _logprob(scored: Scored, piece: Piece) -> pb.TokenLogprob:
     return known
 
 
-def usage_of(tally: Tally) -> pb.Usage:
+def usage_of(tally: UsageCounter) -> pb.Usage:
     usage = tally.usage()
     details = cast("Mapping[str, int]", usage["prompt_tokens_details"])
     return pb.Usage(

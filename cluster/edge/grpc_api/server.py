@@ -9,7 +9,7 @@ from grpc_reflection.v1alpha import reflection
 from tidemill.cluster.edge.grpc_api import generation, health
 from tidemill.cluster.edge.grpc_api.generation import Generation
 from tidemill.cluster.edge.grpc_api.health import Health
-from tidemill.cluster.edge.requests.context import Desk
+from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX
 from tidemill.cluster.edge.requests.security import Tls
 from tidemill.cluster.rpc import channels
@@ -42,7 +42,7 @@ _OPTIONS: Sequence[tuple[str, int]] = (
 class PublicServer:
     """Serves tidemill.v1.Generation, health and reflection."""
 
-    def __init__(self, desk: Desk, *, tls: Tls | None = None) -> None:
+    def __init__(self, desk: EdgeContext, *, tls: Tls | None = None) -> None:
         """Raises OSError when the files of `tls` cannot be read."""
         self._shutdown_s_max = desk.limits.shutdown_s_max
         self._credentials = None if tls is None else _credentials(tls)

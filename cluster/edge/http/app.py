@@ -15,50 +15,50 @@ from tidemill import __version__
 from tidemill.cluster.edge.http.dashboard import add_page_routes
 from tidemill.cluster.edge.http.errors import add_error_replies
 from tidemill.cluster.edge.http.memory import BudgetBody, memory_of
-from tidemill.cluster.edge.http.middleware import Boundary
+from tidemill.cluster.edge.http.middleware import EdgeMiddleware
 from tidemill.cluster.edge.http.openapi import describe
-from tidemill.cluster.edge.http.replies import Head, Kind, chunk_choice, opening_choice, whole_reply
+from tidemill.cluster.edge.http.replies import Kind, ReplyHead, chunk_choice, opening_choice, whole_reply
 from tidemill.cluster.edge.http.responses import add_responses_routes
 from tidemill.cluster.edge.http.stream import CLIENT_CLOSED_REQUEST, DONE, EventStream, event, while_connected
 from tidemill.cluster.edge.http.support import add_support_routes
 from tidemill.cluster.edge.http.tokenize import add_token_routes
 from tidemill.cluster.edge.http.workers import add_worker_routes
 from tidemill.cluster.edge.requests.answers import Increment
-from tidemill.cluster.edge.requests.api_keys import Key
+from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.bodies import ChatBody, CompletionBody, StreamOptions
-from tidemill.cluster.edge.requests.caller import asker_of
-from tidemill.cluster.edge.requests.context import Desk, Sources, desk_of
+from tidemill.cluster.edge.requests.caller import caller_of
+from tidemill.cluster.edge.requests.context import EdgeContext, Sources, open_context
 from tidemill.cluster.edge.requests.errors import error_of
-from tidemill.cluster.edge.requests.intake import Job
+from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.requests.limits import EdgeLimits
-from tidemill.cluster.edge.requests.models import Model, Served
-from tidemill.cluster.edge.requests.recent_requests import Asked, add_recent_routes
-from tidemill.cluster.edge.requests.usage import Json, Tally
-from tidemill.cluster.metrics.edge_metrics import Metrics
+from tidemill.cluster.edge.requests.models import EdgeModel, ServedBackend
+from tidemill.cluster.edge.requests.recent_requests import RequestIdentity, add_recent_routes
+from tidemill.cluster.edge.requests.usage import Json, UsageCounter
+from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.metrics.exposition import CONTENT_TYPE, exposition
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Unserved
 
 
 def build_app(
-    served: Sequence[Served],
+    served: Sequence[ServedBackend],
     sources: Sources,
     *,
-    metrics: Metrics | None = None,
+    metrics: EdgeMetrics | None = None,
     limits: EdgeLimits | None = None,
-    keys: Sequence[Key] = (),
+    keys: Sequence[ApiKey] = (),
 ) -> FastAPI:
     """`app_of` a desk of its own."""
-    return app_of(desk_of(served, sources, metrics=metrics, limits=limits, keys=keys))
+    return app_of(open_context(served, sources, metrics=metrics, limits=limits, keys=keys))
 
 
-def app_of(desk: Desk) -> FastAPI:
+def app_of(desk: EdgeContext) -> FastAPI:
     """The OpenAI API over the models of `desk`, with /tokenize, /health, /metrics, /cluster, /version and
     /docs."""
     edge = Edge(desk)
     app = FastAPI(title="Tidemill", version=__version__, redoc_url=None)
     app.add_middleware(
-        Boundary,
+        EdgeMiddleware,
         new_id=desk.sources.new_id,
         count=desk.metrics.count_error,
         limits=desk.limits,
@@ -93,32 +93,32 @@ def app_of(desk: Desk) -> FastAPI:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reply:
+class _CompletionReply:
     """What answers one HTTP request."""
 
-    model: Model
-    job: Job
-    head: Head
-    asked: Asked
+    model: EdgeModel
+    job: PreparedRequest
+    head: ReplyHead
+    asked: RequestIdentity
 
 
 class Edge:
     """The endpoints."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: EdgeContext) -> None:
         self._desk = desk
         self._models = desk.models
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """A chat: the answer of the assistant, streamed or whole."""
         model = self._models.find(body.model)
-        job = await model.intake.chat(body, asker_of(request.headers, self._desk.keys))
+        job = await model.intake.chat(body, caller_of(request.headers, self._desk.keys))
         return await self._reply(request, model, job, "chat", body.stream_options if body.stream else None)
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """The continuation of one prompt or of several, streamed or whole."""
         model = self._models.find(body.model)
-        job = await model.intake.completion(body, asker_of(request.headers, self._desk.keys))
+        job = await model.intake.completion(body, caller_of(request.headers, self._desk.keys))
         return await self._reply(request, model, job, "text", body.stream_options if body.stream else None)
 
     async def models(self) -> Json:
@@ -185,42 +185,47 @@ class Edge:
         return Response(exposition(self._desk.metrics, fleets), media_type=CONTENT_TYPE)
 
     async def _reply(
-        self, request: Request, model: Model, job: Job, kind: Kind, stream: StreamOptions | None
+        self,
+        request: Request,
+        model: EdgeModel,
+        job: PreparedRequest,
+        kind: Kind,
+        stream: StreamOptions | None,
     ) -> Response:
         sources = self._desk.sources
-        head = Head(
+        head = ReplyHead(
             kind=kind,
             reply_id=f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{sources.new_id()}",
             created_s=int(sources.unix_time_s()),
             model=model.name,
             piece=model.tokenizer.piece,
         )
-        asked = Asked(
+        asked = RequestIdentity(
             request_id=request.state.request_id, reply_id=head.reply_id, model=model.name, kind=kind
         )
-        reply = _Reply(model, job, head, asked)
+        reply = _CompletionReply(model, job, head, asked)
         if stream is not None:
             return EventStream(self._chunks(reply, stream))
         whole = await while_connected(request.receive, self._whole(reply))
         return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else JSONResponse(whole)
 
-    def _answers(self, reply: _Reply) -> AsyncGenerator[Increment]:
+    def _answers(self, reply: _CompletionReply) -> AsyncGenerator[Increment]:
         return self._desk.answers(reply.model, reply.job, reply.asked)
 
-    async def _whole(self, reply: _Reply) -> Json:
+    async def _whole(self, reply: _CompletionReply) -> Json:
         job, head = reply.job, reply.head
-        tally = Tally(job)
+        tally = UsageCounter(job)
         choices: list[list[Increment]] = [[] for _ in job.requests]
         async with aclosing(self._answers(reply)) as increments:
             async for increment in increments:
-                tally.saw(increment)
+                tally.record(increment)
                 choices[increment.choice].append(increment)
         return whole_reply(head, job, choices, tally.usage())
 
-    async def _chunks(self, reply: _Reply, options: StreamOptions) -> AsyncGenerator[bytes]:
+    async def _chunks(self, reply: _CompletionReply, options: StreamOptions) -> AsyncGenerator[bytes]:
         """Server-sent events. After the first one an error is an event too: the status line has been sent."""
         job, head = reply.job, reply.head
-        tally = Tally(job)
+        tally = UsageCounter(job)
         started = False
         try:
             async with aclosing(self._answers(reply)) as increments:
@@ -229,7 +234,7 @@ class Edge:
                         for index in range(len(job.requests)):  # in order: the openai SDK counts on it
                             yield event(head.chunk([opening_choice(index)]))
                             started = True
-                    tally.saw(increment)
+                    tally.record(increment)
                     chunk = head.chunk([chunk_choice(head, increment)])
                     if options.continuous_usage_stats:
                         chunk["usage"] = tally.usage()

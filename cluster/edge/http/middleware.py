@@ -14,10 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tidemill.cluster.edge.http.dashboard import PAGE_PATHS
 from tidemill.cluster.edge.http.same_origin import check_site
 from tidemill.cluster.edge.http.stream import EventStream, event
-from tidemill.cluster.edge.requests.api_keys import Keys
+from tidemill.cluster.edge.requests.api_keys import ApiKeys
 from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, request_id_of
 from tidemill.cluster.edge.requests.errors import error_of, headers_of
-from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX, BODY_BYTES_PER_S, Bound, EdgeLimits
+from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX, BODY_BYTES_PER_S, EdgeLimits, InFlightLimit
 from tidemill.workers.messages import Overloaded, RequestError, Unserved
 
 STOPS = Unserved("this server stops")
@@ -26,7 +26,7 @@ OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/m
 """Probes and scrapers bring no keys; the page asks for one."""
 
 
-class Boundary:
+class EdgeMiddleware:
     """ASGI middleware. Looks at the key, then reads the body before the application does, and no more of it
     than is allowed."""
 
@@ -36,14 +36,14 @@ class Boundary:
         new_id: Callable[[], str],
         count: Callable[[int], None],
         limits: EdgeLimits,
-        keys: Keys,
+        keys: ApiKeys,
     ) -> None:
         self._app = app
         self._new_id = new_id
         self._count = count
         self._keys = keys
-        self._requests = Bound(limits.requests_max, "requests")
-        self._bytes = Bound(limits.body_bytes_max, "bytes of bodies")
+        self._requests = InFlightLimit(limits.requests_max, "requests")
+        self._bytes = InFlightLimit(limits.body_bytes_max, "bytes of bodies")
         self._body_s_max = limits.body_s_max
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,7 +115,7 @@ class Boundary:
 class _Body:
     """The body of one request, within the bound on all of them until it is dropped."""
 
-    def __init__(self, bound: Bound, s_max: float) -> None:
+    def __init__(self, bound: InFlightLimit, s_max: float) -> None:
         self._bound = bound
         self._s_max = s_max
         self._num_bytes = 0

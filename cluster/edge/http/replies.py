@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Literal, assert_never
 
 from tidemill.cluster.edge.chat.output.detokenizer import Scored
-from tidemill.cluster.edge.chat.output.parts import Call, Part, Reasoning, Words, joined
+from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text, joined
 from tidemill.cluster.edge.requests.answers import Increment
-from tidemill.cluster.edge.requests.intake import Job
+from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.requests.logprobs import Piece, chat_logprobs, completion_logprobs, prompt_logprobs
 from tidemill.cluster.edge.requests.usage import Json
 
@@ -15,7 +15,7 @@ Kind = Literal["chat", "text"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class ReplyHead:
     """What every chunk of one reply repeats."""
 
     kind: Kind
@@ -54,7 +54,7 @@ def opening_choice(index: int) -> Json:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def chunk_choice(head: Head, increment: Increment) -> Json:
+def chunk_choice(head: ReplyHead, increment: Increment) -> Json:
     growth = increment.growth
     match head.kind:
         case "chat":
@@ -67,7 +67,9 @@ def chunk_choice(head: Head, increment: Increment) -> Json:
     return {"index": increment.choice, **text, "logprobs": logprobs, "finish_reason": _finish(increment)}
 
 
-def whole_reply(head: Head, job: Job, choices: Sequence[Sequence[Increment]], usage: Json) -> Json:
+def whole_reply(
+    head: ReplyHead, job: PreparedRequest, choices: Sequence[Sequence[Increment]], usage: Json
+) -> Json:
     """`choices` are all increments of each."""
     told = _told(job, choices)
     whole = [
@@ -92,7 +94,7 @@ def whole_reply(head: Head, job: Job, choices: Sequence[Sequence[Increment]], us
     return body
 
 
-def _told(job: Job, choices: Sequence[Sequence[Increment]]) -> list[int]:
+def _told(job: PreparedRequest, choices: Sequence[Sequence[Increment]]) -> list[int]:
     """Of the choices of each prompt the best first, by logprob per token, where not all of them are told."""
 
     def per_token(choice: int) -> float:
@@ -100,14 +102,14 @@ def _told(job: Job, choices: Sequence[Sequence[Increment]]) -> list[int]:
         num_tokens = sum(growth.num_tokens for growth in growths)
         return sum(growth.logprob for growth in growths) / max(1, num_tokens)
 
-    if job.told is None:
+    if job.best_of is None:
         return list(range(len(choices)))
     starts = range(0, len(choices), job.n)
     ranked = [sorted(range(start, start + job.n), key=per_token, reverse=True) for start in starts]
-    return [choice for best in ranked for choice in best[: job.told]]
+    return [choice for best in ranked for choice in best[: job.best_of]]
 
 
-def whole_choice(head: Head, index: int, increments: Sequence[Increment], *, logprobs: bool) -> Json:
+def whole_choice(head: ReplyHead, index: int, increments: Sequence[Increment], *, logprobs: bool) -> Json:
     match head.kind:
         case "chat":
             body: Json = {
@@ -151,8 +153,8 @@ def _message(parts: Sequence[Part], call_id: str) -> Json:
 
 def _texts(parts: Sequence[Part]) -> tuple[str, str]:
     """The reasoning, and the words."""
-    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
-    return reasoning, "".join(part.text for part in parts if isinstance(part, Words))
+    reasoning = "".join(part.text for part in parts if isinstance(part, ReasoningText))
+    return reasoning, "".join(part.text for part in parts if isinstance(part, Text))
 
 
 def _calls(parts: Sequence[Part]) -> list[Call]:

@@ -12,33 +12,33 @@ from tidemill.cluster.edge.http.responses_body import ResponsesBody, renamed
 from tidemill.cluster.edge.http.responses_events import Output, Status
 from tidemill.cluster.edge.http.stream import CLIENT_CLOSED_REQUEST, EventStream, event, while_connected
 from tidemill.cluster.edge.requests.answers import Increment
-from tidemill.cluster.edge.requests.caller import asker_of
-from tidemill.cluster.edge.requests.context import Desk
+from tidemill.cluster.edge.requests.caller import caller_of
+from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.errors import error_of
-from tidemill.cluster.edge.requests.intake import Job
-from tidemill.cluster.edge.requests.models import Model
-from tidemill.cluster.edge.requests.recent_requests import Asked
-from tidemill.cluster.edge.requests.usage import Json, Tally
+from tidemill.cluster.edge.requests.intake import PreparedRequest
+from tidemill.cluster.edge.requests.models import EdgeModel
+from tidemill.cluster.edge.requests.recent_requests import RequestIdentity
+from tidemill.cluster.edge.requests.usage import Json, UsageCounter
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import FinishReason, RequestError
 
 
-def add_responses_routes(app: FastAPI, desk: Desk) -> None:
+def add_responses_routes(app: FastAPI, desk: EdgeContext) -> None:
     """POST /v1/responses."""
 
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """An answer as items (reasoning, message, function_call), streamed or whole. Nothing is stored."""
         model = desk.models.find(body.model)
         try:
-            job = await model.intake.chat(body.chat(), asker_of(request.headers, desk.keys))
+            job = await model.intake.chat(body.chat(), caller_of(request.headers, desk.keys))
         except RequestError as error:
             raise renamed(error) from None
         name = desk.sources.new_id()
-        asked = Asked(
+        asked = RequestIdentity(
             request_id=request.state.request_id, reply_id=f"resp_{name}", model=model.name, kind="responses"
         )
         created_s = int(desk.sources.unix_time_s())
-        reply = _Reply(desk, model, job, asked, body, created_s, Output(name), Tally(job))
+        reply = _ResponseReply(desk, model, job, asked, body, created_s, Output(name), UsageCounter(job))
         if body.stream:
             return EventStream(reply.events())
         whole = await while_connected(request.receive, reply.whole())
@@ -48,17 +48,17 @@ def add_responses_routes(app: FastAPI, desk: Desk) -> None:
 
 
 @dataclass(slots=True)
-class _Reply:
+class _ResponseReply:
     """One response, from its job to its end."""
 
-    desk: Desk
-    model: Model
-    job: Job
-    asked: Asked
+    desk: EdgeContext
+    model: EdgeModel
+    job: PreparedRequest
+    asked: RequestIdentity
     body: ResponsesBody
     created_s: int
     output: Output
-    tally: Tally
+    tally: UsageCounter
     finish: FinishReason | None = None
     reasoning_tokens: int = 0
 
@@ -106,7 +106,7 @@ class _Reply:
         return [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
 
     def _events_of(self, increment: Increment) -> Iterable[Json]:
-        self.tally.saw(increment)
+        self.tally.record(increment)
         told = list(self.output.add(increment.parts))
         if self.output.reasons:
             self.reasoning_tokens += increment.growth.num_tokens

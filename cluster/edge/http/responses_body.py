@@ -86,7 +86,7 @@ Choice = Annotated[
 ]
 
 
-class Item(BaseModel):
+class InputItem(BaseModel):
     """One item of the input. Which of the fields it needs says its type; reasoning is left out."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -131,7 +131,7 @@ class TextConfig(BaseModel):
     _nulls = model_validator(mode="before")(absent_if_null)
 
 
-class Reasoning(BaseModel):
+class ReasoningOptions(BaseModel):
     """`effort` is for the chat template; "none" asks for an answer without reasoning."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
@@ -147,7 +147,7 @@ class ResponsesBody(BaseModel):
 
     model: Annotated[str, Field(max_length=256)] | None = None
     input: Annotated[
-        list[Item],
+        list[InputItem],
         FailFast(),
         Field(min_length=1, max_length=ITEMS_MAX, description="a text, or items"),
         BeforeValidator(_items),
@@ -161,7 +161,7 @@ class ResponsesBody(BaseModel):
     tool_choice: Choice = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
-    reasoning: Reasoning = Reasoning()
+    reasoning: ReasoningOptions = ReasoningOptions()
     store: bool = False
     metadata: Annotated[dict[str, str], Field(max_length=METADATA_MAX)] = Field(default={})
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tidemill.cluster.edge.chat.output.parts import Call, Part, Reasoning, Words
+from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text
 from tidemill.cluster.edge.requests.usage import Json
 
 Kind = Literal["reasoning", "message"]
@@ -55,9 +55,9 @@ class Output:
         """The events of some more of the answer."""
         for part in parts:
             match part:
-                case Reasoning(text):
+                case ReasoningText(text):
                     yield from self._grow("reasoning", text)
-                case Words(text):
+                case Text(text):
                     yield from self._grow("message", text)
                 case Call():
                     yield from self._call(part)

@@ -14,7 +14,7 @@ TAKEN_BYTES_MIN = 16 << 10
 """A client that takes less of what waits for it, in one period of `send_s_max`, reads too slowly."""
 
 
-class PatientProtocol(HttpToolsProtocol):
+class TimeoutProtocol(HttpToolsProtocol):
     """uvicorn's protocol of one connection, with an end to its patience.
 
     uvicorn stops the application at 64 KiB that the client has not taken, and would wait for ever then; what
@@ -99,6 +99,6 @@ class PatientProtocol(HttpToolsProtocol):
             self._send_due = None
 
 
-def patient(limits: EdgeLimits) -> type[PatientProtocol]:
+def with_client_timeouts(limits: EdgeLimits) -> type[TimeoutProtocol]:
     """The protocol with these limits, as uvicorn takes it: `http=patient(limits)`."""
-    return type("PatientProtocol", (PatientProtocol,), {"limits": limits})
+    return type("PatientProtocol", (TimeoutProtocol,), {"limits": limits})

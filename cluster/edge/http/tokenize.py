@@ -5,11 +5,11 @@ from fastapi import FastAPI
 from tidemill.cluster.edge.chat.request.request_builder import check_tokens
 from tidemill.cluster.edge.chat.text import text_of
 from tidemill.cluster.edge.requests.bodies import DetokenizeBody, TokenizeBody
-from tidemill.cluster.edge.requests.models import Models
+from tidemill.cluster.edge.requests.models import EdgeModels
 from tidemill.cluster.edge.requests.usage import Json
 
 
-def add_token_routes(app: FastAPI, models: Models) -> None:
+def add_token_routes(app: FastAPI, models: EdgeModels) -> None:
     """POST /tokenize and /detokenize: what the model would see, and what tokens stand for."""
 
     async def tokenize(body: TokenizeBody) -> Json:

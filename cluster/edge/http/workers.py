@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from fastapi import Path as InPath
 from pydantic import BaseModel, ConfigDict, Field
 
-from tidemill.cluster.edge.requests.models import Models
+from tidemill.cluster.edge.requests.models import EdgeModels
 from tidemill.cluster.edge.requests.usage import Json
 from tidemill.workers.messages import Role
 
@@ -47,7 +47,7 @@ class ScaleBody(BaseModel):
     pending: bool = False
 
 
-def add_worker_routes(app: FastAPI, models: Models) -> None:
+def add_worker_routes(app: FastAPI, models: EdgeModels) -> None:
     """Orders to one worker take effect with its next heartbeat; the answer is its name and what it was
     told."""
 

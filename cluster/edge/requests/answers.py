@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from tidemill.cluster.edge.chat.output.detokenizer import Answer, Growth
 from tidemill.cluster.edge.chat.output.harmony import listener
-from tidemill.cluster.edge.chat.output.parts import Listener, Part
+from tidemill.cluster.edge.chat.output.parts import Parser, Part
 from tidemill.cluster.edge.chat.text import Tokenizer
 from tidemill.cluster.edge.requests.echo import Echo
-from tidemill.cluster.edge.requests.intake import Job
+from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.service import Service
-from tidemill.workers.messages import Piece, TokenLogprob, Trace, Unserved
+from tidemill.workers.messages import StreamPiece, TokenLogprob, Trace, Unserved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Increment:
     calls: int = 0  # of tools, so far
 
 
-async def answers(service: Service, tokenizer: Tokenizer, job: Job) -> AsyncGenerator[Increment]:
+async def answers(service: Service, tokenizer: Tokenizer, job: PreparedRequest) -> AsyncGenerator[Increment]:
     """All choices of `job` until each has finished. Closing it cancels what still runs. Raises Unserved and
     RequestError.
 
@@ -38,9 +38,9 @@ async def answers(service: Service, tokenizer: Tokenizer, job: Job) -> AsyncGene
     async with AsyncExitStack() as stack:
         streams: list[AsyncGenerator[Increment]] = []
         for index, request in enumerate(job.requests):
-            shown = () if job.manner is None else job.manner.tags
+            shown = () if job.output_format is None else job.output_format.tags
             answer = Answer(request, tokenizer.decoder(shown), job.ending)
-            speech = None if job.manner is None else listener(job.manner)
+            speech = None if job.output_format is None else listener(job.output_format)
             echo = None if job.echoes is None else Echo(job.echoes[index // job.n], tokenizer.piece)
             streams.append(_read(service.generate(request), answer, speech, echo, index))
             stack.push_async_callback(streams[-1].aclose)
@@ -54,7 +54,7 @@ async def answers(service: Service, tokenizer: Tokenizer, job: Job) -> AsyncGene
 
 
 async def _read(
-    pieces: AsyncGenerator[Piece], answer: Answer, speech: Listener | None, echo: Echo | None, choice: int
+    pieces: AsyncGenerator[StreamPiece], answer: Answer, speech: Parser | None, echo: Echo | None, choice: int
 ) -> AsyncGenerator[Increment]:
     scores: list[TokenLogprob] = []
     async with aclosing(pieces):

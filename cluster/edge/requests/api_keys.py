@@ -25,7 +25,7 @@ OPERATORS_PATHS = ("/cluster", "/reset_prefix_cache", "/flush_cache")
 """These, and all below them."""
 
 
-class Key(BaseModel):
+class ApiKey(BaseModel):
     """`requests_per_minute` may all come at once after a pause; None: as many as the fleet takes."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -39,13 +39,13 @@ class Key(BaseModel):
 class _File(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    keys: Annotated[list[Key], Field(min_length=1)]
+    keys: Annotated[list[ApiKey], Field(min_length=1)]
 
 
-class Keys:
+class ApiKeys:
     """Those that are known. Without any, everybody may ask."""
 
-    def __init__(self, keys: Sequence[Key] = (), clock_s: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, keys: Sequence[ApiKey] = (), clock_s: Callable[[], float] = lambda: 0.0) -> None:
         self._keys = {key.sha256: key for key in keys}
         self._clock_s = clock_s
         self._paid_until_s: dict[str, float] = {}  # by digest
@@ -73,7 +73,7 @@ class Keys:
         """None where there are no keys. Raises RequestError."""
         return self._key_of(headers).tenant if self._keys else None
 
-    def _key_of(self, headers: Mapping[str, str]) -> Key:
+    def _key_of(self, headers: Mapping[str, str]) -> ApiKey:
         key = self._keys.get(digest_of(bearer(headers)))
         if key is None:
             raise RequestError(
@@ -83,7 +83,7 @@ class Keys:
             )
         return key
 
-    def _count(self, key: Key, per_minute: int) -> None:
+    def _count(self, key: ApiKey, per_minute: int) -> None:
         """The generic cell rate algorithm (ITU-T I.371): each request pays for its share of a minute, and
         may have paid for a minute ahead."""
         now_s, cost_s = self._clock_s(), 60 / per_minute
@@ -109,7 +109,7 @@ def digest_of(key: str) -> str:
     return sha256(key.encode()).hexdigest()
 
 
-def read_keys(path: Path) -> list[Key]:
+def read_keys(path: Path) -> list[ApiKey]:
     """Those of a file. Raises TidemillError with the place and the fix."""
     try:
         content: object = yaml.safe_load(path.read_text())

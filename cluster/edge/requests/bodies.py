@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from tidemill.cluster.edge.chat.request.messages import Turn
+from tidemill.cluster.edge.chat.request.messages import ChatMessage
 from tidemill.cluster.edge.chat.request.params import (
     LOGPROBS_MAX,
     PROMPT_FORMS,
@@ -117,7 +117,7 @@ class Body(Params):
 class ChatBody(Body):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Turn], FailFast(), Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1)]
     tools: Annotated[list[Tool], FailFast(), Field(max_length=TOOLS_MAX)] = Field(default=[])
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
@@ -172,7 +172,7 @@ class CompletionBody(Body):
 class TokenizeBody(ChatBody):
     """POST /tokenize: `messages` as for a chat, or a `prompt`."""
 
-    messages: Annotated[list[Turn], FailFast()] = Field(default=[])
+    messages: Annotated[list[ChatMessage], FailFast()] = Field(default=[])
     prompt: Annotated[str, AfterValidator(valid_text)] | None = None
     return_token_strs: bool = False
 

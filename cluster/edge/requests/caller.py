@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from tidemill.cluster.edge.requests.api_keys import Keys, bearer
+from tidemill.cluster.edge.requests.api_keys import ApiKeys, bearer
 from tidemill.cluster.observability.spans import parent_of
 from tidemill.workers.messages import RequestError
 
@@ -19,7 +19,7 @@ TENANT_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asker:
+class Caller:
     """`tenant` is the key's, or names the key without telling it; empty without one. A `private` one shares
     no prefix with others. `ttft_s_max` None: as long as the server lets them wait."""
 
@@ -37,19 +37,19 @@ class Asker:
         return f"{self.tenant}/{salt or ''}" if self.private else salt or ""
 
 
-def asker_of(headers: Mapping[str, str], keys: Keys) -> Asker:
+def caller_of(headers: Mapping[str, str], keys: ApiKeys) -> Caller:
     """`headers` by lower-case names. Raises RequestError."""
     deadline_s = _deadline_s(headers.get(DEADLINE_HEADER))
     trace_parent = parent_of(headers.get("traceparent"))
     tenant = keys.tenant(headers)
     if tenant is not None:
-        return Asker(
+        return Caller(
             tenant=f"tenant:{tenant}", private=True, ttft_s_max=deadline_s, trace_parent=trace_parent
         )
     key = bearer(headers)
     if key:
         tenant = f"key:{blake2b(key.encode(), digest_size=TENANT_BYTES).hexdigest()}"
-    return Asker(tenant=tenant or "", ttft_s_max=deadline_s, trace_parent=trace_parent)
+    return Caller(tenant=tenant or "", ttft_s_max=deadline_s, trace_parent=trace_parent)
 
 
 def _deadline_s(text: str | None) -> float | None:

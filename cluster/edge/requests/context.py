@@ -7,14 +7,14 @@ from random import Random
 from types import MappingProxyType
 
 from tidemill.cluster.edge.requests.answers import Increment, answers
-from tidemill.cluster.edge.requests.api_keys import Key, Keys
-from tidemill.cluster.edge.requests.intake import Job
-from tidemill.cluster.edge.requests.limits import Bound, EdgeLimits
-from tidemill.cluster.edge.requests.models import Model, Models, Served
-from tidemill.cluster.edge.requests.recent_requests import Asked, Recent
+from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys
+from tidemill.cluster.edge.requests.intake import PreparedRequest
+from tidemill.cluster.edge.requests.limits import EdgeLimits, InFlightLimit
+from tidemill.cluster.edge.requests.models import EdgeModel, EdgeModels, ServedBackend
+from tidemill.cluster.edge.requests.recent_requests import RecentRequests, RequestIdentity
 from tidemill.cluster.edge.requests.request_span import traced
 from tidemill.cluster.edge.requests.usage import Json
-from tidemill.cluster.metrics.edge_metrics import Metrics
+from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.observability.logs import log_request
 from tidemill.cluster.observability.spans import Tracer
 
@@ -37,19 +37,21 @@ class Sources:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Desk:
+class EdgeContext:
     """HTTP and gRPC of one frontend have it in common."""
 
-    models: Models
-    keys: Keys
-    metrics: Metrics
-    recent: Recent
+    models: EdgeModels
+    keys: ApiKeys
+    metrics: EdgeMetrics
+    recent: RecentRequests
     limits: EdgeLimits
-    open_answers: Bound
+    open_answers: InFlightLimit
     sources: Sources
     parts: Parts
 
-    async def answers(self, model: Model, job: Job, asked: Asked) -> AsyncGenerator[Increment]:
+    async def answers(
+        self, model: EdgeModel, job: PreparedRequest, asked: RequestIdentity
+    ) -> AsyncGenerator[Increment]:
         """All choices of `job` as they grow, measured. Closing it cancels what still runs. Raises Overloaded,
         Unserved, RequestError."""
         job = _named(job, asked)
@@ -67,34 +69,34 @@ class Desk:
                         finish=increment.growth.finish,
                         trace=increment.trace,
                     )
-                    story.saw(increment)
+                    story.record(increment)
                     yield increment
 
 
-def desk_of(
-    served: Sequence[Served],
+def open_context(
+    served: Sequence[ServedBackend],
     sources: Sources,
     *,
-    metrics: Metrics | None = None,
+    metrics: EdgeMetrics | None = None,
     limits: EdgeLimits | None = None,
-    keys: Sequence[Key] = (),
+    keys: Sequence[ApiKey] = (),
     parts: Parts = MappingProxyType({}),
-) -> Desk:
+) -> EdgeContext:
     """With `keys`, only those who bring one may ask. `parts` are what the server tells of itself."""
     limits = EdgeLimits() if limits is None else limits
-    return Desk(
-        models=Models(served, sources.new_id, sources.rng),
-        keys=Keys(keys, sources.clock_s),
-        metrics=Metrics(sources.clock_s) if metrics is None else metrics,
-        recent=Recent(sources.clock_s, sources.unix_time_s, told=_log),
+    return EdgeContext(
+        models=EdgeModels(served, sources.new_id, sources.rng),
+        keys=ApiKeys(keys, sources.clock_s),
+        metrics=EdgeMetrics(sources.clock_s) if metrics is None else metrics,
+        recent=RecentRequests(sources.clock_s, sources.unix_time_s, told=_log),
         limits=limits,
-        open_answers=Bound(limits.answers_max, "answers"),
+        open_answers=InFlightLimit(limits.answers_max, "answers"),
         sources=sources,
         parts=parts,
     )
 
 
-def _named(job: Job, asked: Asked) -> Job:
+def _named(job: PreparedRequest, asked: RequestIdentity) -> PreparedRequest:
     """Its requests are called after the client's, so that workers' log lines are found; clients may give one
     id twice, so they keep their own as well."""
     requests = tuple(
@@ -103,5 +105,5 @@ def _named(job: Job, asked: Asked) -> Job:
     return replace(job, requests=requests)
 
 
-def _log(row: Json, job: Job) -> None:
+def _log(row: Json, job: PreparedRequest) -> None:
     log_request(row, job.requests[0].tenant if job.requests else "")

@@ -7,9 +7,9 @@ from random import Random
 
 from tidemill.cluster.edge.chat.formats import CALL_END, FINAL, RETURN, START
 from tidemill.cluster.edge.chat.output.detokenizer import Ending
-from tidemill.cluster.edge.chat.output.output_parser import Manner
+from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.request.params import SEED_BITS
-from tidemill.cluster.edge.chat.request.request_builder import Terms, requests_of, terms_of
+from tidemill.cluster.edge.chat.request.request_builder import GenerationTerms, requests_of, terms_of
 from tidemill.cluster.edge.chat.request.structured import grammar_of
 from tidemill.cluster.edge.chat.request.tool_grammar import forced
 from tidemill.cluster.edge.chat.request.tools import Tool, offered
@@ -21,7 +21,7 @@ from tidemill.cluster.edge.requests.bodies import (
     TokenizeBody,
     unsupported_field,
 )
-from tidemill.cluster.edge.requests.caller import Asker
+from tidemill.cluster.edge.requests.caller import Caller
 from tidemill.cluster.edge.requests.echo import Prompt
 from tidemill.cluster.edge.service import ServedModel
 from tidemill.workers.messages import Grammar, Request, RequestError
@@ -41,7 +41,7 @@ INLINE_CHARS_MAX = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class PreparedRequest:
     """One HTTP request. Choice c of prompt p is `requests[p * n + c]`. `manner` is None for completions:
     their text is told as it is, behind that of their prompt if there are `echoes`."""
 
@@ -49,9 +49,9 @@ class Job:
     n: int
     ending: Ending
     logprobs: bool
-    told: int | None = None  # the best ones of each n; None: all
+    best_of: int | None = None  # the best ones of each n; None: all
     prompt_logprobs: int | None = None  # alternatives to be told in a list of their own
-    manner: Manner | None = None
+    output_format: OutputFormat | None = None
     echoes: tuple[Prompt, ...] | None = None
 
 
@@ -66,7 +66,7 @@ class Intake:
         self._new_id = new_id
         self._rng = rng
 
-    async def chat(self, body: ChatBody, asker: Asker) -> Job:
+    async def chat(self, body: ChatBody, asker: Caller) -> PreparedRequest:
         """Raises RequestError."""
         self._check(body)
         tools = offered(body.tools, body.tool_choice)
@@ -86,7 +86,7 @@ class Intake:
             ends = (self._tokenizer.added.get(tag) for tag in (RETURN, CALL_END))
             more = (one for one in ends if one is not None and one not in terms.stop_token_ids)
             terms = replace(terms, stop_token_ids=(*terms.stop_token_ids, *more))
-        return replace(self._job(terms, [tokens], "messages", body, asker), manner=manner)
+        return replace(self._job(terms, [tokens], "messages", body, asker), output_format=manner)
 
     async def prompt_of(self, body: TokenizeBody) -> list[int]:
         """The tokens of a chat or of a text. Raises RequestError."""
@@ -121,11 +121,11 @@ class Intake:
 
     def _manner(
         self, body: ChatBody, tools: list[Tool], tokens: list[int], grammar: Grammar | None
-    ) -> Manner:
+    ) -> OutputFormat:
         style = self._tokenizer.style
         tail = text_of(self._tokenizer, tokens[-TAIL_TOKENS:])
         reasoning = style.reasoning if grammar is None or style.in_channels else None
-        return Manner(
+        return OutputFormat(
             reasoning=reasoning,
             thinking=reasoning is not None and reasoning.open_behind(tail),
             form=style.form if tools else None,
@@ -135,7 +135,7 @@ class Intake:
             begun=FINAL if body.continue_final_message else tail.rpartition(START)[2].removeprefix(ROLE),
         )
 
-    async def completion(self, body: CompletionBody, asker: Asker) -> Job:
+    async def completion(self, body: CompletionBody, asker: Caller) -> PreparedRequest:
         """Raises RequestError."""
         self._check(body)
         prompts = [await self._encoded(prompt) for prompt in body.prompt]
@@ -187,7 +187,7 @@ class Intake:
         max_tokens: int | None,
         logprobs: int | None,
         grammar: Grammar | None,
-    ) -> Terms:
+    ) -> GenerationTerms:
         num_drawn = body.num_drawn() if isinstance(body, CompletionBody) else body.n
         if num_prompts * num_drawn > REQUEST_CHOICES_MAX:
             raise RequestError(
@@ -206,7 +206,9 @@ class Intake:
             priority=body.priority,
         )
 
-    def _job(self, terms: Terms, prompts: list[list[int]], param: str, body: Body, asker: Asker) -> Job:
+    def _job(
+        self, terms: GenerationTerms, prompts: list[list[int]], param: str, body: Body, asker: Caller
+    ) -> PreparedRequest:
         terms = replace(terms, salt=asker.salt_with(body.cache_salt))
         tenant = asker.tenant_with(body.cache_salt)
         requests = tuple(
@@ -221,10 +223,10 @@ class Intake:
                 "fewer or shorter prompts, fewer answers or fewer alternatives",
                 param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
             )
-        return Job(
+        return PreparedRequest(
             requests=requests,
             n=terms.n,
-            told=body.n if body.n < terms.n else None,
+            best_of=body.n if body.n < terms.n else None,
             ending=terms.ending,
             logprobs=terms.sampling.logprobs is not None,
             prompt_logprobs=body.prompt_logprobs,

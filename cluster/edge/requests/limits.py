@@ -26,7 +26,7 @@ class EdgeLimits:
     shutdown_s_max: float = 5.0  # in which open answers may end when the server was told to stop
 
 
-class Bound:
+class InFlightLimit:
     """Counts what is held, and refuses what would be too much."""
 
     def __init__(self, most: int, what: str) -> None:

@@ -14,7 +14,7 @@ from tidemill.workers.messages import RequestError, Unserved
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedBackend:
     """One model as the edge gets it."""
 
     service: Service
@@ -22,7 +22,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Model(Served):
+class EdgeModel(ServedBackend):
     """One model as requests find it. Replies and metrics carry the first of its names."""
 
     intake: Intake
@@ -48,25 +48,25 @@ class Model(Served):
         }
 
 
-class Models:
+class EdgeModels:
     """All of them, by every name that clients may use."""
 
-    def __init__(self, served: Sequence[Served], new_id: Callable[[], str], rng: Random) -> None:
+    def __init__(self, served: Sequence[ServedBackend], new_id: Callable[[], str], rng: Random) -> None:
         """Raises ValueError when two models have one name."""
         self._models = [
-            Model(one.service, one.tokenizer, Intake(one.service.model, one.tokenizer, new_id, rng))
+            EdgeModel(one.service, one.tokenizer, Intake(one.service.model, one.tokenizer, new_id, rng))
             for one in served
         ]
-        self._by_name: dict[str, Model] = {}
+        self._by_name: dict[str, EdgeModel] = {}
         for model in self._models:
             for name in model.served.names:
                 if self._by_name.setdefault(name, model) is not model:
                     raise ValueError(f"two models are called {name!r}")
 
-    def __iter__(self) -> Iterator[Model]:
+    def __iter__(self) -> Iterator[EdgeModel]:
         return iter(self._models)
 
-    def find(self, name: str | None) -> Model:
+    def find(self, name: str | None) -> EdgeModel:
         """The model of this name; without a name, the only one. Raises RequestError."""
         if name is None and len(self._models) == 1:
             return self._models[0]

@@ -9,15 +9,15 @@ from typing import Annotated
 from fastapi import FastAPI, Query
 
 from tidemill.cluster.edge.requests.answers import Increment
-from tidemill.cluster.edge.requests.intake import Job
-from tidemill.cluster.edge.requests.usage import Json, Tally
+from tidemill.cluster.edge.requests.intake import PreparedRequest
+from tidemill.cluster.edge.requests.usage import Json, UsageCounter
 from tidemill.workers.messages import Trace
 
 RECENT_MAX = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RequestIdentity:
     """Which request it is. `reply_id` is the `id` of its answer."""
 
     request_id: str
@@ -26,7 +26,7 @@ class Asked:
     kind: str
 
 
-class Recent:
+class RecentRequests:
     """The newest `size` requests, those that still run among them."""
 
     def __init__(
@@ -34,18 +34,18 @@ class Recent:
         clock_s: Callable[[], float],
         unix_time_s: Callable[[], float],
         size: int = RECENT_MAX,
-        told: Callable[[Json, Job], None] | None = None,
+        told: Callable[[Json, PreparedRequest], None] | None = None,
     ) -> None:
         """`told` of each request when it has ended."""
         self._told = told
         self._clock_s = clock_s
         self._unix_time_s = unix_time_s
-        self._ring: deque[Story | Json] = deque(maxlen=size)
+        self._ring: deque[RequestRecord | Json] = deque(maxlen=size)
 
     @contextmanager
-    def watch(self, asked: Asked, job: Job) -> Generator["Story"]:
+    def watch(self, asked: RequestIdentity, job: PreparedRequest) -> Generator["RequestRecord"]:
         """Follows one request to the end of the block, whatever ends it."""
-        story = Story(asked, job, self._clock_s, self._unix_time_s())
+        story = RequestRecord(asked, job, self._clock_s, self._unix_time_s())
         self._ring.appendleft(story)
         try:
             yield story
@@ -63,16 +63,22 @@ class Recent:
     def rows(self, count: int = RECENT_MAX) -> list[Json]:
         """Newest first."""
         entries = list(self._ring)[:count]
-        return [entry.row() if isinstance(entry, Story) else entry for entry in entries]
+        return [entry.row() if isinstance(entry, RequestRecord) else entry for entry in entries]
 
 
-class Story:
+class RequestRecord:
     """What has become of one request so far."""
 
-    def __init__(self, asked: Asked, job: Job, clock_s: Callable[[], float], started_unix_s: float) -> None:
+    def __init__(
+        self,
+        asked: RequestIdentity,
+        job: PreparedRequest,
+        clock_s: Callable[[], float],
+        started_unix_s: float,
+    ) -> None:
         self._asked = asked
         self._choices = len(job.requests)
-        self._tally = Tally(job)
+        self._tally = UsageCounter(job)
         self._clock_s = clock_s
         self._started_unix_s = started_unix_s
         self._start_s = clock_s()
@@ -84,7 +90,7 @@ class Story:
         self._ended = False
         self.error: str | None = None
 
-    def saw(self, increment: Increment) -> None:
+    def record(self, increment: Increment) -> None:
         self._last_s = self._clock_s()
         if self._first_s is None and increment.growth.num_tokens:
             self._first_s = self._last_s
@@ -94,7 +100,7 @@ class Story:
         finish = increment.growth.finish
         if finish is not None:
             self._finishes[increment.choice] = finish
-        self._tally.saw(increment)
+        self._tally.record(increment)
 
     def end(self) -> None:
         self._ended = True
@@ -139,7 +145,7 @@ class Story:
         return (completion_tokens - self._first_tokens) / (self._last_s - self._first_s)
 
 
-def add_recent_routes(app: FastAPI, recent: Recent) -> None:
+def add_recent_routes(app: FastAPI, recent: RecentRequests) -> None:
     """GET /cluster/requests."""
 
     async def requests(limit: Annotated[int, Query(ge=1, le=RECENT_MAX)] = RECENT_MAX) -> Json:

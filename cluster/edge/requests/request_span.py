@@ -4,8 +4,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from tidemill.cluster.edge.requests.intake import Job
-from tidemill.cluster.edge.requests.recent_requests import Asked, Story
+from tidemill.cluster.edge.requests.intake import PreparedRequest
+from tidemill.cluster.edge.requests.recent_requests import RequestIdentity, RequestRecord
 from tidemill.cluster.observability.spans import Tracer, span
 
 TOLD = {
@@ -21,7 +21,9 @@ TOLD = {
 
 
 @contextmanager
-def traced(tracer: Tracer | None, asked: Asked, job: Job, story: Story) -> Generator[Job]:
+def traced(
+    tracer: Tracer | None, asked: RequestIdentity, job: PreparedRequest, story: RequestRecord
+) -> Generator[PreparedRequest]:
     """The job as it goes on: its requests have this span for a parent. Without a tracer it stays as it is."""
     if tracer is None or not job.requests:
         yield job
@@ -39,6 +41,6 @@ def traced(tracer: Tracer | None, asked: Asked, job: Job, story: Story) -> Gener
         finally:
             row = story.row()
             told = {TOLD[name]: value for name, value in row.items() if name in TOLD}
-            answering.tell(
+            answering.set_attributes(
                 {name: value for name, value in told.items() if isinstance(value, str | int | float)}
             )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tidemill.cluster.edge.requests.api_keys import Key
+from tidemill.cluster.edge.requests.api_keys import ApiKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class Tls:
 class Security:
     """Without keys everybody may ask; without `tls` in plain HTTP."""
 
-    keys: tuple[Key, ...] = ()
+    keys: tuple[ApiKey, ...] = ()
     tls: Tls | None = None
 
 

@@ -1,21 +1,21 @@
 """The `usage` of a reply: tokens of prompt and answer, and where the prompt's tokens came from."""
 
 from tidemill.cluster.edge.requests.answers import Increment
-from tidemill.cluster.edge.requests.intake import Job
+from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.workers.messages import Trace
 
 Json = dict[str, object]
 
 
-class Tally:
+class UsageCounter:
     """Counts the tokens of a job for its usage. A prompt with several answers counts once, for the first."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PreparedRequest) -> None:
         self._job = job
         self._traces: dict[int, Trace] = {}
         self._completion_tokens = 0
 
-    def saw(self, increment: Increment) -> None:
+    def record(self, increment: Increment) -> None:
         self._completion_tokens += increment.growth.num_tokens
         self._traces.setdefault(increment.choice, increment.trace)
 

@@ -81,8 +81,8 @@ RESILIENCE = (
     Planted(
         "nobody hears whom a worker died of",
         "cluster/edge/flow.py",
-        "await router.lost(at, self.content)",
-        "await router.lost(at)",
+        "await router.report_lost(at, self.content)",
+        "await router.report_lost(at)",
         FLOW,
     ),
     Planted(
@@ -109,14 +109,16 @@ RESILIENCE = (
     Planted(
         "others run while a suspect's caller is being told that it is alone",
         "workers/scheduling/isolation.py",
-        "        if now.alone or now.is_being_told:\n",
+        "        if now.alone or now.is_notifying:\n",
         "        if now.alone:\n",
         TRIALS,
     ),
     Planted(
         "a suspect that loses its memory as its trial begins is waited for for ever",
         "workers/engine/engine.py",
-        "                sequence.is_being_told = False\n                self._work.set()\n",
+        """                sequence.is_notifying = False
+                self._work.set()
+""",
         "",
         TRIALS,
     ),
@@ -186,7 +188,7 @@ RESILIENCE = (
     Planted(
         "requests that wait are handed over when their turn comes",
         "workers/engine/engine.py",
-        "                sequence.patience.reschedule(_now_s())\n",
+        "                sequence.timeout.reschedule(_now_s())\n",
         "                pass\n",
         HANDOVER,
     ),

@@ -200,8 +200,8 @@ FLEET_WIDE = (
     Planted(
         "a request that a worker died of is tried again",
         "cluster/edge/flow.py",
-        "            case DiedAlone():\n",
-        "            case DiedAlone() if self.attempt > ATTEMPTS_MAX:\n",
+        "            case CrashedAlone():\n",
+        "            case CrashedAlone() if self.attempt > ATTEMPTS_MAX:\n",
         FLOW,
     ),
     Planted(
@@ -249,7 +249,7 @@ FLEET_WIDE = (
     Planted(
         "a worker is placed on by the router that only lends it memory",
         "cluster/router/server.py",
-        "budget_bytes = self._router.budget(decode_heartbeat(data))",
+        "budget_bytes = self._router.budget_for(decode_heartbeat(data))",
         "budget_bytes = self._router.heartbeat(decode_heartbeat(data)).budget_bytes",
         LENDING,
     ),

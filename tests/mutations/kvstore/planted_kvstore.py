@@ -17,10 +17,8 @@ KVSTORE = (
     Planted(
         "two extents hand out the same ids",
         "kvstore/memory/arena.py",
-        """        first = extent * self.places
-        self._free""",
-        """        first = extent
-        self._free""",
+        "        first = extent * self.objects_per_extent\n        self._free",
+        "        first = extent\n        self._free",
         ARENA,
     ),
     Planted(
@@ -74,7 +72,7 @@ KVSTORE = (
     Planted(
         "what is kept counts as held",
         "kvstore/memory/arena.py",
-        "        self._count_held(kept // self.places, -1)\n",
+        "        self._count_pinned(kept // self.objects_per_extent, -1)\n",
         "",
         ARENA,
     ),
@@ -179,14 +177,14 @@ KVSTORE = (
     Planted(
         "half an extent of pages goes although the rest is held",
         "kvstore/memory/eviction.py",
-        "        if extent in arena.pages.loose:\n",
+        "        if extent in arena.pages.reclaimable:\n",
         "        if extent >= 0:\n",
         EVICTION,
     ),
     Planted(
         "half an extent of states goes although the rest is held",
         "kvstore/memory/eviction.py",
-        "if state is not None and arena.states.extent_of(state) in arena.states.loose:",
+        "if state is not None and arena.states.extent_of(state) in arena.states.reclaimable:",
         "if state is not None:",
         EVICTION,
     ),
@@ -221,16 +219,9 @@ KVSTORE = (
     Planted(
         "the checkpoint of an evicted page leaks",
         "kvstore/memory/cache.py",
-        "            self.arena.states.give(checkpoint.state)\n",
+        "            self.arena.states.free(checkpoint.state)\n",
         "            pass\n",
         f"{EVICTION} {LEASES}",
-    ),
-    Planted(
-        "places between held pages pass for an extent",
-        "kvstore/memory/cache.py",
-        "return left >= 0 and pages <= _places(",
-        "return pages <= _places(",
-        EVICTION,
     ),
     Planted(
         "a smaller budget evicts nothing",

@@ -18,8 +18,8 @@ LEDGER_BUGS = (
     Planted(
         "a checkpoint is let go when the step that reads it goes off",
         "kvstore/memory/ledger.py",
-        "                flight.read = flight.source.checkpoint.state\n",
-        """                flight.read = flight.source.checkpoint.state
+        "                flight.reads = flight.source.checkpoint.state\n",
+        """                flight.reads = flight.source.checkpoint.state
                 self._cache.unpin_checkpoint(flight.source)
                 flight.source = None
 """,
@@ -37,7 +37,7 @@ LEDGER_BUGS = (
     Planted(
         "the slots of a void step are free at once",
         "kvstore/memory/ledger.py",
-        """        lease.flights[-1].limbo = tuple(slots)
+        """        lease.flights[-1].deferred_free = tuple(slots)
         return []
 """,
         "        return slots\n",
@@ -46,10 +46,8 @@ LEDGER_BUGS = (
     Planted(
         "a page that a step in flight reads is free at once",
         "kvstore/memory/ledger.py",
-        """                if lease.flights:
-                    lease.flights[-1].limbo_pages""",
-        """                if not lease.committed:
-                    lease.flights[-1].limbo_pages""",
+        "                if lease.flights:\n                    lease.flights[-1].deferred_free_pages",
+        "                if not lease.committed:\n                    lease.flights[-1].deferred_free_pages",
         f"{LEASES} {LEDGER}",
     ),
     Planted(
@@ -103,7 +101,7 @@ LEDGER_BUGS = (
         "the page that nobody keeps leaks",
         "kvstore/memory/ledger.py",
         """                else:
-                    self._cache.give_page(page)
+                    self._cache.free_page(page)
 """,
         "",
         f"{LEASES} {LEDGER}",
@@ -111,8 +109,8 @@ LEDGER_BUGS = (
     Planted(
         "a page is published before it is full",
         "kvstore/memory/ledger.py",
-        "while (len(lease.entries) + 1) * self.layout.page_tokens <= num_tokens:",
-        "while len(lease.entries) * self.layout.page_tokens < num_tokens:",
+        "while (len(lease.shared_entries) + 1) * self.layout.page_tokens <= num_tokens:",
+        "while len(lease.shared_entries) * self.layout.page_tokens < num_tokens:",
         LEASES,
     ),
     Planted(
@@ -146,7 +144,7 @@ LEDGER_BUGS = (
     Planted(
         "who finds no second slot takes that of another",
         "kvstore/memory/checkpoints.py",
-        "if not lease.spare and not self._cache.state_is_free():",
+        "if not lease.spare_slots and not self._cache.state_is_free():",
         "if lease.ended:",
         LEASES,
     ),
@@ -183,22 +181,22 @@ LEDGER_BUGS = (
     Planted(
         "a released path stays pinned",
         "kvstore/memory/ledger.py",
-        "            self._cache.unpin(lease.entries.pop())\n",
-        "            lease.entries.pop()\n",
+        "            self._cache.unpin(lease.shared_entries.pop())\n",
+        "            lease.shared_entries.pop()\n",
         LEASES,
     ),
     Planted(
         "a refused reservation keeps a page",
         "kvstore/memory/ledger.py",
-        "            self._give_pages(lease, num_own)\n",
-        "            self._give_pages(lease, num_own + 1)\n",
+        "            self._free_pages(lease, num_own)\n",
+        "            self._free_pages(lease, num_own + 1)\n",
         SITES,
     ),
     Planted(
         "a refused reservation keeps its state",
         "kvstore/memory/ledger.py",
-        "while len(lease.spare) > num_spare:",
-        "while len(lease.spare) > num_spare + 1:",
+        "while len(lease.spare_slots) > num_spare:",
+        "while len(lease.spare_slots) > num_spare + 1:",
         SITES,
     ),
     Planted(
@@ -211,7 +209,7 @@ LEDGER_BUGS = (
     Planted(
         "the second slot of double is not reserved",
         "kvstore/memory/lease.py",
-        "        sites += [Site.SPARE_STATE] * self.spares_min\n",
+        "        sites += [AllocationSite.SPARE_STATE] * self.spare_slots_min\n",
         "",
         f"{SITES} {MATRIX}",
     ),

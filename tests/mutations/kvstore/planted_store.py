@@ -232,8 +232,8 @@ STORE_BUGS = (
     Planted(
         "what others are about to write does not count",
         "kvstore/stores/folder_bound.py",
-        "total = Usage(total.objects + left.objects, total.bytes + left.bytes)",
-        "total = Usage(total.objects, total.bytes)",
+        "total = FolderUsage(total.objects + left.objects, total.bytes + left.bytes)",
+        "total = FolderUsage(total.objects, total.bytes)",
         FILES,
     ),
     Planted(

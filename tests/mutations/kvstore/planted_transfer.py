@@ -39,8 +39,8 @@ TRANSFER_BUGS = (
     Planted(
         "a fetch fills the wrong pages",
         "workers/transfer/transfer.py",
-        "lease.own[index - first]",
-        "lease.own[index - num_pages]",
+        "lease.private_pages[index - first]",
+        "lease.private_pages[index - num_pages]",
         TRANSFER,
     ),
     Planted(

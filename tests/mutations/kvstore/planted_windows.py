@@ -25,42 +25,45 @@ WINDOW_BUGS = (
     Planted(
         "window pages that are out of sight stay",
         "kvstore/memory/ledger.py",
-        "            self._cache.windows.release(windows.out_of_sight(self.layout, lease, num_tokens))\n",
+        "            self._cache.windows.unpin(windows.out_of_sight(self.layout, lease, num_tokens))\n",
         "",
         f"{WINDOWS} {LEDGER}",
     ),
     Planted(
         "what a checkpoint keeps is free when its lease ends",
         "kvstore/memory/windows.py",
-        "            if self._kept[window]:\n                self._pool.loosen(window)",
-        "            if self._held[window]:\n                self._pool.loosen(window)",
+        "            if self._cached[window]:\n                self._pool.unpin(window)",
+        "            if self._pinned[window]:\n                self._pool.unpin(window)",
         f"{WINDOWS} {LEDGER}",
     ),
     Planted(
         "a window page that two checkpoints share goes with the first",
         "kvstore/memory/windows.py",
-        "            self._kept[window] -= 1\n            if self._kept[window]:\n                continue\n",
-        "            self._kept[window] -= 1\n",
+        """            self._cached[window] -= 1
+            if self._cached[window]:
+                continue
+""",
+        "            self._cached[window] -= 1\n",
         f"{WINDOWS} {LEDGER}",
     ),
     Planted(
         "a checkpoint that is read does not hold its window",
         "kvstore/memory/cache.py",
-        "            self.windows.hold(entry.checkpoint.windows)\n",
+        "            self.windows.pin(entry.checkpoint.windows)\n",
         "",
         f"{WINDOWS} {LEDGER}",
     ),
     Planted(
         "a lease that resumes does not hold the window",
         "kvstore/memory/ledger.py",
-        "            self._cache.windows.hold(shared)\n",
+        "            self._cache.windows.pin(shared)\n",
         "",
         f"{WINDOWS} {LEDGER}",
     ),
     Planted(
         "a lease keeps its window when it ends",
         "kvstore/memory/ledger.py",
-        "        self._cache.windows.release(lease.windows)\n",
+        "        self._cache.windows.unpin(lease.windows)\n",
         "",
         f"{WINDOWS} {LEDGER}",
     ),

@@ -31,7 +31,9 @@ GROUP_BUGS = (
     Planted(
         "an extent stays mapped on the ranks that were granted it",
         "workers/parallel/group.py",
-        "        for link in granted:\n            link.tell(Verb.UNMAP, ints((offset_bytes, num_bytes)))\n",
+        """        for link in granted:
+            link.send(Verb.UNMAP, ints((offset_bytes, num_bytes)))
+""",
         "",
         LINK,
     ),

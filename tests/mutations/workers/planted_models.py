@@ -55,15 +55,15 @@ MODEL_BUGS = (
     Planted(
         "woven columns are cut apart between ranks",
         "workers/models/layers/moe.py",
-        "self.into: Weight((self.count, hidden, 2 * self.inner), Even(dim=2, step=2)),",
-        "self.into: Weight((self.count, hidden, 2 * self.inner), Even(dim=2)),",
+        "self.into: Weight((self.count, hidden, 2 * self.inner), EvenRuns(dim=2, step=2)),",
+        "self.into: Weight((self.count, hidden, 2 * self.inner), EvenRuns(dim=2)),",
         _it_holds("gpt_oss/alternating", "ranks"),
     ),
     Planted(
         "stacked experts are cut across gate and up",
         "workers/models/layers/moe.py",
-        "Even(runs=2, dim=1)),",
-        "Even(dim=1)),",
+        "EvenRuns(runs=2, dim=1)),",
+        "EvenRuns(dim=1)),",
         _it_holds("qwen3_5_moe/text", "ranks"),
     ),
     Planted(

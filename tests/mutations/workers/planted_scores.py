@@ -72,7 +72,7 @@ SCORING = (
     Planted(
         "a prompt that is wanted whole is computed elsewhere first",
         "cluster/router/placement.py",
-        " and not ask.whole",
+        " and not ask.recompute_all",
         "",
         PLACEMENT,
     ),

@@ -19,22 +19,22 @@ from fastapi import FastAPI
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.edge.http.app import build_app
-from tidemill.cluster.edge.http.slow_clients import patient
+from tidemill.cluster.edge.http.slow_clients import with_client_timeouts
 from tidemill.cluster.edge.requests.context import Sources
 from tidemill.cluster.edge.requests.limits import EdgeLimits
-from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.requests.security import Tls, uvicorn_settings
 from tidemill.cluster.edge.service import ServedModel
 from tidemill.cluster.messages import FleetStatus, RoleScale, WorkerStatus
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import (
     MemoryUse,
-    Piece,
     Produced,
     Provenance,
     Request,
     RequestError,
     Role,
+    StreamPiece,
     TokenLogprob,
     Trace,
     Unserved,
@@ -138,7 +138,7 @@ class FakeService:
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     stalled: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def generate(self, request: Request) -> AsyncGenerator[Piece]:
+    async def generate(self, request: Request) -> AsyncGenerator[StreamPiece]:
         self.requests.append(request)
         self.open_streams += 1
         self.idle.clear()
@@ -152,7 +152,7 @@ class FakeService:
                 targets = request.tokens[place + 1 : place + 1 + PROMPT_PIECE]
                 alternatives = request.sampling.prompt_logprobs or 0
                 told = tuple(scored(token, alternatives) for token in targets)
-                yield Piece(tokens=(), prompt_logprobs=told, trace=TRACE)
+                yield StreamPiece(tokens=(), prompt_logprobs=told, trace=TRACE)
             for index, start in enumerate(starts):
                 if index == self.stall_at:
                     self.stalled.set()
@@ -164,7 +164,7 @@ class FakeService:
                 self.pieces += 1
                 new = tuple(tokens[start : start + self.per_piece])
                 asked = request.sampling.logprobs
-                yield Piece(
+                yield StreamPiece(
                     tokens=new,
                     logprobs=() if asked is None else tuple(scored(token, asked) for token in new),
                     trace=TRACE,
@@ -233,7 +233,7 @@ def saying(text: str, *, eos: bool = True) -> Callable[[Request], list[int]]:
 
 
 def app_over(service: FakeService, seed: int = 0) -> FastAPI:
-    return build_app([Served(service, tokenizer())], sources(seed))
+    return build_app([ServedBackend(service, tokenizer())], sources(seed))
 
 
 def call(app: FastAPI, method: str, path: str, **content: Any) -> httpx.Response:  # noqa: ANN401 - as httpx takes it
@@ -270,7 +270,7 @@ async def serving(
     app: FastAPI, tls: Tls | None = None, limits: EdgeLimits | None = None
 ) -> AsyncGenerator[str]:
     """The base URL of `app` behind a real socket, which listens at once: nobody has to wait for the start."""
-    http = patient(EdgeLimits() if limits is None else limits)
+    http = with_client_timeouts(EdgeLimits() if limits is None else limits)
     scheme = "http" if tls is None else "https"
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # a slow reader shows soon

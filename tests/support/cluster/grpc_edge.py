@@ -13,10 +13,10 @@ import pytest
 from tests.support.cluster.fake_service import FakeService, sources, tokenizer
 from tidemill.cluster.edge.grpc_api.generation import SERVICE
 from tidemill.cluster.edge.grpc_api.server import PublicServer
-from tidemill.cluster.edge.requests.api_keys import Key
-from tidemill.cluster.edge.requests.context import Desk, desk_of
+from tidemill.cluster.edge.requests.api_keys import ApiKey
+from tidemill.cluster.edge.requests.context import EdgeContext, open_context
 from tidemill.cluster.edge.requests.limits import EdgeLimits
-from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.requests.security import Tls
 from tidemill.cluster.rpc.proto import generation_pb2 as pb
 
@@ -29,7 +29,7 @@ class Client:
     """A connection to the server at `address`."""
 
     address: str
-    desk: Desk
+    desk: EdgeContext
     channel: Any  # much of it is generic in the type stubs alone
 
     async def generate(self, request: pb.GenerateRequest, *metadata: tuple[str, str]) -> pb.GenerateResponse:
@@ -55,14 +55,14 @@ class Client:
 async def serving(
     service: FakeService,
     *,
-    keys: Sequence[Key] = (),
+    keys: Sequence[ApiKey] = (),
     limits: EdgeLimits | None = None,
     tls: Tls | None = None,
     credentials: grpc.ChannelCredentials | None = None,
 ) -> AsyncGenerator[Client]:
     """The server, and a client of it that brings `credentials`."""
     limits = replace(limits or EdgeLimits(), shutdown_s_max=0.0)
-    desk = desk_of([Served(service, tokenizer())], sources(), keys=keys, limits=limits)
+    desk = open_context([ServedBackend(service, tokenizer())], sources(), keys=keys, limits=limits)
     server = PublicServer(desk, tls=tls)
     address = await server.start("127.0.0.1", 0)
     running = asyncio.create_task(server.run())

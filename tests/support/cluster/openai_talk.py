@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletionToolParam
 from tests.support.cluster.fake_service import FakeService, serving, sources, tokenizer
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.http.app import build_app
-from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.edge.requests.models import ServedBackend
 
 ARGUMENTS: dict[str, object] = {
     "type": "object",
@@ -30,7 +30,7 @@ def converse(
 ) -> None:
     async def main() -> None:
         async with (
-            serving(build_app([Served(service, tokens or tokenizer())], sources())) as url,
+            serving(build_app([ServedBackend(service, tokens or tokenizer())], sources())) as url,
             AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
         ):
             await talk(client)

@@ -10,14 +10,14 @@ import pytest
 
 from tests.support import grpc_loop
 from tidemill.cluster.rpc.channels import open_channel
-from tidemill.cluster.rpc.worker_client import GrpcPeers
+from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.rpc.worker_codec import (
     ClientFrame,
-    Item,
+    StreamItem,
     decode_worker_frame,
     encode_client_frame,
 )
-from tidemill.cluster.worker.server import DataPlane, Limits
+from tidemill.cluster.worker.server import ServerLimits, WorkerServer
 from tidemill.workers.messages import (
     Delta,
     Produced,
@@ -95,9 +95,9 @@ class ScriptedEngine:
 
 
 @asynccontextmanager
-async def serving(limits: Limits | None = None) -> AsyncGenerator[tuple[ScriptedEngine, str]]:
+async def serving(limits: ServerLimits | None = None) -> AsyncGenerator[tuple[ScriptedEngine, str]]:
     engine = ScriptedEngine()
-    plane = DataPlane(engine, WORKER, limits)
+    plane = WorkerServer(engine, WORKER, limits)
     try:
         yield engine, await plane.start("127.0.0.1")
     finally:
@@ -105,8 +105,8 @@ async def serving(limits: Limits | None = None) -> AsyncGenerator[tuple[Scripted
 
 
 @asynccontextmanager
-async def frontend(unread_items_max: int = 64) -> AsyncGenerator[GrpcPeers]:
-    peers = GrpcPeers(unread_items_max)
+async def frontend(unread_items_max: int = 64) -> AsyncGenerator[WorkerClients]:
+    peers = WorkerClients(unread_items_max)
     try:
         yield peers
     finally:
@@ -123,7 +123,7 @@ class RawStream:
         for frame in frames:
             await self.call.write(encode_client_frame(frame))
 
-    async def frame(self) -> list[Item]:
+    async def frame(self) -> list[StreamItem]:
         async with asyncio.timeout(WAIT_S_MAX):
             return decode_worker_frame(await self.call.read())
 

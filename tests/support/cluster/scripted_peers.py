@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from tidemill.cluster.edge.flow import serve
-from tidemill.cluster.messages import Ask, Route
+from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.workers.messages import (
     Delta,
     FinishReason,
-    Piece,
     Produced,
     Provenance,
     Request,
     Sampling,
+    StreamPiece,
     TokenLogprob,
     WorkerGone,
     WorkerId,
@@ -60,10 +60,10 @@ class Script:
 
     def __init__(self, *acts: Act) -> None:
         self.acts = acts
-        self.asks: list[Ask] = []
+        self.asks: list[PlacementRequest] = []
         self.lost_workers: list[WorkerId] = []
         self.blamed: list[bytes] = []
-        self.lag_s = 0.0
+        self.queue_offset_s = 0.0
         self.calls: list[tuple[str, Request]] = []
         self.closed = 0
         self.prefetched: list[Request] = []
@@ -73,10 +73,12 @@ class Script:
     def act(self) -> Act:
         return self.acts[min(len(self.asks), len(self.acts)) - 1]
 
-    async def place(self, ask: Ask) -> Route:
+    async def place(self, ask: PlacementRequest) -> Route:
         self.asks.append(ask)
         attempt = len(self.asks)
-        route = Route(decode=WorkerId(f"d.{attempt}"), decode_address="at:d", lag_s=self.lag_s)
+        route = Route(
+            decode=WorkerId(f"d.{attempt}"), decode_address="at:d", queue_offset_s=self.queue_offset_s
+        )
         if not self.act.prefill:
             return route
         return Route(
@@ -85,10 +87,10 @@ class Script:
             prefill=WorkerId(f"p.{attempt}"),
             prefill_address="at:p",
             gap_tokens_max=GAP_TOKENS_MAX,
-            lag_s=self.lag_s,
+            queue_offset_s=self.queue_offset_s,
         )
 
-    async def lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
+    async def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
         self.lost_workers.append(worker)
         if blamed:
             self.blamed.append(blamed)
@@ -171,15 +173,15 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(bounded())
 
 
-def pieces_of(script: Script, request: Request) -> list[Piece]:
-    async def main() -> list[Piece]:
+def pieces_of(script: Script, request: Request) -> list[StreamPiece]:
+    async def main() -> list[StreamPiece]:
         async with aclosing(serve(request, script, script, root_of, P)) as pieces:
             return [piece async for piece in pieces]
 
     return run(main())
 
 
-def check_answer(pieces: list[Piece], request: Request) -> None:
+def check_answer(pieces: list[StreamPiece], request: Request) -> None:
     """Each token exactly once, in order, after each logprob of the prompt; one finish, at the end."""
     scores = [score for piece in pieces for score in piece.prompt_logprobs]
     assert scores == list(map(nth_score, range(request.to_score)))

@@ -22,8 +22,8 @@ from tidemill.cluster.config import fleets
 from tidemill.cluster.rpc.router_client import FindRouter
 from tidemill.cluster.worker import worker_process
 from tidemill.cluster.worker.heartbeats import Heartbeats
-from tidemill.cluster.worker.server import DataPlane
-from tidemill.workers.engine.build import Built, build_engine
+from tidemill.cluster.worker.server import WorkerServer
+from tidemill.workers.engine.build import BuiltEngine, build_engine
 from tidemill.workers.parallel.link import StartRanks
 from tidemill.workers.settings import EngineSettings
 
@@ -47,14 +47,16 @@ class Outside:
             return self._process.stdout.readline().strip()
 
 
-def build(settings: EngineSettings, progress: Callable[[int, int], None], start_ranks: StartRanks) -> Built:
+def build(
+    settings: EngineSettings, progress: Callable[[int, int], None], start_ranks: StartRanks
+) -> BuiltEngine:
     """Called in the process of a worker, before it listens."""
     file = os.environ.get(WEATHER)
     if file is None:
         return build_engine(settings, progress, start_ranks)
     outside = Outside(Path(file))
 
-    class FarPlane(DataPlane):
+    class FarPlane(WorkerServer):
         async def start(self, host: str, port: int = 0) -> str:
             return await asyncio.to_thread(outside.to, await super().start(host, port), host)
 
@@ -65,7 +67,7 @@ def build(settings: EngineSettings, progress: Callable[[int, int], None], start_
 
             super().__init__(engine, duties, find, *others)
 
-    worker_process.DataPlane = FarPlane
+    worker_process.WorkerServer = FarPlane
     worker_process.Heartbeats = FarBeats
     url = re.sub("(?<=mooncake://)[^?]+", lambda master: outside.to(master[0]), settings.store_url)
     return build_engine(replace(settings, store_url=url), progress, start_ranks)

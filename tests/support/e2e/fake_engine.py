@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.cluster.settings import WorkerSettings
-from tidemill.cluster.worker.worker_process import Engine
+from tidemill.cluster.worker.worker_process import RunningEngine
 from tidemill.kvstore.errors import StoreError
 from tidemill.workers.messages import (
     Announcement,
@@ -105,7 +105,7 @@ class FakeEngine:
 class FakeBuilt:
     """Of an engine that has no memory, unless it says so."""
 
-    engine: Engine
+    engine: RunningEngine
     fingerprint: str = "fake"
     layout: str = "none"
     page_tokens: int = 64

@@ -160,7 +160,7 @@ class PacedEngine:
             self._leave(row)
 
     def _enter(self, request: Request, num_tokens: int, *, produces: bool) -> Row:
-        came_s = asyncio.get_running_loop().time() + 10.0 * request.priority + request.lag_s
+        came_s = asyncio.get_running_loop().time() + 10.0 * request.priority + request.queue_offset_s
         if produces:
             request = Request(request_id=request.request_id, tokens=request.tokens, max_new_tokens=0)
         row = Row(request, came_s, num_tokens)

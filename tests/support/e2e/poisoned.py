@@ -34,7 +34,7 @@ def is_marked(tokens: tuple[int, ...]) -> bool:
 
 def build(
     settings: EngineSettings, progress: Callable[[int, int], None], start_ranks: StartRanks
-) -> workers.Built:
+) -> workers.BuiltEngine:
     workers.TorchRunner = DeadlyRunner
     return workers.build_engine(settings, progress, start_ranks)
 

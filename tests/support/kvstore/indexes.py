@@ -3,7 +3,7 @@
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import Attention, Layout, Linear, PageId, StateId, layout_of
 from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry, PrefixIndex
-from tidemill.kvstore.memory.recompute_cost import Cost, Policy
+from tidemill.kvstore.memory.recompute_cost import Policy, RecomputeCost
 
 PAGE_BYTES, STATE_BYTES = 8, 24
 
@@ -16,7 +16,7 @@ def a_layout(*, hybrid: bool) -> Layout:
     return layout
 
 
-def an_index(*, hybrid: bool, policy: Policy = "value", cost: Cost | None = None) -> PrefixIndex:
+def an_index(*, hybrid: bool, policy: Policy = "value", cost: RecomputeCost | None = None) -> PrefixIndex:
     return PrefixIndex(a_layout(hybrid=hybrid), policy, cost)
 
 

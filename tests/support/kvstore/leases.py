@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tidemill.kvstore.keys import Namespace, PageKey, page_keys
 from tidemill.kvstore.layout import Attention, Linear, PageId, StateId, Window, WindowId, layout_of
-from tidemill.kvstore.memory.allocation_sites import Site, granted
+from tidemill.kvstore.memory.allocation_sites import AllocationSite, never
 from tidemill.kvstore.memory.arena import Arena
 from tidemill.kvstore.memory.backing import Backing, Fixed
 from tidemill.kvstore.memory.cache import Cache
@@ -50,10 +50,10 @@ def a_ledger(
     hybrid: bool = True,
     window: int = 0,
     policy: Policy = "value",
-    refuses: Callable[[Site], bool] = granted,
+    refuses: Callable[[AllocationSite], bool] = never,
 ) -> Ledger:
     cache = a_cache(num_extents, states_per_extent, hybrid=hybrid, window=window, policy=policy)
-    return Ledger(cache, refuses=refuses)
+    return Ledger(cache, fail_allocation=refuses)
 
 
 def could_serve(
@@ -87,7 +87,7 @@ def grown(ledger: Ledger, lease: Lease, num_tokens: int, keys: Sequence[PageKey]
     """`num_tokens` of the request are computed."""
     ledger.reserve(lease, num_tokens)
     ledger.launch(lease, num_tokens)
-    ledger.land(lease, num_tokens, keys)
+    ledger.commit(lease, num_tokens, keys)
     ledger.check()
     return lease
 
@@ -100,7 +100,7 @@ def scattered(ledger: Ledger, keys: Sequence[PageKey], path_pages: int = 5) -> N
         ledger.reserve(path, num_pages * P)
         ledger.reserve(other, num_pages * P)
     ledger.launch(other, (path_pages - 1) * P)
-    ledger.land(other, (path_pages - 1) * P, page_keys(ROOT, [1] * 20, P))
+    ledger.commit(other, (path_pages - 1) * P, page_keys(ROOT, [1] * 20, P))
     ledger.release("other")
     ledger.keep_state(grown(ledger, path, path_pages * P, keys), last=True)
     ledger.release("path")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tidemill.kvstore.layout import PageId, StateId, WindowId
 from tidemill.kvstore.memory.arena import Arena
-from tidemill.kvstore.memory.lease import Flight, Lease
+from tidemill.kvstore.memory.lease import Lease, StepInFlight
 
 Written = tuple[int, ...]
 """What lies in a place: the tokens up to it."""
@@ -29,7 +29,7 @@ class Shot:
     """A flight as the device sees it: the page table and the tokens are those of the launch."""
 
     lease: Lease
-    flight: Flight
+    flight: StepInFlight
     tokens: Written  # up to its end
     table: tuple[PageId, ...]
     windows: tuple[WindowId, ...]
@@ -107,7 +107,7 @@ class Memory:
             self.windows |= {(window, place): NONSENSE for place in range(self.page_tokens)}
         for state in states:
             assert not any(state in shot.flight.writes for shot in self.shots), "a step still writes here"
-            assert not any(state == shot.flight.read for shot in self.shots), "a step still reads here"
+            assert not any(state == shot.flight.reads for shot in self.shots), "a step still reads here"
             self.states[state] = NONSENSE
 
     def write(
@@ -126,13 +126,13 @@ class Memory:
             for position in range(place * self.page_tokens, (place + 1) * self.page_tokens):
                 self.windows[window, position % self.page_tokens] = tuple(tokens[: position + 1])
 
-    def launched(self, lease: Lease, flight: Flight, tokens: Sequence[int], *, hybrid: bool) -> Shot:
+    def launched(self, lease: Lease, flight: StepInFlight, tokens: Sequence[int], *, hybrid: bool) -> Shot:
         table = tuple(lease.pages[: -(-flight.end // self.page_tokens)])
         views = lease.window_table
         shot = Shot(lease, flight, tuple(tokens[: flight.end]), table, views, self.page_tokens, self.window)
         assert not hybrid or flight.writes, "the state of the step is lost"
-        assert (flight.read is None) == (not hybrid or not flight.start)
-        assert {page for page, _ in shot.writes} <= set(lease.own), "what is kept is written again"
+        assert (flight.reads is None) == (not hybrid or not flight.start)
+        assert {page for page, _ in shot.writes} <= set(lease.private_pages), "what is kept is written again"
         assert {view for view, _ in shot.views_written} <= set(lease.windows)
         if not any(other.lease is lease and other.counts for other in self.shots):
             self._reads_well(shot)
@@ -157,12 +157,12 @@ class Memory:
         """What a step is at belongs to its lease, or to the checkpoint that it reads."""
         for shot in self.shots:
             flight, lease = shot.flight, shot.lease
-            assert {page for page, _ in shot.writes} <= set(lease.own)
+            assert {page for page, _ in shot.writes} <= set(lease.private_pages)
             mine = set(lease.own_states())
             assert mine.issuperset(flight.writes)
-            assert not set(lease.spare).intersection((*flight.writes, flight.read))
+            assert not set(lease.spare_slots).intersection((*flight.writes, flight.reads))
             source = None if flight.source is None else flight.source.checkpoint
-            assert flight.read is None or (source and flight.read == source.state) or flight.read in mine
+            assert flight.reads is None or (source and flight.reads == source.state) or flight.reads in mine
             seen = {view for view, _ in (*shot.views_written, *shot.views_read)}
             assert seen <= set(lease.windows), "a window page that a step is at has gone"
             for page in {page for page, _ in shot.reads}:
@@ -180,6 +180,6 @@ class Memory:
         for position, view in enumerate(shot.views_read, shot.seen_from):
             assert self.windows[view] == shot.tokens[: position + 1]
             assert not any(view in other.views_written for other in self.shots if other is not shot)
-        if shot.flight.read is not None:
-            assert self.states[shot.flight.read] == shot.tokens[: shot.flight.start]
-            assert not any(shot.flight.read in other.flight.writes for other in others)
+        if shot.flight.reads is not None:
+            assert self.states[shot.flight.reads] == shot.tokens[: shot.flight.start]
+            assert not any(shot.flight.reads in other.flight.writes for other in others)

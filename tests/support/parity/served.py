@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 
-from tidemill.workers.engine.build import Built, build_engine
+from tidemill.workers.engine.build import BuiltEngine, build_engine
 from tidemill.workers.engine.rank_processes import start_ranks
 from tidemill.workers.messages import Provenance, Request
 from tidemill.workers.settings import EngineSettings
@@ -18,7 +18,7 @@ LOOK_S = 0.001
 
 
 @asynccontextmanager
-async def serving(settings: EngineSettings, **changes: object) -> AsyncGenerator[Built]:
+async def serving(settings: EngineSettings, **changes: object) -> AsyncGenerator[BuiltEngine]:
     """An engine whose step loop runs; at the end it must have all its memory back."""
     built = build_engine(replace(settings, **changes), lambda _done, _total: None, start_ranks)
     loop = asyncio.create_task(built.engine.run())
@@ -37,7 +37,7 @@ async def serving(settings: EngineSettings, **changes: object) -> AsyncGenerator
         built.close()
 
 
-async def answer(built: Built, request: Request) -> tuple[list[int], Provenance]:
+async def answer(built: BuiltEngine, request: Request) -> tuple[list[int], Provenance]:
     tokens: list[int] = []
     provenance = None
     async with aclosing(built.engine.generate(request)) as deltas:
@@ -48,7 +48,7 @@ async def answer(built: Built, request: Request) -> tuple[list[int], Provenance]
     return tokens, provenance
 
 
-async def generated(built: Built, num_tokens: int) -> None:
+async def generated(built: BuiltEngine, num_tokens: int) -> None:
     """Until the engine has drawn so many."""
     while True:
         if built.engine.load().counters.get("generated_tokens", 0) >= num_tokens:

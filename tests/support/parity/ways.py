@@ -13,7 +13,7 @@ from unittest import mock
 from tests.support.parity.served import answer, generated, serving
 from tidemill.kvstore.layout import Layout, layout_of, restorable_end
 from tidemill.workers.engine import build
-from tidemill.workers.engine.build import Built
+from tidemill.workers.engine.build import BuiltEngine
 from tidemill.workers.messages import Provenance, Request, Sampling
 from tidemill.workers.models.architectures.registry import describe
 from tidemill.workers.settings import EngineSettings
@@ -41,7 +41,7 @@ class Journey:
     scratch: Path
     wanted: dict[str, list[int]] = field(default_factory=dict)
 
-    async def check(self, built: Built, requests: Sequence[Request] = ()) -> list[Provenance]:
+    async def check(self, built: BuiltEngine, requests: Sequence[Request] = ()) -> list[Provenance]:
         """Answer them all at once, and compare; says where their prompts came from."""
         asked = requests or self.requests
         answers = await asyncio.gather(*(answer(built, request) for request in asked))

@@ -11,11 +11,11 @@ from tidemill.cluster.rpc.worker_codec import Trial
 from tidemill.cluster.worker.server import FLUSH_S_MAX
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import (
+    CrashedAlone,
     Delta,
-    DiedAlone,
+    LostAlone,
     Produced,
     RequestError,
-    SilentAlone,
     WorkerGone,
     WorkerId,
 )
@@ -67,7 +67,7 @@ class Call:
         try:
             await asyncio.wait({got, *lost}, return_when=asyncio.FIRST_COMPLETED)
             if not got.done():
-                alone = DiedAlone if self.worker.dead.is_set() else SilentAlone
+                alone = CrashedAlone if self.worker.dead.is_set() else LostAlone
                 raise (alone if self.alone else WorkerGone)(self.worker.life)
             item = got.result()
         finally:

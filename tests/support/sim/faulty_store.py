@@ -9,7 +9,7 @@ from random import Random
 
 from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.stores.memory_store import MemoryStore
-from tidemill.kvstore.stores.page_store import Got, Held, Put, StoreStats, Tally, finish, full_after
+from tidemill.kvstore.stores.page_store import Got, Held, Put, StoreCounters, StoreStats, finish, full_after
 
 CAPACITY_BYTES = 1 << 40
 
@@ -39,7 +39,7 @@ class FaultyStore:
     ) -> None:
         self.is_down = False
         self.sealed = MemoryStore(capacity_bytes)
-        self._tally = Tally()
+        self._tally = StoreCounters()
         self._rng = rng
         self._drop = drop
         self._evict = evict

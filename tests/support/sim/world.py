@@ -10,9 +10,9 @@ from tests.support.sim.calls import Frontend, Work
 from tests.support.sim.fold import VOCABULARY, Broke, FoldRunner
 from tests.support.sim.watched import WatchedEngine
 from tidemill.cluster.edge.failure_detector import watch
-from tidemill.cluster.messages import Ask, Route
+from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.router.router import Router
-from tidemill.cluster.worker.assignment import Duties
+from tidemill.cluster.worker.assignment import Assignment
 from tidemill.cluster.worker.worker_process import LEAVE_S_MAX
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import Layout
@@ -26,8 +26,8 @@ from tidemill.kvstore.stores.page_store import PageStore
 from tidemill.workers.engine.build import capacity_tokens
 from tidemill.workers.execution.step import Drawn, Step
 from tidemill.workers.messages import (
+    CrashedAlone,
     Delta,
-    DiedAlone,
     Heartbeat,
     Produced,
     Request,
@@ -38,10 +38,10 @@ from tidemill.workers.messages import (
     WorkerInfo,
 )
 from tidemill.workers.scheduling.isolation import Tell
-from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
 from tidemill.workers.settings import CheckpointStrategy
-from tidemill.workers.transfer.arena_io import Direct
+from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import Transfer
 
 POISON = "poison"
@@ -134,9 +134,9 @@ class SimWorker:
         self.last_steps: list[Step] = []  # in flight when it died
         self.engine = WatchedEngine(
             self.ledger,
-            Transfer(layout, Direct(world.open_store(), memory)),
+            Transfer(layout, DirectIO(world.open_store(), memory)),
             self.runner,
-            Limits(
+            EngineLimits(
                 budget=Budget(tokens_max=8 + layout.page_tokens, rows_max=8, page_tokens=layout.page_tokens),
                 capacity_tokens=capacity_tokens(layout, weather.extents_min),
                 extents_min=weather.extents_min,
@@ -161,7 +161,7 @@ class SimWorker:
             memory_floor_bytes=layout.extent_bytes * weather.extents_min,
             memory_max_bytes=layout.extent_bytes * weather.extents_max if weather.broker else 0,
         )
-        self.duties = Duties(self.engine, info)
+        self.duties = Assignment(self.engine, info)
         self.dead = asyncio.Event()
         self._told = False
         self._tasks = [
@@ -237,7 +237,7 @@ class SimWorker:
             )
             ack = router.heartbeat(heartbeat)
             full = ack.want_full
-            self.duties.told(ack)
+            self.duties.apply(ack)
             if ack.budget_bytes is not None:
                 self.engine.resize(ack.budget_bytes)
             sequence += 1
@@ -310,7 +310,7 @@ class World:
         worker.dead.set()
         self._later(self._restart(worker))
 
-    async def place(self, ask: Ask) -> Route:
+    async def place(self, ask: PlacementRequest) -> Route:
         """Asked again when the router restarts meanwhile."""
         while True:
             await self.router_up.wait()
@@ -325,9 +325,9 @@ class World:
                 ended.cancel()
                 await asyncio.wait({placed, ended})
 
-    async def lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
+    async def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
         await self.router_up.wait()
-        self.router.lost(worker, blamed)
+        self.router.report_lost(worker, blamed)
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
         peer = self._at(worker, address)
@@ -338,7 +338,7 @@ class World:
         try:
             async with self._calling(peer, work) as answer:
                 produced = await answer()
-        except DiedAlone:
+        except CrashedAlone:
             self._check_blame(peer, request)
             raise
         assert isinstance(produced, Produced)
@@ -369,7 +369,7 @@ class World:
                     yield delta
                     if delta.finish is not None:
                         return
-        except DiedAlone:
+        except CrashedAlone:
             self._check_blame(peer, request)
             raise
 
@@ -379,8 +379,8 @@ class World:
     def give_up(self, workers: Collection[WorkerId]) -> None:
         self.frontend.give_up(workers)
 
-    async def out(self, workers: Collection[WorkerId]) -> frozenset[WorkerId]:
-        return self.router.out(workers) if self.router_up.is_set() else frozenset()
+    async def silent_workers(self, workers: Collection[WorkerId]) -> frozenset[WorkerId]:
+        return self.router.silent_workers(workers) if self.router_up.is_set() else frozenset()
 
     async def stop(self) -> None:
         for worker in self.lives:

@@ -20,7 +20,7 @@ from tests.support.sim.loop import simulate
 from tests.support.sim.watched import WatchedEngine
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
-from tidemill.kvstore.memory.allocation_sites import Site, granted
+from tidemill.kvstore.memory.allocation_sites import AllocationSite, never
 from tidemill.kvstore.memory.arena import Arena
 from tidemill.kvstore.memory.backing import Backing, Fixed
 from tidemill.kvstore.memory.cache import Cache
@@ -32,10 +32,10 @@ from tidemill.kvstore.stores.page_store import PageStore
 from tidemill.workers.engine.build import capacity_tokens
 from tidemill.workers.execution.step import Drawn, Runner, Step
 from tidemill.workers.messages import Delta, Provenance, Request, Sampling, TokenLogprob, WorkerGone
-from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
 from tidemill.workers.settings import CheckpointStrategy
-from tidemill.workers.transfer.arena_io import Direct
+from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import Transfer
 
 VIRTUAL_S_MAX = 10_000.0
@@ -65,7 +65,7 @@ class Tuning:
     policy: Policy = "value"
     checkpoints_per_path: int = 16
     step_s_max: float = 0.02
-    refuses: Callable[[Site], bool] = granted
+    refuses: Callable[[AllocationSite], bool] = never
     breaks: Callable[[Step], Exception | None] = sound
     wraps: bool = True  # the runner is watched
     backing: Callable[[int], Backing] = Fixed
@@ -196,7 +196,7 @@ class Bench:
                 await asyncio.sleep(0.01)
         self.ledger.check()
         usage = self.ledger.usage()
-        assert (usage.pages_held, usage.states_held, usage.windows_held) == (0, 0, 0)
+        assert (usage.pages_pinned, usage.states_pinned, usage.windows_pinned) == (0, 0, 0)
 
 
 @asynccontextmanager
@@ -228,9 +228,9 @@ async def bench(
     tokens_max = max(tokens_max, rows_max + page_tokens)
     engine = WatchedEngine(
         ledger,
-        Transfer(layout, Direct(store, memory)),
+        Transfer(layout, DirectIO(store, memory)),
         carries_out,
-        Limits(
+        EngineLimits(
             budget=Budget(tokens_max=tokens_max, rows_max=rows_max, page_tokens=page_tokens),
             capacity_tokens=capacity_tokens(layout, extents_min, tokens_max * (1 + tuning.overlap)),
             extents_min=extents_min,

@@ -10,7 +10,7 @@ import torch
 
 from tidemill.workers.execution.grammar import Matcher
 from tidemill.workers.execution.sampler import draw
-from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Drawn, Row
 from tidemill.workers.messages import Request, Sampling, TokenLogprob
 
@@ -32,7 +32,7 @@ class Noise:
         return logits_V
 
 
-def row_of(draws: Draws, drafts: Sequence[int] = (), position: int | None = None) -> Row:
+def row_of(draws: SamplingState, drafts: Sequence[int] = (), position: int | None = None) -> Row:
     """A row that draws its first token at `position`, that of `draws` if none is given."""
     return Row(
         sequence_id="",
@@ -55,7 +55,7 @@ def request_of(sampling: Sampling, prompt: Sequence[int] = (3, 1, 2), stop: Sequ
 def draw_once(logits_NV: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
     """One token a row, each of a sequence of its own."""
     draws = [
-        Draws(request_of(sampling, (0,) * position))
+        SamplingState(request_of(sampling, (0,) * position))
         for sampling, position in zip(samplings, positions, strict=True)
     ]
     return [one.tokens[0] for one in draw(logits_NV, list(map(row_of, draws)))]
@@ -72,7 +72,7 @@ def answer_of(
     model: Noise, request: Request, length: int, matcher: Callable[[], Matcher] | None = None
 ) -> Answer:
     """Straight on, token by token, to a stop token or to `length`."""
-    draws, answer = Draws(request, matcher and matcher()), Answer()
+    draws, answer = SamplingState(request, matcher and matcher()), Answer()
     while not ended(request, answer, length):
         context = [*request.tokens, *answer.tokens]
         _take(request, answer, draw(model.logits_V(context).unsqueeze(0), [row_of(draws)])[0], length)
@@ -88,7 +88,7 @@ def troubled_answer_of(
 ) -> Answer:
     """The same with guesses on trial, half of them right; with steps that are void; with moves to another
     worker."""
-    draws, answer = Draws(request, matcher and matcher()), Answer()
+    draws, answer = SamplingState(request, matcher and matcher()), Answer()
     start = len(request.tokens)
     while not ended(request, answer, len(truth)):
         done = len(answer.tokens)
@@ -96,7 +96,7 @@ def troubled_answer_of(
             moved = replace(
                 request, tokens=(*request.tokens, *answer.tokens), drawn=request.drawn + len(answer.tokens)
             )
-            draws = Draws(moved, matcher and matcher())
+            draws = SamplingState(moved, matcher and matcher())
         drafts = [
             token if rng.random() < 0.8 else rng.randrange(model.vocabulary)
             for token in truth[done : done + rng.randrange(5)]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from safetensors.torch import save_file
 
-from tidemill.workers.models.loading.checkpoint import Checkpoint
+from tidemill.workers.models.loading.checkpoint import WeightsFolder
 
 Tensors = dict[str, torch.Tensor]
 NAME = "layer.weight"
@@ -174,10 +174,10 @@ def no_progress(_done_bytes: int, _total_bytes: int) -> None:
     pass
 
 
-def opened(folder: Path, case: Case) -> Checkpoint:
+def opened(folder: Path, case: Case) -> WeightsFolder:
     save_file(
         {name: tensor.contiguous() for name, tensor in case.stored.items()}, folder / "model.safetensors"
     )
-    checkpoint = Checkpoint(folder, no_progress, digests=True, quantization=case.config)
+    checkpoint = WeightsFolder(folder, no_progress, digests=True, quantization=case.config)
     checkpoint.check({NAME: case.shape}, lambda _name: False)
     return checkpoint

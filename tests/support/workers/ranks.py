@@ -14,8 +14,8 @@ from tidemill.kvstore.memory.backing import Mmap
 from tidemill.workers.engine.build_rank import build_rank
 from tidemill.workers.execution.step import Step
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.parallel.link import Ended, Links, accept, meeting_place
-from tidemill.workers.parallel.rank import Part, carry_out
+from tidemill.workers.parallel.link import Ended, RankLinks, accept, meeting_place
+from tidemill.workers.parallel.rank import RankParts, carry_out
 from tidemill.workers.settings import EngineSettings
 from tidemill.workers.transfer.transfer import Moved
 
@@ -77,15 +77,15 @@ def run_step(step: Step) -> None:
 
 def rank(folder: Path, index: int) -> None:
     """Rank i is granted so much memory that rank 2 is refused first."""
-    part = Part(Memory(EXTENTS - index), Store(folder, index), run_step)
+    part = RankParts(Memory(EXTENTS - index), Store(folder, index), run_step)
     _end_with(carry_out(folder, index, lambda: part))
 
 
 def rank_without_model(folder: Path, index: int) -> None:
-    def build() -> Part:
+    def build() -> RankParts:
         if index == 2:
             raise ModelError("the folder is empty: download the model")
-        return Part(Memory(1), Store(folder, index), run_step)
+        return RankParts(Memory(1), Store(folder, index), run_step)
 
     _end_with(carry_out(folder, index, build))
 
@@ -95,7 +95,7 @@ def rank_that_never_comes(folder: Path, index: int) -> None:
 
 
 def rank_that_builds_for_ever(folder: Path, index: int) -> None:
-    def build() -> Part:
+    def build() -> RankParts:
         (folder / f"building-{index}").touch()
         Event().wait()
         raise AssertionError
@@ -127,15 +127,15 @@ def end(ranks: Sequence[BaseProcess]) -> None:
 
 
 @contextmanager
-def processes(size: int, run: Run) -> Generator[tuple[Path, Sequence[BaseProcess], Callable[[], Links]]]:
+def processes(size: int, run: Run) -> Generator[tuple[Path, Sequence[BaseProcess], Callable[[], RankLinks]]]:
     """Ranks 1 to `size - 1`; the folder they meet in, and a call that accepts them. All must end when their
     links do."""
     with meeting_place() as (folder, listener):
         ranks = [RANKS.Process(target=run, args=(folder, index)) for index in range(1, size)]
         ended = started(ranks)
-        links: list[Links] = []
+        links: list[RankLinks] = []
 
-        def accepted() -> Links:
+        def accepted() -> RankLinks:
             links.append(accept(listener, size, ended))
             return links[0]
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.cluster.worker.heartbeats import News
+from tidemill.cluster.worker.heartbeats import UnsentAnnouncements
 from tidemill.workers.messages import Announcement
 
 KEYS = [bytes([number]) for number in range(6)]
@@ -37,7 +37,7 @@ class Engine:
 )
 def test_whoever_listens_knows_what_there_is(operations: list[tuple[str, int]]) -> None:
     engine = Engine()
-    news = News(engine)
+    news = UnsentAnnouncements(engine)
     known: dict[int, set[bytes]] = {}
     for what, which in operations:
         if what == "turn":

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from tidemill.kvstore.layout import LayerSpec
-from tidemill.kvstore.memory.recompute_cost import Cost
+from tidemill.kvstore.memory.recompute_cost import RecomputeCost
 from tidemill.kvstore.shards import share_of
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.layers.work import MixerConfig, MlpConfig, matrix_flops
 from tidemill.workers.models.loading.config_json import Raw, number, size
-from tidemill.workers.models.loading.sharding import Even, Whole
+from tidemill.workers.models.loading.sharding import EvenRuns, Replicated
 from tidemill.workers.models.loading.weights import Weight
 
 DRAFT = "mtp."
@@ -25,7 +25,7 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
+class ArchitectureConfig:
     """All that decides the model's output besides its weights. Its name is in the fingerprint of the model.
 
     draft           the layer of a prediction head (mtp.py); None: there is none, or it is not used
@@ -57,9 +57,9 @@ class Config:
         return tuple(layer.mixer.spec for layer in self.every_layer)
 
 
-def config_of(raw: Raw, layers: Iterable[LayerConfig], epsilon: float = 1e-6) -> Config:
+def config_of(raw: Raw, layers: Iterable[LayerConfig], epsilon: float = 1e-6) -> ArchitectureConfig:
     """With what all families call alike; `epsilon` is where config.json has none. Raises ModelError."""
-    return Config(
+    return ArchitectureConfig(
         layers=tuple(layers),
         vocab_size=size(raw, "vocab_size"),
         hidden=size(raw, "hidden_size"),
@@ -74,14 +74,14 @@ def stacked(mixers: Iterable[MixerConfig], mlps: Iterable[MlpConfig]) -> Iterato
     return (LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True))
 
 
-def weights_of(config: Config) -> dict[str, Weight]:
+def weights_of(config: ArchitectureConfig) -> dict[str, Weight]:
     """Every tensor of the checkpoint by name: shape, and cut for tensor parallelism.
 
     Projections into heads and inner columns give a rank its heads and columns; projections back into the
     hidden width give it some of those columns, over the full input.
     """
-    rows = Weight((config.vocab_size, config.hidden), Even())
-    norm = Weight((config.hidden,), Whole())
+    rows = Weight((config.vocab_size, config.hidden), EvenRuns())
+    norm = Weight((config.hidden,), Replicated())
     found = {f"{config.prefix}embed_tokens.weight": rows, f"{config.prefix}norm.weight": norm}
     if not config.tied:
         found["lm_head.weight"] = rows
@@ -89,26 +89,26 @@ def weights_of(config: Config) -> dict[str, Weight]:
         found |= _layer_weights(layer, f"{config.prefix}layers.{index}.", config.hidden)
     if config.draft is not None:
         found |= _layer_weights(config.draft, f"{DRAFT}layers.0.", config.hidden)
-        found[f"{DRAFT}fc.weight"] = Weight((config.hidden, 2 * config.hidden), Even())
+        found[f"{DRAFT}fc.weight"] = Weight((config.hidden, 2 * config.hidden), EvenRuns())
         for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
             found[f"{DRAFT}{name}.weight"] = norm
     return found
 
 
 def _layer_weights(layer: LayerConfig, prefix: str, hidden: int) -> dict[str, Weight]:
-    norm = Weight((hidden,), Whole())
+    norm = Weight((hidden,), Replicated())
     found = layer.mixer.weights(hidden) | layer.mlp.weights(hidden)
     found |= {"input_layernorm.weight": norm, "post_attention_layernorm.weight": norm}
     return {prefix + name: weight for name, weight in found.items()}
 
 
-def sizes(config: Config) -> tuple[int, ...]:
+def sizes(config: ArchitectureConfig) -> tuple[int, ...]:
     """Of the groups that can run this model: the heads of every kind can be divided, or be copied alike."""
     most = max(max(layer.mixer.heads().values()) for layer in config.every_layer)
     return tuple(size for size in range(1, most + 1) if _divides(config, size))
 
 
-def local(config: Config, size: int) -> Config:
+def local(config: ArchitectureConfig, size: int) -> ArchitectureConfig:
     """The config with the heads that one of `size` ranks has; all other widths are of the whole.
 
     Raises ModelError that names the sizes that work.
@@ -128,21 +128,21 @@ def local(config: Config, size: int) -> Config:
     return replace(config, layers=own[:count], draft=None if config.draft is None else own[count])
 
 
-def cost(config: Config) -> Cost:
+def cost(config: ArchitectureConfig) -> RecomputeCost:
     """FLOPs of a forward pass: two per weight that a token meets, and attention to what is before it."""
-    return Cost(
+    return RecomputeCost(
         token_flops=2.0 * config.vocab_size * config.hidden + sum(_token_flops(config)),
         context_flops=sum(layer.mixer.context_flops() for layer in config.every_layer),
     )
 
 
-def _token_flops(config: Config) -> Iterator[float]:
+def _token_flops(config: ArchitectureConfig) -> Iterator[float]:
     for layer in config.every_layer:
         yield matrix_flops(layer.mixer.weights(config.hidden))
         yield layer.mlp.token_flops(config.hidden)
 
 
-def _divides(config: Config, size: int) -> bool:
+def _divides(config: ArchitectureConfig, size: int) -> bool:
     try:
         share_of(config.specs, size)
     except ValueError:

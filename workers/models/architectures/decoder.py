@@ -3,7 +3,7 @@
 import torch
 
 from tidemill.kernels.dispatch import Operators
-from tidemill.workers.models.architectures.config import Config, LayerConfig
+from tidemill.workers.models.architectures.config import ArchitectureConfig, LayerConfig
 from tidemill.workers.models.collectives import Ranks
 from tidemill.workers.models.inputs import Caches, Inputs
 from tidemill.workers.models.layers.rope import Rope
@@ -30,7 +30,7 @@ class Decoder:
     columns to put side by side, never terms to add up. `config` has the rank's heads, `read` its tensors.
     """
 
-    def __init__(self, config: Config, read: Read, operators: Operators, ranks: Ranks) -> None:
+    def __init__(self, config: ArchitectureConfig, read: Read, operators: Operators, ranks: Ranks) -> None:
         self._config = config
         self._ops = operators
         self._ranks = ranks

@@ -1,7 +1,7 @@
 """DeepSeek-V3 and R1: multi-head latent attention; first layers dense, the others a mixture of experts."""
 
 from tidemill.kvstore.layout import Latent
-from tidemill.workers.models.architectures.config import Config, LayerConfig, config_of
+from tidemill.workers.models.architectures.config import ArchitectureConfig, LayerConfig, config_of
 from tidemill.workers.models.layers.latent import LatentConfig
 from tidemill.workers.models.layers.mlp import DenseConfig
 from tidemill.workers.models.layers.moe import MoeConfig, RouterConfig
@@ -9,7 +9,7 @@ from tidemill.workers.models.layers.rope import rope_of, yarn_mscale
 from tidemill.workers.models.loading.config_json import Raw, number, require, require_silu, size
 
 
-def parse(raw: Raw) -> Config:
+def parse(raw: Raw) -> ArchitectureConfig:
     """Raises ModelError for what is missing or not supported."""
     require_silu(raw)
     require(raw.get("moe_layer_freq", 1) == 1, "moe_layer_freq other than 1 is not supported")

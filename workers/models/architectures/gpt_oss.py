@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tidemill.workers.models.architectures.config import Config, LayerConfig, config_of
+from tidemill.workers.models.architectures.config import ArchitectureConfig, LayerConfig, config_of
 from tidemill.workers.models.architectures.qwen3 import attention_of
 from tidemill.workers.models.layers.moe import MoeConfig, RouterConfig
 from tidemill.workers.models.loading.config_json import Raw, layer_kinds, number, require_silu, size
@@ -10,7 +10,7 @@ from tidemill.workers.models.loading.config_json import Raw, layer_kinds, number
 THETA = 150_000.0
 
 
-def parse(raw: Raw) -> Config:
+def parse(raw: Raw) -> ArchitectureConfig:
     """Raises ModelError for what is missing or not supported."""
     require_silu(raw)
     raw = {"rope_theta": THETA, "attention_bias": True} | dict(raw)

@@ -5,7 +5,7 @@ from math import gcd
 from typing import Any, cast
 
 from tidemill.kvstore.layout import Attention, Linear
-from tidemill.workers.models.architectures.config import Config, LayerConfig, config_of
+from tidemill.workers.models.architectures.config import ArchitectureConfig, LayerConfig, config_of
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.layers.attention import AttentionConfig
 from tidemill.workers.models.layers.mamba2 import Mamba2Config
@@ -22,7 +22,7 @@ HEAD_GROUPS_MAX = 8
 """Runs of Mamba heads, and with them the ranks that can share a model: each keeps a copy of B and C."""
 
 
-def parse(raw: Raw) -> Config:
+def parse(raw: Raw) -> ArchitectureConfig:
     """Raises ModelError for what is missing or not supported."""
     require_silu(raw)
     named = {**raw, "layer_types": raw.get("layer_types") or raw.get("layers_block_type")}

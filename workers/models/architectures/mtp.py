@@ -4,7 +4,7 @@ follow them."""
 import torch
 
 from tidemill.kernels.dispatch import Operators
-from tidemill.workers.models.architectures.config import DRAFT, Config, LayerConfig
+from tidemill.workers.models.architectures.config import DRAFT, ArchitectureConfig, LayerConfig
 from tidemill.workers.models.architectures.decoder import Decoder, Layer
 from tidemill.workers.models.collectives import Ranks
 from tidemill.workers.models.inputs import Caches, Inputs
@@ -16,7 +16,7 @@ class MtpHead:
 
     def __init__(
         self,
-        config: Config,
+        config: ArchitectureConfig,
         draft: LayerConfig,
         read: Read,
         decoder: Decoder,

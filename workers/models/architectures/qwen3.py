@@ -1,7 +1,7 @@
 """Plain attention: Llama, Qwen3 and Qwen3-MoE (and what has their config.json)."""
 
 from tidemill.kvstore.layout import Attention, Window
-from tidemill.workers.models.architectures.config import Config, config_of, stacked
+from tidemill.workers.models.architectures.config import ArchitectureConfig, config_of, stacked
 from tidemill.workers.models.layers.attention import AttentionConfig
 from tidemill.workers.models.layers.mlp import DenseConfig
 from tidemill.workers.models.layers.moe import MoeConfig, RouterConfig
@@ -10,12 +10,12 @@ from tidemill.workers.models.layers.work import MlpConfig
 from tidemill.workers.models.loading.config_json import Raw, layer_kinds, require, require_silu, size
 
 
-def parse_llama(raw: Raw) -> Config:
+def parse_llama(raw: Raw) -> ArchitectureConfig:
     """Raises ModelError for what is missing or not supported."""
     return stack(raw, [attention_of(raw)] * size(raw, "num_hidden_layers"))
 
 
-def parse_qwen3(raw: Raw) -> Config:
+def parse_qwen3(raw: Raw) -> ArchitectureConfig:
     """Dense or, where there are experts, a mixture. Raises ModelError."""
     attention = attention_of(raw, normed=True)
     num_layers = size(raw, "num_hidden_layers")
@@ -48,7 +48,7 @@ def attention_of(raw: Raw, *, normed: bool = False, window: int | None = None) -
     )
 
 
-def stack(raw: Raw, mixers: list[AttentionConfig]) -> Config:
+def stack(raw: Raw, mixers: list[AttentionConfig]) -> ArchitectureConfig:
     require_silu(raw)
     return config_of(raw, stacked(mixers, mlps_of(raw)))
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Literal
 
 from tidemill.kvstore.layout import Linear
-from tidemill.workers.models.architectures.config import Config, LayerConfig, config_of, stacked
+from tidemill.workers.models.architectures.config import ArchitectureConfig, LayerConfig, config_of, stacked
 from tidemill.workers.models.architectures.qwen3 import attention_of, mlps_of
 from tidemill.workers.models.layers.attention import AttentionConfig
 from tidemill.workers.models.layers.gated_delta import DeltaConfig
@@ -18,12 +18,12 @@ ATTENTION_EVERY = 4
 NORM_OFFSET = 1.0
 
 
-def parse(raw: Raw) -> Config:
+def parse(raw: Raw) -> ArchitectureConfig:
     """Raises ModelError for what is missing or not supported."""
     return _stack(raw, "by head")
 
 
-def parse_qwen3_5(raw: Raw) -> Config:
+def parse_qwen3_5(raw: Raw) -> ArchitectureConfig:
     """The text part, whether or not the folder can see images. Its rotary embedding has a position for each
     of time, height and width: in a text they are one. Raises ModelError."""
     text: Raw = raw.get("text_config") or raw
@@ -43,7 +43,7 @@ def _stacked(mlp: MlpConfig) -> MlpConfig:
     return replace(mlp, stored="stacked", into="mlp.experts.gate_up_proj", back="mlp.experts.down_proj")
 
 
-def _stack(raw: Raw, stored: Literal["by head", "by part"]) -> Config:
+def _stack(raw: Raw, stored: Literal["by head", "by part"]) -> ArchitectureConfig:
     require_silu(raw)
     num_layers = size(raw, "num_hidden_layers")
     every = raw.get("full_attention_interval") or ATTENTION_EVERY

@@ -9,17 +9,24 @@ import torch
 
 from tidemill.kernels.dispatch import Operators
 from tidemill.kvstore.layout import LayerSpec
-from tidemill.kvstore.memory.recompute_cost import Cost
+from tidemill.kvstore.memory.recompute_cost import RecomputeCost
 from tidemill.workers.device import HOST
 from tidemill.workers.models.architectures import deepseek, gpt_oss, granite, qwen3, qwen3_next
-from tidemill.workers.models.architectures.config import DRAFT, Config, LayerConfig, cost, local, weights_of
+from tidemill.workers.models.architectures.config import (
+    DRAFT,
+    ArchitectureConfig,
+    LayerConfig,
+    cost,
+    local,
+    weights_of,
+)
 from tidemill.workers.models.architectures.decoder import Decoder
 from tidemill.workers.models.architectures.mtp import MtpHead
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.collectives import ALONE, LEADER, Ranks
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.inputs import Caches, Inputs
-from tidemill.workers.models.loading.checkpoint import Checkpoint, Progress
+from tidemill.workers.models.loading.checkpoint import Progress, WeightsFolder
 from tidemill.workers.models.loading.config_json import Raw
 from tidemill.workers.models.loading.tensor_files import read_json
 
@@ -30,7 +37,7 @@ class Architecture:
     it can have one; `ignored` are beginnings of the names of tensors that may be there and are not read, in
     which `{layers}` is the number of layers."""
 
-    parse: Callable[[Raw], Config]
+    parse: Callable[[Raw], ArchitectureConfig]
     ignored: tuple[str, ...] = ()
     draft: Callable[[Raw], LayerConfig] | None = None
 
@@ -73,7 +80,7 @@ class Model(Protocol):
         ...
 
 
-class Head(Protocol):
+class DraftHead(Protocol):
     """A prediction head of the model's own: see workers/execution/mtp_drafter.py."""
 
     def forward(self, hidden_TH: torch.Tensor, inputs: Inputs, caches: Caches) -> torch.Tensor:
@@ -98,14 +105,14 @@ class LoadedModel:
     """
 
     model: Model
-    head: Head | None
+    head: DraftHead | None
     layers: tuple[LayerSpec, ...]
     local_layers: tuple[LayerSpec, ...]
     vocab_size: int
     max_length: int
     eos_ids: frozenset[int]
     fingerprint: str
-    cost: Cost
+    cost: RecomputeCost
 
 
 def load(
@@ -163,10 +170,10 @@ def has_head(folder: Path) -> bool:
     architecture = ARCHITECTURES.get(_architecture(raw))
     if architecture is None or architecture.draft is None:
         return False
-    return _holds_head(Checkpoint(folder, _nobody_looks, digests=False))
+    return _holds_head(WeightsFolder(folder, _nobody_looks, digests=False))
 
 
-def _holds_head(checkpoint: Checkpoint) -> bool:
+def _holds_head(checkpoint: WeightsFolder) -> bool:
     return any(name.startswith(DRAFT) for name in checkpoint.names)
 
 
@@ -176,7 +183,7 @@ def _nobody_looks(done_bytes: int, total_bytes: int) -> None:
 
 def _open(
     folder: Path, progress: Progress, *, digests: bool, mtp: bool
-) -> tuple[dict[str, Any], Config, Checkpoint]:
+) -> tuple[dict[str, Any], ArchitectureConfig, WeightsFolder]:
     if not folder.is_dir():
         raise ModelError(
             f"there is no model folder {folder}: give a Hugging Face folder or one of {', '.join(bundled())}"
@@ -186,7 +193,7 @@ def _open(
     if architecture is None:
         raise ModelError(f"{folder} is a {_architecture(raw)}: supported are {', '.join(ARCHITECTURES)}")
     config = architecture.parse(raw)
-    checkpoint = Checkpoint(folder, progress, digests=digests, quantization=raw.get("quantization_config"))
+    checkpoint = WeightsFolder(folder, progress, digests=digests, quantization=raw.get("quantization_config"))
     if mtp:
         if architecture.draft is None or not _holds_head(checkpoint):
             raise ModelError(

@@ -11,7 +11,7 @@ from tidemill.kernels.linear.packed import Packed
 from tidemill.kvstore.layout import Attention, LayerSpec, Window
 from tidemill.workers.models.layers.rope import Rope
 from tidemill.workers.models.layers.work import Cache, Read, Work, norm_weight
-from tidemill.workers.models.loading.sharding import Even, Heads, Whole
+from tidemill.workers.models.loading.sharding import ByHeads, EvenRuns, Replicated
 from tidemill.workers.models.loading.weights import Weight
 
 
@@ -44,12 +44,12 @@ class AttentionConfig:
     def weights(self, hidden: int) -> dict[str, Weight]:
         queries, keys = self.query_heads * self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim
         rows = (1 + self.gated) * queries
-        query_cut, key_cut = Heads(self.query_heads, (rows,)), Heads(self.spec.kv_heads, (keys,))
+        query_cut, key_cut = ByHeads(self.query_heads, (rows,)), ByHeads(self.spec.kv_heads, (keys,))
         found = {
             "self_attn.q_proj.weight": Weight((rows, hidden), query_cut),
             "self_attn.k_proj.weight": Weight((keys, hidden), key_cut),
             "self_attn.v_proj.weight": Weight((keys, hidden), key_cut),
-            "self_attn.o_proj.weight": Weight((hidden, queries), Even()),
+            "self_attn.o_proj.weight": Weight((hidden, queries), EvenRuns()),
         }
         if self.bias:
             found |= {
@@ -58,12 +58,12 @@ class AttentionConfig:
                 "self_attn.v_proj.bias": Weight((keys,), key_cut),
             }
         if self.out_bias:
-            found["self_attn.o_proj.bias"] = Weight((hidden,), Even())
+            found["self_attn.o_proj.bias"] = Weight((hidden,), EvenRuns())
         if self.normed:
-            found["self_attn.q_norm.weight"] = Weight((self.spec.head_dim,), Whole())
-            found["self_attn.k_norm.weight"] = Weight((self.spec.head_dim,), Whole())
+            found["self_attn.q_norm.weight"] = Weight((self.spec.head_dim,), Replicated())
+            found["self_attn.k_norm.weight"] = Weight((self.spec.head_dim,), Replicated())
         if self.sinks:
-            cut = Heads(self.query_heads, (self.query_heads,))
+            cut = ByHeads(self.query_heads, (self.query_heads,))
             found["self_attn.sinks"] = Weight((self.query_heads,), cut)
         return found
 

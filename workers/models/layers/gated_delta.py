@@ -9,7 +9,7 @@ from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kvstore.layout import LayerSpec, Linear
 from tidemill.workers.models.layers.work import Cache, Read, Work
-from tidemill.workers.models.loading.sharding import Even, Heads, Whole
+from tidemill.workers.models.loading.sharding import ByHeads, EvenRuns, Replicated
 from tidemill.workers.models.loading.weights import Weight
 
 
@@ -33,9 +33,9 @@ class DeltaConfig:
         channels = 2 * keys + values
 
         def by_key_head(*shape: int) -> Weight:
-            return Weight(shape, Heads(spec.key_heads, (shape[0],)))
+            return Weight(shape, ByHeads(spec.key_heads, (shape[0],)))
 
-        by_part = Heads(spec.key_heads, (keys, keys, values))
+        by_part = ByHeads(spec.key_heads, (keys, keys, values))
         match self.stored:
             case "by head":
                 found = {
@@ -55,8 +55,8 @@ class DeltaConfig:
             "linear_attn.conv1d.weight": Weight((channels, 1, spec.conv_width), by_part),
             "linear_attn.A_log": by_key_head(spec.value_heads),
             "linear_attn.dt_bias": by_key_head(spec.value_heads),
-            "linear_attn.norm.weight": Weight((spec.value_dim,), Whole()),
-            "linear_attn.out_proj.weight": Weight((hidden, values), Even()),
+            "linear_attn.norm.weight": Weight((spec.value_dim,), Replicated()),
+            "linear_attn.out_proj.weight": Weight((hidden, values), EvenRuns()),
         }
 
     def context_flops(self) -> float:

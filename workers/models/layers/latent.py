@@ -17,7 +17,7 @@ from tidemill.kernels.linear.packed import Packed
 from tidemill.kvstore.layout import Latent, LayerSpec
 from tidemill.workers.models.layers.rope import Rope
 from tidemill.workers.models.layers.work import Cache, Read, Work
-from tidemill.workers.models.loading.sharding import Even, Heads, Whole
+from tidemill.workers.models.loading.sharding import ByHeads, EvenRuns, Replicated
 from tidemill.workers.models.loading.weights import Weight
 
 NORM_EPSILON = 1e-6
@@ -50,23 +50,23 @@ class LatentConfig:
     def weights(self, hidden: int) -> dict[str, Weight]:
         heads, queries = self.query_heads, self.query_heads * (self.plain + self.rope.dim)
         values = heads * (self.plain + self.value)
-        by_head = Heads(heads, (queries,))
+        by_head = ByHeads(heads, (queries,))
         found = {
-            "self_attn.kv_a_proj_with_mqa.weight": Weight((self.spec.width, hidden), Whole()),
-            "self_attn.kv_a_layernorm.weight": Weight((self.compressed,), Whole()),
-            "self_attn.kv_b_proj.weight": Weight((values, self.compressed), Heads(heads, (values,))),
-            "self_attn.o_proj.weight": Weight((hidden, heads * self.value), Even()),
+            "self_attn.kv_a_proj_with_mqa.weight": Weight((self.spec.width, hidden), Replicated()),
+            "self_attn.kv_a_layernorm.weight": Weight((self.compressed,), Replicated()),
+            "self_attn.kv_b_proj.weight": Weight((values, self.compressed), ByHeads(heads, (values,))),
+            "self_attn.o_proj.weight": Weight((hidden, heads * self.value), EvenRuns()),
         }
         if self.bias:
-            found["self_attn.kv_a_proj_with_mqa.bias"] = Weight((self.spec.width,), Whole())
-            found["self_attn.o_proj.bias"] = Weight((hidden,), Even())
+            found["self_attn.kv_a_proj_with_mqa.bias"] = Weight((self.spec.width,), Replicated())
+            found["self_attn.o_proj.bias"] = Weight((hidden,), EvenRuns())
         if self.query_rank is None:
             return found | {"self_attn.q_proj.weight": Weight((queries, hidden), by_head)}
         if self.bias:
-            found["self_attn.q_a_proj.bias"] = Weight((self.query_rank,), Whole())
+            found["self_attn.q_a_proj.bias"] = Weight((self.query_rank,), Replicated())
         return found | {
-            "self_attn.q_a_proj.weight": Weight((self.query_rank, hidden), Whole()),
-            "self_attn.q_a_layernorm.weight": Weight((self.query_rank,), Whole()),
+            "self_attn.q_a_proj.weight": Weight((self.query_rank, hidden), Replicated()),
+            "self_attn.q_a_layernorm.weight": Weight((self.query_rank,), Replicated()),
             "self_attn.q_b_proj.weight": Weight((queries, self.query_rank), by_head),
         }
 

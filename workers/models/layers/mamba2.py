@@ -10,7 +10,7 @@ from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.mamba2.heads import Heads as HeadWeights
 from tidemill.kvstore.layout import LayerSpec, Linear
 from tidemill.workers.models.layers.work import Cache, Read, Work
-from tidemill.workers.models.loading.sharding import Even, Heads, Runs, Whole
+from tidemill.workers.models.loading.sharding import ByHeadRuns, ByHeads, EvenRuns, Replicated
 from tidemill.workers.models.loading.weights import Weight
 
 
@@ -47,23 +47,23 @@ class Mamba2Config:
     def weights(self, hidden: int) -> dict[str, Weight]:
         spec, x, bc = self.spec, (self.spec.key_heads, self.inner), (self.bc_groups, self.keys)
         dt = (spec.key_heads, spec.value_heads)
-        into, conv = Runs((x, x, bc, bc, dt)), Runs((x, bc, bc))
+        into, conv = ByHeadRuns((x, x, bc, bc, dt)), ByHeadRuns((x, bc, bc))
         rows, channels = 2 * self.inner + 2 * self.keys + spec.value_heads, self.inner + 2 * self.keys
-        per_head = Weight((spec.value_heads,), Heads(spec.key_heads, (spec.value_heads,)))
+        per_head = Weight((spec.value_heads,), ByHeads(spec.key_heads, (spec.value_heads,)))
         found = {
             "mamba.in_proj.weight": Weight((rows, hidden), into),
             "mamba.conv1d.weight": Weight((channels, 1, spec.conv_width), conv),
             "mamba.A_log": per_head,
             "mamba.dt_bias": per_head,
             "mamba.D": per_head,
-            "mamba.norm.weight": Weight((self.inner,), Whole()),
-            "mamba.out_proj.weight": Weight((hidden, self.inner), Even()),
+            "mamba.norm.weight": Weight((self.inner,), Replicated()),
+            "mamba.out_proj.weight": Weight((hidden, self.inner), EvenRuns()),
         }
         if self.conv_bias:
             found["mamba.conv1d.bias"] = Weight((channels,), conv)
         if self.bias:
             found["mamba.in_proj.bias"] = Weight((rows,), into)
-            found["mamba.out_proj.bias"] = Weight((hidden,), Even())
+            found["mamba.out_proj.bias"] = Weight((hidden,), EvenRuns())
         return found
 
     def context_flops(self) -> float:

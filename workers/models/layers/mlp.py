@@ -7,7 +7,7 @@ import torch
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.packed import Packed
 from tidemill.workers.models.layers.work import Read, Work, matrix_flops
-from tidemill.workers.models.loading.sharding import Even
+from tidemill.workers.models.loading.sharding import EvenRuns
 from tidemill.workers.models.loading.weights import Weight
 
 
@@ -23,10 +23,10 @@ class DenseConfig:
 
     def weights(self, hidden: int) -> dict[str, Weight]:
         if self.gate_up is not None:
-            into = {self.gate_up: Weight((2 * self.inner, hidden), Even(runs=2))}
+            into = {self.gate_up: Weight((2 * self.inner, hidden), EvenRuns(runs=2))}
         else:
-            into = dict.fromkeys(("gate_proj", "up_proj"), Weight((self.inner, hidden), Even()))
-        found = into | {self.down: Weight((hidden, self.inner), Even())}
+            into = dict.fromkeys(("gate_proj", "up_proj"), Weight((self.inner, hidden), EvenRuns()))
+        found = into | {self.down: Weight((hidden, self.inner), EvenRuns())}
         named = {f"{self.prefix}{name}.weight": weight for name, weight in found.items()}
         if self.bias:
             named |= {

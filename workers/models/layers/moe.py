@@ -13,7 +13,7 @@ from tidemill.kernels.moe.routing import Routing
 from tidemill.workers.models.layers.mlp import Dense, DenseConfig
 from tidemill.workers.models.layers.work import Read, Work, matrix_flops
 from tidemill.workers.models.loading.config_json import require
-from tidemill.workers.models.loading.sharding import Even, Whole
+from tidemill.workers.models.loading.sharding import EvenRuns, Replicated
 from tidemill.workers.models.loading.weights import Weight
 
 ROWS = 16
@@ -79,14 +79,14 @@ class MoeConfig:
     def _common_weights(self, hidden: int) -> dict[str, Weight]:
         """Those that every token meets."""
         router = self.router
-        found = {router.weight: Weight((self.count, hidden), Whole())}
+        found = {router.weight: Weight((self.count, hidden), Replicated())}
         for name in (router.bias, router.choice_bias):
             if name is not None:
-                found[name] = Weight((self.count,), Whole())
+                found[name] = Weight((self.count,), Replicated())
         if self.shared is not None:
             found |= self.shared.weights(hidden)
         if self.shared_gate is not None:
-            found[self.shared_gate] = Weight((1, hidden), Whole())
+            found[self.shared_gate] = Weight((1, hidden), Replicated())
         return found
 
     def load(self, read: Read, ops: Operators) -> "Moe":
@@ -125,15 +125,15 @@ class MoeConfig:
                 }
             case "stacked":
                 return {
-                    self.into: Weight((self.count, 2 * self.inner, hidden), Even(runs=2, dim=1)),
-                    self.back: Weight((self.count, hidden, self.inner), Even(dim=1)),
+                    self.into: Weight((self.count, 2 * self.inner, hidden), EvenRuns(runs=2, dim=1)),
+                    self.back: Weight((self.count, hidden, self.inner), EvenRuns(dim=1)),
                 }
             case "woven":
                 return {
-                    self.into: Weight((self.count, hidden, 2 * self.inner), Even(dim=2, step=2)),
-                    f"{self.into}_bias": Weight((self.count, 2 * self.inner), Even(dim=1, step=2)),
-                    self.back: Weight((self.count, self.inner, hidden), Even(dim=2)),
-                    f"{self.back}_bias": Weight((self.count, hidden), Even(dim=1)),
+                    self.into: Weight((self.count, hidden, 2 * self.inner), EvenRuns(dim=2, step=2)),
+                    f"{self.into}_bias": Weight((self.count, 2 * self.inner), EvenRuns(dim=1, step=2)),
+                    self.back: Weight((self.count, self.inner, hidden), EvenRuns(dim=2)),
+                    f"{self.back}_bias": Weight((self.count, hidden), EvenRuns(dim=1)),
                 }
             case _:
                 assert_never(self.stored)

@@ -12,7 +12,7 @@ from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.loading import encodings
 from tidemill.workers.models.loading.dequantise import read_part
 from tidemill.workers.models.loading.encodings import Encoding, encoding_of, scheme_of, stored_by
-from tidemill.workers.models.loading.sharding import Part
+from tidemill.workers.models.loading.sharding import RankSlice
 from tidemill.workers.models.loading.tensor_files import TensorFiles
 
 Progress = Callable[[int, int], None]
@@ -21,7 +21,7 @@ DIGESTED_BYTES = 16 << 20
 """At once: of a rank that has a part of a tensor, the rest takes no more memory than this."""
 
 
-class Checkpoint:
+class WeightsFolder:
     """The tensors of one folder by the names that the model knows.
 
     With `digests` every byte of what is read counts in the fingerprint, whatever the parts; a thread digests
@@ -73,7 +73,7 @@ class Checkpoint:
             unused = {name for name in unused if not name.endswith(encodings.UNREAD)}
         _complain("has unexpected", [name for name in unused if not ignored(name)], self._folder)
 
-    def read(self, name: str, part: Part) -> torch.Tensor:
+    def read(self, name: str, part: RankSlice) -> torch.Tensor:
         """The part of a tensor, in memory of its own: float32 if it is stored as float32 or float16, else
         bfloat16."""
         encoding = self._encodings[name]

@@ -23,7 +23,7 @@ from tidemill.workers.models.loading.encodings import (
     grid_of,
     steps_of,
 )
-from tidemill.workers.models.loading.sharding import Part
+from tidemill.workers.models.loading.sharding import RankSlice
 
 PIECE = 1 << 18
 """Elements that are worked on at once."""
@@ -41,7 +41,7 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 
 
 def read_part(
-    encoding: Encoding, shape: tuple[int, ...], scheme: Scheme | None, stored: Open, part: Part
+    encoding: Encoding, shape: tuple[int, ...], scheme: Scheme | None, stored: Open, part: RankSlice
 ) -> torch.Tensor:
     """The part of a tensor of `shape`, in memory of its own: float32 if it is stored as float32 or float16,
     else bfloat16."""
@@ -52,7 +52,7 @@ def read_part(
     return _filled(values, shape, part, dtype)
 
 
-def _filled(values: Values, shape: tuple[int, ...], part: Part, dtype: torch.dtype) -> torch.Tensor:
+def _filled(values: Values, shape: tuple[int, ...], part: RankSlice, dtype: torch.dtype) -> torch.Tensor:
     rows = sum(end - start + part.zeros for start, end in part.ranges)
     out = torch.empty(*shape[: part.dim], rows, *shape[part.dim + 1 :], dtype=dtype)
     at = 0

@@ -14,14 +14,14 @@ from typing import ClassVar, assert_never
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Replicated:
     """Every rank has all of it."""
 
     dim: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class ByHeads:
     """Dimension `dim` is runs of so many rows, each of which is `count` equal heads.
 
     A rank has as many heads of each run as the next; where ranks outnumber heads, neighbours share one.
@@ -33,7 +33,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class ByHeadRuns:
     """The rows are runs of (heads, rows): as Heads, but each run has its own number of heads."""
 
     runs: tuple[tuple[int, int], ...]
@@ -41,7 +41,7 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True)
-class Even:
+class EvenRuns:
     """Dimension `dim` is `runs` equal runs. Of each, every rank has as many rows, the first for rank 0, in
     multiples of `step`; what is missing at the end is filled with zeros."""
 
@@ -50,11 +50,11 @@ class Even:
     step: int = 1
 
 
-Cut = Whole | Heads | Runs | Even
+Cut = Replicated | ByHeads | ByHeadRuns | EvenRuns
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankSlice:
     """What one rank has: half-open ranges of dimension `dim` of the tensor, end to end, each followed by
     `zeros` rows of zeros."""
 
@@ -63,24 +63,24 @@ class Part:
     dim: int = 0
 
 
-def part_of(cut: Cut, rows: int, index: int, size: int) -> Part:
+def part_of(cut: Cut, rows: int, index: int, size: int) -> RankSlice:
     """What rank `index` of `size` has of a tensor with `rows` in the dimension that is cut."""
     match cut:
-        case Whole():
-            return Part(((0, rows),))
-        case Heads(count, runs, dim):
+        case Replicated():
+            return RankSlice(((0, rows),))
+        case ByHeads(count, runs, dim):
             assert sum(runs) == rows
-            return Part(_runs([(count, run) for run in runs], index, size), dim=dim)
-        case Runs(runs):
+            return RankSlice(_runs([(count, run) for run in runs], index, size), dim=dim)
+        case ByHeadRuns(runs):
             assert sum(run for _, run in runs) == rows
-            return Part(_runs(runs, index, size))
-        case Even(runs, dim, step):
+            return RankSlice(_runs(runs, index, size))
+        case EvenRuns(runs, dim, step):
             assert rows % (runs * step) == 0
             run_rows = rows // runs
             share = -(-run_rows // (step * size)) * step
             start, end = min(run_rows, index * share), min(run_rows, (index + 1) * share)
             ranges = ((run * run_rows + start, run * run_rows + end) for run in range(runs))
-            return Part(tuple(ranges), share - (end - start), dim)
+            return RankSlice(tuple(ranges), share - (end - start), dim)
         case _:
             assert_never(cut)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tidemill.workers.models.loading.sharding import Cut, Part, part_of
+from tidemill.workers.models.loading.sharding import Cut, RankSlice, part_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +12,6 @@ class Weight:
     shape: tuple[int, ...]
     cut: Cut
 
-    def part(self, index: int, size: int) -> Part:
+    def part(self, index: int, size: int) -> RankSlice:
         """What rank `index` of `size` has of it."""
         return part_of(self.cut, self.shape[self.cut.dim], index, size)

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tidemill.cluster.edge.chat.text import Decoder, StopScanner
+from tidemill.cluster.edge.chat.text import StopScanner, TokenDecoder
 from tidemill.workers.messages import FinishReason, Request, TokenLogprob
 
 
@@ -58,7 +58,7 @@ class Answer:
     scored   passed on ..... | waiting: starts behind what is shown
     """
 
-    def __init__(self, request: Request, decoder: Decoder, ending: Ending) -> None:
+    def __init__(self, request: Request, decoder: TokenDecoder, ending: Ending) -> None:
         self._stop_token_ids = request.stop_token_ids
         self._decoder = decoder
         self._ending = ending

@@ -12,8 +12,8 @@ import re
 from typing import Literal
 
 from tidemill.cluster.edge.chat.formats import CALL_END, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START
-from tidemill.cluster.edge.chat.output.output_parser import Manner, Speech
-from tidemill.cluster.edge.chat.output.parts import Call, Listener, Part, Reasoning, Words
+from tidemill.cluster.edge.chat.output.output_parser import OutputFormat, OutputParser
+from tidemill.cluster.edge.chat.output.parts import Call, Parser, Part, ReasoningText, Text
 from tidemill.cluster.edge.chat.text import growing
 
 ENDS = (END, CALL_END, RETURN, START, CHANNEL)
@@ -27,7 +27,7 @@ FUNCTIONS = "functions."
 class Harmony:
     """A Listener. The answer begins behind the role of its first message."""
 
-    def __init__(self, manner: Manner) -> None:
+    def __init__(self, manner: OutputFormat) -> None:
         self._manner = manner
         self._inside: Literal["start", "header", "reasoning", "words", "call"] = "start"
         self._held = ""
@@ -74,7 +74,7 @@ class Harmony:
         if last:
             text, self._held = self._held, ""
             if text and not HEADER_TAGS.search(text):
-                parts.append(Words(text))
+                parts.append(Text(text))
         return False
 
     def _open(self, header: str) -> None:
@@ -99,7 +99,7 @@ class Harmony:
         if self._inside == "call":
             parts += self._called(text, over=over)
         elif text:
-            parts.append(Reasoning(text) if self._inside == "reasoning" else Words(text))
+            parts.append(ReasoningText(text) if self._inside == "reasoning" else Text(text))
         if tag:
             self._inside = "header"
             self._held = self._held.removeprefix(tag) if tag in ENDS[:3] else self._held
@@ -121,6 +121,6 @@ class Harmony:
         return [Call(self.num_calls - 1, name, text or "{}")]
 
 
-def listener(manner: Manner) -> Listener:
+def listener(manner: OutputFormat) -> Parser:
     """What reads an answer of this manner."""
-    return Harmony(manner) if manner.channels else Speech(manner)
+    return Harmony(manner) if manner.channels else OutputParser(manner)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tidemill.cluster.edge.chat.formats import CHANNELS, CallForm, Thinking
-from tidemill.cluster.edge.chat.output.parts import Part, Reasoning, Words
+from tidemill.cluster.edge.chat.output.parts import Part, ReasoningText, Text
 from tidemill.cluster.edge.chat.output.tool_call_parser import Schemas
-from tidemill.cluster.edge.chat.output.tool_call_stream import Calling
+from tidemill.cluster.edge.chat.output.tool_call_stream import ToolCallStream
 from tidemill.cluster.edge.chat.text import growing
 
 BETWEEN = re.compile(r"\s*([;,]?)\s*")
@@ -22,7 +22,7 @@ BETWEEN = re.compile(r"\s*([;,]?)\s*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
+class OutputFormat:
     """How one answer is to be read.
 
     reasoning  how it may reason; None: all that it says is words
@@ -50,10 +50,10 @@ class Manner:
         return (*(self.reasoning.tags if self.reasoning else ()), *(self.form.tags if self.form else ()))
 
 
-class Speech:
+class OutputParser:
     """A Listener. A tag may come in several pieces: what may become one is held back."""
 
-    def __init__(self, manner: Manner) -> None:
+    def __init__(self, manner: OutputFormat) -> None:
         self._manner = manner
         self._thinking = manner.reasoning or Thinking()
         self._inside: Literal["start", "reasoning", "words", "call", "between"] = "start"
@@ -62,7 +62,7 @@ class Speech:
         self._held = ""
         self._after_tag = manner.thinking  # white space there is nobody's words
         self._begin = ""  # the tag before the call
-        self._calling: Calling | None = None
+        self._calling: ToolCallStream | None = None
         self._silent = True  # neither words nor calls so far
         self.num_calls = 0
 
@@ -79,7 +79,7 @@ class Speech:
             case "start":
                 return self._start(last=last)
             case "reasoning":
-                found = self._pass_on(parts, (self._thinking.close,), Reasoning, last=last)
+                found = self._pass_on(parts, (self._thinking.close,), ReasoningText, last=last)
                 if found is not None:
                     self._go("words", after_tag=True)
                 return found is not None
@@ -110,7 +110,7 @@ class Speech:
     def _words(self, parts: list[Part], *, last: bool) -> bool:
         form = self._manner.form
         if form is None:
-            self._pass_on(parts, (), Words, last=last)
+            self._pass_on(parts, (), Text, last=last)
             return False
         if self._silent and form.bare:
             begun = self._held.lstrip()
@@ -119,7 +119,7 @@ class Speech:
             if begun.startswith(form.bare):
                 self._call_next(form, "")
                 return True
-        tag = self._pass_on(parts, (*form.begins, *form.dropped), Words, last=last)
+        tag = self._pass_on(parts, (*form.begins, *form.dropped), Text, last=last)
         if tag in form.begins:
             self._call_next(form, tag)
         elif tag is not None:
@@ -127,7 +127,7 @@ class Speech:
         return tag is not None
 
     def _pass_on(
-        self, parts: list[Part], tags: Sequence[str], kind: type[Reasoning | Words], *, last: bool
+        self, parts: list[Part], tags: Sequence[str], kind: type[ReasoningText | Text], *, last: bool
     ) -> str | None:
         """What is held, up to the first of the `tags` and without it: the tag that was found."""
         found = ((at, tag) for tag in tags if (at := self._held.find(tag)) >= 0)
@@ -139,14 +139,14 @@ class Speech:
             text = text.lstrip()
         if text:
             self._after_tag = False
-            self._silent = self._silent and kind is Reasoning
+            self._silent = self._silent and kind is ReasoningText
             parts.append(kind(text))
         return tag
 
     def _call_next(self, form: CallForm, begin: str) -> None:
         self._inside = "call"
         self._begin = begin
-        self._calling = Calling(self.num_calls, form, self._manner.schemas)
+        self._calling = ToolCallStream(self.num_calls, form, self._manner.schemas)
 
     def _call(self, parts: list[Part], *, last: bool) -> bool:
         form, calling = self._manner.form, self._calling
@@ -158,7 +158,7 @@ class Speech:
         if over or last:
             left = calling.end()
             if left is None:
-                parts.append(Words(self._begin + calling.held + (form.ends if over else "")))
+                parts.append(Text(self._begin + calling.held + (form.ends if over else "")))
             follows = over and not form.ends and left is not None
             self._go("between" if follows else "words", after_tag=left is not None)
             pieces += left or []

@@ -6,12 +6,12 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningText:
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class Text:
     text: str
 
 
@@ -25,10 +25,10 @@ class Call:
     arguments: str
 
 
-Part = Reasoning | Words | Call
+Part = ReasoningText | Text | Call
 
 
-class Listener(Protocol):
+class Parser(Protocol):
     """Tells the parts of one answer apart; no I/O. However the text is cut, the parts add up to the same."""
 
     num_calls: int

@@ -32,7 +32,7 @@ PYTHON_LEAD = re.compile(r"\s*\[?\s*(?:[A-Za-z_][\w.-]*\s*)?")
 """What may stand before the bracket with which a call without tags begins."""
 
 
-class Calling:
+class ToolCallStream:
     """Reads one call of some form, from behind the tag that begins it."""
 
     def __init__(self, index: int, form: CallForm, schemas: Schemas) -> None:

@@ -74,7 +74,7 @@ def _said(content: str | None, info: ValidationInfo) -> str | None:
     return content
 
 
-class Turn(BaseModel):
+class ChatMessage(BaseModel):
     """One message of a chat. Fields that clients carry along (refusal, audio, ...) are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")

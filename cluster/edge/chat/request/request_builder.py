@@ -10,7 +10,7 @@ from tidemill.cluster.edge.chat.request.params import SEED_BITS, Params
 from tidemill.workers.messages import Grammar, Request, RequestError, Sampling
 
 
-class Model(Protocol):
+class ModelLimits(Protocol):
     """What must be known of a model before it is asked."""
 
     @property
@@ -22,7 +22,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class GenerationTerms:
     """`sampling.seed` is the job's: each of its `n` answers draws with one of its own."""
 
     sampling: Sampling
@@ -35,8 +35,8 @@ class Terms:
 
 
 def terms_of(
-    params: Params, model: Model, *, seed: int, logprobs: int | None, grammar: Grammar | None
-) -> Terms:
+    params: Params, model: ModelLimits, *, seed: int, logprobs: int | None, grammar: Grammar | None
+) -> GenerationTerms:
     """`seed` is used when the client gave none. Raises RequestError."""
     check_tokens(params.stop_token_ids, "stop_token_ids", model)
     check_tokens(list(params.logit_bias), "logit_bias", model)
@@ -47,7 +47,7 @@ def terms_of(
             "leave ignore_eos out",
             param="ignore_eos",
         )
-    return Terms(
+    return GenerationTerms(
         sampling=Sampling(
             temperature=params.temperature,
             top_k=max(params.top_k, 0),
@@ -76,7 +76,7 @@ def terms_of(
 
 
 def requests_of(
-    terms: Terms, model: Model, tokens: Sequence[int], param: str, new_id: Callable[[], str]
+    terms: GenerationTerms, model: ModelLimits, tokens: Sequence[int], param: str, new_id: Callable[[], str]
 ) -> list[Request]:
     """The `n` requests for one prompt, which came in the field `param`. Raises RequestError."""
     check_tokens(tokens, param, model)
@@ -101,7 +101,7 @@ def requests_of(
     ]
 
 
-def check_tokens(tokens: Sequence[int], param: str, model: Model) -> None:
+def check_tokens(tokens: Sequence[int], param: str, model: ModelLimits) -> None:
     """Raises RequestError."""
     if tokens and not (min(tokens) >= 0 and max(tokens) < model.vocab_size):
         raise RequestError(
@@ -117,7 +117,7 @@ def choice_seed(seed: int, choice: int) -> int:
     return int.from_bytes(digest, "little") >> (64 - SEED_BITS)
 
 
-def _allowance(num_tokens: int, param: str, max_tokens: int | None, model: Model) -> int:
+def _allowance(num_tokens: int, param: str, max_tokens: int | None, model: ModelLimits) -> int:
     """How many tokens may follow a prompt of `num_tokens`."""
     if num_tokens == 0:
         raise RequestError(f"{param} is empty: give at least one token", param=param)

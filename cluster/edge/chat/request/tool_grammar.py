@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, assert_never, cast
 
 from tidemill.cluster.edge.chat.formats import Body
-from tidemill.cluster.edge.chat.output.output_parser import Manner
+from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.output.tool_call_parser import choices_of, is_text, parameters_of
 from tidemill.cluster.edge.chat.request.structured import check_schema
 from tidemill.cluster.edge.chat.request.tools import Function, Tool
@@ -22,7 +22,7 @@ ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 """A model could go on with blanks for ever."""
 
 
-def forced(tools: Sequence[Tool], manner: Manner, added: Mapping[str, int]) -> Grammar:
+def forced(tools: Sequence[Tool], manner: OutputFormat, added: Mapping[str, int]) -> Grammar:
     """An answer that calls one of the tools, or several times one of them. Reasoning in which the prompt ends
     is cut short. `added` has the texts that are one token wherever they stand. Raises RequestError."""
     form, reasoning = manner.form, manner.reasoning

@@ -18,7 +18,7 @@ from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.cluster.cli.status import fetch_status
 from tidemill.cluster.edge.http.app import build_app
 from tidemill.cluster.edge.requests.api_keys import digest_of
-from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.requests.security import Security
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError, Unserved
@@ -84,7 +84,7 @@ def test_what_is_wrong_with_certificates_is_named(files: dict[str, str], tmp_pat
 
 
 def edge(one: Security) -> FastAPI:
-    return build_app([Served(FakeService(saying(" a")), tokenizer())], sources(), keys=one.keys)
+    return build_app([ServedBackend(FakeService(saying(" a")), tokenizer())], sources(), keys=one.keys)
 
 
 @pytest.mark.parametrize("mutual", [False, True])

@@ -11,18 +11,18 @@ from starlette.routing import Route
 from tests.support.cluster.fake_service import FakeService, call, saying, sources, tokenizer
 from tidemill.cluster.edge.http.app import build_app
 from tidemill.cluster.edge.http.middleware import OPEN_PATHS
-from tidemill.cluster.edge.requests.api_keys import Key, Keys, digest_of
-from tidemill.cluster.edge.requests.caller import asker_of
-from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys, digest_of
+from tidemill.cluster.edge.requests.caller import caller_of
+from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.kvstore.keys import Namespace, page_keys
 
-KEYS = (Key(tenant="people", sha256=digest_of("sk-people"), operator=True),)
+KEYS = (ApiKey(tenant="people", sha256=digest_of("sk-people"), operator=True),)
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "Hello!"}
 
 
 def test_every_path_but_the_open_ones_wants_a_key() -> None:
-    app = build_app([Served(FakeService(saying("a")), tokenizer())], sources(), keys=KEYS)
+    app = build_app([ServedBackend(FakeService(saying("a")), tokenizer())], sources(), keys=KEYS)
     routes = [route for route in app.routes if isinstance(route, Route)]
     assert len(routes) > len(OPEN_PATHS) > 4
     for route in routes:
@@ -65,7 +65,7 @@ LIMITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("path", "most", "more"), LIMITS, ids=[json.dumps(one[1])[:40] for one in LIMITS])
 def test_as_much_as_the_limit_and_no_more(path: str, most: dict[str, Any], more: dict[str, Any]) -> None:
     service = FakeService(saying("a"))
-    app = build_app([Served(service, tokenizer())], sources())
+    app = build_app([ServedBackend(service, tokenizer())], sources())
     base: dict[str, Any] = {"messages": [USER]} if path == CHAT else {"prompt": "a"}
     assert call(app, "POST", path, json={**base, **more}).status_code == 400
     assert not service.requests
@@ -78,7 +78,7 @@ def test_as_much_as_the_limit_and_no_more(path: str, most: dict[str, Any], more:
 )
 def test_what_reaches_into_the_server_is_refused(field: str) -> None:
     service = FakeService(saying("a"))
-    app = build_app([Served(service, tokenizer())], sources())
+    app = build_app([ServedBackend(service, tokenizer())], sources())
     reply = call(app, "POST", CHAT, json={"messages": [USER], field: {"remote_host": "127.0.0.1"}})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
     assert not service.requests
@@ -96,8 +96,8 @@ def test_pages_of_two_tenants_or_salts_have_no_name_in_common(
 ) -> None:
     def names(who: tuple[str, str | None]) -> set[bytes]:
         tenant, salt = who
-        keys = Keys([Key(tenant=tenant, sha256=digest_of("sk"))])
-        asker = asker_of({"authorization": "Bearer sk"}, keys)
+        keys = ApiKeys([ApiKey(tenant=tenant, sha256=digest_of("sk"))])
+        asker = caller_of({"authorization": "Bearer sk"}, keys)
         root = Namespace(model="m", layout="l", salt=asker.salt_with(salt)).root()
         return set(page_keys(root, tokens, 4))
 

@@ -25,7 +25,7 @@ from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.cluster.cli.top import Snapshot, WorkerRow, render_top, rows, take
 from tidemill.cluster.metrics import specs
-from tidemill.cluster.metrics.scrape import Scraped, Seen, scraped
+from tidemill.cluster.metrics.scrape import HistogramSnapshot, Scraped, scraped
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import MemoryUse, Unserved, WorkerLoad
 
@@ -157,7 +157,7 @@ def test_a_server_that_has_begun_anew_is_counted_from_nothing() -> None:
 def test_a_quantile_lies_in_the_bucket_of_the_value(values: list[float], share: float) -> None:
     bounds = (*specs.TTFT_BUCKETS_S, math.inf)
     counts = tuple(float(sum(value <= bound for value in values)) for bound in bounds)
-    found = Seen(total=sum(values), bounds=bounds, counts=counts).quantile(share)
+    found = HistogramSnapshot(total=sum(values), bounds=bounds, counts=counts).quantile(share)
     value = sorted(values)[max(0, math.ceil(share * len(values) - 1e-9) - 1)]
     upper = next(bound for bound in bounds if value <= bound)
     lower = max((bound for bound in bounds if bound < value), default=0.0)
@@ -166,10 +166,10 @@ def test_a_quantile_lies_in_the_bucket_of_the_value(values: list[float], share: 
 
 
 def test_nothing_seen_has_no_quantile_and_no_mean() -> None:
-    assert Seen().quantile(0.5) is None
-    assert Seen(bounds=(1.0, math.inf), counts=(0.0, 0.0)).mean() is None
+    assert HistogramSnapshot().quantile(0.5) is None
+    assert HistogramSnapshot(bounds=(1.0, math.inf), counts=(0.0, 0.0)).mean() is None
     assert Scraped().value(specs.RUNNING, "keeper") == 0.0
-    assert Scraped().seen(specs.TTFT, "keeper") == Seen()
+    assert Scraped().seen(specs.TTFT, "keeper") == HistogramSnapshot()
 
 
 def against(service: FakeService, do: Callable[[str], T]) -> T:

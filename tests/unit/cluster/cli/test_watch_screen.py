@@ -10,7 +10,7 @@ from rich.text import Text
 
 from tests.support.cluster.fake_service import FakeService, app_over, saying, serving
 from tidemill.cluster.cli import main as cli
-from tidemill.cluster.cli.watch_screen import looks, show_live
+from tidemill.cluster.cli.watch_screen import poll, show_live
 from tidemill.workers.messages import RequestError, Unserved
 
 
@@ -27,14 +27,14 @@ def shown(*items: str | Exception, terminal: bool = False) -> str:
         return item
 
     console = Console(file=StringIO(), width=80, force_terminal=terminal)
-    show_live(looks(look, lambda: None), Text, console)
+    show_live(poll(look, lambda: None), Text, console)
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
 
 
 def test_a_pause_is_after_every_look() -> None:
     pauses: list[int] = []
-    seen = looks(lambda: "a", lambda: pauses.append(1))
+    seen = poll(lambda: "a", lambda: pauses.append(1))
     assert [next(seen), next(seen), next(seen)] == ["a", "a", "a"]
     assert len(pauses) == 2
 

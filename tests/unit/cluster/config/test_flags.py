@@ -15,7 +15,7 @@ from tidemill.cluster.config.flags import FLAGS, ROLES
 from tidemill.cluster.config.overrides import Given, overridden
 from tidemill.cluster.config.paths import keys
 from tidemill.cluster.config.problems import ConfigError
-from tidemill.cluster.config.tree import Config, ModelConfig
+from tidemill.cluster.config.tree import ModelConfig, RootConfig
 
 BY_OPTION = {flag.option: flag for flag in FLAGS}
 VALUES = {
@@ -35,7 +35,7 @@ VALUES = {
 """Of flags that go with every configuration."""
 
 
-def said(*words: str) -> Config:
+def said(*words: str) -> RootConfig:
     return settled(cli.parser().parse_args(["serve", *words]))
 
 
@@ -54,7 +54,7 @@ def test_flags_have_the_last_word_and_leave_the_rest(tree: Tree, options: dict[s
     before = yaml.safe_dump(tree)
     merged, flags = overridden(tree, None, chosen)
     assert yaml.safe_dump(tree) == before, "the file's tree is not written to"
-    was, now = Config.model_validate(tree), Config.model_validate(merged)
+    was, now = RootConfig.model_validate(tree), RootConfig.model_validate(merged)
     leaves = _leaves(was.model_dump())
     for path, value in _leaves(now.model_dump()).items():
         assert value == (VALUES[flags[path]] if path in flags else leaves[path])
@@ -76,7 +76,7 @@ def _leaves(node: object, place: tuple[int | str, ...] = ()) -> dict[tuple[int |
 
 def test_without_a_file_there_are_the_defaults() -> None:
     config = said("keeper", "--prefill", "2", "--memory", "64MiB", "--api-key", "sk-1")
-    assert config == Config.model_validate(
+    assert config == RootConfig.model_validate(
         {
             "models": [
                 {
@@ -89,7 +89,7 @@ def test_without_a_file_there_are_the_defaults() -> None:
             ]
         }
     )
-    assert said("keeper") == Config.model_validate({"models": [{"model": "keeper"}]})
+    assert said("keeper") == RootConfig.model_validate({"models": [{"model": "keeper"}]})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tidemill.cluster.config.flags import with_places
 from tidemill.cluster.config.fleets import Surroundings, cluster_settings, summary, telemetry_of
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.reading import parse_config
-from tidemill.cluster.config.tree import Config
+from tidemill.cluster.config.tree import RootConfig
 from tidemill.cluster.messages import Bounds
 from tidemill.cluster.observability.telemetry import Telemetry
 from tidemill.cluster.settings import ChatSettings, ClusterSettings, FleetSettings
@@ -213,7 +213,7 @@ def test_what_processes_tell() -> None:
 
 @given(TREES)
 def test_names_are_unique_and_all_workers_are_there(tree: Tree) -> None:
-    config = Config.model_validate(tree)
+    config = RootConfig.model_validate(tree)
     try:
         made = cluster_settings(config, AROUND)
     except SettingsError:  # what goes together is the engine's to say

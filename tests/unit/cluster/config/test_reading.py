@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.cluster.configs import TREES, Tree
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.reading import dumped, parse_config, read_config
-from tidemill.cluster.config.tree import Config
+from tidemill.cluster.config.tree import RootConfig
 
 
 def problems(text: str) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def places(node: object, place: str = "") -> list[tuple[str, dict[str, Any]]]:
 def test_what_is_right_survives(tree: Tree) -> None:
     config = parse_config(yaml.safe_dump(tree), "c.yaml")
     assert parse_config(dumped(config), "c.yaml") == config
-    assert Config.model_validate(tree) == config
+    assert RootConfig.model_validate(tree) == config
 
 
 @given(TREES, st.data())

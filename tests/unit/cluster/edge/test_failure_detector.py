@@ -24,7 +24,7 @@ class Both:
     def give_up(self, workers: Collection[WorkerId]) -> None:
         self.given_up |= set(workers)
 
-    async def out(self, workers: Collection[WorkerId]) -> frozenset[WorkerId]:
+    async def silent_workers(self, workers: Collection[WorkerId]) -> frozenset[WorkerId]:
         self.asked.append(frozenset(workers))
         self.owing.discard(self.wakes or A)
         return frozenset(self.is_out)

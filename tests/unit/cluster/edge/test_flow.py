@@ -22,12 +22,13 @@ from tests.support.cluster.scripted_peers import (
     root_of,
     run,
 )
-from tidemill.cluster.edge.flow import ATTEMPTS_MAX, HAND_OVERS_MAX, PATIENT_ATTEMPTS, content_of, serve
+from tidemill.cluster.edge.flow import ATTEMPTS_MAX, HAND_OVERS_MAX, PATIENT_ATTEMPTS, content_hash_of, serve
 from tidemill.kvstore.keys import page_keys
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
-    DiedAlone,
+    CrashedAlone,
     HandedOver,
+    LostAlone,
     PagesMissing,
     Poisonous,
     Produced,
@@ -35,7 +36,6 @@ from tidemill.workers.messages import (
     Request,
     RequestError,
     Sampling,
-    SilentAlone,
     Unserved,
     WorkerGone,
 )
@@ -114,7 +114,7 @@ def test_logprobs_of_the_prompt_are_computed_where_it_is_answered_and_go_on_afte
     )
     request = a_request(prompt_logprobs=1)
     check_answer(pieces_of(script, request), request)
-    assert [ask.whole for ask in script.asks] == [True, True, False]
+    assert [ask.recompute_all for ask in script.asks] == [True, True, False]
     assert [len(ask.keys) for ask in script.asks] == [0, 5 // P, 11 // P]
     assert [sent.scored for kind, sent in script.calls if kind == "generate"] == [0, 5, 9]
 
@@ -241,19 +241,19 @@ def test_after_a_loss_it_is_on_trial_and_was_accepted() -> None:
 
 @pytest.mark.parametrize("produces", [True, False], ids=["produce", "generate"])
 def test_who_ends_a_worker_alone_is_not_tried_again(produces: bool) -> None:  # noqa: FBT001  a parameter
-    alone = Act(produce=DiedAlone("p")) if produces else Act(tokens=0, end=DiedAlone("d"))
+    alone = Act(produce=CrashedAlone("p")) if produces else Act(tokens=0, end=CrashedAlone("d"))
     script = Script(Act(tokens=2, end=WorkerGone("d")), alone, Act())
     with pytest.raises(Poisonous, match="ran nothing else"):
         pieces_of(script, a_request())
     assert len(script.asks) == 2
     assert script.lost_workers == ["d.1", "p.2" if produces else "d.2"]
-    assert script.blamed == [content_of(a_request())], "told to the router, with what was asked at first"
-    assert {ask.content for ask in script.asks} == {content_of(a_request())}
+    assert script.blamed == [content_hash_of(a_request())], "told to the router, with what was asked at first"
+    assert {ask.content_hash for ask in script.asks} == {content_hash_of(a_request())}
 
 
 def test_a_worker_that_falls_silent_alone_proves_nothing_and_two_do() -> None:
     """A machine may stand still for some seconds; a request that makes steps hang does it again."""
-    silent = Act(tokens=1, end=SilentAlone("d"))
+    silent = Act(tokens=1, end=LostAlone("d"))
     request = a_request()
     script = Script(Act(tokens=2, end=WorkerGone("d")), silent, Act())
     check_answer(pieces_of(script, request), request)
@@ -262,25 +262,25 @@ def test_a_worker_that_falls_silent_alone_proves_nothing_and_two_do() -> None:
     script = Script(Act(tokens=2, end=WorkerGone("d")), silent, silent, Act())
     with pytest.raises(Poisonous, match="ran nothing else"):
         pieces_of(script, request)
-    assert script.blamed == [content_of(request)]
+    assert script.blamed == [content_hash_of(request)]
 
 
 def test_content_is_what_is_asked_and_not_who_asks() -> None:
     request = a_request()
     same = replace(request, request_id="other", sampling=Sampling(seed=9), tenant="t", on_trial=True)
-    assert content_of(same) == content_of(request)
-    assert len(content_of(request)) == 16
+    assert content_hash_of(same) == content_hash_of(request)
+    assert len(content_hash_of(request)) == 16
     for other in (
         replace(request, tokens=(*request.tokens, 1)),
         replace(request, sampling=Sampling(temperature=0.5)),
         replace(request, salt="s2"),
         replace(request, stop_token_ids=(3,)),
     ):
-        assert content_of(other) != content_of(request)
+        assert content_hash_of(other) != content_hash_of(request)
 
 
 def test_every_call_carries_its_place_among_others() -> None:
     script = Script(Act())
-    script.lag_s = -3.0
+    script.queue_offset_s = -3.0
     pieces_of(script, a_request())
-    assert {sent.lag_s for _, sent in script.calls} == {-3.0}
+    assert {sent.queue_offset_s for _, sent in script.calls} == {-3.0}

@@ -22,17 +22,17 @@ from tidemill.cluster.edge.flow import serve
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.workers.messages import (
     PagesMissing,
-    Piece,
     RequestError,
+    StreamPiece,
     WorkerGone,
 )
 
 
-def reported(script: Script) -> tuple[list[Piece], list[object]]:
+def reported(script: Script) -> tuple[list[StreamPiece], list[object]]:
     """The answer, and the errors that asyncio reports because nobody has seen them."""
     reports: list[object] = []
 
-    async def main() -> list[Piece]:
+    async def main() -> list[StreamPiece]:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, report: reports.append(report.get("exception")))
         async with aclosing(serve(a_request(), script, script, root_of, P)) as pieces:

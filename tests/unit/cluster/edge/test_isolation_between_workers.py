@@ -19,10 +19,10 @@ from tests.support.cluster.scripted_engine import (
     run,
     serving,
 )
-from tidemill.cluster.rpc.worker_client import SILENCE_S_MAX, GrpcPeers
-from tidemill.cluster.rpc.worker_codec import Generate, Hello, Item
-from tidemill.cluster.worker.server import DataPlane
-from tidemill.workers.messages import Delta, DiedAlone, HandedOver, SilentAlone, WorkerGone
+from tidemill.cluster.rpc.worker_client import SILENCE_S_MAX, WorkerClients
+from tidemill.cluster.rpc.worker_codec import Generate, Hello, StreamItem
+from tidemill.cluster.worker.server import WorkerServer
+from tidemill.workers.messages import CrashedAlone, Delta, HandedOver, LostAlone, WorkerGone
 
 MORE_THAN_IS_BUFFERED = Delta(tokens=(2**31,) * 2_000_000)
 """10 MB: a connection takes 4 whose other end does not read."""
@@ -43,7 +43,7 @@ async def begun(engine: ScriptedEngine, *names: str) -> None:
 def test_a_worker_that_dies_in_a_trial_is_its_requests_fault_alone(kind: str) -> None:
     async def main() -> None:
         engine = ScriptedEngine()
-        plane = DataPlane(engine, WORKER)
+        plane = WorkerServer(engine, WORKER)
         address = await plane.start("127.0.0.1")
         async with frontend() as peers, frontend() as others:
             suspect = (
@@ -59,11 +59,11 @@ def test_a_worker_that_dies_in_a_trial_is_its_requests_fault_alone(kind: str) ->
             await told(engine, "cleared", alone=False)
             await told(engine, "suspect", alone=True)
             await plane.stop()  # at once: everybody knows by now
-            await fails(suspect, DiedAlone)
+            await fails(suspect, CrashedAlone)
             for innocent in (beside, cleared):
                 with pytest.raises(WorkerGone) as gone:
                     await innocent
-                assert not isinstance(gone.value, DiedAlone)
+                assert not isinstance(gone.value, CrashedAlone)
 
     run(main())
 
@@ -84,7 +84,7 @@ def test_a_trial_begins_when_every_frontend_has_what_the_others_drew() -> None:
                 assert await answer == FIRST
                 answer = asyncio.ensure_future(anext(suspect))
             assert not telling.done()
-            assert await slow.frame() == [Item(1, MORE_THAN_IS_BUFFERED)]
+            assert await slow.frame() == [StreamItem(1, MORE_THAN_IS_BUFFERED)]
             await telling
             engine.step(("suspect", LAST))
             assert await answer == LAST
@@ -108,10 +108,10 @@ def test_a_worker_that_falls_silent_in_a_trial_is_not_said_to_have_died(gives_up
                 peers.give_up({WORKER})
             else:
                 frozen.set()
-            await fails(anext(suspect), SilentAlone)
+            await fails(anext(suspect), LostAlone)
             with pytest.raises(WorkerGone) as gone:
                 await beside
-            assert not isinstance(gone.value, DiedAlone)
+            assert not isinstance(gone.value, CrashedAlone)
 
     run(main())
 
@@ -178,7 +178,7 @@ def test_a_worker_that_owes_answers_is_silent_after_a_while_and_can_be_given_up(
             engine.step(("again", FIRST), ("again", LAST))
             assert await again == [FIRST, LAST]
 
-    async def until_silent(peers: GrpcPeers) -> None:
+    async def until_silent(peers: WorkerClients) -> None:
         async with asyncio.timeout(10 * SILENCE_S_MAX):
             while WORKER not in peers.silent():  # noqa: ASYNC110 - time makes it so
                 await asyncio.sleep(0.05)
@@ -189,7 +189,7 @@ def test_a_worker_that_owes_answers_is_silent_after_a_while_and_can_be_given_up(
 def test_calls_are_counted_until_all_have_been_sent_their_ends() -> None:
     async def main() -> None:
         engine = ScriptedEngine()
-        plane = DataPlane(engine, WORKER)
+        plane = WorkerServer(engine, WORKER)
         address = await plane.start("127.0.0.1")
         try:
             async with frontend() as peers:

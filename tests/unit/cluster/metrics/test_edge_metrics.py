@@ -14,7 +14,7 @@ from tests.support.cluster.fake_service import (
     worker_status,
 )
 from tidemill.cluster.messages import FleetStatus
-from tidemill.cluster.metrics.edge_metrics import Metrics
+from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.metrics.exposition import ALIASES, exposition
 from tidemill.cluster.metrics.worker_metrics import FleetCollector
 from tidemill.workers.messages import Produced, Provenance, Request, Times, Trace, Unserved
@@ -81,7 +81,7 @@ def test_tokens_that_come_together_share_the_time_since_the_last_ones() -> None:
 def measured(traces: list[Trace], tokens: int = 20) -> Samples:
     """After one answer, a token of which came by each of `traces`; the clock ticks by a second."""
     now_s = iter(range(100))
-    metrics = Metrics(lambda: float(next(now_s)))
+    metrics = EdgeMetrics(lambda: float(next(now_s)))
     request = Request(request_id="r", tokens=(5,) * tokens, max_new_tokens=9)
     with metrics.watch("keeper", [request]) as watch:
         for index, trace in enumerate(traces):
@@ -206,7 +206,7 @@ def test_what_waits_does_not_run_and_models_are_told_apart() -> None:
 
 
 def test_an_alias_repeats_the_core_series_under_another_prefix() -> None:
-    metrics = Metrics(iter(range(100)).__next__)
+    metrics = EdgeMetrics(iter(range(100)).__next__)
     with metrics.watch("keeper", [Request(request_id="r", tokens=(5,), max_new_tokens=1)]) as watch:
         watch.record(0, num_tokens=1, finish="stop", trace=TRACE)
     one = fleet(1)
@@ -245,7 +245,7 @@ def test_without_a_router_the_edges_own_figures_remain() -> None:
 
 def test_a_token_costs_no_look_up_of_labels() -> None:
     """Each answer takes the instruments of its model once."""
-    metrics = Metrics(iter(range(100)).__next__)
+    metrics = EdgeMetrics(iter(range(100)).__next__)
     assert metrics.of_model("keeper") is metrics.of_model("keeper")
     assert metrics.of_model("keeper") is not metrics.of_model("other")
 

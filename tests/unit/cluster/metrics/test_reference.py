@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.support.cluster.fake_service import worker_status
 from tidemill.cluster.messages import FleetStatus
-from tidemill.cluster.metrics.edge_metrics import Metrics
+from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.metrics.exposition import exposition
 from tidemill.cluster.metrics.reference import reference, scraped_name
 from tidemill.cluster.metrics.worker_metrics import COUNTERS, SPLIT, STATES
@@ -39,7 +39,7 @@ def test_every_counter_of_workers_is_explained() -> None:
 
 
 def test_what_is_scraped_is_listed() -> None:
-    metrics = Metrics(lambda: 0.0)
+    metrics = EdgeMetrics(lambda: 0.0)
     metrics.of_model("keeper")
     text = exposition(metrics, {"keeper": FleetStatus(workers=(worker_status("decode-0"),))}).decode()
     scraped = set(re.findall(r"^# TYPE (\S+) (?:counter|gauge|histogram)$", text, re.MULTILINE))

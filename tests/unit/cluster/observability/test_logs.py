@@ -13,8 +13,8 @@ from fastapi import FastAPI
 from tests.support.cluster.fake_service import FakeService, call, saying, sources, tokenizer
 from tests.support.cluster.quiet import same_logs_afterwards
 from tidemill.cluster.edge.http.app import build_app
-from tidemill.cluster.edge.requests.api_keys import Key
-from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.edge.requests.api_keys import ApiKey
+from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.observability.logs import start_logs
 from tidemill.cluster.observability.telemetry import QUIET, LogLevel, Telemetry
 
@@ -81,8 +81,8 @@ def test_without_json_lines_are_for_people() -> None:
 
 
 def secured() -> FastAPI:
-    keys = [Key(tenant="acme", sha256=sha256(SECRET.encode()).hexdigest())]
-    return build_app([Served(FakeService(saying(" ok")), tokenizer())], sources(), keys=keys)
+    keys = [ApiKey(tenant="acme", sha256=sha256(SECRET.encode()).hexdigest())]
+    return build_app([ServedBackend(FakeService(saying(" ok")), tokenizer())], sources(), keys=keys)
 
 
 def ask(*, stream: bool, **body: object) -> None:
@@ -144,7 +144,7 @@ def test_lines_of_json_pass_ray_as_they_are() -> None:
 
 def test_workers_know_a_request_by_the_clients_id() -> None:
     service = FakeService(saying(" ok"))
-    app = build_app([Served(service, tokenizer())], sources())
+    app = build_app([ServedBackend(service, tokenizer())], sources())
     body = {"prompt": "Hello", "n": 2}
     for _ in range(2):
         call(app, "POST", "/v1/completions", json=body, headers={"x-request-id": "mine"})

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.cluster.fake_service import TRACE, FakeService, call, saying, sources, tokenizer
 from tidemill.cluster.edge.http.app import build_app
-from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.tracing import TracedPeers
 from tidemill.cluster.observability.spans import Attributes, NoTracing, parent_of, span, tracer_of
 from tidemill.cluster.observability.telemetry import QUIET, Telemetry
@@ -40,7 +40,7 @@ class FakeSpan:
     ended: bool = False
     error: str | None = None
 
-    def tell(self, attributes: Attributes) -> None:
+    def set_attributes(self, attributes: Attributes) -> None:
         if not self.ended:
             self.attributes |= attributes
 
@@ -210,7 +210,7 @@ def test_the_calls_of_a_frontend_are_the_parents_of_the_workers_spans() -> None:
 def test_a_request_of_a_client_is_the_root_of_what_is_done_for_it(header: str | None, parent: str) -> None:
     tracer, service = FakeTracer(), FakeService(saying(" ok"))
     source = replace(sources(), tracer=tracer)
-    app = build_app([Served(service, tokenizer())], source)
+    app = build_app([ServedBackend(service, tokenizer())], source)
     headers = {"x-request-id": "mine"} | ({} if header is None else {"traceparent": header})
     body = {"prompt": "Hello", "n": 2}
     assert call(app, "POST", "/v1/completions", json=body, headers=headers).status_code == 200

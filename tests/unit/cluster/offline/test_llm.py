@@ -376,7 +376,7 @@ def test_a_broken_engine_says_why(settings: dict[str, Any]) -> None:
 
     with LLM("keeper", **settings) as llm:
         pipeline = llm._built.engine._pipeline  # pyright: ignore[reportPrivateUsage]
-        pipeline.turn = broken
+        pipeline.step = broken
         with pytest.raises(WorkerGone) as gone:
             llm.generate("Hello")
     assert isinstance(gone.value.__cause__, OSError)

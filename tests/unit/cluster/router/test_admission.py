@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.sim.loop import simulate
-from tidemill.cluster.messages import TTFT_S_MAX, Ask, Route
-from tidemill.cluster.router.admission import BEGUN_S, LOOK_S, RETRY_S_MAX, Admission
-from tidemill.cluster.router.fleet_view import Booked, Booking
+from tidemill.cluster.messages import TTFT_S_MAX, PlacementRequest, Route
+from tidemill.cluster.router.admission import BEGUN_S, LOOK_S, RETRY_S_MAX, LoadShedder
+from tidemill.cluster.router.fleet_view import Booking, RequestBooked
 from tidemill.cluster.router.router import Router
 from tidemill.workers.messages import (
     Announcement,
@@ -36,11 +36,15 @@ class FakeView:
         return sum(self.queued.values())
 
 
-def ask(tenant: str = "", ttft_s_max: float | None = None, name: str = "r") -> Ask:
-    return Ask(request_id=name, keys=(), num_tokens=1, max_new_tokens=1, tenant=tenant, ttft_s_max=ttft_s_max)
+def ask(tenant: str = "", ttft_s_max: float | None = None, name: str = "r") -> PlacementRequest:
+    return PlacementRequest(
+        request_id=name, keys=(), num_tokens=1, max_new_tokens=1, tenant=tenant, ttft_s_max=ttft_s_max
+    )
 
 
-def admit(admission: Admission, view: FakeView, asked: Ask, *, work: int = 1000, now_s: float = 0.0) -> Route:
+def admit(
+    admission: LoadShedder, view: FakeView, asked: PlacementRequest, *, work: int = 1000, now_s: float = 0.0
+) -> Route:
     """As the router does: the prediction is that of order of arrival; what is taken is queued then."""
     queued = view.queued[PREFILL]
     route = Route(
@@ -51,8 +55,8 @@ def admit(admission: Admission, view: FakeView, asked: Ask, *, work: int = 1000,
         predicted_s=TOKEN_S * (queued + work),
     )
     booked = [
-        Booked(PREFILL, Booking(tokens=work, rows=1, at_s=now_s, due_s=now_s, seconds=TOKEN_S * work)),
-        Booked(DECODE, Booking(tokens=1, rows=1, at_s=now_s, due_s=now_s)),
+        RequestBooked(PREFILL, Booking(tokens=work, rows=1, at_s=now_s, due_s=now_s, seconds=TOKEN_S * work)),
+        RequestBooked(DECODE, Booking(tokens=1, rows=1, at_s=now_s, due_s=now_s)),
     ]
     placed = admission.admit(asked, route, view, booked, now_s)
     view.queued[PREFILL] += work
@@ -60,13 +64,13 @@ def admit(admission: Admission, view: FakeView, asked: Ask, *, work: int = 1000,
 
 
 def test_what_comes_in_time_is_taken_and_its_time_is_told() -> None:
-    placed = admit(Admission(), FakeView(), ask())
+    placed = admit(LoadShedder(), FakeView(), ask())
     assert placed.predicted_s == pytest.approx(1.0)
-    assert placed.lag_s == 0.0
+    assert placed.queue_offset_s == 0.0
 
 
 def test_a_queue_is_as_long_as_the_deadline() -> None:
-    admission, view = Admission(ttft_s_max=5.0), FakeView()
+    admission, view = LoadShedder(ttft_s_max=5.0), FakeView()
     for number in range(6):  # the sixth waits for five others, for 5 s
         admit(admission, view, ask(name=f"{number}"))
     with pytest.raises(Overloaded) as refused:
@@ -80,26 +84,26 @@ def test_a_queue_is_as_long_as_the_deadline() -> None:
 
 def test_a_deadline_of_its_own_counts_for_the_whole_time() -> None:
     with pytest.raises(Overloaded):
-        admit(Admission(), FakeView(), ask(ttft_s_max=0.9))
-    admit(Admission(), FakeView(), ask(ttft_s_max=1.1))
+        admit(LoadShedder(), FakeView(), ask(ttft_s_max=0.9))
+    admit(LoadShedder(), FakeView(), ask(ttft_s_max=1.1))
 
 
 def test_the_servers_deadline_is_the_longest() -> None:
     view = FakeView()
     view.queued[PREFILL] = 61_000
     with pytest.raises(Overloaded):
-        admit(Admission(), view, ask(ttft_s_max=1000.0))
-    assert Admission().patience_s(ask(ttft_s_max=1000.0)) == TTFT_S_MAX
+        admit(LoadShedder(), view, ask(ttft_s_max=1000.0))
+    assert LoadShedder().patience_s(ask(ttft_s_max=1000.0)) == TTFT_S_MAX
 
 
 def test_an_idle_fleet_serves_prompts_of_any_length() -> None:
-    assert admit(Admission(), FakeView(), ask(), work=10**6).predicted_s == pytest.approx(1000.0)
+    assert admit(LoadShedder(), FakeView(), ask(), work=10**6).predicted_s == pytest.approx(1000.0)
 
 
 def test_a_request_that_was_taken_before_is_never_refused_and_goes_first() -> None:
-    admission, view = Admission(ttft_s_max=5.0), FakeView()
+    admission, view = LoadShedder(ttft_s_max=5.0), FakeView()
     view.queued[PREFILL] = 10**6
-    assert admit(admission, view, ask(ttft_s_max=math.inf)).lag_s == -BEGUN_S
+    assert admit(admission, view, ask(ttft_s_max=math.inf)).queue_offset_s == -BEGUN_S
     assert admission.patience_s(ask(ttft_s_max=math.inf)) == math.inf
 
 
@@ -107,41 +111,41 @@ def test_an_unknown_speed_refuses_nothing() -> None:
     view = FakeView()
     view.queued[PREFILL] = 10**9
     route = Route(decode=DECODE, decode_address="d")
-    booked = [Booked(DECODE, Booking(tokens=10, rows=1, at_s=0.0, due_s=0.0))]
-    assert Admission().admit(ask(), route, view, booked, 0.0).predicted_s == 0.0
+    booked = [RequestBooked(DECODE, Booking(tokens=10, rows=1, at_s=0.0, due_s=0.0))]
+    assert LoadShedder().admit(ask(), route, view, booked, 0.0).predicted_s == 0.0
 
 
 def test_a_full_queue_of_one_tenant_is_not_full_for_another() -> None:
-    admission, view = Admission(ttft_s_max=5.0), FakeView()
+    admission, view = LoadShedder(ttft_s_max=5.0), FakeView()
     for number in range(6):
         admit(admission, view, ask("loud", name=f"{number}"), now_s=number / 100)
     with pytest.raises(Overloaded):
         admit(admission, view, ask("loud"), now_s=0.1)
     placed = admit(admission, view, ask("calm"), now_s=0.2)
     assert placed.predicted_s == pytest.approx(2.0, rel=0.01), "one of the other's, and its own"
-    assert placed.lag_s < -0.1, "it goes before most of those that wait"
+    assert placed.queue_offset_s < -0.1, "it goes before most of those that wait"
 
 
 def test_a_refused_request_is_not_charged() -> None:
     def lag_after(refusals: int) -> float:
-        admission, view = Admission(ttft_s_max=5.0), FakeView()
+        admission, view = LoadShedder(ttft_s_max=5.0), FakeView()
         admit(admission, view, ask("a"))
         for _ in range(refusals):
             with pytest.raises(Overloaded):
                 admit(admission, view, ask("b", ttft_s_max=0.1), now_s=0.1)
         admit(admission, view, ask("a"), now_s=1.0)
-        return admit(admission, view, ask("b"), now_s=2.0).lag_s
+        return admit(admission, view, ask("b"), now_s=2.0).queue_offset_s
 
     assert lag_after(0) == lag_after(10)
 
 
 def test_work_that_was_done_makes_place() -> None:
     """The lines of tenants follow what the workers report, a moment later at most."""
-    admission, view = Admission(ttft_s_max=5.0), FakeView()
+    admission, view = LoadShedder(ttft_s_max=5.0), FakeView()
     for number in range(6):
         admit(admission, view, ask("a", name=f"{number}"))
     view.queued[PREFILL] = 0
-    assert admit(admission, view, ask("b"), now_s=LOOK_S).lag_s == 0.0, "it passes nobody"
+    assert admit(admission, view, ask("b"), now_s=LOOK_S).queue_offset_s == 0.0, "it passes nobody"
     placed = admit(admission, view, ask("a"), now_s=2 * LOOK_S)
     assert placed.predicted_s == pytest.approx(2.0)
 
@@ -156,7 +160,7 @@ def test_those_refused_together_come_back_apart(excess: float, names: list[str])
         view = FakeView()
         view.queued[PREFILL] = 5_001 + excess * 1000
         with pytest.raises(Overloaded) as refused:
-            admit(Admission(ttft_s_max=5.0), view, ask(name=name))
+            admit(LoadShedder(ttft_s_max=5.0), view, ask(name=name))
         waits.append(refused.value.retry_after_s)
     assert all(1.0 <= wait_s <= RETRY_S_MAX for wait_s in waits)
     assert len(set(waits)) == len(set(names)) or max(waits) == RETRY_S_MAX
@@ -180,9 +184,9 @@ def test_the_router_refuses_by_what_its_workers_report() -> None:
             assert refused.value.predicted_s == pytest.approx(50.0, rel=0.1)
         again = await router.place(ask(ttft_s_max=math.inf))
         assert again.decode == DECODE
-        assert again.lag_s == -BEGUN_S
+        assert again.queue_offset_s == -BEGUN_S
         router.heartbeat(replace(busy_worker(1.0), sequence=2))
-        assert (await router.place(ask())).lag_s == 0.0
+        assert (await router.place(ask())).queue_offset_s == 0.0
 
     simulate(0, main())
 

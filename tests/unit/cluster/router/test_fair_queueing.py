@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.cluster.router.fair_queueing import TENANTS_MAX, Shares
+from tidemill.cluster.router.fair_queueing import TENANTS_MAX, FairQueue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Machine:
     """
 
     late_s: float = 0.0
-    shares: Shares = field(default_factory=Shares)
+    shares: FairQueue = field(default_factory=FairQueue)
 
     def run(self, jobs: Sequence[Job]) -> list[tuple[Job, float, float]]:
         """Each job with its lag and the time at which it ended."""
@@ -114,7 +114,7 @@ def test_the_flood_gets_all_that_the_others_leave(light: list[tuple[float, float
 @given(light=light_jobs)
 def test_a_single_tenant_is_in_order_of_arrival(light: list[tuple[float, float]]) -> None:
     rows = Machine().run([Job(tenant="", at_s=at_s, work=work) for at_s, work in light])
-    assert {lag_s for _, lag_s, _ in rows} == {0.0}
+    assert {queue_offset_s for _, queue_offset_s, _ in rows} == {0.0}
 
 
 def test_many_floods_share_equally() -> None:
@@ -129,7 +129,7 @@ def test_many_floods_share_equally() -> None:
 
 
 def test_a_request_predicts_what_is_before_it() -> None:
-    shares = Shares()
+    shares = FairQueue()
     assert shares.ahead("a", 10) == 1.0
     shares.charge("a", 100, 0.0)
     shares.advance(100)
@@ -141,7 +141,7 @@ def test_a_request_predicts_what_is_before_it() -> None:
 
 
 def test_work_that_was_done_is_forgotten() -> None:
-    shares = Shares()
+    shares = FairQueue()
     shares.charge("a", 100, 0.0)
     shares.charge("b", 10, 1.0)
     shares.advance(60)  # 50 were done, of a and of b alike
@@ -152,7 +152,7 @@ def test_work_that_was_done_is_forgotten() -> None:
 
 
 def test_tenants_are_bounded() -> None:
-    shares = Shares()
+    shares = FairQueue()
     for number in range(3 * TENANTS_MAX):
         shares.charge(f"{number}", 1.0, number / 100)
         shares.check()

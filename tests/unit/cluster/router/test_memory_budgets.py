@@ -102,7 +102,7 @@ def talk(budgets: Budgets, workers: list[Worker], rounds: int = 12) -> None:
     """Everybody beats, does at once what it is told, and fills it."""
     for _ in range(rounds):
         for worker in workers:
-            worker.told(budgets.heard(worker.beat()))
+            worker.told(budgets.report(worker.beat()))
             worker.mapped = worker.budget
             worker.live = min(worker.live, worker.mapped)
         assert sum(worker.taken for worker in workers) <= SHARE * len(workers)
@@ -137,10 +137,10 @@ def test_a_device_is_never_over_committed(seed: int) -> None:
                 worker.mapped = rng.randrange(worker.taken) if worker.taken else 0
                 worker.live = min(worker.live, worker.mapped)
             case chance if chance < 0.35:  # the word was sent, and the connection broke before it came
-                budgets.heard(worker.beat())
+                budgets.report(worker.beat())
                 worker.full = True
             case _:
-                worker.told(budgets.heard(worker.beat()))
+                worker.told(budgets.report(worker.beat()))
         assert sum(one.taken for one in workers) <= total
 
 
@@ -174,9 +174,9 @@ def test_devices_and_workers_without_memory_stand_apart() -> None:
     budgets = budgets_of(Clock())
     here.wanted = 4 * SHARE
     for _ in range(5):
-        here.told(budgets.heard(here.beat()))
-        there.told(budgets.heard(there.beat()))
-        assert budgets.heard(none.beat()) is None
+        here.told(budgets.report(here.beat()))
+        there.told(budgets.report(there.beat()))
+        assert budgets.report(none.beat()) is None
     assert (here.budget, there.budget) == (SHARE, SHARE)
 
 
@@ -184,12 +184,12 @@ def test_nothing_moves_before_all_that_are_expected_were_heard_or_too_late() -> 
     clock = Clock()
     budgets = budgets_of(clock, *NAMES[:2])
     first, second = Worker(NAMES[0], budget=SHARE, wanted=4 * SHARE), Worker(NAMES[1], budget=SHARE)
-    assert budgets.heard(first.beat()) is None
-    assert budgets.heard(first.beat()) is None
-    assert budgets.heard(second.beat()) == FLOOR
+    assert budgets.report(first.beat()) is None
+    assert budgets.report(first.beat()) is None
+    assert budgets.report(second.beat()) == FLOOR
     fresh = budgets_of(clock, *NAMES[:2])
     clock.now_s += GATHER_S_MAX
-    assert fresh.heard(first.beat()) == SHARE
+    assert fresh.report(first.beat()) == SHARE
 
 
 def test_a_dead_workers_memory_is_lent_and_comes_back() -> None:
@@ -199,10 +199,10 @@ def test_a_dead_workers_memory_is_lent_and_comes_back() -> None:
     talk(budgets, workers)
     other.wanted = 4 * SHARE
     clock.now_s += LEND_AFTER_S
-    talk_alone = [budgets.heard(other.beat()) for _ in range(3)]
+    talk_alone = [budgets.report(other.beat()) for _ in range(3)]
     assert talk_alone == [SHARE] * 3, "it may be frozen"
     clock.now_s += 1.0
-    other.told(budgets.heard(other.beat()))
+    other.told(budgets.report(other.beat()))
     assert other.budget == 2 * SHARE - FLOOR, "its next life starts with its floor"
     dead.restart()
     dead.wanted = 4 * SHARE

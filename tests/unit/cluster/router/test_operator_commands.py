@@ -7,7 +7,7 @@ import pytest
 from tidemill.cluster.router.quarantine import CONTENTS_MAX, QUARANTINE_S, Quarantine
 from tidemill.cluster.router.router import SILENCE_S_MAX, Router
 from tidemill.cluster.supervisor.restart_backoff import SOON_S, WAIT_S_MAX, Backoff
-from tidemill.cluster.worker.assignment import Duties
+from tidemill.cluster.worker.assignment import Assignment
 from tidemill.workers.messages import (
     Ack,
     Announcement,
@@ -44,7 +44,7 @@ class Worker:
     takes: tuple[bool, bool] = (True, True)
 
     def __post_init__(self) -> None:
-        self.duties = Duties(self, self.info)
+        self.duties = Assignment(self, self.info)
         self.sequence = 0
 
     def restrict(self, *, produces: bool, generates: bool) -> None:
@@ -61,7 +61,7 @@ class Worker:
                 draining=self.duties.draining,
             )
         )
-        self.duties.told(ack)
+        self.duties.apply(ack)
         return ack
 
 
@@ -169,16 +169,16 @@ def test_who_is_out_is_known_also_by_a_router_that_never_heard_it() -> None:
     router = Router(clock)
     first, second = fleet(router, "decode", "decode")
     lives = [first.info.worker, second.info.worker, WorkerId("frozen.1")]
-    assert router.out(lives) == frozenset(), "it may not have found this router yet"
+    assert router.silent_workers(lives) == frozenset(), "it may not have found this router yet"
     for _ in range(4):
         clock.now_s += 1.0
         second.beat()
         router.tick()
-    assert router.out(lives) == {"decode-0.1", "frozen.1"}
-    router.lost(second.info.worker)
-    assert second.info.worker not in router.out(lives), "a stream broke: it was heard a moment ago"
+    assert router.silent_workers(lives) == {"decode-0.1", "frozen.1"}
+    router.report_lost(second.info.worker)
+    assert second.info.worker not in router.silent_workers(lives), "a stream broke: it was heard a moment ago"
     first.beat()
-    assert router.out(lives) == {"frozen.1"}
+    assert router.silent_workers(lives) == {"frozen.1"}
     assert SILENCE_S_MAX == 3.0
 
 
@@ -208,6 +208,6 @@ def test_a_life_waits_the_longer_the_more_died_soon() -> None:
 
 
 def test_a_role_changes_nothing_else_of_a_worker() -> None:
-    duties = Duties(Worker(Router(Clock()), info("w", "decode")), info("w", "decode"))
-    duties.told(Ack(role="mixed"))
+    duties = Assignment(Worker(Router(Clock()), info("w", "decode")), info("w", "decode"))
+    duties.apply(Ack(role="mixed"))
     assert duties.info == replace(info("w", "decode"), role="mixed")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.cluster.messages import Ask, Route
-from tidemill.cluster.router.fleet_view import Fleet, Heard
+from tidemill.cluster.messages import PlacementRequest, Route
+from tidemill.cluster.router.fleet_view import Fleet, HeartbeatArrived
 from tidemill.cluster.router.placement import (
     ANSWER_TOKENS,
     GAP_PAGES_MAX,
@@ -84,7 +84,7 @@ def beat(
 def fleet_of(*beats: Heartbeat) -> Fleet:
     fleet = Fleet()
     for one in beats:
-        fleet.apply(Heard(one, 0.0))
+        fleet.apply(HeartbeatArrived(one, 0.0))
     return fleet
 
 
@@ -92,8 +92,8 @@ def keys_of(family: str, num_tokens: int) -> tuple[bytes, ...]:
     return tuple(f"{family}{page}".encode() for page in range((num_tokens - 1) // P))
 
 
-def ask(num_tokens: int = 4097, family: str = "f", *avoid: str, max_new_tokens: int = 8) -> Ask:
-    return Ask(
+def ask(num_tokens: int = 4097, family: str = "f", *avoid: str, max_new_tokens: int = 8) -> PlacementRequest:
+    return PlacementRequest(
         request_id=f"r-{family}",
         keys=keys_of(family, num_tokens),
         num_tokens=num_tokens,
@@ -108,26 +108,26 @@ def test_a_prompt_that_is_wanted_whole_takes_no_hop(speed: Speed) -> None:
         beat("p", "prefill", speed=speed), beat("d", speed=speed), beat("e", speed=speed, rows=9)
     )
     assert placed(fleet, ask()).prefill == "p.1"
-    route = placed(fleet, replace(ask(), keys=(), whole=True))
+    route = placed(fleet, replace(ask(), keys=(), recompute_all=True))
     assert (route.decode, route.prefill, route.gap_tokens_max) == ("d.1", None, None)
 
 
-def placed(fleet: Fleet, request: Ask) -> Route:
+def placed(fleet: Fleet, request: PlacementRequest) -> Route:
     route = place(fleet, request, 0.0)
     assert route is not None
     return route
 
 
-def decode_of(fleet: Fleet, request: Ask) -> str:
+def decode_of(fleet: Fleet, request: PlacementRequest) -> str:
     return placed(fleet, request).decode.split(".")[0]
 
 
-def prefill_of(fleet: Fleet, request: Ask) -> str | None:
+def prefill_of(fleet: Fleet, request: PlacementRequest) -> str | None:
     prefill = placed(fleet, request).prefill
     return None if prefill is None else prefill.split(".")[0]
 
 
-def book(fleet: Fleet, request: Ask, now_s: float = 0.0) -> Route:
+def book(fleet: Fleet, request: PlacementRequest, now_s: float = 0.0) -> Route:
     route = place(fleet, request, now_s)
     assert route is not None
     for booked in bookings(fleet, request, route, now_s):
@@ -160,14 +160,16 @@ def fleets(draw: st.DrawFn) -> list[Heartbeat]:
 
 
 @st.composite
-def asks(draw: st.DrawFn) -> Ask:
+def asks(draw: st.DrawFn) -> PlacementRequest:
     avoid = (f"w{index}.1" for index in draw(st.sets(st.integers(0, 9))))
     return ask(draw(st.integers(1, 13 * P)), "f", *avoid)
 
 
 @PROPERTY
 @given(fleets(), asks())
-def test_only_those_that_can_are_taken_and_none_it_was_lost_on(drawn: list[Heartbeat], request: Ask) -> None:
+def test_only_those_that_can_are_taken_and_none_it_was_lost_on(
+    drawn: list[Heartbeat], request: PlacementRequest
+) -> None:
     route = place(fleet_of(*drawn), request, 0.0)
     able = [one.info for one in drawn if one.info.role != "prefill" and not one.draining]
     if route is None:
@@ -189,7 +191,9 @@ def test_only_those_that_can_are_taken_and_none_it_was_lost_on(drawn: list[Heart
 
 @PROPERTY
 @given(fleets(), asks(), st.integers(0, 99))
-def test_routers_that_learned_in_another_order_agree(drawn: list[Heartbeat], request: Ask, seed: int) -> None:
+def test_routers_that_learned_in_another_order_agree(
+    drawn: list[Heartbeat], request: PlacementRequest, seed: int
+) -> None:
     """Among many that are equal, too."""
     equal = [replace(one, load=WorkerLoad(), announcement=Announcement(full=True)) for one in drawn]
     for beats in (drawn, equal):
@@ -199,7 +203,7 @@ def test_routers_that_learned_in_another_order_agree(drawn: list[Heartbeat], req
 
 @PROPERTY
 @given(fleets(), asks())
-def test_placing_changes_nothing(drawn: list[Heartbeat], request: Ask) -> None:
+def test_placing_changes_nothing(drawn: list[Heartbeat], request: PlacementRequest) -> None:
     fleet = fleet_of(*drawn)
     table = fleet.table.copy()
     route = place(fleet, request, 0.0)
@@ -309,7 +313,7 @@ def test_a_worker_of_another_version_computes_alone(speed: Speed) -> None:
 
     fleet = fleet_of(of("v1", "prefill-0", "prefill"), of("v2", "decode-0"))
     assert (decode_of(fleet, ask()), prefill_of(fleet, ask())) == ("decode-0", None)
-    fleet.apply(Heard(of("v1", "decode-1"), 0.0))
+    fleet.apply(HeartbeatArrived(of("v1", "decode-1"), 0.0))
     old = ask(4097, "f", "decode-0.1")
     assert (decode_of(fleet, old), prefill_of(fleet, old)) == ("decode-1", "prefill-0")
 

@@ -17,7 +17,7 @@ from tests.unit.cluster.router.test_placement import (
     keys_of,
     prefill_of,
 )
-from tidemill.cluster.router.fleet_view import Booked, Booking, Fleet, Heard
+from tidemill.cluster.router.fleet_view import Booking, Fleet, HeartbeatArrived, RequestBooked
 from tidemill.cluster.router.placement import HOME_SHARE, place
 from tidemill.workers.messages import WorkerId
 
@@ -33,9 +33,11 @@ def test_a_checkpoint_says_where_a_prompt_resumes_and_pages_where_it_belongs() -
             beat("d", speed=slow, state_bytes=1 << 26, queued_s=9.0),
         )
         fleet.apply(
-            Booked(WorkerId("p0.1"), Booking(tokens=0, rows=0, at_s=0.0, due_s=0.0, keys=request.keys))
+            RequestBooked(WorkerId("p0.1"), Booking(tokens=0, rows=0, at_s=0.0, due_s=0.0, keys=request.keys))
         )
-        fleet.apply(Heard(beat("p0", "prefill", speed=slow, state_bytes=1 << 26, queued_s=0.95), 1.0))
+        fleet.apply(
+            HeartbeatArrived(beat("p0", "prefill", speed=slow, state_bytes=1 << 26, queued_s=0.95), 1.0)
+        )
         return fleet
 
     route = place(workers(), request, 1.0)
@@ -43,7 +45,9 @@ def test_a_checkpoint_says_where_a_prompt_resumes_and_pages_where_it_belongs() -
     assert route.prefill == "p1.1"
     busy = workers()
     for worker in ("p0.1", "p1.1"):
-        busy.apply(Booked(WorkerId(worker), Booking(tokens=0, rows=0, at_s=1.0, due_s=1.0, seconds=8.0)))
+        busy.apply(
+            RequestBooked(WorkerId(worker), Booking(tokens=0, rows=0, at_s=1.0, due_s=1.0, seconds=8.0))
+        )
     route = place(busy, request, 1.0)
     assert route is not None
     assert route.prefill == "p0.1"
@@ -90,9 +94,11 @@ def test_a_request_waits_for_its_home_so_long_and_no_longer(
         beat("d", speed=slow, queued_s=99.0),
     ]
     fleet = fleet_of(*beats)
-    fleet.apply(Booked(WorkerId("other.1"), Booking(tokens=0, rows=0, at_s=0.0, due_s=0.0, seconds=work_s)))
+    fleet.apply(
+        RequestBooked(WorkerId("other.1"), Booking(tokens=0, rows=0, at_s=0.0, due_s=0.0, seconds=work_s))
+    )
     for one in beats:  # it is done
-        fleet.apply(Heard(one, 1.0))
+        fleet.apply(HeartbeatArrived(one, 1.0))
     route = place(fleet, request, 1.0)
     assert route is not None
     assert route.prefill == f"{prefill}.1"
@@ -108,9 +114,9 @@ def test_what_it_costs_others_wherever_it_goes_says_nothing() -> None:
     fleet = fleet_of(*beats)
     for worker in ("p0.1", "p1.1"):
         work = Booking(tokens=0, rows=0, at_s=0.0, due_s=0.0, seconds=40.0)
-        fleet.apply(Booked(WorkerId(worker), work))
+        fleet.apply(RequestBooked(WorkerId(worker), work))
     for one in beats:
-        fleet.apply(Heard(one, 1.0))
+        fleet.apply(HeartbeatArrived(one, 1.0))
     for index in range(20):
         route = place(fleet, ask(4097, f"family{index}-"), 1.0)
         assert route is not None

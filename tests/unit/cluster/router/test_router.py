@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 import pytest
 
 from tests.support.sim.loop import simulate
-from tidemill.cluster.messages import Ask, Route
+from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.router.router import SILENCE_S_MAX, Router
 from tidemill.workers.messages import (
     Announcement,
@@ -47,8 +47,8 @@ def beat(
     )
 
 
-def ask(wait_s_max: float = 10.0, *avoid: str) -> Ask:
-    return Ask(
+def ask(wait_s_max: float = 10.0, *avoid: str) -> PlacementRequest:
+    return PlacementRequest(
         request_id="r",
         keys=(),
         num_tokens=3,
@@ -124,7 +124,7 @@ def test_a_hole_in_the_heartbeats_asks_for_everything() -> None:
         assert not router.heartbeat(beat("a.1", 6, announcement=part)).want_full
         assert router.heartbeat(beat("a.1", 8, announcement=part)).want_full
         assert not router.heartbeat(beat("a.1", 9)).want_full
-        router.lost(WorkerId("a.1"))
+        router.report_lost(WorkerId("a.1"))
         assert router.heartbeat(beat("a.1", 10, announcement=part)).want_full, "it was thought to be gone"
 
     run(main())

@@ -11,14 +11,14 @@ import grpc.aio
 import pytest
 
 from tests.support import grpc_loop
-from tidemill.cluster.messages import Ask, FleetStatus
+from tidemill.cluster.messages import FleetStatus, PlacementRequest
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc.channels import open_channel
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.router_codec import encode_heartbeat
-from tidemill.cluster.worker.assignment import Duties
-from tidemill.cluster.worker.heartbeats import Heartbeats, News
+from tidemill.cluster.worker.assignment import Assignment
+from tidemill.cluster.worker.heartbeats import Heartbeats, UnsentAnnouncements
 from tidemill.workers.messages import (
     Announcement,
     Heartbeat,
@@ -45,7 +45,7 @@ INFO = WorkerInfo(
     memory_floor_bytes=100,
     memory_max_bytes=2000,
 )
-ASK = Ask(request_id="r", keys=(), num_tokens=10, max_new_tokens=1, wait_s_max=WAIT_S_MAX)
+ASK = PlacementRequest(request_id="r", keys=(), num_tokens=10, max_new_tokens=1, wait_s_max=WAIT_S_MAX)
 
 
 @dataclass
@@ -122,7 +122,7 @@ async def beating(
     here: Here, engine: CountingEngine, info: WorkerInfo = INFO
 ) -> AsyncGenerator[asyncio.Event]:
     heard = asyncio.Event()
-    beats = Heartbeats(engine, Duties(engine, info), here.find, News(engine))
+    beats = Heartbeats(engine, Assignment(engine, info), here.find, UnsentAnnouncements(engine))
     beats.obey(heard.set)
     task = asyncio.create_task(beats.run())
     try:
@@ -234,7 +234,7 @@ def test_a_worker_that_was_called_lost_comes_back_with_everything() -> None:
     async def main() -> None:
         async with cluster() as here, client(here) as frontend, beating(here, CountingEngine()) as heard:
             await heard.wait()
-            await frontend.lost(INFO.worker)
+            await frontend.report_lost(INFO.worker)
             await until(
                 lambda: [worker.restorable_depths for worker in here.router.status().workers] == [len(KEYS)]
             )
@@ -286,7 +286,7 @@ def test_no_worker_and_no_router_are_unserved() -> None:
             here.away = True
             await here.service.stop()
             assert "router" in await fails(frontend.place(ask), Unserved)
-            await frontend.lost(INFO.worker)  # nobody to tell, nothing to fail
+            await frontend.report_lost(INFO.worker)  # nobody to tell, nothing to fail
 
     run(main())
 
@@ -353,7 +353,7 @@ def test_another_models_router_says_the_budget_and_nothing_else() -> None:
             async def find() -> str:
                 return address
 
-            news, duties = News(engine), Duties(engine, INFO)
+            news, duties = UnsentAnnouncements(engine), Assignment(engine, INFO)
             beats = Heartbeats(engine, duties, find, news)
             beats.obey(lambda: None, budgets=False)
             borrows = Heartbeats(engine, duties, there.find, None)
@@ -443,7 +443,7 @@ def test_requests_go_on_when_one_of_two_routers_is_lost() -> None:
     async def main() -> None:
         engine = CountingEngine()
         async with cluster() as first, cluster() as second:
-            news, duties = News(engine), Duties(engine, INFO)
+            news, duties = UnsentAnnouncements(engine), Assignment(engine, INFO)
             beats = [Heartbeats(engine, duties, here.find, news) for here in (first, second)]
             beats[0].obey(lambda: None)
             tasks = [asyncio.create_task(one.run()) for one in beats]

@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 
 from tests.support import grpc_loop
-from tidemill.cluster.messages import Ask
+from tidemill.cluster.messages import PlacementRequest
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc.channels import bind, new_server, open_channel
@@ -49,7 +49,7 @@ def test_a_router_hears_more_than_a_thousand_workers_and_places_besides() -> Non
                 for report in reports:
                     assert isinstance(await report.read(), bytes), "refused"
                 assert len(router.status().workers) == WORKERS
-                ask = Ask(request_id="r", keys=(), num_tokens=10, max_new_tokens=1)
+                ask = PlacementRequest(request_id="r", keys=(), num_tokens=10, max_new_tokens=1)
                 placed = decode_placed(await calls.unary_unary("/tidemill.Router/Place")(encode_ask(ask)))
                 assert not isinstance(placed, Exception)
                 assert placed.decode.startswith("mixed-")

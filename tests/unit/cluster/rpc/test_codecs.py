@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.cluster.messages import Ask, FleetStatus, Route, WorkerStatus
+from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route, WorkerStatus
 from tidemill.cluster.rpc.proto import tidemill_pb2 as pb
 from tidemill.cluster.rpc.router_codec import (
     decode_ack,
@@ -37,10 +37,10 @@ from tidemill.cluster.rpc.worker_codec import (
     ClientFrame,
     Generate,
     Hello,
-    Item,
     Malformed,
     Prefetch,
     Produce,
+    StreamItem,
     Trial,
     decode_client_frame,
     decode_worker_frame,
@@ -115,7 +115,7 @@ requests = st.builds(
     priority=st.integers(-(2**31), 2**31 - 1),
     tenant=texts,
     ttft_s_max=st.none() | floats,
-    lag_s=floats,
+    queue_offset_s=floats,
     on_trial=st.booleans(),
     scored=u32,
     trace_parent=texts,
@@ -197,7 +197,7 @@ heartbeats = st.builds(
     Heartbeat, info=infos, sequence=u64, load=loads, announcement=announcements, draining=st.booleans()
 )
 asks = st.builds(
-    Ask,
+    PlacementRequest,
     request_id=texts,
     keys=keys,
     num_tokens=u32,
@@ -206,8 +206,8 @@ asks = st.builds(
     wait_s_max=floats,
     tenant=texts,
     ttft_s_max=st.none() | floats,
-    content=st.binary(max_size=16),
-    whole=st.booleans(),
+    content_hash=st.binary(max_size=16),
+    recompute_all=st.booleans(),
 )
 routes = st.builds(
     Route,
@@ -217,7 +217,7 @@ routes = st.builds(
     prefill_address=texts,
     gap_tokens_max=st.none() | u32,
     predicted_s=floats,
-    lag_s=floats,
+    queue_offset_s=floats,
 )
 statuses = st.builds(
     FleetStatus,
@@ -263,7 +263,7 @@ DECODERS: list[Callable[[bytes], Any]] = [
         Produced,
         Provenance,
         Times,
-        Ask,
+        PlacementRequest,
         Route,
         Heartbeat,
         WorkerInfo,
@@ -287,14 +287,14 @@ def test_client_frames_survive_the_trip(frame: ClientFrame) -> None:
     assert decode_client_frame(encode_client_frame(frame)) == frame
 
 
-@given(st.lists(st.builds(Item, u64, bodies), max_size=5))
-def test_worker_frames_survive_the_trip(items: list[Item]) -> None:
+@given(st.lists(st.builds(StreamItem, u64, bodies), max_size=5))
+def test_worker_frames_survive_the_trip(items: list[StreamItem]) -> None:
     assert repr(decode_worker_frame(encode_worker_frame(items))) == repr(items)  # times are not compared
 
 
 @given(heartbeats, asks, routes, statuses)
 def test_fleet_messages_survive_the_trip(
-    heartbeat: Heartbeat, ask: Ask, route: Route, status: FleetStatus
+    heartbeat: Heartbeat, ask: PlacementRequest, route: Route, status: FleetStatus
 ) -> None:
     assert decode_heartbeat(encode_heartbeat(heartbeat)) == heartbeat
     assert decode_ask(encode_ask(ask)) == ask
@@ -305,7 +305,7 @@ def test_fleet_messages_survive_the_trip(
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=9), st.integers(1, 20))
 def test_a_frame_holds_so_many_items_and_logprobs(sizes: list[tuple[int, bool]], most: int) -> None:
     items = [
-        Item(
+        StreamItem(
             call,
             Delta(tokens=(), prompt_logprobs=(TokenLogprob(0.0),) * size) if scored else Trial(alone=True),
         )
@@ -374,7 +374,9 @@ def test_failures_survive_the_trip(
     kind: type[PagesMissing] | type[WorkerGone], text: str, param: str | None, status: int, code: str | None
 ) -> None:
     refusal = RequestError(text, param=param, status=status, code=code)
-    first, second = decode_worker_frame(encode_worker_frame([Item(1, kind(text)), Item(2, refusal)]))
+    first, second = decode_worker_frame(
+        encode_worker_frame([StreamItem(1, kind(text)), StreamItem(2, refusal)])
+    )
     assert type(first.body) is kind
     assert str(first.body) == text
     assert isinstance(second.body, RequestError)
@@ -422,7 +424,7 @@ def test_half_a_surrogate_pair_is_the_users_mistake() -> None:
 
 
 def test_a_failure_with_half_a_surrogate_pair_still_arrives() -> None:
-    (item,) = decode_worker_frame(encode_worker_frame([Item(1, WorkerGone("half \ud800"))]))
+    (item,) = decode_worker_frame(encode_worker_frame([StreamItem(1, WorkerGone("half \ud800"))]))
     assert str(item.body) == "half ?"
 
 
@@ -448,5 +450,5 @@ def test_a_request_that_contradicts_itself_is_malformed(request_of: pb.Request) 
 
 def test_a_token_takes_few_bytes() -> None:
     """A step of 64 rows over a vocabulary of 150,000 fits one network packet."""
-    items = [Item(call, Delta(tokens=(150_000,))) for call in range(1000, 1064)]
+    items = [StreamItem(call, Delta(tokens=(150_000,))) for call in range(1000, 1064)]
     assert len(encode_worker_frame(items)) < 1448

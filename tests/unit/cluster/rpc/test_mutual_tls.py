@@ -19,9 +19,9 @@ from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc import router_client
 from tidemill.cluster.rpc.router_client import RouterClient
-from tidemill.cluster.rpc.worker_client import GrpcPeers
+from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.settings import ClusterSettings
-from tidemill.cluster.worker.server import DataPlane
+from tidemill.cluster.worker.server import WorkerServer
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Unserved, WorkerGone, WorkerId
 
@@ -64,7 +64,7 @@ def stranger(request: pytest.FixtureRequest, ours: MutualTls, tmp_path: Path) ->
 @asynccontextmanager
 async def worker(tls: MutualTls | None) -> AsyncGenerator[tuple[ScriptedEngine, str]]:
     engine = ScriptedEngine()
-    plane = DataPlane(engine, WORKER, tls=tls)
+    plane = WorkerServer(engine, WORKER, tls=tls)
     try:
         yield engine, await plane.start("127.0.0.1")
     finally:
@@ -82,7 +82,7 @@ async def router(tls: MutualTls | None) -> AsyncGenerator[str]:
 
 async def generates(address: str, engine: ScriptedEngine, tls: MutualTls | None) -> None:
     """One request over the data plane. Raises WorkerGone."""
-    peers = GrpcPeers(tls=tls)
+    peers = WorkerClients(tls=tls)
     try:
         collecting = asyncio.create_task(collect(peers.generate(WORKER, address, request())))
         begun = asyncio.create_task(engine.until(lambda one: bool(one.calls)))

@@ -9,9 +9,9 @@ import pytest
 
 from tests.support.cluster.scripted_engine import FIRST, WORKER, ScriptedEngine, fails, frontend, request, run
 from tests.support.e2e.link import Link, Weather
-from tidemill.cluster.rpc.worker_client import GrpcPeers
-from tidemill.cluster.worker.server import DataPlane
-from tidemill.workers.messages import Delta, DiedAlone, PagesMissing, WorkerGone
+from tidemill.cluster.rpc.worker_client import WorkerClients
+from tidemill.cluster.worker.server import WorkerServer
+from tidemill.workers.messages import CrashedAlone, Delta, PagesMissing, WorkerGone
 
 
 class Line:
@@ -20,7 +20,7 @@ class Line:
     def __init__(self) -> None:
         self.storms: list[Weather] = []
         self.engine = ScriptedEngine()
-        self.plane = DataPlane(self.engine, WORKER)
+        self.plane = WorkerServer(self.engine, WORKER)
         self.link = Link(lambda: self.storms.pop() if self.storms else Weather(), Random(1))
 
     async def first(self, call: Awaitable[Delta], name: str, *, alone: bool = False) -> None:
@@ -36,7 +36,7 @@ class Line:
 
 
 @asynccontextmanager
-async def line() -> AsyncGenerator[tuple[Line, GrpcPeers, str]]:
+async def line() -> AsyncGenerator[tuple[Line, WorkerClients, str]]:
     here = Line()
     address = await asyncio.to_thread(here.link.to, await here.plane.start("127.0.0.1"))
     try:
@@ -72,6 +72,6 @@ def test_a_worker_that_died_is_not_taken_for_a_bad_line(*, alone: bool) -> None:
         ):
             await here.first(anext(deltas), "a", alone=alone)
             await here.plane.stop()
-            await fails(anext(deltas), DiedAlone if alone else WorkerGone)
+            await fails(anext(deltas), CrashedAlone if alone else WorkerGone)
 
     run(main())

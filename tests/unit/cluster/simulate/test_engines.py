@@ -7,11 +7,11 @@ from random import Random
 import pytest
 
 from tidemill.cluster.simulate.clock import run_virtual
-from tidemill.cluster.simulate.cost import Cost, layout_for
+from tidemill.cluster.simulate.cost import StepCost, layout_for
 from tidemill.cluster.simulate.policies import OURS
 from tidemill.cluster.simulate.setup import Setup
-from tidemill.cluster.simulate.sized_store import Link, Shelf
-from tidemill.cluster.simulate.trace import BLOCK_TOKENS, Item
+from tidemill.cluster.simulate.sized_store import SizeOnlyStore, StoreLink
+from tidemill.cluster.simulate.trace import BLOCK_TOKENS, TraceRequest
 from tidemill.cluster.simulate.world import simulate
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.stores.page_store import Got, Put
@@ -20,16 +20,16 @@ NOTHING = memoryview(b"")
 SMALL = Setup(prefill=2, decode=2, engine="real", blocks=256, grain=16)
 
 
-def trace(count: int, seed: int, gap_s: float = 0.3) -> list[Item]:
+def trace(count: int, seed: int, gap_s: float = 0.3) -> list[TraceRequest]:
     """Conversations of a few families, of prompts of any length."""
     rng = Random(seed)
-    items: list[Item] = []
+    items: list[TraceRequest] = []
     for number in range(count):
         family = rng.randrange(4)
         shared = [1000 * family + block for block in range(rng.randrange(12))]
         blocks = (*shared, 100_000 + number)
         tokens = len(shared) * BLOCK_TOKENS + 1 + rng.randrange(BLOCK_TOKENS)
-        items.append(Item(number * gap_s, tokens, 1 + rng.randrange(300), blocks))
+        items.append(TraceRequest(number * gap_s, tokens, 1 + rng.randrange(300), blocks))
     return items
 
 
@@ -45,7 +45,7 @@ def test_every_request_is_answered_and_no_memory_is_lost(policy: str, *, hybrid:
     assert (len(outcome.served), figures["refused"], figures["failed"]) == (40, 0, 0)
     assert figures["hit_ratio"] > 0.1
     assert min(one.ttft_s for one in outcome.served) > 0.0
-    assert figures["itl_ms"]["mean"] > 1000 * Cost().speed.step_s
+    assert figures["itl_ms"]["mean"] > 1000 * StepCost().speed.step_s
 
 
 def test_equal_runs_are_equal() -> None:
@@ -83,11 +83,11 @@ def test_the_virtual_clock_costs_nothing_and_keeps_the_order() -> None:
 
 def test_transfers_take_the_time_of_their_bytes_one_after_the_other() -> None:
     layout = layout_for(hybrid=True, grain=8)
-    shelf = Shelf(layout, 1 << 40)
+    shelf = SizeOnlyStore(layout, 1 << 40)
 
     async def main() -> list[float]:
         clock = asyncio.get_running_loop().time
-        link, other = Link(shelf, layout.page_bytes), Link(shelf, layout.page_bytes)
+        link, other = StoreLink(shelf, layout.page_bytes), StoreLink(shelf, layout.page_bytes)
         times: list[float] = []
         assert await link.put(objects(1, 2)) == [Put.STORED] * 2
         times.append(clock())
@@ -104,10 +104,10 @@ def test_transfers_take_the_time_of_their_bytes_one_after_the_other() -> None:
 
 def test_a_full_shelf_forgets_what_was_used_least_recently() -> None:
     layout = layout_for(hybrid=True, grain=8)
-    shelf = Shelf(layout, 2 * layout.page_bytes)
+    shelf = SizeOnlyStore(layout, 2 * layout.page_bytes)
 
     async def main() -> list[bool]:
-        link = Link(shelf, 1e12)
+        link = StoreLink(shelf, 1e12)
         await link.put(objects(1, 2))
         await link.get(objects(1))
         await link.put(objects(3))

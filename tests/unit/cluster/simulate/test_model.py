@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from tidemill.cluster.messages import Ask
-from tidemill.cluster.simulate.block_cache import Blocks, Stored
-from tidemill.cluster.simulate.cost import SPEED, Cost
+from tidemill.cluster.messages import PlacementRequest
+from tidemill.cluster.simulate.block_cache import BlockCache, Stored
+from tidemill.cluster.simulate.cost import SPEED, StepCost
 from tidemill.cluster.simulate.policies import (
     OURS,
     POLICIES,
@@ -16,17 +16,17 @@ from tidemill.cluster.simulate.policies import (
     LeastLoad,
     MinTtft,
     PrefixAffinity,
-    Seat,
     UnknownPolicy,
+    WorkerView,
     policy_of,
 )
 from tidemill.cluster.simulate.report import imbalance, percentile
 from tidemill.cluster.simulate.setup import Setup
-from tidemill.cluster.simulate.trace import BLOCK_TOKENS, Item
+from tidemill.cluster.simulate.trace import BLOCK_TOKENS, TraceRequest
 from tidemill.cluster.simulate.world import simulate
 from tidemill.workers.messages import WorkerId, WorkerInfo
 
-COST = Cost(by_chunk=True, speed=replace(SPEED, fetch_bytes_per_s=0.0))
+COST = StepCost(by_chunk=True, speed=replace(SPEED, fetch_bytes_per_s=0.0))
 
 
 def names(*numbers: int) -> list[bytes]:
@@ -54,7 +54,7 @@ class Fixed:
         return (end - start) / BLOCK_TOKENS
 
 
-def seats(*each: Fixed) -> list[Seat]:
+def seats(*each: Fixed) -> list[WorkerView]:
     return list(each)
 
 
@@ -66,11 +66,13 @@ def seat(name: str, **figures: float) -> Fixed:
 
 
 RNG = Random(7)
-ASK = Ask(request_id="0", keys=tuple(names(*range(10))), num_tokens=10 * BLOCK_TOKENS, max_new_tokens=1)
+ASK = PlacementRequest(
+    request_id="0", keys=tuple(names(*range(10))), num_tokens=10 * BLOCK_TOKENS, max_new_tokens=1
+)
 
 
 def test_blocks_are_evicted_from_the_ends_of_paths_the_oldest_first() -> None:
-    blocks = Blocks(4, None)
+    blocks = BlockCache(4, None)
     blocks.redeem(names(1, 2, 3), blocks.promise(names(1, 2, 3)))
     blocks.redeem(names(1, 4), blocks.promise(names(1, 4)))
     assert [blocks.usable(names(1, 2, 3)), blocks.usable(names(1, 4))] == [3, 2]
@@ -83,7 +85,7 @@ def test_blocks_are_evicted_from_the_ends_of_paths_the_oldest_first() -> None:
 
 
 def test_what_is_promised_is_expected_and_not_usable() -> None:
-    blocks = Blocks(8, None)
+    blocks = BlockCache(8, None)
     states = blocks.promise(names(1, 2))
     assert (blocks.expected(names(1, 2, 3)), blocks.usable(names(1, 2, 3))) == (2, 0)
     assert blocks.expected_usable(names(1, 2, 3)) == 2
@@ -92,7 +94,7 @@ def test_what_is_promised_is_expected_and_not_usable() -> None:
 
 
 def test_a_hybrid_resumes_at_checkpoints_alone_and_the_second_visit_makes_the_junction() -> None:
-    blocks = Blocks(16, 4)
+    blocks = BlockCache(16, 4)
     blocks.redeem(names(1, 2, 3), blocks.promise(names(1, 2, 3)))
     assert (blocks.resident(names(1, 2, 9)), blocks.usable(names(1, 2, 9))) == (2, 0)
     blocks.redeem(names(1, 2, 9), blocks.promise(names(1, 2, 9)))
@@ -101,7 +103,7 @@ def test_a_hybrid_resumes_at_checkpoints_alone_and_the_second_visit_makes_the_ju
 
 
 def test_a_state_that_finds_no_slot_takes_the_oldest_one() -> None:
-    blocks = Blocks(16, 1)
+    blocks = BlockCache(16, 1)
     for number in (1, 2):
         blocks.redeem(names(number), blocks.promise(names(number)))
     assert (blocks.usable(names(1)), blocks.usable(names(2))) == (0, 1)
@@ -147,8 +149,8 @@ def test_every_name_is_a_policy_and_no_other() -> None:
         policy_of("worst", Random(1))
 
 
-def item(at_s: float, *blocks: int, tokens: int = BLOCK_TOKENS) -> Item:
-    return Item(at_s, len(blocks) * tokens + 1, 10, (*blocks, 10_000))
+def item(at_s: float, *blocks: int, tokens: int = BLOCK_TOKENS) -> TraceRequest:
+    return TraceRequest(at_s, len(blocks) * tokens + 1, 10, (*blocks, 10_000))
 
 
 def test_prompts_are_computed_one_after_the_other_at_the_studies_cost() -> None:
@@ -163,7 +165,7 @@ def test_prompts_are_computed_one_after_the_other_at_the_studies_cost() -> None:
 def test_a_long_prompt_runs_in_chunks() -> None:
     assert COST.prefill_s(0, 20_000) == pytest.approx(2 * COST.prefill_s(0, 8192) + COST.prefill_s(0, 3616))
     assert COST.prefill_s(8192, 16_384) == COST.prefill_s(0, 8192)
-    assert Cost().prefill_s(8192, 16_384) > Cost().prefill_s(0, 8192)
+    assert StepCost().prefill_s(8192, 16_384) > StepCost().prefill_s(0, 8192)
 
 
 @pytest.mark.parametrize("policy", [OURS, *POLICIES])
@@ -198,7 +200,9 @@ def test_affinity_finds_what_scattering_does_not() -> None:
 
 def test_a_store_makes_prompts_reusable_everywhere() -> None:
     items = [item(float(number), *range(1, 40)) for number in range(9)]
-    with_store = Setup(prefill=3, decode=1, policy="round-robin", engine="model", cost=Cost(by_chunk=True))
+    with_store = Setup(
+        prefill=3, decode=1, policy="round-robin", engine="model", cost=StepCost(by_chunk=True)
+    )
     alone = replace(with_store, cost=COST)
     assert simulate(items, with_store).figures()["fetched_ratio"] > 0.2
     assert simulate(items, alone).figures()["fetched_ratio"] == 0.0

@@ -8,8 +8,8 @@ import pytest
 
 from tidemill.cluster.simulate.trace import (
     BLOCK_TOKENS,
-    Item,
     TraceError,
+    TraceRequest,
     chained,
     read_trace,
     reusable_tokens,
@@ -27,7 +27,7 @@ def line(at_ms: float, prompt: int, answer: int, blocks: list[int]) -> str:
 def test_items_are_sorted_and_begin_at_zero(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{line(5000, 600, 7, [1, 2])}\n\n{line(2000, 1, 0, [3])}\n")
-    assert read_trace(path) == [Item(0.0, 1, 1, (0,)), Item(3.0, 600, 7, (1, 2))]
+    assert read_trace(path) == [TraceRequest(0.0, 1, 1, (0,)), TraceRequest(3.0, 600, 7, (1, 2))]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_no_file_and_no_requests_are_refused(tmp_path: Path, text: str | None) -
 
 
 def test_spreading_moves_arrivals_inside_of_their_tick_alone() -> None:
-    items = [Item(float(number // 10 * 3), 1, 1, (number,)) for number in range(100)]
+    items = [TraceRequest(float(number // 10 * 3), 1, 1, (number,)) for number in range(100)]
     moved = {item.blocks: item.at_s for item in spread(items, Random(1))}
     for item in items:
         ahead = 3.0 if item.at_s < items[-1].at_s else 1e-9
@@ -68,14 +68,14 @@ def test_spreading_moves_arrivals_inside_of_their_tick_alone() -> None:
 
 
 def test_what_could_be_reused_is_counted_in_full_blocks_below_the_last_token() -> None:
-    full = Item(0.0, 3 * BLOCK_TOKENS, 1, (1, 2, 3))  # its last block holds the last token
-    other = Item(0.0, 2 * BLOCK_TOKENS + 1, 1, (1, 9, 10))
+    full = TraceRequest(0.0, 3 * BLOCK_TOKENS, 1, (1, 2, 3))  # its last block holds the last token
+    other = TraceRequest(0.0, 2 * BLOCK_TOKENS + 1, 1, (1, 9, 10))
     assert reusable_tokens([full]) == 0.0
     assert reusable_tokens([full, full]) == 2 / 6
     assert reusable_tokens([full, other]) == pytest.approx(BLOCK_TOKENS / (5 * BLOCK_TOKENS + 1))
 
 
 def test_names_cover_what_is_before_them() -> None:
-    items = [Item(0.0, 1200, 1, blocks) for blocks in ((1, 2, 3), (1, 2, 4), (9, 2, 3))]
+    items = [TraceRequest(0.0, 1200, 1, blocks) for blocks in ((1, 2, 3), (1, 2, 4), (9, 2, 3))]
     assert [item.blocks for item in chained(items)] == [(0, 1, 2), (0, 1, 3), (4, 5, 6)]
     assert chained(chained(items)) == chained(items)

@@ -79,7 +79,7 @@ def test_nodes_that_come_late_are_waited_for_aloud(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(launch, "_nodes", lambda: [Node(id="a", address="10.0.0.1", total={}, free={})])
     engine = EngineSettings(model_folder=tmp_path, memory_bytes=0, store_url="memory:", cache_folder=tmp_path)
     worker = WorkerSettings(name="decode-0", role="decode", engine=engine, num_gpus=1)
-    settings = ClusterSettings(fleets=(FleetSettings(workers=(worker,)),), place_wait_s_max=5.5 * TELL_S)
+    settings = ClusterSettings(fleets=(FleetSettings(workers=(worker,)),), schedule_timeout_s=5.5 * TELL_S)
     said: list[str] = []
 
     def wait() -> None:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tidemill.cluster.supervisor import mooncake_service as store_service
-from tidemill.cluster.supervisor.mooncake_service import Kept, Part, running_store
+from tidemill.cluster.supervisor.mooncake_service import MooncakeProcess, SupervisedProcess, running_store
 from tidemill.kvstore.errors import StoreError
 
 ROOT = Path(__file__).parents[4]
@@ -73,7 +73,7 @@ def lives() -> Iterator[Lives]:
 def test_a_program_that_dies_is_started_again_and_stops_for_good(
     lives: Lives, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = Kept(Part(name="program", arguments=("-c", PROGRAM, lives.port)))
+    kept = SupervisedProcess(MooncakeProcess(name="program", arguments=("-c", PROGRAM, lives.port)))
     kept.start()
     kept.wait_until_ready()
     pids = [lives.next_pid()]
@@ -91,7 +91,7 @@ def test_a_program_that_dies_is_started_again_and_stops_for_good(
 
 
 def test_a_program_that_never_becomes_ready_is_an_error_that_says_how_it_ended() -> None:
-    kept = Kept(Part(name="program", arguments=("-c", "raise SystemExit(3)")))
+    kept = SupervisedProcess(MooncakeProcess(name="program", arguments=("-c", "raise SystemExit(3)")))
     kept.start()
     try:
         with pytest.raises(StoreError, match=r"the program ended \(status 3\) while it started"):
@@ -102,7 +102,7 @@ def test_a_program_that_never_becomes_ready_is_an_error_that_says_how_it_ended()
 
 def test_a_program_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_service, "START_S_MAX", 0.05)
-    kept = Kept(Part(name="program", arguments=("-c", WAITS)))
+    kept = SupervisedProcess(MooncakeProcess(name="program", arguments=("-c", WAITS)))
     kept.start()
     try:
         with pytest.raises(StoreError, match="does not answer"):
@@ -114,8 +114,10 @@ def test_a_program_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPat
 def test_a_program_with_a_port_is_ready_when_that_takes_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        kept = Kept(
-            Part(name="program", arguments=("-c", WAITS), port="{}:{}".format(*listener.getsockname()))
+        kept = SupervisedProcess(
+            MooncakeProcess(
+                name="program", arguments=("-c", WAITS), port="{}:{}".format(*listener.getsockname())
+            )
         )
         kept.start()
         try:

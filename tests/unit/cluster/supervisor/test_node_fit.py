@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.cluster.settings import WorkerSettings
-from tidemill.cluster.supervisor.node_fit import CPUS_MIN, Demand, Node, demand_of, missing, plan, selects
+from tidemill.cluster.supervisor.node_fit import (
+    CPUS_MIN,
+    Node,
+    WorkerDemand,
+    demand_of,
+    missing,
+    plan,
+    selects,
+)
 from tidemill.workers.settings import EngineSettings
 
 
@@ -17,8 +25,8 @@ def node(name: str, labels: dict[str, str] | None = None, **total: float) -> Nod
     return Node(id=name, address=name, total=total, free=total, labels=labels or {})
 
 
-def demand(name: str, ranks: int = 1, labels: dict[str, str] | None = None, **each: float) -> Demand:
-    return Demand(name=name, kind=name[:-2], ranks=ranks, each=each, labels=labels or {})
+def demand(name: str, ranks: int = 1, labels: dict[str, str] | None = None, **each: float) -> WorkerDemand:
+    return WorkerDemand(name=name, kind=name[:-2], ranks=ranks, each=each, labels=labels or {})
 
 
 def test_what_a_worker_asks_for() -> None:
@@ -26,7 +34,9 @@ def test_what_a_worker_asks_for() -> None:
         model_folder=Path("none"), memory_bytes=0, store_url="memory:", cache_folder=Path("none")
     )
     plain = WorkerSettings(name="keeper-decode-10", role="decode", engine=engine)
-    assert demand_of(plain) == Demand(name="keeper-decode-10", kind="keeper-decode", each={"CPU": CPUS_MIN})
+    assert demand_of(plain) == WorkerDemand(
+        name="keeper-decode-10", kind="keeper-decode", each={"CPU": CPUS_MIN}
+    )
     group = replace(
         plain,
         engine=replace(engine, tensor_parallel_size=2),

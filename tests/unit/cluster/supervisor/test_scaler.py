@@ -44,7 +44,7 @@ class FakeCluster:
         assert worker.name not in self.workers
         self.workers[worker.name] = replace(worker_status(worker.name, worker.role), load=self.load)
 
-    def lacks(self, *workers: WorkerSettings) -> str | None:
+    def unschedulable_reason(self, *workers: WorkerSettings) -> str | None:
         assert workers
         return None if self.free is None or len(workers) <= self.free else f"{workers[-1].name} needs a GPU"
 

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from tidemill.cluster.supervisor.store_plan import Owner, other_tiers, plan_store
+from tidemill.cluster.supervisor.store_plan import MemoryOwner, other_tiers, plan_store
 from tidemill.kvstore.errors import StoreError
 
 GIB = 1 << 30
@@ -28,7 +28,7 @@ def test_a_master_and_an_owner_of_our_own(url: str) -> None:
     assert plan.master.host == "127.0.0.1"
     assert plan.master.port != plan.master.admin_port
     address = f"127.0.0.1:{plan.master.port}"
-    assert plan.owner == Owner(master=address, host="127.0.0.1", num_bytes=GIB)
+    assert plan.owner == MemoryOwner(master=address, host="127.0.0.1", num_bytes=GIB)
     assert plan.url == f"mooncake://{address}?admin=127.0.0.1:{plan.master.admin_port}"
 
 
@@ -57,7 +57,7 @@ def test_memory_is_lent_to_a_master_that_runs() -> None:
     plan = plan_store("mooncake://127.0.0.1:50051?protocol=rdma&device=mlx5_0&size=1GiB&timeout=1")
     assert plan.url == "mooncake://127.0.0.1:50051?protocol=rdma&device=mlx5_0&timeout=1"
     assert plan.master is None
-    assert plan.owner == Owner(
+    assert plan.owner == MemoryOwner(
         master="127.0.0.1:50051",
         host="",
         num_bytes=GIB,

@@ -18,11 +18,11 @@ from tests.support.cluster.scripted_engine import (
     serving,
 )
 from tidemill.cluster.edge.flow import serve
-from tidemill.cluster.messages import Ask, Route
+from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.rpc.worker_codec import (
     Generate,
     Hello,
-    Item,
+    StreamItem,
 )
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import Namespace, PageKey
@@ -100,7 +100,7 @@ def test_one_step_is_one_frame() -> None:
             for token in range(5):
                 delta = Delta(tokens=(token,))
                 engine.step(*((name, delta) for name in names))
-                assert await stream.frame() == [Item(i, delta) for i in range(len(names))]
+                assert await stream.frame() == [StreamItem(i, delta) for i in range(len(names))]
 
     run(main())
 
@@ -179,11 +179,11 @@ class OneRoute:
     def __init__(self, route: Route) -> None:
         self.route = route
 
-    async def place(self, ask: Ask) -> Route:
+    async def place(self, ask: PlacementRequest) -> Route:
         assert ask.request_id == "a"
         return self.route
 
-    async def lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
+    async def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
         pytest.fail(f"{worker} was not lost, {blamed.hex()} not to blame")
 
 

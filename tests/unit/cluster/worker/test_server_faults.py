@@ -28,14 +28,14 @@ from tidemill.cluster.rpc.worker_codec import (
     ClientFrame,
     Generate,
     Hello,
-    Item,
     Prefetch,
     Produce,
+    StreamItem,
     decode_client_frame,
     encode_client_frame,
     encode_worker_frame,
 )
-from tidemill.cluster.worker.server import DataPlane, Limits
+from tidemill.cluster.worker.server import ServerLimits, WorkerServer
 from tidemill.workers.messages import (
     Delta,
     PagesMissing,
@@ -95,7 +95,7 @@ def test_a_lost_worker_fails_all_its_calls() -> None:
 def test_a_stream_opens_again_after_it_broke() -> None:
     async def main() -> None:
         engine = ScriptedEngine()
-        plane = DataPlane(engine, WORKER)
+        plane = WorkerServer(engine, WORKER)
         address = await plane.start("127.0.0.1")
         port = int(address.rpartition(":")[2])
         async with frontend() as peers:
@@ -103,7 +103,7 @@ def test_a_stream_opens_again_after_it_broke() -> None:
             await engine.until(lambda engine: "a" in engine.calls)
             await plane.stop()
             await fails(lost, WorkerGone)
-            plane = DataPlane(engine, WORKER)
+            plane = WorkerServer(engine, WORKER)
             await plane.start("127.0.0.1", port)
             answer = asyncio.create_task(peers.produce(WORKER, address, request("b")))
             await engine.until(lambda engine: "b" in engine.calls)
@@ -130,7 +130,7 @@ def test_a_slow_frontend_does_not_hold_up_the_engine() -> None:
     """The engine makes more than a connection buffers; what is not read is given up, and nothing waits."""
 
     async def main() -> None:
-        limits = Limits(items_max=50)
+        limits = ServerLimits(items_max=50)
         async with serving(limits) as (engine, address), raw_stream(address) as stream:
             await stream.send(Hello(WORKER), Generate(1, request("slow")))
             await engine.until(lambda engine: "slow" in engine.calls)
@@ -175,7 +175,7 @@ def test_a_slow_reader_of_one_stream_gets_what_was_kept_and_then_places_it_again
 
 def test_a_frontend_has_a_bounded_number_of_calls() -> None:
     async def main() -> None:
-        async with serving(Limits(calls_max=2)) as (engine, address), raw_stream(address) as stream:
+        async with serving(ServerLimits(calls_max=2)) as (engine, address), raw_stream(address) as stream:
             await stream.send(Hello(WORKER), *(Generate(i, request(str(i))) for i in range(3)))
             (item,) = await stream.frame()
             assert item.call == 2
@@ -268,7 +268,7 @@ def test_a_call_that_has_ended_is_not_cancelled() -> None:
         async for data in frames:
             match decode_client_frame(data):
                 case Generate(call) | Produce(call) | Prefetch(call) as frame:
-                    await context.write(encode_worker_frame([Item(call, answers[type(frame)])]))
+                    await context.write(encode_worker_frame([StreamItem(call, answers[type(frame)])]))
                 case Cancel():
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "nothing to cancel")
                 case Hello():

@@ -9,7 +9,7 @@ import torch
 from tests.support.kvstore.leases import ROOT, P, a_cache
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import page_keys
-from tidemill.kvstore.memory.allocation_sites import Site
+from tidemill.kvstore.memory.allocation_sites import AllocationSite
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
@@ -18,19 +18,19 @@ KEYS = {0: page_keys(ROOT, [0] * 60, P), 1: page_keys(ROOT, [1] * 60, P)}
 """Of the two requests, by the spare slots that they want."""
 
 BACKING = "backing.map"
-SITES = (*Site, BACKING)
+SITES = (*AllocationSite, BACKING)
 
 
 @dataclass
 class Refuser:
     """Says no once: when `site` asks for the time number `nth`. As a backing it refuses to map."""
 
-    site: Site | str
+    site: AllocationSite | str
     nth: int
-    asked: Counter[Site | str] = field(default_factory=Counter[Site | str])
+    asked: Counter[AllocationSite | str] = field(default_factory=Counter[AllocationSite | str])
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
-    def __call__(self, site: Site | str) -> bool:
+    def __call__(self, site: AllocationSite | str) -> bool:
         self.asked[site] += 1
         return site == self.site and self.asked[site] == self.nth + 1
 
@@ -54,7 +54,7 @@ class Driver:
     def __init__(self, refuser: Refuser) -> None:
         self.refuser = refuser
         self.cache = a_cache(40, window=P + 1, backing=refuser)
-        self.ledger = Ledger(self.cache, refuses=refuser)
+        self.ledger = Ledger(self.cache, fail_allocation=refuser)
         self.refused_reserves = self.refused_checkpoints = 0
 
     def run(self) -> None:
@@ -75,7 +75,7 @@ class Driver:
     def _step(self, lease: Lease, end: int, *, drafts: int = 0, landed: int | None = None) -> None:
         self._reserve(lease, end, drafts)
         self.ledger.launch(lease, end, drafts=drafts)
-        self.ledger.land(lease, end if landed is None else landed, KEYS[lease.spares_min])
+        self.ledger.commit(lease, end if landed is None else landed, KEYS[lease.spare_slots_min])
         self.ledger.check()
 
     def _two_in_flight(self, lease: Lease) -> None:
@@ -84,27 +84,27 @@ class Driver:
         self._reserve(lease, boundary)
         self.ledger.launch(lease, boundary)
         self._reserve(lease, boundary + 1)
-        asked = self.refuser.asked[Site.CHECKPOINT_STATE]
+        asked = self.refuser.asked[AllocationSite.CHECKPOINT_STATE]
         refused = self.refuser.has_refused
         second = self.ledger.launch(lease, boundary + 1, keep=True)
         self.ledger.check()
-        self.ledger.land(lease, boundary, KEYS[lease.spares_min])
+        self.ledger.commit(lease, boundary, KEYS[lease.spare_slots_min])
         kept = self.ledger.keep_state(lease)
         self.ledger.check()
-        assert kept == (second.read not in second.writes)
+        assert kept == (second.reads not in second.writes)
         assert kept or self.refuser.has_refused > refused
-        assert kept or self.refuser.asked[Site.CHECKPOINT_STATE] > asked
-        self.ledger.land(lease, boundary + 1, KEYS[lease.spares_min])
+        assert kept or self.refuser.asked[AllocationSite.CHECKPOINT_STATE] > asked
+        self.ledger.commit(lease, boundary + 1, KEYS[lease.spare_slots_min])
         self.ledger.check()
 
     def _reserve(self, lease: Lease, end: int, drafts: int = 0) -> None:
-        before = (snapshot(lease), self.ledger.usage().pages_held, self.ledger.usage().states_held)
+        before = (snapshot(lease), self.ledger.usage().pages_pinned, self.ledger.usage().states_pinned)
         try:
             self.ledger.reserve(lease, end, drafts=drafts)
         except OutOfMemory:
             self.refused_reserves += 1
             self.ledger.check()
-            after = (snapshot(lease), self.ledger.usage().pages_held, self.ledger.usage().states_held)
+            after = (snapshot(lease), self.ledger.usage().pages_pinned, self.ledger.usage().states_pinned)
             assert after == before
             self.ledger.reserve(lease, end, drafts=drafts)
         self.ledger.check()
@@ -116,9 +116,9 @@ class Driver:
             self.ledger.check()
             assert snapshot(lease) == before
             assert self._kept(lease.rolling) == earlier, "the kept checkpoint is lost"
-            assert lease.entries[-1].checkpoint is None
+            assert lease.shared_entries[-1].checkpoint is None
             assert self.ledger.roll_checkpoint(lease)
-        assert lease.rolling is lease.entries[-1]
+        assert lease.rolling is lease.shared_entries[-1]
         self.ledger.check()
 
     def _kept(self, entry: Entry | None) -> Checkpoint | None:
@@ -126,12 +126,25 @@ class Driver:
 
 
 def snapshot(lease: Lease) -> tuple[object, ...]:
-    held = (list(lease.entries), list(lease.own), list(lease.windows), lease.committed, lease.allocated)
-    return (*held, dict(lease.states), list(lease.spare), lease.source, lease.rolling, list(lease.flights))
+    held = (
+        list(lease.shared_entries),
+        list(lease.private_pages),
+        list(lease.windows),
+        lease.committed,
+        lease.allocated,
+    )
+    return (
+        *held,
+        dict(lease.states),
+        list(lease.spare_slots),
+        lease.source,
+        lease.rolling,
+        list(lease.flights),
+    )
 
 
 @pytest.mark.parametrize("site", SITES, ids=str)
-def test_memory_is_refused_at_each_allocation_in_turn(site: Site | str) -> None:
+def test_memory_is_refused_at_each_allocation_in_turn(site: AllocationSite | str) -> None:
     nth = 0
     while True:
         refuser = Refuser(site, nth)
@@ -139,13 +152,13 @@ def test_memory_is_refused_at_each_allocation_in_turn(site: Site | str) -> None:
         driver.run()
         if not refuser.has_refused:
             break
-        if site is Site.CHECKPOINT_STATE:
+        if site is AllocationSite.CHECKPOINT_STATE:
             assert driver.refused_reserves == 0, "a checkpoint is optional"
         elif site != BACKING:
             assert (driver.refused_reserves, driver.refused_checkpoints) == (1, 0)
         usage = driver.ledger.usage()
-        assert (driver.ledger.num_leases, usage.pages_held, usage.states_held) == (0, 0, 0)
-        assert usage.windows_held == 0
+        assert (driver.ledger.num_leases, usage.pages_pinned, usage.states_pinned) == (0, 0, 0)
+        assert usage.windows_pinned == 0
         assert driver.ledger.resize(1), "everything can be given up"
         nth += 1
     assert nth > 1, f"no driver reaches {site}"
@@ -155,7 +168,7 @@ def test_the_system_refuses_every_extent_from_one_on() -> None:
     """Then what is kept serves: nothing is lost, and what finds none is refused."""
 
     class Full(Refuser):
-        def __call__(self, site: Site | str) -> bool:
+        def __call__(self, site: AllocationSite | str) -> bool:
             self.asked[site] += 1
             return site == BACKING and self.asked[site] > self.nth
 
@@ -168,10 +181,10 @@ def test_the_system_refuses_every_extent_from_one_on() -> None:
             try:
                 ledger.reserve(lease, 3 * P)
             except OutOfMemory:
-                assert not [*lease.own, *lease.spare]
+                assert not [*lease.private_pages, *lease.spare_slots]
             else:
                 ledger.launch(lease, 3 * P)
-                ledger.land(lease, 3 * P, page_keys(ROOT, [number] * 3 * P, P))
+                ledger.commit(lease, 3 * P, page_keys(ROOT, [number] * 3 * P, P))
                 ledger.keep_state(lease, last=True)
                 served += 1
             ledger.release("r")

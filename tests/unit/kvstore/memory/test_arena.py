@@ -68,12 +68,14 @@ class Owners(Generic[Id]):
 
     @property
     def by_extent(self) -> Counter[int]:
-        return Counter(taken // self.pool.places for taken in (*self.held, *self.kept))
+        return Counter(taken // self.pool.objects_per_extent for taken in (*self.held, *self.kept))
 
     def take(self, *, may_open: bool) -> Id | None:
         """The fullest extent of the class must serve it, or one that was empty, or nothing can."""
         taken = self.by_extent
-        fullest = max((count for count in taken.values() if count < self.pool.places), default=None)
+        fullest = max(
+            (count for count in taken.values() if count < self.pool.objects_per_extent), default=None
+        )
         try:
             fresh = self.pool.take()
         except OutOfMemory:
@@ -92,28 +94,28 @@ class Owners(Generic[Id]):
         if owners:
             given = list(owners)[choice % len(owners)]
             del owners[given]
-            self.pool.give(given)
+            self.pool.free(given)
 
     def loosen(self, choice: int) -> None:
         if self.held:
             chosen = list(self.held)[choice % len(self.held)]
             del self.held[chosen]
             self.kept[chosen] = None
-            self.pool.loosen(chosen)
+            self.pool.unpin(chosen)
 
     def hold(self, choice: int) -> None:
         if self.kept:
             chosen = list(self.kept)[choice % len(self.kept)]
             del self.kept[chosen]
             self.held[chosen] = None
-            self.pool.hold(chosen)
+            self.pool.pin(chosen)
 
     def check(self) -> None:
-        taken, holders = self.by_extent, Counter(held // self.pool.places for held in self.held)
+        taken, holders = self.by_extent, Counter(held // self.pool.objects_per_extent for held in self.held)
         assert self.pool.num_extents == len(taken), "an extent is of this class while something is in it"
-        assert set(self.pool.loose) == set(taken) - set(holders)
-        assert (self.pool.num_held, self.pool.num_kept) == (len(self.held), len(self.kept))
-        assert self.pool.num_free == len(taken) * self.pool.places - taken.total()
+        assert set(self.pool.reclaimable) == set(taken) - set(holders)
+        assert (self.pool.num_pinned, self.pool.num_cached) == (len(self.held), len(self.kept))
+        assert self.pool.num_free == len(taken) * self.pool.objects_per_extent - taken.total()
         for extent, count in taken.items():
             assert len(self.pool.taken_in(extent)) == count
 
@@ -203,8 +205,8 @@ class ArenaAgainstDicts(RuleBasedStateMachine):
         )
         assert usage.page_extents + usage.state_extents + usage.empty_extents == mapped
         assert usage.unmapped_extents == max(0, self.arena.budget_extents - mapped)
-        assert (usage.pages_held, usage.pages_kept) == (len(self.pages.held), len(self.pages.kept))
-        assert (usage.states_held, usage.states_kept) == (len(self.states.held), len(self.states.kept))
+        assert (usage.pages_pinned, usage.pages_cached) == (len(self.pages.held), len(self.pages.kept))
+        assert (usage.states_pinned, usage.states_cached) == (len(self.states.held), len(self.states.kept))
 
     def _may_open(self) -> bool:
         """An empty extent is there, or the system grants one."""
@@ -229,10 +231,10 @@ def test_an_extent_changes_class_the_moment_it_is_empty() -> None:
     arena, maps = an_arena(1, 2)
     pages = [arena.pages.take() for _ in range(6)]
     for page in pages[1:]:
-        arena.pages.give(page)
+        arena.pages.free(page)
         with pytest.raises(OutOfMemory):
             arena.states.take()
-    arena.pages.give(pages[0])
+    arena.pages.free(pages[0])
     states = [arena.states.take(), arena.states.take()]
     with pytest.raises(OutOfMemory):
         arena.pages.take()
@@ -245,7 +247,7 @@ def test_holes_may_be_anywhere() -> None:
     pages = [arena.pages.take() for _ in range(27)]
     for extent in (1, 4, 7):
         for page in pages[3 * extent : 3 * extent + 3]:
-            arena.pages.give(page)
+            arena.pages.free(page)
     states = [arena.states.take() for _ in range(3)]
     assert {arena.states.extent_of(state) for state in states} == {1, 4, 7}
     with pytest.raises(OutOfMemory):
@@ -259,7 +261,7 @@ def test_the_budget_shrinks_whatever_lies_where() -> None:
     assert arena.excess == 4
     for gone, extent in enumerate((3, 0, 5, 2), 1):
         for page in pages[3 * extent : 3 * extent + 3]:
-            arena.pages.give(page)
+            arena.pages.free(page)
         assert (arena.excess, len(maps.mapped)) == (4 - gone, 6 - gone)
     with pytest.raises(OutOfMemory):
         arena.states.take()
@@ -272,7 +274,7 @@ def test_a_smaller_budget_gives_empty_extents_back_at_once() -> None:
     arena, maps = an_arena(6)
     pages = [arena.pages.take() for _ in range(15)]
     for page in pages[:9]:
-        arena.pages.give(page)
+        arena.pages.free(page)
     assert (len(maps.mapped), arena.num_empty) == (5, 4)
     arena.resize(3)
     assert (len(maps.mapped), arena.num_empty) == (3, 1)
@@ -295,14 +297,14 @@ def test_a_workload_that_breathes_does_not_map_at_every_breath() -> None:
     arena, maps = an_arena(SPARE_EXTENTS_MAX)
     for _ in range(5):
         for page in [arena.pages.take() for _ in range(3 * SPARE_EXTENTS_MAX)]:
-            arena.pages.give(page)
+            arena.pages.free(page)
     assert maps.calls == SPARE_EXTENTS_MAX
 
 
 def test_idle_extents_go_back_to_the_system() -> None:
     arena, maps = an_arena(20)
     for page in [arena.pages.take() for _ in range(60)]:
-        arena.pages.give(page)
+        arena.pages.free(page)
     assert len(maps.mapped) == SPARE_EXTENTS_MAX
 
 
@@ -321,9 +323,9 @@ def test_taking_and_giving_are_amortised_constant(num_extents: int) -> None:
     """Counted, not timed: the looks into buckets, while the fullest extent empties and fills."""
     arena, _ = an_arena(num_extents, 8)
     buckets = arena.pages._buckets = Buckets(arena.pages._buckets)
-    pages = [arena.pages.take() for _ in range(arena.pages.places * num_extents)]
+    pages = [arena.pages.take() for _ in range(arena.pages.objects_per_extent * num_extents)]
     for page in [*pages[::2], *pages[1::4]]:
-        arena.pages.give(page)
+        arena.pages.free(page)
     again = [arena.pages.take() for _ in range(len(pages) // 2)]
     operations = len(pages) + len(pages) // 2 + len(pages[1::4]) + len(again)
     assert buckets.looks <= 6 * operations
@@ -332,17 +334,17 @@ def test_taking_and_giving_are_amortised_constant(num_extents: int) -> None:
 def test_giving_back_twice_is_a_bug() -> None:
     arena, _ = an_arena(1)
     page, _ = arena.pages.take(), arena.pages.take()
-    arena.pages.give(page)
+    arena.pages.free(page)
     with pytest.raises(AssertionError, match="twice"):
-        arena.pages.give(page)
+        arena.pages.free(page)
 
 
 def test_what_is_kept_is_not_kept_twice() -> None:
     arena, _ = an_arena(1)
     page = arena.pages.take()
-    arena.pages.loosen(page)
+    arena.pages.unpin(page)
     with pytest.raises(AssertionError):
-        arena.pages.loosen(page)
+        arena.pages.unpin(page)
 
 
 @pytest.mark.parametrize(
@@ -352,7 +354,7 @@ def test_what_is_kept_is_not_kept_twice() -> None:
 def test_check_finds_what_is_wrong(held: int, kept: int, problem: str) -> None:
     arena, _ = an_arena(2)
     page, other, state = arena.pages.take(), arena.pages.take(), arena.states.take()
-    arena.pages.loosen(other)
+    arena.pages.unpin(other)
     arena.check(([page], [other]), ([state], []))
     with pytest.raises(AssertionError, match=problem):
         arena.check(([page] * held, [other] * kept), ([state], []))

@@ -33,7 +33,7 @@ def keep(cache: Cache, path: str, *, worth: float | None = None, held: str = "")
         page = cache.arena.pages.take()
         entry, taken_over = cache.insert(entries[-1] if entries else None, key, page)
         if not taken_over:
-            cache.give_page(page)
+            cache.free_page(page)
         entries.append(entry)
     if worth is not None:
         last = entries[-1]
@@ -95,7 +95,7 @@ def test_a_state_takes_the_extent_of_worthless_pages_and_no_checkpoint() -> None
         cache.arena.states.take()
     (first, last) = cache.index.match([PageKey(b"c"), PageKey(b"cd")]).path
     cache.drop_checkpoint(last, "test")
-    cache.give_state(cache.take_state())  # it had a place of its own
+    cache.free_state(cache.take_state())  # it had a place of its own
     held = [cache.take_state(), cache.take_state()]
     assert checkpoints(cache) == {"ab"}
     assert names(cache) == {"a", "ab"}
@@ -168,7 +168,7 @@ def test_an_extent_costs_what_is_lost_with_it_per_byte_that_comes_free() -> None
     entries = keep(cache, "ab", worth=6)[-1], keep(cache, "cd", worth=1)[-1]
     victim = eviction.for_extent(cache.index, cache.arena, cache.layout)
     assert victim is not None
-    assert set(victim.bare) == set(entries)
+    assert set(victim.checkpoints_only) == set(entries)
     assert victim.price == (6 + 1) / 2
 
 
@@ -178,7 +178,7 @@ def test_an_extent_is_emptied_unless_each_one_holds_something() -> None:
     keep(cache, "cd", worth=2, held="hhx")
     victim = eviction.for_extent(cache.index, cache.arena, cache.layout)
     assert victim is not None
-    assert [entry.key for entry in victim.bare] == [b"ab"]
+    assert [entry.key for entry in victim.checkpoints_only] == [b"ab"]
     assert not victim.entries
     assert not cache.resize(1)
     assert names(cache) == {"a", "ab", "c", "cd"}
@@ -253,7 +253,7 @@ class Situation:
         except OutOfMemory:
             return False
         self.ledger.launch(lease, end)
-        self.ledger.land(lease, end, keys)
+        self.ledger.commit(lease, end, keys)
         if end % P == 0:
             self.ledger.keep_state(lease, last=self.random.random() < 0.5)
         return True
@@ -278,9 +278,9 @@ def test_memory_is_refused_only_when_everything_that_is_not_held_would_not_do(
     except OutOfMemory:
         assert not possible
         assert (names_of(cache), cache.arena.usage(), ledger.counters) == (*kept, before)
-        assert not [*lease.own, *lease.spare, *lease.windows]
+        assert not [*lease.private_pages, *lease.spare_slots, *lease.windows]
     else:
-        assert (len(lease.own), len(lease.spare), len(lease.windows)) == (pages, slots, views)
+        assert (len(lease.private_pages), len(lease.spare_slots), len(lease.windows)) == (pages, slots, views)
     ledger.check()
 
 

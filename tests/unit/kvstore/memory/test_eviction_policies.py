@@ -12,7 +12,7 @@ from tests.support.kvstore.indexes import (
     keys_of,
 )
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
-from tidemill.kvstore.memory.recompute_cost import Cost, Policy
+from tidemill.kvstore.memory.recompute_cost import Policy, RecomputeCost
 
 
 @pytest.mark.parametrize("policy", ["lru", "value"])
@@ -33,7 +33,7 @@ def test_what_is_worth_the_same_goes_by_recency(policy: Policy) -> None:
     assert evicted(index) == ["aa", "a", "c", "b"]
 
 
-EXPENSIVE = Cost(token_flops=1.0, context_flops=1.0)
+EXPENSIVE = RecomputeCost(token_flops=1.0, context_flops=1.0)
 LONG, SHORT = "aaaaaaaa", "b"
 
 

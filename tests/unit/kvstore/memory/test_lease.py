@@ -5,7 +5,7 @@ import pytest
 from tests.support.kvstore.leases import KEYS, ROOT, P, a_cache, a_ledger, grown, scattered
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import page_keys
-from tidemill.kvstore.memory.allocation_sites import Site
+from tidemill.kvstore.memory.allocation_sites import AllocationSite
 from tidemill.kvstore.memory.ledger import Ledger
 
 
@@ -15,18 +15,18 @@ def test_a_rolling_checkpoint_takes_the_place_of_the_one_before() -> None:
     ledger.roll_checkpoint(lease)
     grown(ledger, lease, 2 * P)
     ledger.roll_checkpoint(lease)
-    first, second = lease.entries
+    first, second = lease.shared_entries
     assert (first.checkpoint is None, second.checkpoint is None) == (True, False)
     reader = ledger.share("reader", lease, 2)
     grown(ledger, lease, 3 * P)
     ledger.roll_checkpoint(lease)
     assert second.checkpoint is not None, "somebody reads it"
     assert reader.source is second
-    assert lease.rolling is lease.entries[2]
+    assert lease.rolling is lease.shared_entries[2]
     ledger.release("a")
     ledger.release("reader")
     ledger.check()
-    assert ledger.usage().states_kept == 2
+    assert ledger.usage().states_cached == 2
 
 
 def test_a_checkpoint_that_finds_no_memory_is_skipped_and_tried_again() -> None:
@@ -36,10 +36,10 @@ def test_a_checkpoint_that_finds_no_memory_is_skipped_and_tried_again() -> None:
     before = (dict(lease.states), lease.source, lease.rolling)
     assert not ledger.roll_checkpoint(lease)
     assert ledger.counters["checkpoints_skipped"] == 1
-    assert (lease.states, lease.source, lease.rolling, lease.entries[0].checkpoint) == (*before, None)
+    assert (lease.states, lease.source, lease.rolling, lease.shared_entries[0].checkpoint) == (*before, None)
     ledger.check()
     ledger.release("other")
-    assert not other.own
+    assert not other.private_pages
     assert ledger.roll_checkpoint(lease)
     assert ledger.num_slots == 2
 
@@ -53,13 +53,13 @@ def test_an_earlier_checkpoint_that_stays_is_still_the_one_to_replace() -> None:
     grown(ledger, lease, 2 * P)
     hog = grown(ledger, ledger.open("hog"), 1)
     assert not ledger.roll_checkpoint(lease)
-    assert (lease.rolling, ledger.num_slots) == (lease.entries[0], 3)
+    assert (lease.rolling, ledger.num_slots) == (lease.shared_entries[0], 3)
     assert reader.source is lease.rolling
     ledger.release("reader")
     ledger.release("hog")
     assert hog.ended
     assert ledger.roll_checkpoint(lease)
-    assert [entry.checkpoint is None for entry in lease.entries] == [True, False]
+    assert [entry.checkpoint is None for entry in lease.shared_entries] == [True, False]
 
 
 def test_who_finds_no_second_slot_gives_up_its_own_checkpoint_and_nobody_elses() -> None:
@@ -72,7 +72,7 @@ def test_who_finds_no_second_slot_gives_up_its_own_checkpoint_and_nobody_elses()
     grown(ledger, lease, 2 * P)
     grown(ledger, ledger.open("hog"), 1)
     assert ledger.roll_checkpoint(lease)
-    assert [entry.checkpoint is None for entry in lease.entries] == [True, False]
+    assert [entry.checkpoint is None for entry in lease.shared_entries] == [True, False]
     assert not ledger.counters["evicted_checkpoints_for_states"]
     assert ledger.index.match(page_keys(ROOT, [7] * P, P)).restorable_pages == 1
 
@@ -83,13 +83,13 @@ def test_a_checkpoint_that_is_there_already_is_not_made_again() -> None:
     ledger.reserve(one, P)
     ledger.launch(one, P)
     ledger.keep_state(grown(ledger, other, P), last=True)
-    ledger.land(one, P, KEYS)
+    ledger.commit(one, P, KEYS)
     mine = dict(one.states)
     assert ledger.keep_state(one)
     assert (one.states, one.source) == (mine, None)
     assert one.pages == other.pages, "the first writer's page is shared"
     usage = ledger.usage()
-    assert (usage.pages_held, usage.states_held) == (1, 2)
+    assert (usage.pages_pinned, usage.states_pinned) == (1, 2)
 
 
 def test_a_page_that_the_index_had_already_is_free_when_nobody_reads_it() -> None:
@@ -101,14 +101,14 @@ def test_a_page_that_the_index_had_already_is_free_when_nobody_reads_it() -> Non
         ledger.launch(lease, end)
     table = lease.pages
     grown(ledger, ledger.open("first"), P)
-    ledger.land(lease, P, KEYS)
+    ledger.commit(lease, P, KEYS)
     assert lease.pages[0] != table[0]
     fresh = ledger.open("fresh")
     ledger.reserve(fresh, 3 * P)
-    assert table[0] not in fresh.own
-    ledger.land(lease, P + 1, KEYS)
+    assert table[0] not in fresh.private_pages
+    ledger.commit(lease, P + 1, KEYS)
     ledger.check()
-    assert ledger.usage().pages_held == 2 + 3
+    assert ledger.usage().pages_pinned == 2 + 3
 
 
 def test_drafts_that_are_rejected_leave_no_slot_behind() -> None:
@@ -117,7 +117,7 @@ def test_drafts_that_are_rejected_leave_no_slot_behind() -> None:
     ledger.reserve(lease, 4, drafts=2)
     ledger.launch(lease, 4, drafts=2)
     assert ledger.num_slots == 3
-    ledger.land(lease, 2, KEYS)
+    ledger.commit(lease, 2, KEYS)
     ledger.check()
     assert (ledger.num_slots, list(lease.states)) == (1, [2])
 
@@ -129,12 +129,12 @@ def test_a_void_step_changes_nothing_and_keeps_its_places_until_it_lands() -> No
     ledger.launch(lease, 4, drafts=1)
     ledger.reserve(lease, 7)
     void = ledger.launch(lease, 7)
-    ledger.land(lease, 3, KEYS)
+    ledger.commit(lease, 3, KEYS)
     assert (void.void, lease.committed, lease.launched) == (True, 3, 3)
     assert lease.allocated == 4 * P
     assert set(void.writes) <= set(lease.own_states())
     ledger.check()
-    ledger.land(lease, 7, KEYS)
+    ledger.commit(lease, 7, KEYS)
     assert (lease.committed, lease.launched, ledger.num_slots) == (3, 3, 1)
     ledger.check()
 
@@ -151,10 +151,10 @@ def test_what_is_released_in_flight_comes_back_when_the_last_step_has_landed() -
     for landed in (P, 2 * P):
         ledger.check()
         assert (ledger.usage(), ledger.num_leases) == (held, 2)
-        ledger.land(lease, landed, KEYS)
+        ledger.commit(lease, landed, KEYS)
     ledger.check()
-    assert (len(ledger.index), ledger.num_leases, ledger.usage().pages_held) == (0, 1, 0)
-    assert not again.own
+    assert (len(ledger.index), ledger.num_leases, ledger.usage().pages_pinned) == (0, 1, 0)
+    assert not again.private_pages
 
 
 @pytest.mark.parametrize("rolls", [False, True])
@@ -171,7 +171,7 @@ def test_a_path_keeps_as_many_checkpoints_as_it_may(rolls: bool) -> None:  # noq
         grown(ledger, lease, num_pages * P)
         assert ledger.roll_checkpoint(lease) if rolls else ledger.keep_state(lease)
         ledger.check()
-    kept = [depth for depth, entry in enumerate(lease.entries, 1) if entry.checkpoint is not None]
+    kept = [depth for depth, entry in enumerate(lease.shared_entries, 1) if entry.checkpoint is not None]
     assert kept == ([1, 2, 7] if rolls else [1, 6, 7])
 
 
@@ -190,9 +190,9 @@ def test_a_reservation_may_ask_for_pages_that_are_left_to_others() -> None:
     lease = ledger.open("a")
     with pytest.raises(OutOfMemory):
         ledger.reserve(lease, 2 * P, pages_beside=5)
-    assert not [*lease.own, *lease.spare]
+    assert not [*lease.private_pages, *lease.spare_slots]
     ledger.reserve(lease, 2 * P, pages_beside=4)
-    assert len(lease.own) == 2
+    assert len(lease.private_pages) == 2
     grown(ledger, lease, 6 * P)
 
 
@@ -202,7 +202,7 @@ def test_a_checkpoint_gives_way_to_what_its_own_request_needs() -> None:
     ledger = a_ledger(4)
     lease = grown(ledger, ledger.open("a"), P)
     assert ledger.roll_checkpoint(lease)
-    slot = lease.entries[0].checkpoint
+    slot = lease.shared_entries[0].checkpoint
     ledger.reserve(lease, 5 * P)
     ledger.check()
     assert slot is not None
@@ -217,7 +217,7 @@ def test_a_checkpoint_that_somebody_reads_does_not_give_way() -> None:
     reader = ledger.share("reader", lease, 1)
     with pytest.raises(OutOfMemory):
         ledger.reserve(lease, 5 * P)
-    assert reader.source is lease.source is lease.rolling is lease.entries[0]
+    assert reader.source is lease.source is lease.rolling is lease.shared_entries[0]
     ledger.check()
 
 
@@ -229,7 +229,7 @@ def test_a_reservation_gives_up_a_checkpoint_rather_than_the_extent_that_its_pag
     ledger.release("b")
     lease = ledger.open("c")
     ledger.reserve(lease, 7 * P)
-    assert (len(lease.own), ledger.usage().state_extents) == (7, 1)
+    assert (len(lease.private_pages), ledger.usage().state_extents) == (7, 1)
     ledger.check()
 
 
@@ -265,18 +265,18 @@ def test_pages_scattered_over_all_extents_leave_none_for_a_state() -> None:
 
 def test_a_checkpoint_that_is_skipped_costs_no_other() -> None:
     """The path holds as many as it may, and the next one finds no slot."""
-    refused = set[Site]()
-    ledger = Ledger(a_cache(9), checkpoints_per_path=2, refuses=refused.__contains__)
+    refused = set[AllocationSite]()
+    ledger = Ledger(a_cache(9), checkpoints_per_path=2, fail_allocation=refused.__contains__)
     lease = ledger.open("a")
     for num_pages in (1, 2):
         assert ledger.keep_state(grown(ledger, lease, num_pages * P))
     grown(ledger, lease, 3 * P)
-    refused.add(Site.CHECKPOINT_STATE)
+    refused.add(AllocationSite.CHECKPOINT_STATE)
     assert not ledger.keep_state(lease)
-    assert [entry.checkpoint is not None for entry in lease.entries] == [True, True, False]
+    assert [entry.checkpoint is not None for entry in lease.shared_entries] == [True, True, False]
     refused.clear()
     assert ledger.keep_state(lease)
-    assert [entry.checkpoint is not None for entry in lease.entries] == [False, True, True]
+    assert [entry.checkpoint is not None for entry in lease.shared_entries] == [False, True, True]
 
 
 def test_a_refused_budget_is_met_when_the_last_holder_has_gone() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.kvstore.leases import ROOT, a_cache
 from tidemill.kvstore.keys import PageKey, page_keys
-from tidemill.kvstore.memory.lease import Flight, Lease
+from tidemill.kvstore.memory.lease import Lease, StepInFlight
 from tidemill.kvstore.memory.ledger import Ledger
 
 Ending = Literal["finished", "stopped", "preempted", "aborted", "lost"]
@@ -87,14 +87,14 @@ class Driver:
     def lose(self) -> None:
         """The steps in flight break: nothing of them counts."""
         while self.lease.flights:
-            self.ledger.land(self.lease, self.lease.flights[0].start, self._keys())
+            self.ledger.commit(self.lease, self.lease.flights[0].start, self._keys())
             self._as_expected()
         self.end()
 
     def land_after_the_end(self, lease: Lease) -> None:
         while lease.flights:
             before = (lease.committed, len(self.ledger.index))
-            self.ledger.land(lease, lease.flights[0].end, self._keys())
+            self.ledger.commit(lease, lease.flights[0].end, self._keys())
             assert (lease.committed, len(self.ledger.index)) == before, "committed after the end"
             self.ledger.check()
         assert not [*lease.pages, *lease.own_states(), *lease.sources(), *lease.windows]
@@ -114,19 +114,19 @@ class Driver:
     def _land(self) -> None:
         flight = self.lease.flights[0]
         if flight.void:
-            self.ledger.land(self.lease, flight.end, self._keys())
+            self.ledger.commit(self.lease, flight.end, self._keys())
             self._as_expected()
             return
         drafts = DRAFTS if self.case.speculative and flight.start >= self.prompt_tokens - 1 else 0
         self.committed = flight.end - self.random.randint(0, drafts)
         if self.committed < flight.end:
             del self.tokens[self.committed :]
-        self.ledger.land(self.lease, self.committed, self._keys())
+        self.ledger.commit(self.lease, self.committed, self._keys())
         self._as_expected()
         if self.committed % self.case.page_tokens == 0:
             self._keep(flight)
 
-    def _keep(self, flight: Flight) -> None:
+    def _keep(self, flight: StepInFlight) -> None:
         if flight.end < self.prompt_tokens:
             self.ledger.keep_state(self.lease)
         else:
@@ -137,7 +137,7 @@ class Driver:
         size = self.case.page_tokens
         assert self.lease.committed == self.committed
         assert self.lease.allocated == -(-self.reserved // size) * size
-        assert len(self.lease.entries) == self.committed // size
+        assert len(self.lease.shared_entries) == self.committed // size
         layout, reserved = self.ledger.layout, self.reserved
         needed = layout.windows_at_once(reserved, max(self.lease.allocated, reserved) - self.committed)
         assert len(self.lease.windows) <= needed, "pages that left the window are still here"
@@ -168,8 +168,8 @@ def test_memory_of_a_request_is_what_it_should_be_until_it_is_back(case: Case) -
                 driver.end()
         driver.land_after_the_end(driver.lease)
     usage = ledger.usage()
-    assert (ledger.num_leases, ledger.num_slots, usage.pages_held, usage.states_held) == (0, 0, 0, 0)
-    assert usage.windows_held == 0
+    assert (ledger.num_leases, ledger.num_slots, usage.pages_pinned, usage.states_pinned) == (0, 0, 0, 0)
+    assert usage.windows_pinned == 0
     assert cache.resize(1), "everything can be given up"
 
 
@@ -211,7 +211,7 @@ def test_requests_that_reach_every_boundary_in_the_same_step(
             ledger.launch(lease, end, keep=strategy != "none" and (end - 1) % BURST_P == 0)
         landed = end - overlap
         for lease, own_keys in zip(leases, keys, strict=True) if landed else ():
-            ledger.land(lease, landed, own_keys)
+            ledger.commit(lease, landed, own_keys)
             if strategy != "none" and landed % BURST_P == 0:
                 assert ledger.roll_checkpoint(lease), "a checkpoint was lost"
             _kept_at_last_boundary(ledger, lease, strategy)
@@ -225,7 +225,7 @@ def test_requests_that_reach_every_boundary_in_the_same_step(
 def _kept_at_last_boundary(ledger: Ledger, lease: Lease, strategy: str) -> None:
     boundary = lease.committed // BURST_P
     if strategy != "none" and boundary:
-        entry = lease.entries[boundary - 1]
+        entry = lease.shared_entries[boundary - 1]
         assert lease.rolling is entry
         assert ledger.index.is_restorable(entry)
 
@@ -241,17 +241,17 @@ def test_a_burst_that_finds_too_little_keeps_what_it_has() -> None:
         for number, lease in enumerate(leases):
             ledger.reserve(lease, end)
             ledger.launch(lease, end)
-            ledger.land(lease, end, page_keys(ROOT, [number] * end, BURST_P))
+            ledger.commit(lease, end, page_keys(ROOT, [number] * end, BURST_P))
         kept = sum(_rolled(ledger, lease) for lease in leases) if end % BURST_P == 0 else 0
         ledger.check()
         if end == LAST:
             assert kept >= 10
     usage = cache.arena.usage()
-    assert usage.states_held + usage.states_kept == NUM_LEASES + 10
+    assert usage.states_pinned + usage.states_cached == NUM_LEASES + 10
 
 
 def _rolled(ledger: Ledger, lease: Lease) -> bool:
     before = lease.rolling
     kept = ledger.roll_checkpoint(lease)
-    assert lease.rolling is (lease.entries[-1] if kept else before)
+    assert lease.rolling is (lease.shared_entries[-1] if kept else before)
     return kept

@@ -95,7 +95,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             return
         self.ledger.attach(row.lease, match, min(len(match.path), depth_pages))
         if self._reserve(row, len(tokens), windows_beside=1) and self._reserve_fetched(row, depth_pages):
-            state = row.lease.spare[-1] if self.has_states else None
+            state = row.lease.spare_slots[-1] if self.has_states else None
             self.memory.write(row.lease.pages, tokens[: depth_pages * P], row.lease.committed, state)
             places = row.lease.fetched_windows
             self.memory.write_windows(
@@ -151,13 +151,19 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
     @rule(choice=choices)
     def land_after_the_end(self, choice: int) -> None:
         row = self.landing[choice % len(self.landing)]
-        before = (list(row.lease.entries), row.lease.committed, len(self.ledger.index))
+        before = (list(row.lease.shared_entries), row.lease.committed, len(self.ledger.index))
         self._land(row, row.lease.flights[0].end)
         if row.lease.flights:
-            assert (row.lease.entries, row.lease.committed, len(self.ledger.index)) == before
+            assert (row.lease.shared_entries, row.lease.committed, len(self.ledger.index)) == before
         else:
             lease = row.lease
-            assert not [*lease.entries, *lease.own, *lease.own_states(), *lease.sources(), *lease.windows]
+            assert not [
+                *lease.shared_entries,
+                *lease.private_pages,
+                *lease.own_states(),
+                *lease.sources(),
+                *lease.windows,
+            ]
             self.landing.remove(row)
 
     @precondition(lambda self: self.rows)
@@ -165,12 +171,14 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
     def share(self, choice: int) -> None:
         """As a publication does: read some first pages after their request may have ended."""
         row = self.rows[choice % len(self.rows)]
-        if row.lease.entries:
-            num_pages = choice % len(row.lease.entries) + 1
+        if row.lease.shared_entries:
+            num_pages = choice % len(row.lease.shared_entries) + 1
             name = self._name()
             lease = self.ledger.share(name, row.lease, num_pages)
-            assert lease.entries == row.lease.entries[:num_pages]
-            assert lease.source is (lease.entries[-1] if lease.entries[-1].checkpoint is not None else None)
+            assert lease.shared_entries == row.lease.shared_entries[:num_pages]
+            assert lease.source is (
+                lease.shared_entries[-1] if lease.shared_entries[-1].checkpoint is not None else None
+            )
             self.readers.append(Row(name, row.tokens[: num_pages * P], lease))
 
     @precondition(lambda self: self.rows)
@@ -184,7 +192,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         """Its memory comes back when its steps have landed; it resumes at once, under the same name."""
         row = self.rows[choice % len(self.rows)]
         self._release(row)
-        self._start(row.name, row.tokens[: max(1, row.lease.committed)], row.lease.spares_min)
+        self._start(row.name, row.tokens[: max(1, row.lease.committed)], row.lease.spare_slots_min)
 
     @precondition(lambda self: self.readers)
     @rule(choice=choices)
@@ -199,7 +207,9 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         assert self.ledger.budget_extents == budget_extents
         assert enough == (not self.ledger.excess)
         arena = self.cache.arena
-        assert enough or not (arena.pages.loose or arena.states.loose or arena.windows.loose)
+        assert enough or not (
+            arena.pages.reclaimable or arena.states.reclaimable or arena.windows.reclaimable
+        )
 
     @rule()
     def announce(self) -> None:
@@ -213,7 +223,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         self.memory.check(self.cache.arena)
         leases = self._leases()
         assert self.ledger.num_leases == len(leases)
-        pins = Counter(entry for lease in leases for entry in lease.entries)
+        pins = Counter(entry for lease in leases for entry in lease.shared_entries)
         reading = Counter(entry for lease in leases for entry in lease.sources())
         for entry in self.ledger.index:
             assert (entry.pins, entry.checkpoint_pins) == (pins[entry], reading[entry])
@@ -257,8 +267,8 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
     def at_rest_a_lease_owns_what_its_strategy_says(self) -> None:
         for lease in (row.lease for row in self.rows if not row.lease.flights):
             if self.has_states:
-                own = len(lease.states) + len(lease.spare)
-                assert own <= 1 + lease.spares_min, "slots of the last step are still here"
+                own = len(lease.states) + len(lease.spare_slots)
+                assert own <= 1 + lease.spare_slots_min, "slots of the last step are still here"
                 assert len(lease.states) <= 1
             else:
                 assert not lease.own_states()
@@ -276,11 +286,11 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         while self.memory.shots:
             shot = self.memory.shots[0]
             self.memory.landed(shot)
-            self.ledger.land(shot.lease, shot.flight.end, ())
+            self.ledger.commit(shot.lease, shot.flight.end, ())
         self.ledger.check()
         usage = self.ledger.usage()
-        assert (self.ledger.num_leases, usage.pages_held, usage.states_held) == (0, 0, 0)
-        assert usage.windows_held == 0
+        assert (self.ledger.num_leases, usage.pages_pinned, usage.states_pinned) == (0, 0, 0)
+        assert usage.windows_pinned == 0
         assert self.ledger.resize(1), "everything can be given up"
 
     def _start(self, name: str, tokens: list[int], spares_min: int) -> None:
@@ -312,33 +322,33 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         lease = row.lease
         before, evicted = _snapshot(lease), self._evictions()
         slots = self._slots_missing(lease, drafts)
-        pages = max(0, -(-num_tokens // P) - len(lease.entries) - len(lease.own))
+        pages = max(0, -(-num_tokens // P) - len(lease.shared_entries) - len(lease.private_pages))
         has_windows = self.cache.layout.has_windows
         views = -(-num_tokens // P) - lease.windows_end if windows_beside is None else windows_beside
         possible = could_serve(self.cache, self._leases(), slots, pages, max(0, views) * has_windows)
-        source, spares_min = lease.source, lease.spares_min
+        source, spares_min = lease.source, lease.spare_slots_min
         beside = (windows_beside or 0) * has_windows
         end = None if windows_beside is None else 0
         try:
             self.ledger.reserve(lease, num_tokens, drafts=drafts, windows_beside=beside, windows_end=end)
         except OutOfMemory:
-            spared = (lease.source, lease.spares_min) != (source, spares_min)
+            spared = (lease.source, lease.spare_slots_min) != (source, spares_min)
             assert not possible
             assert spared or (_snapshot(lease), self._evictions()) == (before, evicted), "refused, at a cost"
             self._release(row)
             return False
-        spared = (lease.source, lease.spares_min) != (source, spares_min)
+        spared = (lease.source, lease.spare_slots_min) != (source, spares_min)
         own, spare, windows = before[1], [] if spared else before[4], before[7]
         assert lease.allocated >= num_tokens
-        assert lease.own[: len(own)] == own
-        assert lease.spare[: len(spare)] == spare
+        assert lease.private_pages[: len(own)] == own
+        assert lease.spare_slots[: len(spare)] == spare
         if spared:
             assert not possible, "its own checkpoint goes last"
             assert lease.source is source or lease.committed in lease.states
         else:
-            assert len(lease.spare) == len(spare) + slots
-        self.memory.taken((), lease.spare[len(spare) :])
-        self.memory.taken(lease.own[len(own) :], (), lease.windows[len(windows) :])
+            assert len(lease.spare_slots) == len(spare) + slots
+        self.memory.taken((), lease.spare_slots[len(spare) :])
+        self.memory.taken(lease.private_pages[len(own) :], (), lease.windows[len(windows) :])
         return True
 
     def _launch(self, row: Row, count: int, drafts: int, choice: int) -> bool:
@@ -347,11 +357,11 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         if len(lease.flights) == FLIGHTS_MAX or end > TOKENS_MAX or not self._reserve(row, end, drafts):
             return False
         row.tokens += [choice >> position & 1 for position in range(end - len(row.tokens))]
-        spare = list(lease.spare)
+        spare = list(lease.spare_slots)
         keep = choice % 3 > 0
         flight = self.ledger.launch(lease, end, keep=keep, drafts=drafts)
         assert (flight.start + count, flight.end) == (end, end) == (lease.launched, end)
-        self.memory.taken((), set(flight.writes) - set(spare) - {flight.read})
+        self.memory.taken((), set(flight.writes) - set(spare) - {flight.reads})
         self.memory.launched(lease, flight, row.tokens, hybrid=self.has_states)
         places = range(flight.start // P, -(-end // P) if lease.windows else 0)
         written = [lease.window_table[place] for place in places]
@@ -362,7 +372,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         if not self.has_states:
             return 0
         in_place = not drafts and lease.launched in lease.states
-        return max(0, (0 if in_place else 1 + drafts) + lease.spares_min - len(lease.spare))
+        return max(0, (0 if in_place else 1 + drafts) + lease.spare_slots_min - len(lease.spare_slots))
 
     def _evictions(self) -> Counter[str]:
         return Counter({name: n for name, n in self.ledger.counters.items() if name.startswith("evicted")})
@@ -371,7 +381,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         shot = self._first_shot(row.lease)
         assert shot.flight is row.lease.flights[0]
         self.memory.landed(shot)
-        self.ledger.land(row.lease, num_tokens, row.keys)
+        self.ledger.commit(row.lease, num_tokens, row.keys)
 
     def _first_shot(self, lease: Lease) -> Shot:
         return next(shot for shot in self.memory.shots if shot.lease is lease)
@@ -381,7 +391,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         lease = row.lease
         if keep == "nothing" or (keep == "last" and lease.launched > lease.committed):
             return
-        entry, earlier, before = lease.entries[-1], lease.rolling, _snapshot(lease)
+        entry, earlier, before = lease.shared_entries[-1], lease.rolling, _snapshot(lease)
         there = entry.checkpoint
         if keep == "roll":
             kept = self.ledger.roll_checkpoint(lease)
@@ -401,7 +411,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         self._scribble_spares(lease)
 
     def _scribble_spares(self, lease: Lease) -> None:
-        self.memory.taken((), lease.spare)
+        self.memory.taken((), lease.spare_slots)
 
     def _release(self, row: Row) -> None:
         self.rows.remove(row)
@@ -422,11 +432,11 @@ def _snapshot(
 ) -> tuple[object, list[PageId], int, object, list[int], object, object, list[WindowId]]:
     states = dict(lease.states)
     return (
-        list(lease.entries),
-        list(lease.own),
+        list(lease.shared_entries),
+        list(lease.private_pages),
         lease.committed,
         states,
-        list(lease.spare),
+        list(lease.spare_slots),
         lease.source,
         lease.rolling,
         list(lease.windows),

@@ -13,7 +13,7 @@ from tests.support.kvstore.indexes import PAGE_BYTES, STATE_BYTES, an_index, evi
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import PageId, StateId, WindowId
 from tidemill.kvstore.memory.prefix_index import STALE_RECORDS_MAX, Checkpoint, Entry
-from tidemill.kvstore.memory.recompute_cost import Cost, Policy
+from tidemill.kvstore.memory.recompute_cost import Policy, RecomputeCost
 
 paths = st.text("ab", min_size=1, max_size=4)
 """A letter stands for a page: "aba" is the prefix of three pages, and its own key."""
@@ -52,7 +52,9 @@ class IndexAgainstDict(RuleBasedStateMachine):
         self.hybrid = hybrid
         self.policy = policy
         self.context = context
-        self.index = an_index(hybrid=hybrid, policy=policy, cost=Cost(token_flops=3.0, context_flops=context))
+        self.index = an_index(
+            hybrid=hybrid, policy=policy, cost=RecomputeCost(token_flops=3.0, context_flops=context)
+        )
         self.kept: dict[PageKey, Kept] = {}
         self.held: list[list[Entry]] = []
         self.reading: list[Entry] = []

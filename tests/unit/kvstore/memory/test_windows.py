@@ -70,29 +70,29 @@ def test_a_long_prompt_holds_its_window_and_what_is_in_flight(window: int, chunk
         ledger.launch(lease, end)
         most = max(most, len(lease.windows))
         if len(lease.flights) == 2:
-            ledger.land(lease, start, keys)
+            ledger.commit(lease, start, keys)
         ledger.check()
     assert most <= -(-(window - 1 + 2 * chunk) // PAGE) + 1
-    ledger.land(lease, 150, keys)
+    ledger.commit(lease, 150, keys)
     assert lease.first_window == ledger.layout.first_seen(150)
     assert lease.window_table[: lease.first_window] == (0,) * lease.first_window
     ledger.release("long")
-    assert ledger.usage().windows_held == 0
+    assert ledger.usage().windows_pinned == 0
 
 
 def test_a_checkpoint_shares_the_window_of_the_lease_and_outlives_it() -> None:
     ledger = a_ledger(20, hybrid=False, window=2 * PAGE + 1)
     lease = grown(ledger, ledger.open("a"), 3 * PAGE)
-    held = ledger.usage().windows_held
+    held = ledger.usage().windows_pinned
     assert ledger.keep_state(lease)
     _windows_are(ledger, held=held, kept=0)
-    window = lease.entries[-1].checkpoint
+    window = lease.shared_entries[-1].checkpoint
     assert window is not None
     assert (window.state, window.windows) == (None, tuple(lease.windows))
     grown(ledger, lease, 4 * PAGE)
     assert ledger.keep_state(lease)
-    assert lease.entries[-1].checkpoint is not None
-    assert lease.entries[-1].checkpoint.windows[0] == window.windows[1], "they share what both need"
+    assert lease.shared_entries[-1].checkpoint is not None
+    assert lease.shared_entries[-1].checkpoint.windows[0] == window.windows[1], "they share what both need"
     ledger.release("a")
     _windows_are(ledger, held=0, kept=3)
     again = _resumed(ledger, "b", KEYS[:3])
@@ -126,11 +126,11 @@ def test_a_window_page_takes_the_place_of_a_checkpoint_and_then_of_pages() -> No
     lease = grown(ledger, ledger.open("a"), 4 * PAGE)
     ledger.keep_state(lease, last=True)
     ledger.release("a")
-    assert ledger.usage().windows_kept == 1
+    assert ledger.usage().windows_cached == 1
     other = ledger.open("b")
     ledger.reserve(other, 6 * PAGE)
     ledger.check()
-    assert (len(other.own), len(other.windows)) == (6, 6)
+    assert (len(other.private_pages), len(other.windows)) == (6, 6)
     assert not len(ledger.index), "all had to go"
 
 
@@ -162,4 +162,4 @@ def _resumed(ledger: Ledger, name: str, keys: list[PageKey]) -> Lease:
 def _windows_are(ledger: Ledger, *, held: int, kept: int) -> None:
     ledger.check()
     usage = ledger.usage()
-    assert (usage.windows_held, usage.windows_kept) == (held, kept)
+    assert (usage.windows_pinned, usage.windows_cached) == (held, kept)

@@ -14,7 +14,7 @@ from tests.support.kvstore.scripted_store import Fault, Scripted, now
 from tests.support.sim.loop import simulate
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
-from tidemill.kvstore.stores.circuit_breaker import PROBE_S_MAX, Guard
+from tidemill.kvstore.stores.circuit_breaker import PROBE_S_MAX, GuardedStore
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got, Held, PageStore, Put
 
@@ -39,10 +39,10 @@ def one_get(store: PageStore, memory: bytearray, number: int = 0) -> Awaitable[l
     return store.get([(KEYS[number], memoryview(memory))])
 
 
-def play(scenario: Callable[[Scripted, Guard], Awaitable[None]], *faults: Fault) -> None:
+def play(scenario: Callable[[Scripted, GuardedStore], Awaitable[None]], *faults: Fault) -> None:
     async def main() -> None:
         store = Scripted(*faults)
-        guard = Guard(store, TIMEOUT_S)
+        guard = GuardedStore(store, TIMEOUT_S)
         try:
             await scenario(store, guard)
         finally:
@@ -55,7 +55,7 @@ def play(scenario: Callable[[Scripted, Guard], Awaitable[None]], *faults: Fault)
 
 
 def test_a_store_without_faults_is_as_it_would_be_without_a_guard() -> None:
-    async def scenario(store: Scripted, guard: Guard) -> None:
+    async def scenario(store: Scripted, guard: GuardedStore) -> None:
         memory = bytearray(100)
         guard.register(memoryview(memory))
         assert await one_put(guard, count=2) == [Put.STORED] * 2
@@ -73,7 +73,7 @@ def test_a_store_without_faults_is_as_it_would_be_without_a_guard() -> None:
 
 @pytest.mark.parametrize("blocks_s", [0.0, 4.3, 30.0])
 def test_while_it_is_open_calls_are_answered_at_once_and_never_reach_the_store(blocks_s: float) -> None:
-    async def scenario(store: Scripted, guard: Guard) -> None:
+    async def scenario(store: Scripted, guard: GuardedStore) -> None:
         memory = bytearray(100)
         await one_get(guard, memory)
         assert guard.stats().is_down
@@ -100,7 +100,7 @@ def test_while_it_is_open_calls_are_answered_at_once_and_never_reach_the_store(b
 
 
 def test_a_put_that_is_not_answered_opens_it() -> None:
-    async def scenario(_: Scripted, guard: Guard) -> None:
+    async def scenario(_: Scripted, guard: GuardedStore) -> None:
         assert await one_put(guard) == [Put.UNREACHABLE]
         assert guard.stats().is_down
 
@@ -114,7 +114,7 @@ def test_a_part_that_answers_for_a_frozen_one_closes_nothing(
 ) -> None:
     """What is asked for is where bytes were, or were looked for: that it is not there is no news of it."""
 
-    async def scenario(store: Scripted, guard: Guard) -> None:
+    async def scenario(store: Scripted, guard: GuardedStore) -> None:
         await (guard if knows else store).put([(key, memoryview(BODY)) for key in KEYS[:3]])
         await asyncio.sleep(1)
         memory = memoryview(bytearray(100))
@@ -138,7 +138,7 @@ def remove(store: PageStore) -> Awaitable[object]:
 
 @pytest.mark.parametrize("ask", [ask, remove])
 def test_a_late_question_is_answered_at_its_patience(ask: Callable[[PageStore], Awaitable[object]]) -> None:
-    async def scenario(_: Scripted, guard: Guard) -> None:
+    async def scenario(_: Scripted, guard: GuardedStore) -> None:
         assert await took_s(ask(guard)) == pytest.approx(TIMEOUT_S)
         assert guard.stats().trips == 1
 
@@ -146,7 +146,7 @@ def test_a_late_question_is_answered_at_its_patience(ask: Callable[[PageStore], 
 
 
 def test_questions_under_way_are_answered_when_another_call_finds_the_store_down() -> None:
-    async def scenario(_: Scripted, guard: Guard) -> None:
+    async def scenario(_: Scripted, guard: GuardedStore) -> None:
         put = asyncio.ensure_future(one_put(guard))
         await asyncio.sleep(TIMEOUT_S - 0.01)
         assert await took_s(guard.contains(KEYS)) == pytest.approx(0.01, abs=1e-3)
@@ -157,7 +157,7 @@ def test_questions_under_way_are_answered_when_another_call_finds_the_store_down
 
 
 def test_a_late_call_opens_it_at_its_patience_and_keeps_its_memory_to_the_end() -> None:
-    async def scenario(_: Scripted, guard: Guard) -> None:
+    async def scenario(_: Scripted, guard: GuardedStore) -> None:
         memory = bytearray(100)
         get = asyncio.ensure_future(one_get(guard, memory))
         await asyncio.sleep(guard.patience_s(100) - EPSILON_S)
@@ -179,7 +179,7 @@ def test_a_late_call_opens_it_at_its_patience_and_keeps_its_memory_to_the_end() 
 
 
 def test_a_late_call_that_succeeds_tells_what_it_brought() -> None:
-    async def scenario(store: Scripted, guard: Guard) -> None:
+    async def scenario(store: Scripted, guard: GuardedStore) -> None:
         memory = bytearray(100)
         await one_put(store)
         assert await one_get(guard, memory) == [Got.HIT]
@@ -192,7 +192,7 @@ def test_a_late_call_that_succeeds_tells_what_it_brought() -> None:
 @PROPERTY
 @given(heals=st.floats(0.01, 100), blocks_s=st.floats(0, 40))
 def test_it_closes_within_one_interval_after_the_store_has_healed(heals: float, blocks_s: float) -> None:
-    async def scenario(store: Scripted, guard: Guard) -> None:
+    async def scenario(store: Scripted, guard: GuardedStore) -> None:
         await one_get(guard, bytearray(100))
         await asyncio.sleep(max(0, heals - now()) + PROBE_S_MAX + 0.01)
         late = store.probed_at and store.probed_at[-1] < heals
@@ -206,7 +206,7 @@ def test_it_closes_within_one_interval_after_the_store_has_healed(heals: float, 
 
 
 def test_probes_come_at_growing_intervals() -> None:
-    async def scenario(store: Scripted, guard: Guard) -> None:
+    async def scenario(store: Scripted, guard: GuardedStore) -> None:
         await one_get(guard, bytearray(100))
         await asyncio.sleep(60)
         gaps = [later - earlier for earlier, later in pairwise(store.probed_at)]
@@ -218,7 +218,7 @@ def test_probes_come_at_growing_intervals() -> None:
 def test_a_store_that_answers_probes_and_moves_nothing_is_tried_ever_less_often() -> None:
     """As with an owner that is frozen while the master is well."""
 
-    async def scenario(_: Scripted, guard: Guard) -> None:
+    async def scenario(_: Scripted, guard: GuardedStore) -> None:
         late: list[asyncio.Future[list[Put]]] = []
         while now() < 60:
             put = asyncio.ensure_future(one_put(guard))
@@ -232,7 +232,7 @@ def test_a_store_that_answers_probes_and_moves_nothing_is_tried_ever_less_often(
 
 
 def test_a_transfer_that_succeeds_late_does_not_make_the_pauses_short_again() -> None:
-    async def scenario(store: Scripted, guard: Guard) -> None:
+    async def scenario(store: Scripted, guard: GuardedStore) -> None:
         pauses_s: list[float] = []
         for number in range(6):
             put = asyncio.ensure_future(one_put(guard, number))
@@ -258,7 +258,7 @@ class Slowest(MemoryStore):
 
 def test_what_began_before_the_last_trip_is_no_news() -> None:
     async def main() -> None:
-        guard = Guard(Slowest(1 << 20), TIMEOUT_S)
+        guard = GuardedStore(Slowest(1 << 20), TIMEOUT_S)
         puts = [asyncio.ensure_future(one_put(guard, number)) for number in (1, 2)]
         assert await puts[1] == [Put.UNREACHABLE]
         await asyncio.sleep(1)
@@ -274,7 +274,7 @@ def test_what_began_before_the_last_trip_is_no_news() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_busy_loop_is_not_taken_for_a_late_store(seed: int) -> None:
     async def main() -> None:
-        guard = Guard(Scripted(), TIMEOUT_S)
+        guard = GuardedStore(Scripted(), TIMEOUT_S)
         loop = asyncio.get_running_loop()
         put = asyncio.ensure_future(one_put(guard))
         await asyncio.sleep(0.0005)
@@ -287,7 +287,7 @@ def test_a_busy_loop_is_not_taken_for_a_late_store(seed: int) -> None:
 
 
 def test_closing_waits_for_what_is_under_way_and_probes_no_more() -> None:
-    async def scenario(store: Scripted, guard: Guard) -> None:
+    async def scenario(store: Scripted, guard: GuardedStore) -> None:
         memory = bytearray(100)
         get = asyncio.ensure_future(one_get(guard, memory))
         await asyncio.sleep(0.1)
@@ -309,7 +309,7 @@ class Cannot(MemoryStore):
 
 def test_what_the_store_cannot_tell_is_passed_on() -> None:
     async def main() -> None:
-        guard = Guard(Cannot(1), TIMEOUT_S)
+        guard = GuardedStore(Cannot(1), TIMEOUT_S)
         with pytest.raises(StoreError, match="no"):
             await guard.held()
 
@@ -334,7 +334,7 @@ def test_whatever_fails_and_when(
         faults.append(Fault(start + gap, start + gap + length, blocks_s))
         start = faults[-1].end
 
-    async def request(guard: Guard, kind: str, number: int) -> None:
+    async def request(guard: GuardedStore, kind: str, number: int) -> None:
         """Uses its memory again as soon as the call has ended."""
         memory = bytearray(BODY)
         calls: dict[str, Callable[[], Awaitable[object]]] = {
@@ -359,7 +359,7 @@ def test_whatever_fails_and_when(
 
     async def main() -> None:
         store = Scripted(*faults)
-        guard = Guard(store, TIMEOUT_S)
+        guard = GuardedStore(store, TIMEOUT_S)
         async with asyncio.TaskGroup() as group:
             for pause_s, kind, number in requests:
                 await asyncio.sleep(pause_s)
@@ -380,7 +380,7 @@ def test_requests_one_after_the_other_wait_for_a_dead_store_once(
 ) -> None:
     """Engine and guard together: what all requests wait is one patience."""
 
-    async def scenario(_: Scripted, guard: Guard) -> None:
+    async def scenario(_: Scripted, guard: GuardedStore) -> None:
         waited_s = 0.0
         patience_s = guard.patience_s(100)
         calls: list[asyncio.Future[list[Got]]] = []
@@ -404,7 +404,7 @@ def test_a_link_that_is_slow_for_good_is_waited_for() -> None:
             return await super().put(objects)
 
     async def main() -> None:
-        guard = Guard(Slow(1 << 30), TIMEOUT_S)
+        guard = GuardedStore(Slow(1 << 30), TIMEOUT_S)
         body = memoryview(bytes(size))
         for key in KEYS[:8]:
             await guard.put([(key, body)])
@@ -435,7 +435,7 @@ def test_waiting_behind_others_is_no_fault_of_the_store(
     bytes_per_s: float, num_bytes: int, count: int
 ) -> None:
     async def main() -> None:
-        guard = Guard(OneLink(bytes_per_s), TIMEOUT_S)
+        guard = GuardedStore(OneLink(bytes_per_s), TIMEOUT_S)
         body = memoryview(bytes(num_bytes))
         puts = [guard.put([(KEYS[number % len(KEYS)], body)]) for number in range(count)]
         assert await asyncio.gather(*puts) == [[Put.STORED]] * count

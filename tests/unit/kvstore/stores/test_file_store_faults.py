@@ -23,7 +23,7 @@ from tests.support.kvstore.folders import (
 from tests.support.kvstore.store_process import body, page
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.stores import folder_bound
-from tidemill.kvstore.stores.folder_bound import FolderBound, Usage
+from tidemill.kvstore.stores.folder_bound import FolderBound, FolderUsage
 from tidemill.kvstore.stores.object_folder import ObjectFolder
 from tidemill.kvstore.stores.page_store import Got, Put
 
@@ -201,12 +201,12 @@ def test_what_dead_writers_left_is_cleared_by_the_next_count(tmp_path: Path) -> 
 
 def test_what_the_living_have_promised_is_counted_and_kept(tmp_path: Path) -> None:
     bound = FolderBound(tmp_path, 4 * OBJECT_BYTES, time.monotonic)
-    promise = bound.promise(Usage(3, 3 * OBJECT_BYTES), keep=frozenset())
+    promise = bound.promise(FolderUsage(3, 3 * OBJECT_BYTES), keep=frozenset())
     folder = ObjectFolder(tmp_path, 4 * OBJECT_BYTES)
     assert folder.usage == (3, 3 * OBJECT_BYTES)
     assert put(folder, 1, 2) == [Put.FULL, Put.SKIPPED], "space that is promised was given away"
     assert put(folder, 1) == [Put.STORED]
-    promise.reduce(Usage(1, OBJECT_BYTES))  # one is there, as far as anybody knows
+    promise.reduce(FolderUsage(1, OBJECT_BYTES))  # one is there, as far as anybody knows
     bound.end(promise)
     assert put(folder, 2, 3) == [Put.STORED, Put.STORED], "what was not written is still taken"
     assert folder.usage.bytes <= 4 * OBJECT_BYTES

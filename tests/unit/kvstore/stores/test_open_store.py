@@ -9,7 +9,7 @@ import pytest
 from tests.support.kvstore.store_process import body, page
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.stores import open_store as module
-from tidemill.kvstore.stores.circuit_breaker import Guard
+from tidemill.kvstore.stores.circuit_breaker import GuardedStore
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.mooncake_store import TCP, Transport
 from tidemill.kvstore.stores.open_store import open_store
@@ -35,16 +35,16 @@ def test_memory(url: str, capacity_bytes: int) -> None:
 
 @pytest.mark.parametrize("form", ["file://{}?size=2MiB", "file:{}?size=2MiB", "{}?size=2MiB"])
 def test_files(form: str, tmp_path: Path) -> None:
-    assert opened(form.format(tmp_path / "cache"), Guard).capacity_bytes == 2 << 20
+    assert opened(form.format(tmp_path / "cache"), GuardedStore).capacity_bytes == 2 << 20
     assert (tmp_path / "cache" / "objects").is_dir()
 
 
 def test_a_path_without_a_size_is_bounded_by_its_file_system(tmp_path: Path) -> None:
-    assert 0 < opened(str(tmp_path / "not" / "yet"), Guard).capacity_bytes <= 8 << 30
+    assert 0 < opened(str(tmp_path / "not" / "yet"), GuardedStore).capacity_bytes <= 8 << 30
 
 
 def test_a_path_may_hold_escaped_characters(tmp_path: Path) -> None:
-    opened(f"file://{tmp_path}/a%20b%2Cc?size=1MiB", Guard)
+    opened(f"file://{tmp_path}/a%20b%2Cc?size=1MiB", GuardedStore)
     assert (tmp_path / "a b,c").is_dir()
 
 
@@ -74,9 +74,9 @@ class Joined:
 
 def test_a_mooncake_store_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     joined = Joined(monkeypatch)
-    opened("mooncake://host:1", Guard)
+    opened("mooncake://host:1", GuardedStore)
     options = "protocol=rdma&device=mlx5_0%2Cmlx5_1&ports=open&admin=host:3&lease=2s"
-    opened(f"mooncake://host:2?{options}", Guard)
+    opened(f"mooncake://host:2?{options}", GuardedStore)
     plain = {"transport": TCP, "admin": "", "lease_s": 10.0, "sealing": PLAIN}
     transport = Transport("rdma", "mlx5_0,mlx5_1", is_open=True)
     rdma = {"transport": transport, "admin": "host:3", "lease_s": 2.0, "sealing": PLAIN}

@@ -13,7 +13,7 @@ from tests.support.kvstore.scripted_store import Fault, Scripted, now
 from tests.support.sim.faulty_store import FaultyStore
 from tests.support.sim.loop import simulate
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
-from tidemill.kvstore.stores.circuit_breaker import Guard
+from tidemill.kvstore.stores.circuit_breaker import GuardedStore
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got, PageStore, Put, StoreStats
 from tidemill.kvstore.stores.seal import SEAL_BYTES
@@ -154,7 +154,7 @@ def test_a_near_tier_that_is_slow_to_take_a_hit_holds_nothing_up() -> None:
 def test_a_tier_that_is_down_costs_one_wait_and_its_objects() -> None:
     async def scenario() -> None:
         near, far = Scripted(Fault(1.0, 60.0, 10.0)), memory()
-        guard = Guard(near, 0.25)
+        guard = GuardedStore(near, 0.25)
         store = TieredStore([Tier(guard), Tier(far)])
         await put(store, 1)
         await asyncio.sleep(2.0)
@@ -249,7 +249,9 @@ def test_a_chain_is_looked_at_and_cleaned_as_one() -> None:
 
 def test_patience_is_that_of_all_who_may_be_waited_for() -> None:
     async def scenario() -> None:
-        store = TieredStore([Tier(memory()), Tier(Guard(memory(), 2.0)), Tier(Guard(memory(), 0.5))])
+        store = TieredStore(
+            [Tier(memory()), Tier(GuardedStore(memory(), 2.0)), Tier(GuardedStore(memory(), 0.5))]
+        )
         assert store.patience_s(0) == pytest.approx(2.5)  # pyright: ignore[reportUnknownMemberType] - pytest
         assert TieredStore([Tier(memory())]).patience_s(1) == float("inf")
         await store.close()
@@ -334,7 +336,7 @@ def test_whatever_its_tiers_do_a_chain_returns_what_was_put_or_nothing(seed: int
         return FaultyStore(rng, drop=drop, evict=evict, corrupt=corrupt, refuse=refuse, delay_s_max=0.01)
 
     async def scenario() -> None:
-        store = TieredStore([Tier(Guard(faulty(), 1.0)), Tier(Guard(faulty(), 1.0))])
+        store = TieredStore([Tier(GuardedStore(faulty(), 1.0)), Tier(GuardedStore(faulty(), 1.0))])
         tasks = [put(store, *rng.sample(range(30), 6)) for _ in range(15)]
         reads = [fetch(store, *rng.sample(range(30), 6)) for _ in range(30)]
         await asyncio.gather(*tasks, *reads)

@@ -20,7 +20,7 @@ from tests.support.workers.bench import (
 )
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.layout import Layout
-from tidemill.kvstore.memory.allocation_sites import Site
+from tidemill.kvstore.memory.allocation_sites import AllocationSite
 from tidemill.kvstore.memory.backing import Fixed
 from tidemill.workers.engine.build import extents_for
 from tidemill.workers.messages import Request
@@ -177,26 +177,29 @@ def test_when_nothing_runs_it_shrinks_at_once() -> None:
 
 
 REACHED = {
-    "none": (Site.RUN_PAGE, Site.RUN_STATE, Site.CHECKPOINT_STATE),
-    "lazy": (Site.RUN_PAGE, Site.RUN_STATE, Site.CHECKPOINT_STATE),
-    "double": (Site.RUN_PAGE, Site.RUN_STATE, Site.SPARE_STATE),
+    "none": (AllocationSite.RUN_PAGE, AllocationSite.RUN_STATE, AllocationSite.CHECKPOINT_STATE),
+    "lazy": (AllocationSite.RUN_PAGE, AllocationSite.RUN_STATE, AllocationSite.CHECKPOINT_STATE),
+    "double": (AllocationSite.RUN_PAGE, AllocationSite.RUN_STATE, AllocationSite.SPARE_STATE),
 }
 
 
 @pytest.mark.parametrize(
     ("strategy", "site"), [(name, site) for name, sites in REACHED.items() for site in sites]
 )
-def test_memory_refused_at_each_site(strategy: CheckpointStrategy, site: Site) -> None:
+def test_memory_refused_at_each_site(strategy: CheckpointStrategy, site: AllocationSite) -> None:
     """At the n-th time, once or a few times in a row, for every n until it is not reached any more."""
 
     async def main() -> None:
         requests = requests_of(4, 9, 14)
         for first in range(1, 1000):
-            asked = Counter[Site]()
+            asked = Counter[AllocationSite]()
             times = 1 + first % 4
 
             def refuses(
-                asking: Site, first: int = first, times: int = times, asked: Counter[Site] = asked
+                asking: AllocationSite,
+                first: int = first,
+                times: int = times,
+                asked: Counter[AllocationSite] = asked,
             ) -> bool:
                 asked[asking] += 1
                 return asking is site and first <= asked[site] < first + times

@@ -156,7 +156,7 @@ def test_decoding_keeps_one_checkpoint_per_stream() -> None:
         async with bench(layout=fold_layout(1, hybrid=True)) as one:
             await one.answer(a_request(prompt(2), 100))
             await one.settle()
-            assert one.ledger.usage().states_kept == 2, "at the end of the prompt, and of the answer"
+            assert one.ledger.usage().states_cached == 2, "at the end of the prompt, and of the answer"
 
     run(main())
 

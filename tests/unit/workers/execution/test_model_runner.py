@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tidemill.kvstore.layout import PageId, StateId, WindowId
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.sampler import draw
-from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import PENDING, Drawn, Row, Step
 from tidemill.workers.execution.step_tensors import inputs_of
 from tidemill.workers.messages import Request, Sampling
@@ -52,8 +52,8 @@ def rows(draw_from: st.DrawFn, page_tokens: int) -> Row:
     )
 
 
-def draws_at(position: int, sampling: Sampling) -> Draws:
-    return Draws(Request(request_id="", tokens=(0,) * position, max_new_tokens=9, sampling=sampling))
+def draws_at(position: int, sampling: Sampling) -> SamplingState:
+    return SamplingState(Request(request_id="", tokens=(0,) * position, max_new_tokens=9, sampling=sampling))
 
 
 @st.composite
@@ -149,7 +149,7 @@ def test_each_row_draws_behind_its_last_token_and_its_guesses(drawn: tuple[Step,
             assert 1 <= len(one.tokens) <= 1 + row.drafts
 
 
-def a_row(name: str, tokens: tuple[int, ...], start: int, draws: Draws | None = None) -> Row:
+def a_row(name: str, tokens: tuple[int, ...], start: int, draws: SamplingState | None = None) -> Row:
     return Row(
         sequence_id=name,
         tokens=tokens,

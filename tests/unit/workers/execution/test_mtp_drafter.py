@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.kvstore.layout import PageId
-from tidemill.workers.execution.mtp_drafter import End, Guesser
+from tidemill.workers.execution.mtp_drafter import DrawnEnd, MtpDrafter
 from tidemill.workers.execution.step import Row, Step
 from tidemill.workers.models.inputs import Caches, Inputs
 from tidemill.workers.parallel.frames import ELSEWHERE
@@ -81,7 +81,7 @@ class Fed:
     computed: int = 0
     guesses: tuple[int, ...] = ()
 
-    def row(self, num_tokens: int, pages: int, page_tokens: int) -> tuple[Row, End]:
+    def row(self, num_tokens: int, pages: int, page_tokens: int) -> tuple[Row, DrawnEnd]:
         """The next one, of so many known tokens if they end on a page boundary or are all, with the last
         guesses on trial when it is one token; and what it draws."""
         end = min(self.computed + num_tokens, self.known)
@@ -107,9 +107,9 @@ class Fed:
             drawn = 1
             while drawn <= len(drafts) and drafts[drawn - 1] == self.tokens[end + drawn - 1]:
                 drawn += 1
-        return row, End(drawn, self.tokens[end + drawn - 1]) if drawn else End()
+        return row, DrawnEnd(drawn, self.tokens[end + drawn - 1]) if drawn else DrawnEnd()
 
-    def land(self, row: Row, end: End, guesses: tuple[int, ...]) -> None:
+    def land(self, row: Row, end: DrawnEnd, guesses: tuple[int, ...]) -> None:
         self.computed = row.end
         self.guesses = guesses
         if end.num_drawn:
@@ -142,7 +142,7 @@ def check_slots(head: Recorder, fed: Fed) -> None:
 def test_every_slot_holds_what_its_own_tokens_say(data: st.DataObject, page_tokens: int, most: int) -> None:
     live = [data.draw(sequences(page_tokens, name)) for name in range(1, 4)]
     head = Recorder(page_tokens)
-    guesser = Guesser(head, lambda hidden_NH: hidden_NH, NO_CACHES, page_tokens, most)
+    guesser = MtpDrafter(head, lambda hidden_NH: hidden_NH, NO_CACHES, page_tokens, most)
     while live := [fed for fed in live if fed.known < len(fed.tokens)]:
         chosen = data.draw(st.lists(st.sampled_from(live), min_size=1, unique_by=id))
         rows = [
@@ -179,16 +179,16 @@ def check_guesses(fed: Fed, row: Row, guesses: tuple[int, ...], most: int, page_
 
 def test_a_row_that_ends_amid_a_page_draws() -> None:
     """Else nobody would write the slot behind it."""
-    guesser = Guesser(Recorder(4), lambda hidden_NH: hidden_NH, NO_CACHES, 4, 2)
+    guesser = MtpDrafter(Recorder(4), lambda hidden_NH: hidden_NH, NO_CACHES, 4, 2)
     row = Row("", (1, 2), 0, (PageId(1),), None, ())
     with pytest.raises(AssertionError, match="nobody would write"):
-        guesser.run((row,), (1, 2), torch.zeros(2, 2), [End()], choose)
+        guesser.run((row,), (1, 2), torch.zeros(2, 2), [DrawnEnd()], choose)
 
 
 def test_without_a_slot_the_head_rests() -> None:
     """The last token of a page has its slot already, and the token behind it has no page yet."""
     head = Recorder(4)
-    guesser = Guesser(head, lambda hidden_NH: hidden_NH, NO_CACHES, 4, 2)
+    guesser = MtpDrafter(head, lambda hidden_NH: hidden_NH, NO_CACHES, 4, 2)
     row = Row("", (5,), 3, (PageId(1),), None, (), draws=ELSEWHERE)
-    assert guesser.run((row,), (5,), torch.zeros(1, 2), [End(1, 6)], choose) == [()]
+    assert guesser.run((row,), (5,), torch.zeros(1, 2), [DrawnEnd(1, 6)], choose) == [()]
     assert head.steps == 0

@@ -119,9 +119,9 @@ def test_the_next_trial_is_longer_after_success_only(length: int, data: st.DataO
 def test_guesses_of_the_runner_are_given_out_for_the_tokens_they_follow() -> None:
     drafter = HeadDrafter()
     assert drafter.propose([1, 2], 4) == ()
-    drafter.hear((7, 8, 9), 3)
+    drafter.accept_proposals((7, 8, 9), 3)
     assert drafter.propose([1, 2, 3], 2) == (7, 8)
     assert drafter.propose([1, 2, 3], 4) == (7, 8, 9)
     assert drafter.propose([1, 2, 3, 7], 4) == ()
-    drafter.hear((), 4)
+    drafter.accept_proposals((), 4)
     assert drafter.propose([1, 2, 3, 7], 4) == ()

@@ -22,7 +22,7 @@ from tests.support.workers.drawing import (
     troubled_answer_of,
 )
 from tidemill.workers.execution.sampler import CANDIDATES, draw, uniform_of
-from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.messages import Sampling
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
@@ -136,9 +136,10 @@ def test_rows_do_not_see_each_other(
     """To the last bit: tokens, and logarithms of probabilities."""
     logits_NV = random_logits(len(drawn_with), vocabulary, logits_seed)
 
-    def rows() -> list[Draws]:
+    def rows() -> list[SamplingState]:
         return [
-            Draws(request_of(sampling, range(row % 4, 5), (1,))) for row, sampling in enumerate(drawn_with)
+            SamplingState(request_of(sampling, range(row % 4, 5), (1,)))
+            for row, sampling in enumerate(drawn_with)
         ]
 
     before = torch.get_num_threads()
@@ -224,7 +225,7 @@ def test_a_guess_is_accepted_as_often_as_it_is_likely(sampling: Sampling) -> Non
     logits_NV = random_logits(2, 12, seed=3)
     first, second = (distribution(logits_V.tolist(), sampling) for logits_V in logits_NV)
     guess, count = list(first)[1], 4000
-    draws = [Draws(request_of(replace(sampling, seed=seed))) for seed in range(count)]
+    draws = [SamplingState(request_of(replace(sampling, seed=seed))) for seed in range(count)]
     drawn = draw(logits_NV.repeat(count, 1), [row_of(one, (guess,)) for one in draws])
     accepted = [one for one in drawn if len(one.tokens) == 2]
     assert all(one.tokens[0] == guess for one in accepted)
@@ -243,9 +244,9 @@ def test_rows_with_and_without_guesses_share_a_step() -> None:
         logits_NV[place, token] = 5.0
     greedy = Sampling(temperature=0)
     rows = [
-        row_of(Draws(request_of(greedy)), (3, 4)),  # both right
-        row_of(Draws(request_of(replace(greedy, top_k=2, temperature=1e-3)))),
-        row_of(Draws(request_of(greedy)), (1,)),  # wrong: what follows it does not count
+        row_of(SamplingState(request_of(greedy)), (3, 4)),  # both right
+        row_of(SamplingState(request_of(replace(greedy, top_k=2, temperature=1e-3)))),
+        row_of(SamplingState(request_of(greedy)), (1,)),  # wrong: what follows it does not count
     ]
     assert [one.tokens for one in draw(logits_NV, rows)] == [(3, 4, 5), (6,), (7,)]
 
@@ -285,7 +286,7 @@ def test_penalties_and_bias_are_the_usual_ones(
     )
     if len(answer) < sampling.min_tokens:
         scores[1] = -inf
-    ((token,),) = [one.tokens for one in draw(logits_V, [row_of(Draws(request))])]
+    ((token,),) = [one.tokens for one in draw(logits_V, [row_of(SamplingState(request))])]
     assert scores[token] >= max(scores) - 1e-9
 
 
@@ -295,7 +296,7 @@ def test_logprobs_are_those_of_the_model(vocabulary: int, most: int, seed: int) 
     """Natural logarithms before temperature, bias and filters; the likeliest first, equal ones by id."""
     logits_V = (2 * random_logits(1, vocabulary, seed)).round() / 2
     sampling = Sampling(temperature=0.5, logprobs=most, logit_bias=((0, 3.0),), seed=seed)
-    (drawn,) = draw(logits_V, [row_of(Draws(request_of(sampling)))])
+    (drawn,) = draw(logits_V, [row_of(SamplingState(request_of(sampling)))])
     logits = logits_V[0].tolist()
     total = log(sum(map(exp, logits)))
     order = sorted(range(vocabulary), key=lambda token: (-logits[token], token))[:most]
@@ -307,7 +308,7 @@ def test_logprobs_are_those_of_the_model(vocabulary: int, most: int, seed: int) 
 
 def test_ids_beyond_the_vocabulary_are_passed_over() -> None:
     sampling = Sampling(temperature=0, logit_bias=((99, 5.0),), min_tokens=3)
-    (drawn,) = draw(torch.tensor([[0.0, 1.0]]), [row_of(Draws(request_of(sampling, (0,), (1, 99))))])
+    (drawn,) = draw(torch.tensor([[0.0, 1.0]]), [row_of(SamplingState(request_of(sampling, (0,), (1, 99))))])
     assert drawn.tokens == (0,)
 
 

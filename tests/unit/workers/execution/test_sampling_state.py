@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.workers.drawing import request_of
-from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.messages import Sampling
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
@@ -17,7 +17,7 @@ PENALISED = Sampling(temperature=0, repetition_penalty=1.2, frequency_penalty=0.
 tokens = st.integers(0, 6)
 
 
-def counts_of(draws: Draws) -> tuple[set[int], Counter[int]]:
+def counts_of(draws: SamplingState) -> tuple[set[int], Counter[int]]:
     """(ids of the prompt, how often each token stands in the answer)"""
     assert draws.counts is not None
     ids = list(draws.counts.ids)
@@ -33,7 +33,7 @@ def counts_of(draws: Draws) -> tuple[set[int], Counter[int]]:
 )
 def test_counts_follow_what_was_pushed_and_what_was_forgotten(prompt: list[int], moves: list[int]) -> None:
     """A negative number forgets so many tokens, less one."""
-    draws, answer = Draws(request_of(PENALISED, prompt)), list[int]()
+    draws, answer = SamplingState(request_of(PENALISED, prompt)), list[int]()
     for move in moves:
         if move >= 0:
             draws.push(move)
@@ -48,7 +48,7 @@ def test_counts_follow_what_was_pushed_and_what_was_forgotten(prompt: list[int],
 
 def test_what_was_drawn_before_a_loss_counts_as_drawn() -> None:
     moved = replace(request_of(PENALISED, (4, 4, 5, 6, 6)), drawn=2)
-    draws = Draws(moved)
+    draws = SamplingState(moved)
     assert draws.position == 5
     assert counts_of(draws) == ({4, 5}, Counter({6: 2}))
     draws.rewind(3)
@@ -56,14 +56,14 @@ def test_what_was_drawn_before_a_loss_counts_as_drawn() -> None:
 
 
 def test_the_prompt_counts_for_repetition_only() -> None:
-    draws = Draws(request_of(Sampling(presence_penalty=1.0), (4, 5)))
+    draws = SamplingState(request_of(Sampling(presence_penalty=1.0), (4, 5)))
     draws.push(5)
     assert counts_of(draws) == (set(), Counter({5: 1}))
 
 
 @pytest.mark.parametrize("position", [2, 6])
 def test_tokens_that_nobody_has_drawn_cannot_be_known(position: int) -> None:
-    draws = Draws(request_of(Sampling(), (1, 2, 3)))
+    draws = SamplingState(request_of(Sampling(), (1, 2, 3)))
     draws.push(4)
     draws.push(4)
     with pytest.raises(AssertionError):
@@ -71,7 +71,7 @@ def test_tokens_that_nobody_has_drawn_cannot_be_known(position: int) -> None:
 
 
 def test_an_answer_that_is_too_short_cannot_end() -> None:
-    draws = Draws(replace(request_of(Sampling(min_tokens=2), (1, 2, 3), (7, 8)), drawn=1))
+    draws = SamplingState(replace(request_of(Sampling(min_tokens=2), (1, 2, 3), (7, 8)), drawn=1))
     assert draws.barred == (7, 8)
     draws.push(4)
     assert draws.barred == ()
@@ -92,11 +92,11 @@ def test_an_answer_that_is_too_short_cannot_end() -> None:
     ],
 )
 def test_only_plain_rows_take_the_short_way(sampling: Sampling) -> None:
-    assert not Draws(request_of(sampling, stop=(1,))).greedy
-    assert Draws(request_of(Sampling(temperature=0, seed=3, top_k=5, top_p=0.5), stop=(1,))).greedy
+    assert not SamplingState(request_of(sampling, stop=(1,))).greedy
+    assert SamplingState(request_of(Sampling(temperature=0, seed=3, top_k=5, top_p=0.5), stop=(1,))).greedy
 
 
 def test_the_short_way_opens_when_the_answer_is_long_enough() -> None:
-    draws = Draws(request_of(Sampling(temperature=0, min_tokens=1), stop=(1,)))
+    draws = SamplingState(request_of(Sampling(temperature=0, min_tokens=1), stop=(1,)))
     draws.push(5)
     assert draws.greedy

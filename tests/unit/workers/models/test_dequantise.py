@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.workers.quantised import CASES, NAME, Case, opened, packed, positive, whole_number, words
 from tidemill.workers.models.loading.dequantise import PIECE, unpacked
-from tidemill.workers.models.loading.sharding import Cut, Even, Heads, Whole, part_of
+from tidemill.workers.models.loading.sharding import ByHeads, Cut, EvenRuns, Replicated, part_of
 
 
 @pytest.mark.parametrize("make", CASES)
@@ -21,7 +21,7 @@ def test_values_are_those_of_the_format_rounded_once(
 ) -> None:
     for seed in range(5):
         case = make(torch.Generator().manual_seed(seed))
-        found = opened(tmp_path, case).read(NAME, part_of(Whole(), case.shape[0], 0, 1))
+        found = opened(tmp_path, case).read(NAME, part_of(Replicated(), case.shape[0], 0, 1))
         assert found.dtype == torch.bfloat16
         assert torch.equal(found, case.wanted.to(torch.bfloat16))
 
@@ -32,7 +32,7 @@ def test_every_code_of_8_bit_floats_has_its_value(tmp_path: Path) -> None:
         stored = {NAME: codes.view(dtype), f"{NAME}_scale": torch.tensor([1.0])}
         config = packed({"num_bits": 8, "type": "float", "strategy": "tensor"}, "float-quantized")
         case = Case(config, (16, 16), stored, codes.view(dtype).float())
-        found = opened(tmp_path, case).read(NAME, part_of(Whole(), 16, 0, 1))
+        found = opened(tmp_path, case).read(NAME, part_of(Replicated(), 16, 0, 1))
         assert torch.equal(found.nan_to_num(7.0), case.wanted.bfloat16().nan_to_num(7.0))
 
 
@@ -42,10 +42,10 @@ def test_the_parts_of_all_ranks_are_the_whole(
 ) -> None:
     case = make(torch.Generator().manual_seed(0))
     checkpoint = opened(tmp_path, case)
-    whole = checkpoint.read(NAME, part_of(Whole(), case.shape[0], 0, 1))
+    whole = checkpoint.read(NAME, part_of(Replicated(), case.shape[0], 0, 1))
     for dim, rows in enumerate(case.shape):
-        cuts: list[Cut] = [Even(dim=dim), Heads(1, (rows,), dim)]
-        cuts += [Even(runs=2, dim=dim), Even(dim=dim, step=2)] if rows % 2 == 0 else []
+        cuts: list[Cut] = [EvenRuns(dim=dim), ByHeads(1, (rows,), dim)]
+        cuts += [EvenRuns(runs=2, dim=dim), EvenRuns(dim=dim, step=2)] if rows % 2 == 0 else []
         for cut in cuts:
             for size in (1, 2, 3):
                 for index in range(size):
@@ -66,8 +66,8 @@ def test_a_tensor_of_many_pieces(tmp_path: Path) -> None:
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     case = Case(config, (rows, columns), {NAME: weight, f"{NAME}_scale_inv": scale}, wanted)
     checkpoint = opened(tmp_path, case)
-    assert torch.equal(checkpoint.read(NAME, part_of(Whole(), rows, 0, 1)), wanted.bfloat16())
-    part = part_of(Even(), rows, 1, 4)
+    assert torch.equal(checkpoint.read(NAME, part_of(Replicated(), rows, 0, 1)), wanted.bfloat16())
+    part = part_of(EvenRuns(), rows, 1, 4)
     assert torch.equal(checkpoint.read(NAME, part), wanted[slice(*part.ranges[0])].bfloat16())
 
 

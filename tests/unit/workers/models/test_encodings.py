@@ -30,9 +30,9 @@ from tidemill.workers.models.architectures.config import weights_of
 from tidemill.workers.models.architectures.qwen3 import parse_qwen3
 from tidemill.workers.models.architectures.registry import LoadedModel, describe, load
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.models.loading.checkpoint import Checkpoint
+from tidemill.workers.models.loading.checkpoint import WeightsFolder
 from tidemill.workers.models.loading.encodings import Scheme, scheme_of
-from tidemill.workers.models.loading.sharding import Even, part_of
+from tidemill.workers.models.loading.sharding import EvenRuns, part_of
 
 
 def stacks(draw: torch.Generator) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
@@ -60,13 +60,13 @@ def test_experts_that_are_stored_apart_are_read_together(tmp_path: Path) -> None
     """As transformers saves them, where the architecture has them as one tensor."""
     stored, into, back = stacks(torch.Generator().manual_seed(0))
     save_file(stored, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint(tmp_path, no_progress, digests=True, quantization={"quant_method": "fp8"})
+    checkpoint = WeightsFolder(tmp_path, no_progress, digests=True, quantization={"quant_method": "fp8"})
     shapes = {"mlp.experts.gate_up_proj": (2, 6, 4), "mlp.experts.down_proj": (2, 4, 3)}
     checkpoint.check(shapes, lambda _name: False)
     for size in (1, 2, 3):
         for index in range(size):
             for (name, shape), wanted, cut in zip(
-                shapes.items(), (into, back), (Even(runs=2, dim=1), Even(dim=1)), strict=True
+                shapes.items(), (into, back), (EvenRuns(runs=2, dim=1), EvenRuns(dim=1)), strict=True
             ):
                 part = part_of(cut, shape[1], index, size)
                 rows = [wanted[:, start:end] for start, end in part.ranges]
@@ -76,7 +76,7 @@ def test_experts_that_are_stored_apart_are_read_together(tmp_path: Path) -> None
     assert checkpoint.names == stored.keys()
     del stored["mlp.experts.1.gate_proj.weight"]
     save_file(stored, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint(tmp_path, no_progress, digests=True, quantization={"quant_method": "fp8"})
+    checkpoint = WeightsFolder(tmp_path, no_progress, digests=True, quantization={"quant_method": "fp8"})
     with pytest.raises(ModelError, match=r"lacks tensor mlp\.experts\.1\.gate_proj\.weight"):
         checkpoint.check(shapes, lambda _name: False)
     with pytest.raises(ModelError, match=r"lacks tensor mtp\.experts\.gate_up_proj"):

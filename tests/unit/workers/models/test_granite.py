@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from tidemill.kvstore.layout import Attention, Linear
-from tidemill.workers.models.architectures.config import Config, sizes
+from tidemill.workers.models.architectures.config import ArchitectureConfig, sizes
 from tidemill.workers.models.architectures.granite import parse
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.layers.attention import AttentionConfig
 from tidemill.workers.models.layers.mamba2 import Mamba2Config
 from tidemill.workers.models.layers.mlp import DenseConfig
 from tidemill.workers.models.layers.moe import MoeConfig
-from tidemill.workers.models.loading.sharding import Part
+from tidemill.workers.models.loading.sharding import RankSlice
 
 # Of granite-4.0-h-tiny, as its folder says it, with two layers.
 TINY: dict[str, Any] = json.loads(
@@ -31,13 +31,13 @@ TINY: dict[str, Any] = json.loads(
 )
 
 
-def mamba(config: Config) -> Mamba2Config:
+def mamba(config: ArchitectureConfig) -> Mamba2Config:
     found = config.layers[0].mixer
     assert isinstance(found, Mamba2Config)
     return found
 
 
-def attention(config: Config) -> AttentionConfig:
+def attention(config: ArchitectureConfig) -> AttentionConfig:
     found = config.layers[-1].mixer
     assert isinstance(found, AttentionConfig)
     return found
@@ -92,7 +92,7 @@ def test_what_a_rank_reads_of_the_projection(
     """Its heads of z, x and dt, and the B and C that they use: of two groups, two ranks of four have each."""
     spec = Linear(key_heads=4, value_heads=4, key_dim=2, value_dim=3, conv_width=2)
     config = Mamba2Config(spec=spec, bc_groups=2, norm_groups=2)
-    assert config.weights(5)["mamba.in_proj.weight"].part(index, size) == Part(ranges)
+    assert config.weights(5)["mamba.in_proj.weight"].part(index, size) == RankSlice(ranges)
 
 
 @pytest.mark.parametrize(

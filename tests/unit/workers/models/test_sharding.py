@@ -13,10 +13,19 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tidemill.workers.models.architectures import deepseek, gpt_oss, granite, qwen3_next
-from tidemill.workers.models.architectures.config import Config, local, sizes, weights_of
+from tidemill.workers.models.architectures.config import ArchitectureConfig, local, sizes, weights_of
 from tidemill.workers.models.layers.attention import AttentionConfig
-from tidemill.workers.models.loading.checkpoint import Checkpoint
-from tidemill.workers.models.loading.sharding import Cut, Even, Heads, Part, Runs, Whole, heads_fit, part_of
+from tidemill.workers.models.loading.checkpoint import WeightsFolder
+from tidemill.workers.models.loading.sharding import (
+    ByHeadRuns,
+    ByHeads,
+    Cut,
+    EvenRuns,
+    RankSlice,
+    Replicated,
+    heads_fit,
+    part_of,
+)
 
 BASE: dict[str, Any] = {
     "vocab_size": 97,
@@ -76,7 +85,7 @@ DEEPSEEK: dict[str, Any] = BASE | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 19,
 }
-MODELS: dict[str, Config] = {
+MODELS: dict[str, ArchitectureConfig] = {
     "dense, tied": qwen3_next.parse(BASE | {"tie_word_embeddings": True}),
     "experts, one KV head": qwen3_next.parse(
         BASE | EXPERTS | {"num_key_value_heads": 1, "linear_num_value_heads": 8, "attention_bias": True}
@@ -88,23 +97,23 @@ MODELS: dict[str, Config] = {
     "latent": deepseek.parse(DEEPSEEK),
 }
 TWO_KV = qwen3_next.parse(BASE | EXPERTS | {"attention_bias": True})
-CUTS: dict[str, tuple[Config, Cut]] = {
-    "q_proj.weight": (TWO_KV, Heads(4, (96,))),
-    "k_proj.bias": (TWO_KV, Heads(2, (24,))),
-    "conv1d.weight": (TWO_KV, Heads(4, (32, 32, 48))),
-    "A_log": (TWO_KV, Heads(4, (4,))),
-    "experts.2.down_proj.weight": (TWO_KV, Even()),
-    "lm_head.weight": (TWO_KV, Even()),
-    "mlp.gate.weight": (TWO_KV, Whole()),
-    "q_norm.weight": (TWO_KV, Whole()),
-    "experts.gate_up_proj": (MODELS["stacked experts"], Even(runs=2, dim=1)),
-    "experts.gate_up_proj_bias": (MODELS["woven experts"], Even(dim=1, step=2)),
-    "experts.down_proj_bias": (MODELS["woven experts"], Even(dim=1)),
-    "sinks": (MODELS["woven experts"], Heads(4, (4,))),
+CUTS: dict[str, tuple[ArchitectureConfig, Cut]] = {
+    "q_proj.weight": (TWO_KV, ByHeads(4, (96,))),
+    "k_proj.bias": (TWO_KV, ByHeads(2, (24,))),
+    "conv1d.weight": (TWO_KV, ByHeads(4, (32, 32, 48))),
+    "A_log": (TWO_KV, ByHeads(4, (4,))),
+    "experts.2.down_proj.weight": (TWO_KV, EvenRuns()),
+    "lm_head.weight": (TWO_KV, EvenRuns()),
+    "mlp.gate.weight": (TWO_KV, Replicated()),
+    "q_norm.weight": (TWO_KV, Replicated()),
+    "experts.gate_up_proj": (MODELS["stacked experts"], EvenRuns(runs=2, dim=1)),
+    "experts.gate_up_proj_bias": (MODELS["woven experts"], EvenRuns(dim=1, step=2)),
+    "experts.down_proj_bias": (MODELS["woven experts"], EvenRuns(dim=1)),
+    "sinks": (MODELS["woven experts"], ByHeads(4, (4,))),
 }
 
 
-def rows_of(part: Part) -> list[int]:
+def rows_of(part: RankSlice) -> list[int]:
     return [row for start, end in part.ranges for row in range(start, end)]
 
 
@@ -113,7 +122,7 @@ def check_cover(cut: Cut, rows: int, size: int) -> None:
     owners = Counter(row for part in parts for row in rows_of(part))
     assert set(owners) == set(range(rows))
     start = 0
-    for run in [run for _, run in cut.runs] if isinstance(cut, Runs) else [rows]:
+    for run in [run for _, run in cut.runs] if isinstance(cut, ByHeadRuns) else [rows]:
         copies = {owners[row] for row in range(start, start + run)}
         assert len(copies) == 1, "some rows have more copies than others"
         start += run
@@ -123,7 +132,7 @@ def check_cover(cut: Cut, rows: int, size: int) -> None:
 
 @given(st.integers(1, 12), st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(1, 12))
 def test_heads_are_had_once_or_in_equal_copies(count: int, head_rows: list[int], size: int) -> None:
-    cut = Heads(count, tuple(count * rows for rows in head_rows))
+    cut = ByHeads(count, tuple(count * rows for rows in head_rows))
     if not heads_fit(count, size):
         with pytest.raises(AssertionError):
             part_of(cut, sum(cut.runs), 0, size)
@@ -141,7 +150,7 @@ def test_heads_are_had_once_or_in_equal_copies(count: int, head_rows: list[int],
 
 @given(st.integers(1, 50), st.integers(1, 3), st.integers(1, 3), st.integers(1, 9))
 def test_even_parts_run_by_run_are_the_tensor(count: int, step: int, runs: int, size: int) -> None:
-    cut, run_rows = Even(runs=runs, dim=1, step=step), count * step
+    cut, run_rows = EvenRuns(runs=runs, dim=1, step=step), count * step
     check_cover(cut, runs * run_rows, size)
     parts = [part_of(cut, runs * run_rows, index, size) for index in range(size)]
     for run in range(runs):
@@ -153,7 +162,7 @@ def test_even_parts_run_by_run_are_the_tensor(count: int, step: int, runs: int, 
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_every_tensor_of_a_model_is_there_once_or_in_equal_copies(config: Config) -> None:
+def test_every_tensor_of_a_model_is_there_once_or_in_equal_copies(config: ArchitectureConfig) -> None:
     for size in sizes(config):
         for weight in weights_of(config).values():
             check_cover(weight.cut, weight.shape[weight.cut.dim], size)
@@ -161,7 +170,7 @@ def test_every_tensor_of_a_model_is_there_once_or_in_equal_copies(config: Config
 
 
 @pytest.mark.parametrize(("ending", "wanted"), CUTS.items(), ids=CUTS)
-def test_cuts(ending: str, wanted: tuple[Config, Cut]) -> None:
+def test_cuts(ending: str, wanted: tuple[ArchitectureConfig, Cut]) -> None:
     config, cut = wanted
     found = {weight.cut for name, weight in weights_of(config).items() if name.endswith(ending)}
     assert found == {cut}
@@ -203,18 +212,18 @@ def test_sizes_of_groups_that_can_run_a_model(changes: dict[str, object], wanted
 
 
 PARTS = {
-    "whole": Part(((0, 24),)),
-    "rows, then zeros": Part(((3, 5), (20, 22)), zeros=2),
-    "no rows": Part(((4, 4),), zeros=3),
-    "columns": Part(((1, 3), (5, 7)), zeros=1, dim=1),
-    "inner rows": Part(((0, 2),), dim=2),
+    "whole": RankSlice(((0, 24),)),
+    "rows, then zeros": RankSlice(((3, 5), (20, 22)), zeros=2),
+    "no rows": RankSlice(((4, 4),), zeros=3),
+    "columns": RankSlice(((1, 3), (5, 7)), zeros=1, dim=1),
+    "inner rows": RankSlice(((0, 2),), dim=2),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
 def test_a_part_is_the_same_whether_all_bytes_are_read_or_few(
-    tmp_path: Path, part: Part, dtype: torch.dtype
+    tmp_path: Path, part: RankSlice, dtype: torch.dtype
 ) -> None:
     tensor = torch.randn(24, 7, 4).to(dtype)
     save_file({"a": tensor, "b": torch.ones(3)}, tmp_path / "model.safetensors")
@@ -226,7 +235,7 @@ def test_a_part_is_the_same_whether_all_bytes_are_read_or_few(
     wanted = torch.cat(pieces, dim=part.dim)
     for digests in (True, False):
         done: list[int] = []
-        checkpoint = Checkpoint(
+        checkpoint = WeightsFolder(
             tmp_path, lambda bytes_, _total, done=done: done.append(bytes_), digests=digests
         )
         checkpoint.check({"a": (24, 7, 4)}, lambda name: name == "b")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tidemill.workers.models.loading.checkpoint import Checkpoint
-from tidemill.workers.models.loading.sharding import Part
+from tidemill.workers.models.loading.checkpoint import WeightsFolder
+from tidemill.workers.models.loading.sharding import RankSlice
 from tidemill.workers.models.loading.tensor_files import TensorFiles
 
 ROWS, COLUMNS = 4096, 4096  # of float32: 64 MiB, the system maps files by pages of up to 4
@@ -28,10 +28,10 @@ def mapped_bytes(file: Path) -> int:
     return found
 
 
-def opened(folder: Path, *, digests: bool) -> tuple[Checkpoint, Path]:
+def opened(folder: Path, *, digests: bool) -> tuple[WeightsFolder, Path]:
     file = folder / "model.safetensors"
     save_file({"a": torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS).float()}, file)
-    checkpoint = Checkpoint(folder, lambda _done_bytes, _total_bytes: None, digests=digests)
+    checkpoint = WeightsFolder(folder, lambda _done_bytes, _total_bytes: None, digests=digests)
     checkpoint.check({"a": (ROWS, COLUMNS)}, lambda _name: False)
     return checkpoint, file
 
@@ -39,7 +39,7 @@ def opened(folder: Path, *, digests: bool) -> tuple[Checkpoint, Path]:
 @pytest.mark.parametrize("digests", [True, False])
 def test_what_was_read_leaves_no_second_copy(tmp_path: Path, *, digests: bool) -> None:
     checkpoint, file = opened(tmp_path, digests=digests)
-    weight = checkpoint.read("a", Part(((0, ROWS),)))
+    weight = checkpoint.read("a", RankSlice(((0, ROWS),)))
     assert mapped_bytes(file) < ALL_BYTES / 8
     assert bool((weight[:, 0] == COLUMNS * torch.arange(ROWS)).all())
     assert mapped_bytes(file) < ALL_BYTES / 8, "it is a view of the file"
@@ -52,8 +52,8 @@ def test_a_rank_reads_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
         pass
 
     monkeypatch.setattr(TensorFiles, "drop", keep)
-    checkpoint.read("a", Part(((ROWS // 2, ROWS // 2 + ROWS // 8),)))
+    checkpoint.read("a", RankSlice(((ROWS // 2, ROWS // 2 + ROWS // 8),)))
     assert ALL_BYTES / 8 <= mapped_bytes(file) < ALL_BYTES / 2
     checkpoint, file = opened(tmp_path, digests=True)
-    checkpoint.read("a", Part(((0, 1),)))
+    checkpoint.read("a", RankSlice(((0, 1),)))
     assert mapped_bytes(file) >= ALL_BYTES, "the leader digests all of it"

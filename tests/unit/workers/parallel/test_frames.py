@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tidemill.kvstore.keys import DIGEST_BYTES, Kind, PageKey
 from tidemill.kvstore.layout import PageId, StateId, WindowId
-from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import PENDING, Row, Scores, Step
 from tidemill.workers.messages import Request
 from tidemill.workers.parallel.frames import (
@@ -38,7 +38,7 @@ rows = st.builds(
     read=st.none() | ids.map(StateId),
     writes=st.lists(ids.map(StateId), max_size=4).map(tuple),
     drafts=st.integers(0, 3),
-    draws=st.none() | st.builds(Draws, st.just(REQUEST)),
+    draws=st.none() | st.builds(SamplingState, st.just(REQUEST)),
     windows=st.lists(ids.map(WindowId), max_size=6).map(tuple),
     scores=st.none() | st.builds(Scores, ids, st.lists(ids, min_size=1, max_size=4).map(tuple), ids),
 )

@@ -17,7 +17,7 @@ import torch
 
 from tests.support.parity.heads import folder_with_head
 from tests.support.workers.ranks import RANKS, end, rank_of_a_model, started
-from tidemill.workers.engine.build import Built, build_engine
+from tidemill.workers.engine.build import BuiltEngine, build_engine
 from tidemill.workers.execution import model_runner as runner
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.step import Drawn, Step
@@ -85,7 +85,7 @@ def settings(alone: EngineSettings, tmp_path: Path) -> EngineSettings:
 
 @dataclass
 class Worker:
-    built: Built
+    built: BuiltEngine
     ranks: list[BaseProcess]
     running: asyncio.Task[None]
 

@@ -25,7 +25,7 @@ from tidemill.workers.execution.step import Row
 from tidemill.workers.parallel.errors import GroupBroken
 from tidemill.workers.parallel.frames import Ints, Verb, encode
 from tidemill.workers.parallel.group import GroupBacking, RankMate
-from tidemill.workers.parallel.link import Links
+from tidemill.workers.parallel.link import RankLinks
 from tidemill.workers.transfer.transfer import Moved
 
 
@@ -37,13 +37,13 @@ def moved(place: int) -> list[Moved]:
     return [Moved(Kind.PAGE, PageKey(bytes(DIGEST_BYTES)), place)]
 
 
-def is_ready(links: Links) -> Links:
+def is_ready(links: RankLinks) -> RankLinks:
     for link in links:
         link.ready.result(WAIT_S_MAX)
     return links
 
 
-def ends(links: Links) -> str:
+def ends(links: RankLinks) -> str:
     """Wait for the end of the group; why it came."""
     with pytest.raises(GroupBroken) as broken:
         links.broken.result(WAIT_S_MAX)
@@ -104,14 +104,14 @@ def test_an_extent_is_mapped_on_all_ranks_or_on_none() -> None:
 def test_a_killed_rank_ends_all_of_them(token: int) -> None:
     with processes(4, rank) as (_, ranks, accepted):
         links = is_ready(accepted())
-        links.tell(Verb.STEP, step(token))
+        links.send_all(Verb.STEP, step(token))
         ranks[1].kill()
         assert ends(links) == "rank 2 is gone"
         for process in ranks:
             process.join(WAIT_S_MAX)
             assert process.exitcode is not None
         with pytest.raises(GroupBroken):
-            links.tell(Verb.STEP, step(0))
+            links.send_all(Verb.STEP, step(0))
 
 
 def test_what_was_asked_of_a_group_that_breaks_is_answered() -> None:
@@ -132,7 +132,7 @@ def test_what_was_asked_of_a_group_that_breaks_is_answered() -> None:
 def test_a_rank_whose_step_raises_says_why_and_ends() -> None:
     with processes(3, rank) as (_, ranks, accepted):
         links = is_ready(accepted())
-        next(iter(links)).tell(Verb.STEP, step(BREAKS))
+        next(iter(links)).send(Verb.STEP, step(BREAKS))
         assert ends(links) == "rank 1 broke: ValueError: it met its token"
         for process in ranks:
             process.join(WAIT_S_MAX)

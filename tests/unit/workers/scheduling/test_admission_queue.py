@@ -6,19 +6,19 @@ from random import Random
 import pytest
 
 from tests.support.workers.bench import run
-from tidemill.workers.scheduling.admission_queue import RETRY_S, Line
+from tidemill.workers.scheduling.admission_queue import RETRY_S, AdmissionQueue
 
 
 class Clients:
     """Each takes its turn, and holds it for a second. Never two at once."""
 
     def __init__(self) -> None:
-        self.line = Line()
+        self.line = AdmissionQueue()
         self.served: list[int] = []
         self._inside = 0
 
     async def take(self, arrival: int) -> None:
-        async with self.line.turn((0.0, arrival)):
+        async with self.line.wait_turn((0.0, arrival)):
             self._inside += 1
             assert self._inside == 1
             try:
@@ -45,11 +45,11 @@ def test_who_came_first_goes_first_whenever_it_joined(seed: int) -> None:
 
 def test_an_urgent_one_goes_before_those_that_came_first_and_equals_by_their_numbers() -> None:
     async def main() -> None:
-        line = Line()
+        line = AdmissionQueue()
         served: list[tuple[float, int]] = []
 
         async def take(seniority: tuple[float, int]) -> None:
-            async with line.turn(seniority):
+            async with line.wait_turn(seniority):
                 await asyncio.sleep(1.0)
                 served.append(seniority)
 
@@ -101,7 +101,7 @@ def test_cancelled_in_the_moment_in_which_it_is_called() -> None:
 
 def test_news_that_came_before_it_was_awaited_is_not_lost() -> None:
     async def main() -> None:
-        line = Line()
+        line = AdmissionQueue()
         line.forget_news()
         line.memory_freed()
         before_s = asyncio.get_running_loop().time()
@@ -113,7 +113,7 @@ def test_news_that_came_before_it_was_awaited_is_not_lost() -> None:
 
 def test_whoever_waits_for_memory_hears_of_it_and_of_who_joins() -> None:
     async def main() -> None:
-        line = Line()
+        line = AdmissionQueue()
         heard_s: list[float] = []
         clock = asyncio.get_running_loop().time
 
@@ -123,7 +123,7 @@ def test_whoever_waits_for_memory_hears_of_it_and_of_who_joins() -> None:
             heard_s.append(clock())
 
         async def join() -> None:
-            async with line.turn((0.0, 7)):
+            async with line.wait_turn((0.0, 7)):
                 pass
 
         for tell in (asyncio.create_task, None):
@@ -141,7 +141,7 @@ def test_whoever_waits_for_memory_hears_of_it_and_of_who_joins() -> None:
 
 def test_it_looks_again_after_a_moment_without_news() -> None:
     async def main() -> None:
-        line = Line()
+        line = AdmissionQueue()
         line.forget_news()
         await line.news()
         assert asyncio.get_running_loop().time() == RETRY_S

@@ -8,9 +8,9 @@ from tests.support.kvstore.leases import P, a_ledger, grown
 from tests.support.workers.bench import run
 from tidemill.kvstore.keys import Namespace, page_keys
 from tidemill.kvstore.memory.ledger import Ledger
-from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.messages import Request
-from tidemill.workers.scheduling.prefix_dedup import Makers
+from tidemill.workers.scheduling.prefix_dedup import InProgressPrefixes
 from tidemill.workers.scheduling.sequence import Sequence
 
 ROOT = Namespace(model="m", layout="l").root()
@@ -28,7 +28,7 @@ def a_sequence(arrival: int, tokens: tuple[int, ...]) -> Sequence:
         produces=False,
         tokens=list(tokens),
         target=len(tokens),
-        draws=Draws(request),
+        sampling_state=SamplingState(request),
         drafter=None,
         keys=page_keys(ROOT, tokens, P),
     )
@@ -39,7 +39,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.ledger: Ledger = a_ledger(40)
-        self.makers = Makers(self.ledger.index)
+        self.makers = InProgressPrefixes(self.ledger.index)
 
     def running(self, arrival: int, tokens: tuple[int, ...]) -> Sequence:
         sequence = a_sequence(arrival, tokens)
@@ -55,7 +55,7 @@ class Scene:
 
     async def follows(self, sequence: Sequence) -> "asyncio.Task[None] | None":
         """The wait of `sequence`, or None when it waits for nobody."""
-        task = asyncio.create_task(self.makers.follow(sequence))
+        task = asyncio.create_task(self.makers.wait(sequence))
         await asyncio.sleep(1e-6)  # virtual: until everything ready has run
         return None if task.done() else task
 

@@ -12,14 +12,14 @@ from tests.support.sim.fold import fold_layout
 from tests.support.workers.bench import ATTENTION_ONLY, HYBRID, TIGHT, Tuning, a_request, bench, prompt, run
 from tidemill.kvstore.keys import Namespace, page_keys
 from tidemill.kvstore.layout import Layout
-from tidemill.kvstore.memory.allocation_sites import Site, granted
+from tidemill.kvstore.memory.allocation_sites import AllocationSite, never
 from tidemill.kvstore.memory.ledger import Ledger
-from tidemill.workers.execution.sampling_state import Draws
+from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import PENDING
 from tidemill.workers.messages import Request
-from tidemill.workers.scheduling.limits import Limits
+from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
-from tidemill.workers.scheduling.scheduler import Batch, Schedule
+from tidemill.workers.scheduling.scheduler import Batch, Scheduler
 from tidemill.workers.scheduling.sequence import Sequence
 from tidemill.workers.settings import CheckpointStrategy
 
@@ -37,7 +37,7 @@ class Always:
         assert list(tokens)
         return list(self._guesses[:most])
 
-    def hear(self, guesses: Iterable[int], num_tokens: int) -> None:
+    def accept_proposals(self, guesses: Iterable[int], num_tokens: int) -> None:
         """What is guessed elsewhere changes nothing here."""
 
 
@@ -49,7 +49,7 @@ class Desk:
         *,
         num_extents: int = 60,
         hybrid: bool = True,
-        refuses: Callable[[Site], bool] = granted,
+        refuses: Callable[[AllocationSite], bool] = never,
         drafts_max: int = 0,
         tokens_max: int = 40,
         strategy: CheckpointStrategy = "lazy",
@@ -57,13 +57,13 @@ class Desk:
         self.ledger: Ledger = a_ledger(num_extents, hybrid=hybrid, refuses=refuses)
         self.running: dict[str, Sequence] = {}
         self.preempted: list[str] = []
-        limits = Limits(
+        limits = EngineLimits(
             budget=Budget(tokens_max=tokens_max, rows_max=8, page_tokens=P),
             capacity_tokens=FAR,
             checkpoint_strategy=strategy,
             drafts_max=drafts_max,
         )
-        self.schedule = Schedule(self.ledger, limits, self.running, self._preempt)
+        self.schedule = Scheduler(self.ledger, limits, self.running, self._preempt)
 
     def arrives(
         self, name: str, tokens: tuple[int, ...], *, guesses: tuple[int, ...] = (), new_tokens: int = 20
@@ -78,7 +78,7 @@ class Desk:
             produces=False,
             tokens=list(tokens),
             target=len(tokens),
-            draws=Draws(request),
+            sampling_state=SamplingState(request),
             drafter=Always(*guesses) if guesses else None,
             keys=page_keys(ROOT, tokens, P),
         )
@@ -99,7 +99,7 @@ class Desk:
             if one.row.draws is not None:
                 count, _ = one.sequence.draw(tokens)
                 end += count - 1 - one.row.drafts
-            self.ledger.land(one.lease, end, one.sequence.keys)
+            self.ledger.commit(one.lease, end, one.sequence.keys)
             self.ledger.check()
         self.schedule.landed(batch, 0.01)
 
@@ -124,7 +124,7 @@ def test_the_next_step_runs_the_token_that_this_one_draws(hybrid: bool) -> None:
     second = desk.launch(in_flight=True)
     assert tokens_of(second) == {"a": (PENDING,), "b": (PENDING,)}
     assert [(one.row.start, one.row.end) for one in second.rows] == [(3, 4), (2, 3)]
-    assert all(one.row.draws is one.sequence.draws for one in second.rows)
+    assert all(one.row.draws is one.sequence.sampling_state for one in second.rows)
     desk.land(first, (30,), (31,))
     third = desk.launch(in_flight=True)
     assert tokens_of(third) == {"a": (PENDING,), "b": (PENDING,)}
@@ -188,12 +188,12 @@ def test_guesses_do_not_go_beyond_the_answer() -> None:
     assert desk.launch().rows[0].row.drafts == 2, "and the one that is drawn behind them"
 
 
-@pytest.mark.parametrize("refused", [Site.SCRATCH_STATE, Site.RUN_PAGE])
-def test_without_memory_for_guesses_it_runs_without_them(refused: Site) -> None:
-    asked = Counter[Site]()
+@pytest.mark.parametrize("refused", [AllocationSite.SCRATCH_STATE, AllocationSite.RUN_PAGE])
+def test_without_memory_for_guesses_it_runs_without_them(refused: AllocationSite) -> None:
+    asked = Counter[AllocationSite]()
     strict = False
 
-    def refuses(site: Site) -> bool:
+    def refuses(site: AllocationSite) -> bool:
         asked[site] += 1
         return strict and site is refused
 
@@ -209,7 +209,9 @@ def test_without_memory_for_guesses_it_runs_without_them(refused: Site) -> None:
 def test_nobody_loses_memory_while_a_step_is_in_flight() -> None:
     """The next step waits instead; when nothing is in flight the youngest gives way."""
     strict = False
-    desk = Desk(hybrid=False, refuses=lambda site: strict and site is Site.RUN_PAGE and not desk.preempted)
+    desk = Desk(
+        hybrid=False, refuses=lambda site: strict and site is AllocationSite.RUN_PAGE and not desk.preempted
+    )
     desk.arrives("old", (1, 2))
     desk.arrives("young", (3, 4))
     first = desk.launch()

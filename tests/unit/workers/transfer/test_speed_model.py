@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from tidemill.workers.engine.load_report import queued_s
 from tidemill.workers.messages import Speed
 from tidemill.workers.scheduling.prefill_throttle import BESIDE_STREAMS
-from tidemill.workers.transfer.speed_model import FETCHES_MIN, REFIT_STEPS, STEPS_MIN, Speedometer, Throughput
+from tidemill.workers.transfer.speed_model import (
+    FETCHES_MIN,
+    REFIT_STEPS,
+    STEPS_MIN,
+    StepTimeModel,
+    Throughput,
+)
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 TRUE = Speed(step_s=0.01, token_s=2e-5, pair_s=1e-9, row_s=2e-4)
@@ -20,7 +26,7 @@ def true_s(speed: Speed, prompt_tokens: int, pairs: int, rows: int) -> float:
 
 
 def observe(
-    meter: Speedometer, rng: Random, speed: Speed, steps: int, *, noise: float = 0.0, outliers: float = 0.0
+    meter: StepTimeModel, rng: Random, speed: Speed, steps: int, *, noise: float = 0.0, outliers: float = 0.0
 ) -> None:
     for _ in range(steps):
         prompt_tokens = rng.choice([0, rng.randrange(1, 500), rng.randrange(500, 8192)])
@@ -55,14 +61,14 @@ def errors(found: Speed, speed: Speed) -> list[float]:
     st.integers(0, 9),
 )
 def test_it_finds_what_the_steps_are_made_of(speed: Speed, seed: int) -> None:
-    meter = Speedometer()
+    meter = StepTimeModel()
     observe(meter, Random(seed), speed, 300)
     assert max(errors(meter.speed, speed)) < 0.1
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_and_pauses_disturb_it_little(seed: int) -> None:
-    meter = Speedometer()
+    meter = StepTimeModel()
     meter.stepped(20.0, prompt_tokens=64, pairs=64 * 32, rows=0)  # it was compiled first
     observe(meter, Random(seed), TRUE, 600, noise=0.1, outliers=0.03)
     assert max(errors(meter.speed, TRUE)) < 0.15
@@ -70,7 +76,7 @@ def test_noise_and_pauses_disturb_it_little(seed: int) -> None:
 
 @pytest.mark.parametrize("factor", [0.3, 3.0])
 def test_it_follows_a_worker_that_becomes_faster_or_slower(factor: float) -> None:
-    meter, rng = Speedometer(), Random(1)
+    meter, rng = StepTimeModel(), Random(1)
     observe(meter, rng, TRUE, 500)
     assert max(errors(meter.speed, TRUE)) < 0.1
     after = Speed(
@@ -86,7 +92,7 @@ def test_it_follows_a_worker_that_becomes_faster_or_slower(factor: float) -> Non
 
 
 def test_it_says_nothing_before_it_has_seen_enough() -> None:
-    meter = Speedometer()
+    meter = StepTimeModel()
     assert meter.speed == Speed()
     for _ in range(5 * STEPS_MIN):
         meter.stepped(0.01, prompt_tokens=0, pairs=0, rows=3)
@@ -99,7 +105,7 @@ def test_it_says_nothing_before_it_has_seen_enough() -> None:
 
 def test_steps_that_are_all_alike_say_what_a_token_takes() -> None:
     """Rather than what a step takes, whatever is in it: a longer prompt would take no longer then."""
-    meter = Speedometer()
+    meter = StepTimeModel()
     for _ in range(50):
         meter.stepped(0.1, prompt_tokens=500, pairs=500 * 250, rows=0)
     assert meter.speed.token_s == pytest.approx(0.1 / 500)
@@ -107,7 +113,7 @@ def test_steps_that_are_all_alike_say_what_a_token_takes() -> None:
 
 
 def test_short_prompts_do_not_make_up_what_long_ones_take() -> None:
-    meter, rng = Speedometer(), Random(2)
+    meter, rng = StepTimeModel(), Random(2)
     for _ in range(200):
         tokens = rng.randrange(10, 300)
         pairs = tokens * tokens // 2
@@ -118,7 +124,7 @@ def test_short_prompts_do_not_make_up_what_long_ones_take() -> None:
 
 
 def test_decoding_for_long_does_not_make_it_forget_how_prompts_go() -> None:
-    meter, rng = Speedometer(), Random(3)
+    meter, rng = StepTimeModel(), Random(3)
     observe(meter, rng, TRUE, 300)
     for _ in range(20_000):
         rows = rng.randrange(1, 40)
@@ -134,7 +140,7 @@ def test_decoding_for_long_does_not_make_it_forget_how_prompts_go() -> None:
     )
 )
 def test_whatever_it_sees_no_speed_is_negative(steps: list[tuple[float, int, int, int]]) -> None:
-    meter = Speedometer()
+    meter = StepTimeModel()
     for seconds, prompt_tokens, pairs, rows in steps:
         meter.stepped(seconds, prompt_tokens=prompt_tokens, pairs=pairs if prompt_tokens else 0, rows=rows)
     speed = meter.speed
@@ -145,13 +151,13 @@ def test_whatever_it_sees_no_speed_is_negative(steps: list[tuple[float, int, int
 def test_throughput_is_that_of_the_last_fetches() -> None:
     store = Throughput()
     for _ in range(FETCHES_MIN):
-        assert store.told(TRUE) == TRUE
+        assert store.with_throughput(TRUE) == TRUE
         store.fetched(1 << 30, 0.5)
-    assert store.told(TRUE).fetch_bytes_per_s == pytest.approx(2 << 30)
-    assert store.told(TRUE).token_s == TRUE.token_s
+    assert store.with_throughput(TRUE).fetch_bytes_per_s == pytest.approx(2 << 30)
+    assert store.with_throughput(TRUE).token_s == TRUE.token_s
     for _ in range(200):
         store.fetched(1 << 20, 0.01)
-    assert store.told(Speed()).fetch_bytes_per_s == pytest.approx(100 << 20, rel=0.05)
+    assert store.with_throughput(Speed()).fetch_bytes_per_s == pytest.approx(100 << 20, rel=0.05)
     store.fetched(0, 0.0)  # in no time at all
 
 

@@ -16,7 +16,7 @@ from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got, Put, finish
 from tidemill.workers.settings import SettingsError
-from tidemill.workers.transfer.arena_io import Direct, Placed
+from tidemill.workers.transfer.arena_io import DirectIO, StagedObject
 from tidemill.workers.transfer.staging import Lane, StagingRing
 
 _Result = TypeVar("_Result")
@@ -29,10 +29,11 @@ def key(number: int) -> ObjectKey:
     return ObjectKey(Kind.PAGE, PageKey(number.to_bytes(16, "little")))
 
 
-def placed(sizes: Sequence[int], gap: int = 0) -> list[Placed]:
+def placed(sizes: Sequence[int], gap: int = 0) -> list[StagedObject]:
     """Objects one after another, `gap` bytes apart, from `gap` on."""
     return [
-        Placed(key(index), sum(sizes[:index]) + (index + 1) * gap, size) for index, size in enumerate(sizes)
+        StagedObject(key(index), sum(sizes[:index]) + (index + 1) * gap, size)
+        for index, size in enumerate(sizes)
     ]
 
 
@@ -42,7 +43,7 @@ def device(num_bytes: int, seed: int | None = None) -> torch.Tensor:
     return torch.frombuffer(bytearray(Random(seed).randbytes(num_bytes)), dtype=torch.uint8)
 
 
-def bytes_at(memory: torch.Tensor, one: Placed) -> bytes:
+def bytes_at(memory: torch.Tensor, one: StagedObject) -> bytes:
     return memory[one.offset : one.offset + one.num_bytes].numpy().tobytes()
 
 
@@ -280,10 +281,10 @@ def test_a_call_cancelled_while_it_waits_lets_those_behind_it_go_on() -> None:
         store = Gated()
         memory = device(400, seed=3)
         ring = StagingRing(store, memory, 200, 200)
-        first = asyncio.create_task(ring.get([Placed(key(0), 0, 120)]))
+        first = asyncio.create_task(ring.get([StagedObject(key(0), 0, 120)]))
         await store.calls(1)
-        large = asyncio.create_task(ring.get([Placed(key(1), 0, 200)]))
-        small = asyncio.create_task(ring.get([Placed(key(2), 0, 80)]))
+        large = asyncio.create_task(ring.get([StagedObject(key(1), 0, 200)]))
+        small = asyncio.create_task(ring.get([StagedObject(key(2), 0, 80)]))
         for _ in range(5):
             await asyncio.sleep(0)
         assert len(store.entered) == 1, "first come, first served: the large one would starve"
@@ -316,9 +317,9 @@ def test_direct_gives_the_store_the_arena_itself() -> None:
     async def main() -> None:
         store = MemoryStore(CAPACITY_BYTES)
         memory, objects = device(500, seed=4), placed([100, 200], gap=50)
-        assert await Direct(store, memory.numpy().data).put(objects) == [Put.STORED] * 2
+        assert await DirectIO(store, memory.numpy().data).put(objects) == [Put.STORED] * 2
         target = device(500)
-        assert await Direct(store, target.numpy().data).get(objects) == [Got.HIT] * 2
+        assert await DirectIO(store, target.numpy().data).get(objects) == [Got.HIT] * 2
         assert all(bytes_at(target, one) == bytes_at(memory, one) for one in objects)
 
     run(main())

@@ -29,7 +29,7 @@ from tidemill.kvstore.shards import Shards, mine, shards_of, share_of
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got, PageStore, Put
-from tidemill.workers.transfer.arena_io import Direct
+from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import Mate, Moved, Quota, RankTransfer, Transfer
 
 P = 2
@@ -92,14 +92,14 @@ class Group:
             self.windows = [WindowId(first + 3), WindowId(first + 1)]
         self.arenas = [bytearray([NOISE]) * (20 * num_bytes) for _ in range(size)]
         self.mates: list[Mate] = [
-            RankTransfer(self.layout, Direct(store, memoryview(arena)), mine(shards, rank, size))
+            RankTransfer(self.layout, DirectIO(store, memoryview(arena)), mine(shards, rank, size))
             for rank, arena in enumerate(self.arenas)
         ]
         self.lead(self.mates[1:], store, shards)
 
     def lead(self, mates: Sequence[Mate], store: PageStore, shards: Shards) -> None:
         """The first rank leads these."""
-        places = Direct(store, memoryview(self.arenas[0]))
+        places = DirectIO(store, memoryview(self.arenas[0]))
         self.transfer = Transfer(self.layout, places, shards, mates)
 
     async def publish(self) -> bool:
@@ -111,10 +111,10 @@ class Group:
 
     async def restore(self, reused_pages: int = 0) -> int:
         """Fetch all pages from `reused_pages` on and, for a hybrid, the checkpoint at the end."""
-        lease = Lease(P, own=[*PAGES[reused_pages:], TAIL], spare=[SLOT])
+        lease = Lease(P, private_pages=[*PAGES[reused_pages:], TAIL], spare_slots=[SLOT])
         if self.layout.has_windows:
             lease.windows, lease.first_window, lease.fetched_windows = self.windows, SEEN.start, SEEN
-        lease.entries = self._published().entries[:reused_pages]
+        lease.shared_entries = self._published().shared_entries[:reused_pages]
         return await self.transfer.fetch(lease, KEYS, NUM_PAGES, self.late.append)
 
     def check(self) -> None:
@@ -131,7 +131,7 @@ class Group:
             entries.append(Entry(key, entries[-1] if entries else None, depth, page))
         if self.layout.hybrid:
             entries[-1].checkpoint = Checkpoint(SLOT if self.layout.has_states else None, tuple(self.windows))
-        return Lease(P, entries=entries, source=entries[-1])
+        return Lease(P, shared_entries=entries, source=entries[-1])
 
     def _places(self) -> Iterator[list[tuple[slice, bytes]]]:
         """For each rank: where its bytes of each object lie, and what they are."""
@@ -379,7 +379,7 @@ def test_a_fetch_that_finds_no_place_in_the_quota_has_fetched_nothing(reused_pag
         let = asyncio.Event()
         let.set()
         one = Group(Stalled(let, 3.0), 1, SHARDS)
-        places = Direct(one.transfer.store, memoryview(one.arenas[0]))
+        places = DirectIO(one.transfer.store, memoryview(one.arenas[0]))
         one.transfer = Transfer(one.layout, places, SHARDS, in_flight_bytes_max=1)
         await one.publish()
         let.clear()

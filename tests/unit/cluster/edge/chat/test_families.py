@@ -9,8 +9,8 @@ import pytest
 from tidemill.cluster.edge.chat.families import FAMILIES, style_of
 from tidemill.cluster.edge.chat.formats import FINAL, FORMS, THINKING
 from tidemill.cluster.edge.chat.output.harmony import listener
-from tidemill.cluster.edge.chat.output.output_parser import Manner
-from tidemill.cluster.edge.chat.output.parts import Call, Part, Reasoning, Words, joined
+from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
+from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text, joined
 from tidemill.cluster.settings import AUTO, ChatSettings
 
 Told = tuple[str, str, list[tuple[str | None, Any]]]
@@ -31,10 +31,10 @@ def deepseek(text: str) -> str:
     return text
 
 
-def manner_of(model_type: str, template: str, *, begun: str = "") -> Manner:
+def manner_of(model_type: str, template: str, *, begun: str = "") -> OutputFormat:
     """Of an answer with tools, whose prompt ends in `begun`."""
     style = style_of(model_type, template, (), AUTO)
-    return Manner(
+    return OutputFormat(
         reasoning=style.reasoning,
         thinking=style.reasoning is not None and style.reasoning.open_behind(begun),
         form=style.form,
@@ -43,7 +43,7 @@ def manner_of(model_type: str, template: str, *, begun: str = "") -> Manner:
     )
 
 
-def said(manner: Manner, text: str) -> Told:
+def said(manner: OutputFormat, text: str) -> Told:
     """The same however the text is cut."""
     told: list[Told] = []
     for pieces in ([text], list(text)):
@@ -53,8 +53,8 @@ def said(manner: Manner, text: str) -> Told:
         calls = joined(part for part in parts if isinstance(part, Call))
         told.append(
             (
-                "".join(part.text for part in parts if isinstance(part, Reasoning)),
-                "".join(part.text for part in parts if isinstance(part, Words)),
+                "".join(part.text for part in parts if isinstance(part, ReasoningText)),
+                "".join(part.text for part in parts if isinstance(part, Text)),
                 [(call.name, json.loads(call.arguments)) for call in calls],
             )
         )

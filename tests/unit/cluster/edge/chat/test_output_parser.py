@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from tidemill.cluster.edge.chat.formats import CHANNEL, FINAL, FORMS, MESSAGE, SPOKEN_IN_CHANNELS, THINKING
 from tidemill.cluster.edge.chat.output.harmony import listener
-from tidemill.cluster.edge.chat.output.output_parser import Manner, Speech
-from tidemill.cluster.edge.chat.output.parts import Call, Part, Reasoning, Words
+from tidemill.cluster.edge.chat.output.output_parser import OutputFormat, OutputParser
+from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text
 
 THINK, HERMES = THINKING["qwen3"], FORMS["hermes"]
-ALL = Manner(reasoning=THINK, form=HERMES)
-THINKS_ON = Manner(reasoning=THINK, thinking=True)
+ALL = OutputFormat(reasoning=THINK, form=HERMES)
+THINKS_ON = OutputFormat(reasoning=THINK, thinking=True)
 CALLING = '<tool_call>\n{"name": "look", "arguments": {"at": "the harbor"}}\n</tool_call>'
 LOOK = Call(0, "look", '{"at": "the harbor"}')
 
 
-def said(manner: Manner, *pieces: str) -> list[Part]:
+def said(manner: OutputFormat, *pieces: str) -> list[Part]:
     speech = listener(manner)
     parts = [part for piece in pieces for part in speech.push(piece, last=False)]
     return joined([*parts, *speech.push("", last=True)])
@@ -31,10 +31,10 @@ def joined(parts: Sequence[Part]) -> list[Part]:
     whole: list[Part] = []
     for part in parts:
         before = whole[-1] if whole else None
-        if isinstance(part, Words) and isinstance(before, Words):
-            whole[-1] = Words(before.text + part.text)
-        elif isinstance(part, Reasoning) and isinstance(before, Reasoning):
-            whole[-1] = Reasoning(before.text + part.text)
+        if isinstance(part, Text) and isinstance(before, Text):
+            whole[-1] = Text(before.text + part.text)
+        elif isinstance(part, ReasoningText) and isinstance(before, ReasoningText):
+            whole[-1] = ReasoningText(before.text + part.text)
         elif isinstance(part, Call) and part.name is None:
             assert isinstance(before, Call), "pieces of a call come one after another"
             assert before.index == part.index
@@ -47,30 +47,30 @@ def joined(parts: Sequence[Part]) -> list[Part]:
 @pytest.mark.parametrize(
     ("manner", "text", "parts"),
     [
-        (Manner(), "<think>no</think>" + CALLING, [Words("<think>no</think>" + CALLING)]),
-        (ALL, "Hello", [Words("Hello")]),
-        (ALL, " \n<think>\nHm.</think>\n\nHello", [Reasoning("Hm."), Words("Hello")]),
-        (ALL, "a <think>b</think>", [Words("a <think>b</think>")]),
-        (ALL, "<think>cut", [Reasoning("cut")]),
-        (ALL, "  ", [Words("  ")]),
+        (OutputFormat(), "<think>no</think>" + CALLING, [Text("<think>no</think>" + CALLING)]),
+        (ALL, "Hello", [Text("Hello")]),
+        (ALL, " \n<think>\nHm.</think>\n\nHello", [ReasoningText("Hm."), Text("Hello")]),
+        (ALL, "a <think>b</think>", [Text("a <think>b</think>")]),
+        (ALL, "<think>cut", [ReasoningText("cut")]),
+        (ALL, "  ", [Text("  ")]),
         (
-            Manner(reasoning=THINK, thinking=True),
+            OutputFormat(reasoning=THINK, thinking=True),
             "\nHm.\n</think>\n\nYes",
-            [Reasoning("Hm.\n"), Words("Yes")],
+            [ReasoningText("Hm.\n"), Text("Yes")],
         ),
         (ALL, CALLING, [LOOK]),
-        (ALL, f"Let me see.\n{CALLING}", [Words("Let me see.\n"), LOOK]),
+        (ALL, f"Let me see.\n{CALLING}", [Text("Let me see.\n"), LOOK]),
         (ALL, f"{CALLING}\n{CALLING}", [LOOK, Call(1, LOOK.name, LOOK.arguments)]),
-        (Manner(form=HERMES, calls_max=1), f"{CALLING}\n{CALLING}", [LOOK]),
+        (OutputFormat(form=HERMES, calls_max=1), f"{CALLING}\n{CALLING}", [LOOK]),
         (ALL, '<tool_call>{"name": "now"}</tool_call>', [Call(0, "now", "{}")]),
         (ALL, '<tool_call>{"name": "now", "arguments": {}}', [Call(0, "now", "{}")]),
-        (ALL, "<tool_call>{oh</tool_call> well", [Words("<tool_call>{oh</tool_call> well")]),
-        (ALL, '<tool_call>{"name": 3, "arguments": {}}', [Words('<tool_call>{"name": 3, "arguments": {}}')]),
-        (ALL, "a < b and <tool", [Words("a < b and <tool")]),
+        (ALL, "<tool_call>{oh</tool_call> well", [Text("<tool_call>{oh</tool_call> well")]),
+        (ALL, '<tool_call>{"name": 3, "arguments": {}}', [Text('<tool_call>{"name": 3, "arguments": {}}')]),
+        (ALL, "a < b and <tool", [Text("a < b and <tool")]),
     ],
 )
 def test_parts_of_an_answer_in_one_piece_and_letter_by_letter(
-    manner: Manner, text: str, parts: list[Part]
+    manner: OutputFormat, text: str, parts: list[Part]
 ) -> None:
     assert said(manner, text) == parts
     assert said(manner, *text) == parts
@@ -91,7 +91,7 @@ def test_arguments_are_told_as_the_model_writes_them(body: str, arguments: str) 
 
 
 def test_arguments_are_told_as_they_come() -> None:
-    speech = Speech(ALL)
+    speech = OutputParser(ALL)
     assert speech.push('<tool_call>{"name": "f", "argu', last=False) == []
     assert speech.push('ments": {"a', last=False) == [Call(0, "f", '{"a')]
     assert speech.push('": "x y', last=False) == [Call(0, None, '": "x y')]
@@ -116,11 +116,11 @@ LETTERS = ["<", ">", "|", "think", " ", "\n", "a", "\u00e9", "{", '"', "}", "\\"
 
 
 @st.composite
-def spoken(draw: st.DrawFn) -> tuple[Manner, str]:
+def spoken(draw: st.DrawFn) -> tuple[OutputFormat, str]:
     """A manner, and what might be an answer in it."""
     form = draw(st.sampled_from([None, *FORMS.values()]))
     channels = form is FORMS["openai"] or (form is None and draw(st.booleans()))
-    manner = Manner(
+    manner = OutputFormat(
         reasoning=draw(st.sampled_from([None, SPOKEN_IN_CHANNELS]))
         if channels
         else draw(st.sampled_from([None, *THINKING.values()])),
@@ -140,7 +140,9 @@ def spoken(draw: st.DrawFn) -> tuple[Manner, str]:
 
 @settings(max_examples=400)
 @given(spoken=spoken(), cuts=st.lists(st.integers(0, 80), max_size=6))
-def test_the_parts_do_not_depend_on_how_the_text_is_cut(spoken: tuple[Manner, str], cuts: list[int]) -> None:
+def test_the_parts_do_not_depend_on_how_the_text_is_cut(
+    spoken: tuple[OutputFormat, str], cuts: list[int]
+) -> None:
     manner, text = spoken
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     pieces = [text[start:end] for start, end in pairwise(places)]
@@ -151,7 +153,7 @@ def test_the_parts_do_not_depend_on_how_the_text_is_cut(spoken: tuple[Manner, st
 
 @settings(max_examples=200)
 @given(spoken=spoken())
-def test_what_shows_is_never_more_than_what_was_said(spoken: tuple[Manner, str]) -> None:
+def test_what_shows_is_never_more_than_what_was_said(spoken: tuple[OutputFormat, str]) -> None:
     """And without calls to drop, all but tags and white space shows."""
     manner, text = spoken
     parts = said(manner, text)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.cluster.fake_service import EOS, KEEPER, tokenizer
 from tidemill.cluster.edge.chat.formats import CALL, CALLED, FORMS, THINKING
-from tidemill.cluster.edge.chat.output.output_parser import Manner, Speech
+from tidemill.cluster.edge.chat.output.output_parser import OutputFormat, OutputParser
 from tidemill.cluster.edge.chat.output.parts import Call, joined
 from tidemill.cluster.edge.chat.output.tool_call_parser import Schemas
 from tidemill.cluster.edge.chat.request.tool_grammar import forced
@@ -31,12 +31,12 @@ SCHEMA: dict[str, Any] = {
     "$defs": {"tags": {"type": "array", "items": {"type": "string"}}},
 }
 SCHEMAS = {"look": SCHEMA, "wait": {}}
-XML = Manner(form=FORMS["qwen3_coder"], schemas=SCHEMAS)
+XML = OutputFormat(form=FORMS["qwen3_coder"], schemas=SCHEMAS)
 
 
 def call_of(body: str, schemas: Schemas = SCHEMAS) -> Call | None:
     """The call that is told of what stands between the tags, letter by letter."""
-    speech = Speech(replace(XML, schemas=schemas))
+    speech = OutputParser(replace(XML, schemas=schemas))
     said = [part for char in CALL + body + CALLED for part in speech.push(char, last=False)]
     calls = joined(part for part in [*said, *speech.push("", last=True)] if isinstance(part, Call))
     assert len(calls) <= 1
@@ -92,7 +92,7 @@ def test_xml_that_calls_nothing_is_words(body: str) -> None:
 
 
 def test_a_long_text_is_told_as_it_comes_and_its_end_is_not() -> None:
-    speech = Speech(XML)
+    speech = OutputParser(XML)
     assert speech.push(CALL + "<function=look><parameter=note>\n", last=False) == [
         Call(0, "look", '{"note": "')
     ]
@@ -104,7 +104,7 @@ def test_a_long_text_is_told_as_it_comes_and_its_end_is_not() -> None:
 
 
 def test_one_that_is_cut_short_is_no_json() -> None:
-    speech = Speech(XML)
+    speech = OutputParser(XML)
     said = speech.push(CALL + written("look", who="Emma", note="to do")[:-25], last=True)
     [call] = joined(part for part in said if isinstance(part, Call))
     with pytest.raises(ValueError, match="Unterminated string"):
@@ -172,7 +172,7 @@ TOOLS = [
 @pytest.mark.parametrize(
     "manner", [XML, replace(XML, reasoning=THINKING["qwen3"], thinking=True, calls_max=1)]
 )
-def test_a_forced_call_is_one_that_is_understood(body: str, manner: Manner, *, good: bool) -> None:
+def test_a_forced_call_is_one_that_is_understood(body: str, manner: OutputFormat, *, good: bool) -> None:
     start = "</think>\n\n" if manner.thinking else ""
     text = f"{start}{CALL}{body}{CALLED}"
     matcher = Grammars(KEEPER, 896, {EOS}).matcher(forced(TOOLS, manner, {}))

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tests.support.cluster.fake_service import EOS, KEEPER
 from tidemill.cluster.edge.chat.formats import FORMS, THINKING, THOUGHT
 from tidemill.cluster.edge.chat.output.harmony import listener
-from tidemill.cluster.edge.chat.output.output_parser import Manner
+from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.output.parts import Call, joined
 from tidemill.cluster.edge.chat.request.tool_grammar import forced
 from tidemill.cluster.edge.chat.request.tools import Function, Tool
@@ -75,7 +75,7 @@ def around(form: str, *calls: str) -> str:
     return f"{how.before}{(how.between or '').join(calls)}{how.behind}"
 
 
-def takes(manner: Manner, text: str, *, as_tokens: bool) -> bool:
+def takes(manner: OutputFormat, text: str, *, as_tokens: bool) -> bool:
     """Whether the grammar does, token by token, and may end then."""
     tags = () if manner.form is None or not as_tokens else (*manner.form.tags, THOUGHT)
     raw, grammars = vocabulary(*dict.fromkeys(tags))
@@ -88,7 +88,7 @@ def takes(manner: Manner, text: str, *, as_tokens: bool) -> bool:
     return True
 
 
-def calls_in(manner: Manner, text: str) -> list[tuple[str | None, Any]]:
+def calls_in(manner: OutputFormat, text: str) -> list[tuple[str | None, Any]]:
     parts = listener(manner).push(text, last=True)
     calls = [part for part in parts if isinstance(part, Call)]
     assert len(calls) == len(parts), "nothing but calls"
@@ -98,7 +98,7 @@ def calls_in(manner: Manner, text: str) -> list[tuple[str | None, Any]]:
 @pytest.mark.parametrize("as_tokens", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_forced_call_is_one_that_is_understood(form: str, *, as_tokens: bool) -> None:
-    manner = Manner(form=FORMS[form], schemas=SCHEMAS, channels=form == "openai")
+    manner = OutputFormat(form=FORMS[form], schemas=SCHEMAS, channels=form == "openai")
     one, two = written(form, ONCE), written(form, TWICE)
     waits = written(form, {}, "wait")
     good: list[tuple[str, list[tuple[str, Any]]]] = [
@@ -124,7 +124,7 @@ def test_a_forced_call_is_one_that_is_understood(form: str, *, as_tokens: bool) 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_one_call_alone_where_several_are_not_wanted(form: str) -> None:
-    manner = Manner(form=FORMS[form], schemas=SCHEMAS, calls_max=1, channels=form == "openai")
+    manner = OutputFormat(form=FORMS[form], schemas=SCHEMAS, calls_max=1, channels=form == "openai")
     one = written(form, ONCE)
     assert takes(manner, around(form, one), as_tokens=True)
     assert not takes(manner, around(form, one, one), as_tokens=True)
@@ -132,7 +132,7 @@ def test_one_call_alone_where_several_are_not_wanted(form: str) -> None:
 
 @pytest.mark.parametrize("as_tokens", [False, True])
 def test_reasoning_in_which_the_prompt_ends_is_cut_short(*, as_tokens: bool) -> None:
-    manner = Manner(form=FORMS["hermes"], reasoning=THINKING["qwen3"], thinking=True, schemas=SCHEMAS)
+    manner = OutputFormat(form=FORMS["hermes"], reasoning=THINKING["qwen3"], thinking=True, schemas=SCHEMAS)
     text = around("hermes", written("hermes", ONCE))
     assert takes(manner, f"{THOUGHT}\n\n{text}", as_tokens=as_tokens)
     assert not takes(manner, text, as_tokens=as_tokens)
@@ -146,7 +146,7 @@ def test_commas_of_keywords_that_may_be_left_out(arguments: str, *, good: bool) 
     schema = {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
     tools = [Tool(type="function", function=Function(name="f", parameters=schema))]
     raw, grammars = vocabulary()
-    matcher = grammars.matcher(forced(tools, Manner(form=FORMS["pythonic"]), {}))
+    matcher = grammars.matcher(forced(tools, OutputFormat(form=FORMS["pythonic"]), {}))
     taken = True
     for token in [*raw.encode(f"[f({arguments})]", add_special_tokens=False).ids, EOS]:
         taken = taken and bool(matcher.mask()[token])

@@ -22,7 +22,7 @@ from tests.support.cluster.fake_service import FakeService, saying, worker_statu
 from tests.support.cluster.grpc_edge import HELLO, Client, serving, trailing
 from tidemill.cluster.edge.grpc_api import generation, health
 from tidemill.cluster.edge.grpc_api.server import PublicServer
-from tidemill.cluster.edge.requests.api_keys import Key, digest_of
+from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX, EdgeLimits
 from tidemill.cluster.edge.requests.security import Tls
 from tidemill.cluster.rpc.proto import generation_pb2 as pb
@@ -30,8 +30,8 @@ from tidemill.cluster.server.endpoint import Endpoint, PortTaken, listening
 
 WAIT_S_MAX = 60.0
 KEYS = (
-    Key(tenant="search", sha256=digest_of("sk-one")),
-    Key(tenant="shop", sha256=digest_of("sk-shop"), requests_per_minute=2),
+    ApiKey(tenant="search", sha256=digest_of("sk-one")),
+    ApiKey(tenant="shop", sha256=digest_of("sk-shop"), requests_per_minute=2),
 )
 
 

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 
 from tests.support.cluster.fake_service import EOS, FakeService, app_over, call, saying, serving
 from tidemill.cluster.edge.http.stream import while_connected
-from tidemill.workers.messages import Piece, Request
+from tidemill.workers.messages import Request, StreamPiece
 
 PATH = "/v1/completions"
 
@@ -160,7 +160,7 @@ def test_a_stream_is_made_only_as_fast_as_it_is_read() -> None:
 
 def test_a_bug_in_mid_stream_is_told_to_the_client_and_to_the_log() -> None:
     class Broken(FakeService):
-        async def generate(self, request: Request) -> AsyncGenerator[Piece]:
+        async def generate(self, request: Request) -> AsyncGenerator[StreamPiece]:
             async with aclosing(super().generate(request)) as pieces:
                 yield await anext(pieces)
                 raise KeyError("secret")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.cluster.fake_service import FakeService, app_over, call, chat, events_of, saying
 from tidemill.cluster.edge.requests.bodies import UNSUPPORTED, ChatBody, CompletionBody
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX
-from tidemill.workers.messages import Piece, Request, RequestError
+from tidemill.workers.messages import Request, RequestError, StreamPiece
 
 SERVICE = FakeService(saying(" ok"))
 APP = app_over(SERVICE)
@@ -279,7 +279,7 @@ def test_what_a_worker_refuses_in_mid_stream_keeps_its_param(choices: int) -> No
 
 def test_an_answer_that_just_ends_is_a_failure() -> None:
     class Short(FakeService):
-        async def generate(self, request: Request) -> AsyncGenerator[Piece]:
+        async def generate(self, request: Request) -> AsyncGenerator[StreamPiece]:
             async with aclosing(super().generate(request)) as pieces:
                 yield await anext(pieces)
 

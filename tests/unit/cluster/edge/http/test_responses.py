@@ -14,10 +14,10 @@ from pydantic import BaseModel
 from tests.support.cluster.fake_service import FakeService, call, saying, sources
 from tests.support.cluster.openai_talk import ARGUMENTS
 from tests.unit.cluster.edge.http.test_tools import CALLING, TEMPLATE, ask, prompt_of, tokenizer
-from tidemill.cluster.edge.chat.output.parts import Call, Part, Reasoning, Words
+from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text
 from tidemill.cluster.edge.http.app import build_app
 from tidemill.cluster.edge.http.responses_events import Output
-from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.workers.messages import Unserved
 
 PATH = "/v1/responses"
@@ -38,7 +38,7 @@ class Person(BaseModel):
 
 
 def app_over(service: FakeService) -> Any:  # noqa: ANN401 - FastAPI, for two callers
-    return build_app([Served(service, tokenizer())], sources())
+    return build_app([ServedBackend(service, tokenizer())], sources())
 
 
 def test_a_text_is_answered() -> None:
@@ -279,8 +279,8 @@ def test_no_effort_is_a_variable_of_the_template() -> None:
 
 
 parts = st.lists(
-    st.builds(Reasoning, st.text(min_size=1, max_size=3))
-    | st.builds(Words, st.text(min_size=1, max_size=3))
+    st.builds(ReasoningText, st.text(min_size=1, max_size=3))
+    | st.builds(Text, st.text(min_size=1, max_size=3))
     | st.builds(Call, st.integers(0, 9), st.just("f"), st.just("{}")),
     max_size=8,
 )

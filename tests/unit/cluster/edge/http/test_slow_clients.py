@@ -27,9 +27,9 @@ from tests.support.cluster.fake_service import (
 )
 from tests.support.sockets import connected, until_closed
 from tidemill.cluster.edge.http.app import build_app
-from tidemill.cluster.edge.http.slow_clients import TAKEN_BYTES_MIN, PatientProtocol
+from tidemill.cluster.edge.http.slow_clients import TAKEN_BYTES_MIN, TimeoutProtocol
 from tidemill.cluster.edge.requests.limits import EdgeLimits
-from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.edge.requests.models import ServedBackend
 
 PATH = "/v1/completions"
 CUT_S = 60
@@ -88,7 +88,7 @@ def test_a_body_that_does_not_come_is_answered_and_reaches_nobody() -> None:
 
     async def main() -> bytes:
         limits = EdgeLimits(body_s_max=0.2, requests_max=1)
-        app = build_app([Served(service, tokenizer())], sources(), limits=limits)
+        app = build_app([ServedBackend(service, tokenizer())], sources(), limits=limits)
         async with serving(app) as url, asyncio.timeout(CUT_S):
             heard = await dribble(url, head, b" ")
             async with httpx.AsyncClient(base_url=url) as client:
@@ -198,7 +198,7 @@ class Scene:
         self.aborted = self.closed = False
         self._now_s = 0.0
         self._timers: list[Timer] = []
-        self.protocol = PatientProtocol(CONFIG, ServerState(), {}, cast("asyncio.AbstractEventLoop", self))
+        self.protocol = TimeoutProtocol(CONFIG, ServerState(), {}, cast("asyncio.AbstractEventLoop", self))
         self.protocol.connection_made(cast("asyncio.Transport", self))
 
     def pass_time(self, seconds: float) -> None:

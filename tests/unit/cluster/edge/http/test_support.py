@@ -20,9 +20,9 @@ from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.cluster.cli.support_bundle import collect
 from tidemill.cluster.edge.http.app import app_of
-from tidemill.cluster.edge.requests.api_keys import Key, digest_of
-from tidemill.cluster.edge.requests.context import Parts, desk_of
-from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
+from tidemill.cluster.edge.requests.context import Parts, open_context
+from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.requests.security import Security, Tls
 from tidemill.cluster.observability.logs import keeping
 from tidemill.cluster.observability.redact import REMOVED, plain, without_secrets
@@ -98,7 +98,10 @@ def test_settings_are_told_as_they_are_without_secrets() -> None:
         host="127.0.0.1",
         port=1,
         security=Security(
-            keys=(Key(tenant="a", sha256=digest_of(KEY), operator=True), Key(tenant="b", sha256="0" * 64)),
+            keys=(
+                ApiKey(tenant="a", sha256=digest_of(KEY), operator=True),
+                ApiKey(tenant="b", sha256="0" * 64),
+            ),
             tls=Tls(certificate=Path("/c.pem"), key=Path("/k.pem")),
         ),
         telemetry=Telemetry(traces_url="http://me:hunter2hunter@collector:4318/v1/traces"),
@@ -166,9 +169,9 @@ PARTS: Parts = {
 
 def against(do: Callable[[str], T], parts: Parts = PARTS, *, has_keys: bool = True) -> T:
     """A server that has answered a request."""
-    keys = [Key(tenant="operator", sha256=digest_of(KEY), operator=True)] if has_keys else []
-    served = [Served(FakeService(saying(ANSWER)), tokenizer())]
-    app = app_of(desk_of(served, sources(), keys=keys, parts=parts))
+    keys = [ApiKey(tenant="operator", sha256=digest_of(KEY), operator=True)] if has_keys else []
+    served = [ServedBackend(FakeService(saying(ANSWER)), tokenizer())]
+    app = app_of(open_context(served, sources(), keys=keys, parts=parts))
     headers = {"authorization": f"Bearer {KEY}"}
     reply = call(app, "POST", "/v1/completions", json={"prompt": PROMPT, "user": "u"}, headers=headers)
     assert reply.json()["choices"][0]["text"] == ANSWER
@@ -257,7 +260,9 @@ def test_where_it_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.C
 
 
 def test_an_unknown_part_is_named() -> None:
-    app = app_of(desk_of([Served(FakeService(saying(" a")), tokenizer())], sources(), parts=PARTS))
+    app = app_of(
+        open_context([ServedBackend(FakeService(saying(" a")), tokenizer())], sources(), parts=PARTS)
+    )
     reply = call(app, "GET", "/cluster/support/everything")
     assert reply.status_code == 404
     assert "config, software, nodes, logs" in reply.json()["error"]["message"]

@@ -9,23 +9,23 @@ from fastapi import FastAPI
 from tests.support.cluster.fake_service import FakeService, call, saying, sources, tokenizer
 from tidemill.cluster.edge.http.app import build_app
 from tidemill.cluster.edge.http.middleware import OPEN_PATHS
-from tidemill.cluster.edge.requests.api_keys import Key, Keys, digest_of, read_keys
-from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys, digest_of, read_keys
+from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Overloaded
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Hello!"}]}
 KEYS = (
-    Key(tenant="search", sha256=digest_of("sk-one")),
-    Key(tenant="search", sha256=digest_of("sk-two")),
-    Key(tenant="shop", sha256=digest_of("sk-shop"), requests_per_minute=2),
-    Key(tenant="people", sha256=digest_of("sk-people"), operator=True),
+    ApiKey(tenant="search", sha256=digest_of("sk-one")),
+    ApiKey(tenant="search", sha256=digest_of("sk-two")),
+    ApiKey(tenant="shop", sha256=digest_of("sk-shop"), requests_per_minute=2),
+    ApiKey(tenant="people", sha256=digest_of("sk-people"), operator=True),
 )
 
 
 def edge(service: FakeService) -> FastAPI:
-    return build_app([Served(service, tokenizer())], sources(), keys=KEYS)
+    return build_app([ServedBackend(service, tokenizer())], sources(), keys=KEYS)
 
 
 def ask(app: FastAPI, path: str, key: str | None, body: object = None) -> httpx.Response:
@@ -101,7 +101,7 @@ def test_a_tenant_shares_prefixes_with_itself_alone() -> None:
 
 def test_a_tenant_cannot_name_itself_into_anothers_prefixes() -> None:
     service = FakeService(saying("a"))
-    plain = build_app([Served(service, tokenizer())], sources())
+    plain = build_app([ServedBackend(service, tokenizer())], sources())
     assert call(plain, "POST", CHAT, json={**BODY, "cache_salt": "tenant:search/"}).status_code == 400
 
 
@@ -115,7 +115,7 @@ def test_keys_are_told_nowhere(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_who_asks_too_often_waits() -> None:
     now_s = [100.0]
-    keys = Keys(KEYS, lambda: now_s[0])
+    keys = ApiKeys(KEYS, lambda: now_s[0])
     headers = {"authorization": "Bearer sk-shop"}
     keys.admit(CHAT, headers)
     keys.admit(CHAT, headers)
@@ -145,7 +145,7 @@ def test_too_often_is_a_429_with_a_time() -> None:
 def test_keys_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(f"keys:\n- tenant: shop\n  sha256: {digest_of('a')}\n  requests_per_minute: 5\n")
-    assert read_keys(file) == [Key(tenant="shop", sha256=digest_of("a"), requests_per_minute=5)]
+    assert read_keys(file) == [ApiKey(tenant="shop", sha256=digest_of("a"), requests_per_minute=5)]
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from tests.support.cluster.fake_service import (
     tokenizer,
 )
 from tidemill.cluster.edge.http.app import build_app
-from tidemill.cluster.edge.requests.api_keys import Keys
-from tidemill.cluster.edge.requests.caller import asker_of
+from tidemill.cluster.edge.requests.api_keys import ApiKeys
+from tidemill.cluster.edge.requests.caller import caller_of
 from tidemill.cluster.edge.requests.limits import EdgeLimits
-from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.messages import Misses
-from tidemill.cluster.metrics.edge_metrics import Metrics
+from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.workers.messages import Overloaded, Poisonous, RequestError
 
 TEXT = "/v1/completions"
@@ -79,7 +79,7 @@ def test_a_deadline_comes_in_milliseconds(text: str, seconds: float) -> None:
 @pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf", "1e999"])
 def test_what_is_no_deadline_is_named(text: str) -> None:
     with pytest.raises(RequestError, match="milliseconds") as error:
-        asker_of({"x-slo-ttft-ms": text}, Keys())
+        caller_of({"x-slo-ttft-ms": text}, ApiKeys())
     assert error.value.param == "x-slo-ttft-ms"
     response = call(
         app_over(FakeService(saying(" ok"))),
@@ -94,7 +94,7 @@ def test_what_is_no_deadline_is_named(text: str) -> None:
 async def flood(limits: EdgeLimits, bodies: list[dict[str, Any]]) -> tuple[list[int], list[int], int]:
     """Statuses of `bodies` while one answer stalls, of the same afterwards, and of /health while it does."""
     service = FakeService(saying(" ok"), stall_at=0)
-    app = build_app([Served(service, tokenizer())], sources(), limits=limits)
+    app = build_app([ServedBackend(service, tokenizer())], sources(), limits=limits)
     async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         first = asyncio.create_task(client.post(TEXT, json={"prompt": "Hello", "n": 2}))
         await service.stalled.wait()
@@ -129,11 +129,11 @@ def test_what_is_missed_is_counted() -> None:
 
     def missed(ttft_s_max: float, failure: Overloaded | None, **headers: str) -> tuple[Misses, float]:
         source = sources()
-        metrics = Metrics(source.clock_s, {"keeper": ttft_s_max})
+        metrics = EdgeMetrics(source.clock_s, {"keeper": ttft_s_max})
         service = FakeService(saying(" ok"))
         if failure is not None:
             service.fail_at, service.failure = 0, failure
-        app = build_app([Served(service, tokenizer())], source, metrics=metrics)
+        app = build_app([ServedBackend(service, tokenizer())], source, metrics=metrics)
         call(app, "POST", TEXT, json={"prompt": "Hello"}, headers=headers)
         text = call(app, "GET", "/metrics").text
         values = {

@@ -16,7 +16,7 @@ from tests.support.cluster.fake_service import (
     worker_status,
 )
 from tidemill.cluster.edge.http.app import build_app
-from tidemill.cluster.edge.requests.models import Served
+from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.messages import FleetStatus
 from tidemill.workers.messages import Unserved
 
@@ -47,7 +47,7 @@ def small() -> FakeService:
 
 
 def app_of(*services: FakeService) -> FastAPI:
-    return build_app([Served(one, tokenizer()) for one in services], sources())
+    return build_app([ServedBackend(one, tokenizer()) for one in services], sources())
 
 
 def asked(app: FastAPI, **body: object) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.support.cluster.fake_service import FakeService, app_over, call, chat, complete, saying, serving
 from tidemill.cluster.edge.chat.output.detokenizer import Ending
-from tidemill.cluster.edge.requests.intake import Job
-from tidemill.cluster.edge.requests.recent_requests import Asked, Recent
+from tidemill.cluster.edge.requests.intake import PreparedRequest
+from tidemill.cluster.edge.requests.recent_requests import RecentRequests, RequestIdentity
 from tidemill.workers.messages import Request
 
 
@@ -23,17 +23,17 @@ def rows_of(app: FastAPI, query: str = "") -> list[dict[str, Any]]:
     return reply.json()["requests"]
 
 
-class FollowedJob(Job):
+class FollowedJob(PreparedRequest):
     """One that tells when it is forgotten."""
 
 
-def job() -> Job:
+def job() -> PreparedRequest:
     requests = (Request(request_id="r", tokens=(5, 6), max_new_tokens=3),)
-    return FollowedJob(requests=requests, n=1, told=1, ending=Ending(), logprobs=False)
+    return FollowedJob(requests=requests, n=1, best_of=1, ending=Ending(), logprobs=False)
 
 
-def asked(number: int) -> Asked:
-    return Asked(request_id=f"x{number}", reply_id=f"cmpl-{number}", model="keeper", kind="text")
+def asked(number: int) -> RequestIdentity:
+    return RequestIdentity(request_id=f"x{number}", reply_id=f"cmpl-{number}", model="keeper", kind="text")
 
 
 def test_a_row_tells_the_way_and_no_text() -> None:
@@ -114,8 +114,8 @@ def test_limits_are_checked(limit: object) -> None:
 def test_the_newest_are_kept_and_nothing_of_their_prompts(ends: list[bool], size: int) -> None:
     """In whatever order they end, also those that are out of the ring by then."""
     told: list[object] = []
-    recent = Recent(lambda: 0.0, lambda: 0.0, size, lambda row, _: told.append(row["request_id"]))
-    jobs: list[weakref.ref[Job]] = []
+    recent = RecentRequests(lambda: 0.0, lambda: 0.0, size, lambda row, _: told.append(row["request_id"]))
+    jobs: list[weakref.ref[PreparedRequest]] = []
     running: list[Any] = []
     for number, ends_at_once in enumerate(ends):
         one = job()
