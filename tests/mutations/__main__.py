@@ -1,55 +1,77 @@
-"""Plants each bug in a copy of the repository and says whether the tests notice.
+"""Plant each bug in a copy of the repository and report whether the tests catch it.
 
-    python -m tests.mutations [part of a bug's name or file ...]
+    python -m tests.mutations [--jobs N] [part of a bug's name or file ...]
 
-Exit status 1 when one survives, or when the tests fail without any.
+Exit status 1 when a bug survives, or when the tests fail without any bug.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 
-from tests.mutations.catalog import PLANTED
+from tests.mutations.bugs import PLANTED
 from tests.mutations.planted import Planted
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("cluster", "workers", "kvstore", "kernels", "src", "tests", "benchmarks", "deploy")
+FOLDERS = ("cluster", "workers", "kvstore", "kernels", "src", "tests", "benchmarks", "tools", "deploy")
 SIM_RUNS = 100
-HANG_S = 300.0
-"""A bug may be an endless loop: that is noticed, too."""
+TIMEOUT_S = 300.0
+"""A bug may cause an endless loop: a timeout counts as caught."""
 
 
-def main(words: list[str]) -> int:
-    chosen = [one for one in PLANTED if not words or any(word in one.bug + one.file for word in words)]
-    with tempfile.TemporaryDirectory(prefix="tidemill-mutations-") as folder:
-        copy = Path(folder)
-        _copy_repository(copy)
-        if not _passes(copy, _all_tests(chosen)):
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="bugs tested concurrently")
+    parser.add_argument("words", nargs="*", help="parts of a bug's name or file; without any: all bugs")
+    options = parser.parse_args(arguments)
+    words: list[str] = options.words
+    chosen = [bug for bug in PLANTED if not words or any(word in f"{bug.bug} {bug.where}" for word in words)]
+    with _copies(options.jobs) as copies:
+        if not _passes(copies[0], sorted({test for bug in chosen for test in bug.tests.split()})):
             print("the tests fail without any bug: see `make test`")  # noqa: T201  the answer
             return 1
-        survivors = [one for one in chosen if not _is_caught(copy, one)]
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} caught")  # noqa: T201  the answer
-    return 1 if survivors else 0
+        caught = sum(_run(chosen, copies))
+    print(f"{caught} of {len(chosen)} caught")  # noqa: T201  the answer
+    return 0 if caught == len(chosen) else 1
+
+
+def _run(bugs: Iterable[Planted], copies: Sequence[Path]) -> list[bool]:
+    idle = SimpleQueue[Path]()
+    for copy in copies:
+        idle.put(copy)
+
+    def caught(bug: Planted) -> bool:
+        copy = idle.get()
+        try:
+            return _is_caught(copy, bug)
+        finally:
+            idle.put(copy)
+
+    with ThreadPoolExecutor(len(copies)) as threads:
+        return list(threads.map(caught, bugs))
 
 
 def _is_caught(copy: Path, planted: Planted) -> bool:
-    path = copy / planted.file
+    path = copy / planted.path
     text = path.read_text()
-    assert text.count(planted.old) == 1, f"{planted.file} has changed: write {planted.bug!r} anew"
     started_s = time.monotonic()
-    path.write_text(text.replace(planted.old, planted.new))
+    path.write_text(planted.plant(text))
     try:
         caught = not _passes(copy, planted.tests.split())
     finally:
         path.write_text(text)
     took_s = time.monotonic() - started_s
     verdict = "caught  " if caught else "SURVIVED"
-    print(f"{verdict} {took_s:5.1f} s  {planted.file}: {planted.bug}", flush=True)  # noqa: T201  the answer
+    print(f"{verdict} {took_s:5.1f} s  {planted.where}: {planted.bug}", flush=True)  # noqa: T201  the answer
     return caught
 
 
@@ -60,7 +82,7 @@ def _passes(copy: Path, tests: Iterable[str]) -> bool:
     environment = os.environ | {"SIM_RUNS": str(SIM_RUNS), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     try:
         done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, timeout=HANG_S, check=False
+            command, cwd=copy, env=environment, capture_output=True, timeout=TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
         return False
@@ -68,15 +90,16 @@ def _passes(copy: Path, tests: Iterable[str]) -> bool:
     return done.returncode == 0
 
 
-def _copy_repository(copy: Path) -> None:
+@contextmanager
+def _copies(count: int) -> Generator[list[Path]]:
     leave = shutil.ignore_patterns("__pycache__", "*.pyc", "*.safetensors")
-    for name in FOLDERS:
-        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=leave)
-    shutil.copy(ROOT / "pyproject.toml", copy)
-
-
-def _all_tests(chosen: Iterable[Planted]) -> list[str]:
-    return sorted({test for one in chosen for test in one.tests.split()})
+    with tempfile.TemporaryDirectory(prefix="tidemill-mutations-") as folder:
+        copies = [Path(folder) / str(number) for number in range(count)]
+        for copy in copies:
+            for name in FOLDERS:
+                shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=leave)
+            shutil.copy(ROOT / "pyproject.toml", copy)
+        yield copies
 
 
 if __name__ == "__main__":

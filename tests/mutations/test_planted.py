@@ -1,21 +1,53 @@
-"""The planted bugs still fit the code; whether the tests notice them is `make mutations`."""
+"""The planted bugs fit the code; whether the tests catch them is `make mutations`."""
 
+import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.mutations.catalog import PLANTED
+from tests.mutations.bugs import PLANTED
 from tests.mutations.planted import Planted
+from tests.tidy.test_tidy import LAYERS
 
 ROOT = Path(__file__).parents[2]
 
 
+@cache
+def known_names() -> set[str]:
+    files = [path for layer in LAYERS for path in (ROOT / layer).rglob("*") if path.suffix in {".py", ".cpp"}]
+    return {name for path in files for name in re.findall(r"[A-Za-z_]\w*", path.read_text())}
+
+
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.bug)
-def test_a_planted_bug_changes_one_place(planted: Planted) -> None:
-    assert (ROOT / planted.file).read_text().count(planted.old) == 1
-    assert planted.new != planted.old
+def test_planted_bug_fits_the_code(planted: Planted) -> None:
+    text = (ROOT / planted.path).read_text()
+    with_bug = planted.plant(text)
+    assert with_bug != text
+    if planted.path.endswith(".py"):
+        compile(with_bug, planted.path, "exec")
+    assert planted.literal_names() <= known_names(), "the bug uses a name that the product does not have"
     assert all((ROOT / test.partition("::")[0]).is_file() for test in planted.tests.split())
 
 
-def test_bugs_have_names_of_their_own() -> None:
+def test_planted_bugs_have_unique_names() -> None:
     assert len({planted.bug for planted in PLANTED}) == len(PLANTED)
+
+
+def test_plant_follows_renames_and_keeps_white_space() -> None:
+    text = "class A:\n    def go(self):\n        return max(self.x,\n            self.y)\n"
+    bug = Planted("", "a.py::A.go", "max(self.$X, self.$Y)", "self.$Y", "")
+    assert bug.plant(text) == "class A:\n    def go(self):\n        return self.y\n"
+
+
+def test_plant_refuses_what_matches_twice_or_never() -> None:
+    text = "def go(a, b):\n    return a + b + a\n"
+    for find in ("$A + $B + $A", "a"):
+        bug = Planted("twice", "a.py::go", find, "0", "")
+        if find == "a":
+            with pytest.raises(ValueError, match="matches 3 times"):
+                bug.plant(text)
+        else:
+            assert bug.plant(text) == "def go(a, b):\n    return 0\n"
+    with pytest.raises(ValueError, match="there is no come"):
+        Planted("never", "a.py::come", "a", "0", "").plant(text)

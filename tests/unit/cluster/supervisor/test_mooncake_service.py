@@ -33,8 +33,8 @@ WAITS = "import signal; signal.pause()"
 
 SERVER = f"""
 import sys
-from tidemill.cluster.supervisor.mooncake_service import Kept, Part
-kept = Kept(Part(name="program", arguments=("-c", {PROGRAM!r}, sys.argv[1])))
+from tidemill.cluster.supervisor.mooncake_service import SupervisedProcess, MooncakeProcess
+kept = SupervisedProcess(MooncakeProcess(name="program", arguments=("-c", {PROGRAM!r}, sys.argv[1])))
 kept.start()
 kept.wait_until_ready()
 input()

@@ -1,0 +1,76 @@
+"""Bugs to plant in the model runner, sampler and drafters."""
+
+from tests.mutations.planted import Planted
+
+BUGS: tuple[Planted, ...] = (
+    Planted(
+        "padding keeps the previous content of its row",
+        "workers/execution/cuda_graphs.py::pad",
+        "$PART $WHOLE[$ROWS:] = $EMPTY $INTO",
+        "$PART\n    $INTO",
+        "tests/unit/workers/execution/test_cuda_graphs.py",
+    ),
+    Planted(
+        "a device compiles kernels for drafts while serving",
+        "workers/execution/cuda_graphs.py::shapes",
+        "1 << $POWER for $POWER in range($DRAFTS_MAX.$BIT_LENGTH() + 1)]",
+        "1]",
+        "tests/unit/workers/execution/test_launches.py",
+    ),
+    Planted(
+        "prompt logprobs start at the row's first token",
+        "workers/execution/logprobs.py::_chunks",
+        "$FIRST = $BEGIN + $OFFSET + $START",
+        "$FIRST = $BEGIN + $START",
+        "tests/unit/workers/engine/test_prompt_logprobs.py",
+    ),
+    Planted(
+        "a row draws from its neighbour's first token",
+        "workers/execution/model_runner.py::logits_of",
+        "$PLACES += range($END - $ROW.$DRAFTS - 1, $END)",
+        "$PLACES += range($END - $ROW.$DRAFTS, $END + 1)",
+        "tests/unit/workers/execution/test_model_runner.py",
+    ),
+    Planted(
+        "a row continues from the first of its drawn tokens",
+        "workers/execution/model_runner.py::TorchRunner.run_now",
+        "$TOKENS[-1] for",
+        "$TOKENS[0] for",
+        "tests/unit/workers/execution/test_model_runner.py",
+    ),
+    Planted(
+        "the first slot of a page is drafted by neither step",
+        "workers/execution/mtp_drafter.py::slots_of",
+        "($ROW.$START % $PAGE_TOKENS != 0)",
+        "1",
+        "tests/unit/workers/execution/test_mtp_drafter.py",
+    ),
+    Planted(
+        "a draft is written to a page that the row does not own",
+        "workers/execution/mtp_drafter.py::MtpDrafter._guess",
+        "and $ROW.$END < len($ROW.$PAGES) * self.$PAGE_TOKENS",
+        "",
+        "tests/unit/workers/execution/test_mtp_drafter.py",
+    ),
+    Planted(
+        "every position draws with the same random number",
+        "workers/execution/sampler.py::uniform_of",
+        '$POSITION.$TO_BYTES(8, "little")',
+        'b""',
+        "tests/unit/workers/execution/test_sampler.py",
+    ),
+    Planted(
+        "top-p drops the token that crosses the threshold",
+        "workers/execution/sampler.py::_sample_filtered",
+        "$CUMULATIVE_NC - $WEIGHTS_NC < $COLUMN",
+        "$CUMULATIVE_NC < $COLUMN",
+        "tests/unit/workers/execution/test_sampler.py",
+    ),
+    Planted(
+        "the window page table equals the page table",
+        "workers/execution/step_tensors.py::inputs_of",
+        "]), $WINDOWS_BN=$TABLES([$ROW.$WINDOWS[: -(-$ROW.$END /",
+        "]),\n        $WINDOWS_BN=$TABLES([$ROW.pages[: -(-$ROW.$END /",
+        "tests/unit/workers/execution/test_model_runner.py",
+    ),
+)

@@ -1,0 +1,111 @@
+"""Bugs to plant in the models and the loading of weights."""
+
+from tests.mutations.planted import Planted
+
+BUGS: tuple[Planted, ...] = (
+    Planted(
+        "RoPE scaling leaves the attention scale unchanged",
+        "workers/models/architectures/decoder.py::Decoder.work",
+        "$SCALED(self.$OPS.$ROPE_ANGLES($INPUTS.$POSITIONS_T, $FREQUENCIES_R), $ROPE.$SCALE",
+        "self.$OPS.$ROPE_ANGLES($INPUTS.$POSITIONS_T, $FREQUENCIES_R",
+        "tests/parity/test_architectures.py::test_it_holds[qwen3/stretched-logits]",
+    ),
+    Planted(
+        "latents of scaled positions keep the attention scale",
+        "workers/models/architectures/deepseek.py::_attention",
+        "$SCALE=($PLAIN + $TURNING) ** -0.5 * $FOCUS($RAW) ** 2,",
+        "$SCALE=($PLAIN + $TURNING) ** -0.5 * $FOCUS($RAW),",
+        "tests/parity/test_architectures.py::test_it_holds[deepseek_v3/groups-logits]",
+    ),
+    Planted(
+        "heads that do not share B and C form one group",
+        "workers/models/architectures/granite.py::_mamba",
+        "$KEY_HEADS=$GROUPS if $HEAD_GROUPS % $GROUPS else $HEAD_GROUPS,",
+        "$KEY_HEADS=$HEAD_GROUPS,",
+        "tests/unit/workers/models/test_granite.py",
+    ),
+    Planted(
+        "the MTP head swaps the token and the hidden state",
+        "workers/models/architectures/mtp.py::MtpHead.forward",
+        "$TOKEN_TH, $BEFORE_TH]",
+        "$BEFORE_TH, $TOKEN_TH]",
+        "tests/parity/test_mtp.py",
+    ),
+    Planted(
+        "the expert weights of a token do not sum to 1 in Qwen3.5",
+        "workers/models/architectures/qwen3_next.py::_mlps_of",
+        'return $MLPS_OF({"norm_topk_prob": True} | dict($RAW))',
+        "return $MLPS_OF(dict($RAW))",
+        "tests/parity/test_architectures.py::test_it_holds[qwen3_5_moe/text-logits]",
+    ),
+    Planted(
+        "layers overlap in a page",
+        "workers/models/inputs.py::_Pages.next",
+        "return self.$VIEW($SHAPE, $STRIDES, 2 * $SIZE)",
+        "return self.$VIEW($SHAPE, $STRIDES, $SIZE)",
+        "tests/unit/kvstore/test_layout.py",
+    ),
+    Planted(
+        "attention sinks are not loaded",
+        "workers/models/layers/attention.py::AttentionConfig.load",
+        '$SINKS_H=$READ("self_attn.sinks").float() if self.$SINKS else None,',
+        "$SINKS_H=None,",
+        "tests/parity/test_architectures.py::test_it_holds[gpt_oss/alternating-logits]",
+    ),
+    Planted(
+        "the gates of Qwen3.5 are swapped",
+        "workers/models/layers/gated_delta.py::DeltaConfig._projections",
+        '$WEIGHT, "zba") )',
+        '$WEIGHT, "zab")\n                )',
+        "tests/parity/test_architectures.py::test_it_holds[qwen3_5/text-logits]",
+    ),
+    Planted(
+        "rotary pairs of a latent keep their interleaved order",
+        "workers/models/layers/latent.py::LatentConfig._turning_first",
+        "$TURNING = $TORCH.$CAT([$TURNING[:, 0::2], $TURNING[:, 1::2]], $DIM=1)",
+        "$TURNING = $TORCH.$CAT([$TURNING[:, 1::2], $TURNING[:, 0::2]], $DIM=1)",
+        "tests/parity/test_architectures.py::test_it_holds[deepseek_v3/groups-logits]",
+    ),
+    Planted(
+        "interleaved gate and up weights of experts are swapped",
+        "workers/models/layers/moe.py::_unwoven",
+        "return $TORCH.$CAT([$BY_TURNS[:, 0::2], $BY_TURNS[:, 1::2]], $DIM=1)",
+        "return $TORCH.$CAT([$BY_TURNS[:, 1::2], $BY_TURNS[:, 0::2]], $DIM=1)",
+        "tests/parity/test_architectures.py::test_it_holds[gpt_oss/alternating-logits]",
+    ),
+    Planted(
+        "RoPE scaling leaves the frequencies unchanged",
+        "workers/models/layers/rope.py::Rope.frequencies",
+        "$PLAIN_R / self.$FACTOR * (1 - $KEPT_R) + $PLAIN_R * $KEPT_R $CASE",
+        "$PLAIN_R\n            $CASE",
+        "tests/parity/test_architectures.py::test_it_holds[qwen3/stretched-logits]",
+    ),
+    Planted(
+        "the fingerprint ignores which tensor has which bytes",
+        "workers/models/loading/checkpoint.py::WeightsFolder.fingerprint",
+        'map(" ".$JOIN, sorted(self.$DIGESTS.$ITEMS()',
+        "sorted(self.$DIGESTS.values(",
+        "tests/unit/workers/models/test_loading.py",
+    ),
+    Planted(
+        "a slice of a quantised weight uses the scales of the first rows",
+        "workers/models/loading/dequantise.py::_Grid.of",
+        "$START // $STEP,",
+        "0,",
+        "tests/unit/workers/models/test_dequantise.py",
+    ),
+    Planted(
+        "block scales may differ from the size in the config",
+        "workers/models/loading/encodings.py::_grid",
+        "$GRID == tuple(-(-$SIZE // $STEP) for $SIZE, $STEP in zip($SHAPE, $STEPS, $STRICT=True)):",
+        "$GRID:",
+        "tests/unit/workers/models/test_encodings.py",
+    ),
+    Planted(
+        "a shard splits a pair of columns",
+        "workers/models/loading/sharding.py::part_of",
+        "$SHARE = -(-$RUN_ROWS // ($STEP * $SIZE)) * $STEP",
+        "$SHARE = -(-$RUN_ROWS // $SIZE)",
+        "tests/unit/workers/models/test_sharding.py",
+    ),
+)

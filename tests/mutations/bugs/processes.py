@@ -1,0 +1,83 @@
+"""Bugs to plant in the worker processes, RPC and the supervisor."""
+
+from tests.mutations.planted import Planted
+
+BUGS: tuple[Planted, ...] = (
+    Planted(
+        "a restarted router drops a thousand heartbeats",
+        "cluster/rpc/channels.py::new_server",
+        '("grpc.server.max_pending_requests", $STREAMS_MAX)',
+        '("grpc.server.max_pending_requests", 1000)',
+        "tests/unit/cluster/rpc/test_channels.py",
+    ),
+    Planted(
+        "moving a connection cancels calls in flight",
+        "cluster/rpc/router_client.py::_RouterConnection.ask",
+        "$CHANNEL and not self.$CALLS[$CHANNEL]:",
+        "$CHANNEL:",
+        "tests/unit/cluster/rpc/test_router_client.py",
+    ),
+    Planted(
+        "a request is blamed forever after its isolated run",
+        "cluster/rpc/worker_client.py::_WorkerCall._deliver",
+        "elif isinstance($ITEM.$BODY, $TRIAL) or $ITEM.$LAST:",
+        "elif $ITEM.$LAST:",
+        "tests/unit/cluster/edge/test_isolation_between_workers.py",
+    ),
+    Planted(
+        "a malformed frame counts as a lost worker",
+        "cluster/rpc/worker_client.py::_WorkerCall._read",
+        "self.$IS_CUT = await self.$LIVES()",
+        "self.$IS_CUT = False",
+        "tests/unit/cluster/rpc/test_worker_client.py",
+    ),
+    Planted(
+        "one busy sample adds workers",
+        "cluster/supervisor/autoscaling.py::_more",
+        "return None # not $SEEN for $LONG $ENOUGH",
+        "pass",
+        "tests/unit/cluster/supervisor/test_autoscaling.py",
+    ),
+    Planted(
+        "replicas of a role share one node",
+        "cluster/supervisor/node_fit.py::plan",
+        "($SAME[$NODE.id], $TAKEN[$NODE.id])",
+        "$TAKEN[$NODE.id]",
+        "tests/unit/cluster/supervisor/test_node_fit.py",
+    ),
+    Planted(
+        "a worker that ran long waits like one that crashed at once",
+        "cluster/supervisor/restart_backoff.py::Backoff.begin",
+        "None or $NOW_S - $BEFORE[1] > $SOON_S else",
+        "None else",
+        "tests/unit/cluster/router/test_operator_commands.py",
+    ),
+    Planted(
+        "a worker is removed while a request is on its way",
+        "cluster/supervisor/scaler.py::Scaler.look",
+        "if $WORKER.$IDLE_LOOKS >= $IDLE_LOOKS_2:",
+        "if $WORKER.$IDLE_LOOKS >= 1:",
+        "tests/unit/cluster/supervisor/test_scaler.py",
+    ),
+    Planted(
+        "a draining worker returns to service",
+        "cluster/worker/assignment.py::Assignment.draining",
+        "return self.$LEAVES or self.$DRAINS",
+        "return self.$DRAINS",
+        "tests/unit/cluster/router/test_operator_commands.py",
+    ),
+    Planted(
+        "a router learns of removed pages before it learned of them",
+        "cluster/worker/heartbeats.py::UnsentAnnouncements.take",
+        ": $UNHEARD.$ADDED = ($UNHEARD.$ADDED - {*$NEWS.$REMOVED}) | {*$NEWS.$ADDED",
+        ":\n            $UNHEARD.$ADDED = $UNHEARD.$ADDED | {*$NEWS.$ADDED",
+        "tests/unit/cluster/test_news.py",
+    ),
+    Planted(
+        "an isolated run starts while others wait for their tokens",
+        "cluster/worker/server.py::_ServedCall._run.tell",
+        "await self.$FLUSH()",
+        "await self.sent.wait()",
+        "tests/unit/cluster/edge/test_isolation_between_workers.py",
+    ),
+)
