@@ -36,8 +36,9 @@ def main(arguments: Sequence[str]) -> int:
     words: list[str] = options.words
     chosen = [bug for bug in PLANTED if not words or any(word in f"{bug.bug} {bug.where}" for word in words)]
     with _copies(options.jobs) as copies:
-        if not _passes(copies[0], sorted({test for bug in chosen for test in bug.tests.split()})):
-            print("the tests fail without any bug: see `make test`")  # noqa: T201  the answer
+        failure = _failure(copies[0], sorted({test for bug in chosen for test in bug.tests.split()}), None)
+        if failure:
+            print(f"{failure}\nthe tests fail without any bug: see `make test`")  # noqa: T201  the answer
             return 1
         caught = sum(_run(chosen, copies))
     print(f"{caught} of {len(chosen)} caught")  # noqa: T201  the answer
@@ -66,7 +67,7 @@ def _is_caught(copy: Path, planted: Planted) -> bool:
     started_s = time.monotonic()
     path.write_text(planted.plant(text))
     try:
-        caught = not _passes(copy, planted.tests.split())
+        caught = bool(_failure(copy, planted.tests.split(), TIMEOUT_S))
     finally:
         path.write_text(text)
     took_s = time.monotonic() - started_s
@@ -75,24 +76,25 @@ def _is_caught(copy: Path, planted: Planted) -> bool:
     return caught
 
 
-def _passes(copy: Path, tests: Iterable[str]) -> bool:
+def _failure(copy: Path, tests: Iterable[str], timeout_s: float | None) -> str:
+    """Return the last lines of the output of tests that fail, and "" if they pass."""
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "tests.mutations.no_shrinking"]
     command = [sys.executable, "-B", "-m", "pytest", *options, *tests]
     paths = f"{copy}/src:{copy}"  # also for processes that the tests start
     environment = os.environ | {"SIM_RUNS": str(SIM_RUNS), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     try:
         done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, timeout=TIMEOUT_S, check=False
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return False
-    assert done.returncode in {0, 1, 2}, done.stdout.decode() + done.stderr.decode()
-    return done.returncode == 0
+        return f"no end within {timeout_s:g} s"
+    assert done.returncode in {0, 1, 2}, done.stdout + done.stderr
+    return done.stdout[-2000:] if done.returncode else ""
 
 
 @contextmanager
 def _copies(count: int) -> Generator[list[Path]]:
-    leave = shutil.ignore_patterns("__pycache__", "*.pyc", "*.safetensors")
+    leave = shutil.ignore_patterns("__pycache__")
     with tempfile.TemporaryDirectory(prefix="tidemill-mutations-") as folder:
         copies = [Path(folder) / str(number) for number in range(count)]
         for copy in copies:
