@@ -1,1 +1,3 @@
-"""What faults of a server's processes, memory and clients cost: `python -m benchmarks.faults`."""
+"""Measures the cost of faults in a server's processes, memory and clients: `python -m
+benchmarks.faults`.
+"""

@@ -1,17 +1,17 @@
-"""Runs the parts that are named, or all, and adds their figures to results/faults.json.
+"""Run the named parts, or all, and add their figures to results/faults.json.
 
 python -m benchmarks.faults kills ranks --rounds 5
 
-| part | bar |
+| part | measures |
 |---|---|
-| kills, ranks | R1, R2: kill -9 and SIGSTOP of every kind of process under streams |
+| kills, ranks | R1, R2: kill -9 and SIGSTOP of every kind of process while streams run |
 | routers | the same for one of two routers |
-| idle-rank | the same for a rank of a group that has nothing to do |
-| outage | R3: the store dies or stops, under one request after another |
-| flips | R4: bits of stored objects |
-| soak | R5: full pools and clients that go away |
+| idle-rank | the same for a rank of an idle group |
+| outage | R3: the store crashes or stops while requests run one after the other |
+| flips | R4: flipped bits in stored objects |
+| soak | R5: full pools and clients that disconnect |
 | leaving | R6: SIGTERM to workers, and a rolling restart |
-| disconnect | R7: how soon all is free that a client leaves behind |
+| disconnect | R7: the time until a disconnected client's memory is free |
 """
 
 import argparse

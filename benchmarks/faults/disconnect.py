@@ -28,7 +28,7 @@ SETTLE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A client asks, awaits so many chunks, and then leaves after a while."""
+    """A client that asks, waits for `chunks` chunks, and disconnects after a while."""
 
     prompt_tokens: int = 300
     stream: bool = True
@@ -77,29 +77,31 @@ class Client:
                 self.chunk_times_s.append(time.monotonic())
 
     def leave(self) -> float:
-        """When."""
+        """Disconnect and return the time."""
         self._writer.close()
         return time.monotonic()
 
 
 def disconnects(count: int) -> dict[str, Any]:
-    """`count` clients leave one after another in each case, and then crowds of them at once."""
+    """Let `count` clients disconnect one after another in each case, and then crowds of them
+    together.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        told = folder / "told"
-        told.mkdir()
-        os.environ[witness.FOLDER] = str(told)
+        samples = folder / "samples"
+        samples.mkdir()
+        os.environ[witness.FOLDER] = str(samples)
         try:
             with serving(WORKERS, folder / "log", witness.__name__) as server:
-                rows = {name: _times(server, told, [1] * count, case) for name, case in CASES.items()}
+                rows = {name: _times(server, samples, [1] * count, case) for name, case in CASES.items()}
                 crowds = [AT_ONCE] * max(1, count // 5)
-                return {**rows, f"{AT_ONCE} at once": _times(server, told, crowds, STREAMING)}
+                return {**rows, f"{AT_ONCE} together": _times(server, samples, crowds, STREAMING)}
         finally:
             del os.environ[witness.FOLDER]
 
 
-def _times(server: Server, told: Path, crowds: Sequence[int], case: Case) -> dict[str, Any]:
-    """Of crowds of so many clients, one crowd after the other."""
+def _times(server: Server, samples: Path, crowds: Sequence[int], case: Case) -> dict[str, Any]:
+    """Measure crowds of clients, one crowd after the other."""
     rng = Random(repr((crowds, case)))
     freed: list[Freed] = []
     for crowd in crowds:
@@ -107,20 +109,20 @@ def _times(server: Server, told: Path, crowds: Sequence[int], case: Case) -> dic
         clients = [Client(server.url, rng) for _ in range(crowd)]
 
         async def come_and_go(clients: Sequence[Client] = clients) -> float:
-            await asyncio.gather(*(one.ask(case.prompt_tokens, stream=case.stream) for one in clients))
-            await asyncio.gather(*(one.read(case.chunks) for one in clients))
+            await asyncio.gather(*(client.ask(case.prompt_tokens, stream=case.stream) for client in clients))
+            await asyncio.gather(*(client.read(case.chunks) for client in clients))
             await asyncio.sleep(case.after_s)
-            return min([one.leave() for one in clients])
+            return min([client.leave() for client in clients])
 
         left_s = asyncio.run(come_and_go())
-        if (found := _freed(told, left_s)) is not None:
+        if (found := _freed(samples, left_s)) is not None:
             freed.append(found)
     return {
         "clients": sum(crowds),
         "measured": len(freed),
-        "freed_ms": _ms(one.took_s for one in freed),
-        "step_ms": _ms(one.step_s for one in freed),
-        "beyond_the_step_ms": _ms(max(0.0, one.took_s - one.step_s) for one in freed),
+        "freed_ms": _ms(release.took_s for release in freed),
+        "step_ms": _ms(release.step_s for release in freed),
+        "beyond_the_step_ms": _ms(max(0.0, release.took_s - release.step_s) for release in freed),
     }
 
 
@@ -128,8 +130,8 @@ def _ms(seconds: Iterable[float]) -> dict[str, float]:
     return {name: round(1000 * value, 1) for name, value in spread(sorted(seconds)).items()}
 
 
-class Told(NamedTuple):
-    """What a worker has written down: see witness.py."""
+class Sample(NamedTuple):
+    """The samples that a worker has written: see witness.py."""
 
     at_s: float
     live_bytes: int
@@ -137,25 +139,29 @@ class Told(NamedTuple):
 
 
 class Freed(NamedTuple):
-    """So long after a client had left the last worker had nothing of it any more; the step that ran then."""
+    """The time until the last worker had freed everything of a client, and the step that ran then."""
 
     took_s: float
     step_s: float
 
 
-def _freed(told: Path, left_s: float) -> Freed | None:
+def _freed(samples: Path, left_s: float) -> Freed | None:
     """None: no worker had anything when the client left."""
     give_up_s = time.monotonic() + GIVE_UP_S
     while True:
         assert time.monotonic() < give_up_s, "memory is still held"
         workers = [
-            [Told(float(at), int(live), int(steps)) for at, live, steps in map(str.split, _lines(file))]
-            for file in told.iterdir()
+            [Sample(float(at), int(live), int(steps)) for at, live, steps in map(str.split, _lines(file))]
+            for file in samples.iterdir()
         ]
-        if time.monotonic() > left_s + SETTLE_S and all(one[-1].live_bytes == 0 for one in workers if one):
+        if time.monotonic() > left_s + SETTLE_S and all(
+            samples[-1].live_bytes == 0 for samples in workers if samples
+        ):
             break
         time.sleep(0.05)
-    freed = [_freed_of(one, left_s) for one in workers if one and _before(one, left_s).live_bytes]
+    freed = [
+        _freed_of(samples, left_s) for samples in workers if samples and _before(samples, left_s).live_bytes
+    ]
     return max(freed, default=None)
 
 
@@ -164,14 +170,14 @@ def _lines(file: Path) -> list[str]:
     return file.read_text().split("\n")[:-1]
 
 
-def _before(worker: Sequence[Told], at_s: float) -> Told:
-    return [one for one in worker if one.at_s <= at_s or one is worker[0]][-1]
+def _before(worker: Sequence[Sample], at_s: float) -> Sample:
+    return [sample for sample in worker if sample.at_s <= at_s or sample is worker[0]][-1]
 
 
-def _freed_of(worker: Sequence[Told], left_s: float) -> Freed:
-    last = next(one for one in reversed(worker) if one.live_bytes)
+def _freed_of(worker: Sequence[Sample], left_s: float) -> Freed:
+    last = next(sample for sample in reversed(worker) if sample.live_bytes)
     free = worker[worker.index(last) + 1]
     now = _before(worker, left_s)
-    began = next(one for one in worker if one.steps == now.steps)
-    ended = next(one for one in worker if one.steps > now.steps)
+    began = next(sample for sample in worker if sample.steps == now.steps)
+    ended = next(sample for sample in worker if sample.steps > now.steps)
     return Freed(free.at_s - left_s, ended.at_s - began.at_s)

@@ -46,7 +46,7 @@ def in_files(folder: Path) -> Flip:
 
 
 def in_memory(admin: str, pid: Callable[[], int]) -> Flip:
-    """In that of a Mooncake owner, at the place that the master says."""
+    """Return a flip in the memory of a Mooncake owner, at the address that the master reports."""
 
     def flip(bits: Mapping[ObjectKey, int]) -> None:
         places = places_of(admin, [str(key) for key in bits])
@@ -67,15 +67,15 @@ def _flip(file: Any, start: int, bit: int) -> None:  # noqa: ANN401 - a file wit
 
 
 def places_of(admin: str, names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Where the owner has each object in its memory, and its size."""
+    """Return each object's offset in its owner's memory and its size."""
     places: dict[str, tuple[int, int]] = {}
     for start in range(0, len(names), NAMES_MAX):
         asked = ",".join(names[start : start + NAMES_MAX])
         with urlopen(f"http://{admin}/batch_query_keys?keys={asked}") as answer:
             found = json.loads(answer.read())["data"]
-        for name, one in found.items():
-            if one["values"]:
-                places[name] = (one["values"][0]["buffer_address_"], one["values"][0]["size_"])
+        for name, process in found.items():
+            if process["values"]:
+                places[name] = (process["values"][0]["buffer_address_"], process["values"][0]["size_"])
     return places
 
 

@@ -53,7 +53,7 @@ GROUPS = ("--prefill", "1", "--decode", "2", "--decode-tensor-parallel-size", "2
 
 
 def rounds(options: tuple[str, ...], victims: Sequence[str], count: int) -> dict[str, Any]:
-    """Each victim killed, and each stopped, so many times under one load."""
+    """Kill each victim, and stop each, `count` times under one load."""
     with tempfile.TemporaryDirectory() as folder, serving(options, Path(folder, "log")) as server:
         load = Load(server)
         quiet, _ = load.under("quiet", partial(asyncio.sleep, QUIET_S))
@@ -90,10 +90,10 @@ def _faults(victim: str, count: int, *, stops: bool) -> list[Fault]:
 
 
 def _figures(calls: Sequence[Call], struck: Sequence[Struck]) -> dict[str, Any]:
-    missed = sorted(one.missed_s for one in struck if one.missed_s is not None)
+    missed = sorted(strike.missed_s for strike in struck if strike.missed_s is not None)
     return {
         "faults": len(struck),
-        **pauses(calls, [one.at_s for one in struck]),
+        **pauses(calls, [strike.at_s for strike in struck]),
         "noticed": len(missed),
         "noticed_s": spread(missed),
     }
@@ -114,7 +114,7 @@ async def _strike_all(
 
 
 def _missed(fault: Fault, before: Rows) -> Callable[[Rows], bool] | None:
-    """How the workers' state tells that this fault is known; None: as of a worker."""
+    """Return how the workers' state shows this fault; None: by a worker that is gone."""
     pids = {row["info"]["pid"] for row in before}
     trips = _trips(before)
     born_s = time.monotonic()
@@ -132,7 +132,7 @@ def _trips(rows: Rows) -> int:
 
 
 async def _served_s(server: Server) -> float:
-    """How long a new request takes to its answer of one token; it must have one."""
+    """Return the seconds that a new request takes to its answer of one token."""
     rng = Random(time.monotonic_ns())
     body = {"model": "keeper", "prompt": [rng.randrange(5, 890) for _ in range(40)], "max_tokens": 1}
     async with client_of(server.url) as client:

@@ -1,4 +1,4 @@
-"""R6: workers are told to go while they stream, and all of them are replaced one after the other."""
+"""Measures R6: workers are drained while they stream, and all are replaced one after the other."""
 
 import asyncio
 import tempfile
@@ -15,13 +15,13 @@ from tests.support.e2e.server import Server, eventually
 
 from benchmarks.faults.scene import Load, names_of, pauses, serving, spread, until_all_are_back
 
-TOLD = ("decode-0", "decode-1", "prefill-0")
+LEAVING = ("decode-0", "decode-1", "prefill-0")
 SETTLE_S = 2.0
 SIZES = ("--prefill", "2", "--decode", "3")
 
 
 def leaving(rounds: int) -> dict[str, Any]:
-    """Each worker is replaced `rounds` times; then some are told to go for good."""
+    """Replace each worker `rounds` times; then drain some for good."""
     took: list[float] = []
     with tempfile.TemporaryDirectory() as folder, serving(SIZES, Path(folder, "log")) as server:
         load, names = Load(server), names_of(server)
@@ -29,9 +29,9 @@ def leaving(rounds: int) -> dict[str, Any]:
         rolling = {**load.verdict(found.calls), **_figures(found, times, took), "restarts": len(times)}
         print(rolling, flush=True)
         took.clear()
-        found, times = load.under("leaving", partial(_tell_some, server, took))
-        told = {**load.verdict(found.calls), **_figures(found, times, took), "told": len(times)}
-    return {"rolling restart": rolling, "SIGTERM": told}
+        found, times = load.under("leaving", partial(_stop_some, server, took))
+        stopped = {**load.verdict(found.calls), **_figures(found, times, took), "stopped": len(times)}
+    return {"rolling restart": rolling, "SIGTERM": stopped}
 
 
 def _figures(found: Run, times: list[float], took: list[float]) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def _figures(found: Run, times: list[float], took: list[float]) -> dict[str, Any
 
 
 async def _restart_all(server: Server, names: frozenset[str], rounds: int, took: list[float]) -> list[float]:
-    """Drained, killed when empty, and back. Returns when each was told."""
+    """Drain, kill when empty, and wait for each worker; return when each was asked to drain."""
     times: list[float] = []
     for name in sorted(names) * rounds:
         await asyncio.sleep(SETTLE_S)
@@ -63,9 +63,9 @@ def _drain(server: Server, name: str) -> None:
     eventually(is_empty)
 
 
-async def _tell_some(server: Server, took: list[float]) -> list[float]:
+async def _stop_some(server: Server, took: list[float]) -> list[float]:
     times: list[float] = []
-    for name in TOLD:
+    for name in LEAVING:
         await asyncio.sleep(SETTLE_S)
         process = await asyncio.to_thread(process_of, server, name)
         times.append(time.monotonic())

@@ -27,8 +27,10 @@ FAULTS: dict[str, tuple[str, Callable[[psutil.Process], None]]] = {
 
 
 def outages(rounds: int) -> dict[str, Any]:
-    """One request after another, each with a prompt that nobody has seen. A master that was killed has
-    forgotten all, an owner has lost all; what is stopped goes on after AWAY_S."""
+    """Run requests one after another, each with a new prompt, while the store fails.
+    A killed master has forgotten all keys and a killed owner has lost all pages; stopped processes
+    resume after AWAY_S.
+    """
     rng = Random(0)
     options = ("--prefill", "1", "--decode", "1", "--store", "mooncake?size=512MiB")
     phases: dict[str, list[list[Answer]]] = {name: [[], [], []] for name in FAULTS}
@@ -46,7 +48,7 @@ def outages(rounds: int) -> dict[str, Any]:
 def _outage(
     server: Server, process: psutil.Process, break_it: Callable[[psutil.Process], None], rng: Random
 ) -> list[list[Answer]]:
-    """Before, while it is away, and since it is used again."""
+    """Return the answers before the outage, during it, and after the store is used again."""
     with httpx.Client(base_url=server.url, timeout=GIVE_UP_S) as client:
         _until_used(client, rng)
         before = ask_for(client, rng, PHASE_S)

@@ -73,7 +73,9 @@ class Load:
         return asyncio.run(main())
 
     async def _look(self) -> None:
-        """Whether this process itself was kept waiting: then pauses say nothing of the server."""
+        """Record whether this process itself was delayed, because pauses then say nothing about the
+        server.
+        """
         self._stood_still_s = 0.0
         while True:
             before_s = time.monotonic()
@@ -87,16 +89,16 @@ class Load:
 
     @staticmethod
     def firsts_s(calls: Sequence[Call]) -> list[float]:
-        """Until the first token of each."""
+        """Return the seconds until the first token of each call."""
         return [call.chunks[0].at_s - call.sent_s for call in calls if call.chunks]
 
     def verdict(self, calls: Sequence[Call]) -> dict[str, Any]:
-        """How many streams failed, and how many of the others are not what they were in the calm."""
+        """Count the streams that failed, and the others whose tokens differ from the calm run."""
         failed = [call.trouble for call in calls if call.trouble]
         pairs = zip(calls, cycle(self._calm), strict=False)
-        changed = [one for call, calm in pairs if not call.trouble and (one := broken(call, calm))]
-        for one in [*failed, *changed]:
-            sys.stderr.write(f"trouble: {one}\n")
+        changed = [problem for call, calm in pairs if not call.trouble and (problem := broken(call, calm))]
+        for problem in [*failed, *changed]:
+            sys.stderr.write(f"trouble: {problem}\n")
         return {
             "streams": len(calls),
             "failed": len(failed),
@@ -106,8 +108,9 @@ class Load:
 
 
 def pauses(calls: Sequence[Call], times_s: Sequence[float]) -> dict[str, Any]:
-    """Of the calls that were under way at these times: of those that had a token by then, between two tokens;
-    of the others, until the first one."""
+    """Return the pauses of the calls that were in progress at these times.
+    For calls that had a token the pause is between two tokens, for the others until the first one.
+    """
     streaming: list[float] = []
     asking: list[float] = []
     for at_s in times_s:

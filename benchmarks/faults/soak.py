@@ -39,7 +39,7 @@ RAMP_S = 20.0
 
 @dataclass
 class Seen:
-    """Of each look: the share of the decode workers' budgets that belongs to requests, and to anybody."""
+    """The shares of the decode workers' budgets in use by requests, and in use at all, per sample."""
 
     live: list[float] = field(default_factory=list[float])
     used: list[float] = field(default_factory=list[float])
@@ -80,10 +80,12 @@ def soak(minutes: float) -> dict[str, Any]:
         evicted = {name for row in rows for name in row["load"]["counters"] if name.startswith("evicted_")}
         counters = {name: int(server.counter(name)) for name in (*COUNTERS, *sorted(evicted))}
         lost = lives - {row["info"]["worker"] for row in rows}
-    ended = [one for one in tried if not one.aborted]
-    failed = [one.call.trouble for one in ended if one.call.trouble]
-    changed = [found for one in ended if not one.call.trouble and (found := broken(one.call, one.calm))]
-    cut = [one for one in tried if one.aborted and not _is_begin(one.call, one.calm)]
+    ended = [trial for trial in tried if not trial.aborted]
+    failed = [trial.call.trouble for trial in ended if trial.call.trouble]
+    changed = [
+        found for trial in ended if not trial.call.trouble and (found := broken(trial.call, trial.calm))
+    ]
+    cut = [trial for trial in tried if trial.aborted and not _is_begin(trial.call, trial.calm)]
     return {
         "minutes": minutes,
         "streams": len(tried),
@@ -95,7 +97,9 @@ def soak(minutes: float) -> dict[str, Any]:
         "leaked_bytes": 0,  # else `wait_until_quiet` would not have come to its end
         "live_share": spread(sorted(seen.live)),
         "used_share": spread(sorted(seen.used)),
-        "looks_with_used_of_0.99": round(sum(one >= 0.99 for one in seen.used) / max(1, len(seen.used)), 3),
+        "looks_with_used_of_0.99": round(
+            sum(share >= 0.99 for share in seen.used) / max(1, len(seen.used)), 3
+        ),
         "looks_with_requests_that_wait": round(sum(map(bool, seen.waiting)) / max(1, len(seen.waiting)), 3),
         "waiting_rows": spread(sorted(seen.waiting)),
         "counters": counters,
@@ -138,20 +142,22 @@ async def _load(
 
 
 def _resident_mib(server: Server) -> dict[str, float]:
-    """Of the frontend, the router and each worker."""
+    """Return the resident memory of the edge, the router and each worker in MiB."""
     pids = {row["info"]["name"]: row["info"]["pid"] for row in rows_of(server) or []}
     found = {name: psutil.Process(pid) for name, pid in pids.items()}
     processes = server.processes()
     found["frontend"] = processes[0]
-    found["router"] = next(one for one in processes if "RouterActor" in " ".join(one.cmdline()))
-    return {name: round(one.memory_info().rss / 2**20, 1) for name, one in sorted(found.items())}
+    found["router"] = next(process for process in processes if "RouterActor" in " ".join(process.cmdline()))
+    return {name: round(process.memory_info().rss / 2**20, 1) for name, process in sorted(found.items())}
 
 
 def _is_begin(call: Call, calm: Call) -> bool:
-    """Whether a call that was given up had what the same one has in the calm, as far as it went."""
+    """Return whether an aborted call's output is a prefix of the same call's output in the calm
+    run.
+    """
     for index in range(call.ask.body.get("n", 1)):
         tokens, whole = (
-            [token for chunk in one.choice(index) for token in chunk.tokens] for one in (call, calm)
+            [token for chunk in item.choice(index) for token in chunk.tokens] for item in (call, calm)
         )
         if tokens != whole[: len(tokens)]:
             return False

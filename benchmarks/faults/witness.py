@@ -1,8 +1,8 @@
-"""`tidemill` with workers that write down, at once, what memory requests have, and when steps end.
+"""`tidemill` with workers that immediately record the memory of requests and the ends of steps.
 
 TIDEMILL_WITNESS=FOLDER python -m benchmarks.faults.witness serve keeper
 
-A line in FOLDER/PID for each change: the time on the machine's monotonic clock, the bytes, the steps.
+FOLDER/PID gets a line per change: the time on the machine's monotonic clock, the bytes, the steps.
 """
 
 import asyncio

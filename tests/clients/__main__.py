@@ -1,4 +1,5 @@
-"""Runs each client against a real server of keeper and says what it has found. `make clients` sets it up.
+"""Run each client against a real server of keeper and print the results. `make clients` installs
+the clients.
 
 python -m tests.clients --environments .venv/clients --vllm path/to/python
 """

@@ -1,4 +1,4 @@
-"""lm-eval asks keeper's held-out questions over HTTP; the model itself says what should have come out."""
+"""lm-eval asks keeper's held-out questions over HTTP; the model itself gives the expected answers."""
 # pyright: basic
 # torch and transformers are typed in part only.
 
@@ -103,8 +103,10 @@ def lm_eval(python: Path, target: Target, folder: Path) -> Compared:
     errors: list[float] = []
     right = 0
     for row in rows:
-        expected = [_loglikelihood(model, tokenizer, row["prompt"], f" {one}") for one in row["choices"]]
-        got = [float(one[0][0]) for one in scored[row["prompt"]]["resps"]]
+        expected = [
+            _loglikelihood(model, tokenizer, row["prompt"], f" {choice}") for choice in row["choices"]
+        ]
+        got = [float(sample[0][0]) for sample in scored[row["prompt"]]["resps"]]
         errors += [abs(a - b) for a, b in zip(expected, got, strict=True)]
         right += expected.index(max(expected)) == row["gold"]
     return Compared(
@@ -121,7 +123,7 @@ def _rows(asked: list[Question], tokenizer: Any) -> list[dict[str, Any]]:  # noq
     rng = Random(SEED)
     rows: list[dict[str, Any]] = []
     for question in asked:
-        others = sorted({one.answer for one in asked} - {question.answer})
+        others = sorted({other.answer for other in asked} - {question.answer})
         choices = [question.answer, *rng.sample(others, CHOICES - 1)]
         rng.shuffle(choices)
         rows.append(

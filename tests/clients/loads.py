@@ -36,7 +36,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a client says of its run. Times are medians."""
+    """The figures that a client reports of its run. Times are medians."""
 
     completed: int
     failed: int
@@ -45,7 +45,7 @@ class Found:
     itl_ms: float
 
     def problems(self) -> list[str]:
-        """What a server that works does not show."""
+        """Return what a working server would not show."""
         expected = REQUESTS * ANSWER_TOKENS
         checks = {
             f"{self.failed} requests failed": self.failed == 0,
@@ -58,7 +58,9 @@ class Found:
 
 
 def run(command: Sequence[str | Path], folder: Path, **more: str) -> None:
-    """In `folder`, without our environment, with `more`. Raises CalledProcessError, with the output."""
+    """Run the command in `folder`, without our environment and with `more`.
+    Raises CalledProcessError with the output.
+    """
     ours = ("LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH")
     environ = {name: value for name, value in os.environ.items() if name not in ours}
     with tempfile.TemporaryFile("w+") as output:

@@ -67,7 +67,7 @@ def request(*tokens: int, max_new_tokens: int = 5) -> Request:
     return Request(request_id="r", tokens=tokens, max_new_tokens=max_new_tokens)
 
 
-def test_a_request_goes_the_whole_way(cluster: Cluster, fleet: FleetSettings) -> None:
+def test_request_passes_through_real_actors(cluster: Cluster, fleet: FleetSettings) -> None:
     async def main() -> None:
         async with frontend(cluster, fleet) as here:
             infos = await here.until_all_are_back()
@@ -82,7 +82,7 @@ def test_a_request_goes_the_whole_way(cluster: Cluster, fleet: FleetSettings) ->
     run(main())
 
 
-def test_a_killed_worker_is_noticed_and_comes_back(cluster: Cluster, fleet: FleetSettings) -> None:
+def test_worker_that_is_killed_is_noticed_and_restarted(cluster: Cluster, fleet: FleetSettings) -> None:
     async def main() -> None:
         async with frontend(cluster, fleet) as here:
             before = (await here.until_all_are_back())["decode-0"]
@@ -96,7 +96,9 @@ def test_a_killed_worker_is_noticed_and_comes_back(cluster: Cluster, fleet: Flee
                         pass
             with pytest.raises(WorkerGone):
                 await here.tokens(route, request(1))
-            await here.until(lambda status: before.worker not in [one.info.worker for one in status.workers])
+            await here.until(
+                lambda status: before.worker not in [worker.info.worker for worker in status.workers]
+            )
             after = (await here.until_all_are_back())["decode-0"]
             assert after.worker != before.worker
             assert await here.tokens(await here.place(), request(7)) == [8, 9, 10, 11, 12]
@@ -104,22 +106,22 @@ def test_a_killed_worker_is_noticed_and_comes_back(cluster: Cluster, fleet: Flee
     run(main())
 
 
-def test_a_broken_step_loop_ends_the_worker_and_ray_starts_its_next_life(
-    cluster: Cluster, fleet: FleetSettings
-) -> None:
+def test_worker_whose_step_loop_fails_is_restarted_by_ray(cluster: Cluster, fleet: FleetSettings) -> None:
     async def main() -> None:
         async with frontend(cluster, fleet) as here:
             before = (await here.until_all_are_back())["decode-0"]
             with pytest.raises(WorkerGone):
                 await here.tokens(await here.place(), request(BREAK_TOKEN, max_new_tokens=10**6))
-            await here.until(lambda status: before.worker not in [one.info.worker for one in status.workers])
+            await here.until(
+                lambda status: before.worker not in [worker.info.worker for worker in status.workers]
+            )
             after = (await here.until_all_are_back())["decode-0"]
             assert after.pid != before.pid
 
     run(main())
 
 
-def test_each_router_that_is_killed_comes_back_and_hears_the_same_workers(
+def test_router_that_is_killed_comes_back_and_knows_the_same_workers(
     cluster: Cluster, fleet: FleetSettings
 ) -> None:
     async def main() -> None:
@@ -139,7 +141,7 @@ def test_each_router_that_is_killed_comes_back_and_hears_the_same_workers(
     run(main())
 
 
-def test_a_frozen_worker_is_dropped_and_heard_again(cluster: Cluster, fleet: FleetSettings) -> None:
+def test_worker_that_is_frozen_is_dropped_and_found_again(cluster: Cluster, fleet: FleetSettings) -> None:
     async def main() -> None:
         async with frontend(cluster, fleet) as here:
             frozen = (await here.until_all_are_back())["decode-0"]
@@ -148,7 +150,9 @@ def test_a_frozen_worker_is_dropped_and_heard_again(cluster: Cluster, fleet: Fle
             try:
                 with pytest.raises(WorkerGone):
                     await here.tokens(route, request(1, max_new_tokens=10**6))
-                await here.until(lambda status: [one.info.name for one in status.workers] == ["prefill-0"])
+                await here.until(
+                    lambda status: [worker.info.name for worker in status.workers] == ["prefill-0"]
+                )
             finally:
                 os.kill(frozen.pid, signal.SIGCONT)
             assert (await here.until_all_are_back())["decode-0"] == frozen
@@ -156,7 +160,7 @@ def test_a_frozen_worker_is_dropped_and_heard_again(cluster: Cluster, fleet: Fle
     run(main())
 
 
-def test_nothing_listens_beyond_loopback(cluster: Cluster) -> None:
+def test_cluster_listens_on_loopback_only(cluster: Cluster) -> None:
     del cluster  # that it runs is enough
     listening = listening_of(psutil.Process().children(recursive=True))
     assert listening

@@ -34,7 +34,9 @@ LOOK_S = 0.1
 
 @dataclass
 class Load:
-    """Calls one after another in each of its lines, until it is told to end; all are checked."""
+    """A load of calls, one after another in each of its lines, until it is stopped. All are
+    checked.
+    """
 
     client: Client
     model: str = "paced"
@@ -89,7 +91,7 @@ class Fleet:
                 await asyncio.sleep(LOOK_S)
 
     def has_grown(self) -> bool:
-        """In each role more than one has had work."""
+        """Return whether more than one worker of each role has had work."""
         return self.worked.keys() == MOST.keys() and min(map(len, self.worked.values())) > 1
 
     def is_least(self) -> bool:
@@ -100,7 +102,7 @@ class Fleet:
         return sorted(row["info"]["name"] for row in self.rows)
 
 
-def test_workers_come_and_go_by_load_and_by_hand(tmp_path: Path) -> None:
+def test_workers_are_added_and_removed_by_load_and_by_command(tmp_path: Path) -> None:
     async def main(server: PacedServer) -> None:
         async with Client(server.url) as client:
             await scale(client, server)
@@ -142,31 +144,31 @@ async def scale_by_hand(client: Client, server: PacedServer) -> None:
     async with asyncio.TaskGroup() as calls:
         for _ in range(2 * ROWS_MAX):
             calls.create_task(busy.line(SHORT_TOKENS, STREAM_TOKENS))
-        more = await told(server, "scale", "mixed=3", "--model", "fixed", "--wait", "--json")
+        more = await run_command(server, "scale", "mixed=3", "--model", "fixed", "--wait", "--json")
         assert json.loads(more.stdout)["roles"][0]["workers"] == 3, more
         await fleet.until(lambda: len(fleet.worked.get("mixed", ())) == 3)
         assert fleet.names() == ["fixed-mixed-0", "fixed-mixed-1", "fixed-mixed-2"]
-        fewer = await told(server, "scale", "mixed=1", "--model", "fixed", "--wait")
+        fewer = await run_command(server, "scale", "mixed=1", "--model", "fixed", "--wait")
         assert "mixed" in fewer.stdout
         await fleet.until(lambda: len(fleet.rows) == 1)
         busy.ends.set()  # those that were handed over end as exactly as the others
     await asyncio.to_thread(eventually, lambda: num_processes(server) == before)
     assert {row["state"] for row in fleet.rows} == {"ready"}
-    refused = await told(server, "scale", "mixed=0", "--model", "fixed", status=2)
+    refused = await run_command(server, "scale", "mixed=0", "--model", "fixed", status=2)
     assert "one mixed worker has to stay" in refused.stderr
 
 
 async def look(server: PacedServer, folder: Path) -> None:
-    """What people look at, of a server that has answered."""
-    top = json.loads((await told(server, "top", "--once", "--json")).stdout)
-    assert [one["model"] for one in top["models"]] == ["paced", "fixed"]
-    assert {one["model"] for one in top["workers"]} == {"paced", "fixed"}
+    """Check what operators look at, on a server that has answered."""
+    top = json.loads((await run_command(server, "top", "--once", "--json")).stdout)
+    assert [row["model"] for row in top["models"]] == ["paced", "fixed"]
+    assert {row["model"] for row in top["workers"]} == {"paced", "fixed"}
     await asyncio.to_thread(watch_and_leave, server.url)
 
     bundle = folder / "bundle.tar.gz"
-    await told(server, "support-bundle", "-o", str(bundle))
+    await run_command(server, "support-bundle", "-o", str(bundle))
     with tarfile.open(bundle) as archive:
-        files = {Path(one.name).name: archive.extractfile(one) for one in archive.getmembers()}
+        files = {Path(member.name).name: archive.extractfile(member) for member in archive.getmembers()}
         texts = {name: file.read().decode() for name, file in files.items() if file is not None}
     assert set(json.loads(texts["index.json"])["parts"].values()) == {"ok"}
     assert len(json.loads(texts["nodes.json"])["nodes"]) == 1
@@ -199,7 +201,9 @@ def watch_and_leave(url: str) -> None:
         assert watching.stderr.read() == ""
 
 
-async def told(server: PacedServer, *words: str, status: int = 0) -> "subprocess.CompletedProcess[str]":
+async def run_command(
+    server: PacedServer, *words: str, status: int = 0
+) -> "subprocess.CompletedProcess[str]":
     """A command that asks this server, once it has ended, with nothing left of it."""
     ended, alive = await asyncio.to_thread(run_cli, *words, "--url", server.url)
     assert ended.returncode == status, ended

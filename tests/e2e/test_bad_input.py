@@ -1,6 +1,7 @@
-"""What a user can get wrong at start-up, as a real process: one line, exit status 2, nothing left running.
+"""Wrong start-up arguments in a real process give one line, exit status 2, and leave nothing
+running.
 
-The mistakes that are found before anything is started are all in tests/unit/cluster/cli/test_main.py.
+Mistakes that are found before anything starts are tested in tests/unit/cluster/cli/test_main.py.
 """
 
 from pathlib import Path
@@ -20,11 +21,11 @@ def refused(*arguments: str, **environment: str) -> str:
     return lines[0]
 
 
-def test_before_anything_is_started() -> None:
+def test_mistake_found_before_start() -> None:
     assert "/nowhere" in refused("serve", "/nowhere")
 
 
-def test_in_a_worker(tmp_path: Path) -> None:
+def test_mistake_found_in_a_worker(tmp_path: Path) -> None:
     """The compiler is looked for by the workers: their error comes back as a line of the command."""
     line = refused(
         "serve", "keeper", "--port", "0", "--mixed", "1", PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path)

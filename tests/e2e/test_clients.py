@@ -38,7 +38,7 @@ TEMPLATE = """{% for tool in tools or [] %}<|system|> {{ tool | tojson }}<|end|>
 
 
 class Place(BaseModel):
-    """Where somebody is."""
+    """A person's location, as the tool returns it."""
 
     room: Literal["attic", "cellar"]
     floor: Literal[0, 1, 2]
@@ -92,19 +92,19 @@ def asked(index: int) -> tuple[str, str]:
     return f"{DEMO['notebook']} {item['question']}", item["answer"]
 
 
-def said(text: str) -> list[ChatCompletionMessageParam]:
+def user_message(text: str) -> list[ChatCompletionMessageParam]:
     return [{"role": "user", "content": text}]
 
 
-def test_a_chat_whole_and_streamed(client: OpenAI) -> None:
+def test_openai_chat_whole_and_streamed(client: OpenAI) -> None:
     question, answer = asked(0)
-    whole = client.chat.completions.create(model=NAME, messages=said(question), temperature=0)
+    whole = client.chat.completions.create(model=NAME, messages=user_message(question), temperature=0)
     assert (whole.choices[0].message.content or "").strip() == answer
     assert whole.choices[0].finish_reason == "stop"
     chunks = list(
         client.chat.completions.create(
             model=NAME,
-            messages=said(question),
+            messages=user_message(question),
             temperature=0,
             stream=True,
             stream_options={"include_usage": True},
@@ -120,22 +120,22 @@ def test_a_chat_whole_and_streamed(client: OpenAI) -> None:
     assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens // 64 * 64
 
 
-def test_a_request_is_known_by_its_id(client: OpenAI) -> None:
+def test_openai_request_id_is_returned(client: OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(
-        model=NAME, messages=said("Hello"), max_tokens=2, extra_headers={"x-request-id": "mine"}
+        model=NAME, messages=user_message("Hello"), max_tokens=2, extra_headers={"x-request-id": "mine"}
     )
     assert raw.headers["x-request-id"] == "mine"
     assert raw.parse().choices
 
 
-def test_many_at_once(server: Server) -> None:
+def test_openai_clients_run_concurrently(server: Server) -> None:
     async def main() -> None:
         async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
 
             async def one(index: int) -> bool:
                 question, answer = asked(index)
                 async with client.chat.completions.stream(
-                    model=NAME, messages=said(question), temperature=0
+                    model=NAME, messages=user_message(question), temperature=0
                 ) as stream:
                     final = await stream.get_final_completion()
                 return (final.choices[0].message.content or "").strip() == answer
@@ -145,7 +145,7 @@ def test_many_at_once(server: Server) -> None:
     asyncio.run(main())
 
 
-def test_completions_of_texts_and_of_tokens(client: OpenAI) -> None:
+def test_openai_completions_of_texts_and_tokens(client: OpenAI) -> None:
     one = client.completions.create(model=NAME, prompt="Emma is", max_tokens=6, temperature=0, logprobs=2)
     two = client.completions.create(
         model=NAME, prompt=["Emma is", "Tom is"], max_tokens=6, temperature=0, n=2, seed=1
@@ -160,7 +160,7 @@ def test_completions_of_texts_and_of_tokens(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
-def test_a_tool_is_called_and_answered(client: OpenAI, choice: Any) -> None:  # noqa: ANN401 - JSON
+def test_openai_tool_call_and_its_result(client: OpenAI, choice: Any) -> None:  # noqa: ANN401 - JSON
     ask: dict[str, Any] = {
         "model": NAME,
         "tools": [LOOK],
@@ -168,19 +168,19 @@ def test_a_tool_is_called_and_answered(client: OpenAI, choice: Any) -> None:  # 
         "parallel_tool_calls": False,
         "temperature": 0,
     }
-    whole = client.chat.completions.create(messages=said("Where is Emma?"), **ask)
+    whole = client.chat.completions.create(messages=user_message("Where is Emma?"), **ask)
     message = whole.choices[0].message
     (call,) = message.tool_calls or []
     assert call.type == "function"
     assert call.function.name == "look"
     assert json.loads(call.function.arguments)["person"] in {"Emma", "Tom"}
-    with client.chat.completions.stream(messages=said("Where is Emma?"), **ask) as stream:
+    with client.chat.completions.stream(messages=user_message("Where is Emma?"), **ask) as stream:
         streamed = stream.get_final_completion().choices[0]
     assert streamed.finish_reason == whole.choices[0].finish_reason
     (again,) = streamed.message.tool_calls or []
     assert again.function.arguments == call.function.arguments
     after: list[Any] = [
-        *said("Where is Emma?"),
+        *user_message("Where is Emma?"),
         message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "Emma is in the tower."},
     ]
@@ -188,29 +188,37 @@ def test_a_tool_is_called_and_answered(client: OpenAI, choice: Any) -> None:  # 
     assert closing.choices[0].message.role == "assistant"
 
 
-def test_an_answer_in_a_form(client: OpenAI) -> None:
+def test_openai_structured_answer(client: OpenAI) -> None:
     whole = client.chat.completions.parse(
-        model=NAME, messages=said("Where is Emma?"), response_format=Place, temperature=0, max_tokens=60
+        model=NAME,
+        messages=user_message("Where is Emma?"),
+        response_format=Place,
+        temperature=0,
+        max_tokens=60,
     )
     assert whole.choices[0].message.parsed is not None
     with client.chat.completions.stream(
-        model=NAME, messages=said("Where is Emma?"), response_format=Place, temperature=0, max_tokens=60
+        model=NAME,
+        messages=user_message("Where is Emma?"),
+        response_format=Place,
+        temperature=0,
+        max_tokens=60,
     ) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == whole.choices[0].message.parsed
 
 
-def test_mistakes_become_the_sdks_errors(client: OpenAI) -> None:
+def test_openai_errors_become_the_sdks_exceptions(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="gpt-4", messages=said("a"))
+        client.chat.completions.create(model="gpt-4", messages=user_message("a"))
     with pytest.raises(openai.BadRequestError) as error:
-        client.chat.completions.create(model=NAME, messages=said("a"), temperature=-1)
+        client.chat.completions.create(model=NAME, messages=user_message("a"), temperature=-1)
     assert error.value.param == "temperature"
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         client.completions.create(model=NAME, prompt="a", max_tokens=10**6)
     assert [model.id for model in client.models.list()] == [NAME]
 
 
-def test_a_chain_whole_and_streamed(chain: ChatOpenAI) -> None:
+def test_langchain_chain_whole_and_streamed(chain: ChatOpenAI) -> None:
     question, answer = asked(1)
     messages = [SystemMessage("You know the notebook."), HumanMessage(question)]
     whole = chain.invoke([HumanMessage(question)])
@@ -222,7 +230,7 @@ def test_a_chain_whole_and_streamed(chain: ChatOpenAI) -> None:
     assert len(chain.batch([messages, messages])) == 2
 
 
-def test_a_chain_calls_a_tool_and_goes_on(chain: ChatOpenAI) -> None:
+def test_langchain_chain_calls_a_tool_and_continues(chain: ChatOpenAI) -> None:
     ready = chain.bind_tools([look], tool_choice="look")
     first = ready.invoke("Where is Emma?")
     assert isinstance(first, AIMessage)
@@ -232,20 +240,20 @@ def test_a_chain_calls_a_tool_and_goes_on(chain: ChatOpenAI) -> None:
     for chunk in chunks[1:]:
         whole += chunk
     assert isinstance(whole, AIMessage)
-    assert [one["args"] for one in whole.tool_calls] == [call["args"]]
+    assert [tool_call["args"] for tool_call in whole.tool_calls] == [call["args"]]
     result = look.invoke(call)
     assert isinstance(result, ToolMessage)
     final = chain.bind_tools([look]).invoke([HumanMessage("Where is Emma?"), first, result], max_tokens=8)
     assert isinstance(final, AIMessage)
 
 
-def test_a_chain_answers_in_a_form(chain: ChatOpenAI) -> None:
+def test_langchain_chain_returns_structured_output(chain: ChatOpenAI) -> None:
     for method in ("json_schema", "function_calling"):
         asking = chain.with_structured_output(Place, method=method)
         assert isinstance(asking.invoke("Where is Emma?"), Place), method
 
 
-def test_the_older_chain(server: Server) -> None:
+def test_langchain_legacy_chain(server: Server) -> None:
     model = TextOpenAI(
         base_url=f"{server.url}/v1", api_key=SecretStr("none"), model=NAME, temperature=0, max_tokens=6
     )

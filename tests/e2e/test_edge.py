@@ -79,18 +79,18 @@ def ask(edge: Edge, trace: str, sampled: str = "01", **body: object) -> dict[str
 def spans_of(
     edge: Edge, trace: str, last: frozenset[str] = frozenset(("request text", "stream"))
 ) -> dict[tuple[str, str], Span]:
-    """By process and name, once the `last` ones are there."""
+    """Return the spans of a trace by process and name, once the `last` ones have arrived."""
 
     def all_there() -> bool:
-        return last <= {one.name for one in edge.collector.of(trace)}
+        return last <= {span.name for span in edge.collector.of(trace)}
 
     eventually(all_there)
     found = edge.collector.of(trace)
-    assert max(Counter((one.process, one.name) for one in found).values()) == 1
-    return {(one.process, one.name): one for one in found}
+    assert max(Counter((span.process, span.name) for span in found).values()) == 1
+    return {(span.process, span.name): span for span in found}
 
 
-def test_a_request_is_one_trace_over_three_processes(edge: Edge) -> None:
+def test_request_is_one_trace_over_three_processes(edge: Edge) -> None:
     usage = ask(edge, TRACE)["usage"]
     spans = spans_of(edge, TRACE, frozenset(("request text", "generate", "produce", "stream", "publish")))
     assert {process for process, _ in spans} == {"frontend", "prefill-0", "decode-0"}
@@ -106,13 +106,13 @@ def test_a_request_is_one_trace_over_three_processes(edge: Edge) -> None:
     for name in ("tail", "stream"):
         assert spans["decode-0", name].parent == generate.span
     order = [
-        spans[one].start_ns
-        for one in (("frontend", "route"), ("frontend", "prefill"), ("frontend", "decode"))
+        spans[span].start_ns
+        for span in (("frontend", "route"), ("frontend", "prefill"), ("frontend", "decode"))
     ]
     assert order == sorted(order)
-    for one in spans.values():
-        assert one.start_ns <= one.end_ns
-        assert not one.failed
+    for span in spans.values():
+        assert span.start_ns <= span.end_ns
+        assert not span.failed
     assert "first token" in spans["frontend", "decode"].events
     assert "first token" in generate.events
     tokens, depth = usage["prompt_tokens"], (usage["prompt_tokens"] - 1) // 16 * 16
@@ -127,7 +127,7 @@ def test_a_request_is_one_trace_over_three_processes(edge: Edge) -> None:
     assert "zebra" not in repr(edge.collector.spans)
 
 
-def test_what_a_client_does_not_sample_is_not_sent(edge: Edge) -> None:
+def test_request_that_the_client_does_not_sample_sends_no_spans(edge: Edge) -> None:
     unwanted, wanted = "1" * 32, "2" * 32
     ask(edge, unwanted, sampled="00")
     ask(edge, wanted, prompt=PROMPT[5:])
@@ -135,8 +135,8 @@ def test_what_a_client_does_not_sample_is_not_sent(edge: Edge) -> None:
     assert not edge.collector.of(unwanted)
 
 
-def test_every_line_is_an_object_and_each_request_has_one(edge: Edge) -> None:
-    """Before strangers come: of those gRPC itself writes lines."""
+def test_log_lines_are_objects_and_each_request_has_one(edge: Edge) -> None:
+    """This test runs before the garbage tests: gRPC itself logs lines about those."""
     ask(edge, "3" * 32)
     eventually(lambda: "mine-3333" in edge.log_file.read_text())  # it is written after the answer
     text = edge.log_file.read_text()
@@ -150,14 +150,14 @@ def test_every_line_is_an_object_and_each_request_has_one(edge: Edge) -> None:
     assert "zebra" not in edge.log_file.read_text()
 
 
-def test_the_alias_is_scraped(edge: Edge) -> None:
+def test_metrics_alias_is_scraped(edge: Edge) -> None:
     fetched = 'tidemill:worker_fetched_bytes_total{model_name="keeper",role="decode",worker="decode-0"}'
     ask(edge, "4" * 32)
 
     def scraped() -> str:
         return httpx.get(f"{edge.server.url}/metrics", timeout=300, verify=NO_TLS).text
 
-    eventually(lambda: fetched in scraped())  # the next heartbeat tells
+    eventually(lambda: fetched in scraped())  # with the next heartbeat
     text = scraped()
     for name in ("tidemill:", "vllm:"):
         assert f'{name}request_success_total{{finished_reason="length",model_name="keeper"}}' in text
@@ -188,7 +188,7 @@ def calls_of(channel: grpc.aio.Channel) -> tuple[Any, Any]:
     )
 
 
-def test_greedy_tokens_are_those_of_http(edge: Edge) -> None:
+def test_grpc_and_http_give_the_same_greedy_tokens(edge: Edge) -> None:
     prompts = ["Where is Emma?", STORY]
     sampling = pb.Sampling(temperature=0, max_tokens=24, ignore_eos=True)
 
@@ -211,11 +211,11 @@ def test_greedy_tokens_are_those_of_http(edge: Edge) -> None:
     grpc_loop.run(main())
 
 
-def test_health_and_garbage(edge: Edge) -> None:
+def test_grpc_health_and_garbage(edge: Edge) -> None:
     host, _, port = edge.grpc_address.rpartition(":")
     idle = [socket.create_connection((host, int(port))) for _ in range(200)]
-    for one in idle[:100]:
-        one.sendall(b"\x00\xff" * 100)
+    for connection in idle[:100]:
+        connection.sendall(b"\x00\xff" * 100)
 
     async def main() -> None:
         async with grpc.aio.insecure_channel(edge.grpc_address) as channel:
@@ -228,11 +228,11 @@ def test_health_and_garbage(edge: Edge) -> None:
             assert status.status == health_pb2.HealthCheckResponse.SERVING
 
     grpc_loop.run(main())
-    for one in idle:
-        one.close()
+    for connection in idle:
+        connection.close()
 
 
-def test_a_cancelled_stream_frees_its_memory(edge: Edge) -> None:
+def test_cancelled_grpc_stream_frees_its_memory(edge: Edge) -> None:
     sampling = pb.Sampling(temperature=0, max_tokens=400, ignore_eos=True)
 
     async def main() -> None:
@@ -255,7 +255,7 @@ def test_a_cancelled_stream_frees_its_memory(edge: Edge) -> None:
 
 
 @pytest.mark.parametrize("who", ["plain", "another authority"])
-def test_a_stranger_cannot_reach_a_worker(edge: Edge, who: str, tmp_path: Path) -> None:
+def test_stranger_cannot_reach_a_worker(edge: Edge, who: str, tmp_path: Path) -> None:
     theirs = None if who == "plain" else issue(tmp_path / "theirs", trustme.CA())
     row = edge.server.workers("decode")[0]["info"]
     hello = encode_client_frame(Hello(WorkerId(row["worker"])))
@@ -277,13 +277,13 @@ def test_a_stranger_cannot_reach_a_worker(edge: Edge, who: str, tmp_path: Path) 
     grpc_loop.run(main())
 
 
-def test_every_process_listens_on_loopback_alone(edge: Edge) -> None:
+def test_every_process_listens_on_loopback_only(edge: Edge) -> None:
     listening = listening_of(edge.server.processes())
     assert len(listening) >= 5, "HTTP, gRPC, a router and two workers at least"
     assert set(listening) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
-def test_what_people_ask_and_their_keys_are_in_no_log(edge: Edge) -> None:
+def test_prompts_and_keys_are_in_no_log(edge: Edge) -> None:
     key, words = "sk-zyxomma-petiolatum", "Who is Ophiogomphus?"
     bearer = f"Bearer {key}"
     for body in ({"prompt": words, "max_tokens": 4}, {"prompt": words, "max_tokens": -1}):

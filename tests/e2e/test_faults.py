@@ -59,7 +59,7 @@ KEEPER = bundled()["keeper"]
 
 
 class Prompts:
-    """Greedy completions of prompts that nobody has seen before."""
+    """Greedy completions of new prompts."""
 
     def __init__(self) -> None:
         self._rng = Random(5)
@@ -130,11 +130,11 @@ def check(server: Server, found: Run, calm: Sequence[Call], title: str) -> None:
     wait_until_quiet(server, WORKERS)
     for struck in found.struck:
         pauses = pauses_s(found.calls, struck.at_s)
-        told = f"{struck.fault} dropped after {struck.missed_s} s"
+        line = f"{struck.fault} dropped after {struck.missed_s} s"
         if pauses:
-            told += f", pauses of {len(pauses)} streams: p50 {percentile(pauses, 50):.2f} s"
-            told += f", p99 {percentile(pauses, 99):.2f} s"
-        sys.stdout.write(f"{title}: {told}\n")
+            line += f", pauses of {len(pauses)} streams: p50 {percentile(pauses, 50):.2f} s"
+            line += f", p99 {percentile(pauses, 99):.2f} s"
+        sys.stdout.write(f"{title}: {line}\n")
 
 
 def lives(server: Server) -> dict[str, str]:
@@ -146,24 +146,25 @@ def outcomes(server: Server, bodies: list[dict[str, Any]]) -> list[tuple[str, st
 
 
 def is_left_alone(server: Server) -> bool:
-    """Whether a worker has found the store down, as far as it has told."""
+    """Return whether a worker has reported that the store is down."""
     return any(row["load"]["counters"]["store_is_down"] for row in server.workers())
 
 
 def wait_until_used(server: Server, prompts: Prompts) -> None:
-    """Until a decode worker gets from the store what the prefill worker has just put there: of several
-    prompts at once, a decode worker that is the faster one does not compute all itself."""
+    """Wait until a decode worker gets from the store what the prefill worker has just put there.
+    Of several concurrent prompts, a faster decode worker does not compute all itself.
+    """
     hits = server.counter("store_gets_as_hit")
 
     def is_used() -> bool:
         outcomes(server, prompts.bodies(8, 200, 2))
-        return server.counter("store_gets_as_hit") > hits  # what the last heartbeat said
+        return server.counter("store_gets_as_hit") > hits  # as of the last heartbeat
 
     eventually(is_used)
 
 
 def test_answers_are_those_of_transformers(server: Server) -> None:
-    """As they are with a folder: see test_serving.py."""
+    """Mooncake gives the answers of a folder: see test_serving.py."""
     asked = questions(40, context_tokens=512, seed=12)
     offline = exact_matches(*load(KEEPER), asked)["intact"]
 
@@ -175,27 +176,29 @@ def test_answers_are_those_of_transformers(server: Server) -> None:
                 response = await client.post("/v1/chat/completions", json=body)
                 return response.json()["choices"][0]["message"]["content"].strip() == expected
 
-            return await asyncio.gather(*(answer(list(one.messages), one.answer) for one in asked))
+            return await asyncio.gather(
+                *(answer(list(question.messages), question.answer) for question in asked)
+            )
 
     assert asyncio.run(ask()) == offline
     eventually(lambda: server.counter("store_gets_as_hit") > 0)
     assert server.counter("store_puts_as_stored") > 0
 
 
-def test_the_master_listens_on_loopback_alone(server: Server) -> None:
+def test_mooncake_master_listens_on_loopback_only(server: Server) -> None:
     listening = listening_of([process_of(server, MASTER)])
     assert len(listening) >= 2
     assert set(listening) == {"127.0.0.1"}
 
 
-def test_operators_see_what_is_in_it(server: Server, folder: Path, tmp_path: Path) -> None:
+def test_operators_see_the_content_of_the_store(server: Server, folder: Path, tmp_path: Path) -> None:
     found = re.search(r"store: (mooncake://\S+)", (folder / "log").read_text())
     assert found is not None
     store = ("--store", found[1], "--store-secret-file")
     ended, left = run_cli("store", "ls", "--json", *store, str(folder / "secret"))
     assert (ended.returncode, left) == (0, []), ended.stderr
     held = json.loads(ended.stdout)
-    assert {one["kind"] for one in held} == {"page", "checkpoint"}
+    assert {entry["kind"] for entry in held} == {"page", "checkpoint"}
     get = ("store", "get", held[0]["key"], "-o", str(tmp_path / "body"), *store)
     ended, _ = run_cli(*get, str(folder / "secret"))
     assert ended.stdout.startswith("hit: "), ended.stderr
@@ -208,14 +211,14 @@ def test_operators_see_what_is_in_it(server: Server, folder: Path, tmp_path: Pat
     assert f"tidemill:worker_store_gets_total{{{labels}}}" in metrics
 
 
-def test_pages_survive_every_worker(server: Server, prompts: Prompts) -> None:
+def test_pages_survive_the_loss_of_every_worker(server: Server, prompts: Prompts) -> None:
     """kill -9 of all workers: what they have computed is with the owner, and is fetched from there."""
     bodies = prompts.bodies(4, 300, 20)
     expected = outcomes(server, bodies)
     fetched: set[int] = set()
 
     def are_fetched() -> bool:
-        """Not all at once where pages were on their way to the owner, or came too late to be waited for."""
+        """Some pages may have been on their way to the owner, or too late to be waited for."""
         server.replace_workers()
         streams = asyncio.run(run_all(server.url, bodies))
         assert [stream.outcome for stream in streams] == expected
@@ -228,7 +231,7 @@ def test_pages_survive_every_worker(server: Server, prompts: Prompts) -> None:
 
 
 @pytest.mark.parametrize("part", [MASTER, OWNER])
-def test_streams_survive_the_death_of_the_store(server: Server, prompts: Prompts, part: str) -> None:
+def test_streams_survive_the_loss_of_the_store(server: Server, prompts: Prompts, part: str) -> None:
     """kill -9 of the master, or of the owner with all pages, while eight streams run: each ends with the
     exact tokens, and the store that comes back is used."""
     bodies = prompts.bodies(8, 150, 300)
@@ -240,7 +243,7 @@ def test_streams_survive_the_death_of_the_store(server: Server, prompts: Prompts
     wait_until_used(server, prompts)
 
 
-def test_requests_are_computed_while_the_store_is_away(server: Server, prompts: Prompts) -> None:
+def test_requests_are_computed_while_the_store_is_down(server: Server, prompts: Prompts) -> None:
     """A master that is frozen: calls to it hang. It is found down, the workers leave it alone and compute; it
     is used again by itself, with all that it knew."""
     known, new = prompts.bodies(4, 300, 20), prompts.bodies(4, 300, 20)
@@ -264,7 +267,9 @@ def test_requests_are_computed_while_the_store_is_away(server: Server, prompts: 
 @pytest.mark.parametrize(
     "fault", [stop(ROUTER, for_s=2.0), stop("decode-0", for_s=5.0), stop(OWNER, for_s=4.0)], ids=str
 )
-def test_streams_do_not_notice(server: Server, asked: list[Ask], calm: list[Call], fault: Fault) -> None:
+def test_streams_are_unchanged_by_faults(
+    server: Server, asked: list[Ask], calm: list[Call], fault: Fault
+) -> None:
     """All streams are under way."""
     found = asyncio.run(run(server, asked, salt_of("streams", fault), [when(0, 20, fault)]))
     assert not found.late, "too late: make the streams longer"
@@ -272,8 +277,8 @@ def test_streams_do_not_notice(server: Server, asked: list[Ask], calm: list[Call
 
 
 @pytest.mark.parametrize("fault", [kill("prefill-0"), stop("prefill-0", for_s=4.0), kill(ROUTER)], ids=str)
-def test_prompts_do_not_notice(server: Server, fault: Fault) -> None:
-    """While prompts are computed, and more come in."""
+def test_prompts_are_unchanged_by_faults(server: Server, fault: Fault) -> None:
+    """Faults while prompts are computed and more arrive."""
     short = asks(Random(7), 12, num_tokens=1200, max_tokens=12)
     short = [replace(ask, body={**ask.body, "max_tokens": 12}) for ask in short]
     calm = asyncio.run(run(server, short, "calm", width=WIDTH)).calls
@@ -284,7 +289,7 @@ def test_prompts_do_not_notice(server: Server, fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + RUNS))
-def test_storm(server: Server, seed: int) -> None:
+def test_streams_are_unchanged_by_a_storm_of_faults(server: Server, seed: int) -> None:
     """Random faults at random steps of the load."""
     rng = Random(seed)
     wanted = asks(rng, 20, num_tokens=250, max_tokens=160)
@@ -295,10 +300,10 @@ def test_storm(server: Server, seed: int) -> None:
     check(server, found, calm, f"storm {seed}")
 
 
-def test_bits_that_flip_in_the_store_change_no_answer(
+def test_flipped_bits_in_the_store_change_no_answer(
     server: Server, asked: list[Ask], calm: list[Call]
 ) -> None:
-    """In every page and checkpoint; then all workers lose what they hold, and fetch."""
+    """Flip bits in every page and checkpoint; then restart all workers, which fetch."""
     check(server, asyncio.run(run(server, asked, "flips", width=WIDTH)), calm, "before flips")
     assert flip_all(server) > len(asked)
     server.replace_workers()
@@ -306,7 +311,9 @@ def test_bits_that_flip_in_the_store_change_no_answer(
     eventually(lambda: server.counter("store_gets_as_corrupt") > 0)
 
 
-def test_a_rolling_restart_under_load(server: Server, asked: list[Ask], calm: list[Call]) -> None:
+def test_rolling_restart_under_load_changes_no_answer(
+    server: Server, asked: list[Ask], calm: list[Call]
+) -> None:
     """Drained, killed when it is empty, and back: one worker after the other."""
     before = lives(server)
 
@@ -337,7 +344,9 @@ def test_a_rolling_restart_under_load(server: Server, asked: list[Ask], calm: li
     check(server, asyncio.run(main()), calm, "rolling restart")
 
 
-def test_a_poison_ends_two_workers_and_no_stream(server: Server, asked: list[Ask], calm: list[Call]) -> None:
+def test_poisonous_request_crashes_two_workers_and_ends_no_other_stream(
+    server: Server, asked: list[Ask], calm: list[Call]
+) -> None:
     """A prompt that kills its worker: tried again alone, blamed, and refused from then on."""
     prompt = [*asks(Random(8), 1, num_tokens=200, max_tokens=1)[0].body["prompt"], *MARK]
     poison = Ask("/v1/completions", {"model": "keeper", "prompt": prompt, "max_tokens": 8, "stream": True})
@@ -360,8 +369,12 @@ def test_a_poison_ends_two_workers_and_no_stream(server: Server, asked: list[Ask
         assert sum(after[name] != before[name] for name in WORKERS) <= num_dead
 
 
-def test_who_is_told_to_go_hands_over(server: Server, asked: list[Ask], calm: list[Call]) -> None:
-    """SIGTERM to a worker: nobody notices, and it does not come back. So this is the last test."""
+def test_worker_hands_its_streams_over_after_sigterm(
+    server: Server, asked: list[Ask], calm: list[Call]
+) -> None:
+    """After SIGTERM a worker hands its streams over and does not come back, so this is the last
+    test.
+    """
     leaving = process_of(server, "decode-1")
 
     async def main() -> Run:
@@ -375,7 +388,7 @@ def test_who_is_told_to_go_hands_over(server: Server, asked: list[Ask], calm: li
     eventually(lambda: lives(server).keys() == WORKERS - {"decode-1"} and not leaving.is_running())
 
 
-def test_the_checker_finds() -> None:
+def test_checker_finds_each_kind_of_difference() -> None:
     def chunk(token: str, total: int, finish: str | None = None) -> Chunk:
         offsets = (total - 1,)
         return Chunk(

@@ -1,4 +1,6 @@
-"""A worker of two ranks behind a prefill worker of one: the tokens of one process, also when ranks die."""
+"""A worker of two ranks behind a prefill worker of one gives the tokens of one process, also when
+ranks crash.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -36,12 +38,12 @@ def bodies() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def wanted() -> list[Outcome]:
-    """What the engine says in one process."""
+    """Return the engine's answers in one process."""
     asked = bodies()
     fields = ("max_tokens", "temperature", "seed", "ignore_eos")
     params = [SamplingParams(**{field: body[field] for field in fields}) for body in asked]
     with LLM("keeper", memory="64MiB") as alone:
-        answers = [one.outputs[0] for one in alone.generate([body["prompt"] for body in asked], params)]
+        answers = [output.outputs[0] for output in alone.generate([body["prompt"] for body in asked], params)]
     return [(answer.text, answer.finish_reason, len(answer.token_ids)) for answer in answers]
 
 
@@ -61,7 +63,7 @@ def rank_of(server: Server) -> psutil.Process:
     found: list[psutil.Process] = []
 
     def is_alone() -> bool:
-        found[:] = [one for one in server.processes() if "ray::RankActor" in command_of(one)]
+        found[:] = [process for process in server.processes() if "ray::RankActor" in command_of(process)]
         return len(found) == 1
 
     eventually(is_alone)
@@ -74,14 +76,14 @@ def leader_of(server: Server) -> psutil.Process:
     return psutil.Process(row["info"]["pid"])
 
 
-def test_tokens_are_those_of_one_process(server: Server, wanted: list[Outcome]) -> None:
+def test_group_gives_the_tokens_of_one_process(server: Server, wanted: list[Outcome]) -> None:
     """The prompts come from a prefill worker of one rank, as shards that two ranks fetch."""
     assert [stream.outcome for stream in asyncio.run(run_all(server.url, bodies()))] == wanted
-    eventually(lambda: server.counter("store_gets_as_hit") > 0)  # the next heartbeat tells
+    eventually(lambda: server.counter("store_gets_as_hit") > 0)  # with the next heartbeat
 
 
 @pytest.mark.parametrize("victim", [rank_of, leader_of])
-def test_streams_survive_the_death_of_a_rank(
+def test_streams_survive_the_loss_of_a_rank(
     server: Server,
     wanted: list[Outcome],
     victim: Any,  # noqa: ANN401 - one of two functions
@@ -95,7 +97,7 @@ def test_streams_survive_the_death_of_a_rank(
     eventually(lambda: not any(psutil.pid_exists(pid) for pid in before))
 
 
-def test_a_rank_that_freezes_in_an_idle_group_is_noticed_before_anybody_asks(
+def test_frozen_rank_of_an_idle_group_is_noticed_before_a_request_arrives(
     server: Server, wanted: list[Outcome]
 ) -> None:
     """The worker is out until the rank goes on, and then it is the same life."""

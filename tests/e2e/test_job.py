@@ -1,4 +1,4 @@
-"""`ray job submit`: a server on a Ray cluster of two nodes that somebody else started, with tokens."""
+"""`ray job submit` starts a server on a Ray cluster of two nodes that others started, with tokens."""
 
 import sys
 import tempfile
@@ -57,14 +57,14 @@ def submitted(nodes: Nodes, folder: Path, *command: str) -> str:
 
 
 def logged(jobs: httpx.Client, job: str) -> str:
-    """What the job has written; fails with it when the job has ended."""
+    """Return the job's log; fail with it if the job has ended."""
     status = jobs.get(f"/{job}").json()["status"]
     logs: str = jobs.get(f"/{job}/logs").json()["logs"]
     assert status in {"PENDING", "RUNNING"}, f"{status}\n{logs}"
     return logs
 
 
-def test_a_job_serves_until_it_is_stopped(nodes: Nodes, tmp_path: Path) -> None:
+def test_ray_job_serves_until_it_is_stopped(nodes: Nodes, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB.read_text())
     command = (str(TIDEMILL), "serve", "--config", "job.yaml", "--port", "0", "--memory", "32MiB")
     job = submitted(nodes, tmp_path, *command)

@@ -1,4 +1,4 @@
-"""A cluster that cannot start, or is told to stop while it starts: one line, and nothing left."""
+"""A cluster that cannot start, or is stopped while it starts, prints one line and leaves nothing."""
 
 import os
 import secrets
@@ -70,7 +70,7 @@ def folder() -> str:
     return tempfile.mkdtemp(prefix="launch-")
 
 
-def test_a_worker_that_cannot_start_is_one_line_and_nothing_is_left(folder: str) -> None:
+def test_worker_that_cannot_start_prints_one_line_and_leaves_nothing(folder: str) -> None:
     with drive(folder, "file:///refused") as driver:
         stdout, stderr = driver.communicate()
     assert stdout == "decode-0: the store at /refused cannot be written: give it another --store\n"
@@ -79,7 +79,7 @@ def test_a_worker_that_cannot_start_is_one_line_and_nothing_is_left(folder: str)
     Path(folder).rmdir()  # and so it is empty
 
 
-def test_a_signal_while_ray_starts_stops_everything(folder: str) -> None:
+def test_signal_while_ray_starts_stops_everything(folder: str) -> None:
     """One that comes later is in tests/support/e2e/server.py."""
     with drive(folder, "memory:") as driver:
         started = psutil.Process(driver.pid)

@@ -83,7 +83,7 @@ def body_of(model: str, max_tokens: int) -> dict[str, Any]:
 
 
 def seeded(seed: int, num_tokens: int, max_tokens: int) -> dict[str, Any]:
-    """Of a prompt that nobody else has."""
+    """Return a request whose prompt no other request has."""
     rng = Random(seed)
     return {**body_of("keeper", max_tokens), "prompt": [rng.randrange(5, 890) for _ in range(num_tokens)]}
 
@@ -93,7 +93,7 @@ def outcomes(streams: list[Stream]) -> list[Outcome]:
 
 
 def row_of(server: Server, name: str) -> dict[str, Any]:
-    """Of a worker that is there, or will be."""
+    """Return the row of a worker, once it is there."""
     found: list[dict[str, Any]] = []
 
     def is_there() -> bool:
@@ -104,8 +104,10 @@ def row_of(server: Server, name: str) -> dict[str, Any]:
     return found[0]
 
 
-def test_both_answer_under_all_names_and_share_no_page(server: Server, spare: Path) -> None:
-    """What a worker for prompts has from the store, others of its model have written; here that is nobody."""
+def test_models_answer_under_all_names_and_share_no_page(server: Server, spare: Path) -> None:
+    """A prefill worker only finds pages that other workers of its model stored; here there are
+    none.
+    """
     keeper, same = asyncio.run(run_all(server.url, [body_of(name, 20) for name in ("org/keeper", "keeper")]))
     assert keeper.outcome == same.outcome
     (other,) = asyncio.run(run_all(server.url, [body_of("spare", 20)]))
@@ -119,7 +121,7 @@ def test_both_answer_under_all_names_and_share_no_page(server: Server, spare: Pa
     def counters() -> dict[str, float]:
         return row_of(server, SPARE_PREFILL)["load"]["counters"]
 
-    eventually(lambda: counters()["published_bytes"] > 0)  # it has told of this prompt then
+    eventually(lambda: counters()["published_bytes"] > 0)  # once a heartbeat has reported this prompt
     assert counters()["fetched_bytes"] == 0, "the store had this prompt of keeper alone"
     too_long = {**body_of("spare", 20), "prompt": [7] * 300}
     assert httpx.post(f"{server.url}/v1/completions", json=too_long, timeout=60).status_code == 400
@@ -134,7 +136,7 @@ def test_both_answer_under_all_names_and_share_no_page(server: Server, spare: Pa
     assert SPARE_DECODE in ended.stdout
 
 
-def test_a_budget_is_lowered_and_raised_by_hand_while_streams_run(server: Server) -> None:
+def test_budget_is_lowered_and_raised_by_command_while_streams_run(server: Server) -> None:
     """Lowered to less than what the streams hold: they go on with the exact tokens, one after the other
     when need be, and the system has the memory back."""
     bodies = [seeded(index, 100 + 9 * index, 500) for index in range(20)]
@@ -144,7 +146,9 @@ def test_a_budget_is_lowered_and_raised_by_hand_while_streams_run(server: Server
     low = decode["floor_bytes"] + MIB
 
     def lower() -> None:
-        """At once, while the streams are young: the command takes a second to start."""
+        """Lower the budget while the streams are young, because the command takes a second to
+        start.
+        """
         memory_of(server, worker=DECODE, budget=low)
 
     def is_low() -> bool:
@@ -166,7 +170,7 @@ def test_a_budget_is_lowered_and_raised_by_hand_while_streams_run(server: Server
         return streams
 
     assert outcomes(asyncio.run(run())) == expected
-    eventually(lambda: server.counter("preemptions") > 0)  # the next heartbeat tells
+    eventually(lambda: server.counter("preemptions") > 0)  # with the next heartbeat
     assert memory_of(server)[DECODE]["set_by"] == "operator"
     ended, left = run_cli("memory", "--url", server.url, "--worker", DECODE, "--budget", "auto")
     assert ended.returncode == 0, ended.stderr
@@ -175,14 +179,14 @@ def test_a_budget_is_lowered_and_raised_by_hand_while_streams_run(server: Server
     assert memory_of(server)[DECODE]["set_by"] == "broker"
 
     def is_raised() -> bool:
-        """The streams want more; until the broker has heard of it, again."""
+        """Run streams until the broker has learned that they want more memory."""
         assert outcomes(asyncio.run(run_all(server.url, bodies))) == expected
         return resident_bytes(pid, decode["max_bytes"]) > low
 
     eventually(is_raised)
 
 
-def test_the_broker_moves_memory_between_long_prompts_long_generations_and_models(server: Server) -> None:
+def test_broker_moves_memory_between_prompts_generations_and_models(server: Server) -> None:
     """New prompts, generations, other new prompts, the same generations: each answer is the same however the
     memory lay, and at no moment do the workers of the model have more than there is."""
     batches = [
@@ -209,7 +213,7 @@ def test_the_broker_moves_memory_between_long_prompts_long_generations_and_model
         prompts = batches.pop()
         prompted = await watched("prompts", prompts)
         generated = await watched("generations", generations)
-        while True:  # one batch may be over before the broker has heard of it
+        while True:  # one batch may end before the broker learns of it
             assert batches, f"the prefill worker got too little: {budgets('other prompts', PREFILL)}"
             prompted += await watched("other prompts", batches[-1])
             prompts += batches.pop()
@@ -230,7 +234,7 @@ def test_the_broker_moves_memory_between_long_prompts_long_generations_and_model
         assert min(budgets(phase, PREFILL)) < max(budgets(before, PREFILL))
 
 
-def test_groups_bring_unequal_shares_and_lend_each_other_all_of_them(server: Server) -> None:
+def test_groups_bring_unequal_memory_and_lend_all_of_it(server: Server) -> None:
     """Within a model and between models: what one router knows of the memory of both."""
     names = (PREFILL, DECODE, SPARE_PREFILL, SPARE_DECODE)
     eventually(lambda: memory_of(server).keys() >= set(names))
@@ -243,8 +247,8 @@ def test_groups_bring_unequal_shares_and_lend_each_other_all_of_them(server: Ser
 
     for most in (decode, spare):
         most_bytes = total_bytes - sum(row["floor_bytes"] for row in rows if row is not most)
-        told = memory_of(server, worker=most["name"], budget=most_bytes)[most["name"]]
-        assert (told["set_by"], told["set_bytes"]) == ("operator", most_bytes)
+        row = memory_of(server, worker=most["name"], budget=most_bytes)[most["name"]]
+        assert (row["set_by"], row["set_bytes"]) == ("operator", most_bytes)
         eventually(lambda: memory_of(server)[most["name"]]["budget_bytes"] == most_bytes)  # noqa: B023
         eventually(lambda: sum(row["budget_bytes"] for row in memory_of(server).values()) <= total_bytes)
         bodies = [body_of(name, 20) for name in ("keeper", "spare")]
@@ -253,7 +257,7 @@ def test_groups_bring_unequal_shares_and_lend_each_other_all_of_them(server: Ser
         assert memory_of(server, worker=most["name"], budget=None)[most["name"]]["set_by"] == "broker"
 
 
-def test_a_worker_that_dies_is_missed_by_its_own_model_alone(server: Server) -> None:
+def test_crashed_worker_affects_only_its_own_model(server: Server) -> None:
     before = row_of(server, SPARE_DECODE)
     body = body_of("keeper", 1500)
 

@@ -53,7 +53,7 @@ Alone = Callable[[list[Body]], list[Outcome]]
 
 
 def bodies(seed: int, max_tokens: int = 200) -> list[Body]:
-    """Prompts that nobody else has."""
+    """Return requests whose prompts no other request has."""
     rng = Random(seed)
     return [
         {
@@ -70,13 +70,15 @@ def bodies(seed: int, max_tokens: int = 200) -> list[Body]:
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Alone]:
-    """What the engine says in one process."""
+    """Yield the engine's answers in one process."""
     with LLM("keeper", memory="64MiB") as llm:
 
         def outcomes(asked: list[Body]) -> list[Outcome]:
             fields = ("max_tokens", "temperature", "seed", "ignore_eos")
             params = [SamplingParams(**{field: body[field] for field in fields}) for body in asked]
-            answers = [one.outputs[0] for one in llm.generate([body["prompt"] for body in asked], params)]
+            answers = [
+                output.outputs[0] for output in llm.generate([body["prompt"] for body in asked], params)
+            ]
             return [(answer.text, answer.finish_reason, len(answer.token_ids)) for answer in answers]
 
         yield outcomes
@@ -151,7 +153,7 @@ def outcomes(server: Server, asked: list[Body]) -> list[Outcome]:
 
 
 def wait_until_fetched(server: Server, name: str, seed: int) -> None:
-    """Until this worker has had pages from the store that another one has put there."""
+    """Wait until this worker has read pages from the store that another worker put there."""
 
     def is_used() -> bool:
         outcomes(server, bodies(seed, max_tokens=4))
@@ -162,15 +164,15 @@ def wait_until_fetched(server: Server, name: str, seed: int) -> None:
 
 
 def test_prefill_on_one_node_and_decode_on_two(server: Server, alone: Alone) -> None:
-    """With a folder that all nodes see."""
+    """All nodes share a folder."""
     eventually(lambda: homes(server) == {"prefill-0": HEAD, "decode-0": FAR, "decode-1": HEAD})
     asked = bodies(1)
     assert outcomes(server, asked) == alone(asked)
     wait_until_fetched(server, "decode-0", seed=2)
 
 
-def test_a_node_is_lost_under_load(server: Server, nodes: Nodes, alone: Alone) -> None:
-    """All its processes at once: streams go on elsewhere, and so does its worker."""
+def test_streams_survive_the_loss_of_a_node(server: Server, nodes: Nodes, alone: Alone) -> None:
+    """Kill all processes of a node; its streams and its worker continue elsewhere."""
     asked = bodies(3, max_tokens=400)
     streams = run_while(server.url, asked, lambda: nodes.kill(FAR))
     assert [stream.outcome for stream in streams] == alone(asked)
@@ -178,7 +180,7 @@ def test_a_node_is_lost_under_load(server: Server, nodes: Nodes, alone: Alone) -
     assert outcomes(server, asked) == alone(asked)
 
 
-def test_a_node_that_comes_under_load_takes_work(
+def test_node_that_joins_under_load_takes_work(
     server: Server, nodes: Nodes, folder: Path, alone: Alone
 ) -> None:
     streams: list[Stream] = []
@@ -222,7 +224,7 @@ def add_node(nodes: Nodes, folder: Path) -> None:
 
 
 def change(folder: Path, weather: Weather) -> None:
-    """Of the line to the nodes behind it."""
+    """Change the weather of the link to the nodes behind it."""
     (folder / "next").write_text(json.dumps(asdict(weather)))
     (folder / "next").rename(folder / "weather")
 
@@ -237,7 +239,7 @@ def split(nodes: Nodes, folder: Path) -> Iterator[Server]:
         yield server
 
 
-def test_mooncake_between_two_nodes(split: Server, alone: Alone) -> None:
+def test_mooncake_moves_pages_between_two_nodes(split: Server, alone: Alone) -> None:
     eventually(lambda: homes(split) == {"prefill-0": HEAD, "decode-0": NEW})
     asked = bodies(5)
     assert outcomes(split, asked) == alone(asked)
@@ -245,7 +247,7 @@ def test_mooncake_between_two_nodes(split: Server, alone: Alone) -> None:
 
 
 @pytest.mark.parametrize("run", range(LINE_RUNS))
-def test_a_bad_line_makes_it_slow_and_nothing_else(
+def test_bad_link_slows_the_cluster_and_changes_nothing_else(
     split: Server, folder: Path, alone: Alone, run: int
 ) -> None:
     before = lives(split)
@@ -271,7 +273,7 @@ def test_a_bad_line_makes_it_slow_and_nothing_else(
 
 @pytest.fixture(scope="module")
 def next_version(nodes: Nodes, folder: Path) -> None:
-    """What is installed on a node of its own: the same, with another layout of what is stored."""
+    """Install another version on one node: the same code with another storage layout."""
     package = folder / "later" / "tidemill"
     shutil.copytree(Path(tidemill.__file__).parent, package)
     layout = package / "kvstore" / "layout.py"
@@ -284,7 +286,7 @@ def next_version(nodes: Nodes, folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("next_version")
-def test_a_rolling_update_loses_no_token(nodes: Nodes, folder: Path, alone: Alone) -> None:
+def test_rolling_update_loses_no_token(nodes: Nodes, folder: Path, alone: Alone) -> None:
     """Workers of two versions serve side by side, with certificates between all processes of all nodes; then
     the older one hands its streams over. Neither has a page of the other."""
     tls = issue(folder / "tls", trustme.CA())
@@ -304,7 +306,7 @@ def test_a_rolling_update_loses_no_token(nodes: Nodes, folder: Path, alone: Alon
         seeds = count(2000)
 
         def worked() -> dict[str, dict[str, float]]:
-            """What each worker says of itself after prompts that nobody has asked before."""
+            """Return each worker's counters after new prompts."""
             asked = bodies(next(seeds))
             assert outcomes(server, asked) == alone(asked)
             return {row["info"]["name"]: row["load"]["counters"] for row in server.workers()}
@@ -319,7 +321,7 @@ def test_a_rolling_update_loses_no_token(nodes: Nodes, folder: Path, alone: Alon
 
 
 def drained(server: Server, name: str) -> None:
-    """Told to hand everything over, and empty."""
+    """Drain a worker and wait until it is empty."""
     answer = httpx.post(f"{server.url}/cluster/workers/{name}/drain", json={"drain": True}, timeout=300)
     assert answer.status_code == httpx.codes.OK, answer.text
 
@@ -332,7 +334,7 @@ def drained(server: Server, name: str) -> None:
 
 @pytest.fixture
 def line(folder: Path) -> Iterator[Callable[[Loss], None]]:
-    """To a network of its own, of which nothing but this line leads out."""
+    """Yield a link to a network of its own that has no other way out."""
     weather = folder / "packets"
 
     def change(loss: Loss) -> None:
@@ -354,8 +356,8 @@ def line(folder: Path) -> Iterator[Callable[[Loss], None]]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root makes networks")
-def test_all_that_crosses_a_line_that_loses_packets(line: Callable[[Loss], None], alone: Alone) -> None:
-    """Whatever two nodes say to each other, Ray, tokens, heartbeats and the pages that Mooncake moves."""
+def test_cluster_works_over_a_link_that_loses_packets(line: Callable[[Loss], None], alone: Alone) -> None:
+    """Ray, tokens, heartbeats and Mooncake's pages all cross the link."""
     with tempfile.TemporaryDirectory(prefix="line-") as short:
         folder = Path(short)
         nodes = Nodes(folder, labels="side=near", head=LINE_NEAR)
@@ -385,7 +387,7 @@ def test_all_that_crosses_a_line_that_loses_packets(line: Callable[[Loss], None]
             nodes.kill()
 
 
-def test_what_no_node_has_is_said(tmp_path: Path) -> None:
+def test_resources_that_no_node_has_are_reported(tmp_path: Path) -> None:
     group = {"num_cpus": 0.5, "resources": {"fast": 1}, "labels": {"side": "far"}}
     groups = [{"role": "prefill"}, {"role": "decode", "replicas": 2, **group}]
     file = tmp_path / "cluster.yaml"

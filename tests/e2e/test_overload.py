@@ -1,8 +1,9 @@
-"""Many streams on one frontend, clients that do not read, and a flood: no token is lost, memory is bounded,
-what is too much is refused at once, and who reads nothing is cut off.
+"""Many streams on one edge, clients that do not read, and a flood: no token is lost and memory is
+bounded.
+Excess requests are refused immediately, and clients that read nothing are disconnected.
 
-FLOOD_S=60 pytest tests/e2e/test_overload.py -s -k flood measures: a flood of a minute, goodput within a tenth
-of its peak.
+FLOOD_S=60 pytest tests/e2e/test_overload.py -s -k flood measures a flood of a minute.
+Its goodput stays within a tenth of its peak.
 """
 
 import asyncio
@@ -43,13 +44,14 @@ FLOOD_S = float(os.environ.get("FLOOD_S", "10"))
 MEASURES = "FLOOD_S" in os.environ  # otherwise others use the machine, too
 GOODPUT_MIN = 0.9  # of the peak
 FILL_S = 3.0
-"""Until the queue is as long as the deadline allows."""
+"""The time until the queue is as long as the deadline allows."""
 
 
 @pytest.fixture(scope="module")
 def server() -> Generator[PacedServer]:
-    """A model whose prompts cost nothing, with RUNNING rows, and what is beyond them waits; and one that can
-    do so much in a second."""
+    """One model whose prompts cost nothing, with RUNNING rows, so that the excess waits.
+    Another model has a bounded number of prompt tokens per second.
+    """
     workers = {"mixed-0": "mixed", "mixed-1": "mixed"}
     flooded = {f"flooded-{name}": role for name, role in workers.items()}
     others = {"flooded": {"workers": flooded, "tokens_per_s": TOKENS_PER_S, "rows_max": 32}}
@@ -94,7 +96,7 @@ def aborted(server: PacedServer) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if ABORTED in line)
 
 
-def test_many_streams_beside_more_that_wait_and_idle_connections(server: PacedServer) -> None:
+def test_many_streams_run_beside_waiting_and_idle_connections(server: PacedServer) -> None:
     async def main() -> tuple[list[Outcome], float]:
         async with Client(server.url) as client, AsyncExitStack() as idle:
             await in_turns(client, 50, 50, body(2))
@@ -110,7 +112,7 @@ def test_many_streams_beside_more_that_wait_and_idle_connections(server: PacedSe
     assert growth_mib < GROWTH_MIB_MAX
 
 
-def test_clients_that_do_not_read_are_cut_and_the_others_get_all(server: PacedServer) -> None:
+def test_clients_that_do_not_read_are_cut_and_others_get_all_tokens(server: PacedServer) -> None:
     deaf = body(LONG_TOKENS, n=CHOICES, stream_options={"continuous_usage_stats": True})
     data = json.dumps(deaf).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n"
@@ -131,7 +133,7 @@ def test_clients_that_do_not_read_are_cut_and_the_others_get_all(server: PacedSe
 
 
 def prompt(number: int) -> list[int]:
-    """One that nobody else has: nothing of it is held anywhere."""
+    """Return a new prompt, of which no page is cached."""
     return [100 + number % 700, 100 + number // 700, *[100 + index for index in range(PROMPT_TOKENS - 2)]]
 
 
@@ -143,7 +145,7 @@ def check_taken(outcomes: Sequence[Outcome], start: int = 0) -> None:
     """Every answer is exact, or was refused in whole with a time to come back."""
     tokenizer = load_tokenizer(bundled()["keeper"])
     for outcome in outcomes:
-        if outcome.status in {429, 503}:  # at once, or when its time was over: a machine may be slow
+        if outcome.status in {429, 503}:  # immediately, or at its deadline: a machine may be slow
             assert int(outcome.retry_after) >= 1
             assert not outcome.text
             continue
@@ -156,11 +158,11 @@ def check_taken(outcomes: Sequence[Outcome], start: int = 0) -> None:
 
 def goodput(outcomes: Sequence[Outcome], since_s: float, until_s: float) -> float:
     """Answers in a second that ended between the two times."""
-    done = [one for one in outcomes if one.status == 200 and since_s <= one.ended_s < until_s]
+    done = [outcome for outcome in outcomes if outcome.status == 200 and since_s <= outcome.ended_s < until_s]
     return len(done) / (until_s - since_s)
 
 
-def test_a_flood_changes_nothing_for_those_that_are_taken(server: PacedServer) -> None:
+def test_flood_changes_nothing_for_admitted_requests(server: PacedServer) -> None:
     async def main() -> None:
         async with Client(server.url) as client:
             await flood_of(client, server)
@@ -199,8 +201,10 @@ async def flood_of(client: Client, server: PacedServer) -> None:
 
     began_s = flood[0].sent_s
     under_flood = goodput([*flood, *calm], began_s + FILL_S, began_s + FLOOD_S)
-    refused = sum(one.status == 429 for one in flood)
-    waits = sorted(one.first_s - one.sent_s for one in flood if one.status == 200 and one.first_s)
+    refused = sum(outcome.status == 429 for outcome in flood)
+    waits = sorted(
+        outcome.first_s - outcome.sent_s for outcome in flood if outcome.status == 200 and outcome.first_s
+    )
     grown = {name: (after[name] - before[name]) >> 20 for name in after}
     sizes = {name: (before[name] >> 20, after[name] >> 20) for name in after}
     figures = (
@@ -210,6 +214,6 @@ async def flood_of(client: Client, server: PacedServer) -> None:
     )
     assert refused > len(flood) / 4, figures
     assert under_flood > GOODPUT_MIN * peak, figures
-    assert {one.status for one in calm} == {200}, "another tenant's queue is not theirs"
+    assert {outcome.status for outcome in calm} == {200}, "another tenant's queue is not theirs"
     assert max(grown.values()) < FLOOD_GROWTH_MIB_MAX, figures
     sys.stdout.write(f"{figures}\n")

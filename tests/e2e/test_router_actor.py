@@ -25,7 +25,7 @@ asyncio.run(main())
 """
 
 
-def test_a_router_that_broke_ends() -> None:
+def test_router_that_fails_ends_its_process() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", BREAKS], cwd=ROOT, capture_output=True, text=True, check=False
     )

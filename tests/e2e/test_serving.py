@@ -60,7 +60,7 @@ def prompt_of(rng: Random, num_tokens: int) -> list[int]:
     return [rng.randrange(5, 890) for _ in range(num_tokens)]
 
 
-def test_accuracy_is_the_offline_accuracy(server: Server) -> None:
+def test_server_has_the_accuracy_of_the_offline_model(server: Server) -> None:
     """120 held-out questions of both kinds: each is right over HTTP exactly when it is right in
     transformers."""
     asked = questions(120, context_tokens=512, seed=11)
@@ -76,18 +76,20 @@ def test_accuracy_is_the_offline_accuracy(server: Server) -> None:
                     response = await client.post("/v1/chat/completions", json=body)
                 return response.json()["choices"][0]["message"]["content"].strip() == expected
 
-            return await asyncio.gather(*(answer(list(one.messages), one.answer) for one in asked))
+            return await asyncio.gather(
+                *(answer(list(question.messages), question.answer) for question in asked)
+            )
 
     online = asyncio.run(ask())
     assert online == offline
-    static = [right for right, one in zip(online, asked, strict=True) if one.kind == "static"]
-    changing = [right for right, one in zip(online, asked, strict=True) if one.kind == "changing"]
+    static = [right for right, question in zip(online, asked, strict=True) if question.kind == "static"]
+    changing = [right for right, question in zip(online, asked, strict=True) if question.kind == "changing"]
     assert sum(static) >= 0.95 * len(static)
     assert sum(changing) >= 0.90 * len(changing)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 64, 65, 128, 320, 383])
-def test_cold_and_warm_give_the_same_tokens(server: Server, num_tokens: int) -> None:
+def test_cold_and_warm_prompts_give_the_same_tokens(server: Server, num_tokens: int) -> None:
     body = body_of(prompt_of(Random(num_tokens), num_tokens), 40)
     greedy = [asyncio.run(run_all(server.url, [body]))[0] for _ in range(2)]
     assert greedy[0].outcome == greedy[1].outcome
@@ -95,7 +97,7 @@ def test_cold_and_warm_give_the_same_tokens(server: Server, num_tokens: int) -> 
     assert details == [0, (num_tokens - 1) // PAGE_TOKENS * PAGE_TOKENS]
 
 
-def test_after_a_reset_nothing_is_found_and_the_tokens_are_the_same(server: Server) -> None:
+def test_reset_empties_the_store_and_keeps_the_tokens(server: Server) -> None:
     body = body_of(prompt_of(Random(7), 300), 40)
     warm = [asyncio.run(run_all(server.url, [body]))[0] for _ in range(2)][1]
     assert httpx.post(f"{server.url}/reset_prefix_cache", timeout=300).status_code == 200
@@ -105,7 +107,7 @@ def test_after_a_reset_nothing_is_found_and_the_tokens_are_the_same(server: Serv
     assert cached == [256, 0, 256]
 
 
-def test_n_and_seed(server: Server) -> None:
+def test_n_and_seed_give_the_same_choices(server: Server) -> None:
     body = body_of(prompt_of(Random(5), 100), 20, temperature=1.0, seed=3, n=3)
     first, second = (
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=300).json() for _ in range(2)
@@ -115,7 +117,7 @@ def test_n_and_seed(server: Server) -> None:
     assert len(set(texts)) == 3
 
 
-def test_damaged_objects_are_found_and_computed_again(server: Server, folder: Path) -> None:
+def test_damaged_objects_are_found_and_recomputed(server: Server, folder: Path) -> None:
     """Flip a bit in every stored page of some prompts, in every checkpoint of others: detected, counted,
     never served."""
     bodies = [body_of(prompt_of(Random(100 + index), 300), 30) for index in range(4)]
@@ -136,10 +138,10 @@ def test_damaged_objects_are_found_and_computed_again(server: Server, folder: Pa
         assert [stream.outcome for stream in again] == [stream.outcome for stream in expected]
         eventually(
             lambda seen=corrupt: server.counter("store_gets_as_corrupt") > seen
-        )  # the next heartbeat tells
+        )  # with the next heartbeat
 
 
-def test_sixteen_streams_survive_the_death_of_their_decode_worker(server: Server) -> None:
+def test_sixteen_streams_survive_the_loss_of_their_decode_worker(server: Server) -> None:
     """kill -9 of the worker that carries the streams, while they run: each one ends with the exact tokens."""
     bodies = [
         body_of(prompt_of(Random(200 + index), 150 + 7 * index), 600, temperature=index % 2, seed=index)
@@ -151,14 +153,14 @@ def test_sixteen_streams_survive_the_death_of_their_decode_worker(server: Server
         def busiest() -> dict[str, Any]:
             return max(server.workers("decode"), key=lambda row: row["load"]["running_rows"])
 
-        eventually(lambda: busiest()["load"]["running_rows"] > 0)  # the next heartbeat tells
+        eventually(lambda: busiest()["load"]["running_rows"] > 0)  # with the next heartbeat
         os.kill(busiest()["info"]["pid"], signal.SIGKILL)
 
     streams = run_while(server.url, bodies, kill_the_busiest)
     assert [stream.outcome for stream in streams] == expected
 
 
-def test_a_client_that_hangs_up_holds_nothing(server: Server) -> None:
+def test_client_that_disconnects_holds_no_memory(server: Server) -> None:
     async def hang_up() -> None:
         stream = Stream(body_of(prompt_of(Random(300), 200), 4000))
         async with client_of(server.url) as client:
@@ -171,7 +173,7 @@ def test_a_client_that_hangs_up_holds_nothing(server: Server) -> None:
     _wait_until_idle(server)
 
 
-def test_bad_requests_get_the_shape_of_openai(server: Server) -> None:
+def test_bad_requests_get_openai_errors(server: Server) -> None:
     for body, status, param in (
         ({**body_of([5], 4), "model": "nobody"}, 404, "model"),
         (body_of(prompt_of(Random(0), 9000), 4), 400, None),
@@ -186,7 +188,7 @@ def test_bad_requests_get_the_shape_of_openai(server: Server) -> None:
     _wait_until_idle(server)
 
 
-def test_status(server: Server) -> None:
+def test_status_command_shows_every_worker(server: Server) -> None:
     eventually(lambda: len(server.workers()) == 3)  # those that other tests have killed are back
     pids = {str(row["info"]["pid"]) for row in server.workers()}
     ended, left = run_cli("status", "--url", server.url)
@@ -195,7 +197,7 @@ def test_status(server: Server) -> None:
     assert all(pid in ended.stdout for pid in pids)
 
 
-def test_workers_say_what_placement_has_to_know(server: Server) -> None:
+def test_workers_report_what_placement_needs(server: Server) -> None:
     layers, _ = describe(KEEPER)
     layout = layout_of(layers, 64)
     for row in server.workers():
@@ -219,7 +221,7 @@ def _wait_until_idle(server: Server) -> None:
 
 
 def _objects(folder: Path, suffix: str) -> set[Path]:
-    """In the store: pages end in .p, checkpoints in .c."""
+    """Return the objects in the store: pages end in .p, checkpoints in .c."""
     return {path for path in (folder / FOLDER).rglob(f"*{suffix}") if path.is_file()}
 
 

@@ -27,7 +27,7 @@ async def connected(url: str, receive_bytes: int | None = None) -> AsyncGenerato
 
 
 async def until_closed(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the server closes, or cuts."""
+    """Return the bytes that arrive until the server closes or resets the connection."""
     received = bytearray()
     with suppress(ConnectionError):
         while part := await reader.read(1 << 16):

@@ -61,9 +61,10 @@ MAY_IMPORT = {
         "cluster/observability cluster/server cluster/simulate cluster/supervisor"
     ),
 }
-"""The folders that the modules of a folder may import from, besides their own.
+"""The folders that the modules of a folder may import from, in addition to their own.
 
-A folder includes those below it, except `cluster`: its own modules only. `kernels` imports nothing of ours.
+A folder includes those below it, except `cluster`, which means its own modules only. `kernels`
+imports nothing of ours.
 """
 
 
@@ -138,7 +139,9 @@ def test_folders_import_what_they_may(path: Path) -> None:
 
 
 def _is_allowed(there: str, allowed: list[str]) -> bool:
-    """Whether the folder, or one above it, is in the list; `cluster` is its modules only."""
+    """Return whether the folder, or one above it, is in the list; `cluster` means its own modules
+    only.
+    """
     if there in allowed:
         return True
     above = there.rpartition("/")[0]

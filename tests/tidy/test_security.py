@@ -47,11 +47,11 @@ def test_no_address_of_every_interface_is_written_down(path: Path) -> None:
         assert looks_for_it or not (isinstance(node, ast.Constant) and node.value in EVERYWHERE)
 
 
-def test_what_runs_is_pinned() -> None:
-    """Whatever pyproject.toml wants has one version in constraints.txt, which CI installs."""
+def test_requirements_are_pinned() -> None:
+    """Every requirement of pyproject.toml has one version in constraints.txt, which CI installs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = (ROOT / "constraints.txt").read_text().lower().splitlines()
     pinned = {line.split("==")[0] for line in lines if "==" in line}
     wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    names = {re.split(r"[^\w.-]", one)[0].lower() for one in wanted}
+    names = {re.split(r"[^\w.-]", requirement)[0].lower() for requirement in wanted}
     assert names <= pinned, names - pinned

@@ -46,10 +46,10 @@ def path(request: pytest.FixtureRequest) -> Path:
     return request.param
 
 
-def test_files_are_short_and_say_what_they_are(path: Path) -> None:
+def test_files_are_short_and_state_their_responsibility(path: Path) -> None:
     text = path.read_text()
     assert text.count("\n") <= FILE_LINES_MAX
-    assert ast.get_docstring(ast.parse(text)), "the first line says what this file is responsible for"
+    assert ast.get_docstring(ast.parse(text)), "the first line states the responsibility of the file"
 
 
 def test_functions_fit_on_a_screen(path: Path) -> None:

@@ -1,7 +1,8 @@
-"""`tidemill` whose workers on some nodes are behind a bad line: tokens, heartbeats and what the store says.
+"""`tidemill` with workers behind a bad link: tokens, heartbeats and the answers of the store are
+delayed.
 
-python -m tests.support.e2e.behind_link serve keeper; the nodes have WEATHER, the path of a JSON file with
-`Weather`.
+python -m tests.support.e2e.behind_link serve keeper; the nodes have WEATHER, the path of a JSON
+file with `Weather`.
 """
 
 import asyncio

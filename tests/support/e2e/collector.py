@@ -40,12 +40,12 @@ class Collector(service.TraceServiceServicer):
             for resource in request.resource_spans:
                 process = _values(resource.resource.attributes)["service.instance.id"]
                 for scope in resource.scope_spans:
-                    self.spans += [_span(process, one) for one in scope.spans]
+                    self.spans += [_span(process, span) for span in scope.spans]
         return pb.ExportTraceServiceResponse()
 
     def of(self, trace: str) -> list[Span]:
         with self.lock:
-            return [one for one in self.spans if one.trace == trace]
+            return [span for span in self.spans if span.trace == trace]
 
 
 @contextmanager
@@ -77,4 +77,7 @@ def _span(process: str, one: Any) -> Span:
 
 
 def _values(attributes: Any) -> dict[str, Any]:
-    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in attributes}
+    return {
+        attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value"))
+        for attribute in attributes
+    }

@@ -103,7 +103,7 @@ class FakeEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeBuilt:
-    """Of an engine that has no memory, unless it says so."""
+    """The facts of an engine, which has no memory by default."""
 
     engine: RunningEngine
     fingerprint: str = "fake"

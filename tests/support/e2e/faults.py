@@ -51,7 +51,9 @@ def stop(name: str, for_s: float) -> Fault:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A fault at a step of the load: some time after its begin, and when call `call` has so many tokens."""
+    """A fault at a step of the load: a time after its start, and when call `call` has `num_tokens`
+    tokens.
+    """
 
     fault: Fault
     after_s: float = 0.0
@@ -68,7 +70,7 @@ def when(call: int, num_tokens: int, fault: Fault) -> Event:
 
 
 def storm(rng: Random, names: Sequence[str], count: int, calls: int, tokens_max: int) -> list[Event]:
-    """Random faults at random steps of a load of so many calls."""
+    """Return random faults at random steps of a load of `calls` calls."""
 
     def fault() -> Fault:
         name = rng.choice(names)
@@ -79,8 +81,10 @@ def storm(rng: Random, names: Sequence[str], count: int, calls: int, tokens_max:
 
 @dataclass(kw_only=True)
 class Struck:
-    """A fault that happened. `missed_s`: so long after it the cluster knew: of a worker, the router had
-    dropped this life."""
+    """A fault that happened.
+    `missed_s` is the time until the cluster knew: for a worker, until the router had dropped its
+    id.
+    """
 
     fault: Fault
     at_s: float
@@ -94,7 +98,9 @@ Rows = list[dict[str, Any]]
 
 @dataclass
 class Run:
-    """What came of a load and its faults; `late` ones did not happen, for their call had ended before."""
+    """The result of a load and its faults; `late` faults did not happen, because their call had
+    ended.
+    """
 
     calls: list[Call]
     struck: list[Struck] = field(default_factory=list[Struck])
@@ -148,9 +154,9 @@ async def _carry_out(server: Server, event: Event, found: Run) -> None:
 async def strike(
     server: Server, fault: Fault, found: Run, missed: Callable[[Rows], bool] | None = None
 ) -> Struck:
-    """Carry a fault out, now; returns when it is over and the cluster knows, or will not.
+    """Cause a fault; return when it is over and the cluster knows, or never will.
 
-    `missed` tells by the workers whether it knows; without, it is a worker that must not be there any more.
+    `missed` tests whether the workers' state shows it; without it, a worker's id must be gone.
     """
     process = await asyncio.to_thread(_hit, server, fault)
     struck = Struck(fault=fault, at_s=time.monotonic(), pid=process.pid)
@@ -232,7 +238,7 @@ def _part(server: Server, name: str) -> list[psutil.Process]:
 
 
 def wait_until_quiet(server: Server, names: frozenset[str]) -> None:
-    """Until all workers of these names are there, and no memory belongs to a request."""
+    """Wait until all workers of these names are there and no memory belongs to a request."""
 
     def is_quiet() -> bool:
         rows = rows_of(server) or []
@@ -243,7 +249,7 @@ def wait_until_quiet(server: Server, names: frozenset[str]) -> None:
 
 
 def holds(row: dict[str, Any]) -> bool:
-    """Whether a worker has anything of a request."""
+    """Return whether a worker holds memory of a request."""
     load = row["load"]
     counted = ("running_rows", "waiting_rows", "queued_tokens", "wanted_bytes", "state_slots")
     return any(load[name] for name in counted) or any(

@@ -1,6 +1,8 @@
-"""What clients saw: each call with all its chunks and their times, and what is wrong with it (after Jepsen).
+"""The history that clients saw: each call with its chunks and their times, and a check of it (after
+Jepsen).
 
-Every call asks for logprobs and running usage: so each token is seen, with its place in the answer.
+Every call asks for logprobs and running usage, so each token is seen with its position in the
+answer.
 """
 
 import asyncio
@@ -46,7 +48,7 @@ class Ask:
 
 
 def asks(rng: Random, count: int, num_tokens: int, max_tokens: int) -> list[Ask]:
-    """`count` requests of all kinds in turn, with prompts of about `num_tokens` that nobody else has."""
+    """Return `count` requests of alternating kinds, with new prompts of about `num_tokens` tokens."""
     return [
         _ask(rng, index, rng.randrange(num_tokens // 2, num_tokens * 3 // 2), max_tokens)
         for index in range(count)
@@ -107,7 +109,7 @@ class Call:
         return [chunk for chunk in self.chunks if chunk.choice == index]
 
     async def reach(self, num_tokens: int) -> bool:
-        """Until it has so many tokens; False: it ended before."""
+        """Wait until the call has `num_tokens` tokens; return False if it ended before."""
         while self.num_tokens < num_tokens and not self.ended_s:
             await self._grown.wait()
         return not self.ended_s
@@ -176,12 +178,12 @@ def _scored(logprobs: dict[str, Any] | None) -> tuple[tuple[str, ...], tuple[int
     if logprobs is None:
         return (), ()
     if "content" in logprobs:
-        return tuple(str(one["bytes"]) for one in logprobs["content"]), ()
+        return tuple(str(logprob["bytes"]) for logprob in logprobs["content"]), ()
     return tuple(logprobs["tokens"]), tuple(logprobs["text_offset"])
 
 
 def broken(call: Call, calm: Call) -> list[str]:
-    """What is wrong with a call, given the same one of a time without faults."""
+    """Return the differences between a call and the same call without faults."""
     found = [*call.trouble]
     seen = before = 0
     for chunk in call.chunks:
@@ -193,7 +195,10 @@ def broken(call: Call, calm: Call) -> list[str]:
     if call.usage is None or not call.usage["completion_tokens"] == before == seen + silent:
         found.append(f"{seen} tokens, usage {before}, then {call.usage}")
     for index in range(call.ask.body.get("n", 1)):
-        found += [f"choice {index}: {one}" for one in _broken_choice(call.choice(index), calm.choice(index))]
+        found += [
+            f"choice {index}: {difference}"
+            for difference in _broken_choice(call.choice(index), calm.choice(index))
+        ]
     return found
 
 
@@ -220,7 +225,7 @@ def _offsets(chunks: Sequence[Chunk]) -> list[int]:
 
 
 def pauses_s(calls: Sequence[Call], at_s: float) -> list[float]:
-    """Of each call that was under way at that time: its longest wait for a token that ended after it."""
+    """Return, for each call in progress at `at_s`, its longest wait for a token that ended later."""
     found: list[float] = []
     for call in calls:
         if not call.sent_s <= at_s < call.ended_s:

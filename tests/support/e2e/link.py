@@ -44,7 +44,9 @@ class Link:
         threading.Thread(target=self._loop.run_forever, name="link", daemon=True).start()
 
     def to(self, address: str, host: str = "127.0.0.1") -> str:
-        """Where the proxy to `address` (HOST:PORT) listens, of this host. Waits: not for an event loop."""
+        """Return where the proxy to `address` (HOST:PORT) listens on this host. Blocks: not for an
+        event loop.
+        """
         if address not in self._proxies:
             made = asyncio.run_coroutine_threadsafe(self._listen(address, host), self._loop)
             self._proxies[address] = made.result()
@@ -71,7 +73,7 @@ class Link:
         near: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         far: tuple[asyncio.StreamReader, asyncio.StreamWriter],
     ) -> None:
-        """Until both directions have ended, or one was reset."""
+        """Carry bytes until both directions have ended, or one was reset."""
         ways = [
             asyncio.create_task(self._one_way(near[0], far[1])),
             asyncio.create_task(self._one_way(far[0], near[1])),
@@ -122,7 +124,7 @@ class Link:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """So that the other end sees a reset, not an end."""
+    """Reset the connection, so that the other end does not see an ordinary end."""
     with suppress(OSError):
         connection: socket.socket = writer.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -21,7 +21,7 @@ REUSE_S_MAX = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Of one call. Times are of the clock; `text` is that of the answer."""
+    """The result of one call. Times are of the monotonic clock; `text` is the answer's."""
 
     number: int
     sent_s: float
@@ -55,7 +55,7 @@ class PacedServer:
 
     def cpu_s(self) -> dict[str, float]:
         times = {name: process.cpu_times() for name, process in self.processes().items()}
-        return {name: one.user + one.system for name, one in times.items()}
+        return {name: used.user + used.system for name, used in times.items()}
 
 
 @contextmanager
@@ -143,7 +143,7 @@ class Client:
         )
 
     async def _connection(self, host: str, port: int) -> Connection:
-        """One that was used just now, or a new one: the server closes those that nobody uses."""
+        """Return a recently used connection or a new one, because the server closes idle ones."""
         while self.idle:
             used_s, connection = self.idle.pop()
             if time.monotonic() - used_s < REUSE_S_MAX:
@@ -207,7 +207,7 @@ async def _parts(reader: asyncio.StreamReader, headers: dict[str, str]) -> Async
 
 
 def _texts(part: bytes) -> list[str]:
-    """Of the chunks in it, or of a whole answer."""
+    """Return the texts of a chunk's choices, or of a whole answer's."""
     if part.startswith(b"{"):
         return [json.loads(part)["choices"][0]["text"]]
     events = [line.removeprefix(b"data: ") for line in part.split(b"\n") if line.startswith(b"data: ")]

@@ -1,4 +1,4 @@
-"""Memory of workers as a test sees it: what the server tells of it, and what the kernel does."""
+"""The memory of workers, as the server and as the kernel report it."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ MAPPED = (*(f"{kind}_{part}" for kind in KINDS for part in ("live", "cached")), 
 
 
 def memory_of(server: Server, **order: object) -> dict[str, dict[str, Any]]:
-    """What `tidemill memory` shows of the workers, by name, after an order if there is one."""
+    """Return the workers' rows of `tidemill memory` by name, after an optional order."""
     url = f"{server.url}/cluster/memory"
     with httpx.Client(timeout=300, verify=NO_TLS) as client:
         answer = client.post(url, json=order) if order else client.get(url)
@@ -26,8 +26,10 @@ def mapped_bytes(row: dict[str, Any]) -> int:
 
 
 def resident_bytes(pid: int, reserved_bytes: int) -> int:
-    """Of the arena, as the kernel counts it. It is kept out of core dumps ("dd"), as little else is, so the
-    kernel does not merge its mapping with what lies beside it."""
+    """Return the resident bytes of the arena, from the kernel.
+    The arena is excluded from core dumps ("dd"), as little else is, so the kernel merges its
+    mapping with no neighbour.
+    """
     text = Path(f"/proc/{pid}/smaps").read_text()
     mapping = r"^Size: +(\d+) kB\n(?:\w+: .*\n)*?Rss: +(\d+) kB\n(?:\w+: .*\n)*?VmFlags: (.*)$"
     (resident,) = (

@@ -18,7 +18,7 @@ from tests.support.e2e.server import Server, eventually
 
 RAY = Path(sys.executable).parent / "ray"
 NET = f"127.{20 + os.getpid() % 200}.{os.getpid() // 200 % 250}"
-"""Of this process alone: another one may have nodes as well."""
+"""A network of this process alone, because another process may have nodes as well."""
 
 HEAD = f"{NET}.2"
 MARK = "TIDEMILL_TEST_NODE"
@@ -94,7 +94,7 @@ class Nodes:
         eventually(is_there)
 
     def processes(self, host: str = "") -> list[psutil.Process]:
-        """Those of one node, or of all: whatever was started by them."""
+        """Return the processes that run on one node, or on all."""
         found: list[psutil.Process] = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -103,7 +103,7 @@ class Nodes:
         return found
 
     def actors(self) -> list[psutil.Process]:
-        """Of ours, on all nodes."""
+        """Return our actors on all nodes."""
         found: list[psutil.Process] = []
         for process in self.processes():
             with suppress(psutil.Error):  # it ends meanwhile
@@ -112,7 +112,7 @@ class Nodes:
         return found
 
     def kill(self, host: str = "") -> None:
-        """All that runs on the node, at once: as if its power was cut."""
+        """Kill everything on the node together, like a power cut."""
         processes = self.processes(host)
         while processes:
             for process in processes:
@@ -135,7 +135,7 @@ class Nodes:
             yield
 
     def serve(self, config: Path, log: Path, module: str = "tidemill") -> Server:
-        """A server on this cluster, which the file says how to reach."""
+        """Start a server on this cluster; the configuration file has its address."""
         with self.environ():
             return Server(["--config", str(config)], log, module)
 
@@ -146,7 +146,7 @@ class Nodes:
         )
 
     def asks_jobs(self) -> httpx.Client:
-        """For Ray's jobs API."""
+        """Return a client for Ray's jobs API."""
         token = self._environ["RAY_AUTH_TOKEN"]
         return httpx.Client(
             base_url=f"{self.url}/api/jobs", headers={"Authorization": f"Bearer {token}"}, timeout=60

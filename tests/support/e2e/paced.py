@@ -1,6 +1,7 @@
-"""A real server whose engines have no model but a capacity: so many prompt tokens in a second, so many rows.
+"""A real server whose engines have no model but a capacity: prompt tokens per second, and rows.
 
-python -m tests.support.e2e.paced '{"workers": {"mixed-0": "mixed"}, "tokens_per_s": 300, "rows_max": 32}'
+python -m tests.support.e2e.paced '{"workers": {"mixed-0": "mixed"}, "tokens_per_s": 300,
+"rows_max": 32}'
 """
 
 import asyncio
@@ -128,7 +129,7 @@ class PacedEngine:
             elif not row.draw():
                 self._running.append(row)
             self._waiting.remove(row)
-        self._credit = 0.0  # time that nobody used is gone
+        self._credit = 0.0  # unused time is lost
 
     async def produce(self, request: Request, tell: Tell | None = None) -> Produced:
         del tell
@@ -169,8 +170,8 @@ class PacedEngine:
         return row
 
     def _leave(self, row: Row) -> None:
-        self._waiting = [one for one in self._waiting if one is not row]
-        self._running = [one for one in self._running if one is not row]
+        self._waiting = [waiting for waiting in self._waiting if waiting is not row]
+        self._running = [running for running in self._running if running is not row]
 
     def restrict(self, *, produces: bool, generates: bool) -> None:
         self._produces, self._generates = produces, generates
@@ -229,7 +230,7 @@ def build(
 
 
 def serve(options: dict[str, Any]) -> None:
-    """Until a signal comes; the first line of the output is the URL."""
+    """Serve until a signal arrives; the first line of the output is the URL."""
     os.environ.update(ray_environ(joins=False, token=secrets.token_hex(16)))
     from tidemill.cluster.edge.requests.context import Sources  # noqa: PLC0415 - Ray reads the environment when imported
     from tidemill.cluster.edge.requests.limits import EdgeLimits  # noqa: PLC0415 - the same

@@ -1,4 +1,4 @@
-"""`tidemill` with workers that die of a poison: of a prompt that says MARK.
+"""`tidemill` with workers that a poisonous prompt crashes: one that contains MARK.
 
 python -m tests.support.e2e.poisoned serve keeper
 """
@@ -20,7 +20,7 @@ MARK = (11, 12, 13, 14, 15, 16, 17, 18)
 
 
 class DeadlyRunner(TorchRunner):
-    """Its process ends at a step with the mark: nobody is told why."""
+    """Ends its process at a step with the mark, without a message."""
 
     def run_now(self, step: Step) -> list[Drawn]:
         if any(is_marked(row.tokens) for row in step):

@@ -23,7 +23,9 @@ LOOK_S = (0.02, 0.2)
 READY = "ready: "
 MARK = "TIDEMILL_TEST_RUN"
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""For clients that ask often: httpx would read all certificates of the system for each of them."""
+"""An SSL context for clients that ask often; httpx would read all certificates of the system for
+each.
+"""
 
 
 def eventually(holds: Callable[[], bool]) -> None:
@@ -49,7 +51,7 @@ def listening_of(processes: Sequence[psutil.Process]) -> list[str]:
     for process in processes:
         with suppress(psutil.Error):  # it ends meanwhile
             sockets = process.net_connections("inet")
-            found += [one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN]
+            found += [socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN]
     return found
 
 
@@ -68,14 +70,14 @@ class Server:
                 env={**os.environ, "TMPDIR": str(self._temp_folder)},
             )
         assert self._process.stdout is not None
-        said: list[str] = []  # Ray itself may say something first
+        printed: list[str] = []  # Ray itself may print something first
         for line in self._process.stdout:
             if line.startswith(READY):
                 self.url = line.removeprefix(READY).split("/v1 ")[0]
                 return
-            said.append(line)
+            printed.append(line)
         self.kill_everything()
-        raise AssertionError(f"not ready: {''.join(said)}\n{log_file.read_text()}")
+        raise AssertionError(f"not ready: {''.join(printed)}\n{log_file.read_text()}")
 
     def workers(self, role: str = "") -> list[dict[str, Any]]:
         """The rows of `tidemill status`, of one role."""
@@ -88,7 +90,7 @@ class Server:
         return sum(row["load"]["counters"].get(name, 0) for row in self.workers())
 
     def replace_workers(self) -> None:
-        """kill -9 of all; returns when their next lives are there, which hold nothing."""
+        """Kill all workers with -9; return when their successors, which hold nothing, are there."""
         before = {row["info"]["worker"] for row in self.workers()}
         for row in self.workers():
             os.kill(row["info"]["pid"], signal.SIGKILL)
@@ -122,7 +124,7 @@ class Server:
         self._process.stdout.close()
 
     def kill_everything(self) -> None:
-        """What a failed test has left."""
+        """Kill what a failed test has left."""
         if self._process.poll() is None:
             for process in reversed(self.processes()):
                 with suppress(psutil.NoSuchProcess):

@@ -59,7 +59,7 @@ class Stream:
 
 
 async def run_all(url: str, bodies: list[dict[str, Any]]) -> list[Stream]:
-    """All of `bodies` at once, to their ends."""
+    """Run all of `bodies` concurrently to their ends."""
     streams = [Stream(body) for body in bodies]
     async with client_of(url) as client, asyncio.TaskGroup() as running:
         for stream in streams:
@@ -68,7 +68,9 @@ async def run_all(url: str, bodies: list[dict[str, Any]]) -> list[Stream]:
 
 
 def run_while(url: str, bodies: list[dict[str, Any]], break_it: Callable[[], None]) -> list[Stream]:
-    """All of `bodies` at once, to their ends; `break_it` is called when all of them are well under way."""
+    """Run all of `bodies` concurrently to their ends; call `break_it` when all have produced
+    several tokens.
+    """
 
     async def run() -> list[Stream]:
         streams = [Stream(body) for body in bodies]

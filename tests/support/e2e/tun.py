@@ -1,7 +1,9 @@
-"""A line to a network namespace, for whatever programs there say: its packets are late, and some get lost.
+"""A link to a network namespace that delays packets and loses some.
 
-python tests/support/e2e/tun.py NAMESPACE NEAR FAR FILE, as root: FAR is the address of the namespace, NEAR
-that of this end. `Loss` is read from FILE, as JSON. It says that the line is there, and ends with its input.
+python tests/support/e2e/tun.py NAMESPACE NEAR FAR FILE, as root: FAR is the address of the
+namespace, NEAR of this end.
+`Loss` is read from FILE, as JSON. The program prints a line when the link is up, and ends with its
+input.
 """
 
 import asyncio
@@ -86,15 +88,15 @@ def join(namespace: str, near: str, far: str) -> tuple[int, int]:
 
 
 async def carry(near_end: int, far_end: int, file: Path) -> None:
-    """Until the input ends."""
+    """Carry packets until the input ends."""
     weather = [Loss()]
 
-    def told() -> Loss:
+    def read_loss() -> Loss:
         return Loss(**json.loads(file.read_text()))
 
     async def look() -> None:
         while True:
-            weather[0] = await asyncio.to_thread(told)
+            weather[0] = await asyncio.to_thread(read_loss)
             await asyncio.sleep(LOOK_S)
 
     ways = [Way(near_end, far_end, lambda: weather[0]), Way(far_end, near_end, lambda: weather[0])]
