@@ -74,10 +74,10 @@ class FleetStatus:
         """The same, with what another router says of their budgets."""
         return FleetStatus(
             workers=tuple(
-                replace(one, set_by=said.by, set_bytes=said.num_bytes)
-                if (said := told.get(one.info.name))
-                else one
-                for one in self.workers
+                replace(worker, set_by=said.by, set_bytes=said.num_bytes)
+                if (said := told.get(worker.info.name))
+                else worker
+                for worker in self.workers
             )
         )
 

@@ -95,9 +95,13 @@ class ModelMetrics:
     def __init__(
         self, histograms: Mapping[Spec, Histogram], counters: Mapping[Spec, Counter], model: str
     ) -> None:
-        self._histograms = {spec: one.labels(model_name=model) for spec, one in histograms.items()}
+        self._histograms = {
+            spec: histogram.labels(model_name=model) for spec, histogram in histograms.items()
+        }
         self._counters = {
-            spec: one.labels(model_name=model) for spec, one in counters.items() if spec.labels == (MODEL,)
+            spec: counter.labels(model_name=model)
+            for spec, counter in counters.items()
+            if spec.labels == (MODEL,)
         }
 
     def observe(self, spec: Spec, value: float) -> None:
@@ -160,7 +164,7 @@ class RequestMetrics:
         workers = [trace.provenance]
         if trace.produced is not None:
             workers.insert(0, trace.produced.provenance)
-        queue_s = min(ttft_s, trace.placed_s + sum(one.times.waited_s for one in workers))
+        queue_s = min(ttft_s, trace.placed_s + sum(worker.times.waited_s for worker in workers))
         of_model.observe(specs.TTFT, ttft_s)
         of_model.observe(specs.QUEUE, queue_s)
         of_model.observe(specs.PREFILL, ttft_s - queue_s)

@@ -137,7 +137,7 @@ class FleetCollector:
     def __init__(self, fleets: Mapping[str, FleetStatus], under_way: Mapping[str, int]) -> None:
         self._fleets = fleets
         self._under_way = under_way
-        self._rows: Rows = [(model, one) for model, status in fleets.items() for one in status.workers]
+        self._rows: Rows = [(model, worker) for model, status in fleets.items() for worker in status.workers]
 
     def collect(self) -> Iterator[Metric]:
         yield from self._models()
@@ -152,7 +152,7 @@ class FleetCollector:
     def _models(self) -> Iterator[Metric]:
         """What waits is not heard of without the router: all is taken to run then."""
         waiting = {
-            model: sum(one.load.waiting_rows for one in status.workers)
+            model: sum(worker.load.waiting_rows for worker in status.workers)
             for model, status in self._fleets.items()
         }
         running = {model: max(0, num - waiting.get(model, 0)) for model, num in self._under_way.items()}
@@ -201,6 +201,6 @@ def _split(counted: str) -> list[str]:
 
 
 def _usage(status: FleetStatus) -> float:
-    held = sum(one.load.memory.live for one in status.workers)
-    budget = sum(one.load.budget_bytes for one in status.workers)
+    held = sum(worker.load.memory.live for worker in status.workers)
+    budget = sum(worker.load.budget_bytes for worker in status.workers)
     return held / budget if budget else 0.0

@@ -43,11 +43,11 @@ def plain(value: object) -> object:
             return value
         case Mapping():
             named = cast("Mapping[object, object]", value)
-            return {str(name): plain(one) for name, one in named.items()}
+            return {str(name): plain(item) for name, item in named.items()}
         case frozenset():
             return plain(sorted(map(str, cast("frozenset[object]", value))))
         case Sequence() if not isinstance(value, str | bytes):
-            return [plain(one) for one in cast("Sequence[object]", value)]
+            return [plain(item) for item in cast("Sequence[object]", value)]
         case _ if is_dataclass(value):
             return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
         case _:

@@ -72,7 +72,7 @@ def _output(job: PromptJob, found: list[Answered], piece: Callable[[int], bytes]
         request_id=job.requests[0].request_id,
         prompt=job.text,
         prompt_token_ids=list(job.requests[0].tokens),
-        outputs=[one.output for one in found],
+        outputs=[result.output for result in found],
         num_cached_tokens=first.cached_tokens,
         prompt_logprobs=scores,
     )
@@ -108,7 +108,7 @@ async def _answer(
         index=index,
         text="".join(texts),
         token_ids=tokens,
-        cumulative_logprob=sum(one.logprob for one in logprobs) if scored else None,
+        cumulative_logprob=sum(logprob.logprob for logprob in logprobs) if scored else None,
         logprobs=logprobs_of(tokens, logprobs, tokenizer.piece) if scored else None,
         finish_reason=finish,
         stop_reason=stop,

@@ -104,8 +104,8 @@ class LLM:
             asked = prompts_of(prompts)
         except ValueError as error:
             raise RequestError(f"prompts: {error}", param="prompts") from error
-        tokens = [self._tokenizer.encode(one) if isinstance(one, str) else one for one in asked]
-        texts = [one if isinstance(one, str) else None for one in asked]
+        tokens = [self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in asked]
         return self._answers(texts, tokens, sampling_params, progress=progress)
 
     def chat(
@@ -132,8 +132,10 @@ class LLM:
         self, texts: Sequence[str | None], prompts: Sequence[list[int]], params: Params, *, progress: bool
     ) -> list[RequestOutput]:
         jobs = [
-            self._job(text, tokens, one)
-            for text, tokens, one in zip(texts, prompts, _for_each(params, len(prompts)), strict=True)
+            self._job(text, tokens, prompt_params)
+            for text, tokens, prompt_params in zip(
+                texts, prompts, _for_each(params, len(prompts)), strict=True
+            )
         ]
         for grammar in {job.requests[0].sampling.grammar for job in jobs}:
             if grammar is not None:

@@ -59,7 +59,7 @@ def logprobs_of(
         return Logprob(logprob, rank, piece(token).decode(errors="replace"))
 
     return [
-        {token: entry(token, one.logprob, None)}
-        | {other: entry(other, logprob, rank) for rank, (other, logprob) in enumerate(one.top, start=1)}
-        for token, one in zip(tokens, logprobs, strict=True)
+        {token: entry(token, logprob.logprob, None)}
+        | {other: entry(other, logprob, rank) for rank, (other, logprob) in enumerate(logprob.top, start=1)}
+        for token, logprob in zip(tokens, logprobs, strict=True)
     ]

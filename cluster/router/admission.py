@@ -65,8 +65,10 @@ class LoadShedder:
         if now_s - self._looked_at_s >= LOOK_S:
             self._looked_at_s = now_s
             self._shares.advance(view.queued_tokens_of_all())
-        first = next(one.booking for one in booked if one.worker == (route.prefill or route.decode))
-        work = sum(one.booking.tokens for one in booked)
+        first = next(
+            booked_on.booking for booked_on in booked if booked_on.worker == (route.prefill or route.decode)
+        )
+        work = sum(booked_on.booking.tokens for booked_on in booked)
         own_s = min(first.seconds, route.predicted_s)
         wait_s = (route.predicted_s - own_s) * self._shares.ahead(ask.tenant, work)
         predicted_s = wait_s + own_s

@@ -202,7 +202,9 @@ class Fleet:
         self._workers[slot] = info.worker
         self._by_name[info.name] = info.worker
         bookings = self._bookings.get(info.worker, ())
-        self._bookings[info.worker] = [one for one in bookings if now_s - one.due_s < BOOKING_SETTLE_S]
+        self._bookings[info.worker] = [
+            booking for booking in bookings if now_s - booking.due_s < BOOKING_SETTLE_S
+        ]
         self.table[:, slot] = _settled(self.table[:, slot], _column(member), self._bookings[info.worker])
         if announcement.full:
             self._prefixes.clear(_announced(slot))
@@ -280,7 +282,7 @@ def _settled(expected: Table, reported: Table, bookings: list[Booking]) -> Table
     """A report may have the latest bookings in it, or not yet: what was expected tells which, as far as it
     can be true. With all of them added, they would count twice until the next report."""
     if bookings:
-        each = [(one.seconds, one.tokens, one.rows, one.num_bytes) for one in bookings]
+        each = [(booking.seconds, booking.tokens, booking.rows, booking.num_bytes) for booking in bookings]
         least = reported[UNSETTLED]
         most = least + list(map(sum, zip(*each, strict=True)))
         reported[UNSETTLED] = np.clip(expected[UNSETTLED], least, most)

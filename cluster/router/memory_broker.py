@@ -92,7 +92,9 @@ def rebalance(accounts: Mapping[str, Account], total_bytes: int) -> dict[str, in
     """
     margin_bytes = total_bytes // (MARGINS * max(1, len(accounts)))
     targets = _targets(accounts, total_bytes, margin_bytes)
-    is_short = any(one.told_bytes < one.need_bytes <= targets[name] for name, one in accounts.items())
+    is_short = any(
+        account.told_bytes < account.need_bytes <= targets[name] for name, account in accounts.items()
+    )
     free_bytes = total_bytes - held_bytes(accounts.values())
     budgets: dict[str, int] = {}
     for name in sorted(accounts):

@@ -72,7 +72,7 @@ class Budgets:
             self._by_hand.pop(name, None)
             return
         info = holding.info
-        others = [one.info for one in self._holdings.values() if one.info.device == info.device]
+        others = [other.info for other in self._holdings.values() if other.info.device == info.device]
         kept_bytes = sum(self._kept_bytes(other) for other in others if other.name != name)
         left_bytes = self._total_bytes(info.device) - kept_bytes
         if budget_bytes < info.memory_floor_bytes:
@@ -122,7 +122,9 @@ class Budgets:
         return self._by_hand.get(info.name, kept_bytes)
 
     def _total_bytes(self, device: str) -> int:
-        return sum(one.info.memory_bytes for one in self._holdings.values() if one.info.device == device)
+        return sum(
+            holding.info.memory_bytes for holding in self._holdings.values() if holding.info.device == device
+        )
 
     def _accounts(self, device: str) -> dict[str, Account]:
         return {

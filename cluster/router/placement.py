@@ -162,7 +162,9 @@ class _View:
     def able(self, column: Column) -> Chosen:
         """The workers that do this; those that the request was lost on are better than none."""
         able = np.flatnonzero(self._table[column])
-        lost = [self._fleet.members[one].slot for one in self._ask.avoid if one in self._fleet.members]
+        lost = [
+            self._fleet.members[worker].slot for worker in self._ask.avoid if worker in self._fleet.members
+        ]
         others = able[~np.isin(able, lost)] if lost else able
         return others if len(others) else able
 

@@ -79,8 +79,8 @@ class Router:
         now_s = self._clock()
         booked = bookings(self._fleet, ask, route, now_s)
         route = self._admission.admit(ask, route, self._fleet, booked, now_s)
-        for one in booked:
-            self._fleet.apply(one)
+        for event in booked:
+            self._fleet.apply(event)
         return route
 
     def heartbeat(self, heartbeat: Heartbeat) -> Ack:
@@ -137,7 +137,7 @@ class Router:
     def tick(self) -> None:
         """Drop the workers that have been silent for too long."""
         now_s = self._clock()
-        for worker in [one for one, at_s in self._heard_s.items() if now_s - at_s > REMEMBERED_S]:
+        for worker in [lost for lost, at_s in self._heard_s.items() if now_s - at_s > REMEMBERED_S]:
             del self._heard_s[worker]
         for worker in self._fleet.silent_since(now_s, SILENCE_S_MAX):
             self._fleet.apply(WorkerLost(worker))

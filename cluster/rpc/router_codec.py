@@ -189,7 +189,8 @@ def decode_budget(data: bytes) -> tuple[str, int | None]:
 def encode_budgets(told: Mapping[str, SetBudget]) -> bytes:
     return pb.ToldBudgets(
         workers=[
-            pb.ToldBudget(name=name, set_by=one.by, set_bytes=one.num_bytes) for name, one in told.items()
+            pb.ToldBudget(name=name, set_by=worker.by, set_bytes=worker.num_bytes)
+            for name, worker in told.items()
         ]
     ).SerializeToString()
 
@@ -197,8 +198,8 @@ def encode_budgets(told: Mapping[str, SetBudget]) -> bytes:
 def decode_budgets(data: bytes) -> dict[str, SetBudget]:
     """By the names of workers."""
     return {
-        one.name: SetBudget(_set_by(one.set_by), one.set_bytes)
-        for one in parse(pb.ToldBudgets(), data).workers
+        worker.name: SetBudget(_set_by(worker.set_by), worker.set_bytes)
+        for worker in parse(pb.ToldBudgets(), data).workers
     }
 
 

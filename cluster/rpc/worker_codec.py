@@ -318,11 +318,11 @@ def _item_from(message: pb.Item) -> StreamItem:
 
 
 def _logprobs_to(logprobs: Iterable[TokenLogprob]) -> list[pb.TokenLogprob]:
-    return [pb.TokenLogprob(logprob=one.logprob, top=_values_to(one.top)) for one in logprobs]
+    return [pb.TokenLogprob(logprob=logprob.logprob, top=_values_to(logprob.top)) for logprob in logprobs]
 
 
 def _logprobs_from(messages: Iterable[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:
-    return tuple(TokenLogprob(one.logprob, _values_from(one.top)) for one in messages)
+    return tuple(TokenLogprob(message.logprob, _values_from(message.top)) for message in messages)
 
 
 def _provenance_to(provenance: Provenance) -> pb.Provenance:

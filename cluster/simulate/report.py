@@ -38,23 +38,23 @@ class Outcome:
 
     def figures(self) -> dict[str, Any]:
         """By name; milliseconds, shares and counts."""
-        first_ms = sorted(1000 * one.ttft_s for one in self.served)
+        first_ms = sorted(1000 * request.ttft_s for request in self.served)
         gaps_ms = sorted(1000 * gap for gap in self.gaps_s)
-        prompts = sum(one.prompt_tokens for one in self.served)
+        prompts = sum(request.prompt_tokens for request in self.served)
         return {
             "requests": len(self.served) + self.refused + self.failed,
             "refused": self.refused,
             "failed": self.failed,
-            "hit_ratio": sum(one.reused_tokens for one in self.served) / max(1, prompts),
-            "fetched_ratio": sum(one.fetched_tokens for one in self.served) / max(1, prompts),
+            "hit_ratio": sum(request.reused_tokens for request in self.served) / max(1, prompts),
+            "fetched_ratio": sum(request.fetched_tokens for request in self.served) / max(1, prompts),
             "ttft_ms": spread_of(first_ms),
             "itl_ms": spread_of(gaps_ms),
             "imbalance": {role: imbalance(busy) for role, busy in self.busy_s.items()},
             "utilisation": {
                 role: mean(busy) / max(self.makespan_s, 1e-9) for role, busy in self.busy_s.items()
             },
-            "without_prefill_worker": sum(one.skipped_prefill for one in self.served),
-            "placed_again": sum(one.attempts > 1 for one in self.served),
+            "without_prefill_worker": sum(request.skipped_prefill for request in self.served),
+            "placed_again": sum(request.attempts > 1 for request in self.served),
             "makespan_s": self.makespan_s,
             "counters": self.counters,
         }

@@ -111,7 +111,7 @@ def _item(line: str, where: str) -> TraceRequest:
     if (
         prompt < 1
         or len(names) < (prompt - 1) // BLOCK_TOKENS
-        or not all(isinstance(one, int) for one in names)
+        or not all(isinstance(name, int) for name in names)
     ):
         raise TraceError(f"{where}: {prompt} tokens are not {len(names)} blocks of {BLOCK_TOKENS}")
     return TraceRequest(at_ms / 1000, prompt, max(1, answer), tuple(names))

@@ -144,7 +144,7 @@ class WorkerProcess:
                 heartbeats.append(Heartbeats(built.engine, duties, memory, None, tls))
             self._engine = built.engine
             async with asyncio.TaskGroup() as tasks:
-                works = [tasks.create_task(one.run()) for one in (built.engine, *heartbeats)]
+                works = [tasks.create_task(work.run()) for work in (built.engine, *heartbeats)]
                 if built.group is not None:
                     works.append(tasks.create_task(built.group.watch()))
                 await self._told_to_go.wait()

@@ -56,7 +56,7 @@ def compile_ahead(folder: Path, compiler: str = "g++") -> list[Path]:
     made: list[Path] = []
     for kind, has in kinds(machine).items():
         made.append(folder / ahead_name(machine, kind))
-        compile_into(made[-1], [f"-m{one}" for one in has], compiler_path(compiler))
+        compile_into(made[-1], [f"-m{feature}" for feature in has], compiler_path(compiler))
     return made
 
 

@@ -106,7 +106,7 @@ class Checkpoints:
         """Hold the checkpoints on the path of the lease to their number; junctions stay longest."""
         above = list(self._cache.index.checkpoints_above(lease.shared_entries[-1]))
         surplus = len(above) + 1 - self._per_path
-        loose = [one for one in above if not one.checkpoint_pins]
-        loose.sort(key=lambda one: (len(one.children) > 1, one.score))
-        for one in loose[: max(0, surplus)]:
-            self._cache.drop_checkpoint(one, "cap")
+        loose = [entry for entry in above if not entry.checkpoint_pins]
+        loose.sort(key=lambda entry: (len(entry.children) > 1, entry.score))
+        for entry in loose[: max(0, surplus)]:
+            self._cache.drop_checkpoint(entry, "cap")

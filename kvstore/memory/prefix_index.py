@@ -307,11 +307,14 @@ class PrefixIndex:
                 assert self._entries.get(child.key) is child
         assert len(self._by_page) == len(self._entries)
         there = [(entry, entry.checkpoint) for entry in self if entry.checkpoint is not None]
-        assert {one.state: entry for entry, one in there if one.state is not None} == self._by_state
+        assert {
+            checkpoint.state: entry for entry, checkpoint in there if checkpoint.state is not None
+        } == self._by_state
         shared = {window: set(owners) for window, owners in self._by_window.items()}
-        windows = {window for _, one in there for window in one.windows}
+        windows = {window for _, checkpoint in there for window in checkpoint.windows}
         assert shared == {
-            window: {entry for entry, one in there if window in one.windows} for window in windows
+            window: {entry for entry, checkpoint in there if window in checkpoint.windows}
+            for window in windows
         }
         leaves = {key for _, _, key in self._leaves}
         kept = {key for _, key in self._checkpoints}

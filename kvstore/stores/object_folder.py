@@ -64,7 +64,7 @@ class ObjectFolder:
         count = fitting([SEAL_BYTES + body.nbytes for _, body in objects], self._capacity_bytes)
         batch = [(self._file(key), key, body) for key, body in objects[:count]]
         missing = {path: SEAL_BYTES + body.nbytes for path, _, body in batch if not self._renew(path)}
-        outcomes = [Put.EXISTED for _ in takewhile(lambda one: one[0] not in missing, batch)]
+        outcomes = [Put.EXISTED for _ in takewhile(lambda item: item[0] not in missing, batch)]
         if missing:
             keep = frozenset(path for path, _, _ in batch)
             try:

@@ -182,13 +182,15 @@ class RemoteStore:
         batches = list(self._batches(objects))
         new = [_first_of_each(objects[batch], named) for batch in batches]
         outcomes: list[Put] = []
-        with self._block() as one, self._block() as other:
-            async with asyncio.TaskGroup() as group:  # one is sealed while the one before it moves
-                sealing = group.create_task(self._seal(new[0], one))
+        with self._block() as first, self._block() as second:
+            async with asyncio.TaskGroup() as group:  # a batch is sealed while the one before it moves
+                sealing = group.create_task(self._seal(new[0], first))
                 for index, batch in enumerate(batches):
                     parts = await sealing
                     if index + 1 < len(batches):
-                        sealing = group.create_task(self._seal(new[index + 1], one if index % 2 else other))
+                        sealing = group.create_task(
+                            self._seal(new[index + 1], first if index % 2 else second)
+                        )
                     stored = await self._store(new[index], parts)
                     for key, _ in objects[batch]:
                         outcomes.append(stored.pop(key, Put.EXISTED))

@@ -128,8 +128,8 @@ class TieredStore:
         """An object of several tiers is told as the nearest of them has it."""
         found: dict[ObjectKey, Held] = {}
         for tier in self._tiers:
-            for one in await tier.store.held():
-                found.setdefault(one.key, one)
+            for held in await tier.store.held():
+                found.setdefault(held.key, held)
         return list(found.values())
 
     def register(self, memory: memoryview) -> None:
@@ -143,15 +143,15 @@ class TieredStore:
     def stats(self) -> StoreStats:
         stats = [tier.store.stats() for tier in self._tiers]
         whole = self._tally.stats(
-            objects=sum(one.objects for one in stats),
-            num_bytes=sum(one.bytes for one in stats),
-            capacity_bytes=sum(one.capacity_bytes for one in stats),
+            objects=sum(tier.objects for tier in stats),
+            num_bytes=sum(tier.bytes for tier in stats),
+            capacity_bytes=sum(tier.capacity_bytes for tier in stats),
         )
         return replace(
             whole,
-            evicted=sum(one.evicted for one in stats),
-            trips=sum(one.trips for one in stats),
-            is_down=any(one.is_down for one in stats),
+            evicted=sum(tier.evicted for tier in stats),
+            trips=sum(tier.trips for tier in stats),
+            is_down=any(tier.is_down for tier in stats),
         )
 
     async def close(self) -> None:

@@ -30,11 +30,11 @@ class StepCommitter:
         self._makers = makers
         self._publications = publications
 
-    def commit(self, one: Launched, drawn: Drawn) -> bool:
+    def commit(self, planned: Launched, drawn: Drawn) -> bool:
         """Whether this was the last row of its sequence: its target is computed, or its answer complete."""
-        sequence, lease, flight, row = one.sequence, one.lease, one.flight, one.row
+        sequence, lease, flight, row = planned.sequence, planned.lease, planned.flight, planned.row
         if lease.ended:
-            self.void(one)
+            self.void(planned)
             return False
         finish: FinishReason | None = None
         end = flight.end
@@ -65,9 +65,9 @@ class StepCommitter:
             self._publish_turn(sequence, lease)
         return done or finish is not None
 
-    def void(self, one: Launched) -> None:
+    def void(self, planned: Launched) -> None:
         """Nothing of the row counts: its request has ended, or its step broke."""
-        self._ledger.commit(one.lease, one.flight.start, one.sequence.keys)
+        self._ledger.commit(planned.lease, planned.flight.start, planned.sequence.keys)
         self._line.memory_freed()
 
     def _count(self, drafts: int, count: int) -> None:

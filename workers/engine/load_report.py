@@ -26,18 +26,22 @@ def load_of(
 ) -> WorkerLoad:
     """The ledger is that of one rank; all bytes are those of the group."""
     layout, ranks = ledger.layout, limits.ranks
-    starts = [_start(ledger, one) for one in waiting[:MATCHED_MAX]] + [0] * len(waiting[MATCHED_MAX:])
-    queued = [(one.computed, one.target) for one in running]
-    queued += [(start, one.target) for start, one in zip(starts, waiting, strict=True)]
+    starts = [_start(ledger, sequence) for sequence in waiting[:MATCHED_MAX]] + [0] * len(
+        waiting[MATCHED_MAX:]
+    )
+    queued = [(sequence.computed, sequence.target) for sequence in running]
+    queued += [(start, sequence.target) for start, sequence in zip(starts, waiting, strict=True)]
     stats = transfer.store.stats()
-    waiting_pages = sum(-(-len(one.tokens) // layout.page_tokens) for one in waiting)
-    waiting_windows = sum(layout.windows_at_once(len(one.tokens), limits.in_flight_tokens) for one in waiting)
+    waiting_pages = sum(-(-len(sequence.tokens) // layout.page_tokens) for sequence in waiting)
+    waiting_windows = sum(
+        layout.windows_at_once(len(sequence.tokens), limits.in_flight_tokens) for sequence in waiting
+    )
     wanted_bytes = waiting_pages * layout.page_bytes + len(waiting) * layout.state_stride_bytes
     wanted_bytes += waiting_windows * layout.window_bytes
     return WorkerLoad(
         queued_tokens=sum(end - start for start, end in queued),
         queued_s=queued_s(
-            speed, queued, limits.budget.tokens_max, streams=any(one.streams for one in running)
+            speed, queued, limits.budget.tokens_max, streams=any(sequence.streams for sequence in running)
         ),
         running_rows=len(running),
         waiting_rows=len(waiting),

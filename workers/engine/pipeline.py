@@ -70,7 +70,9 @@ class Pipeline:
         except WorkerGone:
             raise
         except Exception as error:
-            if not all(one.lease.ended for one in step.batch.rows):  # else it ran on what the one before lost
+            if not all(
+                planned.lease.ended for planned in step.batch.rows
+            ):  # else it ran on what the one before lost
                 self._failures += 1
             if self._failures == FAILURES_MAX:
                 raise
@@ -80,9 +82,9 @@ class Pipeline:
             self._failures = 0
             self._in_flight.popleft()
             self._time(step)
-            for one, what in zip(step.batch.rows, drawn, strict=True):
-                if self._landing.commit(one, what):
-                    self._landed_last(one.sequence)
+            for planned, what in zip(step.batch.rows, drawn, strict=True):
+                if self._landing.commit(planned, what):
+                    self._landed_last(planned.sequence)
         return True
 
     async def beat(self) -> None:
@@ -100,15 +102,15 @@ class Pipeline:
             step = self._in_flight.popleft()
             await asyncio.wait([step.answer])
             step.answer.exception()  # it has been seen
-            for one in step.batch.rows:
-                self._landing.void(one)
+            for planned in step.batch.rows:
+                self._landing.void(planned)
 
     def _launch(self) -> bool:
         batch = self._schedule.next_step(in_flight=bool(self._in_flight))
         if not batch.rows:
             return False
         try:
-            answer = asyncio.ensure_future(self._runner.run(tuple(one.row for one in batch.rows)))
+            answer = asyncio.ensure_future(self._runner.run(tuple(planned.row for planned in batch.rows)))
         except Exception as error:  # noqa: BLE001  it lands in its turn, like any step that breaks
             answer = asyncio.get_running_loop().create_future()
             answer.set_exception(error)
@@ -119,7 +121,9 @@ class Pipeline:
         now_s = asyncio.get_running_loop().time()
         seconds = now_s - max(step.launched_s, self._landed_s)
         self._schedule.landed(step.batch, seconds)
-        prompts = [(one.row.start, one.row.end) for one in step.batch.rows if one.row.is_prompt]
+        prompts = [
+            (planned.row.start, planned.row.end) for planned in step.batch.rows if planned.row.is_prompt
+        ]
         self.speedometer.stepped(
             seconds,
             prompt_tokens=sum(end - start for start, end in prompts),
@@ -129,13 +133,13 @@ class Pipeline:
         self._landed_s = now_s
 
     def _broke(self, batch: Batch, error: Exception) -> None:
-        for one in batch.rows:
-            self._landing.void(one)
-            if one.lease.ended:
+        for planned in batch.rows:
+            self._landing.void(planned)
+            if planned.lease.ended:
                 continue
-            one.sequence.suspect_until = one.flight.end
+            planned.sequence.suspect_until = planned.flight.end
             alone = len(batch.rows) == 1
-            self._preempt(one.sequence, _refusal(error) if alone else None)
+            self._preempt(planned.sequence, _refusal(error) if alone else None)
 
 
 def _refusal(error: Exception) -> RequestError:

@@ -36,7 +36,8 @@ def start_ranks(settings: EngineSettings, folder: Path) -> Ended:
 
     def ended() -> str | None:
         return next(
-            (f"its process ended with {one.returncode}" for one in ranks if one.returncode is not None), None
+            (f"its process ended with {rank.returncode}" for rank in ranks if rank.returncode is not None),
+            None,
         )
 
     return ended

@@ -41,7 +41,7 @@ def shapes(rows_max: int, tokens_max: int, drafts_max: int = 0) -> list[tuple[in
     many_each = [(rows, CHUNK, states) for rows in counts for states in kept]
     many_tokens = [(1, 1 << power, 1) for power in range(1, tokens_max.bit_length())]
     found = dict.fromkeys([*one_each, *many_each, *many_tokens, (1, tokens_max, 1)])
-    return [one for one in found if one[0] - 1 + one[1] <= tokens_max]
+    return [shape for shape in found if shape[0] - 1 + shape[1] <= tokens_max]
 
 
 def padding(rows: int, table_width: int, first: int = 1, *, windows: bool = False, states: int = 1) -> Inputs:

@@ -145,7 +145,7 @@ def _library_text(grammar: Grammar) -> str:
         case "choice":
             parsed = _parsed(grammar)
             choices = cast("list[object]", parsed) if isinstance(parsed, list) else []
-            texts = [one for one in choices if isinstance(one, str)]
+            texts = [choice for choice in choices if isinstance(choice, str)]
             if not texts or len(texts) < len(choices):
                 raise _refusal(grammar, "give a JSON list of one text or more")
             return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))

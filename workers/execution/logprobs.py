@@ -24,7 +24,7 @@ def token_logprob(logprobs_V: torch.Tensor, token: int, alternatives: int) -> To
         least = logprobs_V.topk(most).values[-1]
         ids = (logprobs_V >= least).nonzero().squeeze(1)  # more than `most` when some are equal
         order = logprobs_V[ids].argsort(descending=True, stable=True)[:most]
-        top = tuple((int(one), float(logprobs_V[one])) for one in ids[order])
+        top = tuple((int(token), float(logprobs_V[token])) for token in ids[order])
     return TokenLogprob(float(logprobs_V[token]), top)
 
 
@@ -68,7 +68,7 @@ def scores_of(
             continue
         logprobs_NV = logits_NV.double().log_softmax(dim=-1)
         found[index] += token_logprobs(logprobs_NV, targets, scores.alternatives)
-    return [tuple(one) for one in found]
+    return [tuple(scores) for scores in found]
 
 
 def _chunks(hidden_TH: torch.Tensor, step: Step) -> Iterator[tuple[int, tuple[int, ...], torch.Tensor]]:

@@ -74,12 +74,19 @@ class TorchRunner:
             outputs = self._outputs(step, tokens)
             found = self._draw(step, outputs.logits_NV)
             if outputs.scores:
-                found = [one._replace(scores=some) for one, some in zip(found, outputs.scores, strict=True)]
+                found = [
+                    row_drawn._replace(scores=some)
+                    for row_drawn, some in zip(found, outputs.scores, strict=True)
+                ]
             if self._guesser is not None:
                 guesses = self._guess(self._guesser, step, tokens, outputs.hidden_TH, found)
-                found = [one._replace(guesses=some) for one, some in zip(found, guesses, strict=True)]
+                found = [
+                    row_drawn._replace(guesses=some) for row_drawn, some in zip(found, guesses, strict=True)
+                ]
         self._last = {
-            row.sequence_id: one.tokens[-1] for row, one in zip(step, found, strict=True) if one.tokens
+            row.sequence_id: row_drawn.tokens[-1]
+            for row, row_drawn in zip(step, found, strict=True)
+            if row_drawn.tokens
         }
         return found
 

@@ -35,7 +35,7 @@ class DrawnEnd(NamedTuple):
 
 
 def ends_of(drawn: Sequence[Drawn]) -> list[DrawnEnd]:
-    return [DrawnEnd(len(one.tokens), one.tokens[-1]) if one.tokens else DrawnEnd() for one in drawn]
+    return [DrawnEnd(len(row.tokens), row.tokens[-1]) if row.tokens else DrawnEnd() for row in drawn]
 
 
 class DraftRow(NamedTuple):

@@ -69,7 +69,7 @@ def draw(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
             if len(drawn) <= row.drafts and row.tokens[len(drawn) - 1 - row.drafts] == token:
                 still.append(index)
         alive = still
-    return [Drawn(tuple(one), tuple(more)) for one, more in zip(tokens, logprobs, strict=True)]
+    return [Drawn(tuple(row_tokens), tuple(more)) for row_tokens, more in zip(tokens, logprobs, strict=True)]
 
 
 def uniform_of(seed: int, position: int) -> float:
@@ -83,11 +83,11 @@ def uniform_of(seed: int, position: int) -> float:
 def _choose(logits_NV: torch.Tensor, draws: Sequence[SamplingState]) -> list[int]:
     """The next token of each row."""
     scores_NV = logits_NV.double()
-    for scores_V, one in zip(scores_NV, draws, strict=True):
-        _penalise(scores_V, one)
-        _restrict(scores_V, one)
+    for scores_V, draw in zip(scores_NV, draws, strict=True):
+        _penalise(scores_V, draw)
+        _restrict(scores_V, draw)
     tokens = token_ids(scores_NV.argmax(dim=-1))
-    random = [index for index, one in enumerate(draws) if one.sampling.temperature > 0]
+    random = [index for index, draw in enumerate(draws) if draw.sampling.temperature > 0]
     filtered = [index for index in random if _filters(draws[index].sampling)]
     open_ = [index for index in random if not _filters(draws[index].sampling)]
     for indices, sample in ((filtered, _sample_filtered), (open_, _sample)):
@@ -160,7 +160,7 @@ def _sample_filtered(
     top_p = [sampling.top_p if sampling.top_p < 1 else torch.inf for sampling in samplings]
     keep_NC = ranks_C < _column([sampling.top_k or vocabulary for sampling in samplings], scores_NV)
     keep_NC &= cumulative_NC - weights_NC < _column(top_p, scores_NV)
-    keep_NC &= weights_NC >= weights_NC[:, :1] * _column([one.min_p for one in samplings], scores_NV)
+    keep_NC &= weights_NC >= weights_NC[:, :1] * _column([params.min_p for params in samplings], scores_NV)
     keep_NC &= weights_NC > 0
     keep_NC[:, 0] = True  # whatever the filters say
     tokens = token_ids(ids_NC.gather(1, _inverse(weights_NC * keep_NC, uniform)).squeeze(1))
@@ -179,7 +179,7 @@ def _sample_filtered(
 
 
 def _weights(scores_NV: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    return (scores_NV / _column([one.temperature for one in samplings], scores_NV)).softmax(dim=-1)
+    return (scores_NV / _column([params.temperature for params in samplings], scores_NV)).softmax(dim=-1)
 
 
 def _inverse(weights_NC: torch.Tensor, uniform: Sequence[float]) -> torch.Tensor:
@@ -197,9 +197,9 @@ def _logprobs(
 ) -> list[tuple[int, TokenLogprob]]:
     """(index, what is reported with its token) of the rows that ask for it."""
     asking: dict[int, list[int]] = {}
-    for index, one in enumerate(draws):
-        if one.sampling.logprobs is not None:
-            asking.setdefault(one.sampling.logprobs, []).append(index)
+    for index, draw in enumerate(draws):
+        if draw.sampling.logprobs is not None:
+            asking.setdefault(draw.sampling.logprobs, []).append(index)
     found: list[tuple[int, TokenLogprob]] = []
     for alternatives, rows in asking.items():
         logprobs_NV = logits_NV[rows].double().log_softmax(dim=-1)

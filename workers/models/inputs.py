@@ -58,7 +58,7 @@ def one_run(
 ) -> tuple[torch.Tensor, Inputs]:
     """Undefined memory (uint8 [bytes]) for all tensors of `like`, to be copied as one, and views of it with
     their shapes and dtypes."""
-    tensors: dict[str, torch.Tensor] = {one.name: getattr(like, one.name) for one in fields(Inputs)}
+    tensors: dict[str, torch.Tensor] = {field.name: getattr(like, field.name) for field in fields(Inputs)}
     starts: dict[str, int] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -75,8 +75,8 @@ def one_run(
 def gathered(inputs: Inputs, *, pinned: bool) -> tuple[torch.Tensor, Inputs]:
     """`one_run` of host memory that holds the tensors of `inputs`."""
     memory, views = one_run(inputs, pinned=pinned)
-    for one in fields(Inputs):
-        getattr(views, one.name).copy_(getattr(inputs, one.name))
+    for field in fields(Inputs):
+        getattr(views, field.name).copy_(getattr(inputs, field.name))
     return memory, views
 
 

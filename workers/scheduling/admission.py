@@ -182,26 +182,26 @@ class Admission:
 
     def _num_held(self) -> int:
         """Requests that have memory: those that run, and those that are being fetched."""
-        return len(self._running) + sum(one.lease is not None for one in self._waiting.values())
+        return len(self._running) + sum(waiting.lease is not None for waiting in self._waiting.values())
 
     def _may_come(self, sequence: Sequence) -> bool:
         """Whether a request that was preempted often has reason to hope that it will not be again."""
         if sequence.preemptions < PREEMPTIONS_BEFORE_FIT:
             return True
         here = [*self._running.values(), *self._waiting.values()]
-        older = [one for one in here if one.seniority < sequence.seniority]
+        older = [other for other in here if other.seniority < sequence.seniority]
         if not older:
             return True
         if sequence.preemptions >= PREEMPTIONS_MAX:
             return False
         layout = self._ledger.layout
         rows = [*older, sequence]
-        pages = sum(-(-one.end // layout.page_tokens) for one in rows)
+        pages = sum(-(-running.end // layout.page_tokens) for running in rows)
         extents = -(-pages // layout.pages_per_extent)
         if layout.has_states:
             extents += -(-len(rows) * STATES_PER_REQUEST_MAX // layout.states_per_extent)
         if layout.has_windows:
-            extents += -(-sum(self._windows(one.end) for one in rows) // layout.windows_per_extent)
+            extents += -(-sum(self._windows(running.end) for running in rows) // layout.windows_per_extent)
         return extents <= self._ledger.budget_extents
 
     def _cuts(self, sequence: Sequence) -> set[int]:

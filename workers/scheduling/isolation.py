@@ -26,8 +26,8 @@ class IsolatedRuns:
         if self._is_over(rows):
             self._now, self._others_first = None, True
         if self._now is None:
-            suspects = [one for one in rows if one.is_suspect]
-            others = [one for one in rows if not one.is_suspect]
+            suspects = [row for row in rows if row.is_suspect]
+            others = [row for row in rows if not row.is_suspect]
             if not suspects or (self._others_first and others):
                 self._others_first = False
                 return others

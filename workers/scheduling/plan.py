@@ -51,30 +51,30 @@ def plan(candidates: Sequence[Candidate], budget: Budget, prompt_tokens_max: int
     left = budget.tokens_max
     prompts: list[Candidate] = []
     drafted: list[tuple[int, Candidate]] = []
-    for one in candidates:
-        if one.known - one.computed > 1:
-            prompts.append(one)
+    for candidate in candidates:
+        if candidate.known - candidate.computed > 1:
+            prompts.append(candidate)
         elif left and len(rows) < budget.rows_max:
-            if one.drafts:
-                drafted.append((len(rows), one))
-            rows.append(Planned(one.sequence_id, 1))
+            if candidate.drafts:
+                drafted.append((len(rows), candidate))
+            rows.append(Planned(candidate.sequence_id, 1))
             left -= 1
     prompts_left = min(left, prompt_tokens_max)
-    for one in prompts:
-        num_tokens = _row_tokens(one, prompts_left, budget.page_tokens)
+    for candidate in prompts:
+        num_tokens = _row_tokens(candidate, prompts_left, budget.page_tokens)
         if num_tokens and len(rows) < budget.rows_max:
-            rows.append(Planned(one.sequence_id, num_tokens))
+            rows.append(Planned(candidate.sequence_id, num_tokens))
             prompts_left -= num_tokens
             left -= num_tokens
-    for index, one in drafted:
-        drafts = min(one.drafts, left)
-        rows[index] = Planned(one.sequence_id, 1, drafts)
+    for index, candidate in drafted:
+        drafts = min(candidate.drafts, left)
+        rows[index] = Planned(candidate.sequence_id, 1, drafts)
         left -= drafts
     return rows
 
 
-def _row_tokens(one: Candidate, left: int, page_tokens: int) -> int:
-    end = one.known if one.cut is None else min(one.known, one.cut)
-    if end - one.computed <= left:
-        return end - one.computed
-    return max(0, (one.computed + left) // page_tokens * page_tokens - one.computed)
+def _row_tokens(candidate: Candidate, left: int, page_tokens: int) -> int:
+    end = candidate.known if candidate.cut is None else min(candidate.known, candidate.cut)
+    if end - candidate.computed <= left:
+        return end - candidate.computed
+    return max(0, (candidate.computed + left) // page_tokens * page_tokens - candidate.computed)

@@ -51,7 +51,9 @@ class InProgressPrefixes:
         self._forget(sequence, sequence.keys[first:end])
         followers = self._followers.get(sequence.id)
         if followers:
-            self._followers[sequence.id] = [one for one in followers if one[0] > sequence.computed]
+            self._followers[sequence.id] = [
+                follower for follower in followers if follower[0] > sequence.computed
+            ]
             for depth, reached in followers:
                 if depth <= sequence.computed:
                     reached.set()

@@ -87,10 +87,10 @@ class Scheduler:
         rows = self._trials.choose(sorted(self._running.values(), key=_turn), in_flight=in_flight)
         self._guesses = {}
         self._guessing = False
-        candidates = [one for one in map(self._candidate, rows) if one is not None]
+        candidates = [found for found in map(self._candidate, rows) if found is not None]
         if self._guessing:
             return [], None  # streams that wait in turns would fall into two halves of a batch
-        streams = any(one.streams for one in rows)
+        streams = any(candidate.streams for candidate in rows)
         most = self._pace.prompt_tokens(budget.tokens_max) if streams else budget.tokens_max
         planned = plan(candidates, budget, most)
         planned.sort(key=lambda row: self._running[row.sequence_id].seniority)
@@ -155,7 +155,7 @@ class Scheduler:
         return None
 
     def _youngest(self) -> Sequence:
-        return max(self._running.values(), key=lambda one: one.seniority)
+        return max(self._running.values(), key=lambda sequence: sequence.seniority)
 
     def _launch(self, sequence: Sequence, row: Planned) -> Launched:
         lease = sequence.lease

@@ -147,7 +147,7 @@ class Transfer:
             parts = [self._checkpoint(keys, depth) for depth in depths]
             asked = list(dict.fromkeys(chain.from_iterable(parts)))
             answers = zip(asked, await self._held(asked), strict=True)
-            held = {one for one, is_held in answers if is_held}
+            held = {held_key for held_key, is_held in answers if is_held}
             return [depth for depth, some in zip(depths, parts, strict=True) if held.issuperset(some)]
         return list(range(above_pages + 1, above_pages + await self.num_stored(keys[above_pages:]) + 1))
 

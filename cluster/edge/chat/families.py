@@ -56,7 +56,7 @@ SILENT = Style()
 def style_of(model_type: str, template: str, added: Collection[str], chat: ChatSettings) -> Style:
     """`template` is the text of the chat template, `added` has the tokens that stand for a text of their own,
     tags among them."""
-    family = next((one for one in FAMILIES if model_type in one.model_types), None)
+    family = next((known for known in FAMILIES if model_type in known.model_types), None)
     tools, reasoning = chat.tool_parser, chat.reasoning_parser
     if tools == "auto":
         found = (name for name, form in FORMS.items() if all(sign in template for sign in form.signs))

@@ -48,9 +48,9 @@ class FolderTokenizer:
         self._template = template
         self.style = style
         added = raw.get_added_tokens_decoder()
-        self.added = {one.content: token for token, one in added.items()}
-        self._texts = {token: one.content for token, one in added.items()}
-        self._special = {token: one.content for token, one in added.items() if one.special}
+        self.added = {added_token.content: token for token, added_token in added.items()}
+        self._texts = {token: added_token.content for token, added_token in added.items()}
+        self._special = {token: special.content for token, special in added.items() if special.special}
         self._bytes_of = byte_alphabet() if "ByteLevel" in str(raw.decoder) else None
 
     def encode(self, text: str) -> list[int]:

@@ -80,7 +80,7 @@ def grow(choice: pb.Choice, increment: Increment, piece: Piece) -> None:
     choice.index = increment.choice
     choice.text += growth.text
     choice.token_ids.extend(increment.tokens)
-    choice.logprobs.extend(_logprob(one, piece) for one in growth.scored)
+    choice.logprobs.extend(_logprob(score, piece) for score in growth.scored)
     if growth.finish is not None:
         choice.finish_reason = FINISHES[growth.finish]
 

@@ -69,7 +69,7 @@ def describe(app: FastAPI) -> None:
 
 def _correct(document: dict[str, Any]) -> None:
     parts = cast("dict[str, dict[str, Any]]", document["components"])
-    parts["schemas"] = {name: one for name, one in parts["schemas"].items() if name not in NOT_OURS}
+    parts["schemas"] = {name: schema for name, schema in parts["schemas"].items() if name not in NOT_OURS}
     parts["schemas"]["Error"] = ERROR
     parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{}, {"key": []}]

@@ -81,7 +81,7 @@ def whole_reply(
     scores = [
         prompt_logprobs(
             job.requests[choice].tokens,
-            [score for one in choices[choice] for score in one.prompt_logprobs],
+            [score for increment in choices[choice] for score in increment.prompt_logprobs],
             job.prompt_logprobs,
             head.piece,
         )
@@ -98,7 +98,7 @@ def _told(job: PreparedRequest, choices: Sequence[Sequence[Increment]]) -> list[
     """Of the choices of each prompt the best first, by logprob per token, where not all of them are told."""
 
     def per_token(choice: int) -> float:
-        growths = [one.growth for one in choices[choice]]
+        growths = [increment.growth for increment in choices[choice]]
         num_tokens = sum(growth.num_tokens for growth in growths)
         return sum(growth.logprob for growth in growths) / max(1, num_tokens)
 
@@ -113,13 +113,15 @@ def whole_choice(head: ReplyHead, index: int, increments: Sequence[Increment], *
     match head.kind:
         case "chat":
             body: Json = {
-                "message": _message([part for one in increments for part in one.parts], head.call_id(index))
+                "message": _message(
+                    [part for increment in increments for part in increment.parts], head.call_id(index)
+                )
             }
         case "text":
-            body = {"text": "".join(one.growth.text for one in increments)}
+            body = {"text": "".join(increment.growth.text for increment in increments)}
         case _:
             assert_never(head.kind)
-    scored = [one for increment in increments for one in increment.growth.scored]
+    scored = [score for increment in increments for score in increment.growth.scored]
     return {
         "index": index,
         **body,

@@ -76,8 +76,8 @@ class _ResponseReply:
             async with aclosing(self._answer()) as increments:
                 async for increment in increments:
                     opening = [] if sent else self._opening()  # before anything is in it
-                    for one in (*opening, *self._events_of(increment)):
-                        yield event({**one, "sequence_number": sent}, str(one["type"]))
+                    for body in (*opening, *self._events_of(increment)):
+                        yield event({**body, "sequence_number": sent}, str(body["type"]))
                         sent += 1
             status = self._status()
             last: Json = {

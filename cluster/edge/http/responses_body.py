@@ -191,8 +191,8 @@ class ResponsesBody(BaseModel):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "tools": [
-                {"type": "function", "function": one.model_dump(exclude={"type"}, exclude_none=True)}
-                for one in self.tools
+                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+                for tool in self.tools
             ],
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,

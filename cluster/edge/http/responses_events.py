@@ -83,16 +83,16 @@ class Output:
         match self._open:
             case None:
                 return
-            case Open() as one:
-                text = "".join(one.texts)
-                more = {"logprobs": list[object]()} if one.kind == "message" else {}
-                yield self._of_text(f"response.{TEXT[one.kind]}.done", one, text=text, **more)
-                yield self._of_text("response.content_part.done", one, part=_part(one.kind, text))
-                item = _item(one, [_part(one.kind, text)], status)
-            case OpenCall() as one:
-                arguments: Json = {"arguments": "".join(one.arguments)}
-                yield self._of_call(f"{ARGUMENTS}.done", one, {"name": one.item["name"], **arguments})
-                item = {**one.item, **arguments, "status": status}
+            case Open() as opened:
+                text = "".join(opened.texts)
+                more = {"logprobs": list[object]()} if opened.kind == "message" else {}
+                yield self._of_text(f"response.{TEXT[opened.kind]}.done", opened, text=text, **more)
+                yield self._of_text("response.content_part.done", opened, part=_part(opened.kind, text))
+                item = _item(opened, [_part(opened.kind, text)], status)
+            case OpenCall() as opened:
+                arguments: Json = {"arguments": "".join(opened.arguments)}
+                yield self._of_call(f"{ARGUMENTS}.done", opened, {"name": opened.item["name"], **arguments})
+                item = {**opened.item, **arguments, "status": status}
         yield self._of_item("response.output_item.done", item)
         self.items.append(item)
         self._open = None
@@ -109,7 +109,7 @@ class Output:
             self._open = OpenCall(item)
             added: Json = {**item, "status": "in_progress", "arguments": ""}
             yield self._of_item("response.output_item.added", added)
-        assert isinstance(self._open, OpenCall), "pieces of a call come one after another"
+        assert isinstance(self._open, OpenCall), "pieces of a call come opened after another"
         if call.arguments:
             self._open.arguments.append(call.arguments)
             yield self._of_call(f"{ARGUMENTS}.delta", self._open, {"delta": call.arguments})
@@ -120,21 +120,21 @@ class Output:
     def _of_item(self, kind: str, item: Json) -> Json:
         return {"type": kind, "output_index": len(self.items), "item": item}
 
-    def _of_call(self, kind: str, one: OpenCall, more: Json) -> Json:
-        return {"type": kind, "item_id": one.item["id"], "output_index": len(self.items), **more}
+    def _of_call(self, kind: str, opened: OpenCall, more: Json) -> Json:
+        return {"type": kind, "item_id": opened.item["id"], "output_index": len(self.items), **more}
 
-    def _of_text(self, kind: str, one: Open, **more: object) -> Json:
-        place: Json = {"item_id": one.item_id, "output_index": len(self.items), "content_index": 0}
+    def _of_text(self, kind: str, opened: Open, **more: object) -> Json:
+        place: Json = {"item_id": opened.item_id, "output_index": len(self.items), "content_index": 0}
         return {"type": kind, **place, **more}
 
 
-def _item(one: Open, content: Iterable[Json], status: str) -> Json:
-    match one.kind:
+def _item(opened: Open, content: Iterable[Json], status: str) -> Json:
+    match opened.kind:
         case "reasoning":
             more: Json = {"summary": []}
         case "message":
             more = {"role": "assistant"}
-    return {"id": one.item_id, "type": one.kind, "status": status, "content": list(content), **more}
+    return {"id": opened.item_id, "type": opened.kind, "status": status, "content": list(content), **more}
 
 
 def _part(kind: Kind, text: str) -> Json:

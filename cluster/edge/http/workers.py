@@ -64,7 +64,9 @@ def add_worker_routes(app: FastAPI, models: EdgeModels) -> None:
     async def roles(model: str | None = None) -> Json:
         """How many workers of each role there are to be, of one model or of all, and what is on its way."""
         found = models if model is None else [models.find(model)]
-        rows = [{"model": one.name, **asdict(role)} for one in found for role in await one.service.roles()]
+        rows = [
+            {"model": model.name, **asdict(role)} for model in found for role in await model.service.roles()
+        ]
         return {"roles": rows}
 
     async def scale(body: ScaleBody) -> Json:

@@ -100,7 +100,8 @@ def _named(job: PreparedRequest, asked: RequestIdentity) -> PreparedRequest:
     """Its requests are called after the client's, so that workers' log lines are found; clients may give one
     id twice, so they keep their own as well."""
     requests = tuple(
-        replace(one, request_id=f"{asked.request_id}.{one.request_id[-ID_CHARS:]}") for one in job.requests
+        replace(request, request_id=f"{asked.request_id}.{request.request_id[-ID_CHARS:]}")
+        for request in job.requests
     )
     return replace(job, requests=requests)
 

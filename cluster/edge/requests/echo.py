@@ -33,7 +33,7 @@ class Echo:
         prompt = self._prompt
         if prompt.alone:
             growth = Growth(text="", num_tokens=0, finish="length")
-        scored = tuple(replace(one, start=len(prompt.text) + one.start) for one in growth.scored)
+        scored = tuple(replace(score, start=len(prompt.text) + score.start) for score in growth.scored)
         if self._begun:
             return replace(growth, scored=scored)
         self._begun = True

@@ -84,7 +84,7 @@ class Intake:
         terms = self._terms(body, 1, max_tokens, body.num_logprobs(), grammar)
         if manner.channels and not body.ignore_eos:
             ends = (self._tokenizer.added.get(tag) for tag in (RETURN, CALL_END))
-            more = (one for one in ends if one is not None and one not in terms.stop_token_ids)
+            more = (token for token in ends if token is not None and token not in terms.stop_token_ids)
             terms = replace(terms, stop_token_ids=(*terms.stop_token_ids, *more))
         return replace(self._job(terms, [tokens], "messages", body, asker), output_format=manner)
 
@@ -216,7 +216,9 @@ class Intake:
             for prompt in prompts
             for request in requests_of(terms, self._model, prompt, param, self._new_id)
         )
-        numbers = sum(one.to_score * (1 + (one.sampling.prompt_logprobs or 0)) for one in requests)
+        numbers = sum(
+            request.to_score * (1 + (request.sampling.prompt_logprobs or 0)) for request in requests
+        )
         if numbers > PROMPT_LOGPROBS_MAX:
             raise RequestError(
                 f"{numbers} logprobs of prompts in one request: ask for at most {PROMPT_LOGPROBS_MAX}, with "

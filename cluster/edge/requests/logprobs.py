@@ -21,11 +21,11 @@ def chat_logprobs(scored: Iterable[Scored], piece: Piece) -> dict[str, object]:
 
     content = [
         {
-            **entry(one.token, one.logprob.logprob),
-            "top_logprobs": [entry(token, logprob) for token, logprob in one.logprob.top],
+            **entry(score.token, score.logprob.logprob),
+            "top_logprobs": [entry(token, logprob) for token, logprob in score.logprob.top],
         }
-        for one in scored
-        if one.logprob is not None
+        for score in scored
+        if score.logprob is not None
     ]
     return {"content": content, "refusal": None}
 
@@ -34,19 +34,19 @@ def completion_logprobs(scored: Sequence[Scored], piece: Piece) -> dict[str, obj
     """choices[].logprobs of a completion. `top_logprobs` holds the drawn token as well; `text_offset` counts
     characters of the text. The first token of a prompt has null for a logprob."""
 
-    def top(one: Scored) -> dict[str, float] | None:
-        if one.logprob is None:
+    def top(score: Scored) -> dict[str, float] | None:
+        if score.logprob is None:
             return None
-        entries = {token_text(piece(one.token)): _finite(one.logprob.logprob)}
-        for token, logprob in one.logprob.top:
+        entries = {token_text(piece(score.token)): _finite(score.logprob.logprob)}
+        for token, logprob in score.logprob.top:
             entries.setdefault(token_text(piece(token)), _finite(logprob))
         return entries
 
     return {
-        "tokens": [token_text(piece(one.token)) for one in scored],
-        "token_logprobs": [one.logprob and _finite(one.logprob.logprob) for one in scored],
-        "top_logprobs": [top(one) for one in scored],
-        "text_offset": [one.start for one in scored],
+        "tokens": [token_text(piece(score.token)) for score in scored],
+        "token_logprobs": [score.logprob and _finite(score.logprob.logprob) for score in scored],
+        "top_logprobs": [top(score) for score in scored],
+        "text_offset": [score.start for score in scored],
     }
 
 
@@ -60,9 +60,9 @@ def prompt_logprobs(
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": token_text(piece(token))}
 
     found: list[object] = [None]
-    for token, one in zip(tokens[1:], logprobs, strict=True):
-        likeliest = enumerate(one.top[:alternatives], start=1)
-        entries = {token: entry(token, one.logprob, None)}
+    for token, logprob in zip(tokens[1:], logprobs, strict=True):
+        likeliest = enumerate(logprob.top[:alternatives], start=1)
+        entries = {token: entry(token, logprob.logprob, None)}
         entries |= {other: entry(other, logprob, rank) for rank, (other, logprob) in likeliest}
         found.append({str(token): told for token, told in entries.items()})
     return found

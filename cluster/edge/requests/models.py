@@ -54,8 +54,12 @@ class EdgeModels:
     def __init__(self, served: Sequence[ServedBackend], new_id: Callable[[], str], rng: Random) -> None:
         """Raises ValueError when two models have one name."""
         self._models = [
-            EdgeModel(one.service, one.tokenizer, Intake(one.service.model, one.tokenizer, new_id, rng))
-            for one in served
+            EdgeModel(
+                backend.service,
+                backend.tokenizer,
+                Intake(backend.service.model, backend.tokenizer, new_id, rng),
+            )
+            for backend in served
         ]
         self._by_name: dict[str, EdgeModel] = {}
         for model in self._models:
@@ -70,7 +74,7 @@ class EdgeModels:
         """The model of this name; without a name, the only one. Raises RequestError."""
         if name is None and len(self._models) == 1:
             return self._models[0]
-        known = ", ".join(repr(one) for one in self._by_name)
+        known = ", ".join(repr(name) for name in self._by_name)
         if name is None:
             raise RequestError(f"model is missing: name one of {known}", param="model")
         model = self._by_name.get(name)

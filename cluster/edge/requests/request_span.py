@@ -35,7 +35,7 @@ def traced(
         "tidemill.choices": len(job.requests),
     }
     with span(tracer, f"request {asked.kind}", job.requests[0].trace_parent, **named) as answering:
-        requests = tuple(replace(one, trace_parent=answering.trace_parent) for one in job.requests)
+        requests = tuple(replace(request, trace_parent=answering.trace_parent) for request in job.requests)
         try:
             yield replace(job, requests=requests)
         finally:

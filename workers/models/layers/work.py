@@ -97,7 +97,9 @@ def norm_weight(weight: torch.Tensor, offset: float) -> torch.Tensor:
 
 def matrix_flops(weights: Mapping[str, Weight]) -> float:
     """Of a token that meets each of these matrices: two for each element."""
-    return sum(2.0 * one.shape[0] * one.shape[1] for one in weights.values() if len(one.shape) == 2)
+    return sum(
+        2.0 * weight.shape[0] * weight.shape[1] for weight in weights.values() if len(weight.shape) == 2
+    )
 
 
 def is_paged(spec: LayerSpec) -> bool:

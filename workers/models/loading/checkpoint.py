@@ -77,13 +77,13 @@ class WeightsFolder:
         """The part of a tensor, in memory of its own: float32 if it is stored as float32 or float16, else
         bfloat16."""
         encoding = self._encodings[name]
-        stored = {one: self._files.tensor(one) for one in stored_by(encoding)}
+        stored = {stored_name: self._files.tensor(stored_name) for stored_name in stored_by(encoding)}
         digesting = self._thread.submit(self._digest, list(stored)) if self._digests is not None else None
         found = read_part(encoding, self._shapes[name], self._scheme, stored.__getitem__, part)
         if digesting is not None:
             digesting.result()
-        for one, tensor in stored.items():
-            self._files.drop(one, 0, tensor.nbytes)
+        for stored_name, tensor in stored.items():
+            self._files.drop(stored_name, 0, tensor.nbytes)
             self._done_bytes += tensor.nbytes
         self._progress(self._done_bytes, self._files.all_bytes)
         return found

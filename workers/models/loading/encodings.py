@@ -116,9 +116,13 @@ def encoding_of(
     if name not in headers and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         prefix, _, kind = name.rpartition(".")
         kinds = ("down_proj",) if kind == "down_proj" else ("gate_proj", "up_proj")
-        stacks = [[f"{prefix}.{expert}.{one}.weight" for one in kinds] for expert in range(shape[0])]
-        if any(one in headers or f"{one}_packed" in headers for one in stacks[0]):
-            return Stacked(tuple(tuple(_matrix(one, scheme, headers) for one in stack) for stack in stacks))
+        stacks = [
+            [f"{prefix}.{expert}.{projection}.weight" for projection in kinds] for expert in range(shape[0])
+        ]
+        if any(part_name in headers or f"{part_name}_packed" in headers for part_name in stacks[0]):
+            return Stacked(
+                tuple(tuple(_matrix(part_name, scheme, headers) for part_name in stack) for stack in stacks)
+            )
     if scheme is not None and f"{name}_blocks" in headers:
         return Mxfp4(f"{name}_blocks", f"{name}_scales")
     return _matrix(name, scheme, headers)

@@ -119,6 +119,8 @@ def _headers(mapped: mmap.mmap) -> dict[str, Header]:
     found: dict[str, dict[str, Any]] = json.loads(mapped[LENGTH_BYTES:first])
     found.pop("__metadata__", None)
     return {
-        name: Header(one["dtype"], tuple(one["shape"]), *(first + byte for byte in one["data_offsets"]))
-        for name, one in found.items()
+        name: Header(
+            header["dtype"], tuple(header["shape"]), *(first + byte for byte in header["data_offsets"])
+        )
+        for name, header in found.items()
     }

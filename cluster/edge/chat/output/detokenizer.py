@@ -98,7 +98,7 @@ class Answer:
             text=text,
             num_tokens=num_tokens,
             scored=self._shown(whole=whole),
-            logprob=sum(one.logprob for one in logprobs[:num_tokens]),
+            logprob=sum(logprob.logprob for logprob in logprobs[:num_tokens]),
             finish=finish,
             stop=stop,
         )

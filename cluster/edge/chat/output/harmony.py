@@ -57,9 +57,9 @@ class Harmony:
     def _start(self, *, last: bool) -> bool:
         """What begins like no header is words: of a model that was told to, or does not know better."""
         begun = self._held.lstrip()
-        if any(begun.startswith(one) for one in HEADER_STARTS):
+        if any(begun.startswith(start) for start in HEADER_STARTS):
             self._inside = "header"
-        elif not last and any(one.startswith(begun) for one in HEADER_STARTS):
+        elif not last and any(start.startswith(begun) for start in HEADER_STARTS):
             return False
         else:
             self._inside = "words"

@@ -75,7 +75,9 @@ def _python(text: str) -> tuple[str, dict[str, object]] | None:
             tree = ast.parse(f"f{bracket}{arguments}", mode="eval").body
         if not isinstance(tree, ast.Call) or tree.args:
             return None
-        found = {str(one.arg): _constant(one.value) for one in tree.keywords if one.arg is not None}
+        found = {
+            str(keyword.arg): _constant(keyword.value) for keyword in tree.keywords if keyword.arg is not None
+        }
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None

@@ -66,7 +66,9 @@ def _of_response_format(value: Mapping[str, object]) -> Grammar | None:
 def _of_structured_outputs(value: Mapping[str, object]) -> Grammar | None:
     param = "structured_outputs"
     given = {
-        name: one for name, one in value.items() if one not in (None, False, []) and name not in HARMLESS
+        name: constraint
+        for name, constraint in value.items()
+        if constraint not in (None, False, []) and name not in HARMLESS
     }
     unknown = next((name for name in given if name not in FORMS), None)
     if unknown is not None:
@@ -76,7 +78,7 @@ def _of_structured_outputs(value: Mapping[str, object]) -> Grammar | None:
         )
     if len(given) > 1:
         raise RequestError(f"{param}: {' and '.join(given)} exclude each other: give one", param=param)
-    return next((_of_form(form, one, f"{param}.{form}") for form, one in given.items()), None)
+    return next((_of_form(form, constraint, f"{param}.{form}") for form, constraint in given.items()), None)
 
 
 def _of_form(form: str, value: object, param: str) -> Grammar:
@@ -89,7 +91,7 @@ def _of_form(form: str, value: object, param: str) -> Grammar:
             return Grammar(kind="regex", text=_bounded(text, param, PATTERN_BYTES_MAX))
         case "grammar", str(text) if text:
             return Grammar(kind="lark", text=_bounded(text, param, LARK_BYTES_MAX))
-        case "choice", list() if all(isinstance(one, str) for one in cast("list[object]", value)):
+        case "choice", list() if all(isinstance(choice, str) for choice in cast("list[object]", value)):
             return Grammar(kind="choice", text=_bounded(json.dumps(value, ensure_ascii=False), param))
         case "json_object", True:
             return Grammar(kind="json_object")
@@ -133,13 +135,13 @@ def check_schema(schema: dict[str, object], param: str) -> None:
             )
         for pattern in _patterns(level):
             _bounded(pattern, f"{param}: a pattern", PATTERN_BYTES_MAX)
-        level = [child for one in level for child in _children(one)]
+        level = [child for schema in level for child in _children(schema)]
 
 
 def _patterns(level: Sequence[object]) -> Iterator[str]:
-    for one in level:
-        if isinstance(one, dict):
-            schema = cast("dict[str, object]", one)
+    for schema in level:
+        if isinstance(schema, dict):
+            schema = cast("dict[str, object]", schema)
             pattern, properties = schema.get("pattern"), schema.get("patternProperties")
             if isinstance(pattern, str):
                 yield pattern

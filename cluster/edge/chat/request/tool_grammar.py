@@ -34,15 +34,17 @@ def forced(tools: Sequence[Tool], manner: OutputFormat, added: Mapping[str, int]
     close = _literal(reasoning.close + BREAK, added) if reasoning is not None and manner.thinking else ""
     several = manner.calls_max is None and written.between is not None
     more = f"({_literal(written.between or '', added)} call)*" if several else ""
-    rules = [rule for number, one in enumerate(functions) for rule in _rules(one, number, form.body)]
+    rules = [
+        rule for number, function in enumerate(functions) for rule in _rules(function, number, form.body)
+    ]
     text = "\n".join(
         (
             f"start: {close} {_literal(written.before, added)} call {more} {_literal(written.behind, added)}",
             f"call: {_literal(written.name, added)} body {_literal(written.end, added)}",
             "body: "
             + "\n    | ".join(
-                f"{_literal(one.name + written.arguments, added)} f{number}"
-                for number, one in enumerate(functions)
+                f"{_literal(function.name + written.arguments, added)} f{number}"
+                for number, function in enumerate(functions)
             ),
             *rules,
             *((f"text[suffix={json.dumps(END)}]: /(?s:.*)/",) if form.body == "xml" else ()),
@@ -102,7 +104,7 @@ def _xml_value(wanted: dict[str, Any], defined: dict[str, Any]) -> str:
 def _python_rules(schema: Mapping[str, Any], number: int) -> Iterator[str]:
     """Keywords in their order. A rule for each place says what may still come: `first` where none has come so
     far, `more` where a comma goes before it."""
-    parameters = [one for one in parameters_of(schema).items() if one[0].isidentifier()]
+    parameters = [parameter for parameter in parameters_of(schema).items() if parameter[0].isidentifier()]
     needed, defined = _needed(schema), _defined(schema)
     first = [f"f{number}", *(f"f{number}x{place + 1}" for place in range(len(parameters)))]
     more = [f"f{number}m{place}" for place in range(len(first))]
