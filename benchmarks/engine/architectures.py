@@ -112,7 +112,7 @@ def speed(cache_dir: Path, count: int) -> list[Row]:
             model.save_pretrained(folder)
             for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
                 shutil.copy(bundled()["keeper"] / file, folder / file)
-            parameters = sum(one.numel() for one in model.parameters())
+            parameters = sum(parameter.numel() for parameter in model.parameters())
             with closing(LLM(folder, **SETTINGS, cache_folder=cache_dir)) as engine:
                 sides = sides_of(folder, engine, None)
                 for step in STEPS:

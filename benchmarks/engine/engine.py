@@ -153,12 +153,12 @@ def groups(settings: EngineSettings, turns: int) -> list[Row]:
             folder = model_folder(name, Path(scratch))
             for batch in BATCHES:
                 load = a_load(batch, new_tokens=NEW_TOKENS // 4)
-                one = replace(settings, model_folder=folder)
-                two = replace(one, tensor_parallel_size=2)
+                single_rank = replace(settings, model_folder=folder)
+                two_ranks = replace(single_rank, tensor_parallel_size=2)
                 pair, single = _turn_by_turn(
                     turns,
-                    lambda two=two, load=load: measure(two, load),
-                    lambda one=one, load=load: measure(one, load),
+                    lambda ranks=two_ranks, load=load: measure(ranks, load),
+                    lambda rank=single_rank, load=load: measure(rank, load),
                 )
                 assert pair.tokens == single.tokens, "two ranks gave another answer than one"
                 rows.append(
@@ -176,7 +176,7 @@ def _turn_by_turn(turns: int, first: Callable[[], Run], second: Callable[[], Run
     """The run of each whose speed is the median; both warm up once."""
     first(), second()
     pairs = [(first(), second()) for _ in range(turns)]
-    return _median_run([one for one, _ in pairs]), _median_run([other for _, other in pairs])
+    return _median_run([pair for pair, _ in pairs]), _median_run([other for _, other in pairs])
 
 
 def _median_run(runs: Sequence[Run]) -> Run:

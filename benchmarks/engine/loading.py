@@ -141,7 +141,7 @@ def write(folder: Path, found: Format, num_weights: float) -> None:
             shard |= found.store(name, tensor.float())
         else:
             shard[name] = tensor
-        if sum(one.nbytes for one in shard.values()) > SHARD_BYTES:
+        if sum(tensor.nbytes for tensor in shard.values()) > SHARD_BYTES:
             _save(folder, shard, file_of)
     _save(folder, shard, file_of)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))

@@ -93,7 +93,7 @@ async def _measure(settings: EngineSettings, load: Load, *, watch: bool, flood_t
         with _watched(parts) if watch else nullcontext():
             before = built.engine.load().counters
             cpu_s, loop_s, wall_s = spent(processes), time.thread_time(), time.perf_counter()
-            answers = await asyncio.gather(*(_answer(built, one) for one in load.requests()))
+            answers = await asyncio.gather(*(_answer(built, request) for request in load.requests()))
             wall_s = time.perf_counter() - wall_s
             cpu_s, loop_s = spent(processes) - cpu_s, time.thread_time() - loop_s
         flood.cancel()

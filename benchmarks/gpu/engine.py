@@ -285,7 +285,7 @@ def timed_copies(bed: Bed, device: torch.device) -> dict[str, float]:
     far = [bed.arena[at * page_bytes : (at + 1) * page_bytes] for at in order]
     whole = bed.arena[: ring.numel()]
     found: dict[str, float] = {}
-    for way, into, source, one in (
+    for way, into, source, blocks in (
         ("out", near, far, lambda: ring.copy_(whole)),
         ("in", far, near, lambda: whole.copy_(ring)),
     ):
@@ -294,7 +294,7 @@ def timed_copies(bed: Bed, device: torch.device) -> dict[str, float]:
             lane = Lane(f"pages-{way}", bed.arena)
             pages_s = seconds(device, lambda lane=lane, pairs=pairs, loop=loop: loop.run(lane.copy(pairs)))
             loop.run(lane.close())
-        plain_s = seconds(device, one)
+        plain_s = seconds(device, blocks)
         found |= {
             f"pages_{way}_bytes_s": ring.numel() / pages_s,
             f"plain_{way}_bytes_s": ring.numel() / plain_s,

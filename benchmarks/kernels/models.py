@@ -181,9 +181,9 @@ def show(rows: list[Row]) -> None:
         ratios = [row["ours"] / row[side] if isinstance(row.get(side), float) else None for side in PEERS]
         print(
             f"{row['model'] + ' ' + row['step']:32}"
-            + "".join(f"{one:14,.0f}" if isinstance(one, float) else f"{'-':>14}" for one in figures)
+            + "".join(f"{figure:14,.0f}" if isinstance(figure, float) else f"{'-':>14}" for figure in figures)
             + f"{row['share']:7.0%}"
-            + "".join(f"{'-':>16}" if one is None else f"{one:16.1f}" for one in ratios)
+            + "".join(f"{'-':>16}" if ratio is None else f"{ratio:16.1f}" for ratio in ratios)
         )
     for refused in {row["vllm"] for row in rows if isinstance(row.get("vllm"), str)}:
         print(f"vLLM: {refused}", flush=True)

@@ -101,7 +101,7 @@ class Benchmark:
             setups = [Setup(num_extents=SPLIT_EXTENTS, page_share=share) for share in (None, *self._shares)]
             outcomes = {setup.page_share: self.run("splits", workload, setup) for setup in setups}
             throughput[workload.name] = {
-                share: one.figures()["output_tokens_per_s"] for share, one in outcomes.items()
+                share: outcome.figures()["output_tokens_per_s"] for share, outcome in outcomes.items()
             }
         plot_splits(throughput, folder / "memory-splits.png")
         best = max(self._shares, key=lambda share: throughput["alternating"][share])
@@ -149,15 +149,15 @@ def table_of(part: Part, results: Sequence[Result]) -> Table:
     table = Table(title=part, box=None, title_justify="left")
     for name in ("workload", "extents", "arena", "policy", "strategy", *COLUMNS[part]):
         table.add_column(name.replace("_", " "), justify="right")
-    for one in results:
-        setup = one.setup
+    for result in results:
+        setup = result.setup
         table.add_row(
-            one.workload,
+            result.workload,
             str(setup.num_extents),
             setup.name,
             setup.policy,
             setup.strategy,
-            *(_text(one.figures, name) for name in COLUMNS[part]),
+            *(_text(result.figures, name) for name in COLUMNS[part]),
         )
     return table
 
@@ -183,8 +183,8 @@ def main(arguments: Sequence[str]) -> int:
     benchmark.overload()
     results = benchmark.results
     for part in get_args(Part):
-        Console(width=170).print(table_of(part, [one for one in results if one.part == part]))
-    text = json.dumps([asdict(one) for one in results], indent=1)
+        Console(width=170).print(table_of(part, [result for result in results if result.part == part]))
+    text = json.dumps([asdict(result) for result in results], indent=1)
     (options.output / "memory.json").write_text(text + "\n")
     return 0
 

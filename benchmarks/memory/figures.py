@@ -34,24 +34,27 @@ class Outcome:
 
     def figures(self) -> dict[str, float]:
         return {
-            "in_flight_mean": self._mean(lambda one: one.running),
-            "in_flight_max": max(one.running for one in self.samples),
+            "in_flight_mean": self._mean(lambda sample: sample.running),
+            "in_flight_max": max(sample.running for sample in self.samples),
             "output_tokens_per_s": self.output_tokens / self.makespan_s,
             "makespan_s": self.makespan_s,
             "token_hit_rate": sum(self.reused) / sum(self.prompts),
             "flops_saved_rate": _flops(self.reused) / _flops(self.prompts),
             "preemptions": self.counters.get("preemptions", 0),
             "preemptions_of_one_request_max": self.preemptions_max,
-            "usage_mean": self._mean(lambda one: usage(one.memory)),
-            "time_full": self._mean(lambda one: usage(one.memory) >= FULL),
-            "slots_per_row": self._mean(lambda one: one.slots) / self._mean(lambda one: one.running),
+            "usage_mean": self._mean(lambda sample: usage(sample.memory)),
+            "time_full": self._mean(lambda sample: usage(sample.memory) >= FULL),
+            "slots_per_row": self._mean(lambda sample: sample.slots)
+            / self._mean(lambda sample: sample.running),
             "checkpoints_skipped": self.counters.get("checkpoints_skipped", 0),
             "hit_without_state_tokens": self.counters.get("kv_hit_without_state_tokens", 0),
         }
 
     def _mean(self, value: Callable[[Sample], float]) -> float:
-        ends = [*(one.at_s for one in self.samples[1:]), self.makespan_s]
-        weighted = sum(value(one) * (end - one.at_s) for one, end in zip(self.samples, ends, strict=True))
+        ends = [*(sample.at_s for sample in self.samples[1:]), self.makespan_s]
+        weighted = sum(
+            value(sample) * (end - sample.at_s) for sample, end in zip(self.samples, ends, strict=True)
+        )
         return weighted / (self.makespan_s - self.samples[0].at_s)
 
 

@@ -155,8 +155,11 @@ def _timed(work: Callable[[], int]) -> tuple[int, float]:
 def growth(speeds: Sequence[Speed]) -> dict[str, dict[str, float]]:
     """By policy and operation: the time of one at the largest index, to that at the smallest."""
     found: dict[str, dict[str, float]] = {}
-    for policy in dict.fromkeys(one.policy for one in speeds):
-        of_policy = sorted((one for one in speeds if one.policy == policy), key=lambda one: one.entries)
+    for policy in dict.fromkeys(speed.policy for speed in speeds):
+        of_policy = sorted(
+            (measured for measured in speeds if measured.policy == policy),
+            key=lambda measured: measured.entries,
+        )
         small, large = asdict(of_policy[0]), asdict(of_policy[-1])
         found[policy] = {
             name: small[f"{name}_pages_per_s"] / large[f"{name}_pages_per_s"] for name in OPERATIONS
@@ -207,21 +210,22 @@ def main(arguments: Sequence[str]) -> int:
     entry_bytes = {policy: bytes_per_entry(sizes[0], policy, Random(0)) for policy in get_args(Policy)}
     grown = growth(speeds)
     console = Console(width=170)
-    console.print(table_of("index, pages per CPU second", [asdict(one) for one in speeds]))
+    console.print(table_of("index, pages per CPU second", [asdict(speed) for speed in speeds]))
     growths = [
         {"policy": policy, **ratios, "bytes per entry": entry_bytes[policy]}
         for policy, ratios in grown.items()
     ]
     console.print(table_of("time at the largest : smallest", growths))
     title = f"a prompt of {tokens:,} tokens that finds nothing, CPU ms"
-    console.print(table_of(title, [overhead_row(one) for one in overheads]))
+    console.print(table_of(title, [overhead_row(measured) for measured in overheads]))
     results = {
-        "speeds": [asdict(one) for one in speeds],
+        "speeds": [asdict(speed) for speed in speeds],
         "growth": grown,
         "bytes_per_entry": entry_bytes,
         "overhead": [
-            asdict(one) | {"caching_ratio": one.caching_ratio, "engine_ratio": one.engine_ratio}
-            for one in overheads
+            asdict(measured)
+            | {"caching_ratio": measured.caching_ratio, "engine_ratio": measured.engine_ratio}
+            for measured in overheads
         ],
     }
     (options.output / "index.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -29,13 +29,13 @@ def plot_series(series: Mapping[str, Sequence[Sample]], path: Path) -> None:
         figure = Figure(figsize=(11, 2.9 * len(series)), layout="constrained")
         panels = figure.subplots(len(series), 1, sharex=True, squeeze=False)[:, 0]
         for panel, (name, samples) in zip(panels, series.items(), strict=True):
-            times = [one.at_s for one in samples]
-            layers = [[getattr(one.memory, part) / 2**30 for one in samples] for part in CLASSES]
+            times = [sample.at_s for sample in samples]
+            layers = [[getattr(sample.memory, part) / 2**30 for sample in samples] for part in CLASSES]
             labels = [part.replace("_", " ") for part in CLASSES]
             panel.stackplot(times, *layers, labels=labels, colors=list(CLASSES.values()), step="post")
             panel.set(title=name, ylabel="GiB", ylim=(0, None), xlim=(0, None))
             rows = panel.twinx()
-            rows.plot(times, [one.running for one in samples], color="black", linewidth=0.8)
+            rows.plot(times, [sample.running for sample in samples], color="black", linewidth=0.8)
             rows.set(ylabel="requests in flight", ylim=(0, None))
             rows.spines["right"].set_visible(True)
         panels[-1].set_xlabel("virtual time, s")

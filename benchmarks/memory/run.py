@@ -111,7 +111,7 @@ async def _serve(workload: Workload, setup: Setup) -> Outcome:
         makespan_s=makespan_s,
         output_tokens=sum(item.max_tokens for item in workload.items),
         prompts=[len(item.tokens) for item in workload.items],
-        reused=[one.reused_tokens for one in found],
+        reused=[result.reused_tokens for result in found],
         counters=dict(ledger.counters),
         preemptions_max=engine.preemptions_max,
         samples=samples,

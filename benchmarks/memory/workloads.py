@@ -89,7 +89,7 @@ def multi_turn(rng: Random, *, conversations: int = 60, open_at_once: int = 12) 
     """Conversations of 1 to 12 turns, most of them short, behind one of three system prompts; questions and
     answers of mixed lengths. The next turn comes after a turn of some other conversations."""
     systems = [_tokens(rng, length) for length in (512, 2_048, 6_144)]
-    queue = [(one, _turns(rng, one, rng.choice(systems))) for one in range(conversations)]
+    queue = [(number, _turns(rng, number, rng.choice(systems))) for number in range(conversations)]
     return Workload("multi-turn", tuple(_mixed(rng, queue, open_at_once)))
 
 

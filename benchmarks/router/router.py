@@ -134,12 +134,14 @@ def measure(num_workers: int, count: int, rng: Random) -> Rates:
     answers_us = asyncio.run(answers(num_workers, asks_of(families, count // 4, rng), rng))
     beats = [beat(index % num_workers, 1 + index // num_workers, rng) for index in range(4 * count)]
     later_s = 1.0 + count / DECISIONS_PER_S
-    quiet_s = timed(lambda: [fleet.apply(HeartbeatArrived(one, later_s)) for one in beats])
+    quiet_s = timed(lambda: [fleet.apply(HeartbeatArrived(heartbeat, later_s)) for heartbeat in beats])
     announcing = [
         beat(index % num_workers, 10**6, rng, tuple(rng.randbytes(8) for _ in range(ANNOUNCED_KEYS)))
         for index in range(max(8, count // 4))
     ]
-    announcing_s = timed(lambda: [fleet.apply(HeartbeatArrived(one, later_s)) for one in announcing])
+    announcing_s = timed(
+        lambda: [fleet.apply(HeartbeatArrived(heartbeat, later_s)) for heartbeat in announcing]
+    )
     return Rates(
         workers=num_workers,
         decisions_per_s=1e6 * len(decisions_us) / sum(decisions_us),
@@ -230,17 +232,17 @@ def show(console: Console, rates: Sequence[Rates], index: Index) -> None:
         *("workers", "decisions/s", "us p50", "us p99", "answered, us p50", "us p99", "heartbeats/s"),
         f"with {ANNOUNCED_KEYS} keys/s",
     )
-    for one in rates:
+    for rate in rates:
         figures = (
-            one.decisions_per_s,
-            one.decision_us_p50,
-            one.decision_us_p99,
-            one.answer_us_p50,
-            one.answer_us_p99,
-            one.heartbeats_per_s,
-            one.announcing_heartbeats_per_s,
+            rate.decisions_per_s,
+            rate.decision_us_p50,
+            rate.decision_us_p99,
+            rate.answer_us_p50,
+            rate.answer_us_p99,
+            rate.heartbeats_per_s,
+            rate.announcing_heartbeats_per_s,
         )
-        table.add_row(str(one.workers), *(f"{figure:,.0f}" for figure in figures))
+        table.add_row(str(rate.workers), *(f"{figure:,.0f}" for figure in figures))
     console.print(table)
     console.print(
         f"index of {index.pages:,} pages: {index.bytes_per_million / 1e6:.0f} MB per million cached pages, "
@@ -259,7 +261,7 @@ def main(arguments: Sequence[str]) -> int:
     index = measure_index(INDEX_PAGES // scale, Random(1))
     show(Console(), rates, index)
     options.output.mkdir(parents=True, exist_ok=True)
-    figures = {"rates": [asdict(one) for one in rates], "index": asdict(index)}
+    figures = {"rates": [asdict(rate) for rate in rates], "index": asdict(index)}
     (options.output / "router.json").write_text(json.dumps(figures, indent=1) + "\n")
     return 0
 

@@ -45,11 +45,11 @@ async def requests(server: PacedServer, count: int, width: int) -> dict[str, Any
         outcomes = await in_turns(client, width, count, body(1, 1, stream=False))
         wall_s = time.monotonic() - began_s
         cpu_s = _used(before, server.cpu_s())
-    assert {one.status for one in outcomes} == {200}
+    assert {outcome.status for outcome in outcomes} == {200}
     return {
         "width": width,
         "requests_per_s": count / wall_s,
-        "p50_ms": 1000 * percentile([one.ended_s - one.sent_s for one in outcomes], 50),
+        "p50_ms": 1000 * percentile([outcome.ended_s - outcome.sent_s for outcome in outcomes], 50),
         "cpu_ms_per_request": {name: 1000 * seconds / count for name, seconds in cpu_s.items()},
     }
 
@@ -62,12 +62,12 @@ async def tokens(server: PacedServer, width: int, max_tokens: int) -> dict[str, 
         outcomes = await in_turns(client, width, width, body(1, max_tokens, stream=True))
         wall_s = time.monotonic() - began_s
         cpu_s = _used(before, server.cpu_s())
-    assert {one.status for one in outcomes} == {200}
+    assert {outcome.status for outcome in outcomes} == {200}
     count = width * max_tokens
     return {
         "streams": width,
         "tokens_per_s": count / wall_s,
-        "chunks": sum(one.num_chunks for one in outcomes),
+        "chunks": sum(outcome.num_chunks for outcome in outcomes),
         "cpu_s_per_1000_tokens": {name: 1000 * seconds / count for name, seconds in cpu_s.items()},
     }
 
@@ -90,13 +90,13 @@ async def flood(server: PacedServer, seconds: float) -> dict[str, Any]:
 
 def _summary(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
     since_s, until_s = outcomes[0].sent_s + RAMP_S, outcomes[0].sent_s + seconds
-    taken = [one for one in outcomes if one.status == 200]
-    waits = [one.first_s - one.sent_s for one in taken if one.first_s is not None]
-    refusals = [one.ended_s - one.sent_s for one in outcomes if one.status == 429]
-    assert len(taken) + len(refusals) == len(outcomes), {one.status for one in outcomes}
+    taken = [outcome for outcome in outcomes if outcome.status == 200]
+    waits = [outcome.first_s - outcome.sent_s for outcome in taken if outcome.first_s is not None]
+    refusals = [outcome.ended_s - outcome.sent_s for outcome in outcomes if outcome.status == 429]
+    assert len(taken) + len(refusals) == len(outcomes), {outcome.status for outcome in outcomes}
     return {
         "offered": len(outcomes),
-        "answers_per_s": sum(since_s <= one.ended_s < until_s for one in taken) / (until_s - since_s),
+        "answers_per_s": sum(since_s <= outcome.ended_s < until_s for outcome in taken) / (until_s - since_s),
         "refused": len(refusals),
         "ttft_s": {f"p{at}": percentile(waits, at) for at in (50, 99)},
         "late": sum(wait_s > 3.0 for wait_s in waits),

@@ -85,7 +85,7 @@ async def _send(client: httpx.AsyncClient, model: str, item: Item, clock: Callab
 def server_cpu_s(pids: Sequence[int]) -> float:
     """CPU seconds so far of the frontend and the workers, when they run on this machine."""
     times = (psutil.Process(pid).cpu_times() for pid in pids if psutil.pid_exists(pid))
-    return sum(one.user + one.system for one in times)
+    return sum(used.user + used.system for used in times)
 
 
 async def measure(url: str, name: str, concurrency: int, seed: int) -> Run:

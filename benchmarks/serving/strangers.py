@@ -98,7 +98,7 @@ async def prefixes(askers: Sequence[Asker], rounds: int, rng: Random) -> dict[st
     unknown, another, itself = (times[kind] for kind in ("unknown", "known to another", "known to itself"))
     return {
         "rounds": rounds,
-        "median_ms": {kind: 1000 * percentile(one, 50) for kind, one in times.items()},
+        "median_ms": {kind: 1000 * percentile(waits_s, 50) for kind, waits_s in times.items()},
         "distance": distance(unknown, another),
         "distance_of_its_own": distance(unknown, itself),
         "distance_by_chance_1_percent": told_apart(unknown, another),
@@ -123,11 +123,11 @@ async def bombs(askers: Sequence[Asker], rounds: int, rng: Random) -> dict[str, 
         gaps["bombs"] += await beside(askers, [{"structured_outputs": bomb} for bomb in BOMBS], rng)
     return {
         "rounds": rounds,
-        "gaps": {kind: len(one) for kind, one in gaps.items()},
+        "gaps": {kind: len(gap) for kind, gap in gaps.items()},
         "gap_ms": {
-            kind: {f"p{percent}": 1000 * percentile(one, percent) for percent in (50, 90, 99, 99.9)}
-            | {"max": 1000 * max(one)}
-            for kind, one in gaps.items()
+            kind: {f"p{percent}": 1000 * percentile(gap, percent) for percent in (50, 90, 99, 99.9)}
+            | {"max": 1000 * max(gap)}
+            for kind, gap in gaps.items()
         },
     }
 

@@ -204,14 +204,14 @@ def table_of(results: Sequence[Result]) -> Table:
     table = Table(title="transfer behind prefill compute, medians", box=None)
     for name in ("pages and states", "prompt", "device tokens/s", "behind ms", "overlapped ms", "hidden"):
         table.add_column(name, justify="right")
-    for one in results:
+    for result in results:
         table.add_row(
-            one.case.name,
-            str(one.case.prompt_tokens),
-            str(one.case.tokens_per_s or "this CPU"),
-            f"{one.behind_ms:.0f}",
-            f"{one.overlapped_ms:.0f}",
-            f"{one.hidden:.0%}",
+            result.case.name,
+            str(result.case.prompt_tokens),
+            str(result.case.tokens_per_s or "this CPU"),
+            f"{result.behind_ms:.0f}",
+            f"{result.overlapped_ms:.0f}",
+            f"{result.hidden:.0%}",
         )
     return table
 

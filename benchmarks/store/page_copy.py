@@ -87,7 +87,7 @@ def measure_copies(
     ours = [cache[:, :, kv] for cache in caches_of(layout, pages).kv for kv in range(2)]
     found: list[Copied] = []
     for side in caches:
-        planes = [Plane(one, view) for one, view in zip(ours, side.views, strict=True)]
+        planes = [Plane(our, view) for our, view in zip(ours, side.views, strict=True)]
         block_tokens = side.views[0].shape[2]
         blocks = rng.sample(range(len(side.views[0])), len(side.views[0]))
         slot_T = (torch.tensor(blocks)[:, None] * block_tokens + torch.arange(block_tokens)).flatten()
@@ -178,8 +178,8 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps([asdict(result) for result in (*copied, *stored)], indent=2))
         return 0
     print(f"{'cache':28}{'direction':12}{'CPU ms':>8}{'of memcpy':>12}")
-    for one in copied:
-        print(f"{one.cache:28}{one.direction:12}{one.copy_s * 1e3:8.1f}{one.of_memcpy:12.2f}")
+    for case in copied:
+        print(f"{case.cache:28}{case.direction:12}{case.copy_s * 1e3:8.1f}{case.of_memcpy:12.2f}")
     print(
         f"\n{'store':8}{'form':14}{'objects':>8}{'KiB each':>10}{'put':>9}{'get':>9}{'contains, CPU ms':>18}"
     )

@@ -38,8 +38,8 @@ class Memory:
     def calls(self, sized: Sequence[Sized], rng: Random) -> list["Call"]:
         """One for each element of `sized`, under keys that nobody had; their bytes are side by side."""
         made, start = [], 0
-        for one in sized:
-            made.append(self._call(one, start, rng))
+        for sized_case in sized:
+            made.append(self._call(sized_case, start, rng))
             start += sum(made[-1].sizes)
         return made
 

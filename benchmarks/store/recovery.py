@@ -86,7 +86,7 @@ def kill(server: Server, part: str, rng: Random) -> Result:
         ask_for(client, rng, PHASE_S)  # warms up
         before = ask_for(client, rng, PHASE_S)
         assert any(answer.fetched for answer in before), "the store is not used"
-        [process] = (one for one in server.processes() if PARTS[part] in " ".join(one.cmdline()))
+        [process] = (child for child in server.processes() if PARTS[part] in " ".join(child.cmdline()))
         process.kill()
         killed_s = time.perf_counter()
         away = [ask(client, rng)]

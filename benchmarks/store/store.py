@@ -159,14 +159,14 @@ class Result:
     def row(self) -> list[str]:
         moved = [
             text
-            for one in (self.put, self.get)
+            for moved_bytes in (self.put, self.get)
             for text in (
-                f"{one.gb_s:.2f}",
-                f"{one.of_plain:.2f}",
-                f"{one.of_memcpy:.3f}",
-                f"{one.cpu_ms_per_gb:,.0f}",
-                f"{one.call_ms:.2f}",
-                f"{one.master_requests:.0f} / {one.master_objects:.0f}",
+                f"{moved_bytes.gb_s:.2f}",
+                f"{moved_bytes.of_plain:.2f}",
+                f"{moved_bytes.of_memcpy:.3f}",
+                f"{moved_bytes.cpu_ms_per_gb:,.0f}",
+                f"{moved_bytes.call_ms:.2f}",
+                f"{moved_bytes.master_requests:.0f} / {moved_bytes.master_objects:.0f}",
             )
         ]
         return [self.form, str(self.batch), self.way, *moved, f"{self.contains_ms:.2f}"]
@@ -197,18 +197,18 @@ def _moved(rounds: Sequence[Turns], operation: str, form: str, way: str, calls: 
         )
 
     return Moved(
-        gb_s=median(gigabytes / one.all_s for one in spent),
+        gb_s=median(gigabytes / cost.all_s for cost in spent),
         of_plain=faster_than(PLAIN),
         of_memcpy=faster_than(MEMCPY),
-        cpu_ms_per_gb=median(1e3 * one.cpu_s / gigabytes for one in spent),
+        cpu_ms_per_gb=median(1e3 * cost.cpu_s / gigabytes for cost in spent),
         call_ms=_call_ms(spent),
-        master_requests=median(one.asked.requests / len(calls) for one in spent),
-        master_objects=median(one.asked.objects / len(calls) for one in spent),
+        master_requests=median(cost.asked.requests / len(calls) for cost in spent),
+        master_objects=median(cost.asked.objects / len(calls) for cost in spent),
     )
 
 
 def _call_ms(spent: Iterable[Spent]) -> float:
-    return 1e3 * median(call_s for one in spent for call_s in one.calls_s)
+    return 1e3 * median(call_s for cost in spent for call_s in cost.calls_s)
 
 
 async def throughput(bench: Bench, sizes: Sequence[str], batches: Sequence[int], count: int) -> list[Result]:

@@ -37,7 +37,7 @@ CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
 
 
 def over(services: Sequence[FakeService], keys: Sequence[ApiKey] = ()) -> FastAPI:
-    return build_app([ServedBackend(one, tokenizer()) for one in services], sources(), keys=keys)
+    return build_app([ServedBackend(service, tokenizer()) for service in services], sources(), keys=keys)
 
 
 def ask(page: Page, prompt: str = "Who keeps the light?") -> None:

@@ -82,8 +82,8 @@ def answers(settings: EngineSettings, **changes: object) -> tuple[list[float], l
 
     async def main() -> tuple[list[float], list[list[int]]]:
         async with serving(settings, **changes) as built:
-            scored = [score for one in requests() for score in await scores(built, one)]
-            return scored, [(await answer(built, one))[0] for one in requests()]
+            scored = [score for request in requests() for score in await scores(built, request)]
+            return scored, [(await answer(built, request))[0] for request in requests()]
 
     return asyncio.run(main())
 
@@ -97,4 +97,4 @@ def test_prompts_are_as_likely_as_on_cpu_and_graphs_change_nothing(settings: Eng
     assert float(apart.median()) < NEAR
     assert graphs == steps
     assert tokens == without
-    assert all(len(one) == NEW_TOKENS for one in tokens)
+    assert all(len(token) == NEW_TOKENS for token in tokens)

@@ -109,7 +109,9 @@ def wanted(settings: EngineSettings) -> list[list[int]]:
 
     async def main() -> list[list[int]]:
         async with running(settings, enforce_eager=True, step_tokens_max=1024) as built:
-            return [(await answer(built, replace(one, salt=one.request_id)))[0] for one in requests()]
+            return [
+                (await answer(built, replace(request, salt=request.request_id)))[0] for request in requests()
+            ]
 
     found = asyncio.run(main())
     assert len({tuple(tokens) for tokens in found}) == len(found)
@@ -194,25 +196,25 @@ def test_a_fetched_prompt_answers_as_a_cold_one(
     settings: EngineSettings, wanted: list[list[int]], tmp_path: Path, backing: str
 ) -> None:
     """Pages and states go through pinned memory to files and back, into another engine's memory."""
-    asked = [one for one in requests() if len(one.tokens) > 2 * PAGE_TOKENS]
-    colder = [tokens for one, tokens in zip(requests(), wanted, strict=True) if one in asked]
+    asked = [request for request in requests() if len(request.tokens) > 2 * PAGE_TOKENS]
+    colder = [tokens for request, tokens in zip(requests(), wanted, strict=True) if request in asked]
     changes: dict[str, Any] = {"backing": backing, "store_url": f"file://{tmp_path}/store?size=1GiB"}
 
     async def produce() -> None:
         async with running(settings, **changes) as built:
-            for one in asked:
-                produced = await built.engine.produce(one)
-                assert produced.depth == (len(one.tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS
+            for request in asked:
+                produced = await built.engine.produce(request)
+                assert produced.depth == (len(request.tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS
 
     async def fetch() -> list[tuple[list[int], Provenance]]:
         async with running(settings, **changes) as built:
-            return [await answer(built, one) for one in asked]
+            return [await answer(built, request) for request in asked]
 
     asyncio.run(produce())
     found = asyncio.run(fetch())
     assert [tokens for tokens, _ in found] == colder
-    for one, (_, provenance) in zip(asked, found, strict=True):
-        assert provenance.fetched_tokens == (len(one.tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS
+    for request, (_, provenance) in zip(asked, found, strict=True):
+        assert provenance.fetched_tokens == (len(request.tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS
 
 
 def test_the_questions_of_the_bundled_model(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -228,8 +230,8 @@ def test_the_questions_of_the_bundled_model(tmp_path_factory: pytest.TempPathFac
     for settings in (common, on_device):
         with LLM("keeper", **settings) as llm:
             outputs = llm.chat(chats, greedy, progress=False)
-            assert [one.outputs[0].text.strip() for one in outputs] == [
+            assert [output.outputs[0].text.strip() for output in outputs] == [
                 item["answer"].strip() for item in demo["questions"]
             ]
-            found.append([one.outputs[0].token_ids for one in outputs])
+            found.append([output.outputs[0].token_ids for output in outputs])
     assert found[0] == found[1]

@@ -44,7 +44,7 @@ def main() -> int:
             _say(name)
             with tempfile.TemporaryDirectory() as scratch:
                 model = save(random_model(name), Path(scratch) / "model") if shapes else Path(given)
-                broken += sum(not _holds(*one) for one in _checks(model, Path(scratch)))
+                broken += sum(not _holds(*check) for check in _checks(model, Path(scratch)))
     _say("all of it holds" if not broken else f"{broken} FAILED")
     return int(broken > 0)
 

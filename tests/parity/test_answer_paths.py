@@ -91,7 +91,7 @@ async def answers(
     """`shaken`: the memory shrinks to its floor and grows again all the time."""
     async with serving(settings, **changes) as built:
         shaking = asyncio.create_task(_shake(built)) if shaken else None
-        got = await asyncio.gather(*(answer(built, one) for one in asked))
+        got = await asyncio.gather(*(answer(built, request) for request in asked))
         if shaking is not None:
             shaking.cancel()
         counters = built.engine.load().counters
@@ -117,8 +117,10 @@ def test_every_path_gives_the_answer_that_matches(settings: EngineSettings) -> N
     assert asyncio.run(answers(settings, asked, overlap=False, shaken=True)) == plain
     cuts = [min(number, len(tokens) - 1) for number, tokens in enumerate(plain)]
     moved = [
-        replace(one, tokens=one.tokens + tuple(tokens[:cut]), drawn=cut, max_new_tokens=NEW_TOKENS - cut)
-        for one, tokens, cut in zip(asked, plain, cuts, strict=True)
+        replace(
+            request, tokens=request.tokens + tuple(tokens[:cut]), drawn=cut, max_new_tokens=NEW_TOKENS - cut
+        )
+        for request, tokens, cut in zip(asked, plain, cuts, strict=True)
     ]
     rests = [tokens[cut:] for tokens, cut in zip(plain, cuts, strict=True)]
     assert asyncio.run(answers(settings, moved, drafts_max=4)) == rests

@@ -142,24 +142,27 @@ def conversations() -> list[Request]:
 
 async def ask(built: BuiltEngine, requests: list[Request]) -> list[list[int]]:
     """All at once."""
-    return [tokens for tokens, _ in await asyncio.gather(*(answer(built, one) for one in requests))]
+    return [tokens for tokens, _ in await asyncio.gather(*(answer(built, request) for request in requests))]
 
 
 def next_turns(requests: list[Request], answers: list[list[int]]) -> list[Request]:
     return [
         replace(
-            one,
-            tokens=(*one.tokens, *tokens, *tokens_of(5, index)),
+            request,
+            tokens=(*request.tokens, *tokens, *tokens_of(5, index)),
             max_new_tokens=NEW_TOKENS,
-            sampling=replace(one.sampling, seed=one.sampling.seed + 1000),
+            sampling=replace(request.sampling, seed=request.sampling.seed + 1000),
         )
-        for index, (one, tokens) in enumerate(zip(requests, answers, strict=True))
+        for index, (request, tokens) in enumerate(zip(requests, answers, strict=True))
     ]
 
 
 async def cold_of(bed: Bed, requests: list[Request]) -> Cold:
     async def alone(built: BuiltEngine, requests: list[Request]) -> list[list[int]]:
-        return [(await answer(built, replace(one, salt=f"{one.sampling.seed}")))[0] for one in requests]
+        return [
+            (await answer(built, replace(request, salt=f"{request.sampling.seed}")))[0]
+            for request in requests
+        ]
 
     asked = f"{bed.settings.kv_dtype} {requests}"
     if asked not in bed.colds:

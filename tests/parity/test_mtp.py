@@ -84,7 +84,9 @@ def wanted(settings: EngineSettings) -> list[list[int]]:
 
     async def main() -> list[list[int]]:
         async with serving(settings, drafts_max=0, step_tokens_max=4096) as built:
-            return [(await answer(built, replace(one, salt=one.request_id)))[0] for one in requests()]
+            return [
+                (await answer(built, replace(request, salt=request.request_id)))[0] for request in requests()
+            ]
 
     return asyncio.run(main())
 
@@ -92,8 +94,12 @@ def wanted(settings: EngineSettings) -> list[list[int]]:
 async def answers(settings: EngineSettings, **changes: object) -> tuple[list[list[int]], dict[str, float]]:
     """All at once, cold and then warm; and what was counted."""
     async with serving(settings, **changes) as built:
-        cold = [tokens for tokens, _ in await asyncio.gather(*(answer(built, one) for one in requests()))]
-        warm = [tokens for tokens, _ in await asyncio.gather(*(answer(built, one) for one in requests()))]
+        cold = [
+            tokens for tokens, _ in await asyncio.gather(*(answer(built, request) for request in requests()))
+        ]
+        warm = [
+            tokens for tokens, _ in await asyncio.gather(*(answer(built, request) for request in requests()))
+        ]
         assert warm == cold
         return cold, dict(built.engine.load().counters)
 
@@ -133,7 +139,7 @@ def test_preempted(settings: EngineSettings, wanted: list[list[int]]) -> None:
         ]
         async with serving(tight) as built:
             beside = asyncio.gather(*(answer(built, filler) for filler in fillers))
-            found = await asyncio.gather(*(answer(built, one) for one in requests()))
+            found = await asyncio.gather(*(answer(built, request) for request in requests()))
             await beside
             assert [tokens for tokens, _ in found] == wanted
             assert built.engine.load().counters.get("preemptions", 0) > 0
@@ -155,25 +161,25 @@ def test_pages_of_all_workers_are_alike(
     whoever fetches them, also amid an answer, goes on as if it had them from the start."""
     done = NEW_TOKENS - 2
     rests = [
-        replace(one, tokens=one.tokens + tuple(tokens[:done]), max_new_tokens=2, drawn=done)
-        for one, tokens in zip(requests(), wanted, strict=True)
+        replace(request, tokens=request.tokens + tuple(tokens[:done]), max_new_tokens=2, drawn=done)
+        for request, tokens in zip(requests(), wanted, strict=True)
     ]
 
     async def main() -> None:
         async with serving(settings, store_url=stored("a"), step_tokens_max=40, rows_max=4) as prefill:
-            for one in rests:
-                assert (await prefill.engine.produce(one)).depth == restorable_end(len(one.tokens), P)
+            for rest in rests:
+                assert (await prefill.engine.produce(rest)).depth == restorable_end(len(rest.tokens), P)
         async with serving(settings, store_url=stored("b"), drafts_max=5) as decode:
-            assert [(await answer(decode, one))[0] for one in requests()] == wanted
+            assert [(await answer(decode, request))[0] for request in requests()] == wanted
         prefilled, decoded = objects(tmp_path / "a"), objects(tmp_path / "b")
         assert len(prefilled.keys() & decoded.keys()) > len(requests()) * 2
         assert all(prefilled[name] == decoded[name] for name in prefilled.keys() & decoded.keys())
         async with serving(settings, store_url=stored("a")) as moved:
-            for one, tokens in zip(rests, wanted, strict=True):
-                found, provenance = await answer(moved, one)
+            for rest, tokens in zip(rests, wanted, strict=True):
+                found, provenance = await answer(moved, rest)
                 assert found == tokens[done:]
                 assert provenance.fetched_tokens + provenance.reused_tokens == restorable_end(
-                    len(one.tokens), P
+                    len(rest.tokens), P
                 )
 
     asyncio.run(main())
@@ -183,7 +189,7 @@ def test_pages_with_and_without_a_head_have_other_names(
     settings: EngineSettings, tmp_path: Path, stored: Callable[[str], str]
 ) -> None:
     async def main() -> None:
-        (one,) = (one for one in requests() if one.request_id == f"{3 * P - 1}-0")
+        (one,) = (request for request in requests() if request.request_id == f"{3 * P - 1}-0")
         for name, drafts_max in (("with", 3), ("without", 0)):
             async with serving(settings, store_url=stored(name), drafts_max=drafts_max) as built:
                 await built.engine.produce(one)
@@ -202,7 +208,7 @@ def guessed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Row, Drawn]]:
 
     def recorded(self: TorchRunner, step: Step) -> list[Drawn]:
         found = run_now(self, step)
-        seen.extend((row, one) for row, one in zip(step, found, strict=True) if one.tokens)
+        seen.extend((row, row_drawn) for row, row_drawn in zip(step, found, strict=True) if row_drawn.tokens)
         return found
 
     monkeypatch.setattr(TorchRunner, "run_now", recorded)
@@ -223,13 +229,14 @@ def test_guesses_are_those_of_the_definition(
         speculative_method="mtp",
         step_tokens_max=20,
     )
-    asked = [one for one in requests() if not one.sampling.temperature]
+    asked = [request for request in requests() if not request.sampling.temperature]
 
     async def main() -> dict[str, list[int]]:
         async with serving(made) as built:
-            found = await asyncio.gather(*(answer(built, one) for one in asked))
+            found = await asyncio.gather(*(answer(built, request) for request in asked))
             return {
-                one.request_id: [*one.tokens, *tokens] for one, (tokens, _) in zip(asked, found, strict=True)
+                request.request_id: [*request.tokens, *tokens]
+                for request, (tokens, _) in zip(asked, found, strict=True)
             }
 
     whole = asyncio.run(main())

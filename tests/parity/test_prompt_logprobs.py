@@ -69,13 +69,13 @@ def test_every_path_says_what_a_plain_pass_says(
     )
     asked = [scored(seed, count) for seed, count in enumerate(LENGTHS)]
     wanted = [definition(folder, cpu, request) for request in asked]
-    plain = [replace(one, sampling=Sampling(temperature=0)) for one in asked]
+    plain = [replace(prompt_request, sampling=Sampling(temperature=0)) for prompt_request in asked]
 
     async def main(**changes: object) -> None:
         async with serving(settings, **changes) as built:
-            answered = await asyncio.gather(*(answer(built, one) for one in plain))
-            found = asyncio.gather(*(scores(built, one) for one in asked))  # all of it is kept by now
-            again = await asyncio.gather(*(answer(built, one) for one in plain))
+            answered = await asyncio.gather(*(answer(built, request) for request in plain))
+            found = asyncio.gather(*(scores(built, request) for request in asked))  # all of it is kept by now
+            again = await asyncio.gather(*(answer(built, request) for request in plain))
             assert await found == wanted
             assert [tokens for tokens, _ in again] == [tokens for tokens, _ in answered]
 

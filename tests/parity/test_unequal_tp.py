@@ -92,7 +92,7 @@ class Group:
         ranks = [ThreadRank(rank, self._exchange) for rank in range(size)]
         loaded = [load(folder, cpu, lambda _done, _total: None, rank) for rank in ranks]
         self.fingerprint = loaded[0].fingerprint
-        self.models = [one.model for one in loaded]
+        self.models = [part.model for part in loaded]
         self.layout = layout_of(loaded[0].local_layers, P, extent_bytes_min=1, granule_bytes=1)
         page_bytes, window_bytes = self.layout.page_bytes, self.layout.window_bytes or 1
         first_window = -(-len(PLACES) * page_bytes // window_bytes)

@@ -40,7 +40,7 @@ def prompts() -> list[list[int]]:
 
 def answers(llm: LLM) -> Answers:
     found = llm.generate(prompts(), DRAWS, progress=False)
-    return [([*one.outputs[0].token_ids], one.num_cached_tokens > 0) for one in found]
+    return [([*result.outputs[0].token_ids], result.num_cached_tokens > 0) for result in found]
 
 
 def opened(model: Path, store: str) -> LLM:
@@ -60,10 +60,10 @@ def test_two_revisions_of_a_model_share_a_store_and_no_page(tmp_path: Path, revi
     with ExitStack() as versions:
         both = [versions.enter_context(opened(model, store)) for model in (KEEPER, revision)]
         for llm, tokens in zip(both, expected, strict=True):
-            assert answers(llm) == [(one, False) for one in tokens]
+            assert answers(llm) == [(token, False) for token in tokens]
     for model, tokens in ((revision, expected[1]), (KEEPER, expected[0])):
         with opened(model, store) as llm:
-            assert answers(llm) == [(one, True) for one in tokens], "each finds its own"
+            assert answers(llm) == [(token, True) for token in tokens], "each finds its own"
 
 
 def test_two_versions_of_the_layout_share_a_store_and_no_page(
@@ -72,13 +72,13 @@ def test_two_versions_of_the_layout_share_a_store_and_no_page(
     store = f"file://{tmp_path}/store"
     expected = fresh(KEEPER)
     with opened(KEEPER, store) as llm:
-        assert answers(llm) == [(one, False) for one in expected]
+        assert answers(llm) == [(answer, False) for answer in expected]
     with monkeypatch.context() as later:
         for module in (layout, seal):
             later.setattr(module, "LAYOUT_VERSION", layout.LAYOUT_VERSION + 1)
         with opened(KEEPER, store) as llm:
-            assert answers(llm) == [(one, False) for one in expected]
+            assert answers(llm) == [(answer, False) for answer in expected]
         with opened(KEEPER, store) as llm:
-            assert answers(llm) == [(one, True) for one in expected]
+            assert answers(llm) == [(answer, True) for answer in expected]
     with opened(KEEPER, store) as llm:
-        assert answers(llm) == [(one, True) for one in expected], "the older one's are still there"
+        assert answers(llm) == [(answer, True) for answer in expected], "the older one's are still there"

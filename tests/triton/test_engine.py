@@ -67,7 +67,10 @@ async def answers(settings: EngineSettings) -> tuple[list[list[int]], int, float
     long = torch.randint(8, (19,), generator=draw).tolist()
     async with serving(settings) as built:
         first = await asyncio.gather(
-            *(answer(built, request(name, one)) for name, one in (("long", long), ("short", [5, 6, 7, 5, 6])))
+            *(
+                answer(built, request(name, tokens))
+                for name, tokens in (("long", long), ("short", [5, 6, 7, 5, 6]))
+            )
         )
         tokens = [tokens for tokens, _ in first]
         then, provenance = await answer(built, request("again", [*long, *tokens[0], 3]))

@@ -52,7 +52,7 @@ PAIRS = st.tuples(groups("prefill"), groups("prefill").map(grown), groups("decod
 GROUPS = (
     st.tuples(groups("prefill"), groups("decode")).map(list)
     | PAIRS
-    | groups("mixed").map(grown).map(lambda one: [one])
+    | groups("mixed").map(grown).map(lambda group: [group])
 )
 
 ENGINES = nodes(

@@ -182,12 +182,12 @@ class FakeService:
         self.resets += 1
 
     async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
-        if worker not in [one.info.name for one in self.workers]:
+        if worker not in [member.info.name for member in self.workers]:
             raise RequestError(f"there is no worker {worker!r}", param="worker", status=404)
         self.budgets.append((worker, budget_bytes))
 
     async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
-        if worker not in [one.info.name for one in self.workers]:
+        if worker not in [member.info.name for member in self.workers]:
             raise RequestError(f"there is no worker {worker!r}", param="worker", status=404)
         self.orders.append((worker, drain, force))
 

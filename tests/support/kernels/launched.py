@@ -42,7 +42,7 @@ def launching(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         *_, binder = self.device_caches[0]
         bound, specialization, _ = binder(*arguments, debug=False, instrumentation_mode="", **options)
         warps = {name: value for name, value in options.items() if name.startswith("num_")}
-        tiles = tuple(one for one in bound.values() if isinstance(one, TensorDescriptor))
+        tiles = tuple(value for value in bound.values() if isinstance(value, TensorDescriptor))
         launches.append(Launch(self.fn.__name__, f"{specialization} {warps}", grid, tiles))
 
     with monkeypatch.context() as patch:
@@ -72,6 +72,6 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         name = operator.overloadpacket.__name__
         assert name not in {"lift", "lift_fresh", "nonzero", "masked_select", "_local_scalar_dense"}, name
-        for one in tree_leaves((args, kwargs)):
-            assert not isinstance(one, torch.Tensor) or one.device == META, f"{name} reads host memory"
+        for leaf in tree_leaves((args, kwargs)):
+            assert not isinstance(leaf, torch.Tensor) or leaf.device == META, f"{name} reads host memory"
         return operator(*args, **(kwargs or {}))

@@ -67,8 +67,8 @@ def could_serve(
         states |= set(lease.own_states())
         windows |= set(lease.windows)
         there = [entry.checkpoint for entry in lease.sources() if entry.checkpoint is not None]
-        states |= {one.state for one in there if one.state is not None}
-        windows |= {window for one in there for window in one.windows}
+        states |= {checkpoint.state for checkpoint in there if checkpoint.state is not None}
+        windows |= {window for checkpoint in there for window in checkpoint.windows}
     in_pages = {cache.arena.pages.extent_of(page) for page in pages}
     in_states = {cache.arena.states.extent_of(state) for state in states}
     in_windows = {cache.arena.windows.extent_of(window) for window in windows}

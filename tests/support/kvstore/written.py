@@ -102,7 +102,7 @@ class Memory:
             assert not any(page in shot.table for shot in self.shots), "a step is still at this page"
             self.pages |= {(page, place): NONSENSE for place in range(self.page_tokens)}
         for window in windows:
-            at = {one for shot in self.shots for one, _ in (*shot.views_written, *shot.views_read)}
+            at = {view for shot in self.shots for view, _ in (*shot.views_written, *shot.views_read)}
             assert window not in at, "a step is still at this window page"
             self.windows |= {(window, place): NONSENSE for place in range(self.page_tokens)}
         for state in states:

@@ -183,5 +183,5 @@ def ranks(subject: Subject) -> str:
 
 
 CHECKS: dict[str, Callable[[Subject], str]] = {
-    one.__name__: one for one in (logits, definitions, bfloat16, greedy, cuts, batches, memory, ranks)
+    logit.__name__: logit for logit in (logits, definitions, bfloat16, greedy, cuts, batches, memory, ranks)
 }

@@ -49,10 +49,10 @@ def run_rank(folder: Path, ops: Operators, ranks: Ranks = ALONE) -> Found:
     hidden: list[torch.Tensor] = []
     logits: list[torch.Tensor] = []
     for counts in STEPS:
-        rows = [(one, n) for one, n in zip(sequences, counts, strict=True) if n]
+        rows = [(sequence, n) for sequence, n in zip(sequences, counts, strict=True) if n]
         hidden.append(runner.step(rows))
         logits.append(loaded.model.logits(hidden[-1]))
-    assert [one.computed for one in sequences] == list(LENGTHS)
+    assert [sequence.computed for sequence in sequences] == list(LENGTHS)
     return Found(loaded.fingerprint, torch.cat(hidden), torch.cat(logits))
 
 

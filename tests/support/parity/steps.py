@@ -42,9 +42,9 @@ class Runner:
         draw = torch.Generator().manual_seed(0)
         free: list[list[int]] = []
         extents = 0
-        for count, one in per_extent:
-            free.append([extents * one + int(i) for i in torch.randperm(count, generator=draw)])
-            extents += -(-count // one) if count else 0
+        for count, count_of in per_extent:
+            free.append([extents * count_of + int(i) for i in torch.randperm(count, generator=draw)])
+            extents += -(-count // count_of) if count else 0
         self.free_pages, self.free_windows, self.free_states = free
         self.arena = torch.full((extents * self.layout.extent_bytes,), NAN, dtype=torch.uint8)
         self.caches = caches_of(self.layout, self.arena)

@@ -73,7 +73,7 @@ def journey_of(folder: Path, kernels: Path, scratch: Path, vocabulary: int) -> J
             max_new_tokens=NEW_TOKENS,
             sampling=SAMPLINGS[index % 2],
         )
-        for index, length in enumerate(sorted(one for one in lengths if 0 < one <= 6 * PAGE_TOKENS))
+        for index, length in enumerate(sorted(size for size in lengths if 0 < size <= 6 * PAGE_TOKENS))
     ]
     return Journey(settings, layout, requests, scratch)
 
@@ -134,7 +134,9 @@ async def migrated(journey: Journey) -> str:
 
 async def preempted(journey: Journey) -> str:
     """All prompts twice, without anything in common: together they exceed what is left by far."""
-    twice = [replace(one, request_id=one.request_id + AGAIN, salt=AGAIN) for one in journey.requests]
+    twice = [
+        replace(request, request_id=request.request_id + AGAIN, salt=AGAIN) for request in journey.requests
+    ]
     async with serving(journey.settings, memory_max_bytes=2 * journey.settings.memory_bytes) as built:
         work = asyncio.create_task(journey.check(built, journey.requests + twice))
         for tokens, budget_bytes in ((24, 0), (60, built.memory_max_bytes), (90, 0)):
@@ -164,7 +166,7 @@ async def groups(journey: Journey) -> str:
 
 
 WAYS: dict[str, Callable[[Journey], Coroutine[None, None, str]]] = {
-    one.__name__: one for one in (cold, warm, together, fetched, migrated, preempted)
+    way.__name__: way for way in (cold, warm, together, fetched, migrated, preempted)
 }
 """In this order: the first one says what is wanted."""
 

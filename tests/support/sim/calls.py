@@ -63,7 +63,7 @@ class Call:
     async def next(self) -> Delta | Produced:
         """Raises the failure of the call, or that of its worker."""
         got = asyncio.create_task(self.inbox.get())
-        lost = [asyncio.create_task(one.wait()) for one in (self.broken, self.worker.dead)]
+        lost = [asyncio.create_task(event.wait()) for event in (self.broken, self.worker.dead)]
         try:
             await asyncio.wait({got, *lost}, return_when=asyncio.FIRST_COMPLETED)
             if not got.done():

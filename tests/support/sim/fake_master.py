@@ -131,7 +131,9 @@ class Master:
     def _evict(self) -> None:
         """What was never read has no lease, so the newest objects go before any that was."""
         now = self._clock()
-        victims = [one for one in self.entries.values() if one.is_complete and one.leased_until <= now]
+        victims = [
+            stored for stored in self.entries.values() if stored.is_complete and stored.leased_until <= now
+        ]
         for entry in sorted(victims, key=lambda entry: entry.leased_until):
             if self._used() <= EVICTED_TO:
                 return

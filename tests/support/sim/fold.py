@@ -85,7 +85,9 @@ class FoldRunner:
             asyncio.get_running_loop().call_exception_handler({"message": "a wrong step", "exception": error})
             raise
         self._last = {
-            row.sequence_id: one.tokens[-1] for row, one in zip(step, drawn, strict=True) if one.tokens
+            row.sequence_id: row_drawn.tokens[-1]
+            for row, row_drawn in zip(step, drawn, strict=True)
+            if row_drawn.tokens
         }
         await asyncio.sleep(self._rng.random() * self._step_s_max)
         return drawn

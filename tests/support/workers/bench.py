@@ -119,7 +119,7 @@ class Watched:
             holds = (*row.writes, *([] if row.read is None else [row.read]))
             mine = {row.sequence_id}
             assert {pages[page] for page in pages.keys() & row.pages} <= mine, "a page of somebody else"
-            assert {windows[one] for one in windows.keys() & row.windows[row.start // size :]} <= mine
+            assert {windows[window] for window in windows.keys() & row.windows[row.start // size :]} <= mine
             assert {slots[slot] for slot in slots.keys() & holds} <= mine, "a slot of somebody else"
 
 

@@ -58,7 +58,7 @@ def draw_once(logits_NV: torch.Tensor, samplings: Sequence[Sampling], positions:
         SamplingState(request_of(sampling, (0,) * position))
         for sampling, position in zip(samplings, positions, strict=True)
     ]
-    return [one.tokens[0] for one in draw(logits_NV, list(map(row_of, draws)))]
+    return [row_drawn.tokens[0] for row_drawn in draw(logits_NV, list(map(row_of, draws)))]
 
 
 @dataclass

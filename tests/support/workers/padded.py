@@ -53,27 +53,27 @@ class Bed:
     def memory(self) -> list[torch.Tensor]:
         """The bits of the whole arena, as pages and as states."""
         caches = self.caches
-        return [one.clone().view(torch.int32) for one in (*caches.kv, *caches.conv, *caches.temporal)]
+        return [tensor.clone().view(torch.int32) for tensor in (*caches.kv, *caches.conv, *caches.temporal)]
 
     def restore(self, memory: list[torch.Tensor]) -> None:
         caches = self.caches
-        for one, bits in zip((*caches.kv, *caches.conv, *caches.temporal), memory, strict=True):
-            one.copy_(bits.view(torch.float32))
+        for tensor, bits in zip((*caches.kv, *caches.conv, *caches.temporal), memory, strict=True):
+            tensor.copy_(bits.view(torch.float32))
 
     def decode(self, sequences: list[Fed]) -> Inputs:
-        width = -(-max(one.computed + 1 for one in sequences) // PAGE_TOKENS)
+        width = -(-max(sequence.computed + 1 for sequence in sequences) // PAGE_TOKENS)
         rows = len(sequences)
         return Inputs(
             tokens_T=torch.arange(rows) + VOCABULARY - rows,
-            positions_T=torch.tensor([one.computed for one in sequences]),
+            positions_T=torch.tensor([sequence.computed for sequence in sequences]),
             cu_B1=torch.arange(rows + 1, dtype=torch.int32),
             pages_BN=torch.tensor(
-                [(*one.pages, *[0] * width)[:width] for one in sequences], dtype=torch.int32
+                [(*sequence.pages, *[0] * width)[:width] for sequence in sequences], dtype=torch.int32
             ),
             windows_BN=torch.zeros(rows, 0, dtype=torch.int32),
-            lens_B=torch.tensor([one.computed + 1 for one in sequences], dtype=torch.int32),
-            read_B=torch.tensor([one.state for one in sequences], dtype=torch.int32),
-            writes_BK=torch.tensor([[one.state] for one in sequences], dtype=torch.int32),
+            lens_B=torch.tensor([sequence.computed + 1 for sequence in sequences], dtype=torch.int32),
+            read_B=torch.tensor([sequence.state for sequence in sequences], dtype=torch.int32),
+            writes_BK=torch.tensor([[sequence.state] for sequence in sequences], dtype=torch.int32),
         )
 
 

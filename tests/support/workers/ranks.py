@@ -111,7 +111,9 @@ def started(ranks: Sequence[BaseProcess]) -> Ended:
     """Start them."""
     for process in ranks:
         process.start()
-    return lambda: next((f"exit status {one.exitcode}" for one in ranks if one.exitcode is not None), None)
+    return lambda: next(
+        (f"exit status {process.exitcode}" for process in ranks if process.exitcode is not None), None
+    )
 
 
 def end(ranks: Sequence[BaseProcess]) -> None:

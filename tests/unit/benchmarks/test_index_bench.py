@@ -26,11 +26,11 @@ def test_a_forest_is_full_seeded_and_shares_prefixes() -> None:
 def test_the_command_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert index.main(["--quick", "--kernels", "reference", "--output", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "index.json").read_text())
-    assert {one["policy"] for one in results["speeds"]} == {"lru", "value"}
-    assert all(one[f"{name}_pages_per_s"] > 0 for one in results["speeds"] for name in index.OPERATIONS)
+    assert {result["policy"] for result in results["speeds"]} == {"lru", "value"}
+    assert all(result[f"{name}_pages_per_s"] > 0 for result in results["speeds"] for name in index.OPERATIONS)
     assert results["growth"].keys() == results["bytes_per_entry"].keys() == {"lru", "value"}
-    for one in results["overhead"]:
-        assert one["model_ms"] > one["engine_ms"] >= 0
-        assert one["evicted_pages"] >= 0
-        assert one["keys_ms"] + sum(one["parts_ms"].values()) > 0
+    for result in results["overhead"]:
+        assert result["model_ms"] > result["engine_ms"] >= 0
+        assert result["evicted_pages"] >= 0
+        assert result["keys_ms"] + sum(result["parts_ms"].values()) > 0
     assert "finds nothing" in capsys.readouterr().out

@@ -21,9 +21,9 @@ def test_equal_runs_are_equal_and_serve_everything(page_share: float | None) -> 
     outcome = serve(workload, setup)
     assert outcome.counters["generated_tokens"] == sum(item.max_tokens for item in workload.items)
     assert serve(workload, setup) == outcome
-    times = [one.at_s for one in outcome.samples]
+    times = [sample.at_s for sample in outcome.samples]
     assert times == sorted(times)
-    assert all(0 < usage(one.memory) <= 1 for one in outcome.samples)
+    assert all(0 < usage(sample.memory) <= 1 for sample in outcome.samples)
 
 
 def test_the_elastic_arena_uses_what_a_split_leaves_idle() -> None:
@@ -41,13 +41,13 @@ def test_the_command_writes_figures_and_plots(tmp_path: Path, capsys: pytest.Cap
     results = json.loads((tmp_path / "memory.json").read_text())
     printed = capsys.readouterr().out
     for part, columns in memory.COLUMNS.items():
-        of_part = [one for one in results if one["part"] == part]
+        of_part = [result for result in results if result["part"] == part]
         assert of_part
         assert part in printed
-        for one in of_part:
-            assert set(columns) <= one["figures"].keys()
-            assert one["setup"]["num_extents"] > 0
-    assert {one["workload"] for one in results} == {
+        for run in of_part:
+            assert set(columns) <= run["figures"].keys()
+            assert run["setup"]["num_extents"] > 0
+    assert {result["workload"] for result in results} == {
         "long-prompts",
         "long-generations",
         "alternating",
@@ -56,7 +56,7 @@ def test_the_command_writes_figures_and_plots(tmp_path: Path, capsys: pytest.Cap
         "shared-prefix",
         "mooncake-trace",
     }
-    assert {one["setup"]["strategy"] for one in results if one["part"] == "overload"} == {
+    assert {result["setup"]["strategy"] for result in results if result["part"] == "overload"} == {
         "none",
         "double",
         "lazy",

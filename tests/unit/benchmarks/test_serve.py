@@ -113,11 +113,11 @@ def test_a_run_over_http() -> None:
 
     run = asyncio.run(main())
     items = WORKLOADS["multi-turn"](Random(0), MODEL.vocab_size).items
-    assert [one.item for one in run.samples] == list(items)
-    for one in run.samples:
-        assert one.prompt_tokens == len(one.item.tokens)
-        assert one.output_tokens == one.item.max_tokens == len(one.gaps_s) + 1
-        assert one.details["cached_tokens"] == TRACE.cached_tokens(one.prompt_tokens)
+    assert [measured.item for measured in run.samples] == list(items)
+    for measured in run.samples:
+        assert measured.prompt_tokens == len(measured.item.tokens)
+        assert measured.output_tokens == measured.item.max_tokens == len(measured.gaps_s) + 1
+        assert measured.details["cached_tokens"] == TRACE.cached_tokens(measured.prompt_tokens)
     sent = [request.tokens for request in service.requests]
     for item in items:
         if item.after is not None:

@@ -25,8 +25,8 @@ def test_add_norm(cpu: Operators, reference: Operators, width: int) -> None:
     found = cpu.add_norm(residual, branch, weight, EPSILON)
     assert same_bits(found[0], plain)
     assert relative_error(found[1], wanted[1]) < 1e-5
-    for one, every in zip(alone, found, strict=True):
-        assert same_bits(one, every[40:41])
+    for tensor, every in zip(alone, found, strict=True):
+        assert same_bits(tensor, every[40:41])
 
 
 @pytest.mark.parametrize("width", SIZES)

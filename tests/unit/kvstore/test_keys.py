@@ -41,11 +41,11 @@ def test_one_key_per_full_page(tokens: list[int], page_tokens: int) -> None:
 def test_keys_are_equal_exactly_as_far_as_the_tokens_are(
     left: list[int], right: list[int], page_tokens: int
 ) -> None:
-    for index, (one, other) in enumerate(
+    for index, (key, other) in enumerate(
         zip(page_keys(ROOT, left, page_tokens), page_keys(ROOT, right, page_tokens), strict=False)
     ):
         end = (index + 1) * page_tokens
-        assert (one == other) == (left[:end] == right[:end])
+        assert (key == other) == (left[:end] == right[:end])
 
 
 @PROPERTY
@@ -57,7 +57,7 @@ def test_an_early_token_changes_every_later_key(
     at = data.draw(st.integers(0, len(tokens) - 1))
     changed = [*tokens[:at], tokens[at] ^ 1, *tokens[at + 1 :]]
     before, after = page_keys(ROOT, tokens, page_tokens), page_keys(ROOT, changed, page_tokens)
-    same = [one == other for one, other in zip(before, after, strict=True)]
+    same = [key == other for key, other in zip(before, after, strict=True)]
     assert same == [index < at // page_tokens for index in range(len(before))]
 
 

@@ -231,7 +231,7 @@ def test_after_a_loss_it_is_on_trial_and_was_accepted() -> None:
     request = replace(a_request(), ttft_s_max=5.0, tenant="t")
     script = Script(Act(tokens=0, end=PagesMissing("m")), Act(tokens=2, end=WorkerGone("d")), Act())
     check_answer(pieces_of(script, request), request)
-    sent = [one.on_trial for kind, one in script.calls if kind == "generate"]
+    sent = [call.on_trial for kind, call in script.calls if kind == "generate"]
     assert sent == [False, False, True]
     assert [ask.ttft_s_max for ask in script.asks] == [5.0, math.inf, math.inf]
     assert [ask.wait_s_max for ask in script.asks] == [5.0, 60.0, 60.0]
@@ -257,7 +257,7 @@ def test_a_worker_that_falls_silent_alone_proves_nothing_and_two_do() -> None:
     request = a_request()
     script = Script(Act(tokens=2, end=WorkerGone("d")), silent, Act())
     check_answer(pieces_of(script, request), request)
-    assert [one.on_trial for kind, one in script.calls if kind == "generate"] == [False, True, True]
+    assert [call.on_trial for kind, call in script.calls if kind == "generate"] == [False, True, True]
     assert script.blamed == []
     script = Script(Act(tokens=2, end=WorkerGone("d")), silent, silent, Act())
     with pytest.raises(Poisonous, match="ran nothing else"):

@@ -50,7 +50,7 @@ def labels(**given: str) -> tuple[tuple[str, str], ...]:
 def test_requests_are_measured() -> None:
     app = app_over(FakeService(saying(" Emma is")))
     usage = [complete(app, prompt=[5] * 9)["usage"], complete(app, prompt=[5] * 12, max_tokens=1)["usage"]]
-    generated = sum(one["completion_tokens"] for one in usage)
+    generated = sum(counted["completion_tokens"] for counted in usage)
     seen = scrape(app)
     assert seen["time_to_first_token_seconds_count", ME] == 2
     assert seen["e2e_request_latency_seconds_count", ME] == 2
@@ -186,8 +186,8 @@ def fleet(*waiting: int) -> FleetStatus:
     workers = [worker_status(f"decode-{index}") for index in range(len(waiting))]
     return FleetStatus(
         workers=tuple(
-            replace(one, load=replace(one.load, waiting_rows=rows))
-            for one, rows in zip(workers, waiting, strict=True)
+            replace(worker, load=replace(worker.load, waiting_rows=rows))
+            for worker, rows in zip(workers, waiting, strict=True)
         )
     )
 

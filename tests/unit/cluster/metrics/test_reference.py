@@ -29,7 +29,7 @@ def test_every_counter_of_workers_is_explained() -> None:
             r'f?"([a-z_]+)(?:\{outcome.value\})?": ', (ROOT / "workers/engine/load_report.py").read_text()
         )
     )
-    beginnings = {one + separator: one for one, separator in SPLIT.items()}
+    beginnings = {prefix + separator: prefix for prefix, separator in SPLIT.items()}
     families: set[str] = {beginnings.get(name) or name for name in counted}
     assert len(families) > 15
     known = COUNTERS.keys() | STATES.keys()

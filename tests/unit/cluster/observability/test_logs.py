@@ -149,5 +149,5 @@ def test_workers_know_a_request_by_the_clients_id() -> None:
     for _ in range(2):
         call(app, "POST", "/v1/completions", json=body, headers={"x-request-id": "mine"})
     ids = [request.request_id for request in service.requests]
-    assert all(one.startswith("mine.") for one in ids)
+    assert all(request_id.startswith("mine.") for request_id in ids)
     assert len(set(ids)) == 4

@@ -197,11 +197,15 @@ def test_the_calls_of_a_frontend_are_the_parents_of_the_workers_spans() -> None:
         await read(peers.generate(*at, REQUEST))
 
     asyncio.run(main())
-    assert [one.name for one in tracer.spans] == ["prefill", "fetch ahead", "decode"]
-    assert {one.parent for one in tracer.spans} == {CLIENTS}
+    assert [recorded.name for recorded in tracer.spans] == ["prefill", "fetch ahead", "decode"]
+    assert {recorded.parent for recorded in tracer.spans} == {CLIENTS}
     assert engine.parents == ["inside prefill", "inside fetch ahead", "inside decode"]
-    assert all(one.ended and one.error is None for one in tracer.spans)
-    assert [one.attributes.get("tidemill.cancelled", False) for one in tracer.spans] == [False, True, False]
+    assert all(recorded.ended and recorded.error is None for recorded in tracer.spans)
+    assert [recorded.attributes.get("tidemill.cancelled", False) for recorded in tracer.spans] == [
+        False,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def llm(settings: dict[str, Any]) -> Iterator[LLM]:
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
-    return [[one.token_ids for one in output.outputs] for output in outputs]
+    return [[generated.token_ids for generated in output.outputs] for output in outputs]
 
 
 def straight(
@@ -89,7 +89,7 @@ def straight(
 def test_answers_are_the_engines_in_the_order_of_the_prompts(llm: LLM, settings: dict[str, Any]) -> None:
     outputs = llm.generate(PROMPTS, WARM)
     assert [output.prompt for output in outputs] == PROMPTS
-    assert [one.index for one in outputs[0].outputs] == [0, 1, 2]
+    assert [generated.index for generated in outputs[0].outputs] == [0, 1, 2]
     asked = straight(
         settings,
         [output.prompt_token_ids for output in outputs],
@@ -156,8 +156,8 @@ def test_speculation_changes_no_answer(llm: LLM, settings: dict[str, Any]) -> No
     """Several tokens come at once, also around the end of an answer."""
     asked = [GREEDY.model_copy(update={"stop": [" I" * count]}) for count in range(1, 9)]
     with LLM("keeper", num_speculative_tokens=4, **settings) as guessing:
-        assert [one.outputs for one in guessing.generate([QUESTION] * 8, asked)] == [
-            one.outputs for one in llm.generate([QUESTION] * 8, asked)
+        assert [output.outputs for output in guessing.generate([QUESTION] * 8, asked)] == [
+            output.outputs for output in llm.generate([QUESTION] * 8, asked)
         ]
         assert guessing.load().counters["spec_accepted_tokens"] > 0
 
@@ -171,7 +171,7 @@ def test_logprobs_of_a_prompt(llm: LLM) -> None:
     for token, entries in zip(first.prompt_token_ids[1:], first.prompt_logprobs[1:], strict=True):
         assert entries is not None
         assert len(entries) in (2, 3)
-        assert max(one.logprob for one in entries.values()) >= entries[token].logprob
+        assert max(scored.logprob for scored in entries.values()) >= entries[token].logprob
     assert again.prompt_logprobs == first.prompt_logprobs
     assert again.num_cached_tokens == 0
     assert llm.generate("Bob", SamplingParams(max_tokens=1))[0].prompt_logprobs is None
@@ -183,7 +183,7 @@ def test_logprobs(llm: LLM) -> None:
     assert len(answer.logprobs) == len(answer.token_ids)
     for token, entries in zip(answer.token_ids, answer.logprobs, strict=True):
         assert entries[token].rank == 1
-        assert max(entries.values(), key=lambda one: one.logprob) == entries[token]
+        assert max(entries.values(), key=lambda scored: scored.logprob) == entries[token]
         assert len(entries) == 2
     total = sum(
         entries[token].logprob for token, entries in zip(answer.token_ids, answer.logprobs, strict=True)

@@ -39,11 +39,13 @@ class Machine:
         for number, job in enumerate(arrivals):
             free_s = self._serve(waiting, arrivals, ends, (free_s, job.at_s))
             heard_s = job.at_s - self.late_s
-            queued = sum(one.work for one in arrivals[:number] if one.at_s > heard_s)  # its own bookings
+            queued = sum(
+                arrival.work for arrival in arrivals[:number] if arrival.at_s > heard_s
+            )  # its own bookings
             queued += sum(
-                one.work
-                for index, one in enumerate(arrivals[:number])
-                if one.at_s <= heard_s and ends.get(index, heard_s + 1) > heard_s
+                arrival.work
+                for index, arrival in enumerate(arrivals[:number])
+                if arrival.at_s <= heard_s and ends.get(index, heard_s + 1) > heard_s
             )
             self.shares.advance(queued)
             lags.append(self.shares.charge(job.tenant, job.work, job.at_s))
@@ -106,7 +108,7 @@ def test_the_flood_gets_all_that_the_others_leave(light: list[tuple[float, float
     floods = [(job.at_s, end) for job, _, end in rows if job.tenant == "flood"]
     assert floods == sorted(floods), "a tenant's own requests keep their order"
     for job, _, end in rows:  # nobody starves: the machine has never more to do than what has come
-        before = sum(one.work for one, _, _ in rows if one.at_s <= end)
+        before = sum(row.work for row, _, _ in rows if row.at_s <= end)
         assert end <= job.at_s + before + 1e-6
 
 
@@ -124,7 +126,9 @@ def test_many_floods_share_equally() -> None:
         for index in range(2000)
     ]
     rows = Machine().run(jobs)
-    done = [sum(1 for job, _, end in rows if job.tenant == f"{one}" and 20 < end < 100) for one in range(4)]
+    done = [
+        sum(1 for job, _, end in rows if job.tenant == f"{number}" and 20 < end < 100) for number in range(4)
+    ]
     assert max(done) - min(done) <= 0.1 * max(done), done
 
 

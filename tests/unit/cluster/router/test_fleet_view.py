@@ -196,7 +196,9 @@ def test_roles_say_what_a_worker_takes(role: Role, columns: tuple[float, float, 
     fleet = Fleet()
     fleet.apply(HeartbeatArrived(beat(role="mixed"), 0.0))
     fleet.apply(HeartbeatArrived(beat(sequence=1, role=role), 0.0))  # it was switched
-    assert tuple(of(fleet, A, one) for one in (Column.DECODES, Column.PREFILLS, Column.MIXED)) == columns
+    assert (
+        tuple(of(fleet, A, column) for column in (Column.DECODES, Column.PREFILLS, Column.MIXED)) == columns
+    )
 
 
 def test_silent_workers_are_named() -> None:
@@ -318,13 +320,13 @@ def test_the_order_in_which_workers_are_heard_does_not_matter(seed: int) -> None
     ]
     fleets = [Fleet(), Fleet()]
     for fleet, order in zip(fleets, (beats, rng.sample(beats, len(beats))), strict=True):
-        for one in order:
-            fleet.apply(HeartbeatArrived(one, 0.0))
+        for heartbeat in order:
+            fleet.apply(HeartbeatArrived(heartbeat, 0.0))
         gone = fleet.members.get(WorkerId("w-3.1"))
         assert gone is not None
         fleet.apply(WorkerLost(gone.info.worker))
-    for one in beats:
-        worker = one.info.worker
+    for heartbeat in beats:
+        worker = heartbeat.info.worker
         assert (worker in fleets[0].members) == (worker in fleets[1].members) == (worker != "w-3.1")
         if worker in fleets[0].members:
             columns = [fleet.table[:, fleet.members[worker].slot].tolist() for fleet in fleets]

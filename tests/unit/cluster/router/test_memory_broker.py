@@ -46,7 +46,7 @@ def settle(accounts: dict[str, Account], rounds: int = ROUNDS_MAX) -> dict[str, 
 
 
 def told(accounts: dict[str, Account]) -> dict[str, int]:
-    return {name: one.told_bytes for name, one in accounts.items()}
+    return {name: entry.told_bytes for name, entry in accounts.items()}
 
 
 sizes = st.integers(0, TOTAL * 2)
@@ -79,7 +79,7 @@ def test_what_all_may_have_taken_stays_within_the_device(accounts: dict[str, Acc
     assert budgets.keys() == accounts.keys()
     for name, budget in budgets.items():
         assert accounts[name].floor_bytes <= budget <= accounts[name].max_bytes
-    after = sum(max(one.held_bytes, budgets[name]) for name, one in accounts.items())
+    after = sum(max(entry.held_bytes, budgets[name]) for name, entry in accounts.items())
     assert after <= max(TOTAL, held_bytes(accounts.values()))
 
 
@@ -104,14 +104,14 @@ def demands(draw: st.DrawFn) -> dict[str, Account]:
 @given(demands())
 def test_constant_demand_comes_to_rest_and_is_served_when_it_fits(accounts: dict[str, Account]) -> None:
     after = settle(accounts)
-    if sum(one.need_bytes for one in after.values()) <= TOTAL:
-        assert all(one.told_bytes >= one.need_bytes for one in after.values())
+    if sum(held.need_bytes for held in after.values()) <= TOTAL:
+        assert all(held.told_bytes >= held.need_bytes for held in after.values())
     else:  # nobody gets more than it needs while another one is short
-        short = [one for one in after.values() if one.told_bytes < one.need_bytes]
+        short = [held for held in after.values() if held.told_bytes < held.need_bytes]
         trifle = TOTAL // len(after) // 16
-        for one in after.values():
-            above = one.told_bytes - one.floor_bytes
-            assert above <= max(one.need_bytes - one.floor_bytes, 0) + trifle
+        for held in after.values():
+            above = held.told_bytes - held.floor_bytes
+            assert above <= max(held.need_bytes - held.floor_bytes, 0) + trifle
             assert all(above <= other.told_bytes - other.floor_bytes + trifle * 4 for other in short)
 
 
@@ -126,8 +126,8 @@ def test_idle_workers_share_all_there_is() -> None:
 def test_all_memory_goes_to_the_one_that_wants_it_and_back() -> None:
     accounts = settle({name: account() for name in "abc"})
     for busy in "abcab":
-        for name, one in accounts.items():
-            accounts[name] = replace(one, wanted_bytes=2 * TOTAL if name == busy else 0, cached_bytes=TOTAL)
+        for name, held in accounts.items():
+            accounts[name] = replace(held, wanted_bytes=2 * TOTAL if name == busy else 0, cached_bytes=TOTAL)
         accounts = settle(accounts, rounds=4)
         assert told(accounts) == {name: TOTAL - 2048 if name == busy else 1024 for name in "abc"}
 

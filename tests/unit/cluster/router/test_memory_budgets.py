@@ -141,7 +141,7 @@ def test_a_device_is_never_over_committed(seed: int) -> None:
                 worker.full = True
             case _:
                 worker.told(budgets.report(worker.beat()))
-        assert sum(one.taken for one in workers) <= total
+        assert sum(member.taken for member in workers) <= total
 
 
 def _set_by_hand(rng: Random, budgets: Budgets, worker: Worker) -> None:

@@ -73,7 +73,7 @@ def fleet(router: Router, *roles: Role) -> list[Worker]:
 
 
 def states(router: Router) -> dict[str, str]:
-    return {one.info.name: one.state for one in router.status().workers}
+    return {worker.info.name: worker.state for worker in router.status().workers}
 
 
 def test_a_drain_is_told_until_it_is_undone() -> None:
@@ -140,7 +140,7 @@ def test_a_role_is_had_from_the_next_beat_on() -> None:
     decode.beat()
     assert decode.takes == (True, False)
     decode.beat()
-    assert {one.info.name: one.info.role for one in router.status().workers}["decode-1"] == "prefill"
+    assert {worker.info.name: worker.info.role for worker in router.status().workers}["decode-1"] == "prefill"
     router.set_role("prefill-0", "decode")
     prefill.beat()
     assert prefill.takes == (False, True)

@@ -83,8 +83,8 @@ def beat(
 
 def fleet_of(*beats: Heartbeat) -> Fleet:
     fleet = Fleet()
-    for one in beats:
-        fleet.apply(HeartbeatArrived(one, 0.0))
+    for heartbeat in beats:
+        fleet.apply(HeartbeatArrived(heartbeat, 0.0))
     return fleet
 
 
@@ -171,14 +171,14 @@ def test_only_those_that_can_are_taken_and_none_it_was_lost_on(
     drawn: list[Heartbeat], request: PlacementRequest
 ) -> None:
     route = place(fleet_of(*drawn), request, 0.0)
-    able = [one.info for one in drawn if one.info.role != "prefill" and not one.draining]
+    able = [result.info for result in drawn if result.info.role != "prefill" and not result.draining]
     if route is None:
         assert not able
         return
     preferred = [info for info in able if info.worker not in request.avoid] or able
     decode = next(info for info in preferred if info.worker == route.decode)
     assert route.decode_address == decode.address
-    computing = [one.info for one in drawn if one.info.role == "prefill" and not one.draining]
+    computing = [result.info for result in drawn if result.info.role == "prefill" and not result.draining]
     if decode.role == "mixed" or not computing:
         assert route.prefill is None
     if route.prefill is None:
@@ -195,7 +195,7 @@ def test_routers_that_learned_in_another_order_agree(
     drawn: list[Heartbeat], request: PlacementRequest, seed: int
 ) -> None:
     """Among many that are equal, too."""
-    equal = [replace(one, load=WorkerLoad(), announcement=Announcement(full=True)) for one in drawn]
+    equal = [replace(result, load=WorkerLoad(), announcement=Announcement(full=True)) for result in drawn]
     for beats in (drawn, equal):
         shuffled = Random(seed).sample(beats, len(beats))
         assert place(fleet_of(*shuffled), request, 0.0) == place(fleet_of(*beats), request, 0.0)
@@ -210,8 +210,10 @@ def test_placing_changes_nothing(drawn: list[Heartbeat], request: PlacementReque
     if route is not None:
         booked = bookings(fleet, request, route, 0.0)
         assert bookings(fleet, request, route, 0.0) == booked
-        assert {one.worker for one in booked} == {route.decode, route.prefill} - {None}
-        assert all(one.booking.rows == 1 and one.booking.due_s >= one.booking.at_s == 0.0 for one in booked)
+        assert {event.worker for event in booked} == {route.decode, route.prefill} - {None}
+        assert all(
+            event.booking.rows == 1 and event.booking.due_s >= event.booking.at_s == 0.0 for event in booked
+        )
     assert place(fleet, request, 0.0) == route
     assert np.array_equal(fleet.table, table)
 
@@ -333,7 +335,7 @@ def test_a_longer_gap_is_computed_at_once_if_the_prefill_workers_are_busy() -> N
 def test_streams_go_where_rows_are_few() -> None:
     beats = [beat("a", rows=30), beat("b", rows=10), beat("c", rows=20)]
     assert decode_of(fleet_of(*beats), ask(100, max_new_tokens=500)) == "b"
-    unknown = [replace(one, load=replace(one.load, speed=UNKNOWN)) for one in beats]
+    unknown = [replace(heartbeat, load=replace(heartbeat.load, speed=UNKNOWN)) for heartbeat in beats]
     assert decode_of(fleet_of(*unknown), ask(100, max_new_tokens=500)) == "b"
 
 
@@ -382,7 +384,7 @@ def test_bookings_are_what_the_workers_get_to_do() -> None:
     request = ask(4097, max_new_tokens=100)
     fleet = fleet_of(beat("p", "prefill", keys_of("f", 4097)[:32], queued_s=0.5), beat("d"))
     route = placed(fleet, request)
-    produced, streamed = (one.booking for one in bookings(fleet, request, route, 0.25))
+    produced, streamed = (booking.booking for booking in bookings(fleet, request, route, 0.25))
     seconds = SPEED.prefill_s(2048, 4096, 8192)
     assert produced.seconds == pytest.approx(seconds)
     assert (produced.tokens, produced.rows, produced.num_bytes) == (2049, 1, 65 * PAGE_BYTES)

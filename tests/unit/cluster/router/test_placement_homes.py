@@ -97,8 +97,8 @@ def test_a_request_waits_for_its_home_so_long_and_no_longer(
     fleet.apply(
         RequestBooked(WorkerId("other.1"), Booking(tokens=0, rows=0, at_s=0.0, due_s=0.0, seconds=work_s))
     )
-    for one in beats:  # it is done
-        fleet.apply(HeartbeatArrived(one, 1.0))
+    for heartbeat in beats:  # it is done
+        fleet.apply(HeartbeatArrived(heartbeat, 1.0))
     route = place(fleet, request, 1.0)
     assert route is not None
     assert route.prefill == f"{prefill}.1"
@@ -115,8 +115,8 @@ def test_what_it_costs_others_wherever_it_goes_says_nothing() -> None:
     for worker in ("p0.1", "p1.1"):
         work = Booking(tokens=0, rows=0, at_s=0.0, due_s=0.0, seconds=40.0)
         fleet.apply(RequestBooked(WorkerId(worker), work))
-    for one in beats:
-        fleet.apply(HeartbeatArrived(one, 1.0))
+    for heartbeat in beats:
+        fleet.apply(HeartbeatArrived(heartbeat, 1.0))
     for index in range(20):
         route = place(fleet, ask(4097, f"family{index}-"), 1.0)
         assert route is not None
@@ -145,8 +145,8 @@ def test_a_worker_more_moves_its_share_alone() -> None:
     """Rendezvous hashing: nobody else gets other families."""
     four = [beat(f"w{index}", "mixed") for index in range(4)]
     families = [ask(200, f"family{index}-") for index in range(80)]
-    before = [decode_of(fleet_of(*four), one) for one in families]
-    after = [decode_of(fleet_of(*four, beat("w4", "mixed")), one) for one in families]
+    before = [decode_of(fleet_of(*four), family) for family in families]
+    after = [decode_of(fleet_of(*four, beat("w4", "mixed")), family) for family in families]
     assert all(now in {then, "w4"} for then, now in zip(before, after, strict=True))
     assert 5 < after.count("w4") < 35
 

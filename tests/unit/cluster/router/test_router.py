@@ -165,7 +165,10 @@ def test_status_shows_every_worker() -> None:
         await asyncio.sleep(2.0)
         router.heartbeat(beat("a.1", draining=True))
         workers = router.status().workers
-        assert [(one.info.worker, one.state, one.heard_ago_s, one.restorable_depths) for one in workers] == [
+        assert [
+            (worker.info.worker, worker.state, worker.heard_ago_s, worker.restorable_depths)
+            for worker in workers
+        ] == [
             ("a.1", "draining", 0.0, 0),
             ("b.1", "ready", 2.0, 2),
         ]

@@ -357,7 +357,7 @@ def test_another_models_router_says_the_budget_and_nothing_else() -> None:
             beats = Heartbeats(engine, duties, find, news)
             beats.obey(lambda: None, budgets=False)
             borrows = Heartbeats(engine, duties, there.find, None)
-            tasks = [asyncio.create_task(one.run()) for one in (beats, borrows)]
+            tasks = [asyncio.create_task(beat.run()) for beat in (beats, borrows)]
             await until(lambda: engine.budgets[-1:] == [INFO.memory_bytes])
             async with beating(there, lender, other):
                 await until(lambda: lender.budgets[-1:] == [INFO.memory_bytes])
@@ -446,7 +446,7 @@ def test_requests_go_on_when_one_of_two_routers_is_lost() -> None:
             news, duties = UnsentAnnouncements(engine), Assignment(engine, INFO)
             beats = [Heartbeats(engine, duties, here.find, news) for here in (first, second)]
             beats[0].obey(lambda: None)
-            tasks = [asyncio.create_task(one.run()) for one in beats]
+            tasks = [asyncio.create_task(beat.run()) for beat in beats]
             frontend = RouterClient(first.find, second.find)
             assert (await frontend.place(ASK)).decode == INFO.worker
             await until(lambda: len(second.router.status().workers) == 1)

@@ -85,7 +85,7 @@ async def generates(address: str, engine: ScriptedEngine, tls: MutualTls | None)
     peers = WorkerClients(tls=tls)
     try:
         collecting = asyncio.create_task(collect(peers.generate(WORKER, address, request())))
-        begun = asyncio.create_task(engine.until(lambda one: bool(one.calls)))
+        begun = asyncio.create_task(engine.until(lambda seen: bool(seen.calls)))
         await asyncio.wait({collecting, begun}, return_when=asyncio.FIRST_COMPLETED)
         begun.cancel()
         if not collecting.done():
@@ -193,7 +193,7 @@ def test_routers_and_workers_listen_on_loopback_unless_told(ours: MutualTls) -> 
         (["--cluster-host", "node-plain"], None, None),
     ):
         (fleet,) = clustered(*arguments).fleets
-        assert {(one.host, one.tls) for one in (fleet.router, *fleet.workers)} == {(host, tls)}
+        assert {(settings.host, settings.tls) for settings in (fleet.router, *fleet.workers)} == {(host, tls)}
 
 
 def test_what_would_not_work_is_said_before_anything_starts(

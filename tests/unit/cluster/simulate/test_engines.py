@@ -44,7 +44,7 @@ def test_every_request_is_answered_and_no_memory_is_lost(policy: str, *, hybrid:
     figures = outcome.figures()
     assert (len(outcome.served), figures["refused"], figures["failed"]) == (40, 0, 0)
     assert figures["hit_ratio"] > 0.1
-    assert min(one.ttft_s for one in outcome.served) > 0.0
+    assert min(request.ttft_s for request in outcome.served) > 0.0
     assert figures["itl_ms"]["mean"] > 1000 * StepCost().speed.step_s
 
 

@@ -157,7 +157,7 @@ def test_prompts_are_computed_one_after_the_other_at_the_studies_cost() -> None:
     setup = Setup(prefill=1, decode=1, policy="least-load", engine="model", cost=COST)
     outcome = simulate([item(0.0, 1), item(0.0, 2)], setup)
     cost_s = (16.50142 + 0.01518344 * 513 + 4.209989e-7 * 513**2) / 1000
-    assert [one.ttft_s for one in outcome.served] == pytest.approx([cost_s, 2 * cost_s])
+    assert [request.ttft_s for request in outcome.served] == pytest.approx([cost_s, 2 * cost_s])
     assert outcome.busy_s["prefill"] == pytest.approx([2 * cost_s])
     assert len(outcome.gaps_s) == 2 * 9
 
@@ -214,7 +214,7 @@ def test_what_would_come_too_late_is_refused() -> None:
     outcome = simulate(items, setup)
     assert outcome.refused > 30
     assert len(outcome.served) + outcome.refused == 60
-    assert max(one.ttft_s for one in outcome.served) < 4.0
+    assert max(request.ttft_s for request in outcome.served) < 4.0
 
 
 def test_figures() -> None:

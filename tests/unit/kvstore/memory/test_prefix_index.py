@@ -193,11 +193,11 @@ class IndexAgainstDict(RuleBasedStateMachine):
                 assert entry.checkpoint.state is not None
                 assert self.index.owner_of_state(entry.checkpoint.state) is entry
                 for window in entry.checkpoint.windows:
-                    owners = {one.key for one in self.index.owners_of_window(window)}
+                    owners = {entry.key for entry in self.index.owners_of_window(window)}
                     assert owners == {
                         key
-                        for key, one in self.kept.items()
-                        if one.checkpoint and window in one.checkpoint.windows
+                        for key, entry in self.kept.items()
+                        if entry.checkpoint and window in entry.checkpoint.windows
                     }
             if self._is_restorable(entry.key):
                 assert self.index.credit(entry) == pytest.approx(max(0.0, kept.worth - self.clock))

@@ -98,7 +98,7 @@ def test_whatever_the_system_refuses_is_an_outcome(
     with monkeypatch.context() as patched:
         patched.setattr(os, name, refuses)
         outcomes = put(folder, 1, 4, 5)
-        assert outcomes == sorted(outcomes, key=lambda one: (not one.is_there, one is Put.SKIPPED))
+        assert outcomes == sorted(outcomes, key=lambda put: (not put.is_there, put is Put.SKIPPED))
         assert get(folder, 1) is not Got.TRUNCATED
         folder.contains([page(1)])
         folder.remove([page(9)])
@@ -223,7 +223,7 @@ def test_files_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -> None
     for number in range(6):
         assert put(folder, number) == [Put.STORED]
     assert all(path.exists() for path in mine)
-    assert {one.key for one in folder.held()} <= {page(number) for number in range(6)}
+    assert {entry.key for entry in folder.held()} <= {page(number) for number in range(6)}
 
 
 def test_a_folder_emptied_under_a_running_store_is_filled_again(tmp_path: Path) -> None:

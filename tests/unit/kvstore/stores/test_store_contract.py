@@ -363,7 +363,7 @@ def test_what_it_holds_can_be_listed(subject: Subject) -> None:
         assert await store.held() == []
         await store.put([(key, memoryview(body_of(1))) for key in keys])
         held = await store.held()
-        assert {(one.key, one.bytes) for one in held} == {(key, OBJECT_BYTES) for key in keys}
+        assert {(entry.key, entry.bytes) for entry in held} == {(key, OBJECT_BYTES) for key in keys}
         assert len(held) == len(keys)
 
     run(subject, scenario)

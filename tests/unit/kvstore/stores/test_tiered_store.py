@@ -52,7 +52,7 @@ async def fetch(store: PageStore, *numbers: int) -> list[Got]:
 
 
 def held(store: MemoryStore) -> list[int]:
-    return sorted(int.from_bytes(one.key, "big") for one in store.objects)
+    return sorted(int.from_bytes(name.key, "big") for name in store.objects)
 
 
 async def settled() -> None:
@@ -89,9 +89,9 @@ def test_a_tier_takes_what_its_policy_says(near: Write, far: Write) -> None:
         takes_puts = [policy is Write.ALL for policy in (near, far)]
         outcomes = await put(store, 1, 2)
         assert outcomes == ([Put.STORED] * 2 if any(takes_puts) else [Put.FULL, Put.SKIPPED])
-        assert [held(one) for one in stores] == [[1, 2] if takes else [] for takes in takes_puts]
-        for one in stores:
-            one.objects.clear()
+        assert [held(tier) for tier in stores] == [[1, 2] if takes else [] for takes in takes_puts]
+        for tier in stores:
+            tier.objects.clear()
         await put(stores[0], 3)
         await put(stores[1], 4)
         assert await fetch(store, 3, 4) == [Got.HIT] * 2
@@ -231,7 +231,7 @@ def test_a_chain_is_looked_at_and_cleaned_as_one() -> None:
         await put(store, 1, 2)
         await put(near, 2, 3)
         assert await store.contains([key(number) for number in (1, 2, 3, 4)]) == [True, True, True, False]
-        assert sorted(int.from_bytes(one.key.key, "big") for one in await store.held()) == [1, 2, 3]
+        assert sorted(int.from_bytes(entry.key.key, "big") for entry in await store.held()) == [1, 2, 3]
         stats = store.stats()
         assert (stats.objects, stats.bytes, stats.capacity_bytes) == (4, 4 * OBJECT_BYTES, 2 * AMPLE_BYTES)
         assert (stats.put, stats.put_bytes) == ({Put.STORED: 2}, 2 * BODY_BYTES)
@@ -296,8 +296,8 @@ async def history(store: TieredStore, operations: Sequence[Operation], stores: S
             outcomes = await put(store, *numbers)
             there = [outcome.is_there for outcome in outcomes]
             assert there == sorted(there, reverse=True)
-            assert all(one is Put.SKIPPED for one in outcomes[there.count(True) + 1 :])
-            union = {number for one in stores for number in held(one)}
+            assert all(outcome_put is Put.SKIPPED for outcome_put in outcomes[there.count(True) + 1 :])
+            union = {number for tier in stores for number in held(tier)}
             assert set(numbers[: there.count(True)]) <= union
         elif name == "get":
             outcomes = await fetch(store, *numbers)
@@ -305,7 +305,7 @@ async def history(store: TieredStore, operations: Sequence[Operation], stores: S
             await settled()
         else:
             await store.remove([key(number) for number in numbers])
-            union = {number for one in stores for number in held(one)}
+            union = {number for tier in stores for number in held(tier)}
             assert not set(numbers) & union
 
 
@@ -317,11 +317,11 @@ def test_any_history_over_any_chain_is_one_of_one_store(
     stores = [MemoryStore(capacity * OBJECT_BYTES) for capacity, _ in tiers]
 
     async def scenario() -> None:
-        chain = [Tier(one, policy) for one, (_, policy) in zip(stores, tiers, strict=True)]
+        chain = [Tier(tier, policy) for tier, (_, policy) in zip(stores, tiers, strict=True)]
         store = TieredStore(chain, copy_bytes_max=copies * BODY_BYTES)
         await history(store, operations, stores)
-        for one, (capacity, _) in zip(stores, tiers, strict=True):
-            assert one.stats().bytes <= capacity * OBJECT_BYTES
+        for tier, (capacity, _) in zip(stores, tiers, strict=True):
+            assert tier.stats().bytes <= capacity * OBJECT_BYTES
         await store.close()
 
     run(scenario())

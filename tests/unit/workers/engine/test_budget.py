@@ -43,7 +43,7 @@ strategies = pytest.mark.parametrize(
 
 def work_of(requests: list[Request]) -> int:
     """Tokens that have to be computed when nothing is shared and nothing is lost."""
-    return sum(len(one.tokens) + one.max_new_tokens - 1 for one in requests)
+    return sum(len(request.tokens) + request.max_new_tokens - 1 for request in requests)
 
 
 def requests_of(count: int, num_tokens: int, max_new_tokens: int) -> list[Request]:

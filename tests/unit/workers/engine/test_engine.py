@@ -241,8 +241,8 @@ def test_when_the_step_loop_breaks_every_stream_ends(last: int, overlap: bool) -
             streams = [_all_of(one, request) for request in requests]
             prompts = [one.engine.produce(requests[0]) for _ in range(3)]
             ended = await asyncio.gather(*streams, *prompts, return_exceptions=True)
-            assert all(isinstance(one, WorkerGone | Produced) for one in ended), ended
-            assert sum(isinstance(one, WorkerGone) for one in ended) >= 5
+            assert all(isinstance(result, WorkerGone | Produced) for result in ended), ended
+            assert sum(isinstance(result, WorkerGone) for result in ended) >= 5
             with pytest.raises(WorkerGone):
                 await _all_of(one, requests[0])
 

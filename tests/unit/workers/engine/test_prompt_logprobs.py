@@ -132,7 +132,7 @@ def test_each_row_is_scored_by_its_own_logits(rows: list[tuple[int, int, bool]],
         step.append(Row("", (0,) * num_tokens, 0, (), None, (), scores=scores))
         logprobs_NV = logits_TV[begin + offset : begin + num_tokens].double().log_softmax(dim=-1)
         found = zip(logprobs_NV, targets, strict=True)
-        wanted.append(tuple(token_logprob(one, token, alternatives) for one, token in found if asks))
+        wanted.append(tuple(token_logprob(result, token, alternatives) for result, token in found if asks))
         begin += num_tokens
     sizes: list[int] = []
 

@@ -42,7 +42,7 @@ def sharing(shared: tuple[int, ...], count: int = MANY, salt: str = "") -> list[
 
 def own_tokens(requests: list[Request], num_shared: int) -> int:
     """What remains when the first `num_shared` tokens of each are there; the last one drawn is not run."""
-    return sum(len(one.tokens) + one.max_new_tokens - 1 - num_shared for one in requests)
+    return sum(len(request.tokens) + request.max_new_tokens - 1 - num_shared for request in requests)
 
 
 def restorable_tokens(one: Bench, tokens: tuple[int, ...], salt: str = "") -> int:
@@ -76,9 +76,9 @@ def test_prompts_that_part_at_different_depths(seed: int, overlap: bool, layout:
     branches = [trunk + prompt(12, 10 + branch) for branch in range(4)]
     twigs = [branch + prompt(8, 20 + twig) for branch in branches for twig in range(2)]
     requests = [
-        replace(one, request_id=f"{index} {one.request_id}")
+        replace(number, request_id=f"{index} {number.request_id}")
         for index, twig in enumerate(twigs)
-        for one in sharing(twig, 6)
+        for number in sharing(twig, 6)
     ]
 
     async def main() -> None:
@@ -191,7 +191,7 @@ def test_a_worker_produces_it_once_for_all() -> None:
             assert one.count("computed_tokens") == 64 + 32 * 4
         async with bench(store, num_extents=400) as other:
             came_from = await other.answer_all(replace(request, gap_tokens_max=0) for request in requests)
-            assert sum(one.computed_tokens for one in came_from) == 32 * 2
+            assert sum(provenance.computed_tokens for provenance in came_from) == 32 * 2
 
     run(main())
 

@@ -50,14 +50,14 @@ def test_one_run_has_a_place_for_each_number_and_no_two_for_one(rows: int, width
     like = padding(rows, width)
     memory, views = one_run(like)
     memory.fill_(7)
-    for count, one in enumerate(fields(Inputs)):
-        view, wanted = getattr(views, one.name), getattr(like, one.name)
+    for count, field in enumerate(fields(Inputs)):
+        view, wanted = getattr(views, field.name), getattr(like, field.name)
         assert (view.shape, view.dtype) == (wanted.shape, wanted.dtype)
         assert (view.data_ptr() - memory.data_ptr()) % ALIGNED_BYTES == 0
         assert not view.numel() or bool((view.view(torch.uint8) == 7).all()), "another one wrote here"
         view.fill_(count)
-    for count, one in enumerate(fields(Inputs)):
-        assert bool((getattr(views, one.name) == count).all())
+    for count, field in enumerate(fields(Inputs)):
+        assert bool((getattr(views, field.name) == count).all())
 
 
 def test_what_was_in_a_row_before_is_padding_when_it_is_not_used() -> None:
@@ -164,7 +164,7 @@ def test_an_engine_with_graphs_answers_the_same(
 
     async def answers() -> list[list[int]]:
         async with serving(made) as built:
-            found = await asyncio.gather(*(answer(built, one) for one in asked))
+            found = await asyncio.gather(*(answer(built, request) for request in asked))
             return [tokens for tokens, _ in found]
 
     wanted = asyncio.run(answers())

@@ -148,4 +148,4 @@ def test_no_step_compiles(
 
 
 def compiled(launches: list[Launch]) -> set[tuple[str, str]]:
-    return {(one.kernel, one.compiled) for one in launches}
+    return {(launch.kernel, launch.compiled) for launch in launches}

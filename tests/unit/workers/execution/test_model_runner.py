@@ -138,15 +138,15 @@ def fresh(step: Step) -> Step:
 def test_each_row_draws_behind_its_last_token_and_its_guesses(drawn: tuple[Step, int]) -> None:
     step, page_tokens = drawn
     found = TorchRunner(Echo(), NO_CACHES, page_tokens, threads=1).run_now(fresh(step))
-    for row, one in zip(fresh(step), found, strict=True):
+    for row, row_drawn in zip(fresh(step), found, strict=True):
         if row.draws is None:
-            assert one == Drawn()
+            assert row_drawn == Drawn()
         else:
             first = len(row.tokens) - row.drafts - 1
             places = range(row.start + first, row.end)
             logits_NV = torch.stack([noise(row.tokens[at - row.start], at) for at in places])
-            assert [one] == draw(logits_NV, [row])
-            assert 1 <= len(one.tokens) <= 1 + row.drafts
+            assert [row_drawn] == draw(logits_NV, [row])
+            assert 1 <= len(row_drawn.tokens) <= 1 + row.drafts
 
 
 def a_row(name: str, tokens: tuple[int, ...], start: int, draws: SamplingState | None = None) -> Row:
@@ -194,7 +194,7 @@ def test_a_pending_token_is_the_one_that_its_sequence_drew_in_the_step_before() 
 
     drawn, then = asyncio.run(main())
     runner.close()
-    assert [len(one.tokens) for one in drawn] == [1, 1, 0]
+    assert [len(result.tokens) for result in drawn] == [1, 1, 0]
     tokens = [int(token) for token in model.seen[1].tokens_T]
     assert tokens == [drawn[1].tokens[0], 5, drawn[0].tokens[0]]
     assert then[0].tokens == (int(noise(tokens[0], 6).argmax()),)

@@ -65,7 +65,9 @@ def guess_of(token: int, position: int) -> int:
 
 def choose(logits_NV: torch.Tensor, rows: Step) -> list[int]:
     """`logits` are the hidden states themselves here. Each row ends at the token that they stand behind."""
-    assert [(row.tokens[-1], row.end - 1) for row in rows] == [tuple(one) for one in logits_NV.int().tolist()]
+    assert [(row.tokens[-1], row.end - 1) for row in rows] == [
+        tuple(pair) for pair in logits_NV.int().tolist()
+    ]
     assert all(row.draws is ELSEWHERE and not row.drafts for row in rows)
     return [guess_of(int(token), int(position)) for token, position in logits_NV.tolist()]
 

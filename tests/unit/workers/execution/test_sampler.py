@@ -147,7 +147,7 @@ def test_rows_do_not_see_each_other(
     try:
         together = draw(logits_NV, list(map(row_of, rows())))
         backwards = draw(logits_NV.flip(0), list(map(row_of, rows()[::-1])))
-        alone = [draw(logits_NV[row : row + 1], [row_of(one)])[0] for row, one in enumerate(rows())]
+        alone = [draw(logits_NV[row : row + 1], [row_of(planned)])[0] for row, planned in enumerate(rows())]
     finally:
         torch.set_num_threads(before)
     assert together == alone == backwards[::-1]
@@ -226,15 +226,15 @@ def test_a_guess_is_accepted_as_often_as_it_is_likely(sampling: Sampling) -> Non
     first, second = (distribution(logits_V.tolist(), sampling) for logits_V in logits_NV)
     guess, count = list(first)[1], 4000
     draws = [SamplingState(request_of(replace(sampling, seed=seed))) for seed in range(count)]
-    drawn = draw(logits_NV.repeat(count, 1), [row_of(one, (guess,)) for one in draws])
-    accepted = [one for one in drawn if len(one.tokens) == 2]
-    assert all(one.tokens[0] == guess for one in accepted)
-    assert all(one.tokens[0] != guess for one in drawn if len(one.tokens) == 1)
+    drawn = draw(logits_NV.repeat(count, 1), [row_of(state, (guess,)) for state in draws])
+    accepted = [result for result in drawn if len(result.tokens) == 2]
+    assert all(result.tokens[0] == guess for result in accepted)
+    assert all(result.tokens[0] != guess for result in drawn if len(result.tokens) == 1)
     share = first.pop(guess)
     assert abs(len(accepted) - count * share) <= 4 * (count * share * (1 - share)) ** 0.5
-    rejected = Counter(one.tokens[0] for one in drawn if len(one.tokens) == 1)
+    rejected = Counter(result.tokens[0] for result in drawn if len(result.tokens) == 1)
     assert_distributed(rejected, {token: weight / (1 - share) for token, weight in first.items()})
-    assert_distributed(Counter(one.tokens[1] for one in accepted), second)
+    assert_distributed(Counter(result.tokens[1] for result in accepted), second)
 
 
 def test_rows_with_and_without_guesses_share_a_step() -> None:
@@ -248,7 +248,7 @@ def test_rows_with_and_without_guesses_share_a_step() -> None:
         row_of(SamplingState(request_of(replace(greedy, top_k=2, temperature=1e-3)))),
         row_of(SamplingState(request_of(greedy)), (1,)),  # wrong: what follows it does not count
     ]
-    assert [one.tokens for one in draw(logits_NV, rows)] == [(3, 4, 5), (6,), (7,)]
+    assert [row_drawn.tokens for row_drawn in draw(logits_NV, rows)] == [(3, 4, 5), (6,), (7,)]
 
 
 def expected_scores(
@@ -286,7 +286,7 @@ def test_penalties_and_bias_are_the_usual_ones(
     )
     if len(answer) < sampling.min_tokens:
         scores[1] = -inf
-    ((token,),) = [one.tokens for one in draw(logits_V, [row_of(SamplingState(request))])]
+    ((token,),) = [row_drawn.tokens for row_drawn in draw(logits_V, [row_of(SamplingState(request))])]
     assert scores[token] >= max(scores) - 1e-9
 
 

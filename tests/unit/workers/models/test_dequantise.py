@@ -52,7 +52,7 @@ def test_the_parts_of_all_ranks_are_the_whole(
                     part = part_of(cut, rows, index, size)
                     zeros = torch.zeros_like(whole).narrow(dim, 0, part.zeros)
                     pieces = [(whole.narrow(dim, start, end - start), zeros) for start, end in part.ranges]
-                    wanted = torch.cat([one for piece in pieces for one in piece], dim)
+                    wanted = torch.cat([block for piece in pieces for block in piece], dim)
                     assert torch.equal(checkpoint.read(NAME, part), wanted), (cut, size, index)
 
 

@@ -71,7 +71,7 @@ def test_experts_that_are_stored_apart_are_read_together(tmp_path: Path) -> None
                 part = part_of(cut, shape[1], index, size)
                 rows = [wanted[:, start:end] for start, end in part.ranges]
                 zeros = torch.zeros(2, part.zeros, shape[2])
-                whole = torch.cat([one for row in rows for one in (row, zeros)], dim=1)
+                whole = torch.cat([half for row in rows for half in (row, zeros)], dim=1)
                 assert torch.equal(checkpoint.read(name, part), whole.bfloat16())
     assert checkpoint.names == stored.keys()
     del stored["mlp.experts.1.gate_proj.weight"]
@@ -109,7 +109,7 @@ def test_a_quantised_folder_is_the_model_that_its_values_are(tmp_path: Path) -> 
         tensor = torch.randn(weight.shape, generator=draw).bfloat16()
         if "_proj" in name:
             codes = fp8_of(tensor.float())
-            quantised |= {name + suffix: one for suffix, one in codes.items()}
+            quantised |= {name + suffix: code for suffix, code in codes.items()}
             tensor = (codes[""].float() * codes["_scale_inv"]).bfloat16()
         plain[name] = tensor
         quantised.setdefault(name, tensor)

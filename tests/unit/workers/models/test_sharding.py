@@ -157,7 +157,7 @@ def test_even_parts_run_by_run_are_the_tensor(count: int, step: int, runs: int, 
         found = [row for part in parts for row in range(*part.ranges[run])]
         assert found == list(range(run * run_rows, (run + 1) * run_rows))
     assert sum(part.zeros for part in parts) == -count % size * step
-    assert all(edge % step == 0 for part in parts for one in part.ranges for edge in one), "a pair is cut"
+    assert all(edge % step == 0 for part in parts for edges in part.ranges for edge in edges), "a pair is cut"
     assert {part.dim for part in parts} == {1}
 
 

@@ -149,14 +149,18 @@ async def take_all(deltas: AsyncGenerator[Delta], found: list[int]) -> None:
 
 
 async def answers(worker: Worker) -> list[list[int]]:
-    return [tokens for tokens, _ in await asyncio.gather(*(answer(worker, one) for one in requests()))]
+    return [
+        tokens for tokens, _ in await asyncio.gather(*(answer(worker, request) for request in requests()))
+    ]
 
 
 @pytest.fixture(scope="module")
 def wanted(alone: EngineSettings) -> list[list[int]]:
     async def main() -> list[list[int]]:
         async with worker(alone, overlap=False) as single:
-            return [(await answer(single, replace(one, salt=one.request_id)))[0] for one in requests()]
+            return [
+                (await answer(single, replace(request, salt=request.request_id)))[0] for request in requests()
+            ]
 
     found = asyncio.run(main())
     assert len(set(map(tuple, found))) == len(found)
@@ -179,7 +183,7 @@ def test_tokens_are_those_of_one_process(
 
 def test_a_group_says_of_a_prompt_what_one_process_says(settings: EngineSettings) -> None:
     sampling = Sampling(temperature=0, prompt_logprobs=2)
-    asked = [replace(one, sampling=sampling) for one in requests()]
+    asked = [replace(prompt_request, sampling=sampling) for prompt_request in requests()]
 
     async def scores(group: Worker, request: Request) -> list[TokenLogprob]:
         async with aclosing(group.built.engine.generate(request)) as deltas:
@@ -187,10 +191,10 @@ def test_a_group_says_of_a_prompt_what_one_process_says(settings: EngineSettings
 
     async def main(**changes: object) -> list[list[TokenLogprob]]:
         async with worker(settings, **changes) as group:
-            return await asyncio.gather(*(scores(group, one) for one in asked))
+            return await asyncio.gather(*(scores(group, request) for request in asked))
 
     wanted = asyncio.run(main())
-    assert [len(one) for one in wanted] == [len(one.tokens) - 1 for one in asked]
+    assert [len(scored) for scored in wanted] == [len(scored.tokens) - 1 for scored in asked]
     assert asyncio.run(main(tensor_parallel_size=2)) == wanted
 
 
@@ -264,7 +268,7 @@ def test_a_step_that_breaks_before_the_ranks_know_of_it_is_its_own_requests_erro
 ) -> None:
     async def main() -> None:
         async with worker(settings, tensor_parallel_size=2) as group:
-            good = asyncio.gather(*(answer(group, one) for one in requests()))
+            good = asyncio.gather(*(answer(group, request) for request in requests()))
             with pytest.raises(RequestError):
                 await answer(group, replace(requests()[0], tokens=(5, VOCABULARY)))
             assert [tokens for tokens, _ in await good] == wanted

@@ -56,7 +56,7 @@ def test_an_urgent_one_goes_before_those_that_came_first_and_equals_by_their_num
         tasks = [asyncio.create_task(take((0.0, 0)))]
         await asyncio.sleep(0.5)
         waiting = [(20.0, 1), (10.0, 2), (-5.0, 3), (10.0, 4), (9.0, 5)]
-        tasks += [asyncio.create_task(take(one)) for one in waiting]
+        tasks += [asyncio.create_task(take(waiter)) for waiter in waiting]
         await asyncio.gather(*tasks)
         assert served == [(0.0, 0), *sorted(waiting)]
 

@@ -41,34 +41,37 @@ def is_stream(one: Candidate) -> bool:
 def gold(candidates: list[Candidate], budget: Budget, prompt_tokens_max: int) -> list[Planned]:
     """Token by token: a row grows while there are tokens for it, and ends where a row may end."""
     page = budget.page_tokens
-    streams = [one for one in candidates if is_stream(one)]
-    prompts = [one for one in candidates if not is_stream(one)]
-    tokens = {one.sequence_id: 0 for one in candidates}
-    drafts = {one.sequence_id: 0 for one in candidates}
+    streams = [candidate for candidate in candidates if is_stream(candidate)]
+    prompts = [candidate for candidate in candidates if not is_stream(candidate)]
+    tokens = {candidate.sequence_id: 0 for candidate in candidates}
+    drafts = {candidate.sequence_id: 0 for candidate in candidates}
     left, prompts_left = budget.tokens_max, prompt_tokens_max
     chosen: list[Candidate] = []
-    for one in [*streams, *prompts]:
+    for candidate in [*streams, *prompts]:
         ends_at = None
-        position = one.computed
-        allowed = left if is_stream(one) else min(left, prompts_left)
-        while position - one.computed < allowed:
+        position = candidate.computed
+        allowed = left if is_stream(candidate) else min(left, prompts_left)
+        while position - candidate.computed < allowed:
             position += 1
             if position % page == 0:
                 ends_at = position
-            if position in {one.known, one.cut}:
+            if position in {candidate.known, candidate.cut}:
                 ends_at = position
                 break
         if ends_at is None or len(chosen) == budget.rows_max:
             continue
-        chosen.append(one)
-        tokens[one.sequence_id] = ends_at - one.computed
-        left -= ends_at - one.computed
-        prompts_left -= 0 if is_stream(one) else ends_at - one.computed
-    for one in chosen:
-        while drafts[one.sequence_id] < one.drafts and left:
-            drafts[one.sequence_id] += 1
+        chosen.append(candidate)
+        tokens[candidate.sequence_id] = ends_at - candidate.computed
+        left -= ends_at - candidate.computed
+        prompts_left -= 0 if is_stream(candidate) else ends_at - candidate.computed
+    for candidate in chosen:
+        while drafts[candidate.sequence_id] < candidate.drafts and left:
+            drafts[candidate.sequence_id] += 1
             left -= 1
-    return [Planned(one.sequence_id, tokens[one.sequence_id], drafts[one.sequence_id]) for one in chosen]
+    return [
+        Planned(candidate.sequence_id, tokens[candidate.sequence_id], drafts[candidate.sequence_id])
+        for candidate in chosen
+    ]
 
 
 @PROPERTY
@@ -82,14 +85,14 @@ def test_it_is_the_plan_of_the_gold_scheduler(
 @PROPERTY
 @given(candidate_lists(), budgets(), prompt_limits)
 def test_its_limits_are_kept(candidates: list[Candidate], budget: Budget, prompt_tokens_max: int) -> None:
-    by_id = {one.sequence_id: one for one in candidates}
+    by_id = {candidate.sequence_id: candidate for candidate in candidates}
     rows = plan(candidates, budget, prompt_tokens_max)
     assert sum(row.num_tokens + row.drafts for row in rows) <= budget.tokens_max
     assert len(rows) <= budget.rows_max
     assert len({row.sequence_id for row in rows}) == len(rows)
     prompts = [row.num_tokens for row in rows if not is_stream(by_id[row.sequence_id])]
     assert sum(prompts) <= prompt_tokens_max
-    streams = [one for one in candidates if is_stream(one)]
+    streams = [candidate for candidate in candidates if is_stream(candidate)]
     assert sum(is_stream(by_id[row.sequence_id]) for row in rows) == min(len(streams), budget.rows_max)
 
 
@@ -99,7 +102,7 @@ def test_a_row_ends_where_a_row_may_end(
     candidates: list[Candidate], budget: Budget, prompt_tokens_max: int
 ) -> None:
     """At the last known token, at the cut, or on the page grid; and guesses only behind the last token."""
-    by_id = {one.sequence_id: one for one in candidates}
+    by_id = {candidate.sequence_id: candidate for candidate in candidates}
     for sequence_id, num_tokens, drafts in plan(candidates, budget, prompt_tokens_max):
         one = by_id[sequence_id]
         end = one.computed + num_tokens
@@ -122,9 +125,9 @@ def test_guesses_take_nothing_from_a_prompt(
     computed = pages * budget.page_tokens
     prompt = Candidate("prompt", computed, computed + budget.page_tokens + more)
     rows = {row.sequence_id: row for row in plan([prompt, *decoding], budget, budget.tokens_max)}
-    assert rows.keys() == {"prompt", *(one.sequence_id for one in decoding)}
+    assert rows.keys() == {"prompt", *(candidate.sequence_id for candidate in decoding)}
     assert rows["prompt"].num_tokens >= budget.page_tokens
-    bare = [one._replace(drafts=0) for one in decoding]
+    bare = [candidate._replace(drafts=0) for candidate in decoding]
     assert [row[:2] for row in plan([prompt, *bare], budget, budget.tokens_max)] == [
         row[:2] for row in plan([prompt, *decoding], budget, budget.tokens_max)
     ]

@@ -94,12 +94,12 @@ class Desk:
 
     def land(self, batch: Batch, *drawn: tuple[int, ...]) -> None:
         """Each row draws what is said; of guesses those count that are right."""
-        for one, tokens in zip(batch.rows, drawn, strict=True):
-            end = one.flight.end
-            if one.row.draws is not None:
-                count, _ = one.sequence.draw(tokens)
-                end += count - 1 - one.row.drafts
-            self.ledger.commit(one.lease, end, one.sequence.keys)
+        for row, tokens in zip(batch.rows, drawn, strict=True):
+            end = row.flight.end
+            if row.row.draws is not None:
+                count, _ = row.sequence.draw(tokens)
+                end += count - 1 - row.row.drafts
+            self.ledger.commit(row.lease, end, row.sequence.keys)
             self.ledger.check()
         self.schedule.landed(batch, 0.01)
 
@@ -111,7 +111,7 @@ class Desk:
 
 
 def tokens_of(batch: Batch) -> dict[str, tuple[int, ...]]:
-    return {one.row.sequence_id: one.row.tokens for one in batch.rows}
+    return {row.row.sequence_id: row.row.tokens for row in batch.rows}
 
 
 @pytest.mark.parametrize("hybrid", [True, False])
@@ -123,8 +123,8 @@ def test_the_next_step_runs_the_token_that_this_one_draws(hybrid: bool) -> None:
     assert tokens_of(first) == {"a": (1, 2, 3), "b": (4, 5)}
     second = desk.launch(in_flight=True)
     assert tokens_of(second) == {"a": (PENDING,), "b": (PENDING,)}
-    assert [(one.row.start, one.row.end) for one in second.rows] == [(3, 4), (2, 3)]
-    assert all(one.row.draws is one.sequence.sampling_state for one in second.rows)
+    assert [(row.row.start, row.row.end) for row in second.rows] == [(3, 4), (2, 3)]
+    assert all(row.row.draws is row.sequence.sampling_state for row in second.rows)
     desk.land(first, (30,), (31,))
     third = desk.launch(in_flight=True)
     assert tokens_of(third) == {"a": (PENDING,), "b": (PENDING,)}
@@ -155,7 +155,7 @@ def test_a_row_with_guesses_is_alone_until_they_have_landed() -> None:
     desk.land(first, (7,))
     second = desk.launch()
     assert tokens_of(second) == {"a": (7, 8, 9, 10, 11)}
-    (row,) = (one.row for one in second.rows)
+    (row,) = (planned.row for planned in second.rows)
     assert (row.start, row.drafts, len(row.writes), len(set(row.writes))) == (4, 4, 5, 5)
     assert row.read not in row.writes, "a wrong guess must not cost the state before it"
     assert desk.launch(in_flight=True).rows == [], "what comes next is not known"
@@ -234,7 +234,7 @@ def test_the_state_of_a_boundary_in_flight_is_not_overwritten(strategy: Checkpoi
     assert second.rows[0].row.writes == (second.rows[0].row.read,), "3 is no boundary: in place"
     desk.land(first, (7,))
     third = desk.launch(in_flight=True)
-    (row,) = (one.row for one in third.rows)
+    (row,) = (planned.row for planned in third.rows)
     assert row.read == second.rows[0].row.writes[0]
     assert (row.writes == (row.read,)) == (strategy == "none")
 

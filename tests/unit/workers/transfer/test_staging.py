@@ -66,7 +66,7 @@ class Gated(MemoryStore):
 
     async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
         await self._pass(objects)
-        lost = [index for index, (one, _) in enumerate(objects) if one in self.loses]
+        lost = [index for index, (key, _) in enumerate(objects) if key in self.loses]
         if not lost:
             return await super().put(objects)
         stored = await super().put(objects[: lost[0]])
@@ -81,7 +81,7 @@ class Gated(MemoryStore):
         for start, end in spans:
             assert all(end <= other or stop <= start for other, stop in self._in_use), "memory is in use"
         self._in_use += spans
-        self.entered.append([one for one, _ in objects])
+        self.entered.append([key for key, _ in objects])
         self._arrival.set()
         try:
             await finish(asyncio.ensure_future(self.gate.wait()))
@@ -150,9 +150,9 @@ def test_what_arrives_is_what_was_put_whatever_the_store_does(
             assert all(outcome is Put.SKIPPED for outcome in put[lost[0] + 1 :])
         for target, outcomes in zip(targets, found, strict=True):
             assert len(outcomes) == len(objects)
-            for one, outcome in zip(objects, outcomes, strict=True):
+            for key, outcome in zip(objects, outcomes, strict=True):
                 if outcome is Got.HIT:
-                    assert bytes_at(target, one) == bytes_at(source, one)
+                    assert bytes_at(target, key) == bytes_at(source, key)
         for ring in rings:
             assert ring.used_bytes == 0
             await ring.close()
@@ -320,6 +320,6 @@ def test_direct_gives_the_store_the_arena_itself() -> None:
         assert await DirectIO(store, memory.numpy().data).put(objects) == [Put.STORED] * 2
         target = device(500)
         assert await DirectIO(store, target.numpy().data).get(objects) == [Got.HIT] * 2
-        assert all(bytes_at(target, one) == bytes_at(memory, one) for one in objects)
+        assert all(bytes_at(target, key) == bytes_at(memory, key) for key in objects)
 
     run(main())

@@ -38,7 +38,7 @@ def grown(tokens: list[int], sizes: list[int], finish: FinishReason, ending: End
 
 
 def whole(growths: list[Growth]) -> tuple[str, int, list[Scored], FinishReason | None, str | int | None]:
-    scored = [one for growth in growths for one in growth.scored]
+    scored = [score for growth in growths for score in growth.scored]
     text = "".join(growth.text for growth in growths)
     num_tokens = sum(growth.num_tokens for growth in growths)
     return text, num_tokens, scored, growths[-1].finish, growths[-1].stop
@@ -63,13 +63,13 @@ def test_any_cut_into_pieces_gives_the_same_answer(sizes: list[int], ending: End
     at_once = whole(grown(tokens, [len(tokens)], finish, ending))
     assert in_pieces == at_once
     text, num_tokens, scored, _, stop = at_once
-    assert [one.token for one in scored] == tokens[: len(scored)]
-    known = [one.logprob.logprob for one in scored if one.logprob is not None]
+    assert [score.token for score in scored] == tokens[: len(scored)]
+    known = [score.logprob.logprob for score in scored if score.logprob is not None]
     assert known == [-float(place) for place in range(len(scored))]
-    pieces = b"".join(tokenizer().piece(one.token) for one in scored)
+    pieces = b"".join(tokenizer().piece(score.token) for score in scored)
     shown = pieces.decode(errors="ignore").removesuffix("<|end|>")
     assert shown.startswith(text)  # a stop string may cut the last token
-    assert all(one.start < len(text) for one in scored) or not isinstance(stop, str)
+    assert all(score.start < len(text) for score in scored) or not isinstance(stop, str)
     if isinstance(stop, str):
         assert num_tokens > ending.min_tokens
         assert text.endswith(stop) or not ending.include_stop
@@ -86,7 +86,7 @@ def test_logprobs_come_with_the_text_that_they_belong_to(ending: Ending) -> None
         text += growth.text
         shown += growth.scored
         if growth.finish is None:
-            assert all(one.start < len(text) for one in shown)
+            assert all(score.start < len(text) for score in shown)
             assert not growth.scored or growth.text
 
 

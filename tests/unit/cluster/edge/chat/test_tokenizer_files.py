@@ -102,7 +102,9 @@ def test_chats_are_rendered_as_transformers_renders_them(
     write(folder, chat_template=template)
     ours, reference = load_tokenizer(folder), theirs(folder)
     chat = CHAT[:num_messages]
-    turns: list[object] = [{"role": one.role, "content": one.content, **one.more} for one in chat]
+    turns: list[object] = [
+        {"role": message.role, "content": message.content, **message.more} for message in chat
+    ]
     for tools in ([], [TOOL]):
         how = Rendering(tools=tools, options={"style": "brief"})
         if tools and "tools" not in template:

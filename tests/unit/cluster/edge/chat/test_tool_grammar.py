@@ -79,7 +79,7 @@ def takes(manner: OutputFormat, text: str, *, as_tokens: bool) -> bool:
     """Whether the grammar does, token by token, and may end then."""
     tags = () if manner.form is None or not as_tokens else (*manner.form.tags, THOUGHT)
     raw, grammars = vocabulary(*dict.fromkeys(tags))
-    added = {one.content: token for token, one in raw.get_added_tokens_decoder().items()}
+    added = {added_token.content: token for token, added_token in raw.get_added_tokens_decoder().items()}
     matcher = grammars.matcher(forced(TOOLS, manner, added))
     for token in [*raw.encode(text, add_special_tokens=False).ids, EOS]:
         if not matcher.mask()[token]:

@@ -203,13 +203,13 @@ def test_garbage_and_idle_connections_hurt_nobody() -> None:
             host, _, port = client.address.rpartition(":")
             idle = [socket.create_connection((host, int(port))) for _ in range(300)]
             for index in range(300):
-                with socket.create_connection((host, int(port))) as one:
-                    one.sendall(garbage(index))
+                with socket.create_connection((host, int(port))) as connection:
+                    connection.sendall(garbage(index))
                 if index % 50 == 0:
                     assert (await client.generate(HELLO)).choices
             assert (await client.generate(HELLO)).choices
-            for one in idle:
-                one.close()
+            for connection in idle:
+                connection.close()
 
     grpc_loop.run(main())
 
@@ -286,7 +286,7 @@ def test_reflection_tells_the_services_and_their_messages() -> None:
             )
             asked = [ask(list_services=""), ask(file_containing_symbol=generation.SERVICE)]
             listed, file = [answer async for answer in call(iter(asked))]
-            names = {one.name for one in listed.list_services_response.service}
+            names = {service.name for service in listed.list_services_response.service}
             assert names == {generation.SERVICE, health.SERVICE, reflection.SERVICE_NAME}
             pool = DescriptorPool()
             for data in file.file_descriptor_response.file_descriptor_proto:

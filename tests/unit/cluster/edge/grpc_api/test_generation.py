@@ -66,7 +66,7 @@ def test_a_stream_adds_up_to_the_whole(n: int, per_piece: int) -> None:
         parts = [chunk.choice for chunk in chunks if chunk.choice.index == index]
         assert "".join(part.text for part in parts) == whole.choices[index].text
         for name in ("token_ids", "logprobs"):
-            grown = [one for part in parts for one in getattr(part, name)]
+            grown = [grown_part for part in parts for grown_part in getattr(part, name)]
             assert grown == list(getattr(whole.choices[index], name))
         assert [part.finish_reason for part in parts[:-1]] == [pb.FINISH_REASON_UNSPECIFIED] * (
             len(parts) - 1
@@ -81,11 +81,11 @@ def test_logprobs_come_with_the_bytes_of_their_tokens() -> None:
     whole = answer(FakeService(saying(WORDS)), pb.GenerateRequest(text="Hello", logprobs=2))
     over_http = complete(app_over(FakeService(saying(WORDS))), logprobs=2)["choices"][0]["logprobs"]
     (choice,) = whole.choices
-    assert b"".join(one.token for one in choice.logprobs).decode() == WORDS
-    assert [one.logprob for one in choice.logprobs] == over_http["token_logprobs"]
+    assert b"".join(logprob.token for logprob in choice.logprobs).decode() == WORDS
+    assert [logprob.logprob for logprob in choice.logprobs] == over_http["token_logprobs"]
     assert all(
-        [(top.token_id, top.logprob) for top in one.top] == [(10, 0.0), (11, -0.125)]
-        for one in choice.logprobs
+        [(top.token_id, top.logprob) for top in logprob.top] == [(10, 0.0), (11, -0.125)]
+        for logprob in choice.logprobs
     )
 
 

@@ -54,8 +54,10 @@ def test_data_becomes_text_and_nothing_else(name: str) -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_a_script_imports_is_there(name: str) -> None:
     for names, file in re.findall(r'import \{([^}]*)\} from "\./([a-z]+\.js)"', SCRIPTS[name]):
-        for one in filter(None, (one.strip() for one in names.split(","))):
-            assert re.search(rf"export (async )?(function\*?|class|const) {one}\b", SCRIPTS[file]), one
+        for imported in filter(None, (imported.strip() for imported in names.split(","))):
+            assert re.search(rf"export (async )?(function\*?|class|const) {imported}\b", SCRIPTS[file]), (
+                imported
+            )
 
 
 def test_every_id_and_part_that_a_script_looks_for_is_on_the_page() -> None:

@@ -84,9 +84,9 @@ def test_logprobs_of_chats_and_completions() -> None:
         logprobs = reply.choices[0].logprobs
         assert logprobs is not None
         assert logprobs.content is not None
-        assert "".join(one.token for one in logprobs.content) == ANSWER
-        assert [one.logprob for one in logprobs.content] == [scored(token, 2).logprob for token in tokens]
-        assert all(len(one.top_logprobs) == 2 for one in logprobs.content)
+        assert "".join(entry.token for entry in logprobs.content) == ANSWER
+        assert [entry.logprob for entry in logprobs.content] == [scored(token, 2).logprob for token in tokens]
+        assert all(len(entry.top_logprobs) == 2 for entry in logprobs.content)
         async with client.chat.completions.stream(
             model="keeper", messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=2
         ) as stream:
@@ -94,7 +94,7 @@ def test_logprobs_of_chats_and_completions() -> None:
         assert final.choices[0].logprobs == logprobs
         whole = await client.completions.create(model="keeper", prompt="a", logprobs=1)
         assert whole.choices[0].logprobs is not None
-        assert whole.choices[0].logprobs.tokens == [one.token for one in logprobs.content]
+        assert whole.choices[0].logprobs.tokens == [entry.token for entry in logprobs.content]
 
     converse(FakeService(saying(ANSWER)), talk)
 

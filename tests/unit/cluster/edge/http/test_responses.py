@@ -140,7 +140,7 @@ def test_structured_output_is_parsed() -> None:
 
     ask(service, talk)
     grammars = [request.sampling.grammar for request in service.requests]
-    assert [one and one.kind for one in grammars] == ["json_schema", "json_schema", "json_object"]
+    assert [grammar and grammar.kind for grammar in grammars] == ["json_schema", "json_schema", "json_object"]
 
 
 @pytest.mark.parametrize("per_piece", [1, 2, 5, 100])
@@ -296,13 +296,13 @@ def test_items_open_and_close_in_their_order(parts: list[Part], at_once: int) ->
         for event in output.add(parts[start : start + at_once])
     ]
     events += output.end("completed")
-    added = [one for one in events if one["type"] == "response.output_item.added"]
-    done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+    added = [sent for sent in events if sent["type"] == "response.output_item.added"]
+    done = [sent["item"] for sent in events if sent["type"] == "response.output_item.done"]
     assert done == output.items
-    assert [one["output_index"] for one in added] == list(range(len(done)))
+    assert [sent["output_index"] for sent in added] == list(range(len(done)))
     assert len({str(item["id"]) for item in output.items}) == len(output.items) >= 1
     opened = -1
-    for one in events:
-        if one["type"] == "response.output_item.added":
+    for sent in events:
+        if sent["type"] == "response.output_item.added":
             opened += 1
-        assert one["output_index"] == opened, "one item is open at a time"
+        assert sent["output_index"] == opened, "one item is open at a time"

@@ -203,7 +203,9 @@ class Scene:
 
     def pass_time(self, seconds: float) -> None:
         until_s = self._now_s + seconds
-        while due := [one for one in self._timers if one.due_s <= until_s and not one.cancelled]:
+        while due := [
+            pending for pending in self._timers if pending.due_s <= until_s and not pending.cancelled
+        ]:
             first = min(due, key=lambda timer: timer.due_s)
             self._now_s = first.due_s
             first.cancel()

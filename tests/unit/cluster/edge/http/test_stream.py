@@ -22,7 +22,7 @@ def events(service: FakeService) -> list[ServerSentEvent]:
             httpx.AsyncClient(transport=transport, base_url="http://edge") as client,
             aconnect_sse(client, "POST", "/v1/completions", json=body) as source,
         ):
-            return [one async for one in source.aiter_sse()]
+            return [received async for received in source.aiter_sse()]
 
     return asyncio.run(main())
 
@@ -32,8 +32,8 @@ def events(service: FakeService) -> list[ServerSentEvent]:
 def test_any_text_comes_through(text: str, per_piece: int) -> None:
     *chunks, done = events(FakeService(saying(text, eos=False), per_piece=per_piece))
     assert done.data == "[DONE]"
-    assert {one.event for one in chunks} == {"message"}
-    received = "".join(choice["text"] for one in chunks for choice in one.json()["choices"])
+    assert {chunk.event for chunk in chunks} == {"message"}
+    received = "".join(choice["text"] for chunk in chunks for choice in chunk.json()["choices"])
     assert received == text[: len(received)]
     assert received == text or len(text) > len(received) > 0
 

@@ -190,7 +190,7 @@ def bundle(url: str, path: Path, *arguments: str) -> int:
 
 def files_of(path: Path) -> dict[str, str]:
     with tarfile.open(path) as archive:
-        files = {one.name: archive.extractfile(one) for one in archive.getmembers()}
+        files = {getmember.name: archive.extractfile(getmember) for getmember in archive.getmembers()}
         return {name: file.read().decode() for name, file in files.items() if file is not None}
 
 
@@ -249,7 +249,7 @@ def test_it_is_whole_where_all_can_be_had(tmp_path: Path) -> None:
     parts: Parts = {**PARTS, "nodes": list}
     assert against(lambda url: bundle(url, tmp_path / "b.tar.gz"), parts, has_keys=False) == 0
     assert not [
-        one for one in against(lambda url: collect(ServerAddress(url)), parts, has_keys=False) if one.error
+        line for line in against(lambda url: collect(ServerAddress(url)), parts, has_keys=False) if line.error
     ]
 
 

@@ -80,8 +80,10 @@ def test_a_stop_token_that_was_drawn_is_one_of_the_echoed_tokens() -> None:
 def test_an_echo_without_logprobs_scores_nothing() -> None:
     service = FakeService(saying(WORDS))
     choice = complete(app_over(service), prompt=["Hello", "Bob"], n=2, echo=True)["choices"]
-    assert [one["text"] for one in choice] == [f"{name}{WORDS}" for name in ("Hello", "Hello", "Bob", "Bob")]
-    assert {one["logprobs"] for one in choice} == {None}
+    assert [chunk["text"] for chunk in choice] == [
+        f"{name}{WORDS}" for name in ("Hello", "Hello", "Bob", "Bob")
+    ]
+    assert {chunk["logprobs"] for chunk in choice} == {None}
     assert {request.sampling.prompt_logprobs for request in service.requests} == {None}
 
 
@@ -101,11 +103,11 @@ def test_streams_echo_as_whole_answers_do(
     whole = complete(app, **ask)["choices"][0]
     chunks = events_of(call(app, "POST", TEXT, json={"stream": True, **ask}))[:-1]
     told = [chunk["choices"][0] for chunk in chunks]
-    assert "".join(one["text"] for one in told) == whole["text"]
+    assert "".join(row["text"] for row in told) == whole["text"]
     assert told[-1]["finish_reason"] == whole["finish_reason"]
     if logprobs is not None:
         for column, values in whole["logprobs"].items():
-            assert [value for one in told if one["logprobs"] for value in one["logprobs"][column]] == values
+            assert [value for row in told if row["logprobs"] for value in row["logprobs"][column]] == values
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 4])
@@ -135,7 +137,7 @@ def test_prompt_logprobs_of_a_chat_stand_beside_its_choices() -> None:
     service = FakeService(saying(WORDS))
     reply = chat(app_over(service), prompt_logprobs=0).json()
     (request,) = service.requests
-    assert [list(one or "-") for one in reply["prompt_logprobs"]] == [
+    assert [list(scores or "-") for scores in reply["prompt_logprobs"]] == [
         ["-"],
         *([str(token)] for token in request.tokens[1:]),
     ]
@@ -151,15 +153,17 @@ def best_script(request: Request) -> list[int]:
 def test_the_best_answers_are_told_the_best_one_first(n: int, best_of: int) -> None:
     service = FakeService(best_script)
     reply = complete(app_over(service), prompt=["Hello", "Bob"], n=n, best_of=best_of, max_tokens=5)
-    assert [one["index"] for one in reply["choices"]] == list(range(2 * n))
+    assert [choice_body["index"] for choice_body in reply["choices"]] == list(range(2 * n))
     for prompt, start in enumerate((0, best_of)):
-        answers = [best_script(one) for one in service.requests[start : start + best_of]]
+        answers = [best_script(request) for request in service.requests[start : start + best_of]]
         if n < best_of:
-            answers.sort(key=lambda one: one[0])
-        wanted = ["".join(tokenizer().piece(token).decode() for token in one) for one in answers[:n]]
-        assert [one["text"] for one in reply["choices"][prompt * n : prompt * n + n]] == wanted
-    assert {one["logprobs"] for one in reply["choices"]} == {None}
-    drawn = sum(len(best_script(one)) for one in service.requests)
+            answers.sort(key=lambda ranked: ranked[0])
+        wanted = ["".join(tokenizer().piece(token).decode() for token in answer) for answer in answers[:n]]
+        assert [
+            choice_body["text"] for choice_body in reply["choices"][prompt * n : prompt * n + n]
+        ] == wanted
+    assert {choice_body["logprobs"] for choice_body in reply["choices"]} == {None}
+    drawn = sum(len(best_script(request)) for request in service.requests)
     assert reply["usage"]["completion_tokens"] == drawn, "they were drawn, told or not"
 
 

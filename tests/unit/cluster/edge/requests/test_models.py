@@ -47,7 +47,7 @@ def small() -> FakeService:
 
 
 def app_of(*services: FakeService) -> FastAPI:
-    return build_app([ServedBackend(one, tokenizer()) for one in services], sources())
+    return build_app([ServedBackend(service, tokenizer()) for service in services], sources())
 
 
 def asked(app: FastAPI, **body: object) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def test_each_name_leads_to_its_fleet(name: str) -> None:
     asks_small = name == "small"
     assert reply["choices"][0]["text"] == f" from the {'small' if asks_small else 'large'} one"
     assert reply["model"] == ("small" if asks_small else "org/large"), "the first name"
-    assert [len(one.requests) for one in services] == [not asks_small, asks_small]
+    assert [len(service.requests) for service in services] == [not asks_small, asks_small]
 
 
 def test_limits_are_those_of_the_model() -> None:
@@ -89,7 +89,7 @@ def test_a_model_that_is_not_there_and_none_at_all() -> None:
 def test_every_name_is_listed() -> None:
     app = app_of(large(), small())
     listed = call(app, "GET", "/v1/models").json()["data"]
-    assert [(one["id"], one["root"], one["max_model_len"]) for one in listed] == [
+    assert [(entry["id"], entry["root"], entry["max_model_len"]) for entry in listed] == [
         ("org/large", "org/large", 512),
         ("large", "org/large", 512),
         ("gpt", "org/large", 512),
@@ -101,8 +101,8 @@ def test_every_name_is_listed() -> None:
 
 def test_the_cluster_shows_the_workers_of_all() -> None:
     cluster = call(app_of(large(), small()), "GET", "/cluster").json()
-    assert [one["id"] for one in cluster["models"]] == ["org/large", "small"]
-    assert [(one["model"], one["info"]["name"]) for one in cluster["workers"]] == [
+    assert [row["id"] for row in cluster["models"]] == ["org/large", "small"]
+    assert [(row["model"], row["info"]["name"]) for row in cluster["workers"]] == [
         ("org/large", "large-prefill-0"),
         ("org/large", "large-decode-0"),
         ("small", "small-mixed-0"),
@@ -124,14 +124,14 @@ def test_orders_find_their_worker() -> None:
 def test_the_prefix_cache_is_reset_for_all(path: str) -> None:
     services = large(), small()
     assert call(app_of(*services), "POST", path).status_code == 200
-    assert [one.resets for one in services] == [1, 1]
+    assert [service.resets for service in services] == [1, 1]
 
 
 def test_one_fleet_that_is_away_takes_no_other_with_it() -> None:
     away = Away(saying(" a"), model=replace(MODEL, name="away"))
     app = app_of(away, small())
     assert call(app, "GET", "/health").status_code == 200
-    assert [one["model"] for one in call(app, "GET", "/cluster").json()["workers"]] == ["small"]
+    assert [row["model"] for row in call(app, "GET", "/cluster").json()["workers"]] == ["small"]
     assert "small-mixed-0" in call(app, "GET", "/metrics").text
     both = app_of(away, Away(saying(" a"), model=replace(MODEL, name="gone")))
     assert call(both, "GET", "/health").status_code == 503

@@ -128,11 +128,11 @@ def test_the_newest_are_kept_and_nothing_of_their_prompts(ends: list[bool], size
         else:
             running.append(watch)
         rows = recent.rows()
-        assert [row["request_id"] for row in rows] == [f"x{one}" for one in range(number, -1, -1)][:size]
+        assert [row["request_id"] for row in rows] == [f"x{count}" for count in range(number, -1, -1)][:size]
     for watch in running:
         watch.__exit__(None, None, None)
     running.clear()
     watch = None
     assert all(row["finish"] == "abort" for row in recent.rows())
     assert {*told} == {f"x{number}" for number in range(len(ends))}
-    assert not any(one() for one in jobs)
+    assert not any(task() for task in jobs)

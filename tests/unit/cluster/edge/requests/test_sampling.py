@@ -83,14 +83,14 @@ def test_a_chat_asks_for_logprobs_and_alternatives(asked: dict[str, object], cou
 def test_logprobs_of_a_whole_chat() -> None:
     body = chat(app_over(FakeService(saying(" 日"))), logprobs=True, top_logprobs=1).json()
     content = body["choices"][0]["logprobs"]["content"]
-    assert b"".join(bytes(one["bytes"]) for one in content) == " 日".encode()
-    assert [one["logprob"] for one in content] == [
+    assert b"".join(bytes(entry["bytes"]) for entry in content) == " 日".encode()
+    assert [entry["logprob"] for entry in content] == [
         scored(token, 1).logprob for token in tokenizer().encode(" 日")
     ]
-    assert all(one["token"].startswith("bytes:\\x") for one in content[-3:])
+    assert all(entry["token"].startswith("bytes:\\x") for entry in content[-3:])
     piece = tokenizer().piece(10)
     top = {"token": token_text(piece), "logprob": 0.0, "bytes": list(piece)}
-    assert all(one["top_logprobs"] == [top] for one in content)
+    assert all(entry["top_logprobs"] == [top] for entry in content)
     assert chat(app_over(FakeService(saying(" 日")))).json()["choices"][0]["logprobs"] is None
 
 
