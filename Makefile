@@ -1,4 +1,4 @@
-# `make demo` runs the main job, `make test` the tests; each target sets up what it needs.
+# `make demo` runs the main job, `make test` the tests; each target sets up what it needs. CONTRIBUTING.md explains all.
 SHELL := /bin/bash
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
@@ -8,7 +8,7 @@ export LD_LIBRARY_PATH := $(DEBIAN_LIBS)$(addprefix :,$(LD_LIBRARY_PATH))
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test browser triton triton-3.6 nodes gpu check bench clients fuzz mutations soak soak-faults soak-nodes soak-overload stubs metrics-doc config-doc helm-golden wheel sbom clean
+.PHONY: setup demo test test-all browser triton triton-3.6 nodes gpu check bench clients fuzz mutations soak soak-faults soak-nodes soak-overload stubs metrics-doc config-doc helm-golden wheel sbom clean
 
 setup: $(STAMP)
 
@@ -28,15 +28,21 @@ $(STAMP): pyproject.toml setup.py constraints.txt deploy/mooncake_libs.sh
 demo: setup
 	tidemill demo
 
-# Threads of one process would wait for those of the other, and burn a core while they do.
-test triton triton-3.6: export OMP_NUM_THREADS := 1
-# Bytecode, also where the environment says not to write any: each of the hundred processes would compile all again.
-test triton triton-3.6: export PYTHONDONTWRITEBYTECODE :=
+# Threads of one process would wait for those of the other, and burn a core meanwhile.
+test test-all triton triton-3.6 mutations: export OMP_NUM_THREADS := 1
+# Bytecode, also where the environment forbids it: each of the hundred processes would compile all modules again.
+test test-all triton triton-3.6 mutations: export PYTHONDONTWRITEBYTECODE :=
 
-# Two processes: a third makes servers wait for each other. The tests of a file share its servers, so they stay together.
-# In the order of folders: e2e, which takes longest, does not come last. The house rules are `make check`, several nodes `make nodes`.
-test: setup triton
-	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/tidy --ignore tests/e2e/test_nodes.py
+# Two processes, because servers would wait for each other with three. The tests of a file share its servers, so one
+# process runs them all. In the order of folders, so that tests/e2e, which takes longest, does not come last.
+SUITE := python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --ignore tests/tidy --ignore tests/e2e/test_nodes.py
+
+test: setup
+	$(SUITE) -m "not slow"
+
+test-all: setup triton triton-3.6
+	$(SUITE)
+	python -m tests.mutations
 
 # A Ray cluster of three nodes on this machine, which takes minutes and wants it for itself.
 nodes: setup

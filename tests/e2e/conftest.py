@@ -1,16 +1,29 @@
-"""One Ray cluster for the tests of this folder that need one: two workers without models."""
+"""What the tests of this folder share: one Ray cluster without models, and one server of keeper."""
 
-from collections.abc import Generator
+import shutil
+import signal
+from collections.abc import Generator, Iterator
 from io import StringIO
+from pathlib import Path
 
 import psutil
 import pytest
 from rich.console import Console
 
 from tests.support.e2e.fake_engine import worker
-from tests.support.e2e.server import EVENTUALLY_S_MAX, command_of
+from tests.support.e2e.server import EVENTUALLY_S_MAX, Server, command_of
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings
 from tidemill.cluster.supervisor.launch import Cluster, start_cluster
+from tidemill.workers.models.bundled import bundled
+
+TEMPLATE = """{% for tool in tools or [] %}<|system|> {{ tool | tojson }}<|end|>
+{% endfor %}{% for m in messages %}
+{%- set role = 'user' if m.role == 'tool' else m.role %}<|{{ role }}|> {{ (m.content or '') | trim }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|end|>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+"""keeper's own template for chats without tools; a grammar makes keeper, which never saw a tool, call one."""
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +49,27 @@ def cluster(fleet: FleetSettings) -> Generator[Cluster]:
     assert not alive, "stop leaves no process behind"
     later = set(psutil.Process().children()) - before
     assert not [line for process in later if (line := command_of(process)) and "multiprocessing" not in line]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `server`: its log, and its page store in `store`."""
+    return tmp_path_factory.mktemp("serving")
+
+
+@pytest.fixture(scope="session")
+def server(folder: Path) -> Iterator[Server]:
+    """One prefill and two decode workers of keeper, with a chat template that knows tools.
+
+    Ctrl-C stops it, SIGTERM stops the servers of other modules; neither may leave a process.
+    """
+    model = shutil.copytree(bundled()["keeper"], folder / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    named = [str(model), "--served-model-name", "keeper", "--port", "0"]
+    sized = ["--prefill", "1", "--decode", "2", "--memory", "64MiB"]
+    server = Server([*named, *sized, "--store", f"file://{folder / 'store'}?size=1GiB"], folder / "log")
+    try:
+        yield server
+        assert server.stop(signal.SIGINT) == 0
+    finally:
+        server.kill_everything()

@@ -13,12 +13,15 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 
 from tests.support.e2e.load import Client, PacedServer, paced_server
 from tests.support.e2e.paced import answer
 from tests.support.e2e.server import EVENTUALLY_S_MAX, eventually, run_cli
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.workers.models.bundled import bundled
+
+pytestmark = pytest.mark.slow
 
 LEAST = {"prefill-0": "prefill", "decode-0": "decode"}
 MOST = {"prefill": 2, "decode": 2}

@@ -4,8 +4,6 @@
 
 import asyncio
 import json
-import shutil
-import signal
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -27,14 +25,7 @@ KEEPER = bundled()["keeper"]
 DEMO: dict[str, Any] = json.loads((KEEPER / "demo.json").read_text())
 NAME = "keeper"
 
-TEMPLATE = """{% for tool in tools or [] %}<|system|> {{ tool | tojson }}<|end|>
-{% endfor %}{% for m in messages %}
-{%- set role = 'user' if m.role == 'tool' else m.role %}<|{{ role }}|> {{ (m.content or '') | trim }}
-{%- for call in m.tool_calls or [] %}
-<tool_call>{{ call.function | tojson }}</tool_call>
-{%- endfor %}<|end|>
-{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
-"""keeper's own for chats without tools; keeper has never seen a tool, a grammar makes it call one."""
+pytestmark = pytest.mark.xdist_group("keeper")  # the server of tests/e2e/conftest.py
 
 
 class Place(BaseModel):
@@ -48,24 +39,6 @@ class Place(BaseModel):
 def look(person: Literal["Emma", "Tom"]) -> str:
     """Looks for a person."""
     return f"{person} is in the tower."
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """keeper, with a chat template that knows tools. It is stopped by Ctrl-C, those of other modules by
-    SIGTERM: neither leaves a process."""
-    folder = tmp_path_factory.mktemp("clients")
-    model = shutil.copytree(KEEPER, folder / "model")
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    server = Server(
-        [str(model), "--served-model-name", NAME, "--port", "0", "--mixed", "1", "--memory", "64MiB"],
-        folder / "log",
-    )
-    try:
-        yield server
-        assert server.stop(signal.SIGINT) == 0
-    finally:
-        server.kill_everything()
 
 
 @pytest.fixture

@@ -48,6 +48,8 @@ from tests.support.e2e.server import Server, eventually, listening_of, run_cli
 from tests.support.e2e.streams import client_of, run_all, run_while
 from tidemill.workers.models.bundled import bundled
 
+pytestmark = pytest.mark.slow
+
 SEED = int(os.environ.get("FAULT_SEED", "0"))
 RUNS = int(os.environ.get("FAULT_RUNS", "1"))
 RANKS = int(os.environ.get("FAULT_RANKS", "1"))

@@ -14,6 +14,8 @@ from tests.support.e2e.server import Server, command_of, eventually
 from tests.support.e2e.streams import run_all, run_while
 from tidemill import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 Outcome = tuple[str, str | None, int]
 """The text, why it ends, and how many tokens it has."""
 

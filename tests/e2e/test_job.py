@@ -12,6 +12,8 @@ import pytest
 from tests.support.e2e.nodes import HEAD, NET, RAY, Nodes
 from tests.support.e2e.server import READY, eventually
 
+pytestmark = pytest.mark.slow
+
 JOB = Path(__file__).parents[2] / "deploy" / "job.yaml"
 SECOND = f"{NET}.3"
 TIDEMILL = Path(sys.executable).parent / "tidemill"

@@ -1,6 +1,10 @@
 """The demo, as the README has it: it starts a whole server, asks it, and leaves nothing."""
 
+import pytest
+
 from tests.support.e2e.server import run_cli
+
+pytestmark = pytest.mark.slow
 
 
 def test_demo() -> None:

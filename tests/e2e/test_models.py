@@ -20,6 +20,8 @@ from tests.support.parity.architectures import random_model, save
 from tidemill import LLM, SamplingParams
 from tidemill.workers.models.bundled import bundled
 
+pytestmark = pytest.mark.slow
+
 FILE = """
 models:
 - model: keeper

@@ -36,6 +36,8 @@ from tests.support.e2e.tun import Loss
 from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 FAR, NEW, NEXT = f"{NET}.3", f"{NET}.4", f"{NET}.5"
 STREAMS = 8
 LINES = 4

@@ -24,6 +24,8 @@ from tests.support.sockets import connected
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.workers.models.bundled import bundled
 
+pytestmark = pytest.mark.slow
+
 RUNNING = 200
 WAITING = 1000
 CONNECTIONS = 1000

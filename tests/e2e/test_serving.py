@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,26 +22,7 @@ KEEPER = bundled()["keeper"]
 FOLDER = "store"
 PAGE_TOKENS = 64
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("serving")
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    """One prefill and two decode workers. Each must be stopped by its test module without leaving a
-    process."""
-    store = f"file://{folder / FOLDER}?size=1GiB"
-    server = Server(
-        ["keeper", "--port", "0", "--prefill", "1", "--decode", "2", "--memory", "64MiB", "--store", store],
-        folder / "log",
-    )
-    try:
-        yield server
-        assert server.stop() == 0
-    finally:
-        server.kill_everything()
+pytestmark = pytest.mark.xdist_group("keeper")  # the server of tests/e2e/conftest.py
 
 
 def body_of(prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON

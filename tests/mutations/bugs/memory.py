@@ -36,7 +36,7 @@ BUGS: tuple[Planted, ...] = (
         "kvstore/memory/cache.py::Cache.insert",
         "if not $TAKEN_OVER and $ENTRY.$PINS == 1:",
         "if not $TAKEN_OVER and $ENTRY.$PINS == 0:",
-        "tests/unit/kvstore/memory/test_ledger.py",
+        "tests/unit/kvstore/memory/test_ledger.py tests/unit/kvstore/memory/test_lease.py",
     ),
     Planted(
         "the checkpoint of an evicted page leaks",
