@@ -6,8 +6,9 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "a restarted router drops a thousand heartbeats",
         "cluster/rpc/channels.py::new_server",
-        '("grpc.server.max_pending_requests", $STREAMS_MAX)',
-        '("grpc.server.max_pending_requests", 1000)',
+        '("grpc.server.max_pending_requests", $STREAMS_MAX), '
+        '("grpc.server.max_pending_requests_hard_limit", $STREAMS_MAX),',
+        "",
         "tests/unit/cluster/rpc/test_channels.py",
     ),
     Planted(
@@ -71,7 +72,7 @@ BUGS: tuple[Planted, ...] = (
         "cluster/worker/heartbeats.py::UnsentAnnouncements.take",
         ": $UNHEARD.$ADDED = ($UNHEARD.$ADDED - {*$NEWS.$REMOVED}) | {*$NEWS.$ADDED",
         ":\n            $UNHEARD.$ADDED = $UNHEARD.$ADDED | {*$NEWS.$ADDED",
-        "tests/unit/cluster/test_news.py",
+        "tests/unit/cluster/worker/test_announcements.py",
     ),
     Planted(
         "an isolated run starts while others wait for their tokens",
