@@ -1,4 +1,4 @@
-"""The service behind the HTTP edge: the flow over a router and peers, for one model."""
+"""The service behind the HTTP edge: the flow over a router and the workers of one model."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
@@ -17,8 +17,10 @@ from tidemill.workers.messages import Request, Role, StreamPiece, WorkerInfo
 
 
 class ClusterService:
-    """`info` is of any ready worker: what names keys is the same on all workers of one model. `memory` is the
-    router that says the budgets of these workers, if `router` does not."""
+    """A service of one model.
+    `info` comes from any ready worker, because all workers of one model agree on what names keys.
+    `memory` is the router that assigns the budgets of these workers, if `router` does not.
+    """
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class ClusterService:
         return status.with_budgets(told)
 
     def reset_prefix_cache(self) -> None:
-        """All names change: what has the old ones goes as anything that nobody asks for."""
+        """Change all names; entries under the old names are evicted like anything unused."""
         self._resets += 1
 
     async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
@@ -76,7 +78,7 @@ class ClusterService:
         return await self._scaler.roles()
 
     async def run(self) -> None:
-        """Give up workers that are out, until cancelled."""
+        """Give up workers that are lost, until cancelled."""
         await watch(self._peers, self._router)
 
     async def close(self) -> None:

@@ -1,5 +1,4 @@
-"""A frontend's look at workers that owe it answers: those that are out are given up, though their connections
-may be alive."""
+"""Detects lost workers among those that owe this edge answers, even if their connections look alive."""
 
 import asyncio
 from collections.abc import Collection
@@ -20,7 +19,7 @@ class SilenceReports(Protocol):
 
 
 async def watch(peers: WorkerConnections, router: SilenceReports) -> None:
-    """Until cancelled. A worker that sends is never asked about: whoever cannot hear it is wrong."""
+    """Watch until cancelled. A worker that sends tokens is never asked about: it is not lost."""
     while True:
         await asyncio.sleep(LOOK_S)
         if silent := peers.silent():

@@ -32,16 +32,17 @@ from tidemill.workers.messages import (
 
 ATTEMPTS_MAX = 16
 PATIENT_ATTEMPTS = 2
-"""Attempts that insist on fetched pages; later ones let the decode worker compute whatever is missing, so
-that a store that loses everything makes answers slow and never makes them fail."""
+"""The attempts that insist on fetched pages. Later attempts let the decode worker compute whatever is
+missing, so that a store that loses everything slows answers and never fails them.
+"""
 
 
 WAIT_S_MAX = 60.0
-"""For a router, and for a worker to come up."""
+"""The longest wait for a router, and for a worker to start."""
 
 HAND_OVERS_MAX = 64
 HAND_OVER_PAUSE_S = 0.1
-"""Before a request goes to the same worker again, which was told not to take it: the router may not know."""
+"""The pause before a request returns to a worker that refused it, because the router may not know yet."""
 
 
 class RequestRouter(Protocol):
@@ -50,9 +51,11 @@ class RequestRouter(Protocol):
 
 
 class WorkerStreams(Protocol):
-    """The workers, wherever they are. Every call raises PagesMissing or WorkerGone: HandedOver if the worker
-    was told not to do this work, DiedAlone or SilentAlone if it was lost while it ran this request alone, on
-    trial."""
+    """The workers of a fleet.
+    Every call raises PagesMissing or WorkerGone.
+    It raises HandedOver if the worker was ordered not to do this work, and CrashedAlone or LostAlone if the
+    worker was lost while it ran this request alone.
+    """
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced: ...
     async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None: ...
@@ -68,10 +71,11 @@ async def serve(
 ) -> AsyncGenerator[StreamPiece]:
     """Stream the tokens of `request`, placing it again whenever a worker or a page is lost.
 
-    Pages are named by their tokens and a draw is a function of (seed, position), so a retry is an ordinary
-    request whose prompt also holds what was already streamed. After a loss it goes on trial, for it may be
-    what the worker died of. `root_of(salt)` is the namespace's root key. Raises Unserved, Overloaded,
-    Poisonous.
+    Pages are named by their tokens and a draw is a function of (seed, position).
+    A retry is therefore an ordinary request whose prompt includes what was already streamed.
+    After a loss it runs in isolation, because it may be what crashed the worker.
+    `root_of(salt)` is the namespace's root key.
+    Raises Unserved, Overloaded, Poisonous.
     """
     story = RequestProgress(request, content_hash_of(request))
     while story.attempt <= ATTEMPTS_MAX and story.hand_overs <= HAND_OVERS_MAX:
@@ -110,21 +114,23 @@ async def serve(
 
 @dataclass(slots=True)
 class RequestProgress:
-    """What has become of a request so far."""
+    """The progress of a request."""
 
     request: Request
     content: bytes
     attempt: int = 1
-    hand_overs: int = 0  # planned ones, which are no failures
+    hand_overs: int = 0  # planned ones, which are not failures
     streamed: list[int] = field(default_factory=list[int])
-    scored: int = 0  # logprobs of the prompt, before anything was streamed
+    scored: int = 0  # logprobs of the prompt, before any token was streamed
     avoid: frozenset[WorkerId] = frozenset()
     on_trial: bool = False
-    silenced: bool = False  # a worker alone with it: the next one is no coincidence
-    placed_s: float = 0.0  # how long routers took
+    silenced: bool = (
+        False  # a worker fell silent while it ran the request alone; a second one is no coincidence
+    )
+    placed_s: float = 0.0  # seconds that routers took
 
     def remaining_request(self) -> Request:
-        """What is left of the request after what was streamed, which is part of the prompt now."""
+        """Return the rest of the request; what was streamed is part of its prompt."""
         return replace(
             self.request,
             tokens=(*self.request.tokens, *self.streamed),
@@ -153,7 +159,7 @@ class RequestProgress:
         )
 
     def piece(self, delta: Delta, trace: Trace) -> StreamPiece:
-        """What the delta adds, which is not asked for again."""
+        """Return what the delta adds, and do not ask for it again."""
         self.streamed += delta.tokens
         self.scored += len(delta.prompt_logprobs)
         return StreamPiece(
@@ -177,7 +183,7 @@ class RequestProgress:
         )
 
     async def on_failure(self, at: WorkerId, error: PagesMissing | WorkerGone, router: RequestRouter) -> None:
-        """An attempt has ended at this worker. Raises Poisonous."""
+        """Record that an attempt ended at this worker. Raises Poisonous."""
         match error:
             case PagesMissing():
                 self.attempt += 1
@@ -202,8 +208,9 @@ class RequestProgress:
 
 @asynccontextmanager
 async def _prefetching(peers: WorkerStreams, route: Route, request: Request) -> AsyncGenerator[None]:
-    """Inside, the decode worker fetches pages as the prefill worker stores them; it has stopped, or has been
-    told to, before the request goes there. What it did not fetch it fetches then: no failure matters."""
+    """Let the decode worker fetch pages, inside the block, while the prefill worker stores them.
+    On leaving it has stopped or been cancelled; the request fetches the rest, so no failure matters.
+    """
 
     async def prefetch() -> None:
         with suppress(TidemillError):
@@ -213,13 +220,13 @@ async def _prefetching(peers: WorkerStreams, route: Route, request: Request) -> 
     try:
         yield
     finally:
-        if not task.done():  # to cancel one that broke would silence the loop's report of it
+        if not task.done():  # cancelling a failed task would silence the loop's report of it
             task.cancel()
             await asyncio.wait([task])
 
 
 def content_hash_of(request: Request) -> bytes:
-    """16 bytes that name what is asked, whoever asks and whatever the seed of its draws."""
+    """Return 16 bytes that name the content, whoever sends it and whatever the seed of its draws."""
     terms = (request.max_new_tokens, replace(request.sampling, seed=0), request.stop_token_ids, request.salt)
     digest = blake2b(repr(terms).encode(errors="surrogatepass"), digest_size=16)
     digest.update(array("Q", request.tokens).tobytes())
@@ -227,5 +234,5 @@ def content_hash_of(request: Request) -> bytes:
 
 
 def _is_stored(produced: Produced | None, request: Request, page_tokens: int) -> bool:
-    """Whether there are pages to insist on: the store took what the prefill worker made, if one was asked."""
+    """Return whether there are pages to insist on: the store took those of the prefill worker."""
     return produced is None or produced.depth == restorable_end(len(request.tokens), page_tokens)

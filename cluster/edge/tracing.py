@@ -1,4 +1,4 @@
-"""The router and the workers as one traced request sees them: a span for each call, on the frontend."""
+"""The router and the workers with a span for each call of a traced request, on the edge."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -31,7 +31,9 @@ class TracedRouter:
 
 
 class TracedPeers:
-    """Requests arrive with the parent of all calls, and go on with the span of their call."""
+    """Workers whose calls have spans: requests arrive with the parent of all calls and leave with their
+    call's span.
+    """
 
     def __init__(self, peers: WorkerStreams, tracer: Tracer, page_tokens: int) -> None:
         self._peers = peers

@@ -1,4 +1,4 @@
-"""The requests of one offline call on an engine: all of them answered, or none of them goes on."""
+"""The requests of one offline call: all are answered, or none continues."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ from tidemill.workers.engine.engine import Engine
 from tidemill.workers.messages import FinishReason, Request, TokenLogprob, WorkerGone
 
 IN_LINE_MAX = 1024
-"""Requests that the engine has at once; the others wait before it."""
+"""The requests that the engine has concurrently; others wait before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptJob:
-    """One prompt: its requests, one for each choice, and its text if it came as one."""
+    """One prompt: its requests, one per choice, and its text if it came as text."""
 
     requests: list[Request]
     ending: Ending
@@ -26,7 +26,7 @@ class PromptJob:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One choice, how many tokens of its prompt did not have to be computed, and how likely they all were."""
+    """One choice, the number of its prompt's tokens that needed no computation, and its total logprob."""
 
     output: CompletionOutput
     cached_tokens: int
@@ -36,7 +36,9 @@ class Answered:
 async def answer_all(
     engine: Engine, tokenizer: Tokenizer, jobs: Sequence[PromptJob], answered: Callable[[], None]
 ) -> list[RequestOutput]:
-    """In the order of the jobs; `answered` is called after each choice. Raises RequestError, WorkerGone."""
+    """Return the answers in the order of the jobs; call `answered` after each choice. Raises RequestError,
+    WorkerGone.
+    """
     line = asyncio.Semaphore(IN_LINE_MAX)
 
     async def answer(request: Request, ending: Ending, index: int) -> Answered:

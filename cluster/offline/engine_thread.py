@@ -1,4 +1,4 @@
-"""An engine on a thread of its own, for programs without an event loop: any of their threads may call it."""
+"""An engine on a thread of its own, for programs without an event loop; any thread may call it."""
 
 import asyncio
 import concurrent.futures
@@ -15,22 +15,24 @@ CLOSED = "the engine is closed: make a new one"
 
 
 class EngineThread:
-    """Steps run from the start until `close`, and for ever if it is never called."""
+    """Runs steps from its start until `close`, or forever."""
 
     def __init__(self, built: BuiltEngine) -> None:
         self._built = built
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._closed = False
-        self._sending = threading.Lock()  # nothing is sent to a loop that was told to end
+        self._sending = threading.Lock()  # nothing is sent to a loop that was stopped
         self._stepping: asyncio.Task[None] | None = None
         self._jobs: dict[concurrent.futures.Future[Any], asyncio.Task[Any]] = {}
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which runs beside the steps. Whatever interrupts this call (Ctrl-C) cancels
-        the work, and is passed on when the work has ended. Raises WorkerGone when the engine is closed."""
+        """Return the result of `work`, which runs beside the steps. Whatever interrupts this call (Ctrl-C)
+        cancels the work, and propagates when the work has ended. Raises WorkerGone when the engine is
+        closed.
+        """
         done: concurrent.futures.Future[T] = concurrent.futures.Future()
         if not self._send(lambda: self._start(work, done)):
             work.close()
@@ -43,11 +45,11 @@ class EngineThread:
                 concurrent.futures.wait([done])
 
     def close(self) -> None:
-        """Cancel what runs and give everything back. Further calls do nothing."""
+        """Cancel what runs and release everything. Further calls do nothing."""
         self._send(self._closing.set)
         with self._sending:
             self._closed = True
-        if threading.current_thread() is not self._thread:  # a collector may run anywhere
+        if threading.current_thread() is not self._thread:  # a garbage collector may run on any thread
             self._thread.join()
 
     def _send(self, act: Callable[[], object]) -> bool:
@@ -89,7 +91,7 @@ class EngineThread:
         task.add_done_callback(ended)
 
     def _broke(self) -> BaseException | None:
-        """What ended the steps, if they have ended."""
+        """Return the error that ended the steps, if they have ended."""
         if self._stepping is None or not self._stepping.done() or self._stepping.cancelled():
             return None
         return self._stepping.exception()

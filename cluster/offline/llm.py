@@ -1,4 +1,4 @@
-"""Answers without a server: the engine of a worker behind blocking calls, in the words of vLLM.
+"""Answers without a server: the engine of a worker behind blocking calls, with vLLM's names.
 
 prompts -> tokens -> Requests (all checked) -> the engine, on its own thread -> outputs in their order
 """
@@ -34,10 +34,10 @@ from tidemill.workers.settings import EngineSettings, SettingsError
 
 Prompt: TypeAlias = str | Sequence[int]
 Chat: TypeAlias = Sequence[dict[str, Any]]
-"""Messages as OpenAI has them: {"role": ..., "content": ...}."""
+"""Messages as in OpenAI's API: {"role": ..., "content": ...}."""
 
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
-"""For all prompts, or for each its own; None: the defaults."""
+"""One for all prompts, or one for each; None: the defaults."""
 
 FLAGS = {
     "memory": "memory_bytes",
@@ -53,16 +53,17 @@ FLAGS = {
 
 MEMORY = "1GiB"
 OWN_STORE = "memory:?size=0"
-"""There is nobody to exchange pages with: what is kept for reuse is kept in the engine's own memory."""
+"""No other process exchanges pages, so cached entries stay in the engine's own memory."""
 
 
 class LLM:
-    """A model to ask. Several threads may ask at once; prefixes are reused from call to call. `close`, or the
-    end of a with block, gives everything back."""
+    """A model in this process. Several threads may call it concurrently; prefixes are reused from call to
+    call. `close`, or the end of a with block, releases everything.
+    """
 
     def __init__(self, model: str | Path, *, seed: int | None = 0, **settings: object) -> None:
-        """`model` is a Hugging Face folder or a bundled model; `seed` is for the answers whose parameters
-        bring none (None: other draws in each run).
+        """`model` is a Hugging Face folder or a bundled model; `seed` is for answers without a seed (None:
+        other draws in each run).
 
         Settings are the flags of `tidemill serve` (memory="2GiB", max_num_seqs=8) and the fields of
         EngineSettings. Raises ModelError and SettingsError.
@@ -82,7 +83,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End what runs and give everything back; further calls do nothing."""
+        """End what runs and release everything; further calls do nothing."""
         self._close()
 
     def generate(
@@ -92,11 +93,10 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """The answers to one prompt or to several, each a text or token ids. `progress` shows a bar on a
-        terminal.
+        """Answer one prompt or several, each a text or token ids. `progress` shows a bar on a terminal.
 
-        All are checked before any is run. Raises RequestError, and WorkerGone when the engine broke or was
-        closed; then, and when the call is interrupted, nothing of it goes on.
+        All prompts are checked before any runs. Raises RequestError, and WorkerGone when the engine failed
+        or was closed; then, and when the call is interrupted, none of it continues.
         """
         if not isinstance(prompts, str) and not prompts:
             return []
@@ -115,13 +115,13 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """The same for one conversation or for several, through the model's chat template."""
+        """Answer one conversation or several, through the model's chat template."""
         chats = cast("Sequence[Chat]", [messages] if messages and isinstance(messages[0], dict) else messages)
         tokens = [self._tokenizer.chat(_messages_of(chat)) for chat in chats]
         return self._answers([None] * len(tokens), tokens, sampling_params, progress=progress)
 
     def load(self) -> WorkerLoad:
-        """What the engine has to do and to hold at this moment, with its counters."""
+        """Return the engine's present load and memory use, with its counters."""
 
         async def look() -> WorkerLoad:
             return self._built.engine.load()
@@ -159,7 +159,7 @@ class LLM:
 
 
 def settings_of(model: str | Path, settings: dict[str, object]) -> EngineSettings:
-    """Raises SettingsError."""
+    """Return the settings. Raises SettingsError."""
     memory = settings.get("memory", settings.get("memory_bytes", MEMORY))
     fields = {FLAGS.get(name, name): value for name, value in settings.items()}
     known = EngineSettings.__dataclass_fields__
@@ -204,7 +204,7 @@ def _for_each(params: Params, number: int) -> Sequence[SamplingParams]:
 
 @contextmanager
 def _bar(total: int, *, show: bool) -> Generator[Callable[[], None]]:
-    """On stderr, if that is a terminal; yields what moves it on by one answer."""
+    """Show a progress bar on stderr, if that is a terminal; yield what advances it by one answer."""
     console = Console(stderr=True)
     columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not (show and console.is_terminal)) as bar:

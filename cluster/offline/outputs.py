@@ -1,4 +1,4 @@
-"""What offline calls return, in the words of vLLM: answers in the order of their prompts."""
+"""The results of offline calls, with vLLM's names: answers in the order of their prompts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from tidemill.workers.messages import FinishReason, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """`rank` is 1 for the likeliest token; None behind the alternatives that were asked for."""
+    """`rank` is 1 for the likeliest token; None behind the requested alternatives."""
 
     logprob: float
     rank: int | None
@@ -19,9 +19,10 @@ class Logprob:
 class CompletionOutput:
     """One answer.
 
-    `token_ids` hold its stop token and the tokens of a stop string; the text does not, unless that was asked
-    for. `logprobs` has an item for each of `token_ids`: the drawn token and the likeliest ones.
-    `stop_reason` is the stop string or token that ended it; None for the model's own end and for max_tokens.
+    `token_ids` include the stop token and the tokens of a stop string; the text does not, unless requested.
+    `logprobs` has an item for each of `token_ids`: the drawn token and the likeliest ones.
+    `stop_reason` is the stop string or token that ended it; None for the model's own end and for
+    max_tokens.
     """
 
     index: int
@@ -37,8 +38,8 @@ class CompletionOutput:
 class RequestOutput:
     """The answers to one prompt; `prompt` is None when it came as token ids.
 
-    `num_cached_tokens` of the prompt did not have to be computed. `prompt_logprobs`, if they were asked for,
-    are those of each token of the prompt, as `logprobs` are of an answer's; None for the first one.
+    `num_cached_tokens` of the prompt needed no computation. `prompt_logprobs`, if requested, are those of
+    each token of the prompt, like `logprobs` of an answer; None for the first token.
     """
 
     request_id: str
@@ -53,7 +54,7 @@ class RequestOutput:
 def logprobs_of(
     tokens: Sequence[int], logprobs: Sequence[TokenLogprob], piece: Callable[[int], bytes]
 ) -> list[dict[int, Logprob]]:
-    """`piece` gives the bytes of a token: Tokenizer.piece."""
+    """Return the logprobs by token; `piece` returns the bytes of a token: Tokenizer.piece."""
 
     def entry(token: int, logprob: float, rank: int | None) -> Logprob:
         return Logprob(logprob, rank, piece(token).decode(errors="replace"))

@@ -1,7 +1,8 @@
-"""Whether a request is taken at all, and where it stands among those of other tenants. Pure.
+"""Decides whether the router admits a request, and its position among those of other tenants. Pure.
 
-Refusing is cheap and early: a request that would wait longer than its client does is told so at once, with
-the time after which asking again makes sense. Queues are therefore bounded in seconds, whatever the load.
+Refusing is cheap and early: a request that would wait longer than its client does is refused immediately,
+with the time after which a retry makes sense.
+Queues are therefore bounded in seconds, whatever the load.
 """
 
 import math
@@ -16,13 +17,14 @@ from tidemill.cluster.router.fleet_view import RequestBooked
 from tidemill.workers.messages import Overloaded
 
 LOOK_S = 0.1
-"""How often the work queued in the whole fleet is added up."""
+"""The interval at which the work queued in the whole fleet is added up."""
 
 RETRY_S_MIN, RETRY_S_MAX = 1.0, 60.0
 
 BEGUN_S = 3600.0
-"""A request that was taken before, and lost its worker, goes before all that came in the last hour: its
-client is reading."""
+"""A request that was admitted before and lost its worker precedes all that arrived in the last hour,
+because its client is already reading.
+"""
 
 
 class LoadView(Protocol):
@@ -32,7 +34,7 @@ class LoadView(Protocol):
 
 
 class LoadShedder:
-    """Mutable are the tenants' lines alone; a router that starts again begins with none."""
+    """Only the tenants' lines are mutable; a restarted router begins with none."""
 
     def __init__(self, ttft_s_max: float = TTFT_S_MAX) -> None:
         self._ttft_s_max = ttft_s_max
@@ -40,7 +42,9 @@ class LoadShedder:
         self._looked_at_s = -math.inf
 
     def patience_s(self, ask: PlacementRequest) -> float:
-        """How long a request may wait for its first token; one that was taken before, for ever."""
+        """Return the seconds that a request may wait for its first token: unlimited if it was admitted
+        before.
+        """
         if ask.ttft_s_max == math.inf:
             return math.inf
         return self._ttft_s_max if ask.ttft_s_max is None else min(ask.ttft_s_max, self._ttft_s_max)
@@ -53,12 +57,13 @@ class LoadShedder:
         booked: Sequence[RequestBooked],
         now_s: float,
     ) -> Route:
-        """The route with the request's place among others, and the time that it takes from there.
+        """Return the route with the request's queue offset and its predicted time from there.
 
         `booked` is the work of the request on the workers of the route, in seconds too where their speed is
-        known. A deadline of the client's own is for the prediction; the server's is for the wait behind
-        others, so that an idle fleet serves prompts of any length. Raises Overloaded; nothing has changed
-        then.
+        known.
+        A client's own deadline is compared with the prediction, the server's with the wait behind others,
+        so that an idle fleet serves prompts of any length.
+        Raises Overloaded, and changes nothing then.
         """
         if ask.ttft_s_max == math.inf:
             return replace(route, queue_offset_s=-BEGUN_S)
@@ -85,7 +90,8 @@ class LoadShedder:
 
 
 def _retry_after_s(excess_s: float, request_id: str) -> float:
-    """When the queue is short enough if nobody else comes, and up to twice as late: those that were refused
-    together shall not come back together."""
+    """Return the time until the queue is short enough without new requests, times 1 to 2: requests that are
+    refused together must not return together.
+    """
     spread = int.from_bytes(blake2b(request_id.encode(), digest_size=4).digest(), "little") / 2**32
     return min(max(excess_s, RETRY_S_MIN) * (1.0 + spread), RETRY_S_MAX)

@@ -1,4 +1,4 @@
-"""What a prompt costs on each worker: seconds where their speeds are known, prompt tokens where not.
+"""The cost of a prompt on each worker: seconds where speeds are known, prompt tokens otherwise.
 
 0            resident         restorable here          stored                  end
 |---------------|- - - - - - - - - -|- - - - - - - - - - -|---------------------|
@@ -11,25 +11,27 @@ import numpy.typing as npt
 from tidemill.cluster.router.fleet_view import FETCHED_SHARE, Column, Table
 
 Vector = npt.NDArray[np.float64]
-"""A number for each slot; of slots where nobody is it means nothing."""
+"""A number for each slot; the number of an empty slot means nothing."""
 
 ROW_TOKENS = 16.0
-"""What one more row in a worker's steps costs while nobody knows how long they take, in prompt tokens."""
+"""The cost of one more row in a worker's steps, in prompt tokens, while step times are unknown."""
 
 MEASURED = [Column.STEP_S, Column.TOKEN_S, Column.PAIR_S, Column.ROW_S, Column.PAGE_S, Column.STATE_S]
 
 
 def measured(table: Table) -> bool:
-    """Whether any worker knows how fast it is."""
+    """Return whether any worker has measured its speed."""
     return bool(table[Column.TOKEN_S].any())
 
 
 class Costs:
-    """Compared in seconds as soon as one worker was measured: the others are taken to be like those in the
-    middle. `table` may be that of the fleet, or some columns of it."""
+    """Costs in seconds as soon as one worker was measured; workers without measurements count as the
+    median.
+    `table` may be the fleet's, or some of its columns.
+    """
 
     def __init__(self, table: Table, now_s: float, like: Table) -> None:
-        """`like`: the table of all workers."""
+        """`like` is the table of all workers."""
         self.in_seconds = measured(like)
         self.page_tokens: Vector = table[Column.PAGE_TOKENS]
         self.step_tokens: Vector = table[Column.STEP_TOKENS]
@@ -43,14 +45,16 @@ class Costs:
         self.step, self.token, self.pair, self.row, self.page, self.state = speeds
 
     def computing(self, start: Vector | float, end: float) -> Vector:
-        """Of the prompt tokens `[start, end)`, in steps of their own; `start` is not beyond `end`."""
+        """Return the cost of computing prompt tokens `[start, end)` in steps of their own; `start <= end`."""
         num_tokens = end - start
         each = self.token + self.pair * ((start + end) / 2)
         return np.ceil(num_tokens / self.step_tokens) * self.step + num_tokens * each
 
     def serving(self, here: Vector, stored: float, end: float) -> Vector:
-        """Of the prompt `[0, end)` where the worker has `[0, here)` and the store `[0, stored)`, whichever is
-        less: to fetch, or to compute what could be fetched."""
+        """Return the cost of prompt `[0, end)` where the worker has `[0, here)` and the store has `[0,
+        stored)`.
+        It is the lesser of fetching what the store has, and computing it.
+        """
         computed = self.computing(here, end)
         missing = stored - here
         if not (missing > 0).any():

@@ -1,7 +1,8 @@
-"""What a router believes about the workers, and the events that change it.
+"""The router's view of the workers, and the events that change it.
 
-Soft state: everything here is rebuilt from heartbeats within one interval. What placement compares lies in
-a table with a column for each worker, so that a decision among a thousand is a few operations on arrays.
+It is soft state: heartbeats rebuild everything within one interval.
+What placement compares lies in a table with a column per worker, so that a decision among a thousand
+workers is a few array operations.
 """
 
 from dataclasses import dataclass
@@ -17,20 +18,21 @@ from tidemill.cluster.router.prefix_table import Chain, Prefixes, Slots, cut_key
 from tidemill.workers.messages import Heartbeat, WorkerId, WorkerInfo, WorkerLoad
 
 HELD_KEYS_MAX = 1 << 20
-"""Announced depths of a worker that the router remembers, the latest ones."""
+"""The announced depths of a worker that the router remembers: the latest."""
 
 PLACED_KEYS_MAX = 1 << 14
-"""Pages of prompts that the router remembers to have placed on a worker, at most: less where a worker has
-memory for less."""
+"""The pages of placed prompts that the router remembers per worker, at most: fewer where a worker has
+memory for fewer.
+"""
 
 BOOKING_SETTLE_S = 0.25
-"""So long after it should have reached its worker a booking is in the worker's own report for certain."""
+"""The time after which a booking that reached its worker is certainly in the worker's own report."""
 
 RHO_TAU_S = 10.0
-"""Over how long the load of the fleet is averaged."""
+"""The time constant of the fleet's average load."""
 
 FETCHED_SHARE = 1 / 8
-"""What a token costs that is fetched at an unknown speed, against one that is computed."""
+"""The cost of a fetched token at an unknown speed, relative to a computed token."""
 
 LEAST_SLOTS = 16
 
@@ -39,22 +41,22 @@ LEAST_SLOTS = 16
 class Column(IntEnum):
     """The numbers of a worker that placement compares."""
 
-    DECODES = 0  # 1.0: it takes streams
-    PREFILLS = auto()  # 1.0: it takes prompts for others
-    MIXED = auto()  # 1.0: it takes streams and computes their prompts
+    DECODES = 0  # 1.0: the worker takes streams
+    PREFILLS = auto()  # 1.0: the worker takes prompts for other workers
+    MIXED = auto()  # 1.0: the worker takes streams and computes their prompts
     NAME = auto()  # 52 bits that stand for its name
-    NAMESPACE = auto()  # ... and for that of its pages
-    BUSY_UNTIL_S = auto()  # when its queued prompt tokens will be computed
+    NAMESPACE = auto()  # 52 bits that stand for the namespace of its pages
+    BUSY_UNTIL_S = auto()  # the time at which its queued prompt tokens will be computed
     QUEUED_TOKENS = auto()
     ROWS = auto()
     BUDGET_BYTES = auto()
-    TAKEN_BYTES = auto()  # by requests that run, wait, or were booked
+    TAKEN_BYTES = auto()  # by running, waiting and booked requests
     STEP_S = auto()
     TOKEN_S = auto()
     PAIR_S = auto()
-    ROW_S = auto()  # of a token of a stream
+    ROW_S = auto()  # seconds per token of a stream
     PAGE_S = auto()  # to fetch a page
-    STATE_S = auto()  # ... and a checkpoint
+    STATE_S = auto()  # seconds to fetch a checkpoint
     STEP_TOKENS = auto()
     PAGE_TOKENS = auto()
     PAGE_BYTES = auto()
@@ -62,16 +64,17 @@ class Column(IntEnum):
 
 
 Table = npt.NDArray[np.float64]
-"""A row for each `Column`, a column for each slot."""
+"""A row per `Column`, and a column per slot."""
 
 UNSETTLED = [Column.BUSY_UNTIL_S, Column.QUEUED_TOKENS, Column.ROWS, Column.TAKEN_BYTES]
-"""What bookings add to."""
+"""The columns that bookings add to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Booking:
-    """Work that was placed on a worker, and that will be in its report soon after `due_s`. `keys` are those
-    of the prompt's pages, which it will hold."""
+    """Work that was placed on a worker and will be in its report soon after `due_s`.
+    `keys` are those of the prompt's pages, which the worker will hold.
+    """
 
     tokens: int
     rows: int
@@ -84,7 +87,7 @@ class Booking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One worker, by its last report. `slot` is its place in the columns."""
+    """One worker, by its last report. `slot` is its column in the table."""
 
     info: WorkerInfo
     load: WorkerLoad
@@ -104,7 +107,7 @@ class HeartbeatArrived:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker is gone: its stream broke, or it has been silent for too long."""
+    """A worker is lost: its stream broke, or it was silent for too long."""
 
     worker: WorkerId
 
@@ -121,18 +124,24 @@ Event = HeartbeatArrived | WorkerLost | RequestBooked
 
 
 class Fleet:
-    """Changed by events alone, and the same whatever order workers were heard in, slots aside."""
+    """The view of the fleet. Events alone change it, and apart from slots their order among workers does
+    not matter.
+    """
 
     def __init__(self) -> None:
         self.members: dict[WorkerId, Member] = {}
         self.table: Table = _vacant(LEAST_SLOTS)
-        self._workers: list[WorkerId | None] = [None] * LEAST_SLOTS  # of each slot
+        self._workers: list[WorkerId | None] = [None] * LEAST_SLOTS  # by slot
         self._by_name: dict[str, WorkerId] = {}
         self._bookings: dict[WorkerId, list[Booking]] = {}
-        self._prefixes = Prefixes()  # of each slot what its worker announced, then what was placed there
-        self._looked_up: tuple[tuple[bytes, ...], Slots] | None = None  # last, and nothing happened since
-        self._chain: tuple[tuple[bytes, ...], Chain] | None = None  # asked for last
-        self._work_s = 0.0  # booked of late: less by e each RHO_TAU_S
+        self._prefixes = (
+            Prefixes()
+        )  # by slot: depths that its worker announced, then pages of prompts placed there
+        self._looked_up: tuple[tuple[bytes, ...], Slots] | None = (
+            None  # the last lookup, if no event happened since
+        )
+        self._chain: tuple[tuple[bytes, ...], Chain] | None = None  # the last chain
+        self._work_s = 0.0  # recently booked work: decays by e every RHO_TAU_S
         self._work_at_s = 0.0
 
     def apply(self, event: Event) -> None:
@@ -148,7 +157,7 @@ class Fleet:
                 assert_never(event)
 
     def silent_since(self, now_s: float, silence_s_max: float) -> list[WorkerId]:
-        """Workers that have not been heard for longer than `silence_s_max`."""
+        """Return the workers without a heartbeat for longer than `silence_s_max`."""
         return [
             worker for worker, member in self.members.items() if now_s - member.heard_at_s > silence_s_max
         ]
@@ -159,11 +168,11 @@ class Fleet:
         return self.members[worker]
 
     def num_held(self, member: Member) -> int:
-        """Restorable depths that the worker has announced and the router remembers."""
+        """Return the number of restorable depths that the worker has announced and the router remembers."""
         return self._prefixes.num_held(_announced(member.slot))
 
     def queued_tokens(self, worker: WorkerId) -> float:
-        """Prompt tokens that wait there to be computed; 0 for a worker that is not known."""
+        """Return the prompt tokens that wait there to be computed; 0 for an unknown worker."""
         member = self.members.get(worker)
         return 0.0 if member is None else float(self.table[Column.QUEUED_TOKENS, member.slot])
 
@@ -171,15 +180,17 @@ class Fleet:
         return float(self.table[Column.QUEUED_TOKENS].sum())
 
     def depths(self, keys: tuple[bytes, ...]) -> tuple[Slots, Slots]:
-        """For each slot how many of `keys`, from the first, the worker said that it can restore, and of how
-        many it has or will have the pages: those of prompts placed there, too."""
+        """Return for each slot how many of `keys`, from the first, the worker announced as restorable.
+        The second result counts the pages that it has or will have, including those of prompts placed
+        there.
+        """
         if self._looked_up is None or self._looked_up[0] is not keys:
             self._looked_up = keys, self._prefixes.depths(self._chain_of(keys), 2 * len(self._workers))
         announced, placed = self._looked_up[1].reshape(-1, 2).T
         return announced, np.maximum(announced, placed)
 
     def rho(self, now_s: float) -> float:
-        """The work placed of late, as a share of what the workers that compute prompts can do."""
+        """Return the recently placed work as a share of what the workers that compute prompts can do."""
         computing = np.count_nonzero(self.table[Column.PREFILLS] + self.table[Column.MIXED])
         decayed_s = self._work_s * exp((self._work_at_s - now_s) / RHO_TAU_S)
         return decayed_s / (RHO_TAU_S * computing) if computing else 0.0
@@ -211,7 +222,7 @@ class Fleet:
         if announcement.removed:
             removed = cut_keys(announcement.removed)
             self._prefixes.remove(_announced(slot), removed)
-            if not info.state_bytes:  # else the page may be there without its checkpoint
+            if not info.state_bytes:  # else the page may exist without its checkpoint
                 self._prefixes.remove(_placed(slot), removed)
         self._prefixes.add(_announced(slot), cut_keys(announcement.added), HELD_KEYS_MAX)
 
@@ -257,7 +268,7 @@ class Fleet:
 
 
 def wants_full_announcement(fleet: Fleet, heartbeat: Heartbeat) -> bool:
-    """Whether the announcements between the last heartbeat and this one were missed."""
+    """Return whether announcements between the last heartbeat and this one were missed."""
     if heartbeat.announcement.full:
         return False
     member = fleet.members.get(heartbeat.info.worker)
@@ -266,7 +277,7 @@ def wants_full_announcement(fleet: Fleet, heartbeat: Heartbeat) -> bool:
 
 def _vacant(num_slots: int) -> Table:
     table = np.zeros((len(Column), num_slots))
-    table[[Column.STEP_TOKENS, Column.PAGE_TOKENS]] = 1.0  # what others are divided by
+    table[[Column.STEP_TOKENS, Column.PAGE_TOKENS]] = 1.0  # divisors
     return table
 
 
@@ -279,8 +290,10 @@ def _placed(slot: int) -> int:
 
 
 def _settled(expected: Table, reported: Table, bookings: list[Booking]) -> Table:
-    """A report may have the latest bookings in it, or not yet: what was expected tells which, as far as it
-    can be true. With all of them added, they would count twice until the next report."""
+    """Return the load, given that a report may or may not include the latest bookings.
+    The expected load decides which, within what is possible; adding all bookings would count them twice
+    until the next report.
+    """
     if bookings:
         each = [(booking.seconds, booking.tokens, booking.rows, booking.num_bytes) for booking in bookings]
         least = reported[UNSETTLED]
@@ -320,5 +333,5 @@ def _column(member: Member) -> Table:
 
 
 def _bits(text: str) -> int:
-    """As many as a column can hold."""
+    """Return as many bits of a digest as a column can hold."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 12

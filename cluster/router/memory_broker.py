@@ -1,18 +1,18 @@
-"""How the workers of one device share its memory: demand first, the rest where a cache is short. Pure.
+"""Divides the memory of a device among its workers: demand first, the rest where a cache is short. Pure.
 
-Each worker has a row of claims, each at least as high as the one before. All are raised to their first
-claims, then to their second ones, until the memory is used up; claims that not all can have are filled like
-vessels that stand side by side, to one level:
+Each worker has a row of claims, each at least as high as the one before.
+All workers are raised to their first claims, then to their second, until the memory is used up.
+Claims that cannot all be met are filled to one level, like connected vessels.
 
-    floor | need | comfort | a short cache: keep, then grow | the others: what is in use, what was told | max
+    floor | need | comfort | a short cache: keep, then grow | others: in use, assigned | max
 
-Nobody is lowered before another worker's claim asks for it, and not for a trifle while every need is met.
+A worker is lowered only for another worker's claim, and not for a trifle while every need is met.
 
-A change has two phases. A worker is lowered by a word; another one is raised only by what is free:
+A change has two phases. A worker can be lowered immediately, but another is raised only by what is free:
 
-    free = total - sum of max(budget reported, bytes mapped, budget told)
+    free = total - sum of max(budget reported, bytes mapped, budget assigned)
 
-so that a lost word, a slow worker or a dead one costs time and never memory that is not there.
+A lost answer, a slow worker or a lost worker therefore costs time and never memory that does not exist.
 """
 
 from bisect import bisect_right
@@ -23,19 +23,21 @@ from itertools import accumulate
 NUM_CLAIMS = 8
 
 COMFORT_SHARE = 4
-"""A worker shall have this part of its need on top of it, so that its rows can grow."""
+"""A worker should have this part of its need in addition, so that its rows can grow."""
 
 MARGINS = 8
-"""The least of that is a device's memory over this and the number of its workers; half of it is a trifle."""
+"""The least of that is the device's memory divided by this and by the number of its workers; half of it is
+a trifle.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """What a worker has of its device and what it needs, in bytes.
+    """A worker's memory on its device and its demand, in bytes.
 
-    `told_bytes` is the budget that it was told last, `budget_bytes` when it was told nothing. Requests that
-    run hold `live_bytes`, those that wait need `wanted_bytes`. `pressed`: it had to give up cached memory, or
-    a running request, of late.
+    `told_bytes` is the budget that the last answer assigned, and `budget_bytes` before the first.
+    Running requests hold `live_bytes`, waiting requests need `wanted_bytes`.
+    `pressed` says that it recently had to evict cached memory or preempt a request.
     """
 
     floor_bytes: int
@@ -51,19 +53,20 @@ class Account:
 
     @property
     def held_bytes(self) -> int:
-        """The most that it may have taken: a report comes after all that was told before had its effect, or
-        was lost for good."""
+        """Return the most that it may have taken: a report arrives after every earlier answer had its
+        effect or was lost for good.
+        """
         return max(self.budget_bytes, self.mapped_bytes, self.told_bytes)
 
     @property
     def need_bytes(self) -> int:
-        """What it must have for every request to run, within what it may have."""
+        """Return the budget for every request to run, within the worker's bounds."""
         if self.pinned_bytes is not None:
             return self._within(self.pinned_bytes)
         return self._within(self.live_bytes + self.wanted_bytes)
 
     def claims(self, margin_bytes: int) -> list[int]:
-        """From the most to the least urgent."""
+        """Return its claims, the most urgent first."""
         need, told = self.need_bytes, self.told_bytes
         if self.pinned_bytes is not None:
             return [need] * NUM_CLAIMS
@@ -85,10 +88,10 @@ class Account:
 
 
 def rebalance(accounts: Mapping[str, Account], total_bytes: int) -> dict[str, int]:
-    """The budget of each worker from now on, by name, of the `total_bytes` of their device.
+    """Return the new budget of each worker, by name, of the `total_bytes` of their device.
 
-    Between floor and max each, given that what they hold is. What all of them may have taken then is at most
-    `total_bytes`, or what it was before.
+    Each is between floor and max, given that what workers hold is.
+    What all of them may have taken is then at most `total_bytes`, or what it was before.
     """
     margin_bytes = total_bytes // (MARGINS * max(1, len(accounts)))
     targets = _targets(accounts, total_bytes, margin_bytes)
@@ -109,7 +112,7 @@ def rebalance(accounts: Mapping[str, Account], total_bytes: int) -> dict[str, in
 
 
 def held_bytes(accounts: Iterable[Account]) -> int:
-    """The most that all of them may have taken."""
+    """Return the most that all of them may have taken."""
     return sum(account.held_bytes for account in accounts)
 
 
@@ -122,8 +125,9 @@ def _targets(accounts: Mapping[str, Account], total_bytes: int, margin_bytes: in
 
 
 def _poured(given: list[int], floors: list[int], claims: Sequence[int], total_bytes: int) -> list[int]:
-    """`given`, raised towards `claims` up to the same level above each floor, the highest that the memory
-    allows."""
+    """Return `given`, raised towards `claims` to the highest common level above the floors that the memory
+    allows.
+    """
 
     def up_to(level_bytes: int) -> list[int]:
         return [

@@ -1,4 +1,4 @@
-"""What a router knows of the memory of workers: what each has, what it was told, and what a person set."""
+"""The router's knowledge of workers' memory: its size, the assigned budget, and an operator's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,24 +8,28 @@ from tidemill.cluster.router.memory_broker import Account, rebalance
 from tidemill.workers.messages import Heartbeat, RequestError, WorkerInfo, WorkerLoad
 
 GATHER_S_MAX = 30.0
-"""A router that starts moves nothing before it has heard every worker that it expects, or for this long: one
-that was not heard yet may hold more than its share."""
+"""A restarted router moves nothing before every expected worker has reported, or for this long: a worker
+that has not reported may hold more than its share.
+"""
 
 LEND_AFTER_S = 30.0
-"""A worker that was not heard for this long is dead, and others may use all of its memory but its floor,
-where its next life starts. A frozen process keeps what it has, and a restart is over sooner."""
+"""A worker without a heartbeat for this long is lost, and others may use all of its memory but its floor,
+which its successor starts with.
+A frozen process keeps what it has, and a restart is over sooner.
+"""
 
 PRESSED_S = 5.0
-"""For how long after it gave up something it had a use for a worker's memory counts as short."""
+"""The time for which a worker's memory counts as short after it evicted something that was in use."""
 
-NO_PRESSURE = ("_for_resize", "_for_cap")  # reasons of evictions that more memory would not have spared
+NO_PRESSURE = ("_for_resize", "_for_cap")  # reasons of evictions that more memory would not have avoided
 PRESSURE = ("preemptions", "evicted_pages_for_", "evicted_checkpoints_for_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """One worker, by its latest report. `told_bytes` is the budget of the last answer, and what it reported
-    before the first one."""
+    """One worker, by its latest report.
+    `told_bytes` is the budget of the last answer, and the reported one before the first answer.
+    """
 
     info: WorkerInfo
     load: WorkerLoad
@@ -35,8 +39,9 @@ class Holding:
 
 
 class Budgets:
-    """Hears every heartbeat and answers each with a budget. Keyed by name: a worker's next life takes the
-    place of the one before, with what a person set."""
+    """Answers every heartbeat with a budget. It is keyed by name: a restarted worker replaces its
+    predecessor and keeps the operator's budget.
+    """
 
     def __init__(self, clock: Callable[[], float], *, broker: bool, expected: frozenset[str]) -> None:
         self._clock = clock
@@ -47,7 +52,7 @@ class Budgets:
         self._by_hand: dict[str, int] = {}
 
     def report(self, heartbeat: Heartbeat) -> int | None:
-        """The budget of the worker from now on; None while the router does not know enough to say."""
+        """Return the worker's new budget; None while the router does not know enough."""
         info = heartbeat.info
         self._missing.discard(info.name)
         if not info.memory_max_bytes:
@@ -60,9 +65,9 @@ class Budgets:
         return told_bytes
 
     def set(self, name: str, budget_bytes: int | None) -> None:
-        """Give a worker this budget until a person says otherwise; None leaves it to the broker.
+        """Give a worker this budget until an operator changes it; None returns it to the broker.
 
-        Raises RequestError: no such worker (404), or no budget that it can have.
+        Raises RequestError for an unknown worker (404) or an impossible budget.
         """
         holding = self._holdings.get(name)
         if holding is None:
@@ -95,7 +100,7 @@ class Budgets:
         return SetBudget("broker", 0 if holding is None else holding.told_bytes)
 
     def all(self) -> dict[str, SetBudget]:
-        """Of every worker that was heard, by name."""
+        """Return the budgets of all workers that have reported, by name."""
         return {name: self.set_of(holding.info) for name, holding in self._holdings.items()}
 
     def _after(self, heartbeat: Heartbeat) -> Holding:
@@ -117,7 +122,7 @@ class Budgets:
         )
 
     def _kept_bytes(self, info: WorkerInfo) -> int:
-        """What a worker keeps when another one is given as much as can be."""
+        """Return what a worker keeps if another one is given as much as possible."""
         kept_bytes = info.memory_floor_bytes if self._broker else info.memory_bytes
         return self._by_hand.get(info.name, kept_bytes)
 
@@ -160,7 +165,7 @@ class Budgets:
 
 
 def pressure(load: WorkerLoad) -> float:
-    """How often a worker gave up something that more memory would have kept, since its start."""
+    """Return how often a worker evicted something that more memory would have kept, since its start."""
     return sum(
         count
         for name, count in load.counters.items()

@@ -1,4 +1,4 @@
-"""What people told the router about workers: who shall hand its work over, and what role each one has."""
+"""Operators' commands about workers: which ones drain, and which role each one has."""
 
 from collections.abc import Iterable
 
@@ -10,24 +10,26 @@ DOES: dict[Role, frozenset[Role]] = {
     "decode": frozenset[Role](("decode", "mixed")),
     "mixed": frozenset[Role](("decode", "mixed")),
 }
-"""Which roles do the work of a role."""
+"""The roles that do the work of a role."""
 
 
 class OperatorCommands:
-    """Drains are for one life of a worker, roles for its name: its next life takes work, in the same role."""
+    """Drains apply to one incarnation of a worker, and roles to its name: a restarted worker takes work
+    again, in the same role.
+    """
 
     def __init__(self) -> None:
         self._drained: dict[str, WorkerId] = {}  # by name
         self._roles: dict[str, Role] = {}
 
     def confirm(self, info: WorkerInfo, *, draining: bool, is_new: bool) -> tuple[bool, Role | None]:
-        """A worker beats; what it is told. A router that has begun anew leaves it as it is."""
+        """Return the commands for a worker that reports. A restarted router leaves the worker as it is."""
         if is_new and draining:
             self._drained[info.name] = info.worker
         return self._is_drained(info), self._roles.get(info.name)
 
     def drain(self, name: str, members: Iterable[Member], *, drain: bool, force: bool) -> None:
-        """Tell a worker to hand everything over, or to take work again. Raises RequestError."""
+        """Drain a worker, or let it take work again. Raises RequestError."""
         members = list(members)
         info = _find(name, members)
         if not drain:
@@ -38,7 +40,7 @@ class OperatorCommands:
         self._drained[name] = info.worker
 
     def set_role(self, name: str, role: Role, members: Iterable[Member]) -> None:
-        """Raises RequestError."""
+        """Set a worker's role. Raises RequestError."""
         members = list(members)
         info = _find(name, members)
         if role != "mixed" and role not in DOES[info.role]:
@@ -52,7 +54,9 @@ class OperatorCommands:
         return self._roles.get(info.name, info.role)
 
     def _check_others(self, info: WorkerInfo, members: Iterable[Member]) -> None:
-        """Somebody else has to do its work: who was told to stop, or to do something else, will not."""
+        """Check that another worker does its work, not counting those that drain or change their role.
+        Raises RequestError.
+        """
         for member in members:
             other = member.info
             idle = other is info or member.draining or self._is_drained(other)

@@ -1,13 +1,16 @@
-"""Which workers serve a request: filter, score, pick. Pure.
+"""Chooses the workers of a request: filter, score, pick. Pure.
 
     score = W + S(u) + kappa (S(k) - least S(k))     kappa = 2 max(1, rho (2 - rho) / (1 - rho)^2)
 
-`W` is the wait for what is queued, `S(x)` the time to serve the prompt where its first `x` tokens are: `u`
-can be restored there, of `k` the pages are or will be there. The last term is what the choice costs all those
-who come after: a prefix that is taken away from home is computed again and pushes other pages out, and the
-busier the fleet is, the longer others wait for that. No request bears more of it than its patience
-(docs/decisions/0017). A stream is placed where prompt and answer cost least; ties break by rendezvous hashing
-on the first page that is nowhere yet, so that routers agree without talking.
+`W` is the wait for queued work.
+`S(x)` is the time to serve the prompt where its first `x` tokens are: depth `u` can be restored there, and
+pages up to `k` are or will be there.
+The last term is the cost to later requests: a prefix taken away from its home is computed again and pushes
+other pages out.
+The busier the fleet is, the longer other requests wait for that.
+The request's patience bounds it (docs/decisions/0017).
+A stream goes where prompt and answer cost least.
+Rendezvous hashing on the first page that no worker has breaks ties, so that routers agree without talking.
 """
 
 from hashlib import blake2b
@@ -24,45 +27,50 @@ from tidemill.workers.scheduling.prefill_throttle import BESIDE_STREAMS
 
 GAP_PAGES_MAX = 2
 GAP_TOKENS_MIN = 128
-"""A decode worker always computes a gap of so many pages itself, of large pages no more than so many tokens
-and the tail: shorter than a hop to a prefill worker is worth."""
+"""A decode worker always computes a gap of GAP_PAGES_MAX pages itself, and of large pages no more than
+GAP_TOKENS_MIN tokens and the tail, because a hop to a prefill worker would cost more.
+"""
 
 GAP_S_MAX = 0.25
-"""... and a longer one, if the prefill workers are so busy that none would have it computed before,
-and if it takes no longer than this: streams wait ..."""
+"""The longest gap, in seconds, that a decode worker computes itself while all prefill workers are so busy
+that none would finish sooner. Its streams wait meanwhile.
+"""
 
 HOME_SHARE = 0.25
-"""... and if no prefill worker holds so much of the prompt: who goes on from there would miss the rest."""
+"""A decode worker does not compute such a gap if a prefill worker holds this share of the prompt: later
+requests of the family would miss the rest.
+"""
 
 HOP_S = 0.02
 HOP_PAGES = 2
-"""What it costs to have a prompt computed elsewhere; in pages of prompt tokens while speeds are unknown."""
+"""The cost of computing a prompt elsewhere; in pages of prompt tokens while speeds are unknown."""
 
 KAPPA = 2.0
-"""What a second of work that is done twice costs others: the pages that it pushes out, which are computed
-again; in a busy fleet so many times what those who come wait for it."""
+"""The cost to other requests of a second of duplicated work: it pushes out pages that are computed again.
+In a busy fleet it is higher by the wait of later requests.
+"""
 
 PATIENCE_S = 1.3
-"""So much longer than elsewhere a request waits for the sake of others, and as long as all must wait."""
+"""The extra time that a request waits for the sake of others, beyond what all must wait."""
 
 ANSWER_TOKENS = 256
-"""Answers are taken to be no longer than this: what clients allow says little."""
+"""The longest answer that placement assumes, because the limits of clients say little."""
 
 FULL_S = 0.1
-"""What it costs to be placed where half of the memory is taken; nine times as much at nine tenths."""
+"""The cost of a worker whose memory is half full; nine times as much at nine tenths."""
 
 OVERFULL_S = 60.0
-"""... and where the memory does not suffice, for each time that it is taken."""
+"""The cost of a worker whose memory does not suffice, per multiple of its memory."""
 
 FILLED_MAX = 0.98
 
 TOKENS_PER_S = 1e4
-"""... while speeds are unknown."""
+"""The tokens that count as a second while speeds are unknown."""
 
 RHO_MAX = 0.99
 
 TIED = 1.01
-"""Scores that differ by less say nothing."""
+"""Scores within this factor are equal."""
 
 SPREAD = np.uint64(0xD6E8FEB86659FD93)  # an odd number with half of its bits set
 
@@ -71,7 +79,7 @@ Chosen = npt.NDArray[np.int64]
 
 
 def place(fleet: Fleet, ask: PlacementRequest, now_s: float) -> Route | None:
-    """The best route now, or None when no worker can decode."""
+    """Return the best route now, or None when no worker can decode."""
     view = _View(fleet, ask, now_s)
     decoding = view.able(Column.DECODES)
     if not len(decoding):
@@ -95,7 +103,7 @@ def place(fleet: Fleet, ask: PlacementRequest, now_s: float) -> Route | None:
 
 
 def bookings(fleet: Fleet, ask: PlacementRequest, route: Route, now_s: float) -> list[RequestBooked]:
-    """What the route adds to the load of its workers until they report it themselves."""
+    """Return the load that the route adds to its workers until they report it themselves."""
     decode = fleet.members[route.decode]
     if route.prefill is None:
         view = _View(fleet, ask, now_s, [decode.slot])
@@ -116,8 +124,9 @@ def bookings(fleet: Fleet, ask: PlacementRequest, route: Route, now_s: float) ->
 
 
 class _Prefill(NamedTuple):
-    """Who would compute the prompt for a stream elsewhere, when it would be done, and how many of its tokens
-    are or will be there anyway."""
+    """The prefill worker that would compute the prompt, the time at which it would be done, and the number
+    of tokens that are or will be there anyway.
+    """
 
     member: Member
     done: float
@@ -125,8 +134,9 @@ class _Prefill(NamedTuple):
 
 
 class _Streams(NamedTuple):
-    """Of each worker that takes streams: the time to the first token, what else counts against it added, and
-    whether it computes the prompt alone."""
+    """For each worker that takes streams: the score, the time to first token, and whether it computes the
+    prompt alone.
+    """
 
     score: Vector
     first: Vector
@@ -134,7 +144,7 @@ class _Streams(NamedTuple):
 
 
 class _View:
-    """The fleet, or some slots of it, as one request sees it. Depths are in tokens."""
+    """The fleet, or some of its slots, from the view of one request. Depths are in tokens."""
 
     def __init__(
         self, fleet: Fleet, ask: PlacementRequest, now_s: float, slots: list[int] | None = None
@@ -147,7 +157,7 @@ class _View:
         announced, resident = fleet.depths(ask.keys)
         page_tokens = fleet.table[Column.PAGE_TOKENS]
         self.boundary = len(ask.keys) * int(page_tokens.max())
-        self._stored = float((announced * page_tokens).max())  # what one has made, it has published
+        self._stored = float((announced * page_tokens).max())  # workers publish what they compute
         if slots is not None:
             announced, resident = announced[slots], resident[slots]
         self._announced: Vector = announced * self.costs.page_tokens
@@ -160,7 +170,7 @@ class _View:
         self._beside: Vector = np.where(streams, BESIDE_STREAMS, 1.0)
 
     def able(self, column: Column) -> Chosen:
-        """The workers that do this; those that the request was lost on are better than none."""
+        """Return the workers that do this. Those that the request was lost on are better than none."""
         able = np.flatnonzero(self._table[column])
         lost = [
             self._fleet.members[worker].slot for worker in self._ask.avoid if worker in self._fleet.members
@@ -169,8 +179,10 @@ class _View:
         return others if len(others) else able
 
     def pick(self, slots: Chosen, scores: Vector) -> int:
-        """Which of them: the one with the least score, and among equals the one whose name is next to the
-        first page that none of them has (rendezvous hashing, Thaler and Ravishankar, 1998)."""
+        """Return the slot with the least score.
+        Ties go to the worker whose name is nearest to the first page that none of them has (rendezvous
+        hashing, Thaler and Ravishankar, 1998).
+        """
         score = scores[slots]
         tied = slots[score <= score.min() * TIED]
         if len(tied) == 1:
@@ -190,7 +202,7 @@ class _View:
         return _Prefill(self._fleet.at(best), float(done[best]), float(self._resident[best]))
 
     def streams(self, prefill: _Prefill | None) -> _Streams:
-        """`prefill`: where the prompt is computed best."""
+        """Score every worker's stream; `prefill` is the best prefill worker."""
         costs, end = self.costs, self._ask.num_tokens
         mixed = self._table[Column.MIXED] > 0
         here = np.where(mixed, self._restorable, self._announced)
@@ -208,18 +220,18 @@ class _View:
             quick = costs.computing(here, end) * self._beside <= GAP_S_MAX
             alone |= away & quick & (own <= prefill.done)
         namespace = self._table[Column.NAMESPACE]
-        alone |= namespace != namespace[prefill.member.slot]  # another version, which cannot use its pages
+        alone |= namespace != namespace[prefill.member.slot]  # another version cannot use its pages
         pages = np.maximum(0.0, self.boundary - self._restorable) / costs.page_tokens
-        late = np.minimum(pages, np.ceil(costs.step_tokens / costs.page_tokens))  # of the last step
+        late = np.minimum(pages, np.ceil(costs.step_tokens / costs.page_tokens))  # pages of the last step
         hop = HOP_S if costs.in_seconds else HOP_PAGES * costs.page_tokens
-        fetched = late * costs.page + np.sign(pages) * costs.state  # the others come while it computes
+        fetched = late * costs.page + np.sign(pages) * costs.state  # the other pages arrive while it computes
         by_hop = prefill.done + hop + fetched + costs.computing(self.boundary, end) * self._beside
         first = costs.wait + np.where(alone, own, by_hop) + costs.step
         stays = np.where(mixed, home, (pages - late) * costs.page)
         return _Streams(first + stays + self._crowding(), first, alone)
 
     def prompt(self, index: int, end: int) -> Booking:
-        """What it is for one of the slots to compute the prompt up to `end`."""
+        """Return the booking of one slot for computing the prompt up to `end`."""
         seconds = self.costs.serving(self._restorable, self._stored, end) * self._beside
         return Booking(
             tokens=self._ask.num_tokens - int(self._restorable[index]),
@@ -232,22 +244,23 @@ class _View:
         )
 
     def needed_bytes(self) -> Vector:
-        """What prompt and answer take."""
+        """Return the bytes that prompt and answer take."""
         table, ask = self._table, self._ask
         answer = np.sign(table[Column.DECODES]) * min(ask.max_new_tokens, ANSWER_TOKENS)
         pages = np.ceil((ask.num_tokens + answer) / table[Column.PAGE_TOKENS])
         return pages * table[Column.PAGE_BYTES] + table[Column.STATE_BYTES]
 
     def _staying(self, slots: Chosen, end: int) -> Vector:
-        """What it costs those who come later when this prompt is computed there, beyond what it costs at the
-        best of `slots`; up to the patience of this request."""
+        """Return the cost to later requests when this prompt is computed there, beyond the cost at the best
+        of `slots`, up to the request's patience.
+        """
         stays = self._kappa * self.costs.serving(self._resident, self._stored, end)
         second = 1.0 if self.costs.in_seconds else TOKENS_PER_S
         patience = PATIENCE_S * second + self.costs.wait[slots].min()
         return np.minimum(stays - stays[slots].min(), patience)
 
     def _crowding(self) -> Vector:
-        """What the rows beside it cost it, and it them, and what it costs when memory runs short."""
+        """Return the mutual delay with the rows beside it, and the cost of short memory."""
         table, costs = self._table, self.costs
         rows, budget = table[Column.ROWS], table[Column.BUDGET_BYTES]
         taken = (table[Column.TAKEN_BYTES] + self.needed_bytes()) / np.maximum(budget, 1.0)

@@ -1,10 +1,11 @@
-"""Which workers hold which depths: a table from cut keys to sets of workers, in a few dozen bytes a page.
+"""The workers that hold each depth: a table from cut keys to sets of workers, in a few dozen bytes a page.
 
     key -> one slot, or the number of a crowd          crowd -> the slots of all that hold the key
 
-Open addressing over numpy arrays, because a router knows millions of keys: a dict of sets takes ten times the
-memory. Pages of one prefix have the same crowd, so that a chain of keys is answered with one operation for
-each crowd on it. All operations are on batches.
+It uses open addressing over numpy arrays, because a router knows millions of keys and a dict of sets takes
+ten times the memory.
+Pages of one prefix have the same crowd, so a chain of keys is answered with one operation per crowd on it.
+All operations are on batches.
 """
 
 from bisect import insort
@@ -20,7 +21,7 @@ Slots = npt.NDArray[np.int32]
 Places = npt.NDArray[np.int64]
 
 NOBODY = -1
-"""The value of a key that nobody holds. Crowd `c` is written as `-2 - c`."""
+"""The value of a key without a holder. Crowd `c` is written as `-2 - c`."""
 
 FREE = np.uint64(0)
 LEAST_PLACES = 1 << 10
@@ -30,11 +31,11 @@ LOG_SLACK = 1024
 RUNS_MAX = 16
 """Pages of a prompt have few crowds between them; keys in any order are sorted by theirs."""
 
-WINDOW = np.arange(8)  # places looked at in one go
+WINDOW = np.arange(8)  # slots examined together
 
 
 def cut_keys(keys: Sequence[bytes]) -> Keys:
-    """The first 8 bytes of each key, as numbers; none is `FREE`."""
+    """Return the first 8 bytes of each key, as numbers; none is `FREE`."""
     packed = b"".join(keys)
     if not set(map(len, keys)) <= {8}:
         packed = b"".join(key[:8].ljust(8, b"\0") for key in keys)
@@ -44,13 +45,15 @@ def cut_keys(keys: Sequence[bytes]) -> Keys:
 
 @dataclass(slots=True, eq=False)
 class Chain:
-    """The keys of one prompt, the first page's first. It is looked up once and booked on two workers: where
-    its keys are is kept until the table changes."""
+    """The keys of one prompt, the first page's first.
+    It is looked up once and booked on two workers, so the positions of its keys are kept until the table
+    changes.
+    """
 
     keys: Keys
-    places: Places = field(default_factory=lambda: np.zeros(0, np.int64))  # negative: it is nowhere
+    places: Places = field(default_factory=lambda: np.zeros(0, np.int64))  # negative: the key is absent
     version: int = -1  # of the table
-    repeats: bool = False  # some key
+    repeats: bool = False  # whether some key occurs twice
 
     def __post_init__(self) -> None:
         self.repeats = len(set(self.keys.tolist())) < len(self.keys)
@@ -58,12 +61,12 @@ class Chain:
 
 @dataclass(slots=True, eq=False)
 class _Log:
-    """The keys of one worker in the order in which they were announced, with some that it lost since."""
+    """The keys of one worker in the order of their announcement, with some that it lost since."""
 
     parts: list[Keys] = field(default_factory=list[Keys])
     num_keys: int = 0
     num_held: int = 0
-    limit: int = LOG_SLACK  # tidied when it has grown to so many
+    limit: int = LOG_SLACK  # the length at which it is tidied
 
     def append(self, keys: Keys) -> None:
         self.parts.append(keys)
@@ -71,16 +74,16 @@ class _Log:
 
 
 class Prefixes:
-    """Soft and bounded: of each worker the keys that were added last, `keys_max` of them and a quarter more.
+    """A soft and bounded table: for each worker the latest `keys_max` keys, and up to a quarter more.
 
-    What is forgotten costs a guess: the worker is thought not to hold what it holds. It is never a token.
+    A forgotten key costs a wrong guess about a worker and never a token.
     """
 
     def __init__(self) -> None:
         self._keys: Keys = np.zeros(LEAST_PLACES, np.uint64)
         self._values: Slots = np.full(LEAST_PLACES, NOBODY, np.int32)
-        self._used = 0  # places whose key is not FREE, be they held or not
-        self._version = 0  # another one, another place of some key
+        self._used = 0  # slots whose key is not FREE, held or not
+        self._version = 0  # another version: some key has moved
         self._crowds = Crowds()
         self._logs: dict[int, _Log] = {}
 
@@ -90,12 +93,12 @@ class Prefixes:
 
     @property
     def num_bytes(self) -> int:
-        """Of the arrays; crowds, of which there are few, aside."""
+        """Return the bytes of the arrays, without the few crowds."""
         logs = sum(part.nbytes for log in self._logs.values() for part in log.parts)
         return self._keys.nbytes + self._values.nbytes + logs
 
     def depths(self, chain: Chain, num_slots: int) -> Slots:
-        """For each slot how many keys end at the deepest one that it holds: 0 if it holds none."""
+        """Return for each slot the number of keys up to the deepest that it holds; 0 if it holds none."""
         found = np.zeros(num_slots, np.int32)
         if not len(chain.keys):
             return found
@@ -111,14 +114,14 @@ class Prefixes:
         return found
 
     def add(self, slot: int, keys: Keys, keys_max: int) -> None:
-        """The worker holds these keys from now on: the last ones are forgotten last."""
+        """Record that the worker holds these keys; the last ones are forgotten last."""
         if len(keys):
             distinct = np.unique(keys)
             self._grow(len(distinct))
             self._hold(slot, keys.copy(), self._insert(distinct), keys_max)
 
     def add_chain(self, slot: int, chain: Chain, keys_max: int) -> None:
-        """The same; the first page is forgotten last."""
+        """Record that the worker holds the chain's keys; the first page is forgotten last."""
         if chain.repeats or not len(chain.keys):
             self.add(slot, chain.keys[::-1], keys_max)
             return
@@ -131,7 +134,7 @@ class Prefixes:
         self._hold(slot, chain.keys[::-1].copy(), places, keys_max)
 
     def _hold(self, slot: int, keys: Keys, places: Places, keys_max: int) -> None:
-        """`places`: of the keys, each once."""
+        """Record the holder; `places` are the positions of the keys, each once."""
         log = self._logs.setdefault(slot, _Log())
         log.append(keys)
         log.num_held += self._change(places, slot, joins=True)
@@ -146,7 +149,7 @@ class Prefixes:
         log.num_held += self._change(places[places >= 0], slot, joins=False)
 
     def clear(self, slot: int) -> None:
-        """The worker is gone, or says all anew."""
+        """Forget a worker that is lost, or that announces everything again."""
         log = self._logs.get(slot)
         if log is not None:
             self.remove(slot, np.concatenate(log.parts))
@@ -154,7 +157,7 @@ class Prefixes:
             del self._logs[slot]
 
     def held(self, slot: int) -> Keys:
-        """What the worker holds, the oldest first."""
+        """Return the worker's keys, the oldest first."""
         log = self._logs.get(slot)
         if log is None:
             return np.zeros(0, np.uint64)
@@ -165,7 +168,7 @@ class Prefixes:
         return latest[np.isin(values, holds)]
 
     def _tidy(self, slot: int, log: _Log, keys_max: int) -> None:
-        """Drop from the log what the worker does not hold any more, and forget the oldest of the rest."""
+        """Drop from the log what the worker no longer holds, and forget the oldest of the rest."""
         held = self.held(slot)
         first = max(0, len(held) - keys_max)
         self.remove(slot, held[:first])
@@ -174,7 +177,7 @@ class Prefixes:
         log.limit = 2 * len(kept) + LOG_SLACK
 
     def _change(self, places: Places, slot: int, *, joins: bool) -> int:
-        """Add the slot to the holders of the keys at `places`, or take it away; by how many more it holds."""
+        """Add the slot to the holders of the keys at `places`, or remove it; return its change in keys."""
         if not len(places):
             return 0
         values = self._values[places]
@@ -202,10 +205,12 @@ class Prefixes:
         return ((keys * SPREAD) >> shift).astype(np.int64)
 
     def _find(self, keys: Keys) -> Places:
-        """Where each key is; of one that is nowhere the free place where its search ended, inverted."""
+        """Return the position of each key; for an absent key, the inverted position of the free slot where
+        its search ended.
+        """
         homes = self._home(keys)
         there = self._keys[homes]
-        places = np.where(there == keys, homes, ~homes)  # most searches end at home
+        places = np.where(there == keys, homes, ~homes)  # most searches end at their first slot
         (searching,) = np.nonzero((there != keys) & (there != FREE))
         windows = homes[searching, None] + 1 + WINDOW
         while len(searching):
@@ -216,8 +221,8 @@ class Prefixes:
         return places
 
     def _take(self, keys: Keys, free: Places) -> Places:
-        """Put each of the distinct keys at the free place where its search ended; where it is from now on."""
-        self._keys[free] = keys  # of those that want the same place one gets it
+        """Put each of the distinct keys into the free slot where its search ended; return their positions."""
+        self._keys[free] = keys  # of keys that want the same slot one gets it
         has = self._keys[free] == keys
         self._used += int(np.count_nonzero(has))
         places = free.copy()
@@ -226,7 +231,7 @@ class Prefixes:
         return places
 
     def _insert(self, keys: Keys) -> Places:
-        """Where each of the distinct keys is, or is from now on."""
+        """Return the position of each of the distinct keys, inserting absent ones."""
         self._version += 1
         places = np.empty(len(keys), np.int64)
         searching, windows = np.arange(len(keys)), self._home(keys)[:, None] + WINDOW
@@ -234,7 +239,7 @@ class Prefixes:
             wanted = keys[searching]
             at, ends, there = self._look(wanted, windows)
             free = ends & (there == FREE)
-            self._keys[at[free]] = wanted[free]  # of those that want the same place one gets it
+            self._keys[at[free]] = wanted[free]  # of keys that want the same slot one gets it
             done = ends & (self._keys[at] == wanted)
             self._used += int(np.count_nonzero(done & free))
             places[searching[done]] = at[done]
@@ -243,8 +248,10 @@ class Prefixes:
         return places
 
     def _look(self, keys: Keys, windows: Places) -> tuple[Places, npt.NDArray[np.bool_], Keys]:
-        """The first place in each window [N, 8] that has the key or is free, whether there is one, and what
-        it has. No key is further away than a free place: none is ever taken out."""
+        """Return the first slot in each window [N, 8] that has the key or is free, whether there is one,
+        and its key.
+        No key is further away than a free slot, because keys are never removed.
+        """
         at = windows & (len(self._keys) - 1)
         there = self._keys[at]
         ends = (there == keys[:, None]) | (there == FREE)
@@ -252,13 +259,13 @@ class Prefixes:
         return at[each, first], ends[each, first], there[each, first]
 
     def _grow(self, num_keys: int) -> None:
-        """Make space for so many more, and drop the keys that nobody holds."""
+        """Make room for `num_keys` more, and drop keys without holders."""
         if self._used + num_keys <= FILL_MAX * len(self._keys):
             return
         (held,) = np.nonzero(self._values != NOBODY)
         keys, values = self._keys[held], self._values[held]
         num_places = LEAST_PLACES
-        while 0.75 * FILL_MAX * num_places < len(keys) + num_keys:  # and a third more may come
+        while 0.75 * FILL_MAX * num_places < len(keys) + num_keys:  # a third more may follow
             num_places *= 2
         self._keys = np.zeros(num_places, np.uint64)
         self._values = np.full(num_places, NOBODY, np.int32)
@@ -267,7 +274,7 @@ class Prefixes:
 
 
 class Crowds:
-    """Sets of at least two slots, each kept once, with the number of keys that they hold together."""
+    """Sets of at least two slots, each stored once, with the number of keys that they hold together."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[int, ...], int] = {}
@@ -279,13 +286,13 @@ class Crowds:
         return len(self._slots)
 
     def slots(self, value: int) -> tuple[int, ...]:
-        """Ascending, of any value: of nobody, of one holder, or of a crowd."""
+        """Return the slots of any value, ascending: of none, of one holder, or of a crowd."""
         if value < NOBODY:
             return self._slots[value]
         return (value,) if value >= 0 else ()
 
     def moved(self, value: int, slot: int, *, joins: bool, num_keys: int) -> int:
-        """The value of `num_keys` keys, `value` so far, when `slot` joins or leaves those that hold them."""
+        """Return the new value of `num_keys` keys with `value` when `slot` joins or leaves their holders."""
         after = list(self.slots(value))
         if joins:
             insort(after, slot)
@@ -321,6 +328,6 @@ class Crowds:
 
 
 def _latest(keys: Keys) -> Keys:
-    """Each key once, where it came last."""
+    """Return each key once, at its last occurrence."""
     _, first = np.unique(keys[::-1], return_index=True)
     return keys[np.sort(len(keys) - 1 - first)]

@@ -1,10 +1,10 @@
-"""What was asked when workers died of it: for some minutes nobody may ask it again. Pure."""
+"""Refuses requests whose content recently crashed workers, for some minutes. Pure."""
 
 from tidemill.workers.messages import Poisonous
 
 QUARANTINE_S = 600.0
 CONTENTS_MAX = 1024
-"""The oldest go first: an attacker with so many poisons has more."""
+"""The oldest contents are dropped first; an attacker with this many poisons has more anyway."""
 
 
 class Quarantine:
@@ -18,7 +18,7 @@ class Quarantine:
             del self._until_s[next(iter(self._until_s))]
 
     def check(self, content: bytes, now_s: float) -> None:
-        """Raises Poisonous."""
+        """Raise Poisonous for quarantined content."""
         until_s = self._until_s.get(content)
         if until_s is not None and now_s < until_s:
             raise Poisonous("workers were lost with this request a short while ago: it is not tried again")

@@ -1,4 +1,4 @@
-"""The router: hears the workers, places the requests, and passes on what people tell workers to do."""
+"""The router: receives heartbeats, places requests, and passes operators' commands to workers."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -27,15 +27,18 @@ from tidemill.cluster.router.quarantine import Quarantine
 from tidemill.workers.messages import Ack, Heartbeat, Role, Unserved, WorkerId
 
 SILENCE_S_MAX = 3.0
-"""Workers beat at least once a second, from their step loop: three missed beats and a worker is out."""
+"""The silence after which a worker is dropped. It reports at least once a second from its step loop, so
+this is three missed heartbeats.
+"""
 
 REMEMBERED_S = 60.0
-"""A life that is over is forgotten after this time: from then on it counts as silent, too."""
+"""The time after which a lost worker is forgotten and counts as silent, too."""
 
 
 class Router:
-    """Mutable are the view and the budgets alone; a router that starts again has both back after one
-    heartbeat interval, without the budgets that people set."""
+    """Only the view and the budgets are mutable. A restarted router has both back after one heartbeat
+    interval, except budgets that operators set.
+    """
 
     def __init__(
         self,
@@ -46,23 +49,27 @@ class Router:
         ttft_s_max: float = TTFT_S_MAX,
         has_budgets: bool = True,
     ) -> None:
-        """`broker`: move memory between the workers of a device, once those of the names `expected` have been
-        heard; without, each keeps its share. `ttft_s_max`: what would wait longer for its first token is
-        refused. `has_budgets`: not when another router says what the workers here may have."""
+        """`broker` moves memory between the workers of a device once those named in `expected` have
+        reported; without it each keeps its share.
+        `ttft_s_max`: requests that would wait longer for their first token are refused.
+        `has_budgets` is False when another router assigns the budgets of these workers.
+        """
         self._clock = clock
         self._fleet = Fleet()
         self._budgets = Budgets(clock, broker=broker, expected=expected) if has_budgets else None
         self._orders = OperatorCommands()
         self._quarantine = Quarantine()
         self._admission = LoadShedder(ttft_s_max)
-        self._heard_s: dict[WorkerId, float] = {}  # when each life was heard last, also one that was dropped
+        self._heard_s: dict[
+            WorkerId, float
+        ] = {}  # the last heartbeat of each incarnation, also of dropped ones
         self._began_s = clock()
         self._changed = asyncio.Event()
 
     async def place(self, ask: PlacementRequest) -> Route:
-        """Choose the workers of one attempt; waits up to `ask.wait_s_max` for a worker that can decode.
+        """Choose the workers of one attempt; wait up to `ask.wait_s_max` for a worker that can decode.
 
-        Raises Unserved when none comes, Overloaded, Poisonous.
+        Raises Unserved when there is none, Overloaded, Poisonous.
         """
         self._quarantine.check(ask.content_hash, self._clock())
         wait_s_max = min(ask.wait_s_max, self._admission.patience_s(ask))
@@ -84,12 +91,12 @@ class Router:
         return route
 
     def heartbeat(self, heartbeat: Heartbeat) -> Ack:
-        """Take a worker's report. It is asked for a full announcement when some of them were missed."""
+        """Apply a worker's heartbeat; ask for a full announcement if some were missed."""
         now_s = self._clock()
         want_full = wants_full_announcement(self._fleet, heartbeat)
         is_new = heartbeat.info.worker not in self._heard_s
         drain, role = self._orders.confirm(heartbeat.info, draining=heartbeat.draining, is_new=is_new)
-        if drain and not heartbeat.draining:  # it will be, when it has read the answer
+        if drain and not heartbeat.draining:  # it will drain when it has read the answer
             heartbeat = replace(heartbeat, draining=True)
         self._heard_s[heartbeat.info.worker] = now_s
         self._fleet.apply(HeartbeatArrived(heartbeat, now_s))
@@ -97,38 +104,41 @@ class Router:
         return Ack(want_full=want_full, budget_bytes=self.budget_for(heartbeat), drain=drain, role=role)
 
     def budget_for(self, heartbeat: Heartbeat) -> int | None:
-        """What a worker of any fleet may have from now on; None while nobody knows, or another router says
-        it."""
+        """Return the new budget of a worker of any fleet; None if it is not known, or another router
+        assigns it.
+        """
         return None if self._budgets is None else self._budgets.report(heartbeat)
 
     def budgets(self) -> dict[str, SetBudget]:
-        """Of every worker whose budget is said here, of any fleet, by name."""
+        """Return the budget of every worker that this router assigns, of any fleet, by name."""
         return {} if self._budgets is None else self._budgets.all()
 
     def set_budget(self, name: str, budget_bytes: int | None) -> None:
-        """A person's word; None takes it back. Raises RequestError."""
+        """Set an operator's budget; None removes it. Raises RequestError."""
         assert self._budgets is not None, "people ask the router that has the budgets"
         self._budgets.set(name, budget_bytes)
 
     def drain(self, name: str, *, drain: bool, force: bool) -> None:
-        """A person's word: hand everything over, or take work again. Raises RequestError."""
+        """Drain a worker or let it take work again, for an operator. Raises RequestError."""
         self._orders.drain(name, self._fleet.members.values(), drain=drain, force=force)
 
     def set_role(self, name: str, role: Role) -> None:
-        """A person's word. Raises RequestError."""
+        """Set a worker's role, for an operator. Raises RequestError."""
         self._orders.set_role(name, role, self._fleet.members.values())
 
     def silent_workers(self, workers: Iterable[WorkerId]) -> frozenset[WorkerId]:
-        """Which of these have been silent for too long: what runs there is to be placed again. None while
-        this router is so young that those that live may not have found it."""
+        """Return which of these have been silent for too long, so that their requests are placed again.
+        Return none while this router is so young that running workers may not have found it yet.
+        """
         since_s = self._clock() - SILENCE_S_MAX
         if self._began_s >= since_s:
             return frozenset()
         return frozenset(worker for worker in workers if self._heard_s.get(worker, since_s - 1.0) < since_s)
 
     def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
-        """A frontend's stream to this worker broke, because of the content `blamed` if there is one. If it
-        lives, its next heartbeat brings it back."""
+        """Drop a worker whose stream to an edge broke, because of the content `blamed` if it is set.
+        If it runs, its next heartbeat brings it back.
+        """
         if blamed:
             self._quarantine.add(blamed, self._clock())
         self._fleet.apply(WorkerLost(worker))
@@ -163,5 +173,5 @@ class Router:
         )
 
     def _wake(self) -> None:
-        self._changed.set()  # wakes those who wait now; the next ones wait for the next change
+        self._changed.set()  # wakes those that wait now; the next ones wait for the next change
         self._changed = asyncio.Event()

@@ -1,4 +1,4 @@
-"""A router behind a socket: places requests for frontends, and hears the workers' heartbeats."""
+"""The gRPC server of a router: places requests for edges, and receives workers' heartbeats."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ from tidemill.workers.messages import (
     WorkerId,
 )
 
-if TYPE_CHECKING:  # generic in the type stubs alone
+if TYPE_CHECKING:  # generic in the type stubs only
     Context = grpc.aio.ServicerContext[bytes, bytes]
     Handler = grpc.RpcMethodHandler[bytes, bytes]
 
@@ -61,12 +61,14 @@ class ServedRouter(Protocol):
 
 
 class RouterService:
-    """A worker whose report breaks off is lost at once; one that only falls silent, at the router's tick."""
+    """A worker whose report stream breaks is lost immediately; a silent one is dropped at the router's
+    tick.
+    """
 
     def __init__(self, router: ServedRouter, tls: MutualTls | None = None) -> None:
         self._router = router
         self._tls = tls
-        self._reports: dict[WorkerId, object] = {}  # the latest report of each worker
+        self._reports: dict[WorkerId, object] = {}  # the latest report stream of each worker
         self._server = new_server(ROUTER_STREAMS_MAX)
         handlers: dict[str, Handler] = {
             "Place": grpc.unary_unary_rpc_method_handler(self._place),
@@ -85,13 +87,13 @@ class RouterService:
         )
 
     async def start(self, host: str, port: int = 0) -> str:
-        """Listen; the address, host:port. Raises OSError."""
+        """Listen and return the address, host:port. Raises OSError."""
         address = bind(self._server, host, port, server_credentials(self._tls))
         await self._server.start()
         return address
 
     async def run(self) -> None:
-        """Drop silent workers, until cancelled."""
+        """Drop silent workers until cancelled."""
         while True:
             self._router.tick()
             await asyncio.sleep(TICK_S)
@@ -129,7 +131,7 @@ class RouterService:
                 self._router.report_lost(worker)
 
     async def _memory(self, frames: AsyncIterator[bytes], context: "Context") -> None:
-        """Of a worker of another fleet; one that falls silent keeps its budget for a while."""
+        """Receive the reports of a worker of another fleet; a silent one keeps its budget for a while."""
         try:
             async for data in frames:
                 budget_bytes = self._router.budget_for(decode_heartbeat(data))
@@ -157,7 +159,7 @@ class RouterService:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     def _order(self, carry_out: Callable[[bytes], None]) -> "Handler":
-        """A person's word about a worker, which may be refused."""
+        """Return the handler of an operator's command, which may be refused."""
 
         async def call(data: bytes, context: "Context") -> bytes:
             try:

@@ -1,7 +1,8 @@
-"""Which models speak in which way: what `auto` finds in a model folder, and what people say instead. Pure.
+"""The chat formats of model families: what `auto` detects in a model folder, and operators' overrides.
+Pure.
 
-What a model was taught to write stands in its chat template, so that is looked at first; the family of its
-architecture decides where the template says nothing of calls or reasoning.
+A model's format stands in its chat template, so that is examined first.
+The family of its architecture decides where the template shows no calls or reasoning.
 """
 
 from collections.abc import Collection
@@ -13,7 +14,7 @@ from tidemill.cluster.settings import ChatSettings, ReasoningParser, ToolParser
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Architectures whose models speak alike, by the `model_type` of their config.json."""
+    """Architectures with one chat format, by the `model_type` of their config.json."""
 
     name: str
     model_types: tuple[str, ...]
@@ -38,7 +39,7 @@ FAMILIES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """How a model writes calls and reasoning; None: not at all, as far as anybody knows."""
+    """The formats of a model's calls and reasoning; None: none is known."""
 
     form: CallForm | None = None
     reasoning: Thinking | None = None
@@ -54,8 +55,9 @@ SILENT = Style()
 
 
 def style_of(model_type: str, template: str, added: Collection[str], chat: ChatSettings) -> Style:
-    """`template` is the text of the chat template, `added` has the tokens that stand for a text of their own,
-    tags among them."""
+    """Return the formats. `template` is the text of the chat template; `added` holds texts that are one
+    token, including tags.
+    """
     family = next((known for known in FAMILIES if model_type in known.model_types), None)
     tools, reasoning = chat.tool_parser, chat.reasoning_parser
     if tools == "auto":
@@ -67,8 +69,9 @@ def style_of(model_type: str, template: str, added: Collection[str], chat: ChatS
 
 
 def _reasoning_in(template: str, added: Collection[str]) -> str | None:
-    """The parser whose tags a model knows; of one that begins its answers with reasoning all by itself,
-    nothing says so."""
+    """Return the parser whose tags a model knows. Nothing shows that a model begins its answers with
+    reasoning by itself.
+    """
     if all(sign in template for sign in FORMS["openai"].signs):
         return "openai_gptoss"
     for name, thinking in THINKING.items():

@@ -1,5 +1,5 @@
-"""How models mark calls of tools and reasoning in what they write: an entry for each form, by the names that
-`--tool-call-parser` and `--reasoning-parser` take (vLLM's). Data alone.
+"""The marks of tool calls and reasoning in models' texts, as data: an entry per format, by the names that
+`--tool-call-parser` and `--reasoning-parser` take (vLLM's).
 
     hermes        <tool_call>{"name": "f", "arguments": {...}}</tool_call>
     qwen3_coder   <tool_call><function=f><parameter=at>the harbor</parameter></function></tool_call>
@@ -32,7 +32,7 @@ SEP = "<\uff5ctool\u2581sep\uff5c>"
 
 
 def _deepseek(word: str) -> str:
-    """A tag of DeepSeek's, with the characters that it writes instead of bars and underscores."""
+    """Return a DeepSeek tag, with the characters that it has instead of bars and underscores."""
     return f"<\uff5c{word.replace('_', chr(0x2581))}\uff5c>"
 
 
@@ -41,8 +41,9 @@ Body = Literal["json", "xml", "python", "channels"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What a forced call looks like: before the first one, between two (None: there is one alone), behind the
-    last; and of each: before its name, between name and arguments, behind those."""
+    """The text of forced calls: before the first, between two (None: only one is allowed), behind the last;
+    and of each: before its name, between name and arguments, behind those.
+    """
 
     before: str = ""
     between: str | None = "\n"
@@ -54,15 +55,15 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """How a call is told from words.
+    """The marks of a call.
 
     begins   tags before a call
     ends     the tag behind it; empty: it ends where its brackets close, and another may follow
-    bare     an answer that starts with this calls without a tag
-    opening  what stands before the arguments, with the name of the function
-    dropped  tags around calls that say nothing
+    bare     an answer that starts with this is a call without a tag
+    opening  the text before the arguments, with the function's name
+    dropped  meaningless tags around calls
     inner    tags within a call
-    signs    what all stands in the chat templates of models that call like this
+    signs    texts that all stand in the chat templates of models with this format
     """
 
     body: Body
@@ -82,9 +83,9 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking:
-    """How reasoning is told from words.
+    """The marks of reasoning.
 
-    opens    tags that it may begin with, at the start of an answer
+    opens    tags that may begin it, at the start of an answer
     close    the tag behind it
     implied  an answer begins with it, unless the prompt has closed it
     """
@@ -94,7 +95,7 @@ class Thinking:
     implied: bool = False
 
     def open_behind(self, prompt: str) -> bool:
-        """Whether an answer goes on with reasoning that its prompt has begun, by the end of that."""
+        """Return whether an answer continues reasoning that the end of its prompt has begun."""
         prompt = prompt.rstrip()
         return prompt.endswith(self.opens) or (self.implied and not prompt.endswith(self.close))
 
@@ -108,7 +109,7 @@ _ALL_BEGIN, _ALL_END = _deepseek("tool_calls_begin"), _deepseek("tool_calls_end"
 
 CHANNELS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL_END, RETURN)
 FINAL = f"{CHANNEL}final{MESSAGE}"
-"""What words begin with, of a model that speaks in channels."""
+"""The text before an answer's words, for a model that writes in channels."""
 
 FORMS: dict[str, CallForm] = {
     "openai": CallForm(
@@ -207,7 +208,7 @@ FORMS: dict[str, CallForm] = {
         ),
     ),
 }
-"""By the names of their parsers; of several whose signs a template has, the first one counts."""
+"""The formats by the names of their parsers; of several that match a template, the first counts."""
 
 _THINK = Thinking(opens=(THINK,), close=THOUGHT)
 THINKING: dict[str, Thinking] = {
@@ -219,7 +220,7 @@ THINKING: dict[str, Thinking] = {
     "deepseek_v3": _THINK,
     "deepseek_r1": Thinking(opens=(THINK,), close=THOUGHT, implied=True),
 }
-"""By the names of their parsers."""
+"""The reasoning marks by the names of their parsers."""
 
 SPOKEN_IN_CHANNELS = THINKING["openai_gptoss"]
 

@@ -1,7 +1,9 @@
-"""Renders chat templates of Hugging Face folders in a sandbox, with all that transformers offers to them.
+"""Renders chat templates of Hugging Face folders in a sandbox, with everything that transformers offers to
+them.
 
-A template is a Jinja program that came with the model. It sees `messages`, `tools`, `documents`,
-`add_generation_prompt`, the model's special tokens and the variables of the request: plain JSON data.
+A template is a Jinja program that came with the model.
+It sees `messages`, `tools`, `documents`, `add_generation_prompt`, the model's special tokens and the
+variables of the request: plain JSON data.
 """
 
 import json
@@ -38,14 +40,14 @@ RESERVED = frozenset(
         "self",
     ]
 )
-"""Variables that a request cannot set: they say what is rendered, or how."""
+"""Variables that a request cannot set: they determine what is rendered, or how."""
 
 CUT = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of the final message, to find it in the rendered text."""
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the answers in training data; here it changes nothing."""
+    """Accepts `{% generation %}`, which marks answers in training data, and changes nothing."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's way
 
@@ -55,7 +57,7 @@ class _Generation(Extension):
 
 
 class _PublicNamespace(Namespace):
-    """A namespace that takes no name with an underscore in front: those lead to Python's internals."""
+    """A namespace without names that start with an underscore, which lead to Python's internals."""
 
     def __init__(*args: Any, **attributes: Any) -> None:  # noqa: ANN401
         own, *given = args
@@ -85,7 +87,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
-    """JSON without the HTML escapes of Jinja's own filter."""
+    """Return JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -117,10 +119,12 @@ class JinjaTemplate:
         add_generation_prompt: bool,
         continue_final_message: bool,
     ) -> str:
-        """The prompt of a chat. With `continue_final_message` it ends where the last message's content ends.
+        """Return the prompt of a chat. With `continue_final_message` it ends where the last message's
+        content ends.
 
-        A message's fields that are None are left out, and reasoning is there as `thinking`, too, which the
-        templates of gpt-oss read. Raises ValueError for a last message that cannot be continued.
+        A message's None fields are left out, and its reasoning is also available as `thinking`, which the
+        templates of gpt-oss read.
+        Raises ValueError for a last message that cannot be continued.
         """
         shown = [_shown(message) for message in messages]
         last = ""
@@ -149,7 +153,7 @@ def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut(rendered: str, last: str) -> str:
-    """What comes before the mark; a template that trims contents has trimmed the space behind it, too."""
+    """Return the text before the mark, also where a template has trimmed the space behind it."""
     end = rendered.rfind(CUT.strip())
     if end < 0 or last.strip() not in rendered:
         raise ValueError("the template does not show the last message as it is, so it cannot be continued")

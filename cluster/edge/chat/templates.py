@@ -1,7 +1,8 @@
-"""Chat templates: where one comes from, and how it wants the turns of a chat; they are rendered elsewhere.
+"""Chat templates: their source, and the form of messages that each wants. jinja_template.py renders them.
 
-Templates differ in how they take earlier calls: with arguments as an object or as the text of one, and with
-words, reasoning or both beside them. That is found out by trying.
+Templates differ in earlier calls: with arguments as an object or as its text, and with words, reasoning or
+both beside them.
+The form is found by trying.
 """
 
 import json
@@ -21,10 +22,10 @@ Render = Callable[[Turns, Rendering], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How a template takes a turn with calls.
+    """The form of messages with calls.
 
     text_arguments  as the text of their object
-    one_text        words beside them are reasoning, too: it takes one of the two
+    one_text        the template takes either words or reasoning beside calls, so both are one text
     """
 
     text_arguments: bool = False
@@ -54,8 +55,9 @@ PLAINLY = Shape()
 
 
 def careful(render: Render) -> Render:
-    """The same, which raises RequestError whatever the template raises: it is a program that came with the
-    model."""
+    """Return the renderer with RequestError for whatever the template raises: it is a program that came
+    with the model.
+    """
 
     def rendered(turns: Turns, how: Rendering) -> str:
         try:
@@ -81,7 +83,7 @@ _BOTH = (_TRIED[0], Message("assistant", "c", {**_CALLS, "reasoning_content": "d
 
 
 def shape_of(render: Render) -> Shape:
-    """What the template wants that `render` renders with. It raises RequestError alone."""
+    """Return the form that the template of `render` wants. `render` raises only RequestError."""
     shapes = (PLAINLY, Shape(text_arguments=True))
     right = next((shape for shape in shapes if _shows_call(_tried(render, shape, _TRIED))), None)
     if right is None:
@@ -97,19 +99,21 @@ def _tried(render: Render, shape: Shape, messages: Sequence[Message]) -> str:
 
 
 def _shows_call(prompt: str) -> bool:
-    """With its arguments as JSON: not as Python shows an object, nor as the text of a text."""
+    """Return whether a call shows its arguments as JSON: not as a Python object, nor as the text
+    of a text.
+    """
     mangled = "'tried_key'" in prompt or '\\"tried_key' in prompt
     return "tried_call" in prompt and "tried_value" in prompt and not mangled
 
 
 def check_chat(chat: ChatSettings) -> None:
-    """Raises TidemillError when there is no such template."""
+    """Check the operator's template. Raises TidemillError if it does not exist."""
     if chat.template is not None:
         template_of(chat.template)
 
 
 def template_of(given: str) -> str:
-    """The text of a template that somebody gave: a file of it, or itself. Raises TidemillError."""
+    """Return the text of an operator's template: of a file, or itself. Raises TidemillError."""
     if any(mark in given for mark in ("{{", "{%", "\n")):
         return given
     try:

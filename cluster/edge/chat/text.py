@@ -1,4 +1,4 @@
-"""Between tokens and text: what is needed of a tokenizer, and the search for stop strings."""
+"""The interface of tokenizers, and the search for stop strings."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,8 +9,9 @@ from tidemill.cluster.edge.chat.families import Style
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a chat, as the model's template sees it; `more` has the fields that only some turns have
-    (tool_calls, tool_call_id, name, reasoning_content)."""
+    """One message of a chat, as the model's template sees it; `more` has the fields of some messages
+    (tool_calls, tool_call_id, name, reasoning_content).
+    """
 
     role: str
     content: str
@@ -19,13 +20,13 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
-    """How a chat becomes a prompt.
+    """How to render a chat.
 
     tools      as the template wants them
     answers    the prompt ends where the model's answer starts
-    continues  it ends inside of the last message, which the model goes on with
+    continues  it ends inside of the last message, which the model continues
     options    variables of the template
-    begun      what the answer starts with, behind all that
+    begun      the start of the answer, behind all that
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -42,46 +43,47 @@ class TokenDecoder(Protocol):
     """The text of one stream of tokens, as far as its characters are complete."""
 
     def push(self, token: int) -> str:
-        """Text that `token` completes; empty inside a character of several tokens and for special tokens."""
+        """Return the text that `token` completes; empty inside a character of several tokens and for
+        special tokens.
+        """
         ...
 
 
 class Tokenizer(Protocol):
-    """May be called from several threads."""
+    """A tokenizer; several threads may call it concurrently."""
 
     def encode(self, text: str) -> list[int]: ...
 
     @property
     def style(self) -> Style:
-        """How the model writes calls of tools and reasoning."""
+        """Return the formats of the model's calls and reasoning."""
         ...
 
     @property
     def added(self) -> Mapping[str, int]:
-        """Texts that are one token wherever they stand."""
+        """Return the texts that are single tokens wherever they stand."""
         ...
 
     def chat(self, messages: Sequence[Message], how: Rendering = PLAIN) -> list[int]:
-        """Tokens of a conversation. Raises RequestError."""
+        """Return the tokens of a conversation. Raises RequestError."""
         ...
 
     def decoder(self, shown: Collection[str] = ()) -> TokenDecoder:
-        """Special tokens have no text but for those that are `shown`."""
+        """Return a decoder. Special tokens have no text except those that are `shown`."""
         ...
 
     def piece(self, token: int) -> bytes:
-        """What one token stands for, which may be a part of a character; empty if it is none of the
-        tokenizer's."""
+        """Return the bytes of one token, which may be a part of a character; empty for an unknown token."""
         ...
 
 
 def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """What tokens stand for, special ones included."""
+    """Return the text of tokens, including special ones."""
     return b"".join(map(tokenizer.piece, tokens)).decode(errors="replace")
 
 
 def growing(text: str, into: Sequence[str]) -> int:
-    """Length of the longest end of `text` that starts one of the texts in `into`, and may grow into it."""
+    """Return the length of the longest end of `text` that may grow into one of the texts in `into`."""
     sizes = (
         size
         for whole in into
@@ -94,8 +96,8 @@ def growing(text: str, into: Sequence[str]) -> int:
 class StopScanner:
     """Passes text up to the first stop string: the one that ends first, or the longest of those that do.
 
-    Text that may still grow into a stop string is held back, so that no part of one is ever passed on. With
-    `include` the stop string itself is passed on.
+    Text that may grow into a stop string is held back, so that no part of one is passed on.
+    With `include` the stop string itself is passed on.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -106,9 +108,9 @@ class StopScanner:
         self.stop: str | None = None  # the one that was found
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """The text that can be passed on now that `text` has come. Sets `stop` at a stop string.
+        """Return the text that can be passed on now that `text` has arrived. Sets `stop` at a stop string.
 
-        One that ends in text which may not stop does not count; one that only starts there does.
+        A stop string that ends in text which may not stop does not count; one that only starts there does.
         """
         assert self.stop is None
         held = len(self._held)
@@ -123,13 +125,14 @@ class StopScanner:
         return text[:cut]
 
     def end(self) -> str:
-        """What was held back: the text has ended, so it does not grow into a stop string."""
+        """Return what was held back: the text has ended."""
         held, self._held = self._held, ""
         return held
 
     def _first_end(self, text: str, old: int) -> tuple[int, int, str] | None:
-        """End, start and stop string of the match that ends first behind the `old` characters, the longest of
-        those that do."""
+        """Return end, start and stop string of the match that ends first behind the `old` characters; the
+        longest, if several do.
+        """
         matches = (
             (start + len(stop), start, stop)
             for stop in self._stops

@@ -20,10 +20,12 @@ from tidemill.cluster.edge.chat.text import PLAIN, Message, Rendering
 from tidemill.workers.messages import RequestError
 
 PENDING_TOKENS_MAX = 8
-"""A character has at most 4 bytes: after this many tokens without text, what is pending is no character."""
+"""A character has at most 4 bytes: after this many tokens without text, the pending bytes are no
+character.
+"""
 
 SHOWS_TOOLS = re.compile(r"\btools\b")
-"""A template that has a place for them."""
+"""Matches a template that uses tools."""
 
 
 BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
@@ -31,7 +33,7 @@ BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A chat template: its text, what renders turns with it or raises RequestError, and how it takes them."""
+    """A chat template: its text, its renderer, which raises only RequestError, and its form of messages."""
 
     text: str
     render: Render
@@ -95,7 +97,7 @@ class FolderTokenizer:
 
 
 class StreamDecoder:
-    """Text of one stream, in constant memory whatever bytes the model emits."""
+    """The text of one stream, in constant memory whatever bytes the model emits."""
 
     def __init__(self, raw: RawTokenizer, hidden: Collection[int]) -> None:
         self._raw = raw
@@ -118,8 +120,9 @@ class StreamDecoder:
 
 
 def byte_alphabet() -> dict[str, bytes]:
-    """How byte-level vocabularies write bytes (GPT-2): a printable byte as its Latin-1 character, the others
-    as the characters from 256 on, in their order."""
+    """Return how byte-level vocabularies write bytes (GPT-2): a printable byte as its Latin-1 character,
+    the others as the characters from 256 on, in their order.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     written = {chr(byte): bytes([byte]) for byte in printable}

@@ -26,17 +26,18 @@ from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError
 
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-"""As tokenizer_config.json names them, and as templates see them."""
+"""The special tokens, as tokenizer_config.json names them and templates see them."""
 
 ADDED_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
 def load_tokenizer(folder: Path, chat: ChatSettings = AUTO) -> FolderTokenizer:
-    """Read the tokenizer of a model folder; nothing is downloaded, no code of the folder is run. Raises
-    TidemillError."""
+    """Read the tokenizer of a model folder; nothing is downloaded, and no code of the folder runs. Raises
+    TidemillError.
+    """
     raw = _read_raw(folder / "tokenizer.json")
     config = _read_json(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:  # as older releases of transformers saved special tokens
+    if "added_tokens_decoder" not in config:  # older releases of transformers saved special tokens so
         config |= _read_json(folder / "special_tokens_map.json")
     special = {name: text for name in SPECIAL_TOKENS if (text := _content(config.get(name))) is not None}
     _add_tokens(raw, config, special)
@@ -79,7 +80,7 @@ def _read_raw(path: Path) -> RawTokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Empty where there is no such file. Raises TidemillError."""
+    """Return the object in a file; empty without the file. Raises TidemillError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -92,7 +93,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: object) -> str | None:
-    """A special token's text: it is written as that, or as an object with it."""
+    """Return a special token's text, which is stored as itself or in an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -116,8 +117,9 @@ def _add_tokens(raw: RawTokenizer, config: Mapping[str, Any], special: Mapping[s
 
 
 def _templates_of(folder: Path, config: Mapping[str, Any], chat: ChatSettings) -> dict[str, str]:
-    """The chat templates by name, empty without any: the operator's, else those in files of their own, else
-    those of tokenizer_config.json. Raises TidemillError."""
+    """Return the chat templates by name, empty without any: the operator's, else those in separate files,
+    else those of tokenizer_config.json. Raises TidemillError.
+    """
     if chat.template is not None:
         return {"default": template_of(chat.template)}
     files = {"default": folder / "chat_template.jinja"}
@@ -134,7 +136,7 @@ def _templates_of(folder: Path, config: Mapping[str, Any], chat: ChatSettings) -
 
 
 def model_type_of(folder: Path) -> str:
-    """Empty where config.json does not say."""
+    """Return the model type; empty if config.json has none."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -143,7 +145,9 @@ def model_type_of(folder: Path) -> str:
 
 
 def checked_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Variables for a template: what says how it is read and run is not the client's. Raises RequestError."""
+    """Return the template variables of a client. Those that determine how a template runs are refused.
+    Raises RequestError.
+    """
     taken = next((name for name in options if name in RESERVED), None)
     if taken is not None:
         raise RequestError(

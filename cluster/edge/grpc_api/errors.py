@@ -1,4 +1,4 @@
-"""Errors as gRPC has them: a status, a message for people, and trailing metadata for programs."""
+"""gRPC errors: a status, a message for people, and trailing metadata for programs."""
 
 from typing import cast
 
@@ -19,13 +19,15 @@ CODES = {
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
 }
-"""By the HTTP status that the same error has; others are INTERNAL."""
+"""The gRPC status by the error's HTTP status; others are INTERNAL."""
 
 Metadata = tuple[tuple[str, str], ...]
 
 
 def refusal_of(error: Exception) -> tuple[int, grpc.StatusCode, str, Metadata]:
-    """The HTTP status that counts the error, its gRPC status, the message, and the trailing metadata."""
+    """Return the HTTP status that counts the error, its gRPC status, the message, and the trailing
+    metadata.
+    """
     status, body = error_of(error)
     said = cast("dict[str, str | None]", body["error"])
     metadata = {
@@ -42,5 +44,5 @@ def refusal_of(error: Exception) -> tuple[int, grpc.StatusCode, str, Metadata]:
 
 
 def _is_plain(value: str) -> bool:
-    """Metadata carries no other text."""
+    """Return whether metadata can carry the text."""
     return value.isascii() and value.isprintable()

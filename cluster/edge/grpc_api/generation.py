@@ -1,6 +1,6 @@
-"""The service tidemill.v1.Generation: which method does what.
+"""The service tidemill.v1.Generation: its methods.
 
-message --body_of--> body --intake--> Job --answers--> Increments --grow--> messages
+message --body_of--> body --intake--> PreparedRequest --answers--> Increments --grow--> messages
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from tidemill.cluster.rpc.proto import generation_pb2 as pb
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError
 
-if TYPE_CHECKING:  # generic in the type stubs alone
+if TYPE_CHECKING:  # generic in the type stubs only
     Context = grpc.aio.ServicerContext[bytes, bytes]
 
 SERVICE = "tidemill.v1.Generation"
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call: its message, who asks, and where the answer goes."""
+    """One call: its message, its caller, and the destination of the answer."""
 
     id: str
     data: bytes
@@ -45,11 +45,13 @@ class _Call:
 
 
 class _Gone(TidemillError):
-    """The client went away while it was being answered."""
+    """The client disconnected during its answer."""
 
 
 class Generation:
-    """The methods. The messages are read here rather than by gRPC, so that who may not ask sends none."""
+    """The methods. They read messages themselves, after the key check, so that unauthorized clients send
+    none.
+    """
 
     def __init__(self, desk: EdgeContext) -> None:
         self._desk = desk
@@ -92,7 +94,7 @@ class Generation:
                 await context.abort(code, message, metadata)
                 raise
 
-        # to clients it is what the proto says: how many messages there are is up to who sends them
+        # for clients it is as in the proto: the sender decides the number of messages
         return grpc.stream_stream_rpc_method_handler(serve)
 
     async def _generate(self, call: _Call) -> None:
@@ -156,7 +158,7 @@ class Generation:
         )
 
     async def _read(self, frames: AsyncIterator[bytes]) -> bytes:
-        """The message of a call. Raises RequestError."""
+        """Return the message of a call. Raises RequestError."""
         try:
             async with asyncio.timeout(self._desk.limits.body_s_max):
                 data = await anext(frames, None)
@@ -167,7 +169,7 @@ class Generation:
         return data
 
     async def _write(self, context: "Context", message: bytes) -> None:
-        """Waits while the client does not read. Raises RequestError, _Gone."""
+        """Write, and wait while the client does not read. Raises RequestError, _Gone."""
         try:
             async with asyncio.timeout(self._desk.limits.send_s_max):
                 await context.write(message)
@@ -178,6 +180,6 @@ class Generation:
 
 
 def _headers(context: "Context") -> dict[str, str]:
-    """Metadata that is text; of several with one name, the last."""
+    """Return the metadata that is text; of several values for a name, the last."""
     metadata = context.invocation_metadata() or ()
     return {name: value for name, value in metadata if isinstance(value, str)}

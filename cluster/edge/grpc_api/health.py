@@ -11,19 +11,20 @@ from grpc_health.v1 import health_pb2
 from tidemill.cluster.edge.requests.models import EdgeModels
 from tidemill.kvstore.errors import TidemillError
 
-if TYPE_CHECKING:  # generic in the type stubs alone
+if TYPE_CHECKING:  # generic in the type stubs only
     Context = grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
 
 SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 LOOK_S = 1.0
 
 Status = health_pb2.HealthCheckResponse
-"""Its values are SERVING, NOT_SERVING and SERVICE_UNKNOWN."""
+"""The health status: SERVING, NOT_SERVING or SERVICE_UNKNOWN."""
 
 
 class Health:
-    """`services` are as healthy as the models are, and so is the server as a whole, which has no name. Asks
-    nobody for a key, like /health over HTTP."""
+    """The health of `services` and of the whole server, which has no name, follows the models.
+    It needs no key, like /health over HTTP.
+    """
 
     def __init__(self, models: EdgeModels, services: Collection[str]) -> None:
         self._models = models
@@ -48,7 +49,9 @@ class Health:
         )
 
     def end(self) -> None:
-        """From now on nothing is served: balancers go elsewhere while the last answers are made."""
+        """Report that nothing is served any more, so that load balancers leave while the last answers
+        finish.
+        """
         self._is_ending = True
 
     async def _check(self, request: health_pb2.HealthCheckRequest, context: "Context") -> Status:
@@ -59,7 +62,7 @@ class Health:
         return await self._status()
 
     async def _watch(self, request: health_pb2.HealthCheckRequest, context: "Context") -> None:
-        """Tells each change, until the client goes."""
+        """Send each change until the client disconnects."""
         told: Status | None = None
         while True:
             known = request.service in self._names

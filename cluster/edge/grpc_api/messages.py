@@ -1,4 +1,4 @@
-"""Public messages: a request as the body that POST /v1/completions takes, and what its answer is made of."""
+"""Public messages: a request as the body of POST /v1/completions, and the parts of its answer."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -19,8 +19,9 @@ FINISHES = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 
 def body_of(data: bytes) -> CompletionBody:
-    """The request in the bytes of a GenerateRequest; whatever is set has the name that it has over HTTP.
-    Raises RequestError."""
+    """Return the body in the bytes of a GenerateRequest; each set field has its HTTP name.
+    Raises RequestError.
+    """
     request = pb.GenerateRequest()
     parse(request, data)
     fields = _fields(request)
@@ -39,7 +40,7 @@ def body_of(data: bytes) -> CompletionBody:
 
 
 def tokenize_body_of(data: bytes) -> TokenizeBody:
-    """The same of a TokenizeRequest."""
+    """Return the body in the bytes of a TokenizeRequest. Raises RequestError."""
     request = pb.TokenizeRequest()
     parse(request, data)
     model = request.model if request.HasField("model") else None
@@ -50,7 +51,7 @@ def tokenize_body_of(data: bytes) -> TokenizeBody:
 
 
 def parse(message: Message, data: bytes) -> None:
-    """Raises RequestError."""
+    """Parse a message. Raises RequestError."""
     try:
         message.ParseFromString(data)
     except DecodeError:
@@ -58,7 +59,7 @@ def parse(message: Message, data: bytes) -> None:
 
 
 def _fields(message: Message) -> dict[str, object]:
-    """Those that are set, by name."""
+    """Return the set fields by name."""
     return {field.name: _value(value) for field, value in message.ListFields()}
 
 
@@ -75,7 +76,7 @@ def _value(value: object) -> object:
 
 
 def grow(choice: pb.Choice, increment: Increment, piece: Piece) -> None:
-    """Add to a choice what it grew by."""
+    """Add an increment to a choice."""
     growth = increment.growth
     choice.index = increment.choice
     choice.text += growth.text

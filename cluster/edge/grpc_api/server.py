@@ -1,4 +1,4 @@
-"""The public gRPC server: its limits and certificates, and the services that it offers."""
+"""The public gRPC server: its limits, certificates and services."""
 
 from collections.abc import Sequence
 
@@ -18,16 +18,17 @@ METADATA_BYTES_MAX = 16 << 10
 CONNECTION_STREAMS_MAX = 1024
 HANDSHAKE_MS_MAX = 10_000
 IDLE_MS_MAX = 600_000
-"""A connection that nothing runs on is closed after this time; clients open another when they need one."""
+"""An idle connection is closed after this time; clients open another when they need one."""
 
 SILENCE_MS = 30_000
 SILENCE_ANSWER_MS = 20_000
-"""A client that was silent for SILENCE_MS while a call runs is asked for a sign of life, and cut off
-SILENCE_ANSWER_MS after."""
+"""A client that was silent for SILENCE_MS during a call is pinged, and disconnected after
+SILENCE_ANSWER_MS.
+"""
 
 _OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", BODY_BYTES_MAX),
-    ("grpc.max_send_message_length", -1),  # an answer is as long as the model made it
+    ("grpc.max_send_message_length", -1),  # answers may be of any length
     ("grpc.max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.max_concurrent_streams", CONNECTION_STREAMS_MAX),
@@ -57,13 +58,13 @@ class PublicServer:
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self, host: str, port: int) -> str:
-        """Listen, on port 0 at any free one; the address, host:port. Raises OSError."""
+        """Listen (port 0: any free one) and return the address, host:port. Raises OSError."""
         address = channels.bind(self._server, host, port, self._credentials)
         await self._server.start()
         return address
 
     async def run(self) -> None:
-        """Until cancelled; then take nothing more, and let what runs come to its end."""
+        """Serve until cancelled; then accept nothing more and let running calls finish."""
         try:
             await self._server.wait_for_termination()
         finally:

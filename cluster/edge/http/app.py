@@ -1,6 +1,6 @@
-"""The HTTP application: which path does what. Knows a cluster as the Services of its models only.
+"""The HTTP application: its paths. It knows a cluster only through the Services of its models.
 
-body --intake--> Job --answers--> Increments --replies--> chunks or one JSON object
+body --intake--> PreparedRequest --answers--> Increments --replies--> chunks or one JSON object
 """
 
 import os
@@ -48,13 +48,14 @@ def build_app(
     limits: EdgeLimits | None = None,
     keys: Sequence[ApiKey] = (),
 ) -> FastAPI:
-    """`app_of` a desk of its own."""
+    """Return `app_of` a new context."""
     return app_of(open_context(served, sources, metrics=metrics, limits=limits, keys=keys))
 
 
 def app_of(desk: EdgeContext) -> FastAPI:
-    """The OpenAI API over the models of `desk`, with /tokenize, /health, /metrics, /cluster, /version and
-    /docs."""
+    """Return the OpenAI API over the models of `desk`, with /tokenize, /health, /metrics, /cluster,
+    /version and /docs.
+    """
     edge = Edge(desk)
     app = FastAPI(title="Tidemill", version=__version__, redoc_url=None)
     app.add_middleware(
@@ -94,7 +95,7 @@ def app_of(desk: EdgeContext) -> FastAPI:
 
 @dataclass(frozen=True, slots=True)
 class _CompletionReply:
-    """What answers one HTTP request."""
+    """The answer to one HTTP request."""
 
     model: EdgeModel
     job: PreparedRequest
@@ -110,41 +111,41 @@ class Edge:
         self._models = desk.models
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
-        """A chat: the answer of the assistant, streamed or whole."""
+        """Answer a chat as the assistant, streamed or whole."""
         model = self._models.find(body.model)
         job = await model.intake.chat(body, caller_of(request.headers, self._desk.keys))
         return await self._reply(request, model, job, "chat", body.stream_options if body.stream else None)
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
-        """The continuation of one prompt or of several, streamed or whole."""
+        """Continue one prompt or several, streamed or whole."""
         model = self._models.find(body.model)
         job = await model.intake.completion(body, caller_of(request.headers, self._desk.keys))
         return await self._reply(request, model, job, "text", body.stream_options if body.stream else None)
 
     async def models(self) -> Json:
-        """The models that can be asked for."""
+        """List the models."""
         return {"object": "list", "data": self._models.listed()}
 
     async def model(self, name: str) -> Json:
-        """One model."""
+        """Describe one model."""
         return self._models.find(name).json(name)
 
     async def health(self) -> Json:
-        """200 when some worker can answer."""
+        """Return 200 when some worker can answer."""
         if not await self._models.can_answer():
             raise Unserved("no decode worker is ready")
         return {"status": "ok"}
 
     async def alive(self) -> Json:
-        """200 as long as the frontend answers at all."""
+        """Return 200 as long as the edge answers at all."""
         return {"status": "ok"}
 
     async def load(self) -> Json:
-        """Answers that this frontend has under way."""
+        """Return the number of answers in progress on this edge."""
         return {"server_load": self._desk.open_answers.held}
 
     async def cluster(self) -> Json:
-        """Every worker: what it is, what it has to do, what its memory holds."""
+        """Return every worker: its facts, its load, its memory."""
         fleets = await self._models.fleets()
         return {
             "models": [model.json() for model in self._models],
@@ -157,31 +158,32 @@ class Edge:
         }
 
     async def memory(self) -> Json:
-        """The memory of every worker: its budget, who set it, and what it holds."""
+        """Return the memory of every worker: its budget, who set it, and its use."""
         return memory_of(await self._models.fleets())
 
     async def set_budget(self, body: BudgetBody) -> Json:
-        """Give a worker another memory budget, or leave it to the broker. It takes effect within seconds: the
-        answer is the memory of every worker now."""
+        """Give a worker another memory budget, or return it to the broker. It takes effect within seconds;
+        the reply is the memory of every worker now.
+        """
         await self._models.order(lambda service: service.set_budget(body.worker, body.budget))
         return memory_of(await self._models.fleets())
 
     async def reset_prefix_cache(self) -> Json:
-        """Requests from now on find no prefix that was kept before, of any model: for measurements."""
+        """Make new requests find no cached prefix of any model, for measurements."""
         for model in self._models:
             model.service.reset_prefix_cache()
         return {"status": "ok"}
 
     async def version(self) -> Json:
-        """The version of the server."""
+        """Return the version of the server."""
         return {"version": __version__}
 
     async def metrics(self) -> Response:
-        """Measurements in the text format of Prometheus."""
+        """Return metrics in the text format of Prometheus."""
         try:
             fleets = await self._models.fleets()
         except TidemillError:
-            fleets = {}  # the edge's own figures are wanted most when no router answers
+            fleets = {}  # the edge's own metrics matter most when no router answers
         return Response(exposition(self._desk.metrics, fleets), media_type=CONTENT_TYPE)
 
     async def _reply(
@@ -223,7 +225,9 @@ class Edge:
         return whole_reply(head, job, choices, tally.usage())
 
     async def _chunks(self, reply: _CompletionReply, options: StreamOptions) -> AsyncGenerator[bytes]:
-        """Server-sent events. After the first one an error is an event too: the status line has been sent."""
+        """Yield server-sent events. After the first, an error is an event too, because the status line has
+        been sent.
+        """
         job, head = reply.job, reply.head
         tally = UsageCounter(job)
         started = False
@@ -231,7 +235,7 @@ class Edge:
             async with aclosing(self._answers(reply)) as increments:
                 async for increment in increments:
                     if head.kind == "chat" and not started:
-                        for index in range(len(job.requests)):  # in order: the openai SDK counts on it
+                        for index in range(len(job.requests)):  # in order, which the openai SDK relies on
                             yield event(head.chunk([opening_choice(index)]))
                             started = True
                     tally.record(increment)

@@ -1,4 +1,4 @@
-"""The files of the status page at `/`, which anybody may read."""
+"""The files of the status page at `/`, which need no key."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ MEDIA_TYPES = {
 }
 FILES = tuple(sorted(path.name for path in FOLDER.iterdir() if path.suffix in MEDIA_TYPES))
 PAGE_PATHS = frozenset({"/", *(PREFIX + name for name in FILES if name != INDEX)})
-"""They hold nothing of the fleet: the page asks for that, with the key that a person gives it."""
+"""The files hold no data of the fleet: the page fetches it with the key that a user enters."""
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -31,7 +31,7 @@ HEADERS = {
 
 
 def add_page_routes(app: FastAPI) -> None:
-    """`/`, and what it loads from /page/."""
+    """Serve `/` and the files below /page/."""
     for name in FILES:
         _add_file(app, "/" if name == INDEX else PREFIX + name, FOLDER / name)
 

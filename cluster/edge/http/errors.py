@@ -1,4 +1,4 @@
-"""Every error of the application becomes a reply as clients of OpenAI expect it."""
+"""Turns every error of the application into a reply of OpenAI's shape."""
 
 from collections.abc import Callable, Mapping
 from typing import cast
@@ -14,7 +14,7 @@ from tidemill.kvstore.errors import TidemillError
 
 
 def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
-    """Make every error of `app` an OpenAI-shaped reply. `count` gets the status of each."""
+    """Make every error of `app` an OpenAI-shaped reply. `count` receives the status of each."""
 
     async def expected(_: Request, error: Exception) -> Response:
         status, body = error_of(error)
@@ -43,5 +43,5 @@ def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
 
 
 def _in_body(problem: Mapping[str, object]) -> dict[str, object]:
-    """Its place, which starts with the word "body", as a place in the body."""
+    """Return the problem with its location in the body, without the leading word "body"."""
     return {**problem, "loc": cast("tuple[int | str, ...]", problem["loc"])[1:]}

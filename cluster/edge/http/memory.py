@@ -1,4 +1,4 @@
-"""The memory of workers over HTTP: what each has, and the body that gives one of them another budget."""
+"""The memory of workers over HTTP, and the body that sets a worker's budget."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,8 +18,9 @@ def _size(value: object) -> object:
 
 
 class BudgetBody(BaseModel):
-    """A worker by its name and what it shall have: a number of bytes, a size like 512MiB, or null, which
-    leaves it to the broker."""
+    """A worker's name and its new budget: a number of bytes, a size such as 512MiB, or null to return it to
+    the broker.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -28,12 +29,12 @@ class BudgetBody(BaseModel):
 
 
 def memory_of(fleets: Mapping[str, FleetStatus]) -> Json:
-    """The memory of every worker; `fleets` by model."""
+    """Return the memory of every worker; `fleets` by model."""
     return {"workers": [_row(worker) for status in fleets.values() for worker in status.workers]}
 
 
 def _row(worker: WorkerStatus) -> Json:
-    """`set_bytes` is the budget that the worker shall have, `budget_bytes` the one that it has."""
+    """Return a row; `set_bytes` is the budget set for the worker, `budget_bytes` its present one."""
     return {
         "name": worker.info.name,
         "role": worker.info.role,

@@ -1,6 +1,6 @@
-"""The outermost layer: who may ask comes in, with a bounded body; every reply carries the request's id.
+"""The outermost layer: it checks the key, bounds the body, and adds the request's id to every reply.
 
-What is open when the server stops is told so here.
+It also ends replies that are open when the server stops.
 """
 
 import asyncio
@@ -27,8 +27,9 @@ OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/m
 
 
 class EdgeMiddleware:
-    """ASGI middleware. Looks at the key, then reads the body before the application does, and no more of it
-    than is allowed."""
+    """ASGI middleware. It checks the key, then reads the body before the application does, and no more of
+    it than allowed.
+    """
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class EdgeMiddleware:
         body = _Body(self._bytes, self._body_s_max)
         try:
             self._admit(scope, headers)
-            # what only looks is answered also when the edge is full
+            # read-only requests are answered also when the edge is full
             with self._requests.holding(1) if scope["method"] == "POST" else nullcontext():
                 if not await body.read(headers, receive):
                     return
@@ -76,14 +77,14 @@ class EdgeMiddleware:
                 await self._app(scope, receive_after_body, send_with_id)
         except (RequestError, Overloaded) as error:
             await self._refuse(error)(scope, receive, send_with_id)
-        except asyncio.CancelledError:  # the server stops, and waits no longer
+        except asyncio.CancelledError:  # the server stops and waits no longer
             if not await self._cut(begun, scope, receive, send_with_id):
                 raise
         finally:
             body.drop()
 
     def _admit(self, scope: Scope, headers: Headers) -> None:
-        """Raises RequestError and Overloaded."""
+        """Admit a request. Raises RequestError and Overloaded."""
         if scope["path"] not in OPEN_PATHS:
             self._keys.admit(scope["path"], headers)
         if not self._keys.are_needed:
@@ -91,7 +92,9 @@ class EdgeMiddleware:
             check_site(scope["method"], server[0], headers)
 
     async def _cut(self, begun: Headers | None, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Say so, if the reply has not `begun` or is a stream of events: whether that could be."""
+        """Report the cut, if the reply has not `begun` or is an event stream; return whether that was
+        possible.
+        """
         if begun is None:
             await self._refuse(STOPS)(scope, receive, send)
             return True
@@ -102,7 +105,7 @@ class EdgeMiddleware:
         return False
 
     def _refuse(self, error: Exception) -> JSONResponse:
-        """The rest of the body is not read, so the connection cannot be used again."""
+        """Refuse a request. The rest of its body is not read, so the connection cannot be reused."""
         status, reply = self._told(error)
         return JSONResponse(reply, status, {"connection": "close"} | (headers_of(error) or {}))
 
@@ -113,7 +116,7 @@ class EdgeMiddleware:
 
 
 class _Body:
-    """The body of one request, within the bound on all of them until it is dropped."""
+    """The body of one request, counted against the bound on all bodies until it is dropped."""
 
     def __init__(self, bound: InFlightLimit, s_max: float) -> None:
         self._bound = bound
@@ -122,8 +125,9 @@ class _Body:
         self._whole: bytes | None = None
 
     async def read(self, headers: Headers, receive: Receive) -> bool:
-        """All of it; false when the client went away before. Raises RequestError if it is too large or too
-        slow, and Overloaded."""
+        """Read all of it; return False if the client disconnected before.
+        Raises RequestError if it is too large or too slow, and Overloaded.
+        """
         too_large = RequestError(
             f"the body is larger than {BODY_BYTES_MAX >> 20} MiB: send less",
             status=413,
@@ -157,7 +161,7 @@ class _Body:
             ) from error
 
     def message(self) -> Message | None:
-        """The body as the application receives it, once."""
+        """Return the body as the application receives it, once."""
         if self._whole is None:
             return None
         body, self._whole = self._whole, None

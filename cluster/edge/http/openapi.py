@@ -1,4 +1,4 @@
-"""What /openapi.json says beyond the routes: errors in the shape that is sent, streams, keys."""
+"""Adds to /openapi.json what routes do not show: the errors' shape, streams, keys."""
 
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ EVERYWHERE = {
     "500": "a bug, or a request that ends workers",
     "503": "no worker can answer now: ask again after `Retry-After` seconds",
 }
-"""Statuses of errors, and what they mean."""
+"""Error statuses and their meanings."""
 
 ERROR: Json = {
     "type": "object",
@@ -49,20 +49,19 @@ REPLIES: dict[str, Json] = {
     "/v1/completions": _reply("id", "object", "created", "model", "choices", "usage"),
     "/v1/responses": _reply("id", "object", "created_at", "model", "output", "status"),
 }
-"""What those answer that can stream as well, when they do not."""
+"""The replies of streaming endpoints when they do not stream."""
 
 NOT_OURS = ("HTTPValidationError", "ValidationError")
 
 
 def describe(app: FastAPI) -> None:
-    """Have `app` tell the truth in its OpenAPI document. It is made when it is first asked for, which takes a
-    fifth of a second."""
+    """Complete the OpenAPI document of `app`, which is made on first request in a fifth of a second."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             _correct(plain())
-        return plain()  # the same one: FastAPI keeps it
+        return plain()  # the same document: FastAPI keeps it
 
     app.openapi = openapi
 

@@ -16,20 +16,20 @@ Kind = Literal["chat", "text"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyHead:
-    """What every chunk of one reply repeats."""
+    """The fields that every chunk of one reply repeats."""
 
     kind: Kind
     reply_id: str
     created_s: int  # unix time
     model: str
-    piece: Piece  # the bytes of a token
+    piece: Piece  # returns the bytes of a token
 
     def logprobs(self, scored: Sequence[Scored]) -> Json:
         write = chat_logprobs if self.kind == "chat" else completion_logprobs
         return write(scored, self.piece)
 
     def call_id(self, choice: int) -> str:
-        """What the ids of the tool calls of one choice start with."""
+        """Return the prefix of the ids of a choice's tool calls."""
         return f"call-{self.reply_id.partition('-')[2]}-{choice}"
 
     def chunk(self, choices: Sequence[Json]) -> Json:
@@ -49,7 +49,7 @@ class ReplyHead:
 
 
 def opening_choice(index: int) -> Json:
-    """What comes before the text of a chat's choice."""
+    """Return what precedes the text of a chat's choice."""
     delta = {"role": "assistant", "content": ""}
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
@@ -70,7 +70,7 @@ def chunk_choice(head: ReplyHead, increment: Increment) -> Json:
 def whole_reply(
     head: ReplyHead, job: PreparedRequest, choices: Sequence[Sequence[Increment]], usage: Json
 ) -> Json:
-    """`choices` are all increments of each."""
+    """Return a whole reply; `choices` holds all increments of each."""
     told = _told(job, choices)
     whole = [
         whole_choice(head, index, choices[choice], logprobs=job.logprobs) for index, choice in enumerate(told)
@@ -87,7 +87,7 @@ def whole_reply(
         )
         for choice in told
     ]
-    if head.kind == "chat":  # where vLLM has them
+    if head.kind == "chat":  # as in vLLM
         return {**body, "prompt_logprobs": scores[0]}
     for choice, score in zip(whole, scores, strict=True):
         choice["prompt_logprobs"] = score
@@ -95,7 +95,9 @@ def whole_reply(
 
 
 def _told(job: PreparedRequest, choices: Sequence[Sequence[Increment]]) -> list[int]:
-    """Of the choices of each prompt the best first, by logprob per token, where not all of them are told."""
+    """Return the choices to send: of each prompt the best first, by logprob per token, if not all are
+    wanted.
+    """
 
     def per_token(choice: int) -> float:
         growths = [increment.growth for increment in choices[choice]]
@@ -131,7 +133,7 @@ def whole_choice(head: ReplyHead, index: int, increments: Sequence[Increment], *
 
 
 def _delta(parts: Sequence[Part], call_id: str) -> Json:
-    """Of a chunk. Of a call the first piece has its id and its name."""
+    """Return the delta of a chunk. The first piece of a call has its id and name."""
     calls = [{"index": piece.index, **_piece(piece, call_id)} for piece in _calls(parts)]
     reasoning, words = _texts(parts)
     return {
@@ -154,7 +156,7 @@ def _message(parts: Sequence[Part], call_id: str) -> Json:
 
 
 def _texts(parts: Sequence[Part]) -> tuple[str, str]:
-    """The reasoning, and the words."""
+    """Return the reasoning and the text."""
     reasoning = "".join(part.text for part in parts if isinstance(part, ReasoningText))
     return reasoning, "".join(part.text for part in parts if isinstance(part, Text))
 

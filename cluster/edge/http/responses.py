@@ -1,4 +1,4 @@
-"""POST /v1/responses: the stateless core of OpenAI's Responses API, over the same jobs as chats."""
+"""POST /v1/responses: the stateless core of OpenAI's Responses API, over the same requests as chats."""
 
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
@@ -24,10 +24,10 @@ from tidemill.workers.messages import FinishReason, RequestError
 
 
 def add_responses_routes(app: FastAPI, desk: EdgeContext) -> None:
-    """POST /v1/responses."""
+    """Add POST /v1/responses."""
 
     async def responses(body: ResponsesBody, request: Request) -> Response:
-        """An answer as items (reasoning, message, function_call), streamed or whole. Nothing is stored."""
+        """Answer with items (reasoning, message, function_call), streamed or whole. Nothing is stored."""
         model = desk.models.find(body.model)
         try:
             job = await model.intake.chat(body.chat(), caller_of(request.headers, desk.keys))
@@ -49,7 +49,7 @@ def add_responses_routes(app: FastAPI, desk: EdgeContext) -> None:
 
 @dataclass(slots=True)
 class _ResponseReply:
-    """One response, from its job to its end."""
+    """One response, from its request to its end."""
 
     desk: EdgeContext
     model: EdgeModel
@@ -70,12 +70,12 @@ class _ResponseReply:
         return self._response(self._status())
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Server-sent events, numbered. After the first one an error is an event too."""
+        """Yield numbered server-sent events. After the first, an error is an event too."""
         sent = 0
         try:
             async with aclosing(self._answer()) as increments:
                 async for increment in increments:
-                    opening = [] if sent else self._opening()  # before anything is in it
+                    opening = [] if sent else self._opening()  # before its first item
                     for body in (*opening, *self._events_of(increment)):
                         yield event({**body, "sequence_number": sent}, str(body["type"]))
                         sent += 1
@@ -157,13 +157,13 @@ class _ResponseReply:
 
 
 def _error(body: Mapping[str, object]) -> Json:
-    """What an error says inside of a response."""
+    """Return the error object of a response."""
     error = cast("dict[str, object]", body["error"])
     return {"code": error["code"] or "server_error", "message": error["message"]}
 
 
 def _choice(body: ResponsesBody) -> object:
-    """As the client has written it."""
+    """Return the tool choice as the client wrote it."""
     match body.tool_choice:
         case {"function": {"name": name}}:
             return {"type": "function", "name": name}

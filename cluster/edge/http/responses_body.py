@@ -1,7 +1,8 @@
 """The body of POST /v1/responses, and the chat that it asks for.
 
-An item of `input` is a message, a call that the model made, or the output of one; what is kept on a server
-(previous_response_id, conversations, prompts) is refused: every request brings all that the model shall see.
+An item of `input` is a message, a call that the model made, or the output of one.
+Server-side state (previous_response_id, conversations, prompts) is refused: every request brings all that
+the model should see.
 """
 
 from typing import Annotated, Any, Literal, Self, cast
@@ -34,7 +35,7 @@ NEED_A_SERVER_WITH_MEMORY = ("previous_response_id", "conversation", "prompt", "
 NOT_PASSED_ON = frozenset(
     {"messages", "n", "logprobs", "top_logprobs", "max_tokens", "prompt_logprobs", "response_format"}
 )
-"""Fields of a chat that a response has in another form, or not at all."""
+"""Chat fields that a response has in another form, or not at all."""
 
 CHAT_NAMES = {
     "messages": "input",
@@ -42,11 +43,11 @@ CHAT_NAMES = {
     "response_format": "text.format",
     "max_completion_tokens": "max_output_tokens",
 }
-"""How the fields of the chat are called here."""
+"""The names of chat fields in a response."""
 
 
 def _text(value: object) -> object:
-    """A list of text parts becomes one text."""
+    """Join a list of text parts to one text."""
     if not isinstance(value, list):
         return value
     texts: list[str] = []
@@ -68,7 +69,7 @@ def _items(value: object) -> object:
 
 
 def _choice(value: object) -> str | dict[str, Any]:
-    """As a chat has it."""
+    """Return the tool choice in the form of a chat."""
     match value:
         case "none" | "auto" | "required" as word:
             return str(word)
@@ -87,7 +88,7 @@ Choice = Annotated[
 
 
 class InputItem(BaseModel):
-    """One item of the input. Which of the fields it needs says its type; reasoning is left out."""
+    """One item of the input. Its type determines which fields it needs; reasoning is dropped."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -116,13 +117,13 @@ class InputItem(BaseModel):
 
 
 class FlatTool(Function):
-    """A function, without a level of its own."""
+    """A function tool without a nested object."""
 
     type: Literal["function"]
 
 
 class TextConfig(BaseModel):
-    """`format` is {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "schema": ...}."""
+    """A text format: {"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "schema": ...}."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -132,7 +133,9 @@ class TextConfig(BaseModel):
 
 
 class ReasoningOptions(BaseModel):
-    """`effort` is for the chat template; "none" asks for an answer without reasoning."""
+    """The reasoning options. `effort` is for the chat template; "none" asks for an answer without
+    reasoning.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -140,8 +143,9 @@ class ReasoningOptions(BaseModel):
 
 
 class ResponsesBody(BaseModel):
-    """POST /v1/responses. Fields of a chat that it does not name are passed on (seed, top_k, cache_salt);
-    nothing is stored, whatever `store` says."""
+    """The body of POST /v1/responses. Chat fields that it does not name are passed on (seed, top_k,
+    cache_salt); nothing is stored, whatever `store` is.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -168,7 +172,7 @@ class ResponsesBody(BaseModel):
     _nulls = model_validator(mode="before")(absent_if_null)
 
     def chat(self) -> ChatBody:
-        """What is asked, as a chat. Raises RequestError."""
+        """Return the chat that is asked for. Raises RequestError."""
         extra = self.model_extra or {}
         kept = next((name for name in NEED_A_SERVER_WITH_MEMORY if extra.get(name)), None)
         if kept is not None:
@@ -211,7 +215,7 @@ class ResponsesBody(BaseModel):
         return {"type": "json_schema", "json_schema": {key: wanted[key] for key in wanted if key != "type"}}
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Calls join the words of the assistant that they follow, and each other."""
+        """Return the messages; calls join the assistant's text that they follow, and each other."""
         turns: list[dict[str, Any]] = []
         if self.instructions is not None:
             turns.append({"role": "system", "content": self.instructions})
@@ -232,7 +236,7 @@ class ResponsesBody(BaseModel):
 
 
 def renamed(error: RequestError) -> RequestError:
-    """What is wrong with the chat, in the words of the response that asked for it."""
+    """Return an error of the chat in the field names of the response."""
     param = error.param or ""
     name = next((name for name in CHAT_NAMES if param.startswith(name)), None)
     if name is None:

@@ -1,9 +1,9 @@
-"""The output of a response as it grows: items of reasoning, words and calls, and the events that tell them.
+"""The growing output of a response: items of reasoning, text and calls, and their events.
 
-    item added, part added, delta, delta, ..., text done, part done, item done        reasoning and words
+    item added, part added, delta, delta, ..., text done, part done, item done        reasoning and text
     item added, delta, delta, ..., arguments done, item done                          calls
 
-One item is open at a time. What is streamed adds up to what a whole response holds.
+One item is open at a time. The streamed deltas add up to the whole response.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ ARGUMENTS = "response.function_call_arguments"
 
 @dataclass(slots=True)
 class Open:
-    """The item that grows: the last one of the output."""
+    """The open item, which is the last one of the output."""
 
     kind: Kind
     item_id: str
@@ -32,27 +32,27 @@ class Open:
 
 @dataclass(slots=True)
 class OpenCall:
-    """The same of a call."""
+    """The open call."""
 
     item: Json  # without its arguments
     arguments: list[str] = field(default_factory=list[str])
 
 
 class Output:
-    """`name` is what the ids of the items have in common."""
+    """The output; `name` is the common part of the items' ids."""
 
     def __init__(self, name: str) -> None:
-        self.items: list[Json] = []  # those that are closed
+        self.items: list[Json] = []  # closed ones
         self._name = name
         self._open: Open | OpenCall | None = None
 
     @property
     def reasons(self) -> bool:
-        """Whether what comes now is reasoning, as far as anybody knows."""
+        """Return whether the next text is reasoning, as far as is known."""
         return isinstance(self._open, Open) and self._open.kind == "reasoning"
 
     def add(self, parts: Sequence[Part]) -> Iterator[Json]:
-        """The events of some more of the answer."""
+        """Yield the events of more of the answer."""
         for part in parts:
             match part:
                 case ReasoningText(text):
@@ -63,7 +63,7 @@ class Output:
                     yield from self._call(part)
 
     def end(self, status: Status) -> Iterator[Json]:
-        """The answer is over; one that said nothing has an empty message."""
+        """Yield the last events; an answer without text gets an empty message."""
         if not self.items and self._open is None:
             yield from self._grow("message", "")
         yield from self._close(status)

@@ -1,7 +1,8 @@
-"""Where there are no keys, pages of other sites in somebody's browser neither ask nor give orders.
+"""Refuses, where there are no keys, requests and commands that pages of other sites send from a user's
+browser.
 
-A page may send a form anywhere: its browser says in `Origin` whose page it is. And a site may have its name
-point to this machine (DNS rebinding): its pages then ask by that name, in `Host`.
+A page may send a form anywhere; its browser names the page's site in `Origin`.
+A site may also point its name to this machine (DNS rebinding): its pages then use that name in `Host`.
 """
 
 from collections.abc import Mapping
@@ -11,13 +12,13 @@ from urllib.parse import urlsplit
 from tidemill.workers.messages import RequestError
 
 READS = frozenset({"GET", "HEAD", "OPTIONS"})
-"""What another site may send: it cannot read the answer."""
+"""The methods that another site may use: it cannot read the reply."""
 
 KEYS_FIX = "serve with --api-key"
 
 
 def check_site(method: str, server: str, headers: Mapping[str, str]) -> None:
-    """`server` is the address that the request came to. Raises RequestError (403)."""
+    """Check a request; `server` is the address that it reached. Raises RequestError (403)."""
     host, origin = headers.get("host", ""), headers.get("origin")
     if origin is not None and method not in READS and origin.partition("://")[2] != host:
         raise RequestError(
@@ -35,7 +36,7 @@ def check_site(method: str, server: str, headers: Mapping[str, str]) -> None:
 
 
 def _name_of(host: str) -> str:
-    """Without the port."""
+    """Return the host without the port."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:  # brackets around nothing

@@ -1,6 +1,6 @@
-"""How long a client may take: one that is too slow to send its headers or to read its answer is cut off.
+"""Disconnects clients that send their headers or read their answers too slowly.
 
-A body has its own limit in boundary.py, where it can still be answered; TLS handshakes end after a minute,
+middleware.py limits the time of a body, which can still be answered; TLS handshakes end after a minute,
 which is the event loop's default.
 """
 
@@ -11,19 +11,19 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 
 TAKEN_BYTES_MIN = 16 << 10
-"""A client that takes less of what waits for it, in one period of `send_s_max`, reads too slowly."""
+"""A client that takes less of what waits for it in one period of `send_s_max` reads too slowly."""
 
 
 class TimeoutProtocol(HttpToolsProtocol):
-    """uvicorn's protocol of one connection, with an end to its patience.
+    """uvicorn's protocol of one connection, with timeouts.
 
-    uvicorn stops the application at 64 KiB that the client has not taken, and would wait for ever then; what
-    it closes it flushes first, for ever as well. Cutting a connection ends its requests as any disconnect
-    does.
+    uvicorn stops the application at 64 KiB that the client has not taken and would wait forever; what it
+    closes it flushes first, forever as well.
+    Aborting a connection ends its requests like any disconnect.
     """
 
     limits = EdgeLimits()
-    _requests = 0  # whose headers are here and whose answer is not complete
+    _requests = 0  # whose headers have arrived and whose answer is not complete
     _headers_due: asyncio.TimerHandle | None = None
     _send_due: asyncio.TimerHandle | None = None
 
@@ -44,7 +44,7 @@ class TimeoutProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._requests += 1
         self._forget_headers()
-        if not self.flow.write_paused:  # who asks again has read what came before
+        if not self.flow.write_paused:  # a client that sends again has read what came before
             self._forget_reader()
         super().on_headers_complete()
 
@@ -100,5 +100,5 @@ class TimeoutProtocol(HttpToolsProtocol):
 
 
 def with_client_timeouts(limits: EdgeLimits) -> type[TimeoutProtocol]:
-    """The protocol with these limits, as uvicorn takes it: `http=patient(limits)`."""
+    """Return the protocol with these limits, as uvicorn takes it: `http=with_client_timeouts(limits)`."""
     return type("PatientProtocol", (TimeoutProtocol,), {"limits": limits})

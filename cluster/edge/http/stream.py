@@ -1,4 +1,4 @@
-"""Replies last as long as somebody reads them: server-sent events, and the end of work nobody waits for."""
+"""Server-sent events, and the end of work for clients that have disconnected."""
 
 import asyncio
 import json
@@ -14,20 +14,20 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 CLIENT_CLOSED_REQUEST = 499
-"""Never sent: the client is gone."""
+"""The status of a client that has disconnected; it is never sent."""
 
 ENCODER = json.JSONEncoder(separators=(",", ":"))
-"""`json.dumps` would make one for each event."""
+"""An encoder for all events; `json.dumps` would make one for each."""
 
 
 def event(body: object, name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     line = f"event: {name}\n" if name else ""
     return f"{line}data: {ENCODER.encode(body)}\n\n".encode()
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Result of `work`; None when the client went away first. `work` has ended, in any case, on return."""
+    """Return the result of `work`, or None if the client disconnected first. On return `work` has ended."""
     running = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(receive))
     try:
@@ -47,7 +47,7 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Sends events as the client takes them, and closes `events` whatever ends the reply.
 
-    The headers wait for the first event: an error before it still becomes an ordinary error reply.
+    The headers wait for the first event, so an error before it is still an ordinary error reply.
     """
 
     media_type = "text/event-stream"

@@ -1,4 +1,4 @@
-"""GET /cluster/support/NAME: what a server knows of itself, for people who look for what is wrong with it."""
+"""GET /cluster/support/NAME: the parts of a support bundle."""
 
 import asyncio
 from typing import Annotated
@@ -13,8 +13,9 @@ from tidemill.workers.messages import RequestError
 
 def add_support_routes(app: FastAPI, parts: Parts) -> None:
     async def support(name: Annotated[str, InPath(max_length=64)]) -> Json:
-        """Settings without secrets, versions, nodes, the ends of logs: what `tidemill support-bundle`
-        collects."""
+        """Return settings without secrets, versions, nodes, ends of logs: what `tidemill support-bundle`
+        collects.
+        """
         part = parts.get(name)
         if part is None:
             there = ", ".join(parts) or "none"

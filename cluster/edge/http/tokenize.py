@@ -1,4 +1,4 @@
-"""Tokens of texts and texts of tokens over HTTP, in the shapes of vLLM."""
+"""Tokens of texts and texts of tokens over HTTP, in vLLM's shapes."""
 
 from fastapi import FastAPI
 
@@ -10,10 +10,10 @@ from tidemill.cluster.edge.requests.usage import Json
 
 
 def add_token_routes(app: FastAPI, models: EdgeModels) -> None:
-    """POST /tokenize and /detokenize: what the model would see, and what tokens stand for."""
+    """Add POST /tokenize and /detokenize."""
 
     async def tokenize(body: TokenizeBody) -> Json:
-        """The tokens of a prompt, or of a chat as the model's template writes it."""
+        """Return the tokens of a prompt, or of a chat as the model's template renders it."""
         model = models.find(body.model)
         tokens = await model.intake.prompt_of(body)
         strs = [text_of(model.tokenizer, [token]) for token in tokens] if body.return_token_strs else None
@@ -25,7 +25,7 @@ def add_token_routes(app: FastAPI, models: EdgeModels) -> None:
         }
 
     async def detokenize(body: DetokenizeBody) -> Json:
-        """The text of tokens, special ones included."""
+        """Return the text of tokens, including special ones."""
         model = models.find(body.model)
         check_tokens(body.tokens, "tokens", model.served)
         return {"prompt": text_of(model.tokenizer, body.tokens)}

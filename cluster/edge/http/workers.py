@@ -1,4 +1,4 @@
-"""Orders to workers over HTTP: hand everything over, have another role, be more or fewer."""
+"""Operator commands over HTTP: drain a worker, change its role, scale a role."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -12,15 +12,16 @@ from tidemill.cluster.edge.requests.usage import Json
 from tidemill.workers.messages import Role
 
 WORKERS_MAX = 1024
-"""Of a role: more is a mistake."""
+"""The most workers of a role; a larger number is a mistake."""
 
 Count = Annotated[int, Field(ge=0, le=WORKERS_MAX)]
 Name = Annotated[str, InPath(max_length=256)]
 
 
 class DrainBody(BaseModel):
-    """`drain`: hand everything over and take no more, or take work again; `force`: also if no other worker
-    does its work."""
+    """The body of a drain. `drain`: hand everything over and take no more, or take work again. `force`:
+    also if no other worker does its work.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -29,7 +30,7 @@ class DrainBody(BaseModel):
 
 
 class RoleBody(BaseModel):
-    """prefill, decode, or mixed for both."""
+    """A role: prefill, decode, or mixed for both."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -37,8 +38,9 @@ class RoleBody(BaseModel):
 
 
 class ScaleBody(BaseModel):
-    """`workers`: how many of a role there shall be. `pending`: new ones that find no place in the cluster
-    wait for one, instead of being refused."""
+    """The body of a scale. `workers`: the number of each role. `pending`: new workers that the cluster
+    cannot schedule wait instead of being refused.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -48,11 +50,12 @@ class ScaleBody(BaseModel):
 
 
 def add_worker_routes(app: FastAPI, models: EdgeModels) -> None:
-    """Orders to one worker take effect with its next heartbeat; the answer is its name and what it was
-    told."""
+    """Add the commands. A command to one worker takes effect with its next heartbeat; the reply is its name
+    and the command.
+    """
 
     async def drain(name: Name, body: DrainBody) -> Json:
-        """Take a worker out of service, or back into it."""
+        """Take a worker out of service, or return it."""
         await models.order(lambda service: service.drain(name, drain=body.drain, force=body.force))
         return {"worker": name, "drain": body.drain}
 
@@ -62,7 +65,9 @@ def add_worker_routes(app: FastAPI, models: EdgeModels) -> None:
         return {"worker": name, "role": body.role}
 
     async def roles(model: str | None = None) -> Json:
-        """How many workers of each role there are to be, of one model or of all, and what is on its way."""
+        """Return the wanted number of workers per role, of one model or of all, and the changes in
+        progress.
+        """
         found = models if model is None else [models.find(model)]
         rows = [
             {"model": model.name, **asdict(role)} for model in found for role in await model.service.roles()
@@ -70,8 +75,9 @@ def add_worker_routes(app: FastAPI, models: EdgeModels) -> None:
         return {"roles": rows}
 
     async def scale(body: ScaleBody) -> Json:
-        """Have more or fewer workers of a role: new ones are started, others hand their work over and go. The
-        answer comes at once; GET tells how far it is."""
+        """Change the number of workers of a role: new ones start, others hand their work over and leave.
+        The reply is immediate; GET shows the progress.
+        """
         model = models.find(body.model)
         lacks = await model.service.scale(body.workers, pending=body.pending)
         return {**await roles(model.name), "lacks": lacks}

@@ -1,4 +1,4 @@
-"""The answers of one job as they grow: one stream of the service for each choice, all of them merged."""
+"""The growing answers of one request: a stream of the service per choice, all merged."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -17,22 +17,22 @@ from tidemill.workers.messages import StreamPiece, TokenLogprob, Trace, Unserved
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Increment:
-    """What a piece adds to a choice."""
+    """The addition of one piece to a choice."""
 
     choice: int
     growth: Growth
     trace: Trace
     tokens: Sequence[int] = ()  # all that the growth counts
-    prompt_logprobs: Sequence[TokenLogprob] = ()  # of the first one: all of them
-    parts: Sequence[Part] = ()  # of a chat: what the text of the growth completes
+    prompt_logprobs: Sequence[TokenLogprob] = ()  # in the first increment: all of them
+    parts: Sequence[Part] = ()  # of a chat: the parts that this text completes
     calls: int = 0  # of tools, so far
 
 
 async def answers(service: Service, tokenizer: Tokenizer, job: PreparedRequest) -> AsyncGenerator[Increment]:
-    """All choices of `job` until each has finished. Closing it cancels what still runs. Raises Unserved and
-    RequestError.
+    """Yield all choices of `job` until each has finished. Closing it cancels the running ones. Raises
+    Unserved and RequestError.
 
-    Every stream of the service is opened and closed here. The reader pulls: at most one increment of
+    Every stream of the service is opened and closed here. The reader pulls, so at most one increment of
     each choice waits.
     """
     async with AsyncExitStack() as stack:
@@ -44,7 +44,7 @@ async def answers(service: Service, tokenizer: Tokenizer, job: PreparedRequest) 
             echo = None if job.echoes is None else Echo(job.echoes[index // job.n], tokenizer.piece)
             streams.append(_read(service.generate(request), answer, speech, echo, index))
             stack.push_async_callback(streams[-1].aclose)
-        if len(streams) == 1:  # the usual case needs no task for each increment
+        if len(streams) == 1:  # the usual case needs no task per increment
             async for increment in streams[0]:
                 yield increment
             return
@@ -82,7 +82,7 @@ async def _read(
 
 
 async def _merged(streams: Sequence[AsyncGenerator[Increment]]) -> AsyncGenerator[Increment]:
-    """Items of all streams, in the order in which they come."""
+    """Yield items of all streams in the order of their arrival."""
     waiting = {asyncio.create_task(_next(stream)): stream for stream in streams}
     try:
         while waiting:

@@ -1,4 +1,4 @@
-"""API keys: who may ask, as which tenant, and how often. Keys are kept as digests, and never told.
+"""API keys: who may send requests, as which tenant, and how often. Only digests of keys are kept.
 
 keys:
   - tenant: search          # several keys may share a tenant
@@ -6,7 +6,7 @@ keys:
     requests_per_minute: 600
   - tenant: people
     sha256: 7c21...
-    operator: true          # may look at /cluster and give orders, too
+    operator: true          # may read /cluster and send commands, too
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +22,13 @@ from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Overloaded, RequestError
 
 OPERATORS_PATHS = ("/cluster", "/reset_prefix_cache", "/flush_cache")
-"""These, and all below them."""
+"""The paths for operators, with all below them."""
 
 
 class ApiKey(BaseModel):
-    """`requests_per_minute` may all come at once after a pause; None: as many as the fleet takes."""
+    """One key. All `requests_per_minute` may arrive together after a pause; None: as many as the fleet
+    takes.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -43,7 +45,7 @@ class _File(BaseModel):
 
 
 class ApiKeys:
-    """Those that are known. Without any, everybody may ask."""
+    """The known keys. Without any, every client is admitted."""
 
     def __init__(self, keys: Sequence[ApiKey] = (), clock_s: Callable[[], float] = lambda: 0.0) -> None:
         self._keys = {key.sha256: key for key in keys}
@@ -55,7 +57,7 @@ class ApiKeys:
         return bool(self._keys)
 
     def admit(self, path: str, headers: Mapping[str, str]) -> None:
-        """Let a request pass, and count it. Raises RequestError (401, 403) and Overloaded."""
+        """Admit a request and count it. Raises RequestError (401, 403) and Overloaded."""
         if not self._keys:
             return
         key = self._key_of(headers)
@@ -66,11 +68,11 @@ class ApiKeys:
                     status=403,
                     code="not_an_operator",
                 )
-        elif key.requests_per_minute is not None:  # operators look as often as they like
+        elif key.requests_per_minute is not None:  # operators are not limited
             self._count(key, key.requests_per_minute)
 
     def tenant(self, headers: Mapping[str, str]) -> str | None:
-        """None where there are no keys. Raises RequestError."""
+        """Return the tenant; None where there are no keys. Raises RequestError."""
         return self._key_of(headers).tenant if self._keys else None
 
     def _key_of(self, headers: Mapping[str, str]) -> ApiKey:
@@ -84,8 +86,9 @@ class ApiKeys:
         return key
 
     def _count(self, key: ApiKey, per_minute: int) -> None:
-        """The generic cell rate algorithm (ITU-T I.371): each request pays for its share of a minute, and
-        may have paid for a minute ahead."""
+        """Apply the generic cell rate algorithm (ITU-T I.371): each request pays for its share of a minute,
+        and may pay for a minute ahead.
+        """
         now_s, cost_s = self._clock_s(), 60 / per_minute
         paid_until_s = max(now_s, self._paid_until_s.get(key.sha256, 0.0)) + cost_s
         wait_s = paid_until_s - now_s - 60
@@ -99,18 +102,18 @@ class ApiKeys:
 
 
 def bearer(headers: Mapping[str, str]) -> str:
-    """The key that a request brings; empty without one."""
+    """Return the key of a request; empty without one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def digest_of(key: str) -> str:
-    """Keys are long and random: one round tells nothing of them."""
+    """Return the digest. Keys are long and random, so one round reveals nothing of them."""
     return sha256(key.encode()).hexdigest()
 
 
 def read_keys(path: Path) -> list[ApiKey]:
-    """Those of a file. Raises TidemillError with the place and the fix."""
+    """Return the keys of a file. Raises TidemillError with the location and the fix."""
     try:
         content: object = yaml.safe_load(path.read_text())
         keys = _File.model_validate(content).keys

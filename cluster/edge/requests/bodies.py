@@ -1,7 +1,8 @@
-"""The bodies that clients send: fields, ranges, and fields that are refused because they change the answer.
+"""The bodies that clients send: fields, ranges, and refused fields that would change the answer.
 
-A field that is null counts as absent. Unknown fields are ignored. What offline calls have as well is in
-cluster/edge/chat/request/params.py; the limits here are those of one HTTP request.
+A null field counts as absent, and unknown fields are ignored.
+cluster/edge/chat/request/params.py has what offline calls use as well; the limits here are those of one
+HTTP request.
 """
 
 from typing import Annotated, Any, Self
@@ -39,7 +40,7 @@ STOPS_MAX = 4
 STOP_BYTES_MAX = 256
 STOP_TOKENS_MAX = 64
 PRIORITY_MAX = 100
-"""As far as a client may move a request before or behind others."""
+"""The range in which a client may move a request before or behind others."""
 
 
 def _short(value: str) -> str:
@@ -68,7 +69,7 @@ LogprobCount = Annotated[int, Field(ge=0, le=LOGPROBS_MAX)]
 
 
 class StreamOptions(BaseModel):
-    """What a stream says besides text."""
+    """Options of a stream."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -79,7 +80,7 @@ class StreamOptions(BaseModel):
 
 
 class Body(Params):
-    """What both endpoints take. The guided_ fields are older names for what structured_outputs says."""
+    """The fields of both endpoints. The guided_ fields are older names of structured_outputs."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -105,7 +106,7 @@ class Body(Params):
     user: str | None = None
 
     def guided(self) -> dict[str, object]:
-        """The guided_ fields, by form."""
+        """Return the guided_ fields, by form."""
         return {
             "json": self.guided_json,
             "regex": self.guided_regex,
@@ -115,7 +116,7 @@ class Body(Params):
 
 
 class ChatBody(Body):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1)]
     tools: Annotated[list[Tool], FailFast(), Field(max_length=TOOLS_MAX)] = Field(default=[])
@@ -130,7 +131,7 @@ class ChatBody(Body):
     top_logprobs: LogprobCount = 0
 
     def effort(self) -> dict[str, object]:
-        """What chat templates are told of it: they call it by different names."""
+        """Return the variables of chat templates for it, which have different names for it."""
         if self.reasoning_effort is None:
             return {}
         thinks = self.reasoning_effort != "none"
@@ -138,14 +139,14 @@ class ChatBody(Body):
         return {"enable_thinking": thinks, "thinking": thinks, **named}
 
     def num_logprobs(self) -> int | None:
-        """Alternatives beside each token; None: no logprobs. Raises RequestError."""
+        """Return the number of alternatives per token; None: no logprobs. Raises RequestError."""
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs: set it to true", param="top_logprobs")
         return self.top_logprobs if self.logprobs else None
 
 
 class CompletionBody(Body):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: Prompts
     logprobs: Annotated[LogprobCount | None, BeforeValidator(_none_if_false)] = None
@@ -154,7 +155,7 @@ class CompletionBody(Body):
     best_of: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
 
     def num_drawn(self) -> int:
-        """Answers of which the best `n` are told. Raises RequestError."""
+        """Return the number of answers, of which the best `n` are returned. Raises RequestError."""
         drawn = self.n if self.best_of is None else self.best_of
         if drawn < self.n:
             raise RequestError(f"{drawn} answers have no best {self.n}: raise best_of", param="best_of")
@@ -163,14 +164,16 @@ class CompletionBody(Body):
         return drawn
 
     def num_tokens(self) -> int | None:
-        """Tokens to be drawn at most; an echo alone needs one, which is not told. Raises RequestError."""
+        """Return the most tokens to draw; an echo alone needs one, which is not returned. Raises
+        RequestError.
+        """
         if self.max_tokens == 0 and not self.echo:
             raise RequestError("max_tokens 0 asks for nothing: set echo to true", param="max_tokens")
         return 1 if self.max_tokens == 0 else self.max_tokens
 
 
 class TokenizeBody(ChatBody):
-    """POST /tokenize: `messages` as for a chat, or a `prompt`."""
+    """The body of POST /tokenize: `messages` as for a chat, or a `prompt`."""
 
     messages: Annotated[list[ChatMessage], FailFast()] = Field(default=[])
     prompt: Annotated[str, AfterValidator(valid_text)] | None = None
@@ -184,7 +187,7 @@ class TokenizeBody(ChatBody):
 
 
 class DetokenizeBody(BaseModel):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -215,14 +218,14 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-"""Fields that change the answer and are not served yet, with the values that change nothing."""
+"""Fields that change the answer and are not supported, with the values that change nothing."""
 
 
 def unsupported_field(extra: dict[str, object]) -> str | None:
-    """The first field of `extra` that asks for something that is not served."""
+    """Return the first field of `extra` that asks for something unsupported."""
     for name, value in extra.items():
         harmless = UNSUPPORTED.get(name)
-        # compared with its type: `echo: 0` is nobody's way to say false
+        # compared with its type, because `echo: 0` does not mean false
         if harmless is not None and not any(type(value) is type(same) and value == same for same in harmless):
             return name
     return None

@@ -1,4 +1,4 @@
-"""Who asks, and how long they wait for a first token: what the headers of a request say."""
+"""The caller of a request and its deadline, from the headers."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from tidemill.cluster.observability.spans import parent_of
 from tidemill.workers.messages import RequestError
 
 DEADLINE_HEADER = "x-slo-ttft-ms"
-"""As clients of llm-d and of the gateway API's inference extension send it: milliseconds."""
+"""The header that clients of llm-d and of the gateway API's inference extension send: milliseconds."""
 
 REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID_CHARS_MAX = 128
@@ -20,8 +20,9 @@ TENANT_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """`tenant` is the key's, or names the key without telling it; empty without one. A `private` one shares
-    no prefix with others. `ttft_s_max` None: as long as the server lets them wait."""
+    """`tenant` is the key's, or a digest of the key; empty without one. A `private` caller shares no prefix
+    with others. `ttft_s_max` None: the server's limit.
+    """
 
     tenant: str = ""
     private: bool = False
@@ -29,16 +30,16 @@ class Caller:
     trace_parent: str = ""  # of the client's span, empty without one
 
     def tenant_with(self, salt: str | None) -> str:
-        """Without a key, whoever shares a cache salt is one tenant."""
+        """Return the tenant; without a key, clients with one cache salt are one tenant."""
         return self.tenant or (f"salt:{salt}" if salt else "")
 
     def salt_with(self, salt: str | None) -> str:
-        """What the names of the pages depend on besides tokens: nobody reads or times another's."""
+        """Return the salt of page keys, so that no tenant reads or times another's pages."""
         return f"{self.tenant}/{salt or ''}" if self.private else salt or ""
 
 
 def caller_of(headers: Mapping[str, str], keys: ApiKeys) -> Caller:
-    """`headers` by lower-case names. Raises RequestError."""
+    """Return the caller; `headers` by lower-case names. Raises RequestError."""
     deadline_s = _deadline_s(headers.get(DEADLINE_HEADER))
     trace_parent = parent_of(headers.get("traceparent"))
     tenant = keys.tenant(headers)
@@ -69,7 +70,7 @@ def _deadline_s(text: str | None) -> float | None:
 
 
 def request_id_of(given: str | None) -> str | None:
-    """The client's own id when it can be sent back as it is."""
+    """Return the client's own id if it can be sent back unchanged."""
     if given and len(given) <= REQUEST_ID_CHARS_MAX and given.isascii() and given.isprintable():
         return given
     return None

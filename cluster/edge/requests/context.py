@@ -1,4 +1,4 @@
-"""What requests meet whichever way they come: the models, who may ask, how much at once, measurements."""
+"""State shared by the HTTP and gRPC servers: models, API keys, limits, metrics."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -19,26 +19,28 @@ from tidemill.cluster.observability.logs import log_request
 from tidemill.cluster.observability.spans import Tracer
 
 Parts = Mapping[str, Callable[[], object]]
-"""By name; each is called on a thread, makes what JSON can have, and may raise TidemillError."""
+"""The parts of a support bundle by name. Each is called on a thread, returns JSON data, and may raise
+TidemillError.
+"""
 
 ID_CHARS = 12
-"""Of a random id: enough to tell requests of one name apart."""
+"""The characters of a random id: enough to tell requests of one name apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """What the edge takes from outside: time, ids, and seeds for the requests that bring none."""
+    """Outside inputs of the edge: time, ids, and seeds for requests without one."""
 
     clock_s: Callable[[], float]  # monotonic
     unix_time_s: Callable[[], float]
     new_id: Callable[[], str]
     rng: Random
-    tracer: Tracer | None = None  # None: nothing is traced
+    tracer: Tracer | None = None  # None: no tracing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeContext:
-    """HTTP and gRPC of one frontend have it in common."""
+    """The shared state of one edge's HTTP and gRPC servers."""
 
     models: EdgeModels
     keys: ApiKeys
@@ -52,8 +54,9 @@ class EdgeContext:
     async def answers(
         self, model: EdgeModel, job: PreparedRequest, asked: RequestIdentity
     ) -> AsyncGenerator[Increment]:
-        """All choices of `job` as they grow, measured. Closing it cancels what still runs. Raises Overloaded,
-        Unserved, RequestError."""
+        """Yield all choices of `job` as they grow, with metrics. Closing it cancels the running ones.
+        Raises Overloaded, Unserved, RequestError.
+        """
         job = _named(job, asked)
         with (
             self.open_answers.holding(len(job.requests)),
@@ -82,7 +85,9 @@ def open_context(
     keys: Sequence[ApiKey] = (),
     parts: Parts = MappingProxyType({}),
 ) -> EdgeContext:
-    """With `keys`, only those who bring one may ask. `parts` are what the server tells of itself."""
+    """Return the context of an edge. With `keys`, only clients with a key are admitted. `parts` are those
+    of support bundles.
+    """
     limits = EdgeLimits() if limits is None else limits
     return EdgeContext(
         models=EdgeModels(served, sources.new_id, sources.rng),
@@ -97,8 +102,9 @@ def open_context(
 
 
 def _named(job: PreparedRequest, asked: RequestIdentity) -> PreparedRequest:
-    """Its requests are called after the client's, so that workers' log lines are found; clients may give one
-    id twice, so they keep their own as well."""
+    """Return the job with the client's id in front of its requests' ids, so that workers' log lines can be
+    found. Clients may repeat an id, so requests keep their own as well.
+    """
     requests = tuple(
         replace(request, request_id=f"{asked.request_id}.{request.request_id[-ID_CHARS:]}")
         for request in job.requests

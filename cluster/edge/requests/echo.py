@@ -1,4 +1,4 @@
-"""The prompt before its answer, as completions echo it: its text, and how likely each of its tokens was."""
+"""The echo of a prompt before its completion: its text and the logprobs of its tokens."""
 
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
@@ -10,8 +10,9 @@ from tidemill.workers.messages import TokenLogprob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """`text` as the client sent it, or that of its token ids. `alternatives` of logprobs to be told; None: no
-    logprobs. `alone`: the answer is not told."""
+    """`text` is the client's, or that of its token ids. `alternatives` is the number of logprobs per token;
+    None: none. `alone`: the answer is not returned.
+    """
 
     text: str
     tokens: Sequence[int]
@@ -20,16 +21,16 @@ class Prompt:
 
 
 class Echo:
-    """Puts a prompt before the first growth of an answer, whose places move behind it."""
+    """Puts a prompt before the first growth of an answer, and shifts the answer's offsets behind it."""
 
     def __init__(self, prompt: Prompt, piece: Callable[[int], bytes]) -> None:
-        """`piece` gives the bytes of a token: Tokenizer.piece."""
+        """`piece` returns the bytes of a token: Tokenizer.piece."""
         self._prompt = prompt
         self._piece = piece
         self._begun = False
 
     def add(self, growth: Growth, logprobs: Sequence[TokenLogprob]) -> Growth:
-        """`logprobs` are those of the prompt, from its second token on."""
+        """Return the growth with the echo; `logprobs` are those of the prompt, from its second token on."""
         prompt = self._prompt
         if prompt.alone:
             growth = Growth(text="", num_tokens=0, finish="length")
@@ -49,7 +50,7 @@ def scores_of(
     alternatives: int,
     piece: Callable[[int], bytes],
 ) -> list[Scored]:
-    """All tokens of a prompt with so many alternatives; nobody knows how likely the first one was."""
+    """Return all tokens of a prompt with their alternatives; the first token has no logprob."""
     decoder = getincrementaldecoder("utf-8")(errors="replace")
     found: list[Scored] = []
     start = 0

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the shape of OpenAI: `{"error": {"message", "type", "param", "code"}}`."""
 
 import math
 
@@ -9,7 +9,7 @@ RETRY_AFTER_S = 1
 
 
 def error_of(error: Exception) -> tuple[int, dict[str, object]]:
-    """HTTP status and body. A bug tells clients nothing about itself."""
+    """Return the HTTP status and the body. A bug reveals nothing about itself."""
     match error:
         case RequestError():
             return error.status, error_body(error.status, str(error), error.param, error.code)
@@ -28,7 +28,7 @@ def error_of(error: Exception) -> tuple[int, dict[str, object]]:
 
 
 def headers_of(error: Exception) -> dict[str, str] | None:
-    """When to ask again, in whole seconds, if that can help; and with what."""
+    """Return the Retry-After header in whole seconds, and others, if a retry can help."""
     match error:
         case RequestError(status=401):
             return {"www-authenticate": "Bearer"}

@@ -1,4 +1,4 @@
-"""From a body to the requests that the service gets: everything is checked here, before anything is sent."""
+"""Turns a body into requests for the service. All checks happen here, before anything is sent."""
 
 import asyncio
 from collections.abc import Callable
@@ -28,35 +28,36 @@ from tidemill.workers.messages import Grammar, Request, RequestError
 
 REQUEST_CHOICES_MAX = 128
 TAIL_TOKENS = 8
-"""Of a prompt: enough to see whether it ends in a tag and white space, or in the head of a message."""
+"""The end of a prompt that shows whether it ends in a tag and white space, or in the head of a message."""
 
 ROLE = "assistant"
-"""Of the messages that a model in channels answers with."""
+"""The role of the messages that a model in channels answers with."""
 
 PROMPT_LOGPROBS_MAX = 1 << 18
-"""Of all prompts and answers of one request, alternatives included: some 30 MiB."""
+"""The most prompt logprobs of one request, over all prompts, answers and alternatives: some 30 MiB."""
 
 INLINE_CHARS_MAX = 8192
-"""Longer texts are tokenized in a thread: this many take about a millisecond."""
+"""Longer texts are tokenized in a thread: this many characters take about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """One HTTP request. Choice c of prompt p is `requests[p * n + c]`. `manner` is None for completions:
-    their text is told as it is, behind that of their prompt if there are `echoes`."""
+    """One HTTP request. Choice c of prompt p is `requests[p * n + c]`. `output_format` is None for
+    completions, whose text is returned as it is, behind its prompt if there are `echoes`.
+    """
 
     requests: tuple[Request, ...]
     n: int
     ending: Ending
     logprobs: bool
-    best_of: int | None = None  # the best ones of each n; None: all
-    prompt_logprobs: int | None = None  # alternatives to be told in a list of their own
+    best_of: int | None = None  # the answers drawn, of which the n best are returned; None: all
+    prompt_logprobs: int | None = None  # alternatives per token in a separate list
     output_format: OutputFormat | None = None
     echoes: tuple[Prompt, ...] | None = None
 
 
 class Intake:
-    """Turns bodies into jobs for one served model."""
+    """Turns bodies into requests for one served model."""
 
     def __init__(
         self, model: ServedModel, tokenizer: Tokenizer, new_id: Callable[[], str], rng: Random
@@ -67,7 +68,7 @@ class Intake:
         self._rng = rng
 
     async def chat(self, body: ChatBody, asker: Caller) -> PreparedRequest:
-        """Raises RequestError."""
+        """Prepare a chat. Raises RequestError."""
         self._check(body)
         tools = offered(body.tools, body.tool_choice)
         grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
@@ -89,13 +90,15 @@ class Intake:
         return replace(self._job(terms, [tokens], "messages", body, asker), output_format=manner)
 
     async def prompt_of(self, body: TokenizeBody) -> list[int]:
-        """The tokens of a chat or of a text. Raises RequestError."""
+        """Return the tokens of a chat or of a text. Raises RequestError."""
         if body.prompt is not None:
             return await self._encoded(body.prompt)
         return await self._rendered(body, offered(body.tools, body.tool_choice))
 
     def _opening(self, body: ChatBody, grammar: Grammar | None) -> str:
-        """What the answer is to begin with: what must match something is words from its first token on."""
+        """Return the beginning of the answer: an answer that must match a grammar is text from its first
+        token on.
+        """
         asked = grammar is not None and self._tokenizer.style.in_channels
         return FINAL if asked and not body.continue_final_message else ""
 
@@ -136,7 +139,7 @@ class Intake:
         )
 
     async def completion(self, body: CompletionBody, asker: Caller) -> PreparedRequest:
-        """Raises RequestError."""
+        """Prepare a completion. Raises RequestError."""
         self._check(body)
         prompts = [await self._encoded(prompt) for prompt in body.prompt]
         grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())

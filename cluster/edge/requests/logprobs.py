@@ -1,4 +1,4 @@
-"""Logprobs as the two endpoints of OpenAI have them: a list of tokens for chats, columns for completions."""
+"""Logprobs in the forms of OpenAI's two endpoints: a list of tokens for chats, columns for completions."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -6,14 +6,14 @@ from tidemill.cluster.edge.chat.output.detokenizer import Scored
 from tidemill.workers.messages import TokenLogprob
 
 Piece = Callable[[int], bytes]
-"""The bytes that a token stands for: Tokenizer.piece."""
+"""Returns the bytes that a token stands for: Tokenizer.piece."""
 
 LOGPROB_MIN = -9999.0
-"""JSON has no infinity; OpenAI's number for "very unlikely"."""
+"""JSON has no infinity; this is OpenAI's number for "very unlikely"."""
 
 
 def chat_logprobs(scored: Iterable[Scored], piece: Piece) -> dict[str, object]:
-    """choices[].logprobs of a chat."""
+    """Return choices[].logprobs of a chat."""
 
     def entry(token: int, logprob: float) -> dict[str, object]:
         written = piece(token)
@@ -31,8 +31,9 @@ def chat_logprobs(scored: Iterable[Scored], piece: Piece) -> dict[str, object]:
 
 
 def completion_logprobs(scored: Sequence[Scored], piece: Piece) -> dict[str, object]:
-    """choices[].logprobs of a completion. `top_logprobs` holds the drawn token as well; `text_offset` counts
-    characters of the text. The first token of a prompt has null for a logprob."""
+    """Return choices[].logprobs of a completion. `top_logprobs` includes the drawn token; `text_offset`
+    counts characters of the text. The first token of a prompt has a null logprob.
+    """
 
     def top(score: Scored) -> dict[str, float] | None:
         if score.logprob is None:
@@ -53,8 +54,9 @@ def completion_logprobs(scored: Sequence[Scored], piece: Piece) -> dict[str, obj
 def prompt_logprobs(
     tokens: Sequence[int], logprobs: Sequence[TokenLogprob], alternatives: int, piece: Piece
 ) -> list[object]:
-    """prompt_logprobs as vLLM has them: null for the first token, then an object by token id. `logprobs` are
-    those from the second token on; the rank of a token that is none of the likeliest is not known."""
+    """Return prompt_logprobs as in vLLM: null for the first token, then an object by token id. `logprobs`
+    start at the second token; the rank of a token outside the likeliest is unknown.
+    """
 
     def entry(token: int, logprob: float, rank: int | None) -> dict[str, object]:
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": token_text(piece(token))}
@@ -69,7 +71,7 @@ def prompt_logprobs(
 
 
 def token_text(written: bytes) -> str:
-    r"""A part of a character is written as OpenAI does: `bytes:\xe6\x97`."""
+    r"""Return a part of a character as OpenAI writes it: `bytes:\xe6\x97`."""
     try:
         return written.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""The models behind one endpoint, each with a fleet, a tokenizer and an intake of its own."""
+"""The models behind one endpoint, each with its own fleet, tokenizer and intake."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from tidemill.workers.messages import RequestError, Unserved
 
 @dataclass(frozen=True, slots=True)
 class ServedBackend:
-    """One model as the edge gets it."""
+    """The backend of one model."""
 
     service: Service
     tokenizer: Tokenizer
@@ -36,7 +36,7 @@ class EdgeModel(ServedBackend):
         return self.served.name
 
     def json(self, name: str | None = None) -> Json:
-        """An entry of /v1/models, under this name of its names."""
+        """Return an entry of /v1/models under this name."""
         return {
             "id": name or self.name,
             "object": "model",
@@ -49,7 +49,7 @@ class EdgeModel(ServedBackend):
 
 
 class EdgeModels:
-    """All of them, by every name that clients may use."""
+    """All models, by every name that clients may use."""
 
     def __init__(self, served: Sequence[ServedBackend], new_id: Callable[[], str], rng: Random) -> None:
         """Raises ValueError when two models have one name."""
@@ -71,7 +71,7 @@ class EdgeModels:
         return iter(self._models)
 
     def find(self, name: str | None) -> EdgeModel:
-        """The model of this name; without a name, the only one. Raises RequestError."""
+        """Return the model of this name; without a name, the only one. Raises RequestError."""
         if name is None and len(self._models) == 1:
             return self._models[0]
         known = ", ".join(repr(name) for name in self._by_name)
@@ -88,11 +88,11 @@ class EdgeModels:
         return model
 
     def listed(self) -> list[Json]:
-        """The data of /v1/models: an entry for each name."""
+        """Return the data of /v1/models: an entry per name."""
         return [model.json(name) for name, model in self._by_name.items()]
 
     async def fleets(self) -> dict[str, FleetStatus]:
-        """The state of each fleet whose router answers, by the model's name. Raises Unserved if none does."""
+        """Return the state of each fleet whose router answers, by model. Raises Unserved if none does."""
         found = await asyncio.gather(
             *(model.service.status() for model in self._models), return_exceptions=True
         )
@@ -111,14 +111,15 @@ class EdgeModels:
         return heard
 
     async def can_answer(self) -> bool:
-        """Whether some worker generates. Raises Unserved."""
+        """Return whether some worker generates. Raises Unserved."""
         fleets = await self.fleets()
         workers = [worker for status in fleets.values() for worker in status.workers]
         return any(one.state == "ready" and one.info.role != "prefill" for one in workers)
 
     async def order(self, give: Callable[[Service], Awaitable[None]]) -> None:
-        """Give an order about a worker to the fleet that knows it: names of workers are unique. Raises
-        RequestError, Unserved."""
+        """Send a command about a worker to the fleet that knows it, because names of workers are unique.
+        Raises RequestError, Unserved.
+        """
         *others, last = self._models
         for model in others:
             try:
@@ -130,4 +131,4 @@ class EdgeModels:
 
 
 UNKNOWN = 404
-"""What a fleet answers when it has no worker of that name."""
+"""The status of a fleet that has no worker of that name."""

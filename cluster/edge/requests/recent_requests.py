@@ -1,4 +1,4 @@
-"""The latest requests of this frontend and the way each took: a bounded ring, without a word of any text."""
+"""The latest requests of this edge and their routes: a bounded ring without any text."""
 
 from collections import deque
 from collections.abc import Callable, Generator
@@ -18,7 +18,7 @@ RECENT_MAX = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestIdentity:
-    """Which request it is. `reply_id` is the `id` of its answer."""
+    """The ids of a request. `reply_id` is the `id` of its answer."""
 
     request_id: str
     reply_id: str
@@ -27,7 +27,7 @@ class RequestIdentity:
 
 
 class RecentRequests:
-    """The newest `size` requests, those that still run among them."""
+    """The newest `size` requests, including running ones."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class RecentRequests:
         size: int = RECENT_MAX,
         told: Callable[[Json, PreparedRequest], None] | None = None,
     ) -> None:
-        """`told` of each request when it has ended."""
+        """`told` is called with each request that has ended."""
         self._told = told
         self._clock_s = clock_s
         self._unix_time_s = unix_time_s
@@ -44,7 +44,7 @@ class RecentRequests:
 
     @contextmanager
     def watch(self, asked: RequestIdentity, job: PreparedRequest) -> Generator["RequestRecord"]:
-        """Follows one request to the end of the block, whatever ends it."""
+        """Follow one request to the end of the block."""
         story = RequestRecord(asked, job, self._clock_s, self._unix_time_s())
         self._ring.appendleft(story)
         try:
@@ -55,19 +55,19 @@ class RecentRequests:
         finally:
             story.end()
             row = story.row()
-            if story in self._ring:  # its prompt's tokens are not kept beyond its end
+            if story in self._ring:  # the prompt's tokens are not kept beyond its end
                 self._ring[self._ring.index(story)] = row
             if self._told is not None:
                 self._told(row, job)
 
     def rows(self, count: int = RECENT_MAX) -> list[Json]:
-        """Newest first."""
+        """Return the rows, newest first."""
         entries = list(self._ring)[:count]
         return [entry.row() if isinstance(entry, RequestRecord) else entry for entry in entries]
 
 
 class RequestRecord:
-    """What has become of one request so far."""
+    """The progress of one request."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class RequestRecord:
         if self._first_s is None and increment.growth.num_tokens:
             self._first_s = self._last_s
             self._first_tokens = increment.growth.num_tokens
-        if increment.choice == 0:  # after a loss, the way of the last attempt
+        if increment.choice == 0:  # after a loss, the route of the last attempt
             self._trace = increment.trace
         finish = increment.growth.finish
         if finish is not None:
@@ -106,8 +106,9 @@ class RequestRecord:
         self._ended = True
 
     def row(self) -> Json:
-        """`finish` is null while it runs. The prompt's tokens are counted as in `usage`; the workers are
-        those of the first choice's last attempt."""
+        """Return the row. `finish` is null while the request runs. The prompt's tokens are counted as in
+        `usage`; the workers are those of the first choice's last attempt.
+        """
         usage, trace = self._tally.usage(), self._trace
         return {
             "request_id": self._asked.request_id,
@@ -138,7 +139,7 @@ class RequestRecord:
         return "abort" if self._ended else None
 
     def _tokens_per_s(self, completion_tokens: object) -> float | None:
-        """Of the tokens after those that came first; None for less than two times."""
+        """Return the rate of the tokens after the first ones; None for fewer than two times."""
         if self._first_s is None or self._last_s <= self._first_s:
             return None
         assert isinstance(completion_tokens, int)
@@ -146,11 +147,12 @@ class RequestRecord:
 
 
 def add_recent_routes(app: FastAPI, recent: RecentRequests) -> None:
-    """GET /cluster/requests."""
+    """Add GET /cluster/requests."""
 
     async def requests(limit: Annotated[int, Query(ge=1, le=RECENT_MAX)] = RECENT_MAX) -> Json:
-        """The latest requests of this frontend, newest first: workers, where the prompt's tokens came from,
-        speed, end. No text."""
+        """Return the latest requests of this edge, newest first: workers, origin of the prompt's tokens,
+        speed, end. No text.
+        """
         return {"requests": recent.rows(limit)}
 
     app.add_api_route("/cluster/requests", requests)

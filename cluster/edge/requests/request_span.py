@@ -1,4 +1,4 @@
-"""The span of one request of a client: the parent of all that the cluster does for it."""
+"""The span of a client's request: the parent of all that the cluster does for it."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -17,14 +17,14 @@ TOLD = {
     "prefill": "tidemill.prefill",
     "decode": "tidemill.decode",
 }
-"""Of a row of /cluster/requests, by the names of OpenTelemetry where it has some."""
+"""The fields of a row of /cluster/requests by their names in OpenTelemetry, where it has one."""
 
 
 @contextmanager
 def traced(
     tracer: Tracer | None, asked: RequestIdentity, job: PreparedRequest, story: RequestRecord
 ) -> Generator[PreparedRequest]:
-    """The job as it goes on: its requests have this span for a parent. Without a tracer it stays as it is."""
+    """Yield the job with this span as the parent of its requests. Without a tracer it stays unchanged."""
     if tracer is None or not job.requests:
         yield job
         return

@@ -1,4 +1,4 @@
-"""Who may ask an endpoint, how it shows who it is, and what those who ask need."""
+"""Certificates and keys of an endpoint."""
 
 import ssl
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Security:
-    """Without keys everybody may ask; without `tls` in plain HTTP."""
+    """The security of an endpoint: without keys every client is admitted, without `tls` it is plain HTTP."""
 
     keys: tuple[ApiKey, ...] = ()
     tls: Tls | None = None
@@ -29,7 +29,7 @@ OPEN = Security()
 
 
 def uvicorn_settings(tls: Tls | None) -> dict[str, Any]:
-    """What uvicorn is told of certificates."""
+    """Return uvicorn's settings for the certificates."""
     if tls is None:
         return {}
     files = {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}

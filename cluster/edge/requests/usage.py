@@ -1,4 +1,4 @@
-"""The `usage` of a reply: tokens of prompt and answer, and where the prompt's tokens came from."""
+"""The `usage` of a reply: tokens of prompt and answer, and the origin of the prompt's tokens."""
 
 from tidemill.cluster.edge.requests.answers import Increment
 from tidemill.cluster.edge.requests.intake import PreparedRequest
@@ -8,7 +8,7 @@ Json = dict[str, object]
 
 
 class UsageCounter:
-    """Counts the tokens of a job for its usage. A prompt with several answers counts once, for the first."""
+    """Counts the tokens of a request for its usage. A prompt with several answers counts once."""
 
     def __init__(self, job: PreparedRequest) -> None:
         self._job = job
@@ -20,10 +20,10 @@ class UsageCounter:
         self._traces.setdefault(increment.choice, increment.trace)
 
     def usage(self) -> Json:
-        """As OpenAI has it, and where the prompt's tokens came from.
+        """Return OpenAI's usage, and the origin of the prompt's tokens.
 
-        prefilled_tokens and replayed_tokens were computed for this request, by the prefill worker and by the
-        decode worker; fetched_tokens came to the decode worker from the store; reused_tokens it already had.
+        The prefill worker computed prefilled_tokens and the decode worker replayed_tokens for this request;
+        the decode worker fetched fetched_tokens from the store and already had reused_tokens.
         """
         prompts = range(0, len(self._job.requests), self._job.n)
         prompt_tokens = sum(len(self._job.requests[index].tokens) for index in prompts)

@@ -1,4 +1,4 @@
-"""The text of one answer as it grows: tokens decoded, cut at stop strings, and their logprobs with them."""
+"""The text of one growing answer: decoded tokens, cut at stop strings, with their logprobs."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from tidemill.workers.messages import FinishReason, Request, TokenLogprob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """What the client says of the end of an answer, and whether it is part of the text.
+    """The client's conditions for the end of an answer, and whether the text includes it.
 
-    Stop strings count once `min_tokens` tokens have come before the one that completes them.
+    Stop strings count once `min_tokens` tokens precede the one that completes them.
     `stop_token_ids` are the client's own, without the model's end of sequence.
     """
 
@@ -20,13 +20,14 @@ class Ending:
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False
     min_tokens: int = 0
-    scores_stop: bool = False  # the stop token has a logprob too, though no text shows of it
+    scores_stop: bool = False  # the stop token has a logprob, though the text does not show it
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token of the text with its logprob. `start` is where its characters start in the answer. The first
-    token of a prompt has no logprob."""
+    """A token of the text with its logprob. `start` is the offset of its characters in the answer. The
+    first token of a prompt has no logprob.
+    """
 
     token: int
     start: int
@@ -35,11 +36,10 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """What some tokens add to an answer.
+    """The addition of some tokens to an answer.
 
-    `num_tokens` counts those of a stop string, and a stop token; `scored` has those alone whose text shows.
-    `logprob` is the sum over all of `num_tokens`. `stop` is the string or the token of the client's that
-    ended it.
+    `num_tokens` includes those of a stop string and a stop token; `scored` has only those whose text shows.
+    `logprob` is the sum over all of `num_tokens`. `stop` is the client's string or token that ended it.
     """
 
     text: str
@@ -71,7 +71,7 @@ class Answer:
     def push(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], finish: FinishReason | None
     ) -> Growth:
-        """`logprobs` has an item for each token, or none at all."""
+        """Add tokens; `logprobs` has an item for each, or none at all."""
         stop: str | int | None = None
         num_tokens = len(tokens)
         hidden: int | None = None  # a stop token without its text
@@ -110,7 +110,9 @@ class Answer:
         return self._scanner.push(text, may_stop=self._num_tokens > self._ending.min_tokens)
 
     def _shown(self, *, whole: bool) -> tuple[Scored, ...]:
-        """Those that waited and whose text shows by now: all of them in a `whole` text that nothing cut."""
+        """Return the waiting tokens whose text shows by now: all of them in a `whole` text that was not
+        cut.
+        """
         shown: list[Scored] = []
         while self._waiting and (whole or self._waiting[0].start < self._shown_chars):
             shown.append(self._waiting.popleft())

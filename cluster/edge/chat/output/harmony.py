@@ -1,11 +1,11 @@
-"""What a model says in channels (Harmony, gpt-oss), told apart as it comes.
+"""Parses the channels of a model that writes in channels (Harmony, gpt-oss), as they arrive.
 
     <|channel|>analysis<|message|> reasoning <|end|>
     <|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|> arguments <|call|>
     <|start|>assistant<|channel|>final<|message|> words <|return|>
 
-What stands before a <|message|> says whose text follows. The last tag ends the answer: the engine takes it
-for the end of the sequence, and nothing of it is seen here.
+The header before a <|message|> determines the kind of the text that follows.
+The last tag ends the answer: the engine treats it as the end of the sequence, so it is not seen here.
 """
 
 import re
@@ -25,14 +25,14 @@ FUNCTIONS = "functions."
 
 
 class Harmony:
-    """A Listener. The answer begins behind the role of its first message."""
+    """A Parser. The answer begins behind the role of its first message."""
 
     def __init__(self, manner: OutputFormat) -> None:
         self._manner = manner
         self._inside: Literal["start", "header", "reasoning", "words", "call"] = "start"
         self._held = ""
-        self._name: str | None = None  # of the call, as long as nothing of it was told
-        self._dropped = False  # the call that is open: there are enough
+        self._name: str | None = None  # of the call, until its first piece was emitted
+        self._dropped = False  # the open call is one too many
         self.num_calls = 0
         if manner.begun:
             self.push(manner.begun, last=False)
@@ -45,7 +45,7 @@ class Harmony:
         return parts
 
     def _step(self, parts: list[Part], *, last: bool) -> bool:
-        """Whether there may be more to find in what is held."""
+        """Take one step; return whether the held text may contain more."""
         match self._inside:
             case "start":
                 return self._start(last=last)
@@ -55,7 +55,9 @@ class Harmony:
                 return self._message(parts, last=last)
 
     def _start(self, *, last: bool) -> bool:
-        """What begins like no header is words: of a model that was told to, or does not know better."""
+        """Read the start. Text that starts like no header is words: the model was asked for that, or is
+        wrong.
+        """
         begun = self._held.lstrip()
         if any(begun.startswith(start) for start in HEADER_STARTS):
             self._inside = "header"
@@ -78,7 +80,7 @@ class Harmony:
         return False
 
     def _open(self, header: str) -> None:
-        """Whose text follows."""
+        """Open the text that follows a header."""
         to, on = RECIPIENT.search(header), ON_CHANNEL.search(header)
         name = to[1].removeprefix(FUNCTIONS) if to else ""
         called = bool(to and (to[1] != name or name in self._manner.schemas))
@@ -106,7 +108,7 @@ class Harmony:
         return bool(tag)
 
     def _called(self, text: str, *, over: bool) -> list[Part]:
-        """A piece of the call that is open. Without arguments it has those of an empty object."""
+        """Return a piece of the open call. A call without arguments has those of an empty object."""
         name, most = self._name, self._manner.calls_max
         if name is None:
             return [Call(self.num_calls - 1, None, text)] if text and not self._dropped else []
@@ -122,5 +124,5 @@ class Harmony:
 
 
 def listener(manner: OutputFormat) -> Parser:
-    """What reads an answer of this manner."""
+    """Return the parser for an answer of this format."""
     return Harmony(manner) if manner.channels else OutputParser(manner)

@@ -1,9 +1,10 @@
-"""What a chat model says, told apart as it comes: its reasoning, its words, and its calls of tools.
+"""Separates the reasoning, the words and the tool calls of a chat model's answer, as they arrive.
 
     <think> reasoning </think> words <tool_call> call </tool_call> ...
 
-Which tags these are is data (forms.py). How a call is told while it comes is in calling.py; models that speak
-in channels are another matter (harmony.py). No text is lost: what looks like a call and is none is words.
+The tags are data (formats.py).
+tool_call_stream.py parses a call while it arrives, and harmony.py reads models that write in channels.
+No text is lost: text that looks like a call and is none counts as words.
 """
 
 import re
@@ -18,20 +19,20 @@ from tidemill.cluster.edge.chat.output.tool_call_stream import ToolCallStream
 from tidemill.cluster.edge.chat.text import growing
 
 BETWEEN = re.compile(r"\s*([;,]?)\s*")
-"""Two calls that have no tags."""
+"""The text between two calls that have no tags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFormat:
-    """How one answer is to be read.
+    """The format of one answer.
 
-    reasoning  how it may reason; None: all that it says is words
-    thinking   the prompt ends inside of that already
+    reasoning  how it may reason; None: all its text is words
+    thinking   the prompt already ends inside of reasoning
     form       of its calls; None: it may call nothing
     calls_max  1: further calls are dropped
     schemas    of the arguments, by function
-    channels   the model speaks in channels
-    begun      what of the answer stands at the end of the prompt then
+    channels   the model writes in channels
+    begun      the part of the answer at the end of the prompt
     """
 
     reasoning: Thinking | None = None
@@ -44,14 +45,14 @@ class OutputFormat:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """That show how the answer is to be read."""
+        """Return the tags that the parser needs to see."""
         if self.channels:
             return CHANNELS
         return (*(self.reasoning.tags if self.reasoning else ()), *(self.form.tags if self.form else ()))
 
 
 class OutputParser:
-    """A Listener. A tag may come in several pieces: what may become one is held back."""
+    """A Parser. A tag may arrive in several pieces, so text that may become one is held back."""
 
     def __init__(self, manner: OutputFormat) -> None:
         self._manner = manner
@@ -60,7 +61,7 @@ class OutputParser:
         if manner.thinking:
             self._inside = "reasoning"
         self._held = ""
-        self._after_tag = manner.thinking  # white space there is nobody's words
+        self._after_tag = manner.thinking  # white space there belongs to no words
         self._begin = ""  # the tag before the call
         self._calling: ToolCallStream | None = None
         self._silent = True  # neither words nor calls so far
@@ -74,7 +75,7 @@ class OutputParser:
         return parts
 
     def _step(self, parts: list[Part], *, last: bool) -> bool:
-        """Whether there may be more to find in what is held."""
+        """Take one step; return whether the held text may contain more."""
         match self._inside:
             case "start":
                 return self._start(last=last)
@@ -95,7 +96,7 @@ class OutputParser:
         self._after_tag = after_tag
 
     def _start(self, *, last: bool) -> bool:
-        """Reasoning, if the first thing that is no white space says so."""
+        """Start with reasoning, if the first text that is not white space opens it."""
         begun = self._held.lstrip()
         for tag in self._thinking.opens:
             if begun.startswith(tag):
@@ -129,7 +130,7 @@ class OutputParser:
     def _pass_on(
         self, parts: list[Part], tags: Sequence[str], kind: type[ReasoningText | Text], *, last: bool
     ) -> str | None:
-        """What is held, up to the first of the `tags` and without it: the tag that was found."""
+        """Pass on the held text up to the first of the `tags`; return that tag, if there is one."""
         found = ((at, tag) for tag in tags if (at := self._held.find(tag)) >= 0)
         at, tag = min(found, default=(len(self._held), None))
         if tag is None and not last:
@@ -170,7 +171,7 @@ class OutputParser:
         return over
 
     def _between(self, *, last: bool) -> bool:
-        """Another call follows, of those without tags, or something else."""
+        """Read what follows a call without tags: another call, or something else."""
         form = self._manner.form
         assert form is not None
         between = BETWEEN.match(self._held)

@@ -1,4 +1,4 @@
-"""What an answer is made of: reasoning, words, and calls of tools, each piece as it comes."""
+"""The parts of an answer: reasoning, words, and tool calls, each in pieces as they arrive."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,8 +17,9 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call, or a piece of one: the first piece has the name, and the arguments of all of them add up to the
-    text of a JSON object."""
+    """A call, or a piece of one. The first piece has the name, and the arguments of all pieces add up to
+    the text of a JSON object.
+    """
 
     index: int
     name: str | None
@@ -29,17 +30,17 @@ Part = ReasoningText | Text | Call
 
 
 class Parser(Protocol):
-    """Tells the parts of one answer apart; no I/O. However the text is cut, the parts add up to the same."""
+    """Separates the parts of one answer; no I/O. However the text is cut, the parts add up to the same."""
 
     num_calls: int
 
     def push(self, text: str, *, last: bool) -> list[Part]:
-        """The parts that `text` completes; all that is left if it is the `last`."""
+        """Return the parts that `text` completes; everything that is left if it is the `last`."""
         ...
 
 
 def joined(pieces: Iterable[Call]) -> list[Call]:
-    """The same with what there is of each call in one piece."""
+    """Return the calls with all pieces of each call joined."""
     whole: dict[int, Call] = {}
     for piece in pieces:
         before = whole.get(piece.index)

@@ -1,10 +1,10 @@
-"""Calls of tools as models write them, once they are whole: what is called, and with which values.
+"""Parses complete tool calls: the function, and the values of its arguments.
 
     json    {"name": "look", "arguments": {"at": "the harbor"}}
     xml     <function=look> <parameter=at> the harbor </parameter> </function>
     python  look(at="the harbor")
 
-XML says nothing about types: what a parameter is comes from the schema of its function.
+XML has no types, so the schema of the function determines the type of a parameter.
 """
 
 import ast
@@ -19,17 +19,17 @@ from tidemill.cluster.edge.chat.output.parts import Call
 
 WITHOUT_PARAMETERS = re.compile(r"\s*<function=([^>\s]+)>\s*(?:</function>\s*)?")
 CONSTANTS = {"True": True, "False": False, "None": None}
-"""As models write them that think of Python."""
+"""Constants of models that write JSON like Python."""
 
 NAMES = {"true": True, "false": False, "null": None}
-"""As models write them in Python that think of JSON."""
+"""Constants of models that write Python like JSON."""
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the arguments, by function."""
 
 
 def call_of(text: str, index: int, body: Body) -> Call | None:
-    """The call that `text` is, of those that cannot be told while they come; None if it is none."""
+    """Return the call in `text`, in a format that cannot be parsed while it arrives; None if it is none."""
     match body:
         case "json":
             found = _json(text)
@@ -59,7 +59,7 @@ def _json(text: str) -> tuple[str, dict[str, object]] | None:
 
 
 def _object(text: str) -> dict[str, object]:
-    """Empty if the text is that of something else."""
+    """Return the JSON object in the text; an empty one for anything else."""
     try:
         value: object = json.loads(text)
     except (ValueError, RecursionError):
@@ -68,10 +68,12 @@ def _object(text: str) -> dict[str, object]:
 
 
 def _python(text: str) -> tuple[str, dict[str, object]] | None:
-    """Of a call of a function with keywords alone, whose values are constants."""
+    """Return the function and arguments of a call with keyword arguments only, whose values are
+    constants.
+    """
     name, bracket, arguments = text.strip().removeprefix("[").partition("(")
     try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+        with warnings.catch_warnings(action="ignore"):  # about escapes that Python does not know
             tree = ast.parse(f"f{bracket}{arguments}", mode="eval").body
         if not isinstance(tree, ast.Call) or tree.args:
             return None
@@ -85,7 +87,7 @@ def _python(text: str) -> tuple[str, dict[str, object]] | None:
 
 
 def _constant(node: ast.expr) -> object:
-    """What Python or JSON calls a constant, lists and objects of them. Raises ValueError."""
+    """Return a constant of Python or JSON, or lists and objects of them. Raises ValueError."""
     match node:
         case ast.Name(id=name) if name in NAMES:
             return NAMES[name]
@@ -99,7 +101,7 @@ def _constant(node: ast.expr) -> object:
 
 
 def value_of(text: str, wanted: Mapping[str, Any]) -> object:
-    """What stands in a parameter, if that can be what its schema says; else its text."""
+    """Return the value of a parameter if its schema allows it; else its text."""
     if is_text(wanted):
         return text
     bare = text.strip()
@@ -113,7 +115,7 @@ def value_of(text: str, wanted: Mapping[str, Any]) -> object:
 
 
 def parameters_of(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The schema of each parameter, of what a client takes for a schema; empty where it says nothing."""
+    """Return the schema of each parameter in what a client sent as a schema; empty if there is none."""
     properties: object = schema.get("properties")
     if not isinstance(properties, dict):
         return {}
@@ -124,7 +126,9 @@ def parameters_of(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def choices_of(wanted: Mapping[str, Any]) -> list[str] | None:
-    """The texts that a parameter may be; None if it may be anything, or something that is no text."""
+    """Return the texts that a parameter allows; None if it allows anything, or something that is
+    no text.
+    """
     values: object = wanted.get("enum")
     if not isinstance(values, list) or not values:
         return None
@@ -133,7 +137,7 @@ def choices_of(wanted: Mapping[str, Any]) -> list[str] | None:
 
 
 def is_text(wanted: Mapping[str, Any]) -> bool:
-    """Whether a parameter is a text, and nothing but a text, as far as its schema says."""
+    """Return whether a parameter's schema allows only a text."""
     if "type" in wanted:
         return wanted["type"] == "string"
     if "enum" in wanted:

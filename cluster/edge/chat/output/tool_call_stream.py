@@ -1,10 +1,10 @@
-"""One call of a tool while the model writes it: its arguments are told as they come.
+"""Parses one tool call while the model writes it, and emits its arguments as they arrive.
 
     <tool_call> what opens a call | its arguments ......... | what is left </tool_call> rest
-                held back           told piece by piece       dropped
+                held back           emitted in pieces         dropped
 
-Held back is all that might turn out to be no call. From the first argument on it is one, come what may. One
-without a tag behind it ends where its brackets close.
+Text that may turn out to be no call is held back; from the first argument on it is a call.
+A call without an end tag ends where its brackets close.
 """
 
 import json
@@ -29,29 +29,29 @@ FUNCTION_END = re.compile(r"\s*</function>")
 
 JSON_LEAD = re.compile(r"\s*\[?\s*")
 PYTHON_LEAD = re.compile(r"\s*\[?\s*(?:[A-Za-z_][\w.-]*\s*)?")
-"""What may stand before the bracket with which a call without tags begins."""
+"""The text that may precede the first bracket of a call without tags."""
 
 
 class ToolCallStream:
-    """Reads one call of some form, from behind the tag that begins it."""
+    """Reads one call of a format, starting behind the tag that begins it."""
 
     def __init__(self, index: int, form: CallForm, schemas: Schemas) -> None:
         self._index = index
         self._form = form
         self._schemas = schemas
         self._span = None if form.ends else _Span(form)
-        self._unread = ""  # may grow into the tag that ends it
+        self._unread = ""  # may grow into its end tag
         self._held = ""
         self._arguments: _Json | _Xml | None = None
-        self.rest: str | None = None  # what follows the call, once it has ended
+        self.rest: str | None = None  # the text behind the call, once it has ended
 
     @property
     def held(self) -> str:
-        """All that was read, as long as it may be no call."""
+        """Return all that was read, as long as it may be no call."""
         return self._held
 
     def push(self, text: str, *, last: bool) -> list[Call]:
-        """What `text` adds to the call."""
+        """Return what `text` adds to the call."""
         text = self._upto_tag(text, last=last) if self._span is None else self._upto_bracket(self._span, text)
         if self._arguments is not None:
             return self._grown(self._arguments.push(text))
@@ -67,8 +67,9 @@ class ToolCallStream:
         return [Call(self._index, opening[1], self._arguments.push(rest))]
 
     def end(self) -> list[Call] | None:
-        """What is left, now that the call or the answer has ended; None if it was no call. Arguments that
-        were cut short stay as they are: no JSON, so nobody carries them out."""
+        """Return what is left when the call or the answer has ended; None if it was no call. Arguments that
+        were cut short are not completed: they are no JSON, so no client executes them.
+        """
         if self._arguments is not None:
             return self._grown(self._arguments.end(closed=self.rest is not None))
         call = None if self._lost else call_of(self._held, self._index, self._form.body)
@@ -100,18 +101,19 @@ class ToolCallStream:
 
 
 class _Span:
-    """Where a call ends that has no tag behind it: with the bracket that closes its first one. It is `lost`
-    where something else than that bracket comes."""
+    """Finds the end of a call without an end tag: the bracket that closes its first one. It is `lost` where
+    the first bracket is another one.
+    """
 
     def __init__(self, form: CallForm) -> None:
         python = form.body == "python"
         self._lead = PYTHON_LEAD if python else JSON_LEAD
         self._brackets = _Brackets("([{", ")]}", "\"'") if python else _Brackets("{", "}", '"')
-        self._before: str | None = ""  # None: the first bracket has come
+        self._before: str | None = ""  # None: the first bracket has arrived
         self.lost = False
 
     def push(self, text: str) -> int | None:
-        """Where in `text` it ends."""
+        """Return where in `text` the call ends."""
         start = 0
         if self._before is not None:
             whole = self._before + text
@@ -129,18 +131,20 @@ class _Span:
 
 
 class _Brackets:
-    """Counts those that stand in no text; `opens[0]` is the first to come."""
+    """Counts the brackets outside of strings; `opens[0]` is the first."""
 
     def __init__(self, opens: str, closes: str, quotes: str) -> None:
         self.opens = opens
         self._closes = closes
         self._quotes = quotes
         self._depth = 0
-        self._inside = ""  # the quote of the text that is open
+        self._inside = ""  # the quote of the open string
         self._escaped = False
 
     def end(self, text: str, start: int = 0) -> int | None:
-        """Behind the bracket that closes the first one, if that stands in `text[start:]`."""
+        """Return the offset behind the bracket that closes the first one, if it stands in
+        `text[start:]`.
+        """
         for place in range(start, len(text)):
             char = text[place]
             if self._inside:
@@ -178,13 +182,15 @@ class _Json:
 
 
 class _Xml:
-    """Parameters, told as the JSON object that they make up. What is no text is told when it is whole."""
+    """XML parameters, emitted as the JSON object that they form. A parameter that is no text is emitted
+    when it is complete.
+    """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._parameters = parameters_of(schema)
         self._held = ""
-        self._name: str | None = None  # of the parameter that is open
-        self._before = "{"  # the next one
+        self._name: str | None = None  # of the open parameter
+        self._before = "{"  # the text before the next one
         self._ended = False
 
     def push(self, text: str) -> str:
@@ -201,8 +207,9 @@ class _Xml:
         return f"{value}}}" if self._before == ", " else "{}"
 
     def _between(self, told: list[str]) -> bool:
-        """Whether there may be more to find in what is held. What is no parameter is dropped, with all after
-        it."""
+        """Read what follows a parameter; return whether the held text may contain more. Other text is
+        dropped, with all behind it.
+        """
         if parameter := PARAMETER.match(self._held):
             self._name, self._held = parameter[1], self._held[parameter.end() :]
             told.append(f"{self._before}{json.dumps(self._name, ensure_ascii=False)}: ")
@@ -236,7 +243,7 @@ class _Xml:
         return self._parameters.get(self._name, {})
 
     def _value(self, text: str, *, whole: bool) -> str:
-        """The rest of the open parameter; of one that is cut short, the text that there is."""
+        """Return the rest of the open parameter; if it was cut short, the text so far."""
         if not whole:
             return _escaped(text) if self._is_text else ""
         text = text.removesuffix("\n")
@@ -246,5 +253,5 @@ class _Xml:
 
 
 def _escaped(text: str) -> str:
-    """Inside of a JSON text."""
+    """Return the text as it stands inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

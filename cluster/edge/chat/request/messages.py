@@ -1,4 +1,4 @@
-"""The messages of a chat as clients write them, and as chat templates read them."""
+"""The messages of a chat, as clients write them and as chat templates read them."""
 
 import json
 from typing import Annotated, Any, Literal, cast
@@ -20,7 +20,7 @@ CALLS_MAX = 128
 
 
 def _content(value: object) -> object:
-    """A list of text parts becomes one text."""
+    """Join a list of text parts to one text."""
     if not isinstance(value, list):
         return value
     texts: list[str] = []
@@ -39,7 +39,7 @@ Content = Annotated[str, BeforeValidator(_content), AfterValidator(valid_text)]
 
 
 def _arguments(value: object) -> dict[str, Any]:
-    """Clients send them as text; templates write objects."""
+    """Parse the arguments: clients send a text, templates want an object."""
     if isinstance(value, str):
         try:
             value = json.loads(value or "{}")
@@ -58,7 +58,7 @@ class CalledFunction(BaseModel):
 
 
 class MadeCall(BaseModel):
-    """A call that the assistant made in an earlier turn."""
+    """A call of the assistant in an earlier turn."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -75,7 +75,7 @@ def _said(content: str | None, info: ValidationInfo) -> str | None:
 
 
 class ChatMessage(BaseModel):
-    """One message of a chat. Fields that clients carry along (refusal, audio, ...) are ignored."""
+    """One message of a chat. Other fields that clients send (refusal, audio, ...) are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 

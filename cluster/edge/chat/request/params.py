@@ -1,6 +1,6 @@
-"""What a client may ask of an answer: fields and ranges that HTTP bodies and offline calls share.
+"""Generation parameters: fields and ranges that HTTP bodies and offline calls share.
 
-A field that is null counts as absent.
+A null field counts as absent.
 """
 
 import math
@@ -27,7 +27,7 @@ LOGPROBS_MAX = 20
 LOGIT_BIAS_MAX = 100.0
 LOGIT_BIASES_MAX = 1024
 DEFAULT_MAX_TOKENS = 16
-"""Of an offline answer, as in vLLM."""
+"""The default of offline answers, as in vLLM."""
 
 PROMPT_FORMS = "give a text, a list of texts, a list of token ids, or a list of such lists"
 
@@ -52,7 +52,7 @@ def one_or_many(value: object) -> object:
 
 
 def prompts_of(value: object) -> list[str | list[int]]:
-    """One prompt or several, each as text or as token ids, as a list of prompts. Raises ValueError."""
+    """Return one prompt or several, each as text or token ids, as a list of prompts. Raises ValueError."""
     items = cast("Sequence[object]", value) if isinstance(value, list | tuple) else ()
     if not items or isinstance(items[0], int):
         return [_prompt(cast("object", value))]
@@ -75,7 +75,7 @@ def _stop(value: str) -> str:
 
 
 def _logit_bias(value: object) -> dict[int, float]:
-    """JSON has texts as keys, Python token ids."""
+    """Parse a logit bias: JSON keys are texts, Python's are token ids."""
     items = cast("dict[object, object]", value).items() if isinstance(value, dict) else None
     if items is None or len(items) > LOGIT_BIASES_MAX:
         raise ValueError(f"give an object of at most {LOGIT_BIASES_MAX} token ids, each with its bias")
@@ -109,8 +109,9 @@ LogitBias = Annotated[
 
 
 class Params(BaseModel):
-    """How an answer is drawn and where it ends. The penalties are OpenAI's (of the answer's tokens) and
-    Hugging Face's (repetition: of the prompt's as well)."""
+    """Parameters of an answer and its end. The penalties are OpenAI's (over the answer's tokens) and
+    Hugging Face's (repetition: over the prompt's as well).
+    """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -122,7 +123,7 @@ class Params(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0  # beyond it, logits may overflow
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0  # below it, logits may overflow
     logit_bias: LogitBias = {}
     seed: Annotated[int, Field(ge=-(1 << SEED_BITS), lt=1 << SEED_BITS)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
@@ -138,12 +139,12 @@ class Params(BaseModel):
 
 
 class SamplingParams(Params):
-    """How offline answers are drawn, in the words of vLLM. Raises RequestError.
+    """Parameters of offline answers, with vLLM's names. Raises RequestError.
 
-    `logprobs` asks for that many alternatives beside each token, `prompt_logprobs` beside the prompt's.
-    `response_format` is OpenAI's,
-    `structured_outputs` vLLM's: one of json, regex, choice, grammar (Lark) and json_object. `stop` is a text
-    or a list of texts.
+    `logprobs` asks for that many alternatives per token, `prompt_logprobs` for the prompt's.
+    `response_format` is OpenAI's, `structured_outputs` vLLM's: one of json, regex, choice, grammar (Lark)
+    and json_object.
+    `stop` is a text or a list of texts.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", frozen=True)

@@ -1,4 +1,4 @@
-"""From checked fields to requests: what all answers of one job share, and the requests that they become."""
+"""Builds engine requests from checked fields."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from tidemill.workers.messages import Grammar, Request, RequestError, Sampling
 
 
 class ModelLimits(Protocol):
-    """What must be known of a model before it is asked."""
+    """The facts of a model that requests depend on."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -23,7 +23,9 @@ class ModelLimits(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationTerms:
-    """`sampling.seed` is the job's: each of its `n` answers draws with one of its own."""
+    """The terms that all answers of a request share. `sampling.seed` is the request's; each of its `n`
+    answers has its own.
+    """
 
     sampling: Sampling
     ending: Ending
@@ -37,7 +39,7 @@ class GenerationTerms:
 def terms_of(
     params: Params, model: ModelLimits, *, seed: int, logprobs: int | None, grammar: Grammar | None
 ) -> GenerationTerms:
-    """`seed` is used when the client gave none. Raises RequestError."""
+    """Return the terms; `seed` is used when the client gave none. Raises RequestError."""
     check_tokens(params.stop_token_ids, "stop_token_ids", model)
     check_tokens(list(params.logit_bias), "logit_bias", model)
     eos = () if params.ignore_eos else model.eos_token_ids
@@ -78,7 +80,7 @@ def terms_of(
 def requests_of(
     terms: GenerationTerms, model: ModelLimits, tokens: Sequence[int], param: str, new_id: Callable[[], str]
 ) -> list[Request]:
-    """The `n` requests for one prompt, which came in the field `param`. Raises RequestError."""
+    """Return the `n` requests for one prompt, which came in the field `param`. Raises RequestError."""
     check_tokens(tokens, param, model)
     allowance = _allowance(len(tokens), param, terms.max_tokens, model)
     if terms.sampling.min_tokens > allowance:
@@ -102,7 +104,7 @@ def requests_of(
 
 
 def check_tokens(tokens: Sequence[int], param: str, model: ModelLimits) -> None:
-    """Raises RequestError."""
+    """Check the token ids of a prompt. Raises RequestError."""
     if tokens and not (min(tokens) >= 0 and max(tokens) < model.vocab_size):
         raise RequestError(
             f"{param} holds ids outside of the vocabulary: use 0 to {model.vocab_size - 1}", param=param
@@ -110,7 +112,9 @@ def check_tokens(tokens: Sequence[int], param: str, model: ModelLimits) -> None:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Seed of one of the `n` answers, in [0, 2 ** 63): another one for each, the same at each repetition."""
+    """Return the seed of one of the `n` answers, in [0, 2 ** 63): distinct, and the same at each
+    repetition.
+    """
     digest = blake2b(
         seed.to_bytes(8, "little", signed=True) + choice.to_bytes(4, "little"), digest_size=8
     ).digest()
@@ -118,7 +122,7 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 def _allowance(num_tokens: int, param: str, max_tokens: int | None, model: ModelLimits) -> int:
-    """How many tokens may follow a prompt of `num_tokens`."""
+    """Return how many tokens may follow a prompt of `num_tokens`."""
     if num_tokens == 0:
         raise RequestError(f"{param} is empty: give at least one token", param=param)
     left = model.max_model_len - num_tokens

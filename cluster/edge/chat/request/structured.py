@@ -1,7 +1,8 @@
-"""What an answer must match, in the forms that clients use, as a Grammar. Pure.
+"""Constraints of an answer, in the forms that clients use, as a Grammar. Pure.
 
 response_format      OpenAI: text, json_object, or json_schema with {"schema": ...}
-structured_outputs   vLLM: one of json, regex, choice, grammar (Lark), json_object; once guided_json and so on
+structured_outputs   vLLM: one of json, regex, choice, grammar (Lark), json_object; formerly guided_json
+etc.
 """
 
 import json
@@ -11,11 +12,13 @@ from typing import cast
 from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError
 
 SCHEMA_DEPTH_MAX = 64
-"""Levels of objects and lists in a JSON schema."""
+"""The most nested objects and lists of a JSON schema."""
 
 PATTERN_BYTES_MAX = 4 << 10
 LARK_BYTES_MAX = 8 << 10
-"""Time that a regex takes can grow with the square of its length, in a step of everybody: 20 ms at these."""
+"""The time of a regex can grow with the square of its length and delays every row of a step: 20 ms at this
+size.
+"""
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 HARMLESS = ("disable_fallback", "backend")
@@ -26,8 +29,7 @@ def grammar_of(
     structured_outputs: Mapping[str, object] | None = None,
     guided: Mapping[str, object] | None = None,
 ) -> Grammar | None:
-    """The one thing that is asked for; `guided` has what the guided_ fields hold, by form. Raises
-    RequestError."""
+    """Return the one constraint; `guided` has the guided_ fields, by form. Raises RequestError."""
     asked: dict[str, Grammar | None] = {}
     if response_format is not None:
         asked["response_format"] = _of_response_format(response_format)
@@ -124,7 +126,7 @@ def _schema(schema: dict[str, object], param: str) -> Grammar:
 
 
 def check_schema(schema: dict[str, object], param: str) -> None:
-    """Raises RequestError when it is too deep, or a pattern in it too long."""
+    """Check a schema's depth and the length of its patterns. Raises RequestError."""
     level: list[object] = [schema]
     depth = 0
     while level:
@@ -150,7 +152,7 @@ def _patterns(level: Sequence[object]) -> Iterator[str]:
 
 
 def _children(value: object) -> list[object]:
-    """Objects and lists in an object or a list."""
+    """Return the objects and lists in an object or a list."""
     items: list[object] = []
     if isinstance(value, dict):
         items = list(cast("dict[object, object]", value).values())

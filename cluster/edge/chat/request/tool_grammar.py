@@ -1,6 +1,6 @@
-"""The grammar of an answer that must call a tool, in the syntax of the model. Pure.
+"""The grammar of an answer that must call a tool, in the model's syntax. Pure.
 
-Tags that are tokens of their own stand in it as these tokens: no other tokens make them up.
+Tags that are single tokens stand in it as these tokens, so that no other tokens spell them.
 """
 
 import json
@@ -19,12 +19,14 @@ BREAK = "\n\n"
 LINE = "\n"
 END = "</parameter>"
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""A model could go on with blanks for ever."""
+"""One line, because a model could continue with blanks forever."""
 
 
 def forced(tools: Sequence[Tool], manner: OutputFormat, added: Mapping[str, int]) -> Grammar:
-    """An answer that calls one of the tools, or several times one of them. Reasoning in which the prompt ends
-    is cut short. `added` has the texts that are one token wherever they stand. Raises RequestError."""
+    """Return the grammar of an answer that calls one of the tools, or one of them several times.
+    Reasoning in which the prompt ends is cut short. `added` has the texts that are single tokens.
+    Raises RequestError.
+    """
     form, reasoning = manner.form, manner.reasoning
     assert form is not None, "an answer that may call nothing"
     functions = [tool.function for tool in tools]
@@ -60,14 +62,14 @@ def forced(tools: Sequence[Tool], manner: OutputFormat, added: Mapping[str, int]
 
 
 def _literal(text: str, added: Mapping[str, int]) -> str:
-    """As grammars write it: a token where there is one for a part of it, text between."""
+    """Return a text as a grammar literal, with single tokens where parts of it are some."""
     there = sorted((tag for tag in added if tag in text), key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, there))})", text) if there else [text]
     return " ".join(f"<[{added[part]}]>" if part in there else _quoted(part) for part in parts if part)
 
 
 def _rules(function: Function, number: int, body: Body) -> Iterator[str]:
-    """`f<number>`: the arguments of a function."""
+    """Yield `f<number>`: the rules of a function's arguments."""
     schema = function.parameters or {}
     match body:
         case "json" | "channels":
@@ -81,7 +83,7 @@ def _rules(function: Function, number: int, body: Body) -> Iterator[str]:
 
 
 def _xml_rules(schema: Mapping[str, Any], number: int) -> Iterator[str]:
-    """Its parameters in their order, those aside that it may leave out."""
+    """Yield the parameters in their order; optional ones may be left out."""
     needed, defined = _needed(schema), _defined(schema)
     whole = [_quoted("")]
     for place, (name, wanted) in enumerate(parameters_of(schema).items()):
@@ -102,8 +104,9 @@ def _xml_value(wanted: dict[str, Any], defined: dict[str, Any]) -> str:
 
 
 def _python_rules(schema: Mapping[str, Any], number: int) -> Iterator[str]:
-    """Keywords in their order. A rule for each place says what may still come: `first` where none has come so
-    far, `more` where a comma goes before it."""
+    """Yield keyword arguments in their order. A rule per position says what may follow: `first` before any
+    argument, `more` behind a comma.
+    """
     parameters = [parameter for parameter in parameters_of(schema).items() if parameter[0].isidentifier()]
     needed, defined = _needed(schema), _defined(schema)
     first = [f"f{number}", *(f"f{number}x{place + 1}" for place in range(len(parameters)))]

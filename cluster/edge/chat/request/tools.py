@@ -1,4 +1,4 @@
-"""The tools of a chat: what a client offers, and what the model must call."""
+"""The tools of a chat: those that a client offers, and those that the model must call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ CHOICE_FORMS = 'give none, auto, required, or {"type": "function", "function": {
 
 
 class Function(BaseModel):
-    """What the model may call; `parameters` is a JSON schema of an object."""
+    """A function that the model may call; `parameters` is a JSON schema of an object."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -30,7 +30,7 @@ class Tool(BaseModel):
     function: Function
 
     def shown(self) -> dict[str, Any]:
-        """As chat templates want it."""
+        """Return it as chat templates want it."""
         return {
             "type": "function",
             "function": self.function.model_dump(exclude_none=True, exclude={"strict"}),
@@ -39,7 +39,7 @@ class Tool(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The function of this name shall be called."""
+    """The function of this name must be called."""
 
     name: str
 
@@ -62,7 +62,7 @@ ToolChoice = Annotated[
 
 
 def offered(tools: Sequence[Tool], choice: Literal["none", "auto", "required"] | Named) -> list[Tool]:
-    """Those that may be called. Raises RequestError."""
+    """Return the tools that may be called. Raises RequestError."""
     if choice == "none":
         return []
     if not tools and choice != "auto":

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a client's fields, as a RequestError that names the field and the fix."""
+"""Turns pydantic's errors about a client's fields into a RequestError that names the field and the fix."""
 
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -16,7 +16,7 @@ FIXES = {
 
 
 def request_error(problems: Sequence[Mapping[str, object]]) -> RequestError:
-    """The first problem, with the field as a client writes it: `messages[0].role`."""
+    """Return the first problem, with the field as a client writes it: `messages[0].role`."""
     problem = problems[0]
     place = cast("tuple[int | str, ...]", problem["loc"])
     kind = str(problem["type"])
@@ -26,7 +26,7 @@ def request_error(problems: Sequence[Mapping[str, object]]) -> RequestError:
 
 
 def problems_of(error: ValidationError, *place: str) -> list[dict[str, object]]:
-    """With where the fields are, if they are not at the top."""
+    """Return the problems; `place` is where the fields are, if not at the top."""
     problems = error.errors(include_url=False, include_input=False)
     return [{**problem, "loc": (*place, *problem["loc"])} for problem in problems]
 
