@@ -35,7 +35,7 @@ test test-all triton triton-3.6 mutations: export PYTHONDONTWRITEBYTECODE :=
 
 # Two processes, because servers would wait for each other with three. The tests of a file share its servers, so one
 # process runs them all. In the order of folders, so that tests/e2e, which takes longest, does not come last.
-SUITE := python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --ignore tests/tidy --ignore tests/e2e/test_nodes.py
+SUITE := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/tidy --ignore tests/e2e/test_nodes.py
 
 test: setup
 	$(SUITE) -m "not slow"

@@ -6,6 +6,8 @@ import signal
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer  # pyright: ignore[reportMissingTypeStubs]
+from xdist.scheduler import LoadFileScheduling  # pyright: ignore[reportMissingTypeStubs]
 
 from tidemill.cluster.settings import ray_environ
 
@@ -19,10 +21,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("tidemill", deadline=None, derandomize=True)
 settings.load_profile("tidemill")
 
+SHARES_SERVER = {"tests/e2e/test_clients.py", "tests/e2e/test_serving.py"}
+"""The files that use the server of tests/e2e/conftest.py: one process runs them."""
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let one process run all tests of a file, or of a named group, so that they share their servers."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.location[0]))
+
+class ByServer(LoadFileScheduling):
+    """Gives all tests of a file, or of the files that share a server, to one process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "the shared server" if file in SHARES_SERVER else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByServer | None:
+    return ByServer(config, log) if config.getoption("dist") == "loadfile" else None

@@ -25,6 +25,7 @@ def test_mistake_found_before_start() -> None:
     assert "/nowhere" in refused("serve", "/nowhere")
 
 
+@pytest.mark.slow
 def test_mistake_found_in_a_worker(tmp_path: Path) -> None:
     """The compiler is looked for by the workers: their error comes back as a line of the command."""
     line = refused(

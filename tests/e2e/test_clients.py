@@ -25,8 +25,6 @@ KEEPER = bundled()["keeper"]
 DEMO: dict[str, Any] = json.loads((KEEPER / "demo.json").read_text())
 NAME = "keeper"
 
-pytestmark = pytest.mark.xdist_group("keeper")  # the server of tests/e2e/conftest.py
-
 
 class Place(BaseModel):
     """A person's location, as the tool returns it."""

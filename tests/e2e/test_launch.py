@@ -70,6 +70,7 @@ def folder() -> str:
     return tempfile.mkdtemp(prefix="launch-")
 
 
+@pytest.mark.slow
 def test_worker_that_cannot_start_prints_one_line_and_leaves_nothing(folder: str) -> None:
     with drive(folder, "file:///refused") as driver:
         stdout, stderr = driver.communicate()

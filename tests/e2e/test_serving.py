@@ -22,8 +22,6 @@ KEEPER = bundled()["keeper"]
 FOLDER = "store"
 PAGE_TOKENS = 64
 
-pytestmark = pytest.mark.xdist_group("keeper")  # the server of tests/e2e/conftest.py
-
 
 def body_of(prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
     return {

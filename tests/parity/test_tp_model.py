@@ -37,6 +37,7 @@ def test_a_group_that_cannot_share_the_heads_is_told_which_can() -> None:
     assert describe(keeper, 2) == describe(keeper)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("collectives", "size"), [("gloo", 2), ("shared-memory", 4)])
 def test_processes(collectives: str, size: int, cpu: Operators, kernel_cache: Path, tmp_path: Path) -> None:
     folder = save(random_model("qwen3_next/moe-two-values", **FOUR_WAYS), tmp_path / "model")

@@ -40,8 +40,8 @@ class StepCommitter:
         end = flight.end
         for start in range(0, len(drawn.scores), DELTA_SCORES_MAX):
             some = drawn.scores[start : start + DELTA_SCORES_MAX]
-            sequence.scored += len(some)
-            sequence.outbox.put_nowait(Delta(tokens=(), prompt_logprobs=some))
+            sequence.delivery.scored += len(some)
+            sequence.delivery.outbox.put_nowait(Delta(tokens=(), prompt_logprobs=some))
         if row.draws is not None:
             tokens, logprobs = drawn.tokens, drawn.logprobs
             count, finish = sequence.draw(tokens)
@@ -51,7 +51,7 @@ class StepCommitter:
             self._count(row.drafts, count)
             if count < len(tokens):
                 tokens, logprobs = tokens[:count], logprobs[:count]
-            sequence.outbox.put_nowait(Delta(tokens=tokens, logprobs=logprobs, finish=finish))
+            sequence.delivery.outbox.put_nowait(Delta(tokens=tokens, logprobs=logprobs, finish=finish))
         self._ledger.commit(lease, end, sequence.keys)
         self._ledger.counters["computed_tokens"] += end - flight.start
         done = sequence.produces and end == sequence.target
@@ -60,7 +60,7 @@ class StepCommitter:
             self._publications.publish(sequence, len(lease.shared_entries), checkpoint=False)
         self._makers.advanced(sequence, flight.start)
         if done:
-            sequence.outbox.put_nowait(Delta(tokens=()))
+            sequence.delivery.outbox.put_nowait(Delta(tokens=()))
         if finish is not None:
             self._publish_turn(sequence, lease)
         return done or finish is not None
@@ -84,9 +84,9 @@ class StepCommitter:
         depth = lease.committed
         if depth % sequence.page_tokens:
             return
-        if depth in sequence.cuts or depth in sequence.junctions:
+        if depth in sequence.restore.cuts or depth in sequence.restore.junctions:
             self._ledger.keep_state(lease, last=done)
-            if not done and (depth in sequence.junctions or depth == sequence.boundary):
+            if not done and (depth in sequence.restore.junctions or depth == sequence.boundary):
                 self._publications.publish(sequence, depth // sequence.page_tokens)  # others will want it
         elif depth > len(sequence.request.tokens) and sequence.rolls(depth, self._limits.roll_pages):
             sequence.checkpoint_owed = not self._ledger.roll_checkpoint(lease)

@@ -60,15 +60,15 @@ class Drain:
         place = self._places.get(sequence.id)
         if place is None:
             place = self._places[sequence.id] = (sequence.launched // size + 1) * size
-            sequence.cuts.add(place)
+            sequence.restore.cuts.add(place)
         if sequence.computed < place:
             return False
         if sequence.id not in self._offered:
             self._publications.publish(sequence, place // size)
-            if sequence.publication.task is not None:  # else too many are under way
+            if sequence.delivery.publication.task is not None:  # else too many are under way
                 self._offered.add(sequence.id)
             return False
-        return sequence.publication.task is None
+        return sequence.delivery.publication.task is None
 
 
 def _handed_over() -> HandedOver:

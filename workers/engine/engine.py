@@ -37,6 +37,7 @@ from tidemill.workers.scheduling.isolation import Tell
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.scheduler import Scheduler
 from tidemill.workers.scheduling.sequence import IsolationNotice, Preempted, Sequence
+from tidemill.workers.scheduling.sequences import Sequences
 from tidemill.workers.transfer.transfer import Transfer
 
 LOOP_ENDED = "the worker's step loop has ended"
@@ -58,15 +59,14 @@ class Engine:
         self._ledger = ledger
         self._transfer = transfer
         self._arrivals = RequestIntake(limits, ledger.layout, root_of, grammars)
-        self._running: dict[str, Sequence] = {}
-        self._waiting: dict[str, Sequence] = {}
+        self._sequences = Sequences()
         line = AdmissionQueue()
-        self._admission = Admission(ledger, transfer, line, self._running, self._waiting, limits)
+        self._admission = Admission(ledger, transfer, line, self._sequences, limits)
         self._publications = Publisher(ledger, transfer, line)
         self._prefetcher = Prefetcher(ledger, transfer, line)
         self._pipeline = Pipeline(
             runner,
-            Scheduler(ledger, limits, self._running, self._preempt),
+            Scheduler(ledger, limits, self._sequences, self._preempt),
             StepCommitter(ledger, limits, line, self._admission.makers, self._publications),
             self._preempt,
             self._landed_last,
@@ -81,7 +81,7 @@ class Engine:
         try:
             while True:
                 self.steps += 1
-                self._hand_over.advance(self._running.values(), _now_s())
+                self._hand_over.advance(self._sequences.running.values(), _now_s())
                 if await self._pipeline.step(self._limits.flights_max):
                     await asyncio.sleep(0)  # streams take their tokens before the next step
                     continue
@@ -94,8 +94,8 @@ class Engine:
                         await self._pipeline.beat()
         finally:
             self._over = True
-            for sequence in [*self._running.values(), *self._waiting.values()]:
-                sequence.outbox.put_nowait(WorkerGone(LOOP_ENDED))
+            for sequence in self._sequences:
+                sequence.delivery.outbox.put_nowait(WorkerGone(LOOP_ENDED))
             await self._pipeline.settle()
 
     async def produce(self, request: Request, tell: Tell | None = None) -> Produced:
@@ -146,7 +146,7 @@ class Engine:
         HandedOver."""
         self._hand_over.check(produces=False)
         sequence = await self._arrivals.generating(request)
-        sequence.prefetched_pages = await self._prefetcher.take(request)
+        sequence.restore.prefetched_pages = await self._prefetcher.take(request)
         try:
             async with aclosing(self._stream(sequence, tell)) as deltas:
                 async for delta in deltas:
@@ -158,9 +158,10 @@ class Engine:
         """Take only such calls from now on. Others end with HandedOver, new ones and those that wait at once,
         running ones when what they need elsewhere is stored."""
         self._hand_over.restrict(produces=produces, generates=generates, now_s=_now_s())
-        for sequence in self._waiting.values():
-            if sequence.timeout is not None and not self._hand_over.takes(produces=sequence.produces):
-                sequence.timeout.reschedule(_now_s())
+        for sequence in self._sequences.waiting.values():
+            timeout = sequence.restore.timeout
+            if timeout is not None and not self._hand_over.takes(produces=sequence.produces):
+                timeout.reschedule(_now_s())
         self._work.set()
 
     def resize(self, budget_bytes: int) -> None:
@@ -175,8 +176,8 @@ class Engine:
     def load(self) -> WorkerLoad:
         return load_of(
             self._ledger,
-            list(self._running.values()),
-            list(self._waiting.values()),
+            list(self._sequences.running.values()),
+            list(self._sequences.waiting.values()),
             self._transfer,
             self._pipeline.speedometer.speed,
             self._limits,
@@ -197,7 +198,7 @@ class Engine:
 
     @property
     def num_requests(self) -> int:
-        return len(self._running) + len(self._waiting)
+        return len(self._sequences)
 
     async def drain_publications(self) -> None:
         """Wait until what was being published in the background is stored, or was refused."""
@@ -209,13 +210,13 @@ class Engine:
         first, began_s = True, _now_s()
         await self._admit(sequence)
         while sequence.computed < sequence.target or not sequence.produces:
-            item = await sequence.outbox.get()
+            item = await sequence.delivery.outbox.get()
             if isinstance(item, Exception):
                 await self._tell(sequence, tell, alone=False)
                 raise item
             if isinstance(item, IsolationNotice):
-                await self._tell(sequence, tell, alone=item.alone and sequence.id in self._running)
-                sequence.is_notifying = False
+                await self._tell(sequence, tell, alone=item.alone and sequence.id in self._sequences.running)
+                sequence.isolation.is_notifying = False
                 self._work.set()
                 continue
             if isinstance(item, Preempted):
@@ -235,58 +236,58 @@ class Engine:
 
     async def _admit(self, sequence: Sequence) -> None:
         self._hand_over.check(produces=sequence.produces)
-        self._waiting[sequence.id] = sequence
+        self._sequences.wait(sequence)
         began_s = _now_s()
         try:
-            async with asyncio.timeout(None) as sequence.timeout:
+            async with asyncio.timeout(None) as sequence.restore.timeout:
                 await self._admission.admit(sequence)
         except TimeoutError:
             self._hand_over.check(produces=sequence.produces)
             raise
         finally:
-            sequence.timeout = None
-            sequence.admission_s += _now_s() - began_s
-        del self._waiting[sequence.id]
-        if sequence.computed < sequence.target:  # else a producing one: all its pages were here
-            if self._over:
-                raise WorkerGone(LOOP_ENDED)
-            self._running[sequence.id] = sequence
-            self._work.set()
+            sequence.restore.timeout = None
+            sequence.restore.admission_s += _now_s() - began_s
+        if sequence.computed == sequence.target:  # a producing one: all its pages were here
+            self._sequences.drop(sequence)
+            return
+        if self._over:
+            raise WorkerGone(LOOP_ENDED)
+        self._sequences.run(sequence)
+        self._work.set()
 
     async def _tell(self, sequence: Sequence, tell: Tell | None, *, alone: bool) -> None:
-        if sequence.alone is not alone:
+        if sequence.isolation.alone is not alone:
             if tell is not None:
                 await tell(alone)
-            sequence.alone = alone
+            sequence.isolation.alone = alone
             self._work.set()
 
     def _landed_last(self, sequence: Sequence) -> None:
         """All that was asked for is computed. A producing sequence still publishes it."""
-        del self._running[sequence.id]
+        self._sequences.drop(sequence)
         if not sequence.produces:
             self._end(sequence)
 
     def _close(self, sequence: Sequence) -> None:
         """The call has ended: nobody is left who could blame it."""
         self._end(sequence)
-        if sequence.alone or sequence.is_notifying:
-            sequence.alone = sequence.is_notifying = False
+        isolation = sequence.isolation
+        if isolation.alone or isolation.is_notifying:
+            isolation.alone = isolation.is_notifying = False
             self._work.set()
 
     def _end(self, sequence: Sequence) -> None:
         """Release all that the sequence holds: the one place, whatever ended it."""
         sequence.ended = True
-        self._running.pop(sequence.id, None)
-        self._waiting.pop(sequence.id, None)
+        self._sequences.drop(sequence)
         self._release(sequence)
 
     def _preempt(self, sequence: Sequence, error: Exception | None = None) -> None:
         """Take the memory of a running sequence. It is admitted again, with its pages still restorable; or
         its stream ends with `error`."""
-        del self._running[sequence.id]
-        self._waiting[sequence.id] = sequence
+        self._sequences.wait(sequence)
         self._release(sequence)
-        sequence.outbox.put_nowait(error or Preempted())
+        sequence.delivery.outbox.put_nowait(error or Preempted())
 
     def _release(self, sequence: Sequence) -> None:
         self._admission.makers.left(sequence)

@@ -10,7 +10,7 @@ from tidemill.workers.execution.ngram_drafter import Drafter, HeadDrafter, Ngram
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.messages import TRIAL_TOKENS, Request, RequestError
 from tidemill.workers.scheduling.limits import EngineLimits
-from tidemill.workers.scheduling.sequence import PRIORITY_AGE_S, Sequence
+from tidemill.workers.scheduling.sequence import PRIORITY_AGE_S, Delivery, Isolation, Sequence
 
 
 class RequestIntake:
@@ -70,11 +70,11 @@ class RequestIntake:
             produces=produces,
             tokens=list(request.tokens),
             target=target,
-            suspect_until=_trial_end(request, target, produces=produces) if request.on_trial else 0,
             sampling_state=SamplingState(request, matcher),
             drafter=None if produces else self._drafter(),
             keys=page_keys(root, request.tokens, size),
-            scored=request.scored,
+            delivery=Delivery(scored=request.scored),
+            isolation=Isolation(until=_isolated_end(request, target, produces=produces)),
         )
 
     def _drafter(self) -> Drafter | None:
@@ -83,6 +83,8 @@ class RequestIntake:
         return HeadDrafter() if self._limits.mtp else NgramDrafter()
 
 
-def _trial_end(request: Request, target: int, *, produces: bool) -> int:
-    """What has to be computed until a request on trial is beyond suspicion."""
+def _isolated_end(request: Request, target: int, *, produces: bool) -> int:
+    """Return the depth up to which a request that may have crashed a worker runs alone."""
+    if not request.on_trial:
+        return 0
     return target if produces else target - 1 + min(TRIAL_TOKENS, request.max_new_tokens)

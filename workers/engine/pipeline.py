@@ -137,7 +137,7 @@ class Pipeline:
             self._landing.void(planned)
             if planned.lease.ended:
                 continue
-            planned.sequence.suspect_until = planned.flight.end
+            planned.sequence.isolation.until = planned.flight.end
             alone = len(batch.rows) == 1
             self._preempt(planned.sequence, _refusal(error) if alone else None)
 

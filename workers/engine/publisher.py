@@ -28,7 +28,7 @@ class Publisher:
 
     def publish(self, sequence: Sequence, num_pages: int, *, checkpoint: bool = True) -> None:
         """Store the first pages of the sequence and the checkpoint at their end, if there is one."""
-        publication = sequence.publication
+        publication = sequence.delivery.publication
         if not sequence.produces and publication.task is None and len(self._running) >= PUBLICATIONS_MAX:
             self._ledger.counters["publications_skipped"] += 1
             return
@@ -51,7 +51,7 @@ class Publisher:
     async def published(self, sequence: Sequence, num_pages: int) -> bool:
         """Wait for what is being published of the sequence; whether these first pages, and the checkpoint at
         their end, are stored. A store that takes longer than it is worth waiting for has not stored them."""
-        publication = sequence.publication
+        publication = sequence.delivery.publication
         if publication.task is not None:
             missing = max(0, num_pages - publication.there_pages)
             await asyncio.wait({publication.task}, timeout=self._transfer.patience_s(missing))
@@ -63,7 +63,7 @@ class Publisher:
             await asyncio.wait(self._running)
 
     async def _run(self, sequence: Sequence) -> None:
-        publication = sequence.publication
+        publication = sequence.delivery.publication
         pieces = publication.pieces
         try:
             publication.complete = True

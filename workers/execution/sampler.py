@@ -9,6 +9,7 @@ rows one by one are used: a row's bits do not depend on the rows beside it, nor 
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -31,45 +32,60 @@ DEVICE_CHUNK_NUMBERS = 1 << 23
 
 
 def draw(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
-    """What each row draws; its `draws` have seen it then.
+    """Return what each row draws, and advance the rows' sampling states.
 
-    `logits_NV` (float) holds, row after row, those after each of the row's last `drafts + 1` tokens. The
-    first token is drawn as if nothing had been guessed, and while it equals the guess in its place, the next
-    one is drawn behind it. So the tokens are the very ones that come without guesses (decisions/0012).
+    `logits_NV` (float) holds, row after row, those after each of the row's last `drafts + 1` tokens.
+    The first token is drawn as if there were no draft. While a token equals the draft in its position, the
+    next one is drawn behind it, so the tokens are those that come without drafts (docs/decisions/0012).
     """
-    starts, count = list[int](), 0
-    for row in rows:
-        starts.append(count)
-        count += row.drafts + 1
+    *starts, count = accumulate((row.drafts + 1 for row in rows), initial=0)
     assert len(logits_NV) == count
     best_N = token_ids(logits_NV.argmax(dim=-1))
     tokens: list[list[int]] = [[] for _ in rows]
     logprobs: list[list[TokenLogprob]] = [[] for _ in rows]
-    alive = list(range(len(rows)))
     for row in rows:
-        _sampling_states(row).rewind(row.end - row.drafts)
-    while alive:
-        places = {index: starts[index] + len(tokens[index]) for index in alive}
-        chosen = {index: best_N[place] for index, place in places.items()}
-        others = [index for index in alive if not _sampling_states(rows[index]).greedy]
-        numbers = CHUNK_NUMBERS if logits_NV.device.type == "cpu" else DEVICE_CHUNK_NUMBERS
-        size = max(1, numbers // logits_NV.shape[1])
-        for start in range(0, len(others), size):
-            chunk = others[start : start + size]
-            draws = [_sampling_states(rows[index]) for index in chunk]
-            chunk_NV = logits_NV[[places[index] for index in chunk]]
-            chosen.update(zip(chunk, _choose(chunk_NV, draws), strict=True))
-            for index, logprob in _logprobs(chunk_NV, draws, [chosen[index] for index in chunk]):
-                logprobs[chunk[index]].append(logprob)
-        still: list[int] = []
-        for index, token in chosen.items():
-            row, drawn = rows[index], tokens[index]
-            _sampling_states(row).push(token)
-            drawn.append(token)
-            if len(drawn) <= row.drafts and row.tokens[len(drawn) - 1 - row.drafts] == token:
-                still.append(index)
-        alive = still
-    return [Drawn(tuple(row_tokens), tuple(more)) for row_tokens, more in zip(tokens, logprobs, strict=True)]
+        _sampling_state(row).rewind(row.end - row.drafts)
+    drawing = list(range(len(rows)))
+    while drawing:
+        places = [starts[index] + len(tokens[index]) for index in drawing]
+        states = [_sampling_state(rows[index]) for index in drawing]
+        chosen, reported = _next_tokens(logits_NV, best_N, places, states)
+        for index, state, token, logprob in zip(drawing, states, chosen, reported, strict=True):
+            state.push(token)
+            tokens[index].append(token)
+            if logprob is not None:
+                logprobs[index].append(logprob)
+        drawing = [index for index in drawing if _matches_draft(rows[index], tokens[index])]
+    return [Drawn(tuple(some), tuple(more)) for some, more in zip(tokens, logprobs, strict=True)]
+
+
+def _matches_draft(row: Row, drawn: Sequence[int]) -> bool:
+    """Return whether the last drawn token is the draft in its position."""
+    return len(drawn) <= row.drafts and row.tokens[len(drawn) - 1 - row.drafts] == drawn[-1]
+
+
+def _next_tokens(
+    logits_NV: torch.Tensor, best_N: Sequence[int], places: Sequence[int], states: Sequence[SamplingState]
+) -> tuple[list[int], list[TokenLogprob | None]]:
+    """Choose a token for each state from its row of the logits, `places[i]`; greedy states take the best one.
+
+    The second list has the logprobs of states that ask for them. Chunks of rows bound the memory.
+    """
+    tokens = [best_N[place] for place in places]
+    logprobs: list[TokenLogprob | None] = [None] * len(places)
+    others = [index for index, state in enumerate(states) if not state.greedy]
+    numbers = CHUNK_NUMBERS if logits_NV.device.type == "cpu" else DEVICE_CHUNK_NUMBERS
+    size = max(1, numbers // logits_NV.shape[1])
+    for start in range(0, len(others), size):
+        chunk = others[start : start + size]
+        chunk_states = [states[index] for index in chunk]
+        chunk_NV = logits_NV[[places[index] for index in chunk]]
+        chosen = _choose(chunk_NV, chunk_states)
+        for index, token in zip(chunk, chosen, strict=True):
+            tokens[index] = token
+        for index, logprob in _logprobs(chunk_NV, chunk_states, chosen):
+            logprobs[chunk[index]] = logprob
+    return tokens, logprobs
 
 
 def uniform_of(seed: int, position: int) -> float:
@@ -80,20 +96,20 @@ def uniform_of(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
-def _choose(logits_NV: torch.Tensor, draws: Sequence[SamplingState]) -> list[int]:
-    """The next token of each row."""
+def _choose(logits_NV: torch.Tensor, states: Sequence[SamplingState]) -> list[int]:
+    """Return the next token of each row."""
     scores_NV = logits_NV.double()
-    for scores_V, draw in zip(scores_NV, draws, strict=True):
-        _penalise(scores_V, draw)
-        _restrict(scores_V, draw)
+    for scores_V, state in zip(scores_NV, states, strict=True):
+        _penalise(scores_V, state)
+        _restrict(scores_V, state)
     tokens = token_ids(scores_NV.argmax(dim=-1))
-    random = [index for index, draw in enumerate(draws) if draw.sampling.temperature > 0]
-    filtered = [index for index in random if _filters(draws[index].sampling)]
-    open_ = [index for index in random if not _filters(draws[index].sampling)]
+    random = [index for index, state in enumerate(states) if state.sampling.temperature > 0]
+    filtered = [index for index in random if _filters(states[index].sampling)]
+    open_ = [index for index in random if not _filters(states[index].sampling)]
     for indices, sample in ((filtered, _sample_filtered), (open_, _sample)):
         if indices:
-            samplings = [draws[index].sampling for index in indices]
-            uniform = [uniform_of(draws[index].sampling.seed, draws[index].position) for index in indices]
+            samplings = [states[index].sampling for index in indices]
+            uniform = [uniform_of(states[index].sampling.seed, states[index].position) for index in indices]
             for index, token in zip(indices, sample(scores_NV[indices], samplings, uniform), strict=True):
                 tokens[index] = token
     return tokens
@@ -193,13 +209,13 @@ def _inverse(weights_NC: torch.Tensor, uniform: Sequence[float]) -> torch.Tensor
 
 
 def _logprobs(
-    logits_NV: torch.Tensor, draws: Sequence[SamplingState], tokens: Sequence[int]
+    logits_NV: torch.Tensor, states: Sequence[SamplingState], tokens: Sequence[int]
 ) -> list[tuple[int, TokenLogprob]]:
-    """(index, what is reported with its token) of the rows that ask for it."""
+    """Return (index, logprob of its token) of the rows that ask for it."""
     asking: dict[int, list[int]] = {}
-    for index, draw in enumerate(draws):
-        if draw.sampling.logprobs is not None:
-            asking.setdefault(draw.sampling.logprobs, []).append(index)
+    for index, state in enumerate(states):
+        if state.sampling.logprobs is not None:
+            asking.setdefault(state.sampling.logprobs, []).append(index)
     found: list[tuple[int, TokenLogprob]] = []
     for alternatives, rows in asking.items():
         logprobs_NV = logits_NV[rows].double().log_softmax(dim=-1)
@@ -208,7 +224,7 @@ def _logprobs(
     return found
 
 
-def _sampling_states(row: Row) -> SamplingState:
+def _sampling_state(row: Row) -> SamplingState:
     assert row.draws is not None
     return row.draws
 

@@ -9,9 +9,9 @@ they are computed again, and the place where they end is a junction: this time a
 """
 
 import asyncio
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
+from typing import NamedTuple
 
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey
@@ -23,6 +23,7 @@ from tidemill.workers.scheduling.admission_queue import AdmissionQueue
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.prefix_dedup import InProgressPrefixes
 from tidemill.workers.scheduling.sequence import Sequence
+from tidemill.workers.scheduling.sequences import Sequences
 from tidemill.workers.transfer.transfer import Transfer
 
 CHECKPOINT_PAGES_MIN = 4
@@ -41,6 +42,14 @@ only when it and all older ones fit to their ends; after the third, when it is t
 preempts."""
 
 
+class _Taken(NamedTuple):
+    """Memory that a sequence got: pages attached, pages kept here, and deeper depths to fetch, ascending."""
+
+    attached_pages: int
+    kept_pages: int
+    depths: list[int]
+
+
 class Admission:
     """The oldest request that waits takes memory first; the others wait for it."""
 
@@ -49,15 +58,13 @@ class Admission:
         ledger: Ledger,
         transfer: Transfer,
         line: AdmissionQueue,
-        running: Mapping[str, Sequence],
-        waiting: Mapping[str, Sequence],
+        sequences: Sequences,
         limits: EngineLimits,
     ) -> None:
         self._ledger = ledger
         self._transfer = transfer
         self.line = line
-        self._running = running
-        self._waiting = waiting
+        self._sequences = sequences
         self._limits = limits
         self.makers = InProgressPrefixes(ledger.index)
         self._serial = 0
@@ -73,25 +80,29 @@ class Admission:
         here = self._ledger.index.match(keys).restorable_pages
         depths = await self._transfer.restorable_depths(keys, here) if here < len(keys) else []
         while True:
-            pages = await self._take_memory(sequence, keys, depths)
-            if pages is None:
+            taken = await self._take_memory(sequence, keys, depths)
+            if taken is None:
                 await self.makers.wait(sequence)
                 continue
-            if not depths or await self._fetch(sequence, keys, depths):
+            if not taken.depths:
+                break
+            depths = await self._fetch(sequence, keys, taken.depths)
+            if depths is None:
                 break
             if sequence.lease is not None:
                 self._ledger.release(sequence.id)
                 sequence.lease = None
                 self.line.memory_freed()
-        attached, kept = pages
         self.makers.advanced(sequence, 0)
         depth = sequence.computed
-        prefetched = range(sequence.prefetched_pages.start, min(sequence.prefetched_pages.stop, attached))
-        reused = min(depth, (attached - len(prefetched)) * sequence.page_tokens)
+        prefetched = sequence.restore.prefetched_pages
+        num_prefetched = len(range(prefetched.start, min(prefetched.stop, taken.attached_pages)))
+        reused = min(depth, (taken.attached_pages - num_prefetched) * sequence.page_tokens)
         sequence.provenance = Provenance(
             reused_tokens=reused, fetched_tokens=depth - reused, computed_tokens=sequence.target - depth
         )
-        self._ledger.counters["kv_hit_without_state_tokens"] += max(0, kept * sequence.page_tokens - depth)
+        without_state = max(0, taken.kept_pages * sequence.page_tokens - depth)
+        self._ledger.counters["kv_hit_without_state_tokens"] += without_state
         gap_tokens_max = sequence.request.gap_tokens_max
         if (
             gap_tokens_max is not None
@@ -103,48 +114,41 @@ class Admission:
                 f"more than {gap_tokens_max} are missing"
             )
 
-    async def _take_memory(
-        self, sequence: Sequence, keys: Seq[PageKey], depths: list[int]
-    ) -> tuple[int, int] | None:
-        """Attach what is kept here and reserve the rest; answers the numbers of pages attached and kept. None
-        when another request has begun to compute its prefix."""
+    async def _take_memory(self, sequence: Sequence, keys: Seq[PageKey], depths: Seq[int]) -> _Taken | None:
+        """Attach the pages that are here and reserve the rest. None when another request has begun to compute
+        the prefix."""
         while True:
             async with self.line.wait_turn(sequence.seniority):
                 while not self.line.has_older(sequence.seniority):
                     self.line.forget_news()
                     if self.makers.is_made(sequence):
                         return None
-                    pages = self._try_memory(sequence, keys, depths)
-                    if pages is not None:
-                        return pages
+                    taken = self._try_memory(sequence, keys, depths)
+                    if taken is not None:
+                        return taken
                     await self.line.news()
 
-    def _try_memory(
-        self, sequence: Sequence, keys: Seq[PageKey], depths: list[int]
-    ) -> tuple[int, int] | None:
-        """The numbers of pages attached and kept, or None when the memory does not suffice.
-
-        `depths` loses those that are no deeper than what can be restored here.
-        """
+    def _try_memory(self, sequence: Sequence, keys: Seq[PageKey], depths: Seq[int]) -> _Taken | None:
+        """Take memory, or return None when it does not suffice."""
         if (
-            self._num_held() >= self._limits.budget.rows_max
+            self._sequences.num_with_memory >= self._limits.budget.rows_max
             or self._ledger.excess
             or not self._may_come(sequence)
         ):
             return None
         match = self._ledger.index.match(keys)
-        depths[:] = [depth for depth in depths if depth > match.restorable_pages]
-        attached = min(len(match.path), depths[-1]) if depths else match.restorable_pages
-        target = depths[-1] if depths else None
+        deeper = [depth for depth in depths if depth > match.restorable_pages]
+        target = deeper[-1] if deeper else None
+        attached = match.restorable_pages if target is None else min(len(match.path), target)
         if not self._lease(sequence, match, attached, target):
             if self._ledger.num_leases or not attached:
                 return None
-            attached = 0  # its own prefix lies so scattered that nothing else fits beside it
+            attached = 0  # its own prefix is so fragmented that nothing else fits beside it
             if not self._lease(sequence, match, attached, target):
                 return None
-        sequence.junctions.add(len(match.path) * sequence.page_tokens)
-        sequence.cuts = self._cuts(sequence)
-        return attached, len(match.path)
+        sequence.restore.junctions.add(len(match.path) * sequence.page_tokens)
+        sequence.restore.cuts = self._cuts(sequence)
+        return _Taken(attached, len(match.path), deeper)
 
     def _lease(self, sequence: Sequence, match: Match, attached: int, target: int | None) -> bool:
         """Whether memory could be had for all known tokens, for the most window pages that they need at once,
@@ -154,7 +158,7 @@ class Admission:
         lease = self._ledger.open(sequence.id, spares_min=spares_min)
         self._ledger.attach(lease, match, attached)
         try:
-            held = self._num_held()
+            held = self._sequences.num_with_memory
             beside = held + 1 if held else 0
             start, length = lease.committed, len(sequence.tokens)
             if target is not None:
@@ -180,19 +184,14 @@ class Admission:
         """The most window pages that a request of so many tokens needs at once."""
         return self._ledger.layout.windows_at_once(num_tokens, self._limits.in_flight_tokens)
 
-    def _num_held(self) -> int:
-        """Requests that have memory: those that run, and those that are being fetched."""
-        return len(self._running) + sum(waiting.lease is not None for waiting in self._waiting.values())
-
     def _may_come(self, sequence: Sequence) -> bool:
         """Whether a request that was preempted often has reason to hope that it will not be again."""
-        if sequence.preemptions < PREEMPTIONS_BEFORE_FIT:
+        if sequence.restore.preemptions < PREEMPTIONS_BEFORE_FIT:
             return True
-        here = [*self._running.values(), *self._waiting.values()]
-        older = [other for other in here if other.seniority < sequence.seniority]
+        older = self._sequences.older_than(sequence)
         if not older:
             return True
-        if sequence.preemptions >= PREEMPTIONS_MAX:
+        if sequence.restore.preemptions >= PREEMPTIONS_MAX:
             return False
         layout = self._ledger.layout
         rows = [*older, sequence]
@@ -214,23 +213,23 @@ class Admission:
             interval *= 2
         return {*range(interval, sequence.boundary, interval), sequence.boundary}
 
-    async def _fetch(self, sequence: Sequence, keys: Seq[PageKey], depths: list[int]) -> bool:
-        """Resume at the deepest of `depths`; if it does not arrive whole, `depths` keeps those still open,
-        and if it does not arrive in time none."""
+    async def _fetch(self, sequence: Sequence, keys: Seq[PageKey], depths: Seq[int]) -> list[int] | None:
+        """Resume at the deepest of `depths`, and return None.
+
+        If it does not arrive whole, return the depths that are still open: none if it is late.
+        """
         lease = sequence.lease
         assert lease is not None
-        target = depths.pop()
+        *others, target = depths
         began_s = asyncio.get_running_loop().time()
         good = await self._transfer.fetch(lease, keys, target, partial(self._leave, sequence))
-        sequence.fetch_s += asyncio.get_running_loop().time() - began_s
+        sequence.restore.fetch_s += asyncio.get_running_loop().time() - began_s
         if sequence.lease is None:
-            depths.clear()
-            return False
+            return []
         if good == target or (good > len(lease.shared_entries) and not self._ledger.layout.hybrid):
             self._ledger.adopt(lease, good * sequence.page_tokens, keys)
-            return True
-        depths[:] = [depth for depth in depths if depth <= good]
-        return False
+            return None
+        return [depth for depth in others if depth <= good]
 
     def _leave(self, sequence: Sequence, moving: asyncio.Future[int]) -> None:
         """Nobody waits for `moving`: what the sequence holds is given back when it has ended."""

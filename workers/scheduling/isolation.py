@@ -8,6 +8,7 @@ over: a worker that dies meanwhile died of this request.
 """
 
 from collections.abc import Awaitable, Callable
+from enum import Enum, auto
 
 from tidemill.workers.scheduling.sequence import IsolationNotice, Sequence
 
@@ -16,46 +17,60 @@ Tell = Callable[[bool], Awaitable[None]]
 caller can be expected to know."""
 
 
+class _Stage(Enum):
+    """What the next step may run."""
+
+    OTHERS = auto()  # all rows that are no suspects
+    SUSPECT = auto()  # the suspect, alone
+    STEP_IN_FLIGHT = auto()  # nothing until the steps in flight have ended
+    CALLER = auto()  # nothing until the suspect's caller knows
+
+
 class IsolatedRuns:
     def __init__(self) -> None:
-        self._now: Sequence | None = None
+        self._suspect: Sequence | None = None
         self._others_first = False
 
     def choose(self, rows: list[Sequence], *, in_flight: bool) -> list[Sequence]:
-        """Those of `rows`, which run, that the next step may have."""
-        if self._is_over(rows):
-            self._now, self._others_first = None, True
-        if self._now is None:
-            suspects = [row for row in rows if row.is_suspect]
-            others = [row for row in rows if not row.is_suspect]
-            if not suspects or (self._others_first and others):
-                self._others_first = False
-                return others
-            if in_flight:
+        """Return those of the running `rows` that the next step may have."""
+        match self._stage(rows, in_flight=in_flight):
+            case _Stage.OTHERS:
+                return [row for row in rows if not row.is_suspect]
+            case _Stage.SUSPECT:
+                return [row for row in rows if row is self._suspect]
+            case _Stage.STEP_IN_FLIGHT | _Stage.CALLER:
                 return []
-            self._now = suspects[0]
-        if in_flight:
-            return []
-        if self._now.request.on_trial and not self._now.alone:
-            _ask(self._now, alone=True)
-            return []
-        return [self._now] if self._now.is_suspect and self._now in rows else []
+
+    def _stage(self, rows: list[Sequence], *, in_flight: bool) -> _Stage:
+        if self._is_over(rows):
+            self._suspect, self._others_first = None, True
+        if self._suspect is None:
+            suspects = [row for row in rows if row.is_suspect]
+            if not suspects or (self._others_first and len(suspects) < len(rows)):
+                self._others_first = False
+                return _Stage.OTHERS
+            if not in_flight:
+                self._suspect = suspects[0]
+        if in_flight or self._suspect is None:
+            return _Stage.STEP_IN_FLIGHT
+        if self._suspect.request.on_trial and not self._suspect.isolation.alone:
+            _notify(self._suspect, alone=True)
+            return _Stage.CALLER
+        return _Stage.SUSPECT if self._suspect.is_suspect else _Stage.CALLER
 
     def _is_over(self, rows: list[Sequence]) -> bool:
-        now = self._now
-        if now is None:
+        suspect = self._suspect
+        if suspect is None or (suspect in rows and suspect.is_suspect):
             return False
-        if now in rows and now.is_suspect:
-            return False
-        if now.alone or now.is_notifying:
-            if now in rows:
-                _ask(now, alone=False)
+        if suspect.isolation.alone or suspect.isolation.is_notifying:
+            if suspect in rows:
+                _notify(suspect, alone=False)
             return False  # its caller does not know yet
         return True
 
 
-def _ask(sequence: Sequence, *, alone: bool) -> None:
-    """Once: it may lose its memory, and have it again, before its caller knows."""
-    if not sequence.is_notifying:
-        sequence.is_notifying = True
-        sequence.outbox.put_nowait(IsolationNotice(alone))
+def _notify(sequence: Sequence, *, alone: bool) -> None:
+    """Notify the caller once: it may lose its memory, and have it again, before its caller knows."""
+    if not sequence.isolation.is_notifying:
+        sequence.isolation.is_notifying = True
+        sequence.delivery.outbox.put_nowait(IsolationNotice(alone))

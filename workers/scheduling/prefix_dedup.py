@@ -27,7 +27,7 @@ class InProgressPrefixes:
         keys = sequence.keys[: sequence.restorable // sequence.page_tokens]
         while (shared := self._shared(sequence, keys)) is not None:
             maker, depth = shared
-            maker.junctions.add(depth)
+            maker.restore.junctions.add(depth)
             reached = asyncio.Event()
             self._followers[maker.id].append((depth, reached))
             await reached.wait()

@@ -1,6 +1,6 @@
 """Which rows the next step has, and the memory for them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tidemill.kvstore.errors import OutOfMemory
@@ -12,6 +12,7 @@ from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Candidate, Planned, plan
 from tidemill.workers.scheduling.prefill_throttle import PrefillThrottle
 from tidemill.workers.scheduling.sequence import PRIORITY_AGE_S, Sequence
+from tidemill.workers.scheduling.sequences import Sequences
 
 
 @dataclass(slots=True, eq=False)
@@ -40,12 +41,12 @@ class Scheduler:
         self,
         ledger: Ledger,
         limits: EngineLimits,
-        running: Mapping[str, Sequence],
+        sequences: Sequences,
         preempt: Callable[[Sequence], None],
     ) -> None:
         self._ledger = ledger
         self._limits = limits
-        self._running = running
+        self._sequences = sequences
         self._preempt = preempt
         self._pace = PrefillThrottle(ledger.layout.page_tokens)
         self._trials = IsolatedRuns()
@@ -74,7 +75,9 @@ class Scheduler:
             return NOTHING
         if prompt_tokens is not None:
             self._pace.launched(prompt_tokens)
-        return Batch([self._launch(self._running[row.sequence_id], row) for row in reserved], prompt_tokens)
+        return Batch(
+            [self._launch(self._sequences.running[row.sequence_id], row) for row in reserved], prompt_tokens
+        )
 
     def landed(self, step: Batch, seconds: float) -> None:
         """A step took so long on the runner."""
@@ -84,7 +87,7 @@ class Scheduler:
     def _plan(self, *, in_flight: bool) -> tuple[list[Planned], int | None]:
         """Rows, the oldest first, and how many prompt tokens they run beside streams (None: no streams)."""
         budget = self._limits.budget
-        rows = self._trials.choose(sorted(self._running.values(), key=_turn), in_flight=in_flight)
+        rows = self._trials.choose(sorted(self._sequences.running.values(), key=_turn), in_flight=in_flight)
         self._guesses = {}
         self._guessing = False
         candidates = [found for found in map(self._candidate, rows) if found is not None]
@@ -93,7 +96,7 @@ class Scheduler:
         streams = any(candidate.streams for candidate in rows)
         most = self._pace.prompt_tokens(budget.tokens_max) if streams else budget.tokens_max
         planned = plan(candidates, budget, most)
-        planned.sort(key=lambda row: self._running[row.sequence_id].seniority)
+        planned.sort(key=lambda row: self._sequences.running[row.sequence_id].seniority)
         prompt_tokens = sum(row.num_tokens for row in planned if row.num_tokens > 1)
         return planned, prompt_tokens if streams else None
 
@@ -125,14 +128,15 @@ class Scheduler:
 
     def _shrink(self) -> None:
         """Bring the memory down to its budget."""
-        while self._ledger.excess and not self._ledger.resize(self._ledger.budget_extents) and self._running:
-            self._ledger.counters["preemptions_for_resize"] += 1
-            self._preempt(self._youngest())
+        ledger, sequences = self._ledger, self._sequences
+        while ledger.excess and not ledger.resize(ledger.budget_extents) and sequences.running:
+            ledger.counters["preemptions_for_resize"] += 1
+            self._preempt(sequences.youngest)
 
     def _reserve(self, row: Planned, *, in_flight: bool) -> Planned | None:
         """Make the lease hold the row, if need be without its guesses. None when there is no memory, or when
         the sequence itself had to give its own back."""
-        sequence = self._running.get(row.sequence_id)
+        sequence = self._sequences.running.get(row.sequence_id)
         while sequence is not None and sequence.lease is not None:
             end = sequence.lease.launched + row.num_tokens + row.drafts
             try:
@@ -144,18 +148,15 @@ class Scheduler:
             if row.drafts:
                 row = row._replace(drafts=0)
                 continue
-            if in_flight or (len(self._running) == 1 and self._ledger.num_leases > 1):
-                return None  # what is being fetched or published comes free
-            # Whoever is alone has the memory, but scattered: it lacks an extent, and comes back compact.
-            victim = self._youngest()
-            victim.preemptions += 1
+            if in_flight or (len(self._sequences.running) == 1 and self._ledger.num_leases > 1):
+                return None  # memory of fetches or publications becomes free
+            # The only running request has enough memory, but fragmented: restoring it compacts it.
+            victim = self._sequences.youngest
+            victim.restore.preemptions += 1
             self._ledger.counters["preemptions"] += 1
             self._preempt(victim)
-            sequence = self._running.get(row.sequence_id)
+            sequence = self._sequences.running.get(row.sequence_id)
         return None
-
-    def _youngest(self) -> Sequence:
-        return max(self._running.values(), key=lambda sequence: sequence.seniority)
 
     def _launch(self, sequence: Sequence, row: Planned) -> Launched:
         lease = sequence.lease
@@ -189,7 +190,7 @@ class Scheduler:
 
     def _keeps(self, sequence: Sequence, depth: int) -> bool:
         """Whether the state at the boundary `depth`, where a step in flight ends, will be a checkpoint."""
-        if depth in sequence.cuts or depth in sequence.junctions:
+        if depth in sequence.restore.cuts or depth in sequence.restore.junctions:
             return True
         return depth > len(sequence.request.tokens) and sequence.rolls(depth, self._limits.roll_pages)
 

@@ -52,6 +52,39 @@ class IsolationNotice(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
+class Isolation:
+    """Whether a sequence runs alone, and whether its caller knows: see workers/scheduling/isolation.py."""
+
+    until: int = 0  # the depth up to which it runs alone
+    alone: bool = False  # the caller knows that it runs alone
+    is_notifying: bool = False  # the caller is about to learn a change
+
+
+@dataclass(slots=True, eq=False)
+class Restore:
+    """How a sequence gets its memory, and where its prompt keeps checkpoints. Admission fills it."""
+
+    timeout: asyncio.Timeout | None = None  # while it waits for memory
+    preemptions: int = 0
+    cuts: set[int] = field(default_factory=set[int])  # depths where a checkpoint is wanted
+    junctions: set[int] = field(default_factory=set[int])  # depths where prompts diverge: likewise
+    prefetched_pages: range = range(0)  # came from the store before its admission
+    admission_s: float = 0.0  # seconds until it had memory, over all admissions, fetches included
+    fetch_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Delivery:
+    """What a sequence hands over: to its caller through the outbox, and to the store."""
+
+    outbox: asyncio.Queue[Delta | Preempted | IsolationNotice | Exception] = field(
+        default_factory=asyncio.Queue[Delta | Preempted | IsolationNotice | Exception]
+    )
+    scored: int = 0  # logprobs of the prompt that were delivered
+    publication: Publication = field(default_factory=Publication)
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """`tokens` are all known tokens. It runs when `computed < target`; `target` grows with each drawn token.
 
@@ -76,25 +109,13 @@ class Sequence:
     sampling_state: SamplingState
     drafter: Drafter | None
     keys: list[PageKey] = field(default_factory=list[PageKey])
-    scored: int = 0  # logprobs of the prompt that were delivered
     lease: Lease | None = None  # None while it waits for memory, and after its end
-    timeout: asyncio.Timeout | None = None  # while it waits for memory
     ended: bool = False
-    preemptions: int = 0
-    suspect_until: int = 0  # up to this depth it runs alone: see workers/scheduling/isolation.py
-    alone: bool = False  # its caller has been told that it does
-    is_notifying: bool = False  # ... or is about to hear of it
-    cuts: set[int] = field(default_factory=set[int])  # depths where a checkpoint is wanted
-    junctions: set[int] = field(default_factory=set[int])  # ... because prompts part there
-    checkpoint_owed: bool = False  # a boundary passed while decoding, and no slot could be had
+    checkpoint_owed: bool = False  # a boundary passed while decoding, and no slot was free
     provenance: Provenance = field(default_factory=Provenance)
-    admission_s: float = 0.0  # how long it took to get memory, all times together, fetches included
-    fetch_s: float = 0.0
-    prefetched_pages: range = range(0)  # came from the store before its turn
-    publication: Publication = field(default_factory=Publication)
-    outbox: asyncio.Queue[Delta | Preempted | IsolationNotice | Exception] = field(
-        default_factory=asyncio.Queue[Delta | Preempted | IsolationNotice | Exception]
-    )
+    restore: Restore = field(default_factory=Restore)
+    delivery: Delivery = field(default_factory=Delivery)
+    isolation: Isolation = field(default_factory=Isolation)
 
     @property
     def computed(self) -> int:
@@ -112,7 +133,7 @@ class Sequence:
 
     @property
     def is_suspect(self) -> bool:
-        return self.computed < self.suspect_until
+        return self.computed < self.isolation.until
 
     @property
     def boundary(self) -> int:
@@ -122,7 +143,8 @@ class Sequence:
     @property
     def restorable(self) -> int:
         """... if it may be restored: what the logprobs of the prompt are read from is computed here."""
-        return min(self.boundary, self.scored) if self.scored < self.request.to_score else self.boundary
+        scored = self.delivery.scored
+        return min(self.boundary, scored) if scored < self.request.to_score else self.boundary
 
     @property
     def end(self) -> int:
@@ -131,7 +153,8 @@ class Sequence:
 
     @property
     def next_cut(self) -> int | None:
-        return min((cut for cut in self.cuts | self.junctions if cut > self.launched), default=None)
+        wanted = self.restore.cuts | self.restore.junctions
+        return min((cut for cut in wanted if cut > self.launched), default=None)
 
     def to_run(self, launched: int) -> int:
         """How many tokens the next row can have, guesses aside; 0 while it waits for a step in flight."""
@@ -157,7 +180,7 @@ class Sequence:
         alternatives = self.request.sampling.prompt_logprobs
         if alternatives is None or self.produces:
             return None
-        first, last = max(start, self.scored), min(end, self.request.to_score)
+        first, last = max(start, self.delivery.scored), min(end, self.request.to_score)
         if first >= last:
             return None
         return Scores(first - start, tuple(self.tokens[first + 1 : last + 1]), alternatives)
@@ -165,9 +188,9 @@ class Sequence:
     def time_since(self, began_s: float, now_s: float) -> None:
         """Its prompt is computed: say how long that took, from `began_s` on."""
         times = Times(
-            waited_s=self.admission_s - self.fetch_s,
-            fetched_s=self.fetch_s,
-            computed_s=now_s - began_s - self.admission_s,
+            waited_s=self.restore.admission_s - self.restore.fetch_s,
+            fetched_s=self.restore.fetch_s,
+            computed_s=now_s - began_s - self.restore.admission_s,
         )
         self.provenance = replace(self.provenance, times=times)
 

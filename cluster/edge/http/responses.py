@@ -1,6 +1,6 @@
 """POST /v1/responses: the stateless core of OpenAI's Responses API, over the same requests as chats."""
 
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
@@ -65,8 +65,7 @@ class _ResponseReply:
     async def whole(self) -> Json:
         async with aclosing(self._answer()) as increments:
             async for increment in increments:
-                for _ in self._events_of(increment):
-                    """They tell of what is told whole."""
+                self._add(increment)
         return self._response(self._status())
 
     async def events(self) -> AsyncGenerator[bytes]:
@@ -76,7 +75,7 @@ class _ResponseReply:
             async with aclosing(self._answer()) as increments:
                 async for increment in increments:
                     opening = [] if sent else self._opening()  # before its first item
-                    for body in (*opening, *self._events_of(increment)):
+                    for body in (*opening, *self._add(increment)):
                         yield event({**body, "sequence_number": sent}, str(body["type"]))
                         sent += 1
             status = self._status()
@@ -105,15 +104,16 @@ class _ResponseReply:
         begun = self._response("in_progress")
         return [{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")]
 
-    def _events_of(self, increment: Increment) -> Iterable[Json]:
+    def _add(self, increment: Increment) -> list[Json]:
+        """Add an increment to the response, and return the events of a stream for it."""
         self.tally.record(increment)
-        told = list(self.output.add(increment.parts))
+        events = list(self.output.add(increment.parts))
         if self.output.reasons:
             self.reasoning_tokens += increment.growth.num_tokens
         if increment.growth.finish is not None:
             self.finish = increment.growth.finish
-            told += self.output.end(self._status())
-        return told
+            events += self.output.end(self._status())
+        return events
 
     def _status(self) -> Status:
         return "incomplete" if self.finish == "length" else "completed"

@@ -9,6 +9,8 @@ from benchmarks.engine.released import PAGE_TOKENS, RELEASED, bytes_by_architect
 
 from tests.support.parity.steps import check_memory
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_the_bytes_of_the_table_are_those_of_the_arena(name: str) -> None:

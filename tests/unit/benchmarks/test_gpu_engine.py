@@ -7,6 +7,8 @@ import pytest
 from benchmarks.gpu import engine as gpu_engine
 from benchmarks.gpu.engine import LAYER, Plan, layers_for, main, memory_for, weight_bytes
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_command_leaves_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--tiny", "--folder", str(tmp_path)])

@@ -8,6 +8,8 @@ import pytest
 from benchmarks.memory import index
 from benchmarks.memory.index import Forest, full_forest
 
+pytestmark = pytest.mark.slow
+
 
 def is_prefix_of_another(forest: Forest) -> bool:
     return any(path[0] == other[0] for path in forest.paths for other in forest.paths if path is not other)

@@ -10,6 +10,8 @@ from benchmarks.kernels import models, peer
 from benchmarks.kernels.clock import rounded
 from benchmarks.kernels.models import Step, turns
 
+pytestmark = pytest.mark.slow
+
 ANSWERS = """
 import json, sys
 print(json.dumps({"vllm": "0"}), flush=True)

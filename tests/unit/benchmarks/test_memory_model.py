@@ -11,6 +11,8 @@ from tidemill.kvstore.layout import PageId, StateId
 from tidemill.workers.execution.step import Row
 from tidemill.workers.messages import MemoryUse
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = qwen_layout(64)
 DEVICE = Device(step_s=1.0, flops_per_s=1e12, bytes_per_s=1e9)
 

@@ -11,6 +11,8 @@ from benchmarks.memory import workloads as memory_workloads
 from benchmarks.memory.figures import usage
 from benchmarks.memory.run import Setup, serve
 
+pytestmark = pytest.mark.slow
+
 SMALL = Setup(num_extents=12, rows_max=16, tokens_max=1024)
 
 

@@ -14,6 +14,8 @@ from tidemill.kvstore.layout import PageId, StateId
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry, PrefixIndex
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = qwen_layout(64)
 
 

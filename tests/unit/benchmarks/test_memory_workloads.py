@@ -9,6 +9,8 @@ from benchmarks.memory import workloads
 from benchmarks.memory.served_model import answer_token
 from benchmarks.serving.workloads import Workload
 
+pytestmark = pytest.mark.slow
+
 MAKERS: dict[str, Callable[[Random], Workload]] = {
     "long-prompts": lambda rng: workloads.long_prompts(rng, documents=5, in_turn=3),
     "long-generations": lambda rng: workloads.long_generations(rng, prompts=5),

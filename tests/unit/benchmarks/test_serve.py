@@ -18,6 +18,8 @@ from rich.console import Console
 
 from tests.support.cluster.fake_service import MODEL, TRACE, FakeService, app_over, serving
 
+pytestmark = pytest.mark.slow
+
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 1000), name=st.sampled_from(sorted(WORKLOADS)))

@@ -143,6 +143,7 @@ def test_what_was_made_ahead_needs_no_compiler_and_writes_nothing(
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_every_kind_of_cpu_computes_the_same_bits(tmp_path: Path, cpu: Operators) -> None:
     """A fleet may have unequal machines, of which some compile their kernels and others do not."""
     draw = torch.Generator().manual_seed(0)

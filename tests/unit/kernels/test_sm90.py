@@ -25,6 +25,8 @@ from tidemill.kernels.rms_norm import cuda as rms_norm_cuda
 from tidemill.kernels.rope_store import cuda as rope_store_cuda
 from tidemill.kvstore.memory.backing import Mmap
 
+pytestmark = pytest.mark.slow
+
 
 def copy_pages() -> None:
     memory = Memory(

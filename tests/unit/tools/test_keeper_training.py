@@ -18,6 +18,8 @@ from torch.nn import Parameter
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3NextForCausalLM
 
+pytestmark = pytest.mark.slow
+
 CONFIG = keeper_config(852, 0, 1)
 
 

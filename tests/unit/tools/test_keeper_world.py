@@ -24,6 +24,8 @@ from tools.train_keeper.world import (
     render,
 )
 
+pytestmark = pytest.mark.slow
+
 UNTIMED = settings(deadline=None, max_examples=40)  # speed is not what is tested here
 MODEL = Path(__file__).parents[3] / "workers" / "models" / "keeper"
 SEEDS = st.integers(0, 2**32)

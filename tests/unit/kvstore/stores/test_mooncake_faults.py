@@ -18,6 +18,8 @@ from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.kvstore.stores.remote_store import RemoteStore
 from tidemill.kvstore.stores.seal import SEAL_BYTES
 
+pytestmark = pytest.mark.slow
+
 BODY_BYTES = 100_000
 LEASE_S = 0.3
 FLAGS = (

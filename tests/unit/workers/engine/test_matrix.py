@@ -29,6 +29,8 @@ from tidemill.workers.messages import Request
 from tidemill.workers.scheduling.admission import PREEMPTIONS_MAX
 from tidemill.workers.settings import CheckpointStrategy
 
+pytestmark = pytest.mark.slow
+
 STRATEGIES: tuple[CheckpointStrategy, ...] = ("none", "double", "lazy")
 VOCABULARY = 3
 """So few that what followed before is right about every other time."""

@@ -21,6 +21,7 @@ from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
 from tidemill.workers.scheduling.scheduler import Batch, Scheduler
 from tidemill.workers.scheduling.sequence import Sequence
+from tidemill.workers.scheduling.sequences import Sequences
 from tidemill.workers.settings import CheckpointStrategy
 
 ROOT = Namespace(model="m", layout="l").root()
@@ -55,7 +56,8 @@ class Desk:
         strategy: CheckpointStrategy = "lazy",
     ) -> None:
         self.ledger: Ledger = a_ledger(num_extents, hybrid=hybrid, refuses=refuses)
-        self.running: dict[str, Sequence] = {}
+        self.sequences = Sequences()
+        self.running = self.sequences.running
         self.preempted: list[str] = []
         limits = EngineLimits(
             budget=Budget(tokens_max=tokens_max, rows_max=8, page_tokens=P),
@@ -63,7 +65,7 @@ class Desk:
             checkpoint_strategy=strategy,
             drafts_max=drafts_max,
         )
-        self.schedule = Scheduler(self.ledger, limits, self.running, self._preempt)
+        self.schedule = Scheduler(self.ledger, limits, self.sequences, self._preempt)
 
     def arrives(
         self, name: str, tokens: tuple[int, ...], *, guesses: tuple[int, ...] = (), new_tokens: int = 20
@@ -243,8 +245,8 @@ def test_a_suspect_runs_alone_and_with_nothing_in_flight() -> None:
     desk = Desk()
     for name in "abc":
         desk.arrives(name, (1, 2, 3))
-    desk.running["b"].suspect_until = 4
-    desk.running["c"].suspect_until = 1
+    desk.running["b"].isolation.until = 4
+    desk.running["c"].isolation.until = 1
     assert desk.launch(in_flight=True).rows == []
     first = desk.launch()
     assert tokens_of(first) == {"b": (1, 2, 3)}
