@@ -57,7 +57,7 @@ def render_roles(found: Mapping[str, Any]) -> RenderableType:
         cells = (one["role"], str(one["workers"]), *names, by_load)
         roles.add_row(*map(Text, ((one["model"], *cells) if has_models else cells)))  # as Text: no markup
     lacks = found.get("lacks")
-    return roles if lacks is None else Group(roles, "", Text(f"waits for a place: {lacks}", style="yellow"))
+    return roles if lacks is None else Group(roles, "", Text(f"waits for capacity: {lacks}", style="yellow"))
 
 
 def _path(worker: str, order: str) -> str:

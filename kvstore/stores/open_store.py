@@ -16,26 +16,18 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.sizes import parse_bytes
-from tidemill.kvstore.stores.circuit_breaker import TIMEOUT_S, GuardedStore
+from tidemill.kvstore.stores.circuit_breaker import GuardedStore
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.mooncake_store import Transport, open_mooncake
 from tidemill.kvstore.stores.page_store import PageStore
 from tidemill.kvstore.stores.remote_store import LEASE_S
 from tidemill.kvstore.stores.seal import PLAIN, Sealing
+from tidemill.kvstore.stores.store_kinds import KINDS, StoreKind, find_kind
 from tidemill.kvstore.stores.tiered_store import Tier, TieredStore, Write
 
-_FORMS = "memory:?size=1GiB, file:///path?size=8GiB or mooncake://host:port"
-_OPTIONS = {
-    "memory": ("size", "write"),
-    "file": ("size", "write", "timeout"),
-    "mooncake": ("write", "timeout", "lease", "protocol", "device", "ports", "admin"),
-}
 _MEMORY_BYTES = 1 << 30
 _FILE_BYTES_MAX = 8 << 30
-_TIMEOUTS_S = {"file": 2.0, "mooncake": TIMEOUT_S}
-"""A disk that is busy with other things answers within two seconds; a file server that is gone does not."""
-
 _SECONDS = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|)")
 
 
@@ -47,7 +39,7 @@ def open_store(url: str, sealing: Sealing = PLAIN) -> PageStore:
     texts = _texts(url)
     policies = [text.write() for text in texts]
     opened: dict[int, PageStore] = {}
-    for index in sorted(range(len(texts)), key=lambda index: texts[index].kind == "mooncake"):
+    for index in sorted(range(len(texts)), key=lambda index: texts[index].kind.has_server):
         opened[index] = _open(texts[index], sealing)  # what would need closing if another fails comes last
     tiers = [Tier(opened[index], policy) for index, policy in enumerate(policies)]
     return tiers[0].store if policies == [Write.ALL] else TieredStore(tiers)
@@ -58,18 +50,19 @@ def check_url(url: str) -> None:
     for text in _texts(url):
         text.write()
         text.size_bytes(0)
-        if text.kind != "memory":
+        if "timeout" in text.kind.options:
             text.timeout_s()
-        if text.kind == "mooncake":
+        if "lease" in text.kind.options:
             text.lease_s()
+        if "protocol" in text.kind.options:
             text.transport()
 
 
 def _texts(url: str) -> "list[_Text]":
     texts = [_Text.of(tier) for tier in url.split(",")]
     for text in texts[1:]:
-        if text.kind == "memory":
-            raise text.error("memory is nearer than all other tiers: name it first")
+        if not text.kind.is_shared:
+            raise text.error(f"{text.kind.scheme} is nearer than all other tiers: name it first")
     return texts
 
 
@@ -78,23 +71,28 @@ class _Text:
     """What a person has written about one tier."""
 
     text: str
-    kind: str
+    kind: StoreKind
     parts: SplitResult
     options: Mapping[str, str]
 
     @classmethod
     def of(cls, text: str) -> "_Text":
         parts = urlsplit(text)
-        kind = parts.scheme or (parts.path if parts.path in _OPTIONS else "file")
+        kind = find_kind(text)
         options = parse_qsl(parts.query, keep_blank_values=True)
+        if kind is None or (text and not parts.scheme and kind.scheme == "file" and "/" not in parts.path):
+            *examples, last = (known.example for known in KINDS.values())
+            fix = f"use {', '.join(examples)} or {last}"
+            raise StoreError(f"store {text}: there is no store {parts.scheme or text!r}: {fix}")
         made = cls(text, kind, parts, dict(options))
-        if kind not in _OPTIONS or (text and parts.scheme == "" and kind == "file" and "/" not in parts.path):
-            raise made.error(f"there is no store {kind if parts.scheme else text!r}: use {_FORMS}")
-        unknown = [name for name, _ in options if name not in _OPTIONS[kind]]
-        if kind == "mooncake" and {"size", "port", "host"} & set(unknown):
-            raise made.error("size, port and host are for those who start it: tidemill serve")
+        unknown = [name for name, _ in options if name not in kind.options]
+        if set(kind.server_options) & set(unknown):
+            *names, last = kind.server_options
+            raise made.error(f"{', '.join(names)} and {last} are for those who start it: tidemill serve")
         if unknown:
-            raise made.error(f"there is no option {unknown[0]!r}: {kind} has {', '.join(_OPTIONS[kind])}")
+            raise made.error(
+                f"there is no option {unknown[0]!r}: {kind.scheme} has {', '.join(kind.options)}"
+            )
         twice = [name for name in made.options if [given for given, _ in options].count(name) > 1]
         if twice:
             raise made.error(f"{twice[0]} is given twice: leave one")
@@ -118,7 +116,8 @@ class _Text:
         return Write(given)
 
     def timeout_s(self) -> float:
-        return self._seconds("timeout", _TIMEOUTS_S[self.kind])
+        assert self.kind.timeout_s is not None
+        return self._seconds("timeout", self.kind.timeout_s)
 
     def lease_s(self) -> float:
         return self._seconds("lease", LEASE_S)
@@ -145,7 +144,7 @@ class _Text:
 
 
 def _open(text: _Text, sealing: Sealing) -> PageStore:
-    match text.kind:
+    match text.kind.scheme:
         case "memory":
             return MemoryStore(text.size_bytes(_MEMORY_BYTES), sealing)
         case "file":
