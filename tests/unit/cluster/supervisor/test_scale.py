@@ -289,7 +289,7 @@ def test_scale_command_refuses_words_without_count(word: str, capsys: pytest.Cap
     assert cli.main(["scale", word]) == cli.EXIT_REFUSED
     assert "like decode=4" in capsys.readouterr().err
     assert cli.main(["scale", "decode=1", "decode=2"]) == cli.EXIT_REFUSED
-    assert "was said before" in capsys.readouterr().err
+    assert "is given twice" in capsys.readouterr().err
 
 
 def test_roles_table_fits_and_escapes_names() -> None:
