@@ -5,7 +5,7 @@ from typing import Any
 import helm_python
 import pytest
 
-from tests.support.deploy.chart import CHART, TRAFFIC, documents, render
+from tests.support.deploy.chart import CHART, TRAFFIC, documents, find_one, render
 
 PLAIN: dict[str, Any] = {"clusterTls": {"plain": True}}
 POD: dict[str, Any] = {"resources": {}}
