@@ -15,10 +15,9 @@ from tidemill.cluster.cli.status import human_bytes, table
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import DIGEST_BYTES, Kind, ObjectKey, PageKey
 from tidemill.kvstore.stores.circuit_breaker import ABSENT
-from tidemill.kvstore.stores.open_store import open_store
+from tidemill.kvstore.stores.open_store import find_kind, is_shared, open_store
 from tidemill.kvstore.stores.page_store import Got, Held, PageStore, Put
 from tidemill.kvstore.stores.seal import SEAL_BYTES, Sealing
-from tidemill.kvstore.stores.store_kinds import find_kind, is_shared
 
 _Result = TypeVar("_Result")
 

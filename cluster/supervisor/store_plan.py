@@ -20,7 +20,7 @@ import psutil
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.kvstore.stores.mooncake_store import SEGMENT_BYTES_MIN
-from tidemill.kvstore.stores.store_kinds import KINDS, has_server, is_shared
+from tidemill.kvstore.stores.open_store import KINDS, has_server, is_shared
 
 MOONCAKE = KINDS["mooncake"]
 LOOPBACK = "127.0.0.1"

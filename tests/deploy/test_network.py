@@ -112,8 +112,8 @@ def test_store_policies_admit_only_users_of_store(found: list[Document]) -> None
     for name, policy in policies.items():
         [rule] = policy["ingress"]
         let_in = {
-            name: any(allows(peer, pod, more) for peer in rule["from"])
-            for name, pod, more in (
+            client: any(allows(peer, pod, more) for peer in rule["from"])
+            for client, pod, more in (
                 ("worker", worker, labelled),
                 ("frontend", pods(found)["frontend"], {}),
                 ("head", pods(found)["head"], {**labelled, "ray.io/node-type": "head"}),
@@ -129,7 +129,7 @@ def test_store_policies_admit_only_users_of_store(found: list[Document]) -> None
 
 
 def test_mooncake_opens_ports_only_behind_policy() -> None:
-    """On newer kernels these pods lack the capability to restrict the ports to their peers."""
+    """These pods lack the capability that newer kernels need to restrict the ports to their peers."""
     for enabled in (True, False):
         values = {"clusterTls": {"plain": True}, "networkPolicy": {"enabled": enabled}}
         found = documents(CHART, values)
@@ -186,7 +186,7 @@ def test_only_leading_master_is_ready() -> None:
 
 
 def test_traffic_service_selects_one_of_two_releases() -> None:
-    """In a blue-green deployment, the Service of the traffic chart selects one release."""
+    """The Service of the traffic chart selects one release of a blue-green deployment."""
     values = values_of(next(example for example in SERVERS if example.stem == "cpu-only"))
     releases = {name: documents(CHART, values, release=name) for name in ("chat-blue", "chat-green")}
     names = [

@@ -65,7 +65,7 @@ def test_pods_run_unprivileged_with_read_only_root(found: list[Document]) -> Non
 
 
 def test_pods_have_no_kubernetes_token(found: list[Document]) -> None:
-    """Only the head has one, if Ray's autoscaler runs in it."""
+    """The exception is a head in which Ray's autoscaler runs."""
     cluster = find_one(found, "RayCluster")
     for name, pod in pods(found).items():
         scales = name == "head" and cluster["spec"].get("enableInTreeAutoscaling", False)

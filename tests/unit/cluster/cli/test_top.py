@@ -1,11 +1,9 @@
 """`tidemill top`: rates, means and quantiles between two snapshots of a server, and the tables."""
 
-import asyncio
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,9 +15,9 @@ from tests.support.cluster.fake_service import (
     call,
     complete,
     saying,
-    serving,
     worker_status,
 )
+from tests.support.cluster.served import with_server
 from tests.unit.cluster.edge.requests.test_reading import drawn
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.server_address import ServerAddress
@@ -28,8 +26,6 @@ from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.scrape import HistogramSnapshot, Scraped, scraped
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import MemoryUse, Unserved, WorkerLoad
-
-T = TypeVar("T")
 
 MIB = 1 << 20
 
@@ -173,14 +169,6 @@ def test_empty_histogram_has_no_quantile_and_no_mean() -> None:
     assert Scraped().seen(specs.TTFT, "keeper") == HistogramSnapshot()
 
 
-def against(service: FakeService, do: Callable[[str], T]) -> T:
-    async def main() -> T:
-        async with serving(app_over(service)) as url:
-            return await asyncio.to_thread(do, url)
-
-    return asyncio.run(main())
-
-
 def test_top_reads_metric_names_of_server() -> None:
     app = app_over(FakeService(saying(" a b c d")))
     complete(app)
@@ -206,7 +194,7 @@ def test_top_tables_fit_and_escape_names() -> None:
         ),
     )
     service = FakeService(saying(" a"), workers=(worker_status("prefill-0", "prefill"), busy))
-    after = against(service, lambda url: take_snapshot(ServerAddress(url), 2.0))
+    after = with_server(service, lambda url: take_snapshot(ServerAddress(url), 2.0))
     shown = drawn(render_top(compare(replace(after, at_s=0.0), after)))
     (line,) = [" ".join(line.split()) for line in shown.splitlines() if "d-1" in line]
     assert line == "[red]d-1 draining 128 1,024 1.23M 0 0 999 GiB 999 GiB 100%"
@@ -221,7 +209,7 @@ def test_snapshot_of_foreign_server_names_url_option(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("tidemill.cluster.cli.top.ask_text", page)
     with pytest.raises(Unserved, match="--url"):
-        against(FakeService(saying(" a")), lambda url: take_snapshot(ServerAddress(url), 0.0))
+        with_server(FakeService(saying(" a")), lambda url: take_snapshot(ServerAddress(url), 0.0))
 
 
 def test_top_once_prints_single_frame(capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,7 +220,7 @@ def test_top_once_prints_single_frame(capsys: pytest.CaptureFixture[str]) -> Non
             )
             assert options.run(options) == 0
 
-    against(FakeService(saying(" a")), main)
+    with_server(FakeService(saying(" a")), main)
     table, _, as_json = capsys.readouterr().out.partition("{")
     assert "decode-0" in table
     read = json.loads("{" + as_json)

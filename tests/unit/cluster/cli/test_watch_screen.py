@@ -1,6 +1,5 @@
 """`tidemill status --watch` repeats until Ctrl-C, also while the server is away."""
 
-import asyncio
 import json
 from io import StringIO
 
@@ -8,7 +7,8 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from tests.support.cluster.fake_service import FakeService, app_over, saying, serving
+from tests.support.cluster.fake_service import FakeService, saying
+from tests.support.cluster.served import with_server
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.watch_screen import poll, show_live
 from tidemill.workers.messages import RequestError, Unserved
@@ -95,12 +95,11 @@ def test_watching_commands_end_on_interrupt(
 ) -> None:
     session = Session(3)
 
-    async def main() -> int:
-        async with serving(app_over(FakeService(saying(" a")))) as url:
-            arguments = (*command, "--url", url, *(("--json",) if as_json else ()))
-            return await asyncio.to_thread(session.run, *arguments, monkeypatch=monkeypatch)
+    def run(url: str) -> int:
+        arguments = (*command, "--url", url, *(("--json",) if as_json else ()))
+        return session.run(*arguments, monkeypatch=monkeypatch)
 
-    assert asyncio.run(main()) == 0
+    assert with_server(FakeService(saying(" a")), run) == 0
     assert set(session.slept) == {0.5}
     out = capsys.readouterr().out
     num_frames = 3 if command[0] == "status" else 2  # a rate takes two snapshots

@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
-from tests.support.cluster.fake_service import FakeService, app_over, call, saying, serving
+from tests.support.cluster.fake_service import FakeService, app_over, call, saying
+from tests.support.cluster.served import with_server
 from tests.unit.cluster.edge.requests.test_reading import drawn
 from tests.unit.cluster.supervisor.test_scaler import (
     BUSY,
@@ -24,8 +24,6 @@ from tidemill.cluster.messages import Misses, RoleScale
 from tidemill.cluster.settings import FleetSettings, RouterSettings
 from tidemill.cluster.supervisor.scaler import IDLE_CHECKS, Scaler
 from tidemill.workers.messages import RequestError, Role, Unserved, WorkerLoad
-
-T = TypeVar("T")
 
 ROW: dict[str, Any] = {
     "model": "keeper",
@@ -254,14 +252,6 @@ def test_edge_names_field_of_invalid_scale_request(body: object, status: int, pa
     assert service.orders == []
 
 
-def against(service: FakeService, do: Callable[[str], T]) -> T:
-    async def main() -> T:
-        async with serving(app_over(service)) as url:
-            return await asyncio.to_thread(do, url)
-
-    return asyncio.run(main())
-
-
 def test_scale_command_orders_and_waits(capsys: pytest.CaptureFixture[str]) -> None:
     service = FakeService(saying(" a"))
 
@@ -280,7 +270,7 @@ def test_scale_command_orders_and_waits(capsys: pytest.CaptureFixture[str]) -> N
         with pytest.raises(RequestError, match="there was no mixed worker"):
             scale(url, "mixed=1")
 
-    against(service, main)
+    with_server(service, main)
     assert service.orders == [({"decode": 2}, True), ({"decode": 2}, False)]
 
 

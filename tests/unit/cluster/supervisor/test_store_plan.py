@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from tidemill.cluster.supervisor.store_plan import MemoryOwner, other_tiers, plan_store
+from tidemill.cluster.supervisor.store_plan import MemoryOwner, check_shared, other_tiers, plan_store
 from tidemill.kvstore.errors import StoreError
 
 GIB = 1 << 30
@@ -96,6 +96,13 @@ def test_plan_refuses_mistakes_in_one_line(url: str, named: str) -> None:
         plan_store(url)
     assert named in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_check_shared_refuses_only_stores_inside_one_process() -> None:
+    check_shared("memory-of-pages/folder")
+    check_shared("memory:?size=1MiB,file:///a")
+    with pytest.raises(StoreError, match="inside one process"):
+        check_shared("memory:?size=1MiB,memory")
 
 
 def test_plan_refuses_port_in_use() -> None:
