@@ -19,10 +19,7 @@ def fetch_memory(server: ServerAddress) -> dict[str, Any]:
 
 def set_budget(server: ServerAddress, worker: str, budget: str | None) -> dict[str, Any]:
     """Give a worker a budget like `4GiB`; None leaves it to the broker. Return the memory of all
-    workers.
-
-    Raises Unserved, or RequestError with the reason for which the server refuses.
-    """
+    workers. Raises Unserved, or RequestError with the reason for which the server refuses."""
     body = {"worker": worker, "budget": budget}
     return ask_server(server, "POST", "/cluster/memory", answer="workers", body=body)
 

@@ -59,11 +59,9 @@ def fetch_status(server: ServerAddress) -> dict[str, Any]:
 def ask_server(
     server: ServerAddress, method: str, path: str, answer: str, body: object = None
 ) -> dict[str, Any]:
-    """Return the JSON object that a server answers; it must have the key `answer`.
-
-    Raises Unserved with one line that names the fix, or RequestError with the reason for which the
-    server refuses.
-    """
+    """Return the JSON object that a server answers; it must have the key `answer`. Raises Unserved
+    with one line that names the fix, or RequestError with the reason for which the server
+    refuses."""
     response = _request(server, method, path, body)
     value = _json(response)
     if response.is_error or not isinstance(value, dict) or answer not in value:

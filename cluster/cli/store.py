@@ -134,10 +134,8 @@ def state_table(state: State) -> RenderableType:
 
 
 async def fetch(store: PageStore, key: ObjectKey) -> tuple[Got, bytearray]:
-    """Get an object and verify its seal; return the outcome and the body of a hit.
-
-    A damaged object is deleted, as by any other get.
-    """
+    """Get an object and verify its seal; return the outcome and the body of a hit. A damaged object
+    is deleted, as by any other get."""
     sizes = {held.key: held.bytes - SEAL_BYTES for held in await store.held()}
     if key not in sizes:
         return Got.MISS, bytearray()

@@ -32,11 +32,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRow:
-    """The load of one model at this edge.
-
-    Times and the share of cached prompt tokens are of the requests between the snapshots, None
-    without any.
-    """
+    """The load of one model at this edge. Times and the share of cached prompt tokens are of the
+    requests between the snapshots, None without any."""
 
     model: str
     running: int
@@ -52,11 +49,9 @@ class ModelRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRow:
-    """The load of one worker.
-
-    Rates are measured between heartbeats; None if the worker has restarted since the first
-    snapshot. Bytes are those of running requests, `used_share` is their share of the budget.
-    """
+    """The load of one worker. Rates are measured between heartbeats; None if the worker has
+    restarted since the first snapshot. Bytes are those of running requests, `used_share` is their
+    share of the budget."""
 
     model: str
     worker: str

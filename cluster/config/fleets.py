@@ -43,10 +43,8 @@ class Surroundings:
 
 
 def cluster_settings(config: RootConfig, surroundings: Surroundings, source: str = "") -> ClusterSettings:
-    """Return the settings of the cluster; `source` is the path of the file, if there is one.
-
-    Raises ConfigError, which names keys of the file, or SettingsError without a file.
-    """
+    """Return the settings of the cluster; `source` is the path of the file, if there is one. Raises
+    ConfigError, which names keys of the file, or SettingsError without a file."""
     fleets = [_fleet(config, index, surroundings, source) for index in range(len(config.models))]
     return ClusterSettings(
         fleets=tuple(_with_memory_router(fleets)),
@@ -119,12 +117,9 @@ def engine_settings(
 
 
 def _memory_max_bytes(config: RootConfig, model: ModelConfig, group: GroupConfig) -> int:
-    """Return the maximum budget of a worker.
-
-    With the broker it is the memory of all workers, of any model, on the same kind of device, for
-    they may share one. Without the broker an operator may set a budget up to twice the worker's own
-    memory.
-    """
+    """Return the maximum budget of a worker. With the broker it is the memory of all workers, of
+    any model, on the same kind of device, for they may share one. Without the broker an operator
+    may set a budget up to twice the worker's own memory."""
     if not model.engine.memory_broker:
         return 2 * parse_bytes(group.memory)
     device_type = _device_type(group.device)
@@ -186,11 +181,9 @@ def _fleet(config: RootConfig, index: int, surroundings: Surroundings, source: s
 
 
 def _with_memory_router(fleets: Sequence[FleetSettings]) -> list[FleetSettings]:
-    """Make one router the memory broker of all fleets that lend.
-
-    Workers of any model may share a device, and its broker needs the heartbeats of all of them. The
-    broker is the first router of the first fleet that lends.
-    """
+    """Make one router the memory broker of all fleets that lend. Workers of any model may share a
+    device, and its broker needs the heartbeats of all of them. The broker is the first router of
+    the first fleet that lends."""
     lenders = [fleet.router for fleet in fleets if fleet.router.broker]
     if len(lenders) < 2:
         return list(fleets)

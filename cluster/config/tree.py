@@ -343,10 +343,8 @@ class RootConfig(ConfigNode):
 
 
 def labels_of(models: tuple[ModelConfig, ...]) -> list[str]:
-    """Return the prefix of each model's worker names: `qwen-qwen3-next` for Qwen/Qwen3-Next.
-
-    The prefix of a single model is empty.
-    """
+    """Return the prefix of each model's worker names: `qwen-qwen3-next` for Qwen/Qwen3-Next. The
+    prefix of a single model is empty."""
     if len(models) == 1:
         return [""]
     return [re.sub(r"[^a-z0-9.]+", "-", model.names[0].lower()).strip("-.") for model in models]

@@ -31,11 +31,8 @@ GROWTH_MAX = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleLoad:
     """The load of a role: `wanted` is the intended number of workers, `ready` the number that
-    serves.
-
-    Means over the ready workers: `busy` is the used share of a worker, `queue_s` its queued work in
-    seconds.
-    """
+    serves. Means over the ready workers: `busy` is the used share of a worker, `queue_s` its queued
+    work in seconds."""
 
     wanted: int
     ready: int
@@ -112,12 +109,9 @@ def take_sample(status: FleetStatus, wanted: Mapping[Role, int], misses: Misses,
 
 
 def _busy(worker: WorkerStatus) -> float:
-    """Return the used share of a worker: of its compute for prefill, of its memory for decode.
-
-    Over many samples, the share of those with a prompt in computation is the share of busy time.
-    Memory is measured against at least what the worker brought, because its budget follows its
-    need.
-    """
+    """Return the used share of a worker: of its compute for prefill, of its memory for decode. Over
+    many samples, the share of those with a prompt in computation is the share of busy time. Memory
+    is measured against at least what the worker brought, because its budget follows its need."""
     load, info = worker.load, worker.info
     computing = float(load.queued_tokens > 0)
     memory_bytes = max(1, load.budget_bytes, info.memory_bytes)

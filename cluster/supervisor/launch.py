@@ -134,10 +134,7 @@ class Cluster:
 
     def unschedulable_reason(self, *workers: WorkerSettings) -> str | None:
         """Explain in one line why Ray cannot schedule these workers beside all that runs now, None
-        if it can.
-
-        May be called on another thread.
-        """
+        if it can. May be called on another thread."""
         return unschedulable_reason(map(demand_of, workers), _nodes())
 
     def start_actors(self) -> None:
@@ -156,11 +153,9 @@ class Cluster:
             ) from error
 
     def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None:
-        """Start a worker; it is ready with its first heartbeat to these routers.
-
-        A worker that cannot be scheduled waits for capacity. May be called on another thread.
-        Raises ValueError if the name is taken.
-        """
+        """Start a worker; it is ready with its first heartbeat to these routers. A worker that
+        cannot be scheduled waits for capacity. May be called on another thread. Raises ValueError
+        if the name is taken."""
         demand = demand_of(worker)
         existing: dict[str, list[str]] = {}
         for name, node_id in self._node_ids.items():
@@ -185,10 +180,8 @@ class Cluster:
             raise
 
     def remove_worker(self, name: str) -> None:
-        """Stop a worker without a restart, if it exists; it should have been drained.
-
-        May be called on another thread.
-        """
+        """Stop a worker without a restart, if it exists; it should have been drained. May be called
+        on another thread."""
         actor, placement_group = self._actors.pop(name, None), self._placement_groups.pop(name, None)
         self._node_ids.pop(name, None)
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
@@ -200,11 +193,8 @@ class Cluster:
     def wait_until_ready(
         self, show: Callable[[str, State], None], write: Callable[[str], None], clock: Callable[[], float]
     ) -> None:
-        """Wait until the router knows every worker.
-
-        Raises LaunchError with the first failure. A worker that is scheduled may take any time to
-        start.
-        """
+        """Wait until the router knows every worker. Raises LaunchError with the first failure. A
+        worker that is scheduled may take any time to start."""
         start_s = reported_s = clock()
         ready: dict[str, WorkerInfo] = {}
         without_process = {worker.name: worker for worker in self._settings.workers}
@@ -244,10 +234,7 @@ class Cluster:
 
     def stop(self) -> None:
         """End every process and remove every file of the cluster, or only our actors if Ray was
-        joined.
-
-        May be called at any time, also twice.
-        """
+        joined. May be called at any time, also twice."""
         processes = with_descendants(self._processes)
         for actor in [*self._actors.values(), *self._routers]:
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
@@ -269,11 +256,9 @@ class Cluster:
 
 @contextlib.contextmanager
 def _raise_interrupts() -> Generator[None]:
-    """Raise KeyboardInterrupt at the end if a SIGTERM or SIGINT came within the block.
-
-    The exception of the signal's own callback may have been swallowed by another callback or a
-    broad `except`.
-    """
+    """Raise KeyboardInterrupt at the end if a SIGTERM or SIGINT came within the block. The
+    exception of the signal's own callback may have been swallowed by another callback or a broad
+    `except`."""
     reader, writer = socket.socketpair()
     with reader, writer:
         reader.settimeout(0)
@@ -291,11 +276,8 @@ def _raise_interrupts() -> Generator[None]:
 def start_cluster(
     settings: ClusterSettings, console: Console, clock: Callable[[], float] = time.monotonic
 ) -> Cluster:
-    """Start everything and wait until the router knows every worker.
-
-    The environment must contain `ray_environ`. Raises LaunchError. Nothing is left running after an
-    error or an interrupt.
-    """
+    """Start everything and wait until the router knows every worker. The environment must contain
+    `ray_environ`. Raises LaunchError. Nothing is left running after an error or an interrupt."""
     cluster = Cluster(settings)
     try:
         with show_progress(console, clock) as show:

@@ -38,10 +38,8 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def running_store(url: str) -> Generator[str]:
-    """Run the processes that the store `url` of `serve` needs; yield the URL for workers.
-
-    Raises StoreError with one line that names the fix; nothing is left running then.
-    """
+    """Run the processes that the store `url` of `serve` needs; yield the URL for workers. Raises
+    StoreError with one line that names the fix; nothing is left running then."""
     plan = plan_store(url)
     check_url(plan.url)
     if not plan.has_mooncake:
@@ -110,10 +108,8 @@ class SupervisedProcess:
         self._thread.join()
 
     def _run(self) -> None:
-        """Run the program over all its restarts, in one thread.
-
-        Linux ends the process with the thread that started it, see die_with_parent.py.
-        """
+        """Run the program over all its restarts, in one thread. Linux ends the process with the
+        thread that started it, see die_with_parent.py."""
         pause_s = PAUSE_S_MIN
         while (process := self._start()) is not None:
             with process:

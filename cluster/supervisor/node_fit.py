@@ -81,10 +81,8 @@ class Node:
 
 def demand_of(worker: WorkerSettings) -> WorkerDemand:
     """Return the demand of a worker; workers that a fleet started for the same role are of one
-    kind.
-
-    It names at least some CPU, because Ray only stays on a node where it reserves something.
-    """
+    kind. It names at least some CPU, because Ray only stays on a node where it reserves
+    something."""
     amounts = {"CPU": worker.num_cpus, "GPU": worker.num_gpus, **worker.resources}
     each = {name: amount for name, amount in amounts.items() if amount}
     return WorkerDemand(
@@ -98,10 +96,7 @@ def demand_of(worker: WorkerSettings) -> WorkerDemand:
 
 def selects(wanted: str, value: str | None) -> bool:
     """Return whether Ray's selector `wanted` (`a`, `!a`, `in(a,b)` or `!in(a,b)`) accepts a label
-    value.
-
-    `value` is None when the node has no such label.
-    """
+    value. `value` is None when the node has no such label."""
     is_negated = wanted.startswith("!")
     listed = re.fullmatch(r"in\((.*)\)", wanted.removeprefix("!").strip())
     values = [item.strip() for item in listed[1].split(",")] if listed else [wanted.removeprefix("!")]
@@ -110,11 +105,9 @@ def selects(wanted: str, value: str | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NodeAssignment:
-    """The result of assigning demands to nodes one after the other.
-
-    `node_ids` has the node of each demand that fits, by the demand's name. `remaining` has the
-    nodes with the resources that are left. `unassigned` has the demands that fit on no node.
-    """
+    """The result of assigning demands to nodes one after the other. `node_ids` has the node of each
+    demand that fits, by the demand's name. `remaining` has the nodes with the resources that are
+    left. `unassigned` has the demands that fit on no node."""
 
     node_ids: dict[str, str]
     remaining: tuple[Node, ...]
@@ -125,10 +118,7 @@ def assign(
     demands: Iterable[WorkerDemand], nodes: Sequence[Node], existing: Mapping[str, Iterable[str]]
 ) -> NodeAssignment:
     """Assign each demand to the node with the fewest workers of its kind, then with the fewest of
-    all.
-
-    `existing` has, by kind, the node id of each worker that is already assigned.
-    """
+    all. `existing` has, by kind, the node id of each worker that is already assigned."""
     remaining = {node.id: node for node in nodes}
     counts = {kind: Counter(ids) for kind, ids in existing.items()}
     node_ids: dict[str, str] = {}

@@ -8,10 +8,7 @@ WAIT_S_MAX = 30.0
 
 class Backoff:
     """The restart delays of named workers: 0, 0, 1, 2, 4 ... 30 s over consecutive short
-    incarnations.
-
-    An incarnation that lasts longer resets the delay to 0.
-    """
+    incarnations. An incarnation that lasts longer resets the delay to 0."""
 
     def __init__(self) -> None:
         self._starts: dict[str, tuple[int, float]] = {}  # name: consecutive failures, start of the latest

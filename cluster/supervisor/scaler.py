@@ -72,10 +72,8 @@ class _Worker:
 
     def observe(self, row: WorkerStatus | None, *, keeps_drained: bool) -> None:
         """Apply the router's report; `row` is None when the router does not know the worker.
-
         `keeps_drained`: a worker that an operator drained is kept also when it is gone, for it may
-        come back.
-        """
+        come back."""
         if row is not None:
             transitions = _ON_DRAINING if row.state == "draining" else _ON_NOT_DRAINING
             self.state = transitions.get(self.state, self.state)
@@ -95,10 +93,7 @@ class Scaler:
         misses: Callable[[], Misses],
     ) -> None:
         """Scale a fleet whose workers have been started; a new worker copies the first one of its
-        role.
-
-        The size of a role without bounds changes only by operator command.
-        """
+        role. The size of a role without bounds changes only by operator command."""
         self._cluster = cluster
         self._router = router
         self._fleet = fleet
@@ -139,11 +134,9 @@ class Scaler:
                 await self._apply(change, rows)
 
     async def scale(self, counts: Mapping[Role, int], *, pending: bool) -> str | None:
-        """Set the number of workers per role, for an operator.
-
-        New workers that the cluster cannot schedule are refused. With `pending` they wait for
-        capacity, and the missing capacity is returned. Raises RequestError, Unserved.
-        """
+        """Set the number of workers per role, for an operator. New workers that the cluster cannot
+        schedule are refused. With `pending` they wait for capacity, and the missing capacity is
+        returned. Raises RequestError, Unserved."""
         for role, wanted in counts.items():
             self._check_count(role, wanted)
         async with self._lock:
@@ -244,10 +237,8 @@ class Scaler:
         self._workers[worker.name] = _Worker(worker.role, worker.role)
 
     async def _retire(self, name: str, rows: Mapping[str, WorkerStatus]) -> None:
-        """Order a worker to drain; it is removed when it is empty.
-
-        A worker that the router does not know yet is drained as soon as the router reports it.
-        """
+        """Order a worker to drain; it is removed when it is empty. A worker that the router does
+        not know yet is drained as soon as the router reports it."""
         if name in rows:
             await self._router.drain(name, drain=True)
         worker = self._workers[name]

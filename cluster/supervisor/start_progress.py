@@ -20,11 +20,8 @@ Show = Callable[[str, State | None], None]
 
 @contextmanager
 def show_progress(console: Console, clock: Callable[[], float]) -> Generator[Show]:
-    """Yield a function that shows states.
-
-    Bars disappear at the end of the block. Log lines are written while weights load, at most one
-    per `LOG_PERIOD_S`.
-    """
+    """Yield a function that shows states. Bars disappear at the end of the block. Log lines are
+    written while weights load, at most one per `LOG_PERIOD_S`."""
     if not console.is_terminal:
         yield ProgressLog(log.info, clock).show
         return

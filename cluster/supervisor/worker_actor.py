@@ -72,19 +72,14 @@ def actor_options(
 
 
 class WorkerActor:
-    """The process of one worker, or of the leader of its rank group.
-
-    When the worker fails, the process exits and Ray restarts it. On SIGTERM the worker hands its
-    requests over and is not restarted.
-    """
+    """The process of one worker, or of the leader of its rank group. When the worker fails, the
+    process exits and Ray restarts it. On SIGTERM the worker hands its requests over and is not
+    restarted."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:  # noqa: ANN401 - the arguments of __init__
-        """Install the SIGTERM callback.
-
-        Ray calls `__new__` in the main thread, which alone can receive signals, and `__init__` in
-        another. In the process that creates actors, Ray also derives a class of its own from this
-        one.
-        """
+        """Install the SIGTERM callback. Ray calls `__new__` in the main thread, which alone can
+        receive signals, and `__init__` in another. In the process that creates actors, Ray also
+        derives a class of its own from this one."""
         actor = super().__new__(cls)
         if not issubclass(cls, ray.actor.ActorClass):
             signal.signal(signal.SIGTERM, actor.leave)

@@ -76,11 +76,8 @@ def has_server(tier: str) -> bool:
 
 def open_store(url: str, sealing: Sealing = PLAIN) -> PageStore:
     """Open one tier, or several separated by commas. Blocking. Raises StoreError that names the
-    fix.
-
-    The default size is 1 GiB for memory, and for files 8 GiB or half of their file system if that
-    is less.
-    """
+    fix. The default size is 1 GiB for memory, and for files 8 GiB or half of their file system if
+    that is less."""
     urls = _parse(url)
     policies = [tier.write() for tier in urls]
     stores: dict[int, PageStore] = {}
