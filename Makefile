@@ -1,4 +1,4 @@
-# `make demo` runs the main job, `make test` the tests; each target sets up what it needs. CONTRIBUTING.md explains all.
+# `make demo` runs the demo, `make test` the tests; each target sets up what it needs. See CONTRIBUTING.md.
 SHELL := /bin/bash
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
@@ -12,14 +12,14 @@ STAMP := $(VENV)/.ready
 
 setup: $(STAMP)
 
-# torch comes with plain pip, which finds a local CPU build where there is one; uv installs the rest in seconds, with
-# bytecode: each Ray process would compile it again otherwise.
+# pip installs torch, because it finds a local CPU build if there is one; uv installs the rest in
+# seconds. It compiles bytecode, because otherwise each Ray process would compile it again.
 $(STAMP): pyproject.toml setup.py constraints.txt deploy/mooncake_libs.sh
 	@command -v g++ >/dev/null \
 	  || { [ "$$(id -u)" = 0 ] && { apt-get update -qq; apt-get install -y -qq --no-install-recommends g++; }; } \
-	  || { echo "g++ is missing, the CPU kernels are compiled with it: apt-get install g++, as root"; exit 1; }
+	  || { echo "g++ is missing, which compiles the CPU kernels: as root, apt-get install g++"; exit 1; }
 	@test -x $(VENV)/bin/pip || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); } \
-	  || { echo "no virtual environment: apt-get install python3-venv, as root, or PYTHON=python of 3.11 or newer"; exit 1; }
+	  || { echo "cannot make a virtual environment: as root, apt-get install python3-venv, or set PYTHON to a python 3.11 or newer"; exit 1; }
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch uv
 	$(VENV)/bin/uv pip install --quiet --compile-bytecode -c constraints.txt -e '.[dev,mooncake]'
 	deploy/mooncake_libs.sh $(VENV)/bin/python $(DEBIAN_LIBS)
@@ -28,13 +28,15 @@ $(STAMP): pyproject.toml setup.py constraints.txt deploy/mooncake_libs.sh
 demo: setup
 	tidemill demo
 
-# Threads of one process would wait for those of the other, and burn a core meanwhile.
+# Otherwise threads of one process wait for those of the other, and spin on a core meanwhile.
 test test-all triton triton-3.6 mutations: export OMP_NUM_THREADS := 1
-# Bytecode, also where the environment forbids it: each of the hundred processes would compile all modules again.
+# Write bytecode even if the environment disables it: otherwise each of about a hundred processes
+# compiles everything.
 test test-all triton triton-3.6 mutations: export PYTHONDONTWRITEBYTECODE :=
 
-# Two processes, because servers would wait for each other with three. The tests of a file share its servers, so one
-# process runs them all. In the order of folders, so that tests/e2e, which takes longest, does not come last.
+# Two processes, because with a third one servers wait for each other. The tests of a file share
+# servers and stay together. The order is that of folders, so that e2e, the slowest one, is not
+# last. `make check` runs tests/tidy, `make nodes` several nodes.
 SUITE := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/tidy --ignore tests/e2e/test_nodes.py
 
 test: setup
@@ -44,15 +46,16 @@ test-all: setup triton triton-3.6
 	$(SUITE)
 	python -m tests.mutations
 
-# A Ray cluster of three nodes on this machine, which takes minutes and wants it for itself.
+# A Ray cluster of three nodes on this machine, which takes minutes and needs the whole machine.
 nodes: setup
 	python -m pytest tests/e2e/test_nodes.py
 
-# Triton's kernels in its interpreter, which it decides on when it is first imported.
+# Triton's kernels in its interpreter, which is selected when Triton is first imported.
 triton: setup
 	TRITON_INTERPRET=1 python -m pytest -n 2 tests/triton
 
-# The same with the Triton that torch 2.11 wants, whose interpreter needs an older numpy; beside the venv's own.
+# The same tests with the Triton of torch 2.11, whose interpreter needs an older numpy, in a
+# separate folder.
 TRITON_3_6 := $(CURDIR)/$(VENV)/triton-3.6
 triton-3.6: setup
 	test -d $(TRITON_3_6)/numpy || uv pip install --quiet --target $(TRITON_3_6) triton==3.6.0 'numpy<2.4'
@@ -60,8 +63,8 @@ triton-3.6: setup
 	  -W 'ignore:Conversion of an array:DeprecationWarning'
 	PYTHONPATH=$(TRITON_3_6) python -m pytest -n 2 tests/unit/kernels/test_sm90.py
 
-# On a machine with a CUDA toolkit, after: uv pip install --no-build-isolation -e '.[gpu]'
-# Operators are hundreds of kernels to compile, by many processes; what looks at the memory of the device is alone.
+# On a machine with a CUDA toolkit, after: uv pip install --no-build-isolation -e '.[gpu]' Operators
+# have hundreds of kernels, compiled by many processes; tests that measure device memory run alone.
 GPU_OPERATORS := tests/gpu/test_operators.py tests/gpu/test_page_copy.py
 gpu: setup
 	python -m pytest -n 8 $(GPU_OPERATORS); operators=$$?; \
@@ -76,7 +79,8 @@ check: setup
 bench: setup
 	python -m benchmarks.all
 
-# Load generators and evaluations of others against a server of keeper. VLLM=path/to/python adds `vllm bench serve`.
+# Third-party load generators and evaluations against a server of keeper. VLLM=path/to/python adds
+# `vllm bench serve`.
 CLIENTS := $(VENV)/clients
 clients: setup $(CLIENTS)/aiperf $(CLIENTS)/guidellm $(CLIENTS)/lm-eval
 	python -m tests.clients --environments $(CLIENTS) $(if $(VLLM),--vllm $(VLLM)) $(NAMES)
@@ -109,7 +113,8 @@ soak-overload: setup
 stubs: setup
 	cd src && python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. tidemill/cluster/rpc/proto/*.proto
 
-# What the examples of the Helm charts render to, and the part of their schema that is the configuration file's.
+# The rendered examples of the Helm charts, and the part of their schema that comes from the
+# configuration file.
 helm-golden: setup
 	python -m tests.deploy.renew
 
@@ -120,19 +125,19 @@ config-doc: setup
 	python -m tidemill.cluster.config.reference > docs/configuration.md
 	tidemill config schema > deploy/config.schema.json
 
-# The status page, in BROWSER or the headless Chromium that apt brings.
+# Test the status page in BROWSER, or in the headless Chromium that apt installs.
 browser: setup
 	@[ -n "$$BROWSER" ] || command -v chromium >/dev/null \
 	  || { [ "$$(id -u)" = 0 ] && apt-get install -y -qq --no-install-recommends chromium; } \
-	  || { echo "chromium is missing, the status page is tested in it: apt-get install chromium, or BROWSER=path"; exit 1; }
+	  || { echo "chromium is missing, in which the status page is tested: apt-get install chromium, or set BROWSER=path"; exit 1; }
 	BROWSER="$${BROWSER:-$$(command -v chromium)}" python -m pytest tests/browser
 
-# With the CPU kernels compiled for each kind of CPU: runs where there is no g++.
+# A wheel with the CPU kernels compiled for each kind of CPU, for machines without g++.
 wheel: setup
 	rm -rf build
 	python -m pip wheel --quiet --disable-pip-version-check --no-deps -c constraints.txt --wheel-dir dist .
 
-# CycloneDX's list of what is installed, made by a program beside it.
+# CycloneDX's list of installed packages, made by a program in a separate environment.
 SBOM := $(CURDIR)/$(VENV)/sbom
 sbom: setup
 	test -x $(SBOM)/bin/cyclonedx-py || { $(PYTHON) -m venv $(SBOM) \

@@ -1,4 +1,5 @@
-"""Makes the protobuf stubs and, in a wheel, the compiled kernels; everything else is in pyproject.toml."""
+"""Build the protobuf stubs and, in a wheel, the compiled kernels; all other settings are in
+pyproject.toml."""
 
 import runpy
 import shutil
@@ -15,7 +16,8 @@ COMPILER = "g++"
 
 
 class BuildPy(build_py):
-    """Builds what the .proto files say before it looks for modules, and kernels for who has no g++."""
+    """Generates the protobuf stubs before modules are collected, and compiles the CPU kernels for a
+    wheel."""
 
     def run(self) -> None:
         protos = sorted(SOURCE.glob("tidemill/cluster/rpc/proto/*.proto"))
@@ -23,17 +25,18 @@ class BuildPy(build_py):
         if protoc.main(["protoc", *arguments, *(str(proto.relative_to(SOURCE)) for proto in protos)]):
             raise SystemExit("the .proto files do not compile")
         super().run()
-        if self.editable_mode:  # sources change: they are compiled when they run
+        if self.editable_mode:  # sources may change, so kernels are compiled at their first use
             return
         if shutil.which(COMPILER):
             compile_ahead = runpy.run_path("kernels/shared/compiler.py")["compile_ahead"]
             compile_ahead(Path(self.build_lib, "tidemill/kernels/ahead"), COMPILER)
         else:
-            sys.stderr.write(f"no {COMPILER}: machines that run this need it, for the CPU kernels\n")
+            sys.stderr.write(f"no {COMPILER}: machines that run this wheel need one for the CPU kernels\n")
 
 
 class Wheel(bdist_wheel):
-    """For any Python 3 on machines like this one: the kernels know nothing of Python."""
+    """A wheel for this kind of machine and any Python 3, because the kernels do not use Python's
+    ABI."""
 
     def finalize_options(self) -> None:
         super().finalize_options()

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Debian's libraries that Mooncake is linked with: root installs them, others unpack them into a folder of their own,
-# for LD_LIBRARY_PATH. Without them the page store `file` serves as before, so this never fails.
-#   mooncake_libs.sh PYTHON FOLDER [--unpack]     --unpack: also as root
+# Install the Debian libraries that Mooncake is linked with. Root installs the packages; another
+# user unpacks them into FOLDER, for LD_LIBRARY_PATH. Without them the page store `file` still
+# works, so this script never fails.
+#   mooncake_libs.sh PYTHON FOLDER [--unpack]     --unpack: unpack them also as root
 set -uo pipefail
 python=$1 folder=$2 how=${3:-}
 packages=(libibverbs1 libnuma1 libcurl4)
@@ -20,11 +21,11 @@ unpack() {
   local own=(-o "Dir::State=$work/state" -o Dir::State::status=/var/lib/dpkg/status -o "Dir::Cache=$work/cache"
     -o APT::Sandbox::User= -o Debug::NoLocking=1)
   apt-get "${own[@]}" -qq update || return
-  # what is installed with another version stays as it is: its line has the old version in brackets
+  # Installed packages are not upgraded: their line has the installed version in brackets.
   new=$(apt-get "${own[@]}" --simulate --no-install-recommends --no-upgrade install "${packages[@]}" |
     awk '$1 == "Inst" && $3 !~ /^\[/ {print $2}')
   if [ "$how" = --unpack ]; then new="$new ${packages[*]}"; fi
-  (cd "$work" && apt-get "${own[@]}" -qq download $new) || return # word by word
+  (cd "$work" && apt-get "${own[@]}" -qq download $new) || return # unquoted, one word per package
   for archive in "$work"/*.deb; do dpkg-deb -x "$archive" "$work/files" || return; done
   find "$work/files" -name 'lib*.so*' -path '*/lib/*' -exec cp -Pf -t "$folder" {} +
 }
@@ -38,6 +39,6 @@ else
   unpack
 fi
 if [ -n "$(missing)" ]; then
-  echo "Mooncake stays without $(missing): apt-get install ${packages[*]}; --store file:///path works meanwhile"
+  echo "Mooncake still lacks $(missing): apt-get install ${packages[*]}; --store file:///path works without it"
 fi
 exit 0

@@ -1,15 +1,15 @@
-"""What the command makes of the words that it is given, and how it refuses them."""
+"""Parse arguments of the command, and refuse wrong ones."""
 
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.sizes import parse_bytes
 
 
 class UsageError(TidemillError):
-    """Options that do not go together."""
+    """A wrong argument, or arguments that exclude each other."""
 
 
 def bytes_of(size: str, option: str) -> int:
-    """Raises UsageError."""
+    """Parse a size like `8GiB`. Raises UsageError that names `option`."""
     try:
         return parse_bytes(size)
     except ValueError as error:

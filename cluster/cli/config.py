@@ -1,6 +1,6 @@
-"""`tidemill config`: what a configuration file says, what is wrong with it, and the schema of such files."""
+"""`tidemill config`: check or show a configuration file, or print the schema of such files."""
 
-# ruff: noqa: PLC0415 - a look at a file must not wait for torch
+# ruff: noqa: PLC0415 - checking a file must not wait for the import of torch
 
 import argparse
 import json
@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from tidemill.cluster.cli.security import cluster_tls, security_of
-from tidemill.cluster.config.flags import with_places
+from tidemill.cluster.config.flags import with_config_paths
 from tidemill.cluster.config.fleets import Surroundings, engine_settings, summary
 from tidemill.cluster.config.problems import ConfigError
-from tidemill.cluster.config.reading import dumped, read_config
+from tidemill.cluster.config.reading import dump, read_config
 from tidemill.cluster.config.tree import RootConfig
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.sizes import parse_bytes
@@ -25,40 +25,41 @@ EXIT_REFUSED = 2
 
 def add_config_commands(config: argparse.ArgumentParser) -> None:
     actions = config.add_subparsers(dest="action", required=True, metavar="ACTION")
-    check = actions.add_parser("check", help="say all that is wrong with a file, and what it would start")
-    check.add_argument("file", type=Path, metavar="FILE", help="as of `tidemill serve --config`")
+    check = actions.add_parser("check", help="list all errors of a file, or summarize what it would start")
+    check.add_argument("file", type=Path, metavar="FILE", help="a file for `tidemill serve --config`")
     check.add_argument(
         "--offline",
         action="store_true",
-        help="the file alone, for another machine: not the models, keys and certificates that it names",
+        help="check only the file, for another machine: skip the models, keys and certificates that it names",
     )
     check.set_defaults(run=_check)
-    show = actions.add_parser("show", help="print the whole tree with its defaults")
-    show.add_argument("file", type=Path, metavar="FILE", help="as of `tidemill serve --config`")
+    show = actions.add_parser("show", help="print the whole configuration with its defaults")
+    show.add_argument("file", type=Path, metavar="FILE", help="a file for `tidemill serve --config`")
     show.set_defaults(run=_show)
-    actions.add_parser("schema", help="print the JSON schema of such files").set_defaults(run=_schema)
+    schema = actions.add_parser("schema", help="print the JSON schema of configuration files")
+    schema.set_defaults(run=_schema)
 
 
 def _check(options: argparse.Namespace) -> int:
     try:
         config = read_config(options.file)
     except ConfigError as error:
-        return _told(options.file, error.problems)
-    problems = list(problems_here(config, offline=options.offline))
+        return _print_problems(options.file, error.problems)
+    problems = list(local_problems(config, offline=options.offline))
     if problems:
-        return _told(options.file, problems)
-    sys.stdout.write(f"{options.file} is right: {_started(config)}\n")
+        return _print_problems(options.file, problems)
+    sys.stdout.write(f"{options.file} is right: {_description(config)}\n")
     return 0
 
 
-def _told(path: Path, problems: Sequence[str]) -> int:
+def _print_problems(path: Path, problems: Sequence[str]) -> int:
     for problem in problems:
         sys.stderr.write(f"{path}: {problem}\n")
     return EXIT_REFUSED
 
 
 def _show(options: argparse.Namespace) -> int:
-    sys.stdout.write(dumped(read_config(options.file)))
+    sys.stdout.write(dump(read_config(options.file)))
     return 0
 
 
@@ -70,30 +71,32 @@ def _schema(options: argparse.Namespace) -> int:
     return 0
 
 
-def problems_here(config: RootConfig, *, offline: bool) -> Iterator[str]:
-    """What is wrong with it that only looking tells: models, memory, files, the store; each said once."""
-    said: set[str] = set()
-    for place, check in _checks(config, offline=offline):
+def local_problems(config: RootConfig, *, offline: bool) -> Iterator[str]:
+    """Yield the problems with models, memory, files and the store on this machine, each one
+    once."""
+    reported: set[str] = set()
+    for location, check in _checks(config, offline=offline):
         try:
             check()
-        except ConfigError as error:  # which names its place
-            new = [one for one in error.problems if one not in said]
+        except ConfigError as error:  # which names its location
+            new = [problem for problem in error.problems if problem not in reported]
         except TidemillError as error:
-            new = [] if str(error) in said else [f"{place}: {error}"]
-            said.add(str(error))
+            new = [] if str(error) in reported else [f"{location}: {error}"]
+            reported.add(str(error))
         else:
             continue
-        said.update(new)
+        reported.update(new)
         yield from new
 
 
 def _checks(config: RootConfig, *, offline: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    around = Surroundings(store_url="", cache_folder=Path())
+    """Yield each check with the location in the file that it is about."""
+    surroundings = Surroundings(store_url="", cache_folder=Path())
     for index, model in enumerate(config.models):
         for number, group in enumerate(model.groups):
-            engine = partial(engine_settings, config, model, group, around)
+            engine = partial(engine_settings, config, model, group, surroundings)
             check = engine if offline else partial(_check_engine, engine)
-            yield f"models[{index}].groups[{number}]", partial(_by_key, check, index, number)
+            yield f"models[{index}].groups[{number}]", partial(_with_config_paths, check, index, number)
     if config.store.url is not None:
         yield "store.url", partial(_check_store, config.store.url, offline=offline)
     if offline:
@@ -104,15 +107,15 @@ def _checks(config: RootConfig, *, offline: bool) -> Iterator[tuple[str, Callabl
     yield "cluster", partial(cluster_tls, config.cluster)
 
 
-def _by_key(check: Callable[[], object], model: int, group: int) -> None:
-    """Raises ConfigError for a setting of the file that the engine refuses."""
+def _with_config_paths(check: Callable[[], object], model: int, group: int) -> None:
+    """Run a check. Raises ConfigError with paths of the file where SettingsError names flags."""
     try:
         check()
     except SettingsError as error:
-        told = with_places(str(error), model, group)
-        if told == str(error):
+        message = with_config_paths(str(error), model, group)
+        if message == str(error):
             raise
-        raise ConfigError([told]) from error
+        raise ConfigError([message]) from error
 
 
 def _check_engine(engine: Callable[[], EngineSettings]) -> None:
@@ -126,14 +129,14 @@ def _check_store(url: str, *, offline: bool) -> None:
     from tidemill.kvstore.stores.open_store import check_url
 
     check_shared(url)
-    # what Mooncake would need is asked of the machine
+    # `plan_store` looks for free ports and memory of this machine.
     url = other_tiers(url) if offline else plan_store(url).url
     if url:
         check_url(url)
 
 
-def _started(config: RootConfig) -> str:
-    """What `tidemill serve` would start."""
+def _description(config: RootConfig) -> str:
+    """Describe what `tidemill serve` would start."""
     edge, cluster = config.edge, config.cluster
     groups = [group for model in config.models for group in model.groups]
     memory_bytes = sum(group.replicas * parse_bytes(group.memory) for group in groups)

@@ -1,4 +1,5 @@
-"""`tidemill demo`: asks the bundled questions over HTTP, checks the answers, shows the way of their pages."""
+"""`tidemill demo`: ask the bundled questions, check the answers, show where prompt tokens came
+from."""
 
 import json
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ ANSWER_TOKENS_MAX = 48
 
 @dataclass(frozen=True, slots=True)
 class DemoAnswer:
-    """One question, what was answered, and the usage that the server reported."""
+    """A question, its answer, and the usage that the server reported."""
 
     question: str
     expected: str
@@ -32,11 +33,12 @@ class DemoAnswer:
 
 
 async def run_demo(base_url: str, model: str, folder: Path, console: Console) -> bool:
-    """Whether every question of `folder`/demo.json was answered right. Raises TidemillError."""
+    """Ask the questions of `folder`/demo.json; return whether all answers are right. Raises
+    TidemillError."""
     demo = _read(folder / "demo.json")
     notebook: str = demo["notebook"]
     console.print(Text(notebook, style="dim"), "\n")
-    asked: list[DemoAnswer] = []
+    answers: list[DemoAnswer] = []
     async with httpx.AsyncClient(base_url=base_url, timeout=TIMEOUT_S, trust_env=False) as client:
         page_tokens = await _page_tokens(client)
         for item in demo["questions"]:
@@ -48,22 +50,22 @@ async def run_demo(base_url: str, model: str, folder: Path, console: Console) ->
                 "max_tokens": ANSWER_TOKENS_MAX,
             }
             console.print("   ", end="")
-            # the first answer is shown as it comes
-            answer, usage = await (_ask if asked else _ask_streaming)(client, body, console)
-            asked.append(DemoAnswer(item["question"], item["answer"], answer, usage))
-            _print_verdict(console, asked[-1])
-    console.print(pages_table(asked, page_tokens))
-    num_right = sum(one.right for one in asked)
-    console.print(f"\n{num_right} of {len(asked)} answers are right")
-    return bool(asked) and num_right == len(asked)
+            # The first answer is streamed.
+            answer, usage = await (_ask if answers else _ask_streaming)(client, body, console)
+            answers.append(DemoAnswer(item["question"], item["answer"], answer, usage))
+            _print_verdict(console, answers[-1])
+    console.print(pages_table(answers, page_tokens))
+    num_right = sum(answer.right for answer in answers)
+    console.print(f"\n{num_right} of {len(answers)} answers are right")
+    return bool(answers) and num_right == len(answers)
 
 
-def pages_table(asked: list[DemoAnswer], page_tokens: int) -> Table:
-    """Where the tokens of each prompt came from, as full pages and tokens."""
+def pages_table(answers: list[DemoAnswer], page_tokens: int) -> Table:
+    """Return a table of where the tokens of each prompt came from, as full pages and tokens."""
     table = Table(
         title=f"\nWhere the prompts came from (p: pages of {page_tokens} tokens, t: tokens)",
         title_justify="left",
-        caption="the decode worker has what it fetched, replayed and reused",
+        caption="the decode worker has the tokens that it fetched, replayed and reused",
         caption_justify="left",
         box=None,
     )
@@ -76,10 +78,10 @@ def pages_table(asked: list[DemoAnswer], page_tokens: int) -> Table:
         "reused",
     ):
         table.add_column(column, justify="right")
-    for index, one in enumerate(asked, start=1):
-        details = one.usage["prompt_tokens_details"]
-        counts = [details[f"{way}_tokens"] for way in ("prefilled", "fetched", "replayed", "reused")]
-        cells = (_pages(count, page_tokens) for count in (one.usage["prompt_tokens"], *counts))
+    for index, answer in enumerate(answers, start=1):
+        details = answer.usage["prompt_tokens_details"]
+        counts = [details[f"{source}_tokens"] for source in ("prefilled", "fetched", "replayed", "reused")]
+        cells = (_pages(count, page_tokens) for count in (answer.usage["prompt_tokens"], *counts))
         table.add_row(str(index), *cells)
     return table
 
@@ -91,16 +93,16 @@ def _pages(num_tokens: int, page_tokens: int) -> str:
     return " + ".join([f"{pages} p"] * (pages > 0) + [f"{rest} t"] * (rest > 0))
 
 
-def _print_verdict(console: Console, one: DemoAnswer) -> None:
-    verdict = Text("right", style="green") if one.right else Text("wrong", style="red")
-    console.print(Text(f"   expected: {one.expected}", style="dim"), verdict)
+def _print_verdict(console: Console, answer: DemoAnswer) -> None:
+    verdict = Text("right", style="green") if answer.right else Text("wrong", style="red")
+    console.print(Text(f"   expected: {answer.expected}", style="dim"), verdict)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise TidemillError(f"{path} cannot be read, run the demo with the bundled model: {error}") from error
+        raise TidemillError(f"cannot read {path}, run the demo with the bundled model: {error}") from error
 
 
 async def _page_tokens(client: httpx.AsyncClient) -> int:

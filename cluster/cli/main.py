@@ -1,7 +1,7 @@
-"""The `tidemill` command: the only place that reads arguments, the environment and the clock.
+"""The `tidemill` command; only this file reads arguments, the environment and the clock.
 
-Commands import what they need when they run: `tidemill status` must not wait for Ray and torch, and Ray reads
-its environment when it is imported.
+Commands import modules when they run, because `tidemill status` must not wait for Ray and torch,
+and Ray reads its environment when it is imported.
 """
 
 # ruff: noqa: PLC0415 - see above
@@ -26,9 +26,9 @@ from rich.text import Text
 from tidemill import __version__
 from tidemill.cluster.cli.arguments import UsageError, bytes_of
 from tidemill.cluster.cli.config import add_config_commands
-from tidemill.cluster.cli.fleet import Outside, add_fleet_commands, show
-from tidemill.cluster.cli.security import add_key_options, guarded, security_of
-from tidemill.cluster.cli.serve import add_serving_options, settled
+from tidemill.cluster.cli.fleet import CommandContext, add_fleet_commands, show
+from tidemill.cluster.cli.security import add_key_options, security_of, with_cluster_security
+from tidemill.cluster.cli.serve import add_serving_options, config_of_options
 from tidemill.cluster.cli.simulate import add_simulate_options
 from tidemill.cluster.config.fleets import Surroundings, cluster_settings, summary, telemetry_of
 from tidemill.cluster.settings import ray_environ
@@ -53,12 +53,12 @@ EXIT_NOT_THERE = 1
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 
-STORE_FOLDERS = (Path("/dev/shm"),)  # noqa: S108 - where a private folder is made, when there is no --store
+STORE_FOLDERS = (Path("/dev/shm"),)  # noqa: S108 - the parent of a private folder, without --store
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. 0: done, 1: the demo had a wrong answer, or the store has not what was asked for,
-    2: refused, with one line that names the fix."""
+    """Run one command and return its exit status. 0: done. 1: the demo had a wrong answer, or the
+    store does not have the object. 2: refused, with one line that names the fix."""
     options = parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _interrupt(number: int, frame: object) -> None:
-    """SIGTERM unwinds like SIGINT: whatever was started is stopped on the way out."""
+    """Make SIGTERM unwind the stack like SIGINT, so that everything started is stopped."""
     del number, frame
     raise KeyboardInterrupt
 
@@ -87,40 +87,43 @@ def parser() -> argparse.ArgumentParser:
     add_serving_options(serve)
     serve.set_defaults(run=_serve)
 
-    add_config_commands(commands.add_parser("config", help="check a configuration file, or show it whole"))
+    add_config_commands(commands.add_parser("config", help="check or show a configuration file"))
 
     add_key_options(commands.add_parser("key", help="make an API key for `tidemill serve --api-keys-file`"))
 
     demo = commands.add_parser("demo", help="serve the bundled model, ask it questions, check the answers")
     demo.set_defaults(run=_demo)
 
-    models = commands.add_parser("models", help="list the bundled models with the path of their folder")
+    models = commands.add_parser("models", help="list the bundled models with the paths of their folders")
     models.set_defaults(run=_models)
 
-    add_fleet_commands(commands.add_parser, Outside(os.environ, time.monotonic, time.time, time.sleep))
+    context = CommandContext(os.environ, time.monotonic, time.time, time.sleep)
+    add_fleet_commands(commands.add_parser, context)
     add_simulate_options(
         commands.add_parser("simulate", help="replay a request trace through a cluster in virtual time")
     )
-    _add_store_commands(commands.add_parser("store", help="look into a page store, or measure it"))
+    _add_store_commands(commands.add_parser("store", help="inspect or benchmark a page store"))
     return command
 
 
 def _add_store_commands(store: argparse.ArgumentParser) -> None:
     actions = store.add_subparsers(dest="action", required=True, metavar="ACTION")
-    ls = actions.add_parser("ls", help="list what it holds, what was used last first")
-    stat = actions.add_parser("stat", help="does it answer, and how much does it hold?")
-    get = actions.add_parser("get", help="write the body of an object to a file, once its seal is verified")
-    get.add_argument("key", metavar="KEY", help="as ls shows it")
-    get.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="to write it to")
-    rm = actions.add_parser("rm", help="forget objects")
-    rm.add_argument("keys", metavar="KEY", nargs="+", help="as ls shows them")
-    bench = actions.add_parser("bench", help="measure it, with objects that are removed again")
+    ls = actions.add_parser("ls", help="list the objects of the store, the least recently used last")
+    stat = actions.add_parser("stat", help="show whether the store answers, and its contents")
+    get = actions.add_parser("get", help="verify an object and write its body to a file")
+    get.add_argument("key", metavar="KEY", help="a key as `tidemill store ls` shows it")
+    get.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
+    rm = actions.add_parser("rm", help="remove objects from the store")
+    rm.add_argument("keys", metavar="KEY", nargs="+", help="keys as `tidemill store ls` shows them")
+    bench = actions.add_parser("bench", help="measure the store with temporary objects")
     bench.add_argument(
-        "--sizes", default="64KiB,1536KiB,75MiB", metavar="SIZES", help="of objects (%(default)s)"
+        "--sizes", default="64KiB,1536KiB,75MiB", metavar="SIZES", help="object sizes (%(default)s)"
     )
-    bench.add_argument("--batches", default="1,16,128", metavar="NUMBERS", help="of objects (%(default)s)")
     bench.add_argument(
-        "--bytes", default="256MiB", metavar="SIZE", help="moved at most by each line (%(default)s)"
+        "--batches", default="1,16,128", metavar="NUMBERS", help="objects per call (%(default)s)"
+    )
+    bench.add_argument(
+        "--bytes", default="256MiB", metavar="SIZE", help="maximum bytes that a line moves (%(default)s)"
     )
     for action, run in (
         (ls, _store_ls),
@@ -129,15 +132,19 @@ def _add_store_commands(store: argparse.ArgumentParser) -> None:
         (rm, _store_rm),
         (bench, _store_bench),
     ):
-        action.add_argument("--store", required=True, metavar="URL", help="as `tidemill serve` prints it")
-        action.add_argument("--store-secret-file", type=Path, metavar="PATH", help="as of `tidemill serve`")
+        action.add_argument(
+            "--store", required=True, metavar="URL", help="the URL that `tidemill serve` prints"
+        )
+        action.add_argument(
+            "--store-secret-file", type=Path, metavar="PATH", help="the secret file of `tidemill serve`"
+        )
         action.set_defaults(run=run)
     for action in (ls, stat, bench):
-        action.add_argument("--json", action="store_true", help="as JSON")
+        action.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _serve(options: argparse.Namespace) -> int:
-    config = settled(options)
+    config = config_of_options(options)
     served = summary(config)
 
     async def work(url: str) -> None:
@@ -153,8 +160,8 @@ def _demo(options: argparse.Namespace) -> int:
     from tidemill.cluster.cli.demo import run_demo
 
     del options
-    words = ["serve", "keeper", "--port", "0", "--memory", "64MiB", "--log-level", "warning"]
-    config = settled(parser().parse_args(words))
+    arguments = ["serve", "keeper", "--port", "0", "--memory", "64MiB", "--log-level", "warning"]
+    config = config_of_options(parser().parse_args(arguments))
     is_right = False
 
     async def work(url: str) -> None:
@@ -173,17 +180,17 @@ def _models(options: argparse.Namespace) -> int:
 
 
 def _store_ls(options: argparse.Namespace) -> int:
-    from tidemill.cluster.cli.store import listed, listed_json, listed_table
+    from tidemill.cluster.cli.store import list_objects, objects_json, objects_table
 
-    held = _asked(options, listed)
-    show(options, listed_json(held), listed_table(held))
+    objects = _run_on_store(options, list_objects)
+    show(options, objects_json(objects), objects_table(objects))
     return 0
 
 
 def _store_stat(options: argparse.Namespace) -> int:
-    from tidemill.cluster.cli.store import state_of, state_table
+    from tidemill.cluster.cli.store import read_state, state_table
 
-    state = _asked(options, lambda store: state_of(store, time.perf_counter))
+    state = _run_on_store(options, lambda store: read_state(store, time.perf_counter))
     show(options, asdict(state), state_table(state))
     return 0 if state.is_reachable else EXIT_NOT_THERE
 
@@ -193,7 +200,7 @@ def _store_get(options: argparse.Namespace) -> int:
     from tidemill.kvstore.stores.page_store import Got
 
     [key] = _keys([options.key])
-    outcome, body = _asked(options, lambda store: fetch(store, key))
+    outcome, body = _run_on_store(options, lambda store: fetch(store, key))
     if outcome is not Got.HIT:
         sys.stdout.write(f"{outcome.value}\n")
         return EXIT_NOT_THERE
@@ -206,16 +213,16 @@ def _store_get(options: argparse.Namespace) -> int:
 
 
 def _store_rm(options: argparse.Namespace) -> int:
-    from tidemill.cluster.cli.store import forget
+    from tidemill.cluster.cli.store import remove
 
     keys = _keys(options.keys)
-    removed = _asked(options, lambda store: forget(store, keys))
+    removed = _run_on_store(options, lambda store: remove(store, keys))
     sys.stdout.write(f"{removed} of {len(keys)} removed\n")
     return 0 if removed == len(keys) else EXIT_NOT_THERE
 
 
 def _store_bench(options: argparse.Namespace) -> int:
-    from tidemill.cluster.cli.store import Bench, measure, measured_json, measured_table
+    from tidemill.cluster.cli.store import Bench, measure, measurements_json, measurements_table
 
     batches = options.batches.split(",")
     if not all(batch.isdecimal() and int(batch) for batch in batches):
@@ -226,14 +233,16 @@ def _store_bench(options: argparse.Namespace) -> int:
         bytes_max=bytes_of(options.bytes, "--bytes"),
     )
     if not all(bench.sizes):
-        raise UsageError(f"--sizes {options.sizes}: an object has bytes")
-    rng = Random(secrets.randbits(64))  # noqa: S311 - names and bodies of objects, for a moment
-    found = _asked(options, lambda store: measure(store, bench, rng, time.perf_counter))
-    show(options, measured_json(found), measured_table(found))
+        raise UsageError(f"--sizes {options.sizes}: an object has at least one byte")
+    rng = Random(secrets.randbits(64))  # noqa: S311 - names and bodies of temporary objects
+    measurements = _run_on_store(options, lambda store: measure(store, bench, rng, time.perf_counter))
+    show(options, measurements_json(measurements), measurements_table(measurements))
     return 0
 
 
-def _asked(options: argparse.Namespace, work: "Callable[[PageStore], Awaitable[_Result]]") -> "_Result":
+def _run_on_store(
+    options: argparse.Namespace, work: "Callable[[PageStore], Awaitable[_Result]]"
+) -> "_Result":
     from tidemill.cluster.cli.store import with_store
 
     return with_store(options.store, _sealing(options.store_secret_file), work)
@@ -244,7 +253,7 @@ def _keys(texts: Sequence[str]) -> list[ObjectKey]:
         return [ObjectKey.parse(text) for text in texts]
     except ValueError as error:
         raise UsageError(
-            f"{' '.join(texts)}: an object is named as `tidemill store ls` shows it, like {ABSENT}"
+            f"{' '.join(texts)}: write keys as `tidemill store ls` shows them, like {ABSENT}"
         ) from error
 
 
@@ -258,8 +267,8 @@ def _sealing(secret_file: Path | None) -> Sealing:
 
 
 def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", source: str = "") -> None:
-    """Serve what `config` says, of the file `source` if there is one, while `work` runs. Ray's environment is
-    set before anything imports Ray."""
+    """Serve the cluster of `config` while `work` runs; `source` is the path of the file, if there
+    is one. Ray's environment is set before any module imports Ray."""
     telemetry, edge, store = telemetry_of(config.telemetry), config.edge, config.store
     joins = config.cluster.ray_address is not None
     os.environ.update(ray_environ(joins=joins, token=secrets.token_hex(32)))
@@ -282,15 +291,16 @@ def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", sou
         clock_s=time.monotonic,
         unix_time_s=time.time,
         new_id=lambda: uuid.uuid4().hex,
-        rng=Random(secrets.randbits(64)),  # noqa: S311 - seeds of draws are no secrets
+        rng=Random(secrets.randbits(64)),  # noqa: S311 - seeds of sampling are no secrets
     )
-    _sealing(None if store.secret_file is None else Path(store.secret_file))  # is it there?
+    _sealing(None if store.secret_file is None else Path(store.secret_file))  # reports errors early
     cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill"
     console = Console(stderr=True)
     with shared_store(store.url, STORE_FOLDERS) as store_url:
         if store.url is not None and store_url != store.url:
             console.print(Text(f"store: {store_url}"))  # for `tidemill store`
-        around = Surroundings(store_url=store_url, cache_folder=cache_folder)
-        settings = guarded(cluster_settings(config, around, source), config.cluster).telling(telemetry)
+        surroundings = Surroundings(store_url=store_url, cache_folder=cache_folder)
+        settings = cluster_settings(config, surroundings, source)
+        settings = with_cluster_security(settings, config.cluster).telling(telemetry)
         start_logs(telemetry)
         serve(endpoint, settings, sources, console, work)

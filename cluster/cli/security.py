@@ -1,4 +1,4 @@
-"""Options about who may ask: API keys and TLS, of `tidemill serve` and of the commands that ask a server."""
+"""The API keys and TLS of `tidemill serve`, and the API key of the commands that call a server."""
 
 import argparse
 import secrets
@@ -21,10 +21,10 @@ TENANT_OF_OPTIONS = "operator"
 
 
 def security_of(edge: EdgeConfig, api_keys: Sequence[str] | None, environ: Mapping[str, str]) -> Security:
-    """Raises TidemillError."""
+    """Return the API keys and the TLS settings of an endpoint. Raises TidemillError."""
     given = api_keys or [key for key in (environ.get(KEY_VARIABLE),) if key]
     if not all(given):
-        raise UsageError("--api-key is empty: give a long random text, as `tidemill key` makes one")
+        raise UsageError("--api-key is empty: give a long random text, like one of `tidemill key`")
     keys = [ApiKey(tenant=TENANT_OF_OPTIONS, sha256=digest_of(key), operator=True) for key in given]
     if edge.api_keys_file is not None:
         keys += read_keys(Path(edge.api_keys_file))
@@ -32,37 +32,37 @@ def security_of(edge: EdgeConfig, api_keys: Sequence[str] | None, environ: Mappi
 
 
 def add_key_options(key: argparse.ArgumentParser) -> None:
-    key.add_argument("tenant", metavar="TENANT", help="who asks with it")
+    key.add_argument("tenant", metavar="TENANT", help="the tenant that will use the key")
     key.set_defaults(run=_key)
 
 
 def add_server_options(command: argparse.ArgumentParser) -> None:
-    """Of a command that asks a running server."""
-    command.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (%(default)s)")
-    command.add_argument("--api-key", metavar="KEY", help=f"of an operator (${KEY_VARIABLE})")
+    """Add the options of a command that calls a running server."""
+    command.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
+    command.add_argument("--api-key", metavar="KEY", help=f"an operator's API key (${KEY_VARIABLE})")
 
 
-def server_of(options: argparse.Namespace, environ: Mapping[str, str]) -> ServerAddress:
+def server_address(options: argparse.Namespace, environ: Mapping[str, str]) -> ServerAddress:
     return ServerAddress(options.url, options.api_key or environ.get(KEY_VARIABLE, ""))
 
 
 def _key(options: argparse.Namespace) -> int:
-    """A new key, and what a server has to know of it."""
+    """Print a new key and its entry for the server's file of keys."""
     key = f"sk-{secrets.token_urlsafe(32)}"
     try:
         known = ApiKey(tenant=options.tenant, sha256=digest_of(key))
     except ValueError:
         raise UsageError(f"TENANT {options.tenant!r}: use up to 64 letters, digits, - _ and .") from None
-    sys.stderr.write("the key, which is told once; below it what --api-keys-file has under `keys:`\n")
+    sys.stderr.write("the key, which is shown only now, and its entry under `keys:` in --api-keys-file\n")
     sys.stdout.write(f"{key}\n- tenant: {known.tenant}\n  sha256: {known.sha256}\n")
     return 0
 
 
-def guarded(settings: ClusterSettings, config: ClusterConfig) -> ClusterSettings:
-    """The same cluster, listening where `config` says and with its certificates. Raises UsageError."""
+def with_cluster_security(settings: ClusterSettings, config: ClusterConfig) -> ClusterSettings:
+    """Return the settings with the listening address and certificates of `config`. Raises
+    UsageError."""
     tls = cluster_tls(config)
-    where = config.host
-    host = "127.0.0.1" if where == "loopback" else None
+    host = "127.0.0.1" if config.host == "loopback" else None
     return replace(
         settings,
         fleets=tuple(
@@ -77,7 +77,8 @@ def guarded(settings: ClusterSettings, config: ClusterConfig) -> ClusterSettings
 
 
 def cluster_tls(config: ClusterConfig) -> MutualTls | None:
-    """Raises UsageError."""
+    """Return the certificates between the cluster's processes, None without some. Raises
+    UsageError."""
     files = {
         "certfile": config.ssl_certfile,
         "keyfile": config.ssl_keyfile,
@@ -89,15 +90,15 @@ def cluster_tls(config: ClusterConfig) -> MutualTls | None:
     for name, path in zip(files, paths, strict=True):
         if not path.is_file():
             raise UsageError(f"--cluster-ssl-{name}: there is no file {path}")
-    # nodes and processes have working directories of their own
+    # Absolute, because nodes and processes have different working directories.
     certificate, key, ca = (path.absolute() for path in paths)
     tls = MutualTls(certificate=certificate, key=key, ca=ca)
     try:
         tls.check()
     except (ssl.SSLError, OSError) as error:
         raise UsageError(
-            f"processes with these certificates would not hear each other ({error}): --cluster-ssl-certfile "
-            f"names the DNS name {CLUSTER_NAME}, and --cluster-ssl-ca-certs has signed it"
+            f"processes with these certificates cannot connect to each other ({error}): "
+            f"--cluster-ssl-certfile must have the DNS name {CLUSTER_NAME}, signed by --cluster-ssl-ca-certs"
         ) from error
     return tls
 
@@ -117,7 +118,7 @@ def _tls(edge: EdgeConfig) -> Tls | None:
             context.load_verify_locations(client_ca)
     except (ssl.SSLError, OSError) as error:
         raise UsageError(
-            f"{certificate} and {key} are no certificate in PEM with its key ({error}): check --ssl-certfile,"
-            " --ssl-keyfile and --ssl-ca-certs"
+            f"{certificate} and {key} are not a certificate and its key in PEM ({error}): "
+            "check --ssl-certfile, --ssl-keyfile and --ssl-ca-certs"
         ) from error
     return Tls(certificate=certificate, key=key, client_ca=client_ca)

@@ -6,13 +6,13 @@ from typing import Any, Literal, cast, get_args, get_origin
 
 from tidemill.cluster.cli.security import KEY_VARIABLE
 from tidemill.cluster.config.flags import FLAGS, Flag
-from tidemill.cluster.config.overrides import Given
+from tidemill.cluster.config.overrides import GivenFlag
 from tidemill.cluster.config.paths import kind_of
-from tidemill.cluster.config.reading import config_of
+from tidemill.cluster.config.reading import load_config
 from tidemill.cluster.config.tree import RootConfig
 
 MARK = "flag "
-"""Before the names under which argparse keeps the values of flags."""
+"""The prefix of the names under which argparse stores the values of flags."""
 
 
 def add_serving_options(serve: argparse.ArgumentParser) -> None:
@@ -24,41 +24,41 @@ def add_serving_options(serve: argparse.ArgumentParser) -> None:
         "--model-config",
         type=Path,
         metavar="FILE",
-        help="YAML that describes the whole cluster, with one model or several: docs/configuration.md; "
-        "options given here go first",
+        help="a YAML file that describes the cluster, see docs/configuration.md; other flags override it",
     )
-    titles = {title: serve.add_argument_group(title) for title in dict.fromkeys(one.title for one in FLAGS)}
+    titles = {title: serve.add_argument_group(title) for title in dict.fromkeys(flag.title for flag in FLAGS)}
     for flag in FLAGS:
         names = [flag.option] if flag.short is None else [flag.option, flag.short]
         titles[flag.title].add_argument(*names, dest=MARK + flag.option, help=help_of(flag), **_shape(flag))
     titles["security"].add_argument(
-        "--api-key",  # a key in clear stands in no file
+        "--api-key",  # not a configuration key, because no file has a key in clear
         action="append",
         metavar="KEY",
-        help=f"only who brings it may ask, and give orders; several times for several (${KEY_VARIABLE})",
+        help=f"require this API key, an operator's, of clients; can be repeated (${KEY_VARIABLE})",
     )
 
 
-def settled(options: argparse.Namespace) -> RootConfig:
-    """What the file of --config, if there is one, and the options say together. Raises ConfigError."""
-    values = [Given(flag, getattr(options, MARK + flag.option)) for flag in FLAGS]
-    given = [one for one in values if one.value is not None]
-    return config_of(options.config, options.model, given)
+def config_of_options(options: argparse.Namespace) -> RootConfig:
+    """Return the configuration of the --config file, if there is one, and the flags. Raises
+    ConfigError."""
+    values = [GivenFlag(flag, getattr(options, MARK + flag.option)) for flag in FLAGS]
+    given = [value for value in values if value.value is not None]
+    return load_config(options.config, options.model, given)
 
 
 def help_of(flag: Flag) -> str:
-    """With the default of its key, if that says something."""
+    """Return the help of a flag, with its default if there is one that is not a switch."""
     if flag.text is not None:
         return flag.text
     default = cast("object", flag.field.default)
     if default is None or isinstance(default, bool):
-        return flag.explained.text
+        return flag.config_key.text
     shown = f"{default:g}" if isinstance(default, float) else default
-    return f"{flag.explained.text} ({shown})"
+    return f"{flag.config_key.text} ({shown})"
 
 
 def _shape(flag: Flag) -> dict[str, Any]:
-    """What argparse has to know of the values; bounds are for the configuration to check."""
+    """Return the arguments of `add_argument` for the value; the configuration checks bounds."""
     kind, is_list = kind_of(flag.field.annotation)
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}

@@ -5,7 +5,5 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a running server is, and the key that it wants, if any."""
-
     url: str
-    api_key: str = ""
+    api_key: str = ""  # empty: send none

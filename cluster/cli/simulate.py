@@ -2,59 +2,68 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from tidemill.cluster.cli.arguments import UsageError, bytes_of
 
+POLICIES = "ours, random, round-robin, least-load, prefix-affinity, min-ttft, formula"
+
+OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("--prefill", {"type": int, "default": 8, "metavar": "N"}, "number of prefill workers"),
+    ("--decode", {"type": int, "default": 8, "metavar": "N"}, "number of decode workers"),
+    ("--policy", {"default": "ours", "metavar": "NAME"}, f"placement policy: {POLICIES}"),
+    ("--speed-up", {"type": float, "default": 1.0, "metavar": "X"}, "factor on the arrival rate"),
+    ("--requests", {"type": int, "metavar": "N"}, "replay only the first N requests"),
+    (
+        "--cache",
+        {"default": "attention", "choices": ["attention", "hybrid"]},
+        "state needed to resume a prefix: its pages, or its pages and a checkpoint",
+    ),
+    (
+        "--engine",
+        {"default": "real", "choices": ["real", "model"]},
+        "real engines, or workers as formulas, which are rough and several times as fast",
+    ),
+    (
+        "--memory",
+        {"type": int, "default": 2048, "metavar": "BLOCKS"},
+        "memory of a worker in blocks of 512 tokens",
+    ),
+    ("--store", {"default": "1TiB", "metavar": "SIZE"}, "size of the store of all workers"),
+    (
+        "--store-rate",
+        {"default": "10GB", "metavar": "SIZE"},
+        "bytes per second between a worker and the store; 0 with --engine model: no store",
+    ),
+    (
+        "--speed",
+        {"type": Path, "metavar": "FILE"},
+        "speed of a worker as JSON: `speed` of a worker in `tidemill status --json`",
+    ),
+    (
+        "--ttft-max",
+        {"type": float, "metavar": "SECONDS"},
+        "refuse requests whose predicted time to first token is longer",
+    ),
+    ("--grain", {"type": int, "default": 8, "metavar": "TOKENS"}, "tokens that are simulated as one"),
+    ("--seed", {"type": int, "default": 1, "metavar": "N"}, "seed of the jitter of arrivals"),
+    ("--json", {"action": "store_true"}, "print JSON"),
+    ("--plot", {"type": Path, "metavar": "FILE"}, "write a picture; needs tidemill[plot]"),
+)
+
 
 def add_simulate_options(simulate: argparse.ArgumentParser) -> None:
-    """Sets `run` too, which imports what it needs when it is called."""
-    add = simulate.add_argument
-    add("trace", type=Path, metavar="TRACE", help="requests in the Mooncake format, one JSON object per line")
-    add("--prefill", type=int, default=8, metavar="N", help="workers that compute prompts (%(default)s)")
-    add("--decode", type=int, default=8, metavar="N", help="workers that generate (%(default)s)")
-    add(
-        "--policy",
-        default="ours",
-        metavar="NAME",
-        help="who places: ours, random, round-robin, least-load, prefix-affinity, min-ttft, formula "
-        "(%(default)s)",
-    )
-    add("--speed-up", type=float, default=1.0, metavar="X", help="of the arrivals (%(default)s)")
-    add("--requests", type=int, metavar="N", help="the first ones alone")
-    add(
-        "--cache",
-        default="attention",
-        choices=["attention", "hybrid"],
-        help="what a prefix can be resumed from: its pages, or its pages and a checkpoint (%(default)s)",
-    )
-    add(
-        "--engine",
-        default="real",
-        choices=["real", "model"],
-        help="whole engines, or workers that are formulas: rough, and several times as fast (%(default)s)",
-    )
-    add("--memory", type=int, default=2048, metavar="BLOCKS", help="of a worker, of 512 tokens (%(default)s)")
-    add("--store", default="1TiB", metavar="SIZE", help="of all workers together (%(default)s)")
-    add(
-        "--store-rate",
-        default="10GB",
-        metavar="SIZE",
-        help="that a worker moves in a second (%(default)s); 0 is no store, with --engine model",
-    )
-    add(
-        "--speed", type=Path, metavar="FILE", help="a worker's speed as JSON: `speed` of a worker in `status`"
-    )
-    add("--ttft-max", type=float, metavar="SECONDS", help="refuse what is predicted to take longer")
-    add("--grain", type=int, default=8, metavar="TOKENS", help="that are simulated as one (%(default)s)")
-    add("--seed", type=int, default=1, metavar="N", help="of the jitter of arrivals (%(default)s)")
-    add("--json", action="store_true", help="as JSON")
-    add("--plot", type=Path, metavar="FILE", help="write a picture: needs tidemill[plot]")
+    """Add the options and set `run`, which imports the simulator when it is called."""
+    trace_help = "requests in the Mooncake format, one JSON object per line"
+    simulate.add_argument("trace", type=Path, metavar="TRACE", help=trace_help)
+    for option, shape, text in OPTIONS:
+        simulate.add_argument(option, **shape, help=text + (" (%(default)s)" if "default" in shape else ""))
     simulate.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Raises UsageError, TraceError, UnknownPolicy, NoPictures."""
-    from tidemill.cluster.simulate.command import SimulateOptions, simulate_trace  # noqa: PLC0415 - torch, when it runs
+    """Simulate a trace. Raises UsageError, TraceError, UnknownPolicy, NoPictures."""
+    from tidemill.cluster.simulate.command import SimulateOptions, simulate_trace  # noqa: PLC0415 - imports torch
 
     return simulate_trace(
         SimulateOptions(
@@ -94,7 +103,7 @@ def _positive(value: float, name: str) -> float:
 def _rate(options: argparse.Namespace) -> float:
     rate = bytes_of(options.store_rate, "--store-rate")
     if not rate and options.engine == "real":
-        raise UsageError("--store-rate 0: real engines hand prompts over through the store, give it a rate")
+        raise UsageError("--store-rate 0: real engines hand prompts over through the store, set it above 0")
     return float(rate)
 
 

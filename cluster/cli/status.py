@@ -1,4 +1,4 @@
-"""`tidemill status`: reads the fleet's state from a running server and draws it."""
+"""`tidemill status`: show the state of a running server's workers."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -14,14 +14,14 @@ from tidemill.workers.messages import RequestError, Unserved
 
 TIMEOUT_S = 10
 STATE_STYLES = {"ready": "green", "draining": "yellow", "silent": "red"}
-WHO = {
+IDENTITY = {
     "name": "worker",
     "role": "role",
     "tensor_parallel_size": "ranks",
     "pid": "pid",
     "node": "node",
 }
-DOES = {
+LOAD = {
     "running_rows": "rows",
     "waiting_rows": "waiting",
     "queued_tokens": "tokens",
@@ -39,45 +39,46 @@ CLASSES = {
     "empty": "\nempty",
     "unmapped": "\nunmapped",
 }
-OF_WINDOWS = {"windows_live", "windows_cached"}
+WINDOW_CLASSES = {"windows_live", "windows_cached"}
 STORE: dict[str, tuple[str, ...]] = {
-    "stored": tuple(f"store_puts_as_{one.value}" for one in Put if one.is_there),
-    "lost": tuple(f"store_puts_as_{one.value}" for one in Put if not one.is_there),
+    "stored": tuple(f"store_puts_as_{put.value}" for put in Put if put.is_there),
+    "lost": tuple(f"store_puts_as_{put.value}" for put in Put if not put.is_there),
     "hits": (f"store_gets_as_{Got.HIT.value}",),
     "misses": (f"store_gets_as_{Got.MISS.value}",),
-    "failed": tuple(f"store_gets_as_{one.value}" for one in Got if one not in {Got.HIT, Got.MISS}),
+    "failed": tuple(f"store_gets_as_{got.value}" for got in Got if got not in {Got.HIT, Got.MISS}),
     "trips": ("store_trips",),
 }
 STORE_BYTES = {"store_put_bytes": "put", "store_get_bytes": "got"}
 
 
 def fetch_status(server: ServerAddress) -> dict[str, Any]:
-    """The answer of GET /cluster. Raises Unserved with one line that says what to do."""
+    """Return the answer of GET /cluster. Raises Unserved with one line that names the fix."""
     return ask_server(server, "GET", "/cluster", answer="workers")
 
 
 def ask_server(
     server: ServerAddress, method: str, path: str, answer: str, body: object = None
 ) -> dict[str, Any]:
-    """The JSON that a server answers, which holds `answer`. Raises Unserved with one line that says what to
-    do, or RequestError with what the server says against the request."""
-    response = _ask(server, method, path, body)
-    found = _json(response)
-    if response.is_error or not isinstance(found, dict) or answer not in found:
-        raise _no_answer(server, response)
-    return cast("dict[str, Any]", found)
+    """Return the JSON object that a server answers; it must have the key `answer`. Raises Unserved
+    with one line that names the fix, or RequestError with the reason for which the server
+    refuses."""
+    response = _request(server, method, path, body)
+    value = _json(response)
+    if response.is_error or not isinstance(value, dict) or answer not in value:
+        raise _not_ready(server, response)
+    return cast("dict[str, Any]", value)
 
 
 def ask_text(server: ServerAddress, path: str) -> str:
-    """What a server answers to GET, as it is. Raises as `ask_server` does."""
-    response = _ask(server, "GET", path)
+    """Return the text that a server answers to GET. Raises like `ask_server`."""
+    response = _request(server, "GET", path)
     if response.is_error:
-        raise _no_answer(server, response)
+        raise _not_ready(server, response)
     return response.text
 
 
-def _ask(server: ServerAddress, method: str, path: str, body: object = None) -> httpx.Response:
-    """Raises what the server says against the request; Unserved when there is none."""
+def _request(server: ServerAddress, method: str, path: str, body: object = None) -> httpx.Response:
+    """Send a request. Raises RequestError if the server refuses it, Unserved if none answers."""
     url = server.url
     headers = {"authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     try:
@@ -92,7 +93,7 @@ def _ask(server: ServerAddress, method: str, path: str, body: object = None) -> 
         case {"error": {"message": str(message), "type": "invalid_request_error", "param": str()}}:
             raise RequestError(message)
         case {"error": {"message": str(message), "type": "authentication_error" | "permission_error"}}:
-            raise RequestError(f"{message}; here: --api-key")
+            raise RequestError(f"{message}; this command takes it as --api-key")
         case {"error": {"message": str(message), "code": "unserved"}}:
             raise Unserved(f"{url}: {message}")
         case _:
@@ -106,51 +107,56 @@ def _json(response: httpx.Response) -> object:
         return None
 
 
-def _no_answer(server: ServerAddress, response: httpx.Response) -> Unserved:
+def _not_ready(server: ServerAddress, response: httpx.Response) -> Unserved:
     return Unserved(
         f"{server.url} is no Tidemill server that is ready (HTTP {response.status_code}): check --url"
     )
 
 
 def render(status: dict[str, Any]) -> RenderableType:
-    """A line about the server, its workers, and what each has to do and holds; fits 80 columns."""
-    models = "; ".join(f"{one['id']}, up to {one['max_model_len']:,} tokens" for one in status["models"])
+    """Render the server, and the state, load, memory and store counters of its workers within 80
+    columns."""
+    models = "; ".join(
+        f"{model['id']}, up to {model['max_model_len']:,} tokens" for model in status["models"]
+    )
     title = Text(f"{models}, frontend pid {status['frontend']['pid']}")
-    workers = sorted(status["workers"], key=lambda one: one["info"]["name"])
+    workers = sorted(status["workers"], key=lambda worker: worker["info"]["name"])
     if not workers:
         return Group(title, Text("no worker is alive", style="red"))
-    who = table((*WHO.values(), "state"), num_left=len(WHO) + 1)
-    work = table(("worker", *DOES.values(), *SIZES.values()), num_left=1)
+    states = table((*IDENTITY.values(), "state"), num_left=len(IDENTITY) + 1)
+    loads = table(("worker", *LOAD.values(), *SIZES.values()), num_left=1)
     for worker in workers:
         info, load, state = worker["info"], worker["load"], worker["state"]
         shown = state if state == "ready" else f"{state} for {worker['heard_ago_s']:.1f} s"
-        # as Text: a name in square brackets is no markup
-        who.add_row(*(Text(str(info[name])) for name in WHO), Text(shown, style=STATE_STYLES.get(state, "")))
-        numbers = [f"{load[name]:,}" for name in DOES] + [human_bytes(load[name]) for name in SIZES]
-        work.add_row(Text(info["name"]), *numbers)
-    held = memory_table((worker["info"]["name"], worker["load"]["memory"]) for worker in workers)
-    stores = _stores((worker["info"]["name"], worker["load"]["counters"]) for worker in workers)
-    return Group(title, "", who, "", work, "", held, "", stores)
+        # Text, because a name in square brackets is not markup.
+        cells = (Text(str(info[name])) for name in IDENTITY)
+        states.add_row(*cells, Text(shown, style=STATE_STYLES.get(state, "")))
+        numbers = [f"{load[name]:,}" for name in LOAD] + [human_bytes(load[name]) for name in SIZES]
+        loads.add_row(Text(info["name"]), *numbers)
+    memory = memory_table((worker["info"]["name"], worker["load"]["memory"]) for worker in workers)
+    stores = _store_table((worker["info"]["name"], worker["load"]["counters"]) for worker in workers)
+    return Group(title, "", states, "", loads, "", memory, "", stores)
 
 
 def memory_table(workers: Iterable[tuple[str, dict[str, int]]]) -> Table:
-    """The memory of workers, given by name, by what it holds; windows where a model has some."""
+    """Return the bytes of named workers by class of memory; window classes only if a worker has
+    some."""
     rows = list(workers)
-    classes = [one for one in CLASSES if one not in OF_WINDOWS or any(memory[one] for _, memory in rows)]
-    held = table(("worker", *(CLASSES[one] for one in classes)), num_left=1)
+    classes = [key for key in CLASSES if key not in WINDOW_CLASSES or any(memory[key] for _, memory in rows)]
+    memory_rows = table(("worker", *(CLASSES[key] for key in classes)), num_left=1)
     for name, memory in rows:
-        held.add_row(Text(name), *(human_bytes(memory[one]) for one in classes))
-    return held
+        memory_rows.add_row(Text(name), *(human_bytes(memory[key]) for key in classes))
+    return memory_rows
 
 
-def _stores(workers: Iterable[tuple[str, dict[str, float]]]) -> Table:
-    """What became of the objects that workers, given by name, offered to the page store and wanted of it."""
+def _store_table(workers: Iterable[tuple[str, dict[str, float]]]) -> Table:
+    """Return the outcomes of the puts and gets of named workers at the page store."""
     stores = table(("worker", "store", *STORE, *STORE_BYTES.values()), num_left=2)
     for name, counters in workers:
         state = Text("down", style="red") if counters.get("store_is_down") else Text("up", style="green")
-        counts = [f"{sum(counters.get(one, 0) for one in parts):,.0f}" for parts in STORE.values()]
+        counts = [f"{sum(counters.get(key, 0) for key in parts):,.0f}" for parts in STORE.values()]
         stores.add_row(
-            Text(name), state, *counts, *(human_bytes(counters.get(one, 0)) for one in STORE_BYTES)
+            Text(name), state, *counts, *(human_bytes(counters.get(key, 0)) for key in STORE_BYTES)
         )
     return stores
 
@@ -158,13 +164,13 @@ def _stores(workers: Iterable[tuple[str, dict[str, float]]]) -> Table:
 def table(columns: Sequence[str], num_left: int) -> Table:
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
-        # a long name goes on below: half of it is no name
+        # A long name is folded, not truncated.
         table.add_column(column, justify="left" if index < num_left else "right", overflow="fold")
     return table
 
 
 def human_bytes(num_bytes: float) -> str:
-    """A size with three digits and a binary unit: `1.50 GiB`."""
+    """Return a size with three digits and a binary unit: `1.50 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if num_bytes < 1000 or unit == "TiB":
             break

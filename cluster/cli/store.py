@@ -1,4 +1,4 @@
-"""`tidemill store`: what operators ask a page store, and how fast it is. Knows no options."""
+"""`tidemill store`: list, read, remove and measure objects of a page store."""
 
 import asyncio
 from collections import Counter
@@ -15,27 +15,25 @@ from tidemill.cluster.cli.status import human_bytes, table
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import DIGEST_BYTES, Kind, ObjectKey, PageKey
 from tidemill.kvstore.stores.circuit_breaker import ABSENT
-from tidemill.kvstore.stores.open_store import open_store
+from tidemill.kvstore.stores.open_store import find_kind, is_shared, open_store
 from tidemill.kvstore.stores.page_store import Got, Held, PageStore, Put
 from tidemill.kvstore.stores.seal import SEAL_BYTES, Sealing
 
 _Result = TypeVar("_Result")
 
 TIMEOUT = "timeout=60s"
-"""For a person who waits; a worker would rather compute."""
+"""The timeout for an operator who waits; a worker's is shorter, because it can compute instead."""
 
 NAMES = {Kind.PAGE: "page", Kind.WINDOW: "window page", Kind.CHECKPOINT: "checkpoint"}
 
 
 def with_store(url: str, sealing: Sealing, work: Callable[[PageStore], Awaitable[_Result]]) -> _Result:
-    """What `work` makes of the store. Raises StoreError."""
-    if all(tier.startswith("memory") for tier in url.split(",")):
-        raise StoreError(
-            "store memory: is inside one process, which is not this one: look at a file or mooncake"
-        )
+    """Open the store, run `work` on it and close it. Raises StoreError."""
+    if not is_shared(url):
+        raise StoreError("store memory: is inside another process: give the URL of a file or mooncake store")
 
     async def run() -> _Result:
-        store = open_store(_patient(url), sealing)
+        store = open_store(_with_timeouts(url), sealing)
         try:
             return await work(store)
         finally:
@@ -44,23 +42,24 @@ def with_store(url: str, sealing: Sealing, work: Callable[[PageStore], Awaitable
     return asyncio.run(run())
 
 
-def _patient(url: str) -> str:
-    """With `TIMEOUT` for each tier that can have one and has none."""
-    tiers = (
-        tier
-        if "timeout=" in tier or tier.startswith("memory")
-        else f"{tier}{'&' if '?' in tier else '?'}{TIMEOUT}"
-        for tier in url.split(",")
-    )
-    return ",".join(tiers)
+def _with_timeouts(url: str) -> str:
+    """Add `TIMEOUT` to each tier that takes a timeout and has none."""
+
+    def with_timeout(tier: str) -> str:
+        kind = find_kind(tier)
+        if "timeout=" in tier or (kind is not None and kind.timeout_s is None):
+            return tier
+        return f"{tier}{'&' if '?' in tier else '?'}{TIMEOUT}"
+
+    return ",".join(map(with_timeout, url.split(",")))
 
 
-async def listed(store: PageStore) -> list[Held]:
-    """Everything that it holds, what was used last first."""
+async def list_objects(store: PageStore) -> list[Held]:
+    """Return all objects of the store, the most recently used first."""
     return sorted(await store.held(), key=lambda held: (held.used_s or 0.0, str(held.key)))
 
 
-def listed_json(found: Sequence[Held]) -> list[dict[str, Any]]:
+def objects_json(objects: Sequence[Held]) -> list[dict[str, Any]]:
     return [
         {
             "key": str(held.key),
@@ -69,14 +68,14 @@ def listed_json(found: Sequence[Held]) -> list[dict[str, Any]]:
             "bytes": held.bytes,
             "used_s": held.used_s,
         }
-        for held in found
+        for held in objects
     ]
 
 
-def listed_table(found: Sequence[Held]) -> Table:
+def objects_table(objects: Sequence[Held]) -> Table:
     rows = table(("key", "kind", "shard", "size", "unused"), num_left=2)
-    rows.columns[0].overflow = "fold"  # to be copied
-    for held in found:
+    rows.columns[0].overflow = "fold"  # so that keys can be copied
+    for held in objects:
         used = "" if held.used_s is None else human_time(held.used_s)
         rows.add_row(str(held.key), NAMES[held.key.kind], str(held.key.shard), human_bytes(held.bytes), used)
     return rows
@@ -84,19 +83,19 @@ def listed_table(found: Sequence[Held]) -> Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """A store at a glance. `bytes` and the counts are 0 when it cannot tell."""
+    """A summary of a store. `bytes` and the counts are 0 when the store cannot list its objects."""
 
     is_reachable: bool
-    answer_s: float  # of a get of something that is nowhere
+    answer_s: float  # latency of a get of an absent object
     pages: int
     checkpoints: int
     bytes: int
     capacity_bytes: int
-    oldest_s: float | None  # since the use that is longest ago
+    oldest_s: float | None  # time since the use of the least recently used object
     problem: str = ""
 
 
-async def state_of(store: PageStore, clock: Callable[[], float]) -> State:
+async def read_state(store: PageStore, clock: Callable[[], float]) -> State:
     started = clock()
     [got] = await store.get([(ABSENT, memoryview(bytearray(1)))])
     answer_s = clock() - started
@@ -107,14 +106,14 @@ async def state_of(store: PageStore, clock: Callable[[], float]) -> State:
     except StoreError as error:
         problem = str(error)
     stats = store.stats()
-    kinds = Counter(one.key.kind for one in held)
-    ages = [one.used_s for one in held if one.used_s is not None]
+    kinds = Counter(entry.key.kind for entry in held)
+    ages = [entry.used_s for entry in held if entry.used_s is not None]
     return State(
         is_reachable=not stats.is_down and got is not Got.UNREACHABLE,
         answer_s=answer_s,
         pages=kinds[Kind.PAGE],
         checkpoints=kinds[Kind.CHECKPOINT],
-        bytes=sum(one.bytes for one in held) or stats.bytes,
+        bytes=sum(entry.bytes for entry in held) or stats.bytes,
         capacity_bytes=stats.capacity_bytes,
         oldest_s=max(ages, default=None),
         problem=problem,
@@ -135,8 +134,8 @@ def state_table(state: State) -> RenderableType:
 
 
 async def fetch(store: PageStore, key: ObjectKey) -> tuple[Got, bytearray]:
-    """The body of an object, its seal verified, when it is a hit. A damaged one is deleted, as by any other
-    get."""
+    """Get an object and verify its seal; return the outcome and the body of a hit. A damaged object
+    is deleted, as by any other get."""
     sizes = {held.key: held.bytes - SEAL_BYTES for held in await store.held()}
     if key not in sizes:
         return Got.MISS, bytearray()
@@ -145,8 +144,8 @@ async def fetch(store: PageStore, key: ObjectKey) -> tuple[Got, bytearray]:
     return outcome, body
 
 
-async def forget(store: PageStore, keys: Sequence[ObjectKey]) -> int:
-    """How many of them it held, and holds no longer."""
+async def remove(store: PageStore, keys: Sequence[ObjectKey]) -> int:
+    """Remove objects; return how many of them the store had and no longer has."""
     before = await store.contains(keys)
     await store.remove(keys)
     after = await store.contains(keys)
@@ -154,8 +153,9 @@ async def forget(store: PageStore, keys: Sequence[ObjectKey]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """Calls of one kind with `batch` objects of `object_bytes` each. Best: of its calls, the fastest."""
+class Measurement:
+    """Calls of one operation with `batch` objects of `object_bytes` each; `best_s` is the fastest
+    call."""
 
     operation: str
     object_bytes: int
@@ -172,7 +172,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What to measure: each size with each batch that fits into `bytes_max`."""
+    """The measurements to make: each size with each batch that fits into `bytes_max`."""
 
     sizes: tuple[int, ...]
     batches: tuple[int, ...]
@@ -180,9 +180,11 @@ class Bench:
     calls_max: int = 20
 
 
-async def measure(store: PageStore, bench: Bench, rng: Random, clock: Callable[[], float]) -> list[Measured]:
-    """Under keys of its own, which it removes."""
-    found: list[Measured] = []
+async def measure(
+    store: PageStore, bench: Bench, rng: Random, clock: Callable[[], float]
+) -> list[Measurement]:
+    """Measure the store with random keys, whose objects are removed again."""
+    measurements: list[Measurement] = []
     memory = memoryview(bytearray(bench.bytes_max))
     store.register(memory)
     noise = rng.randbytes(1 << 20)
@@ -192,20 +194,20 @@ async def measure(store: PageStore, bench: Bench, rng: Random, clock: Callable[[
         for batch in bench.batches:
             calls = min(bench.calls_max, bench.bytes_max // (object_bytes * batch))
             if calls:
-                found += await _measured(store, memory, (object_bytes, batch, calls), rng, clock)
-    return found
+                measurements += await _measure(store, memory, (object_bytes, batch, calls), rng, clock)
+    return measurements
 
 
-async def _measured(
+async def _measure(
     store: PageStore,
     memory: memoryview,
     shape: tuple[int, int, int],
     rng: Random,
     clock: Callable[[], float],
-) -> list[Measured]:
+) -> list[Measurement]:
     object_bytes, batch, calls = shape
-    took: dict[str, list[float]] = {"put": [], "contains": [], "get": []}
-    outcomes: dict[str, Counter[str]] = {name: Counter() for name in took}
+    durations_s: dict[str, list[float]] = {"put": [], "contains": [], "get": []}
+    outcomes: dict[str, Counter[str]] = {name: Counter() for name in durations_s}
     for _ in range(calls):
         objects = [
             (
@@ -215,19 +217,19 @@ async def _measured(
             for index in range(batch)
         ]
         keys = [key for key, _ in objects]
-        questions: list[tuple[str, Awaitable[Sequence[Put | Got | bool]]]] = [
+        operations: list[tuple[str, Awaitable[Sequence[Put | Got | bool]]]] = [
             ("put", store.put(objects)),
             ("contains", store.contains(keys)),
             ("get", store.get(objects)),
         ]
-        for name, question in questions:
+        for name, operation in operations:
             started = clock()
-            answers = await question
-            took[name].append(clock() - started)
-            outcomes[name].update(_word(answer) for answer in answers)
+            results = await operation
+            durations_s[name].append(clock() - started)
+            outcomes[name].update(_outcome_name(result) for result in results)
         await store.remove(keys)
     return [
-        Measured(
+        Measurement(
             operation=name,
             object_bytes=object_bytes,
             batch=batch,
@@ -236,41 +238,41 @@ async def _measured(
             best_s=max(min(times), 1e-9),
             outcomes=dict(outcomes[name]),
         )
-        for name, times in took.items()
+        for name, times in durations_s.items()
     ]
 
 
-def measured_json(found: Sequence[Measured]) -> list[dict[str, Any]]:
-    return [{**asdict(one), "bytes_per_s": one.bytes_per_s} for one in found]
+def measurements_json(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
+    return [{**asdict(row), "bytes_per_s": row.bytes_per_s} for row in measurements]
 
 
-def measured_table(found: Sequence[Measured]) -> Table:
-    """Throughput is that of the fastest call."""
+def measurements_table(measurements: Sequence[Measurement]) -> Table:
+    """Return a row for each measurement; throughput is that of the fastest call."""
     rows = table(("", "objects of", "batch", "calls", "mean", "best", "per second", "outcomes"), num_left=1)
-    for one in found:
-        rate = f"{one.batch / one.best_s:,.0f} keys" if not one.bytes_per_s else human_bytes(one.bytes_per_s)
-        outcomes = ", ".join(f"{count} {name}" for name, count in sorted(one.outcomes.items()))
+    for row in measurements:
+        rate = f"{row.batch / row.best_s:,.0f} keys" if not row.bytes_per_s else human_bytes(row.bytes_per_s)
+        outcomes = ", ".join(f"{count} {name}" for name, count in sorted(row.outcomes.items()))
         rows.add_row(
-            one.operation,
-            human_bytes(one.object_bytes),
-            str(one.batch),
-            str(one.calls),
-            human_time(one.mean_s),
-            human_time(one.best_s),
+            row.operation,
+            human_bytes(row.object_bytes),
+            str(row.batch),
+            str(row.calls),
+            human_time(row.mean_s),
+            human_time(row.best_s),
             rate,
             outcomes,
         )
     return rows
 
 
-def _word(answer: Put | Got | bool) -> str:  # noqa: FBT001 - one of three kinds of answers
-    if isinstance(answer, bool):
-        return "there" if answer else "absent"
-    return answer.value
+def _outcome_name(result: Put | Got | bool) -> str:  # noqa: FBT001 - the result of any operation
+    if isinstance(result, bool):
+        return "there" if result else "absent"
+    return result.value
 
 
 def human_time(seconds: float) -> str:
-    """A time with two or three digits and a unit: `1.5 ms`, `42 s`, `3.0 h`."""
+    """Return a time with two or three digits and a unit: `1.5 ms`, `42 s`, `3.0 h`."""
     for unit, unit_s in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3)):
         if seconds >= unit_s:
             count = seconds / unit_s

@@ -1,6 +1,7 @@
-"""`tidemill support-bundle`: one archive of what others need to find out what is wrong. No keys, no prompts.
+"""`tidemill support-bundle`: collect the diagnostics of a server in an archive, without keys and
+prompts.
 
-index.json names every part, and why one that could not be had is not there.
+Its index.json lists every part with `ok`, or with the reason why it is missing.
 """
 
 import io
@@ -31,7 +32,7 @@ JSON = {
     "software.json": ("/cluster/support/software", "software"),
     "nodes.json": ("/cluster/support/nodes", "nodes"),
 }
-"""By file: the path, and what its answer has."""
+"""The HTTP path of each file, and a key that its answer must have."""
 
 METRICS = "metrics.txt"
 LOGS = ("logs", "/cluster/support/logs")
@@ -39,7 +40,7 @@ LOGS = ("logs", "/cluster/support/logs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleFile:
-    """A file of the archive, or why it is not there."""
+    """A file of the archive, or the reason why it is missing."""
 
     name: str
     text: str = ""
@@ -47,34 +48,34 @@ class BundleFile:
 
 
 def collect(server: ServerAddress) -> list[BundleFile]:
-    """All that can be had."""
-    told = (_json(server, name, *where) for name, where in JSON.items())
-    return [_client(), *told, _metrics(server), *_logs(server)]
+    """Return all parts; a part that cannot be fetched has an error."""
+    answers = (_json(server, name, *source) for name, source in JSON.items())
+    return [_client(), *answers, _metrics(server), *_logs(server)]
 
 
-def write_bundle(path: Path, parts: Sequence[BundleFile], unix_time_s: float, server: ServerAddress) -> None:
-    """Readable by its owner alone. Raises OSError."""
-    known = [server.api_key]
+def write_bundle(path: Path, files: Sequence[BundleFile], unix_time_s: float, server: ServerAddress) -> None:
+    """Write an archive that only its owner can read. Raises OSError."""
+    secrets = [server.api_key]
     index = {
         "made_unix_s": unix_time_s,
         "server": server.url,
-        "parts": {one.name: one.error or "ok" for one in parts},
+        "parts": {file.name: file.error or "ok" for file in files},
     }
-    files = [BundleFile(name="index.json", text=_dump(index)), *(one for one in parts if not one.error)]
-    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE)
-    os.fchmod(opened, PRIVATE)  # one that was there may have been for all
-    with os.fdopen(opened, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
-        for one in files:
-            data = without_secrets(one.text, known).encode(errors="replace")
-            entry = tarfile.TarInfo(f"tidemill-support/{one.name}")
+    index_file = BundleFile(name="index.json", text=_dump(index))
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE)
+    os.fchmod(descriptor, PRIVATE)  # an existing file may be readable by others
+    with os.fdopen(descriptor, "wb") as output, tarfile.open(fileobj=output, mode="w:gz") as archive:
+        for file in (index_file, *(file for file in files if not file.error)):
+            data = without_secrets(file.text, secrets).encode(errors="replace")
+            entry = tarfile.TarInfo(f"tidemill-support/{file.name}")
             entry.size, entry.mtime, entry.mode = len(data), int(unix_time_s), PRIVATE
             archive.addfile(entry, io.BytesIO(data))
 
 
 def _client() -> BundleFile:
-    """Who asks: perhaps of another version than the server."""
-    here = {"tidemill": __version__, "python": platform.python_version(), "platform": platform.platform()}
-    return BundleFile(name="client.json", text=_dump(here))
+    """Return the versions of the client, which may differ from the server's."""
+    versions = {"tidemill": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    return BundleFile(name="client.json", text=_dump(versions))
 
 
 def _json(server: ServerAddress, name: str, path: str, answer: str) -> BundleFile:

@@ -1,4 +1,5 @@
-"""`tidemill top`: what a fleet does now, from two looks at it: answers by model, work by worker."""
+"""`tidemill top`: show the current load of models and workers, from the difference of two
+snapshots."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from tidemill.cluster.metrics.scrape import Scraped, scraped
 from tidemill.workers.messages import Unserved
 
 BEAT_S_MIN = 0.2
-"""Between two heartbeats: what is closer is one."""
+"""The minimum time between two heartbeats; snapshots with a shorter one have the same heartbeat."""
 
 MODELS = ("model", "run", "wait", "prompt\ntok/s", "gen\ntok/s", "TTFT", "p95", "ITL", "p95", "hits")
 WORKERS = ("worker", "role", "run", "wait", "queue", "prompt\ntok/s", "gen\ntok/s", "pages", "states", "used")
@@ -22,7 +23,7 @@ WORKERS = ("worker", "role", "run", "wait", "queue", "prompt\ntok/s", "gen\ntok/
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One look: the answer of GET /cluster, and /metrics, at a time of a monotonic clock."""
+    """The answers of GET /cluster and /metrics, at a time of a monotonic clock."""
 
     at_s: float
     status: Mapping[str, Any]
@@ -31,8 +32,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRow:
-    """Answers of one model, of this frontend. Times and the share of cached prompt tokens are of what came
-    between the looks; None when nothing did."""
+    """The load of one model at this edge. Times and the share of cached prompt tokens are of the
+    requests between the snapshots, None without any."""
 
     model: str
     running: int
@@ -48,8 +49,9 @@ class ModelRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRow:
-    """Rates are those between heartbeats; None for a life that was not there before. Bytes are those that
-    running requests hold, `used_share` is their share of the budget."""
+    """The load of one worker. Rates are measured between heartbeats; None if the worker has
+    restarted since the first snapshot. Bytes are those of running requests, `used_share` is their
+    share of the budget."""
 
     model: str
     worker: str
@@ -75,63 +77,71 @@ class TopRows:
         return asdict(self)
 
 
-def take(server: ServerAddress, at_s: float) -> Snapshot:
-    """Raises Unserved or RequestError, as `fetch_status` does."""
+def take_snapshot(server: ServerAddress, at_s: float) -> Snapshot:
+    """Fetch status and metrics. Raises Unserved or RequestError like `fetch_status`."""
     status = fetch_status(server)
     try:
         metrics = scraped(ask_text(server, "/metrics"))
     except ValueError as error:
-        raise Unserved(f"{server.url}/metrics is no text of Prometheus ({error}): check --url") from error
+        raise Unserved(
+            f"{server.url}/metrics is not in Prometheus text format ({error}): check --url"
+        ) from error
     return Snapshot(at_s=at_s, status=status, metrics=metrics)
 
 
-def rows(before: Snapshot, after: Snapshot) -> TopRows:
-    """Models in the order of the server, workers by what they have to do, the busiest first."""
-    lives = {one["info"]["worker"]: one for one in before.status["workers"]}
-    passed_s = after.at_s - before.at_s
-    workers = [_worker(lives.get(one["info"]["worker"]), one, passed_s) for one in after.status["workers"]]
+def compare(before: Snapshot, after: Snapshot) -> TopRows:
+    """Return the rates between two snapshots: models in the server's order, the busiest workers
+    first."""
+    earlier = {worker["info"]["worker"]: worker for worker in before.status["workers"]}
+    elapsed_s = after.at_s - before.at_s
+    workers = [
+        _worker(earlier.get(worker["info"]["worker"]), worker, elapsed_s)
+        for worker in after.status["workers"]
+    ]
     workers.sort(
-        key=lambda one: (-one.running - one.waiting, -one.queued_tokens, -one.used_share, one.worker)
+        key=lambda row: (-row.running - row.waiting, -row.queued_tokens, -row.used_share, row.worker)
     )
-    models = (_model(one["id"], before.metrics, after.metrics, passed_s) for one in after.status["models"])
-    return TopRows(seconds=passed_s, models=tuple(models), workers=tuple(workers))
+    models = (
+        _model(model["id"], before.metrics, after.metrics, elapsed_s) for model in after.status["models"]
+    )
+    return TopRows(seconds=elapsed_s, models=tuple(models), workers=tuple(workers))
 
 
-def render_top(found: TopRows) -> RenderableType:
-    """Fits 80 columns."""
+def render_top(rows: TopRows) -> RenderableType:
+    """Render the rows within 80 columns."""
     models = table(MODELS, num_left=1)
-    for one in found.models:
-        times = (one.ttft_s, one.ttft_p95_s, one.itl_s, one.itl_p95_s)
+    for model in rows.models:
+        times = (model.ttft_s, model.ttft_p95_s, model.itl_s, model.itl_p95_s)
         models.add_row(
-            Text(one.model),  # as Text: no markup
-            *map(_count, (one.running, one.waiting)),
-            *map(_rate, (one.prompt_tokens_per_s, one.generated_tokens_per_s)),
+            Text(model.model),  # Text has no markup
+            *map(_count, (model.running, model.waiting)),
+            *map(_rate, (model.prompt_tokens_per_s, model.generated_tokens_per_s)),
             *map(_time, times),
-            _share(one.hit_share),
+            _share(model.hit_share),
         )
-    if not found.workers:
+    if not rows.workers:
         return Group(models, "", Text("no worker is alive", style="red"))
     workers = table(WORKERS, num_left=2)
-    for one in found.workers:
-        style = STATE_STYLES.get(one.state, "")
+    for worker in rows.workers:
+        style = STATE_STYLES.get(worker.state, "")
         workers.add_row(
-            Text(one.worker),
-            Text(one.role if one.state == "ready" else one.state, style=style),
-            *map(_count, (one.running, one.waiting, one.queued_tokens)),
-            *map(_rate, (one.prompt_tokens_per_s, one.generated_tokens_per_s)),
-            *map(human_bytes, (one.pages_bytes, one.states_bytes)),
-            _share(one.used_share),
+            Text(worker.worker),
+            Text(worker.role if worker.state == "ready" else worker.state, style=style),
+            *map(_count, (worker.running, worker.waiting, worker.queued_tokens)),
+            *map(_rate, (worker.prompt_tokens_per_s, worker.generated_tokens_per_s)),
+            *map(human_bytes, (worker.pages_bytes, worker.states_bytes)),
+            _share(worker.used_share),
         )
     return Group(models, "", workers)
 
 
-def _model(name: str, before: Scraped, after: Scraped, passed_s: float) -> ModelRow:
+def _model(name: str, before: Scraped, after: Scraped, elapsed_s: float) -> ModelRow:
     def rate(spec: specs.Spec) -> float:
-        return _grown(before.value(spec, name), after.value(spec, name)) / passed_s
+        return _increase(before.value(spec, name), after.value(spec, name)) / elapsed_s
 
     ttft = after.seen(specs.TTFT, name).since(before.seen(specs.TTFT, name))
     itl = after.seen(specs.ITL, name).since(before.seen(specs.ITL, name))
-    asked = rate(specs.QUERIES)
+    queries_per_s = rate(specs.QUERIES)
     return ModelRow(
         model=name,
         running=int(after.value(specs.RUNNING, name)),
@@ -142,23 +152,23 @@ def _model(name: str, before: Scraped, after: Scraped, passed_s: float) -> Model
         ttft_p95_s=ttft.quantile(0.95),
         itl_s=itl.mean(),
         itl_p95_s=itl.quantile(0.95),
-        hit_share=rate(specs.HITS) / asked if asked else None,
+        hit_share=rate(specs.HITS) / queries_per_s if queries_per_s else None,
     )
 
 
-def _worker(before: Mapping[str, Any] | None, after: Mapping[str, Any], passed_s: float) -> WorkerRow:
+def _worker(before: Mapping[str, Any] | None, after: Mapping[str, Any], elapsed_s: float) -> WorkerRow:
     info, load = after["info"], after["load"]
     memory = load["memory"]
 
     def rate(counter: str) -> float | None:
         if before is None:
             return None
-        # counters are those of the last heartbeat
-        beat_s = passed_s + before["heard_ago_s"] - after["heard_ago_s"]
-        grown = load["counters"].get(counter, 0) - before["load"]["counters"].get(counter, 0)
-        return grown / beat_s if beat_s > BEAT_S_MIN else None
+        # Counters are those of the last heartbeat.
+        beat_s = elapsed_s + before["heard_ago_s"] - after["heard_ago_s"]
+        increase = load["counters"].get(counter, 0) - before["load"]["counters"].get(counter, 0)
+        return increase / beat_s if beat_s > BEAT_S_MIN else None
 
-    held_bytes = memory["pages_live"] + memory["states_live"] + memory["windows_live"]
+    live_bytes = memory["pages_live"] + memory["states_live"] + memory["windows_live"]
     return WorkerRow(
         model=after["model"],
         worker=info["name"],
@@ -171,12 +181,12 @@ def _worker(before: Mapping[str, Any] | None, after: Mapping[str, Any], passed_s
         generated_tokens_per_s=rate("generated_tokens"),
         pages_bytes=memory["pages_live"],
         states_bytes=memory["states_live"],
-        used_share=held_bytes / load["budget_bytes"] if load["budget_bytes"] else 0.0,
+        used_share=live_bytes / load["budget_bytes"] if load["budget_bytes"] else 0.0,
     )
 
 
-def _grown(before: float, after: float) -> float:
-    """A counter that fell has begun anew."""
+def _increase(before: float, after: float) -> float:
+    """Return the increase of a counter; a counter that fell has been reset to 0."""
     return after - before if after >= before else after
 
 
@@ -187,7 +197,7 @@ def _rate(number: float | None) -> str:
 
 
 def _count(number: int) -> str:
-    """In five characters: `9,999`, `99.9k`, `1.23M`."""
+    """Return the number in at most five characters: `9,999`, `99.9k`, `1.23M`."""
     if number < 10_000:
         return f"{number:,}"
     if number < 1_000_000:

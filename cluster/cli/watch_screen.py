@@ -1,4 +1,4 @@
-"""Shows something of a server again and again until somebody leaves, also while the server is away."""
+"""Poll a server and show each view until Ctrl-C, also while the server is away."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -10,49 +10,49 @@ from rich.text import Text
 
 from tidemill.workers.messages import Unserved
 
-_Found = TypeVar("_Found")
+_View = TypeVar("_View")
 
-AWAY = "What is below is old."
+OUTDATED = "The view below is outdated."
 
 
-def poll(look: Callable[[], _Found], pause: Callable[[], None]) -> Iterator[_Found | Unserved]:
-    """What is found, or why nothing is, with a pause after each look. RequestError ends it: a wrong key stays
-    wrong."""
+def poll(fetch: Callable[[], _View], pause: Callable[[], None]) -> Iterator[_View | Unserved]:
+    """Yield views, or the error while the server is away, with a pause after each. RequestError
+    ends the iteration, for a wrong key stays wrong."""
     while True:
-        found: _Found | Unserved
+        view: _View | Unserved
         try:
-            found = look()
+            view = fetch()
         except Unserved as error:
-            found = error
-        yield found
+            view = error
+        yield view
         pause()
 
 
 def show_live(
-    found: Iterable[_Found | Unserved], draw: Callable[[_Found], RenderableType], console: Console
+    views: Iterable[_View | Unserved], draw: Callable[[_View], RenderableType], console: Console
 ) -> None:
-    """Until Ctrl-C or SIGTERM. A terminal has its own screen meanwhile, anything else gets one after the
-    other."""
+    """Show each view until Ctrl-C or SIGTERM: on a terminal in its own screen, elsewhere one after
+    another."""
     with (
         suppress(KeyboardInterrupt),
         Live(console=console, screen=console.is_terminal, auto_refresh=False) as screen,
     ):
-        for shown in _drawn(found, draw):
+        for rendered in _render(views, draw):
             if console.is_terminal:
-                screen.update(shown, refresh=True)
+                screen.update(rendered, refresh=True)
             else:
-                console.print(shown)
+                console.print(rendered)
 
 
-def _drawn(
-    found: Iterable[_Found | Unserved], draw: Callable[[_Found], RenderableType]
+def _render(
+    views: Iterable[_View | Unserved], draw: Callable[[_View], RenderableType]
 ) -> Iterator[RenderableType]:
-    """Of a server that is away: that, above what was seen last."""
+    """Draw each view; while the server is away, draw the error above the last view."""
     last: RenderableType | None = None
-    for one in found:
-        if not isinstance(one, Unserved):
-            last = draw(one)
+    for view in views:
+        if not isinstance(view, Unserved):
+            last = draw(view)
             yield last
             continue
-        trouble = Text(f"{one}. Trying again.", style="red")
-        yield trouble if last is None else Group(trouble, Text(AWAY, style="red"), "", last)
+        problem = Text(f"{view}. Trying again.", style="red")
+        yield problem if last is None else Group(problem, Text(OUTDATED, style="red"), "", last)

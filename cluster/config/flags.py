@@ -1,7 +1,7 @@
-"""The flags of `tidemill serve`: which key of the configuration each one sets, and how it is set. Pure.
+"""The flags of `tidemill serve` and the configuration keys that they set. Pure.
 
-A flag of a model counts for every model, one of workers for every group, one of a role for its groups:
-`overrides.py`.
+A flag of a model applies to every model, a flag of workers to every group, and a flag of a role to
+its groups; see overrides.py.
 """
 
 import re
@@ -27,7 +27,7 @@ _KEYS = {key.path: key for key in keys()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """`title` is the part of --help where it stands, `text` what is said there instead of the key's."""
+    """A flag: `title` is its section of --help, `text` replaces the key's text there."""
 
     title: str
     option: str
@@ -38,53 +38,46 @@ class Flag:
     short: str | None = None
 
     @property
-    def explained(self) -> ConfigKey:
+    def config_key(self) -> ConfigKey:
         return _KEYS[f"{_NODES.get(self.scope, self.scope)}.{self.key}"]
 
     @property
     def field(self) -> FieldInfo:
-        return self.explained.field
+        return self.config_key.field
 
 
-def _flags(title: str, scope: Scope, rows: Mapping[str, str | None], prefix: str = "") -> Iterator[Flag]:
-    """Of keys that are called like their flags; `rows` has the metavar of each key."""
-    for key, metavar in rows.items():
+def _flags(title: str, scope: Scope, metavars: Mapping[str, str | None], prefix: str = "") -> Iterator[Flag]:
+    """Yield the flags of keys whose names are those of the flags; `metavars` is by key."""
+    for key, metavar in metavars.items():
         option = f"--{prefix}{key}".replace("_", "-")
         yield Flag(title=title, option=option, scope=scope, key=key, metavar=metavar)
 
 
-def _of_roles() -> Iterator[Flag]:
-    does = {
-        "prefill": "workers that compute prompts (1)",
-        "decode": "workers that generate (1)",
-        "mixed": "workers that do both, instead of these two",
+def _role_flags() -> Iterator[Flag]:
+    texts = {
+        "prefill": "number of workers that compute prompts (1)",
+        "decode": "number of workers that generate (1)",
+        "mixed": "number of workers that do both, instead of prefill and decode workers",
     }
     for role in ROLES:
         yield Flag(
-            title="workers", option=f"--{role}", scope=role, key="replicas", metavar="N", text=does[role]
+            title="workers", option=f"--{role}", scope=role, key="replicas", metavar="N", text=texts[role]
         )
     for role in ROLES:
-        text = f"more {role} workers are started under load, up to so many in all"
+        text = f"maximum number of {role} workers under load"
         yield Flag(
             title="workers", option=f"--{role}-max", scope=role, key="replicas_max", metavar="N", text=text
         )
 
 
-def _of_ranks() -> Iterator[Flag]:
+def _rank_flags() -> Iterator[Flag]:
     key = "tensor_parallel_size"
     yield Flag(
         title="workers", option="--tensor-parallel-size", scope="group", key=key, metavar="N", short="-tp"
     )
     for role in ROLES[:2]:
-        text = f"the same, of {role} workers alone"
-        yield Flag(
-            title="workers",
-            option=f"--{role}-tensor-parallel-size",
-            scope=role,
-            key=key,
-            metavar="N",
-            text=text,
-        )
+        option, text = f"--{role}-tensor-parallel-size", f"number of ranks of a {role} worker"
+        yield Flag(title="workers", option=option, scope=role, key=key, metavar="N", text=text)
 
 
 _PEM = {"ssl_certfile": "PATH", "ssl_keyfile": "PATH", "ssl_ca_certs": "PATH"}
@@ -115,8 +108,8 @@ FLAGS: tuple[Flag, ...] = (
             "routers": "N",
         },
     ),
-    *_of_roles(),
-    *_of_ranks(),
+    *_role_flags(),
+    *_rank_flags(),
     *_flags(
         "workers",
         "engine",
@@ -159,16 +152,17 @@ FLAGS: tuple[Flag, ...] = (
 _BY_OPTION = {flag.option: flag for flag in FLAGS}
 
 
-def with_places(message: str, model: int, group: int) -> str:
-    """A message of an engine, which knows its settings as flags, with the key of the file beside each flag:
-    `models[0].engine.page_size (--page-size)`. `model` and `group` are their numbers."""
-    at = {"models[]": f"models[{model}]", "groups[]": f"groups[{group}]"}
+def with_config_paths(message: str, model: int, group: int) -> str:
+    """Return a message of an engine, which names flags, with the path in the file before each flag.
+    The result is like `models[0].engine.page_size (--page-size)`; `model` and `group` are
+    indices."""
+    indexed = {"models[]": f"models[{model}]", "groups[]": f"groups[{group}]"}
 
-    def place(found: re.Match[str]) -> str:
-        flag = _BY_OPTION.get(found[0])
+    def with_path(match: re.Match[str]) -> str:
+        flag = _BY_OPTION.get(match[0])
         if flag is None:
-            return found[0]
-        parts = [at.get(part, part) for part in flag.explained.path.split(".")]
-        return f"{'.'.join(parts)} ({found[0]})"
+            return match[0]
+        parts = [indexed.get(part, part) for part in flag.config_key.path.split(".")]
+        return f"{'.'.join(parts)} ({match[0]})"
 
-    return re.sub("--[a-z-]+", place, message)
+    return re.sub("--[a-z-]+", with_path, message)

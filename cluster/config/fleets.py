@@ -1,11 +1,11 @@
-"""From the tree of a configuration to the settings of the cluster that it describes. Pure."""
+"""Translate a configuration into the settings of the cluster that it describes. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from tidemill.cluster.config.flags import with_places
+from tidemill.cluster.config.flags import with_config_paths
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.tree import (
     AutoscalingConfig,
@@ -35,25 +35,26 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What engines need that no file says: the store that runs, and where compiled kernels are kept."""
+    """The settings of engines that are not in the file: the running store and the folder of
+    compiled kernels."""
 
     store_url: str
     cache_folder: Path
 
 
-def cluster_settings(config: RootConfig, around: Surroundings, source: str = "") -> ClusterSettings:
-    """`source` is the file of the configuration, if there is one: errors are told by its keys then. Raises
-    SettingsError, or ConfigError."""
-    fleets = [_fleet(config, index, around, source) for index in range(len(config.models))]
+def cluster_settings(config: RootConfig, surroundings: Surroundings, source: str = "") -> ClusterSettings:
+    """Return the settings of the cluster; `source` is the path of the file, if there is one. Raises
+    ConfigError, which names keys of the file, or SettingsError without a file."""
+    fleets = [_fleet(config, index, surroundings, source) for index in range(len(config.models))]
     return ClusterSettings(
-        fleets=tuple(_lending(fleets)),
+        fleets=tuple(_with_memory_router(fleets)),
         ray_address=config.cluster.ray_address,
         namespace=config.cluster.namespace,
     )
 
 
 def summary(config: RootConfig) -> str:
-    """What is served: `keeper with 1 prefill + 1 decode`."""
+    """Return the served models and their workers: `keeper with 1 prefill + 1 decode`."""
     return "; ".join(
         f"{', '.join(model.names)} with "
         + " + ".join(f"{count} {role}" for role, count in counts_of(model).items())
@@ -62,7 +63,7 @@ def summary(config: RootConfig) -> str:
 
 
 def counts_of(model: ModelConfig) -> dict[Role, int]:
-    """Workers at the start."""
+    """Return the initial number of workers per role."""
     counts: dict[Role, int] = {}
     for role in ROLES:
         if replicas := [group.replicas for group in model.groups if group.role == role]:
@@ -80,9 +81,9 @@ def telemetry_of(config: TelemetryConfig) -> Telemetry:
 
 
 def engine_settings(
-    config: RootConfig, model: ModelConfig, group: GroupConfig, around: Surroundings
+    config: RootConfig, model: ModelConfig, group: GroupConfig, surroundings: Surroundings
 ) -> EngineSettings:
-    """Of the workers of a group. Raises SettingsError."""
+    """Return the engine settings of the workers of a group. Raises SettingsError."""
     engine, secret_file, floor = model.engine, config.store.secret_file, group.memory_floor
     return EngineSettings(
         model_folder=bundled().get(model.model) or Path(model.model),
@@ -94,11 +95,11 @@ def engine_settings(
         checkpoints_per_path=engine.checkpoints_per_path,
         checkpoint_strategy=engine.checkpoint_strategy,
         checkpoint_interval=engine.checkpoint_interval,
-        store_url=around.store_url,
+        store_url=surroundings.store_url,
         store_secret_file=None if secret_file is None else Path(secret_file),
-        cache_folder=around.cache_folder,
+        cache_folder=surroundings.cache_folder,
         page_tokens=engine.page_size,
-        kv_dtype=engine.kv_cache_dtype or kv_dtype_of(one.device for one in model.groups),
+        kv_dtype=engine.kv_cache_dtype or kv_dtype_of(other.device for other in model.groups),
         device=group.device,
         kernels=engine.kernels,
         backing=engine.backing,
@@ -111,35 +112,40 @@ def engine_settings(
         drafts_max=engine.num_speculative_tokens,
         speculative_method=engine.speculative_method,
         tensor_parallel_size=group.tensor_parallel_size,
-        tensor_parallel_sizes=tuple(sorted({one.tensor_parallel_size for one in model.groups})),
+        tensor_parallel_sizes=tuple(sorted({other.tensor_parallel_size for other in model.groups})),
     )
 
 
 def _memory_max_bytes(config: RootConfig, model: ModelConfig, group: GroupConfig) -> int:
-    """What a worker may come to have: with the broker, all that workers of any model bring whose device is of
-    its kind, for they may be on one. A budget by hand may be up to twice the share without it."""
+    """Return the maximum budget of a worker. With the broker it is the memory of all workers, of
+    any model, on the same kind of device, for they may share one. Without the broker an operator
+    may set a budget up to twice the worker's own memory."""
     if not model.engine.memory_broker:
         return 2 * parse_bytes(group.memory)
-    kind = _kind(group.device)
-    lenders = [one for other in config.models if other.engine.memory_broker for one in other.groups]
-    return sum(one.replicas * parse_bytes(one.memory) for one in lenders if _kind(one.device) == kind)
+    device_type = _device_type(group.device)
+    lenders = [lender for other in config.models if other.engine.memory_broker for lender in other.groups]
+    return sum(
+        lender.replicas * parse_bytes(lender.memory)
+        for lender in lenders
+        if _device_type(lender.device) == device_type
+    )
 
 
-def _kind(device: str) -> str:
+def _device_type(device: str) -> str:
     return device.partition(":")[0]
 
 
-def _fleet(config: RootConfig, index: int, around: Surroundings, source: str) -> FleetSettings:
+def _fleet(config: RootConfig, index: int, surroundings: Surroundings, source: str) -> FleetSettings:
     model, label = config.models[index], labels_of(config.models)[index]
     workers: list[WorkerSettings] = []
     for number, group in enumerate(model.groups):
         try:
-            engine = engine_settings(config, model, group, around)
+            engine = engine_settings(config, model, group, surroundings)
         except SettingsError as error:
             if not source:
                 raise
-            raise ConfigError([with_places(str(error), index, number)], source) from error
-        alike = WorkerSettings(
+            raise ConfigError([with_config_paths(str(error), index, number)], source) from error
+        template = WorkerSettings(
             name="",
             role=group.role,
             engine=engine,
@@ -150,8 +156,8 @@ def _fleet(config: RootConfig, index: int, around: Surroundings, source: str) ->
         )
         first = sum(worker.role == group.role for worker in workers)
         workers += [
-            replace(alike, name=worker_name(label, group.role, at))
-            for at in range(first, first + group.replicas)
+            replace(template, name=worker_name(label, group.role, position))
+            for position in range(first, first + group.replicas)
         ]
     return FleetSettings(
         label=label,
@@ -174,30 +180,31 @@ def _fleet(config: RootConfig, index: int, around: Surroundings, source: str) ->
     )
 
 
-def _lending(fleets: Sequence[FleetSettings]) -> list[FleetSettings]:
-    """Workers of any model may share a device, and a broker has to hear all that do: the first router of the
-    first fleet that lends is the broker of all of them."""
+def _with_memory_router(fleets: Sequence[FleetSettings]) -> list[FleetSettings]:
+    """Make one router the memory broker of all fleets that lend. Workers of any model may share a
+    device, and its broker needs the heartbeats of all of them. The broker is the first router of
+    the first fleet that lends."""
     lenders = [fleet.router for fleet in fleets if fleet.router.broker]
-    if len(lenders) < 2:  # nobody to lend to
+    if len(lenders) < 2:
         return list(fleets)
     expected = frozenset(name for router in lenders for name in router.expected)
 
-    def lending(router: RouterSettings) -> RouterSettings:
+    def with_memory_router(router: RouterSettings) -> RouterSettings:
         if not router.broker:
             return router
         if router is lenders[0]:
             return replace(router, expected=expected)
         return replace(router, memory_router=lenders[0].name)
 
-    return [replace(fleet, router=lending(fleet.router)) for fleet in fleets]
+    return [replace(fleet, router=with_memory_router(fleet.router)) for fleet in fleets]
 
 
 def _bounds(groups: Sequence[GroupConfig]) -> dict[Role, Bounds]:
-    """New workers are like the first of their role, so the first group alone grows."""
+    """Return the bounds of roles that scale; only the first group of a role grows."""
     bounds: dict[Role, Bounds] = {}
     for group in groups:
         if group.replicas_max is not None:
-            least = sum(one.replicas for one in groups if one.role == group.role)
+            least = sum(other.replicas for other in groups if other.role == group.role)
             bounds[group.role] = Bounds(least=least, most=least - group.replicas + group.replicas_max)
     return bounds
 

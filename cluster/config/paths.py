@@ -1,4 +1,4 @@
-"""The keys of the configuration file one by one, with their places: `models[].groups[].replicas`. Pure."""
+"""The keys of the configuration file with their paths, like `models[].groups[].replicas`. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,10 +12,12 @@ from tidemill.cluster.config.tree import ConfigNode, RootConfig
 
 @dataclass(frozen=True, slots=True)
 class ConfigKey:
+    """A key of the file; `owner` is the mapping that has it."""
+
     path: str
     owner: type[ConfigNode]
     field: FieldInfo
-    is_node: bool  # other keys stand below it
+    is_node: bool  # its value is a mapping of other keys, or a list of such
 
     @property
     def parent(self) -> str:
@@ -27,16 +29,16 @@ class ConfigKey:
 
     @property
     def text(self) -> str:
-        """What it means, in one line."""
+        """The meaning of the key in one line."""
         assert self.field.description, f"{self.path} is explained in tree.py"
         return " ".join(self.field.description.split())
 
 
-def keys(node: type[ConfigNode] = RootConfig, place: str = "") -> Iterator[ConfigKey]:
-    """All keys below `node`, which is at `place`, each before those below itself."""
+def keys(node: type[ConfigNode] = RootConfig, node_path: str = "") -> Iterator[ConfigKey]:
+    """Yield all keys below `node`, each before the keys below itself."""
     for name, field in node.model_fields.items():
         kind, is_list = kind_of(field.annotation)
-        path = f"{place}.{name}".removeprefix(".")
+        path = f"{node_path}.{name}".removeprefix(".")
         if isinstance(kind, type) and issubclass(kind, ConfigNode):
             path += "[]" if is_list else ""
             yield ConfigKey(path, node, field, is_node=True)
@@ -46,23 +48,24 @@ def keys(node: type[ConfigNode] = RootConfig, place: str = "") -> Iterator[Confi
 
 
 def kind_of(annotation: object) -> tuple[object, bool]:
-    """The type of a value, None aside, or its Literal; and whether there is a list of them."""
+    """Return the type of a value without None, and whether the annotation is a list of it."""
     origin, inner = get_origin(annotation), cast("tuple[object, ...]", get_args(annotation))
     if origin is Annotated:
         return kind_of(inner[0])
     if origin in {Union, UnionType}:
-        return kind_of(next(one for one in inner if one is not type(None)))
+        return kind_of(next(member for member in inner if member is not type(None)))
     if origin is tuple:
         return kind_of(inner[0])[0], True
     return annotation, False
 
 
-def written(place: Sequence[int | str]) -> str:
-    """`models[0].groups[1].replicas`."""
-    steps = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
-    return "".join(steps).removeprefix(".")
+def format_location(location: Sequence[int | str]) -> str:
+    """Return a location in a file as text: `models[0].groups[1].replicas`."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return "".join(parts).removeprefix(".")
 
 
-def general(place: Sequence[int | str]) -> str:
-    """The same for every entry of its lists: `models[].groups[].replicas`."""
-    return "".join("[]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+def key_path(location: Sequence[int | str]) -> str:
+    """Return the path of the key at a location: `models[].groups[].replicas`."""
+    parts = ("[]" if isinstance(part, int) else f".{part}" for part in location)
+    return "".join(parts).removeprefix(".")

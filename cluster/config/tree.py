@@ -1,6 +1,6 @@
-"""Every key of the configuration file: its bounds, its default, and what it means. Pure.
+"""Every key of the configuration file with its bounds, its default and its meaning. Pure.
 
-The text below a key is what the schema, docs/configuration.md and `tidemill serve --help` say of it.
+The text below a key appears in the schema, in docs/configuration.md and in `tidemill serve --help`.
 """
 
 import re
@@ -47,16 +47,16 @@ def _names(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
-def _part_or_whole(count: float) -> float:
-    if count > 1 and not count.is_integer():
-        raise ValueError(f"is {count:g}: Ray reserves a part of one, or whole ones")
-    return float(count)
+def _check_amount(amount: float) -> float:
+    if amount > 1 and not amount.is_integer():
+        raise ValueError(f"is {amount:g}: Ray reserves a fraction below 1, or a whole number")
+    return float(amount)
 
 
 Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[float, Field(gt=0)]
-Amount = Annotated[float, Field(ge=0), AfterValidator(_part_or_whole)]
+Amount = Annotated[float, Field(ge=0), AfterValidator(_check_amount)]
 Port = Annotated[int, Field(ge=0, le=PORT_MAX)]
 Size = Annotated[
     str,
@@ -72,7 +72,7 @@ Names = Annotated[
 
 
 class ConfigNode(BaseModel):
-    """A mapping of the file. Keys that it has not are errors."""
+    """A mapping of the file; unknown keys are errors."""
 
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -80,22 +80,23 @@ class ConfigNode(BaseModel):
 
 
 class GroupConfig(ConfigNode):
-    """Workers that are alike."""
+    """A group of workers with equal settings."""
 
     role: Role
-    """what its workers do: prefill computes prompts, decode generates, mixed does both"""
+    """the role of its workers: prefill computes prompts, decode generates, mixed does both"""
     replicas: Count = 1
-    """workers"""
+    """number of workers"""
     replicas_max: Count | None = None
-    """more are started under load, up to so many in all; stands in the first group of a role"""
+    """maximum number of workers under load; only in the first group of a role"""
     tensor_parallel_size: Count = 1
-    """processes that a worker consists of: its ranks, on one node"""
+    """number of ranks of a worker: its processes, all on one node"""
     memory: Size = "1GiB"
-    """each worker's share, for pages and states"""
+    """memory of each worker for pages and states"""
     memory_floor: Size | None = None
-    """a worker never has less (what one request of max_model_len tokens needs)"""
+    """minimum memory of each worker, never lent (the need of one request of max_model_len
+    tokens)"""
     device: Annotated[str, Field(pattern=DEVICE)] = "cpu"
-    """what workers compute on: cpu, cuda, cuda:1"""
+    """device of the workers: cpu, cuda, cuda:1"""
     threads: Count = 1
     """CPU threads of each rank"""
     num_cpus: Amount = 0.0
@@ -105,11 +106,12 @@ class GroupConfig(ConfigNode):
     resources: dict[Text, Amount] = {}
     """custom resources that Ray reserves for each rank, by name"""
     labels: dict[Text, Text] = {}
-    """labels in Ray that a worker's node must have, by name: `value`, `!value`, `in(a,b)` or `!in(a,b)`"""
+    """labels in Ray that a worker's node must have, by name: `value`, `!value`, `in(a,b)` or
+    `!in(a,b)`"""
 
     @field_validator("replicas_max")
     @classmethod
-    def _grow(cls, most: int | None, info: ValidationInfo) -> int | None:
+    def _check_maximum(cls, most: int | None, info: ValidationInfo) -> int | None:
         least = info.data.get("replicas", 1)
         if most is not None and most < least:
             raise ValueError(f"is {most}: set it to replicas, {least}, or more")
@@ -117,17 +119,17 @@ class GroupConfig(ConfigNode):
 
 
 class AutoscalingConfig(ConfigNode):
-    """How long a model is watched before its workers come and go."""
+    """The delays before workers of a model are added or removed."""
 
     metrics_interval_s: Seconds = 2.0
-    """between two looks at the load"""
+    """seconds between two samples of the load"""
     upscale_delay_s: Seconds = 30.0
-    """of load, before there are more workers"""
+    """seconds of high load before workers are added"""
     downscale_delay_s: Seconds = 300.0
-    """of calm, before there are fewer"""
+    """seconds of low load before workers are removed"""
 
     @model_validator(mode="after")
-    def _rise(self) -> Self:
+    def _check_order(self) -> Self:
         if not self.metrics_interval_s <= self.upscale_delay_s <= self.downscale_delay_s:
             raise ValueError(
                 "set metrics_interval_s to upscale_delay_s or less, and that to downscale_delay_s or less"
@@ -136,84 +138,88 @@ class AutoscalingConfig(ConfigNode):
 
 
 class EngineConfig(ConfigNode):
-    """What all workers of a model have in common."""
+    """The settings of all workers of a model."""
 
     page_size: Count = 64
-    """tokens in a page"""
+    """tokens per page"""
     kv_cache_dtype: KvDtype | None = None
-    """of pages (float32; bfloat16 where workers of the model have a CUDA device)"""
+    """data type of pages (float32; bfloat16 if workers of the model have a CUDA device)"""
     max_num_seqs: Count = 64
-    """rows of a step"""
+    """maximum number of rows in a step"""
     max_num_batched_tokens: Count = 512
-    """token budget of a step"""
+    """maximum number of tokens in a step"""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=DRAFTS_MAX)] = 0
-    """tokens of a row that are guessed and verified; the answers stay the same"""
+    """draft tokens per row and step; they are verified, so the answers stay the same"""
     speculative_method: SpeculativeMethod = "auto"
-    """who guesses: ngram looks back in the text, mtp is the model's own prediction head, auto the head if the
-    model has one"""
+    """source of draft tokens: ngram searches the preceding text, mtp is the model's prediction
+    head, auto is mtp if the model has that head"""
     overlap: bool = True
-    """launch the next step before the tokens of this one are read"""
+    """launch the next step before the tokens of the current one are read"""
     kernels: Literal["cpu", "triton", "reference"] | None = None
-    """operator variants (cpu; on CUDA triton)"""
+    """variants of the operators (cpu; on CUDA triton)"""
     backing: Literal["fixed", "mmap", "kvcached"] | None = None
-    """whose memory holds pages and states: fixed takes all of it at once, the others what is used (mmap; on
-    CUDA kvcached)"""
+    """allocation of the memory for pages and states: fixed takes all of it at the start, the others
+    on demand (mmap; on CUDA kvcached)"""
     enforce_eager: bool = False
     """on CUDA: launch decode steps without CUDA graphs"""
     memory_broker: bool = True
-    """workers of one device lend each other what they do not need, also between models; without, each keeps
-    its share"""
+    """let workers on one device lend each other unused memory, also between models; without it,
+    each keeps its own"""
     checkpoint_strategy: CheckpointStrategy = "lazy"
-    """while generating: none, two more states per row, or one more at a checkpoint only"""
+    """checkpoints during decoding: none, double (two more states per row), or lazy (one more state,
+    only at a checkpoint)"""
     checkpoint_interval: Count | None = None
-    """tokens between checkpoints while generating, a multiple of the page size (the page size)"""
+    """tokens between checkpoints during decoding, a multiple of the page size (the page size)"""
     checkpoints_per_path: Count = 16
-    """kept at most on the way to one prefix"""
+    """maximum number of checkpoints kept along one prefix"""
     eviction_policy: Policy = "value"
-    """what goes first: used least recently, or least compute saved per byte"""
+    """evict first: the least recently used entry, or the one that saves the least compute per
+    byte"""
 
 
 class ModelConfig(ConfigNode):
-    """A model that is served, with workers and routers of its own."""
+    """A served model with its own workers and routers."""
 
     model: Text
     """a Hugging Face folder, or a bundled model: keeper"""
     served_model_name: Names | None = None
-    """what clients call the model; of several names replies and metrics carry the first (as `model`)"""
+    """names of the model in requests; replies and metrics have the first one (the value of
+    `model`)"""
     max_model_len: Count | None = None
-    """limit of prompt and output together, in tokens (what the model and its memory allow)"""
+    """maximum tokens of prompt and output together (as many as the model and the memory allow)"""
     chat_template: Text | None = None
     """a file with a Jinja template, or its text (the model's own)"""
     tool_call_parser: ToolParser = "auto"
-    """how the model writes calls of tools; by its template and its architecture"""
+    """format of the model's tool calls; auto decides by its template and architecture"""
     reasoning_parser: ReasoningParser = "auto"
-    """how it writes what it reasons, likewise"""
+    """format of the model's reasoning; auto decides likewise"""
     ttft_max: Seconds = 60.0
-    """refuse at once (429) what would wait longer than this for its first token, in seconds"""
+    """refuse a request immediately (429) if its predicted time to first token is longer, in
+    seconds"""
     routers: Count = 1
-    """routers; requests go on when one is lost"""
+    """number of routers; requests continue when one is lost"""
     groups: Annotated[tuple[GroupConfig, ...], Field(strict=False, min_length=1)] = (
         GroupConfig(role="prefill"),
         GroupConfig(role="decode"),
     )
-    """its workers (one for prefill, one for decode)"""
+    """groups of workers (one worker for prefill, one for decode)"""
     autoscaling: AutoscalingConfig = AutoscalingConfig()
-    """when workers come and go, of groups with replicas_max"""
+    """delays of scaling, for groups with replicas_max"""
     engine: EngineConfig = EngineConfig()
-    """what all its workers have in common"""
+    """settings of all its workers"""
 
     @field_validator("groups")
     @classmethod
-    def _serve(cls, groups: tuple[GroupConfig, ...]) -> tuple[GroupConfig, ...]:
+    def _check_groups(cls, groups: tuple[GroupConfig, ...]) -> tuple[GroupConfig, ...]:
         roles = [group.role for group in groups]
         if "mixed" in roles and set(roles) != {"mixed"}:
-            raise ValueError("mixed workers (--mixed N) do both, and stand alone: without prefill and decode")
+            raise ValueError("mixed workers (--mixed N) do both roles: leave out prefill and decode workers")
         for role in () if "mixed" in roles else ("prefill", "decode"):
             if role not in roles:
-                raise ValueError(f"there is no {role} worker: give it a group, or have mixed ones alone")
+                raise ValueError(f"there is no {role} worker: add a {role} group, or use mixed workers only")
         for index, group in enumerate(groups):
             if group.replicas_max is not None and group.role in roles[:index]:
-                raise ValueError(f"replicas_max stands in the first {group.role} group: no other one grows")
+                raise ValueError(f"only the first {group.role} group can grow: move replicas_max there")
         return groups
 
     @property
@@ -222,40 +228,40 @@ class ModelConfig(ConfigNode):
 
 
 class StoreConfig(ConfigNode):
-    """Where workers exchange pages."""
+    """The page store through which workers exchange pages."""
 
     url: Text | None = None
-    """where workers exchange pages: file:///path?size=8GiB, mooncake?size=8GiB (started here),
-    mooncake://host:port, or several tiers with commas between them, the nearest first (a folder of its own,
-    removed at the end)"""
+    """the page store: file:///path?size=8GiB, mooncake?size=8GiB (started here),
+    mooncake://host:port, or several tiers separated by commas, the nearest first (a temporary
+    folder)"""
     secret_file: Text | None = None
-    """holds 32 secret bytes, in hex, base64 or as they are, that seal what is stored"""
+    """file with 32 secret bytes, in hex, base64 or binary, that seal stored objects"""
 
 
 class EdgeConfig(ConfigNode):
-    """Where clients ask, and who may."""
+    """The endpoint for clients and its security."""
 
     host: Text = "127.0.0.1"
     """address to listen on"""
     port: Port = 8000
-    """0 takes a free one"""
+    """port of HTTP; 0 is any free port"""
     grpc_port: Port | None = None
-    """serve gRPC as well, on this port; 0 takes a free one"""
+    """port of gRPC, served only if set; 0 is any free port"""
     send_timeout: Seconds = 30.0
-    """end an answer of which the client takes nothing for so many seconds"""
+    """end a stream if the client reads nothing for this many seconds"""
     shutdown_timeout: Seconds = 5.0
-    """when told to stop, let open answers go on for so many seconds"""
+    """on a stop signal, let open requests continue for this many seconds"""
     api_keys_file: Text | None = None
     """YAML with digests of keys, their tenants and rates: `tidemill key TENANT` makes an entry"""
     ssl_certfile: Text | None = None
-    """serve HTTPS with this certificate, and gRPC"""
+    """certificate of the server, for HTTPS and gRPC"""
     ssl_keyfile: Text | None = None
-    """its private key"""
+    """private key of the certificate"""
     ssl_ca_certs: Text | None = None
-    """clients must show a certificate signed by these"""
+    """require client certificates signed by these authorities"""
 
     @model_validator(mode="after")
-    def _pair(self) -> Self:
+    def _check_pair(self) -> Self:
         has_both = self.ssl_certfile is not None and self.ssl_keyfile is not None
         if not has_both and (self.ssl_certfile or self.ssl_keyfile or self.ssl_ca_certs):
             raise ValueError("HTTPS takes --ssl-certfile and --ssl-keyfile together")
@@ -263,25 +269,25 @@ class EdgeConfig(ConfigNode):
 
 
 class ClusterConfig(ConfigNode):
-    """The Ray cluster, and who may talk to its routers and workers."""
+    """The Ray cluster, and the connections between its processes."""
 
     ray_address: Text | None = None
-    """join this Ray cluster; without, start one"""
+    """join this Ray cluster instead of starting one"""
     namespace: Text = "tidemill"
-    """of the names of its actors in Ray"""
+    """Ray namespace of the actors"""
     host: ClusterHost = "loopback"
-    """where routers and workers listen: inside their machine; at their node's address, with the certificates
-    below; or there in plain, for networks that nobody else can reach"""
+    """listening address of routers and workers: loopback; the node's address, with the certificates
+    below; or the node's address in plain text, for isolated networks"""
     ssl_certfile: Text | None = None
-    """of every process, on every node; it names tidemill"""
+    """certificate of every process on every node, for the DNS name tidemill"""
     ssl_keyfile: Text | None = None
-    """its private key"""
+    """private key of the certificate"""
     ssl_ca_certs: Text | None = None
-    """who has a certificate signed by these is of the cluster"""
+    """authorities that sign the certificates of the cluster's processes"""
 
     @model_validator(mode="after")
-    def _guard(self) -> Self:
-        files = {one: getattr(self, one) for one in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
+    def _check_certificates(self) -> Self:
+        files = {name: getattr(self, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
         missing = [name for name, path in files.items() if path is None]
         if missing and len(missing) < len(files):
             raise ValueError(
@@ -291,54 +297,54 @@ class ClusterConfig(ConfigNode):
         if missing and self.host == "node":
             raise ValueError(
                 "host node lets other machines reach routers and workers: give certificates with "
-                "--cluster-ssl-certfile, --cluster-ssl-keyfile and --cluster-ssl-ca-certs, or say node-plain "
-                "if nobody else can reach that network"
+                "--cluster-ssl-certfile, --cluster-ssl-keyfile and --cluster-ssl-ca-certs, or set node-plain "
+                "if no other machine can reach that network"
             )
         return self
 
 
 class TelemetryConfig(ConfigNode):
-    """What processes tell about themselves."""
+    """The logs, traces and metrics of all processes."""
 
     log_level: LogLevel = "info"
-    """of every process; info has a line for each request"""
+    """level of every process; info has a line for each request"""
     log_json: bool = False
-    """a JSON object for each line"""
+    """write log lines as JSON objects"""
     otlp_traces_endpoint: Text | None = None
-    """send a trace of each request to this collector: grpc://host:4317, or http://host:4318/v1/traces; needs
-    the extra `otel`"""
+    """send a trace of each request to this collector: grpc://host:4317, or
+    http://host:4318/v1/traces; needs the extra `otel`"""
     metrics_alias: MetricsAlias | None = None
-    """/metrics has the core series under this engine's names as well"""
+    """add the core series of /metrics under this engine's names"""
 
 
 class RootConfig(ConfigNode):
-    """The whole file."""
+    """The root of the file."""
 
     models: Annotated[tuple[ModelConfig, ...], Field(strict=False, min_length=1, max_length=MODELS_MAX)]
-    """what is served, behind one endpoint"""
+    """models behind one endpoint"""
     store: StoreConfig = StoreConfig()
-    """where workers exchange pages"""
+    """the page store through which workers exchange pages"""
     edge: EdgeConfig = EdgeConfig()
-    """where clients ask, and who may"""
+    """the endpoint for clients and its security"""
     cluster: ClusterConfig = ClusterConfig()
-    """the Ray cluster, and who may talk to its routers and workers"""
+    """the Ray cluster, and the connections between its processes"""
     telemetry: TelemetryConfig = TelemetryConfig()
-    """what processes tell about themselves"""
+    """logs, traces and metrics of all processes"""
 
     @field_validator("models")
     @classmethod
-    def _told_apart(cls, models: tuple[ModelConfig, ...]) -> tuple[ModelConfig, ...]:
-        for what in (labels_of(models), [name for model in models for name in model.names]):
-            if twice := {one for one in what if what.count(one) > 1}:
+    def _check_names(cls, models: tuple[ModelConfig, ...]) -> tuple[ModelConfig, ...]:
+        for names in (labels_of(models), [name for model in models for name in model.names]):
+            if duplicates := {name for name in names if names.count(name) > 1}:
                 raise ValueError(
-                    f"two models are called {min(twice)}: give each a served_model_name of its own"
+                    f"two models are called {min(duplicates)}: give each a served_model_name of its own"
                 )
         return models
 
 
 def labels_of(models: tuple[ModelConfig, ...]) -> list[str]:
-    """What names of each model's workers start with: `qwen-qwen3-next` of Qwen/Qwen3-Next; empty where there
-    is one model."""
+    """Return the prefix of each model's worker names: `qwen-qwen3-next` for Qwen/Qwen3-Next. The
+    prefix of a single model is empty."""
     if len(models) == 1:
         return [""]
     return [re.sub(r"[^a-z0-9.]+", "-", model.names[0].lower()).strip("-.") for model in models]

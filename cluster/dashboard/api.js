@@ -1,9 +1,9 @@
-// Asks the server, with the key that a person gave this tab.
+// Sends requests to the server, with the API key that the user entered in this tab.
 
 const STORED_KEY = "tidemill-api-key";
 const TIMEOUT_MS = 10_000;
 
-// What the server said against a request; `status` is HTTP's.
+// The reason for which the server refused a request; `status` is the HTTP status.
 export class Refused extends Error {
   constructor(status, error) {
     super(error?.message ?? `HTTP ${status}`);
@@ -21,7 +21,7 @@ export function holdKey(key) {
   else sessionStorage.removeItem(STORED_KEY);
 }
 
-// The response, if the server did what was asked; else throws Refused, or TypeError when it cannot be reached.
+// Returns the response of a successful request. Throws Refused, or TypeError when the server is unreachable.
 export async function send(path, { body, signal } = {}) {
   const headers = {};
   const key = heldKey();
@@ -51,7 +51,7 @@ async function errorOf(response) {
   }
 }
 
-// The server-sent events of a response: their names and what they say, to [DONE] or to the end.
+// Yields the server-sent events of a response, with names and data, until [DONE] or the end.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";

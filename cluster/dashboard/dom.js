@@ -1,10 +1,10 @@
-// The only ways in which data gets into the document: as text, and as attributes with fixed names.
+// The only functions that write data into the document: as text, or as attributes with fixed names.
 
 export function byId(id) {
   return document.getElementById(id);
 }
 
-export function say(node, text) {
+export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
@@ -12,7 +12,7 @@ export function show(node, isShown) {
   node.hidden = !isShown;
 }
 
-// A new copy of what stands in a <template>.
+// Returns a copy of the content of a <template>.
 export function copyOf(templateId) {
   return byId(templateId).content.firstElementChild.cloneNode(true);
 }
@@ -21,9 +21,9 @@ export function part(node, name) {
   return node.querySelector(`[data-part="${name}"]`);
 }
 
-// `texts`: what each part shall say.
+// Sets the text of each part; `texts` is by the name of the part.
 export function fill(node, texts) {
-  for (const [name, text] of Object.entries(texts)) say(part(node, name), text);
+  for (const [name, text] of Object.entries(texts)) setText(part(node, name), text);
 }
 
 export function make(tag, text, className = "") {
@@ -33,8 +33,8 @@ export function make(tag, text, className = "") {
   return node;
 }
 
-// One child for each item, in their order. A child stays the same node as long as its item's key is there,
-// so that what has the focus keeps it.
+// Makes one child for each item, in order. A child stays the same node while its item's key exists, so that a
+// focused element keeps the focus.
 export function keyed(parent, items, keyOf, create, update) {
   const old = new Map([...parent.children].map((node) => [node.dataset.key, node]));
   items.forEach((item, index) => {
@@ -49,7 +49,7 @@ export function keyed(parent, items, keyOf, create, update) {
   for (const node of old.values()) node.remove();
 }
 
-// Pairs of a term and what it says.
+// Fills a description list from pairs of a term and its text.
 export function describe(list, pairs) {
   keyed(
     list,
@@ -60,6 +60,6 @@ export function describe(list, pairs) {
       pair.append(make("dt", term), make("dd", ""));
       return pair;
     },
-    (pair, [, text]) => say(pair.lastElementChild, text),
+    (pair, [, text]) => setText(pair.lastElementChild, text),
   );
 }

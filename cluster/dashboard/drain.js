@@ -1,22 +1,22 @@
-// Takes a worker out of service, or back into it, after a person has said so twice.
+// Drains a worker, or undoes that, after a confirmation by the user.
 
 import { ask, Refused } from "./api.js";
-import { byId, say, show } from "./dom.js";
+import { byId, setText, show } from "./dom.js";
 
 const LAST = "last_of_its_kind";
 
-let asked = null; // the worker that the dialog is about
+let selected = null; // the worker of the dialog
 
 export function askToDrain(worker, drain) {
-  asked = { worker, drain, force: false };
-  say(byId("drain-title"), drain ? `Drain ${worker}?` : `Take ${worker} back?`);
-  say(
+  selected = { worker, drain, force: false };
+  setText(byId("drain-title"), drain ? `Drain ${worker}?` : `Take ${worker} back?`);
+  setText(
     byId("drain-text"),
     drain
       ? "It takes no more work and hands over what it has; its streams go on elsewhere."
       : "It takes work again.",
   );
-  say(byId("drain-go"), drain ? "Drain" : "Undrain");
+  setText(byId("drain-go"), drain ? "Drain" : "Undrain");
   show(byId("drain-error"), false);
   byId("drain").showModal();
   byId("drain-cancel").focus();
@@ -26,15 +26,15 @@ async function go() {
   const button = byId("drain-go");
   button.disabled = true;
   try {
-    const { worker, drain, force } = asked;
+    const { worker, drain, force } = selected;
     await ask(`cluster/workers/${encodeURIComponent(worker)}/drain`, { drain, force });
     byId("drain").close();
   } catch (error) {
-    say(byId("drain-error"), error.message);
+    setText(byId("drain-error"), error.message);
     show(byId("drain-error"), true);
     if (error instanceof Refused && error.code === LAST) {
-      asked.force = true;
-      say(button, "Drain anyway");
+      selected.force = true;
+      setText(button, "Drain anyway");
     }
   } finally {
     button.disabled = false;

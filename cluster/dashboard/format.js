@@ -1,4 +1,4 @@
-// Numbers as people read them, always of the same few digits.
+// Formats numbers with units and few digits.
 
 export const NONE = "–";
 
@@ -38,7 +38,7 @@ export function clockTime(unix_s) {
   return new Date(unix_s * 1000).toLocaleTimeString("en-GB");
 }
 
-// `decode-0.3f9a1c` is one life of the worker decode-0.
+// `decode-0.3f9a1c` is one incarnation of the worker decode-0.
 export function nameOf(worker) {
   const end = worker.lastIndexOf(".");
   return end < 0 ? worker : worker.slice(0, end);

@@ -1,7 +1,7 @@
-// Asks for the state of the fleet once a second, while somebody looks, and has it drawn.
+// Fetches the state of the fleet once a second while the page is visible, and draws it.
 
 import { ask, heldKey, holdKey, Refused } from "./api.js";
-import { byId, keyed, say, show } from "./dom.js";
+import { byId, keyed, setText, show } from "./dom.js";
 import { startDrains } from "./drain.js";
 import { drawFigures, drawFlow } from "./flow.js";
 import { clockTime } from "./format.js";
@@ -15,8 +15,8 @@ const REQUESTS_SHOWN = 40;
 const ALL = "all models";
 
 const rates = new Rates();
-let heardAt_s = null; // unix time of the last answer
-let next = null; // the timer of the next look, if none is under way
+let answeredAt_s = null; // Unix time of the last answer
+let next = null; // the timer of the next request, null while one is running
 let looking = false;
 
 function draw({ models, frontend, workers }, requests) {
@@ -27,7 +27,7 @@ function draw({ models, frontend, workers }, requests) {
   const view = several ? byId("view").value : ALL;
   const isShown = (one) => view === ALL || one.model === view;
   const longest = models.map((model) => `${model.id}, up to ${model.max_model_len.toLocaleString("en-US")} tokens`);
-  say(byId("server"), `${several ? `${names.length} models` : longest[0]}; version ${frontend.version}`);
+  setText(byId("server"), `${several ? `${names.length} models` : longest[0]}; version ${frontend.version}`);
   offerModels(names);
   const now_ms = performance.now();
   rates.see(workers, now_ms);
@@ -39,7 +39,7 @@ function draw({ models, frontend, workers }, requests) {
   drawRequests(asked, several);
 }
 
-async function look() {
+async function refresh() {
   if (looking) return;
   clearTimeout(next);
   looking = true;
@@ -49,46 +49,46 @@ async function look() {
       ask(`cluster/requests?limit=${REQUESTS_SHOWN}`),
     ]);
     draw(fleet, requests);
-    heard(`live, ${fleet.workers.length === 1 ? "1 worker" : `${fleet.workers.length} workers`}`);
+    showAnswered(`live, ${fleet.workers.length === 1 ? "1 worker" : `${fleet.workers.length} workers`}`);
     showParts({ fleet: true });
   } catch (error) {
     await failed(error);
   } finally {
     looking = false;
-    if (!document.hidden) next = setTimeout(look, POLL_MS);
+    if (!document.hidden) next = setTimeout(refresh, POLL_MS);
   }
 }
 
-function heard(text) {
-  heardAt_s = Date.now() / 1000;
+function showAnswered(text) {
+  answeredAt_s = Date.now() / 1000;
   document.body.classList.remove("stale");
-  say(byId("connection"), text);
+  setText(byId("connection"), text);
 }
 
 async function failed(error) {
   if (error instanceof Refused && error.status === 401) {
     document.body.classList.add("stale");
-    say(byId("connection"), heldKey() ? "the key is not known here" : "needs a key");
+    setText(byId("connection"), heldKey() ? "the key is not known here" : "needs a key");
     showParts({ key: true });
   } else if (error instanceof Refused && error.status === 403) {
-    await lookAtModels();
+    await loadModels();
   } else {
-    const since = heardAt_s === null ? "" : ` since ${clockTime(heardAt_s)}`;
+    const since = answeredAt_s === null ? "" : ` since ${clockTime(answeredAt_s)}`;
     const what = error instanceof Refused ? error.message : `no answer from the server${since}`;
     document.body.classList.add("stale");
-    say(byId("connection"), `${what}; asking again`);
+    setText(byId("connection"), `${what}; asking again`);
   }
 }
 
-// What those may see who are no operators.
-async function lookAtModels() {
+// Loads the models and shows the parts for callers who are not operators.
+async function loadModels() {
   try {
     const { data } = await ask("v1/models");
     offerModels(data.map((model) => model.id));
-    heard("live");
+    showAnswered("live");
     showParts({ noOperator: true });
   } catch (error) {
-    say(byId("connection"), error.message);
+    setText(byId("connection"), error.message);
   }
 }
 
@@ -104,7 +104,7 @@ function showParts({ fleet = false, key = false, noOperator = false }) {
 function useKey(key) {
   holdKey(key);
   forgetGone();
-  look();
+  refresh();
 }
 
 byId("key-form").addEventListener("submit", (event) => {
@@ -115,12 +115,12 @@ byId("key-form").addEventListener("submit", (event) => {
 byId("forget-key").addEventListener("click", () => useKey(null));
 byId("view").addEventListener("change", () => {
   forgetGone();
-  look();
+  refresh();
 });
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) clearTimeout(next);
-  else look();
+  else refresh();
 });
 startPlayground();
 startDrains();
-look();
+refresh();

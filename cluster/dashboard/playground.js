@@ -1,13 +1,13 @@
-// Sends a prompt, shows the tokens as they come, and then the way that the request took.
+// Sends a prompt, streams the tokens, and then shows the route of the request.
 
 import { ask, events, Refused, send } from "./api.js";
-import { byId, describe, keyed, make, say, show } from "./dom.js";
+import { byId, describe, keyed, make, setText, show } from "./dom.js";
 import { count, nameOf, seconds, threeDigits } from "./format.js";
 import { drawWaterfall } from "./waterfall.js";
 
 const REQUESTS_LOOKED_AT = 200;
 
-let stop = null; // the AbortController of the answer under way
+let stop = null; // the AbortController of the current answer
 
 export function startPlayground() {
   byId("ask").addEventListener("submit", (event) => {
@@ -26,23 +26,23 @@ export function offerModels(names) {
 
 async function run() {
   stop = new AbortController();
-  const told = { started_ms: performance.now(), first_ms: null, usage: null, requestId: null };
+  const progress = { started_ms: performance.now(), first_ms: null, usage: null, requestId: null };
   begin();
   try {
-    await answer(told);
-    await showRoute(told);
+    await answer(progress);
+    await showRoute(progress);
   } finally {
     stop = null;
     end();
   }
 }
 
-async function answer(told) {
+async function answer(progress) {
   try {
     const { path, body } = asked();
     const response = await send(path, { body, signal: stop.signal });
-    told.requestId = response.headers.get("x-request-id");
-    await (body.stream ? readStream(response, told) : readWhole(response, told));
+    progress.requestId = response.headers.get("x-request-id");
+    await (body.stream ? readStream(response, progress) : readWhole(response, progress));
   } catch (error) {
     if (error.name === "AbortError") showError("Stopped.");
     else showError(error instanceof Refused ? `${error.status}: ${error.message}` : error.message);
@@ -67,7 +67,7 @@ function end() {
 }
 
 function showError(text) {
-  say(byId("answer-error"), text);
+  setText(byId("answer-error"), text);
   show(byId("answer-error"), true);
 }
 
@@ -85,34 +85,34 @@ function asked() {
   return { path: isChat ? "v1/chat/completions" : "v1/completions", body };
 }
 
-// Those that a person filled in.
+// Returns the sampling parameters that the user filled in.
 function numbers(fields) {
   const given = Object.entries(fields).filter(([, id]) => byId(id).value !== "");
   return Object.fromEntries(given.map(([name, id]) => [name, byId(id).valueAsNumber]));
 }
 
-async function readStream(response, told) {
+async function readStream(response, progress) {
   for await (const { name, data } of events(response)) {
     if (name === "error") throw new Error(data.error?.message ?? "the stream broke");
-    if (data.usage) told.usage = data.usage;
+    if (data.usage) progress.usage = data.usage;
     for (const choice of data.choices ?? []) {
-      write(choice.delta ?? choice, told);
-      if (choice.finish_reason) told.finish = choice.finish_reason;
+      write(choice.delta ?? choice, progress);
+      if (choice.finish_reason) progress.finish = choice.finish_reason;
     }
   }
 }
 
-async function readWhole(response, told) {
+async function readWhole(response, progress) {
   const { choices, usage } = await response.json();
-  told.usage = usage;
-  told.finish = choices[0].finish_reason;
-  write(choices[0].message ?? choices[0], told);
+  progress.usage = usage;
+  progress.finish = choices[0].finish_reason;
+  write(choices[0].message ?? choices[0], progress);
 }
 
-function write({ content, reasoning_content: reasoning, text }, told) {
+function write({ content, reasoning_content: reasoning, text }, progress) {
   const words = text ?? content;
   if (!reasoning && !words) return;
-  told.first_ms ??= performance.now();
+  progress.first_ms ??= performance.now();
   if (reasoning) append(reasoning, "reasoning");
   if (words) append(words, "words");
 }
@@ -125,9 +125,9 @@ function append(text, kind) {
   answer.scrollTop = answer.scrollHeight;
 }
 
-async function showRoute(told) {
-  const row = await rowOf(told.requestId);
-  const usage = row ?? told.usage;
+async function showRoute(progress) {
+  const row = await rowOf(progress.requestId);
+  const usage = row ?? progress.usage;
   if (!usage) return;
   const from = usage.prompt_tokens_details;
   const steps = [];
@@ -142,24 +142,24 @@ async function showRoute(told) {
   steps.push(`${decode} had ${count(from.reused_tokens)}, fetched ${count(from.fetched_tokens)} from the store and computed ${count(from.replayed_tokens)} itself`);
   steps.push(`${decode} drew ${count(usage.completion_tokens)} tokens`);
   byId("route").replaceChildren(...steps.map((step) => make("li", step)));
-  describe(byId("answer-figures"), figuresOf(told, row, usage));
+  describe(byId("answer-figures"), figuresOf(progress, row, usage));
   drawWaterfall(row);
 }
 
-function figuresOf(told, row, usage) {
-  const ttft_s = row?.ttft_s ?? (told.first_ms === null ? null : (told.first_ms - told.started_ms) / 1000);
+function figuresOf(progress, row, usage) {
+  const ttft_s = row?.ttft_s ?? (progress.first_ms === null ? null : (progress.first_ms - progress.started_ms) / 1000);
   return [
     ["prompt", count(usage.prompt_tokens)],
     ["not computed", count(usage.prompt_tokens_details.cached_tokens)],
     ["answer", count(usage.completion_tokens)],
     ["TTFT", seconds(ttft_s)],
     ["tokens/s", threeDigits(row?.tokens_per_s)],
-    ["end", row?.finish ?? told.finish ?? "–"],
-    ["request", told.requestId ?? "–"],
+    ["end", row?.finish ?? progress.finish ?? "–"],
+    ["request", progress.requestId ?? "–"],
   ];
 }
 
-// What the server tells of this request, if the key may see it.
+// Returns the server's record of this request, if the key may see it.
 async function rowOf(requestId) {
   if (!requestId) return null;
   try {

@@ -1,9 +1,9 @@
-// How fast workers' counters grow, over the last few seconds.
+// The rates of workers' counters over the last few seconds.
 
 const WINDOW_MS = 5_000;
 
 export class Rates {
-  #samples = new Map(); // by the id of a worker's life: a new one starts at zero
+  #samples = new Map(); // by the id of a worker's incarnation, whose counters start at zero
 
   see(workers, now_ms) {
     const alive = new Set(workers.map((worker) => worker.info.worker));
@@ -16,7 +16,7 @@ export class Rates {
     }
   }
 
-  // Per second; 0 as long as there is nothing to compare with.
+  // Returns the rate per second; 0 without an earlier sample.
   of(worker, counter) {
     const samples = this.#samples.get(worker.info.worker) ?? [];
     if (samples.length < 2) return 0;

@@ -1,4 +1,4 @@
-// The table of recent requests and the path that each took.
+// The table of recent requests and their routes.
 
 import { byId, copyOf, fill, keyed, part, show } from "./dom.js";
 import { clockTime, count, nameOf, seconds, threeDigits } from "./format.js";

@@ -1,6 +1,6 @@
-// What the time until the first token of a request was spent on.
+// The parts of the time to first token of a request.
 
-import { byId, keyed, make, say, show } from "./dom.js";
+import { byId, keyed, make, setText, show } from "./dom.js";
 import { seconds } from "./format.js";
 
 const PARTS = [
@@ -13,16 +13,16 @@ const PARTS = [
   ["decode_times", "computed_s", "decode: computed", "states-live"],
 ];
 
-// `row` is null for who may not see it.
+// `row` is null if the caller may not see it.
 export function drawWaterfall(row) {
   const parts = row?.ttft_s ? partsOf(row) : [];
   show(byId("waterfall-part"), parts.length > 0);
   keyed(byId("waterfall"), parts, keyOf, newSegment, (segment, { time_s }) => {
     segment.style.flexGrow = String(time_s / row.ttft_s);
   });
-  keyed(byId("waterfall-times"), parts, keyOf, newTime, (pair, { time_s }) => say(pair.lastElementChild, seconds(time_s)));
-  const told = parts.map(({ label, time_s }) => `${label} ${seconds(time_s)}`);
-  byId("waterfall").setAttribute("aria-label", told.join(", "));
+  keyed(byId("waterfall-times"), parts, keyOf, newTime, (pair, { time_s }) => setText(pair.lastElementChild, seconds(time_s)));
+  const texts = parts.map(({ label, time_s }) => `${label} ${seconds(time_s)}`);
+  byId("waterfall").setAttribute("aria-label", texts.join(", "));
 }
 
 function partsOf(row) {

@@ -1,4 +1,4 @@
-// A card for each worker: what it is, what it does, what its memory holds.
+// A card for each worker with its role, load and memory.
 
 import { byId, copyOf, fill, keyed, part, show } from "./dom.js";
 import { askToDrain } from "./drain.js";
@@ -22,7 +22,7 @@ const SET_BY = {
 };
 const GONE_SHOWN_MS = 60_000;
 
-const lastSeen = new Map(); // by name: the worker as it was, and when
+const lastSeen = new Map(); // by name: the last state of the worker and its time
 
 export function drawWorkers(workers, rates, { now_ms, severalModels }) {
   for (const worker of workers) lastSeen.set(worker.info.name, { worker, at_ms: now_ms });
@@ -44,7 +44,7 @@ export function drawWorkers(workers, rates, { now_ms, severalModels }) {
   );
 }
 
-// Another choice of models: what is not in it is not gone.
+// The choice of models changed, so workers of other models have not gone.
 export function forgetGone() {
   lastSeen.clear();
 }
@@ -65,7 +65,7 @@ function drawCard(card, { worker, gone_ms }, rates, severalModels) {
     name: info.name,
     role: ranks > 1 ? `${info.role}, TP ${ranks}` : info.role,
     model: severalModels ? worker.model : "",
-    state: gone_ms === null ? `${state}, heard ${worker.heard_ago_s.toFixed(1)} s ago` : `gone for ${seconds(gone_ms / 1000)}`,
+    state: gone_ms === null ? `${state}, heartbeat ${worker.heard_ago_s.toFixed(1)} s ago` : `gone for ${seconds(gone_ms / 1000)}`,
     drain: state === "draining" ? "Undrain" : "Drain",
     running: count(load.running_rows),
     waiting: count(load.waiting_rows),

@@ -1,1 +1,1 @@
-"""One `tidemill serve`: the cluster and its endpoint, started and stopped together."""
+"""The process of `tidemill serve`: it starts and stops the cluster and the endpoint together."""

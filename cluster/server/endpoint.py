@@ -1,4 +1,4 @@
-"""Where a server listens and who may ask: its sockets, and what the system lets it open."""
+"""The endpoint of a server: its addresses, security, sockets and limit of open files."""
 
 import resource
 import socket
@@ -12,19 +12,20 @@ from tidemill.cluster.observability.telemetry import QUIET, Telemetry
 from tidemill.kvstore.errors import TidemillError
 
 UNREAD_BYTES_MAX = 256 << 10
-"""Of one connection, which the kernel keeps for a client that does not read; by itself it keeps megabytes."""
+"""The kernel's send buffer of one connection; by default it would hold megabytes for a client that
+does not read."""
 
-FILES_BESIDE = 4096
-"""... the connections of clients, that a frontend may have open."""
+OTHER_FILES_MAX = 4096
+"""The files that the edge may open in addition to client connections."""
 
 
 class PortTaken(TidemillError):
-    """The endpoint cannot listen where it was told to."""
+    """The endpoint cannot listen on its address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where the server listens, and who may ask."""
+    """The addresses, security, telemetry and limits of a server."""
 
     host: str
     port: int
@@ -38,10 +39,10 @@ class Endpoint:
         return "http" if self.security.tls is None else "https"
 
 
-def allow_files(connections_max: int) -> None:
-    """Raise what this process may open, which is often 1,024, as far as it may be."""
+def raise_file_limit(connections_max: int) -> None:
+    """Raise the limit of open files, often 1,024, to the need of this process or the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections_max + FILES_BESIDE
+    wanted = connections_max + OTHER_FILES_MAX
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
@@ -49,16 +50,15 @@ def allow_files(connections_max: int) -> None:
 
 @contextmanager
 def listening(endpoint: Endpoint) -> Generator[socket.socket]:
-    """The socket of HTTP, taken first: that a port is in use is said before the cluster starts."""
+    """Yield the listening HTTP socket. Raises PortTaken, also for the gRPC port."""
     family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES_MAX
-        )  # its connections inherit it
+        # Connections inherit the size of the send buffer.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES_MAX)
         _bind(listener, endpoint.host, endpoint.port, "--port")
         if endpoint.grpc_port is not None:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:  # gRPC takes no socket that others made
+            with socket.socket(family, socket.SOCK_STREAM) as probe:  # gRPC opens its own socket
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 _bind(probe, endpoint.host, endpoint.grpc_port, "--grpc-port")
         listener.listen(2048)
@@ -70,5 +70,5 @@ def _bind(listener: socket.socket, host: str, port: int, option: str) -> None:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         raise PortTaken(
-            f"cannot listen on {host}:{port} ({error}): give another --host or {option}, 0 takes a free one"
+            f"cannot listen on {host}:{port} ({error}): give another --host or {option}, 0 for a free port"
         ) from error

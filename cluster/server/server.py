@@ -1,4 +1,4 @@
-"""One server: the cluster behind it and the HTTP endpoint before it, both started and both stopped."""
+"""Run a server: start the cluster and its HTTP and gRPC endpoint, and stop both."""
 
 import asyncio
 import logging
@@ -34,8 +34,8 @@ from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.observability.logs import LINES_KEPT, keeping
 from tidemill.cluster.observability.spans import tracing
 from tidemill.cluster.rpc.router_client import RouterClient
-from tidemill.cluster.server.endpoint import Endpoint, PortTaken, allow_files, listening
-from tidemill.cluster.server.support_info import parts_of
+from tidemill.cluster.server.endpoint import Endpoint, PortTaken, listening, raise_file_limit
+from tidemill.cluster.server.support_info import support_parts
 from tidemill.cluster.settings import ClusterSettings, FleetSettings
 from tidemill.cluster.supervisor.launch import Cluster, start_cluster
 from tidemill.cluster.supervisor.mooncake_service import running_store
@@ -47,42 +47,39 @@ from tidemill.workers.engine.build import check_settings
 log = logging.getLogger(__name__)
 
 Work = Callable[[str], Coroutine[Any, Any, None]]
-"""What to do with a server that is up, given its URL."""
+"""The coroutine to run while the server is up, given its URL."""
 
 
 class _Runs(Protocol):
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         ...
 
 
 def serve(
     endpoint: Endpoint, settings: ClusterSettings, sources: Sources, console: Console, work: Work
 ) -> None:
-    """Start everything, run `work` beside the ready server until it returns or a signal comes, stop
-    everything.
-
-    Raises TidemillError when it cannot start; nothing is left running then.
-    """
+    """Start everything, serve until `work` returns or a signal comes, stop everything. Raises
+    TidemillError when it cannot start; nothing is left running then."""
     for engine in {worker.engine for worker in settings.workers}:
-        check_settings(engine)  # what is wrong there is said before anything is started
+        check_settings(engine)  # report errors before anything is started
     for fleet in settings.fleets:
         check_chat(fleet.chat)
-    allow_files(endpoint.limits.connections_max)
+    raise_file_limit(endpoint.limits.connections_max)
     with (
-        listening(endpoint) as listener,
-        ThreadPoolExecutor(1) as beside,
+        listening(endpoint) as listener,  # before the cluster starts, so that a port in use is reported early
+        ThreadPoolExecutor(1) as executor,
         tracing(endpoint.telemetry, "frontend") as tracer,
     ):
         sources = replace(sources, tracer=tracer)
         folders, chats = zip(*((fleet.model_folder, fleet.chat) for fleet in settings.fleets), strict=True)
-        tokenizers = beside.map(load_tokenizer, folders, chats)  # takes as long as the cluster
+        tokenizers = executor.map(load_tokenizer, folders, chats)  # takes as long as starting the cluster
         cluster = start_cluster(settings, console)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(endpoint, settings, cluster, list(tokenizers), sources, listener, work))
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not leave half of it behind
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not interrupt the stop
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             cluster.stop()
 
@@ -112,37 +109,38 @@ async def _serve(
         for fleet, router, scaler in zip(fleets, routers, scalers, strict=True)
     ]
     lines = deque[str](maxlen=LINES_KEPT)
-    desk = open_context(
-        [ServedBackend(*one) for one in zip(services, tokenizers, strict=True)],
+    context = open_context(
+        [ServedBackend(*backend) for backend in zip(services, tokenizers, strict=True)],
         sources,
         metrics=metrics,
         limits=endpoint.limits,
         keys=endpoint.security.keys,
-        parts=parts_of(endpoint, settings, lines),
+        parts=support_parts(endpoint, settings, lines),
     )
-    public = await _grpc(endpoint, desk)
+    grpc_servers = await _start_grpc(endpoint, context)
     working = work(f"{endpoint.scheme}://{endpoint.host}:{listener.getsockname()[1]}")
     try:
         with keeping(lines):
-            await _until_told(_http(endpoint, desk), listener, [*services, *scalers, *public], working)
+            runs = [*services, *scalers, *grpc_servers]
+            await _serve_until_stopped(_http_server(endpoint, context), listener, runs, working)
     finally:
         for service in services:
             await service.close()
 
 
-async def _until_told(
-    server: "_Server", listener: socket.socket, beside: Sequence[_Runs], work: Coroutine[Any, Any, None]
+async def _serve_until_stopped(
+    server: "_Server", listener: socket.socket, runs: Sequence[_Runs], work: Coroutine[Any, Any, None]
 ) -> None:
-    """Serve until `work` is done or a signal comes, with all that runs beside it; then end all of it."""
-    told_to_stop = asyncio.Event()
+    """Serve and run `runs` until `work` is done or a signal comes; then end all of them."""
+    stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, told_to_stop.set)
-    others = [asyncio.create_task(one.run()) for one in beside]
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    others = [asyncio.create_task(run.run()) for run in runs]
     for task in others:
-        task.add_done_callback(_ended)
+        task.add_done_callback(_log_error)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     working = asyncio.create_task(work)
-    stopping = asyncio.create_task(told_to_stop.wait())
+    stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({serving, working, stopping}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -154,16 +152,16 @@ async def _until_told(
         working.result()
 
 
-def _http(endpoint: Endpoint, desk: EdgeContext) -> "_Server":
-    app = app_of(desk)
-    app.openapi()  # now: later, streams would wait for it
+def _http_server(endpoint: Endpoint, context: EdgeContext) -> "_Server":
+    app = app_of(context)
+    app.openapi()  # builds the schema now, later it would delay streams
     config = uvicorn.Config(
         app,
-        http=with_client_timeouts(desk.limits),
-        log_config=None,  # its warnings go where ours go
+        http=with_client_timeouts(context.limits),
+        log_config=None,  # so that uvicorn uses our logging
         access_log=False,
         ws="none",
-        timeout_graceful_shutdown=math.ceil(desk.limits.shutdown_s_max),
+        timeout_graceful_shutdown=math.ceil(context.limits.shutdown_s_max),
         **uvicorn_settings(endpoint.security.tls),
     )
     return _Server(config)
@@ -194,11 +192,11 @@ def _service(
     )
 
 
-async def _grpc(endpoint: Endpoint, desk: EdgeContext) -> list[PublicServer]:
-    """The gRPC server, listening; none where none is wanted. Raises PortTaken."""
+async def _start_grpc(endpoint: Endpoint, context: EdgeContext) -> list[PublicServer]:
+    """Start the gRPC server, if there is a port for one. Raises PortTaken."""
     if endpoint.grpc_port is None:
         return []
-    server = PublicServer(desk, tls=endpoint.security.tls)
+    server = PublicServer(context, tls=endpoint.security.tls)
     try:
         address = await server.start(endpoint.host, endpoint.grpc_port)
     except OSError as error:
@@ -207,13 +205,13 @@ async def _grpc(endpoint: Endpoint, desk: EdgeContext) -> list[PublicServer]:
     return [server]
 
 
-def _ended(task: asyncio.Task[None]) -> None:
+def _log_error(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("%s broke", task.get_coro(), exc_info=error)
 
 
 class _Server(uvicorn.Server):
-    """Leaves the signals to us: the cluster behind it must be stopped as well."""
+    """A uvicorn server that leaves signals to us, because the cluster must be stopped as well."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -222,8 +220,9 @@ class _Server(uvicorn.Server):
 
 @contextmanager
 def shared_store(url: str | None, folders: tuple[Path, ...]) -> Generator[str]:
-    """The URL of a store that several processes can share: that which `url` names, checked and with all that
-    it needs running, or a folder of our own for this run."""
+    """Yield the URL of a store that several processes can share. It is the store of `url`, checked
+    and with its processes running, or a temporary folder without `url`. The folder is made in the
+    first of `folders` that exists."""
     if url is None:
         base = next((folder for folder in folders if folder.is_dir()), None)
         with tempfile.TemporaryDirectory(prefix="tidemill-store-", dir=base) as folder:
@@ -232,5 +231,6 @@ def shared_store(url: str | None, folders: tuple[Path, ...]) -> Generator[str]:
     check_shared(url)
     if files := other_tiers(url):
         asyncio.run(open_store(files).close())
-    with running_store(url) as shared:  # Mooncake's client is not for this process: it takes the signals
-        yield shared
+    # Mooncake's client would replace the signal handlers of this process, so it is not opened here.
+    with running_store(url) as store_url:
+        yield store_url

@@ -1,7 +1,8 @@
-"""What a server tells of itself for a support bundle: settings, software, nodes of Ray, the ends of logs.
+"""The facts about a server for a support bundle: settings, software, nodes of Ray, the ends of
+logs.
 
-Nothing of it has keys or texts of requests: settings name files of secrets, logs have neither, and what looks
-like a secret is taken out.
+They contain neither keys nor texts of requests. Settings have the paths of files with secrets, logs
+have neither, and everything that looks like a secret is redacted.
 """
 
 import platform
@@ -26,11 +27,13 @@ TAIL_BYTES = 64 << 10
 FILES_MAX = 64
 
 OWN_LOGS = ("raylet*", "gcs_server*")
-"""In the log folder of a Ray cluster of our own. One that was joined has what others did in these."""
+"""The logs of Ray's own processes, for a Ray cluster that we started; others share those of a
+joined one."""
 
 
-def parts_of(endpoint: Endpoint, settings: ClusterSettings, lines: Iterable[str]) -> Parts:
-    """`lines` are the last ones that this process logged."""
+def support_parts(endpoint: Endpoint, settings: ClusterSettings, lines: Iterable[str]) -> Parts:
+    """Return the functions that collect each part; `lines` are the last log lines of this
+    process."""
     return {
         "config": lambda: config_of(endpoint, settings),
         "software": software,
@@ -57,8 +60,8 @@ def config_of(endpoint: Endpoint, settings: ClusterSettings) -> dict[str, object
 
 
 def software() -> dict[str, object]:
-    """Versions of this process."""
-    packages = {one.metadata["Name"]: one.version for one in distributions()}
+    """Return the versions of Tidemill, Python, the platform and all installed packages."""
+    packages = {package.metadata["Name"]: package.version for package in distributions()}
     return {
         "tidemill": __version__,
         "python": sys.version,
@@ -70,26 +73,26 @@ def software() -> dict[str, object]:
 
 def _nodes() -> list[object]:
     try:
-        found = RAY.nodes()
+        nodes = RAY.nodes()
     except Exception as error:
-        raise TidemillError(f"Ray does not tell its nodes: {error}") from error
-    return [plain(one) for one in found]
+        raise TidemillError(f"Ray does not list its nodes: {error}") from error
+    return [plain(node) for node in nodes]
 
 
 def _logs(settings: ClusterSettings) -> dict[str, str]:
-    """Of this node: those of our actors, and Ray's own if it is ours."""
+    """Return this node's actor logs, plus Ray's logs if Tidemill started Ray."""
     try:
         assert RAY.is_initialized(), "Ray was not started"
         folder = Path(RAY.init(ignore_reinit_error=True).address_info["session_dir"], "logs")
         job: str = RAY.get_runtime_context().get_job_id()
     except Exception as error:
-        raise TidemillError(f"Ray does not tell its logs: {error}") from error
+        raise TidemillError(f"Ray does not show its logs: {error}") from error
     patterns = (f"worker-*-{job}-*", *(OWN_LOGS if settings.ray_address is None else ()))
     return tails(file for pattern in patterns for file in folder.glob(pattern))
 
 
 def tails(files: Iterable[Path]) -> dict[str, str]:
-    """The ends of those that have something, by name; of too many, of those that were written last."""
+    """Return the ends of the non-empty files by name, at most of the FILES_MAX written last."""
     sizes = [(file.stat().st_mtime, file) for file in files if file.stat().st_size]
     newest = [file for _, file in sorted(sizes, reverse=True)[:FILES_MAX]]
     return {file.name: _tail(file) for file in sorted(newest)}

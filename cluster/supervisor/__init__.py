@@ -1,1 +1,1 @@
-"""Everything that starts, scales and stops processes; the only folder besides `server` that imports Ray."""
+"""The code that starts, scales and stops processes; only it and `server` import Ray."""

@@ -1,12 +1,13 @@
-"""How many workers of each role there shall be, by what the fleet has seen. Pure.
+"""Decide the number of workers of each role from the load that the fleet has had. Pure.
 
-Demand is counted in workers: those that were busy, those that would have kept the queue from growing, those
-that work it off in `drain_s`, and by as much more as requests were refused. More workers are wanted when it
-was more than HIGH of those there are, over `up_s`; fewer, one at a time, when its highest over `down_s` is no
-more than LOW of the fewer. Between the two nothing changes:
+Demand is counted in workers. It is the sum of the busy workers, the workers that would have stopped
+the queue from growing, and those that would empty it within `drain_s`. It is scaled up by the share
+of refused requests. The fleet grows when the demand over `up_s` exceeds HIGH of the workers. It
+shrinks, one worker at a time, when the peak demand over `down_s` is at most LOW of one worker
+fewer. In between nothing changes:
 
-    demand of n workers    0 ........ LOW * (n - 1) ........ HIGH * n ........
-                           fewer      |        as they are          |     more
+    demand on n workers    0 ........ LOW * (n - 1) ........ HIGH * n ........
+                           shrink     |           keep              |    grow
 """
 
 import math
@@ -17,19 +18,21 @@ from tidemill.cluster.messages import Bounds, FleetStatus, Hysteresis, Misses, W
 from tidemill.workers.messages import Role
 
 HIGH, LOW = 0.8, 0.6
-MISSED_SHARE = 0.01
+MISSED_SHARE_MAX = 0.01
 BUSY_MIN = 0.5
-"""Of the requests of `up_s` that were refused or answered late: more than these are worth a worker of the
-tightest role, if its workers were busy for so much of the time."""
+"""The role with the highest demand per worker grows by one worker if a larger share than
+MISSED_SHARE_MAX of the requests within `up_s` was refused or late. Its workers must have been busy
+for more than BUSY_MIN."""
 
-PER_STEP = 4
-"""At most so many times the workers there are, at once."""
+GROWTH_MAX = 4
+"""The maximum growth factor per decision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleLoad:
-    """What the workers of a role had to do. `wanted` of them there shall be, `ready` serve. Means over these:
-    `busy` is the share of the worker that is used, `queue_s` the work that waits for it."""
+    """The load of a role: `wanted` is the intended number of workers, `ready` the number that
+    serves. Means over the ready workers: `busy` is the used share of a worker, `queue_s` its queued
+    work in seconds."""
 
     wanted: int
     ready: int
@@ -38,12 +41,12 @@ class RoleLoad:
 
     @property
     def used(self) -> float:
-        """Workers."""
+        """The number of workers in use."""
         return self.ready * self.busy
 
     @property
     def queued_s(self) -> float:
-        """Seconds of one worker."""
+        """The queued work in seconds of one worker."""
         return self.ready * self.queue_s
 
 
@@ -56,7 +59,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """So many workers of a role more, or fewer."""
+    """An order to add `by` workers of a role, or to remove -`by` of them."""
 
     role: Role
     by: int
@@ -64,40 +67,41 @@ class Change:
 
 
 def decide(history: Sequence[Sample], bounds: Mapping[Role, Bounds], hysteresis: Hysteresis) -> list[Change]:
-    """What to change now. `history` ascends in time; older than `down_s` is not looked at."""
+    """Return the changes to make now. `history` ascends in time; samples older than `down_s` are
+    ignored."""
     if not history:
         return []
-    lately = _since(history, history[-1].at_s - hysteresis.up_s)
+    recent = _since(history, history[-1].at_s - hysteresis.up_s)
     loads = {
-        role: _demand(lately, role, hysteresis) / max(1, history[-1].roles[role].wanted) for role in bounds
+        role: _demand(recent, role, hysteresis) / max(1, history[-1].roles[role].wanted) for role in bounds
     }
     tightest = max(loads, key=lambda role: loads[role], default=None)
     changes: list[Change] = []
     for role, bound in bounds.items():
-        blamed = lately if role == tightest and loads[role] > BUSY_MIN else lately[-1:]
-        change = _more(history, role, bound, blamed, hysteresis) or _fewer(history, role, bound, hysteresis)
+        blamed = recent if role == tightest and loads[role] > BUSY_MIN else recent[-1:]
+        change = _grow(history, role, bound, blamed, hysteresis) or _shrink(history, role, bound, hysteresis)
         if change is not None:
             changes.append(change)
     return changes
 
 
 def role_load(workers: Sequence[WorkerStatus], wanted: int) -> RoleLoad:
-    """Of the workers of one role that are ready."""
-    ready = [one for one in workers if one.state == "ready"]
+    """Return the load of the workers of one role."""
+    ready = [worker for worker in workers if worker.state == "ready"]
     count = max(1, len(ready))
     return RoleLoad(
         wanted=wanted,
         ready=len(ready),
         busy=sum(map(_busy, ready)) / count,
-        queue_s=sum(one.load.queued_s for one in ready) / count,
+        queue_s=sum(worker.load.queued_s for worker in ready) / count,
     )
 
 
-def sample_of(status: FleetStatus, wanted: Mapping[Role, int], misses: Misses, at_s: float) -> Sample:
+def take_sample(status: FleetStatus, wanted: Mapping[Role, int], misses: Misses, at_s: float) -> Sample:
     return Sample(
         at_s=at_s,
         roles={
-            role: role_load([one for one in status.workers if one.info.role == role], count)
+            role: role_load([worker for worker in status.workers if worker.info.role == role], count)
             for role, count in wanted.items()
         },
         misses=misses,
@@ -105,41 +109,43 @@ def sample_of(status: FleetStatus, wanted: Mapping[Role, int], misses: Misses, a
 
 
 def _busy(worker: WorkerStatus) -> float:
-    """Seen often enough, the share of the looks that find a prompt being computed is the share of the time.
-    Streams fill memory instead, measured by what the worker brought: its budget follows its need."""
+    """Return the used share of a worker: of its compute for prefill, of its memory for decode. Over
+    many samples, the share of those with a prompt in computation is the share of busy time. Memory
+    is measured against at least what the worker brought, because its budget follows its need."""
     load, info = worker.load, worker.info
-    computes = float(load.queued_tokens > 0)
+    computing = float(load.queued_tokens > 0)
     memory_bytes = max(1, load.budget_bytes, info.memory_bytes)
     filled = (load.memory.live + load.wanted_bytes) / memory_bytes
-    return {"prefill": computes, "decode": filled, "mixed": max(computes, filled)}[info.role]
+    return {"prefill": computing, "decode": filled, "mixed": max(computing, filled)}[info.role]
 
 
-def _more(
+def _grow(
     history: Sequence[Sample], role: Role, bound: Bounds, blamed: Sequence[Sample], hysteresis: Hysteresis
 ) -> Change | None:
-    """`blamed` are the samples whose refused and late requests are for this role to account for."""
+    """Return the growth of a role; `blamed` are the samples whose refused and late requests count
+    for it."""
     now_s, load = history[-1].at_s, history[-1].roles[role]
     if load.wanted < bound.least:
-        return Change(role=role, by=bound.least - load.wanted, reason=f"{bound.least} are the least")
+        return Change(role=role, by=bound.least - load.wanted, reason=f"the minimum is {bound.least}")
     if load.ready < load.wanted and now_s - _changed_s(history, role, 1) < hysteresis.start_s_max:
         return None
     if max(history[0].at_s, _ready_s(history, role)) > now_s - hysteresis.up_s:
-        return None  # not seen for long enough
-    refused, missed = _shares(blamed[0].misses, blamed[-1].misses)
-    used = _demand(_since(history, now_s - hysteresis.up_s), role, hysteresis)
-    demand = used / max(1 - refused, 1 / PER_STEP)
-    count = max(math.ceil(demand / HIGH), load.wanted + (missed > MISSED_SHARE))
-    count = min(count, max(1, load.wanted) * PER_STEP, bound.most)
+        return None  # not observed for long enough
+    refused, missed = _missed_shares(blamed[0].misses, blamed[-1].misses)
+    served = _demand(_since(history, now_s - hysteresis.up_s), role, hysteresis)
+    demand = served / max(1 - refused, 1 / GROWTH_MAX)
+    count = max(math.ceil(demand / HIGH), load.wanted + (missed > MISSED_SHARE_MAX))
+    count = min(count, max(1, load.wanted) * GROWTH_MAX, bound.most)
     if count <= load.wanted:
         return None
-    why = f", {missed:.0%} of the requests were refused or late" if missed else ""
-    return Change(role=role, by=count - load.wanted, reason=f"{demand:.1f} would be busy{why}")
+    detail = f", {missed:.0%} of the requests were refused or late" if missed else ""
+    return Change(role=role, by=count - load.wanted, reason=f"the demand is {demand:.1f} workers{detail}")
 
 
-def _fewer(history: Sequence[Sample], role: Role, bound: Bounds, hysteresis: Hysteresis) -> Change | None:
+def _shrink(history: Sequence[Sample], role: Role, bound: Bounds, hysteresis: Hysteresis) -> Change | None:
     now_s, load = history[-1].at_s, history[-1].roles[role]
     if load.wanted > bound.most:
-        return Change(role=role, by=bound.most - load.wanted, reason=f"{bound.most} are the most")
+        return Change(role=role, by=bound.most - load.wanted, reason=f"the maximum is {bound.most}")
     up_s, down_s = hysteresis.up_s, hysteresis.down_s
     is_settled = (
         history[0].at_s <= now_s - down_s
@@ -148,13 +154,13 @@ def _fewer(history: Sequence[Sample], role: Role, bound: Bounds, hysteresis: Hys
     )
     if not is_settled or load.wanted <= bound.least:
         return None
-    seen = _since(history, now_s - down_s)
-    begins = [seen[0].at_s + up_s * step for step in range(math.ceil(down_s / up_s))]
-    spans = [[one for one in seen if begin <= one.at_s < begin + up_s] for begin in begins]
+    samples = _since(history, now_s - down_s)
+    starts = [samples[0].at_s + up_s * step for step in range(math.ceil(down_s / up_s))]
+    spans = [[sample for sample in samples if start <= sample.at_s < start + up_s] for start in starts]
     peak = max(_demand(span, role, hysteresis) for span in spans if span)
     if peak > LOW * (load.wanted - 1):
         return None
-    return Change(role=role, by=-1, reason=f"no more than {peak:.1f} were busy for {down_s:g} s")
+    return Change(role=role, by=-1, reason=f"the demand was at most {peak:.1f} workers for {down_s:g} s")
 
 
 def _since(history: Sequence[Sample], since_s: float) -> list[Sample]:
@@ -162,7 +168,7 @@ def _since(history: Sequence[Sample], since_s: float) -> list[Sample]:
 
 
 def _demand(samples: Sequence[Sample], role: Role, hysteresis: Hysteresis) -> float:
-    """Workers that could have done what came."""
+    """Return the number of workers that could have done the work that arrived."""
     first, last = samples[0], samples[-1]
     used = sum(sample.roles[role].used for sample in samples) / len(samples)
     queued_s = last.roles[role].queued_s
@@ -171,15 +177,16 @@ def _demand(samples: Sequence[Sample], role: Role, hysteresis: Hysteresis) -> fl
     return max(0.0, used + growth + queued_s / hysteresis.drain_s)
 
 
-def _shares(first: Misses, last: Misses) -> tuple[float, float]:
-    """Of the requests between the two, those that were refused, and those with the late ones."""
+def _missed_shares(first: Misses, last: Misses) -> tuple[float, float]:
+    """Return the shares of the requests between the two that were refused, and that were refused or
+    late."""
     refused, late = last.refused - first.refused, last.late - first.late
-    asked = max(1, last.answered - first.answered + refused)
-    return refused / asked, (refused + late) / asked
+    num_requests = max(1, last.answered - first.answered + refused)
+    return refused / num_requests, (refused + late) / num_requests
 
 
 def _changed_s(history: Sequence[Sample], role: Role, sign: int) -> float:
-    """When there were last to be more (1) or fewer (-1)."""
+    """Return the time at which the intended number last rose (`sign` 1) or fell (-1)."""
     after = history[-1]
     for before in reversed(history):
         if (after.roles[role].wanted - before.roles[role].wanted) * sign > 0:
@@ -189,7 +196,8 @@ def _changed_s(history: Sequence[Sample], role: Role, sign: int) -> float:
 
 
 def _ready_s(history: Sequence[Sample], role: Role) -> float:
-    """Since when those that are ready now have been so: what the fewer before them saw says little."""
+    """Return the time since which as many workers have been ready as now; earlier samples do not
+    compare."""
     for sample in reversed(history):
         if sample.roles[role].ready < history[-1].roles[role].ready:
             return sample.at_s

@@ -1,10 +1,11 @@
-"""The Mooncake that a server brings along: its master and this host's owner of memory.
+"""The Mooncake processes that a server runs: a master and a process that lends it memory of this
+host.
 
-They are children of the process that serves. They must answer before the first worker opens the store, so
-before there is a Ray to place them, and nothing that Ray knows would help them. Each has a thread that starts
-it again when it dies, on the same port, so that its clients come back by themselves; it ends with the server,
-also when that is killed: see leash.py. A process that is frozen is not noticed here, but by each user of the
-store: see guard.py.
+They are children of the server process, because they must answer before the first worker opens the
+store and thus before Ray has started. A thread restarts each one on the same port when it ends, so
+that clients reconnect by themselves. Each ends with the server, also when that is killed (see
+die_with_parent.py). A frozen process is not detected here, but by each user of the store (see
+kvstore/stores/circuit_breaker.py).
 """
 
 import contextlib
@@ -26,9 +27,9 @@ from tidemill.kvstore.stores.open_store import check_url
 START_S_MAX = 30.0
 STOP_S_MAX = 3.0
 PAUSE_S_MIN, PAUSE_S_MAX = 0.1, 5.0
-"""Before a process that died is started again: doubled each time, and short again once it was ready."""
+"""The wait before a restart: it doubles each time, and is reset once the process was ready."""
 
-LOOK_S = 0.02
+POLL_S = 0.02
 
 MASTER_OPTIONS = ("--enable_metric_reporting=false", "--logtostderr", "--minloglevel=2")
 
@@ -37,10 +38,8 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def running_store(url: str) -> Generator[str]:
-    """The URL for workers of the store that `url` asks `serve` for; what it needs runs meanwhile.
-
-    Raises StoreError with one line that names the fix; nothing is left running then.
-    """
+    """Run the processes that the store `url` of `serve` needs; yield the URL for workers. Raises
+    StoreError with one line that names the fix; nothing is left running then."""
     plan = plan_store(url)
     check_url(plan.url)
     if not plan.has_mooncake:
@@ -50,53 +49,55 @@ def running_store(url: str) -> Generator[str]:
     if plan.master is None and not is_there(plan.joined):
         raise StoreError(
             f"no Mooncake master answers at {plan.joined}: check its address, "
-            "or leave it to --store mooncake?size=8GiB to start one"
+            "or start one with --store mooncake?size=8GiB"
         )
     with contextlib.ExitStack() as stack:
-        for part in _parts(plan):
-            kept = SupervisedProcess(part)
-            stack.callback(kept.stop)
-            kept.start()
-            kept.wait_until_ready()
+        for program in _programs(plan):
+            process = SupervisedProcess(program)
+            stack.callback(process.stop)
+            process.start()
+            process.wait_until_ready()
         yield plan.url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MooncakeProcess:
-    """A Python program to keep alive. It is ready when it takes connections at `port`, HOST:PORT, or, without
-    one, when it has written a line."""
+    """A Python program to run. It is ready when it accepts connections at `port`, or, without a
+    port, when it has written a line."""
 
     name: str
     arguments: tuple[str, ...]
-    port: str = ""
+    port: str = ""  # HOST:PORT
 
 
 class SupervisedProcess:
-    """A program that is started again whenever it ends, until it is stopped."""
+    """A program that is restarted whenever it ends, until it is stopped."""
 
-    def __init__(self, part: MooncakeProcess) -> None:
-        self._part = part
-        self._first = Future[None]()  # of its lives: ready, or ended before that
+    def __init__(self, program: MooncakeProcess) -> None:
+        self._program = program
+        self._first_start = Future[None]()  # done when the first process is ready, or ended before that
         self._stopped = Event()
         self._lock = Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._thread = Thread(target=self._run, name=part.name, daemon=True)
+        self._thread = Thread(target=self._run, name=program.name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def wait_until_ready(self) -> None:
-        """Raises StoreError when it ends first, or takes too long."""
+        """Wait for the first start. Raises StoreError if the program ends first or takes
+        START_S_MAX."""
         try:
-            self._first.result(START_S_MAX)
+            self._first_start.result(START_S_MAX)
         except TimeoutError:
             raise StoreError(
-                f"the {self._part.name} does not answer {START_S_MAX:.0f} s after its start: "
+                f"the {self._program.name} does not answer {START_S_MAX:.0f} s after its start: "
                 "use file:///path meanwhile"
             ) from None
 
     def stop(self) -> None:
-        """Ends it for good, and waits for that. An owner tells its master, if it gets the time to."""
+        """End the program and wait for its end; STOP_S_MAX lets a memory owner sign off at its
+        master."""
         with self._lock:
             self._stopped.set()
             if self._process is not None:
@@ -107,19 +108,20 @@ class SupervisedProcess:
         self._thread.join()
 
     def _run(self) -> None:
-        """One thread for all lives: Linux ends a leashed process with the thread that started it."""
+        """Run the program over all its restarts, in one thread. Linux ends the process with the
+        thread that started it, see die_with_parent.py."""
         pause_s = PAUSE_S_MIN
         while (process := self._start()) is not None:
             with process:
                 if self._becomes_ready(process):
                     pause_s = PAUSE_S_MIN
-                    self._first_life(None)
-                for _ in process.stdout or ():  # until its end
+                    self._set_first_start(None)
+                for _ in process.stdout or ():  # wait for its end
                     pass
-            ended = f"the {self._part.name} ended ({_status(process.returncode)})"
-            self._first_life(StoreError(f"{ended} while it started: use file:///path meanwhile"))
+            ended = f"the {self._program.name} ended ({_status(process.returncode)})"
+            self._set_first_start(StoreError(f"{ended} while it started: use file:///path meanwhile"))
             if not self._stopped.is_set():
-                log.warning("%s: it is started again", ended)
+                log.warning("%s and will be restarted", ended)
             self._stopped.wait(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
@@ -129,7 +131,7 @@ class SupervisedProcess:
             "-m",
             "tidemill.cluster.supervisor.die_with_parent",
             str(os.getpid()),
-            *self._part.arguments,
+            *self._program.arguments,
         ]
         with self._lock:
             if self._stopped.is_set():
@@ -139,35 +141,36 @@ class SupervisedProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 text=True,
-                start_new_session=True,  # a Ctrl-C is for the server, which ends it last
+                start_new_session=True,  # Ctrl-C goes to the server only, which ends this process last
             )
             return self._process
 
     def _becomes_ready(self, process: "subprocess.Popen[str]") -> bool:
         assert process.stdout is not None
-        if not self._part.port:
+        if not self._program.port:
             return process.stdout.readline() != ""
         while process.poll() is None:
-            if is_there(self._part.port):
+            if is_there(self._program.port):
                 return True
-            self._stopped.wait(LOOK_S)
+            self._stopped.wait(POLL_S)
         return False
 
-    def _first_life(self, error: StoreError | None) -> None:
-        with contextlib.suppress(InvalidStateError):  # that of an earlier life stays
+    def _set_first_start(self, error: StoreError | None) -> None:
+        with contextlib.suppress(InvalidStateError):  # the result of the first start stays
             if error is None:
-                self._first.set_result(None)
+                self._first_start.set_result(None)
             else:
-                self._first.set_exception(error)
+                self._first_start.set_exception(error)
 
 
-def _parts(plan: StorePlan) -> Sequence[MooncakeProcess]:
-    found = [master_process(plan.master)] if plan.master is not None else []
-    return found + ([owner_process(plan.owner)] if plan.owner is not None else [])
+def _programs(plan: StorePlan) -> Sequence[MooncakeProcess]:
+    programs = [master_process(plan.master)] if plan.master is not None else []
+    return programs + ([owner_process(plan.owner)] if plan.owner is not None else [])
 
 
 def master_process(master: Master) -> MooncakeProcess:
-    """Its defaults listen on every interface: each socket is told where to be."""
+    """Return the program of a master. Mooncake would listen on every interface, so each socket gets
+    an address."""
     arguments = (
         f"--rpc_address={master.host}",
         f"--rpc_port={master.port}",

@@ -1,4 +1,4 @@
-"""Which node a worker goes to, and what the nodes of a Ray cluster lack for it. Pure."""
+"""Assign workers to nodes of a Ray cluster, and explain why a worker fits on no node. Pure."""
 
 import re
 from collections import Counter
@@ -7,22 +7,24 @@ from dataclasses import dataclass, field, replace
 
 from tidemill.cluster.settings import WorkerSettings
 
-NODES_TOLD_MAX = 4
-"""So many nodes are described in a message."""
+NODES_DESCRIBED_MAX = 4
+"""The maximum number of nodes that a message describes."""
 
 CPUS_MIN = 0.001
-"""Of a worker that asks for nothing: next to nothing, but it keeps away from nodes that offer no CPU."""
+"""The CPUs of a worker that asks for no resource: nearly none, but it excludes nodes that offer no
+CPU."""
 
 ROUNDING = 1e-6
-"""Ray counts in ten thousandths."""
+"""The tolerance of comparisons; Ray counts in ten-thousandths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDemand:
-    """What one worker wants: one node with these labels, and on it these resources for each of its ranks."""
+    """The demand of a worker: one node with these labels, and these resources there for each of its
+    ranks."""
 
     name: str
-    kind: str = ""  # replicas of one kind go to different nodes
+    kind: str = ""  # replicas of one kind are spread over nodes
     ranks: int = 1
     each: Mapping[str, float] = field(default_factory=dict[str, float])
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -32,15 +34,15 @@ class WorkerDemand:
         return {name: amount * self.ranks for name, amount in self.each.items()}
 
     def __str__(self) -> str:
-        wants = [f"{name}: {amount:g}" for name, amount in self.each.items()]
+        amounts = [f"{name}: {amount:g}" for name, amount in self.each.items()]
         labels = [f"label {name}={value}" for name, value in self.labels.items()]
-        ranks = f" for each of its {self.ranks} ranks" if self.ranks > 1 and wants else ""
-        return f"{self.name} needs {{{', '.join([*wants, *labels])}}}{ranks} on one node"
+        ranks = f" for each of its {self.ranks} ranks" if self.ranks > 1 and amounts else ""
+        return f"{self.name} needs {{{', '.join([*amounts, *labels])}}}{ranks} on one node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A node that is up; `free` is what nobody has of its `total`."""
+    """A node that is up; `free` is the unused part of its `total` resources."""
 
     id: str
     address: str
@@ -57,12 +59,12 @@ class Node:
         )
 
     def without(self, demand: WorkerDemand) -> "Node":
-        """What is left when the demand is met here."""
+        """Return this node with the demand taken from its free resources."""
         taken = {name: self.free.get(name, 0.0) - amount for name, amount in demand.all.items()}
         return replace(self, free={**self.free, **taken})
 
-    def told(self, demand: WorkerDemand) -> str:
-        """This node, as far as the demand is about it."""
+    def describe(self, demand: WorkerDemand) -> str:
+        """Describe the labels or resources of this node that matter to the demand."""
         if not self.has_labels_of(demand):
             wrong = [
                 f"label {name}={self.labels[name]}" if name in self.labels else f"no label {name}"
@@ -70,16 +72,17 @@ class Node:
                 if not selects(wanted, self.labels.get(name))
             ]
             return f"{self.address} has {' and '.join(wrong)}"
-        found = [
+        amounts = [
             f"{name}: {self.free.get(name, 0.0):g} of {self.total.get(name, 0.0):g} free"
             for name in demand.each
         ]
-        return f"{self.address} has {', '.join(found)}"
+        return f"{self.address} has {', '.join(amounts)}"
 
 
 def demand_of(worker: WorkerSettings) -> WorkerDemand:
-    """Replicas are the workers that a fleet started for one role. Where Ray is to keep to a node, it has to
-    reserve something there."""
+    """Return the demand of a worker; workers that a fleet started for the same role are of one
+    kind. It names at least some CPU, because Ray only stays on a node where it reserves
+    something."""
     amounts = {"CPU": worker.num_cpus, "GPU": worker.num_gpus, **worker.resources}
     each = {name: amount for name, amount in amounts.items() if amount}
     return WorkerDemand(
@@ -92,68 +95,73 @@ def demand_of(worker: WorkerSettings) -> WorkerDemand:
 
 
 def selects(wanted: str, value: str | None) -> bool:
-    """Whether Ray's selector `wanted` (`a`, `!a`, `in(a,b)` or `!in(a,b)`) takes a label with this value, or
-    None: there is no such label."""
-    is_not = wanted.startswith("!")
+    """Return whether Ray's selector `wanted` (`a`, `!a`, `in(a,b)` or `!in(a,b)`) accepts a label
+    value. `value` is None when the node has no such label."""
+    is_negated = wanted.startswith("!")
     listed = re.fullmatch(r"in\((.*)\)", wanted.removeprefix("!").strip())
-    values = [one.strip() for one in listed[1].split(",")] if listed else [wanted.removeprefix("!")]
-    return (value in values) != is_not
+    values = [item.strip() for item in listed[1].split(",")] if listed else [wanted.removeprefix("!")]
+    return (value in values) != is_negated
 
 
 @dataclass(frozen=True, slots=True)
 class NodeAssignment:
-    """Where demands go, one after the other. `homes` are the nodes of those that fit, by name; `left` is what
-    the nodes have left beside them; `lacking` found no place."""
+    """The result of assigning demands to nodes one after the other. `node_ids` has the node of each
+    demand that fits, by the demand's name. `remaining` has the nodes with the resources that are
+    left. `unassigned` has the demands that fit on no node."""
 
-    homes: dict[str, str]
-    left: tuple[Node, ...]
-    lacking: tuple[WorkerDemand, ...]
+    node_ids: dict[str, str]
+    remaining: tuple[Node, ...]
+    unassigned: tuple[WorkerDemand, ...]
 
 
-def plan(
-    demands: Iterable[WorkerDemand], nodes: Sequence[Node], there: Mapping[str, Iterable[str]]
+def assign(
+    demands: Iterable[WorkerDemand], nodes: Sequence[Node], existing: Mapping[str, Iterable[str]]
 ) -> NodeAssignment:
-    """Each demand goes to the node with the fewest of its kind, then with the fewest of all. `there` has the
-    nodes where those of each kind are already, once for each."""
-    left = {node.id: node for node in nodes}
-    counts = {kind: Counter(ids) for kind, ids in there.items()}
-    homes: dict[str, str] = {}
-    lacking: list[WorkerDemand] = []
+    """Assign each demand to the node with the fewest workers of its kind, then with the fewest of
+    all. `existing` has, by kind, the node id of each worker that is already assigned."""
+    remaining = {node.id: node for node in nodes}
+    counts = {kind: Counter(ids) for kind, ids in existing.items()}
+    node_ids: dict[str, str] = {}
+    unassigned: list[WorkerDemand] = []
     for demand in demands:
         same = counts.setdefault(demand.kind, Counter())
-        fitting = [node for node in left.values() if node.holds(demand)]
+        fitting = [node for node in remaining.values() if node.holds(demand)]
         if not fitting:
-            lacking.append(demand)
+            unassigned.append(demand)
             continue
-        taken = sum(counts.values(), Counter[str]())
-        home = min(fitting, key=lambda node: (same[node.id], taken[node.id]))
-        left[home.id] = home.without(demand)
-        same[home.id] += 1
-        homes[demand.name] = home.id
-    return NodeAssignment(homes, tuple(left.values()), tuple(lacking))
+        total = sum(counts.values(), Counter[str]())
+        node = min(fitting, key=lambda node: (same[node.id], total[node.id]))
+        remaining[node.id] = node.without(demand)
+        same[node.id] += 1
+        node_ids[demand.name] = node.id
+    return NodeAssignment(node_ids, tuple(remaining.values()), tuple(unassigned))
 
 
-def missing(demands: Iterable[WorkerDemand], nodes: Sequence[Node]) -> str | None:
-    """What the first demand lacks that finds no place beside the others, in one line; None when all have
-    one."""
-    places = plan(demands, nodes, {})
-    if not places.lacking:
+def unschedulable_reason(demands: Iterable[WorkerDemand], nodes: Sequence[Node]) -> str | None:
+    """Explain in one line why the first demand that does not fit fits on no node; None when all fit
+    together."""
+    assignment = assign(demands, nodes, {})
+    if not assignment.unassigned:
         return None
-    first, *others = places.lacking
+    first, *others = assignment.unassigned
     more = f" (and {len(others)} more with it)" if others else ""
     return (
-        f"{first}{more}, and the Ray cluster has no such place: {_told(first, places.left)}. "
+        f"{first}{more}, and no node of the Ray cluster fits: {_describe(first, assignment.remaining)}. "
         "Add a node, or lower what these workers ask for"
     )
 
 
-def _told(demand: WorkerDemand, nodes: Sequence[Node]) -> str:
-    """The nodes that come closest first: those with the labels, and of these the emptiest."""
+def _describe(demand: WorkerDemand, nodes: Sequence[Node]) -> str:
+    """Describe the nodes, the closest to fitting first: those with the labels, and of these the
+    emptiest."""
     if not nodes:
         return "it has no node"
 
-    def order(node: Node) -> tuple[bool, list[float]]:
+    def sort_key(node: Node) -> tuple[bool, list[float]]:
         return not node.has_labels_of(demand), [-node.free.get(name, 0.0) for name in demand.each]
 
-    more = f"; and {len(nodes) - NODES_TOLD_MAX} more nodes" if len(nodes) > NODES_TOLD_MAX else ""
-    return "; ".join(node.told(demand) for node in sorted(nodes, key=order)[:NODES_TOLD_MAX]) + more
+    num_more = len(nodes) - NODES_DESCRIBED_MAX
+    more = f"; and {num_more} more nodes" if num_more > 0 else ""
+    return (
+        "; ".join(node.describe(demand) for node in sorted(nodes, key=sort_key)[:NODES_DESCRIBED_MAX]) + more
+    )

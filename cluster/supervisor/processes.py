@@ -1,4 +1,4 @@
-"""The operating-system processes below this one: which there are, and how they end for certain."""
+"""List the operating-system processes below this one, and end them reliably."""
 
 import contextlib
 from collections.abc import Iterable
@@ -9,11 +9,12 @@ KILL_S_MAX = 3.0
 
 
 def children() -> list[psutil.Process]:
-    """The processes that this one has started and that still run."""
+    """Return the running processes that this one has started."""
     return psutil.Process().children()
 
 
 def with_descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Return the roots that still run and all their descendants."""
     found: list[psutil.Process] = []
     for root in roots:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -22,12 +23,12 @@ def with_descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def end(processes: list[psutil.Process], grace_s: float) -> None:
-    """Give them `grace_s` to end by themselves, then kill them and all that they started. Waits until they
-    are gone."""
+    """Wait `grace_s` for the processes to end, then kill them and their descendants and wait
+    again."""
     _, running = psutil.wait_procs(processes, timeout=grace_s)
     for process in running:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.suspend()  # it starts nothing more
+            process.suspend()  # so that it starts no more processes
     doomed = with_descendants(running)
     for process in doomed:
         with contextlib.suppress(psutil.NoSuchProcess):

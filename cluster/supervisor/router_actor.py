@@ -1,7 +1,8 @@
-"""The router as a Ray actor. One that died is back when this is imported: so nothing here needs torch.
+"""The router as a Ray actor.
 
-However often it dies: nothing is placed without it, and the start of a process, a second of one core, is all
-the pause that a restart needs.
+A crashed router is back as soon as this module is imported, so nothing here imports torch. Its
+restarts have no backoff: no request is placed without it, and starting a process already takes a
+second of one core.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class RouterActor:
-    """The process of the router. What it knew comes back with the workers' next heartbeats."""
+    """The process of the router. After a restart the workers' next heartbeats restore its state."""
 
     def __init__(self, settings: RouterSettings) -> None:
         start_logs(settings.telemetry, router=settings.name)
@@ -45,18 +46,19 @@ class RouterActor:
         self._address = loop.create_task(self._service.start(host))
         self._ticks = loop.create_task(self._service.run())
         for task in (self._address, self._ticks):
-            task.add_done_callback(_ended)
+            task.add_done_callback(_exit_on_error)
 
     async def address(self) -> str:
         return await self._address
 
     async def begin(self, name: str) -> float:
-        """A life of this worker begins: how many seconds it shall wait before it starts."""
+        """Record that an incarnation of this worker begins; return the seconds that it must wait
+        first."""
         return self._backoff.begin(name, asyncio.get_running_loop().time())
 
 
-def _ended(task: asyncio.Task[Any]) -> None:
-    """A router that only half works is worse than none: the next one begins anew."""
+def _exit_on_error(task: asyncio.Task[Any]) -> None:
+    """End the process, because a restart is better than a router of which one half works."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("the router broke", exc_info=error)
         os._exit(1)

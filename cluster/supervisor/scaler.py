@@ -1,7 +1,8 @@
-"""Makes the fleet larger and smaller, as people say or autoscale.py: starts workers, drains and removes them.
+"""Add and remove the workers of a fleet, by operator command or as autoscaling.py decides.
 
-Workers count in the role that they have now, so the bounds hold for these. What a person says goes first: a
-worker that somebody drained does not count, and one that was given another role is not drained by itself.
+A worker counts for the role that it has now, so bounds apply to current roles. Operator commands
+take precedence over load. A worker that an operator drained does not count. A worker that an
+operator gave another role is never drained by load.
 """
 
 import asyncio
@@ -9,24 +10,25 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from itertools import count, islice
 from typing import Protocol, get_args
 
 from tidemill.cluster.messages import FleetStatus, Misses, RoleScale, WorkerStatus
 from tidemill.cluster.settings import FleetSettings, RouterSettings, WorkerSettings, worker_name
-from tidemill.cluster.supervisor.autoscaling import Change, Sample, decide, sample_of
+from tidemill.cluster.supervisor.autoscaling import Change, Sample, decide, take_sample
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError, Role, Unserved
 
-IDLE_LOOKS = 2
-"""A drained worker goes when it was without work at so many looks in a row: what was placed on it just before
-has come, and has been handed over."""
+IDLE_CHECKS = 2
+"""A drained worker is removed after this many consecutive checks without work. Requests that were
+placed on it just before the drain have then arrived and been handed over."""
 
 log = logging.getLogger(__name__)
 
 
 class ScalableCluster(Protocol):
-    """launch.Cluster. All calls are made from threads."""
+    """The part of launch.Cluster that the scaler uses. All calls are made from threads."""
 
     def unschedulable_reason(self, *workers: WorkerSettings) -> str | None: ...
     def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None: ...
@@ -38,25 +40,50 @@ class DrainingRouter(Protocol):
     async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None: ...
 
 
+class Lifecycle(Enum):
+    """The state of a worker that was started and not yet removed."""
+
+    SERVING = auto()  # counts for its role, also while it starts or Ray restarts it
+    DRAINED = auto()  # an operator drained it
+    LEAVING = auto()  # the scaler wants it gone, and the router has not reported it draining yet
+    DRAINING = auto()  # the scaler wants it gone, and the router reports it draining
+
+
+_ON_DRAINING = {Lifecycle.SERVING: Lifecycle.DRAINED, Lifecycle.LEAVING: Lifecycle.DRAINING}
+_ON_NOT_DRAINING = {Lifecycle.DRAINED: Lifecycle.SERVING, Lifecycle.DRAINING: Lifecycle.SERVING}
+"""The transitions on a report of the router. A drain that an operator takes back ends in
+SERVING."""
+
+_ON_STAY = {Lifecycle.LEAVING: Lifecycle.SERVING, Lifecycle.DRAINING: Lifecycle.DRAINED}
+"""The transitions when the router refuses the drain."""
+
+
 @dataclass(slots=True)
 class _Worker:
-    """One that was started and not removed, as it was last heard."""
-
     started_as: Role
     role: Role
-    is_drained: bool = False
-    leaves: bool = False  # by our order
-    is_told: bool = False  # to drain: one that is not heard of cannot be told yet
-    idle_looks: int = 0
+    state: Lifecycle = Lifecycle.SERVING
+    drain_sent: bool = False  # to the router, for LEAVING and DRAINING
+    idle_checks: int = 0
 
     @property
-    def counts(self) -> bool:
-        """One that is not heard of does, too: it starts, or Ray starts it again."""
-        return not (self.is_drained or self.leaves)
+    def is_leaving(self) -> bool:
+        return self.state in (Lifecycle.LEAVING, Lifecycle.DRAINING)
+
+    def observe(self, row: WorkerStatus | None, *, keeps_drained: bool) -> None:
+        """Apply the router's report; `row` is None when the router does not know the worker.
+        `keeps_drained`: a worker that an operator drained is kept also when it is gone, for it may
+        come back."""
+        if row is not None:
+            transitions = _ON_DRAINING if row.state == "draining" else _ON_NOT_DRAINING
+            self.state = transitions.get(self.state, self.state)
+            self.role = row.info.role
+        is_gone = row is None and self.state is Lifecycle.DRAINED and not keeps_drained
+        self.idle_checks = self.idle_checks + 1 if (self.is_leaving or is_gone) and _is_idle(row) else 0
 
 
 class Scaler:
-    """One for a fleet, in the frontend that started it."""
+    """The scaler of one fleet, in the edge process that started the fleet."""
 
     def __init__(
         self,
@@ -65,96 +92,102 @@ class Scaler:
         fleet: FleetSettings,
         misses: Callable[[], Misses],
     ) -> None:
-        """The fleet's workers are there at the start; new ones are like the first of their role. Roles
-        without bounds stay as they are until a person says otherwise."""
+        """Scale a fleet whose workers have been started; a new worker copies the first one of its
+        role. The size of a role without bounds changes only by operator command."""
         self._cluster = cluster
         self._router = router
         self._fleet = fleet
         self._bounds = fleet.bounds
         self._misses = misses
         self._hysteresis = hysteresis = fleet.hysteresis
-        self._models = {worker.role: worker for worker in reversed(fleet.workers)}
-        self._workers = {one.name: _Worker(one.role, one.role) for one in fleet.workers}
-        self._spent: set[str] = set()  # names of removed workers that the router may still give another role
-        self._acts = asyncio.Lock()  # a look, or an order: one after the other
+        self._templates = {worker.role: worker for worker in reversed(fleet.workers)}
+        self._workers = {worker.name: _Worker(worker.role, worker.role) for worker in fleet.workers}
+        self._retired: set[str] = set()  # names of removed workers whose new role the router may remember
+        self._lock = asyncio.Lock()  # held by one check or one operator command at a time
         self._history = deque[Sample](maxlen=int(hysteresis.down_s / hysteresis.look_s) + 2)
-        assert fleet.bounds.keys() <= self._models.keys(), "a role that is scaled has a worker to be like"
+        assert fleet.bounds.keys() <= self._templates.keys(), "every scaled role has a worker to copy"
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Adjust the fleet periodically until cancelled."""
         while True:
-            await self.look(asyncio.get_running_loop().time())
+            await self.adjust(asyncio.get_running_loop().time())
             await asyncio.sleep(self._hysteresis.look_s)
 
-    async def look(self, now_s: float) -> None:
-        async with self._acts:
+    async def adjust(self, now_s: float) -> None:
+        """Remove drained workers, then scale by load. Do nothing while the router does not
+        answer."""
+        async with self._lock:
             try:
                 status = await self._router.status()
-            except Unserved:  # the router is away: nothing is known, nothing is changed
+            except Unserved:
                 return
-            rows = self._hear(status)
+            rows = self._observe(status)
             for name, worker in list(self._workers.items()):
-                if worker.idle_looks >= IDLE_LOOKS:
+                if worker.idle_checks >= IDLE_CHECKS:
                     await self._remove(name)
-                elif worker.leaves and name in rows and not worker.is_told:
-                    await self._tell(name)
+                elif worker.is_leaving and name in rows and not worker.drain_sent:
+                    await self._send_drain(name)
             wanted: dict[Role, int] = {role: len(self._names(role)) for role in self._bounds}
-            self._history.append(sample_of(status, wanted, self._misses(), now_s))
+            self._history.append(take_sample(status, wanted, self._misses(), now_s))
             for change in decide(tuple(self._history), self._bounds, self._hysteresis):
-                log.info("%s workers: %+d, for %s", change.role, change.by, change.reason)
-                await self._follow(change, rows)
+                log.info("%s workers: %+d, because %s", change.role, change.by, change.reason)
+                await self._apply(change, rows)
 
     async def scale(self, counts: Mapping[Role, int], *, pending: bool) -> str | None:
-        """A person's word: so many workers of these roles there shall be. New ones without a place in the
-        cluster are refused; with `pending` they wait for one, and the answer is what it lacks. Raises
-        RequestError, Unserved."""
+        """Set the number of workers per role, for an operator. New workers that the cluster cannot
+        schedule are refused. With `pending` they wait for capacity, and the missing capacity is
+        returned. Raises RequestError, Unserved."""
         for role, wanted in counts.items():
-            self._check(role, wanted)
-        async with self._acts:
-            rows = self._hear(await self._router.status())
-            more: dict[Role, int] = {role: wanted - len(self._names(role)) for role, wanted in counts.items()}
-            new = [worker for role, by in more.items() for worker in self._new(role, by)]
-            lacks = await asyncio.to_thread(self._cluster.unschedulable_reason, *new) if new else None
-            if lacks is not None and not pending:
+            self._check_count(role, wanted)
+        async with self._lock:
+            rows = self._observe(await self._router.status())
+            deltas: dict[Role, int] = {
+                role: wanted - len(self._names(role)) for role, wanted in counts.items()
+            }
+            new = [worker for role, by in deltas.items() for worker in self._new_workers(role, by)]
+            reason = await asyncio.to_thread(self._cluster.unschedulable_reason, *new) if new else None
+            if reason is not None and not pending:
                 raise RequestError(
-                    f"{lacks}. Nothing was changed: make a place, or let them wait for one (--pending)",
+                    f"{reason}. Nothing was changed: add capacity, or let the workers wait (--pending)",
                     param="workers",
                     status=409,
                     code="no_place",
                 )
             for worker in new:
                 await self._start(worker)
-            for role, by in more.items():
+            for role, by in deltas.items():
                 for name in self._least_loaded(self._names(role), rows)[: max(0, -by)]:
-                    await self._leave(name, rows)
-        return lacks
+                    await self._retire(name, rows)
+        return reason
 
     async def roles(self) -> tuple[RoleScale, ...]:
-        """How many workers of each role there are to be, and what is on its way to that. Raises Unserved."""
+        """Return the intended number of workers per role, and which start or leave. Raises
+        Unserved."""
         rows = {worker.info.name for worker in (await self._router.status()).workers}
-        found: list[RoleScale] = []
-        there = self._models.keys() | {one.role for one in self._workers.values()}
-        for role in (role for role in get_args(Role) if role in there):
+        scales: list[RoleScale] = []
+        known = self._templates.keys() | {worker.role for worker in self._workers.values()}
+        for role in (role for role in get_args(Role) if role in known):
             names, bounds = self._names(role), self._bounds.get(role)
-            found.append(
+            leaving = (
+                name for name, worker in self._workers.items() if worker.is_leaving and worker.role == role
+            )
+            scales.append(
                 RoleScale(
                     role=role,
                     workers=len(names),
                     starting=tuple(name for name in names if name not in rows),
-                    leaving=tuple(
-                        name for name, one in self._workers.items() if one.leaves and one.role == role
-                    ),
+                    leaving=tuple(leaving),
                     least=None if bounds is None else bounds.least,
                     most=None if bounds is None else bounds.most,
                 )
             )
-        return tuple(found)
+        return tuple(scales)
 
-    def _check(self, role: Role, wanted: int) -> None:
-        if role not in self._models:
+    def _check_count(self, role: Role, wanted: int) -> None:
+        if role not in self._templates:
             raise RequestError(
-                f"this server was started without {role} workers, so there is none that a new one could be "
-                f"like: start it with --{role}, or give a worker that role (`tidemill role`)",
+                f"this server was started without {role} workers, so a new one has no settings to copy: "
+                f"start it with --{role}, or give a worker that role (`tidemill role`)",
                 param="workers",
             )
         if wanted < 1:
@@ -163,98 +196,89 @@ class Scaler:
         if bounds is not None and not bounds.least <= wanted <= bounds.most:
             raise RequestError(
                 f"{role}={wanted}: this role is scaled by load, between {bounds.least} (--{role}) and "
-                f"{bounds.most} (--{role}-max): stay between these, or start the server with others",
+                f"{bounds.most} (--{role}-max): stay between these, or start the server with other bounds",
                 param="workers",
             )
 
     def _names(self, role: Role) -> list[str]:
-        """Of those that count in this role, the oldest first."""
-        return [name for name, one in self._workers.items() if one.counts and one.role == role]
+        """Return the names of the workers that count for the role, the oldest first."""
+        workers = self._workers.items()
+        return [name for name, at in workers if at.state is Lifecycle.SERVING and at.role == role]
 
-    def _hear(self, status: FleetStatus) -> dict[str, WorkerStatus]:
+    def _observe(self, status: FleetStatus) -> dict[str, WorkerStatus]:
         rows = {worker.info.name: worker for worker in status.workers}
         for name, worker in self._workers.items():
-            _hear(worker, rows.get(name), is_kept=not self._bounds)
+            worker.observe(rows.get(name), keeps_drained=not self._bounds)
         return rows
 
-    async def _follow(self, change: Change, rows: Mapping[str, WorkerStatus]) -> None:
-        new = self._new(change.role, change.by)
-        if new and (lacks := await asyncio.to_thread(self._cluster.unschedulable_reason, *new)) is not None:
-            log.warning("new workers wait for a place: %s", lacks)
+    async def _apply(self, change: Change, rows: Mapping[str, WorkerStatus]) -> None:
+        new = self._new_workers(change.role, change.by)
+        if new and (reason := await asyncio.to_thread(self._cluster.unschedulable_reason, *new)) is not None:
+            log.warning("new workers wait for capacity: %s", reason)
         for worker in new:
             try:
                 await self._start(worker)
             except Unserved as error:
                 log.warning("%s", error)
                 return
-        # without those that were given this role by a person
+        # Workers to which an operator gave this role stay.
         names = [name for name in self._names(change.role) if self._workers[name].started_as == change.role]
         for name in self._least_loaded(names, rows)[: max(0, -change.by)]:
             try:
-                await self._leave(name, rows)
-            except (RequestError, Unserved) as error:  # it just died, or does work that nobody else does
+                await self._retire(name, rows)
+            except (RequestError, Unserved) as error:  # it just crashed, or no other worker does its work
                 log.info("%s stays: %s", name, error)
 
     async def _start(self, worker: WorkerSettings) -> None:
         try:
             await asyncio.to_thread(self._cluster.add_worker, worker, self._fleet.router)
-        except (TidemillError, ValueError) as error:  # ValueError: Ray still knows one of this name
+        except (TidemillError, ValueError) as error:  # ValueError: Ray still has an actor of this name
             raise Unserved(f"{worker.name} cannot be started: {error}") from error
         self._workers[worker.name] = _Worker(worker.role, worker.role)
 
-    async def _leave(self, name: str, rows: Mapping[str, WorkerStatus]) -> None:
-        """It goes when it is empty; one that is not heard of is told as soon as it is."""
+    async def _retire(self, name: str, rows: Mapping[str, WorkerStatus]) -> None:
+        """Order a worker to drain; it is removed when it is empty. A worker that the router does
+        not know yet is drained as soon as the router reports it."""
         if name in rows:
             await self._router.drain(name, drain=True)
         worker = self._workers[name]
-        worker.leaves, worker.is_told = True, name in rows
+        worker.state, worker.drain_sent = Lifecycle.LEAVING, name in rows
 
-    async def _tell(self, name: str) -> None:
+    async def _send_drain(self, name: str) -> None:
         worker = self._workers[name]
         try:
             await self._router.drain(name, drain=True)
-            worker.is_told = True
+            worker.drain_sent = True
         except (RequestError, Unserved) as error:
             log.info("%s stays: %s", name, error)
-            worker.leaves = False
+            worker.state = _ON_STAY[worker.state]
 
     async def _remove(self, name: str) -> None:
         worker = self._workers.pop(name)
         if worker.role != worker.started_as:
-            self._spent.add(name)
+            self._retired.add(name)
         await asyncio.to_thread(self._cluster.remove_worker, name)
 
     def _least_loaded(self, names: Sequence[str], rows: Mapping[str, WorkerStatus]) -> list[str]:
-        """Those that are not ready first, then those with the least to hand over, of equals the newest."""
+        """Sort workers that are not ready first, then by work to hand over, then the newest
+        first."""
 
-        def order(name: str) -> tuple[int, int, int]:
+        def sort_key(name: str) -> tuple[int, int, int]:
             load = rows[name].load if name in rows else None
-            rows_there = 0 if load is None else load.running_rows + load.waiting_rows
-            return (-1 if load is None else load.queued_tokens, rows_there, -names.index(name))
+            num_requests = 0 if load is None else load.running_rows + load.waiting_rows
+            return (-1 if load is None else load.queued_tokens, num_requests, -names.index(name))
 
-        return sorted(names, key=order)
+        return sorted(names, key=sort_key)
 
-    def _new(self, role: Role, by: int) -> list[WorkerSettings]:
-        taken = self._workers.keys() | self._spent
+    def _new_workers(self, role: Role, by: int) -> list[WorkerSettings]:
+        taken = self._workers.keys() | self._retired
         names = (worker_name(self._fleet.label, role, index) for index in count())
         free = islice((name for name in names if name not in taken), max(0, by))
-        return [replace(self._models[role], name=name) for name in free]
-
-
-def _hear(worker: _Worker, row: WorkerStatus | None, *, is_kept: bool) -> None:
-    """`row`: None when the router does not know it. `is_kept`: also when it was drained by others and has
-    gone, which may be to come back in its next life."""
-    if row is not None:
-        was_drained, worker.is_drained = worker.is_drained, row.state == "draining"
-        worker.leaves = worker.leaves and (worker.is_drained or not was_drained)  # else it was taken back
-        worker.role = row.info.role
-    is_ours = row is not None or is_kept
-    goes = worker.leaves if is_ours else not worker.counts  # who was drained by others goes by itself
-    worker.idle_looks = worker.idle_looks + 1 if goes and _is_idle(row) else 0
+        return [replace(self._templates[role], name=name) for name in free]
 
 
 def _is_idle(row: WorkerStatus | None) -> bool:
-    """Also when it is gone: Ray would only start it again."""
+    """Return whether a worker can be removed; one that is gone can, or Ray would restart it."""
     if row is None:
         return True
     load = row.load

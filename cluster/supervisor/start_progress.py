@@ -1,4 +1,5 @@
-"""How far the start of a cluster is: a bar for each worker on a terminal, lines of the log elsewhere."""
+"""Show the progress of a cluster start: a bar for each worker on a terminal, log lines
+elsewhere."""
 
 import logging
 from collections.abc import Callable, Generator
@@ -11,15 +12,16 @@ from tidemill.cluster.worker.worker_process import Failed, Loading, Ready, State
 
 log = logging.getLogger(__name__)
 
-TELL_S = 10.0
+LOG_PERIOD_S = 10.0
 
 Show = Callable[[str, State | None], None]
-"""What of whom; None is the end of it."""
+"""Shows the state of the component of this name; None removes it."""
 
 
 @contextmanager
-def shown(console: Console, clock: Callable[[], float]) -> Generator[Show]:
-    """Bars are gone at the end of the block; lines come while weights load, at most one in `TELL_S`."""
+def show_progress(console: Console, clock: Callable[[], float]) -> Generator[Show]:
+    """Yield a function that shows states. Bars disappear at the end of the block. Log lines are
+    written while weights load, at most one per `LOG_PERIOD_S`."""
     if not console.is_terminal:
         yield ProgressLog(log.info, clock).show
         return
@@ -39,7 +41,7 @@ def shown(console: Console, clock: Callable[[], float]) -> Generator[Show]:
                 case None:
                     progress.remove_task(bars.pop(name))
                 case Loading(done_bytes, total_bytes):
-                    text = _of(done_bytes, total_bytes) if total_bytes else "starting"
+                    text = _fraction(done_bytes, total_bytes) if total_bytes else "starting"
                     progress.update(bars[name], total=total_bytes or None, completed=done_bytes, state=text)
                 case Ready():
                     progress.update(bars[name], total=1, completed=1, state="ready")
@@ -50,12 +52,12 @@ def shown(console: Console, clock: Callable[[], float]) -> Generator[Show]:
 
 
 class ProgressLog:
-    """Says who still loads how much."""
+    """Writes log lines with the bytes that each worker has loaded."""
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float]) -> None:
-        self._say = say
+    def __init__(self, write: Callable[[str], None], clock: Callable[[], float]) -> None:
+        self._write = write
         self._clock = clock
-        self._due_s = clock() + TELL_S
+        self._due_s = clock() + LOG_PERIOD_S
         self._loading: dict[str, Loading] = {}
 
     def show(self, name: str, state: State | None) -> None:
@@ -65,10 +67,12 @@ class ProgressLog:
         self._loading[name] = state
         now_s = self._clock()
         if now_s >= self._due_s:
-            self._due_s = now_s + TELL_S
-            each = (f"{one} {_of(at.done_bytes, at.total_bytes)}" for one, at in self._loading.items())
-            self._say(f"loading weights: {', '.join(each)}")
+            self._due_s = now_s + LOG_PERIOD_S
+            parts = (
+                f"{worker} {_fraction(at.done_bytes, at.total_bytes)}" for worker, at in self._loading.items()
+            )
+            self._write(f"loading weights: {', '.join(parts)}")
 
 
-def _of(done_bytes: int, total_bytes: int) -> str:
+def _fraction(done_bytes: int, total_bytes: int) -> str:
     return f"{done_bytes / 1e6:,.0f} of {total_bytes / 1e6:,.0f} MB"

@@ -1,16 +1,17 @@
-"""What `serve --store URL` starts for a store, and the URL that its workers get. Decides, starts nothing.
+"""Decide what `serve --store URL` starts for a store, and which URL its workers get. Starts nothing
+itself.
 
-    mooncake[?size=8GiB&port=N&host=H]  a master and an owner of memory here
-    mooncake://h:p                      joins the master at h:p
-    mooncake://h:p?size=4GiB[&host=H]   joins it and lends memory of this host
+    mooncake[?size=8GiB&port=N&host=H]  start a master and a process that lends it memory, both here
+    mooncake://h:p                      join the master at h:p
+    mooncake://h:p?size=4GiB[&host=H]   join it and lend it memory of this host
 
-`host` is an address or an interface of this machine, where they listen. All other options are for whoever
-opens the store, and stay in the URL; so do tiers of other kinds.
+`host` is an address or an interface of this machine to listen on. Options for the users of the
+store stay in the URL, as do tiers without a server.
 """
 
 import ipaddress
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
@@ -19,22 +20,18 @@ import psutil
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.kvstore.stores.mooncake_store import SEGMENT_BYTES_MIN
+from tidemill.kvstore.stores.open_store import KINDS, has_server, is_shared
 
-KIND = "mooncake"
+MOONCAKE = KINDS["mooncake"]
 LOOPBACK = "127.0.0.1"
 SIZE_BYTES_MAX = 8 << 30
-"""Without a size: this, or a quarter of the machine's memory if that is less."""
-
-OURS = ("size", "port", "host")
-"""Options that end here."""
-
-TRANSPORT = ("protocol", "device", "ports")
-"""Options of the URL that an owner needs as much as the users of the store."""
+"""The lent memory if the URL has no size, or a quarter of the machine's memory if that is less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Master:
-    """The ports are free now, and stay the same for all its lives."""
+    """The addresses of a master to start. Its ports are free now and stay the same over
+    restarts."""
 
     host: str
     port: int
@@ -45,15 +42,16 @@ class Master:
 class MemoryOwner:
     """The process that lends `num_bytes` of this machine to the master at `master`."""
 
-    master: str  # host:port
-    host: str  # where it listens itself; empty: at the address from which it reaches the master
+    master: str  # HOST:PORT
+    host: str  # where it listens; empty: the address from which it reaches the master
     num_bytes: int
     transport: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorePlan:
-    """`url` opens the store; `joined` is the master that must be there already."""
+    """The URL for workers and the processes to start; `joined` is the master that must run
+    already."""
 
     url: str
     master: Master | None = None
@@ -66,77 +64,81 @@ class StorePlan:
 
 
 def plan_store(url: str) -> StorePlan:
-    """Raises StoreError with one line that names the fix."""
+    """Plan the store of `url`. Raises StoreError with one line that names the fix."""
     tiers = url.split(",")
-    ours = [index for index, tier in enumerate(tiers) if _is_mooncake(tier)]
-    if not ours:
+    served = [index for index, tier in enumerate(tiers) if has_server(tier)]
+    if not served:
         return StorePlan(url=url)
-    if len(ours) > 1:
-        raise StoreError(f"store {url}: one tier can be Mooncake, here are {len(ours)}: leave one")
-    plan = _plan_tier(tiers[ours[0]])
-    tiers[ours[0]] = plan.url
+    if len(served) > 1:
+        raise StoreError(f"store {url}: only one tier can be Mooncake, this has {len(served)}: leave one")
+    plan = _plan_tier(tiers[served[0]])
+    tiers[served[0]] = plan.url
     return StorePlan(url=",".join(tiers), master=plan.master, owner=plan.owner, joined=plan.joined)
 
 
 def check_shared(url: str) -> None:
-    """Raises StoreError for one that its users cannot share."""
-    if all(tier.startswith("memory") for tier in url.split(",")):
+    """Raise StoreError if the processes of a server cannot share the store."""
+    if not is_shared(url):
         raise StoreError("store memory: is inside one process: give workers a folder, file:///path?size=8GiB")
 
 
 def other_tiers(url: str) -> str:
-    """The tiers of `url` that are not Mooncake; they can be opened and closed for a look."""
-    return ",".join(tier for tier in url.split(",") if not _is_mooncake(tier))
-
-
-def _is_mooncake(tier: str) -> bool:
-    return tier.partition("?")[0].partition(":")[0] == KIND
+    """Return the tiers of `url` without a server, which can be opened and closed as a check."""
+    return ",".join(tier for tier in url.split(",") if not has_server(tier))
 
 
 def _plan_tier(tier: str) -> StorePlan:
     parts = urlsplit(tier)
     if parts.scheme and not parts.netloc and parts.path:
-        raise StoreError(f"store {tier}: a master that runs is written mooncake://host:port")
+        raise StoreError(f"store {tier}: a running master is written mooncake://host:port")
     options = parse_qsl(parts.query, keep_blank_values=True)
-    ours = {name: value for name, value in options if name in OURS}
-    left = [(name, value) for name, value in options if name not in OURS]
-    if len(ours) + len(left) < len(options):
-        raise StoreError(f"store {tier}: {', '.join(OURS)} are given once")
-    host = _host(tier, ours.get("host"))
-    master, joined = None, ""
-    if parts.netloc:
-        address = joined = _joined(tier, ours)
-    else:
-        host = host or LOOPBACK
-        master = Master(
-            host=host, port=_port(tier, ours.get("port"), host), admin_port=_free_port(tier, host)
-        )
-        address = f"{host}:{master.port}"
-    if joined and "host" in ours and "size" not in ours:
-        raise StoreError(f"store {tier}: host is where an owner of memory listens: give it a size= to lend")
-    owner = None
-    if "size" in ours or master is not None:
-        owner = MemoryOwner(
-            master=address,
-            host=host or "",
-            num_bytes=_size(tier, ours.get("size")),
-            transport=tuple((name, value) for name, value in left if name in TRANSPORT),
-        )
-    if master is not None:
-        left.append(("admin", f"{host}:{master.admin_port}"))
-    query = urlencode(left, safe="/:")
-    url = f"{KIND}://{address}" + (f"?{query}" if query else "")
-    return StorePlan(url=url, master=master, owner=owner, joined=joined)
+    given = {name: value for name, value in options if name in MOONCAKE.server_options}
+    passed = [(name, value) for name, value in options if name not in MOONCAKE.server_options]
+    if len(given) + len(passed) < len(options):
+        raise StoreError(f"store {tier}: {', '.join(MOONCAKE.server_options)} are given once")
+    return _join(tier, given, passed) if parts.netloc else _start(tier, given, passed)
 
 
-def _joined(tier: str, ours: Mapping[str, str]) -> str:
+def _start(tier: str, given: Mapping[str, str], passed: Sequence[tuple[str, str]]) -> StorePlan:
+    host = _host(tier, given.get("host")) or LOOPBACK
+    master = Master(host=host, port=_port(tier, given.get("port"), host), admin_port=_free_port(tier, host))
+    address = f"{host}:{master.port}"
+    return StorePlan(
+        url=_url(address, [*passed, ("admin", f"{host}:{master.admin_port}")]),
+        master=master,
+        owner=_owner(tier, address, host, given.get("size"), passed),
+    )
+
+
+def _join(tier: str, given: Mapping[str, str], passed: Sequence[tuple[str, str]]) -> StorePlan:
+    host = _host(tier, given.get("host"))
+    address = _joined(tier, given)
+    if host is not None and "size" not in given:
+        raise StoreError(f"store {tier}: host is where this machine's memory is lent: add the size= to lend")
+    owner = _owner(tier, address, host or "", given["size"], passed) if "size" in given else None
+    return StorePlan(url=_url(address, passed), owner=owner, joined=address)
+
+
+def _owner(
+    tier: str, master: str, host: str, size: str | None, passed: Sequence[tuple[str, str]]
+) -> MemoryOwner:
+    transport = tuple((name, value) for name, value in passed if name in MOONCAKE.lender_options)
+    return MemoryOwner(master=master, host=host, num_bytes=_size(tier, size), transport=transport)
+
+
+def _url(address: str, options: Sequence[tuple[str, str]]) -> str:
+    query = urlencode(options, safe="/:")
+    return f"{MOONCAKE.scheme}://{address}" + (f"?{query}" if query else "")
+
+
+def _joined(tier: str, given: Mapping[str, str]) -> str:
     parts = urlsplit(tier)
     try:
         port = parts.port
     except ValueError:
         port = None
-    if not parts.hostname or not port or "port" in ours:
-        raise StoreError(f"store {tier}: a master that runs is written mooncake://host:port")
+    if not parts.hostname or not port or "port" in given:
+        raise StoreError(f"store {tier}: a running master is written mooncake://host:port")
     return f"{parts.hostname}:{port}"
 
 
@@ -151,24 +153,24 @@ def _size(tier: str, text: str | None) -> int:
     if not SEGMENT_BYTES_MIN <= size_bytes <= memory_bytes:
         least, most = SEGMENT_BYTES_MIN >> 20, memory_bytes >> 20
         raise StoreError(
-            f"store {tier}: size is of memory: {least} MiB or more, and this machine has {most} MiB"
+            f"store {tier}: size is the memory to lend: use {least} to {most} MiB, this machine's memory"
         )
     return size_bytes
 
 
 def _host(tier: str, text: str | None) -> str | None:
-    """The address that `text` is, or that the interface `text` has."""
+    """Return the address `text`, or the address of the interface `text`."""
     if text is None:
         return None
     interface = psutil.net_if_addrs().get(text, [])
-    address = next((one.address for one in interface if one.family == socket.AF_INET), text)
+    address = next((entry.address for entry in interface if entry.family == socket.AF_INET), text)
     try:
         usable = not ipaddress.IPv4Address(address).is_unspecified
     except ValueError:
         usable = False
     if not usable:
         raise StoreError(
-            f"store {tier}: host {text} is no IPv4 address and no interface that workers can connect to"
+            f"store {tier}: host {text} is neither an IPv4 address nor an interface that workers can reach"
         )
     return address
 
@@ -177,7 +179,7 @@ def _port(tier: str, text: str | None, host: str) -> int:
     if text is None:
         return _free_port(tier, host)
     if not text.isdecimal() or not 0 < int(text) < 1 << 16:
-        raise StoreError(f"store {tier}: port {text} is no port: leave it out, and a free one is taken")
+        raise StoreError(f"store {tier}: port {text} is no port: leave it out to use a free one")
     return _free_port(tier, host, int(text))
 
 

@@ -1,4 +1,4 @@
-"""Workers as Ray actors: Ray starts them, restarts them, and knows where they are."""
+"""Workers as Ray actors: Ray starts, restarts and locates them."""
 
 import asyncio
 import logging
@@ -27,52 +27,59 @@ _Answer = TypeVar("_Answer")
 
 FIND_S_MAX = 1.0
 
-LAST_WORDS_S = 5.0
-"""A worker that cannot start says why for this long before its process ends and Ray tries again."""
+REPORT_FAILURE_S = 5.0
+"""The time for which a worker that failed to start reports the reason before its process exits."""
 
-LOOK_S = 0.2
+PROBE_S = 0.2
+"""The time within which Ray reports the end of a rank's process."""
 
 RAY: Any = ray  # much of it has no types
 
 log = logging.getLogger(__name__)
 
 
-async def ask_router(router: tuple[str, str], ask: Callable[[Any], Awaitable[_Answer]]) -> _Answer:
-    """What the actor of this name and namespace answers to `ask`. Raises WorkerGone when it is away."""
+async def call_router(router: tuple[str, str], call: Callable[[Any], Awaitable[_Answer]]) -> _Answer:
+    """Call the router actor of this name and namespace. Raises WorkerGone when it does not
+    answer."""
     try:
         actor = await asyncio.to_thread(RAY.get_actor, *router)
         async with asyncio.timeout(FIND_S_MAX):
-            return await ask(actor)
+            return await call(actor)
     except (ValueError, TimeoutError, ray.exceptions.RayError) as error:
         raise WorkerGone(f"the router is away: {error}") from error
 
 
 def find_router(name: str, namespace: str) -> FindRouter:
-    """Asks Ray where the router of this name is now."""
-    return lambda: ask_router((name, namespace), lambda actor: actor.address.remote())
+    """Return a function that asks Ray for the current address of the router of this name."""
+    return lambda: call_router((name, namespace), lambda actor: actor.address.remote())
 
 
-def options_of(
+def actor_options(
     settings: WorkerSettings,
-    place: Any,  # noqa: ANN401 - Ray's types
+    placement_group: Any,  # noqa: ANN401 - Ray's types
     index: int,
 ) -> dict[str, Any]:
-    """How Ray runs rank `index` of a worker; `place` is the placement group of its ranks."""
+    """Return Ray's options for rank `index` of a worker; the placement group has a bundle for each
+    rank."""
     return {
         "num_cpus": settings.num_cpus,
         "num_gpus": settings.num_gpus,
         "resources": dict(settings.resources),
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=index),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group, placement_group_bundle_index=index
+        ),
     }
 
 
 class WorkerActor:
-    """The process of one worker, or of the leader of its group. When the worker breaks, the process ends and
-    Ray starts its next life. SIGTERM tells it to go: it hands its work over, and has no next life."""
+    """The process of one worker, or of the leader of its rank group. When the worker fails, the
+    process exits and Ray restarts it. On SIGTERM the worker hands its requests over and is not
+    restarted."""
 
-    def __new__(cls, *_: Any, **__: Any) -> Self:  # noqa: ANN401 - whatever __init__ takes
-        """Ray makes actors in the main thread, which alone can take signals, and starts them in another. It
-        also makes one of its own classes from this one, in the process that asks for actors."""
+    def __new__(cls, *_: Any, **__: Any) -> Self:  # noqa: ANN401 - the arguments of __init__
+        """Install the SIGTERM callback. Ray calls `__new__` in the main thread, which alone can
+        receive signals, and `__init__` in another. In the process that creates actors, Ray also
+        derives a class of its own from this one."""
         actor = super().__new__(cls)
         if not issubclass(cls, ray.actor.ActorClass):
             signal.signal(signal.SIGTERM, actor.leave)
@@ -83,13 +90,13 @@ class WorkerActor:
         settings: WorkerSettings,
         routers: RouterSettings,
         namespace: str,
-        place: Any,  # noqa: ANN401 - a placement group with a bundle for each rank, one at least
+        placement_group: Any,  # noqa: ANN401 - Ray's type; it has a bundle for each rank, at least one
     ) -> None:
         start_logs(settings.telemetry, worker=settings.name)
         node: str = RAY.util.get_node_ip_address()
         self._settings = settings
-        self._place = place
-        self._ranks: list[Any] = []  # Ray ends an actor that nobody refers to
+        self._placement_group = placement_group
+        self._ranks: list[Any] = []  # keeps the actors alive, Ray ends one without a reference
         self._loop = asyncio.get_running_loop()
         self._process = WorkerProcess(
             settings, settings.host or node, secrets.token_hex(3), node, self._start_ranks
@@ -99,16 +106,17 @@ class WorkerActor:
             None if routers.memory_router is None else find_router(routers.memory_router, namespace)
         )
         self._task = self._loop.create_task(self._run())
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._on_end)
         self._watch = self._loop.create_task(self._process.hangs())
-        self._watch.add_done_callback(self._hung)
+        self._watch.add_done_callback(self._on_hang)
 
     def leave(self, *_: object) -> None:
-        """Called in the main thread."""
+        """Drain the worker and exit; called in the main thread by SIGTERM."""
         self._loop.call_soon_threadsafe(self._process.leave)
 
     async def exit(self) -> None:
-        """Must be called as an actor's method: so Ray knows that this is no failure."""
+        """Exit without a restart; Ray takes this as intended only when it is called as a remote
+        method."""
         ray.actor.exit_actor()
 
     async def _run(self) -> None:
@@ -116,26 +124,27 @@ class WorkerActor:
         await self._process.run([find_router(*router) for router in self._routers], self._memory)
 
     async def _wait_s(self) -> float:
-        """Before this life starts: see cluster/supervisor/restart_backoff.py. A router that is away knows of
-        no earlier one."""
+        """Return the restart backoff in seconds, see restart_backoff.py; 0 if the router does not
+        answer."""
         with suppress(WorkerGone):
-            return await ask_router(self._routers[0], lambda actor: actor.begin.remote(self._settings.name))
+            return await call_router(self._routers[0], lambda actor: actor.begin.remote(self._settings.name))
         return 0.0
 
     async def state(self) -> State:
         return self._process.state
 
     def _start_ranks(self, engine: EngineSettings, folder: Path) -> Ended:
-        """Called on the thread that builds the engine."""
+        """Start the ranks except the leader; called on the thread that builds the engine."""
         for index in range(1, engine.tensor_parallel_size):
-            options = options_of(self._settings, self._place, index)
+            options = actor_options(self._settings, self._placement_group, index)
             actor = RAY.remote(RankActor).options(max_restarts=0, **options)
             self._ranks.append(actor.remote(self._settings, engine, index, str(folder)))
-        return lambda: asyncio.run_coroutine_threadsafe(self._why_ended(), self._loop).result()
+        return lambda: asyncio.run_coroutine_threadsafe(self._rank_failure(), self._loop).result()
 
-    async def _why_ended(self) -> str | None:
+    async def _rank_failure(self) -> str | None:
+        """Return Ray's error about a rank that ended, None while all run."""
         try:
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(PROBE_S):
                 await asyncio.gather(*(rank.is_alive.remote() for rank in self._ranks))
         except TimeoutError:
             return None
@@ -143,33 +152,32 @@ class WorkerActor:
             return str(error)
         return None
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_end(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
             return
         error = task.exception()
         if error is None:
-            log.warning("%s has handed its work over and goes", self._settings.name)
+            log.warning("%s has handed its work over and exits", self._settings.name)
             RAY.get_runtime_context().current_actor.exit.remote()
             return
-        served = isinstance(self._process.state, Ready)
+        was_ready = isinstance(self._process.state, Ready)
         failed = self._process.fail(error)
-        if failed.expected:  # whoever started the worker reads it from the state
-            task.get_loop().call_later(LAST_WORDS_S, self._exit, failed.reason)
-            return
-        log.error("%s broke", self._settings.name, exc_info=error)
-        task.get_loop().call_later(0.0 if served else LAST_WORDS_S, self._exit, failed.reason)
+        if not failed.expected:  # the launcher reads an expected reason from the state
+            log.error("%s broke", self._settings.name, exc_info=error)
+        delay_s = 0.0 if was_ready and not failed.expected else REPORT_FAILURE_S
+        task.get_loop().call_later(delay_s, self._exit, failed.reason)
 
-    def _hung(self, task: asyncio.Task[None]) -> None:
+    def _on_hang(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            self._exit("its step loop stands still")
+            self._exit("its step loop hangs")
 
     def _exit(self, reason: str) -> None:
-        log.error("%s ends: %s", self._settings.name, reason)
+        log.error("%s exits: %s", self._settings.name, reason)
         os._exit(1)
 
 
 class RankActor:
-    """The process of another rank of a group. It ends with its leader, and whatever breaks here ends it."""
+    """The process of a rank other than the leader; it exits with its leader and on any error."""
 
     def __init__(self, leader: WorkerSettings, engine: EngineSettings, index: int, folder: str) -> None:
         from tidemill.workers.engine.build_rank import build_rank  # noqa: PLC0415 - torch
@@ -177,16 +185,16 @@ class RankActor:
 
         start_logs(leader.telemetry, worker=leader.name)
         self._name = f"rank {index} of {leader.name}"
-        meet = Path(folder)
+        rendezvous = Path(folder)
         self._task = asyncio.get_running_loop().create_task(
-            carry_out(meet, index, lambda: build_rank(engine, index, meet))
+            carry_out(rendezvous, index, lambda: build_rank(engine, index, rendezvous))
         )
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._on_end)
 
     async def is_alive(self) -> bool:
         return True
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s broke: %s", self._name, error)
         os._exit(1)

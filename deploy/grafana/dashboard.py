@@ -1,6 +1,6 @@
-"""Makes tidemill.json: `python deploy/grafana/dashboard.py > deploy/grafana/tidemill.json`.
+"""Generate tidemill.json: `python deploy/grafana/dashboard.py > deploy/grafana/tidemill.json`.
 
-A row has a title and panels; a panel has a title, a unit of Grafana's, and queries with what to call them.
+A row has a title and panels. A panel has a title, a Grafana unit, and queries with legends.
 """
 
 import json
@@ -28,7 +28,7 @@ class Panel:
 
 
 def quantiles(title: str, name: str, unit: str = "s") -> Panel:
-    """Of a histogram, of each model that is chosen."""
+    """Return a panel with the quantiles of a histogram for each selected model."""
     buckets = f"sum by (le, model_name) (rate(tidemill:{name}_bucket{{{MODEL}}}[{RATE}]))"
     queries = (
         (f"p{percent} {{{{model_name}}}}", f"histogram_quantile(0.{percent}, {buckets})")
@@ -43,7 +43,8 @@ def heatmap(title: str, name: str, unit: str) -> Panel:
 
 
 def rates(title: str, unit: str, by: str, *names: str, labels: str = MODEL) -> Panel:
-    """Of counters, summed by a label after the rate: a worker that was restarted begins at 0."""
+    """Return a panel with the rates of counters, summed by a label. The rate is taken first,
+    because the counters of a restarted worker begin at 0."""
     queries = (
         (
             f"{{{{{by}}}}}" + (f" {name}" if len(names) > 1 else ""),
@@ -70,7 +71,7 @@ def gauges(title: str, unit: str, legend: str, *names: str, labels: str = WORKER
 
 
 def _rate(name: str) -> str:
-    """Of a counter of each worker."""
+    """Return the rate of a counter per worker."""
     return f"rate(tidemill:worker_{name}_total{{{WORKER}}}[{RATE}])"
 
 
@@ -81,11 +82,11 @@ MEMORY = Panel(
     stacked=True,
 )
 SPEED = Panel(
-    "Speed of transfers",
+    "Transfer speed",
     "Bps",
     tuple(
-        (f"{{{{worker}}}} {way}", f"{_rate(num_bytes)} / {_rate(seconds)}")
-        for way, num_bytes, seconds in (
+        (f"{{{{worker}}}} {direction}", f"{_rate(num_bytes)} / {_rate(seconds)}")
+        for direction, num_bytes, seconds in (
             ("in", "fetched_bytes", "fetch_seconds"),
             ("out", "published_bytes", "publish_seconds"),
         )
@@ -94,13 +95,13 @@ SPEED = Panel(
 
 ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
-        "What clients feel",
+        "Latency and errors",
         (
             quantiles("Time to first token", "time_to_first_token_seconds"),
             quantiles("Inter-token latency", "inter_token_latency_seconds"),
             quantiles("End-to-end latency", "e2e_request_latency_seconds"),
             quantiles("Time per output token", "request_time_per_output_token_seconds"),
-            rates("Answers by how they ended", "reqps", "finished_reason", "request_success"),
+            rates("Answers by finish reason", "reqps", "finished_reason", "request_success"),
             rates("Error replies", "reqps", "code", "request_errors", labels=""),
         ),
     ),
@@ -129,7 +130,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         "Prefixes",
         (
             share("Prefix cache hit rate", "prefix_cache_hits", "prefix_cache_queries"),
-            share("... of the store", "external_prefix_cache_hits", "external_prefix_cache_queries"),
+            share(
+                "Prefix cache hit rate of the store",
+                "external_prefix_cache_hits",
+                "external_prefix_cache_queries",
+            ),
             heatmap("Restorable hit depth", "request_restorable_hit_depth_tokens", "short"),
             rates("Replayed tail tokens", "short", "model_name", "replayed_tail_tokens"),
             rates(
@@ -139,7 +144,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "worker_kv_hit_without_state_tokens",
                 labels=WORKER,
             ),
-            gauges("Prefixes that can be resumed", "short", "{{worker}}", "worker_restorable_depths"),
+            gauges("Restorable depths", "short", "{{worker}}", "worker_restorable_depths"),
         ),
     ),
     (
@@ -148,7 +153,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             gauges("KV cache usage", "percentunit", "{{model_name}}", "kv_cache_usage_perc", labels=MODEL),
             MEMORY,
             gauges(
-                "Budgets and wants",
+                "Budgets and memory demand",
                 "bytes",
                 "{{worker}}",
                 "worker_memory_budget_bytes",
@@ -172,9 +177,9 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             SPEED,
             rates("Late fetches", "short", "worker", "worker_fetches_late", labels=WORKER),
-            rates("Objects wanted, by outcome", "short", "outcome", "worker_store_gets", labels=WORKER),
-            rates("Objects offered, by outcome", "short", "outcome", "worker_store_puts", labels=WORKER),
-            gauges("Store left alone", "bool", "{{worker}}", "worker_store_is_down"),
+            rates("Gets by outcome", "short", "outcome", "worker_store_gets", labels=WORKER),
+            rates("Puts by outcome", "short", "outcome", "worker_store_puts", labels=WORKER),
+            gauges("Store down", "bool", "{{worker}}", "worker_store_is_down"),
         ),
     ),
     (
@@ -195,7 +200,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 labels=WORKER,
             ),
             share(
-                "Guesses that were right",
+                "Draft acceptance rate",
                 "spec_decode_num_accepted_tokens",
                 "spec_decode_num_draft_tokens",
                 "worker",
@@ -223,8 +228,8 @@ def dashboard() -> Json:
         y += 1
         for index, panel in enumerate(row):
             x, down = index % PER_ROW * WIDTH, index // PER_ROW * HEIGHT
-            place = {"x": x, "y": y + down, "w": WIDTH, "h": HEIGHT}
-            panels.append({"id": len(panels) + 1, "gridPos": place, **drawn(panel)})
+            position = {"x": x, "y": y + down, "w": WIDTH, "h": HEIGHT}
+            panels.append({"id": len(panels) + 1, "gridPos": position, **panel_json(panel)})
         y += -(-len(row) // PER_ROW) * HEIGHT
     return {
         "uid": "tidemill",
@@ -268,7 +273,7 @@ def variable(name: str, query: str) -> Json:
     }
 
 
-def drawn(panel: Panel) -> Json:
+def panel_json(panel: Panel) -> Json:
     is_heatmap = panel.kind == "heatmap"
     targets = [
         {

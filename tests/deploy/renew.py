@@ -1,4 +1,5 @@
-"""Writes what is made: golden files of the examples, and the configuration file's part of values.schema.json.
+"""Regenerate the golden files of the examples and the configuration file's part of
+values.schema.json.
 
 python -m tests.deploy.renew
 """
@@ -7,14 +8,14 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from tests.support.deploy.chart import CHART, EXAMPLES, GOLDEN, ROOT, chart_of, rendered, values_of
+from tests.support.deploy.chart import CHART, EXAMPLES, GOLDEN, ROOT, chart_of, render, values_of
 from tidemill.cluster.config.tree import RootConfig
 from tidemill.cluster.edge.requests.api_keys import ApiKey
 
 SCHEMA = CHART / "values.schema.json"
 PARTS = ("ModelConfig", "AutoscalingConfig", "EngineConfig", "TelemetryConfig")
-BY_THE_CHART = ("labels", "resources")
-"""Of a group: they tie its workers to its pods."""
+SET_BY_CHART = ("labels", "resources")
+"""Keys of a group that the chart sets, to tie workers to pods."""
 
 
 def golden_file(example: Path) -> Path:
@@ -22,12 +23,12 @@ def golden_file(example: Path) -> Path:
 
 
 def golden_text(example: Path) -> str:
-    """The dashboard is left out: it has a file and a life of its own."""
+    """Return all rendered templates; the dashboard is left out, for it has its own file."""
     dashboard = (ROOT / "deploy/grafana/tidemill.json").read_text().strip()
     lines = "\n".join(f"    {line}" for line in dashboard.splitlines())
     texts = {
         path: text.replace(lines, "    (deploy/grafana/tidemill.json)")
-        for path, text in rendered(chart_of(example), values_of(example)).items()
+        for path, text in render(chart_of(example), values_of(example)).items()
     }
     parts = [f"# {path}\n{text.strip()}\n" for path, text in texts.items() if text.strip()]
     return "---\n".join(parts)
@@ -38,7 +39,7 @@ def schema_text() -> str:
     defined = RootConfig.model_json_schema()["$defs"]
     group = defined["GroupConfig"]
     own = {"name": {"$ref": "#/$defs/GroupName"}, "pod": {"$ref": "#/$defs/Pod"}}
-    kept = {name: of for name, of in group["properties"].items() if name not in BY_THE_CHART}
+    kept = {name: value for name, value in group["properties"].items() if name not in SET_BY_CHART}
     schema["$defs"] |= {name: defined[name] for name in PARTS}
     schema["$defs"]["Key"] = ApiKey.model_json_schema()
     schema["$defs"]["GroupConfig"] = {
@@ -53,15 +54,15 @@ def schema_text() -> str:
 
 
 def _untitled(part: Any) -> Any:  # noqa: ANN401 - JSON
-    """Without the titles that pydantic makes of names: they would be what errors call a key."""
+    """Remove pydantic's titles, which Helm's errors would use instead of the keys."""
     if isinstance(part, dict):
-        found = cast("dict[str, Any]", part)
-        titled = {"title": found["title"]} if "$schema" in found else {}
+        node = cast("dict[str, Any]", part)
+        titled = {"title": node["title"]} if "$schema" in node else {}
         return titled | {
-            key: _untitled(value) for key, value in found.items() if key != "title" or isinstance(value, dict)
+            key: _untitled(value) for key, value in node.items() if key != "title" or isinstance(value, dict)
         }
     if isinstance(part, list):
-        return [_untitled(one) for one in cast("list[Any]", part)]
+        return [_untitled(item) for item in cast("list[Any]", part)]
     return part
 
 

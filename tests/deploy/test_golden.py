@@ -1,4 +1,4 @@
-"""The charts as a whole: what the examples render to, and that Kubernetes, KubeRay and Helm take it."""
+"""The charts render to the golden files, which Kubernetes, KubeRay and Helm accept."""
 
 import base64
 import json
@@ -27,16 +27,16 @@ from tests.support.deploy.chart import (
     Document,
     chart_of,
     documents_of,
-    one,
-    rendered,
+    find_one,
+    render,
     values_of,
 )
 
 CRDS = Path(os.environ.get("KUBERAY_CRDS", ROOT.parent / "shared" / "kuberay-crds"))
 KUBERNETES = ("1.30", "1.37")
-OF_OTHERS = {"RayCluster", "ServiceMonitor"}
+CUSTOM_KINDS = {"RayCluster", "ServiceMonitor"}
 
-WARNING = 2  # of Helm's severities
+WARNING = 2  # a severity of Helm
 
 
 @pytest.fixture(params=EXAMPLES, ids=lambda example: example.stem)
@@ -44,43 +44,43 @@ def example(request: pytest.FixtureRequest) -> Path:
     return request.param
 
 
-def test_an_example_renders_to_its_golden_file(example: Path) -> None:
+def test_example_renders_to_its_golden_file(example: Path) -> None:
     assert golden_text(example) == golden_file(example).read_text(), (
-        "see what changed, then: make helm-golden"
+        "check the changes, then run `make helm-golden`"
     )
 
 
-def test_no_golden_file_is_left_over() -> None:
+def test_every_golden_file_has_an_example() -> None:
     assert {path.name for path in golden_file(EXAMPLES[0]).parent.iterdir()} == {
         example.name for example in EXAMPLES
     }
 
 
-def test_each_template_makes_something_in_an_example() -> None:
+def test_every_template_is_used_by_an_example() -> None:
     for chart in (CHART, TRAFFIC):
-        made = {
+        rendered_paths = {
             path
             for example in EXAMPLES
             if chart_of(example) == chart
-            for path, text in rendered(chart, values_of(example)).items()
+            for path, text in render(chart, values_of(example)).items()
             if text.strip()
         }
         files = {str(path.relative_to(chart)) for path in (chart / "templates").glob("[!_]*")}
-        assert made == files
+        assert rendered_paths == files
 
 
-def test_the_schema_has_the_configuration_file_as_it_is() -> None:
+def test_values_schema_matches_configuration_file() -> None:
     assert schema_text() == SCHEMA.read_text(), "make helm-golden"
 
 
-def test_helm_has_no_complaints(example: Path) -> None:
+def test_charts_pass_helm_lint(example: Path) -> None:
     report = helm_python.lint(chart_of(example), values_of(example), strict=True)
     assert not report["errors"]
     assert not [message for message in report["messages"] if message["severity"] >= WARNING]
 
 
-def test_the_chart_is_packed_with_the_dashboard(tmp_path: Path) -> None:
-    """It is a link in the repository."""
+def test_chart_package_contains_dashboard(tmp_path: Path) -> None:
+    """The dashboard is a symbolic link in the repository."""
     packed = helm_python.package(CHART, destination=tmp_path)
     with helm_python.Chart.load(packed) as chart:
         [dashboard] = [file["data"] for file in chart.files if file["name"] == "files/tidemill.json"]
@@ -91,46 +91,46 @@ def _text(data: str) -> str:
     return data if data.lstrip().startswith("{") else base64.b64decode(data).decode()
 
 
-def test_the_version_of_the_chart_is_that_of_the_project() -> None:
+def test_charts_have_version_of_project() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     for chart in (CHART, TRAFFIC):
         assert yaml.safe_load((chart / "Chart.yaml").read_text())["appVersion"] == version
 
 
-def test_the_version_of_ray_is_what_is_tested() -> None:
+def test_chart_has_tested_version_of_ray() -> None:
     version = yaml.safe_load((CHART / "values.yaml").read_text())["ray"]["version"]
     assert f"ray=={version}\n" in (ROOT / "constraints.txt").read_text()
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-def test_kubernetes_knows_every_field(example: Path, version: str) -> None:
-    found = [document for document in documents_of(example) if document["kind"] not in OF_OTHERS]
+def test_kubernetes_schema_has_every_field(example: Path, version: str) -> None:
+    found = [document for document in documents_of(example) if document["kind"] not in CUSTOM_KINDS]
     assert found
     for document in found:
         kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_pods_of_ray_are_pods_of_kubernetes() -> None:
-    """The CRD knows fields, not what goes into them: each template is looked at as a Pod, too."""
+def test_ray_pod_templates_are_valid_pods() -> None:
+    """The CRD does not check the values of fields, so each template is checked as a Pod, too."""
     for example in SERVERS:
-        cluster = one(documents_of(example), "RayCluster")
+        cluster = find_one(documents_of(example), "RayCluster")
         groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
         for group in groups:
             pod = {"apiVersion": "v1", "kind": "Pod", **group["template"]}
             kubernetes_validate.validate(pod, KUBERNETES[0], strict=True)
 
 
-def test_a_field_that_kubernetes_does_not_know_is_found() -> None:
-    deployment = one(documents_of(SERVERS[0]), "Deployment", "-frontend")
+def test_kubernetes_schema_refuses_unknown_field() -> None:
+    deployment = find_one(documents_of(SERVERS[0]), "Deployment", "-frontend")
     wrong: Document = {**deployment, "spec": {**deployment["spec"], "replica": 1}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, KUBERNETES[0], strict=True)
 
 
 @pytest.mark.skipif(not CRDS.is_dir(), reason="set KUBERAY_CRDS to a folder with ray.io_rayclusters.yaml")
-def test_kuberay_knows_every_field() -> None:
+def test_kuberay_schema_has_every_field() -> None:
     for example in SERVERS:
-        cluster = one(documents_of(example), "RayCluster")
+        cluster = find_one(documents_of(example), "RayCluster")
         jsonschema.validate(cluster["spec"], _cluster_schema())
         wrong: Document = {**cluster["spec"], "networkIsolation": {}}
         with pytest.raises(jsonschema.ValidationError):
@@ -145,22 +145,24 @@ def _cluster_schema() -> Mapping[str, Any]:
 
 
 def _strict(schema: Any) -> Any:  # noqa: ANN401 - JSON
-    """Of a CRD's schema, one that refuses what the API server would silently drop."""
+    """Return a CRD's schema that refuses unknown fields, which the API server would silently
+    drop."""
     if isinstance(schema, list):
         return [_strict(part) for part in cast("list[Any]", schema)]
     if not isinstance(schema, dict):
         return schema
-    found = cast("dict[str, Any]", schema)
-    strict = {key: _strict(part) for key, part in found.items()}
-    if "properties" in found and not found.get("x-kubernetes-preserve-unknown-fields"):
+    node = cast("dict[str, Any]", schema)
+    strict = {key: _strict(part) for key, part in node.items()}
+    if "properties" in node and not node.get("x-kubernetes-preserve-unknown-fields"):
         strict.setdefault("additionalProperties", False)
     return strict
 
 
-def test_what_prometheus_gets_is_there() -> None:
-    """Its operator's schema is nowhere to be had offline: the fields are those of its documentation."""
+def test_service_monitor_matches_service() -> None:
+    """The operator's schema is not available offline, so the fields are those of its
+    documentation."""
     found = documents_of(next(example for example in SERVERS if example.stem == "2p4d"))
-    monitor, service = one(found, "ServiceMonitor"), one(found, "Service", "chat-tidemill")
+    monitor, service = find_one(found, "ServiceMonitor"), find_one(found, "Service", "chat-tidemill")
     assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
     assert set(monitor["spec"]) == {"selector", "endpoints"}
     [endpoint] = monitor["spec"]["endpoints"]
@@ -169,15 +171,18 @@ def test_what_prometheus_gets_is_there() -> None:
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
 
 
-def test_rays_autoscaler_reads_groups_as_they_are_meant() -> None:
-    """It starts a pod for a worker that waits: by the resource and the label that this one asks for."""
+def test_ray_autoscaler_derives_node_types_of_groups() -> None:
+    """The autoscaler starts a pod for a waiting worker by the resource and the label in its
+    demand."""
     found = documents_of(next(example for example in SERVERS if example.stem == "2p4d"))
-    cluster: Document = json.loads(json.dumps(one(found, "RayCluster")))
+    cluster: Document = json.loads(json.dumps(find_one(found, "RayCluster")))
     cluster["metadata"]["namespace"] = NAMESPACE
     read = autoscaling_config._derive_autoscaling_config_from_ray_cr  # pyright: ignore[reportPrivateUsage]
     types = read(cluster)["available_node_types"]
-    asked = yaml.safe_load(one(found, "ConfigMap", "-config")["data"]["cluster.yaml"])["models"][0]["groups"]
-    by_label = {group["labels"]["tidemill-group"]: group for group in asked}
+    groups = yaml.safe_load(find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"])["models"][0][
+        "groups"
+    ]
+    by_label = {group["labels"]["tidemill-group"]: group for group in groups}
     for name, (least, most) in {"prefill": (2, 2), "decode": (4, 8)}.items():
         offered = types[name]
         assert (offered["min_workers"], offered["max_workers"]) == (least, most)

@@ -1,4 +1,4 @@
-"""What `make setup` does where nobody may install packages."""
+"""`make setup` unpacks libraries when the user may not install packages."""
 
 import subprocess
 import sys
@@ -13,12 +13,12 @@ print(*{line.split()[-1] for line in Path("/proc/self/maps").read_text().splitli
 """
 
 
-def test_debians_libraries_for_mooncake_are_unpacked_beside_the_venv(tmp_path: Path) -> None:
+def test_mooncake_libs_unpacks_debian_libraries_into_folder(tmp_path: Path) -> None:
     folder = tmp_path / "libs"
     ended = subprocess.run(
         [str(SCRIPT), sys.executable, str(folder), "--unpack"], capture_output=True, text=True, check=True
     )
-    assert "stays without" not in ended.stdout, ended.stderr
+    assert "still lacks" not in ended.stdout, ended.stderr
     loaded = subprocess.run(
         [sys.executable, "-c", LOADED],
         env={"LD_LIBRARY_PATH": str(folder)},

@@ -1,4 +1,4 @@
-"""Who reaches whom: each port that listens is in a policy, and no other."""
+"""The network policies open exactly the ports on which processes listen."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ from tests.support.deploy.chart import (
     containers,
     documents,
     documents_of,
-    one,
+    find_one,
     pods,
     values_of,
 )
@@ -23,7 +23,7 @@ from tidemill.cluster.config.reading import parse_config
 Ports = set[tuple[int, int]]
 
 LENT: Ports = {(15000, 17000)}
-"""Where Mooncake's transfer engine picks two ports of its own."""
+"""The range in which Mooncake's transfer engine picks two ports."""
 
 
 @pytest.fixture(params=SERVERS, ids=lambda example: example.stem)
@@ -35,8 +35,9 @@ def opened(rules: list[Document]) -> Ports:
     return {(port["port"], port.get("endPort", port["port"])) for rule in rules for port in rule["ports"]}
 
 
-def of_node(flags: Flags) -> Ports:
-    """What a node of Ray listens at, for other nodes: the agent of runtime environments serves its own."""
+def ray_node_ports(flags: Flags) -> Ports:
+    """Return the ports of a Ray node for other nodes; its runtime environment agent has only local
+    clients."""
     names = ("node_manager_port", "object_manager_port", "dashboard_agent_grpc_port")
     more = ("dashboard_agent_listen_port", "metrics_export_port")
     return {(flags[name], flags[name]) for name in (*names, *more)} | {
@@ -44,8 +45,8 @@ def of_node(flags: Flags) -> Ports:
     }
 
 
-def ours(pod: Document) -> Ports:
-    """What the kernel hands out to who asks for any port, as the gRPC of routers and workers does."""
+def ephemeral_ports(pod: Document) -> Ports:
+    """Return the range of ephemeral ports of a pod, which the gRPC of routers and workers uses."""
     [setting] = pod["spec"]["securityContext"]["sysctls"]
     assert setting["name"] == "net.ipv4.ip_local_port_range"
     first, last = map(int, setting["value"].split())
@@ -57,42 +58,42 @@ def allows(policy: Document, pod: Document, more: dict[str, str]) -> bool:
     return wanted.items() <= {**pod["metadata"]["labels"], **more}.items()
 
 
-def test_the_frontend_opens_what_it_listens_at(found: list[Document]) -> None:
+def test_frontend_policy_opens_listening_ports(found: list[Document]) -> None:
     frontend = pods(found)["frontend"]
     [container] = frontend["spec"]["containers"]
     [start] = [words[2:] for words in lines_of(container) if words[:2] == ["ray", "start"]]
-    edge = parse_config(one(found, "ConfigMap", "-config")["data"]["cluster.yaml"], "cluster.yaml").edge
+    edge = parse_config(find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"], "cluster.yaml").edge
     for_clients = {(port, port) for port in (edge.port, edge.grpc_port) if port is not None}
     assert {(port["containerPort"],) * 2 for port in container["ports"]} == for_clients
 
-    policy = one(found, "NetworkPolicy", "-frontend")["spec"]
+    policy = find_one(found, "NetworkPolicy", "-frontend")["spec"]
     clients, ray = policy["ingress"]
     assert policy["policyTypes"] == ["Ingress"]
     assert opened([clients]) == for_clients
-    assert opened([ray]) == of_node(ray_start(start)) | ours(frontend)
+    assert opened([ray]) == ray_node_ports(ray_start(start)) | ephemeral_ports(frontend)
     assert ray["from"] == [{"podSelector": {"matchLabels": {"ray.io/cluster": "chat-tidemill"}}}]
 
 
-def test_rays_pods_open_what_the_frontend_asks_them(found: list[Document]) -> None:
-    spec = one(found, "RayCluster")["spec"]
+def test_ray_policy_opens_ports_for_frontend(found: list[Document]) -> None:
+    spec = find_one(found, "RayCluster")["spec"]
     policy = spec["networkPolicy"]
     assert policy["mode"] == "DenyAllIngress"
     agents = {"dashboard_agent_grpc_port", "dashboard_agent_listen_port", "metrics_export_port"}
     head = ray_start(["--head", *start_options(spec["headGroupSpec"])])
-    asked = of_node({**head, **dict.fromkeys(agents, head["node_manager_port"])})
+    asked = ray_node_ports({**head, **dict.fromkeys(agents, head["node_manager_port"])})
     assert opened(policy["head"]["ingressRules"]) == asked | {(6379, 6379)}
     for group in spec["workerGroupSpecs"]:
         flags = ray_start(["--address=head:6379", *start_options(group)])
-        asked = of_node({**flags, **dict.fromkeys(agents, flags["node_manager_port"])})
+        asked = ray_node_ports({**flags, **dict.fromkeys(agents, flags["node_manager_port"])})
         pod = pods(found)[f"worker/{group['groupName']}"]
-        assert opened(policy["worker"]["ingressRules"]) == asked | ours(pod)
+        assert opened(policy["worker"]["ingressRules"]) == asked | ephemeral_ports(pod)
     for rules in (policy["head"]["ingressRules"], policy["worker"]["ingressRules"]):
         [peer] = [peer for rule in rules for peer in rule["from"]]
         assert allows(peer, pods(found)["frontend"], {})
         assert not allows(peer, pods(found)["head"], {})
 
 
-def test_the_store_opens_to_its_users_alone(found: list[Document]) -> None:
+def test_store_policies_admit_only_users_of_store(found: list[Document]) -> None:
     if "mooncake" not in pods(found):
         assert not [document for document in found if document["metadata"]["name"].endswith("store-memory")]
         return
@@ -101,7 +102,7 @@ def test_the_store_opens_to_its_users_alone(found: list[Document]) -> None:
     flags = dict(flag.split("=", 1) for flag in master["command"] if "=" in flag)
     assert listens == {(int(flags[name]),) * 2 for name in ("--rpc_port", "--metrics_port")}
     policies = {
-        name: one(found, "NetworkPolicy", f"-{name}")["spec"] for name in ("mooncake", "store-memory")
+        name: find_one(found, "NetworkPolicy", f"-{name}")["spec"] for name in ("mooncake", "store-memory")
     }
     assert opened(policies["mooncake"]["ingress"]) == listens
     assert opened(policies["store-memory"]["ingress"]) == LENT
@@ -111,8 +112,8 @@ def test_the_store_opens_to_its_users_alone(found: list[Document]) -> None:
     for name, policy in policies.items():
         [rule] = policy["ingress"]
         let_in = {
-            who: any(allows(peer, pod, more) for peer in rule["from"])
-            for who, pod, more in (
+            client: any(allows(peer, pod, more) for peer in rule["from"])
+            for client, pod, more in (
                 ("worker", worker, labelled),
                 ("frontend", pods(found)["frontend"], {}),
                 ("head", pods(found)["head"], {**labelled, "ray.io/node-type": "head"}),
@@ -127,40 +128,40 @@ def test_the_store_opens_to_its_users_alone(found: list[Document]) -> None:
         }
 
 
-def test_mooncake_opens_its_ports_behind_a_policy_alone() -> None:
-    """On newer kernels nobody in these pods may keep them to their peers."""
+def test_mooncake_opens_ports_only_behind_policy() -> None:
+    """These pods lack the capability that newer kernels need to restrict the ports to their peers."""
     for enabled in (True, False):
         values = {"clusterTls": {"plain": True}, "networkPolicy": {"enabled": enabled}}
         found = documents(CHART, values)
-        config = one(found, "ConfigMap", "-config")["data"]["cluster.yaml"]
+        config = find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"]
         assert ("ports=open" in (parse_config(config, "cluster.yaml").store.url or "")) is enabled
         [owner] = pods(found)["store-memory"]["spec"]["containers"]
         assert ("--ports=open" in owner["command"]) is enabled
         assert any(document["kind"] == "NetworkPolicy" for document in found) is enabled
-        assert ("networkPolicy" in one(found, "RayCluster")["spec"]) is enabled
+        assert ("networkPolicy" in find_one(found, "RayCluster")["spec"]) is enabled
 
 
-def test_ports_of_a_pod_do_not_overlap(found: list[Document]) -> None:
-    spec = one(found, "RayCluster")["spec"]
+def test_port_ranges_of_pod_do_not_overlap(found: list[Document]) -> None:
+    spec = find_one(found, "RayCluster")["spec"]
     for group in spec["workerGroupSpecs"]:
         taken = sorted(
-            of_node(ray_start(["--address=head:6379", *start_options(group)]))
-            | ours(pods(found)[f"worker/{group['groupName']}"])
+            ray_node_ports(ray_start(["--address=head:6379", *start_options(group)]))
+            | ephemeral_ports(pods(found)[f"worker/{group['groupName']}"])
             | LENT
         )
         assert all(before[1] < after[0] for before, after in pairwise(taken))
 
 
-def test_each_policy_and_service_finds_its_pods(found: list[Document]) -> None:
+def test_every_policy_and_service_selects_one_pod(found: list[Document]) -> None:
     labels = [pod["metadata"]["labels"].items() for pod in pods(found).values()]
     for document in found:
         if document["kind"] in ("NetworkPolicy", "Service"):
             spec = document["spec"]
             wanted = spec["selector"] if document["kind"] == "Service" else spec["podSelector"]["matchLabels"]
-            assert len([one for one in labels if wanted.items() <= one]) == 1, document["metadata"]["name"]
+            assert len([pod for pod in labels if wanted.items() <= pod]) == 1, document["metadata"]["name"]
 
 
-def test_services_lead_to_ports_that_pods_have(found: list[Document]) -> None:
+def test_services_target_existing_ports(found: list[Document]) -> None:
     for service in (document for document in found if document["kind"] == "Service"):
         [pod] = [
             pod
@@ -171,10 +172,10 @@ def test_services_lead_to_ports_that_pods_have(found: list[Document]) -> None:
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= named
 
 
-def test_only_the_leading_master_is_asked() -> None:
-    """A standby does not listen where requests go, but is alive."""
+def test_only_leading_master_is_ready() -> None:
+    """A standby is alive, but does not listen on the RPC port."""
     example = next(example for example in SERVERS if example.stem == "2p4d")
-    deployment = one(documents_of(example), "Deployment", "-mooncake")["spec"]
+    deployment = find_one(documents_of(example), "Deployment", "-mooncake")["spec"]
     [master] = deployment["template"]["spec"]["containers"]
     assert deployment["replicas"] == 3
     assert {"--enable_ha=true", "--enable_oplog=true"} <= set(master["command"])
@@ -184,8 +185,8 @@ def test_only_the_leading_master_is_asked() -> None:
     assert deployment["strategy"]["rollingUpdate"]["maxUnavailable"] == "100%"
 
 
-def test_two_releases_share_nothing_but_the_service_in_front() -> None:
-    """Blue and green: the Service of the traffic chart leads to one of them, and turns to the other."""
+def test_traffic_service_selects_one_of_two_releases() -> None:
+    """The Service of the traffic chart selects one release of a blue-green deployment."""
     values = values_of(next(example for example in SERVERS if example.stem == "cpu-only"))
     releases = {name: documents(CHART, values, release=name) for name in ("chat-blue", "chat-green")}
     names = [
@@ -195,7 +196,7 @@ def test_two_releases_share_nothing_but_the_service_in_front() -> None:
     assert not names[0] & names[1]
     for release, found in releases.items():
         traffic = documents(TRAFFIC, {**values_of(TRAFFIC_EXAMPLE), "release": release})
-        service = one(traffic, "Service")
+        service = find_one(traffic, "Service")
         assert service["metadata"]["name"] == "chat"
         answers = [
             name

@@ -1,4 +1,4 @@
-"""What runs in the pods of the chart, and what it may."""
+"""The commands, security and files of the pods of the chart."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ from tests.support.deploy.chart import (
     containers,
     documents,
     documents_of,
-    one,
+    find_one,
     pods,
     values_of,
 )
@@ -44,10 +44,10 @@ def found(example: Path) -> list[Document]:
 
 
 def config_of(found: list[Document]) -> str:
-    return one(found, "ConfigMap", "-config")["data"]["cluster.yaml"]
+    return find_one(found, "ConfigMap", "-config")["data"]["cluster.yaml"]
 
 
-def test_nobody_is_root_and_the_root_is_read_only(found: list[Document]) -> None:
+def test_pods_run_unprivileged_with_read_only_root(found: list[Document]) -> None:
     assert {"frontend", "head"} < set(pods(found))
     for pod in pods(found).values():
         security = pod["spec"]["securityContext"]
@@ -64,21 +64,21 @@ def test_nobody_is_root_and_the_root_is_read_only(found: list[Document]) -> None
             assert container["resources"]["limits"]["memory"]
 
 
-def test_no_pod_has_a_token_of_kubernetes(found: list[Document]) -> None:
-    """But the head where Ray's autoscaler runs in it."""
-    cluster = one(found, "RayCluster")
+def test_pods_have_no_kubernetes_token(found: list[Document]) -> None:
+    """The exception is a head in which Ray's autoscaler runs."""
+    cluster = find_one(found, "RayCluster")
     for name, pod in pods(found).items():
         scales = name == "head" and cluster["spec"].get("enableInTreeAutoscaling", False)
         assert pod["spec"].get("automountServiceAccountToken", True) is scales
 
 
-def test_the_autoscaler_is_held_as_all_others() -> None:
-    spec = one(documents_of(EVERYTHING), "RayCluster")["spec"]
+def test_autoscaler_has_same_security_context() -> None:
+    spec = find_one(documents_of(EVERYTHING), "RayCluster")["spec"]
     [container] = spec["headGroupSpec"]["template"]["spec"]["containers"]
     assert spec["autoscalerOptions"]["securityContext"] == container["securityContext"]
 
 
-def test_what_is_mounted_is_there_once(found: list[Document]) -> None:
+def test_mounts_are_unique_and_have_volumes(found: list[Document]) -> None:
     for pod in pods(found).values():
         volumes = [volume["name"] for volume in pod["spec"]["volumes"]]
         assert len(set(volumes)) == len(volumes)
@@ -90,21 +90,22 @@ def test_what_is_mounted_is_there_once(found: list[Document]) -> None:
         assert used == set(volumes)
 
 
-def test_what_volumes_are_made_of_is_there(found: list[Document], example: Path) -> None:
-    """In the chart, or named by who installs it; KubeRay makes the certificate of Ray's pods."""
-    made = {(document["kind"], document["metadata"]["name"]) for document in found}
-    cluster = one(found, "RayCluster")["metadata"]["name"]
+def test_sources_of_volumes_exist(found: list[Document], example: Path) -> None:
+    """A source is in the chart or named in its values; KubeRay makes the certificate of Ray's
+    pods."""
+    created = {(document["kind"], document["metadata"]["name"]) for document in found}
+    cluster = find_one(found, "RayCluster")["metadata"]["name"]
     named = {("Secret", f"ray-worker-secret-{cluster}")}
     named |= {("Secret", word) for word in re.findall(r"[\w.-]+", example.read_text())}
     for pod in pods(found).values():
         for volume in pod["spec"]["volumes"]:
             if "configMap" in volume:
-                assert ("ConfigMap", volume["configMap"]["name"]) in made
+                assert ("ConfigMap", volume["configMap"]["name"]) in created
             if "secret" in volume:
-                assert ("Secret", volume["secret"]["secretName"]) in made | named
+                assert ("Secret", volume["secret"]["secretName"]) in created | named
 
 
-def test_the_configuration_is_one_that_tidemill_takes(found: list[Document]) -> None:
+def test_configmap_has_valid_configuration(found: list[Document]) -> None:
     config = parse_config(config_of(found), "cluster.yaml")
     assert config.edge.host == "0.0.0.0"  # noqa: S104 - a pod's own address
     assert config.cluster.ray_address == "auto"
@@ -112,7 +113,7 @@ def test_the_configuration_is_one_that_tidemill_takes(found: list[Document]) -> 
     check_url(plan_store(config.store.url).url)
 
 
-def test_files_that_the_configuration_names_are_mounted_where_they_are_read(found: list[Document]) -> None:
+def test_files_named_in_configuration_are_mounted(found: list[Document]) -> None:
     config = parse_config(config_of(found), "cluster.yaml")
     read = {
         "frontend": [*config.edge.model_dump().values(), config.store.secret_file],
@@ -129,21 +130,23 @@ def test_files_that_the_configuration_names_are_mounted_where_they_are_read(foun
                 assert Path(path).parent in mounts, f"{name} reads {path}"
 
 
-def test_a_worker_finds_one_place_in_each_pod_of_its_group(found: list[Document]) -> None:
-    groups = {group["groupName"]: group for group in one(found, "RayCluster")["spec"]["workerGroupSpecs"]}
+def test_each_pod_of_group_fits_one_worker(found: list[Document]) -> None:
+    groups = {
+        group["groupName"]: group for group in find_one(found, "RayCluster")["spec"]["workerGroupSpecs"]
+    }
     models = parse_config(config_of(found), "cluster.yaml").models
-    for asked in (group for model in models for group in model.groups):
-        offers = groups.pop(asked.labels["tidemill-group"])
-        assert asked.labels == offers["labels"]
-        [(resource, for_each_rank)] = asked.resources.items()
-        assert float(offers["resources"][resource]) == for_each_rank * asked.tensor_parallel_size
-        assert offers["replicas"] == offers["minReplicas"] == asked.replicas
-        assert offers["maxReplicas"] == (asked.replicas_max or asked.replicas)
+    for wanted in (group for model in models for group in model.groups):
+        offers = groups.pop(wanted.labels["tidemill-group"])
+        assert wanted.labels == offers["labels"]
+        [(resource, for_each_rank)] = wanted.resources.items()
+        assert float(offers["resources"][resource]) == for_each_rank * wanted.tensor_parallel_size
+        assert offers["replicas"] == offers["minReplicas"] == wanted.replicas
+        assert offers["maxReplicas"] == (wanted.replicas_max or wanted.replicas)
         assert not resource.endswith("gpu"), "KubeRay would count it as GPUs"
     assert not groups
 
 
-def test_ranks_of_a_group_are_in_one_pod() -> None:
+def test_pod_offers_resource_for_all_ranks_of_worker() -> None:
     values: dict[str, Any] = {
         "clusterTls": {"plain": True},
         "models": [
@@ -155,21 +158,21 @@ def test_ranks_of_a_group_are_in_one_pod() -> None:
             }
         ],
     }
-    [group] = one(documents(CHART, values), "RayCluster")["spec"]["workerGroupSpecs"]
+    [group] = find_one(documents(CHART, values), "RayCluster")["spec"]["workerGroupSpecs"]
     assert group["resources"] == {"tidemill-gpu-ranks": "4"}
 
 
-def test_each_command_is_one_that_its_program_takes(
+def test_commands_are_accepted_by_their_programs(
     found: list[Document], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran: list[str] = []
+    commands: list[str] = []
     for pod in pods(found).values():
         for container in containers(pod):
             for words in lines_of(container) if "command" in container else []:
-                ran.append(" ".join(words[:3]))
+                commands.append(" ".join(words[:3]))
                 _check(words, monkeypatch)
-    assert any(one.startswith("tidemill serve") for one in ran)
-    assert any(one.startswith("ray start") for one in ran)
+    assert any(command.startswith("tidemill serve") for command in commands)
+    assert any(command.startswith("ray start") for command in commands)
 
 
 def _check(words: list[str], patch: pytest.MonkeyPatch) -> None:
@@ -186,33 +189,33 @@ def _check(words: list[str], patch: pytest.MonkeyPatch) -> None:
             assert transport.is_open
             assert num_bytes % 2**30 == 0
         case ["python", "-m", "mooncake.cli", *flags]:
-            given = {flag.partition("=")[0] for flag in flags}
-            assert given <= _master_flags()
-            ours = master_process(Master(host="$(POD_IP)", port=50051, admin_port=9003)).arguments
-            assert set(ours[2:]) <= set(flags), "as `tidemill serve --store mooncake` starts it"
+            names = {flag.partition("=")[0] for flag in flags}
+            assert names <= _master_flags()
+            arguments = master_process(Master(host="$(POD_IP)", port=50051, admin_port=9003)).arguments
+            assert set(arguments[2:]) <= set(flags), "as `tidemill serve --store mooncake` starts it"
         case ["openssl", "x509", *_]:
             pass
         case _:
-            pytest.fail(f"who reads {shlex.join(words)}?")
+            pytest.fail(f"unknown program: {shlex.join(words)}")
 
 
 def _master_flags() -> set[str]:
-    """What the program of the installed package knows."""
+    """Return the flags of the master in the installed package."""
     text = subprocess.run(
         [sys.executable, "-m", "mooncake.cli", "--help"], capture_output=True, text=True, check=False
     ).stdout
     return {f"--{line.split()[0].lstrip('-')}" for line in text.splitlines() if line.startswith("    -")}
 
 
-def test_kuberay_starts_nodes_with_options_that_ray_takes(found: list[Document]) -> None:
-    spec = one(found, "RayCluster")["spec"]
+def test_ray_start_params_are_accepted_by_ray(found: list[Document]) -> None:
+    spec = find_one(found, "RayCluster")["spec"]
     assert ray_start(["--head", *start_options(spec["headGroupSpec"])])["num_cpus"] == 0
     for group in spec["workerGroupSpecs"]:
         assert ray_start(["--address=head:6379", *start_options(group)])["object_store_memory"] >= 75 << 20
 
 
-def test_the_frontend_is_told_before_it_is_killed(example: Path, found: list[Document]) -> None:
-    """New requests stop when the pod ends; open streams have until SIGTERM, and a moment after it."""
+def test_frontend_drains_before_it_is_killed(example: Path, found: list[Document]) -> None:
+    """New requests stop when the pod ends; open streams have until shortly after SIGTERM."""
     spec = pods(found)["frontend"]["spec"]
     [frontend] = spec["containers"]
     drain_s = frontend["lifecycle"]["preStop"]["sleep"]["seconds"]
@@ -222,7 +225,7 @@ def test_the_frontend_is_told_before_it_is_killed(example: Path, found: list[Doc
     assert spec["terminationGracePeriodSeconds"] > drain_s + stops_s
 
 
-def test_probes_ask_for_health(found: list[Document]) -> None:
+def test_frontend_probes_check_health(found: list[Document]) -> None:
     [frontend] = pods(found)["frontend"]["spec"]["containers"]
     edge = parse_config(config_of(found), "cluster.yaml").edge
     for name, path in (
@@ -231,7 +234,7 @@ def test_probes_ask_for_health(found: list[Document]) -> None:
         ("liveness", "/health/live"),
     ):
         probe = frontend[f"{name}Probe"]
-        if edge.ssl_ca_certs is not None:  # the kubelet has no certificate to show
+        if edge.ssl_ca_certs is not None:  # the kubelet has no client certificate
             assert probe["tcpSocket"] == {"port": "http"}
         else:
             assert probe["httpGet"]["path"] == path
@@ -239,13 +242,13 @@ def test_probes_ask_for_health(found: list[Document]) -> None:
     assert frontend["startupProbe"]["failureThreshold"] * frontend["startupProbe"]["periodSeconds"] >= 1800
 
 
-def test_keys_are_in_a_secret_that_tidemill_reads(tmp_path: Path) -> None:
+def test_api_keys_secret_is_readable_keys_file(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
-    keys.write_text(one(documents_of(EVERYTHING), "Secret")["stringData"]["keys.yaml"])
+    keys.write_text(find_one(documents_of(EVERYTHING), "Secret")["stringData"]["keys.yaml"])
     assert [key.tenant for key in read_keys(keys)] == ["search", "people"]
 
 
-def test_no_secret_is_in_a_configmap_or_a_command(found: list[Document]) -> None:
+def test_configmaps_and_commands_have_no_secrets(found: list[Document]) -> None:
     maps = [document for document in found if document["kind"] == "ConfigMap"]
     values = values_of(EVERYTHING)["apiKeys"]["keys"]
     for text in (
@@ -261,11 +264,11 @@ def test_no_secret_is_in_a_configmap_or_a_command(found: list[Document]) -> None
                     assert set(variable) == {"name", "valueFrom"}
         for volume in pod["spec"]["volumes"]:
             if "secret" in volume:
-                assert volume["secret"]["defaultMode"] == 0o440, "for our group, not for everybody"
+                assert volume["secret"]["defaultMode"] == 0o440, "readable for our group, not for others"
 
 
-def test_the_frontend_shows_ray_the_token_of_the_cluster(found: list[Document]) -> None:
-    cluster = one(found, "RayCluster")
+def test_frontend_has_ray_token_of_cluster(found: list[Document]) -> None:
+    cluster = find_one(found, "RayCluster")
     options = cluster["spec"]["authOptions"]
     assert options["mode"] == "token"
     for container in containers(pods(found)["frontend"]):
@@ -279,10 +282,10 @@ def test_the_frontend_shows_ray_the_token_of_the_cluster(found: list[Document]) 
             assert environ["RAY_HEAD"]["value"] == f"{cluster['metadata']['name']}-head-svc:6379"
 
 
-def test_with_rays_tls_the_frontend_is_in_its_certificate() -> None:
-    """KubeRay writes the addresses of pods with these labels into it, and looks at no others."""
+def test_frontend_is_in_ray_certificate_with_ray_tls() -> None:
+    """KubeRay writes only the addresses of pods with these labels into the certificate."""
     found = documents_of(ENCRYPTED)
-    cluster, frontend = one(found, "RayCluster"), pods(found)["frontend"]
+    cluster, frontend = find_one(found, "RayCluster"), pods(found)["frontend"]
     assert cluster["spec"]["tlsOptions"] == {"enabled": True}
     labels = frontend["metadata"]["labels"]
     assert labels["ray.io/cluster"] == cluster["metadata"]["name"]
@@ -294,7 +297,7 @@ def test_with_rays_tls_the_frontend_is_in_its_certificate() -> None:
             assert "ray.io/cluster" not in pods(documents_of(example))["frontend"]["metadata"]["labels"]
 
 
-def test_the_frontend_starts_anew_with_what_it_serves() -> None:
+def test_frontend_restarts_when_its_configuration_changes() -> None:
     base = values_of(EVERYTHING)
     before = pods(documents_of(EVERYTHING))["frontend"]["metadata"]["annotations"]
     for change in (
@@ -307,7 +310,7 @@ def test_the_frontend_starts_anew_with_what_it_serves() -> None:
     assert same == before
 
 
-def test_budgets_leave_the_only_ones_and_let_others_go(found: list[Document], example: Path) -> None:
+def test_disruption_budgets_protect_single_pods(found: list[Document], example: Path) -> None:
     budgets = {
         document["metadata"]["name"]: document["spec"]
         for document in found
@@ -316,7 +319,7 @@ def test_budgets_leave_the_only_ones_and_let_others_go(found: list[Document], ex
     stays = not values_of(example).get("podDisruptionBudget", {}).get("allowInterruption", False)
     assert budgets["chat-tidemill-frontend"]["maxUnavailable"] == int(not stays)
     assert budgets["chat-tidemill-head"]["minAvailable"] == int(stays)
-    for group in one(found, "RayCluster")["spec"]["workerGroupSpecs"]:
+    for group in find_one(found, "RayCluster")["spec"]["workerGroupSpecs"]:
         budget = budgets[f"chat-tidemill-{group['groupName']}"]
         assert budget["minAvailable"] == group["replicas"] - 1
         assert budget["selector"]["matchLabels"] == {

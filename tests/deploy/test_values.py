@@ -1,11 +1,11 @@
-"""Values that are wrong: what `helm install` says of them."""
+"""`helm install` refuses wrong values with an error that names them."""
 
 from typing import Any
 
 import helm_python
 import pytest
 
-from tests.support.deploy.chart import CHART, TRAFFIC, documents, one, rendered
+from tests.support.deploy.chart import CHART, TRAFFIC, documents, find_one, render
 
 PLAIN: dict[str, Any] = {"clusterTls": {"plain": True}}
 POD: dict[str, Any] = {"resources": {}}
@@ -40,9 +40,9 @@ def model(**group: object) -> dict[str, Any]:
         ({"telemetry": {"log_level": "loud"}}, "at '/telemetry/log_level': value must be one of"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_place(values: dict[str, Any], message: str) -> None:
+def test_wrong_value_is_named_with_its_path(values: dict[str, Any], message: str) -> None:
     with pytest.raises(helm_python.HelmValuesError) as error:
-        rendered(CHART, PLAIN | values)
+        render(CHART, PLAIN | values)
     assert message in str(error.value)
 
 
@@ -64,7 +64,7 @@ def test_a_wrong_value_is_named_with_its_place(values: dict[str, Any], message: 
                 "mooncake": {"enabled": False},
                 "store": {"folder": {"size": "1GiB", "volume": {"emptyDir": {}}}},
             },
-            "an emptyDir, which each pod has for itself",
+            "an emptyDir, which pods do not share",
         ),
         ({"ray": {"tls": {"enabled": True}, "autoscaling": {"enabled": True}}}, "exclude each other"),
         (model(replicas_max=3), "set ray.autoscaling.enabled"),
@@ -73,20 +73,18 @@ def test_a_wrong_value_is_named_with_its_place(values: dict[str, Any], message: 
         ({"models": [{"model": name, "groups": [MIXED]} for name in "ab"]}, "two groups are called mixed"),
     ],
 )
-def test_values_that_do_not_go_together_are_refused_with_the_fix(
-    values: dict[str, Any], message: str
-) -> None:
+def test_conflicting_values_are_refused_with_fix(values: dict[str, Any], message: str) -> None:
     with pytest.raises(helm_python.HelmRenderError) as error:
-        rendered(CHART, PLAIN | values)
+        render(CHART, PLAIN | values)
     assert message in str(error.value)
 
 
-def test_names_stay_short_enough_for_kuberay() -> None:
-    """It puts up to ten characters behind the name of a RayCluster, and wants 53 of it at most."""
-    cluster = one(documents(CHART, PLAIN, release="a" * 53), "RayCluster")
+def test_cluster_name_is_short_enough_for_kuberay() -> None:
+    """KubeRay appends up to ten characters to the name of a RayCluster and allows at most 53."""
+    cluster = find_one(documents(CHART, PLAIN, release="a" * 53), "RayCluster")
     assert len(cluster["metadata"]["name"]) <= 40
 
 
-def test_the_traffic_chart_wants_to_know_whose() -> None:
+def test_traffic_chart_requires_release() -> None:
     with pytest.raises(helm_python.HelmValuesError, match="at '/release'"):
-        rendered(TRAFFIC, {})
+        render(TRAFFIC, {})

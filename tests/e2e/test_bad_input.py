@@ -6,6 +6,8 @@ Mistakes that are found before anything starts are tested in tests/unit/cluster/
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.e2e.server import run_cli
 
 

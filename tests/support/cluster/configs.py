@@ -1,4 +1,4 @@
-"""Configurations that are right, as hypothesis draws them: trees as YAML has them, and command lines."""
+"""Valid configurations drawn by hypothesis, as the trees of YAML files."""
 
 from typing import Any
 
@@ -21,9 +21,9 @@ PORTS = st.integers(0, 65535)
 
 
 def nodes(
-    needed: "dict[str, st.SearchStrategy[Any]]", **may_be: "st.SearchStrategy[Any]"
+    required: "dict[str, st.SearchStrategy[Any]]", **optional: "st.SearchStrategy[Any]"
 ) -> st.SearchStrategy[Tree]:
-    return st.fixed_dictionaries(needed, optional=may_be)
+    return st.fixed_dictionaries(required, optional=optional)
 
 
 def groups(role: str) -> st.SearchStrategy[Tree]:
@@ -42,17 +42,17 @@ def groups(role: str) -> st.SearchStrategy[Tree]:
     )
 
 
-def grown(group: Tree) -> Tree:
+def with_maximum(group: Tree) -> Tree:
     return {**group, "replicas_max": group.get("replicas", 1) + 3}
 
 
-PAIRS = st.tuples(groups("prefill"), groups("prefill").map(grown), groups("decode").map(grown)).map(
-    lambda three: [three[1], three[0], three[2]]
-)
+PAIRS = st.tuples(
+    groups("prefill"), groups("prefill").map(with_maximum), groups("decode").map(with_maximum)
+).map(lambda drawn: [drawn[1], drawn[0], drawn[2]])
 GROUPS = (
     st.tuples(groups("prefill"), groups("decode")).map(list)
     | PAIRS
-    | groups("mixed").map(grown).map(lambda group: [group])
+    | groups("mixed").map(with_maximum).map(lambda group: [group])
 )
 
 ENGINES = nodes(
@@ -72,7 +72,7 @@ ENGINES = nodes(
 
 @st.composite
 def models(draw: st.DrawFn) -> list[Tree]:
-    """Each is called otherwise."""
+    """Draw models with different names."""
     count = draw(st.integers(1, 3))
     return [
         {

@@ -1,4 +1,4 @@
-"""For tests of what sets up the logs of a process: they are as before afterwards."""
+"""Restore the logging of the process after tests that set it up."""
 
 import logging
 from collections.abc import Generator
@@ -9,6 +9,7 @@ from tidemill.cluster.observability.logs import OURS
 
 @contextmanager
 def same_logs_afterwards() -> Generator[None]:
+    """Restore handlers and levels at the end of the block."""
     root, ours = logging.getLogger(), logging.getLogger(OURS)
     handlers, levels = list(root.handlers), (root.level, ours.level)
     try:

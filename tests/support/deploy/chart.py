@@ -1,4 +1,4 @@
-"""The Helm charts and their examples, rendered in this process by Helm's own library."""
+"""The Helm charts and their examples, rendered in this process by Helm's library."""
 
 from functools import cache
 from pathlib import Path
@@ -30,8 +30,8 @@ def values_of(example: Path) -> Values:
     return yaml.safe_load(example.read_text())
 
 
-def rendered(chart: Path, values: Values, release: str = RELEASE) -> dict[str, str]:
-    """The text of each template, by its path in the chart. Raises HelmError."""
+def render(chart: Path, values: Values, release: str = RELEASE) -> dict[str, str]:
+    """Return the text of each template by its path in the chart. Raises HelmError."""
     with helm_python.Chart.load(chart) as loaded:
         loaded.validate_schema(values)
         texts = loaded.render(values, name=release, namespace=NAMESPACE)
@@ -39,8 +39,8 @@ def rendered(chart: Path, values: Values, release: str = RELEASE) -> dict[str, s
 
 
 def documents(chart: Path, values: Values, release: str = RELEASE) -> list[Document]:
-    """What would be applied."""
-    texts = rendered(chart, values, release)
+    """Return the documents that Helm would apply."""
+    texts = render(chart, values, release)
     return [
         document
         for path, text in texts.items()
@@ -52,12 +52,12 @@ def documents(chart: Path, values: Values, release: str = RELEASE) -> list[Docum
 
 @cache
 def documents_of(example: Path) -> list[Document]:
-    """Of an example; tests read them."""
+    """Return the documents of an example, which tests must not change."""
     return documents(chart_of(example), values_of(example))
 
 
-def one(found: list[Document], kind: str, suffix: str = "") -> Document:
-    """The only document of a kind whose name ends like this."""
+def find_one(found: list[Document], kind: str, suffix: str = "") -> Document:
+    """Return the only document of a kind whose name has this suffix."""
     [document] = [
         document
         for document in found
@@ -67,7 +67,8 @@ def one(found: list[Document], kind: str, suffix: str = "") -> Document:
 
 
 def pods(found: list[Document]) -> dict[str, Document]:
-    """The pod templates, by component: `frontend`, `head`, `worker` of each group as `worker/prefill`."""
+    """Return the pod templates by component: `frontend`, `head`, and each group as
+    `worker/prefill`."""
     templates: dict[str, Document] = {}
     for document in found:
         if document["kind"] == "Deployment":

@@ -1,7 +1,7 @@
-{{- /* Values that do not go together, which a schema cannot say readably. */ -}}
+{{- /* Refuse values that exclude each other, for which a schema would give unclear errors. */ -}}
 {{- define "tidemill.checks" -}}
 {{- if and (not .Values.clusterTls.existingSecret) (not .Values.clusterTls.plain) -}}
-{{- fail "clusterTls.existingSecret is empty: name a Secret with tls.crt, tls.key and ca.crt for the DNS name tidemill (docs/kubernetes.md makes one), or set clusterTls.plain to true if nobody else can reach the pods" -}}
+{{- fail "clusterTls.existingSecret is empty: name a Secret with tls.crt, tls.key and ca.crt for the DNS name tidemill (docs/kubernetes.md makes one), or set clusterTls.plain to true if no other host can reach the pods" -}}
 {{- end -}}
 {{- if and .Values.clusterTls.existingSecret .Values.clusterTls.plain -}}
 {{- fail "clusterTls.existingSecret and clusterTls.plain exclude each other: leave one" -}}
@@ -18,7 +18,7 @@
 {{- include "tidemill.checkGroups" . -}}
 {{- include "tidemill.checkStore" . -}}
 {{- if and .Values.ray.tls.enabled .Values.ray.autoscaling.enabled -}}
-{{- fail "ray.tls.enabled and ray.autoscaling.enabled exclude each other: to be in Ray's certificates the frontend counts as a pod of the RayCluster, which Ray's autoscaler would end" -}}
+{{- fail "ray.tls.enabled and ray.autoscaling.enabled exclude each other: for Ray's certificates the frontend is labelled as a pod of the RayCluster, and Ray's autoscaler would delete it" -}}
 {{- end -}}
 {{- end -}}
 
@@ -28,14 +28,14 @@
 {{- range .Values.models -}}
 {{- range .groups -}}
 {{- if has .name $names -}}
-{{- fail (printf "two groups are called %s: Ray's worker groups need names of their own, over all models" .name) -}}
+{{- fail (printf "two groups are called %s: the names of Ray's worker groups must be unique over all models" .name) -}}
 {{- end -}}
 {{- $names = append $names .name -}}
 {{- if has .name (list "head" "headgroup" "frontend" "mooncake" "store-memory") -}}
-{{- fail (printf "a group is called %s, as other pods of a release are: give it another name" .name) -}}
+{{- fail (printf "a group is called %s, like other pods of a release: give it another name" .name) -}}
 {{- end -}}
 {{- if and .replicas_max (not $values.ray.autoscaling.enabled) -}}
-{{- fail (printf "group %s has replicas_max: set ray.autoscaling.enabled, or there is no pod for its further workers" .name) -}}
+{{- fail (printf "group %s has replicas_max: set ray.autoscaling.enabled, or its additional workers have no pods" .name) -}}
 {{- end -}}
 {{- if and (hasPrefix "cuda" (default "cpu" .device)) (not .num_gpus) -}}
 {{- fail (printf "group %s computes on %s: set its num_gpus to 1, and nvidia.com/gpu in pod.resources.limits" .name .device) -}}
@@ -47,7 +47,7 @@
 {{- define "tidemill.checkStore" -}}
 {{- $store := .Values.store -}}
 {{- if and $store.url (or .Values.mooncake.enabled $store.folder.size) -}}
-{{- fail "store.url names a store of its own: set mooncake.enabled to false and leave store.folder.size empty" -}}
+{{- fail "store.url excludes the chart's own stores: set mooncake.enabled to false and leave store.folder.size empty" -}}
 {{- end -}}
 {{- if not (or $store.url .Values.mooncake.enabled $store.folder.size) -}}
 {{- fail "workers have no store: set mooncake.enabled, store.folder.size or store.url" -}}
@@ -64,7 +64,7 @@
 {{- $workers = add $workers (max (int64 (default 1 .replicas)) (int64 (default 1 .replicas_max))) -}}
 {{- end -}}{{- end -}}
 {{- if gt $workers 1 -}}
-{{- fail "store.folder is an emptyDir, which each pod has for itself: take a volume that all worker pods share, or set mooncake.enabled" -}}
+{{- fail "store.folder is an emptyDir, which pods do not share: use a volume that all worker pods share, or set mooncake.enabled" -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.mooncake.enabled .Values.mooncake.ha.enabled (not .Values.mooncake.ha.etcdEndpoints) -}}

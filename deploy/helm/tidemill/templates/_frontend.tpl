@@ -1,5 +1,5 @@
-{{- /* The frontend's container. One holds both Ray's node and the server: they share a folder, memory and process
-ids, and neither is of use without the other, so they start and end together. */ -}}
+{{- /* The frontend's container. It runs both a Ray node and the server: they share a folder, memory and process ids,
+and neither works without the other, so they start and stop together. */ -}}
 
 {{- define "tidemill.serve" -}}
 {{- $ports := fromYaml (include "tidemill.ports" .) -}}
@@ -48,7 +48,7 @@ exec tidemill serve --config /etc/tidemill/cluster.yaml
 {{- end }}
 {{- end -}}
 
-{{- /* Ray's head, and the master of the store where there is one: the server would end without. */ -}}
+{{- /* Wait for Ray's head and the store's master, if there is one, without which the server would exit. */ -}}
 {{- define "tidemill.waitForOthers" -}}
 {{- $ports := fromYaml (include "tidemill.ports" .) -}}
 - name: wait
@@ -73,7 +73,7 @@ exec tidemill serve --config /etc/tidemill/cluster.yaml
     {{- with include "tidemill.rayTlsMount" . | trim }}{{ . | nindent 4 }}{{- end }}
 {{- end -}}
 
-{{- /* Ray's nodes connect to each other by address: the certificate must have this one before any asks. */ -}}
+{{- /* Ray's nodes connect by address, so the certificate must have this pod's address first. */ -}}
 {{- define "tidemill.waitForCertificate" -}}
 - name: wait-for-certificate
   image: {{ include "tidemill.image" . }}
@@ -95,7 +95,7 @@ exec tidemill serve --config /etc/tidemill/cluster.yaml
     {{- with include "tidemill.rayTlsMount" . | trim }}{{ . | nindent 4 }}{{- end }}
 {{- end -}}
 
-{{- /* Whoever wants certificates of clients gets none from the kubelet: it looks for the port alone. */ -}}
+{{- /* The kubelet has no client certificate, so with edgeTls.clientCa the probe only checks the port. */ -}}
 {{- define "tidemill.probe" -}}
 {{- if .root.Values.edgeTls.clientCa }}
 tcpSocket:

@@ -1,4 +1,4 @@
-{{- /* Names, labels, ports and images: what several templates say. */ -}}
+{{- /* Names, labels, ports and images that several templates use. */ -}}
 
 {{- define "tidemill.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
@@ -17,7 +17,7 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
-{{- /* KubeRay has its own app.kubernetes.io/name on its pods, and selects by it. */ -}}
+{{- /* Without app.kubernetes.io/name, which KubeRay sets on its pods and selects by. */ -}}
 {{- define "tidemill.rayLabels" -}}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
@@ -34,7 +34,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end -}}
 
-{{- /* KubeRay calls the head's Service so. */ -}}
+{{- /* The name that KubeRay gives the head's Service. */ -}}
 {{- define "tidemill.head" -}}
 {{ include "tidemill.fullname" . }}-head-svc
 {{- end -}}
@@ -47,8 +47,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{ include "tidemill.fullname" . }}-mooncake
 {{- end -}}
 
-{{- /* What listens in our pods. Ray would take any free port: a policy has to name them. `ours` is the range
-that the kernel hands out in these pods, to the gRPC of routers and workers among others. */ -}}
+{{- /* The listening ports of our pods. They are fixed, for a policy must name them and Ray would take any free port.
+`ours` is the range of the kernel's ephemeral ports in these pods, also for the gRPC of routers and workers. */ -}}
 {{- define "tidemill.ports" -}}
 http: 8000
 grpc: 8001
@@ -66,7 +66,7 @@ masterAdmin: 9003
 lent: [15000, 17000]
 {{- end -}}
 
-{{- /* Ports of a policy, from names of tidemill.ports. */ -}}
+{{- /* The ports of a policy, from names of tidemill.ports. */ -}}
 {{- define "tidemill.policyPorts" -}}
 {{- $ports := fromYaml (include "tidemill.ports" .) -}}
 {{- range .names }}
@@ -93,7 +93,7 @@ max-worker-port: {{ index $ports.workers 1 | int64 | quote }}
 object-store-memory: "83886080"
 {{- end -}}
 
-{{- /* Newer kernels let nobody without CAP_NET_ADMIN keep Mooncake's ports to their peers: the policy does it then. */ -}}
+{{- /* On newer kernels the filter that restricts Mooncake's ports to their peers needs CAP_NET_ADMIN: the policy replaces it. */ -}}
 {{- define "tidemill.masterUrl" -}}
 {{- $ports := fromYaml (include "tidemill.ports" .) -}}
 {{- $master := include "tidemill.master" . -}}
@@ -101,7 +101,7 @@ object-store-memory: "83886080"
 {{- printf "mooncake://%s:%d?admin=%s:%d%s" $master (int64 $ports.master) $master (int64 $ports.masterAdmin) $open -}}
 {{- end -}}
 
-{{- /* Whom the store's policies let in. */ -}}
+{{- /* The peers that the store's policies admit. */ -}}
 {{- define "tidemill.storeUsers" -}}
 - podSelector:
     matchLabels:

@@ -1,4 +1,4 @@
-{{- /* What all pods have in common: who they are, what they may, what they see. */ -}}
+{{- /* The common parts of all pods: security, environment and mounts. */ -}}
 
 {{- define "tidemill.podSecurity" -}}
 {{- $ours := index (fromYaml (include "tidemill.ports" .)) "ours" -}}
@@ -54,7 +54,7 @@ imagePullSecrets:
 {{- end }}
 {{- end -}}
 
-{{- /* The root is read-only: whatever writes, writes below HOME or to shared memory. */ -}}
+{{- /* The root is read-only: programs write only below HOME and to shared memory. */ -}}
 {{- define "tidemill.env" -}}
 - name: HOME
   value: /tmp
@@ -80,8 +80,8 @@ imagePullSecrets:
     sizeLimit: 512Mi
 {{- end -}}
 
-{{- /* What frontend and workers read and share, at the same paths everywhere. The server looks whether it can use
-the folder, too. */ -}}
+{{- /* The files and folders that frontend and workers share, at the same paths. The server also checks that it can
+use the store's folder. */ -}}
 {{- define "tidemill.sharedMounts" -}}
 {{- if .Values.modelVolume }}
 - name: models

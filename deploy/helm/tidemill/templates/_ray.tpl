@@ -54,7 +54,7 @@ autoscalerOptions:
     {{- include "tidemill.policyPorts" . | trim | nindent 4 }}
 {{- end -}}
 
-{{- /* One worker in each pod: the pod offers as many of its own resource as the worker has ranks. */ -}}
+{{- /* One worker per pod: a pod offers as many units of its custom resource as the worker has ranks. */ -}}
 {{- define "tidemill.workerGroup" -}}
 {{- $root := .root -}}
 {{- $group := .group -}}

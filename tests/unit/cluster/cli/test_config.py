@@ -1,4 +1,4 @@
-"""`tidemill config`: all that is wrong with a file, and what it would start."""
+"""`tidemill config` lists the errors of a file, or what the file would start."""
 
 import json
 from pathlib import Path
@@ -17,8 +17,8 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "cluster.yaml"
 
 
-def checked(file: Path, text: str, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
-    """What is wrong with it."""
+def check(file: Path, text: str, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
+    """Check a file with this text; return the problems."""
     file.write_text(text)
     status = cli.main(["config", "check", str(file), *options])
     out, err = capsys.readouterr()
@@ -29,7 +29,7 @@ def checked(file: Path, text: str, capsys: pytest.CaptureFixture[str], *options:
     return [line.removeprefix(f"{file}: ") for line in lines]
 
 
-def test_a_right_file_says_what_it_would_start(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_summarizes_what_valid_file_would_start(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text("""
         models:
         - model: keeper
@@ -48,16 +48,18 @@ def test_a_right_file_says_what_it_would_start(file: Path, capsys: pytest.Captur
     assert not Path("/nowhere").exists(), "nothing is opened"
 
 
-def test_all_mistakes_are_told_at_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert checked(file, "models: [{model: a, routers: 0}]\nedge: {prot: 1, port: x}", capsys) == [
+def test_check_lists_all_mistakes_of_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(file, "models: [{model: a, routers: 0}]\nedge: {prot: 1, port: x}", capsys) == [
         "models[0].routers is 0: set it to 1 or more",
         "edge.port is 'x': it takes a whole number",
         "edge.prot: there is no such key here: did you mean port?",
     ]
-    assert checked(file, "{", capsys)[0].startswith("is no YAML")
+    assert check(file, "{", capsys)[0].startswith("is not YAML")
 
 
-def test_what_only_looking_tells(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_looks_at_models_memory_and_files(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = f"""
         models:
         - model: /nowhere
@@ -70,8 +72,8 @@ def test_what_only_looking_tells(file: Path, tmp_path: Path, capsys: pytest.Capt
         edge: {{api_keys_file: {tmp_path}/none}}
         cluster: {{host: node, ssl_certfile: /nowhere, ssl_keyfile: /nowhere, ssl_ca_certs: /nowhere}}
     """
-    found = dict(line.split(": ", 1) for line in checked(file, text, capsys))
-    assert list(found) == [
+    problems = dict(line.split(": ", 1) for line in check(file, text, capsys))
+    assert list(problems) == [
         "models[0].groups[0]",
         "models[1].groups[0]",
         "models[1].groups[1]",
@@ -81,11 +83,11 @@ def test_what_only_looking_tells(file: Path, tmp_path: Path, capsys: pytest.Capt
         "edge",
         "cluster",
     ]
-    assert "/nowhere" in found["models[0].groups[0]"], "once, for both groups"
-    assert "--tensor-parallel-size" in found["models[1].groups[0]"]
-    assert "--memory" in found["models[1].groups[1]"]
+    assert "/nowhere" in problems["models[0].groups[0]"], "listed once for both groups"
+    assert "--tensor-parallel-size" in problems["models[1].groups[0]"]
+    assert "--memory" in problems["models[1].groups[1]"]
 
-    left = checked(file, text, capsys, "--offline")
+    left = check(file, text, capsys, "--offline")
     assert [line.split(": ", 1)[0] for line in left] == [
         "models[1].groups[2].tensor_parallel_size (--tensor-parallel-size) 2",
         "store.url",
@@ -93,26 +95,26 @@ def test_what_only_looking_tells(file: Path, tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("offline", [[], ["--offline"]])
-def test_stores_are_checked_as_text(
-    file: Path, capsys: pytest.CaptureFixture[str], offline: list[str]
-) -> None:
-    for url, says in (
+def test_check_parses_store_urls(file: Path, capsys: pytest.CaptureFixture[str], offline: list[str]) -> None:
+    for url, message in (
         ("file:///a?size=much", "size"),
         ("memory:?size=1MiB,file:///a?zzz=1", "zzz"),
         ("memory:,memory:", "inside one process"),
     ):
         text = f"models: [{{model: keeper}}]\nstore: {{url: '{url}'}}"
-        (problem,) = checked(file, text, capsys, *offline)
+        (problem,) = check(file, text, capsys, *offline)
         assert problem.startswith("store.url: ")
-        assert says in problem
+        assert message in problem
 
 
-def test_a_master_that_others_run_is_right_from_here(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_offline_accepts_master_of_other_machine(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = "models: [{model: keeper}]\nstore: {url: 'mooncake://there:50051'}"
-    assert checked(file, text, capsys, "--offline") == []
+    assert check(file, text, capsys, "--offline") == []
 
 
-def test_certificates_and_keys_that_are_there(
+def test_check_reads_certificates_and_secret_file(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = trustme.CA().issue_cert("127.0.0.1")
@@ -123,14 +125,14 @@ def test_certificates_and_keys_that_are_there(
         store: {{secret_file: {tmp_path}/secret}}
         edge: {{ssl_certfile: {tmp_path}/pem, ssl_keyfile: {tmp_path}/pem}}
     """
-    assert checked(file, text, capsys) == []
+    assert check(file, text, capsys) == []
     (tmp_path / "pem").write_text("")
-    (problem,) = checked(file, text, capsys)
+    (problem,) = check(file, text, capsys)
     assert problem.startswith("edge: ")
     assert "PEM" in problem
 
 
-def test_show_has_the_whole_tree(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_all_keys(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text("models: [{model: keeper}]")
     assert cli.main(["config", "show", str(file)]) == 0
     shown = capsys.readouterr().out
@@ -141,6 +143,6 @@ def test_show_has_the_whole_tree(file: Path, capsys: pytest.CaptureFixture[str])
     assert str(file) in capsys.readouterr().err
 
 
-def test_schema(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schema_command_prints_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "schema"]) == 0
     assert json.loads(capsys.readouterr().out) == schema()

@@ -1,4 +1,4 @@
-"""The command line: its option names, and the mistakes that are refused before anything is started."""
+"""The command line: its option names, and mistakes that are refused before anything starts."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from tests.support.cluster.quiet import same_logs_afterwards
 from tidemill.cluster.cli import main as cli
 from tidemill.workers.models.bundled import bundled
 
-# A new knob is a decision, not an accident.
+# This list fails on every new option, because an option is a decision.
 SERVE_OPTIONS = [
     "--api-key",
     "--api-keys-file",
@@ -85,7 +85,7 @@ SERVE_OPTIONS = [
 def _same_environment_afterwards(  # pyright: ignore[reportUnusedFunction]
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[None]:
-    """The command prepares the environment for Ray, and says where the process logs to."""
+    """Restore the environment for Ray and the logging that the command changes."""
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
         monkeypatch.setenv(name, "")
     with same_logs_afterwards():
@@ -104,7 +104,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> "Refused":
 
 
 class Refused:
-    """Runs a command that must be refused, and hands over its one line."""
+    """Runs a command that must be refused, and returns its single line."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
@@ -118,7 +118,7 @@ class Refused:
         return err
 
 
-def test_option_names() -> None:
+def test_serve_has_exactly_these_options() -> None:
     parser = argparse.ArgumentParser()
     cli.add_serving_options(parser)
     assert (
@@ -126,18 +126,18 @@ def test_option_names() -> None:
     )
 
 
-def test_models(capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_lists_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["models"]) == 0
     name, folder = capsys.readouterr().out.split()
     assert name == "keeper"
     assert (Path(folder) / "model.safetensors").exists()
 
 
-def test_missing_model_folder(refused: Refused) -> None:
+def test_serve_refuses_missing_model_folder(refused: Refused) -> None:
     assert "/nowhere" in refused("serve", "/nowhere")
 
 
-def test_wrong_architecture(refused: Refused, model: Path) -> None:
+def test_serve_refuses_unknown_architecture(refused: Refused, model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
     line = refused("serve", str(model))
@@ -145,20 +145,20 @@ def test_wrong_architecture(refused: Refused, model: Path) -> None:
     assert "Qwen3NextForCausalLM" in line
 
 
-def test_corrupt_safetensors(refused: Refused, model: Path) -> None:
+def test_serve_refuses_corrupt_safetensors(refused: Refused, model: Path) -> None:
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1_000_000])
     assert "model.safetensors" in refused("serve", str(model))
 
 
-def test_no_free_port(refused: Refused) -> None:
+def test_serve_refuses_port_in_use(refused: Refused) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert "--port" in refused("serve", "keeper", "--port", str(taken.getsockname()[1]))
 
 
-def test_store_path_not_writable(refused: Refused, tmp_path: Path) -> None:
+def test_serve_refuses_store_path_that_is_not_writable(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert str(tmp_path) in refused("serve", "keeper", "--store", f"file://{tmp_path}/file/store")
 
@@ -197,12 +197,12 @@ def test_store_path_not_writable(refused: Refused, tmp_path: Path) -> None:
         (("--host", "no.such.host.invalid"), "--host"),
     ],
 )
-def test_options(refused: Refused, arguments: tuple[str, ...], named: str) -> None:
+def test_serve_names_wrong_option(refused: Refused, arguments: tuple[str, ...], named: str) -> None:
     assert named in refused("serve", "keeper", *arguments)
 
 
 @pytest.mark.parametrize("command", ["status", "memory"])
-def test_reading_without_a_server(refused: Refused, command: str) -> None:
+def test_command_without_server_names_url(refused: Refused, command: str) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -217,5 +217,7 @@ def test_reading_without_a_server(refused: Refused, command: str) -> None:
         (("--worker", "decode-0", "--budget", "most"), "512MiB"),
     ],
 )
-def test_a_budget_needs_a_worker_and_a_size(refused: Refused, arguments: tuple[str, ...], named: str) -> None:
+def test_memory_command_needs_worker_and_size(
+    refused: Refused, arguments: tuple[str, ...], named: str
+) -> None:
     assert named in refused("memory", *arguments)

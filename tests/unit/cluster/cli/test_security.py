@@ -1,4 +1,4 @@
-"""Keys and certificates as options of the command, and over a real socket with TLS."""
+"""Keys and certificates as options of the commands, and over a real socket with TLS."""
 
 import asyncio
 import ssl
@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from tests.support.cluster.fake_service import FakeService, saying, serving, sources, tokenizer
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.security import KEY_VARIABLE, security_of
-from tidemill.cluster.cli.serve import settled
+from tidemill.cluster.cli.serve import config_of_options
 from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.cluster.cli.status import fetch_status
 from tidemill.cluster.edge.http.app import build_app
@@ -26,7 +26,7 @@ from tidemill.workers.messages import RequestError, Unserved
 
 def security(*arguments: str, **environ: str) -> Security:
     options = cli.parser().parse_args(["serve", "keeper", *arguments])
-    return security_of(settled(options).edge, options.api_key, environ)
+    return security_of(config_of_options(options).edge, options.api_key, environ)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def authority() -> trustme.CA:
 
 @pytest.fixture
 def files(authority: trustme.CA, tmp_path: Path) -> dict[str, str]:
-    """PEM files by what they are; `client` has a certificate and its key."""
+    """Return the paths of PEM files; `client` has a certificate and its key."""
     server, client = authority.issue_cert("127.0.0.1"), authority.issue_cert("client")
     paths = {name: str(tmp_path / name) for name in ("certificate", "key", "ca", "client")}
     server.cert_chain_pems[0].write_to_path(paths["certificate"])
@@ -46,11 +46,11 @@ def files(authority: trustme.CA, tmp_path: Path) -> dict[str, str]:
     return paths
 
 
-def test_keys_come_from_options_the_environment_and_a_file(tmp_path: Path) -> None:
+def test_keys_come_from_options_environment_and_file(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(yaml.safe_dump({"keys": [{"tenant": "shop", "sha256": digest_of("c")}]}))
-    found = security("--api-key", "a", "--api-key", "b", "--api-keys-file", str(file), **{KEY_VARIABLE: "d"})
-    assert [(key.sha256, key.operator) for key in found.keys] == [
+    merged = security("--api-key", "a", "--api-key", "b", "--api-keys-file", str(file), **{KEY_VARIABLE: "d"})
+    assert [(key.sha256, key.operator) for key in merged.keys] == [
         (digest_of("a"), True),
         (digest_of("b"), True),
         (digest_of("c"), False),
@@ -59,7 +59,7 @@ def test_keys_come_from_options_the_environment_and_a_file(tmp_path: Path) -> No
     assert security() == Security()
 
 
-def test_a_made_key_is_what_a_file_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_key_command_prints_entry_for_keys_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["key", "shop"]) == 0
     key, *entry = capsys.readouterr().out.splitlines()
     file = tmp_path / "keys.yaml"
@@ -70,8 +70,8 @@ def test_a_made_key_is_what_a_file_takes(capsys: pytest.CaptureFixture[str], tmp
     assert cli.main(["key", "a b"]) == cli.EXIT_REFUSED
 
 
-def test_what_is_wrong_with_certificates_is_named(files: dict[str, str], tmp_path: Path) -> None:
-    for arguments, says in (
+def test_wrong_certificate_options_are_named(files: dict[str, str], tmp_path: Path) -> None:
+    for arguments, message in (
         (["--ssl-certfile", files["certificate"]], "together"),
         (["--ssl-ca-certs", files["ca"]], "together"),
         (["--ssl-certfile", "/nowhere", "--ssl-keyfile", files["key"]], "--ssl-certfile: there is no file"),
@@ -79,24 +79,24 @@ def test_what_is_wrong_with_certificates_is_named(files: dict[str, str], tmp_pat
         (["--api-key", ""], "--api-key is empty"),
         (["--api-keys-file", str(tmp_path / "none")], "--api-keys-file"),
     ):
-        with pytest.raises(TidemillError, match=says):
+        with pytest.raises(TidemillError, match=message):
             security(*arguments)
 
 
-def edge(one: Security) -> FastAPI:
-    return build_app([ServedBackend(FakeService(saying(" a")), tokenizer())], sources(), keys=one.keys)
+def edge(security: Security) -> FastAPI:
+    return build_app([ServedBackend(FakeService(saying(" a")), tokenizer())], sources(), keys=security.keys)
 
 
 @pytest.mark.parametrize("mutual", [False, True])
-def test_tls_and_mutual_tls(files: dict[str, str], *, mutual: bool) -> None:
+def test_edge_serves_tls_and_mutual_tls(files: dict[str, str], *, mutual: bool) -> None:
     arguments = ["--ssl-certfile", files["certificate"], "--ssl-keyfile", files["key"]]
-    one = security(*arguments, *(["--ssl-ca-certs", files["ca"]] if mutual else []))
+    settings = security(*arguments, *(["--ssl-ca-certs", files["ca"]] if mutual else []))
     trusting = ssl.create_default_context(cafile=files["ca"])
     known = ssl.create_default_context(cafile=files["ca"])
     known.load_cert_chain(files["client"])
 
     async def main() -> None:
-        async with serving(edge(one), one.tls) as url:
+        async with serving(edge(settings), settings.tls) as url:
             async with httpx.AsyncClient(verify=known) as client:
                 assert (await client.get(f"{url}/v1/models")).status_code == 200
             async with httpx.AsyncClient(verify=trusting) as client:
@@ -105,21 +105,21 @@ def test_tls_and_mutual_tls(files: dict[str, str], *, mutual: bool) -> None:
                         await client.get(f"{url}/v1/models")
                 else:
                     assert (await client.get(f"{url}/v1/models")).status_code == 200
-            async with httpx.AsyncClient() as client:  # knows nothing of this authority
+            async with httpx.AsyncClient() as client:  # does not trust this authority
                 with pytest.raises(httpx.ConnectError):
                     await client.get(f"{url}/v1/models")
 
     asyncio.run(main())
 
 
-def test_the_commands_bring_their_key(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_send_their_api_key(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", files["ca"])
-    one = security(
+    settings = security(
         "--ssl-certfile", files["certificate"], "--ssl-keyfile", files["key"], "--api-key", "sk-operator"
     )
 
     async def main() -> None:
-        async with serving(edge(one), one.tls) as url:
+        async with serving(edge(settings), settings.tls) as url:
             assert await asyncio.to_thread(fetch_status, ServerAddress(url, "sk-operator"))
             for wrong in ("", "sk-other"):
                 with pytest.raises(RequestError, match="--api-key"):

@@ -1,4 +1,4 @@
-"""Rules of SECURITY.md over the whole edge: every path wants a key, limits hold, tenants share no page."""
+"""Rules of SECURITY.md for the whole edge: paths need keys, limits hold, tenants share no page."""
 
 import json
 from typing import Any
@@ -21,7 +21,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "Hello!"}
 
 
-def test_every_path_but_the_open_ones_wants_a_key() -> None:
+def test_every_path_except_open_ones_needs_a_key() -> None:
     app = build_app([ServedBackend(FakeService(saying("a")), tokenizer())], sources(), keys=KEYS)
     routes = [route for route in app.routes if isinstance(route, Route)]
     assert len(routes) > len(OPEN_PATHS) > 4
@@ -62,8 +62,10 @@ LIMITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "most", "more"), LIMITS, ids=[json.dumps(one[1])[:40] for one in LIMITS])
-def test_as_much_as_the_limit_and_no_more(path: str, most: dict[str, Any], more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("path", "most", "more"), LIMITS, ids=[json.dumps(limit[1])[:40] for limit in LIMITS]
+)
+def test_request_is_accepted_up_to_its_limit(path: str, most: dict[str, Any], more: dict[str, Any]) -> None:
     service = FakeService(saying("a"))
     app = build_app([ServedBackend(service, tokenizer())], sources())
     base: dict[str, Any] = {"messages": [USER]} if path == CHAT else {"prompt": "a"}
@@ -76,7 +78,7 @@ def test_as_much_as_the_limit_and_no_more(path: str, most: dict[str, Any], more:
 @pytest.mark.parametrize(
     "field", ["kv_transfer_params", "prompt_embeds", "chat_template", "logits_processors", "documents"]
 )
-def test_what_reaches_into_the_server_is_refused(field: str) -> None:
+def test_fields_that_reach_into_server_are_refused(field: str) -> None:
     service = FakeService(saying("a"))
     app = build_app([ServedBackend(service, tokenizer())], sources())
     reply = call(app, "POST", CHAT, json={"messages": [USER], field: {"remote_host": "127.0.0.1"}})
@@ -91,16 +93,16 @@ prompts = st.lists(st.integers(0, 9), min_size=4, max_size=40)
 
 @given(st.tuples(tenants, salts), st.tuples(tenants, salts), prompts)
 @settings(max_examples=200, deadline=None)
-def test_pages_of_two_tenants_or_salts_have_no_name_in_common(
-    one: tuple[str, str | None], other: tuple[str, str | None], tokens: list[int]
+def test_page_keys_differ_between_tenants_and_salts(
+    first: tuple[str, str | None], second: tuple[str, str | None], tokens: list[int]
 ) -> None:
-    def names(who: tuple[str, str | None]) -> set[bytes]:
-        tenant, salt = who
+    def names(caller: tuple[str, str | None]) -> set[bytes]:
+        tenant, salt = caller
         keys = ApiKeys([ApiKey(tenant=tenant, sha256=digest_of("sk"))])
-        asker = caller_of({"authorization": "Bearer sk"}, keys)
-        root = Namespace(model="m", layout="l", salt=asker.salt_with(salt)).root()
+        known = caller_of({"authorization": "Bearer sk"}, keys)
+        root = Namespace(model="m", layout="l", salt=known.salt_with(salt)).root()
         return set(page_keys(root, tokens, 4))
 
-    same = one == other
-    assert (names(one) == names(other)) is same
-    assert names(one).isdisjoint(names(other)) is not same
+    is_same = first == second
+    assert (names(first) == names(second)) is is_same
+    assert names(first).isdisjoint(names(second)) is not is_same

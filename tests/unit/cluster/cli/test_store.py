@@ -1,4 +1,4 @@
-"""`tidemill store` over a folder: what it shows is what is there, and mistakes are one line."""
+"""`tidemill store` over a folder shows its objects, and mistakes are one line."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from tidemill.cluster.cli import main as cli
-from tidemill.cluster.cli.store import Bench, human_time, measure, measured_table, state_of
+from tidemill.cluster.cli.store import Bench, human_time, measure, measurements_table, read_state
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.stores.memory_store import MemoryStore
@@ -27,7 +27,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """Of a folder with three pages and a checkpoint, sealed with a secret."""
+    """Return the URL of a folder with three pages and a checkpoint, sealed with a secret."""
     url = f"file://{tmp_path}/store?size=1MiB"
     (tmp_path / "secret").write_bytes(SECRET)
     (tmp_path / "secret").chmod(0o600)
@@ -53,7 +53,7 @@ def run(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-def test_ls(run: Run) -> None:
+def test_ls_lists_objects(run: Run) -> None:
     status, out, _ = run("ls", "--json")
     assert status == 0
     listed = {row.pop("key"): row for row in json.loads(out)}
@@ -68,7 +68,7 @@ def test_ls(run: Run) -> None:
     assert [line.split()[1] for line in out.splitlines()[1:]].count("page") == 3
 
 
-def test_stat(run: Run) -> None:
+def test_stat_counts_objects_and_bytes(run: Run) -> None:
     status, out, _ = run("stat", "--json")
     assert status == 0
     state = json.loads(out)
@@ -79,7 +79,7 @@ def test_stat(run: Run) -> None:
     assert "656 B of 1.00 MiB" in run("stat")[1]
 
 
-def test_get_verifies(run: Run, tmp_path: Path) -> None:
+def test_get_verifies_seal_and_removes_corrupt_object(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "body"
     status, out, _ = run("get", str(PAGES[2]), "-o", str(file))
     assert (status, out) == (0, f"hit: 100 bytes in {file}\n")
@@ -95,55 +95,55 @@ def test_get_verifies(run: Run, tmp_path: Path) -> None:
     assert "--output" in err
 
 
-def test_rm(run: Run) -> None:
+def test_rm_removes_objects(run: Run) -> None:
     keys = [str(PAGES[0]), str(CHECKPOINT)]
     assert run("rm", *keys)[:2] == (0, "2 of 2 removed\n")
     assert run("rm", *keys, str(PAGES[1]))[:2] == (1, "1 of 3 removed\n")
     assert [row["key"] for row in json.loads(run("ls", "--json")[1])] == [str(PAGES[2])]
 
 
-def test_bench_leaves_nothing(run: Run) -> None:
+def test_bench_removes_its_objects(run: Run) -> None:
     before = json.loads(run("stat", "--json")[1])["bytes"]
     status, out, _ = run("bench", "--sizes", "1KiB,4KiB", "--batches", "1,8", "--bytes", "64KiB", "--json")
     assert status == 0
-    found = json.loads(out)
-    assert [(row["operation"], row["object_bytes"], row["batch"], row["calls"]) for row in found[::3]] == [
+    rows = json.loads(out)
+    assert [(row["operation"], row["object_bytes"], row["batch"], row["calls"]) for row in rows[::3]] == [
         ("put", 1024, 1, 20),
         ("put", 1024, 8, 8),
         ("put", 4096, 1, 16),
         ("put", 4096, 8, 2),
     ]
-    assert [row["outcomes"] for row in found[3:6]] == [{"stored": 64}, {"there": 64}, {"hit": 64}]
+    assert [row["outcomes"] for row in rows[3:6]] == [{"stored": 64}, {"there": 64}, {"hit": 64}]
     assert json.loads(run("stat", "--json")[1])["bytes"] == before
     assert "hit" in run("bench", "--sizes", "1KiB", "--batches", "1", "--bytes", "4KiB")[1]
 
 
-def test_a_full_store_is_seen_in_the_figures() -> None:
+def test_measurements_count_outcomes_of_full_store() -> None:
     ticks = count()
 
     async def run() -> list[dict[str, int]]:
         store = MemoryStore(3000)
         bench = Bench(sizes=(1000,), batches=(4,), bytes_max=4000)
-        found = await measure(store, bench, Random(1), lambda: float(next(ticks)))
-        assert measured_table(found).row_count == 3
-        assert [one.mean_s for one in found] == [1.0] * 3
+        measurements = await measure(store, bench, Random(1), lambda: float(next(ticks)))
+        assert measurements_table(measurements).row_count == 3
+        assert [row.mean_s for row in measurements] == [1.0] * 3
         await store.close()
-        return [one.outcomes for one in found]
+        return [row.outcomes for row in measurements]
 
     put, contains, got = asyncio.run(run())
     assert put["full"] == 1
     assert contains["absent"] == got["miss"] == 4 - put["stored"]
 
 
-def test_a_store_that_cannot_tell_says_why() -> None:
-    class Silent(MemoryStore):
+def test_state_has_problem_of_store_that_cannot_list() -> None:
+    class Unlisted(MemoryStore):
         async def held(self) -> list[Held]:
-            raise StoreError("nobody knows")
+            raise StoreError("listing is unavailable")
 
     async def run() -> None:
-        state = await state_of(Silent(1000), lambda: 0.0)
+        state = await read_state(Unlisted(1000), lambda: 0.0)
         assert state.is_reachable
-        assert state.problem == "nobody knows"
+        assert state.problem == "listing is unavailable"
         assert state.capacity_bytes == 1000
 
     asyncio.run(run())
@@ -161,18 +161,18 @@ def test_a_store_that_cannot_tell_says_why() -> None:
         (("bench", "--bytes", "-"), "--bytes"),
     ],
 )
-def test_mistakes(run: Run, arguments: tuple[str, ...], named: str) -> None:
+def test_store_command_refuses_mistakes_in_one_line(run: Run, arguments: tuple[str, ...], named: str) -> None:
     status, out, err = run(*arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert named in err
 
 
-def test_a_store_inside_a_process_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_store_command_refuses_memory_store(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["store", "ls", "--store", "memory:"]) == 2
-    assert "inside one process" in capsys.readouterr().err
+    assert "inside another process" in capsys.readouterr().err
 
 
-def test_a_secret_that_everybody_can_read_is_said(run: Run, tmp_path: Path) -> None:
+def test_store_command_warns_of_readable_secret_file(run: Run, tmp_path: Path) -> None:
     assert run("ls")[2] == ""
     (tmp_path / "secret").chmod(0o644)
     status, _, err = run("ls")
@@ -184,5 +184,5 @@ def test_a_secret_that_everybody_can_read_is_said(run: Run, tmp_path: Path) -> N
     ("seconds", "text"),
     [(0.0, "0 us"), (12e-6, "12 us"), (0.0015, "1.5 ms"), (42, "42.0 s"), (150, "2.5 min"), (9e6, "104 d")],
 )
-def test_times(seconds: float, text: str) -> None:
+def test_human_time_has_two_or_three_digits(seconds: float, text: str) -> None:
     assert human_time(seconds) == text

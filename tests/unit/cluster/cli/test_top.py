@@ -1,11 +1,9 @@
-"""`tidemill top`: rates between two looks at a server, what was quantile and mean there, and its tables."""
+"""`tidemill top`: rates, means and quantiles between two snapshots of a server, and the tables."""
 
-import asyncio
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,28 +15,26 @@ from tests.support.cluster.fake_service import (
     call,
     complete,
     saying,
-    serving,
     worker_status,
 )
+from tests.support.cluster.served import with_server
 from tests.unit.cluster.edge.requests.test_reading import drawn
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.server_address import ServerAddress
-from tidemill.cluster.cli.top import Snapshot, WorkerRow, render_top, rows, take
+from tidemill.cluster.cli.top import Snapshot, WorkerRow, compare, render_top, take_snapshot
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.scrape import HistogramSnapshot, Scraped, scraped
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import MemoryUse, Unserved, WorkerLoad
 
-T = TypeVar("T")
-
 MIB = 1 << 20
 
 
-def worker(name: str, heard_ago_s: float = 0.0, life: str = "x", **load: Any) -> dict[str, Any]:  # noqa: ANN401
-    """A row of GET /cluster."""
+def worker(name: str, heard_ago_s: float = 0.0, incarnation: str = "x", **load: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return a row of GET /cluster."""
     row: dict[str, Any] = {
         "model": "keeper",
-        "info": {"name": name, "worker": f"{name}.{life}", "role": "decode"},
+        "info": {"name": name, "worker": f"{name}.{incarnation}", "role": "decode"},
         "state": "ready",
         "heard_ago_s": heard_ago_s,
         "load": {
@@ -60,11 +56,11 @@ def snapshot(at_s: float, *workers: dict[str, Any], metrics: str = "") -> Snapsh
 
 
 def only(before: dict[str, Any], after: dict[str, Any], seconds: float = 2.0) -> WorkerRow:
-    (row,) = rows(snapshot(10.0, before), snapshot(10.0 + seconds, after)).workers
+    (row,) = compare(snapshot(10.0, before), snapshot(10.0 + seconds, after)).workers
     return row
 
 
-def test_a_rate_is_of_the_time_between_heartbeats() -> None:
+def test_rate_is_measured_between_heartbeats() -> None:
     before = worker("decode-0", heard_ago_s=0.9, counters={"generated_tokens": 100})
     after = worker("decode-0", heard_ago_s=0.4, counters={"generated_tokens": 350, "computed_tokens": 50})
     row = only(before, after)
@@ -72,20 +68,20 @@ def test_a_rate_is_of_the_time_between_heartbeats() -> None:
     assert row.prompt_tokens_per_s == pytest.approx(50 / 2.5)
 
 
-def test_without_a_heartbeat_between_or_with_a_new_life_there_is_no_rate() -> None:
+def test_rate_is_none_without_new_heartbeat_or_after_restart() -> None:
     silent = only(worker("decode-0", heard_ago_s=0.5), worker("decode-0", heard_ago_s=2.5))
     assert silent.generated_tokens_per_s is None
-    reborn = only(
-        worker("decode-0", life="a", counters={"generated_tokens": 900}),
-        worker("decode-0", life="b", counters={"generated_tokens": 5}),
+    restarted = only(
+        worker("decode-0", incarnation="a", counters={"generated_tokens": 900}),
+        worker("decode-0", incarnation="b", counters={"generated_tokens": 5}),
     )
-    assert reborn.generated_tokens_per_s is None
-    assert reborn.prompt_tokens_per_s is None
+    assert restarted.generated_tokens_per_s is None
+    assert restarted.prompt_tokens_per_s is None
 
 
-def test_the_busiest_come_first() -> None:
+def test_workers_are_sorted_by_load() -> None:
     memory = {"pages_live": MIB, "states_live": MIB, "windows_live": 0}
-    found = rows(
+    rows = compare(
         snapshot(0.0),
         snapshot(
             2.0,
@@ -96,14 +92,15 @@ def test_the_busiest_come_first() -> None:
             worker("a-row", running_rows=1),
         ),
     )
-    assert [one.worker for one in found.workers] == ["a-rows", "a-row", "b-queue", "c-full", "d-idle"]
-    full = found.workers[3]
+    assert [row.worker for row in rows.workers] == ["a-rows", "a-row", "b-queue", "c-full", "d-idle"]
+    full = rows.workers[3]
     assert (full.pages_bytes, full.states_bytes, full.used_share) == (MIB, MIB, 0.5)
     assert only(worker("a"), worker("a", budget_bytes=0)).used_share == 0.0
 
 
-def text(asked: int, hits: int, ttft: tuple[int, int, int], total_s: float) -> str:
-    """/metrics of one model, with so many first tokens within 0.1 s, 1 s, and later."""
+def metrics_text(queries: int, hits: int, ttft: tuple[int, int, int], total_s: float) -> str:
+    """Return /metrics of one model; `ttft` counts first tokens within 0.1 s, within 1 s, and
+    later."""
     label = '{model_name="keeper"}'
     first = "tidemill:time_to_first_token_seconds"
     sums = [sum(ttft[: index + 1]) for index in range(3)]
@@ -114,9 +111,9 @@ def text(asked: int, hits: int, ttft: tuple[int, int, int], total_s: float) -> s
     return "\n".join(
         [
             "# TYPE tidemill:prompt_tokens counter",
-            f"tidemill:prompt_tokens_total{label} {asked}",
+            f"tidemill:prompt_tokens_total{label} {queries}",
             "# TYPE tidemill:prefix_cache_queries counter",
-            f"tidemill:prefix_cache_queries_total{label} {asked}",
+            f"tidemill:prefix_cache_queries_total{label} {queries}",
             "# TYPE tidemill:prefix_cache_hits counter",
             f"tidemill:prefix_cache_hits_total{label} {hits}",
             "# TYPE tidemill:num_requests_running gauge",
@@ -130,57 +127,49 @@ def text(asked: int, hits: int, ttft: tuple[int, int, int], total_s: float) -> s
     )
 
 
-def test_what_came_between_the_looks_is_what_counts() -> None:
-    before = snapshot(0.0, metrics=text(1000, 0, (0, 0, 50), 500.0))
-    after = snapshot(4.0, metrics=text(1400, 300, (10, 10, 50), 512.0))
-    (model,) = rows(before, after).models
+def test_model_row_covers_requests_between_snapshots() -> None:
+    before = snapshot(0.0, metrics=metrics_text(1000, 0, (0, 0, 50), 500.0))
+    after = snapshot(4.0, metrics=metrics_text(1400, 300, (10, 10, 50), 512.0))
+    (model,) = compare(before, after).models
     assert (model.model, model.running, model.waiting) == ("keeper", 7, 0)
     assert model.prompt_tokens_per_s == 100
     assert model.hit_share == pytest.approx(0.75)
     assert model.ttft_s == pytest.approx(12.0 / 20)
     assert model.ttft_p95_s == pytest.approx(0.1 + 0.9 * 0.9)
     assert (model.itl_s, model.itl_p95_s) == (None, None)
-    (idle,) = rows(after, replace(after, at_s=6.0)).models
+    (idle,) = compare(after, replace(after, at_s=6.0)).models
     assert (idle.prompt_tokens_per_s, idle.hit_share, idle.ttft_s) == (0.0, None, None)
 
 
-def test_a_server_that_has_begun_anew_is_counted_from_nothing() -> None:
-    before = snapshot(0.0, metrics=text(1000, 0, (0, 0, 50), 500.0))
-    after = snapshot(4.0, metrics=text(40, 10, (4, 0, 0), 0.2))
-    (model,) = rows(before, after).models
+def test_model_row_counts_from_zero_after_server_restart() -> None:
+    before = snapshot(0.0, metrics=metrics_text(1000, 0, (0, 0, 50), 500.0))
+    after = snapshot(4.0, metrics=metrics_text(40, 10, (4, 0, 0), 0.2))
+    (model,) = compare(before, after).models
     assert model.prompt_tokens_per_s == 10
     assert model.hit_share == pytest.approx(0.25)
     assert model.ttft_s == pytest.approx(0.05)
 
 
 @given(st.lists(st.floats(0, 20), min_size=1), st.floats(0.01, 1))
-def test_a_quantile_lies_in_the_bucket_of_the_value(values: list[float], share: float) -> None:
+def test_quantile_lies_in_bucket_of_value(values: list[float], share: float) -> None:
     bounds = (*specs.TTFT_BUCKETS_S, math.inf)
     counts = tuple(float(sum(value <= bound for value in values)) for bound in bounds)
-    found = HistogramSnapshot(total=sum(values), bounds=bounds, counts=counts).quantile(share)
+    quantile = HistogramSnapshot(total=sum(values), bounds=bounds, counts=counts).quantile(share)
     value = sorted(values)[max(0, math.ceil(share * len(values) - 1e-9) - 1)]
     upper = next(bound for bound in bounds if value <= bound)
     lower = max((bound for bound in bounds if bound < value), default=0.0)
-    assert found is not None
-    assert lower <= found <= upper
+    assert quantile is not None
+    assert lower <= quantile <= upper
 
 
-def test_nothing_seen_has_no_quantile_and_no_mean() -> None:
+def test_empty_histogram_has_no_quantile_and_no_mean() -> None:
     assert HistogramSnapshot().quantile(0.5) is None
     assert HistogramSnapshot(bounds=(1.0, math.inf), counts=(0.0, 0.0)).mean() is None
     assert Scraped().value(specs.RUNNING, "keeper") == 0.0
     assert Scraped().seen(specs.TTFT, "keeper") == HistogramSnapshot()
 
 
-def against(service: FakeService, do: Callable[[str], T]) -> T:
-    async def main() -> T:
-        async with serving(app_over(service)) as url:
-            return await asyncio.to_thread(do, url)
-
-    return asyncio.run(main())
-
-
-def test_the_names_are_those_that_the_server_has() -> None:
+def test_top_reads_metric_names_of_server() -> None:
     app = app_over(FakeService(saying(" a b c d")))
     complete(app)
     metrics = scraped(call(app, "GET", "/metrics").text)
@@ -192,7 +181,7 @@ def test_the_names_are_those_that_the_server_has() -> None:
     assert metrics.seen(specs.TTFT, "keeper").mean() is not None
 
 
-def test_the_tables_fit_and_names_are_no_markup() -> None:
+def test_top_tables_fit_and_escape_names() -> None:
     busy = replace(
         worker_status("[red]d-1"),
         state="draining",
@@ -205,25 +194,25 @@ def test_the_tables_fit_and_names_are_no_markup() -> None:
         ),
     )
     service = FakeService(saying(" a"), workers=(worker_status("prefill-0", "prefill"), busy))
-    after = against(service, lambda url: take(ServerAddress(url), 2.0))
-    shown = drawn(render_top(rows(replace(after, at_s=0.0), after)))
+    after = with_server(service, lambda url: take_snapshot(ServerAddress(url), 2.0))
+    shown = drawn(render_top(compare(replace(after, at_s=0.0), after)))
     (line,) = [" ".join(line.split()) for line in shown.splitlines() if "d-1" in line]
     assert line == "[red]d-1 draining 128 1,024 1.23M 0 0 999 GiB 999 GiB 100%"
     assert "keeper" in shown
     assert max(map(len, shown.splitlines())) <= 80
-    assert "no worker is alive" in drawn(render_top(rows(snapshot(0.0), snapshot(1.0))))
+    assert "no worker is alive" in drawn(render_top(compare(snapshot(0.0), snapshot(1.0))))
 
 
-def test_what_is_no_server_of_ours_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshot_of_foreign_server_names_url_option(monkeypatch: pytest.MonkeyPatch) -> None:
     def page(server: ServerAddress, path: str) -> str:
         return f"<html>{server.url}{path}"
 
     monkeypatch.setattr("tidemill.cluster.cli.top.ask_text", page)
     with pytest.raises(Unserved, match="--url"):
-        against(FakeService(saying(" a")), lambda url: take(ServerAddress(url), 0.0))
+        with_server(FakeService(saying(" a")), lambda url: take_snapshot(ServerAddress(url), 0.0))
 
 
-def test_once_is_one_frame_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_once_prints_single_frame(capsys: pytest.CaptureFixture[str]) -> None:
     def main(url: str) -> None:
         for arguments in ((), ("--json",)):
             options = cli.parser().parse_args(
@@ -231,22 +220,22 @@ def test_once_is_one_frame_for_scripts(capsys: pytest.CaptureFixture[str]) -> No
             )
             assert options.run(options) == 0
 
-    against(FakeService(saying(" a")), main)
-    table, _, found = capsys.readouterr().out.partition("{")
+    with_server(FakeService(saying(" a")), main)
+    table, _, as_json = capsys.readouterr().out.partition("{")
     assert "decode-0" in table
-    read = json.loads("{" + found)
-    assert [one["worker"] for one in read["workers"]] == ["decode-0", "prefill-0"]
+    read = json.loads("{" + as_json)
+    assert [row["worker"] for row in read["workers"]] == ["decode-0", "prefill-0"]
     assert read["models"][0]["hit_share"] is None
     assert read["seconds"] >= 0.1
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "inf", "often"])
-def test_an_interval_is_a_number_of_seconds(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_refuses_wrong_interval(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["top", f"--interval={interval}"])
-    assert "number of seconds" in capsys.readouterr().err
+    assert "is no time" in capsys.readouterr().err
 
 
-def test_a_missing_server_is_one_line() -> None:
+def test_snapshot_without_server_names_url_option() -> None:
     with pytest.raises(TidemillError, match="--url"):
-        take(ServerAddress("http://127.0.0.1:9"), 0.0)
+        take_snapshot(ServerAddress("http://127.0.0.1:9"), 0.0)

@@ -1,4 +1,4 @@
-"""From a configuration to the settings of its cluster."""
+"""A configuration is translated into the settings of its cluster."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 
 from tests.support.cluster.configs import TREES, Tree
-from tidemill.cluster.cli.config import problems_here
-from tidemill.cluster.config.flags import with_places
+from tidemill.cluster.cli.config import local_problems
+from tidemill.cluster.config.flags import with_config_paths
 from tidemill.cluster.config.fleets import Surroundings, cluster_settings, summary, telemetry_of
 from tidemill.cluster.config.problems import ConfigError
 from tidemill.cluster.config.reading import parse_config
@@ -18,20 +18,20 @@ from tidemill.cluster.settings import ChatSettings, ClusterSettings, FleetSettin
 from tidemill.workers.models.bundled import bundled
 from tidemill.workers.settings import SettingsError
 
-AROUND = Surroundings(store_url="memory:", cache_folder=Path("cache"))
+SURROUNDINGS = Surroundings(store_url="memory:", cache_folder=Path("cache"))
 MIB = 1 << 20
 
 
 def settings(text: str) -> ClusterSettings:
-    return cluster_settings(parse_config(text, "c.yaml"), AROUND)
+    return cluster_settings(parse_config(text, "c.yaml"), SURROUNDINGS)
 
 
 def fleet(groups: str, more: str = "") -> FleetSettings:
-    (found,) = settings(f"models: [{{model: keeper, groups: [{groups}]{more}}}]").fleets
-    return found
+    (fleet,) = settings(f"models: [{{model: keeper, groups: [{groups}]{more}}}]").fleets
+    return fleet
 
 
-def test_several_models_have_fleets_of_their_own() -> None:
+def test_each_model_has_its_own_fleet() -> None:
     text = """
         models:
         - model: keeper
@@ -44,11 +44,11 @@ def test_several_models_have_fleets_of_their_own() -> None:
           groups: [{role: mixed, memory: 16MiB}]
         cluster: {ray_address: auto, namespace: blue}
     """
-    made = settings(text)
-    large, small = made.fleets
-    assert (made.ray_address, made.namespace) == ("auto", "blue")
+    cluster = settings(text)
+    large, small = cluster.fleets
+    assert (cluster.ray_address, cluster.namespace) == ("auto", "blue")
     assert (large.names, small.names) == (("Org/Large", "large"), ("small",))
-    assert [worker.name for worker in made.workers] == [
+    assert [worker.name for worker in cluster.workers] == [
         "org-large-prefill-0",
         "org-large-decode-0",
         "org-large-decode-1",
@@ -58,44 +58,46 @@ def test_several_models_have_fleets_of_their_own() -> None:
     assert (large.router.ttft_s_max, small.router.ttft_s_max) == (5, 60)
     assert (large.router.replicas, small.router.replicas) == (2, 1)
     assert (large.model_folder, small.model_folder) == (bundled()["keeper"], Path("/models/small"))
-    said = summary(parse_config(text, "c.yaml"))
-    assert said == "Org/Large, large with 1 prefill + 2 decode; small with 1 mixed"
+    assert (
+        summary(parse_config(text, "c.yaml"))
+        == "Org/Large, large with 1 prefill + 2 decode; small with 1 mixed"
+    )
 
 
-def test_one_model_has_plain_names() -> None:
-    made = settings("models: [{model: keeper, served_model_name: [a, b]}]")
-    (one,) = made.fleets
-    assert one.names == ("a", "b")
-    assert [worker.name for worker in one.workers] == ["prefill-0", "decode-0"]
-    assert one.router.name == "router"
-    assert (made.ray_address, one.bounds) == (None, {})
+def test_single_model_has_names_without_prefix() -> None:
+    cluster = settings("models: [{model: keeper, served_model_name: [a, b]}]")
+    (only,) = cluster.fleets
+    assert only.names == ("a", "b")
+    assert [worker.name for worker in only.workers] == ["prefill-0", "decode-0"]
+    assert only.router.name == "router"
+    assert (cluster.ray_address, only.bounds) == (None, {})
 
 
-def test_groups_of_one_role_differ_and_count_on() -> None:
-    made = fleet(
+def test_groups_of_role_differ_and_share_numbering() -> None:
+    cluster = fleet(
         "{role: prefill, replicas: 2, device: cuda, num_gpus: 1, labels: {pool: fast}, memory: 64MiB},"
         "{role: prefill, threads: 3, num_cpus: 2, resources: {slow: 0.5}, tensor_parallel_size: 2},"
         "{role: decode}"
     )
-    assert [worker.name for worker in made.workers] == ["prefill-0", "prefill-1", "prefill-2", "decode-0"]
-    fast, _, slow, decode = made.workers
+    assert [worker.name for worker in cluster.workers] == ["prefill-0", "prefill-1", "prefill-2", "decode-0"]
+    fast, _, slow, decode = cluster.workers
     assert (fast.num_gpus, fast.num_cpus, fast.labels, fast.resources) == (1, 0, {"pool": "fast"}, {})
     assert (slow.num_gpus, slow.num_cpus, slow.labels, slow.resources) == (0, 2, {}, {"slow": 0.5})
     assert (fast.engine.device, slow.engine.device) == ("cuda", "cpu")
     assert (fast.engine.page_dtype, slow.engine.page_dtype) == ("bfloat16", "bfloat16")
     assert (slow.engine.threads, decode.engine.threads) == (3, 1)
-    assert [worker.engine.tensor_parallel_size for worker in made.workers] == [1, 1, 2, 1]
-    assert {worker.engine.tensor_parallel_sizes for worker in made.workers} == {(1, 2)}
+    assert [worker.engine.tensor_parallel_size for worker in cluster.workers] == [1, 1, 2, 1]
+    assert {worker.engine.tensor_parallel_sizes for worker in cluster.workers} == {(1, 2)}
 
 
-def test_a_worker_may_come_to_have_what_all_on_its_device_bring() -> None:
+def test_memory_maximum_is_memory_of_all_workers_on_device_type() -> None:
     groups = (
         "{role: prefill, memory: 64MiB, replicas: 2, memory_floor: 8MiB},"
         "{role: decode, memory: 32MiB, replicas: 3},"
         "{role: decode, memory: 1GiB, device: 'cuda:0'}, {role: decode, memory: 512MiB, device: cuda}"
     )
     engines = {worker.name: worker.engine for worker in fleet(groups).workers}
-    assert {name: one.memory_bytes // MIB for name, one in engines.items()} == {
+    assert {name: engine.memory_bytes // MIB for name, engine in engines.items()} == {
         "prefill-0": 64,
         "prefill-1": 64,
         "decode-0": 32,
@@ -104,7 +106,7 @@ def test_a_worker_may_come_to_have_what_all_on_its_device_bring() -> None:
         "decode-3": 1024,
         "decode-4": 512,
     }
-    most = {name: (one.memory_max_bytes or 0) // MIB for name, one in engines.items()}
+    most = {name: (engine.memory_max_bytes or 0) // MIB for name, engine in engines.items()}
     assert {most[name] for name in ("prefill-0", "decode-2")} == {2 * 64 + 3 * 32}
     assert {most[name] for name in ("decode-3", "decode-4")} == {1024 + 512}
     assert (engines["prefill-0"].memory_floor_bytes, engines["decode-0"].memory_floor_bytes) == (
@@ -112,14 +114,15 @@ def test_a_worker_may_come_to_have_what_all_on_its_device_bring() -> None:
         None,
     )
 
-    alone = {one.name: one.engine for one in fleet(groups, ", engine: {memory_broker: false}").workers}
+    unlent = fleet(groups, ", engine: {memory_broker: false}")
+    alone = {worker.name: worker.engine for worker in unlent.workers}
     assert (alone["prefill-0"].memory_max_bytes, alone["decode-0"].memory_max_bytes) == (128 * MIB, 64 * MIB)
     assert (engines["decode-0"].starts_at_floor, alone["decode-0"].starts_at_floor) == (True, False)
 
 
-def test_models_that_lend_have_one_broker() -> None:
-    """The first of them hears the workers of all; one without a broker stands apart, and a device of another
-    kind brings nothing."""
+def test_models_with_broker_share_one_memory_router() -> None:
+    """The first such model has the broker. A model without broker and another device type are
+    separate."""
     text = """
         models:
         - {model: keeper, served_model_name: apart, groups: [{role: mixed, memory: 8MiB}],
@@ -128,13 +131,13 @@ def test_models_that_lend_have_one_broker() -> None:
         - {model: /models/small, served_model_name: second, groups: [
             {role: mixed, memory: 32MiB}, {role: mixed, memory: 64MiB, device: cuda}]}
     """
-    made = settings(text)
-    apart, first, second = (one.router for one in made.fleets)
+    cluster = settings(text)
+    apart, first, second = (fleet.router for fleet in cluster.fleets)
     assert (apart.broker, apart.memory_router, apart.expected) == (False, None, {"apart-mixed-0"})
     assert (first.broker, first.memory_router) == (True, None)
     assert first.expected == {"first-mixed-0", "first-mixed-1", "second-mixed-0", "second-mixed-1"}
     assert (second.broker, second.memory_router) == (True, "first-router")
-    most = {one.name: (one.engine.memory_max_bytes or 0) // MIB for one in made.workers}
+    most = {worker.name: (worker.engine.memory_max_bytes or 0) // MIB for worker in cluster.workers}
     assert most == {
         "apart-mixed-0": 16,
         "first-mixed-0": 2 * 16 + 32,
@@ -146,19 +149,19 @@ def test_models_that_lend_have_one_broker() -> None:
     assert (alone.router.expected, alone.router.memory_router) == ({"mixed-0"}, None)
 
 
-def test_bounds_are_of_a_role_and_its_first_group_grows() -> None:
-    made = fleet(
+def test_bounds_count_all_groups_of_role_and_first_one_grows() -> None:
+    cluster = fleet(
         "{role: prefill}, {role: decode, replicas: 2, replicas_max: 5}, {role: decode, replicas: 3}",
         ", autoscaling: {metrics_interval_s: 1, upscale_delay_s: 5, downscale_delay_s: 50}",
     )
-    assert made.bounds == {"decode": Bounds(least=5, most=8)}
-    assert (made.hysteresis.look_s, made.hysteresis.up_s, made.hysteresis.down_s) == (1, 5, 50)
-    assert fleet("{role: mixed}").hysteresis == FleetSettings(workers=made.workers).hysteresis, (
+    assert cluster.bounds == {"decode": Bounds(least=5, most=8)}
+    assert (cluster.hysteresis.look_s, cluster.hysteresis.up_s, cluster.hysteresis.down_s) == (1, 5, 50)
+    assert fleet("{role: mixed}").hysteresis == FleetSettings(workers=cluster.workers).hysteresis, (
         "the same defaults"
     )
 
 
-def test_what_an_engine_refuses_is_told_by_the_key_of_the_file() -> None:
+def test_engine_errors_name_path_in_file_and_flag() -> None:
     text = """
         models:
         - {model: keeper}
@@ -166,24 +169,26 @@ def test_what_an_engine_refuses_is_told_by_the_key_of_the_file() -> None:
             {role: mixed}, {role: mixed, threads: 2}]}
     """
     config = parse_config(text, "c.yaml")
-    told = "models[1].engine.checkpoint_interval (--checkpoint-interval) is 100 tokens"
-    with pytest.raises(ConfigError) as by_key:
-        cluster_settings(config, AROUND, "c.yaml")
-    assert str(by_key.value).startswith(f"c.yaml: {told}")
+    message = "models[1].engine.checkpoint_interval (--checkpoint-interval) is 100 tokens"
+    with pytest.raises(ConfigError) as raised:
+        cluster_settings(config, SURROUNDINGS, "c.yaml")
+    assert str(raised.value).startswith(f"c.yaml: {message}")
     with pytest.raises(SettingsError, match=r"^--checkpoint-interval is 100"):
-        cluster_settings(config, AROUND)
-    (problem,) = problems_here(config, offline=True)
-    assert problem.startswith(told)
-    assert with_places("--threads and --kernels, --unknown", 0, 3) == (
+        cluster_settings(config, SURROUNDINGS)
+    (problem,) = local_problems(config, offline=True)
+    assert problem.startswith(message)
+    assert with_config_paths("--threads and --kernels, --unknown", 0, 3) == (
         "models[0].groups[3].threads (--threads) and models[0].engine.kernels (--kernels), --unknown"
     )
 
 
-def test_chats_are_read_as_the_model_has_it_or_as_told() -> None:
+def test_chat_settings_default_to_model_and_follow_keys() -> None:
     model = "{model: keeper, served_model_name: NAME, KEYS}"
-    told = model.replace("KEYS", "chat_template: a.jinja, tool_call_parser: granite, reasoning_parser: none")
+    explicit = model.replace(
+        "KEYS", "chat_template: a.jinja, tool_call_parser: granite, reasoning_parser: none"
+    )
     plain = model.replace(", KEYS", "").replace("NAME", "b")
-    first, second = settings(f"models: [{told.replace('NAME', 'a')}, {plain}]").fleets
+    first, second = settings(f"models: [{explicit.replace('NAME', 'a')}, {plain}]").fleets
     assert first.chat == ChatSettings(template="a.jinja", tool_parser="granite", reasoning_parser="none")
     assert second.chat == ChatSettings()
 
@@ -195,13 +200,13 @@ def test_chats_are_read_as_the_model_has_it_or_as_told() -> None:
         ("reasoning_parser", ["qwen3", "deepseek_r1"]),
     ],
 )
-def test_a_parser_that_nobody_knows_is_refused_with_those_that_there_are(key: str, known: list[str]) -> None:
+def test_unknown_parser_is_refused_with_list_of_known_ones(key: str, known: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
-        settings(f"models: [{{model: keeper, {key}: unheard-of}}]")
+        settings(f"models: [{{model: keeper, {key}: unknown}}]")
     assert all(name in str(refused.value) for name in ["auto", "none", *known])
 
 
-def test_what_processes_tell() -> None:
+def test_telemetry_settings_follow_keys() -> None:
     text = """
         models: [{model: keeper}]
         telemetry: {log_level: debug, log_json: true, otlp_traces_endpoint: "grpc://h:1", metrics_alias: vllm}
@@ -212,20 +217,20 @@ def test_what_processes_tell() -> None:
 
 
 @given(TREES)
-def test_names_are_unique_and_all_workers_are_there(tree: Tree) -> None:
+def test_worker_and_router_names_are_unique(tree: Tree) -> None:
     config = RootConfig.model_validate(tree)
     try:
-        made = cluster_settings(config, AROUND)
-    except SettingsError:  # what goes together is the engine's to say
+        cluster = cluster_settings(config, SURROUNDINGS)
+    except SettingsError:  # the engine refuses some combinations
         return
-    names = [worker.name for worker in made.workers] + [
-        name for one in made.fleets for name in one.router.names
+    names = [worker.name for worker in cluster.workers] + [
+        name for fleet in cluster.fleets for name in fleet.router.names
     ]
     assert len(set(names)) == len(names)
-    for one, model in zip(made.fleets, config.models, strict=True):
-        assert len(one.workers) == sum(group.replicas for group in model.groups)
-        first = {worker.role: worker for worker in reversed(one.workers)}
-        for role, bounds in one.bounds.items():
+    for fleet, model in zip(cluster.fleets, config.models, strict=True):
+        assert len(fleet.workers) == sum(group.replicas for group in model.groups)
+        first = {worker.role: worker for worker in reversed(fleet.workers)}
+        for role, bounds in fleet.bounds.items():
             growing = next(group for group in model.groups if group.role == role)
             assert growing.replicas_max == bounds.most - bounds.least + growing.replicas
             assert first[role].engine.device == growing.device

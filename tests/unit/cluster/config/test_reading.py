@@ -1,4 +1,4 @@
-"""A configuration file: what is right survives, and what is wrong is said with its place and the fix."""
+"""A valid configuration file round-trips; errors have the location and the fix."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.cluster.configs import TREES, Tree
 from tidemill.cluster.config.problems import ConfigError
-from tidemill.cluster.config.reading import dumped, parse_config, read_config
+from tidemill.cluster.config.reading import dump, parse_config, read_config
 from tidemill.cluster.config.tree import RootConfig
 
 
@@ -22,36 +22,38 @@ def problems(text: str) -> tuple[str, ...]:
     return raised.value.problems
 
 
-def places(node: object, place: str = "") -> list[tuple[str, dict[str, Any]]]:
-    """All mappings of a tree that have keys of ours, and their places."""
+def mappings(node: object, location: str = "") -> list[tuple[str, dict[str, Any]]]:
+    """Return the mappings of a tree with fixed keys, each with its location."""
     if isinstance(node, list):
         return [
-            one
+            found
             for index, entry in enumerate(cast("list[object]", node))
-            for one in places(entry, f"{place}[{index}]")
+            for found in mappings(entry, f"{location}[{index}]")
         ]
-    if not isinstance(node, dict) or place.endswith(("resources", "labels")):
+    if not isinstance(node, dict) or location.endswith(("resources", "labels")):
         return []
     mapping = cast("dict[str, Any]", node)
     below = [
-        one for key, value in mapping.items() for one in places(value, f"{place}.{key}".removeprefix("."))
+        found
+        for key, value in mapping.items()
+        for found in mappings(value, f"{location}.{key}".removeprefix("."))
     ]
-    return [(place, mapping), *below]
+    return [(location, mapping), *below]
 
 
 @given(TREES)
-def test_what_is_right_survives(tree: Tree) -> None:
+def test_valid_file_round_trips(tree: Tree) -> None:
     config = parse_config(yaml.safe_dump(tree), "c.yaml")
-    assert parse_config(dumped(config), "c.yaml") == config
+    assert parse_config(dump(config), "c.yaml") == config
     assert RootConfig.model_validate(tree) == config
 
 
 @given(TREES, st.data())
-def test_a_key_that_is_unknown_is_named_with_its_place(tree: Tree, data: st.DataObject) -> None:
-    place, node = data.draw(st.sampled_from(places(tree)))
+def test_unknown_key_is_named_with_its_location(tree: Tree, data: st.DataObject) -> None:
+    location, node = data.draw(st.sampled_from(mappings(tree)))
     node["sk_planted"] = "sk-secret"
     (problem,) = problems(yaml.safe_dump(tree))
-    assert problem.startswith(f"{place}.sk_planted: there is no such key here".removeprefix("."))
+    assert problem.startswith(f"{location}.sk_planted: there is no such key here".removeprefix("."))
     assert "sk-secret" not in problem, "it may be a secret"
 
 
@@ -68,18 +70,18 @@ def test_a_key_that_is_unknown_is_named_with_its_place(tree: Tree, data: st.Data
         ),
     )
 )
-def test_whatever_else_a_file_has_is_refused(tree: object) -> None:
+def test_malformed_tree_is_refused_with_problems(tree: object) -> None:
     try:
         parse_config(yaml.safe_dump(tree), "c.yaml")
     except ConfigError as error:
-        found = error.problems
+        lines = error.problems
     else:
-        found = ("by chance it is right",)
-    assert all(found)
+        lines = ("by chance the tree is valid",)
+    assert all(lines)
 
 
 @given(st.text(max_size=40))
-def test_text_that_is_no_configuration_is_refused(text: str) -> None:
+def test_arbitrary_text_is_refused(text: str) -> None:
     problems(text)
 
 
@@ -87,16 +89,16 @@ MODEL = "models: [{model: keeper}]"
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
-        ("", "models is needed"),
+        ("", "models is required"),
         ("- models", "write the keys as `name: value` lines"),
-        ("models: [1GiB", "is no YAML"),
+        ("models: [1GiB", "is not YAML"),
         ("[" * 5000, "too deep"),
         ("models: []", "models is empty"),
         ("models: keeper", "models is 'keeper': it takes a list"),
         ("models: [keeper]", "models[0] is 'keeper': it takes `name: value` lines"),
-        ("models: [{memory: 1GiB}]", "models[0].model is needed"),
+        ("models: [{memory: 1GiB}]", "models[0].model is required"),
         ("models: [{model: keeper}, {model: keeper}]", "models: two models are called keeper"),
         ("models: [{model: a}, {model: b, served_model_name: [c, a]}]", "two models are called a"),
         ("models: [{model: a/b}, {model: a-b}]", "two models are called a-b"),
@@ -113,7 +115,7 @@ MODEL = "models: [{model: keeper}]"
         ),
         (
             "models: [{model: a, groups: [{role: mixed}, {role: mixed, replicas_max: 2}]}]",
-            "replicas_max stands in the first mixed group",
+            "only the first mixed group can grow",
         ),
         ("models: [{model: a, groups: [{role: mixed, num_gpus: 1.5}]}]", "groups[0].num_gpus is 1.5: Ray"),
         (
@@ -134,16 +136,16 @@ MODEL = "models: [{model: keeper}]"
         (f"{MODEL}\nedge: {{ssl_ca_certs: a}}", "edge: HTTPS takes"),
         (f"{MODEL}\ncluster: {{host: node}}", "cluster: host node lets"),
         (f"{MODEL}\ncluster: {{ssl_keyfile: a}}", "cluster: ssl_certfile is missing"),
-        (f"{MODEL}\n{MODEL}", "models stands twice"),
+        (f"{MODEL}\n{MODEL}", "models is given twice"),
         (f"{MODEL}\n1: 2", "write names of keys as text"),
     ],
 )
-def test_mistakes_are_named(text: str, says: str) -> None:
-    assert says in problems(text)[0]
+def test_error_names_mistake(text: str, message: str) -> None:
+    assert message in problems(text)[0]
 
 
 @pytest.mark.parametrize(
-    ("key", "says"),
+    ("key", "message"),
     [
         ("modles: 1", "did you mean models?"),
         ("edge: {prot: 1}", "edge.prot: there is no such key here: did you mean port?"),
@@ -152,18 +154,18 @@ def test_mistakes_are_named(text: str, says: str) -> None:
         ("memory: 1GiB", "did you mean models[].groups[].memory?"),
         ("prefill: 1", "did you mean models[].groups[]?"),
         ("cluster_host: node", "did you mean cluster.host?"),
-        ("zzz: 1", "cluster, edge, models, store, telemetry may stand here"),
-        ("edge: {api_key: sk-1}", "edge.api_key: no secret stands in this file in clear: edge.api_keys_file"),
+        ("zzz: 1", "the keys here are cluster, edge, models, store, telemetry"),
+        ("edge: {api_key: sk-1}", "edge.api_key: this file takes no secret in clear: edge.api_keys_file"),
         ("store: {secret: sk-1}", "store.secret_file"),
     ],
 )
-def test_an_unknown_key_is_answered_with_what_may_be_meant(key: str, says: str) -> None:
+def test_unknown_key_is_answered_with_suggestion(key: str, message: str) -> None:
     (problem,) = problems(f"{MODEL}\n{key}")
-    assert says in problem
+    assert message in problem
     assert "sk-1" not in problem
 
 
-def test_all_that_is_wrong_is_said_and_the_first_of_it_in_one_line() -> None:
+def test_error_lists_all_problems_and_shows_first_in_one_line() -> None:
     text = "models: [{model: a, routers: 0, groups: [{role: mixed, threads: 0}]}]\nedge: {port: -1}"
     assert problems(text) == (
         "models[0].routers is 0: set it to 1 or more",
@@ -174,14 +176,14 @@ def test_all_that_is_wrong_is_said_and_the_first_of_it_in_one_line() -> None:
         parse_config(text, "c.yaml")
 
 
-def test_a_small_file_that_unfolds_into_a_large_one_is_answered_at_once() -> None:
+def test_errors_stay_short_for_exponential_aliases() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{one}: &a{one} [{', '.join([f'*a{one - 1}'] * 9)}]" for one in range(1, 30)]
-    found = problems("\n".join([*lines, "models: *a29"]))
-    assert sum(map(len, found)) < 10_000
+    lines += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, 30)]
+    answers = problems("\n".join([*lines, "models: *a29"]))
+    assert sum(map(len, answers)) < 10_000
 
 
-def test_anchors_and_merges_are_no_second_keys() -> None:
+def test_anchors_and_merges_are_not_duplicate_keys() -> None:
     text = """
         models:
         - &one {model: keeper, routers: 2}
@@ -191,13 +193,13 @@ def test_anchors_and_merges_are_no_second_keys() -> None:
     assert [(model.names, model.routers) for model in config.models] == [(("keeper",), 2), (("b",), 3)]
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"models: \xff")
-    for path, says in (
+    for path, message in (
         (tmp_path, "cannot be read"),
         (tmp_path / "none", "cannot be read"),
         (tmp_path / "latin", "UTF-8"),
     ):
-        with pytest.raises(ConfigError, match=says) as raised:
+        with pytest.raises(ConfigError, match=message) as raised:
             read_config(path)
         assert str(path) in str(raised.value)

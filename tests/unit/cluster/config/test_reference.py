@@ -1,4 +1,4 @@
-"""The published schema and docs/configuration.md are current, and say what the code takes."""
+"""The published schema and docs/configuration.md are current and match the code."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 
 from tests.support.cluster.configs import TREES, Tree
 from tidemill.cluster.config.paths import keys
-from tidemill.cluster.config.reading import dumped, parse_config, read_config
+from tidemill.cluster.config.reading import dump, parse_config, read_config
 from tidemill.cluster.config.reference import INTRODUCTION, reference, schema
 
 ROOT = Path(__file__).parents[4]
@@ -25,27 +25,27 @@ def is_valid(tree: Any) -> bool:  # noqa: ANN401 - as YAML has it
     return Draft202012Validator(SCHEMA).is_valid(tree)  # pyright: ignore[reportUnknownMemberType] - half typed
 
 
-def test_the_page_and_the_schema_are_current() -> None:
+def test_page_and_schema_are_current() -> None:
     assert (ROOT / "docs/configuration.md").read_text() == reference(), "run `make config-doc`"
     assert json.loads((ROOT / "deploy/config.schema.json").read_text()) == schema(), "run `make config-doc`"
 
 
-def test_every_key_has_a_line() -> None:
+def test_reference_has_a_line_for_every_key() -> None:
     page = reference()
     lines = re.findall(r"^\| `([a-z_]+)` \|", page, re.MULTILINE)
     assert sorted(lines) == sorted(key.name for key in keys())
     assert all(line.count(" | ") == 4 for line in page.splitlines() if line.startswith("| `"))
 
 
-def test_the_schema_is_one() -> None:
+def test_schema_is_valid() -> None:
     Draft202012Validator.check_schema(schema())
 
 
 @given(TREES)
 @settings(max_examples=20)  # this validator is slow
-def test_the_schema_takes_what_is_right(tree: Tree) -> None:
+def test_schema_accepts_valid_files(tree: Tree) -> None:
     assert is_valid(tree)
-    assert is_valid(yaml.safe_load(dumped(parse_config(yaml.safe_dump(tree), "c.yaml"))))
+    assert is_valid(yaml.safe_load(dump(parse_config(yaml.safe_dump(tree), "c.yaml"))))
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,11 @@ def test_the_schema_takes_what_is_right(tree: Tree) -> None:
         "models: [{model: keeper}]\nedge: {port: 65536}",
     ],
 )
-def test_the_schema_refuses_what_is_wrong(text: str) -> None:
+def test_schema_refuses_invalid_files(text: str) -> None:
     assert not is_valid(yaml.safe_load(text))
 
 
-def test_files_that_are_shown_are_right() -> None:
+def test_example_files_are_valid() -> None:
     (example,) = re.findall(r"```yaml\n(.*?)```", INTRODUCTION, re.DOTALL)
     assert len(parse_config(example, "example").models) == 2
     assert read_config(ROOT / "deploy" / "job.yaml").cluster.ray_address == "auto"

@@ -11,8 +11,8 @@ import trustme
 
 from tests.support.cluster.scripted_engine import FIRST, LAST, ScriptedEngine, collect, request, run
 from tidemill.cluster.cli import main as cli
-from tidemill.cluster.cli.security import guarded
-from tidemill.cluster.cli.serve import settled
+from tidemill.cluster.cli.security import with_cluster_security
+from tidemill.cluster.cli.serve import config_of_options
 from tidemill.cluster.config.fleets import Surroundings, cluster_settings
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
 from tidemill.cluster.router.router import Router
@@ -171,9 +171,9 @@ def test_new_files_count_from_the_next_connection_on(
 
 def clustered(*arguments: str) -> ClusterSettings:
     """What `tidemill serve` makes of these options."""
-    config = settled(cli.parser().parse_args(["serve", "keeper", *arguments]))
+    config = config_of_options(cli.parser().parse_args(["serve", "keeper", *arguments]))
     around = Surroundings(store_url="file:///nowhere", cache_folder=Path("/nowhere"))
-    return guarded(cluster_settings(config, around), config.cluster)
+    return with_cluster_security(cluster_settings(config, around), config.cluster)
 
 
 def options_of(tls: MutualTls) -> list[str]:
@@ -204,10 +204,10 @@ def test_what_would_not_work_is_said_before_anything_starts(
         (["--cluster-host", "node"], "--cluster-ssl-certfile"),
         (options_of(ours)[:2], "ssl_ca_certs is missing"),
         (options_of(replace(ours, key=tmp_path / "nowhere")), "there is no file"),
-        (options_of(replace(ours, ca=theirs.ca)), "would not hear each other"),
-        (options_of(replace(ours, key=theirs.key)), "would not hear each other"),
-        (options_of(replace(ours, key=ours.ca)), "would not hear each other"),
-        (options_of(issue(tmp_path / "named", authority, "elsewhere")), "would not hear each other"),
+        (options_of(replace(ours, ca=theirs.ca)), "cannot connect to each other"),
+        (options_of(replace(ours, key=theirs.key)), "cannot connect to each other"),
+        (options_of(replace(ours, key=ours.ca)), "cannot connect to each other"),
+        (options_of(issue(tmp_path / "named", authority, "elsewhere")), "cannot connect to each other"),
     ):
         with pytest.raises(TidemillError, match=says):
             clustered(*arguments)

@@ -1,5 +1,4 @@
-"""Ray that is slow to start is started again, and nothing of the first attempt is left; late nodes are waited
-for."""
+"""A slow Ray is started again without leftovers, and the launch waits for late nodes."""
 
 import subprocess
 import sys
@@ -11,13 +10,13 @@ import pytest
 
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
 from tidemill.cluster.supervisor import launch
-from tidemill.cluster.supervisor.launch import RAY_STARTS_MAX, RAY_WAS_SLOW, TELL_S, Cluster, LaunchError
+from tidemill.cluster.supervisor.launch import RAY_STARTS_MAX, RAY_WAS_SLOW, REPORT_S, Cluster, LaunchError
 from tidemill.cluster.supervisor.node_fit import Node
 from tidemill.workers.settings import EngineSettings
 
 
 class SlowRay:
-    """Leaves a process behind whenever it fails."""
+    """A Ray that leaves a process behind whenever it fails to start."""
 
     def __init__(self, failures: int, reason: str) -> None:
         self.left: list[subprocess.Popen[bytes]] = []
@@ -32,11 +31,11 @@ class SlowRay:
             raise Exception(self._reason)  # noqa: TRY002 - as Ray does
 
     def alive(self) -> list[bool]:
-        return [one.poll() is None for one in self.left]
+        return [process.poll() is None for process in self.left]
 
 
 def start(ray: SlowRay, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[bool]:
-    """Which of the processes of its attempts are left."""
+    """Return, for the process of each attempt, whether it still runs."""
     monkeypatch.setattr(launch, "RAY", ray)
     monkeypatch.setattr(launch, "TEMP_PATH_LENGTH_MAX", 1000)
     try:
@@ -48,56 +47,58 @@ def start(ray: SlowRay, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[b
             process.wait()
 
 
-def test_it_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cluster_retries_ray_that_is_slow_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ray = SlowRay(2, f"The current node {RAY_WAS_SLOW}. This could happen")
     assert start(ray, monkeypatch, tmp_path) == [False, False, True]
 
 
-def test_not_for_ever(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cluster_stops_retrying_slow_ray_after_maximum(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     ray = SlowRay(99, f"The current node {RAY_WAS_SLOW}. This could happen")
     with pytest.raises(LaunchError, match=RAY_WAS_SLOW):
         start(ray, monkeypatch, tmp_path)
     assert ray.starts == RAY_STARTS_MAX
 
 
-def test_what_is_wrong_in_another_way_is_said_at_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_cluster_raises_other_ray_errors_immediately(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ray = SlowRay(99, "no such address")
     with pytest.raises(LaunchError, match="no such address"):
         start(ray, monkeypatch, tmp_path)
     assert ray.starts == 1
 
 
-def test_nodes_that_come_late_are_waited_for_aloud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Once a minute, with what they lack; those that never come end it with the same line."""
+def test_cluster_waits_for_late_nodes_and_reports_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The report has the missing resources; after the timeout the same line is the error."""
     ray = MagicMock()
     ray.wait.return_value = ([], [])
     ray.util.placement_group_table.return_value = {"state": "PENDING"}
     monkeypatch.setattr(launch, "RAY", ray)
-    monkeypatch.setattr(launch, "LOOK_S", 0.0)
+    monkeypatch.setattr(launch, "POLL_S", 0.0)
     monkeypatch.setattr(launch, "_nodes", lambda: [Node(id="a", address="10.0.0.1", total={}, free={})])
     engine = EngineSettings(model_folder=tmp_path, memory_bytes=0, store_url="memory:", cache_folder=tmp_path)
     worker = WorkerSettings(name="decode-0", role="decode", engine=engine, num_gpus=1)
-    settings = ClusterSettings(fleets=(FleetSettings(workers=(worker,)),), schedule_timeout_s=5.5 * TELL_S)
-    said: list[str] = []
+    settings = ClusterSettings(fleets=(FleetSettings(workers=(worker,)),), schedule_timeout_s=5.5 * REPORT_S)
+    messages: list[str] = []
 
     def wait() -> None:
         cluster = Cluster(settings)
         cluster.add_worker(worker, RouterSettings())
         seconds = count(0.0, 5.0)
-        cluster.wait_until_ready(MagicMock(), said.append, lambda: next(seconds))
+        cluster.wait_until_ready(MagicMock(), messages.append, lambda: next(seconds))
 
     with pytest.raises(LaunchError, match=r"^decode-0 needs .GPU: 1. on one node"):
         wait()
-    assert [line.partition(" s: ")[0] for line in said] == [
-        f"still waiting for decode-0 after {minute * TELL_S:.0f}" for minute in range(1, 6)
+    assert [line.partition(" s: ")[0] for line in messages] == [
+        f"still waiting for decode-0 after {minute * REPORT_S:.0f}" for minute in range(1, 6)
     ]
-    assert all("decode-0 needs {GPU: 1}" in line for line in said)
+    assert all("decode-0 needs {GPU: 1}" in line for line in messages)
 
     ray.util.placement_group_table.return_value = {"state": "CREATED"}
-    said.clear()
+    messages.clear()
     ray.wait.side_effect = [([], [])] * 200
-    with pytest.raises(StopIteration):  # it has a place, and its process takes longer than all that
+    with pytest.raises(StopIteration):  # it is scheduled, and its process takes longer than that
         wait()
-    assert said[-1].endswith("after 960 s: Ray starts processes for them")
+    assert messages[-1].endswith("after 960 s: Ray starts processes for them")

@@ -1,4 +1,5 @@
-"""The processes of a store: ready, started again, ended with their server; and the real ones of Mooncake."""
+"""The processes of a store start, restart and end with their server; the last test runs real
+Mooncake."""
 
 import os
 import signal
@@ -14,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from tidemill.cluster.supervisor import mooncake_service as store_service
+from tidemill.cluster.supervisor import mooncake_service
 from tidemill.cluster.supervisor.mooncake_service import MooncakeProcess, SupervisedProcess, running_store
 from tidemill.kvstore.errors import StoreError
 
@@ -27,22 +28,22 @@ peer.send(b"%d\\n" % os.getpid())
 print("ready", flush=True)
 peer.recv(1)
 """
-"""Says its pid to whoever listens at a port, and lives until that one hangs up."""
+"""Sends its pid to a port, and runs until the peer closes the connection."""
 
-WAITS = "import signal; signal.pause()"
+SLEEPS = "import signal; signal.pause()"
 
 SERVER = f"""
 import sys
-from tidemill.cluster.supervisor.mooncake_service import SupervisedProcess, MooncakeProcess
-kept = SupervisedProcess(MooncakeProcess(name="program", arguments=("-c", {PROGRAM!r}, sys.argv[1])))
-kept.start()
-kept.wait_until_ready()
+from tidemill.cluster.supervisor.mooncake_service import MooncakeProcess, SupervisedProcess
+process = SupervisedProcess(MooncakeProcess(name="program", arguments=("-c", {PROGRAM!r}, sys.argv[1])))
+process.start()
+process.wait_until_ready()
 input()
 """
 
 
-class Lives:
-    """The lives of the program, as they come."""
+class Incarnations:
+    """The incarnations of the program over its restarts, in order."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -55,96 +56,104 @@ class Lives:
         return int(self.peer.makefile().readline())
 
     def has_ended(self) -> bool:
-        """Waits for the end of the present life."""
+        """Wait for the end of the current incarnation."""
         with suppress(ConnectionResetError):
             return self.peer.recv(1) == b""
         return True
 
 
 @pytest.fixture
-def lives() -> Iterator[Lives]:
+def incarnations() -> Iterator[Incarnations]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(60)
-        lives = Lives(listener)
-        yield lives
-        lives.peer.close()
+        incarnations = Incarnations(listener)
+        yield incarnations
+        incarnations.peer.close()
 
 
-def test_a_program_that_dies_is_started_again_and_stops_for_good(
-    lives: Lives, caplog: pytest.LogCaptureFixture
+def test_process_restarts_after_crash_until_it_is_stopped(
+    incarnations: Incarnations, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = SupervisedProcess(MooncakeProcess(name="program", arguments=("-c", PROGRAM, lives.port)))
-    kept.start()
-    kept.wait_until_ready()
-    pids = [lives.next_pid()]
+    process = SupervisedProcess(MooncakeProcess(name="program", arguments=("-c", PROGRAM, incarnations.port)))
+    process.start()
+    process.wait_until_ready()
+    pids = [incarnations.next_pid()]
     for _ in range(2):
         os.kill(pids[-1], signal.SIGKILL)
-        pids.append(lives.next_pid())
-    kept.stop()
-    assert lives.has_ended()
+        pids.append(incarnations.next_pid())
+    process.stop()
+    assert incarnations.has_ended()
     assert len(set(pids)) == 3
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     assert [record.message for record in caplog.records] == [
-        "the program ended (SIGKILL): it is started again"
+        "the program ended (SIGKILL) and will be restarted"
     ] * 2
-    kept.stop()
+    process.stop()
 
 
-def test_a_program_that_never_becomes_ready_is_an_error_that_says_how_it_ended() -> None:
-    kept = SupervisedProcess(MooncakeProcess(name="program", arguments=("-c", "raise SystemExit(3)")))
-    kept.start()
+def test_process_that_ends_before_ready_raises_its_exit_status() -> None:
+    process = SupervisedProcess(MooncakeProcess(name="program", arguments=("-c", "raise SystemExit(3)")))
+    process.start()
     try:
         with pytest.raises(StoreError, match=r"the program ended \(status 3\) while it started"):
-            kept.wait_until_ready()
+            process.wait_until_ready()
     finally:
-        kept.stop()
+        process.stop()
 
 
-def test_a_program_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_service, "START_S_MAX", 0.05)
-    kept = SupervisedProcess(MooncakeProcess(name="program", arguments=("-c", WAITS)))
-    kept.start()
+def test_process_that_is_not_ready_in_time_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_service, "START_S_MAX", 0.05)
+    process = SupervisedProcess(MooncakeProcess(name="program", arguments=("-c", SLEEPS)))
+    process.start()
     try:
         with pytest.raises(StoreError, match="does not answer"):
-            kept.wait_until_ready()
+            process.wait_until_ready()
     finally:
-        kept.stop()
+        process.stop()
 
 
-def test_a_program_with_a_port_is_ready_when_that_takes_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_with_port_is_ready_when_it_accepts_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        kept = SupervisedProcess(
+        process = SupervisedProcess(
             MooncakeProcess(
-                name="program", arguments=("-c", WAITS), port="{}:{}".format(*listener.getsockname())
+                name="program", arguments=("-c", SLEEPS), port="{}:{}".format(*listener.getsockname())
             )
         )
-        kept.start()
+        process.start()
         try:
             with monkeypatch.context() as patched:
-                patched.setattr(store_service, "START_S_MAX", 0.05)
+                patched.setattr(mooncake_service, "START_S_MAX", 0.05)
                 with pytest.raises(StoreError, match="does not answer"):
-                    kept.wait_until_ready()
+                    process.wait_until_ready()
             listener.listen()
-            kept.wait_until_ready()
+            process.wait_until_ready()
         finally:
-            kept.stop()
+            process.stop()
 
 
-def test_it_dies_with_a_server_that_is_killed(lives: Lives) -> None:
+def test_process_ends_with_killed_server(incarnations: Incarnations) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", SERVER, lives.port],
+        [sys.executable, "-c", SERVER, incarnations.port],
         stdin=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": f"{ROOT}/src"},
     ) as server:
-        lives.next_pid()
+        incarnations.next_pid()
         server.kill()
-        assert lives.has_ended()
+        assert incarnations.has_ended()
 
 
-def test_nothing_is_started_for_a_leash_without_its_server(lives: Lives) -> None:
+def test_die_with_parent_starts_nothing_without_its_parent(incarnations: Incarnations) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "tidemill.cluster.supervisor.die_with_parent", "1", "-c", PROGRAM, lives.port],
+        [
+            sys.executable,
+            "-m",
+            "tidemill.cluster.supervisor.die_with_parent",
+            "1",
+            "-c",
+            PROGRAM,
+            incarnations.port,
+        ],
         check=False,
         capture_output=True,
     )
@@ -152,12 +161,12 @@ def test_nothing_is_started_for_a_leash_without_its_server(lives: Lives) -> None
     assert ended.returncode == 0
 
 
-def test_another_store_is_left_alone() -> None:
+def test_running_store_passes_file_url_through() -> None:
     with running_store("file:///a?size=1GiB") as url:
         assert url == "file:///a?size=1GiB"
 
 
-def test_a_master_that_is_not_there_is_one_line() -> None:
+def test_running_store_raises_when_joined_master_is_away() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         with (
@@ -167,8 +176,8 @@ def test_a_master_that_is_not_there_is_one_line() -> None:
             pass
 
 
-def test_memory_is_lent_to_a_master_of_our_own_and_to_one_that_is_joined() -> None:
-    """The real thing; all of it has ended afterwards."""
+def test_running_store_lends_memory_to_own_and_joined_master() -> None:
+    """Real Mooncake processes run and have all ended afterwards."""
     before = set(psutil.Process().children())
     with running_store("mooncake?size=64MiB&ports=open") as own:
         address = urlsplit(own).netloc

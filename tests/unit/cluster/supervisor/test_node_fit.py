@@ -1,4 +1,4 @@
-"""Where workers go on a cluster of unequal nodes, and what it says when there is no place."""
+"""Workers are assigned to unequal nodes, and a message explains why one fits on no node."""
 
 from collections import Counter
 from dataclasses import replace
@@ -13,10 +13,10 @@ from tidemill.cluster.supervisor.node_fit import (
     CPUS_MIN,
     Node,
     WorkerDemand,
+    assign,
     demand_of,
-    missing,
-    plan,
     selects,
+    unschedulable_reason,
 )
 from tidemill.workers.settings import EngineSettings
 
@@ -29,7 +29,7 @@ def demand(name: str, ranks: int = 1, labels: dict[str, str] | None = None, **ea
     return WorkerDemand(name=name, kind=name[:-2], ranks=ranks, each=each, labels=labels or {})
 
 
-def test_what_a_worker_asks_for() -> None:
+def test_demand_has_resources_per_rank_and_labels() -> None:
     engine = EngineSettings(
         model_folder=Path("none"), memory_bytes=0, store_url="memory:", cache_folder=Path("none")
     )
@@ -50,7 +50,7 @@ def test_what_a_worker_asks_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "value", "is_taken"),
+    ("wanted", "value", "is_selected"),
     [
         ("a", "a", True),
         ("a", "b", False),
@@ -67,68 +67,70 @@ def test_what_a_worker_asks_for() -> None:
         ("!in(a,b)", None, True),
     ],
 )
-def test_labels_select_as_ray_says(wanted: str, value: str | None, *, is_taken: bool) -> None:
-    assert selects(wanted, value) == is_taken
+def test_selector_matches_labels_like_ray(wanted: str, value: str | None, *, is_selected: bool) -> None:
+    assert selects(wanted, value) == is_selected
 
 
-def test_replicas_of_a_role_spread() -> None:
+def test_assign_spreads_replicas_of_role() -> None:
     nodes = [node("a", CPU=8), node("b", CPU=8)]
     names = ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
-    homes = plan([demand(name, CPU=1) for name in names], nodes, {}).homes
-    assert homes["prefill-0"] != homes["prefill-1"]
-    assert Counter(homes[name] for name in names[2:]).most_common(1)[0][1] == 2
-    assert plan([demand("decode-0", CPU=1)], nodes, {"prefill": ["a"]}).homes == {"decode-0": "b"}
-    assert plan([demand("decode-1", CPU=1)], nodes, {"prefill": ["b", "b"], "decode": ["a"]}).homes == {
+    node_ids = assign([demand(name, CPU=1) for name in names], nodes, {}).node_ids
+    assert node_ids["prefill-0"] != node_ids["prefill-1"]
+    assert Counter(node_ids[name] for name in names[2:]).most_common(1)[0][1] == 2
+    assert assign([demand("decode-0", CPU=1)], nodes, {"prefill": ["a"]}).node_ids == {"decode-0": "b"}
+    assert assign([demand("decode-1", CPU=1)], nodes, {"prefill": ["b", "b"], "decode": ["a"]}).node_ids == {
         "decode-1": "b"
     }
 
 
-def test_a_group_keeps_together_where_it_fits_whole() -> None:
+def test_assign_keeps_ranks_of_worker_on_one_node() -> None:
     nodes = [node("a", GPU=3), node("b", GPU=4), node("c", GPU=3)]
-    assert plan([demand("decode-0", ranks=4, GPU=1)], nodes, {}).homes == {"decode-0": "b"}
-    assert plan([demand("decode-0", ranks=5, GPU=1)], nodes, {}).homes == {}
+    assert assign([demand("decode-0", ranks=4, GPU=1)], nodes, {}).node_ids == {"decode-0": "b"}
+    assert assign([demand("decode-0", ranks=5, GPU=1)], nodes, {}).node_ids == {}
 
 
-def test_what_is_missing_is_said() -> None:
+def test_reason_describes_missing_resources_and_labels() -> None:
     nodes = [
         node("10.0.0.4", {"role": "prefill"}, CPU=8, GPU=2),
         node("10.0.0.5", {"role": "decode"}, CPU=8, GPU=1),
         node("10.0.0.6", CPU=8),
     ]
-    one = demand("decode-0", labels={"role": "decode"}, GPU=1)
-    assert missing([one], nodes) is None
-    assert missing([one, replace(one, name="decode-1")], nodes) == (
-        "decode-1 needs {GPU: 1, label role=decode} on one node, and the Ray cluster has no such place: "
+    worker = demand("decode-0", labels={"role": "decode"}, GPU=1)
+    assert unschedulable_reason([worker], nodes) is None
+    assert unschedulable_reason([worker, replace(worker, name="decode-1")], nodes) == (
+        "decode-1 needs {GPU: 1, label role=decode} on one node, and no node of the Ray cluster fits: "
         "10.0.0.5 has GPU: 0 of 1 free; 10.0.0.4 has label role=prefill; 10.0.0.6 has no label role. "
         "Add a node, or lower what these workers ask for"
     )
     pairs = [demand(f"decode-{index}", ranks=2, GPU=1) for index in range(3)]
-    assert missing(pairs, nodes) == (
-        "decode-1 needs {GPU: 1} for each of its 2 ranks on one node (and 1 more with it), and the Ray "
-        "cluster has no such place: 10.0.0.5 has GPU: 1 of 1 free; 10.0.0.4 has GPU: 0 of 2 free; "
+    assert unschedulable_reason(pairs, nodes) == (
+        "decode-1 needs {GPU: 1} for each of its 2 ranks on one node (and 1 more with it), and no node "
+        "of the Ray cluster fits: 10.0.0.5 has GPU: 1 of 1 free; 10.0.0.4 has GPU: 0 of 2 free; "
         "10.0.0.6 has GPU: 0 of 0 free. Add a node, or lower what these workers ask for"
     )
-    many = missing([demand("decode-0", fast=1)], [node(f"n{index}", CPU=1) for index in range(9)])
+    many = unschedulable_reason(
+        [demand("decode-0", fast=1)], [node(f"n{index}", CPU=1) for index in range(9)]
+    )
     assert many is not None
     assert "; and 5 more nodes." in many
-    assert "it has no node" in str(missing([one], []))
+    assert "it has no node" in str(unschedulable_reason([worker], []))
 
 
 @given(
     st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["prefill", "decode"]), st.integers(1, 3))),
     st.lists(st.integers(0, 6), min_size=1, max_size=5),
 )
-def test_nothing_is_given_twice(wanted: list[tuple[int, str, int]], gpus: list[int]) -> None:
+def test_assign_never_exceeds_node_resources(wanted: list[tuple[int, str, int]], gpus: list[int]) -> None:
     demands = [
         demand(f"{role}-{index}", ranks=ranks, GPU=each) for index, (ranks, role, each) in enumerate(wanted)
     ]
     nodes = [node(f"n{index}", GPU=count) for index, count in enumerate(gpus)]
-    places = plan(demands, nodes, {})
-    for one in nodes:
-        taken = sum(each.all["GPU"] for each in demands if places.homes.get(each.name) == one.id)
-        left = next(other for other in places.left if other.id == one.id)
-        assert 0 <= left.free["GPU"] == one.total["GPU"] - taken
-    for each in places.lacking:
-        assert not any(one.holds(each) for one in places.left)
-    assert len(places.homes) + len(places.lacking) == len(demands)
-    assert (missing(demands, nodes) is None) == (not places.lacking)
+    assignment = assign(demands, nodes, {})
+    remaining = {left.id: left for left in assignment.remaining}
+    for host in nodes:
+        taken = sum(at.all["GPU"] for at in demands if assignment.node_ids.get(at.name) == host.id)
+        assert 0 <= remaining[host.id].free["GPU"] == host.total["GPU"] - taken
+    for worker in assignment.unassigned:
+        assert not any(left.holds(worker) for left in remaining.values())
+    assert len(assignment.node_ids) + len(assignment.unassigned) == len(demands)
+    assert (unschedulable_reason(demands, nodes) is None) == (not assignment.unassigned)

@@ -1,24 +1,29 @@
-"""`tidemill scale`: what people order, beside what load decides; and how the command and the edge take it."""
+"""`tidemill scale`: the operator's command in the scaler, at the edge and in the CLI."""
 
 import asyncio
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
-from tests.support.cluster.fake_service import FakeService, app_over, call, saying, serving
+from tests.support.cluster.fake_service import FakeService, app_over, call, saying
+from tests.support.cluster.served import with_server
 from tests.unit.cluster.edge.requests.test_reading import drawn
-from tests.unit.cluster.supervisor.test_scaler import BUSY, CALM, HYSTERESIS, Case, FakeCluster, settings_of
+from tests.unit.cluster.supervisor.test_scaler import (
+    BUSY,
+    HYSTERESIS,
+    IDLE,
+    Case,
+    FakeCluster,
+    worker_settings,
+)
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.worker_commands import render_roles
 from tidemill.cluster.messages import Misses, RoleScale
 from tidemill.cluster.settings import FleetSettings, RouterSettings
-from tidemill.cluster.supervisor.scaler import IDLE_LOOKS, Scaler
+from tidemill.cluster.supervisor.scaler import IDLE_CHECKS, Scaler
 from tidemill.workers.messages import RequestError, Role, Unserved, WorkerLoad
-
-T = TypeVar("T")
 
 ROW: dict[str, Any] = {
     "model": "keeper",
@@ -30,11 +35,11 @@ ROW: dict[str, Any] = {
 }
 
 
-class Fixed(Case):
-    """A fleet that nothing scales but people."""
+class ManualCase(Case):
+    """A fleet without bounds, which only an operator scales."""
 
     def __post_init__(self) -> None:
-        workers = (settings_of("prefill-0", "prefill"), settings_of("decode-0", "decode"))
+        workers = (worker_settings("prefill-0", "prefill"), worker_settings("decode-0", "decode"))
         for worker in workers:
             self.cluster.add_worker(worker, RouterSettings())
         self.scaler = Scaler(self.cluster, self.cluster, FleetSettings(workers=workers), Misses)
@@ -46,36 +51,36 @@ class Fixed(Case):
         )
 
     async def role(self, name: Role) -> RoleScale:
-        (found,) = [one for one in await self.scaler.roles() if one.role == name]
-        return found
+        (scale,) = [scale for scale in await self.scaler.roles() if scale.role == name]
+        return scale
 
 
-def test_more_are_started_and_fewer_go_when_they_are_empty() -> None:
+def test_scaler_starts_and_drains_workers_on_command() -> None:
     async def main() -> None:
-        case = Fixed()
+        case = ManualCase()
         assert await case.scale(prefill=3) is None
         assert case.names() == ["prefill-0", "prefill-1", "prefill-2"]
         case.cluster.workers["prefill-1"] = replace(case.cluster.workers["prefill-1"], load=BUSY)
-        case.cluster.all_have(WorkerLoad(running_rows=1))
+        case.cluster.set_load(WorkerLoad(running_rows=1))
         await case.scale(prefill=2)
-        assert case.cluster.drained == ["prefill-2"], "the newest of equals"
+        assert case.cluster.drained == ["prefill-2"], "the newest of equally loaded workers"
         assert (await case.role("prefill")).leaving == ("prefill-2",)
         assert (await case.role("prefill")).workers == 2
-        await case.looks(60)
-        assert not case.cluster.removed, "it has a stream still"
-        case.cluster.all_have(CALM)
-        await case.looks(HYSTERESIS.look_s * IDLE_LOOKS)
+        await case.advance(60)
+        assert not case.cluster.removed, "it still has a stream"
+        case.cluster.set_load(IDLE)
+        await case.advance(HYSTERESIS.look_s * IDLE_CHECKS)
         assert case.cluster.removed == ["prefill-2"]
-        await case.looks(2 * HYSTERESIS.down_s)
-        assert case.names() == ["prefill-0", "prefill-1"], "nothing else changes it"
+        await case.advance(2 * HYSTERESIS.down_s)
+        assert case.names() == ["prefill-0", "prefill-1"], "load does not change it"
         assert await case.role("prefill") == RoleScale(role="prefill", workers=2)
 
     asyncio.run(main())
 
 
-def test_the_busiest_stay() -> None:
+def test_scaler_drains_least_loaded_worker() -> None:
     async def main() -> None:
-        case = Fixed()
+        case = ManualCase()
         await case.scale(prefill=3)
         for name in ("prefill-1", "prefill-2"):
             case.cluster.workers[name] = replace(case.cluster.workers[name], load=BUSY)
@@ -93,9 +98,9 @@ def test_the_busiest_stay() -> None:
         ({"decode": 3, "prefill": 0}, "one prefill worker has to stay"),
     ],
 )
-def test_what_cannot_be_is_refused_and_nothing_is_changed(counts: dict[str, int], named: str) -> None:
+def test_scaler_refuses_impossible_counts_and_changes_nothing(counts: dict[str, int], named: str) -> None:
     async def main() -> None:
-        case = Fixed()
+        case = ManualCase()
         with pytest.raises(RequestError, match=named) as refused:
             await case.scale(**counts, pending=False)
         assert refused.value.param == "workers"
@@ -106,66 +111,66 @@ def test_what_cannot_be_is_refused_and_nothing_is_changed(counts: dict[str, int]
 
 
 @pytest.mark.parametrize(("wanted", "option"), [(1, "--prefill\\)"), (5, "--prefill-max")])
-def test_a_role_that_load_scales_stays_inside_its_bounds(wanted: int, option: str) -> None:
+def test_scaler_keeps_operator_within_bounds_of_role_scaled_by_load(wanted: int, option: str) -> None:
     async def main() -> None:
         case = Case(least=2, most=4)
         with pytest.raises(RequestError, match=option):
             await case.scaler.scale({"prefill": wanted}, pending=False)
         await case.scaler.scale({"prefill": 4}, pending=False)
         assert len(case.names()) == 4
-        await case.looks(HYSTERESIS.down_s / 2)
-        assert len(case.names()) == 4, "load decides from there, as slowly as ever"
+        await case.advance(HYSTERESIS.down_s / 2)
+        assert len(case.names()) == 4, "load shrinks it as slowly as before"
         (prefill, _) = await case.scaler.roles()
         assert (prefill.least, prefill.most) == (2, 4)
 
     asyncio.run(main())
 
 
-def test_what_has_no_place_is_refused_or_waits_for_one() -> None:
+def test_scaler_refuses_unschedulable_workers_unless_pending() -> None:
     async def main() -> None:
-        case = Fixed(cluster=FakeCluster(free=1))
+        case = ManualCase(cluster=FakeCluster(free=1))
         with pytest.raises(RequestError, match="decode-2 needs a GPU") as refused:
             await case.scale(decode=3, prefill=1)
         assert (refused.value.status, refused.value.code) == (409, "no_place")
-        assert len(case.cluster.workers) == 2, "none is started, not even the one that has a place"
+        assert len(case.cluster.workers) == 2, "none is started, not even the schedulable one"
         assert await case.scale(decode=3, pending=True) == "decode-2 needs a GPU"
         assert len(case.cluster.workers) == 4
 
     asyncio.run(main())
 
 
-def test_one_that_waits_for_a_place_is_told_to_go_as_well() -> None:
+def test_scaler_drains_starting_worker_once_router_reports_it() -> None:
     async def main() -> None:
-        case = Fixed()
+        case = ManualCase()
         await case.scale(decode=2)
-        waits = case.cluster.workers.pop("decode-1")  # the router has not heard of it
+        starting = case.cluster.workers.pop("decode-1")  # the router does not know it
         assert (await case.role("decode")).starting == ("decode-1",)
         await case.scale(decode=1)
         assert not case.cluster.drained
         assert (await case.role("decode")).leaving == ("decode-1",)
-        await case.looks(HYSTERESIS.look_s)
-        case.cluster.workers["decode-1"] = waits  # it came up all the same
-        await case.looks(HYSTERESIS.look_s)
+        await case.advance(HYSTERESIS.look_s)
+        case.cluster.workers["decode-1"] = starting  # it started nevertheless
+        await case.advance(HYSTERESIS.look_s)
         assert case.cluster.drained == ["decode-1"]
-        await case.looks(HYSTERESIS.look_s * (IDLE_LOOKS + 1))
+        await case.advance(HYSTERESIS.look_s * (IDLE_CHECKS + 1))
         assert case.cluster.removed == ["decode-1"]
         await case.scale(decode=2)
         del case.cluster.workers["decode-1"]
         await case.scale(decode=1)
-        await case.looks(HYSTERESIS.look_s * IDLE_LOOKS)
+        await case.advance(HYSTERESIS.look_s * IDLE_CHECKS)
         assert case.cluster.forgotten == ["decode-1"]
         assert (await case.role("decode")) == RoleScale(role="decode", workers=1)
 
     asyncio.run(main())
 
 
-def test_an_order_goes_for_workers_that_a_person_gave_the_role() -> None:
+def test_scaler_applies_command_to_workers_moved_to_role() -> None:
     async def main() -> None:
-        case = Fixed()
+        case = ManualCase()
         await case.scale(decode=2)
-        case.cluster.give("decode-0", "prefill")
-        assert (await case.role("prefill")).workers == 1, "not heard yet"
-        await case.looks(HYSTERESIS.look_s)
+        case.cluster.change("decode-0", "prefill")
+        assert (await case.role("prefill")).workers == 1, "not reported yet"
+        await case.advance(HYSTERESIS.look_s)
         assert (await case.role("prefill")).workers == 2
         await case.scale(prefill=1)
         assert case.cluster.drained == ["decode-0"]
@@ -173,26 +178,26 @@ def test_an_order_goes_for_workers_that_a_person_gave_the_role() -> None:
     asyncio.run(main())
 
 
-def test_a_worker_that_a_person_drained_may_come_back() -> None:
+def test_scaler_without_bounds_keeps_drained_worker_that_is_gone() -> None:
     async def main() -> None:
-        case = Fixed()
+        case = ManualCase()
         await case.scale(decode=2)
-        case.cluster.give("decode-1", state="draining")
-        await case.looks(HYSTERESIS.look_s)
+        case.cluster.change("decode-1", state="draining")
+        await case.advance(HYSTERESIS.look_s)
         assert (await case.role("decode")).workers == 1
-        died = case.cluster.workers.pop("decode-1")
-        await case.looks(10 * HYSTERESIS.look_s)
-        assert not case.cluster.forgotten, "Ray starts its next life"
-        case.cluster.workers["decode-1"] = replace(died, state="ready")
-        await case.looks(HYSTERESIS.look_s)
+        gone = case.cluster.workers.pop("decode-1")
+        await case.advance(10 * HYSTERESIS.look_s)
+        assert not case.cluster.forgotten, "Ray restarts it"
+        case.cluster.workers["decode-1"] = replace(gone, state="ready")
+        await case.advance(HYSTERESIS.look_s)
         assert (await case.role("decode")).workers == 2
 
     asyncio.run(main())
 
 
-def test_a_router_that_is_away_or_refuses_is_said() -> None:
+def test_scaler_reports_router_that_is_away_or_refuses() -> None:
     async def main() -> None:
-        case = Fixed()
+        case = ManualCase()
         case.cluster.is_away = True
         with pytest.raises(Unserved):
             await case.scale(decode=2)
@@ -202,26 +207,26 @@ def test_a_router_that_is_away_or_refuses_is_said() -> None:
             await case.scale(decode=2)
         case.cluster.is_full = False
         await case.scale(decode=2)
-        case.cluster.keeps = frozenset({"decode-0", "decode-1"})
-        with pytest.raises(RequestError, match="nobody else does its work"):
+        case.cluster.refuses_drain = frozenset({"decode-0", "decode-1"})
+        with pytest.raises(RequestError, match="no other worker does its work"):
             await case.scale(decode=1)
         assert (await case.role("decode")).leaving == ()
 
     asyncio.run(main())
 
 
-def test_over_http() -> None:
-    here = FakeService(saying(" a"))
-    app = app_over(here)
+def test_edge_answers_scale_requests() -> None:
+    service = FakeService(saying(" a"))
+    app = app_over(service)
     assert call(app, "GET", "/cluster/scale").json() == {"roles": [{**ROW, "workers": 1}]}
     body = {"workers": {"decode": 3}}
     assert call(app, "POST", "/cluster/scale", json=body).json() == {
         "roles": [{**ROW, "workers": 3}],
         "lacks": None,
     }
-    waits = call(app, "POST", "/cluster/scale", json={**body, "model": "keeper", "pending": True})
-    assert waits.json()["lacks"] == "decode-1 needs a GPU"
-    assert here.orders == [({"decode": 3}, False), ({"decode": 3}, True)]
+    starting = call(app, "POST", "/cluster/scale", json={**body, "model": "keeper", "pending": True})
+    assert starting.json()["lacks"] == "decode-1 needs a GPU"
+    assert service.orders == [({"decode": 3}, False), ({"decode": 3}, True)]
 
 
 @pytest.mark.parametrize(
@@ -239,24 +244,16 @@ def test_over_http() -> None:
         ({"workers": {"decode": 1}, "wait": 1}, 400, "wait"),
     ],
 )
-def test_mistakes_name_the_field(body: object, status: int, param: str) -> None:
-    here = FakeService(saying(" a"))
-    response = call(app_over(here), "POST", "/cluster/scale", json=body)
+def test_edge_names_field_of_invalid_scale_request(body: object, status: int, param: str) -> None:
+    service = FakeService(saying(" a"))
+    response = call(app_over(service), "POST", "/cluster/scale", json=body)
     assert response.status_code == status
     assert response.json()["error"]["param"].split(".")[0] == param
-    assert here.orders == []
+    assert service.orders == []
 
 
-def against(service: FakeService, do: Callable[[str], T]) -> T:
-    async def main() -> T:
-        async with serving(app_over(service)) as url:
-            return await asyncio.to_thread(do, url)
-
-    return asyncio.run(main())
-
-
-def test_the_command_orders_and_waits(capsys: pytest.CaptureFixture[str]) -> None:
-    here = FakeService(saying(" a"))
+def test_scale_command_orders_and_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    service = FakeService(saying(" a"))
 
     def scale(url: str, *arguments: str) -> tuple[int, str]:
         options = cli.parser().parse_args(["scale", "--url", url, *arguments])
@@ -268,24 +265,24 @@ def test_the_command_orders_and_waits(capsys: pytest.CaptureFixture[str]) -> Non
         assert status == 0
         assert json.loads(out)["lacks"] == "decode-1 needs a GPU"
         assert scale(url, "decode=2", "--wait")[0] == 0
-        here.scaled = replace(here.scaled, starting=("decode-1",))
+        service.scaled = replace(service.scaled, starting=("decode-1",))
         assert scale(url, "--wait", "0.1", "--model", "keeper")[0] == cli.EXIT_NOT_THERE
         with pytest.raises(RequestError, match="there was no mixed worker"):
             scale(url, "mixed=1")
 
-    against(here, main)
-    assert here.orders == [({"decode": 2}, True), ({"decode": 2}, False)]
+    with_server(service, main)
+    assert service.orders == [({"decode": 2}, True), ({"decode": 2}, False)]
 
 
 @pytest.mark.parametrize("word", ["decode", "decode=", "decode=two", "encode=1", "=1", "decode=1=2"])
-def test_words_that_say_no_number_are_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scale_command_refuses_words_without_count(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["scale", word]) == cli.EXIT_REFUSED
     assert "like decode=4" in capsys.readouterr().err
     assert cli.main(["scale", "decode=1", "decode=2"]) == cli.EXIT_REFUSED
-    assert "was said before" in capsys.readouterr().err
+    assert "is given twice" in capsys.readouterr().err
 
 
-def test_the_table_fits_and_names_are_no_markup() -> None:
+def test_roles_table_fits_and_escapes_names() -> None:
     row: dict[str, Any] = {
         "model": "[red]a",
         "role": "decode",
@@ -294,14 +291,14 @@ def test_the_table_fits_and_names_are_no_markup() -> None:
         "least": 1,
         "most": 16,
     }
-    found: dict[str, Any] = {
+    answer: dict[str, Any] = {
         "roles": [
             {**row, "starting": [f"decode-{index}" for index in range(10, 12)]},
             {**row, "model": "b", "starting": [], "most": None},
         ],
         "lacks": "decode-11 needs [GPU: 1]",
     }
-    text = drawn(render_roles(found))
+    text = drawn(render_roles(answer))
     assert "[red]a decode 12 decode-10, decode-11 - 1 to 16" in " ".join(text.split())
     assert "b decode 12 - - -" in " ".join(text.split())
-    assert "waits for a place: decode-11 needs [GPU: 1]" in text
+    assert "waits for capacity: decode-11 needs [GPU: 1]" in text

@@ -1,4 +1,5 @@
-"""The scaler does what autoscale.py decides: it starts workers, and removes them when they are empty."""
+"""The scaler carries out the decisions of autoscaling.py: it starts workers and removes empty
+ones."""
 
 import asyncio
 from dataclasses import dataclass, field, replace
@@ -7,7 +8,7 @@ from pathlib import Path
 from tests.support.cluster.fake_service import worker_status
 from tidemill.cluster.messages import Bounds, FleetStatus, Hysteresis, Misses, WorkerStatus
 from tidemill.cluster.settings import FleetSettings, RouterSettings, WorkerSettings
-from tidemill.cluster.supervisor.scaler import IDLE_LOOKS, Scaler
+from tidemill.cluster.supervisor.scaler import IDLE_CHECKS, Scaler
 from tidemill.workers.messages import RequestError, Role, Unserved, WorkerLoad
 from tidemill.workers.settings import EngineSettings
 
@@ -18,29 +19,30 @@ ENGINE = EngineSettings(
 HYSTERESIS = Hysteresis()
 
 
-def settings_of(name: str, role: Role) -> WorkerSettings:
-    return WorkerSettings(name=name, role=role, engine=ENGINE, build="somebody's:own")
+def worker_settings(name: str, role: Role) -> WorkerSettings:
+    return WorkerSettings(name=name, role=role, engine=ENGINE, build="package.module:build")
 
 
 @dataclass
 class FakeCluster:
-    """Workers that are ready at once, and do as much as they are told to have to do."""
+    """A cluster and its router: workers are ready immediately and report the load that the test
+    sets."""
 
     workers: dict[str, WorkerStatus] = field(default_factory=dict[str, WorkerStatus])
     load: WorkerLoad = field(default_factory=WorkerLoad)
     drained: list[str] = field(default_factory=list[str])
     removed: list[str] = field(default_factory=list[str])
-    forgotten: list[str] = field(default_factory=list[str])  # removed when they had gone
+    forgotten: list[str] = field(default_factory=list[str])  # removed after they had gone
     is_away: bool = False
     is_full: bool = False
-    free: int | None = None  # places; None: as many as one likes
-    keeps: frozenset[str] = frozenset()  # refuse to be drained
+    free: int | None = None  # workers that can still be scheduled; None: any number
+    refuses_drain: frozenset[str] = frozenset()
 
     def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None:
         assert routers == RouterSettings()
         if self.is_full:
             raise ValueError(f"{worker.name} is taken")
-        assert worker.build == "somebody's:own"
+        assert worker.build == "package.module:build"
         assert worker.name not in self.workers
         self.workers[worker.name] = replace(worker_status(worker.name, worker.role), load=self.load)
 
@@ -64,20 +66,20 @@ class FakeCluster:
     async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
         assert drain
         assert not force
-        if worker in self.keeps:
-            raise RequestError("nobody else does its work")
+        if worker in self.refuses_drain:
+            raise RequestError("no other worker does its work")
         self.drained.append(worker)
         self.workers[worker] = replace(self.workers[worker], state="draining")
 
-    def give(self, name: str, role: Role | None = None, state: str = "ready") -> None:
-        """What a person says, heard."""
-        one = self.workers[name]
-        info = replace(one.info, role=role or one.info.role)
-        self.workers[name] = replace(one, info=info, state=state)
+    def change(self, name: str, role: Role | None = None, state: str = "ready") -> None:
+        """Apply an operator command to a worker, as the router reports it."""
+        worker = self.workers[name]
+        info = replace(worker.info, role=role or worker.info.role)
+        self.workers[name] = replace(worker, info=info, state=state)
 
-    def all_have(self, load: WorkerLoad) -> None:
+    def set_load(self, load: WorkerLoad) -> None:
         self.load = load
-        self.workers = {name: replace(one, load=load) for name, one in self.workers.items()}
+        self.workers = {name: replace(worker, load=load) for name, worker in self.workers.items()}
 
 
 @dataclass
@@ -88,179 +90,179 @@ class Case:
     now_s: float = 0.0
 
     def __post_init__(self) -> None:
-        workers = [settings_of("prefill-0", "prefill"), settings_of("decode-0", "decode")]
+        workers = [worker_settings("prefill-0", "prefill"), worker_settings("decode-0", "decode")]
         for worker in workers:
             self.cluster.add_worker(worker, RouterSettings())
         bounds: dict[Role, Bounds] = {"prefill": Bounds(least=self.least, most=self.most)}
         fleet = FleetSettings(workers=tuple(workers), bounds=bounds, hysteresis=HYSTERESIS)
         self.scaler = Scaler(self.cluster, self.cluster, fleet, Misses)
 
-    async def looks(self, seconds: float) -> None:
+    async def advance(self, seconds: float) -> None:
         for _ in range(int(seconds / HYSTERESIS.look_s)):
-            await self.scaler.look(self.now_s)
+            await self.scaler.adjust(self.now_s)
             self.now_s += HYSTERESIS.look_s
 
     def names(self, state: str = "ready") -> list[str]:
         workers = self.cluster.workers.values()
-        return sorted(one.info.name for one in workers if one.info.role == "prefill" and one.state == state)
+        return sorted(at.info.name for at in workers if at.info.role == "prefill" and at.state == state)
 
 
 BUSY = WorkerLoad(queued_tokens=100, queued_s=30.0, running_rows=1)
-CALM = WorkerLoad()
+IDLE = WorkerLoad()
 
 
-def test_workers_come_with_the_load_and_go_after_it_one_by_one() -> None:
+def test_scaler_adds_workers_under_load_and_drains_newest_first_after_it() -> None:
     async def main() -> None:
         case = Case(most=3)
-        case.cluster.all_have(BUSY)
-        await case.looks(120)
+        case.cluster.set_load(BUSY)
+        await case.advance(120)
         assert case.names() == ["prefill-0", "prefill-1", "prefill-2"]
-        case.cluster.all_have(CALM)
-        await case.looks(HYSTERESIS.down_s - 60)
+        case.cluster.set_load(IDLE)
+        await case.advance(HYSTERESIS.down_s - 60)
         assert len(case.names()) == 3
-        await case.looks(3 * HYSTERESIS.down_s)
+        await case.advance(3 * HYSTERESIS.down_s)
         assert case.names() == ["prefill-0"]
         assert case.cluster.drained == case.cluster.removed == ["prefill-2", "prefill-1"], "the newest first"
 
     asyncio.run(main())
 
 
-def test_a_worker_is_removed_when_it_has_handed_over_all() -> None:
+def test_scaler_removes_drained_worker_once_it_is_idle() -> None:
     async def main() -> None:
         case = Case()
-        case.cluster.all_have(BUSY)
-        await case.looks(60)
+        case.cluster.set_load(BUSY)
+        await case.advance(60)
         count = len(case.names())
-        case.cluster.all_have(WorkerLoad(running_rows=1))
+        case.cluster.set_load(WorkerLoad(running_rows=1))
         while not case.cluster.drained:
-            await case.looks(HYSTERESIS.look_s)
-        await case.looks(50)
+            await case.advance(HYSTERESIS.look_s)
+        await case.advance(50)
         (name,) = case.cluster.drained
-        assert case.names("draining") == [name], "it has a stream still"
+        assert case.names("draining") == [name], "it still has a stream"
         assert not case.cluster.removed
-        case.cluster.workers[name] = replace(case.cluster.workers[name], load=CALM)
-        await case.looks(HYSTERESIS.look_s * (IDLE_LOOKS - 1))
-        assert not case.cluster.removed, "something may be on its way"
-        await case.looks(HYSTERESIS.look_s)
+        case.cluster.workers[name] = replace(case.cluster.workers[name], load=IDLE)
+        await case.advance(HYSTERESIS.look_s * (IDLE_CHECKS - 1))
+        assert not case.cluster.removed, "a request may still arrive"
+        await case.advance(HYSTERESIS.look_s)
         assert case.cluster.removed == [name]
         assert len(case.names()) == count - 1
-        case.cluster.all_have(BUSY)
-        await case.looks(120)
-        assert name in case.names(), "its name is used again"
+        case.cluster.set_load(BUSY)
+        await case.advance(120)
+        assert name in case.names(), "its name is reused"
 
     asyncio.run(main())
 
 
-def test_who_may_not_go_stays_and_an_unknown_fleet_stays_as_it_is() -> None:
+def test_scaler_changes_nothing_when_router_is_away_or_refuses_drain() -> None:
     async def main() -> None:
         case = Case(least=1)
-        case.cluster.all_have(BUSY)
-        await case.looks(60)
+        case.cluster.set_load(BUSY)
+        await case.advance(60)
         names = case.names()
         assert len(names) > 1
         case.cluster.is_away = True
-        await case.looks(600)
+        await case.advance(600)
         case.cluster.is_away = False
         assert case.names() == names
-        case.cluster.keeps = frozenset(names)
-        case.cluster.all_have(CALM)
-        await case.looks(2 * HYSTERESIS.down_s)
+        case.cluster.refuses_drain = frozenset(names)
+        case.cluster.set_load(IDLE)
+        await case.advance(2 * HYSTERESIS.down_s)
         assert case.names() == names
 
     asyncio.run(main())
 
 
-def test_a_worker_that_cannot_be_started_is_tried_again() -> None:
+def test_scaler_retries_worker_that_cannot_be_started() -> None:
     async def main() -> None:
         case = Case(most=2)
-        case.cluster.all_have(BUSY)
+        case.cluster.set_load(BUSY)
         case.cluster.is_full = True
-        await case.looks(60)
+        await case.advance(60)
         assert case.names() == ["prefill-0"]
         case.cluster.is_full = False
-        await case.looks(HYSTERESIS.look_s)
+        await case.advance(HYSTERESIS.look_s)
         assert case.names() == ["prefill-0", "prefill-1"]
 
     asyncio.run(main())
 
 
-def test_a_worker_that_was_given_another_role_counts_there_and_stays() -> None:
+def test_scaler_counts_worker_in_its_new_role_and_keeps_it() -> None:
     async def main() -> None:
         case = Case(least=2, most=3)
         cluster = case.cluster
-        await case.looks(HYSTERESIS.look_s)
+        await case.advance(HYSTERESIS.look_s)
         assert case.names() == ["prefill-0", "prefill-1"]
-        cluster.give("decode-0", "prefill")
-        await case.looks(2 * HYSTERESIS.down_s)
-        assert case.names() == ["decode-0", "prefill-0"], "one more than the least, and so the newest went"
-        cluster.give("prefill-0", "decode")
-        await case.looks(HYSTERESIS.look_s)
-        assert case.names() == ["decode-0", "prefill-1"], "the bounds are for the roles of now"
-        cluster.give("prefill-1", "decode")
-        await case.looks(HYSTERESIS.look_s)
+        cluster.change("decode-0", "prefill")
+        await case.advance(2 * HYSTERESIS.down_s)
+        assert case.names() == ["decode-0", "prefill-0"], "one above the minimum: the newest left"
+        cluster.change("prefill-0", "decode")
+        await case.advance(HYSTERESIS.look_s)
+        assert case.names() == ["decode-0", "prefill-1"], "bounds apply to current roles"
+        cluster.change("prefill-1", "decode")
+        await case.advance(HYSTERESIS.look_s)
         assert case.names() == ["decode-0", "prefill-2"]
         assert cluster.drained == ["prefill-1"]
 
     asyncio.run(main())
 
 
-def test_too_many_of_a_role_that_a_person_made_stay() -> None:
+def test_scaler_keeps_workers_that_an_operator_moved_to_role() -> None:
     async def main() -> None:
         case = Case(most=1)
-        case.cluster.give("decode-0", "prefill")
+        case.cluster.change("decode-0", "prefill")
         case.cluster.workers["prefill-0"] = replace(case.cluster.workers["prefill-0"], load=BUSY)
-        await case.looks(HYSTERESIS.look_s)
-        assert case.cluster.drained == ["prefill-0"], "not the one that a person made"
-        hidden, case.cluster.workers = case.cluster.workers, {}  # a router that has begun anew
-        await case.looks(HYSTERESIS.look_s)
+        await case.advance(HYSTERESIS.look_s)
+        assert case.cluster.drained == ["prefill-0"], "not the one that an operator moved"
+        hidden, case.cluster.workers = case.cluster.workers, {}  # a router that has just restarted
+        await case.advance(HYSTERESIS.look_s)
         case.cluster.workers = hidden
-        await case.looks(HYSTERESIS.look_s)
-        assert case.cluster.drained == ["prefill-0"], "what was heard is remembered"
+        await case.advance(HYSTERESIS.look_s)
+        assert case.cluster.drained == ["prefill-0"], "the scaler remembers the last report"
 
     asyncio.run(main())
 
 
-def test_whom_a_person_drains_does_not_count_and_is_not_removed() -> None:
+def test_scaler_neither_counts_nor_removes_worker_drained_by_operator() -> None:
     async def main() -> None:
         case = Case(least=2)
-        await case.looks(HYSTERESIS.look_s)
-        case.cluster.give("prefill-1", state="draining")
-        await case.looks(2 * HYSTERESIS.down_s)
+        await case.advance(HYSTERESIS.look_s)
+        case.cluster.change("prefill-1", state="draining")
+        await case.advance(2 * HYSTERESIS.down_s)
         assert case.names() == ["prefill-0", "prefill-2"]
         assert not case.cluster.removed
-        case.cluster.give("prefill-1")
-        await case.looks(HYSTERESIS.look_s)
-        assert case.names() == ["prefill-0", "prefill-1", "prefill-2"], "taken back: it counts again"
-        case.cluster.give("prefill-2", "decode", state="draining")
-        await case.looks(HYSTERESIS.look_s)
+        case.cluster.change("prefill-1")
+        await case.advance(HYSTERESIS.look_s)
+        assert case.names() == ["prefill-0", "prefill-1", "prefill-2"], "an undrained worker counts"
+        case.cluster.change("prefill-2", "decode", state="draining")
+        await case.advance(HYSTERESIS.look_s)
         del case.cluster.workers["prefill-2"]  # SIGTERM: it has gone
-        await case.looks(HYSTERESIS.look_s * (IDLE_LOOKS - 1))
+        await case.advance(HYSTERESIS.look_s * (IDLE_CHECKS - 1))
         assert not case.cluster.forgotten
-        await case.looks(HYSTERESIS.look_s)
+        await case.advance(HYSTERESIS.look_s)
         assert case.cluster.forgotten == ["prefill-2"]
-        case.cluster.all_have(BUSY)
-        await case.looks(60)
+        case.cluster.set_load(BUSY)
+        await case.advance(60)
         assert "prefill-3" in case.names()
-        assert "prefill-2" not in case.names(), "the router would tell it to be a decode worker"
+        assert "prefill-2" not in case.names(), "the router would make it a decode worker"
 
     asyncio.run(main())
 
 
-def test_a_drain_that_a_person_takes_back_is_over() -> None:
+def test_scaler_keeps_worker_whose_drain_an_operator_takes_back() -> None:
     async def main() -> None:
         case = Case()
-        case.cluster.all_have(BUSY)
-        await case.looks(60)
-        case.cluster.all_have(WorkerLoad(running_rows=1))
+        case.cluster.set_load(BUSY)
+        await case.advance(60)
+        case.cluster.set_load(WorkerLoad(running_rows=1))
         while not case.cluster.drained:
-            await case.looks(HYSTERESIS.look_s)
+            await case.advance(HYSTERESIS.look_s)
         (name,) = case.cluster.drained
-        await case.looks(HYSTERESIS.look_s)
+        await case.advance(HYSTERESIS.look_s)
         assert name not in case.names()
-        case.cluster.give(name)
-        case.cluster.all_have(BUSY)
+        case.cluster.change(name)
+        case.cluster.set_load(BUSY)
         count = len(case.names())
-        await case.looks(HYSTERESIS.up_s / 2)
+        await case.advance(HYSTERESIS.up_s / 2)
         assert len(case.names()) == count
         assert name in case.names()
         assert not case.cluster.removed

@@ -1,4 +1,4 @@
-"""The start of a cluster, told: bars on a terminal, few lines elsewhere."""
+"""The progress of a cluster start: bars on a terminal, few log lines elsewhere."""
 
 import logging
 from io import StringIO
@@ -7,17 +7,17 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from tidemill.cluster.supervisor.start_progress import shown
+from tidemill.cluster.supervisor.start_progress import show_progress
 from tidemill.cluster.worker.worker_process import Failed, Loading, Ready
 
 READY = Ready(cast("Any", None))
 
 
-def test_lines_say_who_loads_and_no_more_often_than_every_ten_seconds(
+def test_progress_logs_loaded_bytes_at_most_every_ten_seconds(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     out, now_s = StringIO(), 0.0
-    with caplog.at_level(logging.INFO, "tidemill"), shown(Console(file=out), lambda: now_s) as show:
+    with caplog.at_level(logging.INFO, "tidemill"), show_progress(Console(file=out), lambda: now_s) as show:
         show("Ray", Loading(0, 0))
         show("Ray", None)
         show("prefill-0", Loading(0, 0))
@@ -34,16 +34,16 @@ def test_lines_say_who_loads_and_no_more_often_than_every_ten_seconds(
         show("decode-0", Failed("no memory", expected=True))
         now_s = 40.0
         show("prefill-0", READY)
-    assert not out.getvalue(), "the log has a form of its own"
+    assert not out.getvalue(), "progress goes to the log, not to the console"
     assert caplog.messages == [
         "loading weights: prefill-0 1 of 8 MB, decode-0 2 of 8 MB",
         "loading weights: decode-0 4 of 1,234 MB",
     ]
 
 
-def test_bars_on_a_terminal_are_gone_in_the_end() -> None:
+def test_progress_bars_disappear_at_the_end() -> None:
     out = StringIO()
-    with shown(Console(file=out, force_terminal=True, width=120), lambda: 0.0) as show:
+    with show_progress(Console(file=out, force_terminal=True, width=120), lambda: 0.0) as show:
         show("Ray", Loading(0, 0))
         show("Ray", None)
         show("decode-0", Loading(500_000_000, 8_000_000_000))

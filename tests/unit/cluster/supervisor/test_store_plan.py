@@ -1,4 +1,4 @@
-"""What `serve --store` starts, and what its workers are told; and the mistakes that are refused first."""
+"""`serve --store` plans processes and the URL for workers, and refuses mistakes first."""
 
 import socket
 from urllib.parse import urlsplit
@@ -6,14 +6,14 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from tidemill.cluster.supervisor.store_plan import MemoryOwner, other_tiers, plan_store
+from tidemill.cluster.supervisor.store_plan import MemoryOwner, check_shared, other_tiers, plan_store
 from tidemill.kvstore.errors import StoreError
 
 GIB = 1 << 30
 
 
 @pytest.mark.parametrize("url", ["file:///a?size=1GiB", "/mooncake", "file:///mooncake?size=1GiB,file:///b"])
-def test_other_stores_need_nothing(url: str) -> None:
+def test_plan_starts_nothing_for_other_stores(url: str) -> None:
     plan = plan_store(url)
     assert plan.url == url == other_tiers(url)
     assert not plan.has_mooncake
@@ -21,7 +21,7 @@ def test_other_stores_need_nothing(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["mooncake?size=1GiB", "mooncake:?size=1GiB", "mooncake://?size=1GiB"])
-def test_a_master_and_an_owner_of_our_own(url: str) -> None:
+def test_plan_starts_master_and_memory_owner(url: str) -> None:
     plan = plan_store(url)
     assert plan.has_mooncake
     assert plan.master is not None
@@ -32,13 +32,13 @@ def test_a_master_and_an_owner_of_our_own(url: str) -> None:
     assert plan.url == f"mooncake://{address}?admin=127.0.0.1:{plan.master.admin_port}"
 
 
-def test_a_size_of_our_own_is_a_part_of_memory() -> None:
+def test_plan_lends_part_of_memory_without_size() -> None:
     owner = plan_store("mooncake").owner
     assert owner is not None
     assert owner.num_bytes == min(8 * GIB, psutil.virtual_memory().total // 4)
 
 
-def test_a_port_and_an_interface_can_be_named() -> None:
+def test_plan_takes_port_and_interface() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -46,14 +46,14 @@ def test_a_port_and_an_interface_can_be_named() -> None:
     assert urlsplit(plan.url).netloc == f"127.0.0.1:{port}"
 
 
-def test_a_master_that_runs_is_joined() -> None:
+def test_plan_joins_running_master() -> None:
     plan = plan_store("mooncake://store.example:50051?write=hits")
     assert plan.url == "mooncake://store.example:50051?write=hits"
     assert plan.joined == "store.example:50051"
     assert (plan.master, plan.owner) == (None, None)
 
 
-def test_memory_is_lent_to_a_master_that_runs() -> None:
+def test_plan_lends_memory_to_running_master() -> None:
     plan = plan_store("mooncake://127.0.0.1:50051?protocol=rdma&device=mlx5_0&size=1GiB&timeout=1")
     assert plan.url == "mooncake://127.0.0.1:50051?protocol=rdma&device=mlx5_0&timeout=1"
     assert plan.master is None
@@ -65,7 +65,7 @@ def test_memory_is_lent_to_a_master_that_runs() -> None:
     )
 
 
-def test_other_tiers_stay_where_they_are() -> None:
+def test_plan_keeps_other_tiers_in_order() -> None:
     url = "file:///near?size=1GiB,mooncake://h:1?size=1GiB&host=127.0.0.1,file:///far?write=none"
     assert plan_store(url).url == "file:///near?size=1GiB,mooncake://h:1,file:///far?write=none"
     assert other_tiers(url) == "file:///near?size=1GiB,file:///far?write=none"
@@ -91,14 +91,21 @@ def test_other_tiers_stay_where_they_are() -> None:
         ("mooncake://10.0.0.5:50051?host=lo", "size="),
     ],
 )
-def test_mistakes(url: str, named: str) -> None:
+def test_plan_refuses_mistakes_in_one_line(url: str, named: str) -> None:
     with pytest.raises(StoreError) as refused:
         plan_store(url)
     assert named in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_a_port_that_is_taken() -> None:
+def test_check_shared_refuses_only_stores_inside_one_process() -> None:
+    check_shared("memory-of-pages/folder")
+    check_shared("memory:?size=1MiB,file:///a")
+    with pytest.raises(StoreError, match="inside one process"):
+        check_shared("memory:?size=1MiB,memory")
+
+
+def test_plan_refuses_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

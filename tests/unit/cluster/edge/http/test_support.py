@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cluster.fake_service import FakeService, call, saying, serving, sources, tokenizer
-from tests.unit.cluster.supervisor.test_scaler import settings_of
+from tests.unit.cluster.supervisor.test_scaler import worker_settings
 from tidemill.cluster.cli import main as cli
 from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.cluster.cli.support_bundle import collect
@@ -92,7 +92,7 @@ def test_a_known_secret_goes_wherever_it_is(secret: str, before: str, after: str
 
 
 def test_settings_are_told_as_they_are_without_secrets() -> None:
-    worker = settings_of("decode-0", "decode")
+    worker = worker_settings("decode-0", "decode")
     settings = ClusterSettings(fleets=(FleetSettings(workers=(worker,)),))
     endpoint = Endpoint(
         host="127.0.0.1",
