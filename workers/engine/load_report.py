@@ -31,7 +31,7 @@ def load_of(
     queued += [(start, one.target) for start, one in zip(starts, waiting, strict=True)]
     stats = transfer.store.stats()
     waiting_pages = sum(-(-len(one.tokens) // layout.page_tokens) for one in waiting)
-    waiting_windows = sum(layout.windows_at_once(len(one.tokens), limits.in_flight_tokens) for one in waiting)
+    waiting_windows = sum(layout.peak_windows(len(one.tokens), limits.in_flight_tokens) for one in waiting)
     wanted_bytes = waiting_pages * layout.page_bytes + len(waiting) * layout.state_stride_bytes
     wanted_bytes += waiting_windows * layout.window_bytes
     return WorkerLoad(

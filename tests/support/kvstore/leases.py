@@ -63,8 +63,8 @@ def could_serve(
     layout = cache.layout
     pages, states, windows = set[PageId](), set[StateId](), set[WindowId]()
     for lease in leases:
-        pages |= {*lease.pages, *lease.own_pages()}
-        states |= set(lease.own_states())
+        pages |= {*lease.pages, *lease.owned_pages()}
+        states |= set(lease.owned_states())
         windows |= set(lease.windows)
         there = [entry.checkpoint for entry in lease.sources() if entry.checkpoint is not None]
         states |= {one.state for one in there if one.state is not None}

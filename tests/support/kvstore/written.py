@@ -158,7 +158,7 @@ class Memory:
         for shot in self.shots:
             flight, lease = shot.flight, shot.lease
             assert {page for page, _ in shot.writes} <= set(lease.private_pages)
-            mine = set(lease.own_states())
+            mine = set(lease.owned_states())
             assert mine.issuperset(flight.writes)
             assert not set(lease.spare_slots).intersection((*flight.writes, flight.reads))
             source = None if flight.source is None else flight.source.checkpoint

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.kvstore.layout import Attention, LayerSpec, Layout, Linear, PageId, StateId, Window, layout_of
-from tidemill.kvstore.shards import WHOLE, Shards, Share, mine, shards_of, share_of
+from tidemill.kvstore.shards import WHOLE, Shards, Share, rank_layers, rank_share, shards_of
 from tidemill.workers.models.inputs import Caches, caches_of
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
@@ -46,10 +46,10 @@ def test_a_ranks_page_and_state_are_ranges_of_the_whole_ones(
     """Fill a whole page and state by heads, and a rank's by its own heads: the bytes are the same run."""
     rank = data.draw(st.integers(0, size - 1))
     shards = shards_of(layers, data.draw(st.sets(st.sampled_from(SIZES))) | {size})
-    share = mine(shards, rank, size)
+    share = rank_share(shards, rank, size)
     whole, local = (
         layout_of(specs, page_tokens, extent_bytes_min=1, granule_bytes=1)
-        for specs in (layers, share_of(layers, size))
+        for specs in (layers, rank_layers(layers, size))
     )
     (whole_bytes, whole_caches), (local_bytes, local_caches) = _arena(whole), _arena(local)
     numbers = iter(range(1, 1 << 24))
@@ -74,7 +74,7 @@ def test_every_group_publishes_every_shard_once(
 ) -> None:
     shards = shards_of((*layers, Window(kv_heads=windowed, head_dim=1, tokens=3)), sizes)
     size = data.draw(st.sampled_from(sorted(sizes)))
-    shares = [mine(shards, rank, size) for rank in range(size)]
+    shares = [rank_share(shards, rank, size) for rank in range(size)]
     published = chain.from_iterable(share.pages for share in shares if share.publishes_pages)
     assert list(published) == list(range(shards.pages))
     published = chain.from_iterable(share.windows for share in shares if share.publishes_windows)
@@ -103,19 +103,19 @@ def test_there_are_as_many_shards_as_the_sizes_need(sizes: tuple[int, ...], shar
 def test_sizes_that_do_not_divide_each_other() -> None:
     layers = (Attention(kv_heads=6, head_dim=1),)
     assert shards_of(layers, (2, 3)) == Shards(lcm(2, 3), 1)
-    assert [mine(Shards(6), rank, 2).pages for rank in range(2)] == [range(3), range(3, 6)]
-    assert [mine(Shards(6), rank, 3).pages for rank in range(3)] == [range(2), range(2, 4), range(4, 6)]
+    assert [rank_share(Shards(6), rank, 2).pages for rank in range(2)] == [range(3), range(3, 6)]
+    assert [rank_share(Shards(6), rank, 3).pages for rank in range(3)] == [range(2), range(2, 4), range(4, 6)]
 
 
 def test_four_ranks_over_two_kv_heads() -> None:
     shards = shards_of(QWEN3_NEXT, (4,))
-    assert [mine(shards, rank, 4) for rank in range(4)] == [
+    assert [rank_share(shards, rank, 4) for rank in range(4)] == [
         Share(range(1), range(1), range(1), publishes_pages=True, publishes_windows=True),
         Share(range(1), range(1, 2), range(1), publishes_pages=False, publishes_windows=False),
         Share(range(1, 2), range(2, 3), range(1), publishes_pages=True, publishes_windows=False),
         Share(range(1, 2), range(3, 4), range(1), publishes_pages=False, publishes_windows=False),
     ]
-    assert share_of(QWEN3_NEXT, 4) == (
+    assert rank_layers(QWEN3_NEXT, 4) == (
         Linear(key_heads=4, value_heads=8, key_dim=128, value_dim=128, conv_width=4),
         Attention(kv_heads=1, head_dim=256),
     )
@@ -134,7 +134,7 @@ def test_four_ranks_over_two_kv_heads() -> None:
 )
 def test_heads_that_cannot_be_shared_are_refused(layers: tuple[LayerSpec, ...], size: int, fix: str) -> None:
     with pytest.raises(ValueError, match=f"{size} ranks .*{fix}"):
-        share_of(layers, size)
+        rank_layers(layers, size)
     with pytest.raises(ValueError, match=fix):
         shards_of(layers, (1, size))
 

@@ -58,8 +58,8 @@ class Driver:
         self.refused_reserves = self.refused_checkpoints = 0
 
     def run(self) -> None:
-        for name, spares_min in (("lazy", 0), ("double", 1)):
-            lease = self.ledger.open(name, spares_min=spares_min)
+        for name, spare_slots_min in (("lazy", 0), ("double", 1)):
+            lease = self.ledger.open(name, spare_slots_min=spare_slots_min)
             self._step(lease, 3 * P)
             self._step(lease, 4 * P)
             self._roll(lease)

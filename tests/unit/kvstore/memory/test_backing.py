@@ -241,7 +241,7 @@ def test_a_broken_device_is_not_out_of_memory(refusal: str) -> None:
 
 def test_a_device_without_memory_at_the_start_is_left_as_it_was() -> None:
     vmm = FakeVmm(physical_pages=0)
-    with pytest.raises(OutOfMemory, match="stop what else uses the device"):
+    with pytest.raises(OutOfMemory, match="stop other processes on the device"):
         Kvcached(2 * UNIT, "cpu", vmm)
     assert vmm.log == ["init", "shutdown"]
 

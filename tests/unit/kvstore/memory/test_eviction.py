@@ -238,7 +238,7 @@ class Situation:
         random = self.random
         tokens = [random.randint(0, 1) for _ in range(random.randint(1, 9))]
         keys = page_keys(ROOT, tokens, P)
-        lease = self.leases[name] = self.ledger.open(name, spares_min=random.randint(0, 1))
+        lease = self.leases[name] = self.ledger.open(name, spare_slots_min=random.randint(0, 1))
         match = self.ledger.index.match(keys[: (len(tokens) - 1) // P])
         self.ledger.attach(lease, match, match.restorable_pages)
         start = lease.committed

@@ -5,7 +5,7 @@ import pytest
 from tests.support.kvstore.leases import KEYS, ROOT, P, a_cache, a_ledger, grown, scattered
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import page_keys
-from tidemill.kvstore.memory.allocation_sites import AllocationSite
+from tidemill.kvstore.memory.allocation_sites import AllocationSite, Demand
 from tidemill.kvstore.memory.ledger import Ledger
 
 
@@ -132,7 +132,7 @@ def test_a_void_step_changes_nothing_and_keeps_its_places_until_it_lands() -> No
     ledger.commit(lease, 3, KEYS)
     assert (void.void, lease.committed, lease.launched) == (True, 3, 3)
     assert lease.allocated == 4 * P
-    assert set(void.writes) <= set(lease.own_states())
+    assert set(void.writes) <= set(lease.owned_states())
     ledger.check()
     ledger.commit(lease, 7, KEYS)
     assert (lease.committed, lease.launched, ledger.num_slots) == (3, 3, 1)
@@ -189,9 +189,9 @@ def test_a_reservation_may_ask_for_pages_that_are_left_to_others() -> None:
     ledger = a_ledger(4)
     lease = ledger.open("a")
     with pytest.raises(OutOfMemory):
-        ledger.reserve(lease, 2 * P, pages_beside=5)
+        ledger.reserve(lease, 2 * P, headroom=Demand(5))
     assert not [*lease.private_pages, *lease.spare_slots]
-    ledger.reserve(lease, 2 * P, pages_beside=4)
+    ledger.reserve(lease, 2 * P, headroom=Demand(4))
     assert len(lease.private_pages) == 2
     grown(ledger, lease, 6 * P)
 

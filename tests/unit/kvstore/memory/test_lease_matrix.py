@@ -55,7 +55,7 @@ class Driver:
         self._open()
 
     def _open(self) -> None:
-        self.lease = self.ledger.open(self.name, spares_min=self.random.randrange(2))
+        self.lease = self.ledger.open(self.name, spare_slots_min=self.random.randrange(2))
         match = self.ledger.index.match(self._keys()[: (len(self.tokens) - 1) // self.case.page_tokens])
         self.ledger.attach(self.lease, match, match.restorable_pages)
         self.committed = self.reserved = match.restorable_pages * self.case.page_tokens
@@ -97,7 +97,7 @@ class Driver:
             self.ledger.commit(lease, lease.flights[0].end, self._keys())
             assert (lease.committed, len(self.ledger.index)) == before, "committed after the end"
             self.ledger.check()
-        assert not [*lease.pages, *lease.own_states(), *lease.sources(), *lease.windows]
+        assert not [*lease.pages, *lease.owned_states(), *lease.sources(), *lease.windows]
 
     def _launch(self) -> None:
         start = self.lease.launched
@@ -139,7 +139,7 @@ class Driver:
         assert self.lease.allocated == -(-self.reserved // size) * size
         assert len(self.lease.shared_entries) == self.committed // size
         layout, reserved = self.ledger.layout, self.reserved
-        needed = layout.windows_at_once(reserved, max(self.lease.allocated, reserved) - self.committed)
+        needed = layout.peak_windows(reserved, max(self.lease.allocated, reserved) - self.committed)
         assert len(self.lease.windows) <= needed, "pages that left the window are still here"
         self.ledger.check()
 
@@ -202,8 +202,8 @@ def test_requests_that_reach_every_boundary_in_the_same_step(
     """Just enough memory: one page extent for each two pages, and the slots of the strategy."""
     cache = a_cache(NUM_LEASES * (LAST // BURST_P // 2 + slots))
     ledger = Ledger(cache)
-    spares_min = 1 if strategy == "double" else 0
-    leases = [ledger.open(f"r{number}", spares_min=spares_min) for number in range(NUM_LEASES)]
+    spare_slots_min = 1 if strategy == "double" else 0
+    leases = [ledger.open(f"r{number}", spare_slots_min=spare_slots_min) for number in range(NUM_LEASES)]
     keys = [page_keys(ROOT, [number] * LAST, BURST_P) for number in range(NUM_LEASES)]
     for end in range(1, LAST + 1):
         for lease in leases:

@@ -14,6 +14,7 @@ from tests.support.kvstore.written import Memory, Shot
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey, page_keys
 from tidemill.kvstore.layout import PageId, WindowId
+from tidemill.kvstore.memory.allocation_sites import Demand
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import FLIGHTS_MAX, Ledger
 from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
@@ -78,9 +79,9 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         self.serial = 0
 
     @precondition(lambda self: len(self.rows) < ROWS_MAX)
-    @rule(tokens=prompts, spares_min=st.integers(0, 1))
-    def start(self, tokens: list[int], spares_min: int) -> None:
-        self._start(self._name(), tokens, spares_min)
+    @rule(tokens=prompts, spare_slots_min=st.integers(0, 1))
+    def start(self, tokens: list[int], spare_slots_min: int) -> None:
+        self._start(self._name(), tokens, spare_slots_min)
 
     @precondition(lambda self: len(self.rows) < ROWS_MAX)
     @rule(tokens=prompts, choice=choices)
@@ -160,7 +161,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             assert not [
                 *lease.shared_entries,
                 *lease.private_pages,
-                *lease.own_states(),
+                *lease.owned_states(),
                 *lease.sources(),
                 *lease.windows,
             ]
@@ -271,13 +272,13 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
                 assert own <= 1 + lease.spare_slots_min, "slots of the last step are still here"
                 assert len(lease.states) <= 1
             else:
-                assert not lease.own_states()
+                assert not lease.owned_states()
 
     @invariant()
     def what_left_the_window_is_given_back(self) -> None:
         layout = self.cache.layout
         for lease in (row.lease for row in self.rows):
-            assert lease.first_window == layout.first_seen(lease.committed)
+            assert lease.first_window == layout.first_visible_window(lease.committed)
             assert bool(lease.windows) == (layout.has_windows and lease.allocated > 0)
 
     def teardown(self) -> None:
@@ -293,15 +294,15 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         assert usage.windows_pinned == 0
         assert self.ledger.resize(1), "everything can be given up"
 
-    def _start(self, name: str, tokens: list[int], spares_min: int) -> None:
+    def _start(self, name: str, tokens: list[int], spare_slots_min: int) -> None:
         """Resume where it can be resumed, take memory for the rest."""
-        row = self._open(name, tokens, spares_min)
+        row = self._open(name, tokens, spare_slots_min)
         match = self.ledger.index.match(row.fetchable)
         self.ledger.attach(row.lease, match, match.restorable_pages)
         self._reserve(row, len(tokens))
 
-    def _open(self, name: str, tokens: list[int], spares_min: int) -> Row:
-        row = Row(name, list(tokens), self.ledger.open(name, spares_min=spares_min))
+    def _open(self, name: str, tokens: list[int], spare_slots_min: int) -> Row:
+        row = Row(name, list(tokens), self.ledger.open(name, spare_slots_min=spare_slots_min))
         self.rows.append(row)
         return row
 
@@ -326,18 +327,20 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         has_windows = self.cache.layout.has_windows
         views = -(-num_tokens // P) - lease.windows_end if windows_beside is None else windows_beside
         possible = could_serve(self.cache, self._leases(), slots, pages, max(0, views) * has_windows)
-        source, spares_min = lease.source, lease.spare_slots_min
+        source, spare_slots_min = lease.source, lease.spare_slots_min
         beside = (windows_beside or 0) * has_windows
         end = None if windows_beside is None else 0
         try:
-            self.ledger.reserve(lease, num_tokens, drafts=drafts, windows_beside=beside, windows_end=end)
+            self.ledger.reserve(
+                lease, num_tokens, drafts=drafts, headroom=Demand(windows=beside), windows_end=end
+            )
         except OutOfMemory:
-            spared = (lease.source, lease.spare_slots_min) != (source, spares_min)
+            spared = (lease.source, lease.spare_slots_min) != (source, spare_slots_min)
             assert not possible
             assert spared or (_snapshot(lease), self._evictions()) == (before, evicted), "refused, at a cost"
             self._release(row)
             return False
-        spared = (lease.source, lease.spare_slots_min) != (source, spares_min)
+        spared = (lease.source, lease.spare_slots_min) != (source, spare_slots_min)
         own, spare, windows = before[1], [] if spared else before[4], before[7]
         assert lease.allocated >= num_tokens
         assert lease.private_pages[: len(own)] == own

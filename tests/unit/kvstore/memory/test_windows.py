@@ -39,7 +39,7 @@ def test_a_checkpoint_has_the_pages_that_the_next_token_sees_and_no_others(
     places = layout.last_window(depth_pages)
     seen = seen_pages(size, max(window, 2), depth_pages * size)  # a window of one keeps one page, too
     assert set(places) == seen
-    assert layout.first_seen(depth_pages * size) == places.start
+    assert layout.first_visible_window(depth_pages * size) == places.start
     assert layout.checkpoint_bytes == len(layout.last_window(1000)) * layout.window_bytes
 
 
@@ -50,11 +50,11 @@ def test_the_most_that_is_held_at_once_is_a_bound_that_can_be_reached(
 ) -> None:
     size, window = shape
     layout = a_layout(size, window)
-    held = len(range(layout.first_seen(depth), -(-(depth + in_flight) // size)))
-    assert held <= layout.windows_at_once(depth + in_flight, in_flight)
+    held = len(range(layout.first_visible_window(depth), -(-(depth + in_flight) // size)))
+    assert held <= layout.peak_windows(depth + in_flight, in_flight)
     reach = range(10 * (window + in_flight), 10 * (window + in_flight) + size)
-    most = max(len(range(layout.first_seen(at), -(-(at + in_flight) // size))) for at in reach)
-    assert layout.windows_at_once(1 << 20, in_flight) - 1 <= most
+    most = max(len(range(layout.first_visible_window(at), -(-(at + in_flight) // size))) for at in reach)
+    assert layout.peak_windows(1 << 20, in_flight) - 1 <= most
 
 
 @pytest.mark.parametrize("window", [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 3 * PAGE + 5])
@@ -74,7 +74,7 @@ def test_a_long_prompt_holds_its_window_and_what_is_in_flight(window: int, chunk
         ledger.check()
     assert most <= -(-(window - 1 + 2 * chunk) // PAGE) + 1
     ledger.commit(lease, 150, keys)
-    assert lease.first_window == ledger.layout.first_seen(150)
+    assert lease.first_window == ledger.layout.first_visible_window(150)
     assert lease.window_table[: lease.first_window] == (0,) * lease.first_window
     ledger.release("long")
     assert ledger.usage().windows_pinned == 0
