@@ -16,7 +16,7 @@ from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import DIGEST_BYTES, Kind, ObjectKey, PageKey
 from tidemill.kvstore.stores.circuit_breaker import ABSENT
 from tidemill.kvstore.stores.open_store import open_store
-from tidemill.kvstore.stores.page_store import Got, Held, PageStore, Put
+from tidemill.kvstore.stores.page_store import Got, PageStore, Put, StoredObject
 from tidemill.kvstore.stores.seal import SEAL_BYTES, Sealing
 
 _Result = TypeVar("_Result")
@@ -55,12 +55,12 @@ def _patient(url: str) -> str:
     return ",".join(tiers)
 
 
-async def listed(store: PageStore) -> list[Held]:
+async def listed(store: PageStore) -> list[StoredObject]:
     """Everything that it holds, what was used last first."""
-    return sorted(await store.held(), key=lambda held: (held.used_s or 0.0, str(held.key)))
+    return sorted(await store.list_objects(), key=lambda held: (held.used_s or 0.0, str(held.key)))
 
 
-def listed_json(found: Sequence[Held]) -> list[dict[str, Any]]:
+def listed_json(found: Sequence[StoredObject]) -> list[dict[str, Any]]:
     return [
         {
             "key": str(held.key),
@@ -73,7 +73,7 @@ def listed_json(found: Sequence[Held]) -> list[dict[str, Any]]:
     ]
 
 
-def listed_table(found: Sequence[Held]) -> Table:
+def listed_table(found: Sequence[StoredObject]) -> Table:
     rows = table(("key", "kind", "shard", "size", "unused"), num_left=2)
     rows.columns[0].overflow = "fold"  # to be copied
     for held in found:
@@ -100,10 +100,10 @@ async def state_of(store: PageStore, clock: Callable[[], float]) -> State:
     started = clock()
     [got] = await store.get([(ABSENT, memoryview(bytearray(1)))])
     answer_s = clock() - started
-    held: list[Held] = []
+    held: list[StoredObject] = []
     problem = ""
     try:
-        held = await store.held()
+        held = await store.list_objects()
     except StoreError as error:
         problem = str(error)
     stats = store.stats()
@@ -137,7 +137,7 @@ def state_table(state: State) -> RenderableType:
 async def fetch(store: PageStore, key: ObjectKey) -> tuple[Got, bytearray]:
     """The body of an object, its seal verified, when it is a hit. A damaged one is deleted, as by any other
     get."""
-    sizes = {held.key: held.bytes - SEAL_BYTES for held in await store.held()}
+    sizes = {held.key: held.bytes - SEAL_BYTES for held in await store.list_objects()}
     if key not in sizes:
         return Got.MISS, bytearray()
     body = bytearray(max(sizes[key], 0))

@@ -56,7 +56,7 @@ def lends(words: list[str], patch: pytest.MonkeyPatch) -> tuple[str, int, str, T
         raise StoreError("that is all")
 
     patch.setattr(segment_owner, "check_library", lambda: None)
-    patch.setattr(segment_owner, "is_there", bool)
+    patch.setattr(segment_owner, "is_listening", bool)
     patch.setattr(segment_owner, "lend_memory", lend)
     patch.setattr(segment_owner.signal, "signal", print)  # it is not this process that shall end
     assert segment_owner.main(words) == 1

@@ -15,7 +15,7 @@ from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.open_store import open_store
-from tidemill.kvstore.stores.page_store import Held, Put
+from tidemill.kvstore.stores.page_store import Put, StoredObject
 from tidemill.kvstore.stores.seal import SEAL_BYTES, Sealing
 
 PAGES = [ObjectKey(Kind.PAGE, PageKey(bytes([1 + index]) * 16), shard=index) for index in range(3)]
@@ -137,7 +137,7 @@ def test_a_full_store_is_seen_in_the_figures() -> None:
 
 def test_a_store_that_cannot_tell_says_why() -> None:
     class Silent(MemoryStore):
-        async def held(self) -> list[Held]:
+        async def list_objects(self) -> list[StoredObject]:
             raise StoreError("nobody knows")
 
     async def run() -> None:

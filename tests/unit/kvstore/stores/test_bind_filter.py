@@ -15,7 +15,7 @@ from tidemill.kvstore.stores.mooncake_store import SEGMENT_BYTES_MIN, Transport,
 EVERYBODY = "0.0.0.0"  # noqa: S104 - as the library has it
 
 
-class Native:
+class NativeStore:
     """Listens as the library does."""
 
     def setup(self, *_: object) -> int:
@@ -29,7 +29,7 @@ class Native:
 
 @pytest.fixture
 def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    library = SimpleNamespace(MooncakeDistributedStore=Native)
+    library = SimpleNamespace(MooncakeDistributedStore=NativeStore)
     monkeypatch.setattr(mooncake_store, "load_library", lambda: library)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"

@@ -25,10 +25,10 @@ def test_the_breaker_counts_each_trip_once_and_waits_longer_each_time(history: l
                 assert not breaker.fail(breaker.trips - 1)
                 assert (breaker.trips, breaker.is_open) == before
             case "answered":
-                breaker.answered()
+                breaker.close()
                 assert (breaker.trips, breaker.is_open) == (before[0], False)
             case _:
-                breaker.moved()
+                breaker.reset_wait()
                 waits = waits if before[1] else []
         if breaker.is_open:
             wait_s = breaker.next_wait_s()

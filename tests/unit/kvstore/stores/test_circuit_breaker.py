@@ -16,7 +16,7 @@ from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.stores.circuit_breaker import PROBE_S_MAX, GuardedStore
 from tidemill.kvstore.stores.memory_store import MemoryStore
-from tidemill.kvstore.stores.page_store import Got, Held, PageStore, Put
+from tidemill.kvstore.stores.page_store import Got, PageStore, Put, StoredObject
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 TIMEOUT_S = 0.25
@@ -63,7 +63,7 @@ def test_a_store_without_faults_is_as_it_would_be_without_a_guard() -> None:
         assert await one_get(guard, memory) == [Got.HIT]
         assert memory == BODY
         assert await guard.contains(KEYS[:3]) == [True, True, False]
-        assert await guard.held() == await store.held()
+        assert await guard.list_objects() == await store.list_objects()
         await guard.remove(KEYS[:1])
         assert await guard.contains(KEYS[:2]) == [False, True]
         assert guard.stats() == store.stats()
@@ -85,8 +85,8 @@ def test_while_it_is_open_calls_are_answered_at_once_and_never_reach_the_store(b
             assert await one_get(guard, memory) == [Got.UNREACHABLE]
             assert await guard.contains(KEYS[:2]) == [False, False]
             await guard.remove(KEYS)
-            with pytest.raises(StoreError, match="ask again"):
-                await guard.held()
+            with pytest.raises(StoreError, match="try again"):
+                await guard.list_objects()
             assert now() == started
             await asyncio.sleep(0.5)
         assert store.calls == reached
@@ -303,7 +303,7 @@ def test_closing_waits_for_what_is_under_way_and_probes_no_more() -> None:
 
 
 class Cannot(MemoryStore):
-    async def held(self) -> list[Held]:
+    async def list_objects(self) -> list[StoredObject]:
         raise StoreError("no")
 
 
@@ -311,7 +311,7 @@ def test_what_the_store_cannot_tell_is_passed_on() -> None:
     async def main() -> None:
         guard = GuardedStore(Cannot(1), TIMEOUT_S)
         with pytest.raises(StoreError, match="no"):
-            await guard.held()
+            await guard.list_objects()
 
     simulate(0, main())
 

@@ -201,13 +201,13 @@ def test_what_dead_writers_left_is_cleared_by_the_next_count(tmp_path: Path) -> 
 
 def test_what_the_living_have_promised_is_counted_and_kept(tmp_path: Path) -> None:
     bound = FolderBound(tmp_path, 4 * OBJECT_BYTES, time.monotonic)
-    promise = bound.promise(FolderUsage(3, 3 * OBJECT_BYTES), keep=frozenset())
+    reservation = bound.reserve(FolderUsage(3, 3 * OBJECT_BYTES), keep=frozenset())
     folder = ObjectFolder(tmp_path, 4 * OBJECT_BYTES)
     assert folder.usage == (3, 3 * OBJECT_BYTES)
     assert put(folder, 1, 2) == [Put.FULL, Put.SKIPPED], "space that is promised was given away"
     assert put(folder, 1) == [Put.STORED]
-    promise.reduce(FolderUsage(1, OBJECT_BYTES))  # one is there, as far as anybody knows
-    bound.end(promise)
+    reservation.reduce(FolderUsage(1, OBJECT_BYTES))  # one is there, as far as anybody knows
+    bound.end(reservation)
     assert put(folder, 2, 3) == [Put.STORED, Put.STORED], "what was not written is still taken"
     assert folder.usage.bytes <= 4 * OBJECT_BYTES
 
@@ -223,7 +223,7 @@ def test_files_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -> None
     for number in range(6):
         assert put(folder, number) == [Put.STORED]
     assert all(path.exists() for path in mine)
-    assert {one.key for one in folder.held()} <= {page(number) for number in range(6)}
+    assert {one.key for one in folder.list_objects()} <= {page(number) for number in range(6)}
 
 
 def test_a_folder_emptied_under_a_running_store_is_filled_again(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_a_store_that_is_full_claims_only_what_it_holds(tmp_path: Path) -> None:
             return await store.put(offers(100, num_bytes=num_bytes)) == [Put.STORED]
 
         await until(finds_space)
-        await store.held()
+        await store.list_objects()
         assert 0 < store.stats().bytes <= store.stats().capacity_bytes == 16 << 20
 
     with mooncake(tmp_path / "log", 16 << 20, FLAGS) as service:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.kvstore.stores.page_store import finish, fitting
+from tidemill.kvstore.stores.page_store import count_fitting, finish
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 
@@ -71,6 +71,6 @@ def test_a_transfer_gives_its_result_or_its_error() -> None:
 @PROPERTY
 @given(st.lists(st.integers(1, 9), max_size=8), st.integers(0, 40))
 def test_fitting_is_the_longest_start_within_the_capacity(sizes: list[int], capacity: int) -> None:
-    count = fitting(sizes, capacity)
+    count = count_fitting(sizes, capacity)
     assert sum(sizes[:count]) <= capacity
     assert count == len(sizes) or sum(sizes[: count + 1]) > capacity

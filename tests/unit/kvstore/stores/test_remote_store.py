@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.sim.loop import simulate
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
-from tidemill.kvstore.stores.page_store import Got, Held, Put
+from tidemill.kvstore.stores.page_store import Got, Put, StoredObject
 from tidemill.kvstore.stores.remote_store import BATCH_OBJECTS_MAX, Listing, Parts, RemoteStore
 from tidemill.kvstore.stores.seal import SEAL_BYTES
 
@@ -314,11 +314,11 @@ def test_a_listing_has_our_objects_alone() -> None:
 
     async def main() -> None:
         store = RemoteStore(Scripted(), listing=listing)
-        assert await store.held() == [Held(key(1), BODY_BYTES + SEAL_BYTES)]
+        assert await store.list_objects() == [StoredObject(key(1), BODY_BYTES + SEAL_BYTES)]
         stats = store.stats()
         assert (stats.objects, stats.bytes, stats.capacity_bytes) == (3, 179, 1000)
         with pytest.raises(StoreError):
-            await RemoteStore(Scripted()).held()
+            await RemoteStore(Scripted()).list_objects()
 
     asyncio.run(main())
 

@@ -17,7 +17,7 @@ from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.mooncake_admin import list_objects
-from tidemill.kvstore.stores.mooncake_client import MooncakeClient, Native
+from tidemill.kvstore.stores.mooncake_client import MooncakeClient, NativeStore
 from tidemill.kvstore.stores.mooncake_store import load_library
 from tidemill.kvstore.stores.page_store import Got, PageStore, Put
 from tidemill.kvstore.stores.remote_store import RemoteStore
@@ -103,7 +103,7 @@ class RealMooncake:
         assert capacity_bytes == AMPLE_BYTES, "its owners have the memory that they have"
         self.client.clear()
         client = MooncakeClient(
-            cast("Native", Shared(self.client)), load_library().ReplicateConfig(), stages=True
+            cast("NativeStore", Shared(self.client)), load_library().ReplicateConfig(), stages=True
         )
         return RemoteStore(
             client,
@@ -360,9 +360,9 @@ def test_what_it_holds_can_be_listed(subject: Subject) -> None:
     keys = [ObjectKey(kind, page(number).key, number) for kind in Kind for number in range(60)]
 
     async def scenario(store: PageStore) -> None:
-        assert await store.held() == []
+        assert await store.list_objects() == []
         await store.put([(key, memoryview(body_of(1))) for key in keys])
-        held = await store.held()
+        held = await store.list_objects()
         assert {(one.key, one.bytes) for one in held} == {(key, OBJECT_BYTES) for key in keys}
         assert len(held) == len(keys)
 
@@ -452,7 +452,7 @@ def test_counts_add_up(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         await store.put(offers([1, 2, 1]))
         await fetch(store, [1, 2, 3])
-        await store.held()  # a store of many users counts what it holds when it is asked
+        await store.list_objects()  # a store of many users counts what it holds when it is asked
         stats = store.stats()
         assert (stats.objects, stats.bytes) == (2, 2 * OBJECT_BYTES)
         assert stats.capacity_bytes > 0

@@ -17,7 +17,7 @@ from tidemill.kvstore.stores.circuit_breaker import GuardedStore
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got, PageStore, Put, StoreStats
 from tidemill.kvstore.stores.seal import SEAL_BYTES
-from tidemill.kvstore.stores.tiered_store import KNOWN_S, Tier, TieredStore, Write
+from tidemill.kvstore.stores.tiered_store import SEEN_S, Tier, TieredStore, Write
 
 BODY_BYTES = 1000
 OBJECT_BYTES = BODY_BYTES + SEAL_BYTES
@@ -184,7 +184,7 @@ def test_a_far_tier_that_was_restarted_empty_gets_back_what_is_read() -> None:
         await fetch(store, 1)
         await settled()
         assert held(far) == [], "it is asked each time"
-        await asyncio.sleep(KNOWN_S)
+        await asyncio.sleep(SEEN_S)
         await fetch(store, 1)
         await settled()
         assert held(far) == [1]
@@ -231,7 +231,7 @@ def test_a_chain_is_looked_at_and_cleaned_as_one() -> None:
         await put(store, 1, 2)
         await put(near, 2, 3)
         assert await store.contains([key(number) for number in (1, 2, 3, 4)]) == [True, True, True, False]
-        assert sorted(int.from_bytes(one.key.key, "big") for one in await store.held()) == [1, 2, 3]
+        assert sorted(int.from_bytes(one.key.key, "big") for one in await store.list_objects()) == [1, 2, 3]
         stats = store.stats()
         assert (stats.objects, stats.bytes, stats.capacity_bytes) == (4, 4 * OBJECT_BYTES, 2 * AMPLE_BYTES)
         assert (stats.put, stats.put_bytes) == ({Put.STORED: 2}, 2 * BODY_BYTES)
