@@ -56,9 +56,7 @@ class Window:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
     """Attention whose keys and values are computed from one latent of `width` numbers per token.
-
-    Every rank of a group has the whole latent.
-    """
+    Every rank of a group has the whole latent."""
 
     width: int
 
@@ -163,19 +161,15 @@ class Layout:
 
     def last_window(self, depth_pages: int) -> range:
         """Return the positions of the window pages of a checkpoint after `depth_pages` pages.
-
-        Those are the window pages that the next token can see, at least one.
-        """
+        Those are the window pages that the next token can see, at least one."""
         if not self.has_windows:
             return range(0)
         visible = max(1, -(-(self.window_tokens - 1) // self.page_tokens))
         return range(max(0, depth_pages - visible), depth_pages)
 
     def first_visible_window(self, depth: int) -> int:
-        """Return the position of the first window page that a sequence of `depth` tokens needs.
-
-        It needs those that its next tokens can see, and on a page boundary those of `last_window`.
-        """
+        """Return the position of the first window page that a sequence of `depth` tokens needs. It
+        needs those that its next tokens can see, and on a page boundary those of `last_window`."""
         if not self.has_windows:
             return 0
         visible = max(self.window_tokens - 1, 1)
@@ -198,10 +192,7 @@ class Layout:
         return state * self.state_stride_bytes
 
     def describe(self) -> str:
-        """Return a text that identifies the layout.
-
-        Namespaces use `Shards.describe`, which adds the cuts.
-        """
+        """Return a text that identifies the layout. `Shards.describe` adds the cuts."""
         others = "".join(f"/{specs}" for specs in (self.windows, self.latents) if specs)
         return f"v{LAYOUT_VERSION}/p{self.page_tokens}/{self.kv_dtype}/{self.attention}/{self.linear}{others}"
 
@@ -241,10 +232,7 @@ def layout_of(
 
 
 def _sizes(layers: Sequence[LayerSpec], dtype_bytes: int) -> tuple[int, int, int]:
-    """Return the bytes of a token in a page and in a window page, and of a state.
-
-    Raises ValueError.
-    """
+    """Return the bytes of a token in a page and in a window page, and of a state, or raise."""
     paged, windowed, state_bytes = 0, 0, 0
     heads: dict[type[LayerSpec], set[int]] = {Attention: set(), Window: set(), Latent: set(), Linear: set()}
     for layer in layers:

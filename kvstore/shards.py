@@ -22,9 +22,7 @@ from tidemill.kvstore.layout import Attention, Latent, LayerSpec, Layout, Linear
 @dataclass(frozen=True, slots=True)
 class Shards:
     """The number of equal ranges into which the store cuts each whole page, state and window page.
-
-    All workers that share objects have the same counts: they are part of the namespace of a key.
-    """
+    All workers that share objects have the same counts: they are part of the namespace of a key."""
 
     pages: int = 1
     states: int = 1
@@ -32,9 +30,7 @@ class Shards:
 
     def describe(self, whole: Layout) -> str:
         """Return a text that identifies the format of objects, for the namespace of their keys.
-
-        `whole` is the layout of the model, not of a rank.
-        """
+        `whole` is the layout of the model, not of a rank."""
         cut = "" if self == WHOLE else f"/shards {self.pages}, {self.states}"
         return whole.describe() + cut + (f", {self.windows}" if self.windows > 1 else "")
 
@@ -45,9 +41,7 @@ WHOLE = Shards()
 @dataclass(frozen=True, slots=True)
 class Share:
     """The shards of one rank, which lie end to end in each of its pages, states and window pages.
-
-    `publishes_pages` and `publishes_windows` are False if another rank publishes the same copy.
-    """
+    `publishes_pages` and `publishes_windows` are False if another rank publishes the same copy."""
 
     pages: range
     states: range
@@ -69,9 +63,7 @@ def rank_layers(layers: Sequence[LayerSpec], size: int) -> tuple[LayerSpec, ...]
 
 def shards_of(layers: Sequence[LayerSpec], sizes: Collection[int]) -> Shards:
     """Return the fewest shards that suit the ranks of every group size in `sizes`.
-
-    Raises ValueError like `rank_layers`.
-    """
+    Raises ValueError like `rank_layers`."""
     for size in sizes:
         rank_layers(layers, size)
     paged = next((layer.kv_heads for layer in layers if isinstance(layer, Attention)), 1)

@@ -212,9 +212,7 @@ class Ledger:
 
     def resize(self, budget_extents: int) -> bool:
         """Change the budget of the arena and evict; return whether the budget is met.
-
-        If not, the caller preempts requests and calls again.
-        """
+        If not, the caller preempts requests and calls again."""
         return self._cache.resize(budget_extents)
 
     def usage(self) -> ArenaUsage:
@@ -311,10 +309,7 @@ class Ledger:
         return Demand(max(0, missing), num_windows, slots)
 
     def _could_grow(self, need: Demand, headroom: Demand) -> bool:
-        """Return whether eviction could make room for both.
-
-        Raises OutOfMemory if a test wants that.
-        """
+        """Return whether eviction could make room. Raises OutOfMemory if a test wants that."""
         self._refuse(need)
         num_slots = len(need.slots) + len(headroom.slots)
         return self._cache.could_hold(need.pages + headroom.pages, num_slots, need.windows + headroom.windows)
@@ -355,10 +350,7 @@ class Ledger:
             self._take(lease, need)
 
     def _take(self, lease: Lease, need: Demand) -> None:
-        """Take all or nothing.
-
-        States and windows come first: they may need an extent, pages fit in gaps.
-        """
+        """Take all or nothing. States and windows first: they may need a whole extent."""
         num_own, num_spare, num_windows = len(lease.private_pages), len(lease.spare_slots), len(lease.windows)
         try:
             lease.spare_slots.extend(self._cache.take_state() for _ in need.slots)

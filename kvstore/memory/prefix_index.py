@@ -93,7 +93,8 @@ class PrefixIndex:
 
     lru     the serial number of the last use
     value   clock at the last use + uses * (FLOPs that a hit saves) / (bytes that eviction frees).
-            The clock is the value of the entry that was evicted last.
+            Each eviction advances the clock by its loss per freed byte.
+
 
     Recency and FLOP efficiency are the two terms of Marconi (Pan et al., MLSys 2025). Aging by a
     clock is from GreedyDual (Young, 1994), counting uses from GDSF (Cherkasova, 1998). Together
@@ -122,10 +123,7 @@ class PrefixIndex:
         return iter(self._entries.values())
 
     def match(self, keys: Sequence[PageKey]) -> Match:
-        """Return the longest path along `keys`, and its deepest restorable depth.
-
-        Changes nothing.
-        """
+        """Return the longest path along `keys`, with its restorable depth. Changes nothing."""
         path: list[Entry] = []
         restorable = 0
         for key in keys:
@@ -139,9 +137,7 @@ class PrefixIndex:
 
     def use(self, path: Sequence[Entry]) -> None:
         """Count a hit of a request that resumes at the end of `path`.
-
-        In a hybrid model only the checkpoint at the end counts as used, not those above it.
-        """
+        In a hybrid model only the checkpoint at the end counts as used, not those above it."""
         self._uses += 1
         for entry in path:
             entry.last_use = self._uses

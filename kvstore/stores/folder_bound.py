@@ -59,9 +59,7 @@ class Reservation:
 
     def __init__(self, path: str, left: FolderUsage) -> None:
         """Create and lock the file `path`; the caller holds the lock of the bound.
-
-        Raises OSError.
-        """
+        Raises OSError."""
         self.left = left
         self.temporary = f"{path}.new"
         self._path = path
@@ -94,9 +92,7 @@ class FolderBound:
 
     def __init__(self, path: Path, capacity_bytes: int, clock: Callable[[], float]) -> None:
         """Create or reopen the folder, remove files of crashed writers, and count.
-
-        Raises OSError.
-        """
+        Raises OSError."""
         self.usage = NOTHING
         self.evicted = 0
         self.objects = path / "objects"
@@ -116,9 +112,7 @@ class FolderBound:
 
     def reserve(self, need: FolderUsage, keep: frozenset[str]) -> Reservation:
         """Reserve `need`, evicting objects other than the paths `keep`; the caller calls `end`.
-
-        Raises OSError: ENOSPC if it does not fit.
-        """
+        Raises OSError: ENOSPC if it does not fit."""
         try:
             return self._reserve(need, keep)
         except FileNotFoundError:  # the folder was emptied
@@ -194,9 +188,7 @@ class FolderBound:
     @contextmanager
     def _locked(self) -> Generator[int]:
         """Lock the usage file against all processes.
-
-        Raises OSError, also when the lock stays taken.
-        """
+        Raises OSError, also when the lock stays taken."""
         usage_fd = os.open(self._usage_path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             waits_s = iter(_LOCK_WAITS_S)
@@ -256,9 +248,7 @@ def _entries(folder: "os.PathLike[str]") -> Generator["os.DirEntry[str]"]:
 
 def _count_reservations(folder: Path) -> FolderUsage:
     """Return the sum of all reservations, and delete files of crashed writers.
-
-    The caller holds the lock of the bound, so reservations may end but none begins.
-    """
+    The caller holds the lock of the bound, so reservations may end but none begins."""
     total = NOTHING
     names = [match for entry in _entries(folder) if (match := _RESERVATION_NAME.fullmatch(entry.name))]
     for path in {f"{folder}/{match[1]}" for match in names}:

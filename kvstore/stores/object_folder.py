@@ -40,9 +40,7 @@ class ObjectFolder:
         sealing: Sealing = PLAIN,
     ) -> None:
         """Create or reopen.
-
-        `clock` is monotonic, in seconds. Raises StoreError that names the fix.
-        """
+        `clock` is monotonic, in seconds. Raises StoreError that names the fix."""
         self._capacity_bytes = capacity_bytes
         self._sealing = sealing
         try:
@@ -174,10 +172,8 @@ def _outcome(error: OSError) -> Put:
 
 
 def _publish(temporary: str, path: str, parts: list[memoryview]) -> bool:
-    """Write `parts` to the new file `temporary` and link it as `path`. Raises OSError.
-
-    Return False if another writer was first.
-    """
+    """Write `parts` to the new file `temporary` and link it as `path`.
+    Raises OSError. Return False if another writer was first."""
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         try:
