@@ -34,5 +34,5 @@ def age(path: Path, by_s: float) -> None:
     os.utime(path, (status.st_atime, status.st_mtime - by_s))
 
 
-def held_bytes(path: Path) -> int:
+def stored_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("objects/*/*"))

@@ -46,17 +46,17 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("refusing")
-def test_where_ports_cannot_be_kept_it_says_what_to_do(master: str) -> None:
+def test_open_mooncake_names_the_fix_when_ports_cannot_be_restricted(master: str) -> None:
     with pytest.raises(StoreError, match=r"CAP_NET_ADMIN.*ports=open"):
         lend_memory(master, SEGMENT_BYTES_MIN)
 
 
 @pytest.mark.usefixtures("refusing")
-def test_whoever_says_so_gets_open_ports(master: str) -> None:
+def test_open_mooncake_opens_ports_on_request(master: str) -> None:
     lend_memory(master, SEGMENT_BYTES_MIN, transport=Transport(is_open=True))()
 
 
-def test_they_are_kept_where_that_can_be_also_for_who_would_have_them_open(
+def test_open_mooncake_restricts_ports_where_possible(
     master: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[socket.socket] = []

@@ -54,7 +54,7 @@ def play(scenario: Callable[[Scripted, GuardedStore], Awaitable[None]], *faults:
     simulate(0, main())
 
 
-def test_a_store_without_faults_is_as_it_would_be_without_a_guard() -> None:
+def test_guard_changes_nothing_of_a_store_without_faults() -> None:
     async def scenario(store: Scripted, guard: GuardedStore) -> None:
         memory = bytearray(100)
         guard.register(memoryview(memory))
@@ -72,7 +72,7 @@ def test_a_store_without_faults_is_as_it_would_be_without_a_guard() -> None:
 
 
 @pytest.mark.parametrize("blocks_s", [0.0, 4.3, 30.0])
-def test_while_it_is_open_calls_are_answered_at_once_and_never_reach_the_store(blocks_s: float) -> None:
+def test_guard_fails_calls_immediately_while_open(blocks_s: float) -> None:
     async def scenario(store: Scripted, guard: GuardedStore) -> None:
         memory = bytearray(100)
         await one_get(guard, memory)
@@ -99,7 +99,7 @@ def test_while_it_is_open_calls_are_answered_at_once_and_never_reach_the_store(b
     play(scenario, Fault(0, 1000, blocks_s))
 
 
-def test_a_put_that_is_not_answered_opens_it() -> None:
+def test_guard_opens_after_an_unreachable_put() -> None:
     async def scenario(_: Scripted, guard: GuardedStore) -> None:
         assert await one_put(guard) == [Put.UNREACHABLE]
         assert guard.stats().is_down
@@ -109,7 +109,7 @@ def test_a_put_that_is_not_answered_opens_it() -> None:
 
 @pytest.mark.parametrize("call", [one_put, one_get])
 @pytest.mark.parametrize("knows", [True, False])
-def test_a_part_that_answers_for_a_frozen_one_closes_nothing(
+def test_guard_stays_open_while_only_the_metadata_answers(
     call: Callable[..., Awaitable[object]], *, knows: bool
 ) -> None:
     """What is asked for is where bytes were, or were looked for: that it is not there is no news of it."""
@@ -137,7 +137,7 @@ def remove(store: PageStore) -> Awaitable[object]:
 
 
 @pytest.mark.parametrize("ask", [ask, remove])
-def test_a_late_question_is_answered_at_its_patience(ask: Callable[[PageStore], Awaitable[object]]) -> None:
+def test_guard_answers_a_late_query_at_its_deadline(ask: Callable[[PageStore], Awaitable[object]]) -> None:
     async def scenario(_: Scripted, guard: GuardedStore) -> None:
         assert await took_s(ask(guard)) == pytest.approx(TIMEOUT_S)
         assert guard.stats().trips == 1
@@ -145,7 +145,7 @@ def test_a_late_question_is_answered_at_its_patience(ask: Callable[[PageStore], 
     play(scenario, Fault(0, 1000, 30.0))
 
 
-def test_questions_under_way_are_answered_when_another_call_finds_the_store_down() -> None:
+def test_guard_answers_running_queries_when_another_call_opens_it() -> None:
     async def scenario(_: Scripted, guard: GuardedStore) -> None:
         put = asyncio.ensure_future(one_put(guard))
         await asyncio.sleep(TIMEOUT_S - 0.01)
@@ -156,7 +156,7 @@ def test_questions_under_way_are_answered_when_another_call_finds_the_store_down
     play(scenario, Fault(0, 1000, 30.0))
 
 
-def test_a_late_call_opens_it_at_its_patience_and_keeps_its_memory_to_the_end() -> None:
+def test_guard_opens_at_the_deadline_and_keeps_the_memory_of_a_late_call() -> None:
     async def scenario(_: Scripted, guard: GuardedStore) -> None:
         memory = bytearray(100)
         get = asyncio.ensure_future(one_get(guard, memory))
@@ -178,7 +178,7 @@ def test_a_late_call_opens_it_at_its_patience_and_keeps_its_memory_to_the_end() 
     play(scenario, Fault(0, 30, 30.0))
 
 
-def test_a_late_call_that_succeeds_tells_what_it_brought() -> None:
+def test_guard_returns_the_outcome_of_a_late_call() -> None:
     async def scenario(store: Scripted, guard: GuardedStore) -> None:
         memory = bytearray(100)
         await one_put(store)
@@ -191,7 +191,7 @@ def test_a_late_call_that_succeeds_tells_what_it_brought() -> None:
 
 @PROPERTY
 @given(heals=st.floats(0.01, 100), blocks_s=st.floats(0, 40))
-def test_it_closes_within_one_interval_after_the_store_has_healed(heals: float, blocks_s: float) -> None:
+def test_guard_closes_within_one_interval_after_recovery(heals: float, blocks_s: float) -> None:
     async def scenario(store: Scripted, guard: GuardedStore) -> None:
         await one_get(guard, bytearray(100))
         await asyncio.sleep(max(0, heals - now()) + PROBE_S_MAX + 0.01)
@@ -205,7 +205,7 @@ def test_it_closes_within_one_interval_after_the_store_has_healed(heals: float, 
     play(scenario, Fault(0, heals, blocks_s))
 
 
-def test_probes_come_at_growing_intervals() -> None:
+def test_guard_probes_at_growing_intervals() -> None:
     async def scenario(store: Scripted, guard: GuardedStore) -> None:
         await one_get(guard, bytearray(100))
         await asyncio.sleep(60)
@@ -215,7 +215,7 @@ def test_probes_come_at_growing_intervals() -> None:
     play(scenario, Fault(0, 1000, 0))
 
 
-def test_a_store_that_answers_probes_and_moves_nothing_is_tried_ever_less_often() -> None:
+def test_guard_retries_less_often_when_only_probes_succeed() -> None:
     """As with an owner that is frozen while the master is well."""
 
     async def scenario(_: Scripted, guard: GuardedStore) -> None:
@@ -231,7 +231,7 @@ def test_a_store_that_answers_probes_and_moves_nothing_is_tried_ever_less_often(
     play(scenario, Fault(0, 1000, 30.0, slow=True))
 
 
-def test_a_transfer_that_succeeds_late_does_not_make_the_pauses_short_again() -> None:
+def test_guard_does_not_reset_waits_after_a_late_transfer() -> None:
     async def scenario(store: Scripted, guard: GuardedStore) -> None:
         pauses_s: list[float] = []
         for number in range(6):
@@ -256,7 +256,7 @@ class Slowest(MemoryStore):
         return [Put.UNREACHABLE]
 
 
-def test_what_began_before_the_last_trip_is_no_news() -> None:
+def test_guard_ignores_failures_from_before_the_last_trip() -> None:
     async def main() -> None:
         guard = GuardedStore(Slowest(1 << 20), TIMEOUT_S)
         puts = [asyncio.ensure_future(one_put(guard, number)) for number in (1, 2)]
@@ -272,7 +272,7 @@ def test_what_began_before_the_last_trip_is_no_news() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_busy_loop_is_not_taken_for_a_late_store(seed: int) -> None:
+def test_guard_does_not_open_when_the_event_loop_was_busy(seed: int) -> None:
     async def main() -> None:
         guard = GuardedStore(Scripted(), TIMEOUT_S)
         loop = asyncio.get_running_loop()
@@ -286,7 +286,7 @@ def test_a_busy_loop_is_not_taken_for_a_late_store(seed: int) -> None:
     simulate(seed, main())
 
 
-def test_closing_waits_for_what_is_under_way_and_probes_no_more() -> None:
+def test_guard_close_waits_for_running_calls_and_stops_probes() -> None:
     async def scenario(store: Scripted, guard: GuardedStore) -> None:
         memory = bytearray(100)
         get = asyncio.ensure_future(one_get(guard, memory))
@@ -307,7 +307,7 @@ class Cannot(MemoryStore):
         raise StoreError("no")
 
 
-def test_what_the_store_cannot_tell_is_passed_on() -> None:
+def test_guard_passes_on_errors_of_a_listing() -> None:
     async def main() -> None:
         guard = GuardedStore(Cannot(1), TIMEOUT_S)
         with pytest.raises(StoreError, match="no"):
@@ -325,7 +325,7 @@ REQUESTS = st.lists(
 
 @PROPERTY
 @given(FAULTS, REQUESTS, st.integers(0, 1000))
-def test_whatever_fails_and_when(
+def test_guard_bounds_waits_under_any_faults(
     outages: list[tuple[float, float, float]], requests: list[tuple[float, str, int]], seed: int
 ) -> None:
     faults: list[Fault] = []
@@ -375,7 +375,7 @@ def test_whatever_fails_and_when(
 
 @PROPERTY
 @given(st.lists(st.floats(0, 3), min_size=1, max_size=30), st.floats(0, 40))
-def test_requests_one_after_the_other_wait_for_a_dead_store_once(
+def test_guard_lets_sequential_requests_wait_once_for_a_dead_store(
     pauses: list[float], blocks_s: float
 ) -> None:
     """Engine and guard together: what all requests wait is one patience."""
@@ -394,7 +394,7 @@ def test_requests_one_after_the_other_wait_for_a_dead_store_once(
     play(scenario, Fault(0, 1000, blocks_s))
 
 
-def test_a_link_that_is_slow_for_good_is_waited_for() -> None:
+def test_guard_adapts_to_a_permanently_slow_link() -> None:
     """The first transfers are late; then the patience fits."""
     size = 1 << 24
 
@@ -431,7 +431,7 @@ class OneLink(MemoryStore):
 
 
 @pytest.mark.parametrize(("bytes_per_s", "num_bytes", "count"), [(1e8, 24 << 20, 10), (1e9, 2 << 20, 120)])
-def test_waiting_behind_others_is_no_fault_of_the_store(
+def test_guard_does_not_open_when_calls_queue_behind_others(
     bytes_per_s: float, num_bytes: int, count: int
 ) -> None:
     async def main() -> None:

@@ -16,9 +16,9 @@ from tests.support.kvstore.folders import (
     OBJECT_BYTES,
     age,
     get,
-    held_bytes,
     object_path,
     put,
+    stored_bytes,
 )
 from tests.support.kvstore.store_process import body, page
 from tidemill.kvstore.errors import StoreError
@@ -29,7 +29,7 @@ from tidemill.kvstore.stores.page_store import Got, Put
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
-def test_a_full_disk_refuses_from_there_on_and_leaves_nothing(
+def test_object_folder_on_a_full_disk_refuses_the_rest_and_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     folder = ObjectFolder(tmp_path, AMPLE_BYTES)
@@ -45,12 +45,12 @@ def test_a_full_disk_refuses_from_there_on_and_leaves_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(os, "writev", full)
         assert put(folder, 1, 2, 3) == [Put.STORED] * fails_at + [Put.FULL] + [Put.SKIPPED] * (2 - fails_at)
-    assert held_bytes(tmp_path) == folder.usage.bytes == fails_at * OBJECT_BYTES
+    assert stored_bytes(tmp_path) == folder.usage.bytes == fails_at * OBJECT_BYTES
     assert not list((tmp_path / "aside").iterdir())
     assert put(folder, 1, 2, 3) == [Put.EXISTED] * fails_at + [Put.STORED] * (3 - fails_at)
 
 
-def test_a_disk_that_others_fill_is_left_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_folder_evicts_when_other_files_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = ObjectFolder(tmp_path, AMPLE_BYTES)
     for number in range(64):
         put(folder, number)
@@ -58,7 +58,7 @@ def test_a_disk_that_others_fill_is_left_to_them(tmp_path: Path, monkeypatch: py
     writev = os.writev
 
     def is_full() -> bool:
-        return held_bytes(tmp_path) > 60 * OBJECT_BYTES
+        return stored_bytes(tmp_path) > 60 * OBJECT_BYTES
 
     def full(fd: int, parts: list[memoryview]) -> int:
         if is_full():
@@ -81,7 +81,7 @@ ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE, errn
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("number", ERRORS)
-def test_whatever_the_system_refuses_is_an_outcome(
+def test_object_folder_returns_an_outcome_for_each_system_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
     """And when it refuses no more, all is as if it never had."""
@@ -107,11 +107,11 @@ def test_whatever_the_system_refuses_is_an_outcome(
     assert put(folder, 6, 7, 8) == [Put.STORED] * 3
     assert [get(folder, number) for number in (6, 7, 8)] == [Got.HIT] * 3
     reopened = ObjectFolder(path, capacity_bytes)
-    assert held_bytes(path) == reopened.usage.bytes <= capacity_bytes
+    assert stored_bytes(path) == reopened.usage.bytes <= capacity_bytes
     assert not list((path / "aside").iterdir())
 
 
-def test_what_follows_an_object_that_is_not_there_is_skipped_though_it_would_fit(
+def test_object_folder_skips_objects_after_a_missing_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writev, calls = os.writev, [0]
@@ -128,7 +128,7 @@ def test_what_follows_an_object_that_is_not_there_is_skipped_though_it_would_fit
     assert folder.contains([page(number) for number in (1, 2, 3)]) == [True, False, False]
 
 
-def test_who_writes_an_object_while_another_one_does_has_not_stored_it(
+def test_object_folder_second_concurrent_writer_has_not_stored_the_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = ObjectFolder(tmp_path, AMPLE_BYTES), ObjectFolder(tmp_path, AMPLE_BYTES)
@@ -149,7 +149,7 @@ def test_who_writes_an_object_while_another_one_does_has_not_stored_it(
     assert one.usage == (2, 2 * OBJECT_BYTES), "what was not stored is counted"
 
 
-def test_reads_and_writes_may_be_cut_short_by_the_system(
+def test_object_folder_continues_short_reads_and_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readv, writev = os.readv, os.writev
@@ -172,7 +172,7 @@ def test_reads_and_writes_may_be_cut_short_by_the_system(
         (errno.EACCES, Got.UNREACHABLE, True),
     ],
 )
-def test_what_the_disk_cannot_read_is_corrupt(
+def test_object_folder_reports_unreadable_files_as_corrupt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, outcome: Got, *, is_kept: bool
 ) -> None:
     folder = ObjectFolder(tmp_path, AMPLE_BYTES)
@@ -186,7 +186,7 @@ def test_what_the_disk_cannot_read_is_corrupt(
     assert folder.contains([page(1)]) == [is_kept]
 
 
-def test_what_dead_writers_left_is_cleared_by_the_next_count(tmp_path: Path) -> None:
+def test_folder_bound_removes_files_of_crashed_writers(tmp_path: Path) -> None:
     put(ObjectFolder(tmp_path, AMPLE_BYTES), 1)
     aside = tmp_path / "aside"
     dead, lost = "0" * 32 + "-7", "1" * 32 + "-0"
@@ -199,7 +199,7 @@ def test_what_dead_writers_left_is_cleared_by_the_next_count(tmp_path: Path) -> 
     assert get(reopened, 1) is Got.HIT
 
 
-def test_what_the_living_have_promised_is_counted_and_kept(tmp_path: Path) -> None:
+def test_folder_bound_counts_and_keeps_reservations_of_live_writers(tmp_path: Path) -> None:
     bound = FolderBound(tmp_path, 4 * OBJECT_BYTES, time.monotonic)
     reservation = bound.reserve(FolderUsage(3, 3 * OBJECT_BYTES), keep=frozenset())
     folder = ObjectFolder(tmp_path, 4 * OBJECT_BYTES)
@@ -212,7 +212,7 @@ def test_what_the_living_have_promised_is_counted_and_kept(tmp_path: Path) -> No
     assert folder.usage.bytes <= 4 * OBJECT_BYTES
 
 
-def test_files_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
+def test_folder_bound_neither_counts_nor_deletes_foreign_files(tmp_path: Path) -> None:
     stray = ("thesis.txt", "objects/thesis.txt", "objects/ab/thesis.txt", f"objects/00/{page(1)}.bak")
     mine = [tmp_path / name for name in stray]
     for path in mine:
@@ -226,7 +226,7 @@ def test_files_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -> None
     assert {one.key for one in folder.list_objects()} <= {page(number) for number in range(6)}
 
 
-def test_a_folder_emptied_under_a_running_store_is_filled_again(tmp_path: Path) -> None:
+def test_object_folder_recovers_when_its_folder_is_emptied(tmp_path: Path) -> None:
     folder = ObjectFolder(tmp_path / "store", AMPLE_BYTES)
     put(folder, 1)
     (tmp_path / "store").rename(tmp_path / "gone")
@@ -236,7 +236,7 @@ def test_a_folder_emptied_under_a_running_store_is_filled_again(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("record", [b"", b"\xff" * 16, b"\x00" * 7])
-def test_a_record_of_use_that_is_nonsense_is_counted_anew(tmp_path: Path, record: bytes) -> None:
+def test_folder_bound_recounts_when_the_usage_file_is_invalid(tmp_path: Path, record: bytes) -> None:
     folder = ObjectFolder(tmp_path, 4 * OBJECT_BYTES)
     put(folder, 1, 2)
     (tmp_path / "usage").write_bytes(record)
@@ -252,7 +252,7 @@ def locked_by_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[
         yield
 
 
-def test_who_does_not_get_the_lock_is_refused_and_can_still_read(
+def test_object_folder_without_the_lock_refuses_puts_and_still_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = ObjectFolder(tmp_path, AMPLE_BYTES)
@@ -265,7 +265,7 @@ def test_who_does_not_get_the_lock_is_refused_and_can_still_read(
     assert put(folder, 2) == [Put.STORED]
 
 
-def test_a_folder_that_cannot_be_used_is_named_with_the_fix(tmp_path: Path) -> None:
+def test_object_folder_names_the_fix_for_an_unusable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder", encoding="ascii")
     for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
         with pytest.raises(StoreError, match="name a folder that this user may write to") as caught:
@@ -273,7 +273,7 @@ def test_a_folder_that_cannot_be_used_is_named_with_the_fix(tmp_path: Path) -> N
         assert "\n" not in str(caught.value)
 
 
-def test_a_file_system_without_links_is_named_when_the_store_opens(
+def test_object_folder_names_a_file_system_without_links_when_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def link(source: str, target: Path) -> None:

@@ -31,7 +31,7 @@ def finished(process: "subprocess.Popen[str]", told: str = "") -> list[str]:
     return out.splitlines()
 
 
-def test_of_several_processes_one_wins_each_key(tmp_path: Path) -> None:
+def test_file_store_one_of_several_processes_wins_each_key(tmp_path: Path) -> None:
     num_keys, num_bytes, writers = 60, 20_000, (1, 2, 3)
     processes = [start("contend", tmp_path, writer, num_keys, num_bytes) for writer in writers]
     for process in processes:
@@ -53,12 +53,12 @@ def test_of_several_processes_one_wins_each_key(tmp_path: Path) -> None:
     assert not list((tmp_path / "aside").iterdir())
 
 
-def test_a_crash_at_any_line_leaves_whole_objects_and_a_folder_that_works(tmp_path: Path) -> None:
+def test_file_store_survives_a_crash_at_any_line(tmp_path: Path) -> None:
     [lines] = finished(start("crash", tmp_path))
     assert int(lines) > 100, "the crashes were not where the store's code is"
 
 
-def test_kill_9_of_writers_leaves_whole_objects_within_the_bound(tmp_path: Path) -> None:
+def test_file_store_stays_whole_and_bounded_when_writers_are_killed(tmp_path: Path) -> None:
     *lines, last = finished(start("storm", tmp_path, 40))
     seen = [int(line) for line in lines]
     assert len(seen) > 100

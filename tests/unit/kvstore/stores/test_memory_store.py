@@ -10,7 +10,7 @@ from tidemill.kvstore.stores.seal import SEAL_BYTES
 BODY_BYTES = 100
 
 
-def test_a_read_is_a_use() -> None:
+def test_memory_store_counts_a_read_as_a_use() -> None:
     store = MemoryStore(3 * (BODY_BYTES + SEAL_BYTES))
 
     async def scenario() -> list[bool]:

@@ -88,7 +88,7 @@ def run(service: Mooncake, scenario: Callable[[RemoteStore], Coroutine[Any, Any,
 
 
 @pytest.mark.usefixtures("plain")
-def test_a_bit_that_flips_in_the_memory_of_an_owner_is_found(service: Mooncake) -> None:
+def test_mooncake_finds_a_flipped_bit_in_the_memory_of_an_owner(service: Mooncake) -> None:
     async def scenario(store: RemoteStore) -> None:
         await store.put(offers(1, 2, 3))
         service.flip(str(page(1)), SEAL_BYTES + 77_777)
@@ -99,7 +99,7 @@ def test_a_bit_that_flips_in_the_memory_of_an_owner_is_found(service: Mooncake) 
     run(service, scenario)
 
 
-def test_the_name_of_a_writer_that_died_is_not_stored(service: Mooncake, plain: PlainClient) -> None:
+def test_mooncake_does_not_report_the_name_of_a_crashed_writer_as_stored(service: Mooncake, plain: PlainClient) -> None:
     """Mooncake says 0 to whoever puts it meanwhile, and holds nothing."""
 
     async def scenario(store: RemoteStore) -> None:
@@ -120,7 +120,7 @@ def test_the_name_of_a_writer_that_died_is_not_stored(service: Mooncake, plain: 
 
 
 @pytest.mark.usefixtures("plain")
-def test_what_arrives_after_its_lease_is_told(service: Mooncake) -> None:
+def test_mooncake_reports_bytes_that_arrive_after_their_lease(service: Mooncake) -> None:
     async def scenario(store: RemoteStore) -> None:
         await store.put(offers(1))
         with frozen(service.owners[-1]):
@@ -134,7 +134,7 @@ def test_what_arrives_after_its_lease_is_told(service: Mooncake) -> None:
 
 
 @pytest.mark.usefixtures("plain")
-def test_an_owner_that_stops_is_told_and_a_cancelled_call_ends_with_its_transfer(
+def test_mooncake_reports_a_stopped_owner_and_cancels_with_the_transfer(
     service: Mooncake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for limit in ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC"):
@@ -165,7 +165,7 @@ def test_an_owner_that_stops_is_told_and_a_cancelled_call_ends_with_its_transfer
 
 
 @pytest.mark.usefixtures("plain")
-def test_an_owner_that_dies_is_told_and_another_one_takes_its_place(service: Mooncake) -> None:
+def test_mooncake_reports_a_crashed_owner_and_uses_its_successor(service: Mooncake) -> None:
     async def scenario(store: RemoteStore) -> None:
         await store.put(offers(1))
         end(service.owners.pop())
@@ -185,7 +185,7 @@ def test_an_owner_that_dies_is_told_and_another_one_takes_its_place(service: Moo
 
 
 @pytest.mark.usefixtures("plain")
-def test_a_master_that_stops_is_told_and_goes_on_where_it_was(service: Mooncake) -> None:
+def test_mooncake_reports_a_stopped_master_and_continues_with_it(service: Mooncake) -> None:
     async def scenario(store: RemoteStore) -> None:
         await store.put(offers(1))
         with frozen(service.master):
@@ -201,7 +201,7 @@ def test_a_master_that_stops_is_told_and_goes_on_where_it_was(service: Mooncake)
 
 
 @pytest.mark.usefixtures("plain")
-def test_a_master_that_is_killed_is_told_and_a_new_one_is_found_by_itself(service: Mooncake) -> None:
+def test_mooncake_reports_a_killed_master_and_reconnects_to_a_new_one(service: Mooncake) -> None:
     async def scenario(store: RemoteStore) -> None:
         await store.put(offers(1))
         end(service.master)
@@ -219,7 +219,7 @@ def test_a_master_that_is_killed_is_told_and_a_new_one_is_found_by_itself(servic
     run(service, scenario)
 
 
-def test_a_store_that_is_full_claims_only_what_it_holds(tmp_path: Path) -> None:
+def test_mooncake_reports_only_existing_objects_when_full(tmp_path: Path) -> None:
     """Its eviction is asynchronous and by lease: which objects go, and when, is not for us to say."""
     num_bytes = 1 << 20
 

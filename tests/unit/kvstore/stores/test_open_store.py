@@ -29,21 +29,21 @@ def opened(url: str, kind: type) -> StoreStats:
     ("url", "capacity_bytes"),
     [("memory:", 1 << 30), ("memory", 1 << 30), ("memory:?size=64KiB", 1 << 16)],
 )
-def test_memory(url: str, capacity_bytes: int) -> None:
+def test_open_store_opens_memory(url: str, capacity_bytes: int) -> None:
     assert opened(url, MemoryStore).capacity_bytes == capacity_bytes
 
 
 @pytest.mark.parametrize("form", ["file://{}?size=2MiB", "file:{}?size=2MiB", "{}?size=2MiB"])
-def test_files(form: str, tmp_path: Path) -> None:
+def test_open_store_opens_files(form: str, tmp_path: Path) -> None:
     assert opened(form.format(tmp_path / "cache"), GuardedStore).capacity_bytes == 2 << 20
     assert (tmp_path / "cache" / "objects").is_dir()
 
 
-def test_a_path_without_a_size_is_bounded_by_its_file_system(tmp_path: Path) -> None:
+def test_open_store_bounds_a_path_without_a_size_by_its_file_system(tmp_path: Path) -> None:
     assert 0 < opened(str(tmp_path / "not" / "yet"), GuardedStore).capacity_bytes <= 8 << 30
 
 
-def test_a_path_may_hold_escaped_characters(tmp_path: Path) -> None:
+def test_open_store_decodes_escaped_characters_in_a_path(tmp_path: Path) -> None:
     opened(f"file://{tmp_path}/a%20b%2Cc?size=1MiB", GuardedStore)
     assert (tmp_path / "a b,c").is_dir()
 
@@ -52,7 +52,7 @@ def test_a_path_may_hold_escaped_characters(tmp_path: Path) -> None:
     ("option", "patience_s"),
     [("", 2.0), ("&timeout=250ms", 0.25), ("&timeout=60s", 60.0), ("&timeout=3", 3.0)],
 )
-def test_a_file_store_that_hangs_is_waited_for_so_long(
+def test_open_store_limits_the_wait_for_a_hanging_file_store(
     tmp_path: Path, option: str, patience_s: float
 ) -> None:
     store = open_store(f"file://{tmp_path}?size=1MiB{option}")
@@ -72,7 +72,7 @@ class Joined:
         return MemoryStore(1 << 20)
 
 
-def test_a_mooncake_store_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_store_joins_a_mooncake_store(monkeypatch: pytest.MonkeyPatch) -> None:
     joined = Joined(monkeypatch)
     opened("mooncake://host:1", GuardedStore)
     options = "protocol=rdma&device=mlx5_0%2Cmlx5_1&ports=open&admin=host:3&lease=2s"
@@ -83,7 +83,7 @@ def test_a_mooncake_store_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert joined.calls == [("host:1", plain), ("host:2", rdma)]
 
 
-def test_tiers_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_store_orders_tiers_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sealing = Sealing(bytes(SECRET_BYTES))
     joined = Joined(monkeypatch)
     memory = bytearray(100)
@@ -110,7 +110,7 @@ def test_tiers_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert joined.calls[0][1]["sealing"] is sealing
 
 
-def test_one_tier_that_is_only_read_is_a_chain_too(tmp_path: Path) -> None:
+def test_open_store_makes_a_chain_of_one_tier_that_is_only_read(tmp_path: Path) -> None:
     assert opened(f"{tmp_path}?size=1MiB&write=none", TieredStore).objects == 0
 
 
@@ -143,7 +143,7 @@ def test_one_tier_that_is_only_read_is_a_chain_too(tmp_path: Path) -> None:
         ("memory:,cache", "there is no store 'cache'"),
     ],
 )
-def test_anything_else_is_refused_in_one_line_with_the_fix(url: str, fix: str) -> None:
+def test_open_store_refuses_other_texts_with_the_fix(url: str, fix: str) -> None:
     with pytest.raises(StoreError, match=fix) as caught:
         open_store(url)
     assert "\n" not in str(caught.value)

@@ -142,7 +142,7 @@ def run(
         ([-12345], [0, 0], Put.UNREACHABLE),
     ],
 )
-def test_each_code_of_a_put_has_an_outcome(codes: list[int], exists: list[int], outcome: Put) -> None:
+def test_remote_store_maps_each_code_of_a_put(codes: list[int], exists: list[int], outcome: Put) -> None:
     async def scenario(client: Scripted, store: RemoteStore) -> None:
         name = str(key(2))
         client.said = {("put", name): codes, ("exist", name): exists}
@@ -171,7 +171,7 @@ def test_each_code_of_a_put_has_an_outcome(codes: list[int], exists: list[int], 
         (-12345, Got.UNREACHABLE),
     ],
 )
-def test_each_code_of_a_get_has_an_outcome(code: int, outcome: Got) -> None:
+def test_remote_store_maps_each_code_of_a_get(code: int, outcome: Got) -> None:
     async def scenario(client: Scripted, store: RemoteStore) -> None:
         await store.put([offer(1), offer(2), offer(3)])
         client.said = {("get", str(key(2))): [code]}
@@ -185,7 +185,7 @@ def test_each_code_of_a_get_has_an_outcome(code: int, outcome: Got) -> None:
     run(scenario)
 
 
-def test_no_checkpoint_is_put_before_its_pages_are_confirmed() -> None:
+def test_remote_store_puts_a_checkpoint_after_its_pages_are_confirmed() -> None:
     async def scenario(client: Scripted, store: RemoteStore) -> None:
         pages, checkpoint = [str(key(1)), str(key(2))], str(key(2, Kind.CHECKPOINT))
         objects = [offer(1), offer(2), offer(2, Kind.CHECKPOINT)]
@@ -204,7 +204,7 @@ def test_no_checkpoint_is_put_before_its_pages_are_confirmed() -> None:
     run(scenario)
 
 
-def test_only_what_found_no_space_is_offered_again() -> None:
+def test_remote_store_retries_only_objects_without_space() -> None:
     async def scenario(client: Scripted, store: RemoteStore) -> None:
         names = [str(key(number)) for number in (1, 2, 3)]
         client.said = {("put", names[1]): [-200, 0], ("put", names[2]): [-200, -200, -200, 0]}
@@ -214,7 +214,7 @@ def test_only_what_found_no_space_is_offered_again() -> None:
     run(scenario)
 
 
-def test_a_key_that_comes_twice_is_stored_once() -> None:
+def test_remote_store_stores_a_repeated_key_once() -> None:
     async def scenario(client: Scripted, store: RemoteStore) -> None:
         assert await store.put([offer(1), offer(1), offer(2), offer(1)]) == [
             Put.STORED,
@@ -228,7 +228,7 @@ def test_a_key_that_comes_twice_is_stored_once() -> None:
     run(scenario)
 
 
-def test_batches_are_bounded_in_number() -> None:
+def test_remote_store_bounds_the_objects_of_a_batch() -> None:
     async def scenario(client: Scripted, store: RemoteStore) -> None:
         numbers = range(2 * BATCH_OBJECTS_MAX + 1)
         assert await store.put([offer(number) for number in numbers]) == [Put.STORED] * len(numbers)
@@ -239,7 +239,7 @@ def test_batches_are_bounded_in_number() -> None:
     run(scenario)
 
 
-def test_a_batch_moves_within_half_a_lease_at_the_rate_that_was_measured() -> None:
+def test_remote_store_limits_a_batch_to_half_a_lease() -> None:
     """What is larger goes alone: it may come in time, after all."""
     lease_s, bytes_per_s, body_bytes = 2.0, 10e6, 1 << 20
 
@@ -262,7 +262,7 @@ def test_a_batch_moves_within_half_a_lease_at_the_rate_that_was_measured() -> No
 
 
 @pytest.mark.parametrize(("code", "outcome"), [(-800, Got.OWNER_DOWN), (-900, Got.UNREACHABLE)])
-def test_a_loss_is_not_asked_for_again(code: int, outcome: Got) -> None:
+def test_remote_store_does_not_retry_after_a_loss(code: int, outcome: Got) -> None:
     """Each call to a dead master takes 4 s."""
 
     async def scenario(client: Scripted, store: RemoteStore) -> None:
@@ -277,7 +277,7 @@ def test_a_loss_is_not_asked_for_again(code: int, outcome: Got) -> None:
     run(scenario)
 
 
-def test_nothing_is_written_or_read_after_a_cancelled_call() -> None:
+def test_remote_store_touches_no_memory_after_a_cancelled_call() -> None:
     async def scenario(client: Scripted, store: RemoteStore) -> None:
         await store.put([offer(1)])
         for call in (lambda: store.get(wanted(1)), lambda: store.put([offer(2)])):
@@ -294,7 +294,7 @@ def test_nothing_is_written_or_read_after_a_cancelled_call() -> None:
     run(scenario, bytes_per_s=1.0)
 
 
-def test_all_seals_lie_in_memory_that_was_registered_once() -> None:
+def test_remote_store_registers_the_memory_of_seals_once() -> None:
     async def scenario(client: Scripted, store: RemoteStore) -> None:
         calls = [store.put([offer(10 * call + number) for number in range(5)]) for call in range(4)]
         await asyncio.gather(*calls)
@@ -307,7 +307,7 @@ def test_all_seals_lie_in_memory_that_was_registered_once() -> None:
     run(scenario, bytes_per_s=1e3)
 
 
-def test_a_listing_has_our_objects_alone() -> None:
+def test_remote_store_lists_only_our_objects() -> None:
     async def listing() -> Listing:
         await asyncio.sleep(0)
         return Listing([(str(key(1)), 164), ("of somebody else", 7), ("00.0000.p", 8)], 1000)
@@ -332,7 +332,7 @@ Exists = st.lists(st.sampled_from([0, 1, 1, -900]), min_size=2, max_size=2)
     st.lists(st.tuples(st.integers(0, 5), st.sampled_from(Kind)), min_size=1, max_size=10),
     st.dictionaries(st.tuples(st.integers(0, 5), st.sampled_from(Kind)), st.tuples(Codes, Exists)),
 )
-def test_nothing_is_claimed_that_was_not_confirmed(
+def test_remote_store_reports_only_confirmed_objects(
     objects: list[tuple[int, Kind]], script: dict[tuple[int, Kind], tuple[list[int], list[int]]]
 ) -> None:
     async def scenario(client: Scripted, store: RemoteStore) -> None:

@@ -16,7 +16,7 @@ from tidemill.kvstore.stores.secret import is_public, read_secret
     secret=st.binary(min_size=SECRET_BYTES, max_size=SECRET_BYTES),
     ending=st.sampled_from(["", "\n", " \r\n"]),
 )
-def test_every_form_is_the_same_secret(
+def test_read_secret_accepts_each_form(
     tmp_path_factory: pytest.TempPathFactory, secret: bytes, ending: str
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "secret"
@@ -30,7 +30,7 @@ def test_every_form_is_the_same_secret(
     "held",
     [b"", b"secret", bytes(31), bytes(33), b"0" * 63, b"g" * 64, b64encode(bytes(31)), "ü".encode() * 32],
 )
-def test_anything_else_is_refused(tmp_path: Path, held: bytes) -> None:
+def test_read_secret_refuses_other_contents(tmp_path: Path, held: bytes) -> None:
     file = tmp_path / "secret"
     file.write_bytes(held)
     with pytest.raises(StoreError, match="openssl rand -hex 32") as refused:
@@ -38,13 +38,13 @@ def test_anything_else_is_refused(tmp_path: Path, held: bytes) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_read_secret_refuses_an_unreadable_file(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(StoreError, match="cannot be read"):
             read_secret(path)
 
 
-def test_who_can_read_it(tmp_path: Path) -> None:
+def test_is_public_finds_files_that_all_users_can_read(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_bytes(bytes(SECRET_BYTES))
     for mode, public in ((0o600, False), (0o640, False), (0o644, True)):

@@ -191,7 +191,7 @@ def run(
     return asyncio.run(main())
 
 
-def test_objects_come_back_in_the_order_of_the_question(subject: Subject) -> None:
+def test_store_returns_results_in_order(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         assert await store.put(offers([3, 1, 2])) == [Put.STORED] * 3
         assert await fetch(store, [1, 9, 3, 1]) == [body_of(1), Got.MISS, body_of(3), body_of(1)]
@@ -201,7 +201,7 @@ def test_objects_come_back_in_the_order_of_the_question(subject: Subject) -> Non
     run(subject, scenario)
 
 
-def test_the_first_writer_wins(subject: Subject) -> None:
+def test_store_keeps_the_object_of_the_first_writer(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         assert await store.put([*offers([1]), (page(1), memoryview(body_of(2)))]) == [Put.STORED, Put.EXISTED]
         assert await store.put([(page(1), memoryview(body_of(3)))]) == [Put.EXISTED]
@@ -210,7 +210,7 @@ def test_the_first_writer_wins(subject: Subject) -> None:
     run(subject, scenario)
 
 
-def test_each_kind_and_shard_is_an_object_of_its_own(subject: Subject) -> None:
+def test_store_separates_kinds_and_shards(subject: Subject) -> None:
     keys = [ObjectKey(kind, page(1).key, shard) for kind in Kind for shard in (0, 1, 0x100)]
 
     async def scenario(store: PageStore) -> None:
@@ -223,7 +223,7 @@ def test_each_kind_and_shard_is_an_object_of_its_own(subject: Subject) -> None:
     run(subject, scenario)
 
 
-def test_memory_may_be_reused_after_a_put(subject: Subject) -> None:
+def test_store_does_not_use_memory_after_a_put(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         memory = body_of(1)
         await store.put([(page(1), memoryview(memory))])
@@ -233,7 +233,7 @@ def test_memory_may_be_reused_after_a_put(subject: Subject) -> None:
     run(subject, scenario)
 
 
-def test_one_writer_of_many_wins_and_all_read_its_bytes(subject: Subject) -> None:
+def test_store_one_of_many_writers_wins(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         bodies = [body_of(100 + writer) for writer in range(8)]
         outcomes = await asyncio.gather(*(store.put([(page(1), memoryview(body))]) for body in bodies))
@@ -293,7 +293,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("change", DAMAGES)
 @pytest.mark.parametrize("sealing", [PLAIN, Sealing(bytes(SECRET_BYTES))], ids=["plain", "keyed"])
-def test_a_damaged_object_is_found_deleted_and_can_be_put_again(
+def test_store_detects_and_deletes_a_damaged_object(
     subject: Subject, change: Damage, sealing: Sealing
 ) -> None:
     if change is empty and not subject.holds_empty:
@@ -312,7 +312,7 @@ def test_a_damaged_object_is_found_deleted_and_can_be_put_again(
     run(subject, scenario, sealing=sealing)
 
 
-def test_an_object_under_another_name_is_found(subject: Subject) -> None:
+def test_store_detects_an_object_under_another_key(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         await store.put(offers([1, 2]))
         taken: list[bytes] = []
@@ -323,7 +323,7 @@ def test_an_object_under_another_name_is_found(subject: Subject) -> None:
     run(subject, scenario)
 
 
-def test_an_object_of_another_secret_is_corrupt(subject: Subject) -> None:
+def test_store_reports_an_object_of_another_secret_as_corrupt(subject: Subject) -> None:
     ours, theirs = Sealing(b"1" * SECRET_BYTES), Sealing(b"2" * SECRET_BYTES)
 
     async def scenario(store: PageStore) -> None:
@@ -336,7 +336,7 @@ def test_an_object_of_another_secret_is_corrupt(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("view_bytes", [1, BODY_BYTES - 1, BODY_BYTES + 1, 5 * BODY_BYTES])
-def test_an_object_of_another_length_than_its_view_is_truncated(subject: Subject, view_bytes: int) -> None:
+def test_store_reports_an_object_of_another_length_as_truncated(subject: Subject, view_bytes: int) -> None:
     async def scenario(store: PageStore) -> None:
         await store.put(offers([1]))
         assert await store.get([(page(1), memoryview(bytearray(view_bytes)))]) == [Got.TRUNCATED]
@@ -345,7 +345,7 @@ def test_an_object_of_another_length_than_its_view_is_truncated(subject: Subject
     run(subject, scenario)
 
 
-def test_what_is_removed_is_gone_and_can_be_put_again(subject: Subject) -> None:
+def test_store_accepts_a_removed_object_again(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         await store.put(offers([1, 2, 3]))
         await store.remove([page(1), page(3), page(9)])
@@ -356,7 +356,7 @@ def test_what_is_removed_is_gone_and_can_be_put_again(subject: Subject) -> None:
     run(subject, scenario)
 
 
-def test_what_it_holds_can_be_listed(subject: Subject) -> None:
+def test_store_lists_its_objects(subject: Subject) -> None:
     keys = [ObjectKey(kind, page(number).key, number) for kind in Kind for number in range(60)]
 
     async def scenario(store: PageStore) -> None:
@@ -369,7 +369,7 @@ def test_what_it_holds_can_be_listed(subject: Subject) -> None:
     run(subject, scenario)
 
 
-def test_a_full_store_forgets_what_was_used_longest_ago(bounded: Subject) -> None:
+def test_store_evicts_the_least_recently_used_object(bounded: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         for number in range(12):
             assert await store.put(offers([number])) == [Put.STORED]
@@ -383,7 +383,7 @@ def test_a_full_store_forgets_what_was_used_longest_ago(bounded: Subject) -> Non
     run(bounded, scenario, capacity_bytes=4 * OBJECT_BYTES)
 
 
-def test_a_put_stores_in_order_and_skips_all_behind_the_first_that_does_not_fit(bounded: Subject) -> None:
+def test_store_skips_all_objects_after_the_first_that_does_not_fit(bounded: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         await store.put(offers([6]))
         assert await store.put(offers([1, 2, 3, 4, 5, 6])) == [Put.STORED] * 4 + [Put.FULL, Put.SKIPPED]
@@ -393,7 +393,7 @@ def test_a_put_stores_in_order_and_skips_all_behind_the_first_that_does_not_fit(
     run(bounded, scenario, capacity_bytes=4 * OBJECT_BYTES)
 
 
-def test_a_put_never_evicts_its_own_objects(bounded: Subject) -> None:
+def test_store_put_never_evicts_its_own_objects(bounded: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         for number in (1, 2, 3, 4):
             await store.put(offers([number]))
@@ -406,7 +406,7 @@ def test_a_put_never_evicts_its_own_objects(bounded: Subject) -> None:
     run(bounded, scenario, capacity_bytes=4 * OBJECT_BYTES)
 
 
-def test_an_object_larger_than_the_store_does_not_fit(bounded: Subject) -> None:
+def test_store_refuses_an_object_larger_than_itself(bounded: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         await store.put(offers([1]))
         assert await store.put([(page(2), memoryview(body_of(2, OBJECT_BYTES)))]) == [Put.FULL]
@@ -415,7 +415,7 @@ def test_an_object_larger_than_the_store_does_not_fit(bounded: Subject) -> None:
     run(bounded, scenario, capacity_bytes=OBJECT_BYTES)
 
 
-def test_no_view_is_written_after_a_cancelled_get(subject: Subject) -> None:
+def test_store_writes_no_view_after_a_cancelled_get(subject: Subject) -> None:
     memory = bytearray(1 << 22)
 
     async def scenario(store: PageStore) -> None:
@@ -432,7 +432,7 @@ def test_no_view_is_written_after_a_cancelled_get(subject: Subject) -> None:
     assert not any(memory), "a transfer was still writing when its task had ended"
 
 
-def test_what_is_reused_after_a_cancelled_put_is_never_stored(subject: Subject) -> None:
+def test_store_never_stores_memory_reused_after_a_cancelled_put(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         for turns in range(8):
             memory = body_of(turns)
@@ -448,7 +448,7 @@ def test_what_is_reused_after_a_cancelled_put_is_never_stored(subject: Subject) 
     run(subject, scenario)
 
 
-def test_counts_add_up(subject: Subject) -> None:
+def test_store_counts_add_up(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         await store.put(offers([1, 2, 1]))
         await fetch(store, [1, 2, 3])
@@ -464,7 +464,7 @@ def test_counts_add_up(subject: Subject) -> None:
     run(subject, scenario)
 
 
-def test_close_may_come_twice(subject: Subject) -> None:
+def test_store_can_be_closed_twice(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         await store.put(offers([1]))
         await store.close()
@@ -483,7 +483,7 @@ Operation = tuple[str, list[int]]
     ),
     st.integers(1, 6),
 )
-def test_any_history_returns_what_was_put_or_nothing(history: list[Operation], capacity: int) -> None:
+def test_store_returns_what_was_put_or_nothing_after_any_history(history: list[Operation], capacity: int) -> None:
     store = MemoryStore(capacity * OBJECT_BYTES)
 
     async def scenario() -> None:

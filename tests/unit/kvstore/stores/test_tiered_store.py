@@ -65,7 +65,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     simulate(1, scenario)
 
 
-def test_a_get_asks_the_nearest_and_only_what_is_missing_goes_on() -> None:
+def test_tiered_store_asks_the_next_tier_only_for_missing_objects() -> None:
     async def scenario() -> None:
         near, far = Scripted(), Scripted()
         store = TieredStore([Tier(near), Tier(far)])
@@ -82,7 +82,7 @@ def test_a_get_asks_the_nearest_and_only_what_is_missing_goes_on() -> None:
 
 @pytest.mark.parametrize("near", Write)
 @pytest.mark.parametrize("far", Write)
-def test_a_tier_takes_what_its_policy_says(near: Write, far: Write) -> None:
+def test_tiered_store_writes_to_each_tier_by_its_policy(near: Write, far: Write) -> None:
     async def scenario() -> None:
         stores = [memory(), memory()]
         store = TieredStore([Tier(stores[0], near), Tier(stores[1], far)])
@@ -104,7 +104,7 @@ def test_a_tier_takes_what_its_policy_says(near: Write, far: Write) -> None:
     run(scenario())
 
 
-def test_of_a_hit_no_more_is_copied_than_there_is_memory_for_and_nothing_out_of_order() -> None:
+def test_tiered_store_copies_hits_in_order_while_memory_lasts() -> None:
     async def scenario() -> None:
         near, far = memory(), memory()
         store = TieredStore([Tier(near), Tier(far)], copy_bytes_max=3 * BODY_BYTES)
@@ -130,7 +130,7 @@ class Reluctant(MemoryStore):
         return await super().put(objects)
 
 
-def test_a_near_tier_that_is_slow_to_take_a_hit_holds_nothing_up() -> None:
+def test_tiered_store_does_not_wait_for_a_slow_near_tier_to_take_a_hit() -> None:
     async def scenario() -> None:
         near, far = Reluctant(), memory()
         store = TieredStore([Tier(near), Tier(far)])
@@ -151,7 +151,7 @@ def test_a_near_tier_that_is_slow_to_take_a_hit_holds_nothing_up() -> None:
     run(scenario())
 
 
-def test_a_tier_that_is_down_costs_one_wait_and_its_objects() -> None:
+def test_tiered_store_waits_once_for_a_tier_that_is_down() -> None:
     async def scenario() -> None:
         near, far = Scripted(Fault(1.0, 60.0, 10.0)), memory()
         guard = GuardedStore(near, 0.25)
@@ -175,7 +175,7 @@ def test_a_tier_that_is_down_costs_one_wait_and_its_objects() -> None:
     run(scenario())
 
 
-def test_a_far_tier_that_was_restarted_empty_gets_back_what_is_read() -> None:
+def test_tiered_store_refills_a_far_tier_that_was_restarted_empty() -> None:
     async def scenario() -> None:
         near, far = memory(), memory()
         store = TieredStore([Tier(near), Tier(far)])
@@ -193,7 +193,7 @@ def test_a_far_tier_that_was_restarted_empty_gets_back_what_is_read() -> None:
     run(scenario())
 
 
-def test_a_tier_that_is_full_takes_the_first_and_the_others_all() -> None:
+def test_tiered_store_fills_other_tiers_when_one_is_full() -> None:
     async def scenario() -> None:
         near, far = MemoryStore(2 * OBJECT_BYTES), memory()
         store = TieredStore([Tier(near), Tier(far)])
@@ -207,7 +207,7 @@ def test_a_tier_that_is_full_takes_the_first_and_the_others_all() -> None:
     run(scenario())
 
 
-def test_what_is_damaged_near_is_mended_from_afar() -> None:
+def test_tiered_store_repairs_a_near_tier_from_a_far_one() -> None:
     async def scenario() -> None:
         near, far = memory(), memory()
         store = TieredStore([Tier(near), Tier(far)])
@@ -224,7 +224,7 @@ def test_what_is_damaged_near_is_mended_from_afar() -> None:
     run(scenario())
 
 
-def test_a_chain_is_looked_at_and_cleaned_as_one() -> None:
+def test_tiered_store_lists_and_removes_objects_of_all_tiers() -> None:
     async def scenario() -> None:
         near, far = memory(), memory()
         store = TieredStore([Tier(near, Write.HITS), Tier(far)])
@@ -247,7 +247,7 @@ def test_a_chain_is_looked_at_and_cleaned_as_one() -> None:
     run(scenario())
 
 
-def test_patience_is_that_of_all_who_may_be_waited_for() -> None:
+def test_tiered_store_patience_is_the_sum_of_its_tiers() -> None:
     async def scenario() -> None:
         store = TieredStore(
             [Tier(memory()), Tier(GuardedStore(memory(), 2.0)), Tier(GuardedStore(memory(), 0.5))]
@@ -259,7 +259,7 @@ def test_patience_is_that_of_all_who_may_be_waited_for() -> None:
     run(scenario())
 
 
-def test_large_hits_are_copied_beside_the_event_loop() -> None:
+def test_tiered_store_copies_large_hits_on_a_thread() -> None:
     content = Random(1).randbytes(3 << 20)
     view = memoryview(bytearray(len(content)))
 
@@ -311,7 +311,7 @@ async def history(store: TieredStore, operations: Sequence[Operation], stores: S
 
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(TIERS, OPERATIONS, st.integers(0, 9))
-def test_any_history_over_any_chain_is_one_of_one_store(
+def test_tiered_store_behaves_like_one_store_after_any_history(
     tiers: list[tuple[int, Write]], operations: list[Operation], copies: int
 ) -> None:
     stores = [MemoryStore(capacity * OBJECT_BYTES) for capacity, _ in tiers]
@@ -328,7 +328,7 @@ def test_any_history_over_any_chain_is_one_of_one_store(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_its_tiers_do_a_chain_returns_what_was_put_or_nothing(seed: int) -> None:
+def test_tiered_store_returns_what_was_put_or_nothing_under_any_faults(seed: int) -> None:
     rng = Random(seed)
 
     def faulty() -> FaultyStore:
