@@ -1,4 +1,4 @@
-"""When a store is left alone and asked again, and what rate its transfers are expected to have."""
+"""The state of the circuit breaker, and the measured rate of transfers."""
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +10,7 @@ PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 
 
 @PROPERTY
-@given(st.lists(st.sampled_from(["fail", "old", "answered", "moved"]), max_size=40))
+@given(st.lists(st.sampled_from(["fail", "old", "probed", "moved"]), max_size=40))
 def test_breaker_counts_each_trip_once_and_doubles_its_waits(history: list[str]) -> None:
     breaker = Breaker()
     waits: list[float] = []
@@ -24,7 +24,7 @@ def test_breaker_counts_each_trip_once_and_doubles_its_waits(history: list[str])
             case "old":
                 assert not breaker.fail(breaker.trips - 1)
                 assert (breaker.trips, breaker.is_open) == before
-            case "answered":
+            case "probed":
                 breaker.close()
                 assert (breaker.trips, breaker.is_open) == (before[0], False)
             case _:

@@ -1,4 +1,4 @@
-"""No request waits long for a store that is down or slow, and no memory is given back under a transfer."""
+"""The circuit breaker: bounded waits for a store that is down or slow, and safe memory of calls."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -39,7 +39,7 @@ def one_get(store: PageStore, memory: bytearray, number: int = 0) -> Awaitable[l
     return store.get([(KEYS[number], memoryview(memory))])
 
 
-def play(scenario: Callable[[Scripted, GuardedStore], Awaitable[None]], *faults: Fault) -> None:
+def run(scenario: Callable[[Scripted, GuardedStore], Awaitable[None]], *faults: Fault) -> None:
     async def main() -> None:
         store = Scripted(*faults)
         guard = GuardedStore(store, TIMEOUT_S)
@@ -49,7 +49,7 @@ def play(scenario: Callable[[Scripted, GuardedStore], Awaitable[None]], *faults:
             await guard.close()
             await guard.close()
         assert store.probes_out == 0
-        assert len(asyncio.all_tasks()) == 1, "something of the guard goes on"
+        assert len(asyncio.all_tasks()) == 1, "a task of the guard still runs"
 
     simulate(0, main())
 
@@ -68,7 +68,7 @@ def test_guard_changes_nothing_of_a_store_without_faults() -> None:
         assert await guard.contains(KEYS[:2]) == [False, True]
         assert guard.stats() == store.stats()
 
-    play(scenario)
+    run(scenario)
 
 
 @pytest.mark.parametrize("blocks_s", [0.0, 4.3, 30.0])
@@ -96,7 +96,7 @@ def test_guard_fails_calls_immediately_while_open(blocks_s: float) -> None:
         assert stats.put == {Put.UNREACHABLE: 100, Put.SKIPPED: 200}
         assert stats.got[Got.UNREACHABLE] == 100
 
-    play(scenario, Fault(0, 1000, blocks_s))
+    run(scenario, Fault(0, 1000, blocks_s))
 
 
 def test_guard_opens_after_an_unreachable_put() -> None:
@@ -104,7 +104,7 @@ def test_guard_opens_after_an_unreachable_put() -> None:
         assert await one_put(guard) == [Put.UNREACHABLE]
         assert guard.stats().is_down
 
-    play(scenario, Fault(0, 1000, 0.0))
+    run(scenario, Fault(0, 1000, 0.0))
 
 
 @pytest.mark.parametrize("call", [one_put, one_get])
@@ -112,7 +112,7 @@ def test_guard_opens_after_an_unreachable_put() -> None:
 def test_guard_stays_open_while_only_the_metadata_answers(
     call: Callable[..., Awaitable[object]], *, knows: bool
 ) -> None:
-    """What is asked for is where bytes were, or were looked for: that it is not there is no news of it."""
+    """Probes get a stored object, because an answer about a missing one proves nothing."""
 
     async def scenario(store: Scripted, guard: GuardedStore) -> None:
         await (guard if knows else store).put([(key, memoryview(BODY)) for key in KEYS[:3]])
@@ -125,7 +125,7 @@ def test_guard_stays_open_while_only_the_metadata_answers(
         await asyncio.sleep(2 * PROBE_S_MAX)
         assert await guard.get([(KEYS[0], memory)]) == [Got.HIT]
 
-    play(scenario, Fault(1, 20, 30.0, frozen=True))
+    run(scenario, Fault(1, 20, 30.0, frozen=True))
 
 
 def ask(store: PageStore) -> Awaitable[object]:
@@ -142,7 +142,7 @@ def test_guard_answers_a_late_query_at_its_deadline(ask: Callable[[PageStore], A
         assert await took_s(ask(guard)) == pytest.approx(TIMEOUT_S)
         assert guard.stats().trips == 1
 
-    play(scenario, Fault(0, 1000, 30.0))
+    run(scenario, Fault(0, 1000, 30.0))
 
 
 def test_guard_answers_running_queries_when_another_call_opens_it() -> None:
@@ -153,7 +153,7 @@ def test_guard_answers_running_queries_when_another_call_opens_it() -> None:
         assert await put == [Put.UNREACHABLE]
         assert now() == pytest.approx(30, abs=0.01)
 
-    play(scenario, Fault(0, 1000, 30.0))
+    run(scenario, Fault(0, 1000, 30.0))
 
 
 def test_guard_opens_at_the_deadline_and_keeps_the_memory_of_a_late_call() -> None:
@@ -175,7 +175,7 @@ def test_guard_opens_at_the_deadline_and_keeps_the_memory_of_a_late_call() -> No
         await asyncio.sleep(60)
         assert memory == BODY
 
-    play(scenario, Fault(0, 30, 30.0))
+    run(scenario, Fault(0, 30, 30.0))
 
 
 def test_guard_returns_the_outcome_of_a_late_call() -> None:
@@ -186,7 +186,7 @@ def test_guard_returns_the_outcome_of_a_late_call() -> None:
         assert memory == BODY
         assert guard.stats().trips == 1
 
-    play(scenario, Fault(0.002, 100, 3.0, slow=True))
+    run(scenario, Fault(0.002, 100, 3.0, slow=True))
 
 
 @PROPERTY
@@ -196,13 +196,13 @@ def test_guard_closes_within_one_interval_after_recovery(heals: float, blocks_s:
         await one_get(guard, bytearray(100))
         await asyncio.sleep(max(0, heals - now()) + PROBE_S_MAX + 0.01)
         late = store.probed_at and store.probed_at[-1] < heals
-        if late:  # it was out when the store healed, and came back too late to be believed
+        if late:  # a probe that started before the recovery is late
             await asyncio.sleep(PROBE_S_MAX)
         assert not guard.stats().is_down
         assert await one_put(guard) == [Put.STORED]
         assert store.probes_out_max <= 1
 
-    play(scenario, Fault(0, heals, blocks_s))
+    run(scenario, Fault(0, heals, blocks_s))
 
 
 def test_guard_probes_at_growing_intervals() -> None:
@@ -212,11 +212,11 @@ def test_guard_probes_at_growing_intervals() -> None:
         gaps = [later - earlier for earlier, later in pairwise(store.probed_at)]
         assert gaps == pytest.approx([0.5, 1, 2, 4, *[PROBE_S_MAX] * (len(gaps) - 4)], abs=0.01)
 
-    play(scenario, Fault(0, 1000, 0))
+    run(scenario, Fault(0, 1000, 0))
 
 
 def test_guard_retries_less_often_when_only_probes_succeed() -> None:
-    """As with an owner that is frozen while the master is well."""
+    """An owner may be frozen while the master answers."""
 
     async def scenario(_: Scripted, guard: GuardedStore) -> None:
         late: list[asyncio.Future[list[Put]]] = []
@@ -228,7 +228,7 @@ def test_guard_retries_less_often_when_only_probes_succeed() -> None:
         assert len(late) == guard.stats().trips <= 5 + 60 / PROBE_S_MAX
         await asyncio.wait(late)
 
-    play(scenario, Fault(0, 1000, 30.0, slow=True))
+    run(scenario, Fault(0, 1000, 30.0, slow=True))
 
 
 def test_guard_does_not_reset_waits_after_a_late_transfer() -> None:
@@ -242,11 +242,11 @@ def test_guard_does_not_reset_waits_after_a_late_transfer() -> None:
             assert await put == [Put.STORED]
         assert pauses_s == pytest.approx([0.25, 0.5, 1, 2, 4, PROBE_S_MAX], abs=0.01)
 
-    play(scenario, Fault(0, 1000, 1.0, slow=True))
+    run(scenario, Fault(0, 1000, 1.0, slow=True))
 
 
-class Slowest(MemoryStore):
-    """The first put fails after seconds, the second one at once, and nothing after them."""
+class FailingPuts(MemoryStore):
+    """A store whose first put fails after 2 s, the second after 0.1 s, and later ones succeed."""
 
     async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
         fails_after_s = {KEYS[1]: 2.0, KEYS[2]: 0.1}.get(objects[0][0])
@@ -258,7 +258,7 @@ class Slowest(MemoryStore):
 
 def test_guard_ignores_failures_from_before_the_last_trip() -> None:
     async def main() -> None:
-        guard = GuardedStore(Slowest(1 << 20), TIMEOUT_S)
+        guard = GuardedStore(FailingPuts(1 << 20), TIMEOUT_S)
         puts = [asyncio.ensure_future(one_put(guard, number)) for number in (1, 2)]
         assert await puts[1] == [Put.UNREACHABLE]
         await asyncio.sleep(1)
@@ -278,7 +278,7 @@ def test_guard_does_not_open_when_the_event_loop_was_busy(seed: int) -> None:
         loop = asyncio.get_running_loop()
         put = asyncio.ensure_future(one_put(guard))
         await asyncio.sleep(0.0005)
-        cast("Any", loop)._now += 2.0  # whoever should have noticed its answer was not run
+        cast("Any", loop)._now += 2.0  # the event loop was blocked
         assert await put == [Put.STORED]
         assert guard.stats().trips == 0
         await guard.close()
@@ -299,17 +299,17 @@ def test_guard_close_waits_for_running_calls_and_stops_probes() -> None:
         await asyncio.sleep(10)
         assert len(store.probed_at) == probes
 
-    play(scenario, Fault(0, 1000, 4.0))
+    run(scenario, Fault(0, 1000, 4.0))
 
 
-class Cannot(MemoryStore):
+class UnlistableStore(MemoryStore):
     async def list_objects(self) -> list[StoredObject]:
         raise StoreError("no")
 
 
 def test_guard_passes_on_errors_of_a_listing() -> None:
     async def main() -> None:
-        guard = GuardedStore(Cannot(1), TIMEOUT_S)
+        guard = GuardedStore(UnlistableStore(1), TIMEOUT_S)
         with pytest.raises(StoreError, match="no"):
             await guard.list_objects()
 
@@ -335,7 +335,7 @@ def test_guard_bounds_waits_under_any_faults(
         start = faults[-1].end
 
     async def request(guard: GuardedStore, kind: str, number: int) -> None:
-        """Uses its memory again as soon as the call has ended."""
+        """Send a request, and reuse its memory as soon as the call has ended."""
         memory = bytearray(BODY)
         calls: dict[str, Callable[[], Awaitable[object]]] = {
             "put": lambda: guard.put([(KEYS[number], memoryview(memory))]),
@@ -378,7 +378,7 @@ def test_guard_bounds_waits_under_any_faults(
 def test_guard_lets_sequential_requests_wait_once_for_a_dead_store(
     pauses: list[float], blocks_s: float
 ) -> None:
-    """Engine and guard together: what all requests wait is one patience."""
+    """All requests together wait for one patience."""
 
     async def scenario(_: Scripted, guard: GuardedStore) -> None:
         waited_s = 0.0
@@ -391,11 +391,11 @@ def test_guard_lets_sequential_requests_wait_once_for_a_dead_store(
         assert waited_s <= patience_s + EPSILON_S
         await asyncio.wait(calls)
 
-    play(scenario, Fault(0, 1000, blocks_s))
+    run(scenario, Fault(0, 1000, blocks_s))
 
 
 def test_guard_adapts_to_a_permanently_slow_link() -> None:
-    """The first transfers are late; then the patience fits."""
+    """The first transfers are late; then the rate has adapted."""
     size = 1 << 24
 
     class Slow(MemoryStore):
@@ -416,8 +416,8 @@ def test_guard_adapts_to_a_permanently_slow_link() -> None:
     simulate(0, main())
 
 
-class OneLink(MemoryStore):
-    """Its transfers go one after the other, over a link of so many bytes per second."""
+class OneLinkStore(MemoryStore):
+    """A store whose transfers share a link of `bytes_per_s`, one after the other."""
 
     def __init__(self, bytes_per_s: float) -> None:
         super().__init__(1 << 30)
@@ -435,7 +435,7 @@ def test_guard_does_not_open_when_calls_queue_behind_others(
     bytes_per_s: float, num_bytes: int, count: int
 ) -> None:
     async def main() -> None:
-        guard = GuardedStore(OneLink(bytes_per_s), TIMEOUT_S)
+        guard = GuardedStore(OneLinkStore(bytes_per_s), TIMEOUT_S)
         body = memoryview(bytes(num_bytes))
         puts = [guard.put([(KEYS[number % len(KEYS)], body)]) for number in range(count)]
         assert await asyncio.gather(*puts) == [[Put.STORED]] * count

@@ -1,4 +1,4 @@
-"""The file store in one process: restarts, use by time, several threads."""
+"""The file store in one process: restarts, order of use, several threads."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ from tidemill.kvstore.stores.page_store import Got, Put
 
 
 class Clock:
-    """Moves when told to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -56,7 +56,7 @@ def test_file_store_records_use_at_intervals_and_evicts_by_it(tmp_path: Path) ->
         age(object_path(tmp_path, number), by_s)
     used = object_path(tmp_path, 1).stat().st_mtime_ns
     assert get(folder, 1) is Got.HIT
-    assert object_path(tmp_path, 1).stat().st_mtime_ns == used, "a read of a recent object wrote"
+    assert object_path(tmp_path, 1).stat().st_mtime_ns == used, "a read of a recent object changed its time"
     clock.now_s += TOUCH_S
     assert get(folder, 1) is Got.HIT
     assert object_path(tmp_path, 1).stat().st_mtime_ns > used
@@ -79,7 +79,7 @@ def test_file_store_keeps_a_frequently_read_object_under_fast_turnover(tmp_path:
     for number in range(200):
         put(folder, number)
         for path in tmp_path.glob("objects/*/*"):
-            age(path, TOUCH_S / 2)  # so much time passes
+            age(path, TOUCH_S / 2)  # time passes
         assert get(folder, 0) is Got.HIT, number
 
 
@@ -122,7 +122,7 @@ def test_file_store_counts_objects_of_other_writers(tmp_path: Path) -> None:
 
 
 class Gate:
-    """Holds every read of a file until it is opened."""
+    """Blocks every read of a file until the test opens it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached = threading.Semaphore(0)
@@ -162,9 +162,7 @@ def test_file_store_cancelled_get_waits_for_its_transfer(
     asyncio.run(scenario())
 
 
-def test_file_store_puts_continue_while_reads_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_store_puts_continue_while_reads_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         store = FileStore(tmp_path, AMPLE_BYTES)
         await store.put([(page(1), memoryview(body(1, 1, BODY_BYTES)))])
@@ -182,7 +180,9 @@ def test_file_store_puts_continue_while_reads_hang(
     asyncio.run(scenario())
 
 
-def test_file_store_close_waits_for_running_transfers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_store_close_waits_for_running_transfers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
         store = FileStore(tmp_path, AMPLE_BYTES)
         await store.put([(page(1), memoryview(body(1, 1, BODY_BYTES)))])

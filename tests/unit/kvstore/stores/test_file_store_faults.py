@@ -1,4 +1,4 @@
-"""What disks, dead writers and other people do to the folder of a file store."""
+"""Faults of the folder of a file store: full disks, crashed writers, foreign files."""
 
 import errno
 import fcntl
@@ -50,7 +50,9 @@ def test_object_folder_on_a_full_disk_refuses_the_rest_and_leaves_no_files(
     assert put(folder, 1, 2, 3) == [Put.EXISTED] * fails_at + [Put.STORED] * (3 - fails_at)
 
 
-def test_object_folder_evicts_when_other_files_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_folder_evicts_when_other_files_fill_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = ObjectFolder(tmp_path, AMPLE_BYTES)
     for number in range(64):
         put(folder, number)
@@ -84,7 +86,7 @@ ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE, errn
 def test_object_folder_returns_an_outcome_for_each_system_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
-    """And when it refuses no more, all is as if it never had."""
+    """Afterwards the folder works as before."""
     path, capacity_bytes = tmp_path / "store", 4 * OBJECT_BYTES
     folder = ObjectFolder(path, capacity_bytes)
     put(folder, 1, 2, 3)
@@ -98,7 +100,9 @@ def test_object_folder_returns_an_outcome_for_each_system_error(
     with monkeypatch.context() as patched:
         patched.setattr(os, name, refuses)
         outcomes = put(folder, 1, 4, 5)
-        assert outcomes == sorted(outcomes, key=lambda one: (not one.is_there, one is Put.SKIPPED))
+        assert outcomes == sorted(
+            outcomes, key=lambda outcome: (not outcome.is_there, outcome is Put.SKIPPED)
+        )
         assert get(folder, 1) is not Got.TRUNCATED
         folder.contains([page(1)])
         folder.remove([page(9)])
@@ -146,7 +150,7 @@ def test_object_folder_second_concurrent_writer_has_not_stored_the_object(
     assert one.get([(page(1), memoryview(view))]) == [Got.HIT]
     assert view == body(1, 2, BODY_BYTES)
     assert put(one, 2) == [Put.STORED]
-    assert one.usage == (2, 2 * OBJECT_BYTES), "what was not stored is counted"
+    assert one.usage == (2, 2 * OBJECT_BYTES), "an object that was not stored is counted"
 
 
 def test_object_folder_continues_short_reads_and_writes(
@@ -165,7 +169,7 @@ def test_object_folder_continues_short_reads_and_writes(
 
 
 @pytest.mark.parametrize(
-    ("number", "outcome", "is_kept"),
+    ("number", "outcome", "is_stored"),
     [
         (errno.EIO, Got.CORRUPT, False),
         (errno.ESTALE, Got.MISS, True),
@@ -173,7 +177,7 @@ def test_object_folder_continues_short_reads_and_writes(
     ],
 )
 def test_object_folder_reports_unreadable_files_as_corrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, outcome: Got, *, is_kept: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, outcome: Got, *, is_stored: bool
 ) -> None:
     folder = ObjectFolder(tmp_path, AMPLE_BYTES)
     put(folder, 1)
@@ -183,18 +187,18 @@ def test_object_folder_reports_unreadable_files_as_corrupt(
 
     monkeypatch.setattr(os, "readv", broken)
     assert get(folder, 1) is outcome
-    assert folder.contains([page(1)]) == [is_kept]
+    assert folder.contains([page(1)]) == [is_stored]
 
 
 def test_folder_bound_removes_files_of_crashed_writers(tmp_path: Path) -> None:
     put(ObjectFolder(tmp_path, AMPLE_BYTES), 1)
-    aside = tmp_path / "aside"
-    dead, lost = "0" * 32 + "-7", "1" * 32 + "-0"
-    for name in (dead, f"{dead}.new", f"{lost}.new", "notes.txt"):
-        (aside / name).write_bytes(bytes(500))
-    os.link(object_path(tmp_path, 1), aside / ("2" * 32 + "-3.new"))
+    reservations = tmp_path / "aside"
+    crashed, lost = "0" * 32 + "-7", "1" * 32 + "-0"
+    for name in (crashed, f"{crashed}.new", f"{lost}.new", "notes.txt"):
+        (reservations / name).write_bytes(bytes(500))
+    os.link(object_path(tmp_path, 1), reservations / ("2" * 32 + "-3.new"))
     reopened = ObjectFolder(tmp_path, AMPLE_BYTES)
-    assert [file.name for file in aside.iterdir()] == ["notes.txt"]
+    assert [file.name for file in reservations.iterdir()] == ["notes.txt"]
     assert reopened.usage == (1, OBJECT_BYTES)
     assert get(reopened, 1) is Got.HIT
 
@@ -204,26 +208,26 @@ def test_folder_bound_counts_and_keeps_reservations_of_live_writers(tmp_path: Pa
     reservation = bound.reserve(FolderUsage(3, 3 * OBJECT_BYTES), keep=frozenset())
     folder = ObjectFolder(tmp_path, 4 * OBJECT_BYTES)
     assert folder.usage == (3, 3 * OBJECT_BYTES)
-    assert put(folder, 1, 2) == [Put.FULL, Put.SKIPPED], "space that is promised was given away"
+    assert put(folder, 1, 2) == [Put.FULL, Put.SKIPPED], "reserved space was used"
     assert put(folder, 1) == [Put.STORED]
-    reservation.reduce(FolderUsage(1, OBJECT_BYTES))  # one is there, as far as anybody knows
+    reservation.reduce(FolderUsage(1, OBJECT_BYTES))  # one object counts as published
     bound.end(reservation)
-    assert put(folder, 2, 3) == [Put.STORED, Put.STORED], "what was not written is still taken"
+    assert put(folder, 2, 3) == [Put.STORED, Put.STORED], "the rest of the reservation was not released"
     assert folder.usage.bytes <= 4 * OBJECT_BYTES
 
 
 def test_folder_bound_neither_counts_nor_deletes_foreign_files(tmp_path: Path) -> None:
     stray = ("thesis.txt", "objects/thesis.txt", "objects/ab/thesis.txt", f"objects/00/{page(1)}.bak")
-    mine = [tmp_path / name for name in stray]
-    for path in mine:
+    foreign = [tmp_path / name for name in stray]
+    for path in foreign:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(5000))
         age(path, 1e6)
     folder = ObjectFolder(tmp_path, 2 * OBJECT_BYTES)
     for number in range(6):
         assert put(folder, number) == [Put.STORED]
-    assert all(path.exists() for path in mine)
-    assert {one.key for one in folder.list_objects()} <= {page(number) for number in range(6)}
+    assert all(path.exists() for path in foreign)
+    assert {stored.key for stored in folder.list_objects()} <= {page(number) for number in range(6)}
 
 
 def test_object_folder_recovers_when_its_folder_is_emptied(tmp_path: Path) -> None:

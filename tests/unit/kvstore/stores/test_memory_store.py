@@ -1,4 +1,4 @@
-"""What the memory store promises beyond the contract: exact order of use."""
+"""The memory store evicts in the exact order of use."""
 
 import asyncio
 

@@ -1,6 +1,6 @@
 # pyright: basic
-# The library is a compiled one without types.
-"""What becomes of objects when a real master or owner dies, stops, forgets or damages them."""
+# The library is compiled and has no types.
+"""Objects in a real Mooncake whose master or owner crashes, stops, loses or damages them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
@@ -36,7 +36,7 @@ def offers(*numbers: int, num_bytes: int = BODY_BYTES) -> list[tuple[ObjectKey, 
 
 
 async def fetch(store: RemoteStore, *numbers: int) -> list[Got]:
-    """Outcomes; the bytes of hits are right."""
+    """Return the outcomes, and assert that hits are right."""
     views = [(page(number), memoryview(bytearray(BODY_BYTES))) for number in numbers]
     outcomes = await store.get(views)
     for number, (_, view), got in zip(numbers, views, outcomes, strict=True):
@@ -44,8 +44,8 @@ async def fetch(store: RemoteStore, *numbers: int) -> list[Got]:
     return outcomes
 
 
-async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    while not await holds():  # noqa: ASYNC110 - other processes have no events for us
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    while not await condition():  # noqa: ASYNC110 - other processes send no events
         await asyncio.sleep(0.05)
 
 
@@ -64,13 +64,13 @@ def client(service: Mooncake) -> Generator[PlainClient]:
 
 @pytest.fixture
 def plain(client: PlainClient) -> PlainClient:
-    """Of an empty store."""
+    """Return a client of an empty store."""
     client.clear()
     return client
 
 
 @asynccontextmanager
-async def opened(service: Mooncake) -> AsyncGenerator[RemoteStore]:
+async def open_client(service: Mooncake) -> AsyncGenerator[RemoteStore]:
     store = open_mooncake(service.address, transport=TRANSPORT, admin=service.admin)
     try:
         yield store
@@ -81,7 +81,7 @@ async def opened(service: Mooncake) -> AsyncGenerator[RemoteStore]:
 
 def run(service: Mooncake, scenario: Callable[[RemoteStore], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
-        async with opened(service) as store:
+        async with open_client(service) as store:
             await scenario(store)
 
     asyncio.run(main())
@@ -99,8 +99,10 @@ def test_mooncake_finds_a_flipped_bit_in_the_memory_of_an_owner(service: Mooncak
     run(service, scenario)
 
 
-def test_mooncake_does_not_report_the_name_of_a_crashed_writer_as_stored(service: Mooncake, plain: PlainClient) -> None:
-    """Mooncake says 0 to whoever puts it meanwhile, and holds nothing."""
+def test_mooncake_does_not_report_the_name_of_a_crashed_writer_as_stored(
+    service: Mooncake, plain: PlainClient
+) -> None:
+    """Mooncake returns 0 to other writers of that name, and stores nothing."""
 
     async def scenario(store: RemoteStore) -> None:
         plain.native.batch_put_session_start([str(page(2))], [BODY_BYTES + SEAL_BYTES])
@@ -125,7 +127,7 @@ def test_mooncake_reports_bytes_that_arrive_after_their_lease(service: Mooncake)
         await store.put(offers(1))
         with frozen(service.owners[-1]):
             late = asyncio.ensure_future(fetch(store, 1))
-            await asyncio.sleep(3 * LEASE_S)  # what is waited for is time
+            await asyncio.sleep(3 * LEASE_S)  # until the lease has expired
             assert not late.done()
         assert await late == [Got.EXPIRED]
         assert await fetch(store, 1) == [Got.HIT]
@@ -148,15 +150,15 @@ def test_mooncake_reports_a_stopped_owner_and_cancels_with_the_transfer(
             waiting = [asyncio.ensure_future(fetch(store, 1)), asyncio.ensure_future(store.put(offers(2)))]
             await asyncio.sleep(LEASE_S)
             cancelled.cancel()
-            assert await store.contains([page(1)]) == [True], "questions do not wait for transfers"
+            assert await store.contains([page(1)]) == [True], "a query waited for transfers"
             assert not cancelled.done()
             assert await asyncio.gather(*waiting) == [[Got.OWNER_DOWN], [Put.OWNER_DOWN]]
             await asyncio.wait({cancelled})
             assert cancelled.cancelled()
             views[0][1][:] = bytes(BODY_BYTES)
-        assert not any(views[0][1]), "nothing is written late"
+        assert not any(views[0][1]), "a late transfer wrote"
 
-        async def is_back() -> bool:  # it may have been given up for dead meanwhile
+        async def is_back() -> bool:  # the master may have declared the owner dead
             return (await store.put(offers(3)))[0].is_there
 
         await until(is_back)
@@ -176,7 +178,7 @@ def test_mooncake_reports_a_crashed_owner_and_uses_its_successor(service: Moonca
             return await fetch(store, 1) == [Got.MISS]
 
         await until(is_forgotten)
-        assert await store.put(offers(2)) == [Put.FULL], "nobody lends memory"
+        assert await store.put(offers(2)) == [Put.FULL], "an owner lends memory"
         service.start_owner()
         assert await store.put(offers(1, 2)) == [Put.STORED] * 2
         assert await fetch(store, 1, 2) == [Got.HIT] * 2
@@ -214,13 +216,13 @@ def test_mooncake_reports_a_killed_master_and_reconnects_to_a_new_one(service: M
             return outcome.is_there
 
         await until(is_back)
-        assert await fetch(store, 1, 2) == [Got.MISS, Got.HIT], "a master remembers nothing"
+        assert await fetch(store, 1, 2) == [Got.MISS, Got.HIT], "a new master has old objects"
 
     run(service, scenario)
 
 
 def test_mooncake_reports_only_existing_objects_when_full(tmp_path: Path) -> None:
-    """Its eviction is asynchronous and by lease: which objects go, and when, is not for us to say."""
+    """Its eviction is asynchronous and by lease, so the test does not expect certain objects."""
     num_bytes = 1 << 20
 
     async def scenario(store: RemoteStore) -> None:
@@ -235,7 +237,9 @@ def test_mooncake_reports_only_existing_objects_when_full(tmp_path: Path) -> Non
             assert await store.get(views) == [Got.HIT] * len(claimed)
             seen.update(outcomes)
         assert {Put.STORED, Put.FULL} <= seen <= {Put.STORED, Put.FULL, Put.UNCONFIRMED, Put.SKIPPED}
-        assert await store.put(offers(99, num_bytes=20 << 20)) == [Put.FULL], "more than anybody lends"
+        assert await store.put(offers(99, num_bytes=20 << 20)) == [Put.FULL], (
+            "the object is larger than all lent memory"
+        )
 
         async def finds_space() -> bool:
             return await store.put(offers(100, num_bytes=num_bytes)) == [Put.STORED]

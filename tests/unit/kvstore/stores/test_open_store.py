@@ -1,4 +1,4 @@
-"""Texts that name a store, and one-line answers to those that do not."""
+"""The texts that name a store, and one-line errors for other texts."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +18,7 @@ from tidemill.kvstore.stores.seal import PLAIN, SECRET_BYTES, Sealing
 from tidemill.kvstore.stores.tiered_store import TieredStore
 
 
-def opened(url: str, kind: type) -> StoreStats:
+def open_stats(url: str, kind: type) -> StoreStats:
     store = open_store(url)
     assert type(store) is kind
     asyncio.run(store.close())
@@ -30,21 +30,21 @@ def opened(url: str, kind: type) -> StoreStats:
     [("memory:", 1 << 30), ("memory", 1 << 30), ("memory:?size=64KiB", 1 << 16)],
 )
 def test_open_store_opens_memory(url: str, capacity_bytes: int) -> None:
-    assert opened(url, MemoryStore).capacity_bytes == capacity_bytes
+    assert open_stats(url, MemoryStore).capacity_bytes == capacity_bytes
 
 
 @pytest.mark.parametrize("form", ["file://{}?size=2MiB", "file:{}?size=2MiB", "{}?size=2MiB"])
 def test_open_store_opens_files(form: str, tmp_path: Path) -> None:
-    assert opened(form.format(tmp_path / "cache"), GuardedStore).capacity_bytes == 2 << 20
+    assert open_stats(form.format(tmp_path / "cache"), GuardedStore).capacity_bytes == 2 << 20
     assert (tmp_path / "cache" / "objects").is_dir()
 
 
 def test_open_store_bounds_a_path_without_a_size_by_its_file_system(tmp_path: Path) -> None:
-    assert 0 < opened(str(tmp_path / "not" / "yet"), GuardedStore).capacity_bytes <= 8 << 30
+    assert 0 < open_stats(str(tmp_path / "not" / "yet"), GuardedStore).capacity_bytes <= 8 << 30
 
 
 def test_open_store_decodes_escaped_characters_in_a_path(tmp_path: Path) -> None:
-    opened(f"file://{tmp_path}/a%20b%2Cc?size=1MiB", GuardedStore)
+    open_stats(f"file://{tmp_path}/a%20b%2Cc?size=1MiB", GuardedStore)
     assert (tmp_path / "a b,c").is_dir()
 
 
@@ -60,23 +60,23 @@ def test_open_store_limits_the_wait_for_a_hanging_file_store(
     asyncio.run(store.close())
 
 
-class Joined:
-    """Stands for the Mooncake library."""
+class FakeMooncake:
+    """A fake of the Mooncake library that records calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         monkeypatch.setattr(module, "open_mooncake", self.open)
 
-    def open(self, master: str, **options: Any) -> PageStore:  # noqa: ANN401 - whatever open_store gives
+    def open(self, master: str, **options: Any) -> PageStore:  # noqa: ANN401 - any options of open_store
         self.calls.append((master, options))
         return MemoryStore(1 << 20)
 
 
 def test_open_store_joins_a_mooncake_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined = Joined(monkeypatch)
-    opened("mooncake://host:1", GuardedStore)
+    joined = FakeMooncake(monkeypatch)
+    open_stats("mooncake://host:1", GuardedStore)
     options = "protocol=rdma&device=mlx5_0%2Cmlx5_1&ports=open&admin=host:3&lease=2s"
-    opened(f"mooncake://host:2?{options}", GuardedStore)
+    open_stats(f"mooncake://host:2?{options}", GuardedStore)
     plain = {"transport": TCP, "admin": "", "lease_s": 10.0, "sealing": PLAIN}
     transport = Transport("rdma", "mlx5_0,mlx5_1", is_open=True)
     rdma = {"transport": transport, "admin": "host:3", "lease_s": 2.0, "sealing": PLAIN}
@@ -85,7 +85,7 @@ def test_open_store_joins_a_mooncake_store(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_open_store_orders_tiers_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sealing = Sealing(bytes(SECRET_BYTES))
-    joined = Joined(monkeypatch)
+    joined = FakeMooncake(monkeypatch)
     memory = bytearray(100)
 
     async def scenario() -> None:
@@ -97,7 +97,7 @@ def test_open_store_orders_tiers_as_written(tmp_path: Path, monkeypatch: pytest.
         assert store.stats().capacity_bytes == 5 << 20
         assert store.patience_s(0) == pytest.approx(2.25)  # pyright: ignore[reportUnknownMemberType] - pytest
         assert await store.put([(page(1), memoryview(body(1, 1, 100)))]) == [Put.STORED]
-        assert store.stats().objects == 1, "a tier took what it does not take"
+        assert store.stats().objects == 1, "a tier was written against its policy"
         await store.close()
         reopened = open_store(f"file://{tmp_path}/one", sealing)
         assert await reopened.get([(page(1), memoryview(memory))]) == [Got.HIT]
@@ -111,7 +111,7 @@ def test_open_store_orders_tiers_as_written(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_open_store_makes_a_chain_of_one_tier_that_is_only_read(tmp_path: Path) -> None:
-    assert opened(f"{tmp_path}?size=1MiB&write=none", TieredStore).objects == 0
+    assert open_stats(f"{tmp_path}?size=1MiB&write=none", TieredStore).objects == 0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What stores share: waiting for transfers that use the caller's memory, and cutting a batch to a size."""
+"""Functions that stores share: waiting for a transfer, and fitting a batch to a capacity."""
 
 import asyncio
 import gc
@@ -14,7 +14,7 @@ PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 
 
 def run_strictly(scenario: Coroutine[None, None, None]) -> None:
-    """Fails on errors that asyncio would only log."""
+    """Run a scenario, and fail on errors that asyncio would only log."""
     unseen: list[object] = []
 
     async def main() -> None:

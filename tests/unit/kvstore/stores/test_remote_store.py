@@ -1,4 +1,4 @@
-"""What the store makes of the codes of a remote one, of which the client does as it is told."""
+"""The remote store with a scripted client: outcomes for codes, batches and confirmation."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,16 +18,16 @@ from tidemill.kvstore.stores.seal import SEAL_BYTES
 BODY_BYTES = 100
 
 
-class Scripted:
-    """Holds objects by name. Each answer can be replaced: `said` has a list of codes by call and name, the
-    last of which stays.
+class ScriptedClient:
+    """A client that stores objects by name and returns scripted codes.
 
-    calls       name of the call, and of its objects
+    codes_by_call   the codes by call and name, instead of the defaults; the last one is repeated
+    calls           the name of each call, and the names of its objects
     """
 
     def __init__(self, bytes_per_s: float = 1e12) -> None:
         self.objects: dict[str, bytes] = {}
-        self.said: dict[tuple[str, str], list[int]] = {}
+        self.codes_by_call: dict[tuple[str, str], list[int]] = {}
         self.calls: list[tuple[str, list[str]]] = []
         self.registered: list[memoryview] = []
         self.bytes_per_s = bytes_per_s
@@ -37,19 +37,19 @@ class Scripted:
         self.calls.append(("put", list(names)))
         await self._move(objects)
         for name, parts in zip(names, objects, strict=True):
-            if self._peek("put", name, 0) == 0:
+            if self._peek_code("put", name, 0) == 0:
                 self.objects.setdefault(name, b"".join(parts))
-        return [self._say("put", name, 0) for name in names]
+        return [self._next_code("put", name, 0) for name in names]
 
     async def get(self, names: Sequence[str], objects: Sequence[Parts]) -> list[int]:
         self.calls.append(("get", list(names)))
-        assert len(set(names)) == len(names), "of two equal names Mooncake fills one"
+        assert len(set(names)) == len(names), "Mooncake fills only one of two equal names"
         await self._move(objects)
         return [self._get(name, parts) for name, parts in zip(names, objects, strict=True)]
 
     async def exist(self, names: Sequence[str]) -> list[int]:
         self.calls.append(("exist", list(names)))
-        return [self._say("exist", name, int(name in self.objects)) for name in names]
+        return [self._next_code("exist", name, int(name in self.objects)) for name in names]
 
     async def remove(self, names: Sequence[str]) -> list[int]:
         self.calls.append(("remove", list(names)))
@@ -66,9 +66,11 @@ class Scripted:
 
     def _get(self, name: str, parts: Parts) -> int:
         found = self.objects.get(name, b"")
-        code = self._say("get", name, len(found) or -704)
+        code = self._next_code("get", name, len(found) or -704)
         if code >= 0:
-            assert code == sum(part.nbytes for part in parts) == len(found), "not what this is for"
+            assert code == sum(part.nbytes for part in parts) == len(found), (
+                "the scripted code does not match the object"
+            )
             parts[0][:], parts[1][:] = found[: parts[0].nbytes], found[parts[0].nbytes :]
         return code
 
@@ -87,11 +89,11 @@ class Scripted:
                 raise
         self.moving -= 1
 
-    def _peek(self, call: str, name: str, true: int) -> int:
-        return self.said.get((call, name), [true])[0]
+    def _peek_code(self, call: str, name: str, default: int) -> int:
+        return self.codes_by_call.get((call, name), [default])[0]
 
-    def _say(self, call: str, name: str, true: int) -> int:
-        script = self.said.get((call, name), [true])
+    def _next_code(self, call: str, name: str, default: int) -> int:
+        script = self.codes_by_call.get((call, name), [default])
         return script.pop(0) if len(script) > 1 else script[0]
 
 
@@ -108,12 +110,12 @@ def wanted(*numbers: int) -> list[tuple[ObjectKey, memoryview]]:
 
 
 def run(
-    scenario: Callable[[Scripted, RemoteStore], Awaitable[None]],
+    scenario: Callable[[ScriptedClient, RemoteStore], Awaitable[None]],
     bytes_per_s: float = 1e12,
     lease_s: float = 10.0,
 ) -> None:
     async def main() -> None:
-        client = Scripted(bytes_per_s)
+        client = ScriptedClient(bytes_per_s)
         store = RemoteStore(client, lease_s=lease_s)
         await scenario(client, store)
         await store.close()
@@ -132,7 +134,7 @@ def run(
         ([-705], [0, 1], Put.STORED),
         ([-200], [0, 0], Put.FULL),
         ([-200, -200, 0], [0, 1], Put.STORED),
-        ([-200], [0, 1], Put.EXISTED),  # another writer had better luck
+        ([-200], [0, 1], Put.EXISTED),  # another writer stored it
         ([-600], [0, 0], Put.FULL),
         ([-800], [0, 0], Put.OWNER_DOWN),
         ([-200, -800], [0, 0], Put.OWNER_DOWN),
@@ -143,10 +145,13 @@ def run(
     ],
 )
 def test_remote_store_maps_each_code_of_a_put(codes: list[int], exists: list[int], outcome: Put) -> None:
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         name = str(key(2))
-        client.said = {("put", name): codes, ("exist", name): exists}
-        if outcome is Put.UNREACHABLE and exists != [0, -900]:  # then nothing of the batch can be confirmed
+        client.codes_by_call = {("put", name): codes, ("exist", name): exists}
+        if outcome is Put.UNREACHABLE and exists != [
+            0,
+            -900,
+        ]:  # otherwise no object of the batch can be confirmed
             expected = [Put.UNREACHABLE, Put.SKIPPED, Put.SKIPPED]
         else:
             expected = [Put.STORED, outcome, Put.STORED if outcome.is_there else Put.SKIPPED]
@@ -172,9 +177,9 @@ def test_remote_store_maps_each_code_of_a_put(codes: list[int], exists: list[int
     ],
 )
 def test_remote_store_maps_each_code_of_a_get(code: int, outcome: Got) -> None:
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         await store.put([offer(1), offer(2), offer(3)])
-        client.said = {("get", str(key(2))): [code]}
+        client.codes_by_call = {("get", str(key(2))): [code]}
         found = wanted(1, 2, 3)
         assert await store.get(found) == [Got.HIT, outcome, Got.HIT]
         assert [bytes(view) for _, view in found[::2]] == [bytes(offer(number)[1]) for number in (1, 3)]
@@ -186,13 +191,13 @@ def test_remote_store_maps_each_code_of_a_get(code: int, outcome: Got) -> None:
 
 
 def test_remote_store_puts_a_checkpoint_after_its_pages_are_confirmed() -> None:
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         pages, checkpoint = [str(key(1)), str(key(2))], str(key(2, Kind.CHECKPOINT))
         objects = [offer(1), offer(2), offer(2, Kind.CHECKPOINT)]
-        client.said = {("exist", pages[0]): [0, 0]}
+        client.codes_by_call = {("exist", pages[0]): [0, 0]}
         assert await store.put(objects) == [Put.UNCONFIRMED, Put.SKIPPED, Put.SKIPPED]
         assert client.names("put") == [pages]
-        client.said = {}
+        client.codes_by_call = {}
         client.calls.clear()
         assert await store.put(objects) == [Put.EXISTED, Put.EXISTED, Put.STORED]
         assert client.calls == [
@@ -205,9 +210,9 @@ def test_remote_store_puts_a_checkpoint_after_its_pages_are_confirmed() -> None:
 
 
 def test_remote_store_retries_only_objects_without_space() -> None:
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         names = [str(key(number)) for number in (1, 2, 3)]
-        client.said = {("put", names[1]): [-200, 0], ("put", names[2]): [-200, -200, -200, 0]}
+        client.codes_by_call = {("put", names[1]): [-200, 0], ("put", names[2]): [-200, -200, -200, 0]}
         assert await store.put([offer(1), offer(2), offer(3)]) == [Put.STORED, Put.STORED, Put.FULL]
         assert client.names("put") == [names, names[1:], names[2:]]
 
@@ -215,7 +220,7 @@ def test_remote_store_retries_only_objects_without_space() -> None:
 
 
 def test_remote_store_stores_a_repeated_key_once() -> None:
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         assert await store.put([offer(1), offer(1), offer(2), offer(1)]) == [
             Put.STORED,
             Put.EXISTED,
@@ -229,7 +234,7 @@ def test_remote_store_stores_a_repeated_key_once() -> None:
 
 
 def test_remote_store_bounds_the_objects_of_a_batch() -> None:
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         numbers = range(2 * BATCH_OBJECTS_MAX + 1)
         assert await store.put([offer(number) for number in numbers]) == [Put.STORED] * len(numbers)
         assert await store.get(wanted(*numbers)) == [Got.HIT] * len(numbers)
@@ -240,10 +245,10 @@ def test_remote_store_bounds_the_objects_of_a_batch() -> None:
 
 
 def test_remote_store_limits_a_batch_to_half_a_lease() -> None:
-    """What is larger goes alone: it may come in time, after all."""
+    """A larger object is a batch alone: it may still arrive in time."""
     lease_s, bytes_per_s, body_bytes = 2.0, 10e6, 1 << 20
 
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         objects = [offer(number, num_bytes=body_bytes) for number in range(40)]
         views = [(key(number), memoryview(bytearray(body_bytes))) for number in range(40)]
         await store.put(objects)
@@ -263,12 +268,12 @@ def test_remote_store_limits_a_batch_to_half_a_lease() -> None:
 
 @pytest.mark.parametrize(("code", "outcome"), [(-800, Got.OWNER_DOWN), (-900, Got.UNREACHABLE)])
 def test_remote_store_does_not_retry_after_a_loss(code: int, outcome: Got) -> None:
-    """Each call to a dead master takes 4 s."""
+    """Each call to a crashed master takes 4 s."""
 
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         numbers = range(3 * BATCH_OBJECTS_MAX)
         await store.put([offer(number) for number in numbers])
-        client.said = {("get", str(key(BATCH_OBJECTS_MAX + 1))): [code]}
+        client.codes_by_call = {("get", str(key(BATCH_OBJECTS_MAX + 1))): [code]}
         found = await store.get(wanted(*numbers))
         assert len(client.names("get")) == 2
         good = [Got.HIT] * BATCH_OBJECTS_MAX
@@ -278,7 +283,7 @@ def test_remote_store_does_not_retry_after_a_loss(code: int, outcome: Got) -> No
 
 
 def test_remote_store_touches_no_memory_after_a_cancelled_call() -> None:
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         await store.put([offer(1)])
         for call in (lambda: store.get(wanted(1)), lambda: store.put([offer(2)])):
             for turns in range(12):
@@ -295,7 +300,7 @@ def test_remote_store_touches_no_memory_after_a_cancelled_call() -> None:
 
 
 def test_remote_store_registers_the_memory_of_seals_once() -> None:
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         calls = [store.put([offer(10 * call + number) for number in range(5)]) for call in range(4)]
         await asyncio.gather(*calls)
         blocks = len(client.registered)
@@ -310,15 +315,15 @@ def test_remote_store_registers_the_memory_of_seals_once() -> None:
 def test_remote_store_lists_only_our_objects() -> None:
     async def listing() -> Listing:
         await asyncio.sleep(0)
-        return Listing([(str(key(1)), 164), ("of somebody else", 7), ("00.0000.p", 8)], 1000)
+        return Listing([(str(key(1)), 164), ("foreign", 7), ("00.0000.p", 8)], 1000)
 
     async def main() -> None:
-        store = RemoteStore(Scripted(), listing=listing)
+        store = RemoteStore(ScriptedClient(), listing=listing)
         assert await store.list_objects() == [StoredObject(key(1), BODY_BYTES + SEAL_BYTES)]
         stats = store.stats()
         assert (stats.objects, stats.bytes, stats.capacity_bytes) == (3, 179, 1000)
         with pytest.raises(StoreError):
-            await RemoteStore(Scripted()).list_objects()
+            await RemoteStore(ScriptedClient()).list_objects()
 
     asyncio.run(main())
 
@@ -335,21 +340,21 @@ Exists = st.lists(st.sampled_from([0, 1, 1, -900]), min_size=2, max_size=2)
 def test_remote_store_reports_only_confirmed_objects(
     objects: list[tuple[int, Kind]], script: dict[tuple[int, Kind], tuple[list[int], list[int]]]
 ) -> None:
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         for (number, kind), (codes, exists) in script.items():
             name = str(key(number, kind))
-            client.said |= {("put", name): list(codes), ("exist", name): list(exists)}
+            client.codes_by_call |= {("put", name): list(codes), ("exist", name): list(exists)}
         outcomes = await store.put([offer(number, kind) for number, kind in objects])
-        there = [outcome.is_there for outcome in outcomes]
-        assert there == sorted(there, reverse=True), "behind one that is not there all are skipped"
-        assert set(outcomes[there.count(True) + 1 :]) <= {Put.SKIPPED}
+        exist = [outcome.is_there for outcome in outcomes]
+        assert exist == sorted(exist, reverse=True), "an object after a missing one is not SKIPPED"
+        assert set(outcomes[exist.count(True) + 1 :]) <= {Put.SKIPPED}
         for position, ((number, kind), outcome) in enumerate(zip(objects, outcomes, strict=True)):
             exists = script.get((number, kind), ([], [0, 1]))[1]
             assert not outcome.is_there or 1 in exists
             offered = any(str(key(number, kind)) in names for names in client.names("put"))
             if kind is Kind.CHECKPOINT and offered:
                 first = objects.index((number, kind))
-                assert all(there[before] for before in range(first) if objects[before][1] is Kind.PAGE), (
+                assert all(exist[before] for before in range(first) if objects[before][1] is Kind.PAGE), (
                     position
                 )
 

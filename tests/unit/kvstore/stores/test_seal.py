@@ -1,4 +1,4 @@
-"""A seal fits one body under one key, and nothing else; with a secret, nobody else can make one."""
+"""A seal matches one body under one key; with a secret, only its owners can make one."""
 
 from dataclasses import replace
 
@@ -35,7 +35,9 @@ def test_seal_verifies_its_own_object(sealing: Sealing, key: ObjectKey, body: by
 
 @PROPERTY
 @given(sealings, keys, bodies, st.data())
-def test_seal_detects_any_flipped_bit(sealing: Sealing, key: ObjectKey, body: bytes, data: st.DataObject) -> None:
+def test_seal_detects_any_flipped_bit(
+    sealing: Sealing, key: ObjectKey, body: bytes, data: st.DataObject
+) -> None:
     stored = bytearray(sealing.seal(key, memoryview(body)) + body)
     bit = data.draw(st.integers(0, 8 * len(stored) - 1))
     stored[bit // 8] ^= 1 << bit % 8
@@ -51,7 +53,9 @@ def test_seal_detects_truncation(sealing: Sealing, key: ObjectKey, body: bytes, 
 
 @PROPERTY
 @given(sealings, keys, bodies, st.binary(min_size=1, max_size=64))
-def test_seal_detects_bytes_after_the_body(sealing: Sealing, key: ObjectKey, body: bytes, more: bytes) -> None:
+def test_seal_detects_bytes_after_the_body(
+    sealing: Sealing, key: ObjectKey, body: bytes, more: bytes
+) -> None:
     found = sealing.seal(key, memoryview(body))
     assert sealing.verify(key, memoryview(body + more), found) is Got.CORRUPT
 
@@ -93,7 +97,7 @@ def test_seal_cannot_be_forged_without_the_secret(
 def test_seal_with_a_secret_cannot_be_adapted(
     secret: bytes, key: ObjectKey, body: bytes, data: st.DataObject
 ) -> None:
-    """Whoever sees objects may put seals together: of another body's and of one without secret."""
+    """An attacker may combine the seals of other bodies, and seals without a secret."""
     ours = Sealing(secret)
     other = bytearray(body)
     other[data.draw(st.integers(0, len(body) - 1))] ^= data.draw(st.integers(1, 255))
@@ -133,7 +137,7 @@ def test_seal_distinguishes_another_version_from_corruption(secret: bytes | None
     ids=["plain", "keyed"],
 )
 def test_seal_format_is_pinned(secret: bytes | None, digest: str) -> None:
-    """A change here makes every stored object unreadable: raise LAYOUT_VERSION or the magic with it."""
+    """A change makes every stored object unreadable: raise LAYOUT_VERSION or the magic with it."""
     key = ObjectKey(Kind.PAGE, PageKey(bytes(range(16))), 0x0103)
     assert Sealing(secret).seal(key, memoryview(b"tidemill")).hex() == (
         "544d4f33"

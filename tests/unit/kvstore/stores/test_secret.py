@@ -1,4 +1,4 @@
-"""The secret's file: each form of the same bytes, and the mistakes."""
+"""The file of the store secret: its forms, and mistakes."""
 
 from base64 import b64encode
 from pathlib import Path
@@ -21,18 +21,18 @@ def test_read_secret_accepts_each_form(
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "secret"
     texts = [secret.hex(), secret.hex().upper(), b64encode(secret).decode()]
-    for held in [secret, *((text + ending).encode() for text in texts)]:
-        file.write_bytes(held)
+    for content in [secret, *((text + ending).encode() for text in texts)]:
+        file.write_bytes(content)
         assert read_secret(file) == secret
 
 
 @pytest.mark.parametrize(
-    "held",
+    "content",
     [b"", b"secret", bytes(31), bytes(33), b"0" * 63, b"g" * 64, b64encode(bytes(31)), "ü".encode() * 32],
 )
-def test_read_secret_refuses_other_contents(tmp_path: Path, held: bytes) -> None:
+def test_read_secret_refuses_other_contents(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "secret"
-    file.write_bytes(held)
+    file.write_bytes(content)
     with pytest.raises(StoreError, match="openssl rand -hex 32") as refused:
         read_secret(file)
     assert "\n" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""What every page store promises. A new one adds a class that opens and damages it, and its name."""
+"""The contract of all page stores. A new store adds a class that opens and damages it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator
@@ -36,14 +36,14 @@ class Damage(Protocol):
 
 
 class Subject(Protocol):
-    """One implementation: opens a store, and reaches behind it to damage what it holds (seal and body).
+    """A store under test: opens it, and damages its objects (seal and body) bypassing it.
 
-    knows_winner    of two writers at once it tells one STORED and the other EXISTED
-    holds_empty     it can hold no bytes at all under a name
+    reports_winner  Of two concurrent writers, one gets STORED and the other EXISTED.
+    stores_empty    It can store an object without bytes.
     """
 
-    knows_winner: bool
-    holds_empty: bool
+    reports_winner: bool
+    stores_empty: bool
 
     def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore: ...
 
@@ -54,8 +54,8 @@ class Subject(Protocol):
 class Memory:
     folder: Path
     store: MemoryStore = field(default_factory=lambda: MemoryStore(AMPLE_BYTES))
-    knows_winner: bool = True
-    holds_empty: bool = True
+    reports_winner: bool = True
+    stores_empty: bool = True
 
     def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore:
         self.store = MemoryStore(capacity_bytes, sealing)
@@ -66,7 +66,7 @@ class Memory:
 
 
 @dataclass
-class Faultless(Memory):
+class FaultlessMemory(Memory):
     def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore:
         faultless = FaultyStore(Random(1), capacity_bytes=capacity_bytes)
         self.store = faultless.sealed = MemoryStore(capacity_bytes, sealing)
@@ -76,8 +76,8 @@ class Faultless(Memory):
 @dataclass
 class Files:
     folder: Path
-    knows_winner: bool = True
-    holds_empty: bool = True
+    reports_winner: bool = True
+    stores_empty: bool = True
 
     def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore:
         return FileStore(self.folder, capacity_bytes, sealing=sealing)
@@ -91,16 +91,18 @@ class Files:
 
 @dataclass
 class RealMooncake:
-    """It keeps the first of two writers and tells both the same. What it promises of a full store is less
-    than this suite asks: see test_mooncake_full.py."""
+    """A real Mooncake, which returns the same outcome to both of two concurrent writers.
+
+    When full it guarantees less than this suite demands: see test_mooncake_faults.py.
+    """
 
     service: Mooncake
     client: PlainClient
-    knows_winner: bool = False
-    holds_empty: bool = False
+    reports_winner: bool = False
+    stores_empty: bool = False
 
     def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore:
-        assert capacity_bytes == AMPLE_BYTES, "its owners have the memory that they have"
+        assert capacity_bytes == AMPLE_BYTES, "the memory of its owners is fixed"
         self.client.clear()
         client = MooncakeClient(
             cast("NativeStore", Shared(self.client)), load_library().ReplicateConfig(), stages=True
@@ -119,7 +121,7 @@ class RealMooncake:
 
 
 class Tiered(Memory):
-    """Behind a near tier that is always full."""
+    """A store behind a near tier that is always full."""
 
     def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore:
         self.store = MemoryStore(capacity_bytes, sealing)
@@ -129,7 +131,7 @@ class Tiered(Memory):
 BOUNDED: dict[str, Callable[[Path], Subject]] = {
     "memory": Memory,
     "file": Files,
-    "faultless": Faultless,
+    "faultless": FaultlessMemory,
     "tiered": Tiered,
 }
 SUBJECTS = [*BOUNDED, "mooncake"]
@@ -152,7 +154,7 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Subject:
 
 @pytest.fixture(params=BOUNDED)
 def bounded(request: pytest.FixtureRequest, tmp_path: Path) -> Subject:
-    """One that holds exactly as much as it is told."""
+    """Return a store that stores exactly its capacity."""
     return BOUNDED[request.param](tmp_path / "store")
 
 
@@ -169,7 +171,7 @@ def offers(numbers: list[int]) -> list[tuple[ObjectKey, memoryview]]:
 
 
 async def fetch(store: PageStore, numbers: list[int]) -> list[bytes | Got]:
-    """The body of each hit, else the outcome."""
+    """Return the body of each hit, else the outcome."""
     views = [memoryview(bytearray(BODY_BYTES)) for _ in numbers]
     outcomes = await store.get([(page(number), view) for number, view in zip(numbers, views, strict=True)])
     return [bytes(view) if got is Got.HIT else got for got, view in zip(outcomes, views, strict=True)]
@@ -239,7 +241,7 @@ def test_store_one_of_many_writers_wins(subject: Subject) -> None:
         outcomes = await asyncio.gather(*(store.put([(page(1), memoryview(body))]) for body in bodies))
         winners = [body for body, outcome in zip(bodies, outcomes, strict=True) if outcome == [Put.STORED]]
         assert winners
-        assert len(winners) == 1 or not subject.knows_winner
+        assert len(winners) == 1 or not subject.reports_winner
         found = await fetch(store, [1, 1])
         assert found[0] == found[1]
         assert found[0] in winners
@@ -296,8 +298,8 @@ DAMAGES = {
 def test_store_detects_and_deletes_a_damaged_object(
     subject: Subject, change: Damage, sealing: Sealing
 ) -> None:
-    if change is empty and not subject.holds_empty:
-        pytest.skip("it refuses empty objects, so it never holds one")
+    if change is empty and not subject.stores_empty:
+        pytest.skip("the store refuses empty objects")
 
     async def scenario(store: PageStore) -> None:
         await store.put(offers([1, 2]))
@@ -362,9 +364,9 @@ def test_store_lists_its_objects(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         assert await store.list_objects() == []
         await store.put([(key, memoryview(body_of(1))) for key in keys])
-        held = await store.list_objects()
-        assert {(one.key, one.bytes) for one in held} == {(key, OBJECT_BYTES) for key in keys}
-        assert len(held) == len(keys)
+        found = await store.list_objects()
+        assert {(stored.key, stored.bytes) for stored in found} == {(key, OBJECT_BYTES) for key in keys}
+        assert len(found) == len(keys)
 
     run(subject, scenario)
 
@@ -374,11 +376,11 @@ def test_store_evicts_the_least_recently_used_object(bounded: Subject) -> None:
         for number in range(12):
             assert await store.put(offers([number])) == [Put.STORED]
             assert store.stats().bytes <= 4 * OBJECT_BYTES
-        held = await store.contains([page(number) for number in range(12)])
-        assert held[-1]
-        assert sorted(held) == held, "an older object outlived a younger one"
-        assert store.stats().evicted == 12 - sum(held) > 0
-        assert store.stats().objects == sum(held)
+        exist = await store.contains([page(number) for number in range(12)])
+        assert exist[-1]
+        assert sorted(exist) == exist, "an older object outlived a younger one"
+        assert store.stats().evicted == 12 - sum(exist) > 0
+        assert store.stats().objects == sum(exist)
 
     run(bounded, scenario, capacity_bytes=4 * OBJECT_BYTES)
 
@@ -420,30 +422,30 @@ def test_store_writes_no_view_after_a_cancelled_get(subject: Subject) -> None:
 
     async def scenario(store: PageStore) -> None:
         await store.put([(page(1), memoryview(body_of(1, len(memory))))])
-        for turns in range(8):
+        for steps in range(8):
             task = asyncio.ensure_future(store.get([(page(1), memoryview(memory))]))
-            for _ in range(turns):
+            for _ in range(steps):
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait({task})
             memory[:] = bytes(len(memory))
 
     run(subject, scenario)
-    assert not any(memory), "a transfer was still writing when its task had ended"
+    assert not any(memory), "a transfer wrote after its task had ended"
 
 
 def test_store_never_stores_memory_reused_after_a_cancelled_put(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
-        for turns in range(8):
-            memory = body_of(turns)
-            task = asyncio.ensure_future(store.put([(page(turns), memoryview(memory))]))
-            for _ in range(turns):
+        for steps in range(8):
+            memory = body_of(steps)
+            task = asyncio.ensure_future(store.put([(page(steps), memoryview(memory))]))
+            for _ in range(steps):
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait({task})
             memory[:] = bytes(BODY_BYTES)
-        for turns, found in enumerate(await fetch(store, list(range(8)))):
-            assert found in (body_of(turns), Got.MISS)
+        for steps, found in enumerate(await fetch(store, list(range(8)))):
+            assert found in (body_of(steps), Got.MISS)
 
     run(subject, scenario)
 
@@ -452,7 +454,7 @@ def test_store_counts_add_up(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         await store.put(offers([1, 2, 1]))
         await fetch(store, [1, 2, 3])
-        await store.list_objects()  # a store of many users counts what it holds when it is asked
+        await store.list_objects()  # a shared store counts its objects only for a listing
         stats = store.stats()
         assert (stats.objects, stats.bytes) == (2, 2 * OBJECT_BYTES)
         assert stats.capacity_bytes > 0
@@ -483,7 +485,9 @@ Operation = tuple[str, list[int]]
     ),
     st.integers(1, 6),
 )
-def test_store_returns_what_was_put_or_nothing_after_any_history(history: list[Operation], capacity: int) -> None:
+def test_store_returns_what_was_put_or_nothing_after_any_history(
+    history: list[Operation], capacity: int
+) -> None:
     store = MemoryStore(capacity * OBJECT_BYTES)
 
     async def scenario() -> None:
@@ -496,7 +500,7 @@ def test_store_returns_what_was_put_or_nothing_after_any_history(history: list[O
             elif name == "get":
                 for number, found in zip(numbers, await fetch(store, numbers), strict=True):
                     assert found in (body_of(number), Got.MISS)
-            held = sum(await store.contains([page(number) for number in range(7)]))
-            assert store.stats().bytes == held * OBJECT_BYTES <= capacity * OBJECT_BYTES
+            exist = sum(await store.contains([page(number) for number in range(7)]))
+            assert store.stats().bytes == exist * OBJECT_BYTES <= capacity * OBJECT_BYTES
 
     asyncio.run(scenario())

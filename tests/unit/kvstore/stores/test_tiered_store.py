@@ -1,4 +1,4 @@
-"""Chains of stores: who is asked, who is given what, and what a tier that is slow or down costs."""
+"""Chains of stores: the tiers of each read and write, and the cost of slow tiers."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -25,7 +25,7 @@ AMPLE_BYTES = 1 << 30
 
 
 def key(number: int) -> ObjectKey:
-    """Every fifth is a checkpoint."""
+    """Return a key; every fifth one is of a checkpoint."""
     return ObjectKey(Kind.PAGE if number % 5 else Kind.CHECKPOINT, PageKey(number.to_bytes(16, "big")))
 
 
@@ -42,7 +42,7 @@ async def put(store: PageStore, *numbers: int) -> list[Put]:
 
 
 async def fetch(store: PageStore, *numbers: int) -> list[Got]:
-    """The outcomes; hits are checked. The memory is overwritten as soon as it is the caller's again."""
+    """Return the outcomes, assert that hits are right, and overwrite the memory afterwards."""
     views = [memoryview(bytearray(BODY_BYTES)) for _ in numbers]
     outcomes = await store.get([(key(number), view) for number, view in zip(numbers, views, strict=True)])
     for number, view, got in zip(numbers, views, outcomes, strict=True):
@@ -51,12 +51,12 @@ async def fetch(store: PageStore, *numbers: int) -> list[Got]:
     return outcomes
 
 
-def held(store: MemoryStore) -> list[int]:
-    return sorted(int.from_bytes(one.key, "big") for one in store.objects)
+def numbers_in(store: MemoryStore) -> list[int]:
+    return sorted(int.from_bytes(stored.key, "big") for stored in store.objects)
 
 
-async def settled() -> None:
-    """All that was on its way without waiting for anything has arrived."""
+async def settle() -> None:
+    """Run everything that waits for nothing."""
     for _ in range(50):
         await asyncio.sleep(0)
 
@@ -89,15 +89,15 @@ def test_tiered_store_writes_to_each_tier_by_its_policy(near: Write, far: Write)
         takes_puts = [policy is Write.ALL for policy in (near, far)]
         outcomes = await put(store, 1, 2)
         assert outcomes == ([Put.STORED] * 2 if any(takes_puts) else [Put.FULL, Put.SKIPPED])
-        assert [held(one) for one in stores] == [[1, 2] if takes else [] for takes in takes_puts]
-        for one in stores:
-            one.objects.clear()
+        assert [numbers_in(tier) for tier in stores] == [[1, 2] if takes else [] for takes in takes_puts]
+        for tier in stores:
+            tier.objects.clear()
         await put(stores[0], 3)
         await put(stores[1], 4)
         assert await fetch(store, 3, 4) == [Got.HIT] * 2
-        await settled()
-        assert held(stores[0]) == ([3] if near is Write.NONE else [3, 4])
-        assert held(stores[1]) == ([4] if far is Write.NONE else [3, 4])
+        await settle()
+        assert numbers_in(stores[0]) == ([3] if near is Write.NONE else [3, 4])
+        assert numbers_in(stores[1]) == ([4] if far is Write.NONE else [3, 4])
         assert await fetch(store, 3, 4) == [Got.HIT] * 2
         await store.close()
 
@@ -111,15 +111,15 @@ def test_tiered_store_copies_hits_in_order_while_memory_lasts() -> None:
         await put(far, 1, 2, 3, 4, 5)
         for arrived in ([1, 2, 3], [1, 2, 3, 4, 5]):
             assert await fetch(store, 1, 2, 3, 4, 5) == [Got.HIT] * 5
-            await settled()
-            assert held(near) == arrived
+            await settle()
+            assert numbers_in(near) == arrived
         await store.close()
 
     run(scenario())
 
 
-class Reluctant(MemoryStore):
-    """Takes what is put when the gate is open."""
+class GatedStore(MemoryStore):
+    """A store whose puts wait until the gate is open."""
 
     def __init__(self) -> None:
         super().__init__(AMPLE_BYTES)
@@ -132,19 +132,19 @@ class Reluctant(MemoryStore):
 
 def test_tiered_store_does_not_wait_for_a_slow_near_tier_to_take_a_hit() -> None:
     async def scenario() -> None:
-        near, far = Reluctant(), memory()
+        near, far = GatedStore(), memory()
         store = TieredStore([Tier(near), Tier(far)])
         await put(far, 1, 2, 3)
         assert await fetch(store, 1) == [Got.HIT]
         assert await fetch(store, 2) == [Got.HIT]
         near.gate.set()
-        await settled()
-        assert held(near) == [1], "a second copy was made while the first was on its way"
+        await settle()
+        assert numbers_in(near) == [1], "a second copy was made during the first"
         near.gate.clear()
         assert await fetch(store, 2, 3) == [Got.HIT] * 2
         closing = asyncio.ensure_future(store.close())
-        await settled()
-        assert not closing.done(), "closed under a put"
+        await settle()
+        assert not closing.done(), "the store was closed during a put"
         near.gate.set()
         await closing
 
@@ -158,12 +158,12 @@ def test_tiered_store_waits_once_for_a_tier_that_is_down() -> None:
         store = TieredStore([Tier(guard), Tier(far)])
         await put(store, 1)
         await asyncio.sleep(2.0)
-        assert await fetch(store, 1) == [Got.HIT], "the far tier has it"
+        assert await fetch(store, 1) == [Got.HIT], "the far tier was not asked"
         assert store.stats().is_down
         started, calls, puts = now(), near.calls.total(), guard.stats().puts
         assert await fetch(store, 1, 2) == [Got.HIT, Got.UNREACHABLE]
-        await settled()
-        assert guard.stats().puts == puts, "a copy was made for nobody"
+        await settle()
+        assert guard.stats().puts == puts, "a copy was made for a tier that is down"
         assert await put(store, 3) == [Put.STORED]
         assert await store.contains([key(3), key(4)]) == [True, False]
         assert (now(), near.calls.total()) == (started, calls)
@@ -182,12 +182,12 @@ def test_tiered_store_refills_a_far_tier_that_was_restarted_empty() -> None:
         await put(store, 1, 2)
         far.objects.clear()
         await fetch(store, 1)
-        await settled()
-        assert held(far) == [], "it is asked each time"
+        await settle()
+        assert numbers_in(far) == [], "the far tier is written on each hit"
         await asyncio.sleep(SEEN_S)
         await fetch(store, 1)
-        await settled()
-        assert held(far) == [1]
+        await settle()
+        assert numbers_in(far) == [1]
         await store.close()
 
     run(scenario())
@@ -199,7 +199,7 @@ def test_tiered_store_fills_other_tiers_when_one_is_full() -> None:
         store = TieredStore([Tier(near), Tier(far)])
         await put(near, 2)
         assert await put(store, 1, 2, 3, 4, 5) == [Put.STORED, Put.EXISTED, *[Put.STORED] * 3]
-        assert (held(near), held(far)) == ([1, 2], [1, 2, 3, 4, 5])
+        assert (numbers_in(near), numbers_in(far)) == ([1, 2], [1, 2, 3, 4, 5])
         both_full = TieredStore([Tier(near), Tier(MemoryStore(OBJECT_BYTES))])
         assert await put(both_full, 6, 7, 8, 9) == [Put.STORED, Put.STORED, Put.FULL, Put.SKIPPED]
         await store.close()
@@ -216,7 +216,7 @@ def test_tiered_store_repairs_a_near_tier_from_a_far_one() -> None:
         near.objects[key(2)][-1] ^= 4
         far.forget(key(2))
         assert await fetch(store, 1, 2, 3) == [Got.HIT, Got.CORRUPT, Got.MISS]
-        await settled()
+        await settle()
         assert await fetch(near, 1, 2) == [Got.HIT, Got.MISS]
         assert store.stats().got == {Got.HIT: 1, Got.CORRUPT: 1, Got.MISS: 1}
         await store.close()
@@ -231,18 +231,22 @@ def test_tiered_store_lists_and_removes_objects_of_all_tiers() -> None:
         await put(store, 1, 2)
         await put(near, 2, 3)
         assert await store.contains([key(number) for number in (1, 2, 3, 4)]) == [True, True, True, False]
-        assert sorted(int.from_bytes(one.key.key, "big") for one in await store.list_objects()) == [1, 2, 3]
+        assert sorted(int.from_bytes(stored.key.key, "big") for stored in await store.list_objects()) == [
+            1,
+            2,
+            3,
+        ]
         stats = store.stats()
         assert (stats.objects, stats.bytes, stats.capacity_bytes) == (4, 4 * OBJECT_BYTES, 2 * AMPLE_BYTES)
         assert (stats.put, stats.put_bytes) == ({Put.STORED: 2}, 2 * BODY_BYTES)
         await store.remove([key(1), key(2)])
-        assert (held(near), held(far)) == ([3], [])
+        assert (numbers_in(near), numbers_in(far)) == ([3], [])
         await put(near, 1)
         assert await fetch(store, 1) == [Got.HIT]
-        await settled()
-        assert held(far) == [1], "it is believed to be there still"
+        await settle()
+        assert numbers_in(far) == [1], "the far tier was not written after a remove"
         await store.close()
-        assert (held(near), held(far)) == ([], [])
+        assert (numbers_in(near), numbers_in(far)) == ([], [])
 
     run(scenario())
 
@@ -267,15 +271,15 @@ def test_tiered_store_copies_large_hits_on_a_thread() -> None:
         near, far = memory(), memory()
         store = TieredStore([Tier(near), Tier(far)])
         await far.put([(key(1), memoryview(content))])
-        for turns in range(8):
+        for steps in range(8):
             task = asyncio.ensure_future(store.get([(key(1), view)]))
-            for _ in range(turns):
+            for _ in range(steps):
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait({task})
         assert await store.get([(key(1), view)]) == [Got.HIT]
         view[:] = bytes(len(content))
-        await settled()
+        await settle()
         assert await near.get([(key(1), view)]) == [Got.HIT]
         assert view == content
         await store.close()
@@ -294,18 +298,18 @@ async def history(store: TieredStore, operations: Sequence[Operation], stores: S
     for name, numbers in operations:
         if name == "put":
             outcomes = await put(store, *numbers)
-            there = [outcome.is_there for outcome in outcomes]
-            assert there == sorted(there, reverse=True)
-            assert all(one is Put.SKIPPED for one in outcomes[there.count(True) + 1 :])
-            union = {number for one in stores for number in held(one)}
-            assert set(numbers[: there.count(True)]) <= union
+            exist = [outcome.is_there for outcome in outcomes]
+            assert exist == sorted(exist, reverse=True)
+            assert all(outcome is Put.SKIPPED for outcome in outcomes[exist.count(True) + 1 :])
+            union = {number for tier in stores for number in numbers_in(tier)}
+            assert set(numbers[: exist.count(True)]) <= union
         elif name == "get":
             outcomes = await fetch(store, *numbers)
             assert set(outcomes) <= {Got.HIT, Got.MISS}
-            await settled()
+            await settle()
         else:
             await store.remove([key(number) for number in numbers])
-            union = {number for one in stores for number in held(one)}
+            union = {number for tier in stores for number in numbers_in(tier)}
             assert not set(numbers) & union
 
 
@@ -317,11 +321,11 @@ def test_tiered_store_behaves_like_one_store_after_any_history(
     stores = [MemoryStore(capacity * OBJECT_BYTES) for capacity, _ in tiers]
 
     async def scenario() -> None:
-        chain = [Tier(one, policy) for one, (_, policy) in zip(stores, tiers, strict=True)]
+        chain = [Tier(tier, policy) for tier, (_, policy) in zip(stores, tiers, strict=True)]
         store = TieredStore(chain, copy_bytes_max=copies * BODY_BYTES)
         await history(store, operations, stores)
-        for one, (capacity, _) in zip(stores, tiers, strict=True):
-            assert one.stats().bytes <= capacity * OBJECT_BYTES
+        for tier, (capacity, _) in zip(stores, tiers, strict=True):
+            assert tier.stats().bytes <= capacity * OBJECT_BYTES
         await store.close()
 
     run(scenario())
