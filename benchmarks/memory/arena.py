@@ -1,8 +1,9 @@
-"""The elastic arena beside static splits of the same bytes, `value` beside `lru`, and overload.
+"""The elastic arena compared with static splits, `value` compared with `lru`, and overload.
 
 python -m benchmarks.memory.arena [--quick] [--trace FILE] [--output benchmarks/results]
 
-The engine is real, the model is a formula and time is virtual (memory_model.py): equal runs are equal.
+The engine is real, the model is a formula and time is virtual (served_model.py), so runs are
+reproducible.
 """
 
 import argparse
@@ -35,7 +36,7 @@ TRACE_ONE_IN = 16
 TRACE_PAGE_TOKENS = 512  # a block of the trace
 OVERLOAD_EXTENTS = 24
 QUICK = 0.02
-"""Of the requests of a workload."""
+"""The seed of the requests of a workload."""
 
 Part = Literal["splits", "hits", "slots", "overload"]
 
@@ -65,7 +66,7 @@ COLUMNS: dict[Part, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One run; `asdict` of it is what the JSON holds."""
+    """One run; the JSON has its `asdict`."""
 
     part: Part
     workload: str
@@ -75,7 +76,7 @@ class Result:
 
 
 class Benchmark:
-    """Runs workloads and collects what they gave; `quick` makes few and small runs."""
+    """Runs workloads and collects results; `quick` makes few and small runs."""
 
     def __init__(self, console: Console, *, quick: bool) -> None:
         self._quick = quick
@@ -90,7 +91,7 @@ class Benchmark:
         return outcome
 
     def splits(self, folder: Path) -> None:
-        """Three workloads, each with the elastic arena and with each split; the plots of them."""
+        """Run and plot three workloads, each with the elastic arena and with each split."""
         throughput: dict[str, dict[float | None, float]] = {}
         outcomes: dict[float | None, Outcome] = {}
         for workload in (
@@ -101,7 +102,7 @@ class Benchmark:
             setups = [Setup(num_extents=SPLIT_EXTENTS, page_share=share) for share in (None, *self._shares)]
             outcomes = {setup.page_share: self.run("splits", workload, setup) for setup in setups}
             throughput[workload.name] = {
-                share: one.figures()["output_tokens_per_s"] for share, one in outcomes.items()
+                share: outcome.figures()["output_tokens_per_s"] for share, outcome in outcomes.items()
             }
         plot_splits(throughput, folder / "memory-splits.png")
         best = max(self._shares, key=lambda share: throughput["alternating"][share])
@@ -112,7 +113,7 @@ class Benchmark:
         plot_series(series, folder / "memory-alternating.png")
 
     def hits(self, trace: Path | None) -> None:
-        """`value` beside `lru` at three sizes of the cache."""
+        """Compare `value` with `lru` at three sizes of the cache."""
         cases: list[tuple[Workload, tuple[int, ...], int]] = [
             (workloads.multi_turn(Random(0), conversations=self._count(60)), HIT_EXTENTS, 64),
             (workloads.shared_prefix(Random(0), prompts=self._count(300)), HIT_EXTENTS, 64),
@@ -130,13 +131,13 @@ class Benchmark:
                     self.run("hits", workload, setup)
 
     def slots(self) -> None:
-        """What each checkpoint strategy holds when memory is plentiful."""
+        """Measure the slots of each checkpoint strategy with ample memory."""
         workload = workloads.long_generations(Random(0), prompts=self._count(24))
         for strategy in get_args(CheckpointStrategy):
             self.run("slots", workload, Setup(num_extents=SPLIT_EXTENTS, strategy=strategy, clients=8))
 
     def overload(self) -> None:
-        """Many times more work than fits, all at once, by checkpoint strategy."""
+        """Run far more concurrent work than fits, with each checkpoint strategy."""
         workload = workloads.mixed(Random(0), prompts=self._count(300))
         for strategy in get_args(CheckpointStrategy):
             self.run("overload", workload, Setup(num_extents=OVERLOAD_EXTENTS, strategy=strategy))
@@ -149,15 +150,15 @@ def table_of(part: Part, results: Sequence[Result]) -> Table:
     table = Table(title=part, box=None, title_justify="left")
     for name in ("workload", "extents", "arena", "policy", "strategy", *COLUMNS[part]):
         table.add_column(name.replace("_", " "), justify="right")
-    for one in results:
-        setup = one.setup
+    for result in results:
+        setup = result.setup
         table.add_row(
-            one.workload,
+            result.workload,
             str(setup.num_extents),
             setup.name,
             setup.policy,
             setup.strategy,
-            *(_text(one.figures, name) for name in COLUMNS[part]),
+            *(_text(result.figures, name) for name in COLUMNS[part]),
         )
     return table
 
@@ -183,8 +184,8 @@ def main(arguments: Sequence[str]) -> int:
     benchmark.overload()
     results = benchmark.results
     for part in get_args(Part):
-        Console(width=170).print(table_of(part, [one for one in results if one.part == part]))
-    text = json.dumps([asdict(one) for one in results], indent=1)
+        Console(width=170).print(table_of(part, [result for result in results if result.part == part]))
+    text = json.dumps([asdict(result) for result in results], indent=1)
     (options.output / "memory.json").write_text(text + "\n")
     return 0
 

@@ -1,4 +1,4 @@
-"""What a run of a workload gave, and its figures: means are over virtual time. Pure."""
+"""The outcome of a run, and its figures: means are over virtual time. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from benchmarks.memory.served_model import COST
 from tidemill.workers.messages import MemoryUse
 
 FULL = 0.99
-"""Of the budget, in use by requests or by the cache."""
+"""The share of the budget at which the memory counts as full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """At the start of a step; `slots` are the states that requests hold for themselves."""
+    """The memory at the start of a step; `slots` are the unshared states of requests."""
 
     at_s: float
     running: int
@@ -22,7 +22,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`prompts` are lengths in tokens, `reused` what of each was in memory when it was first admitted."""
+    """The outcome of a run.
+
+    prompts     the length of each prompt in tokens
+    reused      the tokens of each prompt that were in memory when it was first admitted
+    """
 
     makespan_s: float
     output_tokens: int
@@ -34,29 +38,32 @@ class Outcome:
 
     def figures(self) -> dict[str, float]:
         return {
-            "in_flight_mean": self._mean(lambda one: one.running),
-            "in_flight_max": max(one.running for one in self.samples),
+            "in_flight_mean": self._mean(lambda sample: sample.running),
+            "in_flight_max": max(sample.running for sample in self.samples),
             "output_tokens_per_s": self.output_tokens / self.makespan_s,
             "makespan_s": self.makespan_s,
             "token_hit_rate": sum(self.reused) / sum(self.prompts),
             "flops_saved_rate": _flops(self.reused) / _flops(self.prompts),
             "preemptions": self.counters.get("preemptions", 0),
             "preemptions_of_one_request_max": self.preemptions_max,
-            "usage_mean": self._mean(lambda one: usage(one.memory)),
-            "time_full": self._mean(lambda one: usage(one.memory) >= FULL),
-            "slots_per_row": self._mean(lambda one: one.slots) / self._mean(lambda one: one.running),
+            "usage_mean": self._mean(lambda sample: usage(sample.memory)),
+            "time_full": self._mean(lambda sample: usage(sample.memory) >= FULL),
+            "slots_per_row": self._mean(lambda sample: sample.slots)
+            / self._mean(lambda sample: sample.running),
             "checkpoints_skipped": self.counters.get("checkpoints_skipped", 0),
             "hit_without_state_tokens": self.counters.get("kv_hit_without_state_tokens", 0),
         }
 
     def _mean(self, value: Callable[[Sample], float]) -> float:
-        ends = [*(one.at_s for one in self.samples[1:]), self.makespan_s]
-        weighted = sum(value(one) * (end - one.at_s) for one, end in zip(self.samples, ends, strict=True))
+        ends = [*(sample.at_s for sample in self.samples[1:]), self.makespan_s]
+        weighted = sum(
+            value(sample) * (end - sample.at_s) for sample, end in zip(self.samples, ends, strict=True)
+        )
         return weighted / (self.makespan_s - self.samples[0].at_s)
 
 
 def usage(memory: MemoryUse) -> float:
-    """The share of the budget that holds something, live or cached."""
+    """Return the share of the budget that has pinned or cached objects."""
     used = memory.live + memory.cached
     return used / (used + memory.free + memory.empty + memory.unmapped)
 

@@ -1,5 +1,5 @@
 # pyright: basic
-# matplotlib has no complete types
+# matplotlib has incomplete types
 """The plots of the memory benchmark: bytes by class over time, and throughput by split."""
 
 from collections.abc import Mapping, Sequence
@@ -24,18 +24,18 @@ CLASSES = {
 
 
 def plot_series(series: Mapping[str, Sequence[Sample]], path: Path) -> None:
-    """A panel for each run: what the bytes of the budget hold, and how many requests are in flight."""
+    """Plot a panel per run: the bytes of the budget by class, and the requests in flight."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 2.9 * len(series)), layout="constrained")
         panels = figure.subplots(len(series), 1, sharex=True, squeeze=False)[:, 0]
         for panel, (name, samples) in zip(panels, series.items(), strict=True):
-            times = [one.at_s for one in samples]
-            layers = [[getattr(one.memory, part) / 2**30 for one in samples] for part in CLASSES]
+            times = [sample.at_s for sample in samples]
+            layers = [[getattr(sample.memory, part) / 2**30 for sample in samples] for part in CLASSES]
             labels = [part.replace("_", " ") for part in CLASSES]
             panel.stackplot(times, *layers, labels=labels, colors=list(CLASSES.values()), step="post")
             panel.set(title=name, ylabel="GiB", ylim=(0, None), xlim=(0, None))
             rows = panel.twinx()
-            rows.plot(times, [one.running for one in samples], color="black", linewidth=0.8)
+            rows.plot(times, [sample.running for sample in samples], color="black", linewidth=0.8)
             rows.set(ylabel="requests in flight", ylim=(0, None))
             rows.spines["right"].set_visible(True)
         panels[-1].set_xlabel("virtual time, s")
@@ -44,7 +44,7 @@ def plot_series(series: Mapping[str, Sequence[Sample]], path: Path) -> None:
 
 
 def plot_splits(throughput: Mapping[str, Mapping[float | None, float]], path: Path) -> None:
-    """For each workload: tokens per second by the share of memory that is for pages; None is elastic."""
+    """Plot tokens per second by the share of memory for pages; None is the elastic arena."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 2.9), layout="constrained")
         panels = figure.subplots(1, len(throughput), squeeze=False)[0]
