@@ -6,8 +6,8 @@
     window page  P tokens of every window layer, like a page; needed while a query sees them
     state        the recurrent state of one sequence, contiguous:
                  [head group][linear layer][conv | temporal]
-                 conv      [conv_width - 1][channels of the group]         float32, oldest first
-                 temporal  [value heads of the group][key_dim][value_dim]  float32
+                 conv      [conv_width - 1][channels of the group]         float32, oldest first.
+                 temporal  [value heads of the group][key_dim][value_dim]  float32.
 
 A head group is one key head with the value heads that share it. Its channels are those of its q,
 its k and its v heads. Head (group) is the outermost dimension, so that the share of a

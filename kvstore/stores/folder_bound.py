@@ -1,9 +1,9 @@
 """Keeps a folder of objects that several processes share within its size, without a server.
 
-    folder/usage        objects and bytes, stored or reserved, 8 bytes each. Its lock guards all.
-    folder/aside/ID     a reservation of one put, in the same format, locked while in use
-    folder/aside/ID.new the temporary file of the object that this put is writing
-    folder/objects/ab/  objects, by the first digits of their names
+    folder/usage        objects and bytes, stored or reserved, 8 bytes each; its lock guards them.
+    folder/aside/ID     a reservation of one put, in the same format, locked while in use.
+    folder/aside/ID.new the temporary file of the object that this put is writing.
+    folder/objects/ab/  objects, by the first digits of their names.
 
 A put reserves space before it writes: under the lock it adds the objects to `usage`. If they do not
 fit, it recounts reservations and objects, and deletes the least recently used objects until they

@@ -1,7 +1,7 @@
 """The seal of an object in a store, so that other bytes are never taken for the object. Pure.
 
     64 bytes    magic 4 | layout version 4 | body bytes 8 | kind 1 | digest 1 | 0 12 | shard 2 |
-                key 16 | digest of the body 16                      numbers are little endian
+                key 16 | digest of the body 16.                     Numbers are little endian.
 
 The key is a chained digest over the namespace and every token up to its end. So a matching seal
 also proves the model, the tenant and the depth. Every byte of a seal follows from the key and the

@@ -55,6 +55,6 @@ def evict(index: PrefixIndex) -> str | None:
 
 def evict_all(index: PrefixIndex) -> list[str]:
     order: list[str] = []
-    while (gone := evict(index)) is not None:
-        order.append(gone)
+    while (removed := evict(index)) is not None:
+        order.append(removed)
     return order

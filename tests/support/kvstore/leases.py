@@ -97,9 +97,7 @@ def grow(ledger: Ledger, lease: Lease, num_tokens: int, keys: Sequence[PageKey] 
 
 def scatter(ledger: Ledger, keys: Sequence[PageKey], path_pages: int = 5) -> None:
     """Scatter the first `path_pages` pages of `keys` over as many extents.
-
-    The checkpoint at their end has one more extent.
-    """
+    The checkpoint at their end has one more extent."""
     path, other = ledger.open("path"), ledger.open("other")
     for num_pages in range(1, path_pages):
         ledger.reserve(path, num_pages * P)

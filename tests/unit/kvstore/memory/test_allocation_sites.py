@@ -126,15 +126,12 @@ class Driver:
 
 
 def snapshot(lease: Lease) -> tuple[object, ...]:
-    held = (
+    return (
         list(lease.shared_entries),
         list(lease.private_pages),
         list(lease.windows),
         lease.committed,
         lease.allocated,
-    )
-    return (
-        *held,
         dict(lease.states),
         list(lease.spare_slots),
         lease.source,

@@ -259,10 +259,10 @@ def test_arena_shrinks_to_the_budget_with_any_contents() -> None:
     pages = [arena.pages.take() for _ in range(18)]
     arena.resize(2)
     assert arena.excess == 4
-    for gone, extent in enumerate((3, 0, 5, 2), 1):
+    for num_freed, extent in enumerate((3, 0, 5, 2), 1):
         for page in pages[3 * extent : 3 * extent + 3]:
             arena.pages.free(page)
-        assert (arena.excess, len(backing.mapped)) == (4 - gone, 6 - gone)
+        assert (arena.excess, len(backing.mapped)) == (4 - num_freed, 6 - num_freed)
     with pytest.raises(OutOfMemory):
         arena.states.take()
     arena.resize(3)

@@ -221,8 +221,8 @@ def test_kvcached_maps_a_range_whole_or_not_at_all(toggled: list[int], pages: in
             each * extent_bytes + i * granule for each in mapped for i in range(EXTENT_GRANULES)
         }
         for each, value in mapped.items():
-            places = backing.memory[each * extent_bytes : (each + 1) * extent_bytes : PAGE_BYTES]
-            assert bool((places == value).all())
+            bytes_of_pages = backing.memory[each * extent_bytes : (each + 1) * extent_bytes : PAGE_BYTES]
+            assert bool((bytes_of_pages == value).all())
     backing.close()
     assert vmm.physical_pages == pages
 

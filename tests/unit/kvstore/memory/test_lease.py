@@ -145,13 +145,13 @@ def test_release_in_flight_frees_memory_after_the_last_step() -> None:
     for end in (P, 2 * P):
         ledger.reserve(lease, end)
         ledger.launch(lease, end)
-    held = ledger.usage()
+    before = ledger.usage()
     ledger.release("a")
     again = ledger.open("a")
-    for landed in (P, 2 * P):
+    for committed in (P, 2 * P):
         ledger.check()
-        assert (ledger.usage(), ledger.num_leases) == (held, 2)
-        ledger.commit(lease, landed, KEYS)
+        assert (ledger.usage(), ledger.num_leases) == (before, 2)
+        ledger.commit(lease, committed, KEYS)
     ledger.check()
     assert (len(ledger.index), ledger.num_leases, ledger.usage().pages_pinned) == (0, 1, 0)
     assert not again.private_pages

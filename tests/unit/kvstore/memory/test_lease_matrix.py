@@ -176,13 +176,13 @@ def test_lease_owns_the_expected_memory_in_each_case(case: Case) -> None:
 def _requests(ledger: Ledger, case: Case) -> Iterator[tuple[Driver, int]]:
     """Yield prompts with a common prefix, while another request stays open."""
     prompt = [1] * (2 * case.page_tokens + 3)
-    beside = Driver(ledger, case, [*prompt, 2], "beside", seed=9)
+    other = Driver(ledger, case, [*prompt, 2], "other", seed=9)
     for seed in range(3):
-        beside.run(beside.committed + 2)
+        other.run(other.committed + 2)
         end = len(prompt) + (1 if case.ending == "stopped" else case.page_tokens + 5)
         yield Driver(ledger, case, [*prompt, 3, seed][: len(prompt) + seed], f"r{seed}", seed), end
-    beside.end()
-    beside.commit_after_release(beside.lease)
+    other.end()
+    other.commit_after_release(other.lease)
 
 
 NUM_LEASES = 64

@@ -248,9 +248,9 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
     def _is_written(self, checkpoint: Checkpoint, tokens: Sequence[int]) -> None:
         if checkpoint.state is not None:
             assert self.memory.state(checkpoint.state) == tuple(tokens)
-        places = self.cache.layout.last_window(len(tokens) // P)
-        for place, window in zip(places, checkpoint.windows, strict=True):
-            for position in range(place * P, place * P + P):
+        indexes = self.cache.layout.last_window(len(tokens) // P)
+        for index, window in zip(indexes, checkpoint.windows, strict=True):
+            for position in range(index * P, index * P + P):
                 assert self.memory.window_cell(window, position % P) == tuple(tokens[: position + 1])
 
     @invariant()
@@ -332,12 +332,10 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         )
         possible = could_serve(self.cache, self._leases(), slots, pages, max(0, num_windows) * has_windows)
         source, spare_slots_min = lease.source, lease.spare_slots_min
-        beside = (headroom_windows or 0) * has_windows
+        headroom = Demand(windows=(headroom_windows or 0) * has_windows)
         end = None if headroom_windows is None else 0
         try:
-            self.ledger.reserve(
-                lease, num_tokens, drafts=drafts, headroom=Demand(windows=beside), windows_end=end
-            )
+            self.ledger.reserve(lease, num_tokens, drafts=drafts, headroom=headroom, windows_end=end)
         except OutOfMemory:
             took_back = (lease.source, lease.spare_slots_min) != (source, spare_slots_min)
             assert not possible
@@ -372,8 +370,8 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         assert (flight.start + count, flight.end) == (end, end) == (lease.launched, end)
         self.memory.allocate((), set(flight.writes) - set(spare) - {flight.reads})
         self.memory.launch(lease, flight, row.tokens, hybrid=self.has_states)
-        places = range(flight.start // P, -(-end // P) if lease.windows else 0)
-        written = [lease.window_table[place] for place in places]
+        indexes = range(flight.start // P, -(-end // P) if lease.windows else 0)
+        written = [lease.window_table[index] for index in indexes]
         assert not any(map(self.ledger.index.owners_of_window, written)), (
             "a cached window page is written again"
         )
