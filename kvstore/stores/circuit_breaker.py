@@ -19,11 +19,10 @@ from typing import Any, TypeVar
 
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import DIGEST_BYTES, Kind, ObjectKey, PageKey
-from tidemill.kvstore.stores.page_store import Got, PageStore, Put, StoredObject, StoreStats
+from tidemill.kvstore.stores.page_store import Got, Objects, PageStore, Put, StoredObject, StoreStats
 
 _Result = TypeVar("_Result")
 
-Objects = Sequence[tuple[ObjectKey, memoryview]]
 Sizes = Sequence[tuple[int, ObjectKey]]
 Transfer = Callable[[Objects], Coroutine[Any, Any, list[_Result]]]
 

@@ -4,19 +4,25 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
 
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.stores.object_folder import ObjectFolder
-from tidemill.kvstore.stores.page_store import Got, Put, StoreCounters, StoredObject, StoreStats, finish
+from tidemill.kvstore.stores.page_store import (
+    Got,
+    Objects,
+    Put,
+    StoreCounters,
+    StoredObject,
+    StoreStats,
+    finish,
+    run_on,
+)
 from tidemill.kvstore.stores.seal import PLAIN, Sealing
-
-_Result = TypeVar("_Result")
 
 READ_THREADS = 4
 SHARE_BYTES_MIN = 4 << 20
@@ -45,22 +51,22 @@ class FileStore:
         self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="store-get")
         self._counters = StoreCounters()
 
-    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
-        return await _on(self._writer, lambda: self._put(objects))
+    async def put(self, objects: Objects) -> list[Put]:
+        return await run_on(self._writer, lambda: self._put(objects))
 
-    async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
-        shares = [_on(self._readers, partial(self._get, share)) for share in _shares(wanted)]
+    async def get(self, wanted: Objects) -> list[Got]:
+        shares = [run_on(self._readers, partial(self._get, share)) for share in _shares(wanted)]
         return [outcome for outcomes in await finish(asyncio.gather(*shares)) for outcome in outcomes]
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        return await _on(self._readers, lambda: self._folder.contains(keys))
+        return await run_on(self._readers, lambda: self._folder.contains(keys))
 
     async def remove(self, keys: Sequence[ObjectKey]) -> None:
-        await _on(self._readers, lambda: self._folder.remove(keys))
+        await run_on(self._readers, lambda: self._folder.remove(keys))
 
     async def list_objects(self) -> list[StoredObject]:
         try:
-            return await _on(self._readers, self._folder.list_objects)
+            return await run_on(self._readers, self._folder.list_objects)
         except OSError as error:
             raise StoreError(f"the folder of the store cannot be read: {error}") from error
 
@@ -78,28 +84,24 @@ class FileStore:
         for pool in (self._writer, self._readers):
             await asyncio.to_thread(pool.shutdown)
 
-    def _put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+    def _put(self, objects: Objects) -> list[Put]:
         evicted_before = self._folder.evicted
         outcomes = self._folder.put(objects)
         self._counters.add_put(objects, outcomes)
         self._counters.add_evicted(self._folder.evicted - evicted_before)
         return outcomes
 
-    def _get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
+    def _get(self, wanted: Objects) -> list[Got]:
         outcomes = self._folder.get(wanted)
         self._counters.add_get(wanted, outcomes)
         return outcomes
 
 
 def _shares(
-    wanted: Sequence[tuple[ObjectKey, memoryview]],
-) -> list[Sequence[tuple[ObjectKey, memoryview]]]:
+    wanted: Objects,
+) -> list[Objects]:
     """Split `wanted` into runs, one for each thread that its bytes are worth."""
     total_bytes = sum(view.nbytes for _, view in wanted)
     num_shares = max(1, min(READ_THREADS, len(wanted), total_bytes // SHARE_BYTES_MIN))
     cuts = [len(wanted) * share // num_shares for share in range(num_shares + 1)]
     return [wanted[start:end] for start, end in pairwise(cuts)]
-
-
-async def _on(pool: Executor, work: Callable[[], _Result]) -> _Result:
-    return await finish(asyncio.wrap_future(pool.submit(work)))

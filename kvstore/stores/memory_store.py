@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.stores.page_store import (
     Got,
+    Objects,
     Put,
     StoreCounters,
     StoredObject,
@@ -30,7 +31,7 @@ class MemoryStore:
         self._used_bytes = 0
         self._counters = StoreCounters()
 
-    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+    async def put(self, objects: Objects) -> list[Put]:
         count = count_fitting([SEAL_BYTES + body.nbytes for _, body in objects], self._capacity_bytes)
         for key, _ in objects[:count]:
             if key in self.objects:
@@ -40,7 +41,7 @@ class MemoryStore:
         self._counters.add_put(objects, outcomes)
         return outcomes
 
-    async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
+    async def get(self, wanted: Objects) -> list[Got]:
         outcomes = [self._load(key, view) for key, view in wanted]
         self._counters.add_get(wanted, outcomes)
         return outcomes

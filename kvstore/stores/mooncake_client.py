@@ -1,17 +1,15 @@
 """A RemoteClient over the native client of Mooncake: runs its blocking calls on threads."""
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
-from tidemill.kvstore.stores.page_store import finish
+from tidemill.kvstore.stores.page_store import run_on
 from tidemill.kvstore.stores.remote_store import Parts
-
-_Result = TypeVar("_Result")
 
 GET_THREADS = 2
 OWNER_FAILED = -800
@@ -63,17 +61,17 @@ class MooncakeClient:
         self.readers = ThreadPoolExecutor(GET_THREADS, thread_name_prefix="mooncake-read")
 
     async def put(self, names: Sequence[str], objects: Sequence[Parts]) -> list[int]:
-        return await _on(self._putting, lambda: self._put(names, objects))
+        return await run_on(self._putting, lambda: self._put(names, objects))
 
     async def get(self, names: Sequence[str], objects: Sequence[Parts]) -> list[int]:
-        return await _on(self._getting, lambda: self._get(names, objects))
+        return await run_on(self._getting, lambda: self._get(names, objects))
 
     async def exist(self, names: Sequence[str]) -> list[int]:
-        return await _on(self._querying, lambda: self._native.batch_is_exist(names))
+        return await run_on(self._querying, lambda: self._native.batch_is_exist(names))
 
     async def remove(self, names: Sequence[str]) -> list[int]:
         """Remove objects even while they are leased; concurrent readers detect the loss."""
-        return await _on(self._querying, lambda: self._native.batch_remove(names, force=True))
+        return await run_on(self._querying, lambda: self._native.batch_remove(names, force=True))
 
     def register(self, memory: memoryview) -> None:
         addresses = _addresses(memory)
@@ -134,10 +132,6 @@ class MooncakeClient:
         if not copies_in:
             for part, copy in copies:
                 part[:] = copy
-
-
-async def _on(pool: Executor, work: Callable[[], _Result]) -> _Result:
-    return await finish(asyncio.get_running_loop().run_in_executor(pool, work))
 
 
 def _addresses(view: memoryview) -> range:

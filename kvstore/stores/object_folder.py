@@ -22,7 +22,7 @@ from pathlib import Path
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.stores.folder_bound import FolderBound, FolderUsage, Reservation, unlink
-from tidemill.kvstore.stores.page_store import Got, Put, StoredObject, count_fitting, full_after
+from tidemill.kvstore.stores.page_store import Got, Objects, Put, StoredObject, count_fitting, full_after
 from tidemill.kvstore.stores.seal import PLAIN, SEAL_BYTES, Sealing
 
 TOUCH_S = 1.0
@@ -62,7 +62,7 @@ class ObjectFolder:
         """The number of objects that this process evicted."""
         return self._bound.evicted
 
-    def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+    def put(self, objects: Objects) -> list[Put]:
         count = count_fitting([SEAL_BYTES + body.nbytes for _, body in objects], self._capacity_bytes)
         batch = [(self._file(key), key, body) for key, body in objects[:count]]
         missing = {path: SEAL_BYTES + body.nbytes for path, _, body in batch if not self._renew(path)}
@@ -85,7 +85,7 @@ class ObjectFolder:
             return outcomes + [Put.SKIPPED] * (len(objects) - len(outcomes))
         return outcomes + full_after(outcomes, objects)
 
-    def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
+    def get(self, wanted: Objects) -> list[Got]:
         return [self._load(key, view) for key, view in wanted]
 
     def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:

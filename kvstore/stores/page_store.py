@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from enum import Enum
 from threading import Lock
@@ -11,6 +12,9 @@ from typing import NamedTuple, Protocol, TypeVar
 from tidemill.kvstore.keys import ObjectKey
 
 _Result = TypeVar("_Result")
+
+Objects = Sequence[tuple[ObjectKey, memoryview]]
+"""Objects of a call: the key of each one, and the view of its body."""
 
 
 class Put(Enum):
@@ -115,11 +119,11 @@ class PageStore(Protocol):
     - Calls may overlap, in one event loop and in several processes that share the store.
     """
 
-    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+    async def put(self, objects: Objects) -> list[Put]:
         """Store objects. Their views may be reused as soon as this returns."""
         ...
 
-    async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
+    async def get(self, wanted: Objects) -> list[Got]:
         """Fill each view with the object of its key."""
         ...
 
@@ -171,6 +175,11 @@ async def finish(transfer: asyncio.Future[_Result]) -> _Result:
         cancelled = None  # its traceback references this frame, and so the memory of the caller
 
 
+async def run_on(pool: Executor, work: Callable[[], _Result]) -> _Result:
+    """Return the result of `work` on a thread of `pool`. Cancellation waits until it has ended."""
+    return await finish(asyncio.wrap_future(pool.submit(work)))
+
+
 def count_fitting(sizes: Sequence[int], capacity_bytes: int) -> int:
     """Return how many of the first `sizes` fit together into an empty store."""
     total = 0
@@ -198,14 +207,14 @@ class StoreCounters:
         self._evicted = 0
         self._lock = Lock()
 
-    def add_put(self, objects: Sequence[tuple[ObjectKey, memoryview]], outcomes: Sequence[Put]) -> None:
+    def add_put(self, objects: Objects, outcomes: Sequence[Put]) -> None:
         moved = zip(objects, outcomes, strict=True)
         num_bytes = sum(body.nbytes for (_, body), outcome in moved if outcome is Put.STORED)
         with self._lock:
             self._put.update(outcomes)
             self._put_bytes += num_bytes
 
-    def add_get(self, wanted: Sequence[tuple[ObjectKey, memoryview]], outcomes: Sequence[Got]) -> None:
+    def add_get(self, wanted: Objects, outcomes: Sequence[Got]) -> None:
         moved = zip(wanted, outcomes, strict=True)
         num_bytes = sum(view.nbytes for (_, view), outcome in moved if outcome is Got.HIT)
         with self._lock:

@@ -13,11 +13,12 @@ from tidemill.kvstore.stores.circuit_breaker import Rate
 from tidemill.kvstore.stores.page_store import (
     DAMAGED,
     Got,
+    Objects,
     Put,
     StoreCounters,
     StoredObject,
     StoreStats,
-    finish,
+    run_on,
 )
 from tidemill.kvstore.stores.seal import PLAIN, SEAL_BYTES, Sealing
 
@@ -123,13 +124,13 @@ class RemoteStore:
         self._counters = StoreCounters()
         self._last_listing = Listing((), 0)
 
-    async def put(self, objects: Sequence[Offer]) -> list[Put]:
+    async def put(self, objects: Objects) -> list[Put]:
         outcomes = await self._put(objects)
         outcomes += [Put.SKIPPED] * (len(objects) - len(outcomes))
         self._counters.add_put(objects, outcomes)
         return outcomes
 
-    async def get(self, wanted: Sequence[Offer]) -> list[Got]:
+    async def get(self, wanted: Objects) -> list[Got]:
         outcomes = [Got.UNREACHABLE] * len(wanted)
         batches = list(self._batches(wanted))
         remaining, transfers = iter(batches), asyncio.Lock()
@@ -182,7 +183,7 @@ class RemoteStore:
     async def close(self) -> None:
         await self._client.close()
 
-    async def _put(self, objects: Sequence[Offer]) -> list[Put]:
+    async def _put(self, objects: Objects) -> list[Put]:
         """Return the outcomes up to the first missing object."""
         if not objects:
             return []
@@ -207,7 +208,7 @@ class RemoteStore:
                             return outcomes
         return outcomes
 
-    async def _store(self, new: Sequence[Offer], parts: Sequence[Parts]) -> dict[ObjectKey, Put]:
+    async def _store(self, new: Objects, parts: Sequence[Parts]) -> dict[ObjectKey, Put]:
         """Store the objects of a batch that are missing, and return their outcomes."""
         if not new:
             return {}
@@ -227,9 +228,7 @@ class RemoteStore:
         exist = [-1] * len(new) if Put.UNREACHABLE in puts else await self._client.exist(names)
         return {key: _confirm(put, code) for (key, _), put, code in zip(new, puts, exist, strict=True)}
 
-    async def _transfer(
-        self, batch: Sequence[Offer], parts: Sequence[Parts], failures: list[Got]
-    ) -> list[Got | int]:
+    async def _transfer(self, batch: Objects, parts: Sequence[Parts], failures: list[Got]) -> list[Got | int]:
         """Return the length of each object that arrived, else its outcome.
         After the failure of an owner or the master, the other batches fail without another call."""
         if failures:
@@ -245,9 +244,7 @@ class RemoteStore:
             self._rate.add(sum(moved), loop.time() - started)
         return found
 
-    async def _verify(
-        self, batch: Sequence[Offer], parts: Sequence[Parts], found: Sequence[Got | int]
-    ) -> list[Got]:
+    async def _verify(self, batch: Objects, parts: Sequence[Parts], found: Sequence[Got | int]) -> list[Got]:
         """Return the outcomes of a batch, and remove damaged objects."""
 
         def verify() -> list[Got]:
@@ -264,7 +261,7 @@ class RemoteStore:
             return found
         return self._sealing.verify(key, view, seal) if found == SEAL_BYTES + view.nbytes else Got.TRUNCATED
 
-    async def _seal(self, offers: Sequence[Offer], block: memoryview) -> list[Parts]:
+    async def _seal(self, offers: Objects, block: memoryview) -> list[Parts]:
         parts = _parts(offers, block)
 
         def seal() -> None:
@@ -274,13 +271,13 @@ class RemoteStore:
         await self._read(offers, seal)
         return parts
 
-    async def _read(self, offers: Sequence[Offer], work: Callable[[], _Result]) -> _Result:
+    async def _read(self, offers: Objects, work: Callable[[], _Result]) -> _Result:
         """Run `work`, which reads all bytes of `offers`, without blocking the event loop."""
         if self._executor is None or sum(body.nbytes for _, body in offers) <= INLINE_BYTES_MAX:
             return work()
-        return await finish(asyncio.get_running_loop().run_in_executor(self._executor, work))
+        return await run_on(self._executor, work)
 
-    def _batches(self, objects: Sequence[Offer]) -> Iterator[slice]:
+    def _batches(self, objects: Objects) -> Iterator[slice]:
         """Split into runs of one kind with distinct keys, each within half a lease if possible."""
         num_bytes_max = min(BATCH_BYTES_MAX, self._rate.bytes_per_s * self._lease_s / 2)
         start = num_bytes = 0
@@ -314,12 +311,12 @@ class RemoteStore:
             self._blocks.append(block)
 
 
-def _parts(offers: Sequence[Offer], block: memoryview) -> list[Parts]:
+def _parts(offers: Objects, block: memoryview) -> list[Parts]:
     seals = (block[start : start + SEAL_BYTES] for start in range(0, block.nbytes, SEAL_BYTES))
     return [(seal, body) for seal, (_, body) in zip(seals, offers, strict=False)]
 
 
-def _pop_new(offers: Sequence[Offer], seen: set[ObjectKey]) -> list[Offer]:
+def _pop_new(offers: Objects, seen: set[ObjectKey]) -> list[Offer]:
     """Return the first offer of each key that is not in `seen`, and add the keys to `seen`."""
     new: dict[ObjectKey, memoryview] = {}
     for key, body in offers:

@@ -19,6 +19,7 @@ import numpy as np
 from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.stores.page_store import (
     Got,
+    Objects,
     PageStore,
     Put,
     StoreCounters,
@@ -41,8 +42,6 @@ SEEN_MAX = 1 << 16
 So an object that is read only from nearer tiers counts as used in the farther one, and returns to a
 store that was restarted empty.
 """
-
-Objects = Sequence[tuple[ObjectKey, memoryview]]
 
 
 class Write(Enum):

@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-from tests.support.kvstore.store_process import body, page
+from tests.support.kvstore.objects import page
+from tests.support.kvstore.store_process import body
 from tidemill.kvstore.stores.object_folder import ObjectFolder
 from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.kvstore.stores.seal import SEAL_BYTES

@@ -1,6 +1,10 @@
 """Factories of small ledgers and leases."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import fields
+from typing import Any
 
 from tidemill.kvstore.keys import Namespace, PageKey, page_keys
 from tidemill.kvstore.layout import Attention, Linear, PageId, StateId, Window, WindowId, layout_of
@@ -93,6 +97,13 @@ def grow(ledger: Ledger, lease: Lease, num_tokens: int, keys: Sequence[PageKey] 
     ledger.commit(lease, num_tokens, keys)
     ledger.check()
     return lease
+
+
+def snapshot(lease: Lease) -> dict[str, Any]:
+    """Return the attributes of a lease, with copies of its collections."""
+    values = {field.name: getattr(lease, field.name) for field in fields(lease)}
+    collections = (list, dict, deque)
+    return {name: copy(value) if type(value) in collections else value for name, value in values.items()}
 
 
 def scatter(ledger: Ledger, keys: Sequence[PageKey], path_pages: int = 5) -> None:

@@ -14,7 +14,7 @@ from random import Random
 from types import FrameType
 from typing import Any
 
-from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
+from tests.support.kvstore.objects import page
 from tidemill.kvstore.stores import folder_bound, object_folder
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.object_folder import ObjectFolder
@@ -27,10 +27,6 @@ CRASH_LINES_MAX = 2000
 STORM_BYTES_MAX = 100_000
 STORM_KEYS = 200
 STORM_WRITERS = 3
-
-
-def page(number: int) -> ObjectKey:
-    return ObjectKey(Kind.PAGE, PageKey(number.to_bytes(16, "big")))
 
 
 def body(number: int, writer: int, num_bytes: int) -> bytes:

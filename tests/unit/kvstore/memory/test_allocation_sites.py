@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tests.support.kvstore.leases import ROOT, P, a_cache
+from tests.support.kvstore.leases import ROOT, P, a_cache, snapshot
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import page_keys
 from tidemill.kvstore.memory.allocation_sites import AllocationSite
@@ -123,21 +123,6 @@ class Driver:
 
     def _checkpoint(self, entry: Entry | None) -> Checkpoint | None:
         return entry and entry.checkpoint
-
-
-def snapshot(lease: Lease) -> tuple[object, ...]:
-    return (
-        list(lease.shared_entries),
-        list(lease.private_pages),
-        list(lease.windows),
-        lease.committed,
-        lease.allocated,
-        dict(lease.states),
-        list(lease.spare_slots),
-        lease.source,
-        lease.rolling,
-        list(lease.flights),
-    )
 
 
 @pytest.mark.parametrize("site", SITES, ids=str)

@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.kvstore.leases import ROOT, P, a_cache, could_serve
+from tests.support.kvstore.leases import ROOT, P, a_cache, could_serve, snapshot
 from tests.support.kvstore.written import DeviceStep, Memory
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey, page_keys
-from tidemill.kvstore.layout import PageId, WindowId
+from tidemill.kvstore.layout import PageId, StateId
 from tidemill.kvstore.memory.allocation_sites import Demand
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import FLIGHTS_MAX, Ledger
@@ -323,7 +323,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
     ) -> bool:
         """Reserve; or assert that memory was short, the lease is unchanged, and end the request."""
         lease = row.lease
-        before, evicted = _snapshot(lease), self._evictions()
+        before, evicted = snapshot(lease), self._evictions()
         slots = self._slots_missing(lease, drafts)
         pages = max(0, -(-num_tokens // P) - len(lease.shared_entries) - len(lease.private_pages))
         has_windows = self.cache.layout.has_windows
@@ -339,13 +339,14 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         except OutOfMemory:
             took_back = (lease.source, lease.spare_slots_min) != (source, spare_slots_min)
             assert not possible
-            assert took_back or (_snapshot(lease), self._evictions()) == (before, evicted), (
+            assert took_back or (snapshot(lease), self._evictions()) == (before, evicted), (
                 "a refusal changed something"
             )
             self._release(row)
             return False
         took_back = (lease.source, lease.spare_slots_min) != (source, spare_slots_min)
-        private, spare, windows = before[1], [] if took_back else before[4], before[7]
+        private, windows = before["private_pages"], before["windows"]
+        spare: list[StateId] = [] if took_back else before["spare_slots"]
         assert lease.allocated >= num_tokens
         assert lease.private_pages[: len(private)] == private
         assert lease.spare_slots[: len(spare)] == spare
@@ -400,7 +401,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         lease = row.lease
         if keep == "nothing" or (keep == "last" and lease.launched > lease.committed):
             return
-        entry, earlier, before = lease.shared_entries[-1], lease.rolling, _snapshot(lease)
+        entry, earlier, before = lease.shared_entries[-1], lease.rolling, snapshot(lease)
         existing = entry.checkpoint
         if keep == "roll":
             kept = self.ledger.roll_checkpoint(lease)
@@ -408,7 +409,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             kept = self.ledger.keep_state(lease, last=keep == "last")
         assert kept == (entry.checkpoint is not None or not self.hybrid)
         if not kept:
-            assert _snapshot(lease) == before, "a skipped checkpoint changed something"
+            assert snapshot(lease) == before, "a skipped checkpoint changed something"
         if not self.hybrid or existing is not None:
             assert entry.checkpoint == existing
             assert lease.rolling is earlier
@@ -434,22 +435,6 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
     def _name(self) -> str:
         self.serial += 1
         return f"r{self.serial}"
-
-
-def _snapshot(
-    lease: Lease,
-) -> tuple[object, list[PageId], int, object, list[int], object, object, list[WindowId]]:
-    states = dict(lease.states)
-    return (
-        list(lease.shared_entries),
-        list(lease.private_pages),
-        lease.committed,
-        states,
-        list(lease.spare_slots),
-        lease.source,
-        lease.rolling,
-        list(lease.windows),
-    )
 
 
 TestLedgerAgainstMemory = LedgerAgainstMemory.TestCase

@@ -18,7 +18,8 @@ from tests.support.kvstore.folders import (
     put,
     stored_bytes,
 )
-from tests.support.kvstore.store_process import body, page
+from tests.support.kvstore.objects import page
+from tests.support.kvstore.store_process import body
 from tidemill.kvstore.stores import file_store, folder_bound
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.object_folder import TOUCH_S, ObjectFolder

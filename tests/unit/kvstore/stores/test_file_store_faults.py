@@ -20,7 +20,8 @@ from tests.support.kvstore.folders import (
     put,
     stored_bytes,
 )
-from tests.support.kvstore.store_process import body, page
+from tests.support.kvstore.objects import page
+from tests.support.kvstore.store_process import body
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.stores import folder_bound
 from tidemill.kvstore.stores.folder_bound import FolderBound, FolderUsage

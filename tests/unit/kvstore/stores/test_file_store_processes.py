@@ -6,7 +6,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.support.kvstore.store_process import STORM_BYTES_MAX, body, page
+from tests.support.kvstore.objects import page
+from tests.support.kvstore.store_process import STORM_BYTES_MAX, body
 from tidemill.kvstore.stores.object_folder import ObjectFolder
 from tidemill.kvstore.stores.page_store import Got
 from tidemill.kvstore.stores.seal import SEAL_BYTES

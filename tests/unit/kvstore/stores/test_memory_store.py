@@ -2,7 +2,8 @@
 
 import asyncio
 
-from tests.support.kvstore.store_process import body, page
+from tests.support.kvstore.objects import page
+from tests.support.kvstore.store_process import body
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got
 from tidemill.kvstore.stores.seal import SEAL_BYTES

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 
+from tests.support.kvstore.objects import page, random_body
 from tests.support.mooncake import TRANSPORT, Mooncake, PlainClient, end, eventually, frozen, mooncake
-from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
+from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.stores.mooncake_store import open_mooncake
 from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.kvstore.stores.remote_store import RemoteStore
@@ -27,12 +27,8 @@ FLAGS = (
 )
 
 
-def page(number: int) -> ObjectKey:
-    return ObjectKey(Kind.PAGE, PageKey(number.to_bytes(16, "big")))
-
-
 def offers(*numbers: int, num_bytes: int = BODY_BYTES) -> list[tuple[ObjectKey, memoryview]]:
-    return [(page(number), memoryview(bytearray(Random(number).randbytes(num_bytes)))) for number in numbers]
+    return [(page(number), memoryview(random_body(number, num_bytes))) for number in numbers]
 
 
 async def fetch(store: RemoteStore, *numbers: int) -> list[Got]:

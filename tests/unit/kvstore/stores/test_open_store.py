@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.kvstore.store_process import body, page
+from tests.support.kvstore.objects import page
+from tests.support.kvstore.store_process import body
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.stores import open_store as module
 from tidemill.kvstore.stores.circuit_breaker import GuardedStore

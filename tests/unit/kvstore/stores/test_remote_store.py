@@ -2,15 +2,15 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.kvstore.objects import page, random_body
 from tests.support.sim.loop import simulate
 from tidemill.kvstore.errors import StoreError
-from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
+from tidemill.kvstore.keys import Kind, ObjectKey
 from tidemill.kvstore.stores.page_store import Got, Put, StoredObject
 from tidemill.kvstore.stores.remote_store import BATCH_OBJECTS_MAX, Listing, Parts, RemoteStore
 from tidemill.kvstore.stores.seal import SEAL_BYTES
@@ -97,16 +97,12 @@ class ScriptedClient:
         return script.pop(0) if len(script) > 1 else script[0]
 
 
-def key(number: int, kind: Kind = Kind.PAGE) -> ObjectKey:
-    return ObjectKey(kind, PageKey(number.to_bytes(16, "big")))
-
-
 def offer(number: int, kind: Kind = Kind.PAGE, num_bytes: int = BODY_BYTES) -> tuple[ObjectKey, memoryview]:
-    return key(number, kind), memoryview(bytearray(Random(number).randbytes(num_bytes)))
+    return page(number, kind), memoryview(random_body(number, num_bytes))
 
 
 def wanted(*numbers: int) -> list[tuple[ObjectKey, memoryview]]:
-    return [(key(number), memoryview(bytearray(BODY_BYTES))) for number in numbers]
+    return [(page(number), memoryview(bytearray(BODY_BYTES))) for number in numbers]
 
 
 def run(
@@ -146,7 +142,7 @@ def run(
 )
 def test_remote_store_maps_each_code_of_a_put(codes: list[int], exists: list[int], outcome: Put) -> None:
     async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
-        name = str(key(2))
+        name = str(page(2))
         client.codes_by_call = {("put", name): codes, ("exist", name): exists}
         if outcome is Put.UNREACHABLE and exists != [
             0,
@@ -179,12 +175,12 @@ def test_remote_store_maps_each_code_of_a_put(codes: list[int], exists: list[int
 def test_remote_store_maps_each_code_of_a_get(code: int, outcome: Got) -> None:
     async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         await store.put([offer(1), offer(2), offer(3)])
-        client.codes_by_call = {("get", str(key(2))): [code]}
+        client.codes_by_call = {("get", str(page(2))): [code]}
         found = wanted(1, 2, 3)
         assert await store.get(found) == [Got.HIT, outcome, Got.HIT]
         assert [bytes(view) for _, view in found[::2]] == [bytes(offer(number)[1]) for number in (1, 3)]
         assert store.stats().got == {Got.HIT: 2, outcome: 1}
-        damaged = [[str(key(2))]] if outcome in {Got.TRUNCATED, Got.CORRUPT} else []
+        damaged = [[str(page(2))]] if outcome in {Got.TRUNCATED, Got.CORRUPT} else []
         assert client.names("remove") == damaged
 
     run(scenario)
@@ -192,7 +188,7 @@ def test_remote_store_maps_each_code_of_a_get(code: int, outcome: Got) -> None:
 
 def test_remote_store_puts_a_checkpoint_after_its_pages_are_confirmed() -> None:
     async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
-        pages, checkpoint = [str(key(1)), str(key(2))], str(key(2, Kind.CHECKPOINT))
+        pages, checkpoint = [str(page(1)), str(page(2))], str(page(2, Kind.CHECKPOINT))
         objects = [offer(1), offer(2), offer(2, Kind.CHECKPOINT)]
         client.codes_by_call = {("exist", pages[0]): [0, 0]}
         assert await store.put(objects) == [Put.UNCONFIRMED, Put.SKIPPED, Put.SKIPPED]
@@ -211,7 +207,7 @@ def test_remote_store_puts_a_checkpoint_after_its_pages_are_confirmed() -> None:
 
 def test_remote_store_retries_only_objects_without_space() -> None:
     async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
-        names = [str(key(number)) for number in (1, 2, 3)]
+        names = [str(page(number)) for number in (1, 2, 3)]
         client.codes_by_call = {("put", names[1]): [-200, 0], ("put", names[2]): [-200, -200, -200, 0]}
         assert await store.put([offer(1), offer(2), offer(3)]) == [Put.STORED, Put.STORED, Put.FULL]
         assert client.names("put") == [names, names[1:], names[2:]]
@@ -227,7 +223,7 @@ def test_remote_store_stores_a_repeated_key_once() -> None:
             Put.STORED,
             Put.EXISTED,
         ]
-        assert sorted(name for names in client.names("put") for name in names) == [str(key(1)), str(key(2))]
+        assert sorted(name for names in client.names("put") for name in names) == [str(page(1)), str(page(2))]
         assert await store.get(wanted(1, 1, 9, 1)) == [Got.HIT, Got.HIT, Got.MISS, Got.HIT]
 
     run(scenario)
@@ -250,7 +246,7 @@ def test_remote_store_limits_a_batch_to_half_a_lease() -> None:
 
     async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         objects = [offer(number, num_bytes=body_bytes) for number in range(40)]
-        views = [(key(number), memoryview(bytearray(body_bytes))) for number in range(40)]
+        views = [(page(number), memoryview(bytearray(body_bytes))) for number in range(40)]
         await store.put(objects)
         for _ in range(3):
             client.calls.clear()
@@ -261,7 +257,7 @@ def test_remote_store_limits_a_batch_to_half_a_lease() -> None:
         for _ in range(3):
             client.calls.clear()
             await store.get(views)
-        assert client.names("get") == [[str(key(number))] for number in range(40)]
+        assert client.names("get") == [[str(page(number))] for number in range(40)]
 
     run(scenario, bytes_per_s, lease_s)
 
@@ -273,7 +269,7 @@ def test_remote_store_does_not_retry_after_a_loss(code: int, outcome: Got) -> No
     async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         numbers = range(3 * BATCH_OBJECTS_MAX)
         await store.put([offer(number) for number in numbers])
-        client.codes_by_call = {("get", str(key(BATCH_OBJECTS_MAX + 1))): [code]}
+        client.codes_by_call = {("get", str(page(BATCH_OBJECTS_MAX + 1))): [code]}
         found = await store.get(wanted(*numbers))
         assert len(client.names("get")) == 2
         good = [Got.HIT] * BATCH_OBJECTS_MAX
@@ -315,11 +311,11 @@ def test_remote_store_registers_the_memory_of_seals_once() -> None:
 def test_remote_store_lists_only_our_objects() -> None:
     async def listing() -> Listing:
         await asyncio.sleep(0)
-        return Listing([(str(key(1)), 164), ("foreign", 7), ("00.0000.p", 8)], 1000)
+        return Listing([(str(page(1)), 164), ("foreign", 7), ("00.0000.p", 8)], 1000)
 
     async def main() -> None:
         store = RemoteStore(ScriptedClient(), listing=listing)
-        assert await store.list_objects() == [StoredObject(key(1), BODY_BYTES + SEAL_BYTES)]
+        assert await store.list_objects() == [StoredObject(page(1), BODY_BYTES + SEAL_BYTES)]
         stats = store.stats()
         assert (stats.objects, stats.bytes, stats.capacity_bytes) == (3, 179, 1000)
         with pytest.raises(StoreError):
@@ -342,7 +338,7 @@ def test_remote_store_reports_only_confirmed_objects(
 ) -> None:
     async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         for (number, kind), (codes, exists) in script.items():
-            name = str(key(number, kind))
+            name = str(page(number, kind))
             client.codes_by_call |= {("put", name): list(codes), ("exist", name): list(exists)}
         outcomes = await store.put([offer(number, kind) for number, kind in objects])
         exist = [outcome.is_there for outcome in outcomes]
@@ -351,7 +347,7 @@ def test_remote_store_reports_only_confirmed_objects(
         for position, ((number, kind), outcome) in enumerate(zip(objects, outcomes, strict=True)):
             exists = script.get((number, kind), ([], [0, 1]))[1]
             assert not outcome.is_there or 1 in exists
-            offered = any(str(key(number, kind)) in names for names in client.names("put"))
+            offered = any(str(page(number, kind)) in names for names in client.names("put"))
             if kind is Kind.CHECKPOINT and offered:
                 first = objects.index((number, kind))
                 assert all(exist[before] for before in range(first) if objects[before][1] is Kind.PAGE), (

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.kvstore.objects import page, random_body
 from tests.support.mooncake import Mooncake, PlainClient, Shared, mooncake
 from tests.support.sim.faulty_store import FaultyStore
-from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
+from tidemill.kvstore.keys import Kind, ObjectKey
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.mooncake_admin import list_objects
@@ -156,12 +157,8 @@ def bounded(request: pytest.FixtureRequest, tmp_path: Path) -> Subject:
     return BOUNDED[request.param](tmp_path / "store")
 
 
-def page(number: int, kind: Kind = Kind.PAGE) -> ObjectKey:
-    return ObjectKey(kind, PageKey(number.to_bytes(16, "big")))
-
-
 def body_of(number: int, num_bytes: int = BODY_BYTES) -> bytearray:
-    return bytearray(Random(number).randbytes(num_bytes))
+    return random_body(number, num_bytes)
 
 
 def offers(numbers: list[int]) -> list[tuple[ObjectKey, memoryview]]:

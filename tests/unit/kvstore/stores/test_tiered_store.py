@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.kvstore.objects import page, random_body
 from tests.support.kvstore.scripted_store import Fault, Scripted, now
 from tests.support.sim.faulty_store import FaultyStore
 from tests.support.sim.loop import simulate
-from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
+from tidemill.kvstore.keys import Kind, ObjectKey
 from tidemill.kvstore.stores.circuit_breaker import GuardedStore
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got, PageStore, Put, StoreStats
@@ -26,11 +27,11 @@ AMPLE_BYTES = 1 << 30
 
 def key(number: int) -> ObjectKey:
     """Return a key; every fifth one is of a checkpoint."""
-    return ObjectKey(Kind.PAGE if number % 5 else Kind.CHECKPOINT, PageKey(number.to_bytes(16, "big")))
+    return page(number, Kind.PAGE if number % 5 else Kind.CHECKPOINT)
 
 
 def body_of(number: int) -> bytearray:
-    return bytearray(Random(number).randbytes(BODY_BYTES))
+    return random_body(number, BODY_BYTES)
 
 
 def memory() -> MemoryStore:
