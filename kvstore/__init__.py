@@ -1,1 +1,1 @@
-"""Pages, states and windows: where their bytes lie, who owns them, and the stores that share them."""
+"""Pages, window pages and states: their layout, the memory of a worker, and shared page stores."""

@@ -2,28 +2,28 @@
 
 
 class TidemillError(Exception):
-    """Root of the errors that are expected. Bugs are assertions.
+    """The root of expected errors. Bugs are assertions.
 
     TidemillError
-        RequestError        the user's mistake: 4xx that names the field and the fix
-        Unserved            every attempt failed, or no worker came: 503
-        OutOfMemory         the arena cannot hold more now: the engine waits, evicts or preempts
-        PagesMissing        neither worker nor store holds what the request was promised: produce it again
-        WorkerGone          the peer died or is draining: place the request elsewhere
-            GroupBroken     ... because ranks of its group lost each other
-        StoreError          a page store cannot be opened: names the fix
-        ModelError          a model folder cannot be served: names the fix
-        SettingsError       a setting has no meaning, or needs what is not here: names the fix
-        UsageError          options of the command that do not go together
-        ConfigError         a configuration that cannot be: says all that is wrong, by place
-        PortTaken           the endpoint cannot listen where it was told to
-        LaunchError         Ray, the router or a worker does not start: names the reason
-        Malformed           bytes from a peer that are no message
+        RequestError        The request is wrong: status 4xx, names the field and the fix.
+        Unserved            Every attempt failed, or no worker was available: status 503.
+        OutOfMemory         The arena is full now: the engine waits, evicts or preempts.
+        PagesMissing        Neither a worker nor the store has the promised pages: recompute them.
+        WorkerGone          The peer crashed or is draining: the request is placed elsewhere.
+            GroupBroken     The ranks of a group lost each other.
+        StoreError          A page store cannot be opened: names the fix.
+        ModelError          A model folder cannot be served: names the fix.
+        SettingsError       A setting is invalid, or needs something that is missing: names the fix.
+        UsageError          Options of the command that contradict each other.
+        ConfigError         An invalid configuration: names every problem and its position.
+        PortTaken           The configured port is in use.
+        LaunchError         Ray, the router or a worker does not start: names the reason.
+        Malformed           Bytes from a peer that are not a valid message.
     """
 
 
 class OutOfMemory(TidemillError):
-    """The arena cannot hold more now: wait, evict or preempt."""
+    """The arena is full now: wait, evict or preempt."""
 
 
 class StoreError(TidemillError):

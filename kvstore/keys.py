@@ -1,4 +1,4 @@
-"""Names of pages and checkpoints: a digest of all tokens up to the end, and of what else shaped the bytes."""
+"""Keys of pages and checkpoints: digests of all tokens up to their end, and of a namespace."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
-    """Everything besides the tokens that decides what an object's bytes mean, and who may read them."""
+    """The model, layout and tenant of an object: two namespaces never share an object."""
 
     model: str  # fingerprint of weights and configuration
     layout: str  # Shards.describe()
@@ -28,7 +28,7 @@ class Namespace:
 
 
 class Kind(Enum):
-    """What an object of the store holds."""
+    """The content of an object in a store."""
 
     PAGE = "p"
     CHECKPOINT = "c"  # a state
@@ -37,8 +37,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ObjectKey:
-    """An object of the store: a shard of the page that ends at `key`, of the window page of the same tokens,
-    or of the state after the last of them. All of a namespace agree on the number of shards: shards.py."""
+    """The key of an object in a store: one shard of a page, of a window page, or of a state.
+
+    The page that ends at `key`, the window page of the same tokens and the state after them share
+    `key`. The number of shards is the same in a namespace: shards.py.
+    """
 
     kind: Kind
     key: PageKey
@@ -49,28 +52,28 @@ class ObjectKey:
 
     @classmethod
     def parse(cls, text: str) -> "ObjectKey":
-        """The inverse of `str`. Raises ValueError."""
+        """Parse the result of `str`. Raises ValueError."""
         digest, shard, kind = text.split(".")
         key = PageKey(bytes.fromhex(digest))
         if len(key) != DIGEST_BYTES:
-            raise ValueError(f"{text} does not name an object")
+            raise ValueError(f"{text} is not the key of an object")
         return cls(Kind(kind), key, int(shard, 16))
 
 
 def chain(parent: PageKey, page: Sequence[int]) -> PageKey:
-    """Key of the page that holds the tokens `page` and follows `parent`."""
+    """Return the key of the page with the tokens `page` after the page of `parent`."""
     return _digest(parent, pack(f"<{len(page)}I", *page))
 
 
 def page_keys(root: PageKey, tokens: Sequence[int], page_tokens: int) -> list[PageKey]:
-    """Keys of the full pages of `tokens`, in order; key i covers tokens `[0, (i + 1) * page_tokens)`."""
+    """Return the keys of the full pages of `tokens`; key i covers `[0, (i + 1) * page_tokens)`."""
     keys: list[PageKey] = []
     extend_keys(keys, root, tokens, page_tokens)
     return keys
 
 
 def extend_keys(keys: list[PageKey], root: PageKey, tokens: Sequence[int], page_tokens: int) -> None:
-    """Append the keys of the pages of `tokens` that are full now; `keys` has those of a prefix of them."""
+    """Append the missing keys of full pages of `tokens`; `keys` has those of a prefix."""
     parent = keys[-1] if keys else root
     for start in range(len(keys) * page_tokens, len(tokens) // page_tokens * page_tokens, page_tokens):
         parent = chain(parent, tokens[start : start + page_tokens])

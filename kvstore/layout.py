@@ -1,20 +1,22 @@
-"""Where every byte of a page, a window page and a state lies, computed from the model's layer specs. Pure.
+"""The memory layout of pages, window pages and states, computed from a model's layer specs. Pure.
 
-    page    [kv_head][attention layer][K|V][token][head_dim]    P tokens of every attention layer, one run
-            ... or [latent layer][token][width]                 in a model that keeps latents instead
-    window page  as a page, of every window layer               P tokens, needed while a query can see them
-    state   [head group][linear layer][conv | temporal]         one sequence's recurrent state, one run
-            conv      [conv_width - 1][channels of the group]   float32, oldest input first
-            temporal  [value heads of the group][key_dim][value_dim]  float32
+    page         P tokens of every attention layer, contiguous:
+                 [kv_head][attention layer][K|V][token][head_dim]
+                 or, in a model that keeps latents instead, [latent layer][token][width]
+    window page  P tokens of every window layer, like a page; needed while a query sees them
+    state        the recurrent state of one sequence, contiguous:
+                 [head group][linear layer][conv | temporal]
+                 conv      [conv_width - 1][channels of the group]         float32, oldest first.
+                 temporal  [value heads of the group][key_dim][value_dim]  float32.
 
-A head group is one key head with the value heads that share it; its channels are its q, its k and its v
-heads. Head (group) comes first so that the share of a tensor-parallel rank is one contiguous range of the
-object (shards.py).
+A head group is one key head with the value heads that share it. Its channels are those of its q,
+its k and its v heads. Head (group) is the outermost dimension, so that the share of a
+tensor-parallel rank is one contiguous range of the object (shards.py).
 
-    arena   |  extent 0  |  extent 1  |  ...          page id p starts at byte p * page_bytes,
-            pages_per_extent pages, or                window id w at byte w * window_bytes,
-            windows_per_extent window pages, or       state id s at byte s * state_stride_bytes:
-            states_per_extent states, or nothing      an id says where its bytes are, whatever lies beside it.
+    arena   |  extent 0  |  extent 1  |  ...          page p starts at byte p * page_bytes.
+            an extent holds pages_per_extent pages,   Window page w starts at byte w * window_bytes.
+            or windows_per_extent window pages,       State s starts at byte s * state_stride_bytes.
+            or states_per_extent states, or nothing   An address follows from the id alone.
 """
 
 from collections.abc import Sequence
@@ -44,7 +46,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Softmax attention of each token over the last `tokens`, itself included: the rest is not needed."""
+    """Softmax attention of each token over the last `tokens`, itself included."""
 
     kv_heads: int
     head_dim: int
@@ -53,8 +55,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Attention whose keys and values are made from one latent of `width` numbers per token, which every rank
-    of a group has whole."""
+    """Attention whose keys and values are computed from one latent of `width` numbers per token.
+    Every rank of a group has the whole latent."""
 
     width: int
 
@@ -75,17 +77,17 @@ class Linear:
 
     @property
     def group_channels(self) -> int:
-        """Convolution channels of one head group: q, k, then its value heads."""
+        """The convolution channels of one head group: q, k, then its value heads."""
         return 2 * self.key_dim + self.values_per_group * self.value_dim
 
     @property
     def conv_elements(self) -> int:
-        """Per head group."""
+        """The elements of the convolution state per head group."""
         return (self.conv_width - 1) * self.group_channels
 
     @property
     def temporal_elements(self) -> int:
-        """Per head group."""
+        """The elements of the temporal state per head group."""
         return self.values_per_group * self.key_dim * self.value_dim
 
 
@@ -94,8 +96,12 @@ LayerSpec = Attention | Window | Latent | Linear
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Sizes in bytes of what an arena holds. `window_bytes` is 0 without window layers, `state_bytes` without
-    linear layers. `window_tokens` is the widest window, the query's own token included."""
+    """The sizes of the objects in an arena.
+
+    window_bytes    0 without window layers
+    window_tokens   the widest window, the query's own token included
+    state_bytes     0 without linear layers
+    """
 
     page_tokens: int
     kv_dtype: KvDtype
@@ -125,7 +131,7 @@ class Layout:
 
     @property
     def hybrid(self) -> bool:
-        """Whether pages alone do not restore a sequence: it needs checkpoints."""
+        """True when restoring a sequence needs a checkpoint in addition to its pages."""
         return self.has_states or self.has_windows
 
     @property
@@ -150,31 +156,31 @@ class Layout:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of what is kept or moved, at most, to restore a depth whose pages are there; 0: nothing."""
+        """The largest size of a checkpoint; 0 if pages alone restore a sequence."""
         return self.state_bytes + len(self.last_window(1 << 31)) * self.window_bytes
 
     def last_window(self, depth_pages: int) -> range:
-        """The window pages, by their place in a sequence, that the token after `depth_pages` pages can see:
-        those of a checkpoint. At least one, so that a checkpoint of windows is something."""
+        """Return the positions of the window pages of a checkpoint after `depth_pages` pages.
+        Those are the window pages that the next token can see, at least one."""
         if not self.has_windows:
             return range(0)
-        seen = max(1, -(-(self.window_tokens - 1) // self.page_tokens))
-        return range(max(0, depth_pages - seen), depth_pages)
+        visible = max(1, -(-(self.window_tokens - 1) // self.page_tokens))
+        return range(max(0, depth_pages - visible), depth_pages)
 
-    def first_seen(self, depth: int) -> int:
-        """The place of the first window page that matters to who has `depth` tokens: what the next ones can
-        see, and on a page boundary `last_window`."""
+    def first_visible_window(self, depth: int) -> int:
+        """Return the position of the first window page that a sequence of `depth` tokens needs. It
+        needs those that its next tokens can see, and on a page boundary those of `last_window`."""
         if not self.has_windows:
             return 0
-        seen = max(self.window_tokens - 1, 1)
-        return max(0, depth - seen) // self.page_tokens
+        visible = max(self.window_tokens - 1, 1)
+        return max(0, depth - visible) // self.page_tokens
 
-    def windows_at_once(self, num_tokens: int, in_flight: int) -> int:
-        """The most window pages that a sequence of `num_tokens` needs while steps run `in_flight` of them."""
+    def peak_windows(self, num_tokens: int, in_flight: int) -> int:
+        """Return the most window pages that `num_tokens` need, `in_flight` of them in steps."""
         if not self.has_windows:
             return 0
-        in_sight = -(-(self.window_tokens - 1 + in_flight) // self.page_tokens) + 1
-        return min(-(-num_tokens // self.page_tokens), in_sight)
+        visible = -(-(self.window_tokens - 1 + in_flight) // self.page_tokens) + 1
+        return min(-(-num_tokens // self.page_tokens), visible)
 
     def page_offset(self, page: PageId) -> int:
         return page * self.page_bytes
@@ -186,8 +192,7 @@ class Layout:
         return state * self.state_stride_bytes
 
     def describe(self) -> str:
-        """What the bytes of a page and of a state mean. A key's namespace also covers how they are cut: see
-        Shards.describe."""
+        """Return a text that identifies the layout. `Shards.describe` adds the cuts."""
         others = "".join(f"/{specs}" for specs in (self.windows, self.latents) if specs)
         return f"v{LAYOUT_VERSION}/p{self.page_tokens}/{self.kv_dtype}/{self.attention}/{self.linear}{others}"
 
@@ -199,10 +204,10 @@ def layout_of(
     extent_bytes_min: int = EXTENT_BYTES_MIN,
     granule_bytes: int = GRANULE_BYTES,
 ) -> Layout:
-    """Layout of a model's memory. Raises ValueError when the layers cannot share one page or one state.
+    """Return the layout of a model. Raises ValueError if its layers cannot share a page or state.
 
-    An extent is one state rounded up so that pages tile it, and window pages too, taken as often as it needs
-    to reach `extent_bytes_min` and to be a multiple of `granule_bytes`, what the system maps and unmaps.
+    An extent is a multiple of one state, rounded up so that pages and window pages tile it. It has
+    at least `extent_bytes_min` bytes and is a multiple of `granule_bytes`, the unit of mapping.
     """
     if page_tokens < 1:
         raise ValueError(f"page size is {page_tokens} tokens: set --page-size to 1 or more")
@@ -227,7 +232,7 @@ def layout_of(
 
 
 def _sizes(layers: Sequence[LayerSpec], dtype_bytes: int) -> tuple[int, int, int]:
-    """Bytes of a token in a page and in a window page, and of a state. Raises ValueError."""
+    """Return the bytes of a token in a page and in a window page, and of a state, or raise."""
     paged, windowed, state_bytes = 0, 0, 0
     heads: dict[type[LayerSpec], set[int]] = {Attention: set(), Window: set(), Latent: set(), Linear: set()}
     for layer in layers:
@@ -237,7 +242,7 @@ def _sizes(layers: Sequence[LayerSpec], dtype_bytes: int) -> tuple[int, int, int
                 heads[Attention].add(layer.kv_heads)
             case Window():
                 if layer.tokens < 1:
-                    raise ValueError(f"a window of {layer.tokens} tokens: it has the query's own at least")
+                    raise ValueError(f"a window of {layer.tokens} tokens: a window has 1 token or more")
                 windowed += 2 * layer.kv_heads * layer.head_dim * dtype_bytes
                 heads[Window].add(layer.kv_heads)
             case Latent():
@@ -252,7 +257,9 @@ def _sizes(layers: Sequence[LayerSpec], dtype_bytes: int) -> tuple[int, int, int
     if not paged:
         raise ValueError("a model without attention layers has no pages: it is not supported")
     if heads[Attention] and heads[Latent]:
-        raise ValueError("a model with latents beside keys and values has two kinds of pages: not supported")
+        raise ValueError(
+            "a model with latents beside keys and values needs two kinds of pages: not supported"
+        )
     if any(len(counts) > 1 for counts in heads.values()):
         raise ValueError(
             "layers of one kind must have the same number of (key) heads to share a page or state"
@@ -261,6 +268,6 @@ def _sizes(layers: Sequence[LayerSpec], dtype_bytes: int) -> tuple[int, int, int
 
 
 def restorable_end(num_tokens: int, page_tokens: int) -> int:
-    """The deepest page boundary below the last token, which is always computed: `((L - 1) // P) * P`."""
+    """Return the last page boundary before the last token, which is always computed."""
     assert num_tokens > 0
     return (num_tokens - 1) // page_tokens * page_tokens

@@ -1,12 +1,14 @@
-"""How whole pages and states are cut for tensor parallelism: shares of ranks, shards in the store. Pure.
+"""Tensor parallelism cuts whole pages and states into shares of ranks and shards of the store.
+Pure.
 
-    a whole page      | head 0 | head 1 | head 2 | head 3 |      4 KV heads, cut into 4 shards
-    a rank of 2       |<---- rank 0 --->|<---- rank 1 --->|      its page is shards 0-1, or 2-3, end to end
-    a rank of 8       |<- 0,1->|<- 2,3->|<- 4,5->|<- 6,7->|      two ranks hold a copy; the first publishes
+    a whole page    | head 0 | head 1 | head 2 | head 3 |   4 KV heads, cut into 4 shards.
+    2 ranks         |<---- rank 0 --->|<---- rank 1 --->|   A rank has shards 0-1, or 2-3.
+    8 ranks         |<- 0,1->|<- 2,3->|<- 4,5->|<- 6,7->|   Two ranks have a copy, one publishes.
 
-Window pages are cut by their KV heads in the same way, states by head groups, which are never copied; pages
-of latents are not cut: every rank has a copy. Heads come first in pages and states, so a share is one run of
-bytes, and the page of a rank is what `layout_of` makes of the rank's layers.
+Window pages are cut by their KV heads in the same way, states by head groups, which are never
+copied. Pages of latents are not cut: every rank has a copy. Heads are the outermost dimension of
+pages and states, so a share is contiguous, and the page of a rank has the layout of the rank's
+layers.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,18 +21,16 @@ from tidemill.kvstore.layout import Attention, Latent, LayerSpec, Layout, Linear
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Into how many equal ranges the store cuts each whole page, state and window page.
-
-    Fixed for all that share a store: keys of other counts are in another namespace.
-    """
+    """The number of equal ranges into which the store cuts each whole page, state and window page.
+    All workers that share objects have the same counts: they are part of the namespace of a key."""
 
     pages: int = 1
     states: int = 1
     windows: int = 1
 
     def describe(self, whole: Layout) -> str:
-        """What decides the meaning of an object's bytes, for the namespace of its key. `whole` is the layout
-        of the model, not of a rank."""
+        """Return a text that identifies the format of objects, for the namespace of their keys.
+        `whole` is the layout of the model, not of a rank."""
         cut = "" if self == WHOLE else f"/shards {self.pages}, {self.states}"
         return whole.describe() + cut + (f", {self.windows}" if self.windows > 1 else "")
 
@@ -40,11 +40,8 @@ WHOLE = Shards()
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The shards that lie end to end in each page, state and window page of one rank.
-
-    `publishes_pages` and `publishes_windows` are False where another rank has the same KV head, or latent,
-    and publishes it.
-    """
+    """The shards of one rank, which lie end to end in each of its pages, states and window pages.
+    `publishes_pages` and `publishes_windows` are False if another rank publishes the same copy."""
 
     pages: range
     states: range
@@ -53,11 +50,11 @@ class Share:
     publishes_windows: bool
 
 
-def share_of(layers: Sequence[LayerSpec], size: int) -> tuple[LayerSpec, ...]:
-    """What each of `size` ranks has of every layer, the same for all of them: contiguous heads, rank by rank.
+def rank_layers(layers: Sequence[LayerSpec], size: int) -> tuple[LayerSpec, ...]:
+    """Return the layers of each of `size` ranks: contiguous heads, the same number on every rank.
 
-    Ranks beyond the KV heads have copies: rank r has KV head `r * kv_heads // size`. Raises ValueError that
-    names the sizes that work.
+    With more ranks than KV heads, rank r has a copy of KV head `r * kv_heads // size`.
+    Raises ValueError that names the sizes that work.
     """
     if size < 1 or not all(_fits(layer, size) for layer in layers):
         raise ValueError(f"{size} ranks cannot share the heads of this model: use {_sizes(layers)}")
@@ -65,12 +62,10 @@ def share_of(layers: Sequence[LayerSpec], size: int) -> tuple[LayerSpec, ...]:
 
 
 def shards_of(layers: Sequence[LayerSpec], sizes: Collection[int]) -> Shards:
-    """The fewest shards from which ranks of every group size in `sizes` can take their shares.
-
-    Raises ValueError as `share_of` does.
-    """
+    """Return the fewest shards that suit the ranks of every group size in `sizes`.
+    Raises ValueError like `rank_layers`."""
     for size in sizes:
-        share_of(layers, size)
+        rank_layers(layers, size)
     paged = next((layer.kv_heads for layer in layers if isinstance(layer, Attention)), 1)
     windowed = next((layer.kv_heads for layer in layers if isinstance(layer, Window)), 1)
     return Shards(
@@ -80,8 +75,8 @@ def shards_of(layers: Sequence[LayerSpec], sizes: Collection[int]) -> Shards:
     )
 
 
-def mine(shards: Shards, rank: int, size: int) -> Share:
-    """The share of `rank` in a group of `size`, one of the sizes that `shards` were made for."""
+def rank_share(shards: Shards, rank: int, size: int) -> Share:
+    """Return the share of `rank` in a group of `size`, one of the sizes given to `shards_of`."""
     assert 0 <= rank < size
     return Share(
         _range(shards.pages, rank, size),

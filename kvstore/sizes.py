@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them. Pure."""
+"""Sizes in bytes as text. Pure."""
 
 import re
 from decimal import Decimal
@@ -17,7 +17,8 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """`8GiB`, `512MiB`, `1.5g`, `4096`; `8GB` is decimal. Raises ValueError that shows the forms."""
+    """Parse `8GiB`, `512MiB`, `1.5g` or `4096`; `8GB` is decimal.
+    Raises ValueError with examples."""
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:

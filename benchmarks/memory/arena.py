@@ -1,8 +1,9 @@
-"""The elastic arena beside static splits of the same bytes, `value` beside `lru`, and overload.
+"""The elastic arena compared with static splits, `value` compared with `lru`, and overload.
 
 python -m benchmarks.memory.arena [--quick] [--trace FILE] [--output benchmarks/results]
 
-The engine is real, the model is a formula and time is virtual (memory_model.py): equal runs are equal.
+The engine is real, the model is a formula and time is virtual (served_model.py), so runs are
+reproducible.
 """
 
 import argparse
@@ -35,7 +36,7 @@ TRACE_ONE_IN = 16
 TRACE_PAGE_TOKENS = 512  # a block of the trace
 OVERLOAD_EXTENTS = 24
 QUICK = 0.02
-"""Of the requests of a workload."""
+"""The seed of the requests of a workload."""
 
 Part = Literal["splits", "hits", "slots", "overload"]
 
@@ -65,7 +66,7 @@ COLUMNS: dict[Part, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One run; `asdict` of it is what the JSON holds."""
+    """One run; the JSON has its `asdict`."""
 
     part: Part
     workload: str
@@ -75,7 +76,7 @@ class Result:
 
 
 class Benchmark:
-    """Runs workloads and collects what they gave; `quick` makes few and small runs."""
+    """Runs workloads and collects results; `quick` makes few and small runs."""
 
     def __init__(self, console: Console, *, quick: bool) -> None:
         self._quick = quick
@@ -90,7 +91,7 @@ class Benchmark:
         return outcome
 
     def splits(self, folder: Path) -> None:
-        """Three workloads, each with the elastic arena and with each split; the plots of them."""
+        """Run and plot three workloads, each with the elastic arena and with each split."""
         throughput: dict[str, dict[float | None, float]] = {}
         outcomes: dict[float | None, Outcome] = {}
         for workload in (
@@ -112,7 +113,7 @@ class Benchmark:
         plot_series(series, folder / "memory-alternating.png")
 
     def hits(self, trace: Path | None) -> None:
-        """`value` beside `lru` at three sizes of the cache."""
+        """Compare `value` with `lru` at three sizes of the cache."""
         cases: list[tuple[Workload, tuple[int, ...], int]] = [
             (workloads.multi_turn(Random(0), conversations=self._count(60)), HIT_EXTENTS, 64),
             (workloads.shared_prefix(Random(0), prompts=self._count(300)), HIT_EXTENTS, 64),
@@ -130,13 +131,13 @@ class Benchmark:
                     self.run("hits", workload, setup)
 
     def slots(self) -> None:
-        """What each checkpoint strategy holds when memory is plentiful."""
+        """Measure the slots of each checkpoint strategy with ample memory."""
         workload = workloads.long_generations(Random(0), prompts=self._count(24))
         for strategy in get_args(CheckpointStrategy):
             self.run("slots", workload, Setup(num_extents=SPLIT_EXTENTS, strategy=strategy, clients=8))
 
     def overload(self) -> None:
-        """Many times more work than fits, all at once, by checkpoint strategy."""
+        """Run far more concurrent work than fits, with each checkpoint strategy."""
         workload = workloads.mixed(Random(0), prompts=self._count(300))
         for strategy in get_args(CheckpointStrategy):
             self.run("overload", workload, Setup(num_extents=OVERLOAD_EXTENTS, strategy=strategy))

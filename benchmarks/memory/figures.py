@@ -1,4 +1,4 @@
-"""What a run of a workload gave, and its figures: means are over virtual time. Pure."""
+"""The outcome of a run, and its figures: means are over virtual time. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from benchmarks.memory.served_model import COST
 from tidemill.workers.messages import MemoryUse
 
 FULL = 0.99
-"""Of the budget, in use by requests or by the cache."""
+"""The share of the budget at which the memory counts as full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """At the start of a step; `slots` are the states that requests hold for themselves."""
+    """The memory at the start of a step; `slots` are the unshared states of requests."""
 
     at_s: float
     running: int
@@ -22,7 +22,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """`prompts` are lengths in tokens, `reused` what of each was in memory when it was first admitted."""
+    """The outcome of a run.
+
+    prompts     the length of each prompt in tokens
+    reused      the tokens of each prompt that were in memory when it was first admitted
+    """
 
     makespan_s: float
     output_tokens: int
@@ -59,7 +63,7 @@ class Outcome:
 
 
 def usage(memory: MemoryUse) -> float:
-    """The share of the budget that holds something, live or cached."""
+    """Return the share of the budget that has pinned or cached objects."""
     used = memory.live + memory.cached
     return used / (used + memory.free + memory.empty + memory.unmapped)
 

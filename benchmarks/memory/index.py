@@ -1,4 +1,4 @@
-"""The prefix index at 100,000 and a million entries, and what caching costs a request that never hits.
+"""The prefix index with 100,000 and a million entries, and the cost of caching without hits.
 
 python -m benchmarks.memory.index [--quick] [--cache-dir DIR] [--output benchmarks/results]
 """
@@ -38,9 +38,7 @@ CHECKPOINT_PAGES = 50  # between checkpoints, as on the grid of a long prompt
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
     """Pages per CPU second of an index with `entries` pages in a full arena.
-
-    match walks paths, insert takes a page that another one has to leave, evict takes pages and nothing else.
-    """
+    `match` walks paths, `insert` takes a page and evicts another one, `evict` only takes pages."""
 
     policy: Policy
     entries: int
@@ -53,7 +51,7 @@ class Speed:
 
 
 class Forest:
-    """Paths like those of real traffic: a prompt leaves an earlier one at a random depth, or is all new."""
+    """Paths like those of real traffic: a prompt branches off an earlier one, or is new."""
 
     def __init__(self, cache: Cache, rng: Random) -> None:
         self.cache = cache
@@ -62,7 +60,7 @@ class Forest:
         self._serial = 0
 
     def next_path(self) -> list[PageKey]:
-        """Keys of a prompt of 32 to 512 pages, half of which start like one before."""
+        """Return the keys of a prompt of 32 to 512 pages; half of them share a prefix."""
         keys: list[PageKey] = []
         if self.paths and self._rng.random() < 0.5:
             earlier = self._rng.choice(self.paths)
@@ -74,8 +72,8 @@ class Forest:
         return keys
 
     def keep(self, keys: list[PageKey]) -> int:
-        """Insert what is missing of the path, with a checkpoint on every grid point and at the end, as a
-        request would; answers how many pages are new."""
+        """Insert the missing pages of a path like a request; return their number.
+        Checkpoints are at every grid point and at the end."""
         cache = self.cache
         path = list(cache.index.match(keys).path)
         cache.index.use(path)
@@ -94,7 +92,7 @@ class Forest:
 
 
 def full_forest(entries: int, policy: Policy, rng: Random) -> Forest:
-    """An index filled to about `entries` pages, in an arena that ends there."""
+    """Fill an index with about `entries` pages, in an arena of that size."""
     layout = qwen_layout(64)
     num_extents = 4 * -(-entries // layout.pages_per_extent)
     cache = Cache(layout, Arena(layout, num_extents, NoBytes()), PrefixIndex(layout, policy, COST))
@@ -106,7 +104,7 @@ def full_forest(entries: int, policy: Policy, rng: Random) -> Forest:
 
 
 def measure(entries: int, policy: Policy, work: int, rng: Random) -> Speed:
-    """Match, insert and evict about `work` pages of each at a full cache."""
+    """Match, insert and evict about `work` pages each in a full cache."""
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     forest = full_forest(entries, policy, rng)
     cache, index = forest.cache, forest.cache.index
@@ -130,7 +128,7 @@ def measure(entries: int, policy: Policy, work: int, rng: Random) -> Speed:
 
 
 def bytes_per_entry(entries: int, policy: Policy, rng: Random) -> float:
-    """Memory of the cache and its index, keys included, as Python's allocator counts it."""
+    """Return the Python memory of the cache and its index per entry, keys included."""
     tracemalloc.start()
     try:
         cache = full_forest(entries, policy, rng).cache
@@ -146,19 +144,18 @@ def _take_pages(cache: Cache, count: int) -> int:
 
 
 def _timed(work: Callable[[], int]) -> tuple[int, float]:
-    """What `work` answers, and the CPU seconds it took."""
+    """Return the result of `work` and its CPU seconds."""
     start_s = time.process_time()
     count = work()
     return count, time.process_time() - start_s
 
 
 def growth(speeds: Sequence[Speed]) -> dict[str, dict[str, float]]:
-    """By policy and operation: the time of one at the largest index, to that at the smallest."""
+    """Return, by policy and operation, the time in the largest index relative to the smallest."""
     found: dict[str, dict[str, float]] = {}
     for policy in dict.fromkeys(speed.policy for speed in speeds):
         of_policy = sorted(
-            (measured for measured in speeds if measured.policy == policy),
-            key=lambda measured: measured.entries,
+            (speed for speed in speeds if speed.policy == policy), key=lambda speed: speed.entries
         )
         small, large = asdict(of_policy[0]), asdict(of_policy[-1])
         found[policy] = {
@@ -182,14 +179,14 @@ def _text(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def overhead_row(one: Overhead) -> dict[str, object]:
+def overhead_row(overhead: Overhead) -> dict[str, object]:
     return {
-        "policy": one.policy,
-        "model ms": one.model_ms,
-        "keys": one.keys_ms,
-        **one.parts_ms,
-        "caching %": 100 * one.caching_ratio,
-        "engine %": 100 * one.engine_ratio,
+        "policy": overhead.policy,
+        "model ms": overhead.model_ms,
+        "keys": overhead.keys_ms,
+        **overhead.parts_ms,
+        "caching %": 100 * overhead.caching_ratio,
+        "engine %": 100 * overhead.engine_ratio,
     }
 
 
@@ -217,15 +214,15 @@ def main(arguments: Sequence[str]) -> int:
     ]
     console.print(table_of("time at the largest : smallest", growths))
     title = f"a prompt of {tokens:,} tokens that finds nothing, CPU ms"
-    console.print(table_of(title, [overhead_row(measured) for measured in overheads]))
+    console.print(table_of(title, [overhead_row(overhead) for overhead in overheads]))
     results = {
         "speeds": [asdict(speed) for speed in speeds],
         "growth": grown,
         "bytes_per_entry": entry_bytes,
         "overhead": [
-            asdict(measured)
-            | {"caching_ratio": measured.caching_ratio, "engine_ratio": measured.engine_ratio}
-            for measured in overheads
+            asdict(overhead)
+            | {"caching_ratio": overhead.caching_ratio, "engine_ratio": overhead.engine_ratio}
+            for overhead in overheads
         ],
     }
     (options.output / "index.json").write_text(json.dumps(results, indent=1) + "\n")

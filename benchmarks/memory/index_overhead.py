@@ -1,7 +1,7 @@
-"""What caching costs a request that finds nothing: all of the engine's CPU time outside the model.
+"""The cost of caching for requests without hits: CPU time of the engine outside the model.
 
-Long unique prompts of random tokens through a real engine around `keeper`, whose cache is full, so that each
-page that comes in evicts one. The model runs on the same thread in the same run.
+Long unique prompts of random tokens run through a real engine around `keeper`. Its cache is full,
+so that each new page evicts one. The model runs on the same thread in the same run.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.workers.engine.build import capacity_tokens
 from tidemill.workers.engine.engine import Engine
 from tidemill.workers.execution.model_runner import TorchRunner
-from tidemill.workers.execution.step import Step
+from tidemill.workers.execution.step import Drawn, Step
 from tidemill.workers.messages import Request, Sampling
 from tidemill.workers.models.architectures.registry import load
 from tidemill.workers.models.bundled import bundled
@@ -43,15 +43,13 @@ R = TypeVar("R")
 PAGE_TOKENS = 64
 INDEX_PARTS = ("match",)
 LEDGER_PARTS = ("attach", "reserve", "launch", "commit", "keep_state", "release")
-"""Calls into the memory: reserving evicts, landing inserts."""
+"""The calls into the memory: `reserve` evicts, `commit` inserts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overhead:
     """CPU milliseconds per prompt once the cache is full.
-
-    engine_ms is everything outside the model, the parts included: planning and streams as well.
-    """
+    engine_ms is all time outside the model: the parts, and also planning and streams."""
 
     policy: Policy
     prompt_tokens: int
@@ -76,7 +74,7 @@ class Overhead:
 
 
 class Watch:
-    """CPU seconds by name."""
+    """Measures CPU seconds by name."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -103,13 +101,13 @@ class Watch:
 
 
 class TimedRunner:
-    """The model, on the thread of the engine."""
+    """Runs the model on the thread of the engine."""
 
     def __init__(self, runner: TorchRunner, watch: Watch) -> None:
         self._runner = runner
         self._watch = watch
 
-    async def run(self, step: Step) -> list[int | None]:
+    async def run(self, step: Step) -> list[Drawn]:
         with self._watch("model"):
             return self._runner.run_now(step)
 
@@ -127,7 +125,7 @@ class _Bench:
 
 
 def _bench(policy: Policy, ops: Operators, watch: Watch, prompt_tokens: int) -> _Bench:
-    """An engine around keeper, whose memory holds two prompts and a little more."""
+    """Open an engine around keeper with memory for slightly more than two prompts."""
     loaded = load(bundled()["keeper"], ops, lambda _done, _total: None)
     layout = layout_of(loaded.layers, PAGE_TOKENS)
     num_extents = 2 + -(-2 * prompt_tokens // (layout.pages_per_extent * layout.page_tokens))
@@ -182,7 +180,7 @@ async def _overhead(policy: Policy, ops: Operators, prompt_tokens: int, prompts:
 
 
 async def _run(engine: Engine, texts: Seq[tuple[int, ...]]) -> None:
-    """Prefill each and draw one token."""
+    """Prefill each text and sample one token."""
     for number, tokens in enumerate(texts):
         request = Request(
             request_id=str(number), tokens=tokens, max_new_tokens=1, sampling=Sampling(temperature=0)

@@ -1,5 +1,5 @@
 # pyright: basic
-# matplotlib has no complete types
+# matplotlib has incomplete types
 """The plots of the memory benchmark: bytes by class over time, and throughput by split."""
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ CLASSES = {
 
 
 def plot_series(series: Mapping[str, Sequence[Sample]], path: Path) -> None:
-    """A panel for each run: what the bytes of the budget hold, and how many requests are in flight."""
+    """Plot a panel per run: the bytes of the budget by class, and the requests in flight."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 2.9 * len(series)), layout="constrained")
         panels = figure.subplots(len(series), 1, sharex=True, squeeze=False)[:, 0]
@@ -44,7 +44,7 @@ def plot_series(series: Mapping[str, Sequence[Sample]], path: Path) -> None:
 
 
 def plot_splits(throughput: Mapping[str, Mapping[float | None, float]], path: Path) -> None:
-    """For each workload: tokens per second by the share of memory that is for pages; None is elastic."""
+    """Plot tokens per second by the share of memory for pages; None is the elastic arena."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(11, 2.9), layout="constrained")
         panels = figure.subplots(1, len(throughput), squeeze=False)[0]

@@ -1,4 +1,4 @@
-"""One workload through one engine in virtual time: the real scheduler, admission, ledger and index."""
+"""Runs a workload in virtual time through a real scheduler, admission, ledger and index."""
 
 import asyncio
 from contextlib import aclosing, suppress
@@ -30,8 +30,11 @@ from tidemill.workers.transfer.transfer import Transfer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """`page_share` of the extents are for pages alone, the rest for states; None is the elastic arena.
-    `clients` send one request at a time each, in the order of the workload."""
+    """The setup of one run.
+
+    page_share      the share of extents for pages, the rest is for states; None: the elastic arena
+    clients         the clients, which send one request at a time each, in the order of the workload
+    """
 
     num_extents: int
     page_share: float | None = None
@@ -48,7 +51,7 @@ class Setup:
 
 
 class WatchedEngine(Engine):
-    """Counts what the engine does not report: `preemptions_max` is the most that one request suffered."""
+    """Counts preemptions; `preemptions_max` is the most of one request."""
 
     preemptions_max = 0
 
@@ -62,7 +65,7 @@ class WatchedEngine(Engine):
 
 
 def serve(workload: Workload, setup: Setup) -> Outcome:
-    """Serve it all; every byte must be back at the end."""
+    """Serve a workload, and assert that all memory is freed at the end."""
     return run_virtual(_serve(workload, setup))
 
 
@@ -111,7 +114,7 @@ async def _serve(workload: Workload, setup: Setup) -> Outcome:
         makespan_s=makespan_s,
         output_tokens=sum(item.max_tokens for item in workload.items),
         prompts=[len(item.tokens) for item in workload.items],
-        reused=[result.reused_tokens for result in found],
+        reused=[provenance.reused_tokens for provenance in found],
         counters=dict(ledger.counters),
         preemptions_max=engine.preemptions_max,
         samples=samples,
@@ -119,7 +122,7 @@ async def _serve(workload: Workload, setup: Setup) -> Outcome:
 
 
 async def _ask_all(engine: Engine, items: tuple[Item, ...], clients: int) -> list[Provenance]:
-    """Where each prompt came from when it was first admitted."""
+    """Serve all requests; return the provenance of each prompt at its first admission."""
     done = [asyncio.Event() for _ in items]
     found = [Provenance()] * len(items)
     queue = iter(enumerate(items))

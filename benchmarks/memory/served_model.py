@@ -1,7 +1,8 @@
-"""The served model as figures: sizes and FLOPs of Qwen3-Next-80B-A3B, and how long a step of it takes.
+"""A formula for the served model: sizes and FLOPs of Qwen3-Next-80B-A3B, and the time of a step.
 
-A step costs a fixed time (launches, and the weights that a batch reads), its FLOPs at the speed of a large
-accelerator, and the KV and states that it moves at the speed of its memory. No byte is computed or kept.
+A step costs a fixed time: launches, and the weights that a batch reads. It also costs its FLOPs at
+the speed of a large accelerator, and the KV and states that it moves at the speed of its memory. No
+byte is computed or stored.
 """
 
 import asyncio
@@ -19,21 +20,21 @@ COST = RecomputeCost(
     token_flops=2 * 3e9, context_flops=4 * 16 * 256 * ATTENTION_LAYERS
 )  # 16 query heads of 256
 
-__all__ = ["ATTENTION", "ATTENTION_LAYERS", "NoBytes"]  # that others import from here
+__all__ = ["ATTENTION", "ATTENTION_LAYERS", "NoBytes"]  # re-exported for other benchmarks
 
 VOCABULARY = 150_000
 FIRST_TOKEN = 16
 
 
 def qwen_layout(page_tokens: int) -> Layout:
-    """24,576 B of KV per token in bfloat16, 75.4 MiB per state in float32: the bytes of 3,216 tokens."""
+    """Return the layout: a token has 24,576 B of bfloat16, a state 75.4 MiB of float32."""
     layers = (*[ATTENTION] * ATTENTION_LAYERS, *[LINEAR] * LINEAR_LAYERS)
     return layout_of(layers, page_tokens, kv_dtype="bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """How fast a step runs; about two H100."""
+    """The speed of a device; the defaults are about two H100."""
 
     step_s: float = 8e-3
     flops_per_s: float = 8e14
@@ -41,7 +42,7 @@ class Device:
 
 
 def step_seconds(step: Step, layout: Layout, cost: RecomputeCost, device: Device) -> float:
-    """Each row reads the KV before it once, reads and writes its state, and computes its tokens."""
+    """Return the time of a step: rows read KV, read and write states, and compute tokens."""
     flops = sum(cost.flops(row.start, row.start + len(row.tokens)) for row in step)
     page_bytes = sum(len(row.pages) for row in step) * layout.page_bytes
     state_bytes = 2 * len(step) * layout.state_bytes
@@ -49,12 +50,12 @@ def step_seconds(step: Step, layout: Layout, cost: RecomputeCost, device: Device
 
 
 def answer_token(seed: int, position: int) -> int:
-    """What the model draws at `position` of the sequence that is sampled with `seed`."""
+    """Return the token at `position` of the sequence that is sampled with `seed`."""
     return FIRST_TOKEN + (seed * 1_000_003 + position * 7_919) % (VOCABULARY - FIRST_TOKEN)
 
 
 class ModelRunner:
-    """Lets virtual time pass for each step; `observe` is called when one starts."""
+    """Waits for the virtual time of each step; calls `observe` when a step starts."""
 
     def __init__(self, layout: Layout, device: Device, observe: Callable[[Step], None]) -> None:
         self._layout = layout
@@ -75,7 +76,7 @@ class ModelRunner:
 
 
 class NoStore(MemoryStore):
-    """A store that takes nothing: what one worker keeps is all there is."""
+    """A store that stores nothing, so that only the memory of the worker counts."""
 
     def __init__(self) -> None:
         super().__init__(capacity_bytes=0)

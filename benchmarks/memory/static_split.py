@@ -1,7 +1,7 @@
-"""What other engines do, as the baseline: the same memory, split at the start between pages and states.
+"""The baseline, as in other engines: the same memory, statically split between pages and states.
 
-Each class has its own extents and evicts its own: a page never gives way to a state, nor a state to a page.
-Within its class eviction is as in the elastic arena.
+Each class has its own extents and evicts only its own objects. Within a class, eviction is like in
+the elastic arena.
 """
 
 from tidemill.kvstore.errors import OutOfMemory
@@ -14,7 +14,7 @@ from tidemill.kvstore.memory.prefix_index import PrefixIndex
 
 
 class StaticArena(Arena):
-    """An arena of which `page_extents` can hold pages, and the rest states."""
+    """An arena with `page_extents` for pages and the rest for states."""
 
     def __init__(self, layout: Layout, num_extents: int, backing: Backing, page_extents: int) -> None:
         assert 0 < page_extents < num_extents
@@ -48,7 +48,7 @@ class StaticCache(Cache):
         return self._take(self.arena.states, _checkpoint, "states")
 
     def could_hold(self, pages: int, states: int, windows: int = 0) -> bool:
-        """Each class by itself: neither has anything of the other. Its models have no windows."""
+        """Return whether each class has room in its own share. Models have no windows here."""
         assert not windows
         split = self._split
         pages_max = split.page_extents_max * split.pages.objects_per_extent

@@ -1,4 +1,4 @@
-"""Seeded workloads for one worker's memory: what is asked, of what lengths, and what waits for what."""
+"""Seeded workloads for the memory of one worker: prompts, lengths, and dependencies."""
 
 import json
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ BLOCK_TOKENS = 512
 
 
 def long_prompts(rng: Random, *, documents: int = 30, questions: int = 3, in_turn: int = 10) -> Workload:
-    """Documents of 6k to 24k tokens, each asked a few times: pages are what is scarce. The next question to a
-    document comes after one to each of `in_turn` documents."""
+    """Ask a few questions about each document of 6k to 24k tokens: pages are scarce.
+    The next question about a document comes after one about each of `in_turn` documents."""
     items: list[Item] = []
     for first in range(0, documents, in_turn):
         groups = range(first, min(first + in_turn, documents))
@@ -34,7 +34,7 @@ def long_prompts(rng: Random, *, documents: int = 30, questions: int = 3, in_tur
 
 
 def long_generations(rng: Random, *, prompts: int = 300) -> Workload:
-    """Short questions behind one system prompt, and long answers: states are what is scarce."""
+    """Ask short questions after one system prompt, with long answers: states are scarce."""
     system = _tokens(rng, 256)
     return Workload(
         "long-generations",
@@ -52,7 +52,7 @@ def long_generations(rng: Random, *, prompts: int = 300) -> Workload:
 
 
 def alternating(rng: Random, *, phases: int = 4, documents: int = 12, prompts: int = 120) -> Workload:
-    """Phases of the two in turn; each phase queues up behind the one before it."""
+    """Alternate phases of both; each phase queues behind the one before it."""
     items: list[Item] = []
     for phase in range(phases):
         part = long_generations(rng, prompts=prompts) if phase % 2 else long_prompts(rng, documents=documents)
@@ -69,7 +69,7 @@ def alternating(rng: Random, *, phases: int = 4, documents: int = 12, prompts: i
 
 
 def mixed(rng: Random, *, prompts: int = 300) -> Workload:
-    """Prompts of 64 to 16k tokens and answers of 64 to 1,024, most of them short, with nothing in common."""
+    """Send unrelated, mostly short prompts of 64 to 16k tokens, with answers of 64 to 1,024."""
     return Workload(
         "mixed",
         tuple(
@@ -86,15 +86,17 @@ def mixed(rng: Random, *, prompts: int = 300) -> Workload:
 
 
 def multi_turn(rng: Random, *, conversations: int = 60, open_at_once: int = 12) -> Workload:
-    """Conversations of 1 to 12 turns, most of them short, behind one of three system prompts; questions and
-    answers of mixed lengths. The next turn comes after a turn of some other conversations."""
+    """Hold conversations of 1 to 12 turns, most of them short, after one of three system prompts.
+
+    Questions and answers have mixed lengths. Turns of `open_at_once` conversations are interleaved.
+    """
     systems = [_tokens(rng, length) for length in (512, 2_048, 6_144)]
     queue = [(number, _turns(rng, number, rng.choice(systems))) for number in range(conversations)]
     return Workload("multi-turn", tuple(_mixed(rng, queue, open_at_once)))
 
 
 def shared_prefix(rng: Random, *, prefixes: int = 24, prompts: int = 300) -> Workload:
-    """Prompts that start with one of many prefixes, few of them popular, of 512 to 16k tokens."""
+    """Send prompts with one of many prefixes of 512 to 16k tokens, few of them popular."""
     texts = [_tokens(rng, int(512 * 2 ** rng.uniform(0, 5))) for _ in range(prefixes)]
     weights = [1 / (1 + rank) for rank in range(prefixes)]
     groups = rng.choices(range(prefixes), weights, k=prompts)
@@ -114,11 +116,14 @@ def shared_prefix(rng: Random, *, prefixes: int = 24, prompts: int = 300) -> Wor
 
 
 def replay(lines: Sequence[str], *, one_in: int = 1) -> Workload:
-    """A request trace as published for Mooncake (Qin et al., FAST 2025): one JSON object per line with
-    `input_length`, `output_length`, and `hash_ids`, which name the prompt's blocks of 512 tokens, the last
-    one cut short. Equal ids are equal prefixes; answers are cut to 32 tokens, for only hits are counted.
+    """Replay a request trace as published for Mooncake (Qin et al., FAST 2025).
 
-    One conversation in `one_in` is kept, told by its second block: nearly all prompts share the first."""
+    Each line is a JSON object with `input_length`, `output_length` and `hash_ids`. The ids name the
+    blocks of 512 tokens of the prompt, of which the last may be shorter. Equal ids are equal
+    prefixes. Answers are cut to 32 tokens, because only hits are counted. One conversation in
+    `one_in` is replayed; its second block identifies it, because nearly all prompts share the
+    first.
+    """
     items: list[Item] = []
     for group, line in enumerate(lines):
         record = json.loads(line)
@@ -138,7 +143,7 @@ def replay(lines: Sequence[str], *, one_in: int = 1) -> Workload:
 
 
 def _turns(rng: Random, conversation: int, system: tuple[int, ...]) -> list[Item]:
-    """The seed of an answer is the conversation's number: the history holds what the model will say."""
+    """Return the turns of a conversation, whose history has the answers to its seed."""
     items: list[Item] = []
     history = system
     for turn in range(min(12, 1 + int(rng.expovariate(1 / 3.5)))):
@@ -159,7 +164,7 @@ def _turns(rng: Random, conversation: int, system: tuple[int, ...]) -> list[Item
 
 
 def _mixed(rng: Random, queue: Sequence[tuple[int, list[Item]]], open_at_once: int) -> list[Item]:
-    """The turns of conversations in an order in which `open_at_once` of them are open at a time."""
+    """Interleave the turns of conversations, `open_at_once` of which are open at a time."""
     waiting, items, last = list(reversed(queue)), list[Item](), dict[int, int]()
     open_ones: list[tuple[int, list[Item]]] = []
     while waiting or open_ones:

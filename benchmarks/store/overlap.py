@@ -1,11 +1,11 @@
-"""How much of the transfer between a prefill and a decode engine hides behind the prompt's computation.
+"""The share of the transfer from prefill to decode that overlaps with computing the prompt.
 
 python -m benchmarks.store.overlap
 
 Two engines on one real Mooncake. `behind` computes the prompt in one step and moves it afterwards;
-`overlapped` computes it in chunks, publishes each one, and the decode side fetches meanwhile. A request waits
-from the end of the last prefill step to its first step on the decode engine; the hidden share of the transfer
-is `1 - overlapped / behind`.
+`overlapped` computes it in chunks and publishes each one, and the decode engine fetches them
+meanwhile. The wait of a request is from the end of the last prefill step to its first step on the
+decode engine. The hidden share of the transfer is `1 - overlapped / behind`.
 """
 
 import argparse
@@ -52,8 +52,8 @@ LENT_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`tokens_per_s` is the speed of a device that does nothing but wait; 0 is the real keeper, whose steps
-    use the same cores as the transfer."""
+    """A prompt length and a device. `tokens_per_s` is the speed of an idle device.
+    0 is the real keeper, whose steps use the cores of the transfer."""
 
     name: str
     layout: Layout
@@ -72,8 +72,8 @@ def cases() -> list[Case]:
     ]
 
 
-class Waiting:
-    """A device that takes its time and no core."""
+class IdleDevice:
+    """A runner that waits for the time of a step without using a core."""
 
     def __init__(self, tokens_per_s: float) -> None:
         self._tokens_per_s = tokens_per_s
@@ -87,8 +87,8 @@ class Waiting:
         return [Drawn() if row.draws is None else Drawn((7,)) for row in step]
 
 
-class Timed:
-    """When the steps of a runner began and ended."""
+class TimedRunner:
+    """Records the start and end of each step of a runner."""
 
     def __init__(self, runner: Runner) -> None:
         self.first_began_s: float | None = None
@@ -107,17 +107,19 @@ class Timed:
 
 
 @asynccontextmanager
-async def engine_of(case: Case, url: str, step_tokens: int) -> AsyncGenerator[tuple[Engine, Timed]]:
-    """One worker without its process: `step_tokens` is the most that a step computes."""
+async def open_engine(case: Case, url: str, step_tokens: int) -> AsyncGenerator[tuple[Engine, TimedRunner]]:
+    """Open the engine of a worker without its process; a step computes at most `step_tokens`."""
     layout = case.layout
     num_extents = 8 + 2 * (case.prompt_tokens // layout.page_tokens) // layout.pages_per_extent
     backing = Fixed(num_extents * layout.extent_bytes)
-    backing.memory.zero_()  # no page fault is on the clock
-    places = DirectIO(open_store(url), backing.memory.numpy().data)
-    runner = Timed(Waiting(case.tokens_per_s) if case.tokens_per_s else keeper_runner(layout, backing.memory))
+    backing.memory.zero_()  # page faults before the measurement
+    arena_io = DirectIO(open_store(url), backing.memory.numpy().data)
+    runner = TimedRunner(
+        IdleDevice(case.tokens_per_s) if case.tokens_per_s else keeper_runner(layout, backing.memory)
+    )
     engine = Engine(
         Ledger(Cache(layout, Arena(layout, num_extents, backing), PrefixIndex(layout))),
-        Transfer(layout, places),
+        Transfer(layout, arena_io),
         runner,
         EngineLimits(
             budget=Budget(tokens_max=step_tokens, rows_max=4, page_tokens=layout.page_tokens),
@@ -133,7 +135,7 @@ async def engine_of(case: Case, url: str, step_tokens: int) -> AsyncGenerator[tu
         steps.cancel()
         with suppress(asyncio.CancelledError):
             await steps
-        await places.store.close()
+        await arena_io.store.close()
 
 
 def keeper_runner(layout: Layout, memory: Tensor) -> TorchRunner:
@@ -143,15 +145,15 @@ def keeper_runner(layout: Layout, memory: Tensor) -> TorchRunner:
 
 
 async def wait_s(case: Case, url: str, request: Request, *, overlapped: bool) -> float:
-    """From the end of prefill to the first step of decode."""
+    """Return the time from the end of prefill to the first step of decode."""
     step_tokens = CHUNK_TOKENS if overlapped else 2 * case.prompt_tokens
     async with (
-        engine_of(case, url, step_tokens) as (prefill, computed),
-        engine_of(case, url, CHUNK_TOKENS) as (decode, decoded),
+        open_engine(case, url, step_tokens) as (prefill, computed),
+        open_engine(case, url, CHUNK_TOKENS) as (decode, decoded),
     ):
         prefetch = asyncio.create_task(decode.prefetch(request)) if overlapped else None
         produced = await prefill.produce(request)
-        assert produced.depth == case.prompt_tokens, "the store did not take it"
+        assert produced.depth == case.prompt_tokens, "the store lacks pages"
         if prefetch is not None:
             prefetch.cancel()
             await asyncio.wait([prefetch])
@@ -165,7 +167,7 @@ async def wait_s(case: Case, url: str, request: Request, *, overlapped: bool) ->
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Milliseconds are medians of the rounds, and so is the share."""
+    """Medians over the rounds, in milliseconds, and of the hidden share."""
 
     case: Case
     behind_ms: float

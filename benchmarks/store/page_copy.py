@@ -1,4 +1,4 @@
-"""What a prompt costs a store page-first and layer-first, and what the copy between the two costs.
+"""The cost of storing a prompt page-first and layer-first, and of copying between the two.
 
 python -m benchmarks.store.page_copy --tokens 8192 --folder /dev/shm
 """
@@ -35,7 +35,7 @@ Objects = list[tuple[ObjectKey, memoryview]]
 
 @dataclass(frozen=True)
 class Side:
-    """Another engine's cache of one prompt, and what `page_copy` takes of it: keys, values by layer."""
+    """The cache of another engine for a prompt, and its views of keys and values by layer."""
 
     name: str
     memory: torch.Tensor
@@ -43,7 +43,7 @@ class Side:
 
 
 def sides(num_pages: int) -> list[Side]:
-    """Token-major blocks as large as ours and of 16 tokens, head-major blocks, single tokens."""
+    """Return caches with token-major and head-major blocks, and with single tokens."""
     made: list[Side] = []
     for name, block_tokens in (("[block][token][head], 64", 64), ("[block][token][head], 16", 16)):
         blocks = num_pages * PAGE_TOKENS // block_tokens
@@ -57,7 +57,7 @@ def sides(num_pages: int) -> list[Side]:
 
 
 def seconds(call: Callable[[], object], rounds: int) -> float:
-    """Of the processor, for others use this machine too: the median, after a call that nobody counts."""
+    """Return the median CPU time: other processes use the machine too. Warms up first."""
     call()
     times: list[float] = []
     for _ in range(rounds):
@@ -69,7 +69,7 @@ def seconds(call: Callable[[], object], rounds: int) -> float:
 
 @dataclass(frozen=True)
 class Copied:
-    """One direction between pages and a cache: CPU seconds, and throughput over that of a plain copy."""
+    """A copy in one direction: CPU seconds, and throughput relative to a plain copy."""
 
     cache: str
     direction: Direction
@@ -87,7 +87,7 @@ def measure_copies(
     ours = [cache[:, :, kv] for cache in caches_of(layout, pages).kv for kv in range(2)]
     found: list[Copied] = []
     for side in caches:
-        planes = [Plane(our, view) for our, view in zip(ours, side.views, strict=True)]
+        planes = [Plane(page, view) for page, view in zip(ours, side.views, strict=True)]
         block_tokens = side.views[0].shape[2]
         blocks = rng.sample(range(len(side.views[0])), len(side.views[0]))
         slot_T = (torch.tensor(blocks)[:, None] * block_tokens + torch.arange(block_tokens)).flatten()
@@ -100,7 +100,7 @@ def measure_copies(
 
 @dataclass(frozen=True)
 class Stored:
-    """All pages of the prompt, put and got in one call each: CPU seconds."""
+    """The CPU seconds of one put and one get of all pages of the prompt."""
 
     store: str
     form: str
@@ -135,7 +135,7 @@ async def measure_store(store: PageStore, name: str, form: str, objects: Objects
 def measure_stores(
     pages: torch.Tensor, layout: Layout, cache: torch.Tensor, folder: Path, rounds: int
 ) -> list[Stored]:
-    """Medians by store and form; both forms hold the same bytes."""
+    """Return medians by store and form; both forms have the same bytes."""
     found: list[Stored] = []
     capacity_bytes = 2 * pages.numel()
     target = torch.zeros_like(pages)
@@ -147,11 +147,11 @@ def measure_stores(
             for seed in range(rounds):
                 objects = objects_of(memory, object_bytes, seed)
                 views = objects_of(target, object_bytes, seed)
-                with tempfile.TemporaryDirectory(dir=folder) as place:
+                with tempfile.TemporaryDirectory(dir=folder) as path:
                     store = (
                         MemoryStore(capacity_bytes)
                         if name == "memory"
-                        else FileStore(Path(place), capacity_bytes)
+                        else FileStore(Path(path), capacity_bytes)
                     )
                     runs.append(asyncio.run(measure_store(store, name, form, objects, views)))
             found.append(sorted(runs, key=lambda run: run.put_s + run.get_s)[rounds // 2])
@@ -161,7 +161,7 @@ def measure_stores(
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.store.page_copy")
     parser.add_argument("--tokens", type=int, default=8192, help="of the prompt; whole pages of 64")
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="of the file store")  # noqa: S108 - tmpfs is the point
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="folder of the file store")  # noqa: S108 - tmpfs is the point
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "tidemill")
@@ -178,8 +178,8 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps([asdict(result) for result in (*copied, *stored)], indent=2))
         return 0
     print(f"{'cache':28}{'direction':12}{'CPU ms':>8}{'of memcpy':>12}")
-    for case in copied:
-        print(f"{case.cache:28}{case.direction:12}{case.copy_s * 1e3:8.1f}{case.of_memcpy:12.2f}")
+    for copy in copied:
+        print(f"{copy.cache:28}{copy.direction:12}{copy.copy_s * 1e3:8.1f}{copy.of_memcpy:12.2f}")
     print(
         f"\n{'store':8}{'form':14}{'objects':>8}{'KiB each':>10}{'put':>9}{'get':>9}{'contains, CPU ms':>18}"
     )

@@ -1,6 +1,6 @@
 # pyright: basic
-# Mooncake's library is a compiled one without types.
-"""Ways to move the same objects: through a page store, or raw, with nothing around what moves the bytes."""
+# The Mooncake library is compiled and has no types.
+"""Ways to move the same objects: through a page store, or raw through the library alone."""
 
 import time
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from tidemill.kvstore.stores.page_store import Got, PageStore, Put
 
 FILL_BYTES = 16 << 20
 FILL_SHARE = 0.85
-"""The master evicts beyond 0.9."""
+"""The master evicts above a usage of 0.9."""
 
 Sized = Sequence[tuple[Kind, int]]
-"""Kind and bytes of each object of a call."""
+"""The kind and size of each object of a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Where objects come from and where they arrive; touched, so that no way pays for its page faults."""
+    """The source and target of objects, touched in advance to avoid page faults."""
 
     source: np.ndarray
     target: np.ndarray
@@ -36,15 +36,15 @@ class Memory:
         return cls(source, np.zeros_like(source))
 
     def calls(self, sized: Sequence[Sized], rng: Random) -> list["Call"]:
-        """One for each element of `sized`, under keys that nobody had; their bytes are side by side."""
+        """Return a call for each element of `sized`, with new keys and adjacent bytes."""
         made, start = [], 0
-        for sized_case in sized:
-            made.append(self._call(sized_case, start, rng))
+        for sizes in sized:
+            made.append(self._call(sizes, start, rng))
             start += sum(made[-1].sizes)
         return made
 
     def arrived(self, calls: Sequence["Call"]) -> bool:
-        """Whether the target holds the bytes of these calls."""
+        """Return whether the target has the bytes of these calls."""
         end = sum(num_bytes for call in calls for num_bytes in call.sizes)
         return bool(np.array_equal(self.source[:end], self.target[:end]))
 
@@ -77,7 +77,7 @@ class Call:
 
 
 class Way(Protocol):
-    """Each call moves, or asks after, all objects of one call. None may fail."""
+    """A way to move objects. Each method handles all objects of a call, and may not fail."""
 
     async def put(self, call: Call) -> None: ...
 
@@ -89,7 +89,7 @@ class Way(Protocol):
 
 
 class Memcpy:
-    """To the target and to the target again."""
+    """A plain copy to the target, for put and for get."""
 
     async def put(self, call: Call) -> None:
         for (_, body), (_, view) in zip(call.objects, call.wanted, strict=True):
@@ -123,7 +123,7 @@ class Stored:
 
 
 class Plain:
-    """Mooncake's own client, which blocks: one native call each, no seal, no question afterwards."""
+    """Mooncake's own blocking client: one native call each, without seal and confirmation."""
 
     def __init__(self, client: PlainClient, memory: Memory) -> None:
         self._native = client.native
@@ -144,7 +144,7 @@ class Plain:
 
 
 def touch_lent(service: Mooncake, client: PlainClient, memory: Memory) -> None:
-    """Fill the memory of the owner once, so that nobody pays for its page faults, and empty it."""
+    """Fill the memory of the owner once, to avoid page faults later, and empty it."""
     count = int(FILL_SHARE * service.lent_bytes) // FILL_BYTES
     names = [f"fill {index}" for index in range(count)]
     source = memory.source.ctypes.data
@@ -152,27 +152,27 @@ def touch_lent(service: Mooncake, client: PlainClient, memory: Memory) -> None:
     client.clear()
 
 
-class Asked(NamedTuple):
-    """What the master was asked: requests, and objects in all of them together."""
+class MasterLoad(NamedTuple):
+    """The load of the master: requests, and the objects in all of them."""
 
     requests: int
     objects: int
 
-    def since(self, earlier: "Asked") -> "Asked":
-        return Asked(self.requests - earlier.requests, self.objects - earlier.objects)
+    def since(self, earlier: "MasterLoad") -> "MasterLoad":
+        return MasterLoad(self.requests - earlier.requests, self.objects - earlier.objects)
 
 
-def asked_of(service: Mooncake) -> Asked:
-    """Since it started, of requests for several objects: those of all ways."""
+def master_load(service: Mooncake) -> MasterLoad:
+    """Return the load since the start, of requests for several objects, as all ways send."""
     counts = {"_requests_total": 0.0, "_items_total": 0.0}
     for line in service.ask("/metrics").splitlines():
         name, _, value = line.partition(" ")
         for ending in counts:
             if name.startswith("master_batch_") and name.endswith(ending):
                 counts[ending] += float(value)
-    return Asked(*map(int, counts.values()))
+    return MasterLoad(*map(int, counts.values()))
 
 
 def cpu_s(pid: int) -> float:
-    """Of all threads of another process: its clock has the number that clock_getcpuclockid(3) gives."""
+    """Return the CPU time of another process; its clock id is that of clock_getcpuclockid(3)."""
     return time.clock_gettime(~pid << 3 | 2)

@@ -1,9 +1,9 @@
-"""What requests feel when processes of the store are killed: before, meanwhile, and since it is used again.
+"""Latencies when processes of the store are killed: before, meanwhile, and after recovery.
 
 python -m benchmarks.store.recovery
 
-A server with Mooncake of its own gets one request after another, each with a prompt that nobody has seen. Its
-pages go from the prefill to the decode worker through the store, or are computed there when it is away.
+A server with its own Mooncake gets one request after another, each with a new prompt. Pages go from
+the prefill to the decode worker through the store, or are recomputed there when the store is down.
 """
 
 import argparse
@@ -29,7 +29,7 @@ GIVE_UP_S = 120.0
 
 
 class Answer(NamedTuple):
-    """`ended_s` on one clock; `fetched` tokens of the prompt came from the store."""
+    """The end of a request on one clock, and the prompt tokens that came from the store."""
 
     ended_s: float
     took_s: float
@@ -37,7 +37,7 @@ class Answer(NamedTuple):
 
 
 def ask(client: httpx.Client, rng: Random) -> Answer:
-    """Raises when it is refused: nothing may be lost."""
+    """Send a request. Raises if it is refused: no request may be lost."""
     body = {
         "model": "keeper",
         "prompt": [rng.randrange(5, 890) for _ in range(PROMPT_TOKENS)],
@@ -61,7 +61,7 @@ def ask_for(client: httpx.Client, rng: Random, for_s: float) -> list[Answer]:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Latencies of one request after another, in milliseconds."""
+    """Latencies of sequential requests, in milliseconds."""
 
     part: str
     before: list[float]
@@ -81,12 +81,12 @@ class Result:
 
 
 def kill(server: Server, part: str, rng: Random) -> Result:
-    """kill -9 after a while of requests; they go on until the store has been used again for a while."""
+    """Kill a process with SIGKILL during requests, which continue until the store is used again."""
     with httpx.Client(base_url=server.url, timeout=GIVE_UP_S) as client:
-        ask_for(client, rng, PHASE_S)  # warms up
+        ask_for(client, rng, PHASE_S)  # warm-up
         before = ask_for(client, rng, PHASE_S)
         assert any(answer.fetched for answer in before), "the store is not used"
-        [process] = (child for child in server.processes() if PARTS[part] in " ".join(child.cmdline()))
+        [process] = (process for process in server.processes() if PARTS[part] in " ".join(process.cmdline()))
         process.kill()
         killed_s = time.perf_counter()
         away = [ask(client, rng)]

@@ -1,4 +1,4 @@
-"""The page stores beside a plain copy of the same bytes and Mooncake's own client, in the same run.
+"""The page stores, compared with a plain copy and with Mooncake's own client in the same run.
 
 python -m benchmarks.store.store --only throughput --size 1.5MiB --batch 8 --batch 32
 """
@@ -22,16 +22,16 @@ from rich.table import Table
 from tests.support.mooncake import PlainClient, mooncake
 
 from benchmarks.store.raw import (
-    Asked,
     Call,
+    MasterLoad,
     Memcpy,
     Memory,
     Plain,
     Sized,
     Stored,
     Way,
-    asked_of,
     cpu_s,
+    master_load,
     touch_lent,
 )
 from tidemill.kvstore.keys import Kind
@@ -44,13 +44,13 @@ from tidemill.kvstore.stores.page_store import PageStore
 SIZES = ("64KiB", "1.5MiB", "75MiB")
 BATCHES = (1, 8, 32, 128)
 ROUND_BYTES = 192 << 20
-"""In a store at the same time, and so the most of one call."""
+"""The most bytes in a store at a time, and so in one call."""
 CALLS_MAX = 32
-OBJECTS_MAX = 512  # thousands of files just deleted make ext4 slow to create more
+OBJECTS_MAX = 512  # ext4 is slow to create files just after thousands were deleted
 LENT_BYTES = 512 << 20
 FILE_BYTES = 2 << 30
 
-LAYOUT = layout_of(  # of Qwen3-Next-80B-A3B
+LAYOUT = layout_of(  # Qwen3-Next-80B-A3B
     (Attention(kv_heads=2, head_dim=256),) * 12
     + (Linear(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv_width=4),) * 36,
     page_tokens=64,
@@ -67,76 +67,76 @@ PROMPT: Mapping[str, Sequence[Sized]] = {
         + [(Kind.CHECKPOINT, LAYOUT.state_bytes // STATE_LAYERS)] * STATE_LAYERS
     ],
 }
-"""The pages and the checkpoint of a prompt in one call, whole or cut into layers: the same bytes."""
+"""The pages and the checkpoint of a prompt in one call, whole or cut into layers."""
 
 MEMCPY, PLAIN, OURS = "memcpy", "plain client", "mooncake"
 
 
 class Spent(NamedTuple):
-    """What one operation of a turn took."""
+    """The cost of one operation of a way in a round."""
 
     calls_s: list[float]
-    cpu_s: float  # of this process, the owner and the master together
-    asked: Asked
+    cpu_s: float  # of this process, the owner and the master
+    load: MasterLoad
 
     @property
     def all_s(self) -> float:
         return sum(self.calls_s)
 
 
-Turn = dict[str, Spent]
-"""What one way did in a round, by operation."""
+SpentByOperation = dict[str, Spent]
+"""The cost of one way in a round, by operation."""
 
-Turns = dict[tuple[str, str], Turn]
-"""A round, by form of the objects and way."""
+Round = dict[tuple[str, str], SpentByOperation]
+"""A round, by form of the objects and by way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What is measured, and what it is measured with."""
+    """The ways to measure, and their memory and clocks."""
 
     ways: Mapping[str, Way]
     memory: Memory
     cpu_s: Callable[[], float]
-    asked: Callable[[], Asked]
+    load: Callable[[], MasterLoad]
 
-    async def rounds(self, forms: Mapping[str, Sequence[Sized]], count: int) -> list[Turns]:
-        """All ways with all forms, in another order each round. One more round comes first: its bytes are
-        compared, it warms up, and is thrown away."""
+    async def rounds(self, forms: Mapping[str, Sequence[Sized]], count: int) -> list[Round]:
+        """Run all ways with all forms, in another order each round.
+        A first round is a warm-up that compares the bytes."""
         rng = Random(0)
         pairs = [(form, way) for form in forms for way in self.ways]
-        found: list[Turns] = []
+        found: list[Round] = []
         for index in range(count + 1):
-            turns: Turns = {}
+            times: Round = {}
             for form, way in rng.sample(pairs, len(pairs)):
                 calls = self.memory.calls(forms[form], rng)
                 if index == 0:
                     self.memory.target.fill(0)
-                turns[form, way] = await self._turn(self.ways[way], calls)
+                times[form, way] = await self._run_way(self.ways[way], calls)
                 if index == 0:
                     assert self.memory.arrived(calls)
-            found.append({pair: turns[pair] for pair in pairs})
+            found.append({pair: times[pair] for pair in pairs})
         return found[1:]
 
-    async def _turn(self, way: Way, calls: Sequence[Call]) -> Turn:
-        turn: Turn = {}
+    async def _run_way(self, way: Way, calls: Sequence[Call]) -> SpentByOperation:
+        spent: SpentByOperation = {}
         for name, operation in (("put", way.put), ("get", way.get), ("contains", way.contains)):
-            asked, cpu_s = self.asked(), self.cpu_s()
+            load, cpu_s = self.load(), self.cpu_s()
             calls_s: list[float] = []
             for call in calls:
                 start_s = time.perf_counter()
                 await operation(call)
                 calls_s.append(time.perf_counter() - start_s)
-            turn[name] = Spent(calls_s, self.cpu_s() - cpu_s, self.asked().since(asked))
+            spent[name] = Spent(calls_s, self.cpu_s() - cpu_s, self.load().since(load))
         for call in calls:
             await way.remove(call)
-        return turn
+        return spent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """One operation of one way: medians over the rounds. Ratios are of throughputs within a round; above 1
-    this way is the faster one."""
+    """The medians of one operation of one way.
+    Ratios are of throughputs within a round: above 1 this way is faster."""
 
     gb_s: float
     of_plain: float
@@ -159,20 +159,20 @@ class Result:
     def row(self) -> list[str]:
         moved = [
             text
-            for moved_bytes in (self.put, self.get)
+            for moved in (self.put, self.get)
             for text in (
-                f"{moved_bytes.gb_s:.2f}",
-                f"{moved_bytes.of_plain:.2f}",
-                f"{moved_bytes.of_memcpy:.3f}",
-                f"{moved_bytes.cpu_ms_per_gb:,.0f}",
-                f"{moved_bytes.call_ms:.2f}",
-                f"{moved_bytes.master_requests:.0f} / {moved_bytes.master_objects:.0f}",
+                f"{moved.gb_s:.2f}",
+                f"{moved.of_plain:.2f}",
+                f"{moved.of_memcpy:.3f}",
+                f"{moved.cpu_ms_per_gb:,.0f}",
+                f"{moved.call_ms:.2f}",
+                f"{moved.master_requests:.0f} / {moved.master_objects:.0f}",
             )
         ]
         return [self.form, str(self.batch), self.way, *moved, f"{self.contains_ms:.2f}"]
 
 
-def results_of(rounds: Sequence[Turns], forms: Mapping[str, Sequence[Sized]]) -> list[Result]:
+def summarize(rounds: Sequence[Round], forms: Mapping[str, Sequence[Sized]]) -> list[Result]:
     return [
         Result(
             form=form,
@@ -180,35 +180,35 @@ def results_of(rounds: Sequence[Turns], forms: Mapping[str, Sequence[Sized]]) ->
             way=way,
             put=_moved(rounds, "put", form, way, forms[form]),
             get=_moved(rounds, "get", form, way, forms[form]),
-            contains_ms=_call_ms(turns[form, way]["contains"] for turns in rounds),
+            contains_ms=_call_ms(times[form, way]["contains"] for times in rounds),
         )
         for form in forms
         for way in dict.fromkeys(way for _, way in rounds[0])
     ]
 
 
-def _moved(rounds: Sequence[Turns], operation: str, form: str, way: str, calls: Sequence[Sized]) -> Moved:
-    spent = [turns[form, way][operation] for turns in rounds]
+def _moved(rounds: Sequence[Round], operation: str, form: str, way: str, calls: Sequence[Sized]) -> Moved:
+    spent = [times[form, way][operation] for times in rounds]
     gigabytes = sum(num_bytes for call in calls for _, num_bytes in call) / 1e9
 
     def faster_than(other: str) -> float:
         return median(
-            turns[form, other][operation].all_s / turns[form, way][operation].all_s for turns in rounds
+            times[form, other][operation].all_s / times[form, way][operation].all_s for times in rounds
         )
 
     return Moved(
-        gb_s=median(gigabytes / cost.all_s for cost in spent),
+        gb_s=median(gigabytes / sample.all_s for sample in spent),
         of_plain=faster_than(PLAIN),
         of_memcpy=faster_than(MEMCPY),
-        cpu_ms_per_gb=median(1e3 * cost.cpu_s / gigabytes for cost in spent),
+        cpu_ms_per_gb=median(1e3 * sample.cpu_s / gigabytes for sample in spent),
         call_ms=_call_ms(spent),
-        master_requests=median(cost.asked.requests / len(calls) for cost in spent),
-        master_objects=median(cost.asked.objects / len(calls) for cost in spent),
+        master_requests=median(sample.load.requests / len(calls) for sample in spent),
+        master_objects=median(sample.load.objects / len(calls) for sample in spent),
     )
 
 
 def _call_ms(spent: Iterable[Spent]) -> float:
-    return 1e3 * median(call_s for cost in spent for call_s in cost.calls_s)
+    return 1e3 * median(call_s for sample in spent for call_s in sample.calls_s)
 
 
 async def throughput(bench: Bench, sizes: Sequence[str], batches: Sequence[int], count: int) -> list[Result]:
@@ -218,13 +218,13 @@ async def throughput(bench: Bench, sizes: Sequence[str], batches: Sequence[int],
         for batch in sorted({min(batch, ROUND_BYTES // num_bytes) for batch in batches}):
             calls = max(1, min(CALLS_MAX, OBJECTS_MAX // batch, ROUND_BYTES // (batch * num_bytes)))
             forms = {size: [[(Kind.PAGE, num_bytes)] * batch] * calls}
-            found += results_of(await bench.rounds(forms, count), forms)
+            found += summarize(await bench.rounds(forms, count), forms)
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times as long layer-first took as page-first: medians over pairs in one round."""
+    """The time of layer-first relative to page-first: medians over pairs in one round."""
 
     way: str
     put: float
@@ -234,11 +234,11 @@ class Ratio:
     get_cpu: float
 
 
-def ratios_of(rounds: Sequence[Turns]) -> list[Ratio]:
+def layer_ratios(rounds: Sequence[Round]) -> list[Ratio]:
     def ratio(way: str, operation: str, value: Callable[[Spent], float]) -> float:
         return median(
-            value(turns[LAYER_FIRST, way][operation]) / value(turns[PAGE_FIRST, way][operation])
-            for turns in rounds
+            value(times[LAYER_FIRST, way][operation]) / value(times[PAGE_FIRST, way][operation])
+            for times in rounds
         )
 
     return [
@@ -273,8 +273,8 @@ def table_of_ratios(ratios: Sequence[Ratio]) -> Table:
 
 
 @asynccontextmanager
-async def opened(folders: Sequence[Path]) -> AsyncGenerator[Bench]:
-    """All ways, with a Mooncake of this host and file stores in new folders within `folders`."""
+async def open_bench(folders: Sequence[Path]) -> AsyncGenerator[Bench]:
+    """Open all ways: a Mooncake on this host, and file stores in new folders within `folders`."""
     memory = Memory.of(max(ROUND_BYTES, LAYOUT.page_bytes * PAGES + LAYOUT.state_bytes))
     async with AsyncExitStack() as stack:
         log = Path(stack.enter_context(tempfile.TemporaryDirectory()), "log")
@@ -284,8 +284,8 @@ async def opened(folders: Sequence[Path]) -> AsyncGenerator[Bench]:
         touch_lent(service, client, memory)
         stores: dict[str, PageStore] = {OURS: open_mooncake(service.address, admin=service.admin)}
         for folder in folders:
-            place = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
-            stores[f"file {folder}"] = FileStore(Path(place), FILE_BYTES)
+            path = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
+            stores[f"file {folder}"] = FileStore(Path(path), FILE_BYTES)
         for store in stores.values():
             stack.push_async_callback(store.close)
             for buffer in (memory.source, memory.target):
@@ -297,7 +297,7 @@ async def opened(folders: Sequence[Path]) -> AsyncGenerator[Bench]:
             ways,
             memory,
             lambda: time.process_time() + sum(cpu_s(pid) for pid in pids),
-            lambda: asked_of(service),
+            lambda: master_load(service),
         )
 
 
@@ -311,13 +311,13 @@ class Report:
 async def measure(options: argparse.Namespace) -> Report:
     report = Report()
     folders = options.folder or [Path("/dev/shm"), Path(tempfile.gettempdir())]  # noqa: S108 - tmpfs is the point
-    async with opened(folders) as bench:
+    async with open_bench(folders) as bench:
         if options.only != "layout":
             sizes, batches = options.size or SIZES, options.batch or BATCHES
             report.throughput = await throughput(bench, sizes, batches, options.rounds)
         if options.only != "throughput":
             rounds = await bench.rounds(PROMPT, options.rounds)
-            report.layout, report.ratios = results_of(rounds, PROMPT), ratios_of(rounds)
+            report.layout, report.ratios = summarize(rounds, PROMPT), layer_ratios(rounds)
     return report
 
 

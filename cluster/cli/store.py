@@ -16,7 +16,7 @@ from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import DIGEST_BYTES, Kind, ObjectKey, PageKey
 from tidemill.kvstore.stores.circuit_breaker import ABSENT
 from tidemill.kvstore.stores.open_store import find_kind, is_shared, open_store
-from tidemill.kvstore.stores.page_store import Got, Held, PageStore, Put
+from tidemill.kvstore.stores.page_store import Got, PageStore, Put, StoredObject
 from tidemill.kvstore.stores.seal import SEAL_BYTES, Sealing
 
 _Result = TypeVar("_Result")
@@ -54,12 +54,12 @@ def _with_timeouts(url: str) -> str:
     return ",".join(map(with_timeout, url.split(",")))
 
 
-async def list_objects(store: PageStore) -> list[Held]:
+async def list_objects(store: PageStore) -> list[StoredObject]:
     """Return all objects of the store, the most recently used first."""
-    return sorted(await store.held(), key=lambda held: (held.used_s or 0.0, str(held.key)))
+    return sorted(await store.list_objects(), key=lambda held: (held.used_s or 0.0, str(held.key)))
 
 
-def objects_json(objects: Sequence[Held]) -> list[dict[str, Any]]:
+def objects_json(objects: Sequence[StoredObject]) -> list[dict[str, Any]]:
     return [
         {
             "key": str(held.key),
@@ -72,7 +72,7 @@ def objects_json(objects: Sequence[Held]) -> list[dict[str, Any]]:
     ]
 
 
-def objects_table(objects: Sequence[Held]) -> Table:
+def objects_table(objects: Sequence[StoredObject]) -> Table:
     rows = table(("key", "kind", "shard", "size", "unused"), num_left=2)
     rows.columns[0].overflow = "fold"  # so that keys can be copied
     for held in objects:
@@ -99,10 +99,10 @@ async def read_state(store: PageStore, clock: Callable[[], float]) -> State:
     started = clock()
     [got] = await store.get([(ABSENT, memoryview(bytearray(1)))])
     answer_s = clock() - started
-    held: list[Held] = []
+    held: list[StoredObject] = []
     problem = ""
     try:
-        held = await store.held()
+        held = await store.list_objects()
     except StoreError as error:
         problem = str(error)
     stats = store.stats()
@@ -136,7 +136,7 @@ def state_table(state: State) -> RenderableType:
 async def fetch(store: PageStore, key: ObjectKey) -> tuple[Got, bytearray]:
     """Get an object and verify its seal; return the outcome and the body of a hit. A damaged object
     is deleted, as by any other get."""
-    sizes = {held.key: held.bytes - SEAL_BYTES for held in await store.held()}
+    sizes = {held.key: held.bytes - SEAL_BYTES for held in await store.list_objects()}
     if key not in sizes:
         return Got.MISS, bytearray()
     body = bytearray(max(sizes[key], 0))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tidemill.kvstore.keys import Kind, ObjectKey
 from tidemill.kvstore.layout import Layout
-from tidemill.kvstore.stores.page_store import Got, Held, Put, StoreStats
+from tidemill.kvstore.stores.page_store import Got, Put, StoredObject, StoreStats
 
 
 class SizeOnlyStore:
@@ -57,8 +57,8 @@ class SizeOnlyStore:
             objects=len(self._objects), bytes=self._used_bytes, capacity_bytes=self._capacity_bytes
         )
 
-    def held(self) -> list[Held]:
-        return [Held(key, self.size(key)) for key in self._objects]
+    def list_objects(self) -> list[StoredObject]:
+        return [StoredObject(key, self.size(key)) for key in self._objects]
 
 
 class StoreLink:
@@ -102,8 +102,8 @@ class StoreLink:
         for key in keys:
             self._shelf.remove(key)
 
-    async def held(self) -> list[Held]:
-        return self._shelf.held()
+    async def list_objects(self) -> list[StoredObject]:
+        return self._shelf.list_objects()
 
     def register(self, memory: memoryview) -> None:
         pass

@@ -21,7 +21,7 @@ from threading import Event, Lock, Thread
 
 from tidemill.cluster.supervisor.store_plan import Master, MemoryOwner, StorePlan, plan_store
 from tidemill.kvstore.errors import StoreError
-from tidemill.kvstore.stores.mooncake_store import check_library, is_there
+from tidemill.kvstore.stores.mooncake_store import check_library, is_listening
 from tidemill.kvstore.stores.open_store import check_url
 
 START_S_MAX = 30.0
@@ -46,7 +46,7 @@ def running_store(url: str) -> Generator[str]:
         yield plan.url
         return
     check_library()
-    if plan.master is None and not is_there(plan.joined):
+    if plan.master is None and not is_listening(plan.joined):
         raise StoreError(
             f"no Mooncake master answers at {plan.joined}: check its address, "
             "or start one with --store mooncake?size=8GiB"
@@ -150,7 +150,7 @@ class SupervisedProcess:
         if not self._program.port:
             return process.stdout.readline() != ""
         while process.poll() is None:
-            if is_there(self._program.port):
+            if is_listening(self._program.port):
                 return True
             self._stopped.wait(POLL_S)
         return False

@@ -1,1 +1,1 @@
-"""The memory of one worker: arena, ledger, prefix index, eviction. Start at `ledger.py`."""
+"""The memory of one worker: arena, ledger, prefix index and eviction. Start at `ledger.py`."""

@@ -1,14 +1,14 @@
-"""One reservation cut into equal extents that hold pages, or window pages, or states, or nothing.
+"""The arena: one reservation cut into equal extents that hold pages, window pages or states.
 
     extent 0        extent 1        extent 2        extent 3        extent 4 ...
     [P p p . P .]   [s S s]         [. . . . . .]   [W W . w W W]   not mapped
-     pages           states          nothing         window pages
+     pages           states          empty           window pages
 
-    P, S, W   held: a lease writes or reads it     p, s, w   kept: cache, can be taken back     .   free
+    P, S, W   pinned: a lease uses it     p, s, w   cached: can be evicted     .   free
 
-An empty extent changes class freely: that is the whole of the elasticity between the classes. Taking prefers
-the fullest extent that is not full, so that extents empty out; taking and giving are amortised O(1). At most
-`budget_extents` are mapped at a time; which of them, and where the holes are, does not matter.
+An empty extent can be opened for any class, so memory moves between the classes in whole extents.
+Allocation prefers the fullest extent that is not full, so that other extents become empty.
+Allocating and freeing are amortised O(1). At most `budget_extents` extents are mapped at a time.
 """
 
 from collections import Counter
@@ -23,12 +23,12 @@ from tidemill.kvstore.memory.backing import Backing
 Id = TypeVar("Id", PageId, StateId, WindowId)
 
 SPARE_EXTENTS_MAX = 8
-"""Empty extents that stay mapped, so that a workload that breathes does not map and unmap at every breath."""
+"""Empty extents that stay mapped, so that a fluctuating load does not keep remapping them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaUsage:
-    """Extents by what they hold, and objects by who holds them."""
+    """The number of extents by class, and of objects that are pinned or cached."""
 
     page_extents: int
     state_extents: int
@@ -44,7 +44,7 @@ class ArenaUsage:
 
 
 class Pool(Generic[Id]):
-    """The objects of one class. `loose` are its extents in which nothing is held: they can be emptied."""
+    """The objects of one class. Extents in `reclaimable` have no pinned ones."""
 
     def __init__(
         self, objects_per_extent: int, open_extent: Callable[[], int], close: Callable[[int], None]
@@ -54,16 +54,15 @@ class Pool(Generic[Id]):
         self._open_extent = open_extent
         self._close = close
         self._free: dict[int, list[int]] = {}  # extent -> its free ids
-        self._pinned: dict[int, int] = {}  # extent -> how many of its ids are held
+        self._pinned: dict[int, int] = {}  # extent -> number of its pinned ids
         self._taken: set[int] = set()
         self._cached: set[int] = set()
-        self._buckets: list[dict[int, None]] = [
-            {} for _ in range(objects_per_extent + 1)
-        ]  # extents by ids taken
+        # Extents that are not full, by their number of taken ids.
+        self._buckets: list[dict[int, None]] = [{} for _ in range(objects_per_extent + 1)]
         self._fullest = 0
 
     def take(self) -> Id:
-        """A free id, held now. Raises OutOfMemory."""
+        """Allocate an id; it is pinned. Raises OutOfMemory."""
         while self._fullest and not self._buckets[self._fullest]:
             self._fullest -= 1
         if not self._buckets[self._fullest]:
@@ -72,48 +71,48 @@ class Pool(Generic[Id]):
         del self._buckets[self._fullest][extent]
         taken = self._free[extent].pop()
         self._taken.add(taken)
-        self._file(extent, self.objects_per_extent - len(self._free[extent]))
+        self._put_in_bucket(extent, self.objects_per_extent - len(self._free[extent]))
         self._count_pinned(extent, 1)
-        return taken  # pyright: ignore[reportReturnType]  an id is an int with a name
+        return taken  # pyright: ignore[reportReturnType]  an id is a NewType of int
 
-    def free(self, given: Id) -> None:
-        """Return an id, held or kept. An extent that is empty now leaves the class."""
-        assert given in self._taken, f"{given} is given back twice, or was never taken"
-        extent = given // self.objects_per_extent
-        self._taken.remove(given)
-        if given in self._cached:
-            self._cached.remove(given)
+    def free(self, taken: Id) -> None:
+        """Free a pinned or cached id. If its extent is empty then, the extent leaves the class."""
+        assert taken in self._taken, f"{taken} is freed twice, or was never taken"
+        extent = taken // self.objects_per_extent
+        self._taken.remove(taken)
+        if taken in self._cached:
+            self._cached.remove(taken)
         else:
             self._count_pinned(extent, -1)
         before = self.objects_per_extent - len(self._free[extent])
         self._buckets[before].pop(extent, None)
-        self._free[extent].append(given)
+        self._free[extent].append(taken)
         if before > 1:
-            self._file(extent, before - 1)
+            self._put_in_bucket(extent, before - 1)
             return
         del self._free[extent], self._pinned[extent], self.reclaimable[extent]
         self._close(extent)
 
-    def unpin(self, kept: Id) -> None:
-        """No lease uses it any more: it can be taken back."""
-        assert kept in self._taken
-        assert kept not in self._cached
-        self._cached.add(kept)
-        self._count_pinned(kept // self.objects_per_extent, -1)
+    def unpin(self, taken: Id) -> None:
+        """Turn a pinned id into a cached one: no lease uses it any more."""
+        assert taken in self._taken
+        assert taken not in self._cached
+        self._cached.add(taken)
+        self._count_pinned(taken // self.objects_per_extent, -1)
 
-    def pin(self, kept: Id) -> None:
-        """A lease uses it again."""
-        self._cached.remove(kept)
-        self._count_pinned(kept // self.objects_per_extent, 1)
+    def pin(self, taken: Id) -> None:
+        """Turn a cached id into a pinned one: a lease uses it again."""
+        self._cached.remove(taken)
+        self._count_pinned(taken // self.objects_per_extent, 1)
 
     def extent_of(self, taken: Id) -> int:
         return taken // self.objects_per_extent
 
     def taken_in(self, extent: int) -> list[Id]:
-        """The ids of `extent` that are held or kept."""
+        """Return the ids of `extent` that are pinned or cached."""
         first = extent * self.objects_per_extent
         taken = self._taken
-        return [number for number in range(first, first + self.objects_per_extent) if number in taken]  # pyright: ignore[reportReturnType]  ids are ints with a name
+        return [number for number in range(first, first + self.objects_per_extent) if number in taken]  # pyright: ignore[reportReturnType]  ids are NewTypes of int
 
     @property
     def num_extents(self) -> int:
@@ -129,20 +128,20 @@ class Pool(Generic[Id]):
 
     @property
     def num_free(self) -> int:
-        """Places that can be taken without another extent."""
+        """The number of ids that can be taken without opening another extent."""
         return len(self._free) * self.objects_per_extent - len(self._taken)
 
-    def check(self, held: Iterable[Id], kept: Iterable[Id]) -> list[int]:
-        """Prove that exactly `held` and `kept` are taken; answers the extents of this class."""
-        held_ids, kept_ids = sorted(held), sorted(kept)
-        assert kept_ids == sorted(self._cached), "an object is kept without an owner, or has two"
-        assert sorted([*held_ids, *kept_ids]) == sorted(self._taken), "an object leaked or has two owners"
-        holders = Counter(number // self.objects_per_extent for number in held_ids)
+    def check(self, pinned: Iterable[Id], cached: Iterable[Id]) -> list[int]:
+        """Prove that exactly `pinned` and `cached` are taken; return the extents of this class."""
+        pinned_ids, cached_ids = sorted(pinned), sorted(cached)
+        assert cached_ids == sorted(self._cached), "an object is cached without an owner, or has two"
+        assert sorted([*pinned_ids, *cached_ids]) == sorted(self._taken), "an object leaked or has two owners"
+        num_pinned = Counter(number // self.objects_per_extent for number in pinned_ids)
         for extent, free in self._free.items():
             assert len(self.taken_in(extent)) + len(free) == self.objects_per_extent
             assert self._taken.isdisjoint(free)
-            assert self._pinned[extent] == holders[extent]
-            assert (extent in self.reclaimable) == (not holders[extent])
+            assert self._pinned[extent] == num_pinned[extent]
+            assert (extent in self.reclaimable) == (not num_pinned[extent])
             assert (extent in self._buckets[self.objects_per_extent - len(free)]) == bool(free)
         assert self.reclaimable.keys() <= self._free.keys()
         return list(self._free)
@@ -151,12 +150,12 @@ class Pool(Generic[Id]):
         first = extent * self.objects_per_extent
         self._free[extent] = list(range(first + self.objects_per_extent - 1, first - 1, -1))
         self._pinned[extent] = 0
-        self._file(extent, 0)
+        self._put_in_bucket(extent, 0)
 
-    def _file(self, extent: int, taken: int) -> None:
-        if taken < self.objects_per_extent:  # nothing can be taken from a full extent
-            self._buckets[taken][extent] = None
-            self._fullest = max(self._fullest, taken)
+    def _put_in_bucket(self, extent: int, num_taken: int) -> None:
+        if num_taken < self.objects_per_extent:  # nothing can be taken from a full extent
+            self._buckets[num_taken][extent] = None
+            self._fullest = max(self._fullest, num_taken)
 
     def _count_pinned(self, extent: int, change: int) -> None:
         self._pinned[extent] += change
@@ -168,13 +167,13 @@ class Pool(Generic[Id]):
 
 
 class Arena:
-    """The extents, and the pools that share them. `pages.take()`, `windows.take()` and `states.take()` hand
-    out ids and raise OutOfMemory, which is expected under load."""
+    """The extents, and the pools of pages, window pages and states that share them.
+    `take` of a pool raises OutOfMemory, which is expected under load."""
 
     def __init__(
         self, layout: Layout, num_extents: int, backing: Backing, budget_extents: int | None = None
     ) -> None:
-        """`num_extents` are reserved, `budget_extents` of them (default: all) may be mapped at a time."""
+        """Reserve `num_extents`, of which `budget_extents` (default: all) may be mapped."""
         assert num_extents > 0
         self.num_extents = num_extents
         self.budget_extents = num_extents if budget_extents is None else budget_extents
@@ -184,10 +183,10 @@ class Arena:
         self.states: Pool[StateId] = Pool(max(1, layout.states_per_extent), self._open, self._close)
         self.windows: Pool[WindowId] = Pool(max(1, layout.windows_per_extent), self._open, self._close)
         self._unmapped = list(range(num_extents - 1, -1, -1))
-        self._spare: list[int] = []  # empty and mapped
+        self._spare: list[int] = []  # empty, but still mapped
 
     def resize(self, budget_extents: int) -> None:
-        """Change the budget while everything runs. Empty extents are given back at once; see `excess`."""
+        """Change the budget and unmap empty extents above it immediately; see `excess`."""
         assert 0 < budget_extents <= self.num_extents
         self.budget_extents = budget_extents
         while self._spare and self.excess:
@@ -195,12 +194,12 @@ class Arena:
 
     @property
     def excess(self) -> int:
-        """Mapped extents above the budget, which have to be emptied."""
+        """The number of mapped extents above the budget; they have to be emptied."""
         return max(0, self._mapped - self.budget_extents)
 
     @property
     def num_empty(self) -> int:
-        """Extents that any class can still open."""
+        """The number of extents that any class can still open."""
         return len(self._spare) + max(0, self.budget_extents - self._mapped)
 
     def usage(self) -> ArenaUsage:
@@ -224,11 +223,12 @@ class Arena:
         states: tuple[list[StateId], list[StateId]],
         windows: tuple[list[WindowId], list[WindowId]] = ([], []),
     ) -> None:
-        """Prove that exactly these are taken, as (held, kept), and that every extent is in one place."""
+        """Prove that exactly these ids are taken, each class as (pinned, cached).
+        Prove also that each extent is in one class, empty or unmapped."""
         extents = [*self.pages.check(*pages), *self.states.check(*states), *self.windows.check(*windows)]
         extents += [*self._spare, *self._unmapped]
-        assert sorted(extents) == list(range(self.num_extents)), "an extent is lost or in two places"
-        assert not (self.excess and self._spare), "an empty extent was not given back"
+        assert sorted(extents) == list(range(self.num_extents)), "an extent is lost or counted twice"
+        assert not (self.excess and self._spare), "an empty extent above the budget was not unmapped"
 
     @property
     def _mapped(self) -> int:
@@ -238,7 +238,7 @@ class Arena:
         if self._spare:
             return self._spare.pop()
         if self._mapped >= self.budget_extents:
-            raise OutOfMemory("no extent of this class has a free place and none is empty")
+            raise OutOfMemory("no extent of this class has room and no extent is empty")
         extent = self._unmapped[-1]
         self._backing.map(extent * self._extent_bytes, self._extent_bytes)
         return self._unmapped.pop()

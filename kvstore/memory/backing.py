@@ -1,8 +1,8 @@
-"""The memory under an arena: one reservation at a fixed address whose ranges are mapped and unmapped.
+"""The memory of an arena: one reservation at a fixed address, mapped and unmapped by ranges.
 
-Fixed       one allocation on any device, all of it always there
-Mmap        host memory: reserved for nothing, taken when mapped, given back to the system when unmapped
-Kvcached    CUDA virtual memory: taken from the device when mapped, given back when unmapped
+Fixed       one allocation on any device; all of it is always mapped
+Mmap        host memory: reserving costs nothing, mapping takes memory, unmapping returns it
+Kvcached    CUDA virtual memory: mapping takes device memory, unmapping returns it
 """
 
 import errno
@@ -18,39 +18,38 @@ from tidemill.kvstore.errors import OutOfMemory
 PAGE_BYTES = mmap.PAGESIZE
 _MAP_NORESERVE = 0x4000  # Linux on x86-64 and arm64; the mmap module of Python 3.11 does not name it
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module of Python 3.11 does not name it
-_POPULATE_BYTES = 4 << 20  # about 2 ms: madvise holds the interpreter's lock, and others wait for it
+_POPULATE_BYTES = 4 << 20  # about 2 ms; madvise holds the GIL, so other threads wait
 
 
 class Backing(Protocol):
     """Memory of an arena, mapped and unmapped in multiples of the class's `granule_bytes`.
 
-    Work on a host has ended when its range is unmapped; for a device the backing waits itself (Kvcached).
+    On a host, the caller has finished all work on a range before it unmaps the range.
+    For a device, the backing itself waits for that work (Kvcached).
 
-    memory      uint8 [reserved bytes], contiguous, at storage offset 0 (`as_strided` counts from there), at
-                one address for life; that address is page-aligned on a host
+    memory      uint8 [reserved bytes], contiguous, at storage offset 0 (`as_strided` counts from
+                there). Its address never changes; on a host it is page-aligned.
     """
 
     @property
     def memory(self) -> torch.Tensor: ...
 
     def map(self, offset_bytes: int, num_bytes: int) -> None:
-        """Make `[offset, offset + num)` usable, of which nothing is mapped yet. Its bytes are undefined.
-
-        Raises OutOfMemory when the memory is not granted; then nothing of the range is mapped.
-        """
+        """Map `[offset, offset + num)`, no part of which is mapped yet. Its bytes are undefined.
+        Raises OutOfMemory when the memory is not granted; then no part of the range is mapped."""
         ...
 
     def unmap(self, offset_bytes: int, num_bytes: int) -> None:
-        """Give the memory of `[offset, offset + num)` back; what it held is lost."""
+        """Unmap `[offset, offset + num)`; its contents are lost."""
         ...
 
     def close(self) -> None:
-        """Give all memory back. Nothing may use `memory` afterwards. May be called twice."""
+        """Unmap all memory, which must not be used afterwards. May be called twice."""
         ...
 
 
 class Fixed:
-    """One allocation; map and unmap do nothing, close leaves it to the last tensor that uses it."""
+    """One allocation. Map and unmap do nothing; the last tensor over it frees it."""
 
     granule_bytes = 1
 
@@ -71,28 +70,28 @@ class Fixed:
 
 
 class Mmap:
-    """Host memory that is reserved far beyond what is used: only mapped ranges count as resident.
+    """Host memory of which only mapped ranges are resident; the reservation can be far larger.
 
-    Linux promises more memory than there is, so a map beyond the limit of the machine or container is rarely
-    refused: the system kills a process instead. What it does refuse is told as OutOfMemory.
+    Linux overcommits: beyond the limit of the machine or container it rarely refuses to map.
+    It kills a process instead. When it does refuse, `map` raises OutOfMemory.
     """
 
     granule_bytes = PAGE_BYTES
 
     def __init__(self, num_bytes: int) -> None:
         self._reservation = _anonymous(num_bytes, flags=_MAP_NORESERVE)
-        self._reservation.madvise(mmap.MADV_DONTDUMP)  # a core dump shall hold neither gigabytes nor prompts
+        self._reservation.madvise(mmap.MADV_DONTDUMP)  # keeps prompts and gigabytes out of core dumps
         self.memory = torch.frombuffer(self._reservation, dtype=torch.uint8)
 
     def map(self, offset_bytes: int, num_bytes: int) -> None:
-        """Faults every page in, so that no step pays for it and resident memory is what was mapped."""
+        """Fault every page in, so that steps do not, and mapped memory is resident memory."""
         _check_range(self, offset_bytes, num_bytes)
         end = offset_bytes + num_bytes
         try:
             for start in range(offset_bytes, end, _POPULATE_BYTES):
                 self._reservation.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATE_BYTES, end - start))
         except OSError as error:
-            if error.errno == errno.EINVAL:  # an older kernel: touching is the same at half the speed
+            if error.errno == errno.EINVAL:  # an older kernel: touching has the same effect at half the speed
                 self.memory[offset_bytes:end:PAGE_BYTES].add_(0)
                 return
             self.unmap(offset_bytes, num_bytes)
@@ -108,28 +107,28 @@ class Mmap:
         self._reservation.madvise(mmap.MADV_DONTNEED, offset_bytes, num_bytes)
 
     def close(self) -> None:
-        """The addresses stay reserved until the last tensor over them is gone: a late reader sees zeros."""
+        """Unmap everything. Addresses stay reserved for tensors; a late reader sees zeros."""
         self._reservation.madvise(mmap.MADV_DONTNEED)
 
 
 class BackingUnavailable(Exception):
-    """The wanted backing cannot run here; the message says what to install."""
+    """The backing cannot run on this machine; the message names what to install."""
 
 
 class Event(Protocol):
-    """A point in a device's work, as torch.cuda.Event."""
+    """A point in the work of a device, like torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Whether the device has passed it."""
+        """Return whether the device has passed it."""
         ...
 
     def synchronize(self) -> None:
-        """Return when the device has passed it."""
+        """Wait until the device has passed it."""
         ...
 
 
 class VmmOps(Protocol):
-    """What is used of `kvcached.vmm_ops`. Each of them raises RuntimeError for what the driver refuses."""
+    """The used part of `kvcached.vmm_ops`. Calls raise RuntimeError when the driver refuses."""
 
     def init_kvcached(self, dev_str: str, page_size: int, *, contiguous_layout: bool) -> None: ...
 
@@ -145,21 +144,24 @@ class VmmOps(Protocol):
 
 
 class Kvcached:
-    """CUDA virtual memory through kvcached. At most one per process: kvcached frees the first for a second.
+    """CUDA virtual memory through kvcached. At most one per process: a second one frees the first.
 
-    Map and unmap wait for the event of the newest step launched so far, never for the whole device: kvcached
-    itself waits for nothing, and for a moment nothing at all is mapped where one page replaces another.
+    Map and unmap wait for the event of the newest launched step, never for the whole device.
+    kvcached itself waits for nothing, and while it replaces a page, nothing is mapped there
+    briefly.
 
-    kvcached 0.1.6, read in its csrc/{torch_bindings,allocator,ftensor,page}.cpp:
-    - it maps pages of `page_size` (multiples of 2 MiB) x layers x buffers: with one of each, a page is a
-      granule and the reservation one int8 tensor. Its environment variables play no part in these calls;
-    - offsets are bytes from the start, one per page. A list maps as a whole or not at all, and older releases
-      end the process instead. Pages that are mapped (unmapped) already are passed over in silence;
-    - one page of physical memory lies under all that is not mapped: reads there find anything, never a fault,
-      and writes are lost. Mapping fills with nothing;
-    - a refusal is a RuntimeError with the driver's words; "state_inconsistency" in it means that undoing
-      failed too, and the reservation cannot be used any more;
-    - calls take a lock, and let go of the interpreter's.
+    kvcached 0.1.6, from its source csrc/{torch_bindings,allocator,ftensor,page}.cpp:
+    - It maps pages of `page_size` (multiples of 2 MiB) x layers x buffers. With one layer and one
+      buffer, a page is a granule and the reservation is one int8 tensor. These calls ignore its
+      environment variables.
+    - Offsets are bytes from the start, one per page. A list is mapped as a whole or not at all;
+      older releases end the process instead. Pages that are already mapped (unmapped) are skipped
+      silently.
+    - One physical page lies under every range that is not mapped: a read there never faults and
+      returns undefined bytes, a write is lost. Mapping does not initialise memory.
+    - A refusal is a RuntimeError with the driver's message. "state_inconsistency" in it means that
+      the rollback failed too, and the reservation cannot be used any more.
+    - Calls take a lock and release the GIL.
     """
 
     granule_bytes = 2 << 20
@@ -171,7 +173,7 @@ class Kvcached:
         vmm_ops: VmmOps | None = None,
         last_step: Callable[[], Event | None] = lambda: None,
     ) -> None:
-        """Raises BackingUnavailable without kvcached or a device, OutOfMemory when no granule is free."""
+        """Raise BackingUnavailable without kvcached or a device, OutOfMemory without memory."""
         assert num_bytes % self.granule_bytes == 0
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise BackingUnavailable(
@@ -207,7 +209,7 @@ class Kvcached:
         assert created
 
     def close(self) -> None:
-        """The addresses go too: a late reader faults."""
+        """Release memory and addresses: a late reader faults."""
         if self._open:
             self._open = False
             try:
@@ -226,11 +228,11 @@ class Kvcached:
             event.synchronize()
 
     def _raise_refusal(self, num_bytes: int, error: RuntimeError) -> None:
-        """Raise OutOfMemory for what waiting or evicting can heal; a broken device it cannot."""
+        """Raise OutOfMemory if waiting or evicting can help; return for any other error."""
         if "out of memory" in str(error) and "state_inconsistency" not in str(error):
             raise OutOfMemory(
                 f"{self._device} does not grant {num_bytes:,} bytes:"
-                " lower the memory of this worker, or stop what else uses the device"
+                " lower the memory of this worker, or stop other processes on the device"
             ) from error
 
 
@@ -250,7 +252,7 @@ def _check_range(backing: Mmap | Kvcached, offset_bytes: int, num_bytes: int) ->
 
 
 def _anonymous(num_bytes: int, flags: int) -> mmap.mmap:
-    """Private zeroed memory at a page-aligned address. Raises OutOfMemory when it is not granted."""
+    """Map private zeroed memory at a page-aligned address. Raises OutOfMemory if refused."""
     try:
         return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The arena and the prefix index as one: what is kept fills the memory, and is given up when it is needed.
+"""The arena and the prefix index together: cached objects fill the memory that leases do not use.
 
-An object is held while a lease owns it or pins its entry, and kept while the index alone has it. Whatever is
-kept can be evicted, in an order that loses least (`eviction.py`).
+An object is pinned while a lease owns it or pins its entry, and cached while only the index has it.
+Cached objects are evicted when a lease needs memory, in an order that loses least (`eviction.py`).
 """
 
 from collections import Counter
@@ -15,11 +15,13 @@ from tidemill.kvstore.memory.arena import Arena, Id, Pool
 from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry, PrefixIndex
 from tidemill.kvstore.memory.windows import WindowCounts
 
-Choose = Callable[[PrefixIndex, Arena, Layout], eviction.Victim | None]
-"""What goes so that something can be taken; None when nothing that is kept would help."""
+ChooseVictim = Callable[[PrefixIndex, Arena, Layout], eviction.Victim | None]
+"""Chooses the entries to evict for an allocation; None when no eviction would help."""
 
 
 class Cache:
+    """Allocates pages, states and window pages for leases, and caches those of the prefix index."""
+
     def __init__(self, layout: Layout, arena: Arena, index: PrefixIndex) -> None:
         self.layout = layout
         self.arena = arena
@@ -28,17 +30,17 @@ class Cache:
         self.windows = WindowCounts(arena.windows)
 
     def take_page(self) -> PageId:
-        """A page, held; evicts what it takes. Raises OutOfMemory when everything is held."""
+        """Allocate a pinned page, or evict for it. Raises OutOfMemory if all is pinned."""
         return self._take(self.arena.pages, eviction.for_page, "pages")
 
     def take_state(self) -> StateId:
-        """A state, held; evicts what it takes. Raises OutOfMemory when all extents hold what is held."""
+        """Allocate a pinned state, or evict for it. Raises OutOfMemory if no extent has room."""
         return self._take(self.arena.states, eviction.for_state, "states")
 
     def take_window(self) -> WindowId:
-        """A window page, held; evicts what it takes. Raises OutOfMemory as `take_state` does."""
+        """Allocate a pinned window page, or evict for it. Raises OutOfMemory."""
         window = self._take(self.arena.windows, eviction.for_state, "windows")
-        self.windows.taken(window)
+        self.windows.pin_new(window)
         return window
 
     def free_page(self, page: PageId) -> None:
@@ -48,27 +50,27 @@ class Cache:
         self.arena.states.free(state)
 
     def could_hold(self, pages: int, states: int, windows: int = 0) -> bool:
-        """Whether so many more could be held if everything that is kept was given up."""
+        """Return whether these numbers of objects would fit after evicting all that is cached."""
         left = self._reclaimable_extents()
         left -= _extents_for(self.arena.states, states) + _extents_for(self.arena.windows, windows)
         return (
             left >= 0
-            and pages <= _objects_per_extent(self.arena.pages) + left * self.arena.pages.objects_per_extent
+            and pages <= _room_beside_pinned(self.arena.pages) + left * self.arena.pages.objects_per_extent
         )
 
     def clear(self) -> None:
-        """Give up everything that is kept."""
+        """Evict everything that is cached."""
         while (leaf := self.index.cheapest_leaf()) is not None:
             self._evict(eviction.Victim(entries=(leaf,)), "clear")
         while (entry := self.index.cheapest_checkpoint()) is not None:
             self.drop_checkpoint(entry, "clear")
 
     def state_is_free(self) -> bool:
-        """Whether a state can be taken without evicting anything."""
+        """Return whether a state can be taken without eviction."""
         return bool(self.arena.states.num_free or self.arena.num_empty)
 
     def resize(self, budget_extents: int) -> bool:
-        """Change what the arena may map; evicts what is kept, and answers whether that was enough."""
+        """Change the budget of the arena and evict; return whether the budget is met."""
         self.arena.resize(budget_extents)
         while self.arena.excess:
             victim = eviction.for_extent(self.index, self.arena, self.layout)
@@ -78,26 +80,25 @@ class Cache:
         return True
 
     def insert(self, parent: Entry | None, key: PageKey, page: PageId) -> tuple[Entry, bool]:
-        """`PrefixIndex.insert` of a page that is held; the entry is pinned."""
+        """Insert a pinned page into the index, see `PrefixIndex.insert`; its entry is pinned."""
         entry, taken_over = self.index.insert(parent, key, page)
         if not taken_over and entry.pins == 1:
             self.arena.pages.pin(entry.page)
         return entry, taken_over
 
     def keep_checkpoint(self, entry: Entry, checkpoint: Checkpoint) -> None:
-        """The caller holds it: its state is the index's from now on, its window pages both have."""
+        """Move the pinned state of a checkpoint to the index, and share its window pages."""
         self.index.keep_checkpoint(entry, checkpoint)
         if checkpoint.state is not None:
             self.arena.states.unpin(checkpoint.state)
         self.windows.cache(checkpoint.windows)
 
     def drop_checkpoint(self, entry: Entry, reason: str) -> None:
-        """`reason` ends up in the name of a metric."""
+        """Evict the checkpoint of `entry`. The name of a metric contains `reason`."""
         self._free_checkpoint(self.index.drop_checkpoint(entry), reason)
 
     def reclaim_checkpoint(self, entry: Entry) -> StateId | None:
-        """Take the checkpoint out of the index; the caller holds the slot, if there is one, and can write to
-        it."""
+        """Remove the checkpoint of `entry`; return the slot of its state, pinned."""
         state, windows = self.index.drop_checkpoint(entry)
         self.windows.drop(windows)
         if state is not None:
@@ -133,26 +134,29 @@ class Cache:
 
     def check(
         self,
-        own_pages: Sequence[PageId],
-        own_states: Sequence[StateId],
-        own_windows: Sequence[WindowId] = (),
+        leased_pages: Sequence[PageId],
+        leased_states: Sequence[StateId],
+        leased_windows: Sequence[WindowId] = (),
     ) -> None:
-        """Prove that every byte is free, or held by these owners, or held or kept by the index: by exactly
-        one, window pages aside, which are as often held and kept as there are reasons."""
-        held_pages, kept_pages = list(own_pages), list[PageId]()
-        held_states, kept_states = list(own_states), list[StateId]()
-        holders, keepers = Counter(own_windows), Counter[WindowId]()
+        """Prove that each page and state is free, or has exactly one owner: a lease or the index.
+
+        Prove also that each window page is counted once for each lease and each checkpoint that has
+        it.
+        """
+        pinned_pages, cached_pages = list(leased_pages), list[PageId]()
+        pinned_states, cached_states = list(leased_states), list[StateId]()
+        pinned, cached = Counter(leased_windows), Counter[WindowId]()
         for entry in self.index:
-            (held_pages if entry.pins else kept_pages).append(entry.page)
+            (pinned_pages if entry.pins else cached_pages).append(entry.page)
             if entry.checkpoint is None:
                 continue
             if entry.checkpoint.state is not None:
-                (held_states if entry.checkpoint_pins else kept_states).append(entry.checkpoint.state)
-            keepers.update(entry.checkpoint.windows)
-            holders.update(entry.checkpoint.windows if entry.checkpoint_pins else ())
-        self.windows.check(holders, keepers)
-        windows = (list(holders), [window for window in keepers if window not in holders])
-        self.arena.check((held_pages, kept_pages), (held_states, kept_states), windows)
+                (pinned_states if entry.checkpoint_pins else cached_states).append(entry.checkpoint.state)
+            cached.update(entry.checkpoint.windows)
+            pinned.update(entry.checkpoint.windows if entry.checkpoint_pins else ())
+        self.windows.check(pinned, cached)
+        windows = (list(pinned), [window for window in cached if window not in pinned])
+        self.arena.check((pinned_pages, cached_pages), (pinned_states, cached_states), windows)
         self.index.check()
 
     def _free_checkpoint(self, checkpoint: Checkpoint, reason: str) -> None:
@@ -162,14 +166,14 @@ class Cache:
         self.counters[f"evicted_checkpoints_for_{reason}"] += 1
 
     def _reclaimable_extents(self) -> int:
-        """Extents in which nothing is held; above the budget they cannot be used again."""
+        """Return the number of extents within the budget that are empty or can be emptied."""
         arena = self.arena
         extents = arena.num_empty + sum(
             len(pool.reclaimable) for pool in (arena.pages, arena.states, arena.windows)
         )
         return max(0, extents - arena.excess)
 
-    def _take(self, pool: Pool[Id], choose: Choose, reason: str) -> Id:
+    def _take(self, pool: Pool[Id], choose: ChooseVictim, reason: str) -> Id:
         while True:
             try:
                 return pool.take()
@@ -191,11 +195,11 @@ class Cache:
         self.counters[f"evicted_pages_for_{reason}"] += len(victim.entries)
 
 
-def _objects_per_extent(pool: Pool[Id]) -> int:
-    """In extents where something is held, places that are free or kept."""
+def _room_beside_pinned(pool: Pool[Id]) -> int:
+    """Return the number of free or cached ids in extents that have pinned ids too."""
     return (pool.num_extents - len(pool.reclaimable)) * pool.objects_per_extent - pool.num_pinned
 
 
 def _extents_for(pool: Pool[Id], count: int) -> int:
-    """How many extents more it takes to hold so many."""
-    return -(-max(0, count - _objects_per_extent(pool)) // pool.objects_per_extent)
+    """Return the number of further extents that `count` objects need."""
+    return -(-max(0, count - _room_beside_pinned(pool)) // pool.objects_per_extent)

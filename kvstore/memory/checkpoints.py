@@ -1,15 +1,14 @@
-"""Which states and windows become checkpoints, and the slots that a lease goes on in when they do.
+"""Turns states and windows of leases into checkpoints, and finds slots for their next steps.
 
-A checkpoint is made without a copy: the slot that holds the state at a page boundary goes to the index, the
-next step reads it there and writes to another slot; the last window is shared between lease and index.
+A checkpoint is made without a copy: the slot with the state at a page boundary goes to the index,
+and the next step reads it there and writes to another slot. Lease and index share the last window.
 """
 
-from collections.abc import Callable
 from contextlib import suppress
 
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.layout import StateId
-from tidemill.kvstore.memory.allocation_sites import AllocationSite
+from tidemill.kvstore.memory.allocation_sites import AllocationSite, FailAllocation
 from tidemill.kvstore.memory.cache import Cache
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
@@ -17,22 +16,20 @@ from tidemill.kvstore.memory.windows import last_window
 
 
 class Checkpoints:
-    """Of leases over one cache."""
+    """The checkpoints of leases over one cache, at most `per_path` on the path of a lease."""
 
-    def __init__(
-        self, cache: Cache, per_path: int, fail_allocation: Callable[[AllocationSite], bool]
-    ) -> None:
+    def __init__(self, cache: Cache, per_path: int, fail_allocation: FailAllocation) -> None:
         self._cache = cache
         self._layout = cache.layout
         self._per_path = per_path
         self._fail_allocation = fail_allocation
 
     def keep(self, lease: Lease, *, last: bool = False) -> bool:
-        """The state at `committed`, a page boundary, becomes the checkpoint there, unless there is one. The
-        next step reads it there and writes to another slot; with `last` there is no next step.
+        """Turn the state at `committed`, a page boundary, into a checkpoint, unless there is one.
 
-        Cache memory is optional: False when no second slot is free, or when the step in flight overwrites the
-        state. The lease then keeps what it has.
+        The next step reads it there and writes to another slot; with `last` there is no next step.
+        A checkpoint is optional: return False and change nothing when no second slot is free, or
+        when the step in flight overwrites the state.
         """
         kept = self._keep(lease, last=last)
         if kept:
@@ -40,8 +37,11 @@ class Checkpoints:
         return kept
 
     def roll(self, lease: Lease) -> bool:
-        """Keep the state at `committed`, a page boundary reached while decoding, in place of the one kept
-        before. When no second slot can be had the earlier one stays: False, try again at the next one."""
+        """Replace the last checkpoint made while decoding by one at `committed`, a page boundary.
+
+        Return False and keep the earlier one when no second slot can be had; the caller retries at
+        the next page boundary.
+        """
         entry = self._boundary(lease)
         if not self._layout.hybrid or entry.checkpoint is not None:
             return True
@@ -53,9 +53,9 @@ class Checkpoints:
         self._thin(lease)
         return True
 
-    def borrow(self, lease: Lease) -> bool:
-        """Whether the lease has a slot to go on in, if need be one that it did not have: the slot of the
-        checkpoint that the new one replaces, before another one's."""
+    def borrow_slot(self, lease: Lease) -> bool:
+        """Ensure that the lease has a spare slot, and return whether it has. When no slot is free,
+        the slot of the checkpoint that the new one replaces is tried first, and then eviction."""
         if not lease.spare_slots and not self._cache.state_is_free():
             lease.spare_slots += self._drop_rolling(lease)
         if not lease.spare_slots and not self._fail_allocation(AllocationSite.CHECKPOINT_STATE):
@@ -64,7 +64,7 @@ class Checkpoints:
         return bool(lease.spare_slots)
 
     def return_slot(self, lease: Lease, slot: StateId) -> None:
-        """A slot that is not needed any more is the next spare, or free."""
+        """Keep a slot that is no longer needed as a spare, or free it."""
         if len(lease.spare_slots) < lease.spare_slots_min + (not lease.writes_in_place(0)):
             lease.spare_slots.append(slot)
         else:
@@ -77,9 +77,9 @@ class Checkpoints:
                 lease.source = self._cache.pin_checkpoint(entry)
             return True
         in_flight = next((flight for flight in lease.flights if not flight.void), None)
-        goes_on = in_flight is None and not last
+        continues = in_flight is None and not last
         if self._layout.has_states and (
-            lease.committed not in lease.states or (goes_on and not self.borrow(lease))
+            lease.committed not in lease.states or (continues and not self.borrow_slot(lease))
         ):
             self._cache.counters["checkpoints_skipped"] += 1
             return False
@@ -94,7 +94,7 @@ class Checkpoints:
         return lease.shared_entries[-1]
 
     def _drop_rolling(self, lease: Lease) -> list[StateId]:
-        """The slot of the checkpoint kept before, if nobody reads it; the lease owns it now."""
+        """Move the slot of the previous rolling checkpoint to the lease, unless a step reads it."""
         earlier = lease.rolling
         if earlier is None or earlier.checkpoint is None or earlier.checkpoint_pins:
             return []
@@ -103,10 +103,10 @@ class Checkpoints:
         return [] if slot is None else [slot]
 
     def _thin(self, lease: Lease) -> None:
-        """Hold the checkpoints on the path of the lease to their number; junctions stay longest."""
+        """Drop surplus checkpoints on the path of the lease; those at junctions stay longest."""
         above = list(self._cache.index.checkpoints_above(lease.shared_entries[-1]))
         surplus = len(above) + 1 - self._per_path
-        loose = [entry for entry in above if not entry.checkpoint_pins]
-        loose.sort(key=lambda entry: (len(entry.children) > 1, entry.score))
-        for entry in loose[: max(0, surplus)]:
+        unpinned = [entry for entry in above if not entry.checkpoint_pins]
+        unpinned.sort(key=lambda entry: (len(entry.children) > 1, entry.score))
+        for entry in unpinned[: max(0, surplus)]:
             self._cache.drop_checkpoint(entry, "cap")

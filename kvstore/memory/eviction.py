@@ -1,12 +1,14 @@
-"""What is evicted when memory is needed: the least that is lost for each byte that comes free. Pure.
+"""Chooses what to evict when memory is needed: the victim with the least loss per freed byte. Pure.
 
-    a page is needed     the least worthy leaf  ...or all kept checkpoints of one extent of states or windows
-    a state is needed    the least worthy checkpoint  ...or all kept pages of one extent, and what hangs below
-    ...or a window page  the same: a checkpoint goes whole, its state and what nobody else has of its window
-    the budget shrinks   all that is kept in one extent
+    Need                      Candidates:
+    a page                    - The least valuable leaf.
+                              - All cached checkpoints of one extent of states or of window pages.
+    a state or a window page  - The least valuable checkpoint: its state and unshared window pages.
+                              - All cached pages of one extent, and the entries below them.
+    a smaller budget          - All cached objects of one extent.
 
-An extent is emptied whole or left alone, so that eviction does not leave holes behind. Pages that lead to no
-checkpoint of a hybrid cost nothing and go first.
+An extent is emptied whole or left alone, so that eviction does not fragment extents. In a hybrid
+model, pages that lead to no checkpoint cost nothing and go first.
 """
 
 from collections.abc import Iterator
@@ -18,17 +20,23 @@ from tidemill.kvstore.memory.arena import Arena
 from tidemill.kvstore.memory.prefix_index import Entry, PrefixIndex
 
 CANDIDATES_MAX = 4
+"""The least valuable leaves whose extents are candidates; leases often use those extents."""
+
 OTHERS_MAX = 16
-"""Extents of pages that are looked at before one is chosen: those of what is worth least (often in use), and
-some of those that can be emptied, for one that costs nothing."""
+"""The number of other reclaimable extents of pages that are searched for one that costs nothing."""
 
 SUBTREE_FACTOR_MAX = 8
-"""An extent whose pages have more than this many times as many below them goes only when nothing else can."""
+"""The largest subtree of an extent, in pages per extent; a larger one is a last resort."""
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """`entries` go whole, leaves first; of `bare` only the checkpoint. `price` is what is lost per byte."""
+    """The entries to evict.
+
+    entries             evicted whole, leaves first
+    checkpoints_only    they lose only their checkpoint
+    price               the loss per freed byte
+    """
 
     entries: tuple[Entry, ...] = ()
     checkpoints_only: tuple[Entry, ...] = ()
@@ -36,7 +44,7 @@ class Victim:
 
 
 def for_page(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:
-    """What goes so that a page can be taken; None when nothing that is kept would help."""
+    """Choose what to evict for a page; None when no eviction would help."""
     leaf = index.cheapest_leaf()
     if leaf is None:
         return _any_checkpoints(index, arena, layout)
@@ -46,8 +54,8 @@ def for_page(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:
 
 
 def for_state(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:
-    """What goes so that a state, or a window page, can be taken; None when nothing that is kept would help.
-    What goes may not suffice: others have its window pages."""
+    """Choose what to evict for a state or a window page; None when no eviction would help.
+    One eviction may not suffice: other checkpoints may share its window pages."""
     checkpoint = index.cheapest_checkpoint()
     best = None
     if checkpoint is not None:
@@ -61,7 +69,7 @@ def for_state(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None
 
 
 def for_extent(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:
-    """What goes so that an extent becomes empty; None when each one holds something that is in use."""
+    """Choose what to evict to empty an extent; None when each extent has a pinned object."""
     extents = [*_checkpoint_extents(index, arena, layout), *_page_extents(index, arena, layout)]
     if extents:
         return min(extents, key=_price)
@@ -73,7 +81,7 @@ def _price(victim: Victim) -> float:
 
 
 def _checkpoint_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Iterator[Victim]:
-    """The extents of the least worthy checkpoint, those that can be emptied."""
+    """Yield the reclaimable extents of the least valuable checkpoint."""
     cheapest = index.cheapest_checkpoint()
     if cheapest is None or cheapest.checkpoint is None:
         return
@@ -86,8 +94,8 @@ def _checkpoint_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Ite
 
 
 def _page_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Iterator[Victim]:
-    """Extents that can be emptied, each with what hangs below its pages: those of the least worthy leaves,
-    and the first one that is found to cost nothing."""
+    """Yield the reclaimable extents of the least valuable leaves, and one more that costs nothing.
+    Each one takes along the entries below its pages."""
     size_max = SUBTREE_FACTOR_MAX * layout.pages_per_extent
     leaves = index.cheapest_leaves(CANDIDATES_MAX)
     likely = dict.fromkeys(arena.pages.extent_of(leaf.page) for leaf in leaves)
@@ -97,14 +105,14 @@ def _page_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Iterator[
             if entries:
                 yield Victim(entries=entries, price=_lost_per_byte(index, layout, entries))
     for extent in islice(arena.pages.reclaimable, OTHERS_MAX):
-        entries = () if extent in likely else _subtree(index, arena, extent, size_max, worthless=True)
+        entries = () if extent in likely else _subtree(index, arena, extent, size_max, only_worthless=True)
         if entries:
             yield Victim(entries=entries)
             return
 
 
 def _any_checkpoints(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:
-    """The first extent of states, or of window pages, that can be emptied, whatever it costs."""
+    """Return the first reclaimable extent of states or of window pages, at any price."""
     for extent in arena.states.reclaimable:
         return _state_extent(index, arena, layout, extent)
     for extent in arena.windows.reclaimable:
@@ -113,37 +121,40 @@ def _any_checkpoints(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim
 
 
 def _any_pages(index: PrefixIndex, arena: Arena) -> Victim | None:
-    """The first extent of pages that can be emptied, whatever it costs."""
+    """Return the first reclaimable extent of pages, at any price."""
     extent = next(iter(arena.pages.reclaimable), None)
     return None if extent is None else Victim(entries=_subtree(index, arena, extent, len(index)))
 
 
 def _state_extent(index: PrefixIndex, arena: Arena, layout: Layout, extent: int) -> Victim:
     owners = [index.owner_of_state(state) for state in arena.states.taken_in(extent)]
-    bare = tuple(owner for owner in owners if owner is not None)
-    assert len(bare) == len(owners), "a state is kept without an owner"
-    return Victim(checkpoints_only=bare, price=_lost_per_byte(index, layout, bare))
+    entries = tuple(owner for owner in owners if owner is not None)
+    assert len(entries) == len(owners), "a state is cached without an owner"
+    return Victim(checkpoints_only=entries, price=_lost_per_byte(index, layout, entries))
 
 
 def _window_extent(index: PrefixIndex, arena: Arena, layout: Layout, extent: int) -> Victim:
     owners = [index.owners_of_window(window) for window in arena.windows.taken_in(extent)]
-    assert all(owners), "a window page is kept without an owner"
-    bare = tuple(dict.fromkeys(chain.from_iterable(owners)))
-    return Victim(checkpoints_only=bare, price=_lost_per_byte(index, layout, bare))
+    assert all(owners), "a window page is cached without an owner"
+    entries = tuple(dict.fromkeys(chain.from_iterable(owners)))
+    return Victim(checkpoints_only=entries, price=_lost_per_byte(index, layout, entries))
 
 
 def _subtree(
-    index: PrefixIndex, arena: Arena, extent: int, size_max: int, *, worthless: bool = False
+    index: PrefixIndex, arena: Arena, extent: int, size_max: int, *, only_worthless: bool = False
 ) -> tuple[Entry, ...]:
-    """The entries whose pages are in `extent` and all below them, leaves first. Empty when they are more than
-    `size_max`, or shall be `worthless` and one of them is not."""
+    """Return the entries whose pages are in `extent` and all entries below them, leaves first.
+
+    Return none if they are more than `size_max`, or with `only_worthless` if one of them has a
+    value.
+    """
     owners = [index.owner_of_page(page) for page in arena.pages.taken_in(extent)]
     stack = [owner for owner in owners if owner is not None]
-    assert len(stack) == len(owners), "a page is kept without an owner"
-    found: dict[Entry, None] = {}  # in an order that a run can repeat
+    assert len(stack) == len(owners), "a page is cached without an owner"
+    found: dict[Entry, None] = {}  # unlike a set, in a reproducible order
     while stack:
         entry = stack.pop()
-        if worthless and index.is_restorable(entry) and index.credit(entry):
+        if only_worthless and index.is_restorable(entry) and index.credit(entry):
             return ()
         if entry not in found:
             found[entry] = None
@@ -154,8 +165,7 @@ def _subtree(
 
 
 def _lost_per_byte(index: PrefixIndex, layout: Layout, entries: tuple[Entry, ...]) -> float:
-    """What goes with the checkpoints (or, without states, the pages) of `entries`, per byte of an extent or
-    more."""
-    worthy = [entry for entry in entries if index.is_restorable(entry)]
-    lost = sum(index.credit(entry) * entry.freed_bytes for entry in worthy)
-    return lost / max(layout.extent_bytes, sum(entry.freed_bytes for entry in worthy))
+    """Return the loss with the restorable ones of `entries` per freed byte, an extent at least."""
+    restorable = [entry for entry in entries if index.is_restorable(entry)]
+    lost = sum(index.credit(entry) * entry.freed_bytes for entry in restorable)
+    return lost / max(layout.extent_bytes, sum(entry.freed_bytes for entry in restorable))

@@ -1,13 +1,13 @@
-"""The prefix index: which pages and checkpoints are kept for reuse, found by a walk along chained keys.
+"""The prefix index: the pages and checkpoints kept for reuse, found by a walk along chained keys.
 
-    key of [0, P)      key of [0, 2P)     key of [0, 3P)
-    page 7, no ckpt <- page 2, ckpt 31 <- page 9, no ckpt        restorable depth of a hybrid here: 2P
-                                     ^--- page 4, ckpt 12        ... and 3P along this branch
+    key of [0, P)      key of [0, 2P)     key of [0, 3P)         restorable depth of a hybrid model:
+    page 7, no ckpt <- page 2, ckpt 31 <- page 9, no ckpt        2P along this branch.
+                                     ^--- page 4, ckpt 12        3P along this one.
 
-A checkpoint belongs to the entry at whose end it was taken: a state, or the last window pages, or both, that
-come and go as one. An entry outlives its children, so a page that is
-found has every page before it. A lease pins its whole path; what is pinned is never removed. Which of the
-rest goes first is up to `eviction.py`.
+A checkpoint belongs to the entry of the last page before it: a state, or the last window pages, or
+both, added and dropped together. An entry outlives its children, so a match has every page before
+it. A lease pins its whole path, and pinned entries are never removed. `eviction.py` chooses among
+the others.
 """
 
 import heapq
@@ -23,8 +23,11 @@ STALE_RECORDS_MAX = 256
 
 
 class Checkpoint(NamedTuple):
-    """What a depth needs besides its pages: the state, if the model has states, and the last window, left to
-    right, if it has windows."""
+    """The data that restores a depth in addition to its pages.
+
+    state       the slot of the state, if the model has states
+    windows     the pages of the last window, left to right, if the model has windows
+    """
 
     state: StateId | None
     windows: tuple[WindowId, ...] = ()
@@ -32,10 +35,15 @@ class Checkpoint(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One full page that is kept. `depth_pages` counts the pages of the path, this one included.
+    """A full page in the index.
 
-    `score`, `saved_flops` and `freed_bytes` are those of its checkpoint or, in a model without states, of the
-    page: when it goes, what it spares, and how much memory comes free with it.
+    `score`, `saved_flops` and `freed_bytes` belong to its checkpoint, or to the page if the model
+    needs no checkpoints.
+
+    depth_pages     the number of pages of the path, this one included
+    score           the eviction order: (value, time of last use); the least goes first
+    saved_flops     the compute that a hit saves
+    freed_bytes     the memory that its eviction frees
     """
 
     key: PageKey
@@ -46,17 +54,17 @@ class Entry:
     pins: int = 0
     checkpoint_pins: int = 0
     children: list["Entry"] = field(default_factory=list["Entry"])
-    place: int = 0  # among the children of its parent
+    child_index: int = 0  # its index in the children of its parent
     last_use: int = 0
     uses: int = 1
-    score: tuple[float, int] = (0.0, 0)  # ties go to the one that was used longer ago
+    score: tuple[float, int] = (0.0, 0)  # on equal values the less recently used goes first
     saved_flops: float = 0.0
     freed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The kept pages of a prompt, left to right, and how many of them end at a restorable depth."""
+    """The cached entries of a prompt, left to right, and the deepest restorable depth in pages."""
 
     path: tuple[Entry, ...]
     restorable_pages: int
@@ -64,7 +72,7 @@ class Match:
 
 @dataclass(slots=True)
 class IndexChanges:
-    """Restorable depths that came and went, by key; the last word on a key wins."""
+    """The restorable depths that were added and removed, by key; the last change counts."""
 
     added: set[PageKey] = field(default_factory=set[PageKey])
     removed: set[PageKey] = field(default_factory=set[PageKey])
@@ -79,15 +87,18 @@ class IndexChanges:
 
 
 class PrefixIndex:
-    """Owns the pages and checkpoints of its entries until the caller takes them back.
+    """Owns the pages and checkpoints of its entries until the caller removes them.
 
-    Scores, the least goes first:
-        lru     the number of the last use
-        value   the clock at the last use, plus the FLOPs that a hit saves per byte that eviction frees, for
-                each use so far; the clock is the score of what was evicted last. Recency and FLOP efficiency
-                are the two terms of Marconi (Pan et al., MLSys 2025); aging by a clock is GreedyDual (Young,
-                1994), counting the uses GDSF (Cherkasova, 1998). Together they need neither a weight between
-                the terms nor a pass over all entries.
+    The score decides the eviction order; the least goes first:
+
+    lru     the serial number of the last use
+    value   clock at the last use + uses * (FLOPs that a hit saves) / (bytes that eviction frees).
+            Each eviction advances the clock by its loss per freed byte.
+
+
+    Recency and FLOP efficiency are the two terms of Marconi (Pan et al., MLSys 2025). Aging by a
+    clock is from GreedyDual (Young, 1994), counting uses from GDSF (Cherkasova, 1998). Together
+    they need neither a weight between the terms nor a pass over all entries.
     """
 
     def __init__(self, layout: Layout, policy: Policy = "value", cost: RecomputeCost | None = None) -> None:
@@ -100,7 +111,7 @@ class PrefixIndex:
         self._by_window: dict[WindowId, dict[Entry, None]] = {}  # checkpoints share window pages
         self._uses = 0
         self._clock = 0.0
-        # Candidates for eviction, least worth first; a stale record is dropped or renewed when it surfaces.
+        # Heaps of eviction candidates; a stale record is renewed when it reaches the top.
         self._leaves: list[tuple[bool, tuple[float, int], PageKey]] = []
         self._checkpoints: list[tuple[tuple[float, int], PageKey]] = []
         self._changes = IndexChanges()
@@ -112,7 +123,7 @@ class PrefixIndex:
         return iter(self._entries.values())
 
     def match(self, keys: Sequence[PageKey]) -> Match:
-        """The longest kept path along `keys`, and its deepest restorable depth. Changes nothing."""
+        """Return the longest path along `keys`, with its restorable depth. Changes nothing."""
         path: list[Entry] = []
         restorable = 0
         for key in keys:
@@ -125,7 +136,8 @@ class PrefixIndex:
         return Match(tuple(path), restorable)
 
     def use(self, path: Sequence[Entry]) -> None:
-        """A request resumes at the end of `path`. A checkpoint above the end was not of use to it."""
+        """Count a hit of a request that resumes at the end of `path`.
+        In a hybrid model only the checkpoint at the end counts as used, not those above it."""
         self._uses += 1
         for entry in path:
             entry.last_use = self._uses
@@ -134,9 +146,11 @@ class PrefixIndex:
             self._score(entry)
 
     def insert(self, parent: Entry | None, key: PageKey, page: PageId) -> tuple[Entry, bool]:
-        """Keep `page` under `key`, pinned once. The first page under a key stays: the second value says
-        whether this one was taken over; if not, the entry found is pinned and the caller still owns
-        `page`."""
+        """Pin the entry of `key`, or insert `page` as one; return it and whether it took `page`.
+
+        The first page under a key stays. If the entry did not take `page`, the caller still owns
+        it.
+        """
         entry = self._entries.get(key)
         if entry is not None:
             assert entry.parent is parent
@@ -148,7 +162,7 @@ class PrefixIndex:
         self._entries[key] = entry
         self._by_page[page] = entry
         if parent is not None:
-            entry.place = len(parent.children)
+            entry.child_index = len(parent.children)
             parent.children.append(entry)
         if not self._layout.hybrid:
             self._appraise(entry, depth_pages - 1, self._layout.page_bytes)
@@ -156,7 +170,7 @@ class PrefixIndex:
         return entry, True
 
     def keep_checkpoint(self, entry: Entry, checkpoint: Checkpoint) -> None:
-        """Take over the `checkpoint` of `entry`, which has none."""
+        """Give `checkpoint` to `entry`, which has none."""
         assert entry.checkpoint is None
         above = next(self.checkpoints_above(entry), None)
         above_pages = 0 if above is None else above.depth_pages
@@ -169,21 +183,21 @@ class PrefixIndex:
         own_bytes = self._layout.state_stride_bytes + len(checkpoint.windows) * self._layout.window_bytes
         self._appraise(entry, above_pages, segment_bytes + own_bytes)
         self._changes.add(entry.key)
-        self._offer(entry)
+        self._add_candidate(entry)
 
     def drop_checkpoint(self, entry: Entry) -> Checkpoint:
-        """Give up the checkpoint of `entry`; the caller owns it."""
+        """Remove the checkpoint of `entry` and return it; the caller owns it."""
         assert entry.checkpoint is not None
         assert entry.checkpoint_pins == 0
         checkpoint = entry.checkpoint
         self._forget_checkpoint(entry)
         entry.checkpoint = None
         self._changes.remove(entry.key)
-        self._offer(entry)
+        self._add_candidate(entry)
         return checkpoint
 
     def remove(self, entry: Entry) -> None:
-        """Forget an entry that has no children and no pins; the caller owns its page and its checkpoint."""
+        """Remove an entry without children and pins; the caller owns its page and checkpoint."""
         assert self._is_leaf(entry)
         del self._entries[entry.key]
         del self._by_page[entry.page]
@@ -194,9 +208,9 @@ class PrefixIndex:
             siblings = entry.parent.children
             last = siblings.pop()
             if last is not entry:
-                siblings[entry.place] = last
-                last.place = entry.place
-            self._offer(entry.parent)
+                siblings[entry.child_index] = last
+                last.child_index = entry.child_index
+            self._add_candidate(entry.parent)
 
     def pin(self, entry: Entry) -> None:
         entry.pins += 1
@@ -204,7 +218,7 @@ class PrefixIndex:
     def unpin(self, entry: Entry) -> None:
         assert entry.pins > 0
         entry.pins -= 1
-        self._offer(entry)
+        self._add_candidate(entry)
 
     def pin_checkpoint(self, entry: Entry) -> None:
         assert entry.checkpoint is not None
@@ -213,15 +227,15 @@ class PrefixIndex:
     def unpin_checkpoint(self, entry: Entry) -> None:
         assert entry.checkpoint_pins > 0
         entry.checkpoint_pins -= 1
-        self._offer(entry)
+        self._add_candidate(entry)
 
     def cheapest_leaf(self) -> Entry | None:
-        """The entry without children and pins that is worth least: first one that leads to no checkpoint."""
+        """Return the least valuable entry without children and pins; unrestorable ones first."""
         while self._leaves:
-            valued, score, key = self._leaves[0]
+            restorable, score, key = self._leaves[0]
             entry = self._entries.get(key)
             if entry is not None and self._is_leaf(entry):
-                if (valued, score) == self._leaf_rank(entry):
+                if (restorable, score) == self._leaf_rank(entry):
                     return entry
                 heapq.heapreplace(self._leaves, (*self._leaf_rank(entry), key))
             else:
@@ -229,7 +243,7 @@ class PrefixIndex:
         return None
 
     def cheapest_leaves(self, count: int) -> list[Entry]:
-        """Up to `count` of them, in that order."""
+        """Return up to `count` entries in the order of `cheapest_leaf`."""
         found: list[Entry] = []
         while len(found) < count and (entry := self.cheapest_leaf()) is not None:
             heapq.heappop(self._leaves)
@@ -240,7 +254,7 @@ class PrefixIndex:
         return found
 
     def cheapest_checkpoint(self) -> Entry | None:
-        """The entry whose unpinned checkpoint is worth least."""
+        """Return the entry with the least valuable unpinned checkpoint."""
         while self._checkpoints:
             score, key = self._checkpoints[0]
             entry = self._entries.get(key)
@@ -259,11 +273,11 @@ class PrefixIndex:
         return self._by_state.get(state)
 
     def owners_of_window(self, window: WindowId) -> list[Entry]:
-        """The entries whose checkpoints have it."""
+        """Return the entries whose checkpoints have `window`."""
         return list(self._by_window.get(window, ()))
 
     def checkpoints_above(self, entry: Entry) -> Iterator[Entry]:
-        """The entries with a checkpoint on the path to `entry`, the nearest first."""
+        """Yield the entries with a checkpoint on the path to `entry`, the nearest first."""
         above = entry.parent
         while above is not None:
             if above.checkpoint is not None:
@@ -271,15 +285,15 @@ class PrefixIndex:
             above = above.parent
 
     def credit(self, entry: Entry) -> float:
-        """What is lost with `entry` per byte that comes free; what goes next has none left."""
+        """Return the loss per byte freed by evicting `entry`: its value minus the clock."""
         return max(0.0, entry.score[0] - self._clock)
 
     def age(self, credit: float) -> None:
-        """Something of this credit was evicted: the clock moves on."""
+        """Advance the clock after the eviction of an entry with this credit."""
         self._clock += credit
 
     def take_changes(self) -> IndexChanges:
-        """Restorable depths that came and went since the last call."""
+        """Return the changes since the last call."""
         changes, self._changes = self._changes, IndexChanges()
         return changes
 
@@ -290,6 +304,7 @@ class PrefixIndex:
         return entry.checkpoint is not None or not self._layout.hybrid
 
     def check(self) -> None:
+        """Prove that entries, owners, pins and eviction candidates are consistent."""
         for key, entry in self._entries.items():
             assert entry.key == key
             assert entry.pins >= 0
@@ -298,29 +313,28 @@ class PrefixIndex:
             if entry.parent is None:
                 assert entry.depth_pages == 1
             else:
-                assert self._entries.get(entry.parent.key) is entry.parent, "an entry outlived its parent"
+                assert self._entries.get(entry.parent.key) is entry.parent, "an entry has lost its parent"
                 assert entry.depth_pages == entry.parent.depth_pages + 1
-                assert entry.pins == 0 or entry.parent.pins > 0, "a path is pinned with a hole in it"
-                assert entry.parent.children[entry.place] is entry
+                assert entry.pins == 0 or entry.parent.pins > 0, "an entry is pinned below an unpinned one"
+                assert entry.parent.children[entry.child_index] is entry
             for child in entry.children:
                 assert child.parent is entry
                 assert self._entries.get(child.key) is child
         assert len(self._by_page) == len(self._entries)
-        there = [(entry, entry.checkpoint) for entry in self if entry.checkpoint is not None]
-        assert {
-            checkpoint.state: entry for entry, checkpoint in there if checkpoint.state is not None
-        } == self._by_state
-        shared = {window: set(owners) for window, owners in self._by_window.items()}
-        windows = {window for _, checkpoint in there for window in checkpoint.windows}
-        assert shared == {
-            window: {entry for entry, checkpoint in there if window in checkpoint.windows}
-            for window in windows
-        }
+        found = [(entry, entry.checkpoint) for entry in self if entry.checkpoint is not None]
+        by_state = {checkpoint.state: entry for entry, checkpoint in found if checkpoint.state is not None}
+        assert by_state == self._by_state
+        by_window: dict[WindowId, dict[Entry, None]] = {}
+        for entry, checkpoint in found:
+            for window in checkpoint.windows:
+                by_window.setdefault(window, {})[entry] = None
+        assert by_window == self._by_window
         leaves = {key for _, _, key in self._leaves}
-        kept = {key for _, key in self._checkpoints}
+        checkpoints = {key for _, key in self._checkpoints}
         for key, entry in self._entries.items():
             assert key in leaves or not self._is_leaf(entry), "an evictable entry would never be found"
-            assert key in kept or entry.checkpoint is None or entry.checkpoint_pins, "a checkpoint would stay"
+            evictable = entry.checkpoint is not None and not entry.checkpoint_pins
+            assert key in checkpoints or not evictable, "an evictable checkpoint would never be found"
 
     def _forget_checkpoint(self, entry: Entry) -> None:
         state, windows = entry.checkpoint or Checkpoint(None)
@@ -338,7 +352,7 @@ class PrefixIndex:
         return (True, entry.score) if self.is_restorable(entry) else (False, (0.0, entry.last_use))
 
     def _appraise(self, entry: Entry, above_pages: int, freed_bytes: int) -> None:
-        """What is computed again without it: `[above_pages, depth_pages)`."""
+        """Set the value of `entry`: it saves the pages `[above_pages, depth_pages)`."""
         size = self._layout.page_tokens
         entry.saved_flops = self._cost.flops(above_pages * size, entry.depth_pages * size)
         entry.freed_bytes = freed_bytes
@@ -350,13 +364,12 @@ class PrefixIndex:
             value = float(self._uses)
         elif entry.freed_bytes:
             value = self._clock + entry.uses * entry.saved_flops / entry.freed_bytes
-        else:  # it never had a checkpoint
+        else:  # the entry never had a checkpoint
             value = 0.0
         entry.score = (value, self._uses)
 
-    def _offer(self, entry: Entry) -> None:
-        """Record `entry` where eviction will look for it; records of the past are swept out when they
-        prevail."""
+    def _add_candidate(self, entry: Entry) -> None:
+        """Add `entry` to the eviction candidates; rebuild the heaps when most records are stale."""
         if self._is_leaf(entry):
             heapq.heappush(self._leaves, (*self._leaf_rank(entry), entry.key))
         if entry.checkpoint is not None and not entry.checkpoint_pins:

@@ -1,13 +1,13 @@
-"""Window pages: who has each of them, and those that a lease needs for the next tokens.
+"""Window pages: the users of each page, and the pages that a lease needs for its next tokens.
 
     tokens        0       P       2P      3P      4P      5P      6P
     pages         [   .   |   .   |   a   |   b   |   c   |   d   |
                                   ^ first_window    ^ committed   ^ reserved for the next step
                                   |<--- window ---->|
 
-A lease has a run of them: what its next token can see, and what its next steps write. A full one never
-changes, so the checkpoints whose last window it is in share it with the lease, without a copy: leases hold
-it, checkpoints keep it, and it is free when nobody does.
+A lease has a run of window pages: those that its next token can see, and those that its next steps
+write. A full window page never changes, so checkpoints share it with the lease, without a copy.
+Leases pin it, checkpoints cache it, and it is free when there are neither.
 """
 
 from collections import Counter
@@ -19,15 +19,15 @@ from tidemill.kvstore.memory.lease import Lease
 
 
 class WindowCounts:
-    """How many hold, and how many keep, each page of the pool."""
+    """The number of pins and the number of checkpoints of each window page."""
 
     def __init__(self, pool: Pool[WindowId]) -> None:
         self._pool = pool
         self._pinned = Counter[WindowId]()
         self._cached = Counter[WindowId]()
 
-    def taken(self, window: WindowId) -> None:
-        """It comes from the pool: its first holder has it."""
+    def pin_new(self, window: WindowId) -> None:
+        """Count the first pin of a window page that was taken from the pool."""
         assert not self._pinned[window]
         assert not self._cached[window]
         self._pinned[window] = 1
@@ -39,7 +39,7 @@ class WindowCounts:
             self._pinned[window] += 1
 
     def unpin(self, windows: Iterable[WindowId]) -> None:
-        """One holder less; what nobody keeps either is free."""
+        """Remove one pin of each; free those without pins and checkpoints."""
         for window in windows:
             assert self._pinned[window] > 0
             self._pinned[window] -= 1
@@ -52,13 +52,13 @@ class WindowCounts:
                 self._pool.free(window)
 
     def cache(self, windows: Iterable[WindowId]) -> None:
-        """A checkpoint has them too; they are held."""
+        """Add a checkpoint to each of them; they are pinned."""
         for window in windows:
             assert self._pinned[window]
             self._cached[window] += 1
 
     def drop(self, windows: Iterable[WindowId]) -> None:
-        """One checkpoint less; what nobody holds either is free."""
+        """Remove one checkpoint of each; free those without pins and checkpoints."""
         for window in windows:
             assert self._cached[window] > 0
             self._cached[window] -= 1
@@ -68,34 +68,34 @@ class WindowCounts:
             if not self._pinned[window]:
                 self._pool.free(window)
 
-    def check(self, holders: Counter[WindowId], keepers: Counter[WindowId]) -> None:
-        assert holders == self._pinned, "a window page is held without a reason"
-        assert keepers == self._cached, "a window page is kept without a checkpoint"
+    def check(self, pinned: Counter[WindowId], cached: Counter[WindowId]) -> None:
+        assert pinned == self._pinned, "a window page is pinned without a reason"
+        assert cached == self._cached, "a window page is cached without a checkpoint"
 
 
-def lacking(layout: Layout, lease: Lease, end: int) -> int:
-    """How many window pages a lease needs so that its steps can run up to `end`."""
+def count_missing(layout: Layout, lease: Lease, end: int) -> int:
+    """Return the number of window pages that a lease lacks for steps up to `end`."""
     if not layout.has_windows or not lease.runs:
         return 0
     return max(0, -(-end // layout.page_tokens) - lease.windows_end)
 
 
-def out_of_sight(layout: Layout, lease: Lease, depth: int) -> list[WindowId]:
-    """Take from the lease the window pages that nobody with `depth` tokens or more can see."""
-    count = min(max(0, layout.first_seen(depth) - lease.first_window), len(lease.windows))
-    gone = lease.windows[:count]
-    if gone:
+def pop_out_of_window(layout: Layout, lease: Lease, depth: int) -> list[WindowId]:
+    """Remove from the lease and return the window pages that no token from `depth` on can see."""
+    count = min(max(0, layout.first_visible_window(depth) - lease.first_window), len(lease.windows))
+    popped = lease.windows[:count]
+    if popped:
         del lease.windows[:count]
         lease.first_window += count
-        lease.count_windows()
-    return gone
+        lease.rebuild_window_table()
+    return popped
 
 
 def last_window(layout: Layout, lease: Lease) -> tuple[WindowId, ...]:
-    """The window pages of a checkpoint at `committed`, a page boundary."""
-    places = layout.last_window(lease.committed // layout.page_tokens)
-    first = places.start - lease.first_window
-    found = lease.windows[first : first + len(places)]
-    assert first >= 0 or not places
-    assert len(found) == len(places), "a window page was given back while it can be seen"
+    """Return the window pages of a checkpoint at `committed`, a page boundary."""
+    positions = layout.last_window(lease.committed // layout.page_tokens)
+    first = positions.start - lease.first_window
+    found = lease.windows[first : first + len(positions)]
+    assert first >= 0 or not positions
+    assert len(found) == len(positions), "a window page was freed while it can be seen"
     return tuple(found)

@@ -1,1 +1,1 @@
-"""Page stores that workers share. Start at `page_store.py`."""
+"""The page stores that workers share. Start at `page_store.py`."""

@@ -1,7 +1,8 @@
-"""Keeps listening sockets of a library to one address, when it binds them to all and has no option for it.
+"""Restricts sockets of a library to one address, when it listens on all and has no option for that.
 
-A classic BPF filter on the socket drops every packet for another address (socket(7), SO_ATTACH_FILTER; the
-instructions are those of bpf(4)). The library notices nothing. Since Linux 6.18 that takes CAP_NET_ADMIN.
+A classic BPF filter on the socket drops every packet for another address (socket(7),
+SO_ATTACH_FILTER; the instructions are those of bpf(4)). The library does not notice. Since Linux
+6.18 it needs CAP_NET_ADMIN.
 """
 
 import ctypes
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _SO_ATTACH_FILTER = 26
-_ANY = {"0.0.0.0", "::"}  # noqa: S104 - what is looked for
+_ANY = {"0.0.0.0", "::"}  # noqa: S104 - addresses to search for
 
 _NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF: offsets from here are into the IP header
 _IPV4_DESTINATION = 16
@@ -21,13 +22,13 @@ _LOAD_WORD, _LOAD_BYTE, _AND, _JUMP_EQUAL, _RETURN = 0x20, 0x30, 0x54, 0x15, 0x0
 _ACCEPT, _DROP = 0xFFFFFFFF, 0
 
 _Instruction = tuple[int, int, int, int]
-"""code, instructions to skip if true, if false, operand"""
+"""The code, the instructions to skip if true and if false, and the operand."""
 
 
 @contextmanager
-def listening_only_at(address: str | None) -> Generator[None]:
-    """Sockets of this process that begin to listen to all addresses inside of the block hear only what is
-    sent to `address`, an IPv4 one; None: nothing at all. Raises OSError where the kernel has no filters."""
+def restrict_listeners(address: str | None) -> Generator[None]:
+    """Restrict sockets that start to listen on all addresses inside the block to `address` (IPv4).
+    With None they receive nothing. Raises OSError if the kernel refuses filters."""
     before = {name for name, _ in _descriptors()}
     yield
     for name, number in _descriptors():
@@ -38,12 +39,12 @@ def listening_only_at(address: str | None) -> Generator[None]:
 
 
 def _descriptors() -> list[tuple[str, int]]:
-    """The sockets of this process: name and number."""
+    """Return the name and number of each socket of this process."""
     found: list[tuple[str, int]] = []
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
             name = str(descriptor.readlink())
-        except OSError:  # closed meanwhile
+        except OSError:  # it was closed in the meantime
             continue
         if name.startswith("socket:"):
             found.append((name, int(descriptor.name)))

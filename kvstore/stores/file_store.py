@@ -1,33 +1,40 @@
-"""The embedded page store: one file per object in a folder on a disk, in memory (tmpfs) or on a network."""
+"""The embedded page store: one file per object, in a folder on disk, in tmpfs or on a network."""
 
 import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
 
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.stores.object_folder import ObjectFolder
-from tidemill.kvstore.stores.page_store import Got, Held, Put, StoreCounters, StoreStats, finish
+from tidemill.kvstore.stores.page_store import (
+    Got,
+    Objects,
+    Put,
+    StoreCounters,
+    StoredObject,
+    StoreStats,
+    finish,
+    run_on,
+)
 from tidemill.kvstore.stores.seal import PLAIN, Sealing
-
-_Result = TypeVar("_Result")
 
 READ_THREADS = 4
 SHARE_BYTES_MIN = 4 << 20
-"""Fewer are read sooner than another thread wakes up."""
+"""Fewer bytes are read faster than another thread wakes up."""
 
 
 class FileStore:
-    """Needs no server, survives restarts, and is shared by all processes of one user that open the folder.
+    """Needs no server, survives restarts, and is shared by all processes of one user.
 
-    Each bounds it by its own capacity when it puts, so the smallest one rules. All file work is on threads:
-    one call is one hop, puts go one after another and never hold up gets.
+    Each process enforces its own capacity when it puts, so the smallest capacity is effective. All
+    file work is on threads: one thread hop per call. Puts run one after another and never delay
+    gets.
     """
 
     def __init__(
@@ -37,68 +44,64 @@ class FileStore:
         clock: Callable[[], float] = time.monotonic,
         sealing: Sealing = PLAIN,
     ) -> None:
-        """Scans the folder (blocking). Raises StoreError that names the fix."""
+        """Scan the folder (blocking). Raises StoreError that names the fix."""
         self._folder = ObjectFolder(folder, capacity_bytes, clock, sealing)
         self._capacity_bytes = capacity_bytes
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="store-put")
         self._readers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="store-get")
-        self._tally = StoreCounters()
+        self._counters = StoreCounters()
 
-    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
-        return await _on(self._writer, lambda: self._put(objects))
+    async def put(self, objects: Objects) -> list[Put]:
+        return await run_on(self._writer, lambda: self._put(objects))
 
-    async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
-        shares = [_on(self._readers, partial(self._get, share)) for share in _shares(wanted)]
+    async def get(self, wanted: Objects) -> list[Got]:
+        shares = [run_on(self._readers, partial(self._get, share)) for share in _shares(wanted)]
         return [outcome for outcomes in await finish(asyncio.gather(*shares)) for outcome in outcomes]
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        return await _on(self._readers, lambda: self._folder.contains(keys))
+        return await run_on(self._readers, lambda: self._folder.contains(keys))
 
     async def remove(self, keys: Sequence[ObjectKey]) -> None:
-        await _on(self._readers, lambda: self._folder.remove(keys))
+        await run_on(self._readers, lambda: self._folder.remove(keys))
 
-    async def held(self) -> list[Held]:
+    async def list_objects(self) -> list[StoredObject]:
         try:
-            return await _on(self._readers, self._folder.held)
+            return await run_on(self._readers, self._folder.list_objects)
         except OSError as error:
             raise StoreError(f"the folder of the store cannot be read: {error}") from error
 
     def register(self, memory: memoryview) -> None:
         pass
 
-    def patience_s(self, num_bytes: int) -> float:  # noqa: ARG002 - guard.py knows how long files may take
+    def patience_s(self, num_bytes: int) -> float:  # noqa: ARG002 - the circuit breaker has the limit
         return math.inf
 
     def stats(self) -> StoreStats:
         objects, num_bytes = self._folder.usage
-        return self._tally.stats(objects=objects, num_bytes=num_bytes, capacity_bytes=self._capacity_bytes)
+        return self._counters.stats(objects=objects, num_bytes=num_bytes, capacity_bytes=self._capacity_bytes)
 
     async def close(self) -> None:
         for pool in (self._writer, self._readers):
             await asyncio.to_thread(pool.shutdown)
 
-    def _put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
+    def _put(self, objects: Objects) -> list[Put]:
         evicted_before = self._folder.evicted
         outcomes = self._folder.put(objects)
-        self._tally.put(objects, outcomes)
-        self._tally.evicted(self._folder.evicted - evicted_before)
+        self._counters.add_put(objects, outcomes)
+        self._counters.add_evicted(self._folder.evicted - evicted_before)
         return outcomes
 
-    def _get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
+    def _get(self, wanted: Objects) -> list[Got]:
         outcomes = self._folder.get(wanted)
-        self._tally.get(wanted, outcomes)
+        self._counters.add_get(wanted, outcomes)
         return outcomes
 
 
 def _shares(
-    wanted: Sequence[tuple[ObjectKey, memoryview]],
-) -> list[Sequence[tuple[ObjectKey, memoryview]]]:
-    """Runs of it, one for each thread that its bytes are worth."""
+    wanted: Objects,
+) -> list[Objects]:
+    """Split `wanted` into runs, one for each thread that its bytes are worth."""
     total_bytes = sum(view.nbytes for _, view in wanted)
     num_shares = max(1, min(READ_THREADS, len(wanted), total_bytes // SHARE_BYTES_MIN))
     cuts = [len(wanted) * share // num_shares for share in range(num_shares + 1)]
     return [wanted[start:end] for start, end in pairwise(cuts)]
-
-
-async def _on(pool: Executor, work: Callable[[], _Result]) -> _Result:
-    return await finish(asyncio.wrap_future(pool.submit(work)))

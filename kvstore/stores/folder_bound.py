@@ -1,15 +1,18 @@
-"""How several processes keep one folder of objects within its size, without a server.
+"""Keeps a folder of objects that several processes share within its size, without a server.
 
-    folder/usage        objects and bytes that are held or promised, 8 bytes each; its lock guards the bound
-    folder/aside/ID     a promise: what one put has yet to publish, in the same form; locked while it lasts
-    folder/aside/ID.new the object that this put is writing
-    folder/objects/ab/  objects, by the first digits of their names
+    folder/usage        objects and bytes, stored or reserved, 8 bytes each; its lock guards them.
+    folder/aside/ID     a reservation of one put, in the same format, locked while in use.
+    folder/aside/ID.new the temporary file of the object that this put is writing.
+    folder/objects/ab/  objects, by the first digits of their names.
 
-A put promises what it will write before it writes: under the lock it adds that to `usage`. When it does not
-fit, it counts what is promised and what is there, and deletes the least recently used until it does. An
-object is published before its promise shrinks and promises are counted before objects, so that none is
-counted less than once: objects and promises never exceed the capacity. Counted twice, it makes an eviction
-come early. A promise that nobody has locked is that of a dead writer: a count deletes it, and what it wrote.
+A put reserves space before it writes: under the lock it adds the objects to `usage`. If they do not
+fit, it recounts reservations and objects, and deletes the least recently used objects until they
+fit.
+
+An object is published before its reservation shrinks, and reservations are counted before objects.
+So each object is counted at least once, and objects and reservations never exceed the capacity. An
+object that is counted twice only makes an eviction early. A reservation without a lock belongs to a
+crashed writer: a recount deletes it and its temporary file.
 """
 
 import errno
@@ -27,16 +30,16 @@ from uuid import uuid4
 
 OBJECT_NAME = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{4}\.[pcw]")  # an ObjectKey
 
-_ASIDE_NAME = re.compile(r"([0-9a-f]{32}-[0-9]+)(\.new)?")
+_RESERVATION_NAME = re.compile(r"([0-9a-f]{32}-[0-9]+)(\.new)?")
 _LOCK_WAITS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, *[0.01] * 99)
 _SLACK = 16
-"""An eviction frees one part in so many of the limit beyond what is needed, so that counts are rare."""
+"""An eviction frees another 1/16 of the limit, so that recounts are rare."""
 
 _USAGE = struct.Struct("<QQ")
 
 
 class FolderUsage(NamedTuple):
-    """What a folder holds, seals included."""
+    """The number of objects and their bytes, seals included."""
 
     objects: int
     bytes: int
@@ -51,13 +54,14 @@ class File(NamedTuple):
     bytes: int
 
 
-class Promise:
-    """What one put may still publish. Everybody counts it while this process keeps it locked."""
+class Reservation:
+    """The space that one put may still use. All processes count it while this process locks it."""
 
     def __init__(self, path: str, left: FolderUsage) -> None:
-        """The lock of the bound is held. Raises OSError."""
+        """Create and lock the file `path`; the caller holds the lock of the bound.
+        Raises OSError."""
         self.left = left
-        self.aside = f"{path}.new"
+        self.temporary = f"{path}.new"
         self._path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -68,9 +72,9 @@ class Promise:
             raise
 
     def reduce(self, part: FolderUsage) -> None:
-        """So much can be seen now, or will not be written."""
-        self.left = _less(self.left, part)
-        with suppress(OSError):  # it is counted twice then
+        """Release `part`: it is published, or will not be written."""
+        self.left = _subtract(self.left, part)
+        with suppress(OSError):  # then it is counted twice
             os.pwrite(self._fd, _USAGE.pack(*self.left), 0)
 
     def end(self) -> None:
@@ -80,19 +84,20 @@ class Promise:
 
 
 class FolderBound:
-    """For one thread at a time, except `now_s` and `files`.
+    """The size limit of one folder. Not thread-safe, except `now_s` and `files`.
 
-    usage       as of the last promise of this process
-    evicted     objects that this process deleted to make space
+    usage       the usage as of the last reservation of this process
+    evicted     the number of objects that this process evicted
     """
 
     def __init__(self, path: Path, capacity_bytes: int, clock: Callable[[], float]) -> None:
-        """Create or reopen the folder, clear what dead writers left, and count. Raises OSError."""
+        """Create or reopen the folder, remove files of crashed writers, and count.
+        Raises OSError."""
         self.usage = NOTHING
         self.evicted = 0
         self.objects = path / "objects"
-        self.aside = path / "aside"
-        self._names = map(f"{self.aside}/{uuid4().hex}-{{}}".format, count())
+        self._reservations = path / "aside"
+        self._names = map(f"{self._reservations}/{uuid4().hex}-{{}}".format, count())
         self._usage_path = path / "usage"
         self._capacity_bytes = capacity_bytes
         self._clock = clock
@@ -102,62 +107,61 @@ class FolderBound:
             _probe_links(next(self._names))
 
     def now_s(self) -> float:
-        """Time of the file system, which dates the files; on a network it is not this machine's."""
+        """Return the time of the file system; on a network it is not the clock of this machine."""
         return self._ahead_s + self._clock()
 
-    def promise(self, need: FolderUsage, keep: frozenset[str]) -> Promise:
-        """Have `need` counted as held, evicting others than the paths `keep`; `end` it. Raises OSError:
-        ENOSPC when it does not fit."""
+    def reserve(self, need: FolderUsage, keep: frozenset[str]) -> Reservation:
+        """Reserve `need`, evicting objects other than the paths `keep`; the caller calls `end`.
+        Raises OSError: ENOSPC if it does not fit."""
         try:
-            return self._promise(need, keep)
-        except FileNotFoundError:  # somebody has emptied the folder
+            return self._reserve(need, keep)
+        except FileNotFoundError:  # the folder was emptied
             self._make_folders()
-            return self._promise(need, keep)
+            return self._reserve(need, keep)
 
-    def end(self, promise: Promise) -> None:
-        """Take back what the put has not published. If that fails, the next count comes early."""
+    def end(self, reservation: Reservation) -> None:
+        """Release what the put has not published. If that fails, the next recount is early."""
         try:
-            if promise.left != NOTHING:
+            if reservation.left != NOTHING:
                 with suppress(OSError), self._locked() as usage_fd:
                     usage = _read_usage(usage_fd)
                     if usage is not None:
-                        self._write_usage(usage_fd, _less(usage, promise.left))
-                    promise.reduce(promise.left)
+                        self._write_usage(usage_fd, _subtract(usage, reservation.left))
+                    reservation.reduce(reservation.left)
         finally:
-            promise.end()
+            reservation.end()
 
-    def give_way(self, num_bytes: int, keep: frozenset[str]) -> None:
-        """The disk is full though the folder is not: evict so many bytes, as far as they go."""
+    def make_room(self, num_bytes: int, keep: frozenset[str]) -> None:
+        """Evict up to `num_bytes`, because the disk is full although the folder is not."""
         with suppress(OSError), self._locked() as usage_fd:
             usage = _read_usage(usage_fd)
             if usage is not None:
                 self._count(usage_fd, usage.bytes - num_bytes, keep)
 
     def files(self) -> list[File]:
-        """The objects that are there, least recently used first. Raises OSError."""
+        """Return the files of objects, least recently used first. Raises OSError."""
         return sorted(_files(self.objects))
 
     def _make_folders(self) -> None:
-        for folder in (self.objects, self.aside):
+        for folder in (self.objects, self._reservations):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def _promise(self, need: FolderUsage, keep: frozenset[str]) -> Promise:
+    def _reserve(self, need: FolderUsage, keep: frozenset[str]) -> Reservation:
         with self._locked() as usage_fd:
             usage = _read_usage(usage_fd)
             if usage is None or usage.bytes + need.bytes > self._capacity_bytes:
                 usage = self._count(usage_fd, self._capacity_bytes - need.bytes, keep)
             if usage.bytes + need.bytes > self._capacity_bytes:
-                raise OSError(errno.ENOSPC, "the store is full of what is being written")
-            promise = Promise(next(self._names), need)
+                raise OSError(errno.ENOSPC, "the store is full of objects that are being written")
+            reservation = Reservation(next(self._names), need)
             self._write_usage(usage_fd, FolderUsage(usage.objects + need.objects, usage.bytes + need.bytes))
-        return promise
+        return reservation
 
     def _count(self, usage_fd: int, limit_bytes: int, keep: frozenset[str]) -> FolderUsage:
-        """Count what is promised and what is there, and evict until that is within the limit. The lock is
-        held."""
+        """Recount reservations and objects, and evict to the limit; the caller holds the lock."""
         os.utime(usage_fd)
         self._ahead_s = os.fstat(usage_fd).st_mtime_ns / 1e9 - self._clock()
-        usage = _promised(self.aside)  # first: see above
+        usage = _count_reservations(self._reservations)  # before the objects: see the top of this file
         files = self.files()
         usage = FolderUsage(usage.objects + len(files), usage.bytes + sum(file.bytes for file in files))
         if usage.bytes > limit_bytes:
@@ -174,7 +178,7 @@ class FolderBound:
             if file.path not in keep:
                 unlink(file.path)
                 self.evicted += 1
-                usage = _less(usage, FolderUsage(1, file.bytes))
+                usage = _subtract(usage, FolderUsage(1, file.bytes))
         return usage
 
     def _write_usage(self, usage_fd: int, usage: FolderUsage) -> None:
@@ -183,7 +187,8 @@ class FolderBound:
 
     @contextmanager
     def _locked(self) -> Generator[int]:
-        """The usage file, locked against all processes. Raises OSError, also when the lock stays taken."""
+        """Lock the usage file against all processes.
+        Raises OSError, also when the lock stays taken."""
         usage_fd = os.open(self._usage_path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             waits_s = iter(_LOCK_WAITS_S)
@@ -203,7 +208,7 @@ def unlink(path: str) -> None:
 
 
 def _probe_links(path: str) -> None:
-    """Raises OSError when files cannot be written or linked here."""
+    """Raise OSError if files cannot be written or linked here."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     try:
         os.link(path, f"{path}.new")
@@ -220,12 +225,12 @@ def _lock(fd: int) -> bool:
     return True
 
 
-def _less(usage: FolderUsage, part: FolderUsage) -> FolderUsage:
+def _subtract(usage: FolderUsage, part: FolderUsage) -> FolderUsage:
     return FolderUsage(max(0, usage.objects - part.objects), max(0, usage.bytes - part.bytes))
 
 
 def _files(objects: Path) -> Generator[File]:
-    """Files named like objects; whatever else lies there is not ours to count or to delete."""
+    """Yield the files that are named like objects; other files are neither counted nor deleted."""
     for folder in _entries(objects):
         if folder.is_dir(follow_symlinks=False):
             for entry in _entries(folder):
@@ -236,18 +241,18 @@ def _files(objects: Path) -> Generator[File]:
 
 
 def _entries(folder: "os.PathLike[str]") -> Generator["os.DirEntry[str]"]:
-    """None when somebody has deleted it."""
+    """Yield the entries of a folder, none if it was deleted."""
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         yield from entries
 
 
-def _promised(aside: Path) -> FolderUsage:
-    """What living writers have promised; what dead ones left is deleted. The lock of the bound is held, so
-    that promises end but none begins."""
+def _count_reservations(folder: Path) -> FolderUsage:
+    """Return the sum of all reservations, and delete files of crashed writers.
+    The caller holds the lock of the bound, so reservations may end but none begins."""
     total = NOTHING
-    names = [match for entry in _entries(aside) if (match := _ASIDE_NAME.fullmatch(entry.name))]
-    for path in {f"{aside}/{match[1]}" for match in names}:
-        left = _promise_of_the_living(path)
+    names = [match for entry in _entries(folder) if (match := _RESERVATION_NAME.fullmatch(entry.name))]
+    for path in {f"{folder}/{match[1]}" for match in names}:
+        left = _read_reservation(path)
         if left is None:
             unlink(f"{path}.new")
             unlink(path)
@@ -256,7 +261,8 @@ def _promised(aside: Path) -> FolderUsage:
     return total
 
 
-def _promise_of_the_living(path: str) -> FolderUsage | None:
+def _read_reservation(path: str) -> FolderUsage | None:
+    """Return a reservation; None if its writer has ended or crashed."""
     try:
         fd = os.open(path, os.O_RDWR)
     except FileNotFoundError:

@@ -1,18 +1,27 @@
-"""A page store inside one process: for tests, the simulator, and workers that share an event loop."""
+"""A page store inside one process: for tests, the simulator, and workers in one event loop."""
 
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from tidemill.kvstore.keys import ObjectKey
-from tidemill.kvstore.stores.page_store import Got, Held, Put, StoreCounters, StoreStats, fitting, full_after
+from tidemill.kvstore.stores.page_store import (
+    Got,
+    Objects,
+    Put,
+    StoreCounters,
+    StoredObject,
+    StoreStats,
+    count_fitting,
+    full_after,
+)
 from tidemill.kvstore.stores.seal import PLAIN, SEAL_BYTES, Sealing
 
 
 class MemoryStore:
-    """Bounded by bytes, least recently used goes first. No threads, so that equal runs are equal.
+    """Bounded by bytes, with LRU eviction. It has no threads, so runs are reproducible.
 
-    objects     seal and body of each object, least recently used first; tests damage it
+    objects     seal and body of each object, least recently used first; tests damage them
     """
 
     def __init__(self, capacity_bytes: int, sealing: Sealing = PLAIN) -> None:
@@ -20,21 +29,21 @@ class MemoryStore:
         self._capacity_bytes = capacity_bytes
         self._sealing = sealing
         self._used_bytes = 0
-        self._tally = StoreCounters()
+        self._counters = StoreCounters()
 
-    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
-        count = fitting([SEAL_BYTES + body.nbytes for _, body in objects], self._capacity_bytes)
+    async def put(self, objects: Objects) -> list[Put]:
+        count = count_fitting([SEAL_BYTES + body.nbytes for _, body in objects], self._capacity_bytes)
         for key, _ in objects[:count]:
             if key in self.objects:
                 self.objects.move_to_end(key)
         outcomes = [self._store(key, body) for key, body in objects[:count]]
         outcomes += full_after(outcomes, objects)
-        self._tally.put(objects, outcomes)
+        self._counters.add_put(objects, outcomes)
         return outcomes
 
-    async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
+    async def get(self, wanted: Objects) -> list[Got]:
         outcomes = [self._load(key, view) for key, view in wanted]
-        self._tally.get(wanted, outcomes)
+        self._counters.add_get(wanted, outcomes)
         return outcomes
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -45,17 +54,17 @@ class MemoryStore:
             if key in self.objects:
                 self.forget(key)
 
-    async def held(self) -> list[Held]:
-        return [Held(key, len(stored)) for key, stored in self.objects.items()]
+    async def list_objects(self) -> list[StoredObject]:
+        return [StoredObject(key, len(stored)) for key, stored in self.objects.items()]
 
     def register(self, memory: memoryview) -> None:
         pass
 
-    def patience_s(self, num_bytes: int) -> float:  # noqa: ARG002 - it answers at once
+    def patience_s(self, num_bytes: int) -> float:  # noqa: ARG002 - its calls never wait
         return math.inf
 
     def stats(self) -> StoreStats:
-        return self._tally.stats(
+        return self._counters.stats(
             objects=len(self.objects), num_bytes=self._used_bytes, capacity_bytes=self._capacity_bytes
         )
 
@@ -69,7 +78,7 @@ class MemoryStore:
         size = SEAL_BYTES + body.nbytes
         while self._used_bytes + size > self._capacity_bytes:
             self.forget(next(iter(self.objects)))
-            self._tally.evicted(1)
+            self._counters.add_evicted(1)
         stored = bytearray(size)
         stored[:SEAL_BYTES] = self._sealing.seal(key, body)
         stored[SEAL_BYTES:] = body

@@ -1,4 +1,7 @@
-"""Asks a Mooncake master over HTTP what it holds: its client library cannot list. Slow, for operators."""
+"""Lists the objects of a Mooncake master over HTTP: its client library cannot.
+
+Slow, for operators.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,7 +13,7 @@ from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.stores.remote_store import Listing
 
 _TIMEOUT_S = 5.0
-_NAMES_MAX = 100  # of one question, which is a line of HTTP
+_NAMES_MAX = 100  # per request: they are in the request line of HTTP
 
 
 class _Replica(TypedDict):
@@ -23,7 +26,8 @@ class _Object(TypedDict):
 
 
 def list_objects(address: str) -> Listing:
-    """Everything that the master holds whose HTTP address is `HOST:PORT`. Blocking; raises StoreError."""
+    """List the objects of the master with the HTTP address `HOST:PORT`.
+    Blocking; raises StoreError."""
     host, _, port = address.rpartition(":")
     try:
         connection = HTTPConnection(host, int(port), timeout=_TIMEOUT_S)
@@ -32,14 +36,14 @@ def list_objects(address: str) -> Listing:
             capacity_bytes = _capacity_bytes(_get(connection, "/metrics"))
             objects = [
                 found
-                for some in iter(lambda: list(islice(names, _NAMES_MAX)), [])
-                for found in _sizes(connection, some)
+                for batch in iter(lambda: list(islice(names, _NAMES_MAX)), [])
+                for found in _sizes(connection, batch)
             ]
         finally:
             connection.close()
     except (OSError, HTTPException, ValueError) as error:
         raise StoreError(
-            f"the Mooncake master does not tell at http://{address} what it holds ({error}): name its "
+            f"the Mooncake master does not list its objects at http://{address} ({error}): name its "
             "--metrics_host and --metrics_port with ?admin=HOST:PORT"
         ) from error
     return Listing(objects, capacity_bytes)

@@ -1,25 +1,23 @@
-"""The RemoteClient over Mooncake's native client, whose calls block: threads and addresses."""
+"""A RemoteClient over the native client of Mooncake: runs its blocking calls on threads."""
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
-from tidemill.kvstore.stores.page_store import finish
+from tidemill.kvstore.stores.page_store import run_on
 from tidemill.kvstore.stores.remote_store import Parts
-
-_Result = TypeVar("_Result")
 
 GET_THREADS = 2
 OWNER_FAILED = -800
 
 
-class Native(Protocol):
-    """The part of MooncakeDistributedStore that is used. Its calls let go of the interpreter; objects consist
-    of the bytes at several addresses."""
+class NativeStore(Protocol):
+    """The used part of MooncakeDistributedStore.
+    Its calls release the GIL. An object consists of the bytes at several addresses."""
 
     def setup(self, *arguments: str | int) -> int: ...
 
@@ -45,55 +43,55 @@ class Native(Protocol):
 
 
 class MooncakeClient:
-    """Puts, gets and questions have threads of their own: none holds up the others when it hangs.
+    """Puts, gets and queries have separate threads: one that hangs does not block the others.
 
-    readers     for whoever reads what was moved, or will be
+    readers     threads for callers that read the bytes of transfers, to seal and verify them
     """
 
-    def __init__(self, native: Native, config: object, *, stages: bool) -> None:
-        """`config` is the ReplicateConfig of all puts. With `stages`, memory that was not registered moves
-        through a copy that is: RDMA moves nothing else, TCP does."""
+    def __init__(self, native: NativeStore, config: object, *, stages: bool) -> None:
+        """Use the ReplicateConfig `config` for all puts. With `stages`, memory that is not
+        registered is transferred through a registered copy: RDMA needs that, TCP does not."""
         self._native = native
         self._config = config
         self._stages = stages
         self._registered: list[range] = []
         self._putting = ThreadPoolExecutor(1, thread_name_prefix="mooncake-put")
         self._getting = ThreadPoolExecutor(GET_THREADS, thread_name_prefix="mooncake-get")
-        self._asking = ThreadPoolExecutor(1, thread_name_prefix="mooncake-ask")
+        self._querying = ThreadPoolExecutor(1, thread_name_prefix="mooncake-query")
         self.readers = ThreadPoolExecutor(GET_THREADS, thread_name_prefix="mooncake-read")
 
     async def put(self, names: Sequence[str], objects: Sequence[Parts]) -> list[int]:
-        return await _on(self._putting, lambda: self._put(names, objects))
+        return await run_on(self._putting, lambda: self._put(names, objects))
 
     async def get(self, names: Sequence[str], objects: Sequence[Parts]) -> list[int]:
-        return await _on(self._getting, lambda: self._get(names, objects))
+        return await run_on(self._getting, lambda: self._get(names, objects))
 
     async def exist(self, names: Sequence[str]) -> list[int]:
-        return await _on(self._asking, lambda: self._native.batch_is_exist(names))
+        return await run_on(self._querying, lambda: self._native.batch_is_exist(names))
 
     async def remove(self, names: Sequence[str]) -> list[int]:
-        """By force: leases are for those who read it, and they find out."""
-        return await _on(self._asking, lambda: self._native.batch_remove(names, force=True))
+        """Remove objects even while they are leased; concurrent readers detect the loss."""
+        return await run_on(self._querying, lambda: self._native.batch_remove(names, force=True))
 
     def register(self, memory: memoryview) -> None:
-        place = _place(memory)
-        if self._native.register_buffer(place.start, len(place)) == 0:
-            self._registered.append(place)
+        addresses = _addresses(memory)
+        if self._native.register_buffer(addresses.start, len(addresses)) == 0:
+            self._registered.append(addresses)
 
     async def close(self) -> None:
-        for pool in (self._putting, self._getting, self._asking, self.readers):
+        for pool in (self._putting, self._getting, self._querying, self.readers):
             await asyncio.to_thread(pool.shutdown)
         await asyncio.to_thread(self._native.close)
 
     def _put(self, names: Sequence[str], objects: Sequence[Parts]) -> list[int]:
-        with self._staged(objects, copies_in=True) as places:
-            return self._native.batch_put_from_multi_buffers(names, *_described(places), self._config)
+        with self._staged(objects, copies_in=True) as located:
+            return self._native.batch_put_from_multi_buffers(names, *_starts_and_sizes(located), self._config)
 
     def _get(self, names: Sequence[str], objects: Sequence[Parts]) -> list[int]:
-        with self._staged(objects, copies_in=False) as places:
-            codes = self._native.batch_get_into_multi_buffers(names, *_described(places))
+        with self._staged(objects, copies_in=False) as located:
+            codes = self._native.batch_get_into_multi_buffers(names, *_starts_and_sizes(located))
         failed = [index for index, code in enumerate(codes) if code == OWNER_FAILED]
-        if failed:  # it says so of objects that are shorter than their views, too
+        if failed:  # the same code stands for an object that is shorter than its view
             found = self._native.batch_get_replica_desc([names[index] for index in failed])
             for index in failed:
                 sizes = [_size(replica) for replica in found.get(names[index], [])]
@@ -103,20 +101,21 @@ class MooncakeClient:
 
     @contextmanager
     def _staged(self, objects: Sequence[Parts], *, copies_in: bool) -> Generator[list[list[range]]]:
-        """Where the parts of each object are, or their copies; copies go back in the end, if not in first."""
-        places = [[_place(part) for part in parts] for parts in objects]
+        """Yield the addresses of the parts of each object, or of registered copies of them.
+        Parts are copied in before the body, or out after it."""
+        located = [[_addresses(part) for part in parts] for parts in objects]
         foreign = [
             (parts, index, objects[number][index])
-            for number, parts in enumerate(places)
-            for index, place in enumerate(parts)
+            for number, parts in enumerate(located)
+            for index, part in enumerate(parts)
             if self._stages
-            and not any(place.start in known and place[-1] in known for known in self._registered)
+            and not any(part.start in known and part[-1] in known for known in self._registered)
         ]
         if not foreign:
-            yield places
+            yield located
             return
         stage = memoryview(bytearray(sum(part.nbytes for _, _, part in foreign)))
-        base, offset = _place(stage), 0
+        base, offset = _addresses(stage), 0
         self._native.register_buffer(base.start, len(base))
         copies: list[tuple[memoryview, memoryview]] = []
         for parts, index, part in foreign:
@@ -127,7 +126,7 @@ class MooncakeClient:
             for part, copy in copies:
                 copy[:] = part
         try:
-            yield places
+            yield located
         finally:
             self._native.unregister_buffer(base.start)
         if not copies_in:
@@ -135,21 +134,15 @@ class MooncakeClient:
                 part[:] = copy
 
 
-async def _on(pool: Executor, work: Callable[[], _Result]) -> _Result:
-    return await finish(asyncio.get_running_loop().run_in_executor(pool, work))
-
-
-def _place(view: memoryview) -> range:
-    """Its addresses."""
+def _addresses(view: memoryview) -> range:
     start = np.frombuffer(view, np.uint8).ctypes.data
     return range(start, start + view.nbytes)
 
 
-def _described(places: list[list[range]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Addresses and sizes."""
+def _starts_and_sizes(located: list[list[range]]) -> tuple[list[list[int]], list[list[int]]]:
     return (
-        [[place.start for place in parts] for parts in places],
-        [[len(place) for place in parts] for parts in places],
+        [[part.start for part in parts] for parts in located],
+        [[len(part) for part in parts] for parts in located],
     )
 
 

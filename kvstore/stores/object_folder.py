@@ -1,13 +1,14 @@
-"""Sealed objects as files of one folder that several processes share; blocking, knows no event loop.
+"""Sealed objects as files of one folder that several processes share. Blocking.
 
     folder/objects/ab/abcdef....0000.p      seal, then body
 
-An object is written aside and appears under its name by a hard link, which fails if the name exists: whole
-or not at all, and the first writer wins. Nothing is synced to the disk: after a power failure the seal finds
-what is torn. folder_bound.py keeps the folder within its size.
+An object is written to a temporary file and published under its name by a hard link, which fails if
+the name exists. So a reader sees it whole or not at all, and the first writer wins. Files are not
+synced to disk: the seal detects files torn by a power failure. folder_bound.py keeps the folder
+within its size.
 
-Last use is a file's modification time, renewed by a read once it is older than TOUCH_S: most reads cost no
-write, a restart knows what was used last, and so does a store in which everything is replaced within seconds.
+The modification time of a file is its last use. A read renews it when it is older than TOUCH_S, so
+that most reads cost no write. The order of last use survives a restart.
 """
 
 import errno
@@ -20,16 +21,16 @@ from pathlib import Path
 
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import ObjectKey
-from tidemill.kvstore.stores.folder_bound import FolderBound, FolderUsage, Promise, unlink
-from tidemill.kvstore.stores.page_store import Got, Held, Put, fitting, full_after
+from tidemill.kvstore.stores.folder_bound import FolderBound, FolderUsage, Reservation, unlink
+from tidemill.kvstore.stores.page_store import Got, Objects, Put, StoredObject, count_fitting, full_after
 from tidemill.kvstore.stores.seal import PLAIN, SEAL_BYTES, Sealing
 
 TOUCH_S = 1.0
-GONE = {errno.ENOENT, errno.ESTALE}  # evicted, the latter by another host of a network file system
+GONE = {errno.ENOENT, errno.ESTALE}  # evicted; ESTALE: by another host of a network file system
 
 
 class ObjectFolder:
-    """`put` is for one thread at a time, `get` and `contains` run beside it in any number."""
+    """One thread at a time may call `put`; `get` and `contains` run concurrently in any number."""
 
     def __init__(
         self,
@@ -38,7 +39,8 @@ class ObjectFolder:
         clock: Callable[[], float] = time.monotonic,
         sealing: Sealing = PLAIN,
     ) -> None:
-        """Create or reopen; `clock` counts seconds from anywhere. Raises StoreError that names the fix."""
+        """Create or reopen.
+        `clock` is monotonic, in seconds. Raises StoreError that names the fix."""
         self._capacity_bytes = capacity_bytes
         self._sealing = sealing
         try:
@@ -52,38 +54,38 @@ class ObjectFolder:
 
     @property
     def usage(self) -> FolderUsage:
-        """As of the last put of this process."""
+        """The usage as of the last put of this process."""
         return self._bound.usage
 
     @property
     def evicted(self) -> int:
-        """Objects that this process deleted to make space."""
+        """The number of objects that this process evicted."""
         return self._bound.evicted
 
-    def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
-        count = fitting([SEAL_BYTES + body.nbytes for _, body in objects], self._capacity_bytes)
+    def put(self, objects: Objects) -> list[Put]:
+        count = count_fitting([SEAL_BYTES + body.nbytes for _, body in objects], self._capacity_bytes)
         batch = [(self._file(key), key, body) for key, body in objects[:count]]
         missing = {path: SEAL_BYTES + body.nbytes for path, _, body in batch if not self._renew(path)}
         outcomes = [Put.EXISTED for _ in takewhile(lambda item: item[0] not in missing, batch)]
         if missing:
             keep = frozenset(path for path, _, _ in batch)
             try:
-                promise = self._bound.promise(FolderUsage(len(missing), sum(missing.values())), keep)
+                reservation = self._bound.reserve(FolderUsage(len(missing), sum(missing.values())), keep)
             except OSError as error:
-                outcomes.append(_failed(error))
+                outcomes.append(_outcome(error))
             else:
                 try:
-                    outcomes += self._store(batch[len(outcomes) :], set(missing), promise)
+                    outcomes += self._store(batch[len(outcomes) :], set(missing), reservation)
                 finally:
-                    left_bytes = promise.left.bytes
-                    self._bound.end(promise)
-                if outcomes[-1] is Put.FULL:  # though it was promised: others fill the disk
-                    self._bound.give_way(left_bytes, keep)
+                    left_bytes = reservation.left.bytes
+                    self._bound.end(reservation)
+                if outcomes[-1] is Put.FULL:  # despite the reservation: other files fill the disk
+                    self._bound.make_room(left_bytes, keep)
         if outcomes and not outcomes[-1].is_there:
             return outcomes + [Put.SKIPPED] * (len(objects) - len(outcomes))
         return outcomes + full_after(outcomes, objects)
 
-    def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
+    def get(self, wanted: Objects) -> list[Got]:
         return [self._load(key, view) for key, view in wanted]
 
     def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -94,31 +96,29 @@ class ObjectFolder:
             with suppress(OSError):
                 unlink(self._file(key))
 
-    def held(self) -> list[Held]:
-        """Raises OSError."""
+    def list_objects(self) -> list[StoredObject]:
+        """List all objects, least recently used first. Raises OSError."""
         now_s = self._bound.now_s()
-        return [
-            Held(ObjectKey.parse(Path(file.path).name), file.bytes, max(0.0, now_s - file.used_ns / 1e9))
-            for file in self._bound.files()
-        ]
+        found = [(ObjectKey.parse(Path(file.path).name), file) for file in self._bound.files()]
+        return [StoredObject(key, file.bytes, max(0.0, now_s - file.used_ns / 1e9)) for key, file in found]
 
     def _store(
-        self, batch: Sequence[tuple[str, ObjectKey, memoryview]], missing: set[str], promise: Promise
+        self, batch: Sequence[tuple[str, ObjectKey, memoryview]], missing: set[str], reservation: Reservation
     ) -> list[Put]:
-        """Up to the first that is not there."""
+        """Publish missing objects in order; return the outcomes up to the first failure."""
         outcomes: list[Put] = []
         for path, key, body in batch:
             outcome = Put.EXISTED
             if path in missing:
-                missing.remove(path)  # the same key may come again
+                missing.remove(path)  # the same key may occur again
                 parts = [memoryview(self._sealing.seal(key, body)), body]
                 try:
-                    is_first = _publish(promise.aside, path, parts)
+                    is_first = _publish(reservation.temporary, path, parts)
                 except OSError as error:
-                    return [*outcomes, _failed(error)]
+                    return [*outcomes, _outcome(error)]
                 if is_first:
                     outcome = Put.STORED
-                    promise.reduce(FolderUsage(1, SEAL_BYTES + body.nbytes))
+                    reservation.reduce(FolderUsage(1, SEAL_BYTES + body.nbytes))
             outcomes.append(outcome)
         return outcomes
 
@@ -154,7 +154,7 @@ class ObjectFolder:
         return f"{self._objects}/{name[:2]}/{name}"
 
     def _renew(self, path: str) -> bool:
-        """Whether the object exists; counts as a use of it."""
+        """Return whether the object exists, and count that as a use."""
         try:
             self._touch(path, os.stat(path))  # noqa: PTH116 - building a Path costs more than the call
         except OSError:
@@ -167,31 +167,31 @@ class ObjectFolder:
                 os.utime(file)
 
 
-def _failed(error: OSError) -> Put:
+def _outcome(error: OSError) -> Put:
     return Put.FULL if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} else Put.UNREACHABLE
 
 
-def _publish(aside: str, path: str, parts: list[memoryview]) -> bool:
-    """Write `parts` to the file `aside`, which nobody else uses, and have it appear whole as `path`; False
-    when another writer was first. Raises OSError."""
-    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+def _publish(temporary: str, path: str, parts: list[memoryview]) -> bool:
+    """Write `parts` to the new file `temporary` and link it as `path`.
+    Raises OSError. Return False if another writer was first."""
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         try:
             _write(fd, parts)
         finally:
-            os.close(fd)  # before the link: on a network it is what sends the bytes
-        return _link(aside, path)
+            os.close(fd)  # before the link: on a network file system closing sends the bytes
+        return _link(temporary, path)
     finally:
-        unlink(aside)
+        unlink(temporary)
 
 
-def _link(aside: str, path: str) -> bool:
+def _link(temporary: str, path: str) -> bool:
     try:
         try:
-            os.link(aside, path)
-        except FileNotFoundError:  # the first of its folder
+            os.link(temporary, path)
+        except FileNotFoundError:  # the first object of its folder
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            os.link(aside, path)
+            os.link(temporary, path)
     except FileExistsError:
         return False
     return True
@@ -203,7 +203,7 @@ def _write(fd: int, parts: list[memoryview]) -> None:
 
 
 def _read(fd: int, parts: list[memoryview]) -> bool:
-    """Fill `parts` from the file; False when it ends before."""
+    """Fill `parts` from the file; return False if it ends too early."""
     while parts:
         num_bytes = os.readv(fd, parts)
         if num_bytes == 0:
@@ -213,7 +213,7 @@ def _read(fd: int, parts: list[memoryview]) -> bool:
 
 
 def _after(parts: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of `parts` after their first `num_bytes`."""
+    """Return `parts` without their first `num_bytes`."""
     left: list[memoryview] = []
     for part in parts:
         if num_bytes < part.nbytes:

@@ -1,8 +1,9 @@
-"""The contract of page stores: what the engine may rely on, whatever is behind it."""
+"""The contract of page stores: the guarantees that each of them gives to the engine."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from enum import Enum
 from threading import Lock
@@ -12,17 +13,20 @@ from tidemill.kvstore.keys import ObjectKey
 
 _Result = TypeVar("_Result")
 
+Objects = Sequence[tuple[ObjectKey, memoryview]]
+"""Objects of a call: the key of each one, and the view of its body."""
+
 
 class Put(Enum):
-    """What became of an object that was offered. Publishing is best effort."""
+    """The outcome for an object of a put. Publishing is best effort."""
 
-    STORED = "stored"  # and still there when the store was asked again
+    STORED = "stored"  # and confirmed to exist afterwards
     EXISTED = "existed"  # an earlier writer's object is kept; its bytes may differ from these
     FULL = "full"
-    UNCONFIRMED = "unconfirmed"  # taken, but not there afterwards: evicted, or a dead writer holds its key
-    OWNER_DOWN = "owner_down"  # the process that lends the memory does not answer
-    UNREACHABLE = "unreachable"  # down, broken or late, or left alone for having been so a moment ago
-    SKIPPED = "skipped"  # an object before it is not there
+    UNCONFIRMED = "unconfirmed"  # accepted, but missing now: evicted, or a crashed writer blocks its key
+    OWNER_DOWN = "owner_down"  # the memory owner does not answer
+    UNREACHABLE = "unreachable"  # the store is down, broken or late, or its breaker is open
+    SKIPPED = "skipped"  # an earlier object of the put is missing
 
     @property
     def is_there(self) -> bool:
@@ -30,16 +34,14 @@ class Put(Enum):
 
 
 class Got(Enum):
-    """What became of an object that was wanted. The bytes of its view are defined for HIT alone.
-
-    CORRUPT, TRUNCATED and OTHER_VERSION are deleted, so the next answer is MISS.
-    """
+    """The outcome for an object of a get. The bytes of its view are defined only for HIT.
+    The store deletes CORRUPT, TRUNCATED and OTHER_VERSION objects, so the next outcome is MISS."""
 
     HIT = "hit"
     MISS = "miss"
-    CORRUPT = "corrupt"  # its seal does not fit
-    TRUNCATED = "truncated"  # it is not as long as its view
-    OTHER_VERSION = "other_version"  # sealed by a version of Tidemill that lays bytes out differently
+    CORRUPT = "corrupt"  # its seal does not match
+    TRUNCATED = "truncated"  # its length differs from that of its view
+    OTHER_VERSION = "other_version"  # sealed by a version of Tidemill with another layout
     EXPIRED = "expired"  # its lease ran out before the transfer ended
     OWNER_DOWN = "owner_down"
     UNREACHABLE = "unreachable"
@@ -50,10 +52,10 @@ DAMAGED = frozenset({Got.CORRUPT, Got.TRUNCATED, Got.OTHER_VERSION})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
-    """What a store holds, as far as this user knows of all of them, and what this user did since it opened.
+    """The content of a store, as far as this client knows it, and the counts of this client.
 
-    put_bytes and get_bytes are the bodies of stored objects and of hits. `bytes` counts seals too. A store
-    that cannot tell what it holds says 0.
+    objects, bytes          seals included; 0 if the store cannot count them
+    put_bytes, get_bytes    bodies of stored objects and of hits, without seals
     """
 
     objects: int
@@ -64,8 +66,8 @@ class StoreStats:
     evicted: int = 0
     put_bytes: int = 0
     get_bytes: int = 0
-    trips: int = 0  # how often it was found down or late, and left alone: see guard.py
-    is_down: bool = False  # at this moment
+    trips: int = 0  # how often its circuit breaker opened: see circuit_breaker.py
+    is_down: bool = False  # its breaker is open now
 
     @property
     def puts(self) -> int:
@@ -92,8 +94,8 @@ class StoreStats:
         return sum(self.got.get(outcome, 0) for outcome in DAMAGED)
 
 
-class Held(NamedTuple):
-    """An object that a store holds, for operators. `used_s`: seconds since its last use, if it is known."""
+class StoredObject(NamedTuple):
+    """An object in a store, for operators. `used_s` is the seconds since its last use, if known."""
 
     key: ObjectKey
     bytes: int  # with its seal
@@ -101,58 +103,62 @@ class Held(NamedTuple):
 
 
 class PageStore(Protocol):
-    """Immutable objects by key. Losing one is legal at any time; returning other bytes than were put is not.
+    """Immutable objects by key. A store may lose an object, but never returns other bytes.
 
-    - The first writer of a key wins; nobody ever sees a part of an object, or a mixture of two.
-    - Every object carries a seal (see seal.py), checked by each get.
-    - Results are in the order of the arguments. A full, failed or absent store is an outcome: no call raises
-      for it.
-    - The objects of one put are stored in order, and behind one that is not there all are SKIPPED, so that
-      a checkpoint put behind its pages says that they were stored before it. A put that is cancelled may have
-      stored any number of its first objects. No put evicts its own objects.
-    - Views are contiguous bytes, and for get writable; nobody else writes them during a call. No call touches
-      a view after it has returned: a cancelled call ends when its transfer has ended, and so does a late one.
+    - The first writer of a key wins. No reader sees a part of an object, or a mixture of two.
+    - Every object carries a seal (see seal.py), and each get verifies it.
+    - Results are in the order of the arguments. A full, failed or absent store is an outcome: no
+      call raises for it.
+    - The objects of one put are stored in order, and all objects after a missing one are SKIPPED.
+      So a checkpoint that is put after its pages is stored only if they were.
+    - A cancelled put may have stored any number of its first objects. No put evicts its own
+      objects.
+    - Views are contiguous bytes, writable for get. Only the call writes them while it runs.
+    - No call touches a view after it has returned. A cancelled or late call returns when its
+      transfer ends.
     - Calls may overlap, in one event loop and in several processes that share the store.
     """
 
-    async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
-        """Offer objects. Their views may be reused as soon as this returns."""
+    async def put(self, objects: Objects) -> list[Put]:
+        """Store objects. Their views may be reused as soon as this returns."""
         ...
 
-    async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
+    async def get(self, wanted: Objects) -> list[Got]:
         """Fill each view with the object of its key."""
         ...
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Which are held. A hint: a later get may miss, and nothing is verified."""
+        """Return which keys exist.
+        This is a hint: nothing is verified, and a later get may miss."""
         ...
 
     async def remove(self, keys: Sequence[ObjectKey]) -> None:
-        """Forget them, as an eviction would. Best effort."""
+        """Remove objects, like an eviction. Best effort."""
         ...
 
-    async def held(self) -> list[Held]:
-        """Everything that it holds, for operators: slow. Raises StoreError when it cannot tell."""
+    async def list_objects(self) -> list[StoredObject]:
+        """List all objects, for operators: slow. Raises StoreError when that is impossible."""
         ...
 
     def register(self, memory: memoryview) -> None:
-        """Views inside of `memory` will be used with this store for as long as it is open: it may move them
-        without a copy. Not needed, and blocking."""
+        """Announce memory of later views, so that the store can move them without a copy.
+        Optional and blocking. It holds until the store is closed."""
         ...
 
     def patience_s(self, num_bytes: int) -> float:
-        """How long a call that moves so many bytes is worth waiting for; inf without a limit."""
+        """Return how long to wait for a call that moves `num_bytes`; inf without a limit."""
         ...
 
     def stats(self) -> StoreStats: ...
 
     async def close(self) -> None:
-        """Wait for the transfers under way and let go. No call may follow; closing again does nothing."""
+        """Wait for running transfers and close. No call may follow, except another close."""
         ...
 
 
 async def finish(transfer: asyncio.Future[_Result]) -> _Result:
-    """Result of `transfer`. Cancellation waits until it has ended, for it uses the caller's memory."""
+    """Return the result of `transfer`.
+    Cancellation waits for its end: it uses memory of the caller."""
     cancelled: asyncio.CancelledError | None = None
     while not transfer.done():
         try:
@@ -162,15 +168,20 @@ async def finish(transfer: asyncio.Future[_Result]) -> _Result:
     if cancelled is None:
         return transfer.result()
     if not transfer.cancelled():
-        transfer.exception()  # marks it as seen: the caller asked not to hear of it
+        transfer.exception()  # retrieved, so that asyncio does not log it
     try:
         raise cancelled
     finally:
-        cancelled = None  # its traceback holds this frame, and with it the caller's memory
+        cancelled = None  # its traceback references this frame, and so the memory of the caller
 
 
-def fitting(sizes: Sequence[int], capacity_bytes: int) -> int:
-    """How many of the first `sizes` fit together into an empty store."""
+async def run_on(pool: Executor, work: Callable[[], _Result]) -> _Result:
+    """Return the result of `work` on a thread of `pool`. Cancellation waits until it has ended."""
+    return await finish(asyncio.wrap_future(pool.submit(work)))
+
+
+def count_fitting(sizes: Sequence[int], capacity_bytes: int) -> int:
+    """Return how many of the first `sizes` fit together into an empty store."""
     total = 0
     for count, size in enumerate(sizes):
         total += size
@@ -180,13 +191,13 @@ def fitting(sizes: Sequence[int], capacity_bytes: int) -> int:
 
 
 def full_after(outcomes: Sequence[Put], objects: Sequence[object]) -> list[Put]:
-    """Outcomes of the rest of `objects`, the first of which finds the store full."""
+    """Return the outcomes of the rest of `objects` if the store is full."""
     left = len(objects) - len(outcomes)
     return [Put.FULL, *[Put.SKIPPED] * (left - 1)] if left else []
 
 
 class StoreCounters:
-    """What a store did since it opened. May be used from several threads."""
+    """The counts of a store since it was opened. Thread-safe."""
 
     def __init__(self) -> None:
         self._put = Counter[Put]()
@@ -196,21 +207,21 @@ class StoreCounters:
         self._evicted = 0
         self._lock = Lock()
 
-    def put(self, objects: Sequence[tuple[ObjectKey, memoryview]], outcomes: Sequence[Put]) -> None:
+    def add_put(self, objects: Objects, outcomes: Sequence[Put]) -> None:
         moved = zip(objects, outcomes, strict=True)
         num_bytes = sum(body.nbytes for (_, body), outcome in moved if outcome is Put.STORED)
         with self._lock:
             self._put.update(outcomes)
             self._put_bytes += num_bytes
 
-    def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]], outcomes: Sequence[Got]) -> None:
+    def add_get(self, wanted: Objects, outcomes: Sequence[Got]) -> None:
         moved = zip(wanted, outcomes, strict=True)
         num_bytes = sum(view.nbytes for (_, view), outcome in moved if outcome is Got.HIT)
         with self._lock:
             self._got.update(outcomes)
             self._get_bytes += num_bytes
 
-    def evicted(self, count: int) -> None:
+    def add_evicted(self, count: int) -> None:
         with self._lock:
             self._evicted += count
 

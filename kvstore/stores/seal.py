@@ -1,14 +1,14 @@
-"""What travels with an object of the store, so that no other bytes are ever taken for it. Pure.
+"""The seal of an object in a store, so that other bytes are never taken for the object. Pure.
 
-    64 bytes    magic 4 | layout version 4 | body bytes 8 | kind 1 | digest 1 | 0 12 | shard 2 | key 16 |
-                digest of the body 16                               numbers are little endian
+    64 bytes    magic 4 | layout version 4 | body bytes 8 | kind 1 | digest 1 | 0 12 | shard 2 |
+                key 16 | digest of the body 16.                     Numbers are little endian.
 
-The key is that of a chain over the namespace and every token up to its end, so a seal that fits also tells
-the model, the tenant and the depth. Every byte of a seal follows from the key and the body: it is right
-exactly when it equals a fresh one.
+The key is a chained digest over the namespace and every token up to its end. So a matching seal
+also proves the model, the tenant and the depth. Every byte of a seal follows from the key and the
+body: a seal is valid exactly if it equals a newly computed one.
 
-    x   xxh3-128 of the body: finds accidents, not forgeries, for whoever can write to the store can seal
-    b   BLAKE3 of seal and body, keyed with a secret: nobody without it can make an object that fits
+    x   xxh3-128 of the body: detects accidents, not forgeries, because every writer can seal.
+    b   BLAKE3 of seal and body, keyed with a secret: only writers with the secret can seal.
 """
 
 import struct
@@ -32,18 +32,19 @@ SECRET_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Sealing:
-    """How objects are sealed. `secret` is `SECRET_BYTES` that all workers of a cluster share, or None."""
+    """The sealing of objects. `secret` is `SECRET_BYTES` that all workers share, or None."""
 
     secret: bytes | None = field(default=None, repr=False)
 
     def describe(self) -> str:
-        """Part of the namespace: objects of another secret have other keys, instead of being corrupt."""
+        """Return a part of the namespace, so that objects of another secret have other keys."""
         if self.secret is None:
             return ""
         return f"/sealed by {blake3(b'name of a secret', key=self.secret).hexdigest(8)}"
 
     def seal(self, key: ObjectKey, body: memoryview) -> bytes:
-        """`SEAL_BYTES` that bind `body` (contiguous) to `key`. Reads the body once and copies nothing."""
+        """Return the seal of `body` (contiguous) under `key`.
+        Reads the body once, copies nothing."""
         assert len(key.key) == DIGEST_BYTES
         fields = (key.kind.value.encode(), b"x" if self.secret is None else b"b", key.shard, key.key)
         start = (_MAGIC, LAYOUT_VERSION, body.nbytes, *fields)
@@ -53,13 +54,13 @@ class Sealing:
         return _FORMAT.pack(*start, blake3(unsealed, key=self.secret).update(body).digest(16))
 
     def verify(self, key: ObjectKey, body: memoryview, found: bytes | bytearray | memoryview) -> Got:
-        """HIT if `found` is the seal of exactly this body under exactly this key; else OTHER_VERSION or
-        CORRUPT."""
+        """Return HIT if `found` seals `body` under `key`, else OTHER_VERSION or CORRUPT."""
         if compare_digest(self.seal(key, body), found):
             return Got.HIT
         version = bytes(found[: _VERSION.size])
-        told = version[:3] == _MAGIC[:3] and len(version) == _VERSION.size
-        return Got.OTHER_VERSION if told and version != _VERSION.pack(_MAGIC, LAYOUT_VERSION) else Got.CORRUPT
+        is_a_seal = version[:3] == _MAGIC[:3] and len(version) == _VERSION.size
+        is_current = version == _VERSION.pack(_MAGIC, LAYOUT_VERSION)
+        return Got.OTHER_VERSION if is_a_seal and not is_current else Got.CORRUPT
 
 
 PLAIN = Sealing()

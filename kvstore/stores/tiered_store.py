@@ -1,7 +1,8 @@
-"""A chain of page stores, the nearest first: what one lacks is asked of the next.
+"""A chain of page stores, the nearest first: a get asks the next tier for objects that one lacks.
 
-A get is answered as soon as it can be. What it found in one tier is offered to the others behind its back,
-from a copy, for the memory is the caller's again: a copy costs a fraction of a put, and a put may be late.
+A get returns as soon as it has the objects. In the background, hits of one tier are put into the
+others from a copy, because the memory belongs to the caller again. A copy costs a fraction of a
+put.
 """
 
 import asyncio
@@ -18,34 +19,36 @@ import numpy as np
 from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.stores.page_store import (
     Got,
-    Held,
+    Objects,
     PageStore,
     Put,
     StoreCounters,
+    StoredObject,
     StoreStats,
     finish,
     full_after,
 )
 
 COPY_BYTES_MAX = 128 << 20
-"""Hits that are on their way to other tiers; while there are any, further ones stay where they are."""
+"""The memory for copies of hits. While it is in use, further hits are not copied to other tiers."""
 
 INLINE_BYTES_MAX = 1 << 20
-"""More are copied on a thread: the event loop has other things to do."""
+"""More bytes are copied on a thread, to keep the event loop free."""
 
-KNOWN_S = 300.0
-KNOWN_MAX = 1 << 16
-"""A farther tier is not offered an object again so soon, if it is among so many; later it is, so that what is
-read from nearer ones alone counts as used there, and comes back to a store that was restarted empty."""
+SEEN_S = 300.0
+SEEN_MAX = 1 << 16
+"""A farther tier gets a hit again after `SEEN_S`, or after `SEEN_MAX` other objects.
 
-Objects = Sequence[tuple[ObjectKey, memoryview]]
+So an object that is read only from nearer tiers counts as used in the farther one, and returns to a
+store that was restarted empty.
+"""
 
 
 class Write(Enum):
-    """What a tier takes."""
+    """The objects that are written to a tier."""
 
-    ALL = "all"  # every put, and what a get has found in another tier
-    HITS = "hits"  # the latter alone: what was asked for again
+    ALL = "all"  # every put, and hits of gets in other tiers
+    HITS = "hits"  # only hits in other tiers
     NONE = "none"
 
 
@@ -70,66 +73,69 @@ class _Offer:
 
 
 class TieredStore:
-    """Owns its tiers. Each keeps the order of every put: a checkpoint goes into a tier only behind its pages.
+    """Owns its tiers. Each keeps the order of every put: a checkpoint is stored after its pages.
 
-    An object is there when any tier has it; the outcome of its put is that of the nearest which has. A get
-    answers HIT, or else the first tier that had something to say about its MISS. Of the counts, those of
-    objects and bytes held and of trips are sums, and one tier that is down makes it down.
+    An object exists if any tier has it; the outcome of its put is that of the nearest such tier. A
+    get returns HIT, or else the first outcome of a tier that is not MISS. In the stats, objects,
+    bytes, evictions and trips are sums; one tier that is down makes all down.
     """
 
     def __init__(self, tiers: Sequence[Tier], copy_bytes_max: int = COPY_BYTES_MAX) -> None:
         self._tiers = tiers
-        self._known = [_Known() for _ in tiers]
-        self._memory = np.empty(copy_bytes_max, np.uint8).data  # for copies; empty while there are any
+        self._seen = [_SeenObjects() for _ in tiers]
+        self._memory = np.empty(copy_bytes_max, np.uint8).data  # for copies; empty while in use
         self._offering: asyncio.Task[None] | None = None
-        self._tally = StoreCounters()
+        self._counters = StoreCounters()
 
     async def put(self, objects: Objects) -> list[Put]:
-        takers = [index for index, tier in enumerate(self._tiers) if tier.write is Write.ALL]
-        answers = await finish(asyncio.gather(*(self._put(index, objects) for index in takers)))
-        outcomes = [_nearest(told) for told in zip(*answers or [full_after([], objects)], strict=True)]
-        self._tally.put(objects, outcomes)
+        written = [index for index, tier in enumerate(self._tiers) if tier.write is Write.ALL]
+        by_tier = await finish(asyncio.gather(*(self._put(index, objects) for index in written)))
+        by_object = zip(*by_tier or [full_after([], objects)], strict=True)
+        outcomes = [_merge(of_tiers) for of_tiers in by_object]
+        self._counters.add_put(objects, outcomes)
         return outcomes
 
     async def get(self, wanted: Objects) -> list[Got]:
         outcomes = [Got.MISS] * len(wanted)
         hits: dict[int, _Hit] = {}
         for tier, store in enumerate(tier.store for tier in self._tiers):
-            left = [index for index in range(len(wanted)) if index not in hits]
-            if not left:
+            missing = [index for index in range(len(wanted)) if index not in hits]
+            if not missing:
                 break
-            for index, got in zip(left, await store.get([wanted[index] for index in left]), strict=True):
+            found = await store.get([wanted[index] for index in missing])
+            for index, got in zip(missing, found, strict=True):
                 if got is Got.HIT:
                     hits[index] = _Hit(*wanted[index], tier)
                 if got is Got.HIT or outcomes[index] is Got.MISS:
                     outcomes[index] = got
-        self._tally.get(wanted, outcomes)
+        self._counters.add_get(wanted, outcomes)
         for hit in hits.values():
-            self._known[hit.tier].learn([hit.key])
+            self._seen[hit.tier].add([hit.key])
         await self._offer([hits[index] for index in sorted(hits)])
         return outcomes
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        held = [False] * len(keys)
+        exist = [False] * len(keys)
         for tier in self._tiers:
-            left = [index for index, is_held in enumerate(held) if not is_held]
-            if not left:
+            missing = [index for index, exists in enumerate(exist) if not exists]
+            if not missing:
                 break
-            for index, answer in zip(left, await tier.store.contains([keys[i] for i in left]), strict=True):
-                held[index] = answer
-        return held
+            found = await tier.store.contains([keys[index] for index in missing])
+            for index, exists in zip(missing, found, strict=True):
+                exist[index] = exists
+        return exist
 
     async def remove(self, keys: Sequence[ObjectKey]) -> None:
-        for known in self._known:
-            known.forget(keys)
+        for seen in self._seen:
+            seen.remove(keys)
         await asyncio.gather(*(tier.store.remove(keys) for tier in self._tiers))
 
-    async def held(self) -> list[Held]:
-        """An object of several tiers is told as the nearest of them has it."""
-        found: dict[ObjectKey, Held] = {}
+    async def list_objects(self) -> list[StoredObject]:
+        """List all objects; one in several tiers is listed as in the nearest."""
+        found: dict[ObjectKey, StoredObject] = {}
         for tier in self._tiers:
-            for held in await tier.store.held():
-                found.setdefault(held.key, held)
+            for stored in await tier.store.list_objects():
+                found.setdefault(stored.key, stored)
         return list(found.values())
 
     def register(self, memory: memoryview) -> None:
@@ -142,7 +148,7 @@ class TieredStore:
 
     def stats(self) -> StoreStats:
         stats = [tier.store.stats() for tier in self._tiers]
-        whole = self._tally.stats(
+        whole = self._counters.stats(
             objects=sum(tier.objects for tier in stats),
             num_bytes=sum(tier.bytes for tier in stats),
             capacity_bytes=sum(tier.capacity_bytes for tier in stats),
@@ -161,26 +167,26 @@ class TieredStore:
 
     async def _put(self, index: int, objects: Objects) -> list[Put]:
         outcomes = await self._tiers[index].store.put(objects)
-        self._known[index].learn(
+        self._seen[index].add(
             key for (key, _), outcome in zip(objects, outcomes, strict=True) if outcome.is_there
         )
         return outcomes
 
     async def _offer(self, hits: Sequence[_Hit]) -> None:
-        """Have the tiers that take hits, are up, and lack these put copies of them.
+        """Put copies of hits into other tiers that are up and lack them, in the background.
 
-        The first that finds no memory for its copy ends it: what follows may be a checkpoint, which no tier
-        takes before its pages.
+        Copying ends with the first hit that does not fit into the memory for copies: a later one
+        may be a checkpoint, which no tier stores before its pages.
         """
         if not self._memory:
             return
-        takers = {
+        written = {
             index
             for index, tier in enumerate(self._tiers)
             if tier.write is not Write.NONE and not tier.store.stats().is_down
         }
-        lacking = [{index for index in takers if self._lacks(index, hit)} for hit in hits]
-        offers = [(hit, tiers) for hit, tiers in zip(hits, lacking, strict=True) if tiers]
+        without = [{index for index in written if self._lacks(index, hit)} for hit in hits]
+        offers = [(hit, tiers) for hit, tiers in zip(hits, without, strict=True) if tiers]
         ends = list(accumulate(hit.view.nbytes for hit, _ in offers))
         del offers[bisect_right(ends, len(self._memory)) :]
         if not offers:
@@ -206,41 +212,41 @@ class TieredStore:
             self._memory = memory
 
     def _lacks(self, index: int, hit: _Hit) -> bool:
-        """A nearer tier has just said so; a farther one was not asked."""
-        return index < hit.tier or (index > hit.tier and not self._known[index].has(hit.key))
+        """Return whether a tier lacks a hit: nearer tiers do, farther ones were not asked."""
+        return index < hit.tier or (index > hit.tier and not self._seen[index].has(hit.key))
 
 
-class _Known:
-    """Objects that a tier had a while ago."""
+class _SeenObjects:
+    """The objects that were recently seen in a tier."""
 
     def __init__(self) -> None:
         self._seen_s: OrderedDict[ObjectKey, float] = OrderedDict()
 
     def has(self, key: ObjectKey) -> bool:
-        return asyncio.get_running_loop().time() - self._seen_s.get(key, -math.inf) < KNOWN_S
+        return asyncio.get_running_loop().time() - self._seen_s.get(key, -math.inf) < SEEN_S
 
-    def learn(self, keys: Iterable[ObjectKey]) -> None:
+    def add(self, keys: Iterable[ObjectKey]) -> None:
         now_s = asyncio.get_running_loop().time()
         for key in keys:
             self._seen_s[key] = now_s
             self._seen_s.move_to_end(key)
-        while len(self._seen_s) > KNOWN_MAX:
+        while len(self._seen_s) > SEEN_MAX:
             self._seen_s.popitem(last=False)
 
-    def forget(self, keys: Iterable[ObjectKey]) -> None:
+    def remove(self, keys: Iterable[ObjectKey]) -> None:
         for key in keys:
             self._seen_s.pop(key, None)
 
 
-def _nearest(told: Sequence[Put]) -> Put:
-    """Of what the tiers say, nearest first: the first that has the object, or the first that tried to."""
-    there = (outcome for outcome in told if outcome.is_there)
-    tried = (outcome for outcome in told if outcome is not Put.SKIPPED)
+def _merge(outcomes: Sequence[Put]) -> Put:
+    """Return the outcome of the nearest tier that has the object, or of the first that tried."""
+    there = (outcome for outcome in outcomes if outcome.is_there)
+    tried = (outcome for outcome in outcomes if outcome is not Put.SKIPPED)
     return next(chain(there, tried), Put.SKIPPED)
 
 
 async def _copy(pairs: Sequence[tuple[memoryview, memoryview]]) -> None:
-    """Each second one into the first; numpy lets other threads run meanwhile."""
+    """Copy the second view of each pair into the first; numpy releases the GIL meanwhile."""
 
     def copy() -> None:
         for target, source in pairs:

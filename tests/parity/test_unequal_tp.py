@@ -17,7 +17,7 @@ from tidemill.kvstore.keys import Namespace, page_keys
 from tidemill.kvstore.layout import PageId, StateId, WindowId, layout_of
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
-from tidemill.kvstore.shards import Shards, mine, shards_of
+from tidemill.kvstore.shards import Shards, rank_share, shards_of
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.page_store import PageStore
 from tidemill.workers.execution.model_runner import logits_of
@@ -103,7 +103,7 @@ class Group:
         arenas = [torch.full((num_bytes,), 0xFF, dtype=torch.uint8) for _ in ranks]
         self.caches = [caches_of(self.layout, arena) for arena in arenas]
         parts = [
-            RankTransfer(self.layout, DirectIO(store, arena.numpy().data), mine(shards, rank, size))
+            RankTransfer(self.layout, DirectIO(store, arena.numpy().data), rank_share(shards, rank, size))
             for rank, arena in enumerate(arenas)
         ]
         self.transfer = Transfer(self.layout, DirectIO(store, arenas[0].numpy().data), shards, parts[1:])

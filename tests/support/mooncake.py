@@ -1,8 +1,8 @@
 # pyright: basic
-# The library is a compiled one without types.
-"""A real Mooncake on free ports of the loopback, for tests and benchmarks: a master and owners of memory.
+# The library is compiled and has no types.
+"""A real Mooncake on free loopback ports, for tests and benchmarks: a master and memory owners.
 
-Where the kernel lets nobody but root keep its ports to the loopback, they are open while it runs.
+If only root may filter sockets, its ports are open to other hosts while it runs.
 """
 
 import json
@@ -29,10 +29,10 @@ EVENTUALLY_S_MAX = 60
 
 
 def eventually(holds: Callable[[], bool]) -> None:
-    """Look again and again until `holds`; the bound is far beyond any machine's slowness."""
+    """Poll until `holds`, with a limit far beyond the slowness of any machine."""
     give_up_s = time.monotonic() + EVENTUALLY_S_MAX
     while not holds():
-        assert time.monotonic() < give_up_s, "it never came to hold"
+        assert time.monotonic() < give_up_s, "the condition never held"
         time.sleep(0.02)
 
 
@@ -42,7 +42,7 @@ def free_port() -> int:
 
 
 class Mooncake:
-    """`flags` are those of mooncake_master. What owners and master write to standard error goes to `log`."""
+    """A master with `flags`, and owners. Their standard error goes to `log`."""
 
     def __init__(self, log: Path, lent_bytes: int = LENT_BYTES, flags: Sequence[str] = ()) -> None:
         check_library()
@@ -78,7 +78,7 @@ class Mooncake:
         eventually(self._answers)
 
     def start_owner(self) -> None:
-        """Returns when its memory is lent."""
+        """Start an owner and wait until its memory is lent."""
         options = (self.address, str(self.lent_bytes), "--ports=open")
         self.owners.append(self._run("tidemill.kvstore.stores.mooncake_memory_owner", *options))
         stdout = self.owners[-1].stdout
@@ -90,7 +90,7 @@ class Mooncake:
             return answer.read().decode()
 
     def flip(self, name: str, offset: int) -> None:
-        """One bit of an object, in the memory of its owner."""
+        """Flip one bit of an object in the memory of its owner."""
         found = json.loads(self.ask(f"/batch_query_keys?keys={name}"))["data"][name]["values"][0]
         with Path(f"/proc/{self.owners[-1].pid}/mem").open("r+b", buffering=0) as memory:
             memory.seek(found["buffer_address_"] + offset)
@@ -120,7 +120,7 @@ class Mooncake:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Kill it, also when it is stopped."""
+    """Kill a process, also a stopped one."""
     process.kill()
     process.wait()
     if process.stdout is not None:
@@ -129,7 +129,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def frozen(process: subprocess.Popen[str]) -> Generator[None]:
-    """A child; every thread of it has stopped, which takes a while on a busy machine."""
+    """Stop all threads of a child for the block; on a busy machine that takes a while."""
     os.kill(process.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     try:
@@ -148,7 +148,7 @@ def mooncake(log: Path, lent_bytes: int = LENT_BYTES, flags: Sequence[str] = ())
 
 
 class PlainClient:
-    """Mooncake's own client with nothing of ours around it: reads and writes behind the back of our store."""
+    """Mooncake's own client, which reads and writes objects bypassing our store."""
 
     def __init__(self, service: Mooncake) -> None:
         self.native: Any = load_library().MooncakeDistributedStore()
@@ -161,7 +161,7 @@ class PlainClient:
         return found.tobytes()
 
     def write(self, name: str, body: bytes) -> None:
-        """Instead of what it holds under that name."""
+        """Replace the object of that name."""
         self.native.batch_remove([name], force=True)
         memory = np.frombuffer(body, np.uint8)
         assert self.native.batch_put_from([name], [memory.ctypes.data], [memory.nbytes]) == [0]
@@ -174,7 +174,7 @@ class PlainClient:
 
 
 class Shared:
-    """A native client that several stores use one after another: to close one takes a second."""
+    """A native client that several stores use one after another, because closing takes a second."""
 
     def __init__(self, client: PlainClient) -> None:
         self._native = client.native

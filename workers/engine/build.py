@@ -17,7 +17,7 @@ from tidemill.kvstore.memory.backing import Kvcached
 from tidemill.kvstore.memory.cache import Cache
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
-from tidemill.kvstore.shards import Shards, Share, mine, shards_of, share_of
+from tidemill.kvstore.shards import Shards, Share, rank_layers, rank_share, shards_of
 from tidemill.kvstore.stores.open_store import open_store
 from tidemill.kvstore.stores.seal import Sealing
 from tidemill.kvstore.stores.secret import read_secret
@@ -95,7 +95,7 @@ def check_settings(settings: EngineSettings) -> None:
         device_of(settings)
     ranks = settings.tensor_parallel_size
     layers, max_length = describe(settings.model_folder, ranks, mtp=mtp_of(settings))
-    memory_of(settings, share_of(layers, ranks), max_length)
+    memory_of(settings, rank_layers(layers, ranks), max_length)
 
 
 def build_engine(
@@ -138,7 +138,7 @@ def _build(
     arena = Arena(layout, memory.reserved, backing, budget)
     index = PrefixIndex(layout, settings.eviction, loaded.cost)
     runner = open_runner(settings, loaded, memory, backing.memory, group)
-    places = open_places(settings, layout, backing.memory, mine(shards, 0, ranks))
+    places = open_places(settings, layout, backing.memory, rank_share(shards, 0, ranks))
 
     def close() -> None:
         runner.close()
@@ -298,7 +298,7 @@ def extents_for(layout: Layout, num_tokens: int, in_flight_tokens: int | None = 
     if layout.has_states:
         extents += -(-STATES_PER_REQUEST_MAX // layout.states_per_extent)
     if layout.has_windows:
-        extents += -(-layout.windows_at_once(num_tokens, in_flight) // layout.windows_per_extent)
+        extents += -(-layout.peak_windows(num_tokens, in_flight) // layout.windows_per_extent)
     return extents
 
 

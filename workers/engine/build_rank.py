@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tidemill.kvstore.shards import mine, shards_of
+from tidemill.kvstore.shards import rank_share, shards_of
 from tidemill.workers.device import open_backing
 from tidemill.workers.engine.build import guesser_of, memory_of, mtp_of, open_places, operators_of
 from tidemill.workers.execution.model_runner import outputs_of
@@ -33,7 +33,7 @@ def build_rank(settings: EngineSettings, index: int, folder: Path) -> RankParts:
     loaded = load(settings.model_folder, operators_of(settings), _nobody_looks, ranks, mtp=mtp_of(settings))
     memory = memory_of(settings, loaded.local_layers, loaded.max_length)
     layout, backing = memory.layout, open_backing(settings, memory.reserved_bytes)
-    share = mine(shards_of(loaded.layers, settings.group_sizes), index, size)
+    share = rank_share(shards_of(loaded.layers, settings.group_sizes), index, size)
     transfer = RankTransfer(layout, open_places(settings, layout, backing.memory, share), share)
     caches = caches_of(layout, backing.memory)
     guesser = guesser_of(settings, loaded, layout, caches)

@@ -34,7 +34,7 @@ def load_of(
     stats = transfer.store.stats()
     waiting_pages = sum(-(-len(sequence.tokens) // layout.page_tokens) for sequence in waiting)
     waiting_windows = sum(
-        layout.windows_at_once(len(sequence.tokens), limits.in_flight_tokens) for sequence in waiting
+        layout.peak_windows(len(sequence.tokens), limits.in_flight_tokens) for sequence in waiting
     )
     wanted_bytes = waiting_pages * layout.page_bytes + len(waiting) * layout.state_stride_bytes
     wanted_bytes += waiting_windows * layout.window_bytes

@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey
+from tidemill.kvstore.memory.allocation_sites import Demand
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import Match
-from tidemill.kvstore.memory.windows import lacking
+from tidemill.kvstore.memory.windows import count_missing
 from tidemill.workers.messages import PagesMissing, Provenance
 from tidemill.workers.scheduling.admission_queue import AdmissionQueue
 from tidemill.workers.scheduling.limits import EngineLimits
@@ -154,8 +155,8 @@ class Admission:
         """Whether memory could be had for all known tokens, for the most window pages that they need at once,
         and for those of the checkpoint at `target` pages; it leaves a page for each running request: its next
         one would preempt this request again."""
-        spares_min = int(self._limits.checkpoint_strategy == "double" and not sequence.produces)
-        lease = self._ledger.open(sequence.id, spares_min=spares_min)
+        spare_slots_min = int(self._limits.checkpoint_strategy == "double" and not sequence.produces)
+        lease = self._ledger.open(sequence.id, spare_slots_min=spare_slots_min)
         self._ledger.attach(lease, match, attached)
         try:
             held = self._sequences.num_with_memory
@@ -165,12 +166,12 @@ class Admission:
                 self._ledger.reserve_fetched(lease, target)
                 start = target * sequence.page_tokens
             ahead = min(length, start + self._limits.in_flight_tokens)
-            at_once = self._windows(length) - len(lease.windows) - lacking(self._ledger.layout, lease, ahead)
+            at_once = self._windows(length) - len(lease.windows)
+            at_once -= count_missing(self._ledger.layout, lease, ahead)
             self._ledger.reserve(
                 lease,
                 length,
-                pages_beside=beside,
-                windows_beside=max(0, at_once),
+                headroom=Demand(beside, max(0, at_once)),
                 windows_end=ahead,
             )
         except OutOfMemory:
@@ -182,7 +183,7 @@ class Admission:
 
     def _windows(self, num_tokens: int) -> int:
         """The most window pages that a request of so many tokens needs at once."""
-        return self._ledger.layout.windows_at_once(num_tokens, self._limits.in_flight_tokens)
+        return self._ledger.layout.peak_windows(num_tokens, self._limits.in_flight_tokens)
 
     def _may_come(self, sequence: Sequence) -> bool:
         """Whether a request that was preempted often has reason to hope that it will not be again."""

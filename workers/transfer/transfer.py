@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
 from tidemill.kvstore.memory.lease import Lease
-from tidemill.kvstore.shards import WHOLE, Shards, Share, mine
+from tidemill.kvstore.shards import WHOLE, Shards, Share, rank_share
 from tidemill.kvstore.stores.page_store import Got, finish
 from tidemill.workers.transfer.arena_io import ArenaIO, StagedObject
 from tidemill.workers.transfer.speed_model import Throughput
@@ -124,7 +124,7 @@ class Transfer:
         self.throughput = Throughput()  # of fetches, all ranks together
         self.fetched = Moves()  # the same
         self.published = Moves()
-        self._own = RankTransfer(layout, places, mine(shards, 0, 1 + len(mates)))
+        self._own = RankTransfer(layout, places, rank_share(shards, 0, 1 + len(mates)))
         self._mates = mates
         self._layout = layout
         self._sizes = {

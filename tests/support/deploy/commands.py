@@ -57,7 +57,7 @@ def lends(words: list[str], patch: pytest.MonkeyPatch) -> tuple[str, int, str, T
         raise StoreError("stop here")
 
     patch.setattr(mooncake_memory_owner, "check_library", lambda: None)
-    patch.setattr(mooncake_memory_owner, "is_there", bool)
+    patch.setattr(mooncake_memory_owner, "is_listening", bool)
     patch.setattr(mooncake_memory_owner, "lend_memory", lend)
     patch.setattr(mooncake_memory_owner.signal, "signal", print)  # keep the signals of this process
     assert mooncake_memory_owner.main(words) == 1

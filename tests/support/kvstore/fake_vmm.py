@@ -1,20 +1,24 @@
-"""kvcached's `vmm_ops` on host memory: does and refuses what release 0.1.6 does and refuses."""
+"""A fake of kvcached's `vmm_ops` on host memory, which behaves like release 0.1.6."""
 
 from dataclasses import dataclass, field
 
 import torch
 
 OUT_OF_MEMORY = "physical page allocation failed in CUDA: out of memory"
-UNMAPPED, FRESH = 0xDD, 0xEE  # what is not mapped and what was just mapped may read as anything
+UNMAPPED, FRESH = 0xDD, 0xEE  # unmapped and newly mapped memory reads as undefined bytes
 
 
 @dataclass
 class FakeVmm:
     """One reservation of int8 [size]; only mapped pages keep their bytes.
 
-    physical_pages      how many more pages the device grants, counting the one under all that is unmapped
-    refusal             what the driver says when it grants no more
-    log                 the calls that changed something, in order
+    physical_pages      The pages that the device still grants, one under unmapped ranges included.
+
+
+    refusal             The message of the driver when it grants no more.
+
+    log                 The calls that changed something, in order.
+
     """
 
     physical_pages: int = 1 << 30
@@ -27,7 +31,7 @@ class FakeVmm:
     def init_kvcached(self, dev_str: str, page_size: int, *, contiguous_layout: bool) -> None:
         assert torch.device(dev_str).type == "cpu"
         assert contiguous_layout
-        assert page_size % (2 << 20) == 0, "the real one aborts the process"
+        assert page_size % (2 << 20) == 0, "kvcached aborts the process"
         self.shutdown_kvcached()
         self.page_bytes = page_size
         self.log.append("init")

@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-from tests.support.kvstore.store_process import body, page
+from tests.support.kvstore.objects import page
+from tests.support.kvstore.store_process import body
 from tidemill.kvstore.stores.object_folder import ObjectFolder
 from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.kvstore.stores.seal import SEAL_BYTES
@@ -34,5 +35,5 @@ def age(path: Path, by_s: float) -> None:
     os.utime(path, (status.st_atime, status.st_mtime - by_s))
 
 
-def held_bytes(path: Path) -> int:
+def stored_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("objects/*/*"))

@@ -1,4 +1,7 @@
-"""Small prefix indexes: a letter stands for a page of one token, "aba" is the prefix of three pages."""
+"""Factories of small prefix indexes.
+
+A letter is a page of one token, "aba" a prefix of three pages.
+"""
 
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import Attention, Layout, Linear, PageId, StateId, layout_of
@@ -24,8 +27,8 @@ def keys_of(path: str) -> list[PageKey]:
     return [PageKey(path[:end].encode()) for end in range(1, len(path) + 1)]
 
 
-def kept_path(index: PrefixIndex, path: str, *, checkpoints: str = "") -> list[Entry]:
-    """Insert the pages of `path`, with a checkpoint where `checkpoints` has an x; nothing stays pinned."""
+def insert_path(index: PrefixIndex, path: str, *, checkpoints: str = "") -> list[Entry]:
+    """Insert the unpinned pages of `path`, with a checkpoint where `checkpoints` has an x."""
     entries: list[Entry] = []
     for key in keys_of(path):
         entry, _ = index.insert(entries[-1] if entries else None, key, PageId(len(index)))
@@ -40,7 +43,7 @@ def kept_path(index: PrefixIndex, path: str, *, checkpoints: str = "") -> list[E
 
 
 def evict(index: PrefixIndex) -> str | None:
-    """The cheapest leaf goes, and its price moves the clock."""
+    """Evict the cheapest leaf and advance the clock by its credit."""
     entry = index.cheapest_leaf()
     if entry is None:
         return None
@@ -50,8 +53,8 @@ def evict(index: PrefixIndex) -> str | None:
     return entry.key.decode()
 
 
-def evicted(index: PrefixIndex) -> list[str]:
+def evict_all(index: PrefixIndex) -> list[str]:
     order: list[str] = []
-    while (gone := evict(index)) is not None:
-        order.append(gone)
+    while (removed := evict(index)) is not None:
+        order.append(removed)
     return order

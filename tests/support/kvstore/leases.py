@@ -1,10 +1,14 @@
-"""Small ledgers and leases, and a memory that is cut to pieces."""
+"""Factories of small ledgers and leases."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import fields
+from typing import Any
 
 from tidemill.kvstore.keys import Namespace, PageKey, page_keys
 from tidemill.kvstore.layout import Attention, Linear, PageId, StateId, Window, WindowId, layout_of
-from tidemill.kvstore.memory.allocation_sites import AllocationSite, never
+from tidemill.kvstore.memory.allocation_sites import FailAllocation, never
 from tidemill.kvstore.memory.arena import Arena
 from tidemill.kvstore.memory.backing import Backing, Fixed
 from tidemill.kvstore.memory.cache import Cache
@@ -29,8 +33,11 @@ def a_cache(
     policy: Policy = "value",
     backing: Backing | None = None,
 ) -> Cache:
-    """8 bytes per token, and again in a `window`; 24 per state. With pages of two tokens an extent holds two
-    pages or window pages, or one state, `states_per_extent` times."""
+    """A token takes 8 bytes, and 8 more with a `window`; a state takes 24.
+
+    With pages of two tokens, an extent has room for two pages, two window pages or one state,
+    `states_per_extent` times.
+    """
     linear = Linear(key_heads=1, value_heads=1, key_dim=1, value_dim=2, conv_width=2)
     attention = Attention(kv_heads=1, head_dim=1)
     windows = [Window(kv_heads=1, head_dim=1, tokens=window)] if window else []
@@ -50,41 +57,41 @@ def a_ledger(
     hybrid: bool = True,
     window: int = 0,
     policy: Policy = "value",
-    refuses: Callable[[AllocationSite], bool] = never,
+    fail_allocation: FailAllocation = never,
 ) -> Ledger:
     cache = a_cache(num_extents, states_per_extent, hybrid=hybrid, window=window, policy=policy)
-    return Ledger(cache, fail_allocation=refuses)
+    return Ledger(cache, fail_allocation=fail_allocation)
 
 
 def could_serve(
     cache: Cache, leases: Iterable[Lease], num_states: int, num_pages: int, num_windows: int = 0
 ) -> bool:
-    """Whether so much could be had if everything that no lease holds was given up, wherever it lies."""
+    """Return whether the objects would fit if everything that no lease pins was evicted."""
     layout = cache.layout
     pages, states, windows = set[PageId](), set[StateId](), set[WindowId]()
     for lease in leases:
-        pages |= {*lease.pages, *lease.own_pages()}
-        states |= set(lease.own_states())
+        pages |= {*lease.pages, *lease.owned_pages()}
+        states |= set(lease.owned_states())
         windows |= set(lease.windows)
-        there = [entry.checkpoint for entry in lease.sources() if entry.checkpoint is not None]
-        states |= {checkpoint.state for checkpoint in there if checkpoint.state is not None}
-        windows |= {window for checkpoint in there for window in checkpoint.windows}
+        sources = [entry.checkpoint for entry in lease.sources() if entry.checkpoint is not None]
+        states |= {source.state for source in sources if source.state is not None}
+        windows |= {window for source in sources for window in source.windows}
     in_pages = {cache.arena.pages.extent_of(page) for page in pages}
     in_states = {cache.arena.states.extent_of(state) for state in states}
     in_windows = {cache.arena.windows.extent_of(window) for window in windows}
     extents = cache.arena.budget_extents - len(in_pages) - len(in_states) - len(in_windows)
-    pages_beside = len(in_pages) * layout.pages_per_extent - len(pages)
-    states_beside = len(in_states) * layout.states_per_extent - len(states)
-    if num_states > states_beside:
-        extents -= -(-(num_states - states_beside) // layout.states_per_extent)
-    windows_beside = len(in_windows) * layout.windows_per_extent - len(windows)
-    if num_windows > windows_beside:
-        extents -= -(-(num_windows - windows_beside) // layout.windows_per_extent)
-    return extents >= 0 and num_pages <= pages_beside + extents * layout.pages_per_extent
+    pages_left = len(in_pages) * layout.pages_per_extent - len(pages)
+    states_left = len(in_states) * layout.states_per_extent - len(states)
+    if num_states > states_left:
+        extents -= -(-(num_states - states_left) // layout.states_per_extent)
+    windows_left = len(in_windows) * layout.windows_per_extent - len(windows)
+    if num_windows > windows_left:
+        extents -= -(-(num_windows - windows_left) // layout.windows_per_extent)
+    return extents >= 0 and num_pages <= pages_left + extents * layout.pages_per_extent
 
 
-def grown(ledger: Ledger, lease: Lease, num_tokens: int, keys: Sequence[PageKey] = KEYS) -> Lease:
-    """`num_tokens` of the request are computed."""
+def grow(ledger: Ledger, lease: Lease, num_tokens: int, keys: Sequence[PageKey] = KEYS) -> Lease:
+    """Run one step that computes the request up to `num_tokens`."""
     ledger.reserve(lease, num_tokens)
     ledger.launch(lease, num_tokens)
     ledger.commit(lease, num_tokens, keys)
@@ -92,9 +99,16 @@ def grown(ledger: Ledger, lease: Lease, num_tokens: int, keys: Sequence[PageKey]
     return lease
 
 
-def scattered(ledger: Ledger, keys: Sequence[PageKey], path_pages: int = 5) -> None:
-    """`path_pages + 1` extents: one for the checkpoint at the end of the first pages of `keys`, the rest for
-    one of these pages each."""
+def snapshot(lease: Lease) -> dict[str, Any]:
+    """Return the attributes of a lease, with copies of its collections."""
+    values = {field.name: getattr(lease, field.name) for field in fields(lease)}
+    collections = (list, dict, deque)
+    return {name: copy(value) if type(value) in collections else value for name, value in values.items()}
+
+
+def scatter(ledger: Ledger, keys: Sequence[PageKey], path_pages: int = 5) -> None:
+    """Scatter the first `path_pages` pages of `keys` over as many extents.
+    The checkpoint at their end has one more extent."""
     path, other = ledger.open("path"), ledger.open("other")
     for num_pages in range(1, path_pages):
         ledger.reserve(path, num_pages * P)
@@ -102,6 +116,6 @@ def scattered(ledger: Ledger, keys: Sequence[PageKey], path_pages: int = 5) -> N
     ledger.launch(other, (path_pages - 1) * P)
     ledger.commit(other, (path_pages - 1) * P, page_keys(ROOT, [1] * 20, P))
     ledger.release("other")
-    ledger.keep_state(grown(ledger, path, path_pages * P, keys), last=True)
+    ledger.keep_state(grow(ledger, path, path_pages * P, keys), last=True)
     ledger.release("path")
     assert len({entry.page // 2 for entry in ledger.index.match(keys[:path_pages]).path}) == path_pages

@@ -1,4 +1,4 @@
-"""A store in memory that is down or slow at given times, for the tests of the guard."""
+"""A store in memory that is down or slow at given times, for tests of the circuit breaker."""
 
 import asyncio
 from collections import Counter
@@ -13,9 +13,11 @@ from tidemill.kvstore.stores.page_store import Got, Put, finish
 
 @dataclass(frozen=True)
 class Fault:
-    """From `start` to `end` calls take `blocks_s` or until the end, whichever is less, and then fail. `slow`:
-    they succeed after it, and probes are answered at once. `frozen`: what has the bytes hangs, what knows of
-    them answers."""
+    """Calls from `start` to `end` take `blocks_s`, at most until the end, and then fail.
+
+    slow      Calls succeed after that time, and probes are not delayed.
+    frozen    Only calls that move bytes hang; metadata is available.
+    """
 
     start: float
     end: float
@@ -25,7 +27,7 @@ class Fault:
 
 
 class Scripted(MemoryStore):
-    """In memory, with faults at given times. Counts what reaches it, and the probes that are out."""
+    """A store with faults at given times, which counts calls and running probes."""
 
     def __init__(self, *faults: Fault) -> None:
         super().__init__(1 << 30)
@@ -74,8 +76,8 @@ class Scripted(MemoryStore):
     async def _fails(self, *, moves: bool = True, is_probe: bool = False) -> bool:
         await asyncio.sleep(0.001)
         for fault in self._faults:
-            spares = (fault.slow and is_probe) or (fault.frozen and not moves)
-            if fault.start <= now() < fault.end and not spares:
+            is_spared = (fault.slow and is_probe) or (fault.frozen and not moves)
+            if fault.start <= now() < fault.end and not is_spared:
                 await asyncio.sleep(min(fault.blocks_s, fault.end - now()))
                 return not fault.slow
         return False

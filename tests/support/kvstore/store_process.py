@@ -1,4 +1,4 @@
-"""What the tests of the file store run in processes of their own, as `python -m`."""
+"""The processes that tests of the file store start with `python -m`."""
 
 import asyncio
 import fcntl
@@ -14,7 +14,7 @@ from random import Random
 from types import FrameType
 from typing import Any
 
-from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
+from tests.support.kvstore.objects import page
 from tidemill.kvstore.stores import folder_bound, object_folder
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.object_folder import ObjectFolder
@@ -29,12 +29,8 @@ STORM_KEYS = 200
 STORM_WRITERS = 3
 
 
-def page(number: int) -> ObjectKey:
-    return ObjectKey(Kind.PAGE, PageKey(number.to_bytes(16, "big")))
-
-
 def body(number: int, writer: int, num_bytes: int) -> bytes:
-    """Whoever reads one half of it knows the other."""
+    """Return a body that identifies its number and writer in each half."""
     return Random(number * 100 + writer).randbytes(64).ljust(num_bytes, bytes([writer]))
 
 
@@ -49,14 +45,14 @@ async def contend(folder: Path, writer: int, num_keys: int, num_bytes: int) -> N
         for number in order
     }
     await store.close()
-    print(json.dumps(outcomes))  # noqa: T201 - the answer
+    print(json.dumps(outcomes))  # noqa: T201 - output for the test
 
 
 def crash_at_each_line(folder: Path) -> None:
-    """Open a full folder and put, killed before the n-th line of the store's code, for every n there is."""
+    """Open a full folder and put objects; crash before the n-th line of the store, for every n."""
     capacity_bytes = 3 * (CRASH_BODY_BYTES + SEAL_BYTES)
     for line in range(1, CRASH_LINES_MAX):
-        path = folder / str(line)  # a new one each time: what a crash leaves behind adds lines to the next
+        path = folder / str(line)  # a new folder each time: leftovers of a crash would add lines
         put(ObjectFolder(path, capacity_bytes), [0, 1, 2])
         pid = os.fork()
         if pid == 0:
@@ -69,7 +65,7 @@ def crash_at_each_line(folder: Path) -> None:
         put(ObjectFolder(path, 2 * capacity_bytes), [5])
         assert check(path, range(5, 6), CRASH_BODY_BYTES) == 1, "a crash made the folder useless"
         if os.waitstatus_to_exitcode(status) == 0:
-            print(line)  # noqa: T201 - the answer
+            print(line)  # noqa: T201 - output for the test
             return
     sys.exit(f"no end after {CRASH_LINES_MAX} lines")
 
@@ -92,26 +88,26 @@ def put(folder: ObjectFolder, numbers: list[int]) -> None:
 
 
 def storm(folder: Path, kills: int) -> None:
-    """Writers put at the edge of the capacity, and one after the other is killed at some moment, while a
-    reader looks. Prints what the folder held at moments at which nobody could evict."""
+    """Kill writers that fill the folder at random moments, while a reader verifies objects.
+    Print the bytes in the folder at moments when no process could evict."""
     rng, capacity_bytes = Random(7), 20 * STORM_BYTES_MAX
-    reader = forked(lambda: read_for_ever(folder, capacity_bytes))
-    writers = [forked(lambda: write_for_ever(folder, 1, capacity_bytes))]
+    reader = fork(lambda: read_forever(folder, capacity_bytes))
+    writers = [fork(lambda: write_forever(folder, 1, capacity_bytes))]
     while kills or len(writers) < STORM_WRITERS:
-        writers.append(forked(lambda: write_for_ever(folder, len(writers) + 1, capacity_bytes)))
+        writers.append(fork(lambda: write_forever(folder, len(writers) + 1, capacity_bytes)))
         for _ in range(rng.randrange(1, 20)):
-            print(locked_bytes(folder))  # noqa: T201 - the answer
+            print(locked_bytes(folder))  # noqa: T201 - output for the test
         if kills and len(writers) == STORM_WRITERS:
             kill(writers.pop(rng.randrange(STORM_WRITERS)))
             kills -= 1
-    assert os.waitpid(reader, os.WNOHANG) == (0, 0), "the reader has seen half an object"
+    assert os.waitpid(reader, os.WNOHANG) == (0, 0), "the reader has seen a part of an object"
     for pid in (reader, *writers):
         kill(pid)
     folder_after = ObjectFolder(folder, capacity_bytes)
-    print(folder_after.usage.bytes, locked_bytes(folder))  # noqa: T201 - the answer
+    print(folder_after.usage.bytes, locked_bytes(folder))  # noqa: T201 - output for the test
 
 
-def forked(work: Callable[[], None]) -> int:
+def fork(work: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
         try:
@@ -126,7 +122,7 @@ def kill(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def write_for_ever(folder: Path, writer: int, capacity_bytes: int) -> None:
+def write_forever(folder: Path, writer: int, capacity_bytes: int) -> None:
     store, rng = ObjectFolder(folder, capacity_bytes), Random(os.getpid())
     while True:
         numbers = rng.sample(range(STORM_KEYS), rng.randrange(1, 5))
@@ -135,8 +131,8 @@ def write_for_ever(folder: Path, writer: int, capacity_bytes: int) -> None:
         )
 
 
-def read_for_ever(folder: Path, capacity_bytes: int) -> None:
-    """Ends when an object is neither whole nor missing."""
+def read_forever(folder: Path, capacity_bytes: int) -> None:
+    """Read until an object is neither whole nor missing."""
     store, rng, got = ObjectFolder(folder, capacity_bytes), Random(3), Got.MISS
     while got in {Got.HIT, Got.MISS}:
         number = rng.randrange(STORM_KEYS)
@@ -150,11 +146,11 @@ def storm_bytes(number: int) -> int:
 
 
 def locked_bytes(folder: Path) -> int:
-    """What is in the folder and what is being written, at a moment at which nobody evicts."""
+    """Return the bytes of published and temporary files while no process can evict."""
     folder.mkdir(exist_ok=True)
     with (folder / "usage").open("ab") as usage:
         fcntl.flock(usage, fcntl.LOCK_EX)
-        files: dict[int, int] = {}  # an object has two names for a moment
+        files: dict[int, int] = {}  # an object has two names briefly
         for path in (*folder.glob("aside/*.new"), *folder.glob("objects/*/*")):
             with suppress(FileNotFoundError):
                 status = path.stat()
@@ -163,7 +159,8 @@ def locked_bytes(folder: Path) -> int:
 
 
 def check(folder: Path, numbers: range, num_bytes: int) -> int:
-    """Every object that can be seen is whole; how many there are. Reads the files as a new process would."""
+    """Assert that each existing object is whole, and return their number.
+    Opens the folder again."""
     reader = ObjectFolder(folder, 1 << 30)
     hits = 0
     for number in numbers:

@@ -9,7 +9,15 @@ from random import Random
 
 from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.stores.memory_store import MemoryStore
-from tidemill.kvstore.stores.page_store import Got, Held, Put, StoreCounters, StoreStats, finish, full_after
+from tidemill.kvstore.stores.page_store import (
+    Got,
+    Put,
+    StoreCounters,
+    StoredObject,
+    StoreStats,
+    finish,
+    full_after,
+)
 
 CAPACITY_BYTES = 1 << 40
 
@@ -49,12 +57,12 @@ class FaultyStore:
 
     async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
         outcomes = await finish(asyncio.ensure_future(self._put(objects)))
-        self._tally.put(objects, outcomes)
+        self._tally.add_put(objects, outcomes)
         return outcomes
 
     async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
         outcomes = await finish(asyncio.ensure_future(self._get(wanted)))
-        self._tally.get(wanted, outcomes)
+        self._tally.add_get(wanted, outcomes)
         return outcomes
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -65,8 +73,8 @@ class FaultyStore:
         await self._pause()
         await self.sealed.remove(keys)
 
-    async def held(self) -> list[Held]:
-        return await self.sealed.held()
+    async def list_objects(self) -> list[StoredObject]:
+        return await self.sealed.list_objects()
 
     def register(self, memory: memoryview) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Keys name every token before them and everything else that shaped the bytes."""
+"""Keys depend on every token up to their end and on every field of the namespace."""
 
 from dataclasses import fields, replace
 
@@ -29,7 +29,7 @@ page_sizes = st.integers(1, 9)
 
 @PROPERTY
 @given(token_lists, page_sizes)
-def test_one_key_per_full_page(tokens: list[int], page_tokens: int) -> None:
+def test_page_keys_has_one_key_per_full_page(tokens: list[int], page_tokens: int) -> None:
     keys = page_keys(ROOT, tokens, page_tokens)
     assert len(keys) == len(tokens) // page_tokens
     assert all(len(key) == DIGEST_BYTES for key in keys)
@@ -38,32 +38,31 @@ def test_one_key_per_full_page(tokens: list[int], page_tokens: int) -> None:
 
 @PROPERTY
 @given(token_lists, token_lists, page_sizes)
-def test_keys_are_equal_exactly_as_far_as_the_tokens_are(
+def test_page_keys_are_equal_exactly_where_the_tokens_are(
     left: list[int], right: list[int], page_tokens: int
 ) -> None:
-    for index, (key, other) in enumerate(
-        zip(page_keys(ROOT, left, page_tokens), page_keys(ROOT, right, page_tokens), strict=False)
-    ):
+    keys = zip(page_keys(ROOT, left, page_tokens), page_keys(ROOT, right, page_tokens), strict=False)
+    for index, (left_key, right_key) in enumerate(keys):
         end = (index + 1) * page_tokens
-        assert (key == other) == (left[:end] == right[:end])
+        assert (left_key == right_key) == (left[:end] == right[:end])
 
 
 @PROPERTY
 @given(token_lists, page_sizes, st.data())
-def test_an_early_token_changes_every_later_key(
+def test_page_keys_change_after_an_early_token(
     tokens: list[int], page_tokens: int, data: st.DataObject
 ) -> None:
     assume(tokens)
     at = data.draw(st.integers(0, len(tokens) - 1))
     changed = [*tokens[:at], tokens[at] ^ 1, *tokens[at + 1 :]]
     before, after = page_keys(ROOT, tokens, page_tokens), page_keys(ROOT, changed, page_tokens)
-    same = [key == other for key, other in zip(before, after, strict=True)]
+    same = [left == right for left, right in zip(before, after, strict=True)]
     assert same == [index < at // page_tokens for index in range(len(before))]
 
 
 @PROPERTY
 @given(token_lists, page_sizes, st.data())
-def test_extending_by_and_by_equals_all_at_once(
+def test_extend_keys_in_steps_equals_page_keys(
     tokens: list[int], page_tokens: int, data: st.DataObject
 ) -> None:
     ends = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=6)))
@@ -75,37 +74,37 @@ def test_extending_by_and_by_equals_all_at_once(
 
 @PROPERTY
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=9))
-def test_chain_is_the_step_from_one_key_to_the_next(page: list[int]) -> None:
+def test_chain_returns_the_next_page_key(page: list[int]) -> None:
     first = chain(ROOT, page)
     assert page_keys(ROOT, page * 2, len(page)) == [first, chain(first, page)]
 
 
 @PROPERTY
 @given(namespaces, namespaces)
-def test_namespaces_separate_keys(left: Namespace, right: Namespace) -> None:
-    """Also where one field ends and the next one begins: ("ab", "c") is not ("a", "bc")."""
+def test_namespace_separates_keys(left: Namespace, right: Namespace) -> None:
+    """The boundary between fields counts: ("ab", "c") differs from ("a", "bc")."""
     assert (left.root() == right.root()) == (left == right)
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(Namespace)])
-def test_every_field_of_a_namespace_separates_keys(field: str) -> None:
+def test_namespace_separates_keys_by_every_field(field: str) -> None:
     one = Namespace(model="model", layout="layout", salt="salt")
     other = replace(one, **{field: "another"})
     assert set(page_keys(one.root(), range(12), 4)).isdisjoint(page_keys(other.root(), range(12), 4))
 
 
-def test_text_between_fields_does_not_move() -> None:
+def test_namespace_separates_its_fields() -> None:
     assert Namespace(model="ab", layout="c").root() != Namespace(model="a", layout="bc").root()
     assert Namespace(model="é", layout="").root() != Namespace(model="", layout="é").root()
 
 
-def test_a_key_is_the_same_in_every_process_and_version() -> None:
-    """Stores outlive processes: a change here must come with a new LAYOUT_VERSION."""
+def test_page_key_is_the_same_in_every_process_and_version() -> None:
+    """Stores outlive processes: a change here needs a new LAYOUT_VERSION."""
     assert ROOT.hex() == "414705c7a00cf31db7247add10662581"
     assert page_keys(ROOT, range(4), 2)[-1].hex() == "9150f1de3c2da4ad9534fc02d2b3baa6"
 
 
-def test_objects_of_one_key_have_different_names() -> None:
+def test_object_keys_of_one_page_key_have_different_names() -> None:
     names = {
         str(ObjectKey(kind, key, shard))
         for kind in Kind
@@ -114,4 +113,4 @@ def test_objects_of_one_key_have_different_names() -> None:
     }
     assert len(names) == 3 * 2 * 3
     assert len({len(name) for name in names}) == 1
-    assert all(OBJECT_NAME.fullmatch(name) for name in names), "the folder's bound counts them"
+    assert all(OBJECT_NAME.fullmatch(name) for name in names), "FolderBound does not count them"

@@ -1,4 +1,4 @@
-"""Every byte of a page and of a state has one place, and the places do not move unnoticed."""
+"""Each byte of a page and of a state has one address, and addresses do not change unnoticed."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 @PROPERTY
 @given(layouts())
-def test_pages_and_states_tile_an_extent(layout: Layout) -> None:
+def test_layout_tiles_an_extent_with_pages_and_states(layout: Layout) -> None:
     assert layout.pages_per_extent * layout.page_bytes == layout.extent_bytes
     assert layout.hybrid == bool(layout.linear)
     if layout.hybrid:
@@ -72,7 +72,7 @@ def test_pages_and_states_tile_an_extent(layout: Layout) -> None:
 
 @PROPERTY
 @given(layer_lists(), st.integers(1, 1 << 16), st.sampled_from([1, 64, 4096]))
-def test_an_extent_is_as_small_as_asked_and_no_smaller(
+def test_layout_of_makes_the_smallest_extent_allowed(
     layers: list[LayerSpec], extent_bytes_min: int, granule_bytes: int
 ) -> None:
     layout = layout_of(layers, 4, extent_bytes_min=extent_bytes_min, granule_bytes=granule_bytes)
@@ -85,8 +85,8 @@ def test_an_extent_is_as_small_as_asked_and_no_smaller(
 
 @PROPERTY
 @given(layouts())
-def test_every_byte_of_a_page_belongs_to_one_element(layout: Layout) -> None:
-    """No overlap between layers, heads, K, V and tokens, and no byte that nobody owns."""
+def test_layout_gives_each_byte_of_a_page_to_one_element(layout: Layout) -> None:
+    """Layers, heads, K, V and tokens do not overlap and leave no gap."""
     arena, caches = _caches(layout, num_extents=2)
     owners = torch.zeros(arena.numel(), dtype=torch.int32)
     for view in caches.kv:
@@ -97,7 +97,7 @@ def test_every_byte_of_a_page_belongs_to_one_element(layout: Layout) -> None:
 
 @PROPERTY
 @given(layouts())
-def test_every_byte_of_a_state_belongs_to_one_element(layout: Layout) -> None:
+def test_layout_gives_each_byte_of_a_state_to_one_element(layout: Layout) -> None:
     arena, caches = _caches(layout, num_extents=2)
     owners = torch.zeros(arena.numel(), dtype=torch.int32)
     for view in [*caches.conv, *caches.temporal]:
@@ -111,7 +111,7 @@ def test_every_byte_of_a_state_belongs_to_one_element(layout: Layout) -> None:
 
 @PROPERTY
 @given(layouts(), st.data())
-def test_an_id_says_where_its_bytes_are(layout: Layout, data: st.DataObject) -> None:
+def test_layout_offsets_follow_from_ids(layout: Layout, data: st.DataObject) -> None:
     arena, caches = _caches(layout, num_extents=2)
     page = PageId(data.draw(st.integers(0, 2 * layout.pages_per_extent - 1)))
     for view in caches.kv:
@@ -127,8 +127,8 @@ def test_an_id_says_where_its_bytes_are(layout: Layout, data: st.DataObject) -> 
 
 @PROPERTY
 @given(layouts())
-def test_the_share_of_a_head_is_one_run_of_bytes(layout: Layout) -> None:
-    """What lets ranks of unequal tensor parallelism read each other's pages and states."""
+def test_layout_stores_the_share_of_a_head_contiguously(layout: Layout) -> None:
+    """Ranks of unequal tensor parallelism can read each other's pages and states."""
     arena, caches = _caches(layout, num_extents=1)
     kv_heads = layout.attention[0].kv_heads
     for head in range(kv_heads):
@@ -145,7 +145,7 @@ def test_the_share_of_a_head_is_one_run_of_bytes(layout: Layout) -> None:
             _only_within(arena, group * layout.state_bytes // key_heads, layout.state_bytes // key_heads)
 
 
-def test_keeper_snapshot() -> None:
+def test_layout_of_keeper() -> None:
     layout = layout_of(KEEPER, 64)
     assert (layout.page_bytes, layout.state_bytes) == (32_768, 31_488)
     assert (layout.state_stride_bytes, layout.extent_bytes) == (32_768, 1 << 20)
@@ -160,7 +160,7 @@ def test_keeper_snapshot() -> None:
     assert {_strides_bytes(view) for view in caches.temporal} == {(32_768, 15_744, 4_096, 128, 4)}
 
 
-def test_qwen3_next_80b_snapshot() -> None:
+def test_layout_of_qwen3_next_80b() -> None:
     layout = layout_of(QWEN3_NEXT, 64, "bfloat16")
     assert layout.page_bytes // layout.page_tokens == 24_576
     assert layout.page_bytes == 3 << 19  # 1.5 MiB
@@ -193,7 +193,7 @@ GPT_OSS_20B: list[LayerSpec] = [
 DEEPSEEK_V3: list[LayerSpec] = [Latent(width=512 + 64)] * 61
 
 
-def test_gpt_oss_20b_snapshot() -> None:
+def test_layout_of_gpt_oss_20b() -> None:
     layout = layout_of(GPT_OSS_20B, 64, "bfloat16")
     assert layout.page_bytes == layout.window_bytes == 12 * 2 * 8 * 64 * 64 * 2 == 3 << 19
     assert (layout.extent_bytes, layout.pages_per_extent, layout.windows_per_extent) == (3 << 19, 1, 1)
@@ -207,7 +207,7 @@ def test_gpt_oss_20b_snapshot() -> None:
     assert layout.describe() == (f"v1/p64/bfloat16/{tuple(GPT_OSS_20B[1::2])}/()/{tuple(GPT_OSS_20B[::2])}")
 
 
-def test_deepseek_v3_snapshot() -> None:
+def test_layout_of_deepseek_v3() -> None:
     layout = layout_of(DEEPSEEK_V3, 64, "bfloat16")
     assert layout.page_bytes // layout.page_tokens == 70_272
     assert (layout.hybrid, layout.checkpoint_bytes, layout.windows_per_extent) == (False, 0, 0)
@@ -223,10 +223,10 @@ WINDOW_SIZES = st.sampled_from([1, 2, 3, 8])
 
 @PROPERTY
 @given(st.lists(WINDOW_SIZES, min_size=1, max_size=3), WINDOW_SIZES, st.integers(1, 5), st.data())
-def test_window_pages_tile_an_extent_and_every_byte_is_one_element(
+def test_layout_tiles_an_extent_with_window_pages(
     dims: list[int], head_dim: int, page_tokens: int, data: st.DataObject
 ) -> None:
-    """Whatever the sizes: a page, a window page and a state divide the extent."""
+    """A page, a window page and a state of any size divide the extent."""
     windows = [Window(kv_heads=2, head_dim=dim, tokens=4) for dim in dims]
     pages: list[LayerSpec] = [Attention(kv_heads=3, head_dim=head_dim)]
     if data.draw(st.booleans()):
@@ -246,7 +246,7 @@ def test_window_pages_tile_an_extent_and_every_byte_is_one_element(
         assert owners.eq(1).all()
 
 
-def test_objects_of_different_meaning_have_different_descriptions() -> None:
+def test_describe_differs_for_different_layouts() -> None:
     wider = Attention(kv_heads=2, head_dim=64)
     dtypes: list[KvDtype] = ["float32", "bfloat16"]
     described = {
@@ -271,14 +271,16 @@ def test_objects_of_different_meaning_have_different_descriptions() -> None:
         ),
     ],
 )
-def test_what_cannot_share_a_page_is_refused(layers: list[LayerSpec], page_tokens: int, problem: str) -> None:
+def test_layout_of_rejects_layers_that_cannot_share_a_page(
+    layers: list[LayerSpec], page_tokens: int, problem: str
+) -> None:
     with pytest.raises(ValueError, match=problem):
         layout_of(layers, page_tokens)
 
 
 @PROPERTY
 @given(st.integers(1, 500), st.integers(1, 70))
-def test_the_last_token_is_never_restored(num_tokens: int, page_tokens: int) -> None:
+def test_restorable_end_is_before_the_last_token(num_tokens: int, page_tokens: int) -> None:
     end = restorable_end(num_tokens, page_tokens)
     assert end % page_tokens == 0
     assert 0 <= end < num_tokens <= end + page_tokens
@@ -290,7 +292,7 @@ def _caches(layout: Layout, num_extents: int, device: str = "cpu") -> tuple[torc
 
 
 def _own(owners: torch.Tensor, view: torch.Tensor, element_bytes: int) -> None:
-    """Count every byte of every element of `view`, by its strides alone."""
+    """Count every byte of every element of `view`, by its strides."""
     first = owners.view(-1, element_bytes)
     counted = first.as_strided(
         (*view.shape, element_bytes),

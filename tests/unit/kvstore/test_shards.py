@@ -1,4 +1,4 @@
-"""A rank's page is a range of the whole page, byte for byte, and the shards of a group cover it once."""
+"""The page of a rank is a byte range of the whole page, and the shards of a group cover it once."""
 
 from itertools import chain
 from math import lcm
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.kvstore.layout import Attention, LayerSpec, Layout, Linear, PageId, StateId, Window, layout_of
-from tidemill.kvstore.shards import WHOLE, Shards, Share, mine, shards_of, share_of
+from tidemill.kvstore.shards import WHOLE, Shards, Share, rank_layers, rank_share, shards_of
 from tidemill.workers.models.inputs import Caches, caches_of
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
@@ -23,7 +23,7 @@ NINE = Linear(key_heads=9, value_heads=9, key_dim=1, value_dim=1, conv_width=2)
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[LayerSpec, ...]:
-    """Ranks of 1, 2, 4 and 8 can share them."""
+    """Draw layers that groups of 1, 2, 4 and 8 ranks can share."""
     kv_heads, key_heads = draw(st.sampled_from(SIZES)), draw(st.sampled_from([8, 16]))
     attention = st.builds(Attention, kv_heads=st.just(kv_heads), head_dim=st.sampled_from([1, 2, 3]))
     linear = st.builds(
@@ -40,16 +40,16 @@ def models(draw: st.DrawFn) -> tuple[LayerSpec, ...]:
 
 @PROPERTY
 @given(models(), st.sampled_from(SIZES), st.sampled_from([1, 3]), st.data())
-def test_a_ranks_page_and_state_are_ranges_of_the_whole_ones(
+def test_rank_share_is_a_range_of_the_whole_page_and_state(
     layers: tuple[LayerSpec, ...], size: int, page_tokens: int, data: st.DataObject
 ) -> None:
-    """Fill a whole page and state by heads, and a rank's by its own heads: the bytes are the same run."""
+    """Fill whole objects by heads, and those of a rank by its heads: the bytes are equal."""
     rank = data.draw(st.integers(0, size - 1))
     shards = shards_of(layers, data.draw(st.sets(st.sampled_from(SIZES))) | {size})
-    share = mine(shards, rank, size)
+    share = rank_share(shards, rank, size)
     whole, local = (
         layout_of(specs, page_tokens, extent_bytes_min=1, granule_bytes=1)
-        for specs in (layers, share_of(layers, size))
+        for specs in (layers, rank_layers(layers, size))
     )
     (whole_bytes, whole_caches), (local_bytes, local_caches) = _arena(whole), _arena(local)
     numbers = iter(range(1, 1 << 24))
@@ -69,12 +69,12 @@ def test_a_ranks_page_and_state_are_ranges_of_the_whole_ones(
 
 @PROPERTY
 @given(models(), st.sampled_from(SIZES), st.sets(st.sampled_from(SIZES), min_size=1), st.data())
-def test_every_group_publishes_every_shard_once(
+def test_rank_shares_publish_every_shard_once(
     layers: tuple[LayerSpec, ...], windowed: int, sizes: set[int], data: st.DataObject
 ) -> None:
     shards = shards_of((*layers, Window(kv_heads=windowed, head_dim=1, tokens=3)), sizes)
     size = data.draw(st.sampled_from(sorted(sizes)))
-    shares = [mine(shards, rank, size) for rank in range(size)]
+    shares = [rank_share(shards, rank, size) for rank in range(size)]
     published = chain.from_iterable(share.pages for share in shares if share.publishes_pages)
     assert list(published) == list(range(shards.pages))
     published = chain.from_iterable(share.windows for share in shares if share.publishes_windows)
@@ -96,26 +96,26 @@ def test_every_group_publishes_every_shard_once(
         ((16,), Shards(2, 16)),
     ],
 )
-def test_there_are_as_many_shards_as_the_sizes_need(sizes: tuple[int, ...], shards: Shards) -> None:
+def test_shards_of_returns_the_fewest_shards_for_the_sizes(sizes: tuple[int, ...], shards: Shards) -> None:
     assert shards_of(QWEN3_NEXT, sizes) == shards
 
 
-def test_sizes_that_do_not_divide_each_other() -> None:
+def test_rank_share_of_group_sizes_that_do_not_divide_each_other() -> None:
     layers = (Attention(kv_heads=6, head_dim=1),)
     assert shards_of(layers, (2, 3)) == Shards(lcm(2, 3), 1)
-    assert [mine(Shards(6), rank, 2).pages for rank in range(2)] == [range(3), range(3, 6)]
-    assert [mine(Shards(6), rank, 3).pages for rank in range(3)] == [range(2), range(2, 4), range(4, 6)]
+    assert [rank_share(Shards(6), rank, 2).pages for rank in range(2)] == [range(3), range(3, 6)]
+    assert [rank_share(Shards(6), rank, 3).pages for rank in range(3)] == [range(2), range(2, 4), range(4, 6)]
 
 
-def test_four_ranks_over_two_kv_heads() -> None:
+def test_rank_share_of_four_ranks_with_two_kv_heads() -> None:
     shards = shards_of(QWEN3_NEXT, (4,))
-    assert [mine(shards, rank, 4) for rank in range(4)] == [
+    assert [rank_share(shards, rank, 4) for rank in range(4)] == [
         Share(range(1), range(1), range(1), publishes_pages=True, publishes_windows=True),
         Share(range(1), range(1, 2), range(1), publishes_pages=False, publishes_windows=False),
         Share(range(1, 2), range(2, 3), range(1), publishes_pages=True, publishes_windows=False),
         Share(range(1, 2), range(3, 4), range(1), publishes_pages=False, publishes_windows=False),
     ]
-    assert share_of(QWEN3_NEXT, 4) == (
+    assert rank_layers(QWEN3_NEXT, 4) == (
         Linear(key_heads=4, value_heads=8, key_dim=128, value_dim=128, conv_width=4),
         Attention(kv_heads=1, head_dim=256),
     )
@@ -132,14 +132,16 @@ def test_four_ranks_over_two_kv_heads() -> None:
         ((Attention(kv_heads=1, head_dim=1),), 0, "use 1, or a multiple of 1$"),
     ],
 )
-def test_heads_that_cannot_be_shared_are_refused(layers: tuple[LayerSpec, ...], size: int, fix: str) -> None:
+def test_rank_layers_refuses_heads_that_cannot_be_shared(
+    layers: tuple[LayerSpec, ...], size: int, fix: str
+) -> None:
     with pytest.raises(ValueError, match=f"{size} ranks .*{fix}"):
-        share_of(layers, size)
+        rank_layers(layers, size)
     with pytest.raises(ValueError, match=fix):
         shards_of(layers, (1, size))
 
 
-def test_objects_that_are_cut_otherwise_are_in_another_namespace() -> None:
+def test_shards_describe_separates_namespaces_by_their_cuts() -> None:
     whole = layout_of(QWEN3_NEXT, 64)
     cuts = [Shards(pages, states) for pages in (1, 2) for states in (1, 2, 4)]
     assert len({shards.describe(whole) for shards in cuts}) == len(cuts)
@@ -147,7 +149,7 @@ def test_objects_that_are_cut_otherwise_are_in_another_namespace() -> None:
 
 
 def _arena(layout: Layout) -> tuple[torch.Tensor, Caches]:
-    """Two extents of zeros: at least two places of each kind."""
+    """Return two extents of zeros: at least two objects of each kind."""
     arena = torch.zeros(2 * layout.extent_bytes, dtype=torch.uint8)
     return arena, caches_of(layout, arena)
 
@@ -157,12 +159,12 @@ def _states(caches: Caches) -> list[torch.Tensor]:
 
 
 def _number(full: torch.Tensor, part: torch.Tensor, first: int, numbers_from: int) -> None:
-    """Give each element of `full` (heads first) its number, and copy the heads from `first` to `part`."""
+    """Number the elements of `full` (heads first), and copy the heads from `first` to `part`."""
     full[:] = torch.arange(full.numel(), dtype=torch.float32).view(full.shape) + numbers_from * 1_000.0
     part[:] = full[first : first + part.shape[0]]
 
 
 def _run(arena: torch.Tensor, offset: int, num_bytes: int, shards: range, count: int) -> torch.Tensor:
-    """The bytes of some of `count` shards of the object at `offset`."""
+    """Return the bytes of some of `count` shards of the object at `offset`."""
     size = num_bytes // count
     return arena[offset + shards.start * size : offset + shards.stop * size]

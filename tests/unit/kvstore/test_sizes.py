@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes in bytes as text."""
 
 import pytest
 from hypothesis import given, settings
@@ -25,17 +25,17 @@ PROPERTY = settings(deadline=None, derandomize=True, max_examples=100)
         ("9007199254740993", 9007199254740993),
     ],
 )
-def test_forms(text: str, num_bytes: int) -> None:
+def test_parse_bytes_accepts_each_form(text: str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "8 gigs", "1e9", "8GiBB", "1,5g", "0x10", "8GiB 1", "nan"])
-def test_anything_else_is_named_with_the_forms(text: str) -> None:
+def test_parse_bytes_names_the_forms_for_other_texts(text: str) -> None:
     with pytest.raises(ValueError, match="write it like 512MiB"):
         parse_bytes(text)
 
 
 @PROPERTY
 @given(st.integers(0, 1 << 60))
-def test_plain_numbers_are_exact(num_bytes: int) -> None:
+def test_parse_bytes_keeps_plain_numbers_exact(num_bytes: int) -> None:
     assert parse_bytes(str(num_bytes)) == num_bytes

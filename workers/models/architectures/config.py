@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from tidemill.kvstore.layout import LayerSpec
 from tidemill.kvstore.memory.recompute_cost import RecomputeCost
-from tidemill.kvstore.shards import share_of
+from tidemill.kvstore.shards import rank_layers
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.layers.work import MixerConfig, MlpConfig, matrix_flops
 from tidemill.workers.models.loading.config_json import Raw, number, size
@@ -120,7 +120,7 @@ def local(config: ArchitectureConfig, size: int) -> ArchitectureConfig:
             f"{size} ranks cannot divide the heads of this model ({heads}): "
             f"set --tensor-parallel-size to {' or '.join(map(str, sizes(config)))}"
         )
-    specs, count = share_of(config.specs, size), len(config.layers)
+    specs, count = rank_layers(config.specs, size), len(config.layers)
     own = tuple(
         replace(layer, mixer=layer.mixer.part(spec, size))
         for layer, spec in zip(config.every_layer, specs, strict=True)
@@ -144,7 +144,7 @@ def _token_flops(config: ArchitectureConfig) -> Iterator[float]:
 
 def _divides(config: ArchitectureConfig, size: int) -> bool:
     try:
-        share_of(config.specs, size)
+        rank_layers(config.specs, size)
     except ValueError:
         return False
     return not any(layer.mixer.heads().get("query", size) % size for layer in config.every_layer)

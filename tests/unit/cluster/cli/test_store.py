@@ -15,7 +15,7 @@ from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.open_store import open_store
-from tidemill.kvstore.stores.page_store import Held, Put
+from tidemill.kvstore.stores.page_store import Put, StoredObject
 from tidemill.kvstore.stores.seal import SEAL_BYTES, Sealing
 
 PAGES = [ObjectKey(Kind.PAGE, PageKey(bytes([1 + index]) * 16), shard=index) for index in range(3)]
@@ -137,7 +137,7 @@ def test_measurements_count_outcomes_of_full_store() -> None:
 
 def test_state_has_problem_of_store_that_cannot_list() -> None:
     class Unlisted(MemoryStore):
-        async def held(self) -> list[Held]:
+        async def list_objects(self) -> list[StoredObject]:
             raise StoreError("listing is unavailable")
 
     async def run() -> None:

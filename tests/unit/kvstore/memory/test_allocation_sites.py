@@ -1,4 +1,4 @@
-"""Memory is refused at every place that allocates, at its first time, its second, and so on to its last."""
+"""Memory is refused at each allocation site, at its first call, its second, up to its last."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tests.support.kvstore.leases import ROOT, P, a_cache
+from tests.support.kvstore.leases import ROOT, P, a_cache, snapshot
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import page_keys
 from tidemill.kvstore.memory.allocation_sites import AllocationSite
@@ -15,7 +15,7 @@ from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
 
 KEYS = {0: page_keys(ROOT, [0] * 60, P), 1: page_keys(ROOT, [1] * 60, P)}
-"""Of the two requests, by the spare slots that they want."""
+"""The keys of the two requests, by their number of spare slots."""
 
 BACKING = "backing.map"
 SITES = (*AllocationSite, BACKING)
@@ -23,20 +23,20 @@ SITES = (*AllocationSite, BACKING)
 
 @dataclass
 class Refuser:
-    """Says no once: when `site` asks for the time number `nth`. As a backing it refuses to map."""
+    """Refuses the call number `nth` of `site`, also as a backing that refuses to map."""
 
     site: AllocationSite | str
     nth: int
-    asked: Counter[AllocationSite | str] = field(default_factory=Counter[AllocationSite | str])
+    calls: Counter[AllocationSite | str] = field(default_factory=Counter[AllocationSite | str])
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def __call__(self, site: AllocationSite | str) -> bool:
-        self.asked[site] += 1
-        return site == self.site and self.asked[site] == self.nth + 1
+        self.calls[site] += 1
+        return site == self.site and self.calls[site] == self.nth + 1
 
     @property
     def has_refused(self) -> bool:
-        return self.asked[self.site] > self.nth
+        return self.calls[self.site] > self.nth
 
     def map(self, offset_bytes: int, num_bytes: int) -> None:
         del offset_bytes, num_bytes
@@ -49,7 +49,7 @@ class Refuser:
 
 
 class Driver:
-    """Runs requests through every site; what was refused is wanted again, and is granted then."""
+    """Runs requests through every site, and retries each refused call."""
 
     def __init__(self, refuser: Refuser) -> None:
         self.refuser = refuser
@@ -58,33 +58,33 @@ class Driver:
         self.refused_reserves = self.refused_checkpoints = 0
 
     def run(self) -> None:
-        for name, spares_min in (("lazy", 0), ("double", 1)):
-            lease = self.ledger.open(name, spares_min=spares_min)
+        for name, spare_slots_min in (("lazy", 0), ("double", 1)):
+            lease = self.ledger.open(name, spare_slots_min=spare_slots_min)
             self._step(lease, 3 * P)
             self._step(lease, 4 * P)
             self._roll(lease)
             self._step(lease, 5 * P - 1)
             for _ in range(3):
-                self._step(lease, lease.committed + 3, drafts=2, landed=lease.committed + 1)
+                self._step(lease, lease.committed + 3, drafts=2, committed=lease.committed + 1)
                 if lease.committed % P == 0:
                     self._roll(lease)
             self._two_in_flight(lease)
             self.ledger.release(name)
             self.ledger.check()
 
-    def _step(self, lease: Lease, end: int, *, drafts: int = 0, landed: int | None = None) -> None:
+    def _step(self, lease: Lease, end: int, *, drafts: int = 0, committed: int | None = None) -> None:
         self._reserve(lease, end, drafts)
         self.ledger.launch(lease, end, drafts=drafts)
-        self.ledger.commit(lease, end if landed is None else landed, KEYS[lease.spare_slots_min])
+        self.ledger.commit(lease, end if committed is None else committed, KEYS[lease.spare_slots_min])
         self.ledger.check()
 
     def _two_in_flight(self, lease: Lease) -> None:
-        """The second one leaves the state of the first to a checkpoint, if it can."""
+        """Launch a second step that leaves the state of the first to a checkpoint, if it can."""
         boundary = (lease.committed // P + 1) * P
         self._reserve(lease, boundary)
         self.ledger.launch(lease, boundary)
         self._reserve(lease, boundary + 1)
-        asked = self.refuser.asked[AllocationSite.CHECKPOINT_STATE]
+        calls = self.refuser.calls[AllocationSite.CHECKPOINT_STATE]
         refused = self.refuser.has_refused
         second = self.ledger.launch(lease, boundary + 1, keep=True)
         self.ledger.check()
@@ -93,7 +93,7 @@ class Driver:
         self.ledger.check()
         assert kept == (second.reads not in second.writes)
         assert kept or self.refuser.has_refused > refused
-        assert kept or self.refuser.asked[AllocationSite.CHECKPOINT_STATE] > asked
+        assert kept or self.refuser.calls[AllocationSite.CHECKPOINT_STATE] > calls
         self.ledger.commit(lease, boundary + 1, KEYS[lease.spare_slots_min])
         self.ledger.check()
 
@@ -110,41 +110,23 @@ class Driver:
         self.ledger.check()
 
     def _roll(self, lease: Lease) -> None:
-        before, earlier = snapshot(lease), self._kept(lease.rolling)
+        before, previous = snapshot(lease), self._checkpoint(lease.rolling)
         if not self.ledger.roll_checkpoint(lease):
             self.refused_checkpoints += 1
             self.ledger.check()
             assert snapshot(lease) == before
-            assert self._kept(lease.rolling) == earlier, "the kept checkpoint is lost"
+            assert self._checkpoint(lease.rolling) == previous, "the previous checkpoint is lost"
             assert lease.shared_entries[-1].checkpoint is None
             assert self.ledger.roll_checkpoint(lease)
         assert lease.rolling is lease.shared_entries[-1]
         self.ledger.check()
 
-    def _kept(self, entry: Entry | None) -> Checkpoint | None:
+    def _checkpoint(self, entry: Entry | None) -> Checkpoint | None:
         return entry and entry.checkpoint
 
 
-def snapshot(lease: Lease) -> tuple[object, ...]:
-    held = (
-        list(lease.shared_entries),
-        list(lease.private_pages),
-        list(lease.windows),
-        lease.committed,
-        lease.allocated,
-    )
-    return (
-        *held,
-        dict(lease.states),
-        list(lease.spare_slots),
-        lease.source,
-        lease.rolling,
-        list(lease.flights),
-    )
-
-
 @pytest.mark.parametrize("site", SITES, ids=str)
-def test_memory_is_refused_at_each_allocation_in_turn(site: AllocationSite | str) -> None:
+def test_ledger_survives_a_refusal_at_each_allocation(site: AllocationSite | str) -> None:
     nth = 0
     while True:
         refuser = Refuser(site, nth)
@@ -159,18 +141,18 @@ def test_memory_is_refused_at_each_allocation_in_turn(site: AllocationSite | str
         usage = driver.ledger.usage()
         assert (driver.ledger.num_leases, usage.pages_pinned, usage.states_pinned) == (0, 0, 0)
         assert usage.windows_pinned == 0
-        assert driver.ledger.resize(1), "everything can be given up"
+        assert driver.ledger.resize(1), "everything can be evicted"
         nth += 1
     assert nth > 1, f"no driver reaches {site}"
 
 
-def test_the_system_refuses_every_extent_from_one_on() -> None:
-    """Then what is kept serves: nothing is lost, and what finds none is refused."""
+def test_ledger_reuses_cached_memory_when_the_system_refuses_extents() -> None:
+    """Requests use cached memory, and fail when there is none; no memory leaks."""
 
     class Full(Refuser):
         def __call__(self, site: AllocationSite | str) -> bool:
-            self.asked[site] += 1
-            return site == BACKING and self.asked[site] > self.nth
+            self.calls[site] += 1
+            return site == BACKING and self.calls[site] > self.nth
 
     for nth in range(8):
         cache = a_cache(8, backing=Full(BACKING, nth))

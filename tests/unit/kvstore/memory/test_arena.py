@@ -1,6 +1,6 @@
-"""Extents hold pages, or states, or nothing, and follow the demand; compared with a model of dictionaries."""
+"""The arena against a model of dictionaries: its extents follow the demand of the classes."""
 
-# The looks into buckets are no part of any interface.
+# The test counts accesses to private buckets.
 # pyright: reportPrivateUsage=false
 
 from collections import Counter
@@ -19,15 +19,15 @@ from tidemill.kvstore.memory.arena import SPARE_EXTENTS_MAX, Arena, Id, Pool
 choices = st.integers(0, 999)
 
 
-class Maps:
-    """A backing without memory that knows which extents are mapped, by their first byte."""
+class FakeBacking:
+    """A backing without memory that records the offsets of mapped extents."""
 
     memory = torch.empty(0, dtype=torch.uint8)
 
     def __init__(self, extent_bytes: int) -> None:
         self.mapped: set[int] = set()
         self.calls = 0
-        self.refusals = 0  # how many more times it says no
+        self.refusals = 0  # the number of next calls that fail
         self._extent_bytes = extent_bytes
 
     def map(self, offset_bytes: int, num_bytes: int) -> None:
@@ -48,7 +48,7 @@ class Maps:
 
 
 def a_layout(states_per_extent: int, *, hybrid: bool = True) -> Layout:
-    """8 bytes per page, 24 per state: three pages or one state, `states_per_extent` times."""
+    """An extent has `states_per_extent` states of 24 bytes, or 3 times as many pages of 8."""
     linear = Linear(key_heads=1, value_heads=1, key_dim=1, value_dim=2, conv_width=2)
     attention = Attention(kv_heads=1, head_dim=1)
     layers = (linear, attention) if hybrid else (attention,)
@@ -58,20 +58,20 @@ def a_layout(states_per_extent: int, *, hybrid: bool = True) -> Layout:
     return layout
 
 
-class Owners(Generic[Id]):
-    """What the model knows of a class: who has which id. The extent of an id follows from the id."""
+class PoolModel(Generic[Id]):
+    """The model of a pool: its pinned and cached ids. The extent of an id follows from the id."""
 
     def __init__(self, pool: Pool[Id]) -> None:
         self.pool = pool
-        self.held: dict[Id, None] = {}
-        self.kept: dict[Id, None] = {}
+        self.pinned: dict[Id, None] = {}
+        self.cached: dict[Id, None] = {}
 
     @property
     def by_extent(self) -> Counter[int]:
-        return Counter(taken // self.pool.objects_per_extent for taken in (*self.held, *self.kept))
+        return Counter(taken // self.pool.objects_per_extent for taken in (*self.pinned, *self.cached))
 
     def take(self, *, may_open: bool) -> Id | None:
-        """The fullest extent of the class must serve it, or one that was empty, or nothing can."""
+        """Take an id, and assert that it is from the fullest extent, or else from an empty one."""
         taken = self.by_extent
         fullest = max(
             (count for count in taken.values() if count < self.pool.objects_per_extent), default=None
@@ -82,39 +82,40 @@ class Owners(Generic[Id]):
             assert fullest is None
             assert not may_open
             return None
-        assert fresh not in self.held
-        assert fresh not in self.kept
+        assert fresh not in self.pinned
+        assert fresh not in self.cached
         assert taken.get(self.pool.extent_of(fresh)) == fullest
         assert fullest is not None or may_open
-        self.held[fresh] = None
+        self.pinned[fresh] = None
         return fresh
 
-    def give(self, choice: int, *, kept: bool) -> None:
-        owners = self.kept if kept else self.held
-        if owners:
-            given = list(owners)[choice % len(owners)]
-            del owners[given]
-            self.pool.free(given)
+    def free(self, choice: int, *, cached: bool) -> None:
+        ids = self.cached if cached else self.pinned
+        if ids:
+            freed = list(ids)[choice % len(ids)]
+            del ids[freed]
+            self.pool.free(freed)
 
-    def loosen(self, choice: int) -> None:
-        if self.held:
-            chosen = list(self.held)[choice % len(self.held)]
-            del self.held[chosen]
-            self.kept[chosen] = None
+    def unpin(self, choice: int) -> None:
+        if self.pinned:
+            chosen = list(self.pinned)[choice % len(self.pinned)]
+            del self.pinned[chosen]
+            self.cached[chosen] = None
             self.pool.unpin(chosen)
 
-    def hold(self, choice: int) -> None:
-        if self.kept:
-            chosen = list(self.kept)[choice % len(self.kept)]
-            del self.kept[chosen]
-            self.held[chosen] = None
+    def pin(self, choice: int) -> None:
+        if self.cached:
+            chosen = list(self.cached)[choice % len(self.cached)]
+            del self.cached[chosen]
+            self.pinned[chosen] = None
             self.pool.pin(chosen)
 
     def check(self) -> None:
-        taken, holders = self.by_extent, Counter(held // self.pool.objects_per_extent for held in self.held)
-        assert self.pool.num_extents == len(taken), "an extent is of this class while something is in it"
-        assert set(self.pool.reclaimable) == set(taken) - set(holders)
-        assert (self.pool.num_pinned, self.pool.num_cached) == (len(self.held), len(self.kept))
+        taken = self.by_extent
+        num_pinned = Counter(number // self.pool.objects_per_extent for number in self.pinned)
+        assert self.pool.num_extents == len(taken), "an extent belongs to its class while it has objects"
+        assert set(self.pool.reclaimable) == set(taken) - set(num_pinned)
+        assert (self.pool.num_pinned, self.pool.num_cached) == (len(self.pinned), len(self.cached))
         assert self.pool.num_free == len(taken) * self.pool.objects_per_extent - taken.total()
         for extent, count in taken.items():
             assert len(self.pool.taken_in(extent)) == count
@@ -129,10 +130,10 @@ class ArenaAgainstDicts(RuleBasedStateMachine):
     )
     def build(self, num_extents: int, budget: int, states_per_extent: int, hybrid: bool) -> None:  # noqa: FBT001  drawn
         self.layout = a_layout(states_per_extent, hybrid=hybrid)
-        self.maps = Maps(self.layout.extent_bytes)
-        self.arena = Arena(self.layout, num_extents, self.maps, budget % num_extents + 1)
-        self.pages: Owners[PageId] = Owners(self.arena.pages)
-        self.states: Owners[StateId] = Owners(self.arena.states)
+        self.backing = FakeBacking(self.layout.extent_bytes)
+        self.arena = Arena(self.layout, num_extents, self.backing, budget % num_extents + 1)
+        self.pages: PoolModel[PageId] = PoolModel(self.arena.pages)
+        self.states: PoolModel[StateId] = PoolModel(self.arena.states)
 
     @rule(count=st.integers(1, 12))
     def take_pages(self, count: int) -> None:
@@ -145,26 +146,26 @@ class ArenaAgainstDicts(RuleBasedStateMachine):
         for _ in range(count):
             self.states.take(may_open=self._may_open())
 
-    @rule(pages=st.booleans(), kept=st.booleans(), which=st.lists(choices, max_size=20))
-    def give(self, pages: bool, kept: bool, which: list[int]) -> None:  # noqa: FBT001  drawn
-        for choice in which:
-            (self.pages if pages else self.states).give(choice, kept=kept)
+    @rule(pages=st.booleans(), cached=st.booleans(), picks=st.lists(choices, max_size=20))
+    def free(self, pages: bool, cached: bool, picks: list[int]) -> None:  # noqa: FBT001  drawn
+        for choice in picks:
+            (self.pages if pages else self.states).free(choice, cached=cached)
 
     @rule(pages=st.booleans())
-    def give_all(self, pages: bool) -> None:  # noqa: FBT001  drawn
-        owners = self.pages if pages else self.states
-        while owners.held or owners.kept:
-            owners.give(0, kept=not owners.held)
+    def free_all(self, pages: bool) -> None:  # noqa: FBT001  drawn
+        pool = self.pages if pages else self.states
+        while pool.pinned or pool.cached:
+            pool.free(0, cached=not pool.pinned)
 
-    @rule(pages=st.booleans(), which=st.lists(choices, max_size=8))
-    def loosen(self, pages: bool, which: list[int]) -> None:  # noqa: FBT001  drawn
-        for choice in which:
-            (self.pages if pages else self.states).loosen(choice)
+    @rule(pages=st.booleans(), picks=st.lists(choices, max_size=8))
+    def unpin(self, pages: bool, picks: list[int]) -> None:  # noqa: FBT001  drawn
+        for choice in picks:
+            (self.pages if pages else self.states).unpin(choice)
 
-    @rule(pages=st.booleans(), which=st.lists(choices, max_size=4))
-    def hold(self, pages: bool, which: list[int]) -> None:  # noqa: FBT001  drawn
-        for choice in which:
-            (self.pages if pages else self.states).hold(choice)
+    @rule(pages=st.booleans(), picks=st.lists(choices, max_size=4))
+    def pin(self, pages: bool, picks: list[int]) -> None:  # noqa: FBT001  drawn
+        for choice in picks:
+            (self.pages if pages else self.states).pin(choice)
 
     @rule(budget=choices)
     def resize(self, budget: int) -> None:
@@ -173,46 +174,45 @@ class ArenaAgainstDicts(RuleBasedStateMachine):
         assert self.arena.budget_extents == budget_extents
 
     @rule(refusals=st.integers(0, 2))
-    def the_system_has_no_memory_for_a_moment(self, refusals: int) -> None:
-        self.maps.refusals = refusals
+    def refuse_next_maps(self, refusals: int) -> None:
+        self.backing.refusals = refusals
 
     @invariant()
-    def exactly_what_was_taken_is_taken(self) -> None:
+    def pools_match_the_model(self) -> None:
         self.pages.check()
         self.states.check()
-        self.arena.check(
-            (list(self.pages.held), list(self.pages.kept)), (list(self.states.held), list(self.states.kept))
-        )
+        pages = (list(self.pages.pinned), list(self.pages.cached))
+        self.arena.check(pages, (list(self.states.pinned), list(self.states.cached)))
 
     @invariant()
-    def an_extent_has_one_class_and_is_mapped_while_it_is_used(self) -> None:
+    def each_extent_has_one_class_and_is_mapped_while_used(self) -> None:
         pages, states = self.pages.by_extent, self.states.by_extent
         assert pages.keys().isdisjoint(states)
         used = {extent * self.layout.extent_bytes for extent in (*pages, *states)}
-        assert used <= self.maps.mapped
-        assert len(self.maps.mapped - used) <= SPARE_EXTENTS_MAX
+        assert used <= self.backing.mapped
+        assert len(self.backing.mapped - used) <= SPARE_EXTENTS_MAX
         budget_extents = self.arena.budget_extents
-        assert self.arena.excess == max(0, len(self.maps.mapped) - budget_extents)
-        assert not self.arena.excess or used == self.maps.mapped, "above the budget only what is not empty"
+        assert self.arena.excess == max(0, len(self.backing.mapped) - budget_extents)
+        assert not self.arena.excess or used == self.backing.mapped, "an empty extent was not unmapped"
         assert self.arena.num_empty == max(0, budget_extents - len(used))
 
     @invariant()
-    def usage_says_it(self) -> None:
-        usage, mapped = self.arena.usage(), len(self.maps.mapped)
+    def usage_counts_extents_and_objects(self) -> None:
+        usage, mapped = self.arena.usage(), len(self.backing.mapped)
         assert (usage.page_extents, usage.state_extents) == (
             len(self.pages.by_extent),
             len(self.states.by_extent),
         )
         assert usage.page_extents + usage.state_extents + usage.empty_extents == mapped
         assert usage.unmapped_extents == max(0, self.arena.budget_extents - mapped)
-        assert (usage.pages_pinned, usage.pages_cached) == (len(self.pages.held), len(self.pages.kept))
-        assert (usage.states_pinned, usage.states_cached) == (len(self.states.held), len(self.states.kept))
+        assert (usage.pages_pinned, usage.pages_cached) == (len(self.pages.pinned), len(self.pages.cached))
+        states = (len(self.states.pinned), len(self.states.cached))
+        assert (usage.states_pinned, usage.states_cached) == states
 
     def _may_open(self) -> bool:
-        """An empty extent is there, or the system grants one."""
-        used = len(self.pages.by_extent) + len(self.states.by_extent)
-        spare = len(self.maps.mapped) - used
-        return spare > 0 or (len(self.maps.mapped) < self.arena.budget_extents and not self.maps.refusals)
+        """Return whether an extent is empty, or the system grants one."""
+        used, mapped = len(self.pages.by_extent) + len(self.states.by_extent), len(self.backing.mapped)
+        return mapped > used or (mapped < self.arena.budget_extents and not self.backing.refusals)
 
 
 TestArenaAgainstDicts = ArenaAgainstDicts.TestCase
@@ -221,14 +221,14 @@ TestArenaAgainstDicts.settings = settings(
 )
 
 
-def an_arena(num_extents: int, states_per_extent: int = 1) -> tuple[Arena, Maps]:
+def an_arena(num_extents: int, states_per_extent: int = 1) -> tuple[Arena, FakeBacking]:
     layout = a_layout(states_per_extent)
-    maps = Maps(layout.extent_bytes)
-    return Arena(layout, num_extents, maps), maps
+    backing = FakeBacking(layout.extent_bytes)
+    return Arena(layout, num_extents, backing), backing
 
 
-def test_an_extent_changes_class_the_moment_it_is_empty() -> None:
-    arena, maps = an_arena(1, 2)
+def test_arena_reuses_an_extent_for_another_class_when_it_is_empty() -> None:
+    arena, backing = an_arena(1, 2)
     pages = [arena.pages.take() for _ in range(6)]
     for page in pages[1:]:
         arena.pages.free(page)
@@ -239,10 +239,10 @@ def test_an_extent_changes_class_the_moment_it_is_empty() -> None:
     with pytest.raises(OutOfMemory):
         arena.pages.take()
     arena.check(([], []), (states, []))
-    assert maps.calls == 1, "without a trip to the system"
+    assert backing.calls == 1, "the extent was remapped"
 
 
-def test_holes_may_be_anywhere() -> None:
+def test_arena_keeps_working_with_unmapped_extents_anywhere() -> None:
     arena, _ = an_arena(9)
     pages = [arena.pages.take() for _ in range(27)]
     for extent in (1, 4, 7):
@@ -254,62 +254,62 @@ def test_holes_may_be_anywhere() -> None:
         arena.states.take()
 
 
-def test_the_budget_shrinks_whatever_lies_where() -> None:
-    arena, maps = an_arena(6)
+def test_arena_shrinks_to_the_budget_with_any_contents() -> None:
+    arena, backing = an_arena(6)
     pages = [arena.pages.take() for _ in range(18)]
     arena.resize(2)
     assert arena.excess == 4
-    for gone, extent in enumerate((3, 0, 5, 2), 1):
+    for num_freed, extent in enumerate((3, 0, 5, 2), 1):
         for page in pages[3 * extent : 3 * extent + 3]:
             arena.pages.free(page)
-        assert (arena.excess, len(maps.mapped)) == (4 - gone, 6 - gone)
+        assert (arena.excess, len(backing.mapped)) == (4 - num_freed, 6 - num_freed)
     with pytest.raises(OutOfMemory):
         arena.states.take()
     arena.resize(3)
     arena.states.take()
-    assert len(maps.mapped) == 3
+    assert len(backing.mapped) == 3
 
 
-def test_a_smaller_budget_gives_empty_extents_back_at_once() -> None:
-    arena, maps = an_arena(6)
+def test_arena_unmaps_empty_extents_when_the_budget_shrinks() -> None:
+    arena, backing = an_arena(6)
     pages = [arena.pages.take() for _ in range(15)]
     for page in pages[:9]:
         arena.pages.free(page)
-    assert (len(maps.mapped), arena.num_empty) == (5, 4)
+    assert (len(backing.mapped), arena.num_empty) == (5, 4)
     arena.resize(3)
-    assert (len(maps.mapped), arena.num_empty) == (3, 1)
+    assert (len(backing.mapped), arena.num_empty) == (3, 1)
     arena.resize(1)
-    assert (len(maps.mapped), arena.excess) == (2, 1)
+    assert (len(backing.mapped), arena.excess) == (2, 1)
     arena.check((pages[9:], []), ([], []))
 
 
-def test_an_extent_that_the_system_refuses_is_not_lost() -> None:
-    arena, maps = an_arena(3)
+def test_arena_keeps_an_extent_when_the_system_refuses_to_map_it() -> None:
+    arena, backing = an_arena(3)
     for _ in range(3):
-        maps.refusals = 1
+        backing.refusals = 1
         with pytest.raises(OutOfMemory, match="refused"):
             arena.states.take()
         arena.states.take()
-    assert len(maps.mapped) == 3
+    assert len(backing.mapped) == 3
 
 
-def test_a_workload_that_breathes_does_not_map_at_every_breath() -> None:
-    arena, maps = an_arena(SPARE_EXTENTS_MAX)
+def test_arena_does_not_remap_under_a_fluctuating_load() -> None:
+    arena, backing = an_arena(SPARE_EXTENTS_MAX)
     for _ in range(5):
         for page in [arena.pages.take() for _ in range(3 * SPARE_EXTENTS_MAX)]:
             arena.pages.free(page)
-    assert maps.calls == SPARE_EXTENTS_MAX
+    assert backing.calls == SPARE_EXTENTS_MAX
 
 
-def test_idle_extents_go_back_to_the_system() -> None:
-    arena, maps = an_arena(20)
+def test_arena_unmaps_idle_extents() -> None:
+    arena, backing = an_arena(20)
     for page in [arena.pages.take() for _ in range(60)]:
         arena.pages.free(page)
-    assert len(maps.mapped) == SPARE_EXTENTS_MAX
+    assert len(backing.mapped) == SPARE_EXTENTS_MAX
 
 
 class Buckets(list[dict[int, None]]):
-    """Counts how often somebody looks into one."""
+    """Counts the accesses to buckets."""
 
     looks = 0
 
@@ -319,8 +319,8 @@ class Buckets(list[dict[int, None]]):
 
 
 @pytest.mark.parametrize("num_extents", [10, 1000])
-def test_taking_and_giving_are_amortised_constant(num_extents: int) -> None:
-    """Counted, not timed: the looks into buckets, while the fullest extent empties and fills."""
+def test_pool_take_and_free_are_amortised_constant(num_extents: int) -> None:
+    """Count accesses to buckets, instead of time, while the fullest extent empties and fills."""
     arena, _ = an_arena(num_extents, 8)
     buckets = arena.pages._buckets = Buckets(arena.pages._buckets)
     pages = [arena.pages.take() for _ in range(arena.pages.objects_per_extent * num_extents)]
@@ -331,7 +331,7 @@ def test_taking_and_giving_are_amortised_constant(num_extents: int) -> None:
     assert buckets.looks <= 6 * operations
 
 
-def test_giving_back_twice_is_a_bug() -> None:
+def test_pool_free_asserts_when_an_id_is_freed_twice() -> None:
     arena, _ = an_arena(1)
     page, _ = arena.pages.take(), arena.pages.take()
     arena.pages.free(page)
@@ -339,7 +339,7 @@ def test_giving_back_twice_is_a_bug() -> None:
         arena.pages.free(page)
 
 
-def test_what_is_kept_is_not_kept_twice() -> None:
+def test_pool_unpin_asserts_when_an_id_is_cached() -> None:
     arena, _ = an_arena(1)
     page = arena.pages.take()
     arena.pages.unpin(page)
@@ -348,13 +348,13 @@ def test_what_is_kept_is_not_kept_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "kept", "problem"),
+    ("pinned", "cached", "problem"),
     [(2, 1, "leaked or has two"), (0, 1, "leaked or has two"), (1, 2, "two"), (1, 0, "without an owner")],
 )
-def test_check_finds_what_is_wrong(held: int, kept: int, problem: str) -> None:
+def test_pool_check_finds_leaks_and_double_owners(pinned: int, cached: int, problem: str) -> None:
     arena, _ = an_arena(2)
     page, other, state = arena.pages.take(), arena.pages.take(), arena.states.take()
     arena.pages.unpin(other)
     arena.check(([page], [other]), ([state], []))
     with pytest.raises(AssertionError, match=problem):
-        arena.check(([page] * held, [other] * kept), ([state], []))
+        arena.check(([page] * pinned, [other] * cached), ([state], []))

@@ -1,4 +1,4 @@
-"""Backings: one address for life, memory that really goes back, and refusals that leave nothing half done."""
+"""Backings keep their address, return unmapped memory, and refuse a range as a whole."""
 
 import errno
 import mmap
@@ -47,26 +47,26 @@ def resident_bytes() -> int:
 
 
 def resident_pages(memory: torch.Tensor) -> list[bool]:
-    """Of each page of `memory`, whether it is in memory or in swap: the top bits of its entry in pagemap."""
+    """Return for each page whether it is in memory or swap: the top bits of its pagemap entry."""
     with Path("/proc/self/pagemap").open("rb") as pagemap:
         pagemap.seek(memory.data_ptr() // PAGE_BYTES * 8)
         entries = pagemap.read(memory.numel() // PAGE_BYTES * 8)
     return [top >= 1 << 6 for top in entries[7::8]]
 
 
-def test_memory_is_what_the_arena_expects(backing: Backing) -> None:
+def test_backing_memory_is_contiguous_uint8(backing: Backing) -> None:
     memory = backing.memory
     assert (memory.dtype, memory.shape) == (torch.uint8, (4 * UNIT,))
     assert memory.is_contiguous()
-    assert memory.storage_offset() == 0  # as_strided of the caches counts from the start of the storage
+    assert memory.storage_offset() == 0  # as_strided counts from the start of the storage
 
 
 @pytest.mark.parametrize("make", [Fixed, Mmap])
-def test_host_memory_starts_at_a_page(make: Callable[[int], Backing]) -> None:
+def test_host_backing_is_page_aligned(make: Callable[[int], Backing]) -> None:
     assert make(4 * MIB).memory.data_ptr() % PAGE_BYTES == 0
 
 
-def test_mapped_ranges_keep_their_bytes_and_their_address(backing: Backing) -> None:
+def test_backing_keeps_bytes_and_address_of_mapped_ranges(backing: Backing) -> None:
     address = backing.memory.data_ptr()
     backing.map(0, 3 * UNIT)
     backing.memory[: 3 * UNIT] = 7
@@ -77,18 +77,18 @@ def test_mapped_ranges_keep_their_bytes_and_their_address(backing: Backing) -> N
     assert bool((backing.memory[2 * UNIT : 3 * UNIT] == 7).all())
 
 
-def test_close_may_come_twice(backing: Backing) -> None:
+def test_backing_can_be_closed_twice(backing: Backing) -> None:
     backing.map(0, UNIT)
     backing.close()
     backing.close()
 
 
-def test_reserving_is_free_and_unmapping_returns_memory() -> None:
+def test_mmap_takes_memory_on_map_and_returns_it_on_unmap() -> None:
     before = resident_bytes()
     backing = Mmap(1 << 40)
     assert resident_bytes() - before < NOISE_BYTES
     backing.map(512 << 30, 97 * MIB)
-    assert abs(resident_bytes() - before - 97 * MIB) < NOISE_BYTES  # before anything used it
+    assert abs(resident_bytes() - before - 97 * MIB) < NOISE_BYTES  # before the first use
     backing.memory[512 << 30 : (512 << 30) + 97 * MIB] = 7
     backing.unmap((512 << 30) + 32 * MIB, 65 * MIB)
     assert abs(resident_bytes() - before - 32 * MIB) < NOISE_BYTES
@@ -103,7 +103,7 @@ RANGES = st.tuples(st.integers(0, 63), st.integers(1, 64)).map(
 
 
 @given(wanted=st.lists(RANGES, max_size=20))
-def test_exactly_what_is_unmapped_leaves_memory(wanted: list[range]) -> None:
+def test_mmap_unmaps_exactly_the_given_ranges(wanted: list[range]) -> None:
     backing = Mmap(64 * PAGE_BYTES)
     mapped: dict[int, int] = {}  # page -> its fill
     for fill, pages in enumerate(wanted):
@@ -123,14 +123,14 @@ def test_exactly_what_is_unmapped_leaves_memory(wanted: list[range]) -> None:
             assert bool((backing.memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] == value).all())
 
 
-def test_views_outlive_the_backing() -> None:
+def test_backing_views_stay_valid_after_close() -> None:
     view = Mmap(MIB).memory[PAGE_BYTES:]
     view.fill_(3)
     assert int(view.to(torch.int64).sum()) == 3 * (MIB - PAGE_BYTES)
 
 
-class Strained(mmap.mmap):
-    """Faults in two pieces of memory, and then answers `error`."""
+class FailingMmap(mmap.mmap):
+    """An mmap that populates two pieces of memory and then fails with `error`."""
 
     error = 0
     pieces = 0
@@ -138,34 +138,36 @@ class Strained(mmap.mmap):
     def madvise(self, option: int, start: int = 0, length: int | None = None, /) -> None:
         length = len(self) if length is None else length
         if option == POPULATE_WRITE:
-            if Strained.pieces == 2:
-                raise OSError(Strained.error, os.strerror(Strained.error))
-            Strained.pieces += 1
+            if FailingMmap.pieces == 2:
+                raise OSError(FailingMmap.error, os.strerror(FailingMmap.error))
+            FailingMmap.pieces += 1
         super().madvise(option, start, length)
 
 
-def strained(monkeypatch: pytest.MonkeyPatch, error: int, pieces: int) -> Mmap:
-    monkeypatch.setattr(Strained, "error", error)
-    monkeypatch.setattr(Strained, "pieces", pieces)
-    monkeypatch.setattr("tidemill.kvstore.memory.backing.mmap.mmap", Strained)
+def failing_mmap(monkeypatch: pytest.MonkeyPatch, error: int, pieces: int) -> Mmap:
+    monkeypatch.setattr(FailingMmap, "error", error)
+    monkeypatch.setattr(FailingMmap, "pieces", pieces)
+    monkeypatch.setattr("tidemill.kvstore.memory.backing.mmap.mmap", FailingMmap)
     return Mmap(64 * MIB)
 
 
 @pytest.mark.parametrize("error", [errno.ENOMEM, errno.EFAULT, errno.EAGAIN])
-def test_host_memory_that_is_refused_is_not_half_mapped(monkeypatch: pytest.MonkeyPatch, error: int) -> None:
-    backing = strained(monkeypatch, error, pieces=0)
+def test_mmap_maps_nothing_when_the_system_refuses_a_part(
+    monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    backing = failing_mmap(monkeypatch, error, pieces=0)
     with pytest.raises(OutOfMemory, match="lower the memory of this worker"):
         backing.map(16 * MIB, 32 * MIB)
     assert not any(resident_pages(backing.memory))
 
 
-def test_broken_host_memory_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mmap_passes_on_errors_that_are_not_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        strained(monkeypatch, errno.EIO, pieces=0).map(0, 32 * MIB)
+        failing_mmap(monkeypatch, errno.EIO, pieces=0).map(0, 32 * MIB)
 
 
-def test_a_kernel_that_cannot_populate_maps_by_touching(monkeypatch: pytest.MonkeyPatch) -> None:
-    backing = strained(monkeypatch, errno.EINVAL, pieces=2)
+def test_mmap_touches_pages_when_the_kernel_cannot_populate(monkeypatch: pytest.MonkeyPatch) -> None:
+    backing = failing_mmap(monkeypatch, errno.EINVAL, pieces=2)
     backing.map(16 * MIB, 32 * MIB)
     resident = resident_pages(backing.memory)
     assert all(resident[16 * MIB // PAGE_BYTES : 48 * MIB // PAGE_BYTES])
@@ -173,7 +175,7 @@ def test_a_kernel_that_cannot_populate_maps_by_touching(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("make", [Mmap, kvcached])
 @pytest.mark.parametrize("units", [(0.5, 1), (0, 0.5), (0, 0), (4, 1), (-1, 1), (3, 2)])
-def test_ranges_outside_or_across_granules_are_bugs(
+def test_backing_asserts_ranges_in_whole_granules(
     make: Callable[[int], Mmap | Kvcached], units: tuple[float, float]
 ) -> None:
     backing = make(4 * make(UNIT).granule_bytes)
@@ -185,7 +187,7 @@ def test_ranges_outside_or_across_granules_are_bugs(
 
 
 @pytest.mark.parametrize("make", [Fixed, Mmap])
-def test_more_than_the_address_space_is_out_of_memory(make: Callable[[int], Backing]) -> None:
+def test_host_backing_raises_out_of_memory_beyond_the_address_space(make: Callable[[int], Backing]) -> None:
     with pytest.raises(OutOfMemory, match="ask for less memory"):
         make(1 << 60)
 
@@ -197,7 +199,7 @@ EXTENT_GRANULES, EXTENTS = 3, 4
 @given(
     toggled=st.lists(st.integers(0, EXTENTS - 1), max_size=12), pages=st.integers(1, 1 + 3 * EXTENT_GRANULES)
 )
-def test_extents_on_a_device_map_whole_or_not_at_all(toggled: list[int], pages: int) -> None:
+def test_kvcached_maps_a_range_whole_or_not_at_all(toggled: list[int], pages: int) -> None:
     granule = Kvcached.granule_bytes
     extent_bytes = EXTENT_GRANULES * granule
     vmm = FakeVmm(physical_pages=pages)
@@ -219,8 +221,8 @@ def test_extents_on_a_device_map_whole_or_not_at_all(toggled: list[int], pages: 
             each * extent_bytes + i * granule for each in mapped for i in range(EXTENT_GRANULES)
         }
         for each, value in mapped.items():
-            places = backing.memory[each * extent_bytes : (each + 1) * extent_bytes : PAGE_BYTES]
-            assert bool((places == value).all())
+            bytes_of_pages = backing.memory[each * extent_bytes : (each + 1) * extent_bytes : PAGE_BYTES]
+            assert bool((bytes_of_pages == value).all())
     backing.close()
     assert vmm.physical_pages == pages
 
@@ -232,22 +234,22 @@ def test_extents_on_a_device_map_whole_or_not_at_all(toggled: list[int], pages: 
         "state_inconsistency: physical page map failed: out of memory; rollback failed: out of memory",
     ],
 )
-def test_a_broken_device_is_not_out_of_memory(refusal: str) -> None:
+def test_kvcached_passes_on_errors_of_a_broken_device(refusal: str) -> None:
     vmm = FakeVmm(physical_pages=2, refusal=refusal)
     backing = Kvcached(2 * UNIT, "cpu", vmm)
     with pytest.raises(RuntimeError, match=refusal.partition(":")[0]):
         backing.map(0, 2 * UNIT)
 
 
-def test_a_device_without_memory_at_the_start_is_left_as_it_was() -> None:
+def test_kvcached_shuts_down_when_the_device_has_no_memory() -> None:
     vmm = FakeVmm(physical_pages=0)
-    with pytest.raises(OutOfMemory, match="stop what else uses the device"):
+    with pytest.raises(OutOfMemory, match="stop other processes on the device"):
         Kvcached(2 * UNIT, "cpu", vmm)
     assert vmm.log == ["init", "shutdown"]
 
 
 class Step:
-    """A step that runs until somebody waits for it."""
+    """A step that runs until a caller waits for it."""
 
     def __init__(self, log: list[str], name: str, *, done: bool = False) -> None:
         self._log = log
@@ -262,7 +264,7 @@ class Step:
         self._done = True
 
 
-def test_map_unmap_and_close_wait_for_the_newest_step() -> None:
+def test_kvcached_waits_for_the_newest_step() -> None:
     vmm = FakeVmm()
     newest: list[Event | None] = [None]
     backing = Kvcached(UNIT, "cpu", vmm, lambda: newest[0])
@@ -279,7 +281,7 @@ def test_map_unmap_and_close_wait_for_the_newest_step() -> None:
 
 
 class Faulted:
-    """A step that broke the device."""
+    """A step that has broken the device."""
 
     def query(self) -> bool:
         return False
@@ -288,7 +290,7 @@ class Faulted:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def test_a_broken_step_keeps_its_memory_and_does_not_keep_it_after_close() -> None:
+def test_kvcached_close_frees_memory_after_a_failed_step() -> None:
     vmm = FakeVmm()
     newest: list[Event | None] = [None]
     backing = Kvcached(UNIT, "cpu", vmm, lambda: newest[0])
@@ -302,7 +304,7 @@ def test_a_broken_step_keeps_its_memory_and_does_not_keep_it_after_close() -> No
     assert vmm.memory is None
 
 
-def test_closing_twice_leaves_a_later_reservation_alone() -> None:
+def test_kvcached_second_close_keeps_a_later_reservation() -> None:
     vmm = FakeVmm()
     first = Kvcached(UNIT, "cpu", vmm)
     first.close()
@@ -314,7 +316,7 @@ def test_closing_twice_leaves_a_later_reservation_alone() -> None:
         first.map(0, UNIT)
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kvcached_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BackingUnavailable, match="no CUDA device for cuda:0"):
         Kvcached(UNIT)

@@ -1,6 +1,6 @@
-"""Which victim is chosen, in small drawn situations; and that memory is refused only when nothing would help.
+"""The choice of victims in small situations; memory is refused only if no eviction helps.
 
-Two pages of two tokens, or one state, make an extent unless a test says otherwise.
+An extent has two pages of two tokens, or one state, unless a test sets another size.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.kvstore.leases import ROOT, P, a_cache, could_serve
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey, page_keys
-from tidemill.kvstore.layout import StateId
+from tidemill.kvstore.layout import PageId, StateId
 from tidemill.kvstore.memory import eviction
 from tidemill.kvstore.memory.arena import Id
 from tidemill.kvstore.memory.cache import Cache
@@ -23,11 +23,9 @@ from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
 
 
-def keep(cache: Cache, path: str, *, worth: float | None = None, held: str = "") -> list[Entry]:
-    """Keep the pages of `path`, a letter each, and a checkpoint of this credit at the end of it.
-
-    Of them stay pinned as many pages as `held` has h, and the checkpoint if it has an x.
-    """
+def keep(cache: Cache, path: str, *, credit: float | None = None, pinned: str = "") -> list[Entry]:
+    """Cache the pages of `path`, a letter each, and a checkpoint with this credit at its end.
+    As many pages as `pinned` has an h stay pinned, and the checkpoint if it has an x."""
     entries: list[Entry] = []
     for key in (PageKey(path[:end].encode()) for end in range(1, len(path) + 1)):
         page = cache.arena.pages.take()
@@ -35,14 +33,14 @@ def keep(cache: Cache, path: str, *, worth: float | None = None, held: str = "")
         if not taken_over:
             cache.free_page(page)
         entries.append(entry)
-    if worth is not None:
+    if credit is not None:
         last = entries[-1]
         cache.keep_checkpoint(last, Checkpoint(cache.arena.states.take()))
-        last.score = (worth, 0)
+        last.score = (credit, 0)
         cache.pin_checkpoint(last)
-        if "x" not in held:
+        if "x" not in pinned:
             cache.unpin_checkpoint(last)
-    for entry in reversed(entries[held.count("h") :]):
+    for entry in reversed(entries[pinned.count("h") :]):
         cache.unpin(entry)
     check(cache)
     return entries
@@ -50,13 +48,13 @@ def keep(cache: Cache, path: str, *, worth: float | None = None, held: str = "")
 
 def check(cache: Cache) -> None:
     cache.index.check()
-    entries = list(cache.index)
-    pages = [entry for entry in entries if entry.pins], [entry for entry in entries if not entry.pins]
-    there = [entry for entry in entries if entry.checkpoint is not None]
-    held = [state_of(entry) for entry in there if entry.checkpoint_pins]
-    kept = [state_of(entry) for entry in there if not entry.checkpoint_pins]
-    held_pages, kept_pages = ([entry.page for entry in some] for some in pages)
-    cache.arena.check((held_pages, kept_pages), (held, kept))
+    pages: tuple[list[PageId], list[PageId]] = [], []
+    states: tuple[list[StateId], list[StateId]] = [], []
+    for entry in cache.index:
+        pages[not entry.pins].append(entry.page)
+        if entry.checkpoint is not None:
+            states[not entry.checkpoint_pins].append(state_of(entry))
+    cache.arena.check(pages, states)
 
 
 def state_of(entry: Entry) -> StateId:
@@ -73,11 +71,11 @@ def checkpoints(cache: Cache) -> set[str]:
     return {entry.key.decode() for entry in cache.index if entry.checkpoint is not None}
 
 
-def test_a_page_takes_the_place_of_one_that_leads_to_no_checkpoint() -> None:
+def test_for_page_evicts_a_leaf_without_a_checkpoint_first() -> None:
     cache = a_cache(4)
-    keep(cache, "ab", worth=1)
+    keep(cache, "ab", credit=1)
     keep(cache, "cd")
-    keep(cache, "abe")  # into the last extent, and worthless below a checkpoint
+    keep(cache, "abe")  # in the last extent, and worthless below a checkpoint
     cache.take_page()
     cache.take_page()
     assert names(cache) == {"a", "ab", "c", "abe"}
@@ -87,25 +85,25 @@ def test_a_page_takes_the_place_of_one_that_leads_to_no_checkpoint() -> None:
     assert names(cache) == {"a", "ab"}
 
 
-def test_a_state_takes_the_extent_of_worthless_pages_and_no_checkpoint() -> None:
+def test_for_state_evicts_worthless_pages_before_a_checkpoint() -> None:
     cache = a_cache(4)
-    keep(cache, "ab", worth=1)
-    keep(cache, "cd", worth=2)
+    keep(cache, "ab", credit=1)
+    keep(cache, "cd", credit=2)
     with pytest.raises(OutOfMemory):
         cache.arena.states.take()
     (first, last) = cache.index.match([PageKey(b"c"), PageKey(b"cd")]).path
     cache.drop_checkpoint(last, "test")
-    cache.free_state(cache.take_state())  # it had a place of its own
-    held = [cache.take_state(), cache.take_state()]
+    cache.free_state(cache.take_state())  # the slot of the dropped checkpoint
+    taken = [cache.take_state(), cache.take_state()]
     assert checkpoints(cache) == {"ab"}
     assert names(cache) == {"a", "ab"}
-    assert cache.arena.pages.extent_of(first.page) in {cache.arena.states.extent_of(state) for state in held}
+    assert cache.arena.pages.extent_of(first.page) in {cache.arena.states.extent_of(state) for state in taken}
 
 
-def test_a_page_empties_an_extent_of_states_that_are_worth_less_than_the_cheapest_leaf() -> None:
+def test_for_page_empties_an_extent_of_states_cheaper_than_any_leaf() -> None:
     cache = a_cache(5, states_per_extent=2)
-    keep(cache, "abcd", worth=90)
-    keep(cache, "efgh", worth=90)
+    keep(cache, "abcd", credit=90)
+    keep(cache, "efgh", credit=90)
     for path in ("a", "e"):
         (entry,) = cache.index.match([PageKey(path.encode())]).path
         cache.keep_checkpoint(entry, Checkpoint(cache.arena.states.take()))
@@ -114,7 +112,7 @@ def test_a_page_empties_an_extent_of_states_that_are_worth_less_than_the_cheapes
     cheap = {state_of(entry) for entry in cache.index if entry.key in {b"a", b"e"}}
     assert {state // 2 for state in cheap} == {cache.arena.states.extent_of(state) for state in cheap}
     assert cache.arena.usage().state_extents == 2
-    cache.take_page()  # the extent that is left
+    cache.take_page()  # the last extent
     for _ in range(3):
         cache.take_page()
     assert checkpoints(cache) == {"a", "e", "abcd", "efgh"}
@@ -124,20 +122,20 @@ def test_a_page_empties_an_extent_of_states_that_are_worth_less_than_the_cheapes
     assert cache.arena.usage().state_extents == 1
 
 
-def test_a_leaf_goes_when_the_states_beside_the_cheapest_checkpoint_are_held() -> None:
-    """Nothing is gained by half an extent of the other class."""
+def test_for_page_evicts_a_leaf_when_no_extent_of_states_can_be_emptied() -> None:
+    """Half an extent of states makes no room for a page."""
     cache = a_cache(2, states_per_extent=2)
-    keep(cache, "ab", worth=1)
-    keep(cache, "cd", worth=5, held="hhx")
+    keep(cache, "ab", credit=1)
+    keep(cache, "cd", credit=5, pinned="hhx")
     cache.take_page()
     assert names(cache) == {"a", "c", "cd"}
     assert checkpoints(cache) == {"cd"}
 
 
-def test_a_state_takes_the_place_of_the_cheapest_checkpoint() -> None:
+def test_for_state_evicts_the_cheapest_checkpoint() -> None:
     cache = a_cache(6)
-    for path, worth in (("ab", 3), ("cd", 2), ("ef", 4)):
-        keep(cache, path, worth=worth, held="h")
+    for path, credit in (("ab", 3), ("cd", 2), ("ef", 4)):
+        keep(cache, path, credit=credit, pinned="h")
     for left in ({"ab", "ef"}, {"ef"}, set[str]()):
         cache.take_state()
         assert checkpoints(cache) == left
@@ -146,11 +144,12 @@ def test_a_state_takes_the_place_of_the_cheapest_checkpoint() -> None:
         cache.take_state()
 
 
-def test_what_hangs_below_the_pages_of_an_extent_goes_with_them() -> None:
-    """Leaves first. The pages of `ab` and `x` share an extent; `abcd` hangs below, in another one."""
+def test_for_state_evicts_entries_below_the_pages_of_an_extent() -> None:
+    """Leaves go first.
+    The pages of `ab` and `x` share an extent; `abcd` is below, in another one."""
     cache = a_cache(3)
-    keep(cache, "a", held="h")
-    keep(cache, "y", held="h")
+    keep(cache, "a", pinned="h")
+    keep(cache, "y", pinned="h")
     keep(cache, "ab")
     keep(cache, "x")
     keep(cache, "abcd")
@@ -162,20 +161,20 @@ def test_what_hangs_below_the_pages_of_an_extent_goes_with_them() -> None:
     assert names(cache) == {"a", "y"}
 
 
-def test_an_extent_costs_what_is_lost_with_it_per_byte_that_comes_free() -> None:
+def test_victim_price_is_the_loss_per_freed_byte() -> None:
     """Two checkpoints whose eviction frees two pages and a state each."""
     cache = a_cache(2, states_per_extent=2)
-    entries = keep(cache, "ab", worth=6)[-1], keep(cache, "cd", worth=1)[-1]
+    entries = keep(cache, "ab", credit=6)[-1], keep(cache, "cd", credit=1)[-1]
     victim = eviction.for_extent(cache.index, cache.arena, cache.layout)
     assert victim is not None
     assert set(victim.checkpoints_only) == set(entries)
     assert victim.price == (6 + 1) / 2
 
 
-def test_an_extent_is_emptied_unless_each_one_holds_something() -> None:
+def test_for_extent_finds_none_when_each_has_a_pinned_object() -> None:
     cache = a_cache(5)
-    keep(cache, "ab", worth=1, held="h")
-    keep(cache, "cd", worth=2, held="hhx")
+    keep(cache, "ab", credit=1, pinned="h")
+    keep(cache, "cd", credit=2, pinned="hhx")
     victim = eviction.for_extent(cache.index, cache.arena, cache.layout)
     assert victim is not None
     assert [entry.key for entry in victim.checkpoints_only] == [b"ab"]
@@ -194,29 +193,29 @@ def until_refused(take: Callable[[], Id]) -> Iterator[Id]:
             yield take()
 
 
-@pytest.mark.parametrize("held", ["", "h", "hh", "hhh", "hhhx"])
-def test_nothing_that_is_pinned_ever_goes(held: str) -> None:
+@pytest.mark.parametrize("pinned", ["", "h", "hh", "hhh", "hhhx"])
+def test_eviction_never_chooses_pinned_objects(pinned: str) -> None:
     cache = a_cache(4, states_per_extent=2)
-    keep(cache, "abc", worth=1, held=held)
-    keep(cache, "def", worth=9)
+    keep(cache, "abc", credit=1, pinned=pinned)
+    keep(cache, "def", credit=9)
     pages = list(until_refused(cache.take_page))
     states = list(until_refused(cache.take_state))
-    assert names(cache) == {"abc"[: end + 1] for end in range(held.count("h"))}
-    assert checkpoints(cache) == ({"abc"} if "x" in held else set())
+    assert names(cache) == {"abc"[: end + 1] for end in range(pinned.count("h"))}
+    assert checkpoints(cache) == ({"abc"} if "x" in pinned else set())
     cache.check(pages, states)
 
 
-def test_the_clock_follows_what_is_evicted() -> None:
+def test_cache_advances_the_clock_by_the_price_of_a_victim() -> None:
     cache = a_cache(4)
-    cheap = keep(cache, "ab", worth=2, held="h")[-1]
-    dear = keep(cache, "cd", worth=5, held="h")[-1]
+    cheap = keep(cache, "ab", credit=2, pinned="h")[-1]
+    expensive = keep(cache, "cd", credit=5, pinned="h")[-1]
     cache.take_state()
     assert cheap.checkpoint is None
-    assert cache.index.credit(dear) == 3
+    assert cache.index.credit(expensive) == 3
 
 
 class Situation:
-    """Leases that hold this and that of a small memory, and what others have left behind."""
+    """Random leases in a small memory, with cached objects of released leases."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -226,7 +225,7 @@ class Situation:
         self.ledger = Ledger(self.cache)
         self.leases: dict[str, Lease] = {}
         for number in range(random.randint(1, 10)):
-            self._come(f"r{number}")
+            self._start(f"r{number}")
             if self.leases and random.random() < 0.4:
                 name = random.choice(list(self.leases))
                 del self.leases[name]
@@ -234,11 +233,11 @@ class Situation:
         if random.random() < 0.3:
             self.ledger.resize(random.randint(1, self.cache.arena.num_extents))
 
-    def _come(self, name: str) -> None:
+    def _start(self, name: str) -> None:
         random = self.random
         tokens = [random.randint(0, 1) for _ in range(random.randint(1, 9))]
         keys = page_keys(ROOT, tokens, P)
-        lease = self.leases[name] = self.ledger.open(name, spares_min=random.randint(0, 1))
+        lease = self.leases[name] = self.ledger.open(name, spare_slots_min=random.randint(0, 1))
         match = self.ledger.index.match(keys[: (len(tokens) - 1) // P])
         self.ledger.attach(lease, match, match.restorable_pages)
         start = lease.committed
@@ -261,28 +260,32 @@ class Situation:
 
 @settings(deadline=None, derandomize=True, max_examples=1500)
 @given(seed=st.integers(0, 2**32), num_tokens=st.integers(1, 40), drafts=st.integers(0, 4))
-def test_memory_is_refused_only_when_everything_that_is_not_held_would_not_do(
+def test_reserve_fails_only_when_evicting_everything_would_not_suffice(
     seed: int, num_tokens: int, drafts: int
 ) -> None:
-    """Wherever it lies, whatever it is worth. And what is refused has cost nobody anything."""
+    """A refusal changes nothing: no object is evicted."""
     situation = Situation(Random(seed))
     cache, ledger = situation.cache, situation.ledger
     lease = ledger.open("new")
     slots = 1 + drafts if cache.layout.has_states else 0
     pages = -(-num_tokens // P)
-    views = pages if cache.layout.has_windows else 0
-    possible = could_serve(cache, situation.leases.values(), slots, pages, views)
-    kept, before = (names_of(cache), cache.arena.usage()), ledger.counters.copy()
+    windows = pages if cache.layout.has_windows else 0
+    possible = could_serve(cache, situation.leases.values(), slots, pages, windows)
+    cached, before = (entries_of(cache), cache.arena.usage()), ledger.counters.copy()
     try:
         ledger.reserve(lease, num_tokens, drafts=drafts)
     except OutOfMemory:
         assert not possible
-        assert (names_of(cache), cache.arena.usage(), ledger.counters) == (*kept, before)
+        assert (entries_of(cache), cache.arena.usage(), ledger.counters) == (*cached, before)
         assert not [*lease.private_pages, *lease.spare_slots, *lease.windows]
     else:
-        assert (len(lease.private_pages), len(lease.spare_slots), len(lease.windows)) == (pages, slots, views)
+        assert (len(lease.private_pages), len(lease.spare_slots), len(lease.windows)) == (
+            pages,
+            slots,
+            windows,
+        )
     ledger.check()
 
 
-def names_of(cache: Cache) -> set[tuple[PageKey, Checkpoint | None]]:
+def entries_of(cache: Cache) -> set[tuple[PageKey, Checkpoint | None]]:
     return {(entry.key, entry.checkpoint) for entry in cache.index}

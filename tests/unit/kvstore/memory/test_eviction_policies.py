@@ -1,4 +1,4 @@
-"""What the policies mean: which of the kept prefixes goes first."""
+"""The eviction order of prefixes under each policy."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from tests.support.kvstore.indexes import (
     STATE_BYTES,
     an_index,
     evict,
-    evicted,
-    kept_path,
+    evict_all,
+    insert_path,
     keys_of,
 )
 from tidemill.kvstore.memory.prefix_index import PrefixIndex
@@ -16,21 +16,21 @@ from tidemill.kvstore.memory.recompute_cost import Policy, RecomputeCost
 
 
 @pytest.mark.parametrize("policy", ["lru", "value"])
-def test_leaves_that_lead_to_no_checkpoint_go_first(policy: Policy) -> None:
+def test_eviction_takes_leaves_without_a_checkpoint_first(policy: Policy) -> None:
     index = an_index(hybrid=True, policy=policy)
-    kept_path(index, "aaa", checkpoints=".x.")
-    kept_path(index, "bb", checkpoints=".x")
-    kept_path(index, "ccc")
-    assert evicted(index) == ["aaa", "ccc", "cc", "c", "aa", "a", "bb", "b"]
+    insert_path(index, "aaa", checkpoints=".x.")
+    insert_path(index, "bb", checkpoints=".x")
+    insert_path(index, "ccc")
+    assert evict_all(index) == ["aaa", "ccc", "cc", "c", "aa", "a", "bb", "b"]
 
 
 @pytest.mark.parametrize("policy", ["lru", "value"])
-def test_what_is_worth_the_same_goes_by_recency(policy: Policy) -> None:
+def test_eviction_of_equal_values_is_least_recently_used(policy: Policy) -> None:
     index = an_index(hybrid=False, policy=policy)
     for path in ("aa", "b", "c"):
-        kept_path(index, path)
+        insert_path(index, path)
     index.use(index.match(keys_of("b")).path)
-    assert evicted(index) == ["aa", "a", "c", "b"]
+    assert evict_all(index) == ["aa", "a", "c", "b"]
 
 
 EXPENSIVE = RecomputeCost(token_flops=1.0, context_flops=1.0)
@@ -38,44 +38,44 @@ LONG, SHORT = "aaaaaaaa", "b"
 
 
 def long_and_short(policy: Policy) -> PrefixIndex:
-    """A long prefix with its checkpoint, and a short one that was used a little later."""
+    """Return an index with a long prefix, and a short one that was used later."""
     index = an_index(hybrid=True, policy=policy, cost=EXPENSIVE)
-    kept_path(index, LONG, checkpoints=".......x")
-    kept_path(index, SHORT, checkpoints="x")
+    insert_path(index, LONG, checkpoints=".......x")
+    insert_path(index, SHORT, checkpoints="x")
     return index
 
 
-def test_lru_lets_the_long_prefix_go_for_the_short_one_that_was_used_later() -> None:
+def test_lru_evicts_an_older_long_prefix_before_a_recent_short_one() -> None:
     assert evict(long_and_short("lru")) == LONG
 
 
-def test_value_keeps_the_long_prefix_that_is_expensive_to_compute() -> None:
+def test_value_keeps_a_long_prefix_that_is_expensive_to_compute() -> None:
     assert evict(long_and_short("value")) == SHORT
 
 
-def test_value_lets_go_what_has_not_been_used_for_long_enough() -> None:
-    """Each eviction moves the clock: what comes later starts from there, and overtakes."""
+def test_value_evicts_an_expensive_prefix_after_long_disuse() -> None:
+    """Each eviction advances the clock, so values of later entries overtake that of the prefix."""
     index = long_and_short("value")
     for round_number in range(100):
-        gone = evict(index)
-        if gone == LONG:
+        removed = evict(index)
+        if removed == LONG:
             break
-        assert gone is not None
-        kept_path(index, chr(ord("c") + round_number % 20), checkpoints="x")
+        assert removed is not None
+        insert_path(index, chr(ord("c") + round_number % 20), checkpoints="x")
     else:
-        pytest.fail("what is expensive stays for ever")
+        pytest.fail("the expensive prefix was never evicted")
     assert round_number > 3
 
 
-def test_value_keeps_what_is_expensive_and_used() -> None:
+def test_value_keeps_an_expensive_prefix_in_use() -> None:
     index = long_and_short("value")
     for round_number in range(100):
         index.use(index.match(keys_of(LONG)).path)
         assert evict(index) != LONG
-        kept_path(index, chr(ord("c") + round_number % 20), checkpoints="x")
+        insert_path(index, chr(ord("c") + round_number % 20), checkpoints="x")
 
 
-def test_the_credit_of_what_goes_next_is_what_is_lost_now() -> None:
+def test_credit_of_an_entry_is_its_loss_per_freed_byte() -> None:
     index = long_and_short("value")
     short, long = index.match(keys_of(SHORT)).path[-1], index.match(keys_of(LONG)).path[-1]
     assert index.credit(short) == 2 / (PAGE_BYTES + STATE_BYTES)
@@ -86,9 +86,9 @@ def test_the_credit_of_what_goes_next_is_what_is_lost_now() -> None:
     assert index.credit(long) == pytest.approx(before - 2 / (PAGE_BYTES + STATE_BYTES))
 
 
-def test_what_was_used_often_is_worth_more() -> None:
+def test_value_grows_with_the_number_of_uses() -> None:
     index = an_index(hybrid=True)
-    (often,), (once,) = kept_path(index, "a", checkpoints="x"), kept_path(index, "b", checkpoints="x")
+    (often,), (once,) = insert_path(index, "a", checkpoints="x"), insert_path(index, "b", checkpoints="x")
     for _ in range(3):
         index.use((often,))
     index.use((once,))
@@ -96,19 +96,19 @@ def test_what_was_used_often_is_worth_more() -> None:
     assert index.credit(often) == 2 * index.credit(once)
 
 
-def test_a_checkpoint_close_to_another_one_is_worth_less() -> None:
+def test_value_of_a_checkpoint_is_lower_close_to_another() -> None:
     index = an_index(hybrid=True, cost=EXPENSIVE)
-    *_, near, last = kept_path(index, "aaaaaaa", checkpoints=".....xx")
-    alone = kept_path(index, "bbbbbbb", checkpoints="......x")[-1]
+    *_, near, last = insert_path(index, "aaaaaaa", checkpoints=".....xx")
+    alone = insert_path(index, "bbbbbbb", checkpoints="......x")[-1]
     assert index.credit(last) < index.credit(alone)
     assert last.saved_flops == 1 + 7
     assert near.saved_flops == 6 + 21
     assert index.cheapest_checkpoint() is last
 
 
-def test_a_use_does_not_renew_the_checkpoints_that_it_passed() -> None:
+def test_use_does_not_renew_checkpoints_above_the_end() -> None:
     index = an_index(hybrid=True, policy="lru")
-    first, last = kept_path(index, "ab", checkpoints="xx")
-    kept_path(index, "c", checkpoints="x")
+    first, last = insert_path(index, "ab", checkpoints="xx")
+    insert_path(index, "c", checkpoints="x")
     index.use((first, last))
     assert index.cheapest_checkpoint() is first

@@ -1,26 +1,26 @@
-"""Leases in one situation at a time: rolling, skipping, sharing, and memory that does not suffice."""
+"""Leases in one situation per test: rolling, skipping, sharing, and insufficient memory."""
 
 import pytest
 
-from tests.support.kvstore.leases import KEYS, ROOT, P, a_cache, a_ledger, grown, scattered
+from tests.support.kvstore.leases import KEYS, ROOT, P, a_cache, a_ledger, grow, scatter
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import page_keys
-from tidemill.kvstore.memory.allocation_sites import AllocationSite
+from tidemill.kvstore.memory.allocation_sites import AllocationSite, Demand
 from tidemill.kvstore.memory.ledger import Ledger
 
 
-def test_a_rolling_checkpoint_takes_the_place_of_the_one_before() -> None:
+def test_roll_checkpoint_replaces_the_previous_one() -> None:
     ledger = a_ledger(8)
-    lease = grown(ledger, ledger.open("a"), P)
+    lease = grow(ledger, ledger.open("a"), P)
     ledger.roll_checkpoint(lease)
-    grown(ledger, lease, 2 * P)
+    grow(ledger, lease, 2 * P)
     ledger.roll_checkpoint(lease)
     first, second = lease.shared_entries
     assert (first.checkpoint is None, second.checkpoint is None) == (True, False)
     reader = ledger.share("reader", lease, 2)
-    grown(ledger, lease, 3 * P)
+    grow(ledger, lease, 3 * P)
     ledger.roll_checkpoint(lease)
-    assert second.checkpoint is not None, "somebody reads it"
+    assert second.checkpoint is not None, "another lease reads it"
     assert reader.source is second
     assert lease.rolling is lease.shared_entries[2]
     ledger.release("a")
@@ -29,10 +29,10 @@ def test_a_rolling_checkpoint_takes_the_place_of_the_one_before() -> None:
     assert ledger.usage().states_cached == 2
 
 
-def test_a_checkpoint_that_finds_no_memory_is_skipped_and_tried_again() -> None:
+def test_roll_checkpoint_is_skipped_without_memory_and_retried() -> None:
     ledger = a_ledger(3)
-    lease = grown(ledger, ledger.open("a"), P)
-    other = grown(ledger, ledger.open("other"), 1, page_keys(ROOT, [9, 9], P))
+    lease = grow(ledger, ledger.open("a"), P)
+    other = grow(ledger, ledger.open("other"), 1, page_keys(ROOT, [9, 9], P))
     before = (dict(lease.states), lease.source, lease.rolling)
     assert not ledger.roll_checkpoint(lease)
     assert ledger.counters["checkpoints_skipped"] == 1
@@ -44,63 +44,63 @@ def test_a_checkpoint_that_finds_no_memory_is_skipped_and_tried_again() -> None:
     assert ledger.num_slots == 2
 
 
-def test_an_earlier_checkpoint_that_stays_is_still_the_one_to_replace() -> None:
-    """It is being read, and no second slot can be had: later, the next one takes its place."""
+def test_roll_checkpoint_replaces_the_earlier_one_after_a_skip() -> None:
+    """A reader and a full memory prevent the replacement; later it succeeds."""
     ledger = a_ledger(5)
-    lease = grown(ledger, ledger.open("a"), P)
+    lease = grow(ledger, ledger.open("a"), P)
     assert ledger.roll_checkpoint(lease)
     reader = ledger.share("reader", lease, 1)
-    grown(ledger, lease, 2 * P)
-    hog = grown(ledger, ledger.open("hog"), 1)
+    grow(ledger, lease, 2 * P)
+    other = grow(ledger, ledger.open("other"), 1)
     assert not ledger.roll_checkpoint(lease)
     assert (lease.rolling, ledger.num_slots) == (lease.shared_entries[0], 3)
     assert reader.source is lease.rolling
     ledger.release("reader")
-    ledger.release("hog")
-    assert hog.ended
+    ledger.release("other")
+    assert other.ended
     assert ledger.roll_checkpoint(lease)
     assert [entry.checkpoint is None for entry in lease.shared_entries] == [True, False]
 
 
-def test_who_finds_no_second_slot_gives_up_its_own_checkpoint_and_nobody_elses() -> None:
+def test_roll_checkpoint_without_a_free_slot_reuses_only_its_own_checkpoint() -> None:
     ledger = a_ledger(6)
-    others = grown(ledger, ledger.open("others"), P, page_keys(ROOT, [7] * P, P))
+    others = grow(ledger, ledger.open("others"), P, page_keys(ROOT, [7] * P, P))
     ledger.keep_state(others, last=True)
     ledger.release("others")
-    lease = grown(ledger, ledger.open("a"), P)
+    lease = grow(ledger, ledger.open("a"), P)
     assert ledger.roll_checkpoint(lease)
-    grown(ledger, lease, 2 * P)
-    grown(ledger, ledger.open("hog"), 1)
+    grow(ledger, lease, 2 * P)
+    grow(ledger, ledger.open("other"), 1)
     assert ledger.roll_checkpoint(lease)
     assert [entry.checkpoint is None for entry in lease.shared_entries] == [True, False]
     assert not ledger.counters["evicted_checkpoints_for_states"]
     assert ledger.index.match(page_keys(ROOT, [7] * P, P)).restorable_pages == 1
 
 
-def test_a_checkpoint_that_is_there_already_is_not_made_again() -> None:
+def test_keep_state_does_not_replace_an_existing_checkpoint() -> None:
     ledger = a_ledger(8)
-    one, other = ledger.open("one"), ledger.open("other")
-    ledger.reserve(one, P)
-    ledger.launch(one, P)
-    ledger.keep_state(grown(ledger, other, P), last=True)
-    ledger.commit(one, P, KEYS)
-    mine = dict(one.states)
-    assert ledger.keep_state(one)
-    assert (one.states, one.source) == (mine, None)
-    assert one.pages == other.pages, "the first writer's page is shared"
+    first, other = ledger.open("first"), ledger.open("other")
+    ledger.reserve(first, P)
+    ledger.launch(first, P)
+    ledger.keep_state(grow(ledger, other, P), last=True)
+    ledger.commit(first, P, KEYS)
+    states = dict(first.states)
+    assert ledger.keep_state(first)
+    assert (first.states, first.source) == (states, None)
+    assert first.pages == other.pages, "the page of the first writer is not shared"
     usage = ledger.usage()
     assert (usage.pages_pinned, usage.states_pinned) == (1, 2)
 
 
-def test_a_page_that_the_index_had_already_is_free_when_nobody_reads_it() -> None:
-    """The second step in flight was launched with a page table that names it."""
+def test_commit_frees_a_duplicate_page_when_no_step_reads_it() -> None:
+    """The second step in flight has the page in its page table."""
     ledger = a_ledger(8)
     lease = ledger.open("a")
     for end in (P, P + 1):
         ledger.reserve(lease, end)
         ledger.launch(lease, end)
     table = lease.pages
-    grown(ledger, ledger.open("first"), P)
+    grow(ledger, ledger.open("first"), P)
     ledger.commit(lease, P, KEYS)
     assert lease.pages[0] != table[0]
     fresh = ledger.open("fresh")
@@ -111,7 +111,7 @@ def test_a_page_that_the_index_had_already_is_free_when_nobody_reads_it() -> Non
     assert ledger.usage().pages_pinned == 2 + 3
 
 
-def test_drafts_that_are_rejected_leave_no_slot_behind() -> None:
+def test_commit_returns_the_slots_of_rejected_drafts() -> None:
     ledger = a_ledger(8)
     lease = ledger.open("a")
     ledger.reserve(lease, 4, drafts=2)
@@ -122,7 +122,7 @@ def test_drafts_that_are_rejected_leave_no_slot_behind() -> None:
     assert (ledger.num_slots, list(lease.states)) == (1, [2])
 
 
-def test_a_void_step_changes_nothing_and_keeps_its_places_until_it_lands() -> None:
+def test_commit_of_a_void_step_only_frees_its_memory() -> None:
     ledger = a_ledger(9)
     lease = ledger.open("a")
     ledger.reserve(lease, 4, drafts=1)
@@ -132,52 +132,52 @@ def test_a_void_step_changes_nothing_and_keeps_its_places_until_it_lands() -> No
     ledger.commit(lease, 3, KEYS)
     assert (void.void, lease.committed, lease.launched) == (True, 3, 3)
     assert lease.allocated == 4 * P
-    assert set(void.writes) <= set(lease.own_states())
+    assert set(void.writes) <= set(lease.owned_states())
     ledger.check()
     ledger.commit(lease, 7, KEYS)
     assert (lease.committed, lease.launched, ledger.num_slots) == (3, 3, 1)
     ledger.check()
 
 
-def test_what_is_released_in_flight_comes_back_when_the_last_step_has_landed() -> None:
+def test_release_in_flight_frees_memory_after_the_last_step() -> None:
     ledger = a_ledger(8)
     lease = ledger.open("a")
     for end in (P, 2 * P):
         ledger.reserve(lease, end)
         ledger.launch(lease, end)
-    held = ledger.usage()
+    before = ledger.usage()
     ledger.release("a")
     again = ledger.open("a")
-    for landed in (P, 2 * P):
+    for committed in (P, 2 * P):
         ledger.check()
-        assert (ledger.usage(), ledger.num_leases) == (held, 2)
-        ledger.commit(lease, landed, KEYS)
+        assert (ledger.usage(), ledger.num_leases) == (before, 2)
+        ledger.commit(lease, committed, KEYS)
     ledger.check()
     assert (len(ledger.index), ledger.num_leases, ledger.usage().pages_pinned) == (0, 1, 0)
     assert not again.private_pages
 
 
 @pytest.mark.parametrize("rolls", [False, True])
-def test_a_path_keeps_as_many_checkpoints_as_it_may(rolls: bool) -> None:  # noqa: FBT001  two ways to make one
-    """Those where paths part stay longest; the one that a roll replaces does not count."""
+def test_path_keeps_at_most_its_number_of_checkpoints(rolls: bool) -> None:  # noqa: FBT001  drawn
+    """Checkpoints at junctions stay longest; one that is replaced by a roll does not count."""
     ledger = Ledger(a_cache(30), checkpoints_per_path=3)
     lease = ledger.open("a")
     for num_pages in (1, 2):
-        ledger.keep_state(grown(ledger, lease, num_pages * P))
+        ledger.keep_state(grow(ledger, lease, num_pages * P))
     branch = ledger.open("branch")
     ledger.attach(branch, ledger.index.match(KEYS[:1]), 1)
-    grown(ledger, branch, 2 * P, page_keys(ROOT, [0, 1, 8, 8], P))
+    grow(ledger, branch, 2 * P, page_keys(ROOT, [0, 1, 8, 8], P))
     for num_pages in range(3, 8):
-        grown(ledger, lease, num_pages * P)
+        grow(ledger, lease, num_pages * P)
         assert ledger.roll_checkpoint(lease) if rolls else ledger.keep_state(lease)
         ledger.check()
     kept = [depth for depth, entry in enumerate(lease.shared_entries, 1) if entry.checkpoint is not None]
     assert kept == ([1, 2, 7] if rolls else [1, 6, 7])
 
 
-def test_a_reservation_is_all_or_nothing() -> None:
+def test_reserve_is_all_or_nothing() -> None:
     ledger = a_ledger(4)
-    lease = grown(ledger, ledger.open("a"), 1)
+    lease = grow(ledger, ledger.open("a"), 1)
     before = ledger.usage()
     with pytest.raises(OutOfMemory):
         ledger.reserve(lease, 9 * P)
@@ -185,34 +185,33 @@ def test_a_reservation_is_all_or_nothing() -> None:
     ledger.check()
 
 
-def test_a_reservation_may_ask_for_pages_that_are_left_to_others() -> None:
+def test_reserve_fails_without_its_headroom() -> None:
     ledger = a_ledger(4)
     lease = ledger.open("a")
     with pytest.raises(OutOfMemory):
-        ledger.reserve(lease, 2 * P, pages_beside=5)
+        ledger.reserve(lease, 2 * P, headroom=Demand(5))
     assert not [*lease.private_pages, *lease.spare_slots]
-    ledger.reserve(lease, 2 * P, pages_beside=4)
+    ledger.reserve(lease, 2 * P, headroom=Demand(4))
     assert len(lease.private_pages) == 2
-    grown(ledger, lease, 6 * P)
+    grow(ledger, lease, 6 * P)
 
 
-def test_a_checkpoint_gives_way_to_what_its_own_request_needs() -> None:
-    """Nobody else reads it, and no second slot can be had: the step overwrites the state, as if it had not
-    been kept."""
+def test_reserve_takes_back_the_checkpoint_of_its_own_lease() -> None:
+    """No other lease reads it, and no second slot can be had: the step overwrites the state."""
     ledger = a_ledger(4)
-    lease = grown(ledger, ledger.open("a"), P)
+    lease = grow(ledger, ledger.open("a"), P)
     assert ledger.roll_checkpoint(lease)
     slot = lease.shared_entries[0].checkpoint
     ledger.reserve(lease, 5 * P)
     ledger.check()
     assert slot is not None
     assert (lease.states, lease.source, lease.rolling, ledger.num_slots) == ({P: slot.state}, None, None, 1)
-    grown(ledger, lease, 5 * P)
+    grow(ledger, lease, 5 * P)
 
 
-def test_a_checkpoint_that_somebody_reads_does_not_give_way() -> None:
+def test_reserve_does_not_take_back_a_checkpoint_of_another_reader() -> None:
     ledger = a_ledger(4)
-    lease = grown(ledger, ledger.open("a"), P)
+    lease = grow(ledger, ledger.open("a"), P)
     assert ledger.roll_checkpoint(lease)
     reader = ledger.share("reader", lease, 1)
     with pytest.raises(OutOfMemory):
@@ -221,11 +220,11 @@ def test_a_checkpoint_that_somebody_reads_does_not_give_way() -> None:
     ledger.check()
 
 
-def test_a_reservation_gives_up_a_checkpoint_rather_than_the_extent_that_its_pages_need() -> None:
-    """The places for states are taken, one of them by a checkpoint; the last empty extent is for pages."""
+def test_reserve_evicts_a_checkpoint_when_its_pages_need_the_extent() -> None:
+    """A checkpoint has one of the state slots; the pages need the last empty extent."""
     ledger = a_ledger(3, states_per_extent=2)
-    grown(ledger, ledger.open("a"), 1)
-    ledger.keep_state(grown(ledger, ledger.open("b"), P), last=True)
+    grow(ledger, ledger.open("a"), 1)
+    ledger.keep_state(grow(ledger, ledger.open("b"), P), last=True)
     ledger.release("b")
     lease = ledger.open("c")
     ledger.reserve(lease, 7 * P)
@@ -233,24 +232,24 @@ def test_a_reservation_gives_up_a_checkpoint_rather_than_the_extent_that_its_pag
     ledger.check()
 
 
-def test_what_is_evicted_is_counted_by_what_it_was_needed_for() -> None:
+def test_counters_count_evictions_by_reason() -> None:
     ledger = a_ledger(4)
-    ledger.keep_state(grown(ledger, ledger.open("a"), 2 * P), last=True)
+    ledger.keep_state(grow(ledger, ledger.open("a"), 2 * P), last=True)
     ledger.release("a")
     lease = ledger.open("b")
     ledger.reserve(lease, 6 * P)
     assert ledger.counters == {"evicted_pages_for_pages": 2, "evicted_checkpoints_for_pages": 1}
     ledger.release("b")
-    ledger.keep_state(grown(ledger, ledger.open("a"), 2 * P), last=True)
+    ledger.keep_state(grow(ledger, ledger.open("a"), 2 * P), last=True)
     ledger.release("a")
     assert ledger.resize(1)
     assert ledger.counters["evicted_checkpoints_for_resize"] == 1
 
 
-def test_pages_scattered_over_all_extents_leave_none_for_a_state() -> None:
-    """Unless they are given up, or the state at their end is."""
+def test_reserve_fails_when_pages_are_scattered_over_all_extents() -> None:
+    """It succeeds when the pages, or the state at their end, can be taken back."""
     ledger = a_ledger(6)
-    scattered(ledger, KEYS)
+    scatter(ledger, KEYS)
     lease = ledger.open("a")
     ledger.attach(lease, ledger.index.match(KEYS[:5]), 5)
     ledger.share("reader", lease, 5)
@@ -260,17 +259,17 @@ def test_pages_scattered_over_all_extents_leave_none_for_a_state() -> None:
     ledger.reserve(lease, 11)
     assert list(lease.states) == [5 * P]
     ledger.release("a")
-    grown(ledger, ledger.open("a"), 11)
+    grow(ledger, ledger.open("a"), 11)
 
 
-def test_a_checkpoint_that_is_skipped_costs_no_other() -> None:
-    """The path holds as many as it may, and the next one finds no slot."""
+def test_skipped_checkpoint_evicts_no_other() -> None:
+    """The path has its most checkpoints, and no slot is free for another."""
     refused = set[AllocationSite]()
     ledger = Ledger(a_cache(9), checkpoints_per_path=2, fail_allocation=refused.__contains__)
     lease = ledger.open("a")
     for num_pages in (1, 2):
-        assert ledger.keep_state(grown(ledger, lease, num_pages * P))
-    grown(ledger, lease, 3 * P)
+        assert ledger.keep_state(grow(ledger, lease, num_pages * P))
+    grow(ledger, lease, 3 * P)
     refused.add(AllocationSite.CHECKPOINT_STATE)
     assert not ledger.keep_state(lease)
     assert [entry.checkpoint is not None for entry in lease.shared_entries] == [True, True, False]
@@ -279,9 +278,9 @@ def test_a_checkpoint_that_is_skipped_costs_no_other() -> None:
     assert [entry.checkpoint is not None for entry in lease.shared_entries] == [False, True, True]
 
 
-def test_a_refused_budget_is_met_when_the_last_holder_has_gone() -> None:
+def test_resize_succeeds_after_the_last_lease_is_released() -> None:
     ledger = a_ledger(6)
-    grown(ledger, ledger.open("a"), 4 * P)
+    grow(ledger, ledger.open("a"), 4 * P)
     assert not ledger.resize(1)
     assert (ledger.excess, ledger.budget_extents) == (2, 1)
     ledger.release("a")
@@ -289,7 +288,7 @@ def test_a_refused_budget_is_met_when_the_last_holder_has_gone() -> None:
     assert ledger.excess == 0
 
 
-def test_a_name_holds_one_lease() -> None:
+def test_open_asserts_one_lease_per_request() -> None:
     ledger = a_ledger(2)
     ledger.open("a")
     with pytest.raises(AssertionError, match="a holds a lease already"):

@@ -1,4 +1,4 @@
-"""The contract of the ledger over overlap, page size, speculation and every way in which a request ends."""
+"""The ledger with and without overlap and drafts, for each page size and each end of a request."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ OF_WINDOWS = [
 
 
 class Driver:
-    """Runs one request as an engine does: a chunk of prefill, then tokens one by one, or with drafts."""
+    """Runs one request like an engine: a chunk of prefill, then single tokens, or with drafts."""
 
     def __init__(self, ledger: Ledger, case: Case, prompt: list[int], name: str, seed: int) -> None:
         self.ledger = ledger
@@ -55,26 +55,26 @@ class Driver:
         self._open()
 
     def _open(self) -> None:
-        self.lease = self.ledger.open(self.name, spares_min=self.random.randrange(2))
+        self.lease = self.ledger.open(self.name, spare_slots_min=self.random.randrange(2))
         match = self.ledger.index.match(self._keys()[: (len(self.tokens) - 1) // self.case.page_tokens])
         self.ledger.attach(self.lease, match, match.restorable_pages)
         self.committed = self.reserved = match.restorable_pages * self.case.page_tokens
-        self._as_expected()
+        self._check()
 
     def run(self, end: int) -> None:
-        """Until `end` tokens are committed; with overlap, a step is in flight then."""
+        """Run until `end` tokens are committed; with overlap, a step is in flight then."""
         while self.committed < end:
             self._launch()
             if len(self.lease.flights) > self.case.overlap:
-                self._land()
+                self._commit()
 
     def preempt(self) -> None:
-        """Resume under the same name, maybe before the steps of the first attempt have landed."""
+        """Resume under the same name, perhaps with steps of the first attempt in flight."""
         first, owed = self.lease, self.committed
         self.end()
         self._open()
         assert owed - self.committed <= self.prompt_tokens + 2 * self.case.page_tokens
-        self.land_after_the_end(first)
+        self.commit_after_release(first)
 
     def end(self) -> None:
         self.ledger.release(self.name)
@@ -84,20 +84,20 @@ class Driver:
             self.ledger.launch(self.lease, self.reserved)
         assert self.lease.committed == self.committed
 
-    def lose(self) -> None:
-        """The steps in flight break: nothing of them counts."""
+    def fail(self) -> None:
+        """Fail the steps in flight: none of their tokens count."""
         while self.lease.flights:
             self.ledger.commit(self.lease, self.lease.flights[0].start, self._keys())
-            self._as_expected()
+            self._check()
         self.end()
 
-    def land_after_the_end(self, lease: Lease) -> None:
+    def commit_after_release(self, lease: Lease) -> None:
         while lease.flights:
             before = (lease.committed, len(self.ledger.index))
             self.ledger.commit(lease, lease.flights[0].end, self._keys())
-            assert (lease.committed, len(self.ledger.index)) == before, "committed after the end"
+            assert (lease.committed, len(self.ledger.index)) == before, "a released lease was committed"
             self.ledger.check()
-        assert not [*lease.pages, *lease.own_states(), *lease.sources(), *lease.windows]
+        assert not [*lease.pages, *lease.owned_states(), *lease.sources(), *lease.windows]
 
     def _launch(self) -> None:
         start = self.lease.launched
@@ -106,23 +106,23 @@ class Driver:
         end = start + 1 + drafts if decodes else min(self.prompt_tokens - 1, start + 40)
         self.ledger.reserve(self.lease, end, drafts=drafts)
         self.reserved = max(self.reserved, end)
-        self._as_expected()
+        self._check()
         self.tokens += [self.random.randrange(9) for _ in range(end - len(self.tokens))]
         self.ledger.launch(self.lease, end, keep=end % self.case.page_tokens == 0, drafts=drafts)
-        self._as_expected()
+        self._check()
 
-    def _land(self) -> None:
+    def _commit(self) -> None:
         flight = self.lease.flights[0]
         if flight.void:
             self.ledger.commit(self.lease, flight.end, self._keys())
-            self._as_expected()
+            self._check()
             return
         drafts = DRAFTS if self.case.speculative and flight.start >= self.prompt_tokens - 1 else 0
         self.committed = flight.end - self.random.randint(0, drafts)
         if self.committed < flight.end:
             del self.tokens[self.committed :]
         self.ledger.commit(self.lease, self.committed, self._keys())
-        self._as_expected()
+        self._check()
         if self.committed % self.case.page_tokens == 0:
             self._keep(flight)
 
@@ -131,16 +131,16 @@ class Driver:
             self.ledger.keep_state(self.lease)
         else:
             self.ledger.roll_checkpoint(self.lease)
-        self._as_expected()
+        self._check()
 
-    def _as_expected(self) -> None:
+    def _check(self) -> None:
         size = self.case.page_tokens
         assert self.lease.committed == self.committed
         assert self.lease.allocated == -(-self.reserved // size) * size
         assert len(self.lease.shared_entries) == self.committed // size
         layout, reserved = self.ledger.layout, self.reserved
-        needed = layout.windows_at_once(reserved, max(self.lease.allocated, reserved) - self.committed)
-        assert len(self.lease.windows) <= needed, "pages that left the window are still here"
+        needed = layout.peak_windows(reserved, max(self.lease.allocated, reserved) - self.committed)
+        assert len(self.lease.windows) <= needed, "pages out of the window were not freed"
         self.ledger.check()
 
     def _keys(self) -> list[PageKey]:
@@ -148,7 +148,7 @@ class Driver:
 
 
 @pytest.mark.parametrize("case", [*OF_STATES, *OF_WINDOWS], ids=str)
-def test_memory_of_a_request_is_what_it_should_be_until_it_is_back(case: Case) -> None:
+def test_lease_owns_the_expected_memory_in_each_case(case: Case) -> None:
     size = case.page_tokens
     window = 0 if case.cache == "states" else Random(str(case)).choice([1, size, size + 1, 3 * size + 5])
     cache = a_cache(400, page_tokens=size, hybrid=case.cache != "windows", window=window)
@@ -163,26 +163,26 @@ def test_memory_of_a_request_is_what_it_should_be_until_it_is_back(case: Case) -
                 driver.run(length + case.page_tokens)
                 driver.end()
             case "lost":
-                driver.lose()
+                driver.fail()
             case "finished" | "stopped" | "aborted":
                 driver.end()
-        driver.land_after_the_end(driver.lease)
+        driver.commit_after_release(driver.lease)
     usage = ledger.usage()
     assert (ledger.num_leases, ledger.num_slots, usage.pages_pinned, usage.states_pinned) == (0, 0, 0, 0)
     assert usage.windows_pinned == 0
-    assert cache.resize(1), "everything can be given up"
+    assert cache.resize(1), "everything can be evicted"
 
 
 def _requests(ledger: Ledger, case: Case) -> Iterator[tuple[Driver, int]]:
-    """Prompts that share a beginning; one stays open beside each other one, and comes back in the end."""
+    """Yield prompts with a common prefix, while another request stays open."""
     prompt = [1] * (2 * case.page_tokens + 3)
-    beside = Driver(ledger, case, [*prompt, 2], "beside", seed=9)
+    other = Driver(ledger, case, [*prompt, 2], "other", seed=9)
     for seed in range(3):
-        beside.run(beside.committed + 2)
+        other.run(other.committed + 2)
         end = len(prompt) + (1 if case.ending == "stopped" else case.page_tokens + 5)
         yield Driver(ledger, case, [*prompt, 3, seed][: len(prompt) + seed], f"r{seed}", seed), end
-    beside.end()
-    beside.land_after_the_end(beside.lease)
+    other.end()
+    other.commit_after_release(other.lease)
 
 
 NUM_LEASES = 64
@@ -194,35 +194,35 @@ LAST = 6 * BURST_P
     ("strategy", "slots", "overlap"),
     [("none", 1, False), ("lazy", 2, False), ("double", 3, False), ("none", 1, True), ("double", 3, True)],
 )
-def test_requests_that_reach_every_boundary_in_the_same_step(
+def test_leases_roll_checkpoints_in_the_same_step(
     strategy: str,
     slots: int,
     overlap: bool,  # noqa: FBT001  drawn from the matrix
 ) -> None:
-    """Just enough memory: one page extent for each two pages, and the slots of the strategy."""
+    """The memory is just enough: one extent per two pages, and the slots of the strategy."""
     cache = a_cache(NUM_LEASES * (LAST // BURST_P // 2 + slots))
     ledger = Ledger(cache)
-    spares_min = 1 if strategy == "double" else 0
-    leases = [ledger.open(f"r{number}", spares_min=spares_min) for number in range(NUM_LEASES)]
+    spare_slots_min = 1 if strategy == "double" else 0
+    leases = [ledger.open(f"r{number}", spare_slots_min=spare_slots_min) for number in range(NUM_LEASES)]
     keys = [page_keys(ROOT, [number] * LAST, BURST_P) for number in range(NUM_LEASES)]
     for end in range(1, LAST + 1):
         for lease in leases:
             ledger.reserve(lease, end)
             ledger.launch(lease, end, keep=strategy != "none" and (end - 1) % BURST_P == 0)
-        landed = end - overlap
-        for lease, own_keys in zip(leases, keys, strict=True) if landed else ():
-            ledger.commit(lease, landed, own_keys)
-            if strategy != "none" and landed % BURST_P == 0:
+        committed = end - overlap
+        for lease, own_keys in zip(leases, keys, strict=True) if committed else ():
+            ledger.commit(lease, committed, own_keys)
+            if strategy != "none" and committed % BURST_P == 0:
                 assert ledger.roll_checkpoint(lease), "a checkpoint was lost"
-            _kept_at_last_boundary(ledger, lease, strategy)
+            _check_last_boundary(ledger, lease, strategy)
         ledger.check()
         if not overlap and end > BURST_P and end % BURST_P:
             assert ledger.num_slots == slots * NUM_LEASES
     assert not any(count for name, count in ledger.counters.items() if name.startswith(("evicted", "check")))
-    assert cache.arena.num_empty == 0 or overlap, "it was just enough"
+    assert cache.arena.num_empty == 0 or overlap, "the memory was more than enough"
 
 
-def _kept_at_last_boundary(ledger: Ledger, lease: Lease, strategy: str) -> None:
+def _check_last_boundary(ledger: Ledger, lease: Lease, strategy: str) -> None:
     boundary = lease.committed // BURST_P
     if strategy != "none" and boundary:
         entry = lease.shared_entries[boundary - 1]
@@ -230,8 +230,8 @@ def _kept_at_last_boundary(ledger: Ledger, lease: Lease, strategy: str) -> None:
         assert ledger.index.is_restorable(entry)
 
 
-def test_a_burst_that_finds_too_little_keeps_what_it_has() -> None:
-    """Ten slots for the second states of 64 requests: who finds none goes on, and nothing fails."""
+def test_roll_checkpoint_skips_leases_without_a_slot_in_a_burst() -> None:
+    """Ten slots for the second states of 64 requests: the others skip their checkpoint."""
     cache = a_cache(NUM_LEASES * (LAST // BURST_P // 2 + 1) + 10)
     ledger = Ledger(cache)
     leases = [ledger.open(f"r{number}") for number in range(NUM_LEASES)]
@@ -242,7 +242,7 @@ def test_a_burst_that_finds_too_little_keeps_what_it_has() -> None:
             ledger.reserve(lease, end)
             ledger.launch(lease, end)
             ledger.commit(lease, end, page_keys(ROOT, [number] * end, BURST_P))
-        kept = sum(_rolled(ledger, lease) for lease in leases) if end % BURST_P == 0 else 0
+        kept = sum(_roll(ledger, lease) for lease in leases) if end % BURST_P == 0 else 0
         ledger.check()
         if end == LAST:
             assert kept >= 10
@@ -250,7 +250,7 @@ def test_a_burst_that_finds_too_little_keeps_what_it_has() -> None:
     assert usage.states_pinned + usage.states_cached == NUM_LEASES + 10
 
 
-def _rolled(ledger: Ledger, lease: Lease) -> bool:
+def _roll(ledger: Ledger, lease: Lease) -> bool:
     before = lease.rolling
     kept = ledger.roll_checkpoint(lease)
     assert lease.rolling is (lease.shared_entries[-1] if kept else before)

@@ -1,4 +1,4 @@
-"""Arena, index and ledger together, against a memory that remembers who wrote what for which tokens."""
+"""Arena, index and ledger together, against a model of device memory that records all tokens."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,11 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.kvstore.leases import ROOT, P, a_cache, could_serve
-from tests.support.kvstore.written import Memory, Shot
+from tests.support.kvstore.leases import ROOT, P, a_cache, could_serve, snapshot
+from tests.support.kvstore.written import DeviceStep, Memory
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey, page_keys
-from tidemill.kvstore.layout import PageId, WindowId
+from tidemill.kvstore.layout import PageId, StateId
+from tidemill.kvstore.memory.allocation_sites import Demand
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import FLIGHTS_MAX, Ledger
 from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
@@ -31,7 +32,7 @@ keeps = st.sampled_from(["keep", "last", "roll", "nothing"])
 
 @dataclass(eq=False)
 class Row:
-    """A request of the model: the tokens that it knows or guesses, and its lease."""
+    """A request of the model: its known and drafted tokens, and its lease."""
 
     name: str
     tokens: list[int]
@@ -47,7 +48,7 @@ class Row:
 
 
 class LedgerAgainstMemory(RuleBasedStateMachine):
-    """Runs requests as an engine does, with up to two steps of each in flight."""
+    """Runs requests like an engine, with up to two steps of each in flight."""
 
     @initialize(
         num_extents=st.integers(2, 12),
@@ -72,20 +73,20 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         self.memory = Memory(P, window)
         self.rows: list[Row] = []
         self.readers: list[Row] = []
-        self.landing: list[Row] = []
+        self.released: list[Row] = []
         self.first_pages: dict[Entry, PageId] = {}
         self.announced: set[PageKey] = set()
         self.serial = 0
 
     @precondition(lambda self: len(self.rows) < ROWS_MAX)
-    @rule(tokens=prompts, spares_min=st.integers(0, 1))
-    def start(self, tokens: list[int], spares_min: int) -> None:
-        self._start(self._name(), tokens, spares_min)
+    @rule(tokens=prompts, spare_slots_min=st.integers(0, 1))
+    def start(self, tokens: list[int], spare_slots_min: int) -> None:
+        self._start(self._name(), tokens, spare_slots_min)
 
     @precondition(lambda self: len(self.rows) < ROWS_MAX)
     @rule(tokens=prompts, choice=choices)
     def fetch(self, tokens: list[int], choice: int) -> None:
-        """Share every kept page, fill the others and the checkpoint at some depth, as from a store."""
+        """Share every cached page; fill the others and a checkpoint like a fetch from a store."""
         row = self._open(self._name(), tokens, 0)
         match = self.ledger.index.match(row.fetchable)
         depth_pages = choice % (len(row.fetchable) + 1)
@@ -94,12 +95,12 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             self._reserve(row, len(tokens))
             return
         self.ledger.attach(row.lease, match, min(len(match.path), depth_pages))
-        if self._reserve(row, len(tokens), windows_beside=1) and self._reserve_fetched(row, depth_pages):
+        if self._reserve(row, len(tokens), headroom_windows=1) and self._reserve_fetched(row, depth_pages):
             state = row.lease.spare_slots[-1] if self.has_states else None
             self.memory.write(row.lease.pages, tokens[: depth_pages * P], row.lease.committed, state)
-            places = row.lease.fetched_windows
+            positions = row.lease.fetched_windows
             self.memory.write_windows(
-                row.lease.windows[-len(places) :] if places else [], places.start, tokens
+                row.lease.windows[-len(positions) :] if positions else [], positions.start, tokens
             )
             self.ledger.adopt(row.lease, depth_pages * P, row.keys)
             self._scribble_spares(row.lease)
@@ -109,7 +110,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         choice=choices, counts=st.lists(st.integers(1, 4), min_size=1, max_size=2), drafts=st.integers(0, 2)
     )
     def launch(self, choice: int, counts: list[int], drafts: int) -> None:
-        """One step goes off, or two; a step may guess its last tokens, and everything above them."""
+        """Launch one or two steps; the last tokens of a step may be drafts."""
         row = self.rows[choice % len(self.rows)]
         for count in counts:
             if not self._launch(row, count, min(drafts, count - 1), choice):
@@ -117,42 +118,42 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
 
     @precondition(lambda self: any(row.lease.flights for row in self.rows))
     @rule(choice=choices, rejected=st.integers(0, 2), keep=keeps)
-    def land(self, choice: int, rejected: int, keep: Keep) -> None:
-        """The oldest step of a row lands; of its drafts some may be rejected, and the next one is void."""
+    def commit(self, choice: int, rejected: int, keep: Keep) -> None:
+        """Commit the oldest step of a row; if drafts are rejected, the next step is void."""
         rows = [row for row in self.rows if row.lease.flights]
         row = rows[choice % len(rows)]
         flight = row.lease.flights[0]
         drafts = max(0, len(flight.writes) - 1) if self.has_states else flight.end - flight.start - 1
-        landed = flight.end - min(rejected, drafts)
+        committed = flight.end - min(rejected, drafts)
         before = row.lease.committed
-        self._land(row, landed)
+        self._commit(row, committed)
         if flight.void:
             assert row.lease.committed == before
             return
-        assert row.lease.committed == landed
-        if landed < flight.end:
-            del row.tokens[landed:]
+        assert row.lease.committed == committed
+        if committed < flight.end:
+            del row.tokens[committed:]
             assert all(later.void for later in row.lease.flights)
-        if landed % P == 0:
+        if committed % P == 0:
             self._keep(row, keep)
 
     @precondition(lambda self: any(row.lease.flights for row in self.rows))
     @rule(choice=choices)
-    def break_down(self, choice: int) -> None:
-        """A step fails: nothing of it counts, and its request ends."""
+    def fail_step(self, choice: int) -> None:
+        """Fail a step: none of its tokens count, and its request ends."""
         rows = [row for row in self.rows if row.lease.flights]
         row = rows[choice % len(rows)]
         before = row.lease.committed
-        self._land(row, row.lease.flights[0].start)
+        self._commit(row, row.lease.flights[0].start)
         assert row.lease.committed == before
         self._release(row)
 
-    @precondition(lambda self: self.landing)
+    @precondition(lambda self: self.released)
     @rule(choice=choices)
-    def land_after_the_end(self, choice: int) -> None:
-        row = self.landing[choice % len(self.landing)]
+    def commit_after_release(self, choice: int) -> None:
+        row = self.released[choice % len(self.released)]
         before = (list(row.lease.shared_entries), row.lease.committed, len(self.ledger.index))
-        self._land(row, row.lease.flights[0].end)
+        self._commit(row, row.lease.flights[0].end)
         if row.lease.flights:
             assert (row.lease.shared_entries, row.lease.committed, len(self.ledger.index)) == before
         else:
@@ -160,16 +161,16 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             assert not [
                 *lease.shared_entries,
                 *lease.private_pages,
-                *lease.own_states(),
+                *lease.owned_states(),
                 *lease.sources(),
                 *lease.windows,
             ]
-            self.landing.remove(row)
+            self.released.remove(row)
 
     @precondition(lambda self: self.rows)
     @rule(choice=choices)
     def share(self, choice: int) -> None:
-        """As a publication does: read some first pages after their request may have ended."""
+        """Read some first pages after their request may have ended, like the publisher."""
         row = self.rows[choice % len(self.rows)]
         if row.lease.shared_entries:
             num_pages = choice % len(row.lease.shared_entries) + 1
@@ -189,7 +190,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(choice=choices)
     def preempt(self, choice: int) -> None:
-        """Its memory comes back when its steps have landed; it resumes at once, under the same name."""
+        """Release a row and resume it under the same name; its steps are still in flight."""
         row = self.rows[choice % len(self.rows)]
         self._release(row)
         self._start(row.name, row.tokens[: max(1, row.lease.committed)], row.lease.spare_slots_min)
@@ -201,7 +202,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
 
     @rule(choice=choices)
     def resize(self, choice: int) -> None:
-        """Down at the cost of what is kept, and of nothing else; up at once."""
+        """Change the budget: shrinking evicts only cached objects."""
         budget_extents = choice % self.ledger.num_extents + 1
         enough = self.ledger.resize(budget_extents)
         assert self.ledger.budget_extents == budget_extents
@@ -229,7 +230,7 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
             assert (entry.pins, entry.checkpoint_pins) == (pins[entry], reading[entry])
 
     @invariant()
-    def what_is_written_is_what_the_tokens_say(self) -> None:
+    def memory_contains_the_tokens_of_each_row(self) -> None:
         for row in (*self.rows, *self.readers):
             lease = row.lease
             table = lease.pages
@@ -241,20 +242,20 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
                 self._is_written(lease.source.checkpoint, row.tokens[: lease.committed])
             for position in range(lease.committed) if self.memory.window else ():
                 if position > lease.committed - self.memory.window and row not in self.readers:
-                    view = lease.window_table[position // P]
-                    assert self.memory.view(view, position % P) == tuple(row.tokens[: position + 1])
+                    window = lease.window_table[position // P]
+                    assert self.memory.window_cell(window, position % P) == tuple(row.tokens[: position + 1])
 
     def _is_written(self, checkpoint: Checkpoint, tokens: Sequence[int]) -> None:
         if checkpoint.state is not None:
             assert self.memory.state(checkpoint.state) == tuple(tokens)
-        places = self.cache.layout.last_window(len(tokens) // P)
-        for place, window in zip(places, checkpoint.windows, strict=True):
-            for position in range(place * P, place * P + P):
-                assert self.memory.view(window, position % P) == tuple(tokens[: position + 1])
+        indexes = self.cache.layout.last_window(len(tokens) // P)
+        for index, window in zip(indexes, checkpoint.windows, strict=True):
+            for position in range(index * P, index * P + P):
+                assert self.memory.window_cell(window, position % P) == tuple(tokens[: position + 1])
 
     @invariant()
-    def what_is_kept_is_what_its_key_says(self) -> None:
-        """The first page under a key stays, and no step is at it or at its checkpoint."""
+    def cached_entries_match_their_keys(self) -> None:
+        """Assert that the first page under a key stays, and that no step overwrites it."""
         for entry in self.ledger.index:
             assert self.first_pages.setdefault(entry, entry.page) == entry.page
             last = self.memory.page(entry.page, P - 1)
@@ -264,44 +265,44 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
                 assert (entry.checkpoint.state is not None) == self.has_states
 
     @invariant()
-    def at_rest_a_lease_owns_what_its_strategy_says(self) -> None:
+    def idle_leases_own_the_slots_of_their_strategy(self) -> None:
         for lease in (row.lease for row in self.rows if not row.lease.flights):
             if self.has_states:
                 own = len(lease.states) + len(lease.spare_slots)
-                assert own <= 1 + lease.spare_slots_min, "slots of the last step are still here"
+                assert own <= 1 + lease.spare_slots_min, "slots of the last step were not freed"
                 assert len(lease.states) <= 1
             else:
-                assert not lease.own_states()
+                assert not lease.owned_states()
 
     @invariant()
-    def what_left_the_window_is_given_back(self) -> None:
+    def window_pages_out_of_the_window_are_freed(self) -> None:
         layout = self.cache.layout
         for lease in (row.lease for row in self.rows):
-            assert lease.first_window == layout.first_seen(lease.committed)
+            assert lease.first_window == layout.first_visible_window(lease.committed)
             assert bool(lease.windows) == (layout.has_windows and lease.allocated > 0)
 
     def teardown(self) -> None:
         for row in (*self.rows, *self.readers):
             self.ledger.release(row.name)
-        while self.memory.shots:
-            shot = self.memory.shots[0]
-            self.memory.landed(shot)
-            self.ledger.commit(shot.lease, shot.flight.end, ())
+        while self.memory.steps:
+            step = self.memory.steps[0]
+            self.memory.complete(step)
+            self.ledger.commit(step.lease, step.flight.end, ())
         self.ledger.check()
         usage = self.ledger.usage()
         assert (self.ledger.num_leases, usage.pages_pinned, usage.states_pinned) == (0, 0, 0)
         assert usage.windows_pinned == 0
-        assert self.ledger.resize(1), "everything can be given up"
+        assert self.ledger.resize(1), "everything can be evicted"
 
-    def _start(self, name: str, tokens: list[int], spares_min: int) -> None:
-        """Resume where it can be resumed, take memory for the rest."""
-        row = self._open(name, tokens, spares_min)
+    def _start(self, name: str, tokens: list[int], spare_slots_min: int) -> None:
+        """Resume at the deepest restorable depth, and reserve memory for the rest."""
+        row = self._open(name, tokens, spare_slots_min)
         match = self.ledger.index.match(row.fetchable)
         self.ledger.attach(row.lease, match, match.restorable_pages)
         self._reserve(row, len(tokens))
 
-    def _open(self, name: str, tokens: list[int], spares_min: int) -> Row:
-        row = Row(name, list(tokens), self.ledger.open(name, spares_min=spares_min))
+    def _open(self, name: str, tokens: list[int], spare_slots_min: int) -> Row:
+        row = Row(name, list(tokens), self.ledger.open(name, spare_slots_min=spare_slots_min))
         self.rows.append(row)
         return row
 
@@ -309,46 +310,53 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         try:
             self.ledger.reserve_fetched(row.lease, num_pages)
         except OutOfMemory:
-            lacking = num_pages - row.lease.windows_end
-            assert not could_serve(self.cache, self._leases(), 0, 0, lacking)
+            missing = num_pages - row.lease.windows_end
+            assert not could_serve(self.cache, self._leases(), 0, 0, missing)
             self._release(row)
             return False
-        places = row.lease.fetched_windows
-        self.memory.taken((), (), row.lease.windows[-len(places) :] if places else ())
+        positions = row.lease.fetched_windows
+        self.memory.allocate((), (), row.lease.windows[-len(positions) :] if positions else ())
         return True
 
-    def _reserve(self, row: Row, num_tokens: int, drafts: int = 0, windows_beside: int | None = None) -> bool:
-        """Reserve, or prove that there was no memory, that the lease is as before, and end the request."""
+    def _reserve(
+        self, row: Row, num_tokens: int, drafts: int = 0, headroom_windows: int | None = None
+    ) -> bool:
+        """Reserve; or assert that memory was short, the lease is unchanged, and end the request."""
         lease = row.lease
-        before, evicted = _snapshot(lease), self._evictions()
+        before, evicted = snapshot(lease), self._evictions()
         slots = self._slots_missing(lease, drafts)
         pages = max(0, -(-num_tokens // P) - len(lease.shared_entries) - len(lease.private_pages))
         has_windows = self.cache.layout.has_windows
-        views = -(-num_tokens // P) - lease.windows_end if windows_beside is None else windows_beside
-        possible = could_serve(self.cache, self._leases(), slots, pages, max(0, views) * has_windows)
-        source, spares_min = lease.source, lease.spare_slots_min
-        beside = (windows_beside or 0) * has_windows
-        end = None if windows_beside is None else 0
+        num_windows = (
+            -(-num_tokens // P) - lease.windows_end if headroom_windows is None else headroom_windows
+        )
+        possible = could_serve(self.cache, self._leases(), slots, pages, max(0, num_windows) * has_windows)
+        source, spare_slots_min = lease.source, lease.spare_slots_min
+        headroom = Demand(windows=(headroom_windows or 0) * has_windows)
+        end = None if headroom_windows is None else 0
         try:
-            self.ledger.reserve(lease, num_tokens, drafts=drafts, windows_beside=beside, windows_end=end)
+            self.ledger.reserve(lease, num_tokens, drafts=drafts, headroom=headroom, windows_end=end)
         except OutOfMemory:
-            spared = (lease.source, lease.spare_slots_min) != (source, spares_min)
+            took_back = (lease.source, lease.spare_slots_min) != (source, spare_slots_min)
             assert not possible
-            assert spared or (_snapshot(lease), self._evictions()) == (before, evicted), "refused, at a cost"
+            assert took_back or (snapshot(lease), self._evictions()) == (before, evicted), (
+                "a refusal changed something"
+            )
             self._release(row)
             return False
-        spared = (lease.source, lease.spare_slots_min) != (source, spares_min)
-        own, spare, windows = before[1], [] if spared else before[4], before[7]
+        took_back = (lease.source, lease.spare_slots_min) != (source, spare_slots_min)
+        private, windows = before["private_pages"], before["windows"]
+        spare: list[StateId] = [] if took_back else before["spare_slots"]
         assert lease.allocated >= num_tokens
-        assert lease.private_pages[: len(own)] == own
+        assert lease.private_pages[: len(private)] == private
         assert lease.spare_slots[: len(spare)] == spare
-        if spared:
-            assert not possible, "its own checkpoint goes last"
+        if took_back:
+            assert not possible, "its own checkpoint is evicted last"
             assert lease.source is source or lease.committed in lease.states
         else:
             assert len(lease.spare_slots) == len(spare) + slots
-        self.memory.taken((), lease.spare_slots[len(spare) :])
-        self.memory.taken(lease.private_pages[len(own) :], (), lease.windows[len(windows) :])
+        self.memory.allocate((), lease.spare_slots[len(spare) :])
+        self.memory.allocate(lease.private_pages[len(private) :], (), lease.windows[len(windows) :])
         return True
 
     def _launch(self, row: Row, count: int, drafts: int, choice: int) -> bool:
@@ -361,11 +369,13 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         keep = choice % 3 > 0
         flight = self.ledger.launch(lease, end, keep=keep, drafts=drafts)
         assert (flight.start + count, flight.end) == (end, end) == (lease.launched, end)
-        self.memory.taken((), set(flight.writes) - set(spare) - {flight.reads})
-        self.memory.launched(lease, flight, row.tokens, hybrid=self.has_states)
-        places = range(flight.start // P, -(-end // P) if lease.windows else 0)
-        written = [lease.window_table[place] for place in places]
-        assert not any(map(self.ledger.index.owners_of_window, written)), "what is kept is written again"
+        self.memory.allocate((), set(flight.writes) - set(spare) - {flight.reads})
+        self.memory.launch(lease, flight, row.tokens, hybrid=self.has_states)
+        indexes = range(flight.start // P, -(-end // P) if lease.windows else 0)
+        written = [lease.window_table[index] for index in indexes]
+        assert not any(map(self.ledger.index.owners_of_window, written)), (
+            "a cached window page is written again"
+        )
         return True
 
     def _slots_missing(self, lease: Lease, drafts: int) -> int:
@@ -377,31 +387,31 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
     def _evictions(self) -> Counter[str]:
         return Counter({name: n for name, n in self.ledger.counters.items() if name.startswith("evicted")})
 
-    def _land(self, row: Row, num_tokens: int) -> None:
-        shot = self._first_shot(row.lease)
-        assert shot.flight is row.lease.flights[0]
-        self.memory.landed(shot)
+    def _commit(self, row: Row, num_tokens: int) -> None:
+        step = self._first_step(row.lease)
+        assert step.flight is row.lease.flights[0]
+        self.memory.complete(step)
         self.ledger.commit(row.lease, num_tokens, row.keys)
 
-    def _first_shot(self, lease: Lease) -> Shot:
-        return next(shot for shot in self.memory.shots if shot.lease is lease)
+    def _first_step(self, lease: Lease) -> DeviceStep:
+        return next(step for step in self.memory.steps if step.lease is lease)
 
     def _keep(self, row: Row, keep: Keep) -> None:
-        """The state at the boundary becomes a checkpoint, or everything is as it was."""
+        """Turn the state at the boundary into a checkpoint, or assert that nothing changed."""
         lease = row.lease
         if keep == "nothing" or (keep == "last" and lease.launched > lease.committed):
             return
-        entry, earlier, before = lease.shared_entries[-1], lease.rolling, _snapshot(lease)
-        there = entry.checkpoint
+        entry, earlier, before = lease.shared_entries[-1], lease.rolling, snapshot(lease)
+        existing = entry.checkpoint
         if keep == "roll":
             kept = self.ledger.roll_checkpoint(lease)
         else:
             kept = self.ledger.keep_state(lease, last=keep == "last")
         assert kept == (entry.checkpoint is not None or not self.hybrid)
         if not kept:
-            assert _snapshot(lease) == before, "what cannot be kept changes nothing"
-        if not self.hybrid or there is not None:
-            assert entry.checkpoint == there
+            assert snapshot(lease) == before, "a skipped checkpoint changed something"
+        if not self.hybrid or existing is not None:
+            assert entry.checkpoint == existing
             assert lease.rolling is earlier
         elif kept and keep == "roll":
             assert lease.rolling is entry
@@ -411,36 +421,20 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         self._scribble_spares(lease)
 
     def _scribble_spares(self, lease: Lease) -> None:
-        self.memory.taken((), lease.spare_slots)
+        self.memory.allocate((), lease.spare_slots)
 
     def _release(self, row: Row) -> None:
         self.rows.remove(row)
         self.ledger.release(row.name)
         if row.lease.flights:
-            self.landing.append(row)
+            self.released.append(row)
 
     def _leases(self) -> list[Lease]:
-        return [row.lease for row in (*self.rows, *self.readers, *self.landing)]
+        return [row.lease for row in (*self.rows, *self.readers, *self.released)]
 
     def _name(self) -> str:
         self.serial += 1
         return f"r{self.serial}"
-
-
-def _snapshot(
-    lease: Lease,
-) -> tuple[object, list[PageId], int, object, list[int], object, object, list[WindowId]]:
-    states = dict(lease.states)
-    return (
-        list(lease.shared_entries),
-        list(lease.private_pages),
-        lease.committed,
-        states,
-        list(lease.spare_slots),
-        lease.source,
-        lease.rolling,
-        list(lease.windows),
-    )
 
 
 TestLedgerAgainstMemory = LedgerAgainstMemory.TestCase

@@ -1,5 +1,5 @@
-"""The prefix index against a dictionary that remembers everything and searches by brute force."""
-# The number of records in the heaps is no part of any interface.
+"""The prefix index against a dictionary that stores everything and searches by brute force."""
+# The test reads the private heaps.
 # pyright: reportPrivateUsage=false
 
 from dataclasses import dataclass
@@ -9,39 +9,39 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.kvstore.indexes import PAGE_BYTES, STATE_BYTES, an_index, evicted, kept_path, keys_of
+from tests.support.kvstore.indexes import PAGE_BYTES, STATE_BYTES, an_index, evict_all, insert_path, keys_of
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import PageId, StateId, WindowId
 from tidemill.kvstore.memory.prefix_index import STALE_RECORDS_MAX, Checkpoint, Entry
 from tidemill.kvstore.memory.recompute_cost import Policy, RecomputeCost
 
 paths = st.text("ab", min_size=1, max_size=4)
-"""A letter stands for a page: "aba" is the prefix of three pages, and its own key."""
+"""A letter is a page: "aba" is the prefix of three pages, and its own key."""
 
 choices = st.integers(0, 999)
 
 
 @dataclass
-class Kept:
-    """What the model knows of an entry."""
+class EntryModel:
+    """The model of an entry."""
 
     page: int
     last_use: int
     pins: int = 0
     checkpoint: Checkpoint | None = None
     checkpoint_pins: int = 0
-    worth: float = 0.0  # of the checkpoint, or of the page in a model without states
-    saves: float = 0.0  # FLOPs per byte
-    used: int = 0  # when its worth was last seen to
+    value: float = 0.0  # of the checkpoint, or of the page in a model without states
+    flops_per_byte: float = 0.0  # FLOPs per byte
+    valued_at: int = 0  # the serial number of the last change of its value
     uses: int = 1
 
     @property
-    def loose(self) -> bool:
+    def evictable(self) -> bool:
         return self.checkpoint is not None and not self.checkpoint_pins
 
 
 class IndexAgainstDict(RuleBasedStateMachine):
-    """`held` are the paths that somebody has pinned, `reading` the entries with a pinned checkpoint."""
+    """The index and its model; `reading` are the entries with a pinned checkpoint."""
 
     @initialize(
         hybrid=st.booleans(),
@@ -55,8 +55,8 @@ class IndexAgainstDict(RuleBasedStateMachine):
         self.index = an_index(
             hybrid=hybrid, policy=policy, cost=RecomputeCost(token_flops=3.0, context_flops=context)
         )
-        self.kept: dict[PageKey, Kept] = {}
-        self.held: list[list[Entry]] = []
+        self.model: dict[PageKey, EntryModel] = {}
+        self.pinned_paths: list[list[Entry]] = []
         self.reading: list[Entry] = []
         self.announced: set[PageKey] = set()
         self.clock = 0.0
@@ -64,73 +64,73 @@ class IndexAgainstDict(RuleBasedStateMachine):
 
     @rule(path=paths)
     def match(self, path: str) -> None:
-        """The deepest restorable depth, and how far the pages alone reach. Changes nothing."""
+        """Match a path: its cached pages, and its deepest restorable depth."""
         match = self.index.match(keys_of(path))
-        found = [key for key in keys_of(path) if key in self.kept]
+        found = [key for key in keys_of(path) if key in self.model]
         assert [entry.key for entry in match.path] == found
         restorable = [len(key) for key in found if self._is_restorable(key)]
         assert match.restorable_pages == max(restorable, default=0)
 
     @rule(path=paths)
-    def hold(self, path: str) -> None:
-        """As a request does: resume as deep as possible, pin that, insert the rest, pin everything."""
+    def pin_path(self, path: str) -> None:
+        """Resume a request as deep as possible, insert the rest, and pin the whole path."""
         match = self.index.match(keys_of(path))
         shared = match.path[: match.restorable_pages]
         self.index.use(shared)
         self.uses += 1
-        self.held.append([])
+        self.pinned_paths.append([])
         for entry in shared:
-            self.kept[entry.key].last_use = self.uses
+            self.model[entry.key].last_use = self.uses
             if not self.hybrid or entry is shared[-1]:
-                self.kept[entry.key].uses += 1
-                self._seen_to(entry.key)
+                self.model[entry.key].uses += 1
+                self._revalue(entry.key)
             self.index.pin(entry)
-            self._pinned(entry)
+            self._count_pin(entry)
         for key in keys_of(path)[len(shared) :]:
             self._insert(key)
 
     @rule(path=paths)
     def insert_again(self, path: str) -> None:
-        """As a request does that computed what another one has kept meanwhile."""
-        self.held.append([])
+        """Insert all pages of a path, also those that another request has inserted."""
+        self.pinned_paths.append([])
         for key in keys_of(path):
             self._insert(key)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.pinned_paths)
     @rule(choice=choices)
-    def let_go(self, choice: int) -> None:
-        entries = self.held.pop(choice % len(self.held))
+    def unpin_path(self, choice: int) -> None:
+        entries = self.pinned_paths.pop(choice % len(self.pinned_paths))
         while entries:
             self.index.unpin(entries[-1])
-            self.kept[entries.pop().key].pins -= 1
+            self.model[entries.pop().key].pins -= 1
 
     @rule(choice=choices)
     def keep_checkpoint(self, choice: int) -> None:
-        bare = [entry for entry in self.index if entry.checkpoint is None]
-        if bare and self.hybrid:
-            entry = bare[choice % len(bare)]
-            windows = tuple(WindowId(choice % 7 + place) for place in range(choice % 3))  # shared with others
+        without = [entry for entry in self.index if entry.checkpoint is None]
+        if without and self.hybrid:
+            entry = without[choice % len(without)]
+            windows = tuple(WindowId(choice % 7 + index) for index in range(choice % 3))  # shared with others
             checkpoint = Checkpoint(StateId(self._serial()), windows)
             self.index.keep_checkpoint(entry, checkpoint)
-            self.kept[entry.key].checkpoint = checkpoint
-            above = [len(key) for key in self._above(entry.key) if self.kept[key].checkpoint is not None]
-            self._appraised(entry.key, max(above, default=0))
+            self.model[entry.key].checkpoint = checkpoint
+            above = [len(key) for key in self._above(entry.key) if self.model[key].checkpoint is not None]
+            self._appraise(entry.key, max(above, default=0))
 
     @rule(choice=choices)
     def drop_checkpoint(self, choice: int) -> None:
-        loose = [entry for entry in self.index if self.kept[entry.key].loose]
-        if loose:
-            entry = loose[choice % len(loose)]
-            assert self.index.drop_checkpoint(entry) == self.kept[entry.key].checkpoint
-            self.kept[entry.key].checkpoint = None
+        evictable = [entry for entry in self.index if self.model[entry.key].evictable]
+        if evictable:
+            entry = evictable[choice % len(evictable)]
+            assert self.index.drop_checkpoint(entry) == self.model[entry.key].checkpoint
+            self.model[entry.key].checkpoint = None
 
     @rule(choice=choices)
     def read_checkpoint(self, choice: int) -> None:
-        there = [entry for entry in self.index if entry.checkpoint is not None]
-        if there:
-            entry = there[choice % len(there)]
+        found = [entry for entry in self.index if entry.checkpoint is not None]
+        if found:
+            entry = found[choice % len(found)]
             self.index.pin_checkpoint(entry)
-            self.kept[entry.key].checkpoint_pins += 1
+            self.model[entry.key].checkpoint_pins += 1
             self.reading.append(entry)
 
     @precondition(lambda self: self.reading)
@@ -138,11 +138,11 @@ class IndexAgainstDict(RuleBasedStateMachine):
     def stop_reading(self, choice: int) -> None:
         entry = self.reading.pop(choice % len(self.reading))
         self.index.unpin_checkpoint(entry)
-        self.kept[entry.key].checkpoint_pins -= 1
+        self.model[entry.key].checkpoint_pins -= 1
 
     @rule(count=st.integers(1, 3))
     def evict_leaves(self, count: int) -> None:
-        """What leads to no checkpoint by recency, then by worth; the clock follows."""
+        """Evict the cheapest leaf: first those without a checkpoint by recency, then by value."""
         ranks = sorted(self._leaf_rank(key) for key in self._leaves())
         found = self.index.cheapest_leaves(count)
         assert [self._leaf_rank(entry.key) for entry in found] == ranks[:count]
@@ -150,26 +150,26 @@ class IndexAgainstDict(RuleBasedStateMachine):
         if found:
             if self.index.is_restorable(found[0]):
                 self._age(found[0])
-            gone = self.kept.pop(found[0].key)
+            removed = self.model.pop(found[0].key)
             self.index.remove(found[0])
-            assert (found[0].page, found[0].checkpoint) == (gone.page, gone.checkpoint)
+            assert (found[0].page, found[0].checkpoint) == (removed.page, removed.checkpoint)
 
     @rule()
     def evict_checkpoint(self) -> None:
-        loose = [kept for kept in self.kept.values() if kept.loose]
+        evictable = [kept for kept in self.model.values() if kept.evictable]
         entry = self.index.cheapest_checkpoint()
         if entry is None:
-            assert not loose
+            assert not evictable
             return
-        gone = self.kept[entry.key]
-        assert (gone.worth, gone.used) == min((kept.worth, kept.used) for kept in loose)
+        removed = self.model[entry.key]
+        assert (removed.value, removed.valued_at) == min((kept.value, kept.valued_at) for kept in evictable)
         self._age(entry)
-        assert self.index.drop_checkpoint(entry) == gone.checkpoint
-        gone.checkpoint = None
+        assert self.index.drop_checkpoint(entry) == removed.checkpoint
+        removed.checkpoint = None
 
     @rule()
     def announce(self) -> None:
-        """What came and went, applied to what was known, is what there is."""
+        """Assert that the announced changes add up to the restorable keys."""
         changes = self.index.take_changes()
         assert changes.added.isdisjoint(changes.removed)
         self.announced = (self.announced - changes.removed) | changes.added
@@ -179,11 +179,11 @@ class IndexAgainstDict(RuleBasedStateMachine):
         assert not again.removed
 
     @invariant()
-    def it_holds_what_the_model_holds(self) -> None:
+    def index_matches_the_model(self) -> None:
         self.index.check()
-        assert len(self.index) == len(self.kept)
+        assert len(self.index) == len(self.model)
         for entry in self.index:
-            kept = self.kept[entry.key]
+            kept = self.model[entry.key]
             assert (entry.page, entry.checkpoint) == (kept.page, kept.checkpoint)
             assert (entry.pins, entry.checkpoint_pins) == (kept.pins, kept.checkpoint_pins)
             assert {child.key for child in entry.children} == self._children(entry.key)
@@ -193,66 +193,66 @@ class IndexAgainstDict(RuleBasedStateMachine):
                 assert entry.checkpoint.state is not None
                 assert self.index.owner_of_state(entry.checkpoint.state) is entry
                 for window in entry.checkpoint.windows:
-                    owners = {entry.key for entry in self.index.owners_of_window(window)}
+                    owners = {owner.key for owner in self.index.owners_of_window(window)}
                     assert owners == {
                         key
-                        for key, entry in self.kept.items()
-                        if entry.checkpoint and window in entry.checkpoint.windows
+                        for key, entry_model in self.model.items()
+                        if entry_model.checkpoint and window in entry_model.checkpoint.windows
                     }
             if self._is_restorable(entry.key):
-                assert self.index.credit(entry) == pytest.approx(max(0.0, kept.worth - self.clock))
-        assert sorted(self.index.restorable_keys()) == sorted(filter(self._is_restorable, self.kept))
+                assert self.index.credit(entry) == pytest.approx(max(0.0, kept.value - self.clock))
+        assert sorted(self.index.restorable_keys()) == sorted(filter(self._is_restorable, self.model))
         assert self.index.owner_of_page(PageId(self.serial + 1)) is None
         assert self.index.owner_of_state(StateId(self.serial + 1)) is None
 
     def _insert(self, key: PageKey) -> None:
-        path = self.held[-1]
+        path = self.pinned_paths[-1]
         entry, taken_over = self.index.insert(path[-1] if path else None, key, PageId(self._serial()))
-        assert taken_over == (key not in self.kept), "the first writer wins"
+        assert taken_over == (key not in self.model), "the first writer wins"
         if taken_over:
             self.uses += 1
-            self.kept[key] = Kept(page=self.serial, last_use=self.uses)
+            self.model[key] = EntryModel(page=self.serial, last_use=self.uses)
             if not self.hybrid:
-                self._appraised(key, len(key) - 1)
-        self._pinned(entry)
+                self._appraise(key, len(key) - 1)
+        self._count_pin(entry)
 
-    def _pinned(self, entry: Entry) -> None:
-        self.kept[entry.key].pins += 1
-        self.held[-1].append(entry)
+    def _count_pin(self, entry: Entry) -> None:
+        self.model[entry.key].pins += 1
+        self.pinned_paths[-1].append(entry)
 
-    def _appraised(self, key: PageKey, above_pages: int) -> None:
-        """Every token from `above_pages` on is computed again without it, each over all tokens before."""
+    def _appraise(self, key: PageKey, above_pages: int) -> None:
+        """Set the value: without the entry, the tokens from `above_pages` on are recomputed."""
         flops = sum(3.0 + self.context * (position + 1) for position in range(above_pages, len(key)))
         freed_bytes = (len(key) - above_pages) * PAGE_BYTES + STATE_BYTES * self.hybrid
-        self.kept[key].saves = flops / freed_bytes
+        self.model[key].flops_per_byte = flops / freed_bytes
         self.uses += 1
-        self._seen_to(key)
+        self._revalue(key)
 
-    def _seen_to(self, key: PageKey) -> None:
-        kept = self.kept[key]
-        kept.used = self.uses
-        kept.worth = self.uses if self.policy == "lru" else self.clock + kept.uses * kept.saves
+    def _revalue(self, key: PageKey) -> None:
+        kept = self.model[key]
+        kept.valued_at = self.uses
+        kept.value = self.uses if self.policy == "lru" else self.clock + kept.uses * kept.flops_per_byte
 
     def _age(self, entry: Entry) -> None:
         self.index.age(self.index.credit(entry))
-        self.clock += max(0.0, self.kept[entry.key].worth - self.clock)
+        self.clock += max(0.0, self.model[entry.key].value - self.clock)
 
     def _leaves(self) -> list[PageKey]:
         return [
             key
-            for key, kept in self.kept.items()
+            for key, kept in self.model.items()
             if not (kept.pins or kept.checkpoint_pins or self._children(key))
         ]
 
     def _leaf_rank(self, key: PageKey) -> tuple[bool, float, int]:
-        kept = self.kept[key]
-        return (True, kept.worth, kept.used) if self._is_restorable(key) else (False, 0.0, kept.last_use)
+        kept = self.model[key]
+        return (True, kept.value, kept.valued_at) if self._is_restorable(key) else (False, 0.0, kept.last_use)
 
     def _is_restorable(self, key: PageKey) -> bool:
-        return not self.hybrid or self.kept[key].checkpoint is not None
+        return not self.hybrid or self.model[key].checkpoint is not None
 
     def _children(self, key: PageKey) -> set[PageKey]:
-        return {other for other in self.kept if other[:-1] == key}
+        return {other for other in self.model if other[:-1] == key}
 
     def _above(self, key: PageKey) -> list[PageKey]:
         return [PageKey(key[:end]) for end in range(1, len(key))]
@@ -268,9 +268,9 @@ TestIndexAgainstDict.settings = settings(
 )
 
 
-def test_a_checkpoint_inside_a_path_goes_alone() -> None:
+def test_index_evicts_a_checkpoint_inside_a_path_alone() -> None:
     index = an_index(hybrid=True, policy="lru")
-    first, _, last = kept_path(index, "abc", checkpoints="x.x")
+    first, _, last = insert_path(index, "abc", checkpoints="x.x")
     index.use((first,))
     assert index.cheapest_checkpoint() is last, "it was used less recently"
     index.drop_checkpoint(last)
@@ -282,9 +282,9 @@ def test_a_checkpoint_inside_a_path_goes_alone() -> None:
     assert (len(match.path), match.restorable_pages) == (3, 0)
 
 
-def test_what_is_pinned_stays() -> None:
+def test_index_keeps_pinned_entries() -> None:
     index = an_index(hybrid=True)
-    a, b = kept_path(index, "ab", checkpoints="xx")
+    a, b = insert_path(index, "ab", checkpoints="xx")
     for entry in (a, b):
         index.pin(entry)
         index.pin_checkpoint(entry)
@@ -298,12 +298,12 @@ def test_what_is_pinned_stays() -> None:
     index.unpin(a)
     assert index.cheapest_leaf() is None, "its checkpoint is being read"
     index.unpin_checkpoint(b)
-    assert evicted(index) == ["ab", "a"]
+    assert evict_all(index) == ["ab", "a"]
 
 
-def test_records_of_the_past_are_swept_out() -> None:
+def test_index_removes_stale_eviction_records() -> None:
     index = an_index(hybrid=True)
-    entries = kept_path(index, "abcd", checkpoints="xxxx")
+    entries = insert_path(index, "abcd", checkpoints="xxxx")
     for _ in range(1000):
         for entry in entries:
             index.pin(entry)
@@ -314,12 +314,12 @@ def test_records_of_the_past_are_swept_out() -> None:
             index.unpin(entry)
         assert len(index._leaves) + len(index._checkpoints) <= 4 * len(index) + STALE_RECORDS_MAX
     index.check()
-    assert evicted(index) == ["abcd", "abc", "ab", "a"]
+    assert evict_all(index) == ["abcd", "abc", "ab", "a"]
 
 
-def test_a_checkpoint_is_never_overwritten() -> None:
+def test_keep_checkpoint_asserts_when_there_is_one() -> None:
     index = an_index(hybrid=True)
-    (entry,) = kept_path(index, "a", checkpoints="x")
+    (entry,) = insert_path(index, "a", checkpoints="x")
     with pytest.raises(AssertionError):
         index.keep_checkpoint(entry, Checkpoint(StateId(99)))
     index.pin_checkpoint(entry)
@@ -329,8 +329,8 @@ def test_a_checkpoint_is_never_overwritten() -> None:
         index.remove(entry)
 
 
-def test_an_entry_with_children_is_not_removed() -> None:
+def test_remove_asserts_when_an_entry_has_children() -> None:
     index = an_index(hybrid=False)
-    first, _ = kept_path(index, "ab")
+    first, _ = insert_path(index, "ab")
     with pytest.raises(AssertionError):
         index.remove(first)

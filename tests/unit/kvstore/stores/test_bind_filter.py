@@ -1,4 +1,4 @@
-"""Ports that the Mooncake library opens to everybody: kept to this host, or open because somebody said so."""
+"""The ports of the Mooncake library: restricted to this host, or open on request."""
 
 import socket
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from tidemill.kvstore.stores import bind_filter as listeners
 from tidemill.kvstore.stores import mooncake_store
 from tidemill.kvstore.stores.mooncake_store import SEGMENT_BYTES_MIN, Transport, lend_memory
 
-EVERYBODY = "0.0.0.0"  # noqa: S104 - as the library has it
+ANY_ADDRESS = "0.0.0.0"  # noqa: S104 - as the library listens
 
 
-class Native:
-    """Listens as the library does."""
+class NativeStore:
+    """A fake that listens like the library."""
 
     def setup(self, *_: object) -> int:
-        self.listener = socket.create_server((EVERYBODY, 0))
+        self.listener = socket.create_server((ANY_ADDRESS, 0))
         return 0
 
     def close(self) -> int:
@@ -29,7 +29,7 @@ class Native:
 
 @pytest.fixture
 def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    library = SimpleNamespace(MooncakeDistributedStore=Native)
+    library = SimpleNamespace(MooncakeDistributedStore=NativeStore)
     monkeypatch.setattr(mooncake_store, "load_library", lambda: library)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
@@ -37,7 +37,7 @@ def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that wants CAP_NET_ADMIN, and a process without."""
+    """Refuse filters, like a kernel that demands CAP_NET_ADMIN."""
 
     def refuse(*_: Any) -> None:  # noqa: ANN401 - a socket and a program
         raise PermissionError(1, "Operation not permitted")
@@ -46,25 +46,23 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("refusing")
-def test_where_ports_cannot_be_kept_it_says_what_to_do(master: str) -> None:
+def test_lend_memory_names_the_fix_when_ports_cannot_be_restricted(master: str) -> None:
     with pytest.raises(StoreError, match=r"CAP_NET_ADMIN.*ports=open"):
         lend_memory(master, SEGMENT_BYTES_MIN)
 
 
 @pytest.mark.usefixtures("refusing")
-def test_whoever_says_so_gets_open_ports(master: str) -> None:
+def test_lend_memory_leaves_ports_open_on_request(master: str) -> None:
     lend_memory(master, SEGMENT_BYTES_MIN, transport=Transport(is_open=True))()
 
 
-def test_they_are_kept_where_that_can_be_also_for_who_would_have_them_open(
-    master: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept: list[socket.socket] = []
+def test_lend_memory_restricts_ports_where_possible(master: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    filtered: list[socket.socket] = []
 
-    def keep(listener: socket.socket, program: object) -> None:
+    def attach(listener: socket.socket, program: object) -> None:
         del program
-        kept.append(listener)
+        filtered.append(listener)
 
-    monkeypatch.setattr(listeners, "_attach", keep)
+    monkeypatch.setattr(listeners, "_attach", attach)
     lend_memory(master, SEGMENT_BYTES_MIN, transport=Transport(is_open=True))()
-    assert len(kept) == 1
+    assert len(filtered) == 1

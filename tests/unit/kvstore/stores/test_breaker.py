@@ -1,4 +1,4 @@
-"""When a store is left alone and asked again, and what rate its transfers are expected to have."""
+"""The state of the circuit breaker, and the measured rate of transfers."""
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +10,8 @@ PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 
 
 @PROPERTY
-@given(st.lists(st.sampled_from(["fail", "old", "answered", "moved"]), max_size=40))
-def test_the_breaker_counts_each_trip_once_and_waits_longer_each_time(history: list[str]) -> None:
+@given(st.lists(st.sampled_from(["fail", "old", "probed", "moved"]), max_size=40))
+def test_breaker_counts_each_trip_once_and_doubles_its_waits(history: list[str]) -> None:
     breaker = Breaker()
     waits: list[float] = []
     for event in history:
@@ -24,11 +24,11 @@ def test_the_breaker_counts_each_trip_once_and_waits_longer_each_time(history: l
             case "old":
                 assert not breaker.fail(breaker.trips - 1)
                 assert (breaker.trips, breaker.is_open) == before
-            case "answered":
-                breaker.answered()
+            case "probed":
+                breaker.close()
                 assert (breaker.trips, breaker.is_open) == (before[0], False)
             case _:
-                breaker.moved()
+                breaker.reset_wait()
                 waits = waits if before[1] else []
         if breaker.is_open:
             wait_s = breaker.next_wait_s()
@@ -38,7 +38,7 @@ def test_the_breaker_counts_each_trip_once_and_waits_longer_each_time(history: l
 
 @PROPERTY
 @given(st.floats(1e5, 1e10), st.integers(1 << 20, 1 << 27))
-def test_the_rate_becomes_that_of_the_transfers(bytes_per_s: float, num_bytes: int) -> None:
+def test_rate_converges_to_that_of_the_transfers(bytes_per_s: float, num_bytes: int) -> None:
     rate = Rate()
     for _ in range(400):
         rate.add(num_bytes, num_bytes / bytes_per_s)
@@ -46,7 +46,7 @@ def test_the_rate_becomes_that_of_the_transfers(bytes_per_s: float, num_bytes: i
     assert rate.patience_s(num_bytes) == pytest.approx(3 * num_bytes / bytes_per_s, rel=0.01)
 
 
-def test_small_transfers_and_instant_ones_tell_little_of_the_rate() -> None:
+def test_rate_hardly_changes_with_small_or_instant_transfers() -> None:
     rate = Rate()
     rate.add(0, 5.0)
     rate.add(1 << 20, 0.0)

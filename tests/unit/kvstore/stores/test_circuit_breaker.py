@@ -1,4 +1,4 @@
-"""No request waits long for a store that is down or slow, and no memory is given back under a transfer."""
+"""The circuit breaker: bounded waits for a store that is down or slow, and safe memory of calls."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,7 +16,7 @@ from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
 from tidemill.kvstore.stores.circuit_breaker import PROBE_S_MAX, GuardedStore
 from tidemill.kvstore.stores.memory_store import MemoryStore
-from tidemill.kvstore.stores.page_store import Got, Held, PageStore, Put
+from tidemill.kvstore.stores.page_store import Got, PageStore, Put, StoredObject
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
 TIMEOUT_S = 0.25
@@ -39,7 +39,7 @@ def one_get(store: PageStore, memory: bytearray, number: int = 0) -> Awaitable[l
     return store.get([(KEYS[number], memoryview(memory))])
 
 
-def play(scenario: Callable[[Scripted, GuardedStore], Awaitable[None]], *faults: Fault) -> None:
+def run(scenario: Callable[[Scripted, GuardedStore], Awaitable[None]], *faults: Fault) -> None:
     async def main() -> None:
         store = Scripted(*faults)
         guard = GuardedStore(store, TIMEOUT_S)
@@ -49,12 +49,12 @@ def play(scenario: Callable[[Scripted, GuardedStore], Awaitable[None]], *faults:
             await guard.close()
             await guard.close()
         assert store.probes_out == 0
-        assert len(asyncio.all_tasks()) == 1, "something of the guard goes on"
+        assert len(asyncio.all_tasks()) == 1, "a task of the guard still runs"
 
     simulate(0, main())
 
 
-def test_a_store_without_faults_is_as_it_would_be_without_a_guard() -> None:
+def test_guard_changes_nothing_of_a_store_without_faults() -> None:
     async def scenario(store: Scripted, guard: GuardedStore) -> None:
         memory = bytearray(100)
         guard.register(memoryview(memory))
@@ -63,16 +63,16 @@ def test_a_store_without_faults_is_as_it_would_be_without_a_guard() -> None:
         assert await one_get(guard, memory) == [Got.HIT]
         assert memory == BODY
         assert await guard.contains(KEYS[:3]) == [True, True, False]
-        assert await guard.held() == await store.held()
+        assert await guard.list_objects() == await store.list_objects()
         await guard.remove(KEYS[:1])
         assert await guard.contains(KEYS[:2]) == [False, True]
         assert guard.stats() == store.stats()
 
-    play(scenario)
+    run(scenario)
 
 
 @pytest.mark.parametrize("blocks_s", [0.0, 4.3, 30.0])
-def test_while_it_is_open_calls_are_answered_at_once_and_never_reach_the_store(blocks_s: float) -> None:
+def test_guard_fails_calls_immediately_while_open(blocks_s: float) -> None:
     async def scenario(store: Scripted, guard: GuardedStore) -> None:
         memory = bytearray(100)
         await one_get(guard, memory)
@@ -85,8 +85,8 @@ def test_while_it_is_open_calls_are_answered_at_once_and_never_reach_the_store(b
             assert await one_get(guard, memory) == [Got.UNREACHABLE]
             assert await guard.contains(KEYS[:2]) == [False, False]
             await guard.remove(KEYS)
-            with pytest.raises(StoreError, match="ask again"):
-                await guard.held()
+            with pytest.raises(StoreError, match="try again"):
+                await guard.list_objects()
             assert now() == started
             await asyncio.sleep(0.5)
         assert store.calls == reached
@@ -96,23 +96,23 @@ def test_while_it_is_open_calls_are_answered_at_once_and_never_reach_the_store(b
         assert stats.put == {Put.UNREACHABLE: 100, Put.SKIPPED: 200}
         assert stats.got[Got.UNREACHABLE] == 100
 
-    play(scenario, Fault(0, 1000, blocks_s))
+    run(scenario, Fault(0, 1000, blocks_s))
 
 
-def test_a_put_that_is_not_answered_opens_it() -> None:
+def test_guard_opens_after_an_unreachable_put() -> None:
     async def scenario(_: Scripted, guard: GuardedStore) -> None:
         assert await one_put(guard) == [Put.UNREACHABLE]
         assert guard.stats().is_down
 
-    play(scenario, Fault(0, 1000, 0.0))
+    run(scenario, Fault(0, 1000, 0.0))
 
 
 @pytest.mark.parametrize("call", [one_put, one_get])
 @pytest.mark.parametrize("knows", [True, False])
-def test_a_part_that_answers_for_a_frozen_one_closes_nothing(
+def test_guard_stays_open_while_only_the_metadata_answers(
     call: Callable[..., Awaitable[object]], *, knows: bool
 ) -> None:
-    """What is asked for is where bytes were, or were looked for: that it is not there is no news of it."""
+    """Probes get a stored object, because an answer about a missing one proves nothing."""
 
     async def scenario(store: Scripted, guard: GuardedStore) -> None:
         await (guard if knows else store).put([(key, memoryview(BODY)) for key in KEYS[:3]])
@@ -125,7 +125,7 @@ def test_a_part_that_answers_for_a_frozen_one_closes_nothing(
         await asyncio.sleep(2 * PROBE_S_MAX)
         assert await guard.get([(KEYS[0], memory)]) == [Got.HIT]
 
-    play(scenario, Fault(1, 20, 30.0, frozen=True))
+    run(scenario, Fault(1, 20, 30.0, frozen=True))
 
 
 def ask(store: PageStore) -> Awaitable[object]:
@@ -137,15 +137,15 @@ def remove(store: PageStore) -> Awaitable[object]:
 
 
 @pytest.mark.parametrize("ask", [ask, remove])
-def test_a_late_question_is_answered_at_its_patience(ask: Callable[[PageStore], Awaitable[object]]) -> None:
+def test_guard_answers_a_late_query_at_its_deadline(ask: Callable[[PageStore], Awaitable[object]]) -> None:
     async def scenario(_: Scripted, guard: GuardedStore) -> None:
         assert await took_s(ask(guard)) == pytest.approx(TIMEOUT_S)
         assert guard.stats().trips == 1
 
-    play(scenario, Fault(0, 1000, 30.0))
+    run(scenario, Fault(0, 1000, 30.0))
 
 
-def test_questions_under_way_are_answered_when_another_call_finds_the_store_down() -> None:
+def test_guard_answers_running_queries_when_another_call_opens_it() -> None:
     async def scenario(_: Scripted, guard: GuardedStore) -> None:
         put = asyncio.ensure_future(one_put(guard))
         await asyncio.sleep(TIMEOUT_S - 0.01)
@@ -153,10 +153,10 @@ def test_questions_under_way_are_answered_when_another_call_finds_the_store_down
         assert await put == [Put.UNREACHABLE]
         assert now() == pytest.approx(30, abs=0.01)
 
-    play(scenario, Fault(0, 1000, 30.0))
+    run(scenario, Fault(0, 1000, 30.0))
 
 
-def test_a_late_call_opens_it_at_its_patience_and_keeps_its_memory_to_the_end() -> None:
+def test_guard_opens_at_the_deadline_and_keeps_the_memory_of_a_late_call() -> None:
     async def scenario(_: Scripted, guard: GuardedStore) -> None:
         memory = bytearray(100)
         get = asyncio.ensure_future(one_get(guard, memory))
@@ -175,10 +175,10 @@ def test_a_late_call_opens_it_at_its_patience_and_keeps_its_memory_to_the_end() 
         await asyncio.sleep(60)
         assert memory == BODY
 
-    play(scenario, Fault(0, 30, 30.0))
+    run(scenario, Fault(0, 30, 30.0))
 
 
-def test_a_late_call_that_succeeds_tells_what_it_brought() -> None:
+def test_guard_returns_the_outcome_of_a_late_call() -> None:
     async def scenario(store: Scripted, guard: GuardedStore) -> None:
         memory = bytearray(100)
         await one_put(store)
@@ -186,37 +186,37 @@ def test_a_late_call_that_succeeds_tells_what_it_brought() -> None:
         assert memory == BODY
         assert guard.stats().trips == 1
 
-    play(scenario, Fault(0.002, 100, 3.0, slow=True))
+    run(scenario, Fault(0.002, 100, 3.0, slow=True))
 
 
 @PROPERTY
 @given(heals=st.floats(0.01, 100), blocks_s=st.floats(0, 40))
-def test_it_closes_within_one_interval_after_the_store_has_healed(heals: float, blocks_s: float) -> None:
+def test_guard_closes_within_one_interval_after_recovery(heals: float, blocks_s: float) -> None:
     async def scenario(store: Scripted, guard: GuardedStore) -> None:
         await one_get(guard, bytearray(100))
         await asyncio.sleep(max(0, heals - now()) + PROBE_S_MAX + 0.01)
         late = store.probed_at and store.probed_at[-1] < heals
-        if late:  # it was out when the store healed, and came back too late to be believed
+        if late:  # a probe that started before the recovery is late
             await asyncio.sleep(PROBE_S_MAX)
         assert not guard.stats().is_down
         assert await one_put(guard) == [Put.STORED]
         assert store.probes_out_max <= 1
 
-    play(scenario, Fault(0, heals, blocks_s))
+    run(scenario, Fault(0, heals, blocks_s))
 
 
-def test_probes_come_at_growing_intervals() -> None:
+def test_guard_probes_at_growing_intervals() -> None:
     async def scenario(store: Scripted, guard: GuardedStore) -> None:
         await one_get(guard, bytearray(100))
         await asyncio.sleep(60)
         gaps = [later - earlier for earlier, later in pairwise(store.probed_at)]
         assert gaps == pytest.approx([0.5, 1, 2, 4, *[PROBE_S_MAX] * (len(gaps) - 4)], abs=0.01)
 
-    play(scenario, Fault(0, 1000, 0))
+    run(scenario, Fault(0, 1000, 0))
 
 
-def test_a_store_that_answers_probes_and_moves_nothing_is_tried_ever_less_often() -> None:
-    """As with an owner that is frozen while the master is well."""
+def test_guard_retries_less_often_when_only_probes_succeed() -> None:
+    """An owner may be frozen while the master answers."""
 
     async def scenario(_: Scripted, guard: GuardedStore) -> None:
         late: list[asyncio.Future[list[Put]]] = []
@@ -228,10 +228,10 @@ def test_a_store_that_answers_probes_and_moves_nothing_is_tried_ever_less_often(
         assert len(late) == guard.stats().trips <= 5 + 60 / PROBE_S_MAX
         await asyncio.wait(late)
 
-    play(scenario, Fault(0, 1000, 30.0, slow=True))
+    run(scenario, Fault(0, 1000, 30.0, slow=True))
 
 
-def test_a_transfer_that_succeeds_late_does_not_make_the_pauses_short_again() -> None:
+def test_guard_does_not_reset_waits_after_a_late_transfer() -> None:
     async def scenario(store: Scripted, guard: GuardedStore) -> None:
         pauses_s: list[float] = []
         for number in range(6):
@@ -242,11 +242,11 @@ def test_a_transfer_that_succeeds_late_does_not_make_the_pauses_short_again() ->
             assert await put == [Put.STORED]
         assert pauses_s == pytest.approx([0.25, 0.5, 1, 2, 4, PROBE_S_MAX], abs=0.01)
 
-    play(scenario, Fault(0, 1000, 1.0, slow=True))
+    run(scenario, Fault(0, 1000, 1.0, slow=True))
 
 
-class Slowest(MemoryStore):
-    """The first put fails after seconds, the second one at once, and nothing after them."""
+class FailingPuts(MemoryStore):
+    """A store whose first put fails after 2 s, the second after 0.1 s, and later ones succeed."""
 
     async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
         fails_after_s = {KEYS[1]: 2.0, KEYS[2]: 0.1}.get(objects[0][0])
@@ -256,9 +256,9 @@ class Slowest(MemoryStore):
         return [Put.UNREACHABLE]
 
 
-def test_what_began_before_the_last_trip_is_no_news() -> None:
+def test_guard_ignores_failures_from_before_the_last_trip() -> None:
     async def main() -> None:
-        guard = GuardedStore(Slowest(1 << 20), TIMEOUT_S)
+        guard = GuardedStore(FailingPuts(1 << 20), TIMEOUT_S)
         puts = [asyncio.ensure_future(one_put(guard, number)) for number in (1, 2)]
         assert await puts[1] == [Put.UNREACHABLE]
         await asyncio.sleep(1)
@@ -272,13 +272,13 @@ def test_what_began_before_the_last_trip_is_no_news() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_busy_loop_is_not_taken_for_a_late_store(seed: int) -> None:
+def test_guard_does_not_open_when_the_event_loop_was_busy(seed: int) -> None:
     async def main() -> None:
         guard = GuardedStore(Scripted(), TIMEOUT_S)
         loop = asyncio.get_running_loop()
         put = asyncio.ensure_future(one_put(guard))
         await asyncio.sleep(0.0005)
-        cast("Any", loop)._now += 2.0  # whoever should have noticed its answer was not run
+        cast("Any", loop)._now += 2.0  # the event loop was blocked
         assert await put == [Put.STORED]
         assert guard.stats().trips == 0
         await guard.close()
@@ -286,7 +286,7 @@ def test_a_busy_loop_is_not_taken_for_a_late_store(seed: int) -> None:
     simulate(seed, main())
 
 
-def test_closing_waits_for_what_is_under_way_and_probes_no_more() -> None:
+def test_guard_close_waits_for_running_calls_and_stops_probes() -> None:
     async def scenario(store: Scripted, guard: GuardedStore) -> None:
         memory = bytearray(100)
         get = asyncio.ensure_future(one_get(guard, memory))
@@ -299,19 +299,19 @@ def test_closing_waits_for_what_is_under_way_and_probes_no_more() -> None:
         await asyncio.sleep(10)
         assert len(store.probed_at) == probes
 
-    play(scenario, Fault(0, 1000, 4.0))
+    run(scenario, Fault(0, 1000, 4.0))
 
 
-class Cannot(MemoryStore):
-    async def held(self) -> list[Held]:
+class UnlistableStore(MemoryStore):
+    async def list_objects(self) -> list[StoredObject]:
         raise StoreError("no")
 
 
-def test_what_the_store_cannot_tell_is_passed_on() -> None:
+def test_guard_passes_on_errors_of_a_listing() -> None:
     async def main() -> None:
-        guard = GuardedStore(Cannot(1), TIMEOUT_S)
+        guard = GuardedStore(UnlistableStore(1), TIMEOUT_S)
         with pytest.raises(StoreError, match="no"):
-            await guard.held()
+            await guard.list_objects()
 
     simulate(0, main())
 
@@ -325,7 +325,7 @@ REQUESTS = st.lists(
 
 @PROPERTY
 @given(FAULTS, REQUESTS, st.integers(0, 1000))
-def test_whatever_fails_and_when(
+def test_guard_bounds_waits_under_any_faults(
     outages: list[tuple[float, float, float]], requests: list[tuple[float, str, int]], seed: int
 ) -> None:
     faults: list[Fault] = []
@@ -335,7 +335,7 @@ def test_whatever_fails_and_when(
         start = faults[-1].end
 
     async def request(guard: GuardedStore, kind: str, number: int) -> None:
-        """Uses its memory again as soon as the call has ended."""
+        """Send a request, and reuse its memory as soon as the call has ended."""
         memory = bytearray(BODY)
         calls: dict[str, Callable[[], Awaitable[object]]] = {
             "put": lambda: guard.put([(KEYS[number], memoryview(memory))]),
@@ -375,10 +375,10 @@ def test_whatever_fails_and_when(
 
 @PROPERTY
 @given(st.lists(st.floats(0, 3), min_size=1, max_size=30), st.floats(0, 40))
-def test_requests_one_after_the_other_wait_for_a_dead_store_once(
+def test_guard_lets_sequential_requests_wait_once_for_a_dead_store(
     pauses: list[float], blocks_s: float
 ) -> None:
-    """Engine and guard together: what all requests wait is one patience."""
+    """All requests together wait for one patience."""
 
     async def scenario(_: Scripted, guard: GuardedStore) -> None:
         waited_s = 0.0
@@ -391,11 +391,11 @@ def test_requests_one_after_the_other_wait_for_a_dead_store_once(
         assert waited_s <= patience_s + EPSILON_S
         await asyncio.wait(calls)
 
-    play(scenario, Fault(0, 1000, blocks_s))
+    run(scenario, Fault(0, 1000, blocks_s))
 
 
-def test_a_link_that_is_slow_for_good_is_waited_for() -> None:
-    """The first transfers are late; then the patience fits."""
+def test_guard_adapts_to_a_permanently_slow_link() -> None:
+    """The first transfers are late; then the rate has adapted."""
     size = 1 << 24
 
     class Slow(MemoryStore):
@@ -416,8 +416,8 @@ def test_a_link_that_is_slow_for_good_is_waited_for() -> None:
     simulate(0, main())
 
 
-class OneLink(MemoryStore):
-    """Its transfers go one after the other, over a link of so many bytes per second."""
+class OneLinkStore(MemoryStore):
+    """A store whose transfers share a link of `bytes_per_s`, one after the other."""
 
     def __init__(self, bytes_per_s: float) -> None:
         super().__init__(1 << 30)
@@ -431,11 +431,11 @@ class OneLink(MemoryStore):
 
 
 @pytest.mark.parametrize(("bytes_per_s", "num_bytes", "count"), [(1e8, 24 << 20, 10), (1e9, 2 << 20, 120)])
-def test_waiting_behind_others_is_no_fault_of_the_store(
+def test_guard_does_not_open_when_calls_queue_behind_others(
     bytes_per_s: float, num_bytes: int, count: int
 ) -> None:
     async def main() -> None:
-        guard = GuardedStore(OneLink(bytes_per_s), TIMEOUT_S)
+        guard = GuardedStore(OneLinkStore(bytes_per_s), TIMEOUT_S)
         body = memoryview(bytes(num_bytes))
         puts = [guard.put([(KEYS[number % len(KEYS)], body)]) for number in range(count)]
         assert await asyncio.gather(*puts) == [[Put.STORED]] * count

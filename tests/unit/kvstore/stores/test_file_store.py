@@ -1,4 +1,4 @@
-"""The file store in one process: restarts, use by time, several threads."""
+"""The file store in one process: restarts, order of use, several threads."""
 
 import asyncio
 import os
@@ -14,11 +14,12 @@ from tests.support.kvstore.folders import (
     OBJECT_BYTES,
     age,
     get,
-    held_bytes,
     object_path,
     put,
+    stored_bytes,
 )
-from tests.support.kvstore.store_process import body, page
+from tests.support.kvstore.objects import page
+from tests.support.kvstore.store_process import body
 from tidemill.kvstore.stores import file_store, folder_bound
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.object_folder import TOUCH_S, ObjectFolder
@@ -26,7 +27,7 @@ from tidemill.kvstore.stores.page_store import Got, Put
 
 
 class Clock:
-    """Moves when told to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -35,20 +36,20 @@ class Clock:
         return self.now_s
 
 
-def test_a_restart_keeps_the_cache_warm_and_knows_its_size(tmp_path: Path) -> None:
+def test_file_store_keeps_objects_and_size_after_a_restart(tmp_path: Path) -> None:
     put(ObjectFolder(tmp_path, AMPLE_BYTES), 1, 2, 3)
     reopened = ObjectFolder(tmp_path, AMPLE_BYTES)
     assert reopened.usage == (3, 3 * OBJECT_BYTES)
     assert get(reopened, 2) is Got.HIT
 
 
-def test_a_smaller_capacity_is_obeyed_at_once(tmp_path: Path) -> None:
+def test_file_store_obeys_a_smaller_capacity_immediately(tmp_path: Path) -> None:
     put(ObjectFolder(tmp_path, AMPLE_BYTES), 1, 2, 3, 4)
     reopened = ObjectFolder(tmp_path, 2 * OBJECT_BYTES)
-    assert held_bytes(tmp_path) == reopened.usage.bytes <= 2 * OBJECT_BYTES
+    assert stored_bytes(tmp_path) == reopened.usage.bytes <= 2 * OBJECT_BYTES
 
 
-def test_use_is_written_down_once_in_a_while_and_decides_who_goes(tmp_path: Path) -> None:
+def test_file_store_records_use_at_intervals_and_evicts_by_it(tmp_path: Path) -> None:
     clock = Clock()
     folder = ObjectFolder(tmp_path, 3 * OBJECT_BYTES, clock)
     put(folder, 1, 2, 3)
@@ -56,7 +57,7 @@ def test_use_is_written_down_once_in_a_while_and_decides_who_goes(tmp_path: Path
         age(object_path(tmp_path, number), by_s)
     used = object_path(tmp_path, 1).stat().st_mtime_ns
     assert get(folder, 1) is Got.HIT
-    assert object_path(tmp_path, 1).stat().st_mtime_ns == used, "a read of a recent object wrote"
+    assert object_path(tmp_path, 1).stat().st_mtime_ns == used, "a read of a recent object changed its time"
     clock.now_s += TOUCH_S
     assert get(folder, 1) is Got.HIT
     assert object_path(tmp_path, 1).stat().st_mtime_ns > used
@@ -64,7 +65,7 @@ def test_use_is_written_down_once_in_a_while_and_decides_who_goes(tmp_path: Path
     assert [get(folder, number) for number in (1, 2, 4)] == [Got.HIT, Got.MISS, Got.HIT]
 
 
-def test_a_restart_knows_what_was_used_last(tmp_path: Path) -> None:
+def test_file_store_keeps_the_order_of_use_after_a_restart(tmp_path: Path) -> None:
     put(ObjectFolder(tmp_path, AMPLE_BYTES), 1, 2, 3)
     for number, by_s in ((1, 900.0), (2, 800.0), (3, 700.0)):
         age(object_path(tmp_path, number), by_s)
@@ -74,16 +75,16 @@ def test_a_restart_knows_what_was_used_last(tmp_path: Path) -> None:
     assert [get(reopened, number) for number in (1, 2, 4)] == [Got.HIT, Got.MISS, Got.HIT]
 
 
-def test_what_is_read_all_the_time_outlives_a_store_that_is_replaced_within_seconds(tmp_path: Path) -> None:
+def test_file_store_keeps_a_frequently_read_object_under_fast_turnover(tmp_path: Path) -> None:
     folder = ObjectFolder(tmp_path, 32 * OBJECT_BYTES)
     for number in range(200):
         put(folder, number)
         for path in tmp_path.glob("objects/*/*"):
-            age(path, TOUCH_S / 2)  # so much time passes
+            age(path, TOUCH_S / 2)  # time passes
         assert get(folder, 0) is Got.HIT, number
 
 
-def test_a_put_of_an_old_object_is_a_use(tmp_path: Path) -> None:
+def test_file_store_counts_a_put_of_an_existing_object_as_a_use(tmp_path: Path) -> None:
     folder = ObjectFolder(tmp_path, 3 * OBJECT_BYTES)
     put(folder, 1, 2, 3)
     for number, by_s in ((1, 900.0), (2, 800.0), (3, 700.0)):
@@ -93,7 +94,7 @@ def test_a_put_of_an_old_object_is_a_use(tmp_path: Path) -> None:
     assert [get(folder, number) for number in (1, 2)] == [Got.HIT, Got.MISS]
 
 
-def test_evictions_come_in_bunches_so_that_counts_are_rare(
+def test_file_store_evicts_in_batches_so_that_recounts_are_rare(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[Path] = []
@@ -107,22 +108,22 @@ def test_evictions_come_in_bunches_so_that_counts_are_rare(
     monkeypatch.setattr(folder_bound, "_files", counted)
     for number in range(128):
         put(folder, number)
-        assert held_bytes(tmp_path) <= 64 * OBJECT_BYTES
+        assert stored_bytes(tmp_path) <= 64 * OBJECT_BYTES
     assert 0 < len(counts) <= 128 // 4
 
 
-def test_a_writer_knows_what_others_have_put(tmp_path: Path) -> None:
+def test_file_store_counts_objects_of_other_writers(tmp_path: Path) -> None:
     capacity_bytes = 8 * OBJECT_BYTES
     one, other = ObjectFolder(tmp_path, capacity_bytes), ObjectFolder(tmp_path, capacity_bytes)
     put(one, 0)
     for number in range(1, 8):
         put(other, number)
     put(one, 8, 9)
-    assert held_bytes(tmp_path) == one.usage.bytes <= capacity_bytes
+    assert stored_bytes(tmp_path) == one.usage.bytes <= capacity_bytes
 
 
 class Gate:
-    """Holds every read of a file until it is opened."""
+    """Blocks every read of a file until the test opens it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached = threading.Semaphore(0)
@@ -136,7 +137,7 @@ class Gate:
         return self._readv(fd, parts)
 
 
-def test_a_cancelled_get_ends_when_its_transfer_has_ended(
+def test_file_store_cancelled_get_waits_for_its_transfer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = bytearray(BODY_BYTES)
@@ -162,9 +163,7 @@ def test_a_cancelled_get_ends_when_its_transfer_has_ended(
     asyncio.run(scenario())
 
 
-def test_the_event_loop_and_puts_go_on_while_reads_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_store_puts_continue_while_reads_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         store = FileStore(tmp_path, AMPLE_BYTES)
         await store.put([(page(1), memoryview(body(1, 1, BODY_BYTES)))])
@@ -182,7 +181,9 @@ def test_the_event_loop_and_puts_go_on_while_reads_hang(
     asyncio.run(scenario())
 
 
-def test_closing_waits_for_the_transfers_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_store_close_waits_for_running_transfers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
         store = FileStore(tmp_path, AMPLE_BYTES)
         await store.put([(page(1), memoryview(body(1, 1, BODY_BYTES)))])
@@ -200,7 +201,7 @@ def test_closing_waits_for_the_transfers_under_way(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 8, 9, 19])
-def test_several_threads_read_a_large_batch_in_its_order(
+def test_file_store_reads_a_large_batch_on_several_threads_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     monkeypatch.setattr(file_store, "SHARE_BYTES_MIN", 2 * BODY_BYTES)

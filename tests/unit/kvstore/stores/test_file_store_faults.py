@@ -1,4 +1,4 @@
-"""What disks, dead writers and other people do to the folder of a file store."""
+"""Faults of the folder of a file store: full disks, crashed writers, foreign files."""
 
 import errno
 import fcntl
@@ -16,11 +16,12 @@ from tests.support.kvstore.folders import (
     OBJECT_BYTES,
     age,
     get,
-    held_bytes,
     object_path,
     put,
+    stored_bytes,
 )
-from tests.support.kvstore.store_process import body, page
+from tests.support.kvstore.objects import page
+from tests.support.kvstore.store_process import body
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.stores import folder_bound
 from tidemill.kvstore.stores.folder_bound import FolderBound, FolderUsage
@@ -29,7 +30,7 @@ from tidemill.kvstore.stores.page_store import Got, Put
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
-def test_a_full_disk_refuses_from_there_on_and_leaves_nothing(
+def test_object_folder_on_a_full_disk_refuses_the_rest_and_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     folder = ObjectFolder(tmp_path, AMPLE_BYTES)
@@ -45,12 +46,14 @@ def test_a_full_disk_refuses_from_there_on_and_leaves_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(os, "writev", full)
         assert put(folder, 1, 2, 3) == [Put.STORED] * fails_at + [Put.FULL] + [Put.SKIPPED] * (2 - fails_at)
-    assert held_bytes(tmp_path) == folder.usage.bytes == fails_at * OBJECT_BYTES
+    assert stored_bytes(tmp_path) == folder.usage.bytes == fails_at * OBJECT_BYTES
     assert not list((tmp_path / "aside").iterdir())
     assert put(folder, 1, 2, 3) == [Put.EXISTED] * fails_at + [Put.STORED] * (3 - fails_at)
 
 
-def test_a_disk_that_others_fill_is_left_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_folder_evicts_when_other_files_fill_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = ObjectFolder(tmp_path, AMPLE_BYTES)
     for number in range(64):
         put(folder, number)
@@ -58,7 +61,7 @@ def test_a_disk_that_others_fill_is_left_to_them(tmp_path: Path, monkeypatch: py
     writev = os.writev
 
     def is_full() -> bool:
-        return held_bytes(tmp_path) > 60 * OBJECT_BYTES
+        return stored_bytes(tmp_path) > 60 * OBJECT_BYTES
 
     def full(fd: int, parts: list[memoryview]) -> int:
         if is_full():
@@ -81,10 +84,10 @@ ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE, errn
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("number", ERRORS)
-def test_whatever_the_system_refuses_is_an_outcome(
+def test_object_folder_returns_an_outcome_for_each_system_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
-    """And when it refuses no more, all is as if it never had."""
+    """Afterwards the folder works as before."""
     path, capacity_bytes = tmp_path / "store", 4 * OBJECT_BYTES
     folder = ObjectFolder(path, capacity_bytes)
     put(folder, 1, 2, 3)
@@ -98,7 +101,9 @@ def test_whatever_the_system_refuses_is_an_outcome(
     with monkeypatch.context() as patched:
         patched.setattr(os, name, refuses)
         outcomes = put(folder, 1, 4, 5)
-        assert outcomes == sorted(outcomes, key=lambda put: (not put.is_there, put is Put.SKIPPED))
+        assert outcomes == sorted(
+            outcomes, key=lambda outcome: (not outcome.is_there, outcome is Put.SKIPPED)
+        )
         assert get(folder, 1) is not Got.TRUNCATED
         folder.contains([page(1)])
         folder.remove([page(9)])
@@ -107,11 +112,11 @@ def test_whatever_the_system_refuses_is_an_outcome(
     assert put(folder, 6, 7, 8) == [Put.STORED] * 3
     assert [get(folder, number) for number in (6, 7, 8)] == [Got.HIT] * 3
     reopened = ObjectFolder(path, capacity_bytes)
-    assert held_bytes(path) == reopened.usage.bytes <= capacity_bytes
+    assert stored_bytes(path) == reopened.usage.bytes <= capacity_bytes
     assert not list((path / "aside").iterdir())
 
 
-def test_what_follows_an_object_that_is_not_there_is_skipped_though_it_would_fit(
+def test_object_folder_skips_objects_after_a_missing_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writev, calls = os.writev, [0]
@@ -128,7 +133,7 @@ def test_what_follows_an_object_that_is_not_there_is_skipped_though_it_would_fit
     assert folder.contains([page(number) for number in (1, 2, 3)]) == [True, False, False]
 
 
-def test_who_writes_an_object_while_another_one_does_has_not_stored_it(
+def test_object_folder_second_concurrent_writer_has_not_stored_the_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = ObjectFolder(tmp_path, AMPLE_BYTES), ObjectFolder(tmp_path, AMPLE_BYTES)
@@ -146,10 +151,10 @@ def test_who_writes_an_object_while_another_one_does_has_not_stored_it(
     assert one.get([(page(1), memoryview(view))]) == [Got.HIT]
     assert view == body(1, 2, BODY_BYTES)
     assert put(one, 2) == [Put.STORED]
-    assert one.usage == (2, 2 * OBJECT_BYTES), "what was not stored is counted"
+    assert one.usage == (2, 2 * OBJECT_BYTES), "an object that was not stored is counted"
 
 
-def test_reads_and_writes_may_be_cut_short_by_the_system(
+def test_object_folder_continues_short_reads_and_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readv, writev = os.readv, os.writev
@@ -165,15 +170,15 @@ def test_reads_and_writes_may_be_cut_short_by_the_system(
 
 
 @pytest.mark.parametrize(
-    ("number", "outcome", "is_kept"),
+    ("number", "outcome", "is_stored"),
     [
         (errno.EIO, Got.CORRUPT, False),
         (errno.ESTALE, Got.MISS, True),
         (errno.EACCES, Got.UNREACHABLE, True),
     ],
 )
-def test_what_the_disk_cannot_read_is_corrupt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, outcome: Got, *, is_kept: bool
+def test_object_folder_reports_unreadable_files_as_corrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, outcome: Got, *, is_stored: bool
 ) -> None:
     folder = ObjectFolder(tmp_path, AMPLE_BYTES)
     put(folder, 1)
@@ -183,50 +188,50 @@ def test_what_the_disk_cannot_read_is_corrupt(
 
     monkeypatch.setattr(os, "readv", broken)
     assert get(folder, 1) is outcome
-    assert folder.contains([page(1)]) == [is_kept]
+    assert folder.contains([page(1)]) == [is_stored]
 
 
-def test_what_dead_writers_left_is_cleared_by_the_next_count(tmp_path: Path) -> None:
+def test_folder_bound_removes_files_of_crashed_writers(tmp_path: Path) -> None:
     put(ObjectFolder(tmp_path, AMPLE_BYTES), 1)
-    aside = tmp_path / "aside"
-    dead, lost = "0" * 32 + "-7", "1" * 32 + "-0"
-    for name in (dead, f"{dead}.new", f"{lost}.new", "notes.txt"):
-        (aside / name).write_bytes(bytes(500))
-    os.link(object_path(tmp_path, 1), aside / ("2" * 32 + "-3.new"))
+    reservations = tmp_path / "aside"
+    crashed, lost = "0" * 32 + "-7", "1" * 32 + "-0"
+    for name in (crashed, f"{crashed}.new", f"{lost}.new", "notes.txt"):
+        (reservations / name).write_bytes(bytes(500))
+    os.link(object_path(tmp_path, 1), reservations / ("2" * 32 + "-3.new"))
     reopened = ObjectFolder(tmp_path, AMPLE_BYTES)
-    assert [file.name for file in aside.iterdir()] == ["notes.txt"]
+    assert [file.name for file in reservations.iterdir()] == ["notes.txt"]
     assert reopened.usage == (1, OBJECT_BYTES)
     assert get(reopened, 1) is Got.HIT
 
 
-def test_what_the_living_have_promised_is_counted_and_kept(tmp_path: Path) -> None:
+def test_folder_bound_counts_and_keeps_reservations_of_live_writers(tmp_path: Path) -> None:
     bound = FolderBound(tmp_path, 4 * OBJECT_BYTES, time.monotonic)
-    promise = bound.promise(FolderUsage(3, 3 * OBJECT_BYTES), keep=frozenset())
+    reservation = bound.reserve(FolderUsage(3, 3 * OBJECT_BYTES), keep=frozenset())
     folder = ObjectFolder(tmp_path, 4 * OBJECT_BYTES)
     assert folder.usage == (3, 3 * OBJECT_BYTES)
-    assert put(folder, 1, 2) == [Put.FULL, Put.SKIPPED], "space that is promised was given away"
+    assert put(folder, 1, 2) == [Put.FULL, Put.SKIPPED], "reserved space was used"
     assert put(folder, 1) == [Put.STORED]
-    promise.reduce(FolderUsage(1, OBJECT_BYTES))  # one is there, as far as anybody knows
-    bound.end(promise)
-    assert put(folder, 2, 3) == [Put.STORED, Put.STORED], "what was not written is still taken"
+    reservation.reduce(FolderUsage(1, OBJECT_BYTES))  # one object counts as published
+    bound.end(reservation)
+    assert put(folder, 2, 3) == [Put.STORED, Put.STORED], "the rest of the reservation was not released"
     assert folder.usage.bytes <= 4 * OBJECT_BYTES
 
 
-def test_files_of_others_are_neither_counted_nor_deleted(tmp_path: Path) -> None:
+def test_folder_bound_neither_counts_nor_deletes_foreign_files(tmp_path: Path) -> None:
     stray = ("thesis.txt", "objects/thesis.txt", "objects/ab/thesis.txt", f"objects/00/{page(1)}.bak")
-    mine = [tmp_path / name for name in stray]
-    for path in mine:
+    foreign = [tmp_path / name for name in stray]
+    for path in foreign:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(5000))
         age(path, 1e6)
     folder = ObjectFolder(tmp_path, 2 * OBJECT_BYTES)
     for number in range(6):
         assert put(folder, number) == [Put.STORED]
-    assert all(path.exists() for path in mine)
-    assert {entry.key for entry in folder.held()} <= {page(number) for number in range(6)}
+    assert all(path.exists() for path in foreign)
+    assert {stored.key for stored in folder.list_objects()} <= {page(number) for number in range(6)}
 
 
-def test_a_folder_emptied_under_a_running_store_is_filled_again(tmp_path: Path) -> None:
+def test_object_folder_recovers_when_its_folder_is_emptied(tmp_path: Path) -> None:
     folder = ObjectFolder(tmp_path / "store", AMPLE_BYTES)
     put(folder, 1)
     (tmp_path / "store").rename(tmp_path / "gone")
@@ -236,7 +241,7 @@ def test_a_folder_emptied_under_a_running_store_is_filled_again(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("record", [b"", b"\xff" * 16, b"\x00" * 7])
-def test_a_record_of_use_that_is_nonsense_is_counted_anew(tmp_path: Path, record: bytes) -> None:
+def test_folder_bound_recounts_when_the_usage_file_is_invalid(tmp_path: Path, record: bytes) -> None:
     folder = ObjectFolder(tmp_path, 4 * OBJECT_BYTES)
     put(folder, 1, 2)
     (tmp_path / "usage").write_bytes(record)
@@ -252,7 +257,7 @@ def locked_by_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[
         yield
 
 
-def test_who_does_not_get_the_lock_is_refused_and_can_still_read(
+def test_object_folder_without_the_lock_refuses_puts_and_still_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = ObjectFolder(tmp_path, AMPLE_BYTES)
@@ -265,7 +270,7 @@ def test_who_does_not_get_the_lock_is_refused_and_can_still_read(
     assert put(folder, 2) == [Put.STORED]
 
 
-def test_a_folder_that_cannot_be_used_is_named_with_the_fix(tmp_path: Path) -> None:
+def test_object_folder_names_the_fix_for_an_unusable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder", encoding="ascii")
     for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
         with pytest.raises(StoreError, match="name a folder that this user may write to") as caught:
@@ -273,7 +278,7 @@ def test_a_folder_that_cannot_be_used_is_named_with_the_fix(tmp_path: Path) -> N
         assert "\n" not in str(caught.value)
 
 
-def test_a_file_system_without_links_is_named_when_the_store_opens(
+def test_object_folder_names_a_file_system_without_links_when_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def link(source: str, target: Path) -> None:

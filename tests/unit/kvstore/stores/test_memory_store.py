@@ -1,8 +1,9 @@
-"""What the memory store promises beyond the contract: exact order of use."""
+"""The memory store evicts in the exact order of use."""
 
 import asyncio
 
-from tests.support.kvstore.store_process import body, page
+from tests.support.kvstore.objects import page
+from tests.support.kvstore.store_process import body
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got
 from tidemill.kvstore.stores.seal import SEAL_BYTES
@@ -10,7 +11,7 @@ from tidemill.kvstore.stores.seal import SEAL_BYTES
 BODY_BYTES = 100
 
 
-def test_a_read_is_a_use() -> None:
+def test_memory_store_counts_a_read_as_a_use() -> None:
     store = MemoryStore(3 * (BODY_BYTES + SEAL_BYTES))
 
     async def scenario() -> list[bool]:

@@ -1,18 +1,18 @@
 # pyright: basic
-# The library is a compiled one without types.
-"""What becomes of objects when a real master or owner dies, stops, forgets or damages them."""
+# The library is compiled and has no types.
+"""Objects in a real Mooncake whose master or owner crashes, stops, loses or damages them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 
+from tests.support.kvstore.objects import page, random_body
 from tests.support.mooncake import TRANSPORT, Mooncake, PlainClient, end, eventually, frozen, mooncake
-from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
+from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.stores.mooncake_store import open_mooncake
 from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.kvstore.stores.remote_store import RemoteStore
@@ -29,16 +29,12 @@ FLAGS = (
 )
 
 
-def page(number: int) -> ObjectKey:
-    return ObjectKey(Kind.PAGE, PageKey(number.to_bytes(16, "big")))
-
-
 def offers(*numbers: int, num_bytes: int = BODY_BYTES) -> list[tuple[ObjectKey, memoryview]]:
-    return [(page(number), memoryview(bytearray(Random(number).randbytes(num_bytes)))) for number in numbers]
+    return [(page(number), memoryview(random_body(number, num_bytes))) for number in numbers]
 
 
 async def fetch(store: RemoteStore, *numbers: int) -> list[Got]:
-    """Outcomes; the bytes of hits are right."""
+    """Return the outcomes, and assert that hits are right."""
     views = [(page(number), memoryview(bytearray(BODY_BYTES))) for number in numbers]
     outcomes = await store.get(views)
     for number, (_, view), got in zip(numbers, views, outcomes, strict=True):
@@ -46,8 +42,8 @@ async def fetch(store: RemoteStore, *numbers: int) -> list[Got]:
     return outcomes
 
 
-async def until(holds: Callable[[], Awaitable[bool]]) -> None:
-    while not await holds():  # noqa: ASYNC110 - other processes have no events for us
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    while not await condition():  # noqa: ASYNC110 - other processes send no events
         await asyncio.sleep(0.05)
 
 
@@ -66,13 +62,13 @@ def client(service: Mooncake) -> Generator[PlainClient]:
 
 @pytest.fixture
 def plain(client: PlainClient) -> PlainClient:
-    """Of an empty store."""
+    """Return a client of an empty store."""
     client.clear()
     return client
 
 
 @asynccontextmanager
-async def opened(service: Mooncake) -> AsyncGenerator[RemoteStore]:
+async def open_client(service: Mooncake) -> AsyncGenerator[RemoteStore]:
     store = open_mooncake(service.address, transport=TRANSPORT, admin=service.admin)
     try:
         yield store
@@ -83,14 +79,14 @@ async def opened(service: Mooncake) -> AsyncGenerator[RemoteStore]:
 
 def run(service: Mooncake, scenario: Callable[[RemoteStore], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
-        async with opened(service) as store:
+        async with open_client(service) as store:
             await scenario(store)
 
     asyncio.run(main())
 
 
 @pytest.mark.usefixtures("plain")
-def test_a_bit_that_flips_in_the_memory_of_an_owner_is_found(service: Mooncake) -> None:
+def test_mooncake_finds_a_flipped_bit_in_the_memory_of_an_owner(service: Mooncake) -> None:
     async def scenario(store: RemoteStore) -> None:
         await store.put(offers(1, 2, 3))
         service.flip(str(page(1)), SEAL_BYTES + 77_777)
@@ -101,8 +97,10 @@ def test_a_bit_that_flips_in_the_memory_of_an_owner_is_found(service: Mooncake) 
     run(service, scenario)
 
 
-def test_the_name_of_a_writer_that_died_is_not_stored(service: Mooncake, plain: PlainClient) -> None:
-    """Mooncake says 0 to whoever puts it meanwhile, and holds nothing."""
+def test_mooncake_does_not_report_the_name_of_a_crashed_writer_as_stored(
+    service: Mooncake, plain: PlainClient
+) -> None:
+    """Mooncake returns 0 to other writers of that name, and stores nothing."""
 
     async def scenario(store: RemoteStore) -> None:
         plain.native.batch_put_session_start([str(page(2))], [BODY_BYTES + SEAL_BYTES])
@@ -122,12 +120,12 @@ def test_the_name_of_a_writer_that_died_is_not_stored(service: Mooncake, plain: 
 
 
 @pytest.mark.usefixtures("plain")
-def test_what_arrives_after_its_lease_is_told(service: Mooncake) -> None:
+def test_mooncake_reports_bytes_that_arrive_after_their_lease(service: Mooncake) -> None:
     async def scenario(store: RemoteStore) -> None:
         await store.put(offers(1))
         with frozen(service.owners[-1]):
             late = asyncio.ensure_future(fetch(store, 1))
-            await asyncio.sleep(3 * LEASE_S)  # what is waited for is time
+            await asyncio.sleep(3 * LEASE_S)  # until the lease has expired
             assert not late.done()
         assert await late == [Got.EXPIRED]
         assert await fetch(store, 1) == [Got.HIT]
@@ -136,7 +134,7 @@ def test_what_arrives_after_its_lease_is_told(service: Mooncake) -> None:
 
 
 @pytest.mark.usefixtures("plain")
-def test_an_owner_that_stops_is_told_and_a_cancelled_call_ends_with_its_transfer(
+def test_mooncake_reports_a_stopped_owner_and_cancels_with_the_transfer(
     service: Mooncake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for limit in ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC"):
@@ -150,15 +148,15 @@ def test_an_owner_that_stops_is_told_and_a_cancelled_call_ends_with_its_transfer
             waiting = [asyncio.ensure_future(fetch(store, 1)), asyncio.ensure_future(store.put(offers(2)))]
             await asyncio.sleep(LEASE_S)
             cancelled.cancel()
-            assert await store.contains([page(1)]) == [True], "questions do not wait for transfers"
+            assert await store.contains([page(1)]) == [True], "a query waited for transfers"
             assert not cancelled.done()
             assert await asyncio.gather(*waiting) == [[Got.OWNER_DOWN], [Put.OWNER_DOWN]]
             await asyncio.wait({cancelled})
             assert cancelled.cancelled()
             views[0][1][:] = bytes(BODY_BYTES)
-        assert not any(views[0][1]), "nothing is written late"
+        assert not any(views[0][1]), "a late transfer wrote"
 
-        async def is_back() -> bool:  # it may have been given up for dead meanwhile
+        async def is_back() -> bool:  # the master may have declared the owner dead
             return (await store.put(offers(3)))[0].is_there
 
         await until(is_back)
@@ -167,7 +165,7 @@ def test_an_owner_that_stops_is_told_and_a_cancelled_call_ends_with_its_transfer
 
 
 @pytest.mark.usefixtures("plain")
-def test_an_owner_that_dies_is_told_and_another_one_takes_its_place(service: Mooncake) -> None:
+def test_mooncake_reports_a_crashed_owner_and_uses_its_successor(service: Mooncake) -> None:
     async def scenario(store: RemoteStore) -> None:
         await store.put(offers(1))
         end(service.owners.pop())
@@ -178,7 +176,7 @@ def test_an_owner_that_dies_is_told_and_another_one_takes_its_place(service: Moo
             return await fetch(store, 1) == [Got.MISS]
 
         await until(is_forgotten)
-        assert await store.put(offers(2)) == [Put.FULL], "nobody lends memory"
+        assert await store.put(offers(2)) == [Put.FULL], "an owner lends memory"
         service.start_owner()
         assert await store.put(offers(1, 2)) == [Put.STORED] * 2
         assert await fetch(store, 1, 2) == [Got.HIT] * 2
@@ -187,7 +185,7 @@ def test_an_owner_that_dies_is_told_and_another_one_takes_its_place(service: Moo
 
 
 @pytest.mark.usefixtures("plain")
-def test_a_master_that_stops_is_told_and_goes_on_where_it_was(service: Mooncake) -> None:
+def test_mooncake_reports_a_stopped_master_and_continues_with_it(service: Mooncake) -> None:
     async def scenario(store: RemoteStore) -> None:
         await store.put(offers(1))
         with frozen(service.master):
@@ -203,7 +201,7 @@ def test_a_master_that_stops_is_told_and_goes_on_where_it_was(service: Mooncake)
 
 
 @pytest.mark.usefixtures("plain")
-def test_a_master_that_is_killed_is_told_and_a_new_one_is_found_by_itself(service: Mooncake) -> None:
+def test_mooncake_reports_a_killed_master_and_reconnects_to_a_new_one(service: Mooncake) -> None:
     async def scenario(store: RemoteStore) -> None:
         await store.put(offers(1))
         end(service.master)
@@ -216,13 +214,13 @@ def test_a_master_that_is_killed_is_told_and_a_new_one_is_found_by_itself(servic
             return outcome.is_there
 
         await until(is_back)
-        assert await fetch(store, 1, 2) == [Got.MISS, Got.HIT], "a master remembers nothing"
+        assert await fetch(store, 1, 2) == [Got.MISS, Got.HIT], "a new master has old objects"
 
     run(service, scenario)
 
 
-def test_a_store_that_is_full_claims_only_what_it_holds(tmp_path: Path) -> None:
-    """Its eviction is asynchronous and by lease: which objects go, and when, is not for us to say."""
+def test_mooncake_reports_only_existing_objects_when_full(tmp_path: Path) -> None:
+    """Its eviction is asynchronous and by lease, so the test does not expect certain objects."""
     num_bytes = 1 << 20
 
     async def scenario(store: RemoteStore) -> None:
@@ -237,13 +235,15 @@ def test_a_store_that_is_full_claims_only_what_it_holds(tmp_path: Path) -> None:
             assert await store.get(views) == [Got.HIT] * len(claimed)
             seen.update(outcomes)
         assert {Put.STORED, Put.FULL} <= seen <= {Put.STORED, Put.FULL, Put.UNCONFIRMED, Put.SKIPPED}
-        assert await store.put(offers(99, num_bytes=20 << 20)) == [Put.FULL], "more than anybody lends"
+        assert await store.put(offers(99, num_bytes=20 << 20)) == [Put.FULL], (
+            "the object is larger than all lent memory"
+        )
 
         async def finds_space() -> bool:
             return await store.put(offers(100, num_bytes=num_bytes)) == [Put.STORED]
 
         await until(finds_space)
-        await store.held()
+        await store.list_objects()
         assert 0 < store.stats().bytes <= store.stats().capacity_bytes == 16 << 20
 
     with mooncake(tmp_path / "log", 16 << 20, FLAGS) as service:

@@ -1,4 +1,4 @@
-"""Texts that name a store, and one-line answers to those that do not."""
+"""The texts that name a store, and one-line errors for other texts."""
 
 import asyncio
 from pathlib import Path
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.kvstore.store_process import body, page
+from tests.support.kvstore.objects import page
+from tests.support.kvstore.store_process import body
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.stores import open_store as module
 from tidemill.kvstore.stores.circuit_breaker import GuardedStore
@@ -18,7 +19,7 @@ from tidemill.kvstore.stores.seal import PLAIN, SECRET_BYTES, Sealing
 from tidemill.kvstore.stores.tiered_store import TieredStore
 
 
-def opened(url: str, kind: type) -> StoreStats:
+def open_stats(url: str, kind: type) -> StoreStats:
     store = open_store(url)
     assert type(store) is kind
     asyncio.run(store.close())
@@ -29,22 +30,22 @@ def opened(url: str, kind: type) -> StoreStats:
     ("url", "capacity_bytes"),
     [("memory:", 1 << 30), ("memory", 1 << 30), ("memory:?size=64KiB", 1 << 16)],
 )
-def test_memory(url: str, capacity_bytes: int) -> None:
-    assert opened(url, MemoryStore).capacity_bytes == capacity_bytes
+def test_open_store_opens_memory(url: str, capacity_bytes: int) -> None:
+    assert open_stats(url, MemoryStore).capacity_bytes == capacity_bytes
 
 
 @pytest.mark.parametrize("form", ["file://{}?size=2MiB", "file:{}?size=2MiB", "{}?size=2MiB"])
-def test_files(form: str, tmp_path: Path) -> None:
-    assert opened(form.format(tmp_path / "cache"), GuardedStore).capacity_bytes == 2 << 20
+def test_open_store_opens_files(form: str, tmp_path: Path) -> None:
+    assert open_stats(form.format(tmp_path / "cache"), GuardedStore).capacity_bytes == 2 << 20
     assert (tmp_path / "cache" / "objects").is_dir()
 
 
-def test_a_path_without_a_size_is_bounded_by_its_file_system(tmp_path: Path) -> None:
-    assert 0 < opened(str(tmp_path / "not" / "yet"), GuardedStore).capacity_bytes <= 8 << 30
+def test_open_store_bounds_a_path_without_a_size_by_its_file_system(tmp_path: Path) -> None:
+    assert 0 < open_stats(str(tmp_path / "not" / "yet"), GuardedStore).capacity_bytes <= 8 << 30
 
 
-def test_a_path_may_hold_escaped_characters(tmp_path: Path) -> None:
-    opened(f"file://{tmp_path}/a%20b%2Cc?size=1MiB", GuardedStore)
+def test_open_store_decodes_escaped_characters_in_a_path(tmp_path: Path) -> None:
+    open_stats(f"file://{tmp_path}/a%20b%2Cc?size=1MiB", GuardedStore)
     assert (tmp_path / "a b,c").is_dir()
 
 
@@ -52,7 +53,7 @@ def test_a_path_may_hold_escaped_characters(tmp_path: Path) -> None:
     ("option", "patience_s"),
     [("", 2.0), ("&timeout=250ms", 0.25), ("&timeout=60s", 60.0), ("&timeout=3", 3.0)],
 )
-def test_a_file_store_that_hangs_is_waited_for_so_long(
+def test_open_store_limits_the_wait_for_a_hanging_file_store(
     tmp_path: Path, option: str, patience_s: float
 ) -> None:
     store = open_store(f"file://{tmp_path}?size=1MiB{option}")
@@ -60,32 +61,32 @@ def test_a_file_store_that_hangs_is_waited_for_so_long(
     asyncio.run(store.close())
 
 
-class Joined:
-    """Stands for the Mooncake library."""
+class FakeMooncake:
+    """A fake of the Mooncake library that records calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         monkeypatch.setattr(module, "open_mooncake", self.open)
 
-    def open(self, master: str, **options: Any) -> PageStore:  # noqa: ANN401 - whatever open_store gives
+    def open(self, master: str, **options: Any) -> PageStore:  # noqa: ANN401 - any options of open_store
         self.calls.append((master, options))
         return MemoryStore(1 << 20)
 
 
-def test_a_mooncake_store_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined = Joined(monkeypatch)
-    opened("mooncake://host:1", GuardedStore)
+def test_open_store_joins_a_mooncake_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = FakeMooncake(monkeypatch)
+    open_stats("mooncake://host:1", GuardedStore)
     options = "protocol=rdma&device=mlx5_0%2Cmlx5_1&ports=open&admin=host:3&lease=2s"
-    opened(f"mooncake://host:2?{options}", GuardedStore)
+    open_stats(f"mooncake://host:2?{options}", GuardedStore)
     plain = {"transport": TCP, "admin": "", "lease_s": 10.0, "sealing": PLAIN}
     transport = Transport("rdma", "mlx5_0,mlx5_1", is_open=True)
     rdma = {"transport": transport, "admin": "host:3", "lease_s": 2.0, "sealing": PLAIN}
     assert joined.calls == [("host:1", plain), ("host:2", rdma)]
 
 
-def test_tiers_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_store_orders_tiers_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sealing = Sealing(bytes(SECRET_BYTES))
-    joined = Joined(monkeypatch)
+    joined = FakeMooncake(monkeypatch)
     memory = bytearray(100)
 
     async def scenario() -> None:
@@ -97,7 +98,7 @@ def test_tiers_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert store.stats().capacity_bytes == 5 << 20
         assert store.patience_s(0) == pytest.approx(2.25)  # pyright: ignore[reportUnknownMemberType] - pytest
         assert await store.put([(page(1), memoryview(body(1, 1, 100)))]) == [Put.STORED]
-        assert store.stats().objects == 1, "a tier took what it does not take"
+        assert store.stats().objects == 1, "a tier was written against its policy"
         await store.close()
         reopened = open_store(f"file://{tmp_path}/one", sealing)
         assert await reopened.get([(page(1), memoryview(memory))]) == [Got.HIT]
@@ -110,8 +111,8 @@ def test_tiers_follow_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert joined.calls[0][1]["sealing"] is sealing
 
 
-def test_one_tier_that_is_only_read_is_a_chain_too(tmp_path: Path) -> None:
-    assert opened(f"{tmp_path}?size=1MiB&write=none", TieredStore).objects == 0
+def test_open_store_makes_a_chain_of_one_tier_that_is_only_read(tmp_path: Path) -> None:
+    assert open_stats(f"{tmp_path}?size=1MiB&write=none", TieredStore).objects == 0
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_one_tier_that_is_only_read_is_a_chain_too(tmp_path: Path) -> None:
         ("memory:,cache", "there is no store 'cache'"),
     ],
 )
-def test_anything_else_is_refused_in_one_line_with_the_fix(url: str, fix: str) -> None:
+def test_open_store_refuses_other_texts_with_the_fix(url: str, fix: str) -> None:
     with pytest.raises(StoreError, match=fix) as caught:
         open_store(url)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""What stores share: waiting for transfers that use the caller's memory, and cutting a batch to a size."""
+"""Functions that stores share: waiting for a transfer, and fitting a batch to a capacity."""
 
 import asyncio
 import gc
@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.kvstore.stores.page_store import finish, fitting
+from tidemill.kvstore.stores.page_store import count_fitting, finish
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 
 
 def run_strictly(scenario: Coroutine[None, None, None]) -> None:
-    """Fails on errors that asyncio would only log."""
+    """Run a scenario, and fail on errors that asyncio would only log."""
     unseen: list[object] = []
 
     async def main() -> None:
@@ -39,7 +39,7 @@ def cancel(transfer: asyncio.Future[int]) -> None:
 
 
 @pytest.mark.parametrize("end", [succeed, fail, cancel])
-def test_a_cancelled_caller_is_held_until_its_transfer_has_ended(
+def test_finish_delays_cancellation_until_the_transfer_ends(
     end: Callable[[asyncio.Future[int]], None],
 ) -> None:
     async def scenario() -> None:
@@ -57,7 +57,7 @@ def test_a_cancelled_caller_is_held_until_its_transfer_has_ended(
     run_strictly(scenario())
 
 
-def test_a_transfer_gives_its_result_or_its_error() -> None:
+def test_finish_returns_the_result_or_raises_the_error() -> None:
     async def scenario() -> None:
         assert await finish(asyncio.ensure_future(asyncio.sleep(0, 5))) == 5
         failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -70,7 +70,7 @@ def test_a_transfer_gives_its_result_or_its_error() -> None:
 
 @PROPERTY
 @given(st.lists(st.integers(1, 9), max_size=8), st.integers(0, 40))
-def test_fitting_is_the_longest_start_within_the_capacity(sizes: list[int], capacity: int) -> None:
-    count = fitting(sizes, capacity)
+def test_count_fitting_is_the_longest_start_within_the_capacity(sizes: list[int], capacity: int) -> None:
+    count = count_fitting(sizes, capacity)
     assert sum(sizes[:count]) <= capacity
     assert count == len(sizes) or sum(sizes[: count + 1]) > capacity

@@ -1,33 +1,33 @@
-"""What the store makes of the codes of a remote one, of which the client does as it is told."""
+"""The remote store with a scripted client: outcomes for codes, batches and confirmation."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.kvstore.objects import page, random_body
 from tests.support.sim.loop import simulate
 from tidemill.kvstore.errors import StoreError
-from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
-from tidemill.kvstore.stores.page_store import Got, Held, Put
+from tidemill.kvstore.keys import Kind, ObjectKey
+from tidemill.kvstore.stores.page_store import Got, Put, StoredObject
 from tidemill.kvstore.stores.remote_store import BATCH_OBJECTS_MAX, Listing, Parts, RemoteStore
 from tidemill.kvstore.stores.seal import SEAL_BYTES
 
 BODY_BYTES = 100
 
 
-class Scripted:
-    """Holds objects by name. Each answer can be replaced: `said` has a list of codes by call and name, the
-    last of which stays.
+class ScriptedClient:
+    """A client that stores objects by name and returns scripted codes.
 
-    calls       name of the call, and of its objects
+    codes_by_call   the codes by call and name, instead of the defaults; the last one is repeated
+    calls           the name of each call, and the names of its objects
     """
 
     def __init__(self, bytes_per_s: float = 1e12) -> None:
         self.objects: dict[str, bytes] = {}
-        self.said: dict[tuple[str, str], list[int]] = {}
+        self.codes_by_call: dict[tuple[str, str], list[int]] = {}
         self.calls: list[tuple[str, list[str]]] = []
         self.registered: list[memoryview] = []
         self.bytes_per_s = bytes_per_s
@@ -37,19 +37,19 @@ class Scripted:
         self.calls.append(("put", list(names)))
         await self._move(objects)
         for name, parts in zip(names, objects, strict=True):
-            if self._peek("put", name, 0) == 0:
+            if self._peek_code("put", name, 0) == 0:
                 self.objects.setdefault(name, b"".join(parts))
-        return [self._say("put", name, 0) for name in names]
+        return [self._next_code("put", name, 0) for name in names]
 
     async def get(self, names: Sequence[str], objects: Sequence[Parts]) -> list[int]:
         self.calls.append(("get", list(names)))
-        assert len(set(names)) == len(names), "of two equal names Mooncake fills one"
+        assert len(set(names)) == len(names), "Mooncake fills only one of two equal names"
         await self._move(objects)
         return [self._get(name, parts) for name, parts in zip(names, objects, strict=True)]
 
     async def exist(self, names: Sequence[str]) -> list[int]:
         self.calls.append(("exist", list(names)))
-        return [self._say("exist", name, int(name in self.objects)) for name in names]
+        return [self._next_code("exist", name, int(name in self.objects)) for name in names]
 
     async def remove(self, names: Sequence[str]) -> list[int]:
         self.calls.append(("remove", list(names)))
@@ -66,9 +66,11 @@ class Scripted:
 
     def _get(self, name: str, parts: Parts) -> int:
         found = self.objects.get(name, b"")
-        code = self._say("get", name, len(found) or -704)
+        code = self._next_code("get", name, len(found) or -704)
         if code >= 0:
-            assert code == sum(part.nbytes for part in parts) == len(found), "not what this is for"
+            assert code == sum(part.nbytes for part in parts) == len(found), (
+                "the scripted code does not match the object"
+            )
             parts[0][:], parts[1][:] = found[: parts[0].nbytes], found[parts[0].nbytes :]
         return code
 
@@ -87,33 +89,29 @@ class Scripted:
                 raise
         self.moving -= 1
 
-    def _peek(self, call: str, name: str, true: int) -> int:
-        return self.said.get((call, name), [true])[0]
+    def _peek_code(self, call: str, name: str, default: int) -> int:
+        return self.codes_by_call.get((call, name), [default])[0]
 
-    def _say(self, call: str, name: str, true: int) -> int:
-        script = self.said.get((call, name), [true])
+    def _next_code(self, call: str, name: str, default: int) -> int:
+        script = self.codes_by_call.get((call, name), [default])
         return script.pop(0) if len(script) > 1 else script[0]
 
 
-def key(number: int, kind: Kind = Kind.PAGE) -> ObjectKey:
-    return ObjectKey(kind, PageKey(number.to_bytes(16, "big")))
-
-
 def offer(number: int, kind: Kind = Kind.PAGE, num_bytes: int = BODY_BYTES) -> tuple[ObjectKey, memoryview]:
-    return key(number, kind), memoryview(bytearray(Random(number).randbytes(num_bytes)))
+    return page(number, kind), memoryview(random_body(number, num_bytes))
 
 
 def wanted(*numbers: int) -> list[tuple[ObjectKey, memoryview]]:
-    return [(key(number), memoryview(bytearray(BODY_BYTES))) for number in numbers]
+    return [(page(number), memoryview(bytearray(BODY_BYTES))) for number in numbers]
 
 
 def run(
-    scenario: Callable[[Scripted, RemoteStore], Awaitable[None]],
+    scenario: Callable[[ScriptedClient, RemoteStore], Awaitable[None]],
     bytes_per_s: float = 1e12,
     lease_s: float = 10.0,
 ) -> None:
     async def main() -> None:
-        client = Scripted(bytes_per_s)
+        client = ScriptedClient(bytes_per_s)
         store = RemoteStore(client, lease_s=lease_s)
         await scenario(client, store)
         await store.close()
@@ -132,7 +130,7 @@ def run(
         ([-705], [0, 1], Put.STORED),
         ([-200], [0, 0], Put.FULL),
         ([-200, -200, 0], [0, 1], Put.STORED),
-        ([-200], [0, 1], Put.EXISTED),  # another writer had better luck
+        ([-200], [0, 1], Put.EXISTED),  # another writer stored it
         ([-600], [0, 0], Put.FULL),
         ([-800], [0, 0], Put.OWNER_DOWN),
         ([-200, -800], [0, 0], Put.OWNER_DOWN),
@@ -142,11 +140,14 @@ def run(
         ([-12345], [0, 0], Put.UNREACHABLE),
     ],
 )
-def test_each_code_of_a_put_has_an_outcome(codes: list[int], exists: list[int], outcome: Put) -> None:
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
-        name = str(key(2))
-        client.said = {("put", name): codes, ("exist", name): exists}
-        if outcome is Put.UNREACHABLE and exists != [0, -900]:  # then nothing of the batch can be confirmed
+def test_remote_store_maps_each_code_of_a_put(codes: list[int], exists: list[int], outcome: Put) -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
+        name = str(page(2))
+        client.codes_by_call = {("put", name): codes, ("exist", name): exists}
+        if outcome is Put.UNREACHABLE and exists != [
+            0,
+            -900,
+        ]:  # otherwise no object of the batch can be confirmed
             expected = [Put.UNREACHABLE, Put.SKIPPED, Put.SKIPPED]
         else:
             expected = [Put.STORED, outcome, Put.STORED if outcome.is_there else Put.SKIPPED]
@@ -171,28 +172,28 @@ def test_each_code_of_a_put_has_an_outcome(codes: list[int], exists: list[int], 
         (-12345, Got.UNREACHABLE),
     ],
 )
-def test_each_code_of_a_get_has_an_outcome(code: int, outcome: Got) -> None:
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+def test_remote_store_maps_each_code_of_a_get(code: int, outcome: Got) -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         await store.put([offer(1), offer(2), offer(3)])
-        client.said = {("get", str(key(2))): [code]}
+        client.codes_by_call = {("get", str(page(2))): [code]}
         found = wanted(1, 2, 3)
         assert await store.get(found) == [Got.HIT, outcome, Got.HIT]
         assert [bytes(view) for _, view in found[::2]] == [bytes(offer(number)[1]) for number in (1, 3)]
         assert store.stats().got == {Got.HIT: 2, outcome: 1}
-        damaged = [[str(key(2))]] if outcome in {Got.TRUNCATED, Got.CORRUPT} else []
+        damaged = [[str(page(2))]] if outcome in {Got.TRUNCATED, Got.CORRUPT} else []
         assert client.names("remove") == damaged
 
     run(scenario)
 
 
-def test_no_checkpoint_is_put_before_its_pages_are_confirmed() -> None:
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
-        pages, checkpoint = [str(key(1)), str(key(2))], str(key(2, Kind.CHECKPOINT))
+def test_remote_store_puts_a_checkpoint_after_its_pages_are_confirmed() -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
+        pages, checkpoint = [str(page(1)), str(page(2))], str(page(2, Kind.CHECKPOINT))
         objects = [offer(1), offer(2), offer(2, Kind.CHECKPOINT)]
-        client.said = {("exist", pages[0]): [0, 0]}
+        client.codes_by_call = {("exist", pages[0]): [0, 0]}
         assert await store.put(objects) == [Put.UNCONFIRMED, Put.SKIPPED, Put.SKIPPED]
         assert client.names("put") == [pages]
-        client.said = {}
+        client.codes_by_call = {}
         client.calls.clear()
         assert await store.put(objects) == [Put.EXISTED, Put.EXISTED, Put.STORED]
         assert client.calls == [
@@ -204,32 +205,32 @@ def test_no_checkpoint_is_put_before_its_pages_are_confirmed() -> None:
     run(scenario)
 
 
-def test_only_what_found_no_space_is_offered_again() -> None:
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
-        names = [str(key(number)) for number in (1, 2, 3)]
-        client.said = {("put", names[1]): [-200, 0], ("put", names[2]): [-200, -200, -200, 0]}
+def test_remote_store_retries_only_objects_without_space() -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
+        names = [str(page(number)) for number in (1, 2, 3)]
+        client.codes_by_call = {("put", names[1]): [-200, 0], ("put", names[2]): [-200, -200, -200, 0]}
         assert await store.put([offer(1), offer(2), offer(3)]) == [Put.STORED, Put.STORED, Put.FULL]
         assert client.names("put") == [names, names[1:], names[2:]]
 
     run(scenario)
 
 
-def test_a_key_that_comes_twice_is_stored_once() -> None:
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+def test_remote_store_stores_a_repeated_key_once() -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         assert await store.put([offer(1), offer(1), offer(2), offer(1)]) == [
             Put.STORED,
             Put.EXISTED,
             Put.STORED,
             Put.EXISTED,
         ]
-        assert sorted(name for names in client.names("put") for name in names) == [str(key(1)), str(key(2))]
+        assert sorted(name for names in client.names("put") for name in names) == [str(page(1)), str(page(2))]
         assert await store.get(wanted(1, 1, 9, 1)) == [Got.HIT, Got.HIT, Got.MISS, Got.HIT]
 
     run(scenario)
 
 
-def test_batches_are_bounded_in_number() -> None:
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+def test_remote_store_bounds_the_objects_of_a_batch() -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         numbers = range(2 * BATCH_OBJECTS_MAX + 1)
         assert await store.put([offer(number) for number in numbers]) == [Put.STORED] * len(numbers)
         assert await store.get(wanted(*numbers)) == [Got.HIT] * len(numbers)
@@ -239,13 +240,13 @@ def test_batches_are_bounded_in_number() -> None:
     run(scenario)
 
 
-def test_a_batch_moves_within_half_a_lease_at_the_rate_that_was_measured() -> None:
-    """What is larger goes alone: it may come in time, after all."""
+def test_remote_store_limits_a_batch_to_half_a_lease() -> None:
+    """A larger object is a batch alone: it may still arrive in time."""
     lease_s, bytes_per_s, body_bytes = 2.0, 10e6, 1 << 20
 
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         objects = [offer(number, num_bytes=body_bytes) for number in range(40)]
-        views = [(key(number), memoryview(bytearray(body_bytes))) for number in range(40)]
+        views = [(page(number), memoryview(bytearray(body_bytes))) for number in range(40)]
         await store.put(objects)
         for _ in range(3):
             client.calls.clear()
@@ -256,19 +257,19 @@ def test_a_batch_moves_within_half_a_lease_at_the_rate_that_was_measured() -> No
         for _ in range(3):
             client.calls.clear()
             await store.get(views)
-        assert client.names("get") == [[str(key(number))] for number in range(40)]
+        assert client.names("get") == [[str(page(number))] for number in range(40)]
 
     run(scenario, bytes_per_s, lease_s)
 
 
 @pytest.mark.parametrize(("code", "outcome"), [(-800, Got.OWNER_DOWN), (-900, Got.UNREACHABLE)])
-def test_a_loss_is_not_asked_for_again(code: int, outcome: Got) -> None:
-    """Each call to a dead master takes 4 s."""
+def test_remote_store_does_not_retry_after_a_loss(code: int, outcome: Got) -> None:
+    """Each call to a crashed master takes 4 s."""
 
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         numbers = range(3 * BATCH_OBJECTS_MAX)
         await store.put([offer(number) for number in numbers])
-        client.said = {("get", str(key(BATCH_OBJECTS_MAX + 1))): [code]}
+        client.codes_by_call = {("get", str(page(BATCH_OBJECTS_MAX + 1))): [code]}
         found = await store.get(wanted(*numbers))
         assert len(client.names("get")) == 2
         good = [Got.HIT] * BATCH_OBJECTS_MAX
@@ -277,8 +278,8 @@ def test_a_loss_is_not_asked_for_again(code: int, outcome: Got) -> None:
     run(scenario)
 
 
-def test_nothing_is_written_or_read_after_a_cancelled_call() -> None:
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+def test_remote_store_touches_no_memory_after_a_cancelled_call() -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         await store.put([offer(1)])
         for call in (lambda: store.get(wanted(1)), lambda: store.put([offer(2)])):
             for turns in range(12):
@@ -294,8 +295,8 @@ def test_nothing_is_written_or_read_after_a_cancelled_call() -> None:
     run(scenario, bytes_per_s=1.0)
 
 
-def test_all_seals_lie_in_memory_that_was_registered_once() -> None:
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+def test_remote_store_registers_the_memory_of_seals_once() -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         calls = [store.put([offer(10 * call + number) for number in range(5)]) for call in range(4)]
         await asyncio.gather(*calls)
         blocks = len(client.registered)
@@ -307,18 +308,18 @@ def test_all_seals_lie_in_memory_that_was_registered_once() -> None:
     run(scenario, bytes_per_s=1e3)
 
 
-def test_a_listing_has_our_objects_alone() -> None:
+def test_remote_store_lists_only_our_objects() -> None:
     async def listing() -> Listing:
         await asyncio.sleep(0)
-        return Listing([(str(key(1)), 164), ("of somebody else", 7), ("00.0000.p", 8)], 1000)
+        return Listing([(str(page(1)), 164), ("foreign", 7), ("00.0000.p", 8)], 1000)
 
     async def main() -> None:
-        store = RemoteStore(Scripted(), listing=listing)
-        assert await store.held() == [Held(key(1), BODY_BYTES + SEAL_BYTES)]
+        store = RemoteStore(ScriptedClient(), listing=listing)
+        assert await store.list_objects() == [StoredObject(page(1), BODY_BYTES + SEAL_BYTES)]
         stats = store.stats()
         assert (stats.objects, stats.bytes, stats.capacity_bytes) == (3, 179, 1000)
         with pytest.raises(StoreError):
-            await RemoteStore(Scripted()).held()
+            await RemoteStore(ScriptedClient()).list_objects()
 
     asyncio.run(main())
 
@@ -332,24 +333,24 @@ Exists = st.lists(st.sampled_from([0, 1, 1, -900]), min_size=2, max_size=2)
     st.lists(st.tuples(st.integers(0, 5), st.sampled_from(Kind)), min_size=1, max_size=10),
     st.dictionaries(st.tuples(st.integers(0, 5), st.sampled_from(Kind)), st.tuples(Codes, Exists)),
 )
-def test_nothing_is_claimed_that_was_not_confirmed(
+def test_remote_store_reports_only_confirmed_objects(
     objects: list[tuple[int, Kind]], script: dict[tuple[int, Kind], tuple[list[int], list[int]]]
 ) -> None:
-    async def scenario(client: Scripted, store: RemoteStore) -> None:
+    async def scenario(client: ScriptedClient, store: RemoteStore) -> None:
         for (number, kind), (codes, exists) in script.items():
-            name = str(key(number, kind))
-            client.said |= {("put", name): list(codes), ("exist", name): list(exists)}
+            name = str(page(number, kind))
+            client.codes_by_call |= {("put", name): list(codes), ("exist", name): list(exists)}
         outcomes = await store.put([offer(number, kind) for number, kind in objects])
-        there = [outcome.is_there for outcome in outcomes]
-        assert there == sorted(there, reverse=True), "behind one that is not there all are skipped"
-        assert set(outcomes[there.count(True) + 1 :]) <= {Put.SKIPPED}
+        exist = [outcome.is_there for outcome in outcomes]
+        assert exist == sorted(exist, reverse=True), "an object after a missing one is not SKIPPED"
+        assert set(outcomes[exist.count(True) + 1 :]) <= {Put.SKIPPED}
         for position, ((number, kind), outcome) in enumerate(zip(objects, outcomes, strict=True)):
             exists = script.get((number, kind), ([], [0, 1]))[1]
             assert not outcome.is_there or 1 in exists
-            offered = any(str(key(number, kind)) in names for names in client.names("put"))
+            offered = any(str(page(number, kind)) in names for names in client.names("put"))
             if kind is Kind.CHECKPOINT and offered:
                 first = objects.index((number, kind))
-                assert all(there[before] for before in range(first) if objects[before][1] is Kind.PAGE), (
+                assert all(exist[before] for before in range(first) if objects[before][1] is Kind.PAGE), (
                     position
                 )
 

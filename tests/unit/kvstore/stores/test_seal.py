@@ -1,4 +1,4 @@
-"""A seal fits one body under one key, and nothing else; with a secret, nobody else can make one."""
+"""A seal matches one body under one key; with a secret, only its owners can make one."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ bodies = st.binary(max_size=300)
 
 @PROPERTY
 @given(sealings, keys, bodies)
-def test_its_own_object_fits(sealing: Sealing, key: ObjectKey, body: bytes) -> None:
+def test_seal_verifies_its_own_object(sealing: Sealing, key: ObjectKey, body: bytes) -> None:
     found = sealing.seal(key, memoryview(body))
     assert len(found) == SEAL_BYTES
     assert sealing.verify(key, memoryview(body), found) is Got.HIT
@@ -35,7 +35,9 @@ def test_its_own_object_fits(sealing: Sealing, key: ObjectKey, body: bytes) -> N
 
 @PROPERTY
 @given(sealings, keys, bodies, st.data())
-def test_any_flipped_bit_is_found(sealing: Sealing, key: ObjectKey, body: bytes, data: st.DataObject) -> None:
+def test_seal_detects_any_flipped_bit(
+    sealing: Sealing, key: ObjectKey, body: bytes, data: st.DataObject
+) -> None:
     stored = bytearray(sealing.seal(key, memoryview(body)) + body)
     bit = data.draw(st.integers(0, 8 * len(stored) - 1))
     stored[bit // 8] ^= 1 << bit % 8
@@ -44,21 +46,23 @@ def test_any_flipped_bit_is_found(sealing: Sealing, key: ObjectKey, body: bytes,
 
 @PROPERTY
 @given(sealings, keys, bodies, st.integers(1, 400))
-def test_truncation_is_found(sealing: Sealing, key: ObjectKey, body: bytes, lost: int) -> None:
+def test_seal_detects_truncation(sealing: Sealing, key: ObjectKey, body: bytes, lost: int) -> None:
     stored = (sealing.seal(key, memoryview(body)) + body)[:-lost]
     assert sealing.verify(key, memoryview(stored)[SEAL_BYTES:], stored[:SEAL_BYTES]) is Got.CORRUPT
 
 
 @PROPERTY
 @given(sealings, keys, bodies, st.binary(min_size=1, max_size=64))
-def test_bytes_behind_the_body_are_found(sealing: Sealing, key: ObjectKey, body: bytes, more: bytes) -> None:
+def test_seal_detects_bytes_after_the_body(
+    sealing: Sealing, key: ObjectKey, body: bytes, more: bytes
+) -> None:
     found = sealing.seal(key, memoryview(body))
     assert sealing.verify(key, memoryview(body + more), found) is Got.CORRUPT
 
 
 @PROPERTY
 @given(sealings, keys, keys, bodies, bodies)
-def test_an_object_under_another_name_is_found(
+def test_seal_detects_an_object_under_another_key(
     sealing: Sealing, key: ObjectKey, other: ObjectKey, body: bytes, else_: bytes
 ) -> None:
     assume(key != other)
@@ -69,7 +73,7 @@ def test_an_object_under_another_name_is_found(
 
 @PROPERTY
 @given(sealings, keys, bodies)
-def test_each_part_of_the_key_counts(sealing: Sealing, key: ObjectKey, body: bytes) -> None:
+def test_seal_depends_on_each_part_of_the_key(sealing: Sealing, key: ObjectKey, body: bytes) -> None:
     found = sealing.seal(key, memoryview(body))
     kind = Kind.PAGE if key.kind is Kind.CHECKPOINT else Kind.CHECKPOINT
     digest = PageKey(bytes([key.key[0] ^ 1]) + key.key[1:])
@@ -79,7 +83,7 @@ def test_each_part_of_the_key_counts(sealing: Sealing, key: ObjectKey, body: byt
 
 @PROPERTY
 @given(secrets, sealings, keys, bodies)
-def test_without_the_secret_nothing_can_be_forged(
+def test_seal_cannot_be_forged_without_the_secret(
     secret: bytes, theirs: Sealing, key: ObjectKey, body: bytes
 ) -> None:
     assume(theirs.secret != secret)
@@ -90,10 +94,10 @@ def test_without_the_secret_nothing_can_be_forged(
 
 @PROPERTY
 @given(secrets, keys, st.binary(min_size=1, max_size=300), st.data())
-def test_a_seal_with_a_secret_cannot_be_adapted(
+def test_seal_with_a_secret_cannot_be_adapted(
     secret: bytes, key: ObjectKey, body: bytes, data: st.DataObject
 ) -> None:
-    """Whoever sees objects may put seals together: of another body's and of one without secret."""
+    """An attacker may combine the seals of other bodies, and seals without a secret."""
     ours = Sealing(secret)
     other = bytearray(body)
     other[data.draw(st.integers(0, len(body) - 1))] ^= data.draw(st.integers(1, 255))
@@ -103,7 +107,7 @@ def test_a_seal_with_a_secret_cannot_be_adapted(
             assert ours.verify(key, memoryview(other), start[:-16] + digest) is Got.CORRUPT
 
 
-def test_a_secret_does_not_show() -> None:
+def test_sealing_does_not_show_its_secret() -> None:
     sealing = Sealing(b"s3cret__" * (SECRET_BYTES // 8))
     assert "s3cret" not in repr(sealing)
     assert "s3cret" not in sealing.describe()
@@ -111,7 +115,7 @@ def test_a_secret_does_not_show() -> None:
 
 
 @pytest.mark.parametrize("secret", [None, bytes(SECRET_BYTES)])
-def test_another_version_is_told_from_corruption(secret: bytes | None) -> None:
+def test_seal_distinguishes_another_version_from_corruption(secret: bytes | None) -> None:
     sealing = Sealing(secret)
     key, body = ObjectKey(Kind.PAGE, PageKey(bytes(16))), memoryview(b"tidemill")
     found = sealing.seal(key, body)
@@ -132,8 +136,8 @@ def test_another_version_is_told_from_corruption(secret: bytes | None) -> None:
     ],
     ids=["plain", "keyed"],
 )
-def test_the_format_is_pinned(secret: bytes | None, digest: str) -> None:
-    """A change here makes every stored object unreadable: raise LAYOUT_VERSION or the magic with it."""
+def test_seal_format_is_pinned(secret: bytes | None, digest: str) -> None:
+    """A change makes every stored object unreadable: raise LAYOUT_VERSION or the magic with it."""
     key = ObjectKey(Kind.PAGE, PageKey(bytes(range(16))), 0x0103)
     assert Sealing(secret).seal(key, memoryview(b"tidemill")).hex() == (
         "544d4f33"

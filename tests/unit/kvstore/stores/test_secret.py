@@ -1,4 +1,4 @@
-"""The secret's file: each form of the same bytes, and the mistakes."""
+"""The file of the store secret: its forms, and mistakes."""
 
 from base64 import b64encode
 from pathlib import Path
@@ -16,35 +16,35 @@ from tidemill.kvstore.stores.secret import is_public, read_secret
     secret=st.binary(min_size=SECRET_BYTES, max_size=SECRET_BYTES),
     ending=st.sampled_from(["", "\n", " \r\n"]),
 )
-def test_every_form_is_the_same_secret(
+def test_read_secret_accepts_each_form(
     tmp_path_factory: pytest.TempPathFactory, secret: bytes, ending: str
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "secret"
     texts = [secret.hex(), secret.hex().upper(), b64encode(secret).decode()]
-    for held in [secret, *((text + ending).encode() for text in texts)]:
-        file.write_bytes(held)
+    for content in [secret, *((text + ending).encode() for text in texts)]:
+        file.write_bytes(content)
         assert read_secret(file) == secret
 
 
 @pytest.mark.parametrize(
-    "held",
+    "content",
     [b"", b"secret", bytes(31), bytes(33), b"0" * 63, b"g" * 64, b64encode(bytes(31)), "ü".encode() * 32],
 )
-def test_anything_else_is_refused(tmp_path: Path, held: bytes) -> None:
+def test_read_secret_refuses_other_contents(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "secret"
-    file.write_bytes(held)
+    file.write_bytes(content)
     with pytest.raises(StoreError, match="openssl rand -hex 32") as refused:
         read_secret(file)
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_read_secret_refuses_an_unreadable_file(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(StoreError, match="cannot be read"):
             read_secret(path)
 
 
-def test_who_can_read_it(tmp_path: Path) -> None:
+def test_is_public_finds_files_that_all_users_can_read(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_bytes(bytes(SECRET_BYTES))
     for mode, public in ((0o600, False), (0o640, False), (0o644, True)):

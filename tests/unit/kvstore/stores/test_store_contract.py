@@ -1,4 +1,4 @@
-"""What every page store promises. A new one adds a class that opens and damages it, and its name."""
+"""The contract of all page stores. A new store adds a class that opens and damages it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator
@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.kvstore.objects import page, random_body
 from tests.support.mooncake import Mooncake, PlainClient, Shared, mooncake
 from tests.support.sim.faulty_store import FaultyStore
-from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
+from tidemill.kvstore.keys import Kind, ObjectKey
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.mooncake_admin import list_objects
-from tidemill.kvstore.stores.mooncake_client import MooncakeClient, Native
+from tidemill.kvstore.stores.mooncake_client import MooncakeClient, NativeStore
 from tidemill.kvstore.stores.mooncake_store import load_library
 from tidemill.kvstore.stores.page_store import Got, PageStore, Put
 from tidemill.kvstore.stores.remote_store import RemoteStore
@@ -36,14 +37,14 @@ class Damage(Protocol):
 
 
 class Subject(Protocol):
-    """One implementation: opens a store, and reaches behind it to damage what it holds (seal and body).
+    """A store under test: opens it, and damages its objects (seal and body) bypassing it.
 
-    knows_winner    of two writers at once it tells one STORED and the other EXISTED
-    holds_empty     it can hold no bytes at all under a name
+    reports_winner  Of two concurrent writers, one gets STORED and the other EXISTED.
+    stores_empty    It can store an object without bytes.
     """
 
-    knows_winner: bool
-    holds_empty: bool
+    reports_winner: bool
+    stores_empty: bool
 
     def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore: ...
 
@@ -54,8 +55,8 @@ class Subject(Protocol):
 class Memory:
     folder: Path
     store: MemoryStore = field(default_factory=lambda: MemoryStore(AMPLE_BYTES))
-    knows_winner: bool = True
-    holds_empty: bool = True
+    reports_winner: bool = True
+    stores_empty: bool = True
 
     def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore:
         self.store = MemoryStore(capacity_bytes, sealing)
@@ -66,7 +67,7 @@ class Memory:
 
 
 @dataclass
-class Faultless(Memory):
+class FaultlessMemory(Memory):
     def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore:
         faultless = FaultyStore(Random(1), capacity_bytes=capacity_bytes)
         self.store = faultless.sealed = MemoryStore(capacity_bytes, sealing)
@@ -76,8 +77,8 @@ class Faultless(Memory):
 @dataclass
 class Files:
     folder: Path
-    knows_winner: bool = True
-    holds_empty: bool = True
+    reports_winner: bool = True
+    stores_empty: bool = True
 
     def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore:
         return FileStore(self.folder, capacity_bytes, sealing=sealing)
@@ -91,19 +92,19 @@ class Files:
 
 @dataclass
 class RealMooncake:
-    """It keeps the first of two writers and tells both the same. What it promises of a full store is less
-    than this suite asks: see test_mooncake_full.py."""
+    """A real Mooncake, which returns the same outcome to both of two concurrent writers.
+    When full it guarantees less than this suite demands: see test_mooncake_faults.py."""
 
     service: Mooncake
     client: PlainClient
-    knows_winner: bool = False
-    holds_empty: bool = False
+    reports_winner: bool = False
+    stores_empty: bool = False
 
     def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore:
-        assert capacity_bytes == AMPLE_BYTES, "its owners have the memory that they have"
+        assert capacity_bytes == AMPLE_BYTES, "the memory of its owners is fixed"
         self.client.clear()
         client = MooncakeClient(
-            cast("Native", Shared(self.client)), load_library().ReplicateConfig(), stages=True
+            cast("NativeStore", Shared(self.client)), load_library().ReplicateConfig(), stages=True
         )
         return RemoteStore(
             client,
@@ -119,7 +120,7 @@ class RealMooncake:
 
 
 class Tiered(Memory):
-    """Behind a near tier that is always full."""
+    """A store behind a near tier that is always full."""
 
     def open(self, capacity_bytes: int = AMPLE_BYTES, sealing: Sealing = PLAIN) -> PageStore:
         self.store = MemoryStore(capacity_bytes, sealing)
@@ -129,7 +130,7 @@ class Tiered(Memory):
 BOUNDED: dict[str, Callable[[Path], Subject]] = {
     "memory": Memory,
     "file": Files,
-    "faultless": Faultless,
+    "faultless": FaultlessMemory,
     "tiered": Tiered,
 }
 SUBJECTS = [*BOUNDED, "mooncake"]
@@ -152,16 +153,12 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Subject:
 
 @pytest.fixture(params=BOUNDED)
 def bounded(request: pytest.FixtureRequest, tmp_path: Path) -> Subject:
-    """One that holds exactly as much as it is told."""
+    """Return a store that stores exactly its capacity."""
     return BOUNDED[request.param](tmp_path / "store")
 
 
-def page(number: int, kind: Kind = Kind.PAGE) -> ObjectKey:
-    return ObjectKey(kind, PageKey(number.to_bytes(16, "big")))
-
-
 def body_of(number: int, num_bytes: int = BODY_BYTES) -> bytearray:
-    return bytearray(Random(number).randbytes(num_bytes))
+    return random_body(number, num_bytes)
 
 
 def offers(numbers: list[int]) -> list[tuple[ObjectKey, memoryview]]:
@@ -169,7 +166,7 @@ def offers(numbers: list[int]) -> list[tuple[ObjectKey, memoryview]]:
 
 
 async def fetch(store: PageStore, numbers: list[int]) -> list[bytes | Got]:
-    """The body of each hit, else the outcome."""
+    """Return the body of each hit, else the outcome."""
     views = [memoryview(bytearray(BODY_BYTES)) for _ in numbers]
     outcomes = await store.get([(page(number), view) for number, view in zip(numbers, views, strict=True)])
     return [bytes(view) if got is Got.HIT else got for got, view in zip(outcomes, views, strict=True)]
@@ -191,7 +188,7 @@ def run(
     return asyncio.run(main())
 
 
-def test_objects_come_back_in_the_order_of_the_question(subject: Subject) -> None:
+def test_store_returns_results_in_order(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         assert await store.put(offers([3, 1, 2])) == [Put.STORED] * 3
         assert await fetch(store, [1, 9, 3, 1]) == [body_of(1), Got.MISS, body_of(3), body_of(1)]
@@ -201,7 +198,7 @@ def test_objects_come_back_in_the_order_of_the_question(subject: Subject) -> Non
     run(subject, scenario)
 
 
-def test_the_first_writer_wins(subject: Subject) -> None:
+def test_store_keeps_the_object_of_the_first_writer(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         assert await store.put([*offers([1]), (page(1), memoryview(body_of(2)))]) == [Put.STORED, Put.EXISTED]
         assert await store.put([(page(1), memoryview(body_of(3)))]) == [Put.EXISTED]
@@ -210,7 +207,7 @@ def test_the_first_writer_wins(subject: Subject) -> None:
     run(subject, scenario)
 
 
-def test_each_kind_and_shard_is_an_object_of_its_own(subject: Subject) -> None:
+def test_store_separates_kinds_and_shards(subject: Subject) -> None:
     keys = [ObjectKey(kind, page(1).key, shard) for kind in Kind for shard in (0, 1, 0x100)]
 
     async def scenario(store: PageStore) -> None:
@@ -223,7 +220,7 @@ def test_each_kind_and_shard_is_an_object_of_its_own(subject: Subject) -> None:
     run(subject, scenario)
 
 
-def test_memory_may_be_reused_after_a_put(subject: Subject) -> None:
+def test_store_does_not_use_memory_after_a_put(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         memory = body_of(1)
         await store.put([(page(1), memoryview(memory))])
@@ -233,13 +230,13 @@ def test_memory_may_be_reused_after_a_put(subject: Subject) -> None:
     run(subject, scenario)
 
 
-def test_one_writer_of_many_wins_and_all_read_its_bytes(subject: Subject) -> None:
+def test_store_one_of_many_writers_wins(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         bodies = [body_of(100 + writer) for writer in range(8)]
         outcomes = await asyncio.gather(*(store.put([(page(1), memoryview(body))]) for body in bodies))
         winners = [body for body, outcome in zip(bodies, outcomes, strict=True) if outcome == [Put.STORED]]
         assert winners
-        assert len(winners) == 1 or not subject.knows_winner
+        assert len(winners) == 1 or not subject.reports_winner
         found = await fetch(store, [1, 1])
         assert found[0] == found[1]
         assert found[0] in winners
@@ -293,11 +290,11 @@ DAMAGES = {
 
 @pytest.mark.parametrize("change", DAMAGES)
 @pytest.mark.parametrize("sealing", [PLAIN, Sealing(bytes(SECRET_BYTES))], ids=["plain", "keyed"])
-def test_a_damaged_object_is_found_deleted_and_can_be_put_again(
+def test_store_detects_and_deletes_a_damaged_object(
     subject: Subject, change: Damage, sealing: Sealing
 ) -> None:
-    if change is empty and not subject.holds_empty:
-        pytest.skip("it refuses empty objects, so it never holds one")
+    if change is empty and not subject.stores_empty:
+        pytest.skip("the store refuses empty objects")
 
     async def scenario(store: PageStore) -> None:
         await store.put(offers([1, 2]))
@@ -312,7 +309,7 @@ def test_a_damaged_object_is_found_deleted_and_can_be_put_again(
     run(subject, scenario, sealing=sealing)
 
 
-def test_an_object_under_another_name_is_found(subject: Subject) -> None:
+def test_store_detects_an_object_under_another_key(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         await store.put(offers([1, 2]))
         taken: list[bytes] = []
@@ -323,7 +320,7 @@ def test_an_object_under_another_name_is_found(subject: Subject) -> None:
     run(subject, scenario)
 
 
-def test_an_object_of_another_secret_is_corrupt(subject: Subject) -> None:
+def test_store_reports_an_object_of_another_secret_as_corrupt(subject: Subject) -> None:
     ours, theirs = Sealing(b"1" * SECRET_BYTES), Sealing(b"2" * SECRET_BYTES)
 
     async def scenario(store: PageStore) -> None:
@@ -336,7 +333,7 @@ def test_an_object_of_another_secret_is_corrupt(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("view_bytes", [1, BODY_BYTES - 1, BODY_BYTES + 1, 5 * BODY_BYTES])
-def test_an_object_of_another_length_than_its_view_is_truncated(subject: Subject, view_bytes: int) -> None:
+def test_store_reports_an_object_of_another_length_as_truncated(subject: Subject, view_bytes: int) -> None:
     async def scenario(store: PageStore) -> None:
         await store.put(offers([1]))
         assert await store.get([(page(1), memoryview(bytearray(view_bytes)))]) == [Got.TRUNCATED]
@@ -345,7 +342,7 @@ def test_an_object_of_another_length_than_its_view_is_truncated(subject: Subject
     run(subject, scenario)
 
 
-def test_what_is_removed_is_gone_and_can_be_put_again(subject: Subject) -> None:
+def test_store_accepts_a_removed_object_again(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         await store.put(offers([1, 2, 3]))
         await store.remove([page(1), page(3), page(9)])
@@ -356,34 +353,34 @@ def test_what_is_removed_is_gone_and_can_be_put_again(subject: Subject) -> None:
     run(subject, scenario)
 
 
-def test_what_it_holds_can_be_listed(subject: Subject) -> None:
+def test_store_lists_its_objects(subject: Subject) -> None:
     keys = [ObjectKey(kind, page(number).key, number) for kind in Kind for number in range(60)]
 
     async def scenario(store: PageStore) -> None:
-        assert await store.held() == []
+        assert await store.list_objects() == []
         await store.put([(key, memoryview(body_of(1))) for key in keys])
-        held = await store.held()
-        assert {(entry.key, entry.bytes) for entry in held} == {(key, OBJECT_BYTES) for key in keys}
-        assert len(held) == len(keys)
+        found = await store.list_objects()
+        assert {(stored.key, stored.bytes) for stored in found} == {(key, OBJECT_BYTES) for key in keys}
+        assert len(found) == len(keys)
 
     run(subject, scenario)
 
 
-def test_a_full_store_forgets_what_was_used_longest_ago(bounded: Subject) -> None:
+def test_store_evicts_the_least_recently_used_object(bounded: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         for number in range(12):
             assert await store.put(offers([number])) == [Put.STORED]
             assert store.stats().bytes <= 4 * OBJECT_BYTES
-        held = await store.contains([page(number) for number in range(12)])
-        assert held[-1]
-        assert sorted(held) == held, "an older object outlived a younger one"
-        assert store.stats().evicted == 12 - sum(held) > 0
-        assert store.stats().objects == sum(held)
+        exist = await store.contains([page(number) for number in range(12)])
+        assert exist[-1]
+        assert sorted(exist) == exist, "an older object outlived a younger one"
+        assert store.stats().evicted == 12 - sum(exist) > 0
+        assert store.stats().objects == sum(exist)
 
     run(bounded, scenario, capacity_bytes=4 * OBJECT_BYTES)
 
 
-def test_a_put_stores_in_order_and_skips_all_behind_the_first_that_does_not_fit(bounded: Subject) -> None:
+def test_store_skips_all_objects_after_the_first_that_does_not_fit(bounded: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         await store.put(offers([6]))
         assert await store.put(offers([1, 2, 3, 4, 5, 6])) == [Put.STORED] * 4 + [Put.FULL, Put.SKIPPED]
@@ -393,7 +390,7 @@ def test_a_put_stores_in_order_and_skips_all_behind_the_first_that_does_not_fit(
     run(bounded, scenario, capacity_bytes=4 * OBJECT_BYTES)
 
 
-def test_a_put_never_evicts_its_own_objects(bounded: Subject) -> None:
+def test_store_put_never_evicts_its_own_objects(bounded: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         for number in (1, 2, 3, 4):
             await store.put(offers([number]))
@@ -406,7 +403,7 @@ def test_a_put_never_evicts_its_own_objects(bounded: Subject) -> None:
     run(bounded, scenario, capacity_bytes=4 * OBJECT_BYTES)
 
 
-def test_an_object_larger_than_the_store_does_not_fit(bounded: Subject) -> None:
+def test_store_refuses_an_object_larger_than_itself(bounded: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         await store.put(offers([1]))
         assert await store.put([(page(2), memoryview(body_of(2, OBJECT_BYTES)))]) == [Put.FULL]
@@ -415,44 +412,44 @@ def test_an_object_larger_than_the_store_does_not_fit(bounded: Subject) -> None:
     run(bounded, scenario, capacity_bytes=OBJECT_BYTES)
 
 
-def test_no_view_is_written_after_a_cancelled_get(subject: Subject) -> None:
+def test_store_writes_no_view_after_a_cancelled_get(subject: Subject) -> None:
     memory = bytearray(1 << 22)
 
     async def scenario(store: PageStore) -> None:
         await store.put([(page(1), memoryview(body_of(1, len(memory))))])
-        for turns in range(8):
+        for steps in range(8):
             task = asyncio.ensure_future(store.get([(page(1), memoryview(memory))]))
-            for _ in range(turns):
+            for _ in range(steps):
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait({task})
             memory[:] = bytes(len(memory))
 
     run(subject, scenario)
-    assert not any(memory), "a transfer was still writing when its task had ended"
+    assert not any(memory), "a transfer wrote after its task had ended"
 
 
-def test_what_is_reused_after_a_cancelled_put_is_never_stored(subject: Subject) -> None:
+def test_store_never_stores_memory_reused_after_a_cancelled_put(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
-        for turns in range(8):
-            memory = body_of(turns)
-            task = asyncio.ensure_future(store.put([(page(turns), memoryview(memory))]))
-            for _ in range(turns):
+        for steps in range(8):
+            memory = body_of(steps)
+            task = asyncio.ensure_future(store.put([(page(steps), memoryview(memory))]))
+            for _ in range(steps):
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait({task})
             memory[:] = bytes(BODY_BYTES)
-        for turns, found in enumerate(await fetch(store, list(range(8)))):
-            assert found in (body_of(turns), Got.MISS)
+        for steps, found in enumerate(await fetch(store, list(range(8)))):
+            assert found in (body_of(steps), Got.MISS)
 
     run(subject, scenario)
 
 
-def test_counts_add_up(subject: Subject) -> None:
+def test_store_counts_add_up(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         await store.put(offers([1, 2, 1]))
         await fetch(store, [1, 2, 3])
-        await store.held()  # a store of many users counts what it holds when it is asked
+        await store.list_objects()  # a shared store counts its objects only for a listing
         stats = store.stats()
         assert (stats.objects, stats.bytes) == (2, 2 * OBJECT_BYTES)
         assert stats.capacity_bytes > 0
@@ -464,7 +461,7 @@ def test_counts_add_up(subject: Subject) -> None:
     run(subject, scenario)
 
 
-def test_close_may_come_twice(subject: Subject) -> None:
+def test_store_can_be_closed_twice(subject: Subject) -> None:
     async def scenario(store: PageStore) -> None:
         await store.put(offers([1]))
         await store.close()
@@ -483,7 +480,9 @@ Operation = tuple[str, list[int]]
     ),
     st.integers(1, 6),
 )
-def test_any_history_returns_what_was_put_or_nothing(history: list[Operation], capacity: int) -> None:
+def test_store_returns_what_was_put_or_nothing_after_any_history(
+    history: list[Operation], capacity: int
+) -> None:
     store = MemoryStore(capacity * OBJECT_BYTES)
 
     async def scenario() -> None:
@@ -496,7 +495,7 @@ def test_any_history_returns_what_was_put_or_nothing(history: list[Operation], c
             elif name == "get":
                 for number, found in zip(numbers, await fetch(store, numbers), strict=True):
                     assert found in (body_of(number), Got.MISS)
-            held = sum(await store.contains([page(number) for number in range(7)]))
-            assert store.stats().bytes == held * OBJECT_BYTES <= capacity * OBJECT_BYTES
+            exist = sum(await store.contains([page(number) for number in range(7)]))
+            assert store.stats().bytes == exist * OBJECT_BYTES <= capacity * OBJECT_BYTES
 
     asyncio.run(scenario())

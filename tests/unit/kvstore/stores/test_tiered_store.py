@@ -1,4 +1,4 @@
-"""Chains of stores: who is asked, who is given what, and what a tier that is slow or down costs."""
+"""Chains of stores: the tiers of each read and write, and the cost of slow tiers."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.kvstore.objects import page, random_body
 from tests.support.kvstore.scripted_store import Fault, Scripted, now
 from tests.support.sim.faulty_store import FaultyStore
 from tests.support.sim.loop import simulate
-from tidemill.kvstore.keys import Kind, ObjectKey, PageKey
+from tidemill.kvstore.keys import Kind, ObjectKey
 from tidemill.kvstore.stores.circuit_breaker import GuardedStore
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got, PageStore, Put, StoreStats
 from tidemill.kvstore.stores.seal import SEAL_BYTES
-from tidemill.kvstore.stores.tiered_store import KNOWN_S, Tier, TieredStore, Write
+from tidemill.kvstore.stores.tiered_store import SEEN_S, Tier, TieredStore, Write
 
 BODY_BYTES = 1000
 OBJECT_BYTES = BODY_BYTES + SEAL_BYTES
@@ -25,12 +26,12 @@ AMPLE_BYTES = 1 << 30
 
 
 def key(number: int) -> ObjectKey:
-    """Every fifth is a checkpoint."""
-    return ObjectKey(Kind.PAGE if number % 5 else Kind.CHECKPOINT, PageKey(number.to_bytes(16, "big")))
+    """Return a key; every fifth one is of a checkpoint."""
+    return page(number, Kind.PAGE if number % 5 else Kind.CHECKPOINT)
 
 
 def body_of(number: int) -> bytearray:
-    return bytearray(Random(number).randbytes(BODY_BYTES))
+    return random_body(number, BODY_BYTES)
 
 
 def memory() -> MemoryStore:
@@ -42,7 +43,7 @@ async def put(store: PageStore, *numbers: int) -> list[Put]:
 
 
 async def fetch(store: PageStore, *numbers: int) -> list[Got]:
-    """The outcomes; hits are checked. The memory is overwritten as soon as it is the caller's again."""
+    """Return the outcomes, assert that hits are right, and overwrite the memory afterwards."""
     views = [memoryview(bytearray(BODY_BYTES)) for _ in numbers]
     outcomes = await store.get([(key(number), view) for number, view in zip(numbers, views, strict=True)])
     for number, view, got in zip(numbers, views, outcomes, strict=True):
@@ -51,12 +52,12 @@ async def fetch(store: PageStore, *numbers: int) -> list[Got]:
     return outcomes
 
 
-def held(store: MemoryStore) -> list[int]:
-    return sorted(int.from_bytes(name.key, "big") for name in store.objects)
+def numbers_in(store: MemoryStore) -> list[int]:
+    return sorted(int.from_bytes(stored.key, "big") for stored in store.objects)
 
 
-async def settled() -> None:
-    """All that was on its way without waiting for anything has arrived."""
+async def settle() -> None:
+    """Run everything that waits for nothing."""
     for _ in range(50):
         await asyncio.sleep(0)
 
@@ -65,7 +66,7 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
     simulate(1, scenario)
 
 
-def test_a_get_asks_the_nearest_and_only_what_is_missing_goes_on() -> None:
+def test_tiered_store_asks_the_next_tier_only_for_missing_objects() -> None:
     async def scenario() -> None:
         near, far = Scripted(), Scripted()
         store = TieredStore([Tier(near), Tier(far)])
@@ -82,44 +83,44 @@ def test_a_get_asks_the_nearest_and_only_what_is_missing_goes_on() -> None:
 
 @pytest.mark.parametrize("near", Write)
 @pytest.mark.parametrize("far", Write)
-def test_a_tier_takes_what_its_policy_says(near: Write, far: Write) -> None:
+def test_tiered_store_writes_to_each_tier_by_its_policy(near: Write, far: Write) -> None:
     async def scenario() -> None:
         stores = [memory(), memory()]
         store = TieredStore([Tier(stores[0], near), Tier(stores[1], far)])
         takes_puts = [policy is Write.ALL for policy in (near, far)]
         outcomes = await put(store, 1, 2)
         assert outcomes == ([Put.STORED] * 2 if any(takes_puts) else [Put.FULL, Put.SKIPPED])
-        assert [held(tier) for tier in stores] == [[1, 2] if takes else [] for takes in takes_puts]
+        assert [numbers_in(tier) for tier in stores] == [[1, 2] if takes else [] for takes in takes_puts]
         for tier in stores:
             tier.objects.clear()
         await put(stores[0], 3)
         await put(stores[1], 4)
         assert await fetch(store, 3, 4) == [Got.HIT] * 2
-        await settled()
-        assert held(stores[0]) == ([3] if near is Write.NONE else [3, 4])
-        assert held(stores[1]) == ([4] if far is Write.NONE else [3, 4])
+        await settle()
+        assert numbers_in(stores[0]) == ([3] if near is Write.NONE else [3, 4])
+        assert numbers_in(stores[1]) == ([4] if far is Write.NONE else [3, 4])
         assert await fetch(store, 3, 4) == [Got.HIT] * 2
         await store.close()
 
     run(scenario())
 
 
-def test_of_a_hit_no_more_is_copied_than_there_is_memory_for_and_nothing_out_of_order() -> None:
+def test_tiered_store_copies_hits_in_order_while_memory_lasts() -> None:
     async def scenario() -> None:
         near, far = memory(), memory()
         store = TieredStore([Tier(near), Tier(far)], copy_bytes_max=3 * BODY_BYTES)
         await put(far, 1, 2, 3, 4, 5)
         for arrived in ([1, 2, 3], [1, 2, 3, 4, 5]):
             assert await fetch(store, 1, 2, 3, 4, 5) == [Got.HIT] * 5
-            await settled()
-            assert held(near) == arrived
+            await settle()
+            assert numbers_in(near) == arrived
         await store.close()
 
     run(scenario())
 
 
-class Reluctant(MemoryStore):
-    """Takes what is put when the gate is open."""
+class GatedStore(MemoryStore):
+    """A store whose puts wait until the gate is open."""
 
     def __init__(self) -> None:
         super().__init__(AMPLE_BYTES)
@@ -130,40 +131,40 @@ class Reluctant(MemoryStore):
         return await super().put(objects)
 
 
-def test_a_near_tier_that_is_slow_to_take_a_hit_holds_nothing_up() -> None:
+def test_tiered_store_does_not_wait_for_a_slow_near_tier_to_take_a_hit() -> None:
     async def scenario() -> None:
-        near, far = Reluctant(), memory()
+        near, far = GatedStore(), memory()
         store = TieredStore([Tier(near), Tier(far)])
         await put(far, 1, 2, 3)
         assert await fetch(store, 1) == [Got.HIT]
         assert await fetch(store, 2) == [Got.HIT]
         near.gate.set()
-        await settled()
-        assert held(near) == [1], "a second copy was made while the first was on its way"
+        await settle()
+        assert numbers_in(near) == [1], "a second copy was made during the first"
         near.gate.clear()
         assert await fetch(store, 2, 3) == [Got.HIT] * 2
         closing = asyncio.ensure_future(store.close())
-        await settled()
-        assert not closing.done(), "closed under a put"
+        await settle()
+        assert not closing.done(), "the store was closed during a put"
         near.gate.set()
         await closing
 
     run(scenario())
 
 
-def test_a_tier_that_is_down_costs_one_wait_and_its_objects() -> None:
+def test_tiered_store_waits_once_for_a_tier_that_is_down() -> None:
     async def scenario() -> None:
         near, far = Scripted(Fault(1.0, 60.0, 10.0)), memory()
         guard = GuardedStore(near, 0.25)
         store = TieredStore([Tier(guard), Tier(far)])
         await put(store, 1)
         await asyncio.sleep(2.0)
-        assert await fetch(store, 1) == [Got.HIT], "the far tier has it"
+        assert await fetch(store, 1) == [Got.HIT], "the far tier was not asked"
         assert store.stats().is_down
         started, calls, puts = now(), near.calls.total(), guard.stats().puts
         assert await fetch(store, 1, 2) == [Got.HIT, Got.UNREACHABLE]
-        await settled()
-        assert guard.stats().puts == puts, "a copy was made for nobody"
+        await settle()
+        assert guard.stats().puts == puts, "a copy was made for a tier that is down"
         assert await put(store, 3) == [Put.STORED]
         assert await store.contains([key(3), key(4)]) == [True, False]
         assert (now(), near.calls.total()) == (started, calls)
@@ -175,31 +176,31 @@ def test_a_tier_that_is_down_costs_one_wait_and_its_objects() -> None:
     run(scenario())
 
 
-def test_a_far_tier_that_was_restarted_empty_gets_back_what_is_read() -> None:
+def test_tiered_store_refills_a_far_tier_that_was_restarted_empty() -> None:
     async def scenario() -> None:
         near, far = memory(), memory()
         store = TieredStore([Tier(near), Tier(far)])
         await put(store, 1, 2)
         far.objects.clear()
         await fetch(store, 1)
-        await settled()
-        assert held(far) == [], "it is asked each time"
-        await asyncio.sleep(KNOWN_S)
+        await settle()
+        assert numbers_in(far) == [], "the far tier is written on each hit"
+        await asyncio.sleep(SEEN_S)
         await fetch(store, 1)
-        await settled()
-        assert held(far) == [1]
+        await settle()
+        assert numbers_in(far) == [1]
         await store.close()
 
     run(scenario())
 
 
-def test_a_tier_that_is_full_takes_the_first_and_the_others_all() -> None:
+def test_tiered_store_fills_other_tiers_when_one_is_full() -> None:
     async def scenario() -> None:
         near, far = MemoryStore(2 * OBJECT_BYTES), memory()
         store = TieredStore([Tier(near), Tier(far)])
         await put(near, 2)
         assert await put(store, 1, 2, 3, 4, 5) == [Put.STORED, Put.EXISTED, *[Put.STORED] * 3]
-        assert (held(near), held(far)) == ([1, 2], [1, 2, 3, 4, 5])
+        assert (numbers_in(near), numbers_in(far)) == ([1, 2], [1, 2, 3, 4, 5])
         both_full = TieredStore([Tier(near), Tier(MemoryStore(OBJECT_BYTES))])
         assert await put(both_full, 6, 7, 8, 9) == [Put.STORED, Put.STORED, Put.FULL, Put.SKIPPED]
         await store.close()
@@ -207,7 +208,7 @@ def test_a_tier_that_is_full_takes_the_first_and_the_others_all() -> None:
     run(scenario())
 
 
-def test_what_is_damaged_near_is_mended_from_afar() -> None:
+def test_tiered_store_repairs_a_near_tier_from_a_far_one() -> None:
     async def scenario() -> None:
         near, far = memory(), memory()
         store = TieredStore([Tier(near), Tier(far)])
@@ -216,7 +217,7 @@ def test_what_is_damaged_near_is_mended_from_afar() -> None:
         near.objects[key(2)][-1] ^= 4
         far.forget(key(2))
         assert await fetch(store, 1, 2, 3) == [Got.HIT, Got.CORRUPT, Got.MISS]
-        await settled()
+        await settle()
         assert await fetch(near, 1, 2) == [Got.HIT, Got.MISS]
         assert store.stats().got == {Got.HIT: 1, Got.CORRUPT: 1, Got.MISS: 1}
         await store.close()
@@ -224,30 +225,34 @@ def test_what_is_damaged_near_is_mended_from_afar() -> None:
     run(scenario())
 
 
-def test_a_chain_is_looked_at_and_cleaned_as_one() -> None:
+def test_tiered_store_lists_and_removes_objects_of_all_tiers() -> None:
     async def scenario() -> None:
         near, far = memory(), memory()
         store = TieredStore([Tier(near, Write.HITS), Tier(far)])
         await put(store, 1, 2)
         await put(near, 2, 3)
         assert await store.contains([key(number) for number in (1, 2, 3, 4)]) == [True, True, True, False]
-        assert sorted(int.from_bytes(entry.key.key, "big") for entry in await store.held()) == [1, 2, 3]
+        assert sorted(int.from_bytes(stored.key.key, "big") for stored in await store.list_objects()) == [
+            1,
+            2,
+            3,
+        ]
         stats = store.stats()
         assert (stats.objects, stats.bytes, stats.capacity_bytes) == (4, 4 * OBJECT_BYTES, 2 * AMPLE_BYTES)
         assert (stats.put, stats.put_bytes) == ({Put.STORED: 2}, 2 * BODY_BYTES)
         await store.remove([key(1), key(2)])
-        assert (held(near), held(far)) == ([3], [])
+        assert (numbers_in(near), numbers_in(far)) == ([3], [])
         await put(near, 1)
         assert await fetch(store, 1) == [Got.HIT]
-        await settled()
-        assert held(far) == [1], "it is believed to be there still"
+        await settle()
+        assert numbers_in(far) == [1], "the far tier was not written after a remove"
         await store.close()
-        assert (held(near), held(far)) == ([], [])
+        assert (numbers_in(near), numbers_in(far)) == ([], [])
 
     run(scenario())
 
 
-def test_patience_is_that_of_all_who_may_be_waited_for() -> None:
+def test_tiered_store_patience_is_the_sum_of_its_tiers() -> None:
     async def scenario() -> None:
         store = TieredStore(
             [Tier(memory()), Tier(GuardedStore(memory(), 2.0)), Tier(GuardedStore(memory(), 0.5))]
@@ -259,7 +264,7 @@ def test_patience_is_that_of_all_who_may_be_waited_for() -> None:
     run(scenario())
 
 
-def test_large_hits_are_copied_beside_the_event_loop() -> None:
+def test_tiered_store_copies_large_hits_on_a_thread() -> None:
     content = Random(1).randbytes(3 << 20)
     view = memoryview(bytearray(len(content)))
 
@@ -267,15 +272,15 @@ def test_large_hits_are_copied_beside_the_event_loop() -> None:
         near, far = memory(), memory()
         store = TieredStore([Tier(near), Tier(far)])
         await far.put([(key(1), memoryview(content))])
-        for turns in range(8):
+        for steps in range(8):
             task = asyncio.ensure_future(store.get([(key(1), view)]))
-            for _ in range(turns):
+            for _ in range(steps):
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait({task})
         assert await store.get([(key(1), view)]) == [Got.HIT]
         view[:] = bytes(len(content))
-        await settled()
+        await settle()
         assert await near.get([(key(1), view)]) == [Got.HIT]
         assert view == content
         await store.close()
@@ -294,24 +299,24 @@ async def history(store: TieredStore, operations: Sequence[Operation], stores: S
     for name, numbers in operations:
         if name == "put":
             outcomes = await put(store, *numbers)
-            there = [outcome.is_there for outcome in outcomes]
-            assert there == sorted(there, reverse=True)
-            assert all(outcome_put is Put.SKIPPED for outcome_put in outcomes[there.count(True) + 1 :])
-            union = {number for tier in stores for number in held(tier)}
-            assert set(numbers[: there.count(True)]) <= union
+            exist = [outcome.is_there for outcome in outcomes]
+            assert exist == sorted(exist, reverse=True)
+            assert all(outcome is Put.SKIPPED for outcome in outcomes[exist.count(True) + 1 :])
+            union = {number for tier in stores for number in numbers_in(tier)}
+            assert set(numbers[: exist.count(True)]) <= union
         elif name == "get":
             outcomes = await fetch(store, *numbers)
             assert set(outcomes) <= {Got.HIT, Got.MISS}
-            await settled()
+            await settle()
         else:
             await store.remove([key(number) for number in numbers])
-            union = {number for tier in stores for number in held(tier)}
+            union = {number for tier in stores for number in numbers_in(tier)}
             assert not set(numbers) & union
 
 
 @settings(deadline=None, derandomize=True, max_examples=150)
 @given(TIERS, OPERATIONS, st.integers(0, 9))
-def test_any_history_over_any_chain_is_one_of_one_store(
+def test_tiered_store_behaves_like_one_store_after_any_history(
     tiers: list[tuple[int, Write]], operations: list[Operation], copies: int
 ) -> None:
     stores = [MemoryStore(capacity * OBJECT_BYTES) for capacity, _ in tiers]
@@ -328,7 +333,7 @@ def test_any_history_over_any_chain_is_one_of_one_store(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_its_tiers_do_a_chain_returns_what_was_put_or_nothing(seed: int) -> None:
+def test_tiered_store_returns_what_was_put_or_nothing_under_any_faults(seed: int) -> None:
     rng = Random(seed)
 
     def faulty() -> FaultyStore:

@@ -6,7 +6,7 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from tests.support.kvstore.leases import scattered
+from tests.support.kvstore.leases import scatter
 from tests.support.sim.fold import ATTENTION, LINEAR, expected, fold_layout
 from tests.support.workers.bench import (
     Bench,
@@ -258,7 +258,7 @@ def test_pages_scattered_over_all_extents_do_not_lock_a_request_out() -> None:
         layout = layout_of((LINEAR, ATTENTION), 2, extent_bytes_min=1, granule_bytes=1)
         async with bench(layout=layout, num_extents=6) as one:
             request = a_request(prompt(11), 1)
-            scattered(one.ledger, page_keys(root_of(""), request.tokens, 2))
+            scatter(one.ledger, page_keys(root_of(""), request.tokens, 2))
             deltas = [delta async for delta in one.engine.generate(request)]
             assert [delta.provenance for delta in deltas] == [Provenance(reused_tokens=10, computed_tokens=1)]
             # its token is nonsense: the pages that it shares with `scattered` were never written

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.kvstore.leases import scattered
+from tests.support.kvstore.leases import scatter
 from tests.support.sim.fold import ATTENTION, LINEAR, expected, fold_layout
 from tests.support.workers.bench import STORE_BYTES, Tuning, a_request, a_store, bench, prompt, root_of, run
 from tidemill.kvstore.keys import Kind, ObjectKey, page_keys
@@ -199,7 +199,7 @@ def test_pages_in_every_extent_do_not_lock_out_a_request_that_is_fetched(
             await one.engine.produce(request)
         tuning = Tuning(extents_min=num_extents)
         async with bench(store, layout=layout, num_extents=8, tuning=tuning) as one:
-            scattered(one.ledger, page_keys(root_of(""), request.tokens, 2), path_pages=7)
+            scatter(one.ledger, page_keys(root_of(""), request.tokens, 2), path_pages=7)
             one.engine.resize(num_extents * layout.extent_bytes)
             assert one.ledger.usage().state_extents == num_extents - 7
             (delta,) = [delta async for delta in one.engine.generate(request)]

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.support.kvstore.leases import P, a_ledger, grown
+from tests.support.kvstore.leases import P, a_ledger, grow
 from tests.support.workers.bench import run
 from tidemill.kvstore.keys import Namespace, page_keys
 from tidemill.kvstore.memory.ledger import Ledger
@@ -50,7 +50,7 @@ class Scene:
         """Up to there, and leave a checkpoint."""
         assert sequence.lease is not None
         before = sequence.computed
-        self.ledger.keep_state(grown(self.ledger, sequence.lease, num_tokens, sequence.keys))
+        self.ledger.keep_state(grow(self.ledger, sequence.lease, num_tokens, sequence.keys))
         self.makers.advanced(sequence, before)
 
     async def follows(self, sequence: Sequence) -> "asyncio.Task[None] | None":

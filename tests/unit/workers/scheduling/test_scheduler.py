@@ -55,7 +55,7 @@ class Desk:
         tokens_max: int = 40,
         strategy: CheckpointStrategy = "lazy",
     ) -> None:
-        self.ledger: Ledger = a_ledger(num_extents, hybrid=hybrid, refuses=refuses)
+        self.ledger: Ledger = a_ledger(num_extents, hybrid=hybrid, fail_allocation=refuses)
         self.sequences = Sequences()
         self.running = self.sequences.running
         self.preempted: list[str] = []

@@ -25,7 +25,7 @@ from tidemill.kvstore.layout import (
 )
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
-from tidemill.kvstore.shards import Shards, mine, shards_of, share_of
+from tidemill.kvstore.shards import Shards, rank_layers, rank_share, shards_of
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.page_store import Got, PageStore, Put
@@ -82,7 +82,7 @@ class Group:
         self, store: PageStore, size: int, shards: Shards, layers: Sequence[LayerSpec] = LAYERS
     ) -> None:
         self.whole = layout_of(layers, P, extent_bytes_min=1 << 10, granule_bytes=1)
-        self.layout = layout_of(share_of(layers, size), P, extent_bytes_min=1 << 10, granule_bytes=1)
+        self.layout = layout_of(rank_layers(layers, size), P, extent_bytes_min=1 << 10, granule_bytes=1)
         self.size = size
         self.late: list[asyncio.Future[int]] = []
         num_bytes = max(self.layout.page_bytes, self.layout.state_stride_bytes)
@@ -92,7 +92,7 @@ class Group:
             self.windows = [WindowId(first + 3), WindowId(first + 1)]
         self.arenas = [bytearray([NOISE]) * (20 * num_bytes) for _ in range(size)]
         self.mates: list[Mate] = [
-            RankTransfer(self.layout, DirectIO(store, memoryview(arena)), mine(shards, rank, size))
+            RankTransfer(self.layout, DirectIO(store, memoryview(arena)), rank_share(shards, rank, size))
             for rank, arena in enumerate(self.arenas)
         ]
         self.lead(self.mates[1:], store, shards)
