@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal, NewType
 
+import msgspec
+
 from tidemill.kvstore.errors import TidemillError
 
 WorkerId = NewType("WorkerId", str)
@@ -59,8 +61,7 @@ class Sampling:
     grammar: Grammar | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Natural logarithm of a token's probability, and the likeliest tokens at its place with theirs.
 
     Of the model's own distribution: before temperature, penalties, bias, filters and grammar.
@@ -131,16 +132,14 @@ class Provenance:
     times: Times = field(default_factory=Times, compare=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Produced:
+class Produced(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """A prefill worker's answer: the store holds every page below `depth` and the checkpoint at it."""
 
     depth: int
     provenance: Provenance
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """What one step adds to one stream. The first one says where the prompt came from.
 
     `logprobs` has an item for each token if the request asked for them, else none. `prompt_logprobs` are of
