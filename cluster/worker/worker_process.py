@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pkgutil import resolve_name
 from typing import Protocol, cast
 
-from tidemill.cluster.observability.spans import tracer_of
+from tidemill.cluster.observability.spans import open_tracer
 from tidemill.cluster.rpc.router_client import FindRouter
 from tidemill.cluster.settings import WorkerSettings
 from tidemill.cluster.worker import heartbeats
@@ -106,10 +106,11 @@ class WorkerProcess:
         build = cast("Build", resolve_name(self._settings.build))
         built = await asyncio.to_thread(build, self._settings.engine, self._progress, self._start_ranks)
         tls = self._settings.tls
-        tracer = await asyncio.to_thread(tracer_of, self._settings.telemetry, self._settings.name)
-        traced = (
-            built.engine if tracer is None else TracedEngine(built.engine, tracer, built.info.page_tokens)
+        tracer, close_tracer = await asyncio.to_thread(
+            open_tracer, self._settings.telemetry, self._settings.name
         )
+        page_tokens = built.info.page_tokens
+        traced = built.engine if tracer is None else TracedEngine(built.engine, tracer, page_tokens)
         plane = WorkerServer(traced, self._worker, tls=tls)
         try:
             duties = Assignment(built.engine, self._info(built.info, await plane.start(self._host)))
@@ -130,8 +131,7 @@ class WorkerProcess:
                     work.cancel()
         finally:
             await plane.stop()
-            if tracer is not None:
-                await asyncio.to_thread(tracer.close)
+            await asyncio.to_thread(close_tracer)
 
     def leave(self) -> None:
         """Hand everything over, and end `run`."""

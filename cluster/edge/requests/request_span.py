@@ -4,9 +4,11 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from opentelemetry.trace import Tracer
+
 from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.requests.recent_requests import RequestIdentity, RequestRecord
-from tidemill.cluster.observability.spans import Tracer, span
+from tidemill.cluster.observability.spans import span, traceparent
 
 TOLD = {
     "prompt_tokens": "gen_ai.usage.input_tokens",
@@ -34,8 +36,9 @@ def traced(
         "gen_ai.response.id": asked.reply_id,
         "tidemill.choices": len(job.requests),
     }
-    with span(tracer, f"request {asked.kind}", job.requests[0].trace_parent, **named) as answering:
-        requests = tuple(replace(one, trace_parent=answering.trace_parent) for one in job.requests)
+    with span(tracer, f"request {asked.kind}", job.requests[0].trace_parent, named) as answering:
+        parent = traceparent(answering)
+        requests = tuple(replace(one, trace_parent=parent) for one in job.requests)
         try:
             yield replace(job, requests=requests)
         finally:
