@@ -140,25 +140,32 @@ def _build(
     )
     return BuiltEngine(
         engine=engine,
-        info=EngineInfo(
-            tensor_parallel_size=ranks,
-            fingerprint=loaded.fingerprint,
-            layout=namespace,
-            page_tokens=layout.page_tokens,
-            page_bytes=layout.page_bytes * ranks,
-            state_bytes=layout.checkpoint_bytes * ranks,
-            step_tokens_max=limits.budget.tokens_max,
-            max_model_len=memory.max_model_len,
-            vocab_size=loaded.vocab_size,
-            eos_token_ids=tuple(sorted(loaded.eos_ids)),
-            device=memory_name(device),
-            memory_bytes=memory.share * layout.extent_bytes * ranks,
-            memory_floor_bytes=memory.floor * layout.extent_bytes * ranks,
-            memory_max_bytes=memory.reserved * layout.extent_bytes * ranks,
-        ),
+        info=_info(settings, loaded, memory, namespace, device),
         grammars=grammars,
         group=group,
         close=close,
+    )
+
+
+def _info(
+    settings: EngineSettings, loaded: LoadedModel, memory: Memory, namespace: str, device: torch.device
+) -> EngineInfo:
+    layout, ranks = memory.layout, settings.tensor_parallel_size
+    return EngineInfo(
+        tensor_parallel_size=ranks,
+        fingerprint=loaded.fingerprint,
+        layout=namespace,
+        page_tokens=layout.page_tokens,
+        page_bytes=layout.page_bytes * ranks,
+        state_bytes=layout.checkpoint_bytes * ranks,
+        step_tokens_max=budget_of(settings, layout.page_tokens).tokens_max,
+        max_model_len=memory.max_model_len,
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=tuple(sorted(loaded.eos_ids)),
+        device=memory_name(device),
+        memory_bytes=memory.share * layout.extent_bytes * ranks,
+        memory_floor_bytes=memory.floor * layout.extent_bytes * ranks,
+        memory_max_bytes=memory.reserved * layout.extent_bytes * ranks,
     )
 
 

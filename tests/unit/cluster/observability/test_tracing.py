@@ -57,7 +57,7 @@ class Recorded:
         return root
 
     def parts(self) -> list[tuple[str, float, float]]:
-        """Return the names of the spans inside the only root, and their start and end in seconds after its."""
+        """Return the names of the spans inside the only root, and their start and end after its start."""
         root = self.root()
         inner = [span for span in self.spans if span is not root]
         assert {traceparent_of(span) for span in inner} <= {own_traceparent(root)}
