@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal, NewType
 
+import msgspec
+
 from tidemill.kvstore.errors import TidemillError
 
 WorkerId = NewType("WorkerId", str)
@@ -59,8 +61,7 @@ class Sampling:
     grammar: Grammar | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Natural logarithm of a token's probability, and the likeliest tokens at its place with theirs.
 
     Of the model's own distribution: before temperature, penalties, bias, filters and grammar.
@@ -131,16 +132,14 @@ class Provenance:
     times: Times = field(default_factory=Times, compare=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Produced:
+class Produced(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """A prefill worker's answer: the store holds every page below `depth` and the checkpoint at it."""
 
     depth: int
     provenance: Provenance
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
     """What one step adds to one stream. The first one says where the prompt came from.
 
     `logprobs` has an item for each token if the request asked for them, else none. `prompt_logprobs` are of
@@ -224,29 +223,35 @@ class Announcement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerInfo:
-    """Who a worker is; fixed for its life, but for its role."""
+class EngineInfo:
+    """The fixed facts of an engine. All bytes are totals over its ranks."""
+
+    tensor_parallel_size: int = 1  # ranks
+    fingerprint: str = ""  # of the model's weights and configuration
+    layout: str = ""  # Shards.describe(); with the fingerprint and a salt it is the namespace of its keys
+    page_tokens: int = 64
+    page_bytes: int = 0
+    state_bytes: int = 0  # of a checkpoint, its state and window; 0: the model needs no checkpoints
+    step_tokens_max: int = 8192  # the most tokens that one step computes
+    max_model_len: int = 0  # the most prompt and answer tokens that the model allows and the memory holds
+    vocab_size: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    device: str = ""  # workers on the same device can hand memory to each other
+    memory_bytes: int = 0  # the configured memory; the budget of a device is the sum over its workers
+    memory_floor_bytes: int = 0  # the least budget: it holds one request of max_model_len
+    memory_max_bytes: int = 0  # the largest budget: the reserved address space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo(EngineInfo):
+    """The identity of a worker incarnation and the facts of its engine. Only its role may change."""
 
     worker: WorkerId
     name: str  # `decode-0`, the same after a restart
     role: Role
-    address: str  # host:port of its data plane
+    address: str  # host:port of its gRPC server
     pid: int
     node: str
-    tensor_parallel_size: int = 1  # ranks of its group
-    fingerprint: str = ""  # of the model's weights and configuration
-    layout: str = ""  # Shards.describe(); with the fingerprint and a salt it is the namespace of its keys
-    page_tokens: int = 64
-    page_bytes: int = 0  # of a page, on all ranks together
-    state_bytes: int = 0  # of a checkpoint, the same: its state, its window; 0: pages are enough
-    step_tokens_max: int = 8192  # that a step computes
-    max_model_len: int = 0  # tokens of prompt and answer that the model allows and its memory can hold
-    vocab_size: int = 0
-    eos_token_ids: tuple[int, ...] = ()
-    device: str = ""  # workers with the same one can hand memory to each other
-    memory_bytes: int = 0  # what it brought: the budget of a device is the sum of its workers'
-    memory_floor_bytes: int = 0  # its budget is never less: one request of max_model_len
-    memory_max_bytes: int = 0  # its budget is never more: the address space that it reserved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
 
+from opentelemetry.trace import Tracer
+
 from tidemill.cluster.edge.failure_detector import watch
 from tidemill.cluster.edge.flow import serve
 from tidemill.cluster.edge.service import Scaling, ServedModel
 from tidemill.cluster.edge.tracing import TracedPeers, TracedRouter
 from tidemill.cluster.messages import FleetStatus, RoleScale
-from tidemill.cluster.observability.spans import Tracer
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.kvstore.keys import Namespace, PageKey

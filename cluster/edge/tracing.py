@@ -1,12 +1,14 @@
-"""The router and the workers with a span for each call of a traced request, on the edge."""
+"""A router and worker streams that record a span for each call of one traced request, at the edge."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
+from opentelemetry.trace import Tracer
+
 from tidemill.cluster.edge.flow import RequestRouter, WorkerStreams
 from tidemill.cluster.messages import PlacementRequest, Route
-from tidemill.cluster.observability.spans import Tracer, found, span
+from tidemill.cluster.observability.spans import provenance_attributes, span, traceparent
 from tidemill.workers.messages import Delta, Produced, Request, WorkerId
 
 
@@ -16,14 +18,14 @@ class TracedRouter:
         self._tracer = tracer
         self._trace_parent = trace_parent
 
-    async def place(self, ask: PlacementRequest) -> Route:
-        with span(self._tracer, "route", self._trace_parent, **{"tidemill.pages": len(ask.keys)}) as routing:
-            route = await self._router.place(ask)
-            routing.set_attributes(
-                {"tidemill.decode": route.decode, "tidemill.predicted_s": route.predicted_s}
-            )
+    async def place(self, request: PlacementRequest) -> Route:
+        pages = {"tidemill.pages": len(request.keys)}
+        with span(self._tracer, "route", self._trace_parent, pages) as routing:
+            route = await self._router.place(request)
+            routing.set_attribute("tidemill.decode", route.decode)
+            routing.set_attribute("tidemill.predicted_s", route.predicted_s)
             if route.prefill is not None:
-                routing.set_attributes({"tidemill.prefill": route.prefill})
+                routing.set_attribute("tidemill.prefill", route.prefill)
             return route
 
     async def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
@@ -31,9 +33,7 @@ class TracedRouter:
 
 
 class TracedPeers:
-    """Workers whose calls have spans: requests arrive with the parent of all calls and leave with their
-    call's span.
-    """
+    """Replaces the `trace_parent` of a request, the same for all calls, with the span of the call."""
 
     def __init__(self, peers: WorkerStreams, tracer: Tracer, page_tokens: int) -> None:
         self._peers = peers
@@ -41,34 +41,32 @@ class TracedPeers:
         self._page_tokens = page_tokens
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
-        at = {"tidemill.worker": worker}
-        with span(self._tracer, "prefill", request.trace_parent, **at) as producing:
-            sent = replace(request, trace_parent=producing.trace_parent)
-            produced = await self._peers.produce(worker, address, sent)
-            producing.set_attributes(
-                {"tidemill.depth_tokens": produced.depth, **found(produced.provenance, self._page_tokens)}
-            )
+        with span(self._tracer, "prefill", request.trace_parent, {"tidemill.worker": worker}) as producing:
+            request = replace(request, trace_parent=traceparent(producing))
+            produced = await self._peers.produce(worker, address, request)
+            producing.set_attribute("tidemill.depth_tokens", produced.depth)
+            producing.set_attributes(provenance_attributes(produced.provenance, self._page_tokens))
             return produced
 
     async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None:
-        at = {"tidemill.worker": worker}
-        with span(self._tracer, "fetch ahead", request.trace_parent, **at) as fetching:
-            await self._peers.prefetch(worker, address, replace(request, trace_parent=fetching.trace_parent))
+        with span(self._tracer, "fetch ahead", request.trace_parent, {"tidemill.worker": worker}) as fetching:
+            request = replace(request, trace_parent=traceparent(fetching))
+            await self._peers.prefetch(worker, address, request)
 
     async def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
-        at = {"tidemill.worker": worker, "tidemill.replayed_answer_tokens": request.drawn}
+        attributes = {"tidemill.worker": worker, "tidemill.replayed_answer_tokens": request.drawn}
         num_tokens = 0
-        with span(self._tracer, "decode", request.trace_parent, **at) as decoding:
-            sent = replace(request, trace_parent=decoding.trace_parent)
-            async with aclosing(self._peers.generate(worker, address, sent)) as deltas:
+        with span(self._tracer, "decode", request.trace_parent, attributes) as decoding:
+            request = replace(request, trace_parent=traceparent(decoding))
+            async with aclosing(self._peers.generate(worker, address, request)) as deltas:
                 async for delta in deltas:
                     if delta.provenance is not None:
-                        decoding.event("first token")
-                        decoding.set_attributes(found(delta.provenance, self._page_tokens))
+                        decoding.add_event("first token")
+                        decoding.set_attributes(provenance_attributes(delta.provenance, self._page_tokens))
                     num_tokens += len(delta.tokens)
                     if delta.finish is not None:
                         decoding.set_attributes(
                             {"tidemill.finish": delta.finish, "tidemill.tokens": num_tokens}
                         )
-                        decoding.end()  # the reader will not ask for more
+                        decoding.end()  # the reader does not ask for more
                     yield delta

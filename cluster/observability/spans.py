@@ -1,127 +1,123 @@
-"""Spans of a request as all processes make them. What exports them is in otel.py, which is loaded on demand.
+"""Spans of a request, by the OpenTelemetry API. The SDK is in otel.py, which is loaded on demand.
 
-    frontend   request |------------------------------------------------------------------------|
-    frontend     route |-|
-    frontend              prefill |-----------------------|   decode |--------------------------|
+    edge       request |------------------------------------------------------------------------|
+    edge         route |-|
+    edge                  prefill |-----------------------|   decode |--------------------------|
     prefill-0               produce |-wait-|-compute-|-publish-|
     decode-0                fetch ahead |------------------|    generate |-wait-|-fetch-|-tail-|-stream-|
 
-A parent is named by its W3C traceparent, which travels in `Request.trace_parent`.
+The W3C traceparent of the parent span travels in `Request.trace_parent`.
 """
 
 import asyncio
 import re
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pkgutil import resolve_name
-from typing import Protocol, cast
+from typing import cast
+
+from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from tidemill.cluster.observability.telemetry import Telemetry
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Provenance
 
-Attributes = Mapping[str, str | int | float | Sequence[str]]
-
 TRACE_PARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-
+PROPAGATOR = TraceContextTextMapPropagator()
 BACKEND = "tidemill.cluster.observability.otel:open_tracer"
+NS_PER_S = 1_000_000_000
+
+Backend = Callable[[str, str], tuple[Tracer, Callable[[], None]]]
 
 
 class NoTracing(TidemillError):
-    """Traces are wanted, and cannot be sent."""
+    """The configured traces cannot be sent."""
 
 
-class Span(Protocol):
-    @property
-    def trace_parent(self) -> str:
-        """Of what happens inside of it, in whatever process."""
-        ...
-
-    def set_attributes(self, attributes: Attributes) -> None: ...
-
-    def event(self, name: str) -> None:
-        """Something happens now."""
-        ...
-
-    def parts(self, parts: Iterable[tuple[str, float]]) -> None:
-        """What it consisted of so far: spans inside of it, one after the other from its start, with their
-        seconds. Those that took no time are left out."""
-        ...
-
-    def part_since(self, name: str, seconds: float) -> None:
-        """What has happened inside of it since so many seconds after its start, to this moment."""
-        ...
-
-    def end(self, error: str | None = None) -> None:
-        """Once: what is told after it does not count."""
-        ...
-
-
-class Tracer(Protocol):
-    """Of one process. Starting and ending spans costs microseconds; they are sent on another thread."""
-
-    def start(self, name: str, trace_parent: str, attributes: Attributes) -> Span: ...
-
-    def close(self) -> None:
-        """Send what there is; may take seconds."""
-        ...
-
-
-def tracer_of(telemetry: Telemetry, process: str) -> Tracer | None:
-    """Of this process, `frontend` or a worker's name; None where nothing is traced. Raises NoTracing."""
+def open_tracer(telemetry: Telemetry, process: str) -> tuple[Tracer | None, Callable[[], None]]:
+    """Return the tracer of this process, None if tracing is off, and a function that sends the remaining
+    spans, which may take seconds. `process` is `frontend` or a worker's name. Raises NoTracing."""
     if telemetry.traces_url is None:
-        return None
+        return None, lambda: None
     try:
-        backend = resolve_name(BACKEND)
+        backend = cast("Backend", resolve_name(BACKEND))
     except ImportError as error:
         raise NoTracing(
             f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install 'tidemill[otel]'"
         ) from error
-    return cast("Tracer", backend(telemetry.traces_url, process))
+    return backend(telemetry.traces_url, process)
 
 
 @contextmanager
 def tracing(telemetry: Telemetry, process: str) -> Generator[Tracer | None]:
-    """The same for the length of a block; what there is has been sent at its end."""
-    tracer = tracer_of(telemetry, process)
+    """Open the tracer of this process, and send its remaining spans at the end. Raises NoTracing."""
+    tracer, close = open_tracer(telemetry, process)
     try:
         yield tracer
     finally:
-        if tracer is not None:
-            tracer.close()
+        close()
 
 
 def parent_of(text: str | None) -> str:
-    """A client's traceparent; empty if it is none."""
+    """Return a client's traceparent, or an empty text if it is invalid."""
     return text if text is not None and TRACE_PARENT.fullmatch(text) else ""
 
 
+def traceparent(span: Span) -> str:
+    """Return the W3C traceparent of `span`, for spans inside it in any process."""
+    carrier: dict[str, str] = {}
+    PROPAGATOR.inject(carrier, set_span_in_context(span))
+    return carrier["traceparent"]
+
+
 @contextmanager
-def span(tracer: Tracer, name: str, trace_parent: str, **attributes: str | float) -> Generator[Span]:
-    """From now to the end of the block, with what ended it."""
-    started = tracer.start(name, trace_parent, attributes)
+def span(
+    tracer: Tracer, name: str, trace_parent: str, attributes: Mapping[str, str | float]
+) -> Generator[Span]:
+    """Start a span that ends with the block, unless the block ends it before. It records an exception of the
+    block by its type, and a cancellation as an attribute."""
+    context = PROPAGATOR.extract({"traceparent": trace_parent})
+    started = tracer.start_span(name, context, attributes=attributes)
     try:
         yield started
-    except (GeneratorExit, asyncio.CancelledError):  # nobody wanted more of it
-        started.set_attributes({"tidemill.cancelled": True})
-        started.end()
+    except (GeneratorExit, asyncio.CancelledError):
+        if started.is_recording():
+            started.set_attribute("tidemill.cancelled", value=True)
         raise
     except BaseException as error:
-        started.end(type(error).__name__)
+        if started.is_recording():
+            started.set_status(Status(StatusCode.ERROR, type(error).__name__))
         raise
-    else:
-        started.end()
+    finally:
+        if started.is_recording():
+            started.end()
 
 
-def found(provenance: Provenance, page_tokens: int = 0) -> dict[str, int]:
-    """Attributes: where a prompt came from."""
-    attributes = {
-        "tidemill.hit_depth_tokens": provenance.reused_tokens + provenance.fetched_tokens,
+def add_part(tracer: Tracer, whole: Span, name: str, start_ns: int, end_ns: int | None = None) -> None:
+    """Add a span inside `whole`, which ends at `end_ns` (default: now). Times are in Unix nanoseconds."""
+    tracer.start_span(name, set_span_in_context(whole), start_time=start_ns).end(end_ns)
+
+
+def add_parts(tracer: Tracer, whole: Span, start_ns: int, parts: Iterable[tuple[str, float]]) -> int:
+    """Add consecutive spans inside `whole` by their names and seconds, without those of no length. Return the
+    end of the last one in Unix nanoseconds."""
+    for name, seconds in parts:
+        end_ns = start_ns + int(seconds * NS_PER_S)
+        if end_ns > start_ns:
+            add_part(tracer, whole, name, start_ns, end_ns)
+        start_ns = end_ns
+    return start_ns
+
+
+def provenance_attributes(provenance: Provenance, page_tokens: int) -> dict[str, int]:
+    """Return the attributes that tell where the tokens of a prompt came from."""
+    hit_tokens = provenance.reused_tokens + provenance.fetched_tokens
+    return {
+        "tidemill.hit_depth_tokens": hit_tokens,
         "tidemill.reused_tokens": provenance.reused_tokens,
         "tidemill.fetched_tokens": provenance.fetched_tokens,
         "tidemill.computed_tokens": provenance.computed_tokens,
+        "tidemill.hit_pages": hit_tokens // page_tokens,
+        "tidemill.fetched_pages": provenance.fetched_tokens // page_tokens,
     }
-    if page_tokens:
-        attributes["tidemill.hit_pages"] = attributes["tidemill.hit_depth_tokens"] // page_tokens
-        attributes["tidemill.fetched_pages"] = provenance.fetched_tokens // page_tokens
-    return attributes

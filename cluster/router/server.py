@@ -1,9 +1,9 @@
-"""The gRPC server of a router: places requests for edges, and receives workers' heartbeats."""
+"""A router behind a socket: places requests for frontends, and hears the workers' heartbeats."""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -11,21 +11,18 @@ import grpc.aio
 from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route, SetBudget
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import ROUTER_STREAMS_MAX, bind, new_server, server_credentials
-from tidemill.cluster.rpc.router_codec import (
-    decode_ask,
-    decode_budget,
-    decode_draining,
+from tidemill.cluster.rpc.codec import (
+    BudgetCommand,
+    DrainCommand,
+    LossReport,
+    Malformed,
+    RoleCommand,
+    decode,
     decode_heartbeat,
-    decode_lives,
-    decode_loss,
-    decode_role,
-    encode_ack,
-    encode_budgets,
-    encode_lives,
-    encode_placed,
-    encode_status,
+    decode_placement_request,
+    encode,
+    encode_placement,
 )
-from tidemill.cluster.rpc.worker_codec import Malformed
 from tidemill.workers.messages import (
     Ack,
     Heartbeat,
@@ -37,9 +34,11 @@ from tidemill.workers.messages import (
     WorkerId,
 )
 
-if TYPE_CHECKING:  # generic in the type stubs only
+if TYPE_CHECKING:  # generic in the type stubs alone
     Context = grpc.aio.ServicerContext[bytes, bytes]
     Handler = grpc.RpcMethodHandler[bytes, bytes]
+
+OrderT = TypeVar("OrderT", BudgetCommand, DrainCommand, RoleCommand)
 
 TICK_S = 0.25
 
@@ -61,14 +60,12 @@ class ServedRouter(Protocol):
 
 
 class RouterService:
-    """A worker whose report stream breaks is lost immediately; a silent one is dropped at the router's
-    tick.
-    """
+    """A worker whose report breaks off is lost at once; one that only falls silent, at the router's tick."""
 
     def __init__(self, router: ServedRouter, tls: MutualTls | None = None) -> None:
         self._router = router
         self._tls = tls
-        self._reports: dict[WorkerId, object] = {}  # the latest report stream of each worker
+        self._reports: dict[WorkerId, object] = {}  # the latest report of each worker
         self._server = new_server(ROUTER_STREAMS_MAX)
         handlers: dict[str, Handler] = {
             "Place": grpc.unary_unary_rpc_method_handler(self._place),
@@ -78,22 +75,26 @@ class RouterService:
             "Lost": grpc.unary_unary_rpc_method_handler(self._lost),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
             "Out": grpc.unary_unary_rpc_method_handler(self._out),
-            "SetBudget": self._order(lambda data: router.set_budget(*decode_budget(data))),
-            "Drain": self._order(lambda data: _drain(router, data)),
-            "SetRole": self._order(lambda data: router.set_role(*decode_role(data))),
+            "SetBudget": self._order(
+                BudgetCommand, lambda order: router.set_budget(order.name, order.budget_bytes)
+            ),
+            "Drain": self._order(
+                DrainCommand, lambda order: router.drain(order.name, drain=order.drain, force=order.force)
+            ),
+            "SetRole": self._order(RoleCommand, lambda order: router.set_role(order.name, order.role)),
         }
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("tidemill.Router", handlers),)
         )
 
     async def start(self, host: str, port: int = 0) -> str:
-        """Listen and return the address, host:port. Raises OSError."""
+        """Listen; the address, host:port. Raises OSError."""
         address = bind(self._server, host, port, server_credentials(self._tls))
         await self._server.start()
         return address
 
     async def run(self) -> None:
-        """Drop silent workers until cancelled."""
+        """Drop silent workers, until cancelled."""
         while True:
             self._router.tick()
             await asyncio.sleep(TICK_S)
@@ -103,9 +104,9 @@ class RouterService:
 
     async def _place(self, data: bytes, context: "Context") -> bytes:
         try:
-            return encode_placed(await self._router.place(decode_ask(data)))
+            return encode_placement(await self._router.place(decode_placement_request(data)))
         except (Overloaded, Poisonous) as error:
-            return encode_placed(error)
+            return encode_placement(error)
         except Unserved as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except Malformed as error:
@@ -122,7 +123,7 @@ class RouterService:
                     self._reports[worker] = report
                 elif heartbeat.info.worker != worker:
                     raise Malformed(f"{worker} reports for {heartbeat.info.worker}")
-                await context.write(encode_ack(self._router.heartbeat(heartbeat)))
+                await context.write(encode(self._router.heartbeat(heartbeat)))
         except Malformed as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
@@ -131,39 +132,40 @@ class RouterService:
                 self._router.report_lost(worker)
 
     async def _memory(self, frames: AsyncIterator[bytes], context: "Context") -> None:
-        """Receive the reports of a worker of another fleet; a silent one keeps its budget for a while."""
+        """Of a worker of another fleet; one that falls silent keeps its budget for a while."""
         try:
             async for data in frames:
                 budget_bytes = self._router.budget_for(decode_heartbeat(data))
-                await context.write(encode_ack(Ack(budget_bytes=budget_bytes)))
+                await context.write(encode(Ack(budget_bytes=budget_bytes)))
         except Malformed as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     async def _budgets(self, _: bytes, context: "Context") -> bytes:  # noqa: ARG002 - gRPC passes both
-        return encode_budgets(self._router.budgets())
+        return encode(self._router.budgets())
 
     async def _lost(self, data: bytes, context: "Context") -> bytes:
         try:
-            self._router.report_lost(*decode_loss(data))
+            loss = decode(LossReport, data)
+            self._router.report_lost(loss.worker, loss.content)
         except Malformed as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return b""
 
     async def _status(self, _: bytes, context: "Context") -> bytes:  # noqa: ARG002 - gRPC passes both
-        return encode_status(self._router.status())
+        return encode(self._router.status())
 
     async def _out(self, data: bytes, context: "Context") -> bytes:
         try:
-            return encode_lives(self._router.silent_workers(decode_lives(data)))
+            return encode(self._router.silent_workers(decode(frozenset[WorkerId], data)))
         except Malformed as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
-    def _order(self, carry_out: Callable[[bytes], None]) -> "Handler":
-        """Return the handler of an operator's command, which may be refused."""
+    def _order(self, kind: type[OrderT], carry_out: Callable[[OrderT], None]) -> "Handler":
+        """A person's word about a worker, which may be refused."""
 
         async def call(data: bytes, context: "Context") -> bytes:
             try:
-                carry_out(data)
+                carry_out(decode(kind, data))
             except RequestError as error:
                 await context.abort(_CODES.get(error.status, grpc.StatusCode.OUT_OF_RANGE), str(error))
             except Malformed as error:
@@ -174,8 +176,3 @@ class RouterService:
 
 
 _CODES = {404: grpc.StatusCode.NOT_FOUND, 409: grpc.StatusCode.FAILED_PRECONDITION}
-
-
-def _drain(router: ServedRouter, data: bytes) -> None:
-    name, drain, force = decode_draining(data)
-    router.drain(name, drain=drain, force=force)

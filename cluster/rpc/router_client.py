@@ -13,19 +13,17 @@ import grpc.aio
 from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route, SetBudget
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import open_channel
-from tidemill.cluster.rpc.router_codec import (
-    decode_budgets,
-    decode_lives,
-    decode_placed,
-    decode_status,
-    encode_ask,
-    encode_budget,
-    encode_draining,
-    encode_lives,
-    encode_loss,
-    encode_role,
+from tidemill.cluster.rpc.codec import (
+    BudgetCommand,
+    DrainCommand,
+    LossReport,
+    Malformed,
+    RoleCommand,
+    decode,
+    decode_placement,
+    encode,
+    encode_placement_request,
 )
-from tidemill.cluster.rpc.worker_codec import Malformed
 from tidemill.workers.messages import RequestError, Role, Unserved, WorkerGone, WorkerId
 
 if TYPE_CHECKING:  # generic in the type stubs alone
@@ -52,16 +50,16 @@ class RouterClient:
         self._ways = [_RouterConnection(find, tls) for find in routers]
         self._at = 0  # who is asked now
 
-    async def place(self, ask: PlacementRequest) -> Route:
-        """Waits up to `ask.wait_s_max` for the router and for a worker. Raises Unserved, Overloaded,
+    async def place(self, request: PlacementRequest) -> Route:
+        """Waits up to `request.wait_s_max` for the router and for a worker. Raises Unserved, Overloaded,
         Poisonous."""
         now_s = asyncio.get_running_loop().time
-        give_up_s = now_s() + ask.wait_s_max
+        give_up_s = now_s() + request.wait_s_max
 
         def asking() -> bytes:
-            return encode_ask(replace(ask, wait_s_max=max(0.0, give_up_s - now_s())))
+            return encode_placement_request(replace(request, wait_s_max=max(0.0, give_up_s - now_s())))
 
-        placed = decode_placed(await self._call("Place", asking, ask.wait_s_max))
+        placed = decode_placement(await self._call("Place", asking, request.wait_s_max))
         if isinstance(placed, Route):
             return placed
         raise placed
@@ -70,38 +68,40 @@ class RouterClient:
         """Tell the router that a worker is gone, and what content it died of if that is known; it finds out
         by itself when it cannot be reached."""
         with suppress(Unserved):
-            await self._call("Lost", lambda: encode_loss(worker, blamed), LOST_WAIT_S_MAX)
+            await self._call("Lost", lambda: encode(LossReport(worker, blamed)), LOST_WAIT_S_MAX)
 
     async def silent_workers(self, workers: Collection[WorkerId]) -> frozenset[WorkerId]:
         """Which of these the router has not heard for too long; none when it does not answer."""
         with suppress(Unserved, Malformed):
-            return decode_lives(await self._call("Out", lambda: encode_lives(workers), OUT_WAIT_S_MAX))
+            asked = encode(list(workers))
+            return decode(frozenset[WorkerId], await self._call("Out", lambda: asked, OUT_WAIT_S_MAX))
         return frozenset()
 
     async def status(self) -> FleetStatus:
         """Raises Unserved when no router answers."""
-        return decode_status(await self._call("Status", lambda: b"", STATUS_WAIT_S_MAX, first=True))
+        return decode(FleetStatus, await self._call("Status", lambda: b"", STATUS_WAIT_S_MAX, first=True))
 
     async def budgets(self) -> dict[str, SetBudget]:
         """Of every worker whose budget the first router says, by name; none when it does not answer."""
         with suppress(Unserved, Malformed):
-            return decode_budgets(await self._call("Budgets", lambda: b"", BUDGETS_WAIT_S_MAX, first=True))
+            data = await self._call("Budgets", lambda: b"", BUDGETS_WAIT_S_MAX, first=True)
+            return decode(dict[str, SetBudget], data)
         return {}
 
     async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
         """Give a worker this budget; None leaves it to the broker. Raises RequestError that says what it can
         have, or which workers there are; Unserved."""
-        order = encode_budget(worker, budget_bytes)
+        order = encode(BudgetCommand(worker, budget_bytes))
         await self._call("SetBudget", lambda: order, ORDER_WAIT_S_MAX, first=True)
 
     async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
         """Tell a worker to hand everything over, or to take work again. Raises RequestError, Unserved."""
-        order = encode_draining(worker, drain=drain, force=force)
+        order = encode(DrainCommand(worker, drain, force))
         await self._call("Drain", lambda: order, ORDER_WAIT_S_MAX, first=True)
 
     async def set_role(self, worker: str, role: Role) -> None:
         """Give a worker another role. Raises RequestError, Unserved."""
-        order = encode_role(worker, role)
+        order = encode(RoleCommand(worker, role))
         await self._call("SetRole", lambda: order, ORDER_WAIT_S_MAX, first=True)
 
     async def close(self) -> None:

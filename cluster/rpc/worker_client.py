@@ -10,7 +10,7 @@ import grpc.aio
 
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import FRAME_BYTES_MAX, open_channel
-from tidemill.cluster.rpc.worker_codec import (
+from tidemill.cluster.rpc.codec import (
     Cancel,
     Failure,
     Generate,

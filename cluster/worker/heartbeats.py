@@ -10,12 +10,11 @@ import grpc.aio
 
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import open_channel
+from tidemill.cluster.rpc.codec import Malformed, decode, encode_heartbeat
 from tidemill.cluster.rpc.router_client import FindRouter
-from tidemill.cluster.rpc.router_codec import decode_ack, encode_heartbeat
-from tidemill.cluster.rpc.worker_codec import Malformed
 from tidemill.cluster.worker import assignment as duties
 from tidemill.cluster.worker.assignment import Assignment
-from tidemill.workers.messages import Announcement, Heartbeat, WorkerGone, WorkerLoad
+from tidemill.workers.messages import Ack, Announcement, Heartbeat, WorkerGone, WorkerLoad
 
 if TYPE_CHECKING:  # generic in the type stubs alone
     ReportMethod = grpc.aio.StreamStreamMultiCallable[bytes, bytes]
@@ -141,7 +140,7 @@ class Heartbeats:
                 answer = await stream.read()
                 if not isinstance(answer, bytes):  # the end of the stream
                     return
-                ack = decode_ack(answer)
+                ack = decode(Ack, answer)
                 full = ack.want_full
                 if self._takes_budgets:
                     self._take_budget(ack.budget_bytes, load)

@@ -13,7 +13,7 @@ import grpc.aio
 
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import bind, new_server, server_credentials
-from tidemill.cluster.rpc.worker_codec import (
+from tidemill.cluster.rpc.codec import (
     Cancel,
     Failure,
     Generate,

@@ -4,11 +4,11 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pkgutil import resolve_name
 from typing import Protocol, cast
 
-from tidemill.cluster.observability.spans import tracer_of
+from tidemill.cluster.observability.spans import open_tracer
 from tidemill.cluster.rpc.router_client import FindRouter
 from tidemill.cluster.settings import WorkerSettings
 from tidemill.cluster.worker import heartbeats
@@ -18,7 +18,7 @@ from tidemill.cluster.worker.heartbeats import Heartbeats, UnsentAnnouncements
 from tidemill.cluster.worker.server import WorkerServer
 from tidemill.cluster.worker.tracing import TracedEngine
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.messages import WorkerId, WorkerInfo
+from tidemill.workers.messages import EngineInfo, WorkerId, WorkerInfo
 from tidemill.workers.parallel.link import StartRanks
 from tidemill.workers.settings import EngineSettings
 
@@ -44,33 +44,7 @@ class HostedEngine(Protocol):
     @property
     def group(self) -> WatchedGroup | None: ...
     @property
-    def fingerprint(self) -> str: ...
-    @property
-    def layout(self) -> str: ...
-    @property
-    def page_tokens(self) -> int: ...
-    @property
-    def page_bytes(self) -> int: ...
-    @property
-    def state_bytes(self) -> int: ...
-    @property
-    def step_tokens_max(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-    @property
-    def memory_bytes(self) -> int: ...
-    @property
-    def memory_floor_bytes(self) -> int: ...
-    @property
-    def memory_max_bytes(self) -> int: ...
-    @property
-    def device(self) -> str:
-        """Whose memory that is, among those of the node."""
-        ...
+    def info(self) -> EngineInfo: ...
 
 
 Build = Callable[[EngineSettings, Callable[[int, int], None], StartRanks], HostedEngine]
@@ -132,11 +106,14 @@ class WorkerProcess:
         build = cast("Build", resolve_name(self._settings.build))
         built = await asyncio.to_thread(build, self._settings.engine, self._progress, self._start_ranks)
         tls = self._settings.tls
-        tracer = await asyncio.to_thread(tracer_of, self._settings.telemetry, self._settings.name)
-        traced = built.engine if tracer is None else TracedEngine(built.engine, tracer, built.page_tokens)
+        tracer, close_tracer = await asyncio.to_thread(
+            open_tracer, self._settings.telemetry, self._settings.name
+        )
+        page_tokens = built.info.page_tokens
+        traced = built.engine if tracer is None else TracedEngine(built.engine, tracer, page_tokens)
         plane = WorkerServer(traced, self._worker, tls=tls)
         try:
-            duties = Assignment(built.engine, self._info(built, await plane.start(self._host)))
+            duties = Assignment(built.engine, self._info(built.info, await plane.start(self._host)))
             news = UnsentAnnouncements(built.engine)
             heartbeats = [Heartbeats(built.engine, duties, find, news, tls) for find in routers]
             heartbeats[0].obey(lambda: self._heard(duties.info), budgets=memory is None)
@@ -154,8 +131,7 @@ class WorkerProcess:
                     work.cancel()
         finally:
             await plane.stop()
-            if tracer is not None:
-                await asyncio.to_thread(tracer.close)
+            await asyncio.to_thread(close_tracer)
 
     def leave(self) -> None:
         """Hand everything over, and end `run`."""
@@ -188,28 +164,16 @@ class WorkerProcess:
     def _heard(self, info: WorkerInfo) -> None:
         self.state = Ready(info)
 
-    def _info(self, built: HostedEngine, address: str) -> WorkerInfo:
+    def _info(self, engine: EngineInfo, address: str) -> WorkerInfo:
+        engine = replace(engine, device=f"{self._node}/{engine.device}")
         return WorkerInfo(
+            **asdict(engine),
             worker=self._worker,
             name=self._settings.name,
             role=self._settings.role,
             address=address,
             pid=os.getpid(),
             node=self._node,
-            tensor_parallel_size=self._settings.engine.tensor_parallel_size,
-            fingerprint=built.fingerprint,
-            layout=built.layout,
-            page_tokens=built.page_tokens,
-            page_bytes=built.page_bytes,
-            state_bytes=built.state_bytes,
-            step_tokens_max=built.step_tokens_max,
-            max_model_len=built.max_model_len,
-            vocab_size=built.vocab_size,
-            eos_token_ids=built.eos_token_ids,
-            device=f"{self._node}/{built.device}",
-            memory_bytes=built.memory_bytes,
-            memory_floor_bytes=built.memory_floor_bytes,
-            memory_max_bytes=built.memory_max_bytes,
         )
 
 

@@ -24,8 +24,8 @@ from tests.support.e2e.server import EVENTUALLY_S_MAX, NO_TLS, Server, eventuall
 from tests.unit.cluster.rpc.test_mutual_tls import issue
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.rpc.channels import open_channel
+from tidemill.cluster.rpc.codec import Hello, encode_client_frame
 from tidemill.cluster.rpc.proto import generation_pb2 as pb
-from tidemill.cluster.rpc.worker_codec import Hello, encode_client_frame
 from tidemill.workers.messages import WorkerId
 
 STORY = "The keeper of the lighthouse said that " * 8

@@ -103,7 +103,7 @@ async def answers(
 
 async def _shake(built: BuiltEngine) -> None:
     while True:
-        for budget_bytes in (built.memory_floor_bytes, built.memory_bytes):
+        for budget_bytes in (built.info.memory_floor_bytes, built.info.memory_bytes):
             built.engine.resize(budget_bytes)
             await asyncio.sleep(SHAKE_S)
 

@@ -26,6 +26,7 @@ from tidemill.workers.engine.engine import Engine
 from tidemill.workers.execution.grammar import Grammars
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.mtp_drafter import MtpDrafter
+from tidemill.workers.messages import EngineInfo
 from tidemill.workers.models.architectures.registry import LoadedModel, describe, has_head, load
 from tidemill.workers.models.collectives import ALONE
 from tidemill.workers.models.errors import ModelError
@@ -46,30 +47,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
-    """An engine, and what the cluster must know about it (fields of WorkerInfo).
-
-    `max_model_len` is the smaller of the model's (or the configured) limit and of what the memory can hold.
-    The memory is what the settings give, the least that holds one such request (or the configured floor), and
-    the address space that it can grow into. All bytes are of all ranks together. `device` names whose memory
-    that is, among those of a node. `close` ends what the engine started, when its `run` has ended.
-    """
+    """An engine and its facts. Call `close` when `engine.run` has ended: it ends what the engine started."""
 
     engine: Engine
-    fingerprint: str
-    layout: str
-    page_tokens: int
-    page_bytes: int
-    state_bytes: int
-    step_tokens_max: int
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    memory_bytes: int
-    memory_floor_bytes: int
-    memory_max_bytes: int
-    device: str
+    info: EngineInfo  # its `device` is a name within the node
     grammars: Grammars
-    group: RankGroup | None  # its other ranks
+    group: RankGroup | None  # the other ranks
     close: Callable[[], None]
 
 
@@ -129,7 +112,7 @@ def _build(
     shards = shards_of(loaded.layers, settings.group_sizes)
     namespace = namespace_of(settings, loaded.layers, shards)
     memory = memory_of(settings, loaded.local_layers, loaded.max_length)
-    layout, max_model_len, ranks = memory.layout, memory.max_model_len, settings.tensor_parallel_size
+    layout, ranks = memory.layout, settings.tensor_parallel_size
     own = open_backing(settings, memory.reserved_bytes)
     backing = own if group is None else group.backing(own)
 
@@ -157,22 +140,32 @@ def _build(
     )
     return BuiltEngine(
         engine=engine,
+        info=_info(settings, loaded, memory, namespace, device),
+        grammars=grammars,
+        group=group,
+        close=close,
+    )
+
+
+def _info(
+    settings: EngineSettings, loaded: LoadedModel, memory: Memory, namespace: str, device: torch.device
+) -> EngineInfo:
+    layout, ranks = memory.layout, settings.tensor_parallel_size
+    return EngineInfo(
+        tensor_parallel_size=ranks,
         fingerprint=loaded.fingerprint,
         layout=namespace,
         page_tokens=layout.page_tokens,
         page_bytes=layout.page_bytes * ranks,
         state_bytes=layout.checkpoint_bytes * ranks,
-        step_tokens_max=limits.budget.tokens_max,
-        max_model_len=max_model_len,
+        step_tokens_max=budget_of(settings, layout.page_tokens).tokens_max,
+        max_model_len=memory.max_model_len,
         vocab_size=loaded.vocab_size,
         eos_token_ids=tuple(sorted(loaded.eos_ids)),
+        device=memory_name(device),
         memory_bytes=memory.share * layout.extent_bytes * ranks,
         memory_floor_bytes=memory.floor * layout.extent_bytes * ranks,
         memory_max_bytes=memory.reserved * layout.extent_bytes * ranks,
-        device=memory_name(device),
-        grammars=grammars,
-        group=group,
-        close=close,
     )
 
 

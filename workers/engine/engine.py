@@ -8,7 +8,8 @@ One asyncio loop owns everything here; only the Runner and the store work elsewh
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.memory.ledger import Ledger

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from types import MappingProxyType
 
+from opentelemetry.trace import Tracer
+
 from tidemill.cluster.edge.requests.answers import Increment, answers
 from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys
 from tidemill.cluster.edge.requests.intake import PreparedRequest
@@ -16,7 +18,6 @@ from tidemill.cluster.edge.requests.request_span import traced
 from tidemill.cluster.edge.requests.usage import Json
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.observability.logs import log_request
-from tidemill.cluster.observability.spans import Tracer
 
 Parts = Mapping[str, Callable[[], object]]
 """The parts of a support bundle by name. Each is called on a thread, returns JSON data, and may raise

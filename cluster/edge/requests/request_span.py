@@ -1,12 +1,14 @@
-"""The span of a client's request: the parent of all that the cluster does for it."""
+"""The span of one request of a client: the parent of all that the cluster does for it."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from opentelemetry.trace import Tracer
+
 from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.requests.recent_requests import RequestIdentity, RequestRecord
-from tidemill.cluster.observability.spans import Tracer, span
+from tidemill.cluster.observability.spans import span, traceparent
 
 TOLD = {
     "prompt_tokens": "gen_ai.usage.input_tokens",
@@ -17,14 +19,14 @@ TOLD = {
     "prefill": "tidemill.prefill",
     "decode": "tidemill.decode",
 }
-"""The fields of a row of /cluster/requests by their names in OpenTelemetry, where it has one."""
+"""Of a row of /cluster/requests, by the names of OpenTelemetry where it has some."""
 
 
 @contextmanager
 def traced(
     tracer: Tracer | None, asked: RequestIdentity, job: PreparedRequest, story: RequestRecord
 ) -> Generator[PreparedRequest]:
-    """Yield the job with this span as the parent of its requests. Without a tracer it stays unchanged."""
+    """The job as it goes on: its requests have this span for a parent. Without a tracer it stays as it is."""
     if tracer is None or not job.requests:
         yield job
         return
@@ -34,8 +36,9 @@ def traced(
         "gen_ai.response.id": asked.reply_id,
         "tidemill.choices": len(job.requests),
     }
-    with span(tracer, f"request {asked.kind}", job.requests[0].trace_parent, **named) as answering:
-        requests = tuple(replace(request, trace_parent=answering.trace_parent) for request in job.requests)
+    with span(tracer, f"request {asked.kind}", job.requests[0].trace_parent, named) as answering:
+        parent = traceparent(answering)
+        requests = tuple(replace(one, trace_parent=parent) for one in job.requests)
         try:
             yield replace(job, requests=requests)
         finally:

@@ -10,13 +10,13 @@ import pytest
 
 from tests.support import grpc_loop
 from tidemill.cluster.rpc.channels import open_channel
-from tidemill.cluster.rpc.worker_client import WorkerClients
-from tidemill.cluster.rpc.worker_codec import (
+from tidemill.cluster.rpc.codec import (
     ClientFrame,
     StreamItem,
     decode_worker_frame,
     encode_client_frame,
 )
+from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.worker.server import ServerLimits, WorkerServer
 from tidemill.workers.messages import (
     Delta,

@@ -11,6 +11,7 @@ from tidemill.kvstore.errors import StoreError
 from tidemill.workers.messages import (
     Announcement,
     Delta,
+    EngineInfo,
     HandedOver,
     Produced,
     Provenance,
@@ -103,22 +104,8 @@ class FakeEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeBuilt:
-    """The facts of an engine, which has no memory by default."""
-
     engine: RunningEngine
-    fingerprint: str = "fake"
-    layout: str = "none"
-    page_tokens: int = 64
-    page_bytes: int = 0
-    state_bytes: int = 0
-    step_tokens_max: int = 8192
-    max_model_len: int = 2048
-    vocab_size: int = 1000
-    eos_token_ids: tuple[int, ...] = (0,)
-    memory_bytes: int = 0
-    memory_floor_bytes: int = 0
-    memory_max_bytes: int = 0
-    device: str = "cpu"
+    info: EngineInfo
     group: None = None
 
 
@@ -130,4 +117,12 @@ def build(
     if settings.store_url == REFUSED_STORE:
         raise StoreError("the store at /refused cannot be written: give it another --store")
     progress(2, 2)
-    return FakeBuilt(engine=FakeEngine())
+    facts = EngineInfo(
+        fingerprint="fake",
+        layout="none",
+        max_model_len=2048,
+        vocab_size=1000,
+        eos_token_ids=(0,),
+        device="cpu",
+    )
+    return FakeBuilt(engine=FakeEngine(), info=facts)

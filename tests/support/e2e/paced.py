@@ -31,6 +31,7 @@ from tidemill.cluster.settings import (
 from tidemill.workers.messages import (
     Announcement,
     Delta,
+    EngineInfo,
     HandedOver,
     MemoryUse,
     Produced,
@@ -216,17 +217,19 @@ def build(
 ) -> FakeBuilt:
     """`step_tokens_max` is its prompt tokens in a second."""
     del progress, start_ranks
-    return FakeBuilt(
-        engine=PacedEngine(settings.step_tokens_max, settings.rows_max),
+    facts = EngineInfo(
         fingerprint="paced",
+        layout="none",
         page_bytes=1,
         max_model_len=4096,
         vocab_size=FIRST_TOKEN + NUM_TOKENS,
         eos_token_ids=(EOS,),
+        device="cpu",
         memory_bytes=MEMORY_BYTES,
         memory_floor_bytes=MEMORY_BYTES,
         memory_max_bytes=MEMORY_BYTES,
     )
+    return FakeBuilt(engine=PacedEngine(settings.step_tokens_max, settings.rows_max), info=facts)
 
 
 def serve(options: dict[str, Any]) -> None:

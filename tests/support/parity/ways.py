@@ -139,7 +139,7 @@ async def preempted(journey: Journey) -> str:
     ]
     async with serving(journey.settings, memory_max_bytes=2 * journey.settings.memory_bytes) as built:
         work = asyncio.create_task(journey.check(built, journey.requests + twice))
-        for tokens, budget_bytes in ((24, 0), (60, built.memory_max_bytes), (90, 0)):
+        for tokens, budget_bytes in ((24, 0), (60, built.info.memory_max_bytes), (90, 0)):
             await generated(built, tokens)
             built.engine.resize(budget_bytes)
         await work

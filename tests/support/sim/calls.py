@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager, suppress
 from random import Random
 from typing import Protocol
 
+from tidemill.cluster.rpc.codec import Trial
 from tidemill.cluster.rpc.worker_client import SILENCE_S_MAX
-from tidemill.cluster.rpc.worker_codec import Trial
 from tidemill.cluster.worker.server import FLUSH_S_MAX
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import (

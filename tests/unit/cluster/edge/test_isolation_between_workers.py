@@ -19,8 +19,8 @@ from tests.support.cluster.scripted_engine import (
     run,
     serving,
 )
+from tidemill.cluster.rpc.codec import Generate, Hello, StreamItem
 from tidemill.cluster.rpc.worker_client import SILENCE_S_MAX, WorkerClients
-from tidemill.cluster.rpc.worker_codec import Generate, Hello, StreamItem
 from tidemill.cluster.worker.server import WorkerServer
 from tidemill.workers.messages import CrashedAlone, Delta, HandedOver, LostAlone, WorkerGone
 

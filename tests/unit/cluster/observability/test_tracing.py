@@ -1,19 +1,23 @@
-"""Spans: who is whose parent, what is said of failures and of what nobody waited for, and no cost without."""
+"""Spans of the edge and of workers: parents, times, attributes, failures, and no cost without tracing."""
 
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanContext, StatusCode, Tracer
 
 from tests.support.cluster.fake_service import TRACE, FakeService, call, saying, sources, tokenizer
 from tidemill.cluster.edge.http.app import build_app
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.tracing import TracedPeers
-from tidemill.cluster.observability.spans import Attributes, NoTracing, parent_of, span, tracer_of
+from tidemill.cluster.observability.spans import NoTracing, open_tracer, parent_of, span
 from tidemill.cluster.observability.telemetry import QUIET, Telemetry
 from tidemill.cluster.worker.tracing import TracedEngine
 from tidemill.workers.messages import (
@@ -27,57 +31,76 @@ from tidemill.workers.messages import (
 )
 from tidemill.workers.scheduling.isolation import Tell
 
-CLIENTS = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+NS_PER_S = 1_000_000_000
 
 
-@dataclass
-class FakeSpan:
-    name: str
-    parent: str
-    trace_parent: str
-    attributes: dict[str, object]
-    inner: list[str] = field(default_factory=list[str])
-    ended: bool = False
-    error: str | None = None
+class Recorded:
+    """A tracer, and its ended spans in the order of their starts."""
 
-    def set_attributes(self, attributes: Attributes) -> None:
-        if not self.ended:
-            self.attributes |= attributes
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.tracer: Tracer = provider.get_tracer("test")
 
-    def event(self, name: str) -> None:
-        self.inner.append(f"! {name}")
+    @property
+    def spans(self) -> list[ReadableSpan]:
+        return sorted(self._exporter.get_finished_spans(), key=start_ns)
 
-    def parts(self, parts: Iterable[tuple[str, float]]) -> None:
-        self.inner += [f"{name} {seconds:g}" for name, seconds in parts if seconds]
+    def roots(self) -> list[ReadableSpan]:
+        """Return the spans whose parent is remote, or which have none."""
+        return [span for span in self.spans if span.parent is None or span.parent.is_remote]
 
-    def part_since(self, name: str, seconds: float) -> None:
-        self.inner.append(f"{name} from {seconds:g}")
+    def root(self) -> ReadableSpan:
+        (root,) = self.roots()
+        return root
 
-    def end(self, error: str | None = None) -> None:
-        if not self.ended:
-            self.ended, self.error = True, error
+    def parts(self) -> list[tuple[str, float, float]]:
+        """Return the names of the spans inside the only root, and their start and end after its start."""
+        root = self.root()
+        inner = [span for span in self.spans if span is not root]
+        assert {traceparent_of(span) for span in inner} <= {own_traceparent(root)}
+
+        def seconds(at_ns: int | None) -> float:
+            return round(((at_ns or 0) - start_ns(root)) / NS_PER_S, 1)
+
+        return [(span.name, seconds(span.start_time), seconds(span.end_time)) for span in inner]
 
 
-@dataclass
-class FakeTracer:
-    spans: list[FakeSpan] = field(default_factory=list[FakeSpan])
+def start_ns(span: ReadableSpan) -> int:
+    assert span.start_time is not None
+    return span.start_time
 
-    def start(self, name: str, trace_parent: str, attributes: Attributes) -> FakeSpan:
-        self.spans.append(FakeSpan(name, trace_parent, f"inside {name}", dict(attributes)))
-        return self.spans[-1]
 
-    def close(self) -> None:
-        pass
+def traceparent_of(span: ReadableSpan) -> str:
+    """Return the traceparent of the parent of `span`, empty if it has none."""
+    if span.parent is None:
+        return ""
+    return _text(span.parent)
+
+
+def own_traceparent(span: ReadableSpan) -> str:
+    assert span.context is not None
+    return _text(span.context)
+
+
+def _text(context: SpanContext) -> str:
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+
+def attributes_of(span: ReadableSpan) -> dict[str, object]:
+    return dict(span.attributes or {})
 
 
 PROVENANCE = Provenance(
     fetched_tokens=32, computed_tokens=8, times=Times(waited_s=1.0, fetched_s=2.0, computed_s=4.0)
 )
-REQUEST = Request(request_id="r", tokens=(5,) * 40, max_new_tokens=4, trace_parent=CLIENTS)
+REQUEST = Request(request_id="r", tokens=(5,) * 40, max_new_tokens=4, trace_parent=PARENT)
 
 
 class FakeEngine:
-    """An engine, and the peers of one."""
+    """An engine, also behind the streams to its worker."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -122,7 +145,7 @@ class FakePeers:
 
 
 async def read(deltas: AsyncGenerator[Delta], count: int = 9) -> list[Delta]:
-    """As its readers do: they close it when they have what they want."""
+    """Read until the finish or `count` deltas, then close the stream, as the readers in the product do."""
     got: list[Delta] = []
     async with aclosing(deltas):
         async for delta in deltas:
@@ -132,60 +155,63 @@ async def read(deltas: AsyncGenerator[Delta], count: int = 9) -> list[Delta]:
     return got
 
 
-def generated(request: Request, error: Exception | None = None, count: int = 9) -> list[FakeSpan]:
-    tracer = FakeTracer()
-    engine = TracedEngine(FakeEngine(error), tracer, page_tokens=16)
+def generated(request: Request, error: Exception | None = None, count: int = 9) -> Recorded:
+    recorded = Recorded()
+    engine = TracedEngine(FakeEngine(error), recorded.tracer, page_tokens=16)
     asyncio.run(read(engine.generate(request), count))
-    return tracer.spans
+    return recorded
 
 
-def test_a_worker_tells_the_parts_of_a_stream() -> None:
-    (one,) = generated(REQUEST)
-    assert (one.name, one.parent) == ("generate", CLIENTS)
-    assert one.inner[:4] == ["wait 1", "fetch 2", "tail 4", "! first token"]
-    assert one.inner[4].startswith("stream from ")
-    assert one.ended
-    assert one.error is None
-    assert one.attributes["tidemill.hit_pages"] == one.attributes["tidemill.fetched_pages"] == 2
-    assert one.attributes["tidemill.tokens"] == 3
-    assert "tidemill.cancelled" not in one.attributes
+def test_traced_engine_records_parts_of_stream() -> None:
+    recorded = generated(REQUEST)
+    root, parts = recorded.root(), recorded.parts()
+    assert (root.name, traceparent_of(root)) == ("generate", PARENT)
+    assert sorted(parts) == [("fetch", 1, 3), ("stream", 0, 0), ("tail", 3, 7), ("wait", 0, 1)]
+    assert [event.name for event in root.events] == ["first token"]
+    assert root.end_time is not None
+    assert root.status.status_code is StatusCode.UNSET
+    attributes = attributes_of(root)
+    assert attributes["tidemill.hit_pages"] == attributes["tidemill.fetched_pages"] == 2
+    assert attributes["tidemill.tokens"] == 3
+    assert "tidemill.cancelled" not in attributes
 
 
-def test_what_is_not_traced_leaves_nothing() -> None:
-    assert generated(replace(REQUEST, trace_parent="")) == []
-    tracer = FakeTracer()
-    engine = TracedEngine(FakeEngine(), tracer, page_tokens=16)
+def test_traced_engine_records_nothing_for_untraced_request() -> None:
+    assert generated(replace(REQUEST, trace_parent="")).spans == []
+    recorded = Recorded()
+    engine = TracedEngine(FakeEngine(), recorded.tracer, page_tokens=16)
     asyncio.run(engine.produce(replace(REQUEST, trace_parent="")))
-    assert tracer.spans == []
+    assert recorded.spans == []
 
 
-def test_a_stream_that_is_not_read_on_was_cancelled() -> None:
-    (one,) = generated(REQUEST, count=1)
-    assert (one.ended, one.error, one.attributes["tidemill.cancelled"]) == (True, None, True)
+def test_traced_engine_marks_unread_stream_as_cancelled() -> None:
+    root = generated(REQUEST, count=1).root()
+    assert root.status.status_code is StatusCode.UNSET
+    assert attributes_of(root)["tidemill.cancelled"] is True
 
 
-def test_a_stream_that_breaks_has_its_error() -> None:
+def test_span_records_error_of_broken_call() -> None:
     with pytest.raises(PagesMissing):
         generated(REQUEST, PagesMissing("gone"))
-    tracer = FakeTracer()
-    peers = TracedPeers(FakePeers(FakeEngine(PagesMissing("gone"))), tracer, page_tokens=16)
+    recorded = Recorded()
+    peers = TracedPeers(FakePeers(FakeEngine(PagesMissing("gone"))), recorded.tracer, page_tokens=16)
     with pytest.raises(PagesMissing):
         asyncio.run(peers.produce(WorkerId("prefill-0.a"), "here:1", REQUEST))
-    (one,) = tracer.spans
-    assert (one.name, one.ended, one.error) == ("prefill", True, "PagesMissing")
+    root = recorded.root()
+    assert (root.name, root.status.status_code) == ("prefill", StatusCode.ERROR)
+    assert root.status.description == "PagesMissing"
 
 
-def test_a_worker_tells_the_parts_of_a_prompt() -> None:
-    tracer = FakeTracer()
-    asyncio.run(TracedEngine(FakeEngine(), tracer, page_tokens=16).produce(REQUEST))
-    (one,) = tracer.spans
-    assert one.inner == ["wait 1", "fetch 2", "compute 4", "publish from 7"]
-    assert one.attributes["tidemill.depth_tokens"] == 32
+def test_traced_engine_records_parts_of_prompt() -> None:
+    recorded = Recorded()
+    asyncio.run(TracedEngine(FakeEngine(), recorded.tracer, page_tokens=16).produce(REQUEST))
+    assert recorded.parts() == [("wait", 0, 1), ("fetch", 1, 3), ("compute", 3, 7), ("publish", 7, 0)]
+    assert attributes_of(recorded.root())["tidemill.depth_tokens"] == 32
 
 
-def test_the_calls_of_a_frontend_are_the_parents_of_the_workers_spans() -> None:
-    tracer, engine = FakeTracer(), FakeEngine()
-    peers = TracedPeers(FakePeers(engine), tracer, page_tokens=16)
+def test_traced_peers_send_their_spans_as_parents() -> None:
+    recorded, engine = Recorded(), FakeEngine()
+    peers = TracedPeers(FakePeers(engine), recorded.tracer, page_tokens=16)
     at = WorkerId("decode-0.a"), "here:1"
 
     async def main() -> None:
@@ -197,61 +223,72 @@ def test_the_calls_of_a_frontend_are_the_parents_of_the_workers_spans() -> None:
         await read(peers.generate(*at, REQUEST))
 
     asyncio.run(main())
-    assert [recorded.name for recorded in tracer.spans] == ["prefill", "fetch ahead", "decode"]
-    assert {recorded.parent for recorded in tracer.spans} == {CLIENTS}
-    assert engine.parents == ["inside prefill", "inside fetch ahead", "inside decode"]
-    assert all(recorded.ended and recorded.error is None for recorded in tracer.spans)
-    assert [recorded.attributes.get("tidemill.cancelled", False) for recorded in tracer.spans] == [
-        False,
-        True,
-        False,
-    ]
+    assert [span.name for span in recorded.spans] == ["prefill", "fetch ahead", "decode"]
+    assert {traceparent_of(span) for span in recorded.spans} == {PARENT}
+    assert engine.parents == [own_traceparent(span) for span in recorded.spans]
+    assert all(span.status.status_code is StatusCode.UNSET for span in recorded.spans)
+    cancelled = [attributes_of(span).get("tidemill.cancelled", False) for span in recorded.spans]
+    assert cancelled == [False, True, False]
 
 
 @pytest.mark.parametrize(
-    ("header", "parent"), [(CLIENTS, CLIENTS), (None, ""), ("00-zz", ""), (CLIENTS + "-more", "")]
+    ("header", "parent"), [(PARENT, PARENT), (None, ""), ("00-zz", ""), (PARENT + "-more", "")]
 )
-def test_a_request_of_a_client_is_the_root_of_what_is_done_for_it(header: str | None, parent: str) -> None:
-    tracer, service = FakeTracer(), FakeService(saying(" ok"))
-    source = replace(sources(), tracer=tracer)
+def test_edge_records_root_span_of_request(header: str | None, parent: str) -> None:
+    recorded, service = Recorded(), FakeService(saying(" ok"))
+    source = replace(sources(), tracer=recorded.tracer)
     app = build_app([ServedBackend(service, tokenizer())], source)
     headers = {"x-request-id": "mine"} | ({} if header is None else {"traceparent": header})
     body = {"prompt": "Hello", "n": 2}
     assert call(app, "POST", "/v1/completions", json=body, headers=headers).status_code == 200
-    (one,) = tracer.spans
-    assert one.parent == parent
-    assert one.ended
-    assert one.attributes["gen_ai.request.id"] == "mine"
-    assert one.attributes["tidemill.choices"] == 2
-    assert one.attributes["gen_ai.response.finish_reasons"] == "stop"
-    assert one.attributes["tidemill.decode"] == TRACE.decode
-    assert {request.trace_parent for request in service.requests} == {one.trace_parent}
+    root = recorded.root()
+    assert traceparent_of(root) == parent
+    attributes = attributes_of(root)
+    assert attributes["gen_ai.request.id"] == "mine"
+    assert attributes["tidemill.choices"] == 2
+    assert attributes["gen_ai.response.finish_reasons"] == "stop"
+    assert attributes["tidemill.decode"] == TRACE.decode
+    assert {request.trace_parent for request in service.requests} == {own_traceparent(root)}
 
 
-def test_parents_are_checked() -> None:
-    assert parent_of(CLIENTS) == CLIENTS
-    for text in (None, "", CLIENTS.upper(), CLIENTS.replace("0af7651916cd43dd8448eb211c80319c", "0" * 32)):
+def test_parent_of_checks_traceparent() -> None:
+    assert parent_of(PARENT) == PARENT
+    for text in (None, "", PARENT.upper(), PARENT.replace("0af7651916cd43dd8448eb211c80319c", "0" * 32)):
         assert not parent_of(text)
 
 
-def test_a_span_that_ends_by_itself_has_no_error() -> None:
-    tracer = FakeTracer()
-    with span(tracer, "a", "", number=1):
+def test_span_ends_without_error() -> None:
+    recorded = Recorded()
+    with span(recorded.tracer, "a", "", {"number": 1}):
         pass
-    assert tracer.spans == [FakeSpan("a", "", "inside a", {"number": 1}, ended=True)]
+    root = recorded.root()
+    assert (root.name, traceparent_of(root), attributes_of(root)) == ("a", "", {"number": 1})
+    assert root.status.status_code is StatusCode.UNSET
 
 
-def test_without_the_option_nothing_is_opened_or_imported() -> None:
-    assert tracer_of(QUIET, "frontend") is None
+def test_unsampled_parent_travels_on_without_spans() -> None:
+    recorded, engine = Recorded(), FakeEngine()
+    peers = TracedPeers(FakePeers(engine), recorded.tracer, page_tokens=16)
+    unsampled = PARENT.removesuffix("01") + "00"
+    asyncio.run(read(peers.generate(WorkerId("w"), "here:1", replace(REQUEST, trace_parent=unsampled))))
+    assert recorded.spans == []
+    (parent,) = engine.parents
+    assert parent.startswith(PARENT[:36])
+    assert parent.endswith("-00")
+
+
+def test_tracing_off_opens_and_imports_nothing() -> None:
+    assert open_tracer(QUIET, "frontend")[0] is None
     check = (
         "import sys, tidemill.cluster.worker.worker_process, tidemill.cluster.server.server\n"
         "assert 'tidemill.cluster.observability.otel' not in sys.modules\n"
-        "assert not [name for name in sys.modules if name.startswith('opentelemetry.exporter.otlp')]"
+        "assert not [name for name in sys.modules if name.startswith(('opentelemetry.exporter.otlp', "
+        "'opentelemetry.sdk.trace'))]"
     )
     subprocess.run([sys.executable, "-c", check], check=True)
 
 
 @pytest.mark.parametrize("url", ["collector:4317", "udp://collector:1", "grpc://"])
-def test_a_url_that_names_no_collector_is_refused(url: str) -> None:
+def test_open_tracer_refuses_url_without_collector(url: str) -> None:
     with pytest.raises(NoTracing, match="grpc://host:4317"):
-        tracer_of(Telemetry(traces_url=url), "frontend")
+        open_tracer(Telemetry(traces_url=url), "frontend")

@@ -13,7 +13,7 @@ from tidemill.cluster.messages import PlacementRequest
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc.channels import bind, new_server, open_channel
-from tidemill.cluster.rpc.router_codec import decode_placed, encode_ask, encode_heartbeat
+from tidemill.cluster.rpc.codec import decode_placement, encode_heartbeat, encode_placement_request
 from tidemill.workers.messages import Announcement, Heartbeat, WorkerId, WorkerInfo, WorkerLoad
 
 WORKERS = 1100
@@ -50,7 +50,8 @@ def test_a_router_hears_more_than_a_thousand_workers_and_places_besides() -> Non
                     assert isinstance(await report.read(), bytes), "refused"
                 assert len(router.status().workers) == WORKERS
                 ask = PlacementRequest(request_id="r", keys=(), num_tokens=10, max_new_tokens=1)
-                placed = decode_placed(await calls.unary_unary("/tidemill.Router/Place")(encode_ask(ask)))
+                place = calls.unary_unary("/tidemill.Router/Place")
+                placed = decode_placement(await place(encode_placement_request(ask)))
                 assert not isinstance(placed, Exception)
                 assert placed.decode.startswith("mixed-")
                 for report in reports:

@@ -10,8 +10,8 @@ import grpc.aio
 from tests.support import grpc_loop
 from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route
 from tidemill.cluster.rpc.channels import bind, new_server
+from tidemill.cluster.rpc.codec import encode, encode_placement
 from tidemill.cluster.rpc.router_client import RouterClient
-from tidemill.cluster.rpc.router_codec import encode_placed, encode_status
 from tidemill.workers.messages import WorkerId
 
 if TYPE_CHECKING:  # generic in the type stubs alone
@@ -30,13 +30,13 @@ def test_a_call_that_finds_the_router_away_leaves_those_that_wait_alone() -> Non
     async def place(_: bytes, __: object) -> bytes:
         asked.set()
         await answer.wait()
-        return encode_placed(ROUTE)
+        return encode_placement(ROUTE)
 
     async def status(_: bytes, context: "grpc.aio.ServicerContext[bytes, bytes]") -> bytes:
         if not found:
             found.append("away")
             await context.abort(grpc.StatusCode.UNAVAILABLE, "on its way out")
-        return encode_status(FleetStatus(workers=()))
+        return encode(FleetStatus(workers=()))
 
     async def main() -> None:
         server = new_server()

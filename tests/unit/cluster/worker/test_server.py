@@ -19,7 +19,7 @@ from tests.support.cluster.scripted_engine import (
 )
 from tidemill.cluster.edge.flow import serve
 from tidemill.cluster.messages import PlacementRequest, Route
-from tidemill.cluster.rpc.worker_codec import (
+from tidemill.cluster.rpc.codec import (
     Generate,
     Hello,
     StreamItem,

@@ -23,7 +23,7 @@ from tests.support.cluster.scripted_engine import (
     run,
     serving,
 )
-from tidemill.cluster.rpc.worker_codec import (
+from tidemill.cluster.rpc.codec import (
     Cancel,
     ClientFrame,
     Generate,
@@ -32,6 +32,7 @@ from tidemill.cluster.rpc.worker_codec import (
     Produce,
     StreamItem,
     decode_client_frame,
+    encode,
     encode_client_frame,
     encode_worker_frame,
 )
@@ -245,7 +246,8 @@ async def impostor(
 
 
 @pytest.mark.parametrize(
-    ("data", "reason"), [(b"\xff" * 20, "not a WorkerFrame"), (b"\x0a\x02\x08\x01", "no known kind")]
+    ("data", "reason"),
+    [(b"\xff" * 20, "not the expected message"), (encode([(1, ("Surprise",))]), "Surprise")],
 )
 def test_a_worker_that_talks_nonsense_is_gone(data: bytes, reason: str) -> None:
     async def serve(frames: AsyncIterator[bytes], context: Any) -> None:  # noqa: ANN401 - as above
@@ -315,7 +317,7 @@ def test_a_prefetch_is_cancelled_before_the_request_that_it_was_for() -> None:
 def test_a_prompt_too_large_to_send_is_the_users_mistake() -> None:
     async def main() -> None:
         async with serving() as (_, address), frontend() as peers:
-            huge = Request(request_id="huge", tokens=(2**31,) * 4_000_000, max_new_tokens=1)
+            huge = Request(request_id="huge", tokens=(2**31,) * 4_500_000, max_new_tokens=1)
             await fails(peers.produce(WORKER, address, huge), RequestError)
 
     run(main())

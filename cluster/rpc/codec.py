@@ -1,0 +1,374 @@
+"""The messages between edges, routers and workers, as MessagePack.
+
+A frozen dataclass travels as a map from its field names. A `Struct` with `array_like` travels as an array,
+by the order of its fields. A decoder checks types, ignores fields that it does not know, and gives a missing
+field its default. So two versions of Tidemill understand each other during a rolling update, as long as every
+new field has a default and an array grows at its end.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from numbers import Integral, Real
+from typing import Any, Literal, TypeVar, overload
+
+import msgspec
+import numpy as np
+
+from tidemill.cluster.messages import PlacementRequest, Route
+from tidemill.kvstore.errors import TidemillError
+from tidemill.workers.messages import (
+    ANNOUNCED_KEY_BYTES,
+    Delta,
+    HandedOver,
+    Heartbeat,
+    Overloaded,
+    PagesMissing,
+    Poisonous,
+    Produced,
+    Request,
+    RequestError,
+    Role,
+    WorkerGone,
+    WorkerId,
+)
+
+MessageT = TypeVar("MessageT")
+
+
+class Malformed(TidemillError):
+    """The bytes from a socket are not the expected message."""
+
+
+def _number(value: object) -> int | float:
+    """Return a NumPy number as the Python number that msgspec can encode."""
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise TypeError(f"a message cannot hold a {type(value).__name__}")
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_number).encode
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:  # noqa: ANN401  a union is no type
+    return msgspec.msgpack.Decoder(kind)
+
+
+@overload
+def decode(kind: type[MessageT], data: bytes) -> MessageT: ...
+@overload
+def decode(kind: Any, data: bytes) -> Any: ...  # noqa: ANN401  a union is no type
+def decode(kind: Any, data: bytes) -> Any:
+    """Return the message of type `kind` in `data`. Raises Malformed."""
+    try:
+        return _decoder(kind).decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Malformed(f"{len(data)} bytes are not the expected message: {error}") from error
+
+
+class _Tagged(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """An array that starts with the name of its class, so that a union can tell it apart."""
+
+
+class PackedTokens(msgspec.Struct, frozen=True, array_like=True):
+    """`count` token ids of `bits` bits each, the least significant first."""
+
+    count: int
+    bits: int
+    data: bytes
+
+
+class Hello(_Tagged, frozen=True):
+    """The first frame of a stream. `worker` is the incarnation that the edge was routed to."""
+
+    worker: WorkerId
+
+
+class _Call(_Tagged, frozen=True):
+    """`call` is a number that the edge uses once per stream. `packed` has the tokens on the wire."""
+
+    call: int
+    request: Request
+    packed: PackedTokens | None = None
+
+
+class Generate(_Call, frozen=True):
+    """Generate an answer. The worker replies with Deltas."""
+
+
+class Produce(_Call, frozen=True):
+    """Compute and store the prompt. The worker replies with Produced."""
+
+
+class Prefetch(_Call, frozen=True):
+    """Fetch the prompt's pages as the store receives them. The worker replies with Produced at the end."""
+
+
+class Cancel(_Tagged, frozen=True):
+    call: int
+
+
+ClientFrame = Hello | Generate | Produce | Prefetch | Cancel
+
+Failure = PagesMissing | WorkerGone | RequestError
+"""An exception with which a call on a worker fails at the edge."""
+
+
+class Trial(_Tagged, frozen=True):
+    """`alone` is True when the worker starts to run this request and no other. It is False when the trial is
+    over, or has to begin again."""
+
+    alone: bool
+
+
+class _Failed(_Tagged, frozen=True):
+    kind: Literal["PagesMissing", "HandedOver", "WorkerGone", "RequestError"]
+    message: str
+    param: str | None = None
+    status: int = 400
+    code: str | None = None
+
+
+class _Item(msgspec.Struct, frozen=True, array_like=True):
+    """An int is a Delta of this one token and nothing else."""
+
+    call: int
+    body: int | Delta | Produced | Trial | _Failed
+
+
+@dataclass(frozen=True, slots=True)
+class StreamItem:
+    """An item that a worker sends for one call. Produced, a failure, and a finished Delta end their call."""
+
+    call: int
+    body: Delta | Produced | Trial | Failure
+
+    @property
+    def last(self) -> bool:
+        match self.body:
+            case Trial():
+                return False
+            case Delta(finish=finish):
+                return finish is not None
+            case _:
+                return True
+
+
+def encode_client_frame(frame: ClientFrame) -> bytes:
+    """Raises RequestError for a number or a text that cannot be sent, such as a seed beyond 64 bits or half a
+    surrogate pair."""
+    try:
+        if isinstance(frame, Generate | Produce | Prefetch):
+            _check(frame.request)
+            packed = _pack_tokens(frame.request.tokens)
+            frame = type(frame)(frame.call, replace(frame.request, tokens=()), packed)
+        return encode(frame)
+    except (ValueError, OverflowError) as error:
+        raise RequestError(f"the request cannot be sent to a worker: {error}") from error
+
+
+def decode_client_frame(data: bytes) -> ClientFrame:
+    """Raises Malformed."""
+    frame: ClientFrame = decode(ClientFrame, data)
+    if not isinstance(frame, Generate | Produce | Prefetch):
+        return frame
+    tokens = () if frame.packed is None else _unpack_tokens(frame.packed)
+    if frame.request.drawn > len(tokens):
+        raise Malformed(f"{frame.request.drawn} of {len(tokens)} tokens cannot have been drawn")
+    return type(frame)(frame.call, replace(frame.request, tokens=tokens))
+
+
+def _check(request: Request) -> None:
+    sampling = request.sampling
+    counts = [sampling.logprobs or 0, sampling.prompt_logprobs or 0, sampling.min_tokens]
+    if min(*counts, *(token for token, _ in sampling.logit_bias)) < 0:
+        raise ValueError("a count and a token id are 0 or more")
+    if not -(2**63) <= sampling.seed < 2**63:
+        raise ValueError("a seed has at most 64 bits")
+
+
+def _pack_tokens(tokens: Sequence[int]) -> PackedTokens:
+    bits = max(tokens, default=0).bit_length() or 1
+    words = np.frombuffer(array("I", tokens), np.uint8).reshape(-1, 4)
+    ones = np.unpackbits(words, axis=1, count=bits, bitorder="little")
+    return PackedTokens(len(tokens), bits, np.packbits(ones, bitorder="little").tobytes())
+
+
+def _unpack_tokens(packed: PackedTokens) -> tuple[int, ...]:
+    """Raises Malformed."""
+    count, bits = packed.count, packed.bits
+    if not 1 <= bits <= 32 or count < 0 or len(packed.data) != (count * bits + 7) // 8:
+        raise Malformed(f"{len(packed.data)} bytes are not {count} tokens of {bits} bits")
+    ones = np.unpackbits(np.frombuffer(packed.data, np.uint8), count=count * bits, bitorder="little")
+    weights = 1 << np.arange(bits, dtype=np.uint32)
+    return tuple((ones.reshape(count, bits) @ weights).tolist())
+
+
+def first_frame(items: Sequence[StreamItem], most: int) -> Sequence[StreamItem]:
+    """Return the first of `items` that fit one frame: at least one, and at most `most` items and prompt
+    logprobs together."""
+    left = most
+    for count, item in enumerate(items):
+        left -= 1 + (len(item.body.prompt_logprobs) if isinstance(item.body, Delta) else 0)
+        if left < 0:
+            return items[: max(1, count)]
+    return items
+
+
+def encode_worker_frame(items: Iterable[StreamItem]) -> bytes:
+    """Encode what one engine step produced for one edge."""
+    return encode([_Item(item.call, _body_to(item.body)) for item in items])
+
+
+def decode_worker_frame(data: bytes) -> list[StreamItem]:
+    """Raises Malformed."""
+    return [StreamItem(item.call, _body_from(item.body)) for item in decode(list[_Item], data)]
+
+
+def _body_to(body: Delta | Produced | Trial | Failure) -> int | Delta | Produced | Trial | _Failed:
+    match body:
+        case Delta(tokens=(token,), logprobs=(), prompt_logprobs=(), finish=None, provenance=None):
+            return token
+        case Delta() | Produced() | Trial():
+            return body
+        case RequestError():
+            return _Failed("RequestError", _printable(body), body.param, body.status, body.code)
+        case PagesMissing():
+            return _Failed("PagesMissing", _printable(body))
+        case HandedOver():
+            return _Failed("HandedOver", _printable(body))
+        case WorkerGone():
+            return _Failed("WorkerGone", _printable(body))
+
+
+def _body_from(body: int | Delta | Produced | Trial | _Failed) -> Delta | Produced | Trial | Failure:
+    match body:
+        case int():
+            return Delta(tokens=(body,))
+        case _Failed("RequestError", message, param, status, code):
+            return RequestError(message, param=param, status=status, code=code)
+        case _Failed(kind, message):
+            return {"PagesMissing": PagesMissing, "HandedOver": HandedOver}.get(kind, WorkerGone)(message)
+        case _:
+            return body
+
+
+def _printable(error: Exception) -> str:
+    return str(error).encode(errors="replace").decode()
+
+
+class LossReport(msgspec.Struct, frozen=True):
+    """The edge lost `worker`. `content` names the request to blame, empty if the edge blames none."""
+
+    worker: WorkerId
+    content: bytes = b""
+
+
+class BudgetCommand(msgspec.Struct, frozen=True):
+    """An operator's budget for the worker `name`. None returns the decision to the router."""
+
+    name: str
+    budget_bytes: int | None = None
+
+
+class DrainCommand(msgspec.Struct, frozen=True):
+    """Drain the worker `name` or let it work again. `force` drains it even if no other does its work."""
+
+    name: str
+    drain: bool = True
+    force: bool = False
+
+
+class RoleCommand(msgspec.Struct, frozen=True):
+    name: str
+    role: Role
+
+
+class _PlacementCall(msgspec.Struct, frozen=True, array_like=True):
+    request: PlacementRequest
+    keys: bytes
+
+
+def encode_placement_request(request: PlacementRequest) -> bytes:
+    return encode(_PlacementCall(replace(request, keys=()), _pack_keys(request.keys)))
+
+
+def decode_placement_request(data: bytes) -> PlacementRequest:
+    """Raises Malformed."""
+    call = decode(_PlacementCall, data)
+    return replace(call.request, keys=_unpack_keys(call.keys))
+
+
+class _Overload(msgspec.Struct, frozen=True):
+    message: str
+    predicted_s: float
+    retry_after_s: float
+
+
+class _Placement(msgspec.Struct, frozen=True, omit_defaults=True):
+    route: Route | None = None
+    overload: _Overload | None = None
+    poisonous: str | None = None
+
+
+def encode_placement(placement: Route | Overloaded | Poisonous) -> bytes:
+    """Encode the router's answer to a PlacementRequest."""
+    match placement:
+        case Route():
+            return encode(_Placement(route=placement))
+        case Overloaded(predicted_s=predicted_s, retry_after_s=retry_after_s):
+            return encode(_Placement(overload=_Overload(str(placement), predicted_s, retry_after_s)))
+        case Poisonous():
+            return encode(_Placement(poisonous=str(placement)))
+
+
+def decode_placement(data: bytes) -> Route | Overloaded | Poisonous:
+    """Raises Malformed."""
+    match decode(_Placement, data):
+        case _Placement(route=Route() as route):
+            return route
+        case _Placement(overload=_Overload(message, predicted_s, retry_after_s)):
+            return Overloaded(message, predicted_s=predicted_s, retry_after_s=retry_after_s)
+        case _Placement(poisonous=str() as message):
+            return Poisonous(message)
+        case _:
+            raise Malformed("a placement has a route or a refusal")
+
+
+class _Report(msgspec.Struct, frozen=True, array_like=True):
+    heartbeat: Heartbeat
+    added: bytes
+    removed: bytes
+
+
+def encode_heartbeat(heartbeat: Heartbeat) -> bytes:
+    announcement = heartbeat.announcement
+    bare = replace(heartbeat, announcement=replace(announcement, added=(), removed=()))
+    return encode(_Report(bare, _pack_keys(announcement.added), _pack_keys(announcement.removed)))
+
+
+def decode_heartbeat(data: bytes) -> Heartbeat:
+    """Raises Malformed."""
+    report = decode(_Report, data)
+    info, announcement = report.heartbeat.info, report.heartbeat.announcement
+    if not info.worker or info.page_tokens < 1 or info.step_tokens_max < 1:
+        raise Malformed("a worker needs an id, a page size and a step size")
+    added, removed = _unpack_keys(report.added), _unpack_keys(report.removed)
+    return replace(report.heartbeat, announcement=replace(announcement, added=added, removed=removed))
+
+
+def _pack_keys(keys: Iterable[bytes]) -> bytes:
+    packed = b"".join(keys)
+    assert len(packed) % ANNOUNCED_KEY_BYTES == 0, "keys travel cut to ANNOUNCED_KEY_BYTES"
+    return packed
+
+
+def _unpack_keys(packed: bytes) -> tuple[bytes, ...]:
+    if len(packed) % ANNOUNCED_KEY_BYTES:
+        raise Malformed(f"{len(packed)} bytes of keys do not divide into {ANNOUNCED_KEY_BYTES}")
+    starts = range(0, len(packed), ANNOUNCED_KEY_BYTES)
+    return tuple(packed[start : start + ANNOUNCED_KEY_BYTES] for start in starts)

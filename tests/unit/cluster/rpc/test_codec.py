@@ -1,0 +1,302 @@
+"""Messages survive the trip to bytes and back; bytes that are not messages are Malformed."""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, get_type_hints
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route, SetBudget, WorkerStatus
+from tidemill.cluster.rpc.codec import (
+    BudgetCommand,
+    Cancel,
+    ClientFrame,
+    DrainCommand,
+    Generate,
+    Hello,
+    LossReport,
+    Malformed,
+    PackedTokens,
+    Prefetch,
+    Produce,
+    RoleCommand,
+    StreamItem,
+    Trial,
+    decode,
+    decode_client_frame,
+    decode_heartbeat,
+    decode_placement,
+    decode_placement_request,
+    decode_worker_frame,
+    encode,
+    encode_client_frame,
+    encode_heartbeat,
+    encode_placement,
+    encode_placement_request,
+    encode_worker_frame,
+    first_frame,
+)
+from tidemill.workers.messages import (
+    Ack,
+    Announcement,
+    Delta,
+    Grammar,
+    HandedOver,
+    Heartbeat,
+    MemoryUse,
+    Overloaded,
+    PagesMissing,
+    Poisonous,
+    Produced,
+    Provenance,
+    Request,
+    RequestError,
+    Sampling,
+    Speed,
+    Times,
+    TokenLogprob,
+    WorkerGone,
+    WorkerId,
+    WorkerInfo,
+    WorkerLoad,
+)
+
+U32, U63 = st.integers(0, 2**32 - 1), st.integers(0, 2**63)
+keys = st.lists(st.binary(min_size=8, max_size=8), max_size=5).map(tuple)
+ids = st.text(min_size=1, max_size=20).map(WorkerId)
+
+
+def every(kind: type[Any], **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Draw messages of this type with a value for each of their fields, also for those with a default."""
+    return st.builds(kind, **dict.fromkeys(get_type_hints(kind), ...) | fields)
+
+
+for builtin, values in ((str, st.text(max_size=20)), (int, U32), (float, st.floats(allow_nan=False))):
+    st.register_type_strategy(builtin, values)
+for nested in (
+    Grammar,
+    Times,
+    Provenance,
+    TokenLogprob,
+    MemoryUse,
+    Speed,
+    WorkerLoad,
+    WorkerStatus,
+    SetBudget,
+):
+    st.register_type_strategy(nested, every(nested))
+infos = every(
+    WorkerInfo, worker=ids, page_tokens=st.integers(1, 2**16), step_tokens_max=st.integers(1, 2**16)
+)
+st.register_type_strategy(WorkerInfo, infos)
+
+requests = every(
+    Request,
+    tokens=st.lists(U32, min_size=5, max_size=20).map(tuple),
+    drawn=st.integers(0, 5),
+    priority=st.integers(-(2**31), 2**31),
+    sampling=every(Sampling, seed=st.integers(-(2**63), 2**63 - 1)),
+)
+client_frames: st.SearchStrategy[ClientFrame] = st.builds(Hello, ids) | st.builds(Cancel, U63)
+for kind in (Generate, Produce, Prefetch):
+    client_frames |= st.builds(kind, U63, requests)
+items = st.builds(StreamItem, U63, every(Delta) | every(Produced) | every(Trial))
+announcements = every(Announcement, added=keys, removed=keys)
+heartbeats = every(Heartbeat, sequence=U63, announcement=announcements)
+plain = st.one_of(*map(every, (Ack, FleetStatus, LossReport, BudgetCommand, DrainCommand, RoleCommand)))
+
+DECODERS: list[Callable[[bytes], Any]] = [
+    decode_client_frame,
+    decode_worker_frame,
+    decode_placement_request,
+    decode_placement,
+    decode_heartbeat,
+    *(lambda data, kind=kind: decode(kind, data) for kind in (Ack, FleetStatus, LossReport, RoleCommand)),
+]
+
+
+@given(client_frames)
+def test_client_frame_survives_trip(frame: ClientFrame) -> None:
+    assert decode_client_frame(encode_client_frame(frame)) == frame
+
+
+@given(st.lists(items, max_size=5))
+def test_worker_frame_survives_trip(items: list[StreamItem]) -> None:
+    decoded = decode_worker_frame(encode_worker_frame(items))
+    assert repr(decoded) == repr(items), "== ignores the times of a Provenance"
+
+
+@given(heartbeats, every(PlacementRequest, keys=keys), every(Route), plain)
+def test_fleet_message_survives_trip(
+    heartbeat: Heartbeat, request: PlacementRequest, route: Route, message: object
+) -> None:
+    assert decode_heartbeat(encode_heartbeat(heartbeat)) == heartbeat
+    assert decode_placement_request(encode_placement_request(request)) == request
+    assert decode_placement(encode_placement(route)) == route
+    assert decode(type(message), encode(message)) == message
+
+
+@given(st.frozensets(ids), st.dictionaries(ids, every(SetBudget)))
+def test_collection_survives_trip(workers: frozenset[WorkerId], budgets: dict[str, SetBudget]) -> None:
+    assert decode(frozenset[WorkerId], encode(workers)) == workers
+    assert decode(dict[str, SetBudget], encode(budgets)) == budgets
+
+
+@given(
+    st.sampled_from([PagesMissing, WorkerGone, HandedOver]),
+    st.builds(RequestError, param=..., status=..., code=...),
+)
+def test_failure_survives_trip(kind: type[PagesMissing | WorkerGone], refusal: RequestError) -> None:
+    items = [StreamItem(1, kind("half \ud800")), StreamItem(2, refusal)]
+    first, second = decode_worker_frame(encode_worker_frame(items))
+    assert (type(first.body), str(first.body)) == (kind, "half ?")
+    assert (type(second.body), str(second.body)) == (RequestError, str(refusal))
+    assert vars(second.body) == vars(refusal)
+    assert first.last
+    assert second.last
+
+
+@given(every(Overloaded), st.builds(Poisonous, st.text()))
+def test_refusal_survives_trip(overloaded: Overloaded, poisonous: Poisonous) -> None:
+    for refusal in (overloaded, poisonous):
+        decoded = decode_placement(encode_placement(refusal))
+        assert (type(decoded), str(decoded)) == (type(refusal), str(refusal))
+        assert not isinstance(decoded, Route)
+        assert vars(decoded) == vars(refusal)
+
+
+def test_numbers_survive_trip() -> None:
+    speed = float("inf")
+    load = WorkerLoad(queued_tokens=np.int64(7), queued_s=np.float64(0.5), counters={"a": 1, "b": speed})  # pyright: ignore[reportArgumentType]
+    assert decode(WorkerLoad, encode(load)) == load
+    (item,) = decode_worker_frame(
+        encode_worker_frame([StreamItem(1, Delta(tokens=(1,), logprobs=(TokenLogprob(float("nan")),)))])
+    )
+    assert isinstance(item.body, Delta)
+    assert np.isnan(item.body.logprobs[0].logprob)
+
+
+@given(heartbeats, client_frames)
+def test_decoder_ignores_unknown_fields(heartbeat: Heartbeat, frame: ClientFrame) -> None:
+    """A newer process may add a field to a map, or one at the end of an array."""
+
+    more = {"field of a newer version": [1, {2: None}]}
+    report = msgspec.msgpack.decode(encode_heartbeat(heartbeat))
+    report[0] |= more
+    report[0]["info"] |= more
+    assert decode_heartbeat(encode([*report, more])) == heartbeat
+    call = msgspec.msgpack.decode(encode_client_frame(frame))
+    if isinstance(frame, Generate | Produce | Prefetch):
+        call[2] |= more
+    assert decode_client_frame(encode([*call, more])) == frame
+
+
+def test_decoder_fills_missing_fields() -> None:
+    needed = {"worker": "w", "name": "n", "role": "mixed", "address": "a", "pid": 1, "node": "h"}
+    assert decode(WorkerInfo, encode(needed)) == WorkerInfo(**needed)  # pyright: ignore[reportArgumentType]
+    assert decode(Delta, encode(("Delta", (1, 2)))) == Delta(tokens=(1, 2))
+    with pytest.raises(Malformed, match="worker"):
+        decode(WorkerInfo, encode({**needed, "worker": 5}))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=9), st.integers(1, 20))
+def test_first_frame_is_bounded(sizes: list[tuple[int, bool]], most: int) -> None:
+    items = [
+        StreamItem(
+            call,
+            Delta(tokens=(), prompt_logprobs=(TokenLogprob(0.0),) * size) if scored else Trial(alone=True),
+        )
+        for call, (size, scored) in enumerate(sizes)
+    ]
+    weights = [1 + size if scored else 1 for size, scored in sizes]
+    first = first_frame(items, most)
+    assert list(first) == items[: len(first)]
+    assert len(first) == 1 or sum(weights[: len(first)]) <= most
+    assert len(first) == len(items) or sum(weights[: len(first) + 1]) > most
+
+
+@given(st.binary(max_size=200))
+def test_decoders_refuse_foreign_bytes(data: bytes) -> None:
+    for decoder in DECODERS:
+        try:
+            decoder(data)
+        except Malformed:
+            continue
+
+
+@given(heartbeats, client_frames, st.integers(0, 2**16), st.integers(1, 255))
+def test_decoders_refuse_damaged_bytes(heartbeat: Heartbeat, frame: ClientFrame, at: int, flip: int) -> None:
+    for message, decoder in (
+        (encode_heartbeat(heartbeat), decode_heartbeat),
+        (encode_client_frame(frame), decode_client_frame),
+    ):
+        data = bytearray(message)
+        data[at % len(data)] ^= flip
+        try:
+            decoder(bytes(data))
+        except Malformed:
+            continue
+
+
+REQUEST = Request(request_id="r", tokens=(1,), max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"drawn": 2},
+        {"sampling": {"grammar": {"kind": "xml"}}},
+        {"tokens": "abc"},
+        {"max_new_tokens": None},
+    ],
+)
+def test_decoder_refuses_contradictory_request(change: dict[str, Any]) -> None:
+    packed = PackedTokens(1, 8, b"\1")
+    assert decode_client_frame(encode(("Generate", 1, asdict(REQUEST), packed)))
+    with pytest.raises(Malformed):
+        decode_client_frame(encode(("Generate", 1, asdict(REQUEST) | change, packed)))
+
+
+@pytest.mark.parametrize(
+    "packed", [(1, 0, b""), (2**60, 1, b""), (1, 33, b"12345"), (-1, 8, b""), (9, 1, b"1")]
+)
+def test_decoder_refuses_wrongly_packed_tokens(packed: tuple[int, int, bytes]) -> None:
+    with pytest.raises(Malformed, match="tokens"):
+        decode_client_frame(encode(("Produce", 1, asdict(REQUEST), packed)))
+
+
+def test_decoder_refuses_deep_nesting() -> None:
+    with pytest.raises(Malformed):
+        decode_client_frame(b"\x92\xa6Cancel" + b"\x91" * 200_000)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *({"seed": seed} for seed in (2**63, -(2**63) - 1, 10**40)),
+        {"logprobs": -1},
+        {"logit_bias": ((-1, 0.5),)},
+        {"min_tokens": -1},
+    ],
+)
+def test_encoder_refuses_unsendable_sampling(field: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        encode_client_frame(Generate(1, replace(REQUEST, sampling=Sampling(**field))))
+
+
+@pytest.mark.parametrize("field", [{"salt": "\ud800"}, {"tokens": (-1,)}, {"tokens": (2**32,)}])
+def test_encoder_refuses_unsendable_request(field: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        encode_client_frame(Generate(1, replace(REQUEST, **field)))
+
+
+def test_token_takes_few_bytes() -> None:
+    """A step of 64 rows over a vocabulary of 150,000 tokens fits one network packet."""
+    items = [StreamItem(call, Delta(tokens=(150_000,))) for call in range(1000, 1064)]
+    assert len(encode_worker_frame(items)) < 1448
+    prompt = Request(request_id="r", tokens=(149_999,) * 2000, max_new_tokens=1)
+    assert len(encode_client_frame(Generate(1, prompt))) < 5000
