@@ -291,6 +291,6 @@ def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", sou
         if store.url is not None and store_url != store.url:
             console.print(Text(f"store: {store_url}"))  # for `tidemill store`
         around = Surroundings(store_url=store_url, cache_folder=cache_folder)
-        settings = guarded(cluster_settings(config, around, source), config.cluster).telling(telemetry)
+        settings = guarded(cluster_settings(config, around, source), config.cluster).with_telemetry(telemetry)
         start_logs(telemetry)
         serve(endpoint, settings, sources, console, work)

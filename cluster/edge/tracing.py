@@ -16,9 +16,11 @@ class TracedRouter:
         self._tracer = tracer
         self._trace_parent = trace_parent
 
-    async def place(self, ask: PlacementRequest) -> Route:
-        with span(self._tracer, "route", self._trace_parent, **{"tidemill.pages": len(ask.keys)}) as routing:
-            route = await self._router.place(ask)
+    async def place(self, request: PlacementRequest) -> Route:
+        with span(
+            self._tracer, "route", self._trace_parent, **{"tidemill.pages": len(request.keys)}
+        ) as routing:
+            route = await self._router.place(request)
             routing.set_attributes(
                 {"tidemill.decode": route.decode, "tidemill.predicted_s": route.predicted_s}
             )

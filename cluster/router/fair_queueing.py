@@ -1,18 +1,20 @@
-"""Whose turn it is among tenants: start-time fair queueing, in one number for each request. Pure.
+"""Start-time fair queueing among tenants, as one number for each request. Pure.
 
-Every tenant has a line of its work, in tokens; a request begins in it where the one before ends, but not
-before the virtual time, which is where all lines together hold what is queued in the fleet:
+Each tenant has a queue of its work, in tokens. A request starts where the previous one of its
+tenant ends, but not before the virtual time. Beyond the virtual time, all queues together hold the
+work that is queued in the fleet:
 
-    tenant a   =====|=====|=====|=====|          a request that begins here goes first ...
-    tenant b   ==|                               ... and one of b that begins here before most of a's
+    tenant a   =====|=====|=====|=====|
+    tenant b   ==|     a new request of b starts here, before most of a's
                ^ virtual time
 
-So whoever asks for less than an equal share of the fleet waits for its own requests alone, and nobody is
-passed for ever: the virtual time moves on as work is done, and nothing new begins behind it. The place in
-line as a time: that at which the longest line reached it. Alone, a tenant is in order of arrival.
+A tenant that requests less than an equal share of the fleet waits only for its own requests. No
+request waits forever: the virtual time advances as work is done, and no new request starts before
+it. A start is turned into a time: the time at which the longest queue reached it. A tenant without
+competition is served in order of arrival.
 
-After P. Goyal, H. Vin, H. Cheng, "Start-time Fair Queueing", SIGCOMM 1996; the virtual time is read off the
-queue, so that no speed has to be known.
+After P. Goyal, H. Vin, H. Cheng, "Start-time Fair Queueing", SIGCOMM 1996. The virtual time is
+derived from the queued work, so that no speed has to be known.
 """
 
 from bisect import bisect_left
@@ -20,26 +22,28 @@ from collections import deque
 from itertools import accumulate, pairwise
 
 TENANTS_MAX = 1024
-"""With work queued at once. Beyond, the one with the least of it is forgotten: it begins anew, at its
-advantage."""
+"""The maximum number of tenants with queued work.
+
+Beyond it the tenant with the least is forgotten, and its next request starts at the virtual time."""
 
 POINTS_MAX = 512
 POINT_S = 0.25
-"""How finely the past of the longest line is known; POINTS_MAX of them are more than two minutes."""
+"""The resolution of the history of the longest queue.
+
+POINTS_MAX points cover more than two minutes."""
 
 
 class FairQueue:
-    """Lines of tenants that have work queued; all else is forgotten."""
+    """The queues of the tenants that have queued work."""
 
     def __init__(self) -> None:
-        self._ends: dict[str, float] = {}  # of lines, all beyond the virtual time
+        self._ends: dict[str, float] = {}  # of the queues, all beyond the virtual time
         self._virtual = 0.0
-        self._points = deque[tuple[float, float]](maxlen=POINTS_MAX)  # (start, time) of the longest line
-        self._tip = (0.0, 0.0)  # the same, of its last request
+        self._points = deque[tuple[float, float]](maxlen=POINTS_MAX)  # (start, time) of the longest queue
+        self._tip = (0.0, 0.0)  # (start, time) of its last request
 
     def advance(self, queued: float) -> None:
-        """So much work is queued in the fleet now: the virtual time is where the lines beyond it hold no
-        more than that. It never goes back."""
+        """Advance the virtual time to where the queues beyond it hold `queued` tokens of work."""
         ends = sorted(self._ends.values(), reverse=True)
         for count, total in enumerate(accumulate(ends), 1):
             level = (total - queued) / count
@@ -50,7 +54,7 @@ class FairQueue:
         self._ends = {tenant: end for tenant, end in self._ends.items() if end > self._virtual}
 
     def ahead(self, tenant: str, work: float) -> float:
-        """The part of all queued work that is done before a request of so much `work`, at equal shares."""
+        """Return the share of all queued work that is done before a request of `work` tokens."""
         start = self._start(tenant)
         total = sum(end - self._virtual for end in self._ends.values())
         others = (min(end, start + work) for other, end in self._ends.items() if other != tenant)
@@ -58,8 +62,10 @@ class FairQueue:
         return before / total if total else 1.0
 
     def charge(self, tenant: str, work: float, now_s: float) -> float:
-        """Append a request to its tenant's line; how much later than others it goes, in seconds: 0 at the end
-        of the longest line, negative elsewhere."""
+        """Append a request to the queue of its tenant and return its queue offset in seconds.
+
+        The offset is 0 at the end of the longest queue and negative elsewhere.
+        """
         start = self._start(tenant)
         self._ends[tenant] = start + work
         if len(self._ends) > TENANTS_MAX:
@@ -81,7 +87,7 @@ class FairQueue:
         return max(self._virtual, self._ends.get(tenant, self._virtual))
 
     def _reached_s(self, start: float) -> float:
-        """When the longest line began a request there."""
+        """Return the time at which the longest queue started a request there."""
         path = [*self._points, self._tip]
         after = bisect_left(path, (start, 0.0))
         if after == 0:

@@ -1,7 +1,8 @@
-"""What a router believes about the workers, and the events that change it.
+"""The router's view of the workers, and the events that change it.
 
-Soft state: everything here is rebuilt from heartbeats within one interval. What placement compares lies in
-a table with a column for each worker, so that a decision among a thousand is a few operations on arrays.
+It is soft state, rebuilt from heartbeats within one interval. The numbers that placement compares
+are in a table with one column per worker, so that a decision among a thousand workers is a few
+array operations.
 """
 
 from dataclasses import dataclass
@@ -17,44 +18,48 @@ from tidemill.cluster.router.prefix_table import Chain, Prefixes, Slots, cut_key
 from tidemill.workers.messages import Heartbeat, WorkerId, WorkerInfo, WorkerLoad
 
 HELD_KEYS_MAX = 1 << 20
-"""Announced depths of a worker that the router remembers, the latest ones."""
+"""The number of announced depths of a worker that the router remembers: the latest ones."""
 
 PLACED_KEYS_MAX = 1 << 14
-"""Pages of prompts that the router remembers to have placed on a worker, at most: less where a worker has
-memory for less."""
+"""The maximum number of pages of placed prompts that the router remembers for a worker.
+
+It is less for a worker with memory for fewer pages."""
 
 BOOKING_SETTLE_S = 0.25
-"""So long after it should have reached its worker a booking is in the worker's own report for certain."""
+"""The time after `due_s` until the heartbeats of a worker certainly include a booking."""
 
 RHO_TAU_S = 10.0
-"""Over how long the load of the fleet is averaged."""
+"""The time constant of the average load of the fleet."""
 
 FETCHED_SHARE = 1 / 8
-"""What a token costs that is fetched at an unknown speed, against one that is computed."""
+"""The assumed cost of fetching a token, relative to computing it, at an unknown fetch speed."""
 
-LEAST_SLOTS = 16
+SLOTS_MIN = 16
 
 
 @unique
 class Column(IntEnum):
-    """The numbers of a worker that placement compares."""
+    """The numbers of a worker that placement compares.
 
-    DECODES = 0  # 1.0: it takes streams
-    PREFILLS = auto()  # 1.0: it takes prompts for others
-    MIXED = auto()  # 1.0: it takes streams and computes their prompts
-    NAME = auto()  # 52 bits that stand for its name
-    NAMESPACE = auto()  # ... and for that of its pages
-    BUSY_UNTIL_S = auto()  # when its queued prompt tokens will be computed
+    A stream is a request that a worker decodes.
+    """
+
+    DECODES = 0  # 1.0: takes streams
+    PREFILLS = auto()  # 1.0: computes prompts for other workers
+    MIXED = auto()  # 1.0: takes streams and computes their prompts
+    NAME = auto()  # 52 bits of the hash of its name
+    NAMESPACE = auto()  # 52 bits of the hash of the namespace of its pages
+    BUSY_UNTIL_S = auto()  # the time at which its queued prompt tokens will be computed
     QUEUED_TOKENS = auto()
     ROWS = auto()
     BUDGET_BYTES = auto()
-    TAKEN_BYTES = auto()  # by requests that run, wait, or were booked
+    TAKEN_BYTES = auto()  # by running, waiting and booked requests
     STEP_S = auto()
     TOKEN_S = auto()
     PAIR_S = auto()
-    ROW_S = auto()  # of a token of a stream
+    ROW_S = auto()  # for one token of one stream
     PAGE_S = auto()  # to fetch a page
-    STATE_S = auto()  # ... and a checkpoint
+    STATE_S = auto()  # to fetch a checkpoint
     STEP_TOKENS = auto()
     PAGE_TOKENS = auto()
     PAGE_BYTES = auto()
@@ -65,13 +70,15 @@ Table = npt.NDArray[np.float64]
 """A row for each `Column`, a column for each slot."""
 
 UNSETTLED = [Column.BUSY_UNTIL_S, Column.QUEUED_TOKENS, Column.ROWS, Column.TAKEN_BYTES]
-"""What bookings add to."""
+"""The columns that bookings add to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Booking:
-    """Work that was placed on a worker, and that will be in its report soon after `due_s`. `keys` are those
-    of the prompt's pages, which it will hold."""
+    """Work placed on a worker, which its heartbeats include from soon after `due_s` on.
+
+    `keys` are those of the pages of the prompt, which the worker will hold.
+    """
 
     tokens: int
     rows: int
@@ -84,11 +91,11 @@ class Booking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One worker, by its last report. `slot` is its place in the columns."""
+    """A worker, by its last heartbeat. `slot` is its column in the table."""
 
     info: WorkerInfo
     load: WorkerLoad
-    heard_at_s: float
+    heartbeat_at_s: float
     sequence: int
     slot: int
     draining: bool = False
@@ -104,7 +111,7 @@ class HeartbeatArrived:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker is gone: its stream broke, or it has been silent for too long."""
+    """A worker is gone: its stream broke, or it was silent for too long."""
 
     worker: WorkerId
 
@@ -121,18 +128,18 @@ Event = HeartbeatArrived | WorkerLost | RequestBooked
 
 
 class Fleet:
-    """Changed by events alone, and the same whatever order workers were heard in, slots aside."""
+    """The workers, changed only by events. Their order among workers affects nothing but slots."""
 
     def __init__(self) -> None:
         self.members: dict[WorkerId, Member] = {}
-        self.table: Table = _vacant(LEAST_SLOTS)
-        self._workers: list[WorkerId | None] = [None] * LEAST_SLOTS  # of each slot
+        self.table: Table = _vacant(SLOTS_MIN)
+        self._workers: list[WorkerId | None] = [None] * SLOTS_MIN  # of each slot
         self._by_name: dict[str, WorkerId] = {}
         self._bookings: dict[WorkerId, list[Booking]] = {}
-        self._prefixes = Prefixes()  # of each slot what its worker announced, then what was placed there
-        self._looked_up: tuple[tuple[bytes, ...], Slots] | None = None  # last, and nothing happened since
-        self._chain: tuple[tuple[bytes, ...], Chain] | None = None  # asked for last
-        self._work_s = 0.0  # booked of late: less by e each RHO_TAU_S
+        self._prefixes = Prefixes()  # two sets per slot: announced keys, placed keys
+        self._looked_up: tuple[tuple[bytes, ...], Slots] | None = None  # reset by each event
+        self._chain: tuple[tuple[bytes, ...], Chain] | None = None  # of the last keys
+        self._work_s = 0.0  # booked recently; it decays with RHO_TAU_S
         self._work_at_s = 0.0
 
     def apply(self, event: Event) -> None:
@@ -148,9 +155,9 @@ class Fleet:
                 assert_never(event)
 
     def silent_since(self, now_s: float, silence_s_max: float) -> list[WorkerId]:
-        """Workers that have not been heard for longer than `silence_s_max`."""
+        """Return the workers without a heartbeat for longer than `silence_s_max`."""
         return [
-            worker for worker, member in self.members.items() if now_s - member.heard_at_s > silence_s_max
+            worker for worker, member in self.members.items() if now_s - member.heartbeat_at_s > silence_s_max
         ]
 
     def at(self, slot: int) -> Member:
@@ -159,27 +166,30 @@ class Fleet:
         return self.members[worker]
 
     def num_held(self, member: Member) -> int:
-        """Restorable depths that the worker has announced and the router remembers."""
+        """Return the number of announced restorable depths that the router remembers."""
         return self._prefixes.num_held(_announced(member.slot))
 
     def queued_tokens(self, worker: WorkerId) -> float:
-        """Prompt tokens that wait there to be computed; 0 for a worker that is not known."""
+        """Return the prompt tokens that wait on a worker; 0 for an unknown worker."""
         member = self.members.get(worker)
         return 0.0 if member is None else float(self.table[Column.QUEUED_TOKENS, member.slot])
 
-    def queued_tokens_of_all(self) -> float:
+    def total_queued_tokens(self) -> float:
         return float(self.table[Column.QUEUED_TOKENS].sum())
 
     def depths(self, keys: tuple[bytes, ...]) -> tuple[Slots, Slots]:
-        """For each slot how many of `keys`, from the first, the worker said that it can restore, and of how
-        many it has or will have the pages: those of prompts placed there, too."""
+        """Return, for each slot, how many of the first `keys` are announced, and how many are
+        resident.
+
+        Announced depths can be restored. Resident ones include the pages of prompts placed there.
+        """
         if self._looked_up is None or self._looked_up[0] is not keys:
-            self._looked_up = keys, self._prefixes.depths(self._chain_of(keys), 2 * len(self._workers))
+            self._looked_up = keys, self._prefixes.depths(self._chain_for(keys), 2 * len(self._workers))
         announced, placed = self._looked_up[1].reshape(-1, 2).T
         return announced, np.maximum(announced, placed)
 
     def rho(self, now_s: float) -> float:
-        """The work placed of late, as a share of what the workers that compute prompts can do."""
+        """Return the recently booked work as a share of the capacity of the computing workers."""
         computing = np.count_nonzero(self.table[Column.PREFILLS] + self.table[Column.MIXED])
         decayed_s = self._work_s * exp((self._work_at_s - now_s) / RHO_TAU_S)
         return decayed_s / (RHO_TAU_S * computing) if computing else 0.0
@@ -194,7 +204,7 @@ class Fleet:
         member = self.members[info.worker] = Member(
             info=info,
             load=heartbeat.load,
-            heard_at_s=now_s,
+            heartbeat_at_s=now_s,
             sequence=heartbeat.sequence,
             slot=slot,
             draining=heartbeat.draining,
@@ -202,14 +212,16 @@ class Fleet:
         self._workers[slot] = info.worker
         self._by_name[info.name] = info.worker
         bookings = self._bookings.get(info.worker, ())
-        self._bookings[info.worker] = [one for one in bookings if now_s - one.due_s < BOOKING_SETTLE_S]
-        self.table[:, slot] = _settled(self.table[:, slot], _column(member), self._bookings[info.worker])
+        self._bookings[info.worker] = [
+            booking for booking in bookings if now_s - booking.due_s < BOOKING_SETTLE_S
+        ]
+        self.table[:, slot] = _settle(self.table[:, slot], _column(member), self._bookings[info.worker])
         if announcement.full:
             self._prefixes.clear(_announced(slot))
         if announcement.removed:
             removed = cut_keys(announcement.removed)
             self._prefixes.remove(_announced(slot), removed)
-            if not info.state_bytes:  # else the page may be there without its checkpoint
+            if not info.state_bytes:  # a hybrid may keep the page when its checkpoint goes
                 self._prefixes.remove(_placed(slot), removed)
         self._prefixes.add(_announced(slot), cut_keys(announcement.added), HELD_KEYS_MAX)
 
@@ -235,14 +247,14 @@ class Fleet:
         column[Column.ROWS] += booking.rows
         column[Column.TAKEN_BYTES] += booking.num_bytes
         pages = member.load.budget_bytes // (member.info.page_bytes or 1) or PLACED_KEYS_MAX
-        chain = self._chain_of(booking.keys)
+        chain = self._chain_for(booking.keys)
         self._prefixes.add_chain(_placed(member.slot), chain, min(pages, PLACED_KEYS_MAX))
         if member.info.role != "decode":
             decay = exp((self._work_at_s - booking.at_s) / RHO_TAU_S)
             self._work_s = self._work_s * decay + booking.seconds
             self._work_at_s = booking.at_s
 
-    def _chain_of(self, keys: tuple[bytes, ...]) -> Chain:
+    def _chain_for(self, keys: tuple[bytes, ...]) -> Chain:
         if self._chain is None or self._chain[0] is not keys:
             self._chain = keys, Chain(cut_keys(keys))
         return self._chain[1]
@@ -255,7 +267,7 @@ class Fleet:
 
 
 def wants_full_announcement(fleet: Fleet, heartbeat: Heartbeat) -> bool:
-    """Whether the announcements between the last heartbeat and this one were missed."""
+    """Return whether the router missed announcements between the last heartbeat and this one."""
     if heartbeat.announcement.full:
         return False
     member = fleet.members.get(heartbeat.info.worker)
@@ -264,7 +276,7 @@ def wants_full_announcement(fleet: Fleet, heartbeat: Heartbeat) -> bool:
 
 def _vacant(num_slots: int) -> Table:
     table = np.zeros((len(Column), num_slots))
-    table[[Column.STEP_TOKENS, Column.PAGE_TOKENS]] = 1.0  # what others are divided by
+    table[[Column.STEP_TOKENS, Column.PAGE_TOKENS]] = 1.0  # divisors
     return table
 
 
@@ -276,11 +288,15 @@ def _placed(slot: int) -> int:
     return 2 * slot + 1
 
 
-def _settled(expected: Table, reported: Table, bookings: list[Booking]) -> Table:
-    """A report may have the latest bookings in it, or not yet: what was expected tells which, as far as it
-    can be true. With all of them added, they would count twice until the next report."""
+def _settle(expected: Table, reported: Table, bookings: list[Booking]) -> Table:
+    """Return the column of a worker after a heartbeat, which may include the latest bookings or
+    not.
+
+    The expected load is kept, but no less than reported, and no more than reported plus all
+    bookings. Adding all of them would count some twice until the next heartbeat.
+    """
     if bookings:
-        each = [(one.seconds, one.tokens, one.rows, one.num_bytes) for one in bookings]
+        each = [(booking.seconds, booking.tokens, booking.rows, booking.num_bytes) for booking in bookings]
         least = reported[UNSETTLED]
         most = least + list(map(sum, zip(*each, strict=True)))
         reported[UNSETTLED] = np.clip(expected[UNSETTLED], least, most)
@@ -296,7 +312,7 @@ def _column(member: Member) -> Table:
         column[Column.MIXED] = info.role == "mixed"
     column[Column.NAME] = _bits(info.name)
     column[Column.NAMESPACE] = _bits(f"{info.fingerprint} {info.layout}")
-    column[Column.BUSY_UNTIL_S] = member.heard_at_s + load.queued_s
+    column[Column.BUSY_UNTIL_S] = member.heartbeat_at_s + load.queued_s
     column[Column.QUEUED_TOKENS] = load.queued_tokens
     column[Column.ROWS] = load.running_rows + load.waiting_rows
     column[Column.BUDGET_BYTES] = load.budget_bytes
@@ -318,5 +334,5 @@ def _column(member: Member) -> Table:
 
 
 def _bits(text: str) -> int:
-    """As many as a column can hold."""
+    """Return 52 bits of a hash, which a float64 holds exactly."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 12

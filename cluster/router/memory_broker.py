@@ -1,18 +1,20 @@
-"""How the workers of one device share its memory: demand first, the rest where a cache is short. Pure.
+"""The memory broker: divides the memory of a device among its workers. Pure.
 
-Each worker has a row of claims, each at least as high as the one before. All are raised to their first
-claims, then to their second ones, until the memory is used up; claims that not all can have are filled like
-vessels that stand side by side, to one level:
+Each worker has a row of ascending claims. All workers are raised to their first claims, then to
+their second ones, until the memory is used up. Claims that not all can have are filled to one level
+(water-filling):
 
-    floor | need | comfort | a short cache: keep, then grow | the others: what is in use, what was told | max
+    floor | need | comfort | a short cache: keep, then grow | other caches: in use, assigned | max
 
-Nobody is lowered before another worker's claim asks for it, and not for a trifle while every need is met.
+A worker is lowered only when another worker's claim requires it. While every need is met, the
+broker skips small changes.
 
-A change has two phases. A worker is lowered by a word; another one is raised only by what is free:
+A change has two phases. The broker assigns a lower budget to one worker, and raises another one
+only by memory that is free:
 
-    free = total - sum of max(budget reported, bytes mapped, budget told)
+    free = total - sum of max(budget reported, bytes mapped, budget assigned)
 
-so that a lost word, a slow worker or a dead one costs time and never memory that is not there.
+A lost message, a slow worker or a crashed one therefore costs time, but never exceeds the memory.
 """
 
 from bisect import bisect_right
@@ -23,25 +25,28 @@ from itertools import accumulate
 NUM_CLAIMS = 8
 
 COMFORT_SHARE = 4
-"""A worker shall have this part of its need on top of it, so that its rows can grow."""
+"""The comfort of a worker is its need and one part in 4 more, so that its rows can grow."""
 
 MARGINS = 8
-"""The least of that is a device's memory over this and the number of its workers; half of it is a trifle."""
+"""The margin is the memory of the device / (8 * its workers), the least such addition.
+
+Changes below half a margin are small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """What a worker has of its device and what it needs, in bytes.
+    """The memory that a worker has and needs, in bytes.
 
-    `told_bytes` is the budget that it was told last, `budget_bytes` when it was told nothing. Requests that
-    run hold `live_bytes`, those that wait need `wanted_bytes`. `pressed`: it had to give up cached memory, or
-    a running request, of late.
+    `assigned_bytes` is the budget last assigned to it, initially `budget_bytes`. Its running
+    requests hold `live_bytes`, its waiting ones need `wanted_bytes`. A `pressed` worker recently
+    had to evict cached memory or preempt a running request. An operator or its share fixes the
+    budget to `pinned_bytes`.
     """
 
     floor_bytes: int
     max_bytes: int
     budget_bytes: int
-    told_bytes: int
+    assigned_bytes: int
     mapped_bytes: int = 0
     live_bytes: int = 0
     cached_bytes: int = 0
@@ -51,30 +56,32 @@ class Account:
 
     @property
     def held_bytes(self) -> int:
-        """The most that it may have taken: a report comes after all that was told before had its effect, or
-        was lost for good."""
-        return max(self.budget_bytes, self.mapped_bytes, self.told_bytes)
+        """The most memory that the worker may have taken.
+
+        When a report arrives, every earlier assignment has taken effect or is lost for good.
+        """
+        return max(self.budget_bytes, self.mapped_bytes, self.assigned_bytes)
 
     @property
     def need_bytes(self) -> int:
-        """What it must have for every request to run, within what it may have."""
+        """The memory that all its requests need to run, within its limits."""
         if self.pinned_bytes is not None:
             return self._within(self.pinned_bytes)
         return self._within(self.live_bytes + self.wanted_bytes)
 
     def claims(self, margin_bytes: int) -> list[int]:
-        """From the most to the least urgent."""
-        need, told = self.need_bytes, self.told_bytes
+        """Return the claims of the worker, in ascending order, the most urgent one first."""
+        need, assigned = self.need_bytes, self.assigned_bytes
         if self.pinned_bytes is not None:
             return [need] * NUM_CLAIMS
         rising = (
             self.floor_bytes,
             need,
             need + max(need // COMFORT_SHARE, margin_bytes),
-            told if self.pressed else 0,
-            told + margin_bytes if self.pressed else 0,
-            min(told, self.live_bytes + self.cached_bytes),
-            told,
+            assigned if self.pressed else 0,
+            assigned + margin_bytes if self.pressed else 0,
+            min(assigned, self.live_bytes + self.cached_bytes),
+            assigned,
             self.max_bytes,
         )
         assert len(rising) == NUM_CLAIMS
@@ -85,21 +92,23 @@ class Account:
 
 
 def rebalance(accounts: Mapping[str, Account], total_bytes: int) -> dict[str, int]:
-    """The budget of each worker from now on, by name, of the `total_bytes` of their device.
+    """Return the new budget of each worker by name, out of the `total_bytes` of their device.
 
-    Between floor and max each, given that what they hold is. What all of them may have taken then is at most
-    `total_bytes`, or what it was before.
+    Each budget is between floor and max if the memory that the worker holds is. All of them
+    together may then have taken at most `total_bytes`, or what they may have taken before.
     """
     margin_bytes = total_bytes // (MARGINS * max(1, len(accounts)))
     targets = _targets(accounts, total_bytes, margin_bytes)
-    is_short = any(one.told_bytes < one.need_bytes <= targets[name] for name, one in accounts.items())
+    is_short = any(
+        account.assigned_bytes < account.need_bytes <= targets[name] for name, account in accounts.items()
+    )
     free_bytes = total_bytes - held_bytes(accounts.values())
     budgets: dict[str, int] = {}
     for name in sorted(accounts):
         account, target = accounts[name], targets[name]
-        trifle = account.told_bytes - target < margin_bytes // 2
-        if target < account.told_bytes and trifle and not is_short and free_bytes >= 0:
-            target = account.told_bytes
+        is_small = account.assigned_bytes - target < margin_bytes // 2
+        if target < account.assigned_bytes and is_small and not is_short and free_bytes >= 0:
+            target = account.assigned_bytes
         raised_bytes = max(0, min(target - account.held_bytes, free_bytes))
         free_bytes -= raised_bytes
         budgets[name] = min(target, account.held_bytes + raised_bytes)
@@ -107,7 +116,7 @@ def rebalance(accounts: Mapping[str, Account], total_bytes: int) -> dict[str, in
 
 
 def held_bytes(accounts: Iterable[Account]) -> int:
-    """The most that all of them may have taken."""
+    """Return the most memory that all of them may have taken."""
     return sum(account.held_bytes for account in accounts)
 
 
@@ -115,13 +124,12 @@ def _targets(accounts: Mapping[str, Account], total_bytes: int, margin_bytes: in
     rows = [account.claims(margin_bytes) for account in accounts.values()]
     given = [row[0] for row in rows]
     for column in zip(*rows, strict=True):
-        given = _poured(given, [row[0] for row in rows], column, total_bytes)
+        given = _fill(given, [row[0] for row in rows], column, total_bytes)
     return dict(zip(accounts, given, strict=True))
 
 
-def _poured(given: list[int], floors: list[int], claims: Sequence[int], total_bytes: int) -> list[int]:
-    """`given`, raised towards `claims` up to the same level above each floor, the highest that the memory
-    allows."""
+def _fill(given: list[int], floors: list[int], claims: Sequence[int], total_bytes: int) -> list[int]:
+    """Raise `given` towards `claims`, to the highest common level above the floors."""
 
     def up_to(level_bytes: int) -> list[int]:
         return [

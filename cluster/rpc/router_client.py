@@ -52,16 +52,16 @@ class RouterClient:
         self._ways = [_RouterConnection(find, tls) for find in routers]
         self._at = 0  # who is asked now
 
-    async def place(self, ask: PlacementRequest) -> Route:
-        """Waits up to `ask.wait_s_max` for the router and for a worker. Raises Unserved, Overloaded,
+    async def place(self, request: PlacementRequest) -> Route:
+        """Waits up to `request.wait_s_max` for the router and for a worker. Raises Unserved, Overloaded,
         Poisonous."""
         now_s = asyncio.get_running_loop().time
-        give_up_s = now_s() + ask.wait_s_max
+        give_up_s = now_s() + request.wait_s_max
 
         def asking() -> bytes:
-            return encode_ask(replace(ask, wait_s_max=max(0.0, give_up_s - now_s())))
+            return encode_ask(replace(request, wait_s_max=max(0.0, give_up_s - now_s())))
 
-        placed = decode_placed(await self._call("Place", asking, ask.wait_s_max))
+        placed = decode_placed(await self._call("Place", asking, request.wait_s_max))
         if isinstance(placed, Route):
             return placed
         raise placed

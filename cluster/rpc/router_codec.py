@@ -37,6 +37,7 @@ def encode_ask(ask: PlacementRequest) -> bytes:
         ttft_s_max=ask.ttft_s_max,
         content_hash=ask.content_hash,
         recompute_all=ask.recompute_all,
+        resumed=ask.resumed,
     ).SerializeToString()
 
 
@@ -54,6 +55,7 @@ def decode_ask(data: bytes) -> PlacementRequest:
         ttft_s_max=message.ttft_s_max if message.HasField("ttft_s_max") else None,
         content_hash=message.content_hash,
         recompute_all=message.recompute_all,
+        resumed=message.resumed,
     )
 
 
