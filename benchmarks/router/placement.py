@@ -17,7 +17,7 @@ from typing import Any
 from tidemill.cluster.simulate.cost import SPEED, StepCost
 from tidemill.cluster.simulate.policies import OURS, POLICIES
 from tidemill.cluster.simulate.setup import Setup
-from tidemill.cluster.simulate.trace import TraceRequest, read_trace, sped_up, spread
+from tidemill.cluster.simulate.trace import TraceRequest, read_trace, speed_up, spread
 from tidemill.cluster.simulate.world import simulate
 
 RESULTS = Path(__file__).parents[1] / "results" / "placement.json"
@@ -31,7 +31,7 @@ def main() -> None:
     for key, trace, load, setup in _runs(options):
         if key in found and setup.policy not in options.again:
             continue
-        items = sped_up(_items(options.traces / f"{trace}_trace.jsonl", options.seed), load)
+        items = speed_up(_items(options.traces / f"{trace}_trace.jsonl", options.seed), load)
         found[key] = _run(items, setup)
         RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
         print(

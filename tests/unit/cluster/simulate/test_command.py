@@ -61,7 +61,7 @@ def test_a_table(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("option", "reason"),
     [
-        ("--policy=worst", "there are ours"),
+        ("--policy=worst", "the policies are ours"),
         ("--prefill=0", "--prefill is 0"),
         ("--speed-up=0", "--speed-up is 0"),
         ("--grain=3", "--grain is 3"),
@@ -82,5 +82,5 @@ def test_a_measured_speed_fills_in_what_it_knows(tmp_path: Path) -> None:
     assert (read_speed(path).step_s, read_speed(path).row_s) == (0.5, SPEED.row_s)
     for text in ("", "[]", "{}", '{"speed": 1}'):
         path.write_text(text)
-        with pytest.raises(TraceError, match="is no speed"):
+        with pytest.raises(TraceError, match="is not a speed file"):
             read_speed(path)

@@ -18,7 +18,7 @@ from tidemill.cluster.simulate.policies import (
     PrefixAffinity,
     UnknownPolicy,
     WorkerView,
-    policy_of,
+    make_policy,
 )
 from tidemill.cluster.simulate.report import imbalance, percentile
 from tidemill.cluster.simulate.setup import Setup
@@ -144,9 +144,9 @@ def test_pages_on_their_way_draw_their_family_at_high_load() -> None:
 
 def test_every_name_is_a_policy_and_no_other() -> None:
     for name in POLICIES:
-        assert policy_of(name, Random(1))(ASK, seats(seat("a")), 0.0).info.name == "a"
-    with pytest.raises(UnknownPolicy, match="there are ours"):
-        policy_of("worst", Random(1))
+        assert make_policy(name, Random(1))(ASK, seats(seat("a")), 0.0).info.name == "a"
+    with pytest.raises(UnknownPolicy, match="the policies are ours"):
+        make_policy("worst", Random(1))
 
 
 def item(at_s: float, *blocks: int, tokens: int = BLOCK_TOKENS) -> TraceRequest:

@@ -10,10 +10,10 @@ from tidemill.cluster.simulate.trace import (
     BLOCK_TOKENS,
     TraceError,
     TraceRequest,
-    chained,
+    chain_blocks,
     read_trace,
-    reusable_tokens,
-    sped_up,
+    reusable_share,
+    speed_up,
     spread,
 )
 
@@ -64,18 +64,18 @@ def test_spreading_moves_arrivals_inside_of_their_tick_alone() -> None:
         ahead = 3.0 if item.at_s < items[-1].at_s else 1e-9
         assert item.at_s <= moved[item.blocks] < item.at_s + ahead
     assert len(set(moved.values())) > 90
-    assert [item.at_s for item in sped_up(items, 2.0)] == [item.at_s / 2 for item in items]
+    assert [item.at_s for item in speed_up(items, 2.0)] == [item.at_s / 2 for item in items]
 
 
 def test_what_could_be_reused_is_counted_in_full_blocks_below_the_last_token() -> None:
     full = TraceRequest(0.0, 3 * BLOCK_TOKENS, 1, (1, 2, 3))  # its last block holds the last token
     other = TraceRequest(0.0, 2 * BLOCK_TOKENS + 1, 1, (1, 9, 10))
-    assert reusable_tokens([full]) == 0.0
-    assert reusable_tokens([full, full]) == 2 / 6
-    assert reusable_tokens([full, other]) == pytest.approx(BLOCK_TOKENS / (5 * BLOCK_TOKENS + 1))
+    assert reusable_share([full]) == 0.0
+    assert reusable_share([full, full]) == 2 / 6
+    assert reusable_share([full, other]) == pytest.approx(BLOCK_TOKENS / (5 * BLOCK_TOKENS + 1))
 
 
 def test_names_cover_what_is_before_them() -> None:
     items = [TraceRequest(0.0, 1200, 1, blocks) for blocks in ((1, 2, 3), (1, 2, 4), (9, 2, 3))]
-    assert [item.blocks for item in chained(items)] == [(0, 1, 2), (0, 1, 3), (4, 5, 6)]
-    assert chained(chained(items)) == chained(items)
+    assert [item.blocks for item in chain_blocks(items)] == [(0, 1, 2), (0, 1, 3), (4, 5, 6)]
+    assert chain_blocks(chain_blocks(items)) == chain_blocks(items)
