@@ -81,10 +81,7 @@ class RouterSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSettings:
-    """The chat settings of a model.
-
-    `template` is a path or the text of a template; None: the model's own.
-    """
+    """The chat settings of a model. `template` is a path or a text; None: the model's own."""
 
     template: str | None = None
     tool_parser: ToolParser = "auto"
@@ -96,10 +93,7 @@ AUTO = ChatSettings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
-    """The workers of one model, and the routers that place its requests.
-
-    Clients use any of the `names`.
-    """
+    """The workers and routers of one model. Clients use any of the `names`."""
 
     workers: tuple[WorkerSettings, ...]
     names: tuple[str, ...] = ("model",)

@@ -24,36 +24,29 @@ from tidemill.cluster.router.prefix_table import cut_keys
 
 GAP_PAGES_MAX = 2
 GAP_TOKENS_MIN = 128
-"""The longest gap that a decode worker always computes itself, for less than a hop costs.
-
-With large pages the gap is limited to this many tokens, but at least one page."""
+"""The longest gap that a decode worker always computes itself, for less than a hop costs. With
+large pages the gap is limited to this many tokens, but at least one page."""
 
 GAP_S_MAX = 0.25
-"""The longest time for a longer gap, during which the streams of the decode worker wait.
-
-It computes such a gap only if no prefill worker would finish earlier and the prompt has no home."""
+"""The longest time for a longer gap, during which the streams of the decode worker wait. It
+computes such a gap only if no prefill worker would finish earlier and the prompt has no home."""
 
 HOME_SHARE = 0.25
-"""The share of a prompt that makes a prefill worker its home.
-
-Later requests expect its pages there."""
+"""The share of a prompt that makes a prefill worker its home, where later requests look for it."""
 
 HOP_S = 0.02
 HOP_PAGES = 2
 """The cost of a hop to a prefill worker: in pages of prompt tokens while speeds are unknown."""
 
 KAPPA = 2.0
-"""The least cost to other requests of a second of duplicate work, which evicts pages of theirs.
-
-In a busy fleet the cost is higher, because other requests wait for that work."""
+"""The least cost to other requests of a second of duplicate work, which evicts pages of theirs. In
+a busy fleet the cost is higher, because other requests wait for that work."""
 
 PATIENCE_S = 1.3
 """The longest extra wait for the benefit of others, beyond the least wait of all workers."""
 
 ANSWER_TOKENS = 256
-"""The assumed maximum length of an answer.
-
-The limits that clients set say little about the length."""
+"""The assumed maximum length of an answer: most answers are far below the limits of clients."""
 
 FULL_S = 0.1
 """The cost of a worker whose memory is half full. At nine tenths it is nine times as much."""
@@ -172,9 +165,7 @@ def prefill_time(view: _View, start: Vector, end: int) -> Vector:
 
 def first_token_time(view: _View, decode_time: Vector, alone: Mask, prefill: _Prefill | None) -> Vector:
     """Return the time to first token by decode worker, through `prefill` where it is not `alone`.
-
-    `decode_time` is the time to compute the prompt on the decode worker.
-    """
+    `decode_time` is the time to compute the prompt on the decode worker."""
     costs = view.costs
     if prefill is None:
         return costs.wait + decode_time + costs.step
@@ -215,10 +206,7 @@ def crowding_penalty(view: _View) -> Vector:
 
 
 def _eligible(view: _View, column: Column) -> Chosen:
-    """Return the workers that do this work.
-
-    Those on which the request failed are better than none.
-    """
+    """Return the workers for this work. Those where the request failed are better than none."""
     members = view.fleet.members
     eligible = np.flatnonzero(view.table[column])
     failed = [members[worker].slot for worker in view.request.avoid if worker in members]
@@ -227,11 +215,8 @@ def _eligible(view: _View, column: Column) -> Chosen:
 
 
 def _pick(view: _View, slots: Chosen, scores: Vector) -> int:
-    """Return the slot with the least score.
-
-    Among equals, rendezvous hashing on the first page of the prompt that none of them has decides
-    (Thaler and Ravishankar, 1998).
-    """
+    """Return the slot with the least score. Among equals, rendezvous hashing on the first page of
+    the prompt that none of them has decides (Thaler and Ravishankar, 1998)."""
     score = scores[slots]
     tied = slots[score <= score.min() * TIED]
     if len(tied) == 1:

@@ -28,9 +28,7 @@ FILL_MAX = 0.7
 SPREAD = np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing (Knuth, TAOCP 3, 6.4)
 LOG_SLACK = 1024
 RUNS_MAX = 16
-"""The pages of a prompt have few holder sets.
-
-Keys with more runs of equal values are sorted by value."""
+"""More runs of equal values than a prompt has are sorted by value first."""
 
 WINDOW = np.arange(8)  # positions that one probe reads
 
@@ -46,11 +44,8 @@ def cut_keys(keys: Sequence[bytes]) -> Keys:
 
 @dataclass(slots=True, eq=False)
 class Chain:
-    """The keys of one prompt, in the order of its pages.
-
-    It is looked up once and booked on two workers: the positions of its keys are kept until the
-    table changes.
-    """
+    """The keys of one prompt, in the order of its pages. It is looked up once and booked on two
+    workers: the positions of its keys are kept until the table changes."""
 
     keys: Keys
     positions: Positions = field(default_factory=lambda: np.zeros(0, np.int64))  # negative: missing
@@ -180,10 +175,7 @@ class Prefixes:
         log.limit = 2 * len(kept) + LOG_SLACK
 
     def _change(self, positions: Positions, slot: int, *, joins: bool) -> int:
-        """Add the slot to the holders of the keys at `positions`, or remove it.
-
-        Return the change of its key count.
-        """
+        """Add the slot to the holders of keys, or remove it. Return the change of its key count."""
         if not len(positions):
             return 0
         values = self._values[positions]
@@ -211,8 +203,7 @@ class Prefixes:
         return ((keys * SPREAD) >> shift).astype(np.int64)
 
     def _find(self, keys: Keys) -> Positions:
-        """Return the position of each key; for a missing one, inverted, the free end of its
-        search."""
+        """Return the position of each key; for a missing one, the inverted free one for it."""
         homes = self._home(keys)
         there = self._keys[homes]
         positions = np.where(there == keys, homes, ~homes)  # most searches end at the home position
@@ -226,10 +217,7 @@ class Prefixes:
         return positions
 
     def _claim(self, keys: Keys, free: Positions) -> Positions:
-        """Insert distinct keys, each at the free position where its search ended.
-
-        Return their positions.
-        """
+        """Insert distinct keys, each at the free position of its search. Return the positions."""
         self._keys[free] = keys  # of several keys for one position one is inserted
         has = self._keys[free] == keys
         self._used += int(np.count_nonzero(has))

@@ -63,11 +63,8 @@ class ServedRouter(Protocol):
 
 
 class RouterService:
-    """Serves a router.
-
-    A worker whose stream of heartbeats breaks is lost immediately, a silent one at the next tick of
-    the router.
-    """
+    """Serves a router. A worker whose stream of heartbeats breaks is lost immediately, a silent one
+    at the next tick of the router."""
 
     def __init__(self, router: ServedRouter, tls: MutualTls | None = None) -> None:
         self._router = router
@@ -135,10 +132,7 @@ class RouterService:
                 self._router.report_lost(worker)
 
     async def _memory(self, frames: AsyncIterator[bytes], context: "Context") -> None:
-        """Answer a worker of another fleet with its budget.
-
-        A silent worker keeps its budget for a while.
-        """
+        """Send a worker of another fleet its budget, which it keeps for a while when silent."""
         try:
             async for data in frames:
                 budget_bytes = self._router.budget_for(decode_heartbeat(data))

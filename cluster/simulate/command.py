@@ -61,10 +61,7 @@ def simulate_trace(options: SimulateOptions) -> int:
 
 
 def read_speed(path: Path) -> Speed:
-    """Read a file with fields of Speed. Missing fields and zeros are those of a large accelerator.
-
-    Raises TraceError.
-    """
+    """Read fields of Speed, by default those of a large accelerator. Raises TraceError."""
     try:
         content: object = json.loads(path.read_text())
     except (OSError, ValueError) as error:

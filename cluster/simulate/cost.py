@@ -14,8 +14,7 @@ LINEAR_LAYERS = 36
 SPEED = Speed(
     step_s=16.50142e-3, token_s=1.518344e-5, pair_s=2 * 4.209989e-10, row_s=1e-4, fetch_bytes_per_s=10e9
 )
-"""A large accelerator: the polynomial of published replay studies, 0.1 ms per row, a store at 10
-GB/s."""
+"""A large accelerator: the polynomial of replay studies, 0.1 ms per row, a store at 10 GB/s."""
 
 NO_STORE_BYTES_PER_S = 1.0
 """The rate reported without a store: each fetch would be too slow. A rate of 0 means unknown."""
@@ -56,10 +55,8 @@ class StepCost:
         return self.speed.step_s + rows * self.speed.row_s
 
     def measured_speed(self, role: Role) -> Speed:
-        """Return the speed that a worker would measure.
-
-        Without a store, decode workers still get the pages of a prompt from its prefill worker.
-        """
+        """Return the speed that a worker would measure. Without a store, decode workers still get
+        the pages of a prompt from its prefill worker."""
         speed = self.speed
         if not speed.fetch_bytes_per_s:
             rate = NO_STORE_BYTES_PER_S if role == "prefill" else SPEED.fetch_bytes_per_s

@@ -47,10 +47,7 @@ class ModelWorker:
         return self._cost.prefill_s(start, end)
 
     async def compute(self, keys: Sequence[bytes], num_tokens: int) -> tuple[int, int]:
-        """Compute a prompt in order of arrival.
-
-        Return the tokens reused from the cache and from the store.
-        """
+        """Compute a prompt in order of arrival. Return its tokens from the cache and the store."""
         expected = self._blocks.expected_usable(keys)
         expected_s = self._serving(expected, keys, num_tokens)[0]
         missing = num_tokens - expected * BLOCK_TOKENS
@@ -76,10 +73,7 @@ class ModelWorker:
 
     def _serving(self, depth: int, keys: Sequence[bytes], num_tokens: int) -> tuple[float, int]:
         """Return the time to serve a prompt with `depth` cached blocks, and the number of fetched
-        blocks.
-
-        A fetch keeps the worker busy, too.
-        """
+        blocks. A fetch keeps the worker busy, too."""
         beside = BESIDE_STREAMS if self.kv_tokens else 1.0
         computed_s = self._cost.prefill_s(depth * BLOCK_TOKENS, num_tokens) * beside
         rate = self._cost.speed.fetch_bytes_per_s

@@ -16,10 +16,7 @@ class NoPictures(TidemillError):
 
 
 def new_figure() -> Any:  # noqa: ANN401  a matplotlib Figure
-    """Return an empty figure, before a long run so that a missing package fails early.
-
-    Raises NoPictures.
-    """
+    """Return an empty figure. Raises NoPictures, before a long run."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415  optional
     except ImportError as error:
@@ -28,10 +25,7 @@ def new_figure() -> Any:  # noqa: ANN401  a matplotlib Figure
 
 
 def plot(outcome: Outcome, figure: Any, path: Path) -> None:  # noqa: ANN401  a matplotlib Figure
-    """Plot the times to first token, their mean over the run, and the load of workers.
-
-    Raises NoPictures.
-    """
+    """Plot times to first token, their mean over the run, and worker load. Raises NoPictures."""
     first, over, busy = figure.subplots(1, 3)
     first.ecdf([max(1e-3, request.ttft_s) for request in outcome.served])
     first.set(xlabel="time to first token, s", ylabel="share of requests", xscale="log", ylim=(0, 1.02))

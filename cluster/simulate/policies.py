@@ -204,8 +204,5 @@ def _ttft_s(worker: WorkerView, request: PlacementRequest) -> float:
 
 
 def _duplicate_s(worker: WorkerView, request: PlacementRequest) -> float:
-    """Return the time to compute the missing pages.
-
-    A checkpoint does not count: the first visit makes it.
-    """
+    """Return the time to compute missing pages, without checkpoints: the first visit makes those."""
     return worker.prefill_s(worker.expected(request.keys) * worker.info.page_tokens, request.num_tokens)

@@ -10,10 +10,7 @@ SHARES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRequest:
-    """An answered request.
-
-    The worker of its prompt reused `reused_tokens`, `fetched_tokens` of these from the store.
-    """
+    """An answered request. Of the prompt tokens `reused_tokens` were reused, `fetched_tokens` of these from the store."""
 
     at_s: float
     ttft_s: float
@@ -27,11 +24,8 @@ class SimulatedRequest:
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of a run.
-
-    `gaps_s` has the times between tokens of all requests, `busy_s` the compute time of each worker
-    by role.
-    """
+    """The outcome of a run. `gaps_s` has the times between tokens of all requests, `busy_s` the
+    compute time of each worker by role."""
 
     served: list[SimulatedRequest] = field(default_factory=list[SimulatedRequest])
     gaps_s: "array[float]" = field(default_factory=lambda: array("d"))

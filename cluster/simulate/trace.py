@@ -34,16 +34,12 @@ class TraceRequest:
 
     @property
     def full_blocks(self) -> int:
-        """The number of full blocks below the last token of the prompt, which is always
-        computed."""
+        """The number of full blocks below the last prompt token, which is always computed."""
         return (self.prompt_tokens - 1) // BLOCK_TOKENS
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """Read requests sorted by arrival, the first one at 0.
-
-    Raises TraceError, which names the line.
-    """
+    """Read requests, sorted by arrival from 0. Raises TraceError, which names the line."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -57,8 +53,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 
 def chain_blocks(requests: Iterable[TraceRequest]) -> list[TraceRequest]:
-    """Rename the blocks so that a name covers all blocks before it, even if those of the trace do
-    not."""
+    """Rename blocks so that a name covers all blocks before it, for traces where it does not."""
     names: dict[tuple[int, int], int] = {}
     renamed: list[TraceRequest] = []
     for request in requests:
