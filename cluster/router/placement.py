@@ -46,7 +46,7 @@ PATIENCE_S = 1.3
 """The longest extra wait for the benefit of others, beyond the least wait of all workers."""
 
 ANSWER_TOKENS = 256
-"""The assumed maximum length of an answer: most answers are far below the limits of clients."""
+"""The length that answers are assumed not to exceed, whatever limit a client sets."""
 
 FULL_S = 0.1
 """The cost of a worker whose memory is half full. At nine tenths it is nine times as much."""

@@ -10,7 +10,7 @@ SHARES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRequest:
-    """An answered request. Of the prompt tokens `reused_tokens` were reused, `fetched_tokens` of these from the store."""
+    """An answered request. `reused_tokens` includes the `fetched_tokens` from the store."""
 
     at_s: float
     ttft_s: float
