@@ -20,7 +20,7 @@ LOOK_S = 0.1
 
 RETRY_S_MIN, RETRY_S_MAX = 1.0, 60.0
 
-BEGUN_S = 3600.0
+HEAD_START_S = 3600.0
 """The head start of a resumed request, the answer of which its client already reads."""
 
 
@@ -62,7 +62,7 @@ class LoadShedder:
         change of state.
         """
         if request.resumed:
-            return replace(route, queue_offset_s=-BEGUN_S)
+            return replace(route, queue_offset_s=-HEAD_START_S)
         if now_s - self._advanced_at_s >= LOOK_S:
             self._advanced_at_s = now_s
             self._fair_queue.advance(view.total_queued_tokens())
