@@ -208,6 +208,7 @@ asks = st.builds(
     ttft_s_max=st.none() | floats,
     content_hash=st.binary(max_size=16),
     recompute_all=st.booleans(),
+    resumed=st.booleans(),
 )
 routes = st.builds(
     Route,
