@@ -1,4 +1,4 @@
-"""Everything that edge, router, worker and supervisor say to each other, but for what the engine defines."""
+"""Messages between edge, router, workers and supervisor, except those that the engine defines."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,41 +9,45 @@ from tidemill.workers.messages import Role, WorkerId, WorkerInfo, WorkerLoad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
-    """A request as the router sees it. `keys` are the cut keys of its full pages below the last token, or of
-    those that may be restored if the `whole` rest is to be computed where it is answered."""
+    """A request for a route.
+
+    `keys` are the cut keys of the full pages below the last token. With `recompute_all` they end
+    where the missing prompt logprobs begin, and one worker computes the rest.
+    """
 
     request_id: str
     keys: tuple[bytes, ...]
     num_tokens: int
     max_new_tokens: int
-    avoid: frozenset[WorkerId] = field(default_factory=frozenset[WorkerId])  # those that it was lost on
+    avoid: frozenset[WorkerId] = field(default_factory=frozenset[WorkerId])  # failed attempts
     wait_s_max: float = 60.0
     tenant: str = ""
-    ttft_s_max: float | None = None  # None: as long as the server lets it wait; inf: it was taken before
-    content_hash: bytes = b""  # names what is asked, whatever its request_id
+    ttft_s_max: float | None = None  # the client's deadline; None: the server's
+    content_hash: bytes = b""  # equal for equal requests; it does not cover request_id
     recompute_all: bool = False
+    resumed: bool = False  # it was accepted before: it has no deadline and goes first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The workers of one attempt. `prefill` is None when the decode worker computes what is missing itself;
-    `gap_tokens_max` is how much it may compute (None: all of it)."""
+    """The workers of one attempt. Without a `prefill` worker the decode worker computes the prompt.
+    With one it computes at most `gap_tokens_max` tokens of it (None: any number)."""
 
     decode: WorkerId
     decode_address: str
     prefill: WorkerId | None = None
     prefill_address: str = ""
     gap_tokens_max: int | None = None
-    predicted_s: float = 0.0  # until the first token; 0: nobody knows how fast the workers are
+    predicted_s: float = 0.0  # time to first token; 0: no worker has measured its speed
     queue_offset_s: float = 0.0  # see Request
 
 
 SetBy = Literal["operator", "broker", "share"]
-"""Who says what a worker's budget is: a person, the broker, or the share that it was started with."""
+"""The origin of a budget: an operator, the broker, or the share that the worker started with."""
 
 
 class SetBudget(NamedTuple):
-    """The budget that a worker shall have, and who says so."""
+    """A target for the memory budget of a worker, and its origin."""
 
     by: SetBy
     num_bytes: int
@@ -51,10 +55,10 @@ class SetBudget(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """One row of `tidemill status`. state: ready or draining; a silent worker has no row.
+    """One row of `tidemill status`. The state is "ready" or "draining"; a silent worker has no row.
 
-    `set_bytes` is the budget that it shall have; `load.budget_bytes`, the one it has, follows as others give
-    memory back.
+    `set_bytes` is the target for its budget. `load.budget_bytes`, the current budget, follows it as
+    other workers give memory back.
     """
 
     info: WorkerInfo
@@ -70,12 +74,12 @@ class WorkerStatus:
 class FleetStatus:
     workers: tuple[WorkerStatus, ...]
 
-    def with_budgets(self, told: Mapping[str, SetBudget]) -> "FleetStatus":
-        """The same, with what another router says of their budgets."""
+    def with_budgets(self, budgets: Mapping[str, SetBudget]) -> "FleetStatus":
+        """Replace the budget targets by those of another router, given by worker name."""
         return FleetStatus(
             workers=tuple(
-                replace(worker, set_by=said.by, set_bytes=said.num_bytes)
-                if (said := told.get(worker.info.name))
+                replace(worker, set_by=budget.by, set_bytes=budget.num_bytes)
+                if (budget := budgets.get(worker.info.name))
                 else worker
                 for worker in self.workers
             )
@@ -84,9 +88,12 @@ class FleetStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleScale:
-    """How many workers of a role there are to be. `starting` are those of them that are not heard yet,
-    `leaving` others that go when they have handed their work over. Load decides between `least` and `most`,
-    nothing but people where these are None."""
+    """The target number of workers of a role.
+
+    `starting` are the workers among them that have sent no heartbeat yet. `leaving` are further
+    workers that exit after they have handed their work over. The autoscaler keeps the number
+    between `least` and `most`; where these are None, only an operator changes it.
+    """
 
     role: Role
     workers: int
@@ -98,7 +105,7 @@ class RoleScale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misses:
-    """Totals: answers that began, those of them that began too late, and requests that were refused."""
+    """Totals: answers started, those of them started too late, and requests refused."""
 
     answered: int = 0
     late: int = 0
@@ -107,7 +114,7 @@ class Misses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """How many workers of a role there may be."""
+    """The least and the largest number of workers of a role."""
 
     least: int
     most: int
@@ -115,15 +122,15 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hysteresis:
-    """How long a fleet is watched before it changes."""
+    """The times that the autoscaler waits before it changes a fleet."""
 
-    look_s: float = 2.0  # between two looks
-    up_s: float = 30.0  # of load, before there are more
-    down_s: float = 300.0  # of calm, before there are fewer
-    cool_s: float = 60.0  # after there were fewer, before there are still fewer
-    start_s_max: float = 120.0  # a new worker is waited for, before there are still more
-    drain_s: float = 120.0  # in which the queue shall be worked off
+    look_s: float = 2.0  # between two samples of the load
+    up_s: float = 30.0  # of high load before workers are added
+    down_s: float = 300.0  # of low load before a worker is removed
+    cool_s: float = 60.0  # between two removals
+    start_s_max: float = 120.0  # for a new worker to start, before more are added
+    drain_s: float = 120.0  # in which the workers should empty the queue
 
 
 TTFT_S_MAX = 60.0
-"""As long as a client waits for a first token, unless the server was told otherwise."""
+"""The default limit of the time to first token, in seconds."""

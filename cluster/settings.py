@@ -1,4 +1,4 @@
-"""What a cluster is made of: plain data that travels to the actors unchanged."""
+"""The settings of a cluster: plain data that the supervisor sends to the actors unchanged."""
 
 import tempfile
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from tidemill.cluster.messages import Bounds, Hysteresis
+from tidemill.cluster.messages import TTFT_S_MAX, Bounds, Hysteresis
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.observability.telemetry import QUIET, Telemetry
 from tidemill.workers.messages import Role
@@ -29,44 +29,49 @@ ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "deepseek_v3",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """One worker. `num_cpus`, `num_gpus` and `resources` (custom ones of Ray) are what Ray reserves for each
-    of its ranks; `labels` are those that its node must have: Ray's label selector, values as `a`, `!a`,
-    `in(a,b)` or `!in(a,b)`. The ranks of a group are on one node.
+    """The settings of one worker.
 
-    `host` is what its data plane binds to; None binds to the address that the node has in the Ray cluster.
+    Ray reserves `num_cpus`, `num_gpus` and `resources` (custom resources of Ray) for each of its
+    ranks. `labels` is Ray's label selector for its node, with the values `a`, `!a`, `in(a,b)` or
+    `!in(a,b)`. The ranks of a group run on one node.
+
+    The gRPC server of the worker binds to `host`. None binds to the node's address in the Ray
+    cluster.
     """
 
     name: str  # `decode-0`
     role: Role
     engine: EngineSettings
-    build: str = "tidemill.workers.engine.build:build_engine"  # called with `engine`, Progress, StartRanks
+    build: str = "tidemill.workers.engine.build:build_engine"  # (engine, Progress, StartRanks)
     host: str | None = "127.0.0.1"
     num_cpus: float = 0.0
     num_gpus: float = 0.0
     resources: Mapping[str, float] = field(default_factory=dict[str, float])
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
-    tls: MutualTls | None = None  # None: what crosses sockets is plain, and nobody shows who they are
+    tls: MutualTls | None = None  # None: plain sockets without authentication
     telemetry: Telemetry = QUIET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
-    """`broker` moves memory between the workers of a device, once the `expected` ones have been heard.
+    """The settings of the routers of one fleet.
 
-    Each of the `replicas` hears all workers and places requests by what it has heard and placed itself. The
-    first one alone tells workers what people and the broker say. Fleets that lend each other memory have one
-    broker: `memory_router` names the router that has it, of another fleet; None is the first one here.
+    With `broker` the router moves memory between the workers of a device, after the first heartbeat
+    of every worker in `expected`. Each of the `replicas` receives the heartbeats of all workers. It
+    places requests by these and by its own bookings. Only the first replica sends commands of
+    operators and the broker. Fleets that lend each other memory share one broker. `memory_router`
+    names the router that runs it, if that belongs to another fleet; None is the first replica.
     """
 
     name: str = "router"
     replicas: int = 1
-    build: str = "tidemill.cluster.router.router:Router"  # called with a clock in seconds and the rest
+    build: str = "tidemill.cluster.router.router:Router"  # called with a clock and settings
     host: str | None = "127.0.0.1"
     broker: bool = True
     expected: frozenset[str] = frozenset()  # names of workers
     memory_router: str | None = None
-    ttft_s_max: float = 60.0  # what would wait longer for its first token is refused
-    tls: MutualTls | None = None  # as workers have it
+    ttft_s_max: float = TTFT_S_MAX  # the limit of the time to first token
+    tls: MutualTls | None = None
     telemetry: Telemetry = QUIET
 
     @property
@@ -76,8 +81,7 @@ class RouterSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSettings:
-    """What a server was told of the chats of a model. `template` is a file, or the text of a template; None:
-    the model's own."""
+    """The chat settings of a model. `template` is a path or a text; None: the model's own."""
 
     template: str | None = None
     tool_parser: ToolParser = "auto"
@@ -89,14 +93,14 @@ AUTO = ChatSettings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSettings:
-    """The workers of one model, and the routers that place its requests. Clients know it by `names`."""
+    """The workers and routers of one model. Clients use any of the `names`."""
 
     workers: tuple[WorkerSettings, ...]
     names: tuple[str, ...] = ("model",)
     router: RouterSettings = field(default_factory=RouterSettings)
-    bounds: Mapping[Role, Bounds] = field(default_factory=dict[Role, Bounds])  # none: it is not scaled
+    bounds: Mapping[Role, Bounds] = field(default_factory=dict[Role, Bounds])  # empty: no autoscaling
     hysteresis: Hysteresis = field(default_factory=Hysteresis)
-    label: str = ""  # what names of its workers start with: empty where there is one fleet
+    label: str = ""  # the prefix of its workers' names; empty in a single fleet
     chat: ChatSettings = AUTO
 
     @property
@@ -105,31 +109,32 @@ class FleetSettings:
 
 
 def worker_name(label: str, role: Role, index: int) -> str:
-    """`decode-0`, or `keeper-decode-0` in the fleet of this label."""
+    """Return `decode-0`, or `keeper-decode-0` in the fleet with the label `keeper`."""
     return f"{label}-{role}-{index}" if label else f"{role}-{index}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSettings:
-    """A whole cluster, of one fleet or several: names of workers and routers are unique.
+    """The settings of a cluster of one or more fleets. Names of workers and routers are unique.
 
-    `ray_address` joins a running Ray cluster; None starts one on this machine, which ends with the process
-    that started it and keeps all that it writes in a folder of its own under `temp_folder`.
+    With `ray_address` the supervisor joins a running Ray cluster. With None it starts one on this
+    machine. That cluster ends with the process that started it, and writes only to its own folder
+    under `temp_folder`.
     """
 
     fleets: tuple[FleetSettings, ...]
     ray_address: str | None = None
-    namespace: str = "tidemill"  # of the actors' names
+    namespace: str = "tidemill"  # Ray's namespace for the names of the actors
     temp_folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
-    object_store_bytes: int = 80 * 2**20  # Ray's own store, which carries next to nothing here
-    schedule_timeout_s: float = 600.0  # for nodes with a place for each worker, which may have images to pull
+    object_store_bytes: int = 80 * 2**20  # Ray's object store, which is nearly unused
+    schedule_timeout_s: float = 600.0  # for nodes with room for every worker; they may pull images
 
     @property
     def workers(self) -> tuple[WorkerSettings, ...]:
         return tuple(worker for fleet in self.fleets for worker in fleet.workers)
 
-    def telling(self, telemetry: Telemetry) -> "ClusterSettings":
-        """The same, where every process tells this about itself."""
+    def with_telemetry(self, telemetry: Telemetry) -> "ClusterSettings":
+        """Return a copy in which every process reports this telemetry."""
         fleets = tuple(
             replace(
                 fleet,
@@ -142,15 +147,16 @@ class ClusterSettings:
 
 
 def ray_environ(*, joins: bool, token: str = "") -> dict[str, str]:
-    """What the environment must hold before Ray and gRPC are first imported; Ray's processes inherit it.
+    """Return the environment variables to set before the first import of Ray and gRPC.
 
-    `token` is the secret between the processes of a cluster of our own; a cluster that is joined has its own.
+    Ray's processes inherit them. `token` is the secret between the processes of a cluster that we
+    start. A cluster that we join (`joins`) has its own.
     """
     quiet = {
         "GRPC_VERBOSITY": "ERROR",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SCHEDULER_EVENTS": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what Ray will do anyway, and warns of until it does
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else Ray warns of its future default
     }
     if joins:
         return quiet

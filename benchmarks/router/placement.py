@@ -1,9 +1,9 @@
-"""Policies of placement on public traces: hit ratio and time to first token; `tidemill simulate` many times.
+"""Placement policies on public traces: hit ratio and time to first token, by runs of the simulation.
 
-The setting is that of published studies: 8 prefill and 8 decode workers, 2,048 blocks of 512 tokens for each
-prefill worker, prompts computed one after the other at 16.50142 + 0.01518344 n + 4.209989e-7 n^2 ms for each
-chunk of up to 8,192 tokens, no store. A hybrid has 256 checkpoints beside the blocks, at the end of a prompt
-and where prompts part. Arrivals are spread inside the ticks of the trace's clock.
+The settings are those of published studies: 8 prefill and 8 decode workers, 2,048 blocks of 512 tokens for
+each prefill worker, and no store. Prompts are computed one after the other at 16.50142 + 0.01518344 n +
+4.209989e-7 n^2 ms for each chunk of up to 8,192 tokens. A hybrid has 256 checkpoints in addition, at the end
+of a prompt and where prompts diverge. Arrivals are spread within the ticks of the trace's clock.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 from tidemill.cluster.simulate.cost import SPEED, StepCost
 from tidemill.cluster.simulate.policies import OURS, POLICIES
 from tidemill.cluster.simulate.setup import Setup
-from tidemill.cluster.simulate.trace import TraceRequest, read_trace, sped_up, spread
+from tidemill.cluster.simulate.trace import TraceRequest, read_trace, speed_up, spread
 from tidemill.cluster.simulate.world import simulate
 
 RESULTS = Path(__file__).parents[1] / "results" / "placement.json"
@@ -31,8 +31,8 @@ def main() -> None:
     for key, trace, load, setup in _runs(options):
         if key in found and setup.policy not in options.again:
             continue
-        items = sped_up(_items(options.traces / f"{trace}_trace.jsonl", options.seed), load)
-        found[key] = _run(items, setup)
+        requests = speed_up(_requests(options.traces / f"{trace}_trace.jsonl", options.seed), load)
+        found[key] = _run(requests, setup)
         RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
         print(
             key, f"{found[key]['hit']:.3f} {found[key]['mean_s']:.3f} {found[key]['p99_s']:.2f}", flush=True
@@ -41,10 +41,10 @@ def main() -> None:
 
 
 def table(found: dict[str, Any], *, seed: int, store: bool) -> str:
-    """Markdown: a line for each policy, a column for each load."""
+    """Return Markdown with a line for each policy and a column for each load."""
     lines: list[str] = []
     for rules in ("attention", "hybrid"):
-        loads = [(trace, load) for trace, each in LOADS.items() for load in each]
+        loads = [(trace, load) for trace, each in LOADS.requests() for load in each]
         lines += ["", f"| {rules} | " + " | ".join(f"{trace} {load:g}x" for trace, load in loads) + " |"]
         lines.append("|---" * (len(loads) + 1) + "|")
         for name in NAMES:
@@ -56,7 +56,7 @@ def table(found: dict[str, Any], *, seed: int, store: bool) -> str:
 
 def _runs(options: argparse.Namespace) -> Iterator[tuple[str, str, float, Setup]]:
     speed = SPEED if options.store else replace(SPEED, fetch_bytes_per_s=0.0)
-    for trace, loads in LOADS.items():
+    for trace, loads in LOADS.requests():
         for rules in options.rules:
             for load in loads:
                 for name in options.policies or NAMES:
@@ -75,8 +75,8 @@ def _runs(options: argparse.Namespace) -> Iterator[tuple[str, str, float, Setup]
                     )
 
 
-def _run(items: list[TraceRequest], setup: Setup) -> dict[str, float]:
-    figures = simulate(items, setup).figures()
+def _run(requests: list[TraceRequest], setup: Setup) -> dict[str, float]:
+    figures = simulate(requests, setup).figures()
     return {
         "hit": figures["hit_ratio"],
         "mean_s": figures["ttft_ms"]["mean"] / 1000,
@@ -87,7 +87,7 @@ def _run(items: list[TraceRequest], setup: Setup) -> dict[str, float]:
     }
 
 
-def _items(path: Path, seed: int) -> list[TraceRequest]:
+def _requests(path: Path, seed: int) -> list[TraceRequest]:
     return spread(read_trace(path), Random(seed))
 
 
@@ -107,7 +107,7 @@ def _options() -> argparse.Namespace:
     add("--traces", type=Path, required=True, help="folder with conversation_ and synthetic_trace.jsonl")
     add("--policies", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
     add("--rules", nargs="*", default=["attention", "hybrid"])
-    add("--again", nargs="*", default=[], metavar="NAME", help="run these although there are figures of them")
+    add("--again", nargs="*", default=[], metavar="NAME", help="repeat these although they have figures")
     add("--store", action="store_true", help="with a store at 10 GB/s that all workers share")
     add("--seed", type=int, default=1)
     return command.parse_args()

@@ -1,4 +1,4 @@
-"""The router: decisions and heartbeats per second, what a decision takes, and the memory of its index.
+"""The router: decisions and heartbeats per second, the time of a decision, and the memory of its index.
 
 python -m benchmarks.router.router [--quick] [--output benchmarks/results]
 """
@@ -17,6 +17,7 @@ from random import Random
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from tests.support.cluster.heartbeats import heartbeat, placement_request
 
 from tidemill.cluster.messages import PlacementRequest
 from tidemill.cluster.router.fleet_view import Fleet, HeartbeatArrived
@@ -25,32 +26,27 @@ from tidemill.cluster.router.prefix_table import Prefixes
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc.router_client import RouterClient
-from tidemill.workers.messages import (
-    Announcement,
-    Heartbeat,
-    Role,
-    Speed,
-    WorkerId,
-    WorkerInfo,
-    WorkerLoad,
-)
+from tidemill.workers.messages import Heartbeat, Role, Speed
 
 RESULTS = Path(__file__).parents[1] / "results"
 WORKERS = (16, 256, 1024)
 PAGES = 128  # of a prompt
-FAMILIES = 64  # whose prompts begin alike
-HOLDERS = 4  # workers that hold a part of a family's prompt
+FAMILIES = 64  # of prompts with a common prefix
+HOLDERS = 4  # workers that hold part of the prompt of a family
 ANNOUNCED_KEYS = 1000  # by a heartbeat
 INDEX_PAGES = 1_000_000
 INDEX_WORKERS = 64
 PAGE_TOKENS = 64
-DECISIONS_PER_S = 1000  # of the clock that they see
+DECISIONS_PER_S = 1000  # by the clock of the router
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """On one core. A decision is a placement with its bookings; times in microseconds of CPU, those of an
-    answer in microseconds as a frontend sees them: one at a time, over gRPC on loopback, in one process."""
+    """Rates on one core. A decision is a placement with its bookings, in microseconds of CPU time.
+
+    The answer times are microseconds that an edge waits: one request at a time, over gRPC on loopback, in one
+    process.
+    """
 
     workers: int
     decisions_per_s: float
@@ -64,42 +60,35 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """Bytes of the router's index per million pages that workers hold."""
+    """The bytes of the index of the router per million pages that workers hold."""
 
     pages: int
     bytes_per_million: float  # each page held by one worker
-    shared_bytes_per_million: float  # each page held by four; counted once for each
-    decision_us_p50: float  # with that many pages in it
+    shared_bytes_per_million: float  # each page held by four workers, and counted four times
+    decision_us_p50: float  # with this many pages in the index
 
 
-def beat(index: int, sequence: int, rng: Random, keys: tuple[bytes, ...] = ()) -> Heartbeat:
+def report(index: int, sequence: int, rng: Random, keys: tuple[bytes, ...] = ()) -> Heartbeat:
+    """Return a heartbeat with random load and speed."""
     role: Role = "decode" if index % 2 else "prefill"
-    return Heartbeat(
-        info=WorkerInfo(
-            worker=WorkerId(f"{role}-{index}.1"),
-            name=f"{role}-{index}",
-            role=role,
-            address=f"host-{index}:1",
-            pid=index,
-            node=f"node-{index}",
-            page_tokens=PAGE_TOKENS,
-            page_bytes=3 << 19,
-            state_bytes=77_000_000,
-        ),
+    return heartbeat(
+        f"{role}-{index}",
+        role,
+        keys,
         sequence=sequence,
-        load=WorkerLoad(
-            queued_s=rng.expovariate(2.0),
-            running_rows=rng.randrange(60),
-            budget_bytes=80 << 30,
-            speed=Speed(
-                step_s=0.0165 * rng.uniform(0.9, 1.1),
-                token_s=1.5e-5 * rng.uniform(0.9, 1.1),
-                pair_s=8e-10,
-                row_s=1e-4,
-                fetch_bytes_per_s=1e10 * rng.uniform(0.5, 1.5),
-            ),
+        page_tokens=PAGE_TOKENS,
+        page_bytes=3 << 19,
+        state_bytes=77_000_000,
+        queued_s=rng.expovariate(2.0),
+        running_rows=rng.randrange(60),
+        budget_bytes=80 << 30,
+        speed=Speed(
+            step_s=0.0165 * rng.uniform(0.9, 1.1),
+            token_s=1.5e-5 * rng.uniform(0.9, 1.1),
+            pair_s=8e-10,
+            row_s=1e-4,
+            fetch_bytes_per_s=1e10 * rng.uniform(0.5, 1.5),
         ),
-        announcement=Announcement(added=keys, full=sequence == 0),
     )
 
 
@@ -110,38 +99,36 @@ def fleet_of(num_workers: int, families: Sequence[tuple[bytes, ...]], rng: Rando
         for worker in rng.sample(range(num_workers), min(HOLDERS, num_workers)):
             held[worker] += family[: rng.randrange(PAGES // 2, PAGES)]
     for index, keys in enumerate(held):
-        fleet.apply(HeartbeatArrived(beat(index, 0, rng, tuple(dict.fromkeys(keys))), 0.0))
+        fleet.apply(HeartbeatArrived(report(index, 0, rng, tuple(dict.fromkeys(keys))), 0.0))
     return fleet
 
 
-def asks_of(families: Sequence[tuple[bytes, ...]], count: int, rng: Random) -> list[PlacementRequest]:
-    """Each takes three quarters of its prompt from a family."""
-    asks: list[PlacementRequest] = []
+def placement_requests(
+    families: Sequence[tuple[bytes, ...]], count: int, rng: Random
+) -> list[PlacementRequest]:
+    """Return requests that take three quarters of their prompts from a family."""
+    requests: list[PlacementRequest] = []
     for number in range(count):
         keys = rng.choice(families)[: 3 * PAGES // 4] + tuple(rng.randbytes(8) for _ in range(PAGES // 4))
-        asks.append(
-            PlacementRequest(
-                request_id=str(number), keys=keys, num_tokens=PAGES * PAGE_TOKENS + 5, max_new_tokens=300
-            )
+        requests.append(
+            placement_request(PAGES * PAGE_TOKENS + 5, request_id=str(number), keys=keys, max_new_tokens=300)
         )
-    return asks
+    return requests
 
 
 def measure(num_workers: int, count: int, rng: Random) -> Rates:
     families = [tuple(rng.randbytes(8) for _ in range(PAGES)) for _ in range(FAMILIES)]
     fleet = fleet_of(num_workers, families, rng)
-    decisions_us = decide(fleet, asks_of(families, count, rng))
-    answers_us = asyncio.run(answers(num_workers, asks_of(families, count // 4, rng), rng))
-    beats = [beat(index % num_workers, 1 + index // num_workers, rng) for index in range(4 * count)]
+    decisions_us = decide(fleet, placement_requests(families, count, rng))
+    answers_us = asyncio.run(answers(num_workers, placement_requests(families, count // 4, rng), rng))
+    reports = [report(index % num_workers, 1 + index // num_workers, rng) for index in range(4 * count)]
     later_s = 1.0 + count / DECISIONS_PER_S
-    quiet_s = timed(lambda: [fleet.apply(HeartbeatArrived(heartbeat, later_s)) for heartbeat in beats])
+    quiet_s = timed(lambda: [fleet.apply(HeartbeatArrived(quiet, later_s)) for quiet in reports])
     announcing = [
-        beat(index % num_workers, 10**6, rng, tuple(rng.randbytes(8) for _ in range(ANNOUNCED_KEYS)))
+        report(index % num_workers, 10**6, rng, tuple(rng.randbytes(8) for _ in range(ANNOUNCED_KEYS)))
         for index in range(max(8, count // 4))
     ]
-    announcing_s = timed(
-        lambda: [fleet.apply(HeartbeatArrived(heartbeat, later_s)) for heartbeat in announcing]
-    )
+    announcing_s = timed(lambda: [fleet.apply(HeartbeatArrived(full, later_s)) for full in announcing])
     return Rates(
         workers=num_workers,
         decisions_per_s=1e6 * len(decisions_us) / sum(decisions_us),
@@ -149,30 +136,30 @@ def measure(num_workers: int, count: int, rng: Random) -> Rates:
         decision_us_p99=float(np.percentile(decisions_us, 99)),
         answer_us_p50=float(np.percentile(answers_us, 50)),
         answer_us_p99=float(np.percentile(answers_us, 99)),
-        heartbeats_per_s=len(beats) / quiet_s,
+        heartbeats_per_s=len(reports) / quiet_s,
         announcing_heartbeats_per_s=len(announcing) / announcing_s,
     )
 
 
-def decide(fleet: Fleet, asks: Sequence[PlacementRequest]) -> list[float]:
-    """Microseconds of CPU that each took."""
+def decide(fleet: Fleet, requests: Sequence[PlacementRequest]) -> list[float]:
+    """Return the microseconds of CPU of each decision."""
     taken_us: list[float] = []
-    for number, ask in enumerate(asks):
+    for number, request in enumerate(requests):
         began = time.process_time_ns()
         now_s = number / DECISIONS_PER_S
-        route = place(fleet, ask, now_s)
+        route = place(fleet, request, now_s)
         assert route is not None
-        for booked in bookings(fleet, ask, route, now_s):
-            fleet.apply(booked)
+        for event in bookings(fleet, request, route, now_s):
+            fleet.apply(event)
         taken_us.append((time.process_time_ns() - began) / 1e3)
     return taken_us
 
 
-async def answers(num_workers: int, asks: Sequence[PlacementRequest], rng: Random) -> list[float]:
-    """Microseconds until a frontend has each route."""
+async def answers(num_workers: int, requests: Sequence[PlacementRequest], rng: Random) -> list[float]:
+    """Return the microseconds until an edge has each route."""
     router = Router(asyncio.get_running_loop().time)
     for index in range(num_workers):
-        router.heartbeat(beat(index, 0, rng))
+        router.heartbeat(report(index, 0, rng))
     service = RouterService(router)
     address = await service.start("127.0.0.1")
 
@@ -181,9 +168,9 @@ async def answers(num_workers: int, asks: Sequence[PlacementRequest], rng: Rando
 
     client = RouterClient(find)
     taken_us: list[float] = []
-    for ask in asks:
+    for request in requests:
         began = time.perf_counter_ns()
-        await client.place(ask)
+        await client.place(request)
         taken_us.append((time.perf_counter_ns() - began) / 1e3)
     await client.close()
     await service.stop()
@@ -211,17 +198,17 @@ def measure_index(pages: int, rng: Random) -> Index:
     fleet = fleet_of(INDEX_WORKERS, families, rng)
     for number in range(pages // ANNOUNCED_KEYS):
         keys = tuple(rng.randbytes(8) for _ in range(ANNOUNCED_KEYS))
-        fleet.apply(HeartbeatArrived(beat(number % INDEX_WORKERS, 1 + number, rng, keys), 0.0))
+        fleet.apply(HeartbeatArrived(report(number % INDEX_WORKERS, 1 + number, rng, keys), 0.0))
     return Index(
         pages=pages,
         bytes_per_million=sizes[0],
         shared_bytes_per_million=sizes[1],
-        decision_us_p50=float(np.percentile(decide(fleet, asks_of(families, 200, rng)), 50)),
+        decision_us_p50=float(np.percentile(decide(fleet, placement_requests(families, 200, rng)), 50)),
     )
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds of CPU."""
+    """Return the seconds of CPU of this work."""
     began_s = time.process_time()
     work()
     return time.process_time() - began_s
@@ -254,7 +241,7 @@ def show(console: Console, rates: Sequence[Rates], index: Index) -> None:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.router.router", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tenth of the work")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="where router.json goes")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="the folder for router.json")
     options = parser.parse_args(arguments)
     scale = 10 if options.quick else 1
     rates = [measure(workers, 2000 // scale, Random(workers)) for workers in WORKERS]

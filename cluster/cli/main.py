@@ -301,6 +301,6 @@ def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", sou
             console.print(Text(f"store: {store_url}"))  # for `tidemill store`
         surroundings = Surroundings(store_url=store_url, cache_folder=cache_folder)
         settings = cluster_settings(config, surroundings, source)
-        settings = with_cluster_security(settings, config.cluster).telling(telemetry)
+        settings = with_cluster_security(settings, config.cluster).with_telemetry(telemetry)
         start_logs(telemetry)
         serve(endpoint, settings, sources, console, work)

@@ -1,7 +1,6 @@
 """The life of one request. Start reading here."""
 
 import asyncio
-import math
 from array import array
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -152,7 +151,8 @@ class RequestProgress:
             max_new_tokens=rest.max_new_tokens,
             avoid=self.avoid,
             tenant=rest.tenant,
-            ttft_s_max=rest.ttft_s_max if is_first else math.inf,  # it was accepted
+            ttft_s_max=rest.ttft_s_max,
+            resumed=not is_first,
             content_hash=self.content,
             recompute_all=whole,
             wait_s_max=min(WAIT_S_MAX, rest.ttft_s_max or WAIT_S_MAX) if is_first else WAIT_S_MAX,

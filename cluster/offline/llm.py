@@ -146,13 +146,13 @@ class LLM:
     def _job(self, text: str | None, tokens: list[int], params: SamplingParams) -> PromptJob:
         terms = terms_of(
             params,
-            self._built,
+            self._built.info,
             seed=self._rng.getrandbits(SEED_BITS),
             logprobs=params.logprobs,
             grammar=grammar_of(params.response_format, params.structured_outputs),
         )
         return PromptJob(
-            requests_of(terms, self._built, tokens, "prompts", lambda: str(next(self._ids))),
+            requests_of(terms, self._built.info, tokens, "prompts", lambda: str(next(self._ids))),
             terms.ending,
             text,
         )

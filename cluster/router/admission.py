@@ -1,8 +1,7 @@
-"""Decides whether the router admits a request, and its position among those of other tenants. Pure.
+"""Admission: refuse requests that would wait too long, and order the others by tenant. Pure.
 
-Refusing is cheap and early: a request that would wait longer than its client does is refused immediately,
-with the time after which a retry makes sense.
-Queues are therefore bounded in seconds, whatever the load.
+A refusal is cheap and early: a client whose deadline would pass gets an error immediately, with the
+time after which a retry makes sense. Queues are therefore bounded in seconds at any load.
 """
 
 import math
@@ -17,81 +16,75 @@ from tidemill.cluster.router.fleet_view import RequestBooked
 from tidemill.workers.messages import Overloaded
 
 LOOK_S = 0.1
-"""The interval at which the work queued in the whole fleet is added up."""
+"""The interval between two sums of the queued work of the fleet."""
 
 RETRY_S_MIN, RETRY_S_MAX = 1.0, 60.0
 
-BEGUN_S = 3600.0
-"""A request that was admitted before and lost its worker precedes all that arrived in the last hour,
-because its client is already reading.
-"""
+HEAD_START_S = 3600.0
+"""The head start of a resumed request, the answer of which its client already reads."""
 
 
 class LoadView(Protocol):
-    """Prompt tokens not yet computed, reported and booked."""
+    """The load of the fleet."""
 
-    def queued_tokens_of_all(self) -> float: ...
+    def total_queued_tokens(self) -> float:
+        """Return the prompt tokens not yet computed, reported or booked."""
+        ...
 
 
 class LoadShedder:
-    """Only the tenants' lines are mutable; a restarted router begins with none."""
+    """Refuses requests with too long a wait. Its only state is the queues of the tenants."""
 
     def __init__(self, ttft_s_max: float = TTFT_S_MAX) -> None:
         self._ttft_s_max = ttft_s_max
-        self._shares = FairQueue()
-        self._looked_at_s = -math.inf
+        self._fair_queue = FairQueue()
+        self._advanced_at_s = -math.inf
 
-    def patience_s(self, ask: PlacementRequest) -> float:
-        """Return the seconds that a request may wait for its first token: unlimited if it was admitted
-        before.
-        """
-        if ask.ttft_s_max == math.inf:
+    def patience_s(self, request: PlacementRequest) -> float:
+        """Return the longest time to first token of a request: infinite for a resumed one."""
+        if request.resumed:
             return math.inf
-        return self._ttft_s_max if ask.ttft_s_max is None else min(ask.ttft_s_max, self._ttft_s_max)
+        return self._ttft_s_max if request.ttft_s_max is None else min(request.ttft_s_max, self._ttft_s_max)
 
     def admit(
         self,
-        ask: PlacementRequest,
+        request: PlacementRequest,
         route: Route,
         view: LoadView,
         booked: Sequence[RequestBooked],
         now_s: float,
     ) -> Route:
-        """Return the route with the request's queue offset and its predicted time from there.
+        """Return the route with queue offset and predicted time to first token.
 
-        `booked` is the work of the request on the workers of the route, in seconds too where their speed is
-        known.
-        A client's own deadline is compared with the prediction, the server's with the wait behind others,
-        so that an idle fleet serves prompts of any length.
-        Raises Overloaded, and changes nothing then.
+        `booked` is the work of the request on the workers of the route. The deadline of the client
+        limits the whole prediction. The limit of the server applies only to the wait for other
+        requests, so that an idle fleet serves prompts of any length. Raises Overloaded, without a
+        change of state.
         """
-        if ask.ttft_s_max == math.inf:
-            return replace(route, queue_offset_s=-BEGUN_S)
-        if now_s - self._looked_at_s >= LOOK_S:
-            self._looked_at_s = now_s
-            self._shares.advance(view.queued_tokens_of_all())
-        first = next(
-            booked_on.booking for booked_on in booked if booked_on.worker == (route.prefill or route.decode)
-        )
-        work = sum(booked_on.booking.tokens for booked_on in booked)
+        if request.resumed:
+            return replace(route, queue_offset_s=-HEAD_START_S)
+        if now_s - self._advanced_at_s >= LOOK_S:
+            self._advanced_at_s = now_s
+            self._fair_queue.advance(view.total_queued_tokens())
+        first = next(event.booking for event in booked if event.worker == (route.prefill or route.decode))
+        work = sum(event.booking.tokens for event in booked)
         own_s = min(first.seconds, route.predicted_s)
-        wait_s = (route.predicted_s - own_s) * self._shares.ahead(ask.tenant, work)
+        wait_s = (route.predicted_s - own_s) * self._fair_queue.ahead(request.tenant, work)
         predicted_s = wait_s + own_s
-        limit_s = self.patience_s(ask)
-        if (wait_s if ask.ttft_s_max is None else predicted_s) > limit_s:
+        limit_s = self.patience_s(request)
+        if (wait_s if request.ttft_s_max is None else predicted_s) > limit_s:
             raise Overloaded(
-                f"the first token would come after {predicted_s:.1f} s, and may take {limit_s:g} s: "
-                "ask again later, or let it wait longer (x-slo-ttft-ms, --ttft-max)",
+                f"the predicted time to first token is {predicted_s:.1f} s, the limit is {limit_s:g} s: "
+                "retry later, or raise the limit (x-slo-ttft-ms, --ttft-max)",
                 predicted_s=predicted_s,
-                retry_after_s=_retry_after_s(predicted_s - limit_s, ask.request_id),
+                retry_after_s=_retry_after_s(predicted_s - limit_s, request.request_id),
             )
-        queue_offset_s = self._shares.charge(ask.tenant, work, now_s)
+        queue_offset_s = self._fair_queue.charge(request.tenant, work, now_s)
         return replace(route, predicted_s=predicted_s, queue_offset_s=queue_offset_s)
 
 
 def _retry_after_s(excess_s: float, request_id: str) -> float:
-    """Return the time until the queue is short enough without new requests, times 1 to 2: requests that are
-    refused together must not return together.
-    """
+    """Return the time until the queue is short enough without new requests, or up to twice that.
+    The spread keeps clients that were refused together from retrying together."""
     spread = int.from_bytes(blake2b(request_id.encode(), digest_size=4).digest(), "little") / 2**32
     return min(max(excess_s, RETRY_S_MIN) * (1.0 + spread), RETRY_S_MAX)

@@ -1,38 +1,34 @@
-"""The cost of a prompt on each worker: seconds where speeds are known, prompt tokens otherwise.
+"""The cost of a prompt on each worker, in seconds where speeds are known, else in prompt tokens.
 
-0            resident         restorable here          stored                  end
-|---------------|- - - - - - - - - -|- - - - - - - - - - -|---------------------|
-                                    |------ fetched ------|----- computed ------|
+0              start               stored                end
+|-- on worker --|----- fetched ------|----- computed -----|
 """
 
 import numpy as np
 import numpy.typing as npt
 
 from tidemill.cluster.router.fleet_view import FETCHED_SHARE, Column, Table
+from tidemill.workers.scheduling.prefill_throttle import BESIDE_STREAMS
 
 Vector = npt.NDArray[np.float64]
-"""A number for each slot; the number of an empty slot means nothing."""
+"""A number for each slot; undefined for vacant slots."""
 
 ROW_TOKENS = 16.0
-"""The cost of one more row in a worker's steps, in prompt tokens, while step times are unknown."""
+"""The cost of one more row in the steps of a worker while speeds are unknown, in prompt tokens."""
 
 MEASURED = [Column.STEP_S, Column.TOKEN_S, Column.PAIR_S, Column.ROW_S, Column.PAGE_S, Column.STATE_S]
 
 
-def measured(table: Table) -> bool:
-    """Return whether any worker has measured its speed."""
-    return bool(table[Column.TOKEN_S].any())
-
-
 class Costs:
-    """Costs in seconds as soon as one worker was measured; workers without measurements count as the
-    median.
-    `table` may be the fleet's, or some of its columns.
+    """The costs on the workers of `table`, which may be some columns of the fleet's table.
+
+    They are in seconds as soon as one worker has measured its speed. A worker that has not is
+    assumed to have the median speed of those that have.
     """
 
     def __init__(self, table: Table, now_s: float, like: Table) -> None:
         """`like` is the table of all workers."""
-        self.in_seconds = measured(like)
+        self.in_seconds = bool(like[Column.TOKEN_S].any())
         self.page_tokens: Vector = table[Column.PAGE_TOKENS]
         self.step_tokens: Vector = table[Column.STEP_TOKENS]
         if self.in_seconds:
@@ -43,20 +39,20 @@ class Costs:
             speeds = np.zeros((len(MEASURED), table.shape[1]))
             speeds[1], speeds[3], speeds[4] = 1.0, ROW_TOKENS, self.page_tokens * FETCHED_SHARE
         self.step, self.token, self.pair, self.row, self.page, self.state = speeds
+        has_streams = (table[Column.DECODES] > 0) & (table[Column.ROWS] > 0)
+        self.slowdown: Vector = np.where(has_streams, BESIDE_STREAMS, 1.0)  # of prompts beside streams
 
     def computing(self, start: Vector | float, end: float) -> Vector:
-        """Return the cost of computing prompt tokens `[start, end)` in steps of their own; `start <= end`."""
+        """Return the cost of prompt tokens `[start, end)` in steps of their own; `start <= end`."""
         num_tokens = end - start
         each = self.token + self.pair * ((start + end) / 2)
         return np.ceil(num_tokens / self.step_tokens) * self.step + num_tokens * each
 
-    def serving(self, here: Vector, stored: float, end: float) -> Vector:
-        """Return the cost of prompt `[0, end)` where the worker has `[0, here)` and the store has `[0,
-        stored)`.
-        It is the lesser of fetching what the store has, and computing it.
-        """
-        computed = self.computing(here, end)
-        missing = stored - here
+    def serving(self, start: Vector, stored: float, end: float) -> Vector:
+        """Return the cost of the prompt `[0, end)` where the worker has `[0, start)`. The store has
+        `[0, stored)`. The worker fetches or computes the rest of that, whichever costs less."""
+        computed = self.computing(start, end)
+        missing = stored - start
         if not (missing > 0).any():
             return computed
         fetched = missing / self.page_tokens * self.page + self.state + self.computing(stored, end)

@@ -1,21 +1,20 @@
-"""Start-time fair queueing among tenants, in one number per request. Pure.
+"""Start-time fair queueing among tenants, as one number for each request. Pure.
 
-Every tenant has a line of its work, in tokens.
-A request begins where its tenant's last one ends, but not before the virtual time: there all lines together
-hold what is queued in the fleet.
+Each tenant has a queue of its work, in tokens. A request starts where the previous one of its
+tenant ends, but not before the virtual time. Beyond the virtual time, all queues together hold the
+work that is queued in the fleet:
 
-    tenant a   =====|=====|=====|=====|          a request that begins here goes first ...
-    tenant b   ==|                               ... and one of b that begins here before most of a's
+    tenant a   =====|=====|=====|=====|
+    tenant b   ==|     a new request of b starts here, before most of a's
                ^ virtual time
 
-A tenant that asks for less than an equal share of the fleet waits only for its own requests.
-No request is passed forever: the virtual time advances as work is done, and no new request begins behind
-it.
-The queue offset is the time at which the longest line reached the request's position.
-A single tenant is served in order of arrival.
+A tenant that requests less than an equal share of the fleet waits only for its own requests. No
+request waits forever: the virtual time advances as work is done, and no new request starts before
+it. A start is turned into a time: the time at which the longest queue reached it. A tenant without
+competition is served in order of arrival.
 
-After P. Goyal, H. Vin, H. Cheng, "Start-time Fair Queueing", SIGCOMM 1996.
-The virtual time is read off the queue, so that no speed has to be known.
+After P. Goyal, H. Vin, H. Cheng, "Start-time Fair Queueing", SIGCOMM 1996. The virtual time is
+derived from the queued work, so that no speed has to be known.
 """
 
 from bisect import bisect_left
@@ -23,29 +22,25 @@ from collections import deque
 from itertools import accumulate, pairwise
 
 TENANTS_MAX = 1024
-"""The number of tenants with queued work. Beyond it, the tenant with the least work is forgotten and starts
-again, to its advantage.
-"""
+"""The maximum number of tenants with queued work. Beyond it the tenant with the least is forgotten,
+and its next request starts at the virtual time."""
 
 POINTS_MAX = 512
 POINT_S = 0.25
-"""The resolution of the longest line's history; POINTS_MAX points cover more than two minutes."""
+"""The resolution of the longest queue's history, which covers more than two minutes."""
 
 
 class FairQueue:
-    """The lines of tenants that have work queued; all other tenants are forgotten."""
+    """The queues of the tenants that have queued work."""
 
     def __init__(self) -> None:
-        self._ends: dict[str, float] = {}  # the ends of lines, all beyond the virtual time
+        self._ends: dict[str, float] = {}  # of the queues, all beyond the virtual time
         self._virtual = 0.0
-        self._points = deque[tuple[float, float]](maxlen=POINTS_MAX)  # (start, time) of the longest line
+        self._points = deque[tuple[float, float]](maxlen=POINTS_MAX)  # (start, time) of the longest queue
         self._tip = (0.0, 0.0)  # (start, time) of its last request
 
     def advance(self, queued: float) -> None:
-        """Set the virtual time for `queued` tokens of work in the fleet: the lines beyond it hold no more
-        than that.
-        It never goes back.
-        """
+        """Advance the virtual time to where the queues beyond it hold `queued` tokens of work."""
         ends = sorted(self._ends.values(), reverse=True)
         for count, total in enumerate(accumulate(ends), 1):
             level = (total - queued) / count
@@ -56,7 +51,7 @@ class FairQueue:
         self._ends = {tenant: end for tenant, end in self._ends.items() if end > self._virtual}
 
     def ahead(self, tenant: str, work: float) -> float:
-        """Return the part of all queued work that precedes a request of `work` tokens, at equal shares."""
+        """Return the share of all queued work that is done before a request of `work` tokens."""
         start = self._start(tenant)
         total = sum(end - self._virtual for end in self._ends.values())
         others = (min(end, start + work) for other, end in self._ends.items() if other != tenant)
@@ -64,9 +59,8 @@ class FairQueue:
         return before / total if total else 1.0
 
     def charge(self, tenant: str, work: float, now_s: float) -> float:
-        """Append a request to its tenant's line and return its queue offset in seconds.
-        It is 0 at the end of the longest line and negative elsewhere.
-        """
+        """Append a request to the queue of its tenant and return its queue offset in seconds. The
+        offset is 0 at the end of the longest queue and negative elsewhere."""
         start = self._start(tenant)
         self._ends[tenant] = start + work
         if len(self._ends) > TENANTS_MAX:
@@ -88,7 +82,7 @@ class FairQueue:
         return max(self._virtual, self._ends.get(tenant, self._virtual))
 
     def _reached_s(self, start: float) -> float:
-        """Return when the longest line began a request at `start`."""
+        """Return the time at which the longest queue started a request there."""
         path = [*self._points, self._tip]
         after = bisect_left(path, (start, 0.0))
         if after == 0:

@@ -1,8 +1,8 @@
 """The router's view of the workers, and the events that change it.
 
-It is soft state: heartbeats rebuild everything within one interval.
-What placement compares lies in a table with a column per worker, so that a decision among a thousand
-workers is a few array operations.
+It is soft state, rebuilt from heartbeats within one interval. The numbers that placement compares
+are in a table with one column per worker, so that a decision among a thousand workers is a few
+array operations.
 """
 
 from dataclasses import dataclass
@@ -18,34 +18,33 @@ from tidemill.cluster.router.prefix_table import Chain, Prefixes, Slots, cut_key
 from tidemill.workers.messages import Heartbeat, WorkerId, WorkerInfo, WorkerLoad
 
 HELD_KEYS_MAX = 1 << 20
-"""The announced depths of a worker that the router remembers: the latest."""
+"""The number of announced depths of a worker that the router remembers: the latest ones."""
 
 PLACED_KEYS_MAX = 1 << 14
-"""The pages of placed prompts that the router remembers per worker, at most: fewer where a worker has
-memory for fewer.
-"""
+"""The maximum number of pages of placed prompts that the router remembers for a worker. It is less
+for a worker with memory for fewer pages."""
 
 BOOKING_SETTLE_S = 0.25
-"""The time after which a booking that reached its worker is certainly in the worker's own report."""
+"""The time after `due_s` until the heartbeats of a worker certainly include a booking."""
 
 RHO_TAU_S = 10.0
-"""The time constant of the fleet's average load."""
+"""The time constant of the average load of the fleet."""
 
 FETCHED_SHARE = 1 / 8
-"""The cost of a fetched token at an unknown speed, relative to a computed token."""
+"""The assumed cost of fetching a token, relative to computing it, at an unknown fetch speed."""
 
-LEAST_SLOTS = 16
+SLOTS_MIN = 16
 
 
 @unique
 class Column(IntEnum):
-    """The numbers of a worker that placement compares."""
+    """The numbers of a worker that placement compares. A stream is a request in decoding."""
 
-    DECODES = 0  # 1.0: the worker takes streams
-    PREFILLS = auto()  # 1.0: the worker takes prompts for other workers
-    MIXED = auto()  # 1.0: the worker takes streams and computes their prompts
-    NAME = auto()  # 52 bits that stand for its name
-    NAMESPACE = auto()  # 52 bits that stand for the namespace of its pages
+    DECODES = 0  # 1.0: takes streams
+    PREFILLS = auto()  # 1.0: computes prompts for other workers
+    MIXED = auto()  # 1.0: takes streams and computes their prompts
+    NAME = auto()  # 52 bits of the hash of its name
+    NAMESPACE = auto()  # 52 bits of the hash of the namespace of its pages
     BUSY_UNTIL_S = auto()  # the time at which its queued prompt tokens will be computed
     QUEUED_TOKENS = auto()
     ROWS = auto()
@@ -54,9 +53,9 @@ class Column(IntEnum):
     STEP_S = auto()
     TOKEN_S = auto()
     PAIR_S = auto()
-    ROW_S = auto()  # seconds per token of a stream
+    ROW_S = auto()  # for one token of one stream
     PAGE_S = auto()  # to fetch a page
-    STATE_S = auto()  # seconds to fetch a checkpoint
+    STATE_S = auto()  # to fetch a checkpoint
     STEP_TOKENS = auto()
     PAGE_TOKENS = auto()
     PAGE_BYTES = auto()
@@ -64,7 +63,7 @@ class Column(IntEnum):
 
 
 Table = npt.NDArray[np.float64]
-"""A row per `Column`, and a column per slot."""
+"""A row for each `Column`, a column for each slot."""
 
 UNSETTLED = [Column.BUSY_UNTIL_S, Column.QUEUED_TOKENS, Column.ROWS, Column.TAKEN_BYTES]
 """The columns that bookings add to."""
@@ -72,9 +71,8 @@ UNSETTLED = [Column.BUSY_UNTIL_S, Column.QUEUED_TOKENS, Column.ROWS, Column.TAKE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Booking:
-    """Work that was placed on a worker and will be in its report soon after `due_s`.
-    `keys` are those of the prompt's pages, which the worker will hold.
-    """
+    """Work placed on a worker, which its heartbeats include from soon after `due_s` on. `keys` are
+    those of the pages of the prompt, which the worker will hold."""
 
     tokens: int
     rows: int
@@ -87,11 +85,11 @@ class Booking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One worker, by its last report. `slot` is its column in the table."""
+    """A worker, by its last heartbeat. `slot` is its column in the table."""
 
     info: WorkerInfo
     load: WorkerLoad
-    heard_at_s: float
+    heartbeat_at_s: float
     sequence: int
     slot: int
     draining: bool = False
@@ -107,7 +105,7 @@ class HeartbeatArrived:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker is lost: its stream broke, or it was silent for too long."""
+    """A worker is gone: its stream broke, or it was silent for too long."""
 
     worker: WorkerId
 
@@ -124,24 +122,18 @@ Event = HeartbeatArrived | WorkerLost | RequestBooked
 
 
 class Fleet:
-    """The view of the fleet. Events alone change it, and apart from slots their order among workers does
-    not matter.
-    """
+    """The workers, changed only by events. Their order among workers affects nothing but slots."""
 
     def __init__(self) -> None:
         self.members: dict[WorkerId, Member] = {}
-        self.table: Table = _vacant(LEAST_SLOTS)
-        self._workers: list[WorkerId | None] = [None] * LEAST_SLOTS  # by slot
+        self.table: Table = _vacant(SLOTS_MIN)
+        self._workers: list[WorkerId | None] = [None] * SLOTS_MIN  # of each slot
         self._by_name: dict[str, WorkerId] = {}
         self._bookings: dict[WorkerId, list[Booking]] = {}
-        self._prefixes = (
-            Prefixes()
-        )  # by slot: depths that its worker announced, then pages of prompts placed there
-        self._looked_up: tuple[tuple[bytes, ...], Slots] | None = (
-            None  # the last lookup, if no event happened since
-        )
-        self._chain: tuple[tuple[bytes, ...], Chain] | None = None  # the last chain
-        self._work_s = 0.0  # recently booked work: decays by e every RHO_TAU_S
+        self._prefixes = Prefixes()  # two sets per slot: announced keys, placed keys
+        self._looked_up: tuple[tuple[bytes, ...], Slots] | None = None  # reset by each event
+        self._chain: tuple[tuple[bytes, ...], Chain] | None = None  # of the last keys
+        self._work_s = 0.0  # booked recently; it decays with RHO_TAU_S
         self._work_at_s = 0.0
 
     def apply(self, event: Event) -> None:
@@ -159,7 +151,7 @@ class Fleet:
     def silent_since(self, now_s: float, silence_s_max: float) -> list[WorkerId]:
         """Return the workers without a heartbeat for longer than `silence_s_max`."""
         return [
-            worker for worker, member in self.members.items() if now_s - member.heard_at_s > silence_s_max
+            worker for worker, member in self.members.items() if now_s - member.heartbeat_at_s > silence_s_max
         ]
 
     def at(self, slot: int) -> Member:
@@ -168,29 +160,30 @@ class Fleet:
         return self.members[worker]
 
     def num_held(self, member: Member) -> int:
-        """Return the number of restorable depths that the worker has announced and the router remembers."""
+        """Return the number of announced restorable depths that the router remembers."""
         return self._prefixes.num_held(_announced(member.slot))
 
     def queued_tokens(self, worker: WorkerId) -> float:
-        """Return the prompt tokens that wait there to be computed; 0 for an unknown worker."""
+        """Return the prompt tokens that wait on a worker; 0 for an unknown worker."""
         member = self.members.get(worker)
         return 0.0 if member is None else float(self.table[Column.QUEUED_TOKENS, member.slot])
 
-    def queued_tokens_of_all(self) -> float:
+    def total_queued_tokens(self) -> float:
         return float(self.table[Column.QUEUED_TOKENS].sum())
 
     def depths(self, keys: tuple[bytes, ...]) -> tuple[Slots, Slots]:
-        """Return for each slot how many of `keys`, from the first, the worker announced as restorable.
-        The second result counts the pages that it has or will have, including those of prompts placed
-        there.
+        """Return, for each slot, how many of the first `keys` are announced, and how many are
+        resident.
+
+        Announced depths can be restored. Resident ones include the pages of prompts placed there.
         """
         if self._looked_up is None or self._looked_up[0] is not keys:
-            self._looked_up = keys, self._prefixes.depths(self._chain_of(keys), 2 * len(self._workers))
+            self._looked_up = keys, self._prefixes.depths(self._chain_for(keys), 2 * len(self._workers))
         announced, placed = self._looked_up[1].reshape(-1, 2).T
         return announced, np.maximum(announced, placed)
 
     def rho(self, now_s: float) -> float:
-        """Return the recently placed work as a share of what the workers that compute prompts can do."""
+        """Return the recently booked work as a share of the capacity of the computing workers."""
         computing = np.count_nonzero(self.table[Column.PREFILLS] + self.table[Column.MIXED])
         decayed_s = self._work_s * exp((self._work_at_s - now_s) / RHO_TAU_S)
         return decayed_s / (RHO_TAU_S * computing) if computing else 0.0
@@ -205,7 +198,7 @@ class Fleet:
         member = self.members[info.worker] = Member(
             info=info,
             load=heartbeat.load,
-            heard_at_s=now_s,
+            heartbeat_at_s=now_s,
             sequence=heartbeat.sequence,
             slot=slot,
             draining=heartbeat.draining,
@@ -216,13 +209,13 @@ class Fleet:
         self._bookings[info.worker] = [
             booking for booking in bookings if now_s - booking.due_s < BOOKING_SETTLE_S
         ]
-        self.table[:, slot] = _settled(self.table[:, slot], _column(member), self._bookings[info.worker])
+        self.table[:, slot] = _settle(self.table[:, slot], _column(member), self._bookings[info.worker])
         if announcement.full:
             self._prefixes.clear(_announced(slot))
         if announcement.removed:
             removed = cut_keys(announcement.removed)
             self._prefixes.remove(_announced(slot), removed)
-            if not info.state_bytes:  # else the page may exist without its checkpoint
+            if not info.state_bytes:  # a hybrid may keep the page when its checkpoint goes
                 self._prefixes.remove(_placed(slot), removed)
         self._prefixes.add(_announced(slot), cut_keys(announcement.added), HELD_KEYS_MAX)
 
@@ -248,14 +241,14 @@ class Fleet:
         column[Column.ROWS] += booking.rows
         column[Column.TAKEN_BYTES] += booking.num_bytes
         pages = member.load.budget_bytes // (member.info.page_bytes or 1) or PLACED_KEYS_MAX
-        chain = self._chain_of(booking.keys)
+        chain = self._chain_for(booking.keys)
         self._prefixes.add_chain(_placed(member.slot), chain, min(pages, PLACED_KEYS_MAX))
         if member.info.role != "decode":
             decay = exp((self._work_at_s - booking.at_s) / RHO_TAU_S)
             self._work_s = self._work_s * decay + booking.seconds
             self._work_at_s = booking.at_s
 
-    def _chain_of(self, keys: tuple[bytes, ...]) -> Chain:
+    def _chain_for(self, keys: tuple[bytes, ...]) -> Chain:
         if self._chain is None or self._chain[0] is not keys:
             self._chain = keys, Chain(cut_keys(keys))
         return self._chain[1]
@@ -268,7 +261,7 @@ class Fleet:
 
 
 def wants_full_announcement(fleet: Fleet, heartbeat: Heartbeat) -> bool:
-    """Return whether announcements between the last heartbeat and this one were missed."""
+    """Return whether the router missed announcements between the last heartbeat and this one."""
     if heartbeat.announcement.full:
         return False
     member = fleet.members.get(heartbeat.info.worker)
@@ -289,10 +282,12 @@ def _placed(slot: int) -> int:
     return 2 * slot + 1
 
 
-def _settled(expected: Table, reported: Table, bookings: list[Booking]) -> Table:
-    """Return the load, given that a report may or may not include the latest bookings.
-    The expected load decides which, within what is possible; adding all bookings would count them twice
-    until the next report.
+def _settle(expected: Table, reported: Table, bookings: list[Booking]) -> Table:
+    """Return the column of a worker after a heartbeat, which may include the latest bookings or
+    not.
+
+    The expected load is kept, but no less than reported, and no more than reported plus all
+    bookings. Adding all of them would count some twice until the next heartbeat.
     """
     if bookings:
         each = [(booking.seconds, booking.tokens, booking.rows, booking.num_bytes) for booking in bookings]
@@ -311,7 +306,7 @@ def _column(member: Member) -> Table:
         column[Column.MIXED] = info.role == "mixed"
     column[Column.NAME] = _bits(info.name)
     column[Column.NAMESPACE] = _bits(f"{info.fingerprint} {info.layout}")
-    column[Column.BUSY_UNTIL_S] = member.heard_at_s + load.queued_s
+    column[Column.BUSY_UNTIL_S] = member.heartbeat_at_s + load.queued_s
     column[Column.QUEUED_TOKENS] = load.queued_tokens
     column[Column.ROWS] = load.running_rows + load.waiting_rows
     column[Column.BUDGET_BYTES] = load.budget_bytes
@@ -333,5 +328,5 @@ def _column(member: Member) -> Table:
 
 
 def _bits(text: str) -> int:
-    """Return as many bits of a digest as a column can hold."""
+    """Return 52 bits of a hash, which a float64 holds exactly."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 12

@@ -1,18 +1,20 @@
-"""Divides the memory of a device among its workers: demand first, the rest where a cache is short. Pure.
+"""The memory broker: divides the memory of a device among its workers. Pure.
 
-Each worker has a row of claims, each at least as high as the one before.
-All workers are raised to their first claims, then to their second, until the memory is used up.
-Claims that cannot all be met are filled to one level, like connected vessels.
+Each worker has a row of ascending claims. All workers are raised to their first claims, then to
+their second ones, until the memory is used up. Claims that not all can have are filled to one level
+(water-filling):
 
-    floor | need | comfort | a short cache: keep, then grow | others: in use, assigned | max
+    floor | need | comfort | a short cache: keep, then grow | other caches: in use, assigned | max
 
-A worker is lowered only for another worker's claim, and not for a trifle while every need is met.
+A worker is lowered only when another worker's claim requires it. While every need is met, the
+broker skips small changes.
 
-A change has two phases. A worker can be lowered immediately, but another is raised only by what is free:
+A change has two phases. The broker assigns a lower budget to one worker, and raises another one
+only by memory that is free:
 
     free = total - sum of max(budget reported, bytes mapped, budget assigned)
 
-A lost answer, a slow worker or a lost worker therefore costs time and never memory that does not exist.
+A lost message, a slow worker or a crashed one therefore costs time, but never exceeds the memory.
 """
 
 from bisect import bisect_right
@@ -23,27 +25,27 @@ from itertools import accumulate
 NUM_CLAIMS = 8
 
 COMFORT_SHARE = 4
-"""A worker should have this part of its need in addition, so that its rows can grow."""
+"""The comfort of a worker is its need and one part in 4 more, so that its rows can grow."""
 
 MARGINS = 8
-"""The least of that is the device's memory divided by this and by the number of its workers; half of it is
-a trifle.
-"""
+"""The margin is the memory of the device / (8 * its workers), the least such addition. Changes
+below half a margin are small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """A worker's memory on its device and its demand, in bytes.
+    """The memory that a worker has and needs, in bytes.
 
-    `told_bytes` is the budget that the last answer assigned, and `budget_bytes` before the first.
-    Running requests hold `live_bytes`, waiting requests need `wanted_bytes`.
-    `pressed` says that it recently had to evict cached memory or preempt a request.
+    `assigned_bytes` is the budget last assigned to it, initially `budget_bytes`. Its running
+    requests hold `live_bytes`, its waiting ones need `wanted_bytes`. A `pressed` worker recently
+    had to evict cached memory or preempt a running request. An operator or its share fixes the
+    budget to `pinned_bytes`.
     """
 
     floor_bytes: int
     max_bytes: int
     budget_bytes: int
-    told_bytes: int
+    assigned_bytes: int
     mapped_bytes: int = 0
     live_bytes: int = 0
     cached_bytes: int = 0
@@ -53,31 +55,30 @@ class Account:
 
     @property
     def held_bytes(self) -> int:
-        """Return the most that it may have taken: a report arrives after every earlier answer had its
-        effect or was lost for good.
-        """
-        return max(self.budget_bytes, self.mapped_bytes, self.told_bytes)
+        """The most memory that the worker may have taken. When a report arrives, every earlier
+        assignment has taken effect or is lost for good."""
+        return max(self.budget_bytes, self.mapped_bytes, self.assigned_bytes)
 
     @property
     def need_bytes(self) -> int:
-        """Return the budget for every request to run, within the worker's bounds."""
+        """The memory that all its requests need to run, within its limits."""
         if self.pinned_bytes is not None:
             return self._within(self.pinned_bytes)
         return self._within(self.live_bytes + self.wanted_bytes)
 
     def claims(self, margin_bytes: int) -> list[int]:
-        """Return its claims, the most urgent first."""
-        need, told = self.need_bytes, self.told_bytes
+        """Return the claims of the worker, in ascending order, the most urgent one first."""
+        need, assigned = self.need_bytes, self.assigned_bytes
         if self.pinned_bytes is not None:
             return [need] * NUM_CLAIMS
         rising = (
             self.floor_bytes,
             need,
             need + max(need // COMFORT_SHARE, margin_bytes),
-            told if self.pressed else 0,
-            told + margin_bytes if self.pressed else 0,
-            min(told, self.live_bytes + self.cached_bytes),
-            told,
+            assigned if self.pressed else 0,
+            assigned + margin_bytes if self.pressed else 0,
+            min(assigned, self.live_bytes + self.cached_bytes),
+            assigned,
             self.max_bytes,
         )
         assert len(rising) == NUM_CLAIMS
@@ -88,23 +89,23 @@ class Account:
 
 
 def rebalance(accounts: Mapping[str, Account], total_bytes: int) -> dict[str, int]:
-    """Return the new budget of each worker, by name, of the `total_bytes` of their device.
+    """Return the new budget of each worker by name, out of the `total_bytes` of their device.
 
-    Each is between floor and max, given that what workers hold is.
-    What all of them may have taken is then at most `total_bytes`, or what it was before.
+    Each budget is between floor and max if the memory that the worker holds is. All of them
+    together may then have taken at most `total_bytes`, or what they may have taken before.
     """
     margin_bytes = total_bytes // (MARGINS * max(1, len(accounts)))
     targets = _targets(accounts, total_bytes, margin_bytes)
     is_short = any(
-        account.told_bytes < account.need_bytes <= targets[name] for name, account in accounts.items()
+        account.assigned_bytes < account.need_bytes <= targets[name] for name, account in accounts.items()
     )
     free_bytes = total_bytes - held_bytes(accounts.values())
     budgets: dict[str, int] = {}
     for name in sorted(accounts):
         account, target = accounts[name], targets[name]
-        trifle = account.told_bytes - target < margin_bytes // 2
-        if target < account.told_bytes and trifle and not is_short and free_bytes >= 0:
-            target = account.told_bytes
+        is_small = account.assigned_bytes - target < margin_bytes // 2
+        if target < account.assigned_bytes and is_small and not is_short and free_bytes >= 0:
+            target = account.assigned_bytes
         raised_bytes = max(0, min(target - account.held_bytes, free_bytes))
         free_bytes -= raised_bytes
         budgets[name] = min(target, account.held_bytes + raised_bytes)
@@ -112,7 +113,7 @@ def rebalance(accounts: Mapping[str, Account], total_bytes: int) -> dict[str, in
 
 
 def held_bytes(accounts: Iterable[Account]) -> int:
-    """Return the most that all of them may have taken."""
+    """Return the most memory that all of them may have taken."""
     return sum(account.held_bytes for account in accounts)
 
 
@@ -120,14 +121,12 @@ def _targets(accounts: Mapping[str, Account], total_bytes: int, margin_bytes: in
     rows = [account.claims(margin_bytes) for account in accounts.values()]
     given = [row[0] for row in rows]
     for column in zip(*rows, strict=True):
-        given = _poured(given, [row[0] for row in rows], column, total_bytes)
+        given = _fill(given, [row[0] for row in rows], column, total_bytes)
     return dict(zip(accounts, given, strict=True))
 
 
-def _poured(given: list[int], floors: list[int], claims: Sequence[int], total_bytes: int) -> list[int]:
-    """Return `given`, raised towards `claims` to the highest common level above the floors that the memory
-    allows.
-    """
+def _fill(given: list[int], floors: list[int], claims: Sequence[int], total_bytes: int) -> list[int]:
+    """Raise `given` towards `claims`, to the highest common level above the floors."""
 
     def up_to(level_bytes: int) -> list[int]:
         return [

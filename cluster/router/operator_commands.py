@@ -1,11 +1,11 @@
-"""Operators' commands about workers: which ones drain, and which role each one has."""
+"""The commands of operators: the workers that drain, and the roles that workers have."""
 
 from collections.abc import Iterable
 
 from tidemill.cluster.router.fleet_view import Member
 from tidemill.workers.messages import RequestError, Role, WorkerId, WorkerInfo
 
-DOES: dict[Role, frozenset[Role]] = {
+SUBSTITUTES: dict[Role, frozenset[Role]] = {
     "prefill": frozenset[Role](("prefill",)),
     "decode": frozenset[Role](("decode", "mixed")),
     "mixed": frozenset[Role](("decode", "mixed")),
@@ -14,22 +14,21 @@ DOES: dict[Role, frozenset[Role]] = {
 
 
 class OperatorCommands:
-    """Drains apply to one incarnation of a worker, and roles to its name: a restarted worker takes work
-    again, in the same role.
-    """
+    """Drains, which end with a restart of the worker, and roles, which survive it."""
 
     def __init__(self) -> None:
         self._drained: dict[str, WorkerId] = {}  # by name
         self._roles: dict[str, Role] = {}
 
     def confirm(self, info: WorkerInfo, *, draining: bool, is_new: bool) -> tuple[bool, Role | None]:
-        """Return the commands for a worker that reports. A restarted router leaves the worker as it is."""
+        """Answer a heartbeat with whether to drain, and with the role (None: unchanged). A
+        restarted router (`is_new`: the worker is new to it) keeps a worker that drains draining."""
         if is_new and draining:
             self._drained[info.name] = info.worker
         return self._is_drained(info), self._roles.get(info.name)
 
     def drain(self, name: str, members: Iterable[Member], *, drain: bool, force: bool) -> None:
-        """Drain a worker, or let it take work again. Raises RequestError."""
+        """Make a worker hand all its work over, or take work again. Raises RequestError."""
         members = list(members)
         info = _find(name, members)
         if not drain:
@@ -40,10 +39,10 @@ class OperatorCommands:
         self._drained[name] = info.worker
 
     def set_role(self, name: str, role: Role, members: Iterable[Member]) -> None:
-        """Set a worker's role. Raises RequestError."""
+        """Change the role of a worker. Raises RequestError."""
         members = list(members)
         info = _find(name, members)
-        if role != "mixed" and role not in DOES[info.role]:
+        if role != "mixed" and role not in SUBSTITUTES[info.role]:
             self._check_others(info, members)
         self._roles[name] = role
 
@@ -54,17 +53,15 @@ class OperatorCommands:
         return self._roles.get(info.name, info.role)
 
     def _check_others(self, info: WorkerInfo, members: Iterable[Member]) -> None:
-        """Check that another worker does its work, not counting those that drain or change their role.
-        Raises RequestError.
-        """
+        """Raise RequestError unless another worker that does not drain will do the same work."""
         for member in members:
             other = member.info
             idle = other is info or member.draining or self._is_drained(other)
-            if not idle and self._role(other) in DOES[info.role]:
+            if not idle and self._role(other) in SUBSTITUTES[info.role]:
                 return
         raise RequestError(
             f"{info.name} is the only worker that takes {_work(info.role)}: start another one first"
-            " (or drain it by force)",
+            " (or force the drain)",
             param="worker",
             status=409,
             code="last_of_its_kind",
@@ -77,8 +74,8 @@ def _find(name: str, members: Iterable[Member]) -> WorkerInfo:
         if member.info.name == name:
             return member.info
         names.append(member.info.name)
-    there = ", ".join(sorted(names)) or "none"
-    raise RequestError(f"there is no worker {name}: there is {there}", param="worker", status=404)
+    known = ", ".join(sorted(names)) or "none"
+    raise RequestError(f"there is no worker {name}, the workers are: {known}", param="worker", status=404)
 
 
 def _work(role: Role) -> str:

@@ -1,4 +1,4 @@
-"""A router behind a socket: places requests for frontends, and hears the workers' heartbeats."""
+"""The gRPC server of a router, for edges, workers and operators."""
 
 import asyncio
 import logging
@@ -46,7 +46,9 @@ log = logging.getLogger(__name__)
 
 
 class ServedRouter(Protocol):
-    async def place(self, ask: PlacementRequest) -> Route: ...
+    """The router behind the server."""
+
+    async def place(self, request: PlacementRequest) -> Route: ...
     def heartbeat(self, heartbeat: Heartbeat) -> Ack: ...
     def budget_for(self, heartbeat: Heartbeat) -> int | None: ...
     def budgets(self) -> Mapping[str, SetBudget]: ...
@@ -60,12 +62,13 @@ class ServedRouter(Protocol):
 
 
 class RouterService:
-    """A worker whose report breaks off is lost at once; one that only falls silent, at the router's tick."""
+    """Serves a router. A worker whose stream of heartbeats breaks is lost immediately, a silent one
+    at the next tick of the router."""
 
     def __init__(self, router: ServedRouter, tls: MutualTls | None = None) -> None:
         self._router = router
         self._tls = tls
-        self._reports: dict[WorkerId, object] = {}  # the latest report of each worker
+        self._streams: dict[WorkerId, object] = {}  # the latest stream of each worker
         self._server = new_server(ROUTER_STREAMS_MAX)
         handlers: dict[str, Handler] = {
             "Place": grpc.unary_unary_rpc_method_handler(self._place),
@@ -88,7 +91,7 @@ class RouterService:
         )
 
     async def start(self, host: str, port: int = 0) -> str:
-        """Listen; the address, host:port. Raises OSError."""
+        """Listen, and return the address as host:port. Raises OSError."""
         address = bind(self._server, host, port, server_credentials(self._tls))
         await self._server.start()
         return address
@@ -113,26 +116,26 @@ class RouterService:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     async def _report(self, frames: AsyncIterator[bytes], context: "Context") -> None:
-        report = object()
+        stream = object()
         worker: WorkerId | None = None
         try:
             async for data in frames:
                 heartbeat = decode_heartbeat(data)
                 if worker is None:
                     worker = heartbeat.info.worker
-                    self._reports[worker] = report
+                    self._streams[worker] = stream
                 elif heartbeat.info.worker != worker:
                     raise Malformed(f"{worker} reports for {heartbeat.info.worker}")
                 await context.write(encode(self._router.heartbeat(heartbeat)))
         except Malformed as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
-            if worker is not None and self._reports.get(worker) is report:
-                del self._reports[worker]
+            if worker is not None and self._streams.get(worker) is stream:
+                del self._streams[worker]
                 self._router.report_lost(worker)
 
     async def _memory(self, frames: AsyncIterator[bytes], context: "Context") -> None:
-        """Of a worker of another fleet; one that falls silent keeps its budget for a while."""
+        """Send a worker of another fleet its budget, which it keeps for a while when silent."""
         try:
             async for data in frames:
                 budget_bytes = self._router.budget_for(decode_heartbeat(data))
@@ -161,7 +164,7 @@ class RouterService:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
     def _order(self, kind: type[OrderT], carry_out: Callable[[OrderT], None]) -> "Handler":
-        """A person's word about a worker, which may be refused."""
+        """Return the gRPC method for a command of an operator, which the router may refuse."""
 
         async def call(data: bytes, context: "Context") -> bytes:
             try:

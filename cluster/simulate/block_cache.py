@@ -1,6 +1,7 @@
-"""The memory of a modelled worker: blocks by key, the least recently used goes first. Pure.
+"""The memory of a modelled worker: blocks by key, evicted by least recent use. Pure.
 
-A path is used from its end to its start, so a block never outlives those before it.
+A path is touched from its end to its start, so that a block is evicted before the blocks in front
+of it.
 """
 
 from bisect import bisect_left
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 class Stored:
-    """A store without a bound: what any worker has computed."""
+    """An unbounded store of all that any worker has computed."""
 
     def __init__(self, *, hybrid: bool) -> None:
         self._hybrid = hybrid
@@ -22,7 +23,7 @@ class Stored:
         self._states.update(states)
 
     def restorable(self, keys: Sequence[bytes]) -> int:
-        """How many of the first blocks it can restore."""
+        """Return how many of the first blocks it can restore."""
         depth = bisect_left(keys, x=True, key=lambda key: key not in self._blocks)
         while self._hybrid and depth and keys[depth - 1] not in self._states:
             depth -= 1
@@ -31,14 +32,14 @@ class Stored:
 
 @dataclass(slots=True)
 class BlockChanges:
-    """Restorable depths that came and went, by the key at their end."""
+    """Restorable depths that were added and removed, by the key at their end."""
 
     added: set[bytes] = field(default_factory=set[bytes])
     removed: set[bytes] = field(default_factory=set[bytes])
 
 
 class BlockCache:
-    """`slots_max` checkpoints can be kept beside the blocks; None: a model without states."""
+    """Up to `blocks_max` blocks and `slots_max` checkpoints (None: a model without states)."""
 
     def __init__(self, blocks_max: int, slots_max: int | None) -> None:
         self.hybrid = slots_max is not None
@@ -54,21 +55,22 @@ class BlockCache:
         return len(self._blocks)
 
     def resident(self, keys: Sequence[bytes]) -> int:
-        """How many of the first blocks are here."""
+        """Return how many of the first blocks it holds."""
         return bisect_left(keys, x=True, key=lambda key: key not in self._blocks)
 
     def expected(self, keys: Sequence[bytes]) -> int:
-        """... or will be, when what was promised is computed."""
+        """Return how many of the first blocks it will hold when all promised ones are computed."""
         return bisect_left(keys, x=True, key=lambda key: key not in self._blocks and not self._promised[key])
 
     def usable(self, keys: Sequence[bytes]) -> int:
-        """How many of the first blocks need not be computed."""
+        """Return how many of the first blocks need not be computed."""
         depth = self.resident(keys)
         while self.hybrid and depth and keys[depth - 1] not in self._states:
             depth -= 1
         return depth
 
     def expected_usable(self, keys: Sequence[bytes]) -> int:
+        """Return the `usable` blocks when all promised ones are computed."""
         depth = self.expected(keys)
         while (
             self.hybrid
@@ -80,8 +82,8 @@ class BlockCache:
         return depth
 
     def promise(self, keys: Sequence[bytes]) -> list[bytes]:
-        """These will be computed. Answers where checkpoints will be made: at the end, and where the prompt
-        leaves those that are known."""
+        """Announce the computation of these keys. Return the keys of the checkpoints that it will
+        make. They are at the end of the prompt, and where it leaves the known prefix."""
         junction = self.expected(keys)
         self._promised.update(keys)
         states = [keys[depth - 1] for depth in sorted({junction, len(keys)}) if depth] if self.hybrid else []
@@ -89,7 +91,7 @@ class BlockCache:
         return states
 
     def redeem(self, keys: Sequence[bytes], states: Sequence[bytes]) -> None:
-        """What was promised is computed."""
+        """Add promised blocks and checkpoints, which are computed now."""
         for promised, names in ((self._promised, keys), (self._promised_states, states)):
             promised.subtract(names)
             for name in names:
@@ -97,18 +99,18 @@ class BlockCache:
                     del promised[name]
         for key in reversed(keys):
             if key not in self._blocks and not self.hybrid:
-                self._came(key)
+                self._record_added(key)
             self._blocks[key] = None
             self._blocks.move_to_end(key)
         for key in states:
             if key not in self._states:
-                self._came(key)
+                self._record_added(key)
             self._states[key] = None
             self._states.move_to_end(key)
         self._evict()
 
-    def used(self, keys: Sequence[bytes], depth: int) -> None:
-        """A prompt resumes at `depth`."""
+    def touch(self, keys: Sequence[bytes], depth: int) -> None:
+        """Mark the first `depth` blocks as used by a prompt that resumes there."""
         for key in reversed(keys[:depth]):
             self._blocks.move_to_end(key)
         if self.hybrid and depth:
@@ -125,16 +127,16 @@ class BlockCache:
         while len(self._blocks) > self._blocks_max:
             key, _ = self._blocks.popitem(last=False)
             if not self.hybrid or key in self._states:
-                self._went(key)
+                self._record_removed(key)
             self._states.pop(key, None)
         while len(self._states) > self._slots_max:
-            self._went(self._states.popitem(last=False)[0])
+            self._record_removed(self._states.popitem(last=False)[0])
 
-    def _came(self, key: bytes) -> None:
+    def _record_added(self, key: bytes) -> None:
         self.changes.added.add(key)
         self.changes.removed.discard(key)
 
-    def _went(self, key: bytes) -> None:
+    def _record_removed(self, key: bytes) -> None:
         if key in self.changes.added:
             self.changes.added.discard(key)
         else:

@@ -1,4 +1,4 @@
-"""An asyncio loop whose clock is virtual: nothing waits, the next timer is always due."""
+"""An asyncio loop with a virtual clock: it jumps to the next timer instead of waiting."""
 
 import asyncio
 import selectors
@@ -9,8 +9,8 @@ T = TypeVar("T")
 
 
 class _Skip(selectors.BaseSelector):
-    """Moves the clock on by the time that was to be waited. `now_s` is that clock. Sockets are looked at when
-    nothing else is left to do, so that a program without any pays for none."""
+    """A selector that advances the clock `now_s` by the timeout instead of waiting. It polls
+    sockets only when nothing else is left to do, so that a program without sockets pays nothing."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -24,10 +24,10 @@ class _Skip(selectors.BaseSelector):
         assert events, "deadlock: nothing is ready and nothing is scheduled"
         return events
 
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:  # noqa: ANN401 - as selectors
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:  # noqa: ANN401  as in selectors
         return self._inner.register(fileobj, events, data)
 
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:  # noqa: ANN401 - as selectors
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:  # noqa: ANN401  as in selectors
         return self._inner.unregister(fileobj)
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
@@ -38,7 +38,7 @@ class _Skip(selectors.BaseSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Callbacks run in the order in which they were scheduled, so equal programs run equally."""
+    """A loop that runs callbacks in the order of scheduling, so that equal programs run equally."""
 
     def __init__(self) -> None:
         self._skip = _Skip()
@@ -49,6 +49,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """The result of `main`; its sleeps cost nothing."""
+    """Run `main` in virtual time and return its result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

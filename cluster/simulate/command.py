@@ -1,4 +1,4 @@
-"""`tidemill simulate`: from what was asked for to a table, JSON and a picture. Knows no options."""
+"""`tidemill simulate`: simulates a trace and prints a table or JSON, and draws a plot."""
 
 import json
 import sys
@@ -12,17 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 from tidemill.cluster.simulate.cost import SPEED, StepCost
-from tidemill.cluster.simulate.plot import blank, plot
+from tidemill.cluster.simulate.plot import new_figure, plot
 from tidemill.cluster.simulate.report import SHARES
 from tidemill.cluster.simulate.setup import NEVER_S, EngineKind, Setup
-from tidemill.cluster.simulate.trace import TraceError, read_trace, reusable_tokens, sped_up, spread
+from tidemill.cluster.simulate.trace import TraceError, read_trace, reusable_share, speed_up, spread
 from tidemill.cluster.simulate.world import simulate
 from tidemill.workers.messages import Speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """What the command line says. `speed_file` holds a Speed as JSON; None: a large accelerator's."""
+    """The options of the command. `speed_file` holds a Speed as JSON; None: a large accelerator."""
 
     trace: Path
     prefill: int
@@ -43,42 +43,43 @@ class SimulateOptions:
     plot: Path | None
 
 
-def simulate_trace(asked: SimulateOptions) -> int:
-    """Raises TraceError, UnknownPolicy, NoPictures."""
-    figure = None if asked.plot is None else blank()
-    items = spread(read_trace(asked.trace), Random(asked.seed))  # noqa: S311 - jitter
-    items = sped_up(items, asked.speed_up)[: asked.requests]
-    outcome = simulate(items, _setup(asked))
+def simulate_trace(options: SimulateOptions) -> int:
+    """Run the command and return its exit status. Raises TraceError, UnknownPolicy, NoPictures."""
+    figure = None if options.plot is None else new_figure()
+    requests = spread(read_trace(options.trace), Random(options.seed))  # noqa: S311  jitter
+    requests = speed_up(requests, options.speed_up)[: options.requests]
+    outcome = simulate(requests, _setup(options))
     figures = outcome.figures()
-    figures["reusable_ratio"] = reusable_tokens(items)
-    if asked.as_json:
+    figures["reusable_ratio"] = reusable_share(requests)
+    if options.as_json:
         sys.stdout.write(json.dumps(figures, indent=2) + "\n")
     else:
-        Console().print(drawn(figures, asked.policy))
-    if asked.plot is not None:
-        plot(outcome, figure, asked.plot)
+        Console().print(summary(figures, options.policy))
+    if options.plot is not None:
+        plot(outcome, figure, options.plot)
     return 0
 
 
 def read_speed(path: Path) -> Speed:
-    """Of a file with the fields of Speed; those that it lacks, or that are 0, are a large accelerator's.
-    Raises TraceError."""
+    """Read fields of Speed, by default those of a large accelerator. Raises TraceError."""
     try:
-        found: object = json.loads(path.read_text())
+        content: object = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise TraceError(f"{path} is no speed: {error}") from error
-    given = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+        raise TraceError(f"{path} is not a speed file: {error}") from error
+    given = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
     names = {field.name for field in fields(Speed)}
     good = {
         name: float(value) for name, value in given.items() if isinstance(value, int | float) and value > 0
     }
     if not good or not set(given) <= names:
-        raise TraceError(f"{path} is no speed: give an object with some of {', '.join(sorted(names))}")
+        raise TraceError(
+            f"{path} is not a speed file: give an object with some of {', '.join(sorted(names))}"
+        )
     return replace(SPEED, **good)
 
 
-def drawn(figures: dict[str, Any], policy: str) -> Group:
-    """For people."""
+def summary(figures: dict[str, Any], policy: str) -> Group:
+    """Return the tables that the command prints."""
     title = Text(
         f"{figures['requests']:,} requests in {figures['makespan_s']:,.0f} s, placed by {policy}: "
         f"{figures['refused']:,} refused, {figures['failed']:,} failed"
@@ -103,18 +104,18 @@ def drawn(figures: dict[str, Any], policy: str) -> Group:
     return Group(title, times, shares)
 
 
-def _setup(asked: SimulateOptions) -> Setup:
-    speed = SPEED if asked.speed_file is None else read_speed(asked.speed_file)
+def _setup(options: SimulateOptions) -> Setup:
+    speed = SPEED if options.speed_file is None else read_speed(options.speed_file)
     return Setup(
-        prefill=asked.prefill,
-        decode=asked.decode,
-        policy=asked.policy,
-        engine=asked.engine,
-        hybrid=asked.hybrid,
-        blocks=asked.blocks,
-        cost=StepCost(speed=replace(speed, fetch_bytes_per_s=asked.store_bytes_per_s)),
-        ttft_s_max=NEVER_S if asked.ttft_s_max is None else asked.ttft_s_max,
-        grain=asked.grain,
-        store_bytes=asked.store_bytes,
-        seed=asked.seed,
+        prefill=options.prefill,
+        decode=options.decode,
+        policy=options.policy,
+        engine=options.engine,
+        hybrid=options.hybrid,
+        blocks=options.blocks,
+        cost=StepCost(speed=replace(speed, fetch_bytes_per_s=options.store_bytes_per_s)),
+        ttft_s_max=NEVER_S if options.ttft_s_max is None else options.ttft_s_max,
+        grain=options.grain,
+        store_bytes=options.store_bytes,
+        seed=options.seed,
     )

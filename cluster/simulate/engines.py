@@ -1,6 +1,7 @@
-"""Workers with the real engine: scheduler, admission, ledger, index, transfers; steps and bytes are numbers.
+"""Workers with the real engine: scheduler, admission, ledger, index and transfers.
 
-A token of the engine stands for `grain` tokens of the trace, so that a run of as many decode steps is one.
+Steps and bytes are only numbers. A token of the engine stands for `grain` tokens of the trace, so
+that `grain` decode steps are one.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from contextlib import aclosing
 import torch
 
 from tidemill.cluster.simulate.cost import StepCost
+from tidemill.cluster.simulate.heartbeats import ignore_changes
 from tidemill.cluster.simulate.sized_store import SizeOnlyStore, StoreLink
 from tidemill.kvstore.keys import Namespace, PageKey
 from tidemill.kvstore.layout import Layout
@@ -28,14 +30,15 @@ from tidemill.workers.transfer.transfer import Transfer
 
 ROWS_MAX = 256
 IDLE_TURN_S = 1.0
-"""A thousand idle workers must cost little. A row may wait so long for memory that comes without a step."""
+"""The interval between turns of an idle engine. A thousand idle workers must cost little. A row may
+wait this long for memory that is freed without a step."""
 
 DRAWN = 1 << 31
-"""Where the ids of drawn tokens begin: no block of a trace has such a name."""
+"""The first id of drawn tokens: above the name of any block of a trace."""
 
 
 class NoBytes:
-    """Memory that is only counted."""
+    """Memory without bytes, which is only counted."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -51,11 +54,12 @@ class NoBytes:
 
 
 def root_of(salt: str) -> PageKey:
+    """Return the root key of the only namespace with this salt."""
     return Namespace(model="simulated", layout="", salt=salt).root()
 
 
 class CostRunner:
-    """Lets virtual time pass for each step, one after the other; draws tokens that nobody else draws."""
+    """Runs steps one after the other in virtual time. Each row draws tokens of its own."""
 
     def __init__(self, cost: StepCost, grain: int) -> None:
         self.busy_s = 0.0
@@ -68,9 +72,9 @@ class CostRunner:
         seconds = self._seconds(step)
         self.busy_s += seconds
         self._free_at_s = max(self._loop.time(), self._free_at_s) + seconds
-        answer: asyncio.Future[list[Drawn]] = self._loop.create_future()
-        self._loop.call_at(self._free_at_s, _answer, answer, [_drawn(row) for row in step])
-        return answer
+        result: asyncio.Future[list[Drawn]] = self._loop.create_future()
+        self._loop.call_at(self._free_at_s, _resolve, result, [_draw(row) for row in step])
+        return result
 
     def _seconds(self, step: Step) -> float:
         streams = sum(len(row.tokens) == 1 for row in step)
@@ -82,26 +86,19 @@ class CostRunner:
 
 
 class EngineWorker:
-    """Either kind; `touched` is called when there is something new to report."""
+    """A prefill or decode worker. It calls `on_change` when there is something new to report."""
 
-    def __init__(
-        self,
-        info: WorkerInfo,
-        layout: Layout,
-        cost: StepCost,
-        shelf: SizeOnlyStore,
-        touched: Callable[[], None],
-    ) -> None:
+    def __init__(self, info: WorkerInfo, layout: Layout, cost: StepCost, store: SizeOnlyStore) -> None:
         self.info = info
         self._cost = cost
         self._grain = cost.step_tokens // info.step_tokens_max
-        self._touched = touched
+        self.on_change: Callable[[], None] = ignore_changes
         num_extents = info.memory_bytes // layout.extent_bytes
         self.ledger = Ledger(Cache(layout, Arena(layout, num_extents, NoBytes()), PrefixIndex(layout)))
         self._runner = CostRunner(cost, self._grain)
         self.engine = Engine(
             self.ledger,
-            Transfer(layout, DirectIO(StoreLink(shelf, cost.speed.fetch_bytes_per_s), memoryview(b""))),
+            Transfer(layout, DirectIO(StoreLink(store, cost.speed.fetch_bytes_per_s), memoryview(b""))),
             self._runner,
             EngineLimits(
                 budget=Budget(
@@ -115,7 +112,7 @@ class EngineWorker:
             root_of,
         )
         self._held: set[bytes] = set()
-        self._news = (set[bytes](), set[bytes]())  # that the router has not heard yet: added, removed
+        self._unreported = (set[bytes](), set[bytes]())  # since the last announcement: added, removed
         self._steps = asyncio.create_task(self.engine.run())
 
     @property
@@ -135,7 +132,7 @@ class EngineWorker:
         return self.engine.load().memory.live
 
     def expected(self, keys: Sequence[bytes]) -> int:
-        self._learn()
+        self._collect()
         return next((depth for depth in range(len(keys), 0, -1) if keys[depth - 1] in self._held), 0)
 
     def usable(self, keys: Sequence[bytes]) -> int:
@@ -145,23 +142,23 @@ class EngineWorker:
         return self._cost.prefill_s(start * self._grain, end * self._grain)
 
     async def produce(self, request: Request) -> Produced:
-        self._loop_soon()
+        self._report_soon()
         try:
             return await self.engine.produce(request)
         finally:
-            self._touched()
+            self.on_change()
 
     async def prefetch(self, request: Request) -> None:
         await self.engine.prefetch(request)
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta]:
-        self._loop_soon()
+        self._report_soon()
         try:
             async with aclosing(self.engine.generate(request)) as deltas:
                 async for delta in deltas:
                     yield delta
         finally:
-            self._touched()
+            self.on_change()
 
     def load(self) -> WorkerLoad:
         return self.engine.load()
@@ -169,25 +166,25 @@ class EngineWorker:
     def take_announcement(self, *, full: bool) -> Announcement:
         if full:
             return self.engine.take_announcement(full=True)
-        self._learn()
-        added, removed = self._news
-        self._news = (set[bytes](), set[bytes]())
+        self._collect()
+        added, removed = self._unreported
+        self._unreported = (set[bytes](), set[bytes]())
         return Announcement(added=tuple(added), removed=tuple(removed))
 
     async def stop(self) -> None:
-        """Every byte must be back."""
+        """Stop the engine, and check that all memory is free again."""
         await self.engine.drain_publications()
         self._steps.cancel()
         await asyncio.wait([self._steps])
         self.ledger.check()
 
-    def _loop_soon(self) -> None:
-        asyncio.get_running_loop().call_soon(self._touched)  # when the request is queued
+    def _report_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self.on_change)  # when the request is queued
 
-    def _learn(self) -> None:
-        """Take what the engine has to announce, for the policies and for the next heartbeat."""
+    def _collect(self) -> None:
+        """Take the announcement of the engine, for the policies and for the next heartbeat."""
         changes = self.engine.take_announcement(full=False)
-        added, removed = self._news
+        added, removed = self._unreported
         added.update(changes.added)
         removed.difference_update(changes.added)
         removed.update(changes.removed)
@@ -196,10 +193,10 @@ class EngineWorker:
         self._held.difference_update(changes.removed)
 
 
-def _answer(answer: asyncio.Future[list[Drawn]], drawn: list[Drawn]) -> None:
-    if not answer.done():
-        answer.set_result(drawn)
+def _resolve(result: asyncio.Future[list[Drawn]], drawn: list[Drawn]) -> None:
+    if not result.done():
+        result.set_result(drawn)
 
 
-def _drawn(row: Row) -> Drawn:
+def _draw(row: Row) -> Drawn:
     return Drawn() if row.draws is None else Drawn((DRAWN + row.draws.sampling.seed,))

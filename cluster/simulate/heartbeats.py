@@ -1,4 +1,4 @@
-"""Heartbeats of simulated workers: soon after something new, else seldom."""
+"""Heartbeats of simulated workers: soon after a change, otherwise rarely."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,14 +7,18 @@ from typing import Protocol
 from tidemill.workers.messages import Ack, Announcement, Heartbeat, WorkerInfo, WorkerLoad
 
 LOOK_S = 0.25
-"""As often as a real worker looks whether there is something new to report."""
+"""The interval at which a real worker checks for changes to report."""
 
 IDLE_S, IDLE_S_MAX = 2.0, 64.0
-"""Real workers beat every second. With nothing new it changes nothing, and a thousand idle workers must cost
-little: each wait is twice the one before."""
+"""The first and the longest interval without a change; each interval is twice the one before. Real
+workers send a heartbeat every second. Here a thousand idle workers must cost little."""
 
 
 class Reporting(Protocol):
+    """A simulated worker. It calls `on_change` when there is something new to report."""
+
+    on_change: Callable[[], None]
+
     @property
     def info(self) -> WorkerInfo: ...
     def load(self) -> WorkerLoad: ...
@@ -22,7 +26,7 @@ class Reporting(Protocol):
 
 
 class SimHeartbeats:
-    """One worker's. The first one comes at once."""
+    """The heartbeats of one worker. The first one is sent immediately."""
 
     def __init__(self, worker: Reporting, report: Callable[[Heartbeat], Ack]) -> None:
         self._worker = worker
@@ -33,20 +37,20 @@ class SimHeartbeats:
         self._soon = False
         self._last_s = 0.0
         self._idle_s = IDLE_S
-        self._next = self._loop.call_soon(self._beat)
-
-    def touch(self) -> None:
-        """There is something new."""
-        if not self._soon:
-            self._soon = True
-            self._idle_s = IDLE_S
-            self._next.cancel()
-            self._next = self._loop.call_at(self._last_s + LOOK_S, self._beat)
+        self._next = self._loop.call_soon(self._send)
+        worker.on_change = self._send_soon
 
     def stop(self) -> None:
         self._next.cancel()
 
-    def _beat(self) -> None:
+    def _send_soon(self) -> None:
+        if not self._soon:
+            self._soon = True
+            self._idle_s = IDLE_S
+            self._next.cancel()
+            self._next = self._loop.call_at(self._last_s + LOOK_S, self._send)
+
+    def _send(self) -> None:
         self._soon = False
         self._last_s = self._loop.time()
         self._sequence += 1
@@ -59,5 +63,9 @@ class SimHeartbeats:
             )
         )
         self._full = ack.want_full
-        self._next = self._loop.call_later(self._idle_s, self._beat)
+        self._next = self._loop.call_later(self._idle_s, self._send)
         self._idle_s = min(2 * self._idle_s, IDLE_S_MAX)
+
+
+def ignore_changes() -> None:
+    """The `on_change` of a worker without heartbeats."""

@@ -1,6 +1,7 @@
-"""Workers as a formula: prompts are computed one after the other, answers beside each other.
+"""Workers as a formula: prompts are computed one after the other, answers concurrently.
 
-The model of replay studies, for many workers and long traces: no steps, no admission, no ledger, no store.
+This is the model of replay studies, for many workers and long traces: without steps, admission or a
+ledger.
 """
 
 import asyncio
@@ -8,22 +9,16 @@ from collections.abc import Callable, Sequence
 
 from tidemill.cluster.simulate.block_cache import BlockCache, Stored
 from tidemill.cluster.simulate.cost import StepCost
+from tidemill.cluster.simulate.heartbeats import ignore_changes
 from tidemill.cluster.simulate.trace import BLOCK_TOKENS, TraceRequest
 from tidemill.workers.messages import Announcement, MemoryUse, WorkerInfo, WorkerLoad
 from tidemill.workers.scheduling.prefill_throttle import BESIDE_STREAMS
 
 
 class ModelWorker:
-    """Either kind; `touched` is called when there is something new to report."""
+    """A prefill or decode worker. It calls `on_change` when there is something new to report."""
 
-    def __init__(
-        self,
-        info: WorkerInfo,
-        cost: StepCost,
-        blocks: BlockCache,
-        stored: Stored,
-        touched: Callable[[], None],
-    ) -> None:
+    def __init__(self, info: WorkerInfo, cost: StepCost, blocks: BlockCache, stored: Stored) -> None:
         self.info = info
         self.busy_s = 0.0
         self.rows = 0
@@ -31,11 +26,11 @@ class ModelWorker:
         self._cost = cost
         self._blocks = blocks
         self._stored = stored
-        self._touched = touched
-        self._turn = asyncio.Lock()
+        self.on_change: Callable[[], None] = ignore_changes
+        self._computes = asyncio.Lock()
         self._clock = asyncio.get_running_loop().time
-        self._free_at_s = 0.0  # what runs now is computed then
-        self._queued_s = 0.0  # what follows takes so long
+        self._free_at_s = 0.0  # when the running prompt is computed
+        self._queued_s = 0.0  # the time for the prompts behind it
         self._queued_tokens = 0
 
     @property
@@ -52,18 +47,18 @@ class ModelWorker:
         return self._cost.prefill_s(start, end)
 
     async def compute(self, keys: Sequence[bytes], num_tokens: int) -> tuple[int, int]:
-        """Compute a prompt in its turn; how many of its tokens were here, and how many in the store."""
+        """Compute a prompt in order of arrival. Return its tokens from the cache and the store."""
         expected = self._blocks.expected_usable(keys)
         expected_s = self._serving(expected, keys, num_tokens)[0]
-        lacking = num_tokens - expected * BLOCK_TOKENS
+        missing = num_tokens - expected * BLOCK_TOKENS
         states = self._blocks.promise(keys)
         self._queued_s += expected_s
-        self._queued_tokens += lacking
+        self._queued_tokens += missing
         self.rows += 1
-        self._touched()
-        async with self._turn:
+        self.on_change()
+        async with self._computes:
             depth = self._blocks.usable(keys)
-            self._blocks.used(keys, depth)
+            self._blocks.touch(keys, depth)
             busy_s, fetched = self._serving(depth, keys, num_tokens)
             self._queued_s = max(0.0, self._queued_s - expected_s)
             self._free_at_s = self._clock() + busy_s
@@ -71,36 +66,36 @@ class ModelWorker:
             await asyncio.sleep(busy_s)
             self._blocks.redeem(keys, states)
             self._stored.put(keys, states)
-        self._queued_tokens -= lacking
+        self._queued_tokens -= missing
         self.rows -= 1
-        self._touched()
+        self.on_change()
         return depth * BLOCK_TOKENS, fetched * BLOCK_TOKENS
 
-    def _serving(self, here: int, keys: Sequence[bytes], num_tokens: int) -> tuple[float, int]:
-        """Of a prompt of which the first `here` blocks are here: seconds, and how many are fetched.
-        That keeps the worker busy, too."""
+    def _serving(self, depth: int, keys: Sequence[bytes], num_tokens: int) -> tuple[float, int]:
+        """Return the time to serve a prompt with `depth` cached blocks, and the number of fetched
+        blocks. A fetch keeps the worker busy, too."""
         beside = BESIDE_STREAMS if self.kv_tokens else 1.0
-        computed_s = self._cost.prefill_s(here * BLOCK_TOKENS, num_tokens) * beside
+        computed_s = self._cost.prefill_s(depth * BLOCK_TOKENS, num_tokens) * beside
         rate = self._cost.speed.fetch_bytes_per_s
-        there = self._stored.restorable(keys) if rate else 0
-        if there <= here:
+        stored = self._stored.restorable(keys) if rate else 0
+        if stored <= depth:
             return computed_s, 0
-        num_bytes = (there - here) * self.info.page_bytes + self.info.state_bytes
-        fetched_s = num_bytes / rate + self._cost.prefill_s(there * BLOCK_TOKENS, num_tokens) * beside
-        return (fetched_s, there - here) if fetched_s < computed_s else (computed_s, 0)
+        num_bytes = (stored - depth) * self.info.page_bytes + self.info.state_bytes
+        fetched_s = num_bytes / rate + self._cost.prefill_s(stored * BLOCK_TOKENS, num_tokens) * beside
+        return (fetched_s, stored - depth) if fetched_s < computed_s else (computed_s, 0)
 
-    async def answer(self, item: TraceRequest) -> float:
-        """Stream an answer; the seconds between two of its tokens."""
-        held = item.prompt_tokens + item.answer_tokens
+    async def answer(self, request: TraceRequest) -> float:
+        """Stream an answer. Return the seconds between two of its tokens."""
+        held = request.prompt_tokens + request.answer_tokens
         self.rows += 1
         self.kv_tokens += held
-        self._touched()
+        self.on_change()
         itl_s = self._cost.decode_s(self.rows)
-        self.busy_s += itl_s * item.answer_tokens / self.rows
-        await asyncio.sleep(itl_s * item.answer_tokens)
+        self.busy_s += itl_s * request.answer_tokens / self.rows
+        await asyncio.sleep(itl_s * request.answer_tokens)
         self.rows -= 1
         self.kv_tokens -= held
-        self._touched()
+        self.on_change()
         return itl_s
 
     def load(self) -> WorkerLoad:

@@ -1,6 +1,6 @@
 # pyright: basic
 # matplotlib has no complete types
-"""The picture of a simulated run."""
+"""The plot of a simulated run."""
 
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,17 @@ class NoPictures(TidemillError):
     """matplotlib is not installed, or the file cannot be written."""
 
 
-def blank() -> Any:  # noqa: ANN401 - a matplotlib Figure
-    """To draw on; asked for before a long run. Raises NoPictures."""
+def new_figure() -> Any:  # noqa: ANN401  a matplotlib Figure
+    """Return an empty figure. Raises NoPictures, before a long run."""
     try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - optional
+        from matplotlib.figure import Figure  # noqa: PLC0415  optional
     except ImportError as error:
         raise NoPictures("--plot needs matplotlib: pip install 'tidemill[plot]'") from error
     return Figure(figsize=(11, 3.4), layout="constrained")
 
 
-def plot(outcome: Outcome, figure: Any, path: Path) -> None:  # noqa: ANN401 - as above
-    """Times to first token, their mean over the run, and how busy the workers were. Raises NoPictures."""
+def plot(outcome: Outcome, figure: Any, path: Path) -> None:  # noqa: ANN401  a matplotlib Figure
+    """Plot times to first token, their mean over the run, and worker load. Raises NoPictures."""
     first, over, busy = figure.subplots(1, 3)
     first.ecdf([max(1e-3, request.ttft_s) for request in outcome.served])
     first.set(xlabel="time to first token, s", ylabel="share of requests", xscale="log", ylim=(0, 1.02))
@@ -36,9 +36,8 @@ def plot(outcome: Outcome, figure: Any, path: Path) -> None:  # noqa: ANN401 - a
     over.plot([number * width_s for number in sorted(bins)], [mean(bins[number]) for number in sorted(bins)])
     over.set(xlabel="arrival, s", ylabel="mean time to first token, s", ylim=(0, None))
     for role, seconds in outcome.busy_s.items():
-        busy.plot(
-            sorted((second / max(outcome.makespan_s, 1e-9) for second in seconds), reverse=True), label=role
-        )
+        shares = (busy_s / max(outcome.makespan_s, 1e-9) for busy_s in seconds)
+        busy.plot(sorted(shares, reverse=True), label=role)
     busy.set(xlabel="worker, the busiest first", ylabel="share of time busy", ylim=(0, 1.02))
     busy.legend(frameon=False)
     try:

@@ -1,7 +1,7 @@
-"""Placement as others do it, to compare ours with: who computes a prompt. Pure, but for the random ones.
+"""Placement policies of other systems, to compare ours with. Pure, except for random choices.
 
-Each sees the workers as they are at this moment, without the delay of a heartbeat, and its prompts go to a
-prefill worker always; streams go to the decode worker with the least KV.
+A policy sees the current state of the workers, without the delay of a heartbeat. It always sends a
+prompt to a prefill worker. Streams go to the decode worker with the least KV.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.messages import Unserved, WorkerId, WorkerInfo
+from tidemill.workers.messages import Unserved, WorkerInfo
 
 
 class WorkerView(Protocol):
@@ -22,100 +22,108 @@ class WorkerView(Protocol):
 
     @property
     def wait_s(self) -> float:
-        """Until all that is queued and runs is computed."""
+        """The time until all queued and running work is computed."""
         ...
 
     @property
     def rows(self) -> int:
-        """Requests that wait or run."""
+        """The number of waiting and running requests."""
         ...
 
     @property
     def kv_tokens(self) -> int:
-        """That its requests hold."""
+        """The tokens of KV that its requests hold."""
         ...
 
     def expected(self, keys: Sequence[bytes]) -> int:
-        """How many of the first pages are here, or will be when what is queued is computed."""
+        """Return how many of the first pages it has, or will have when its queue is computed."""
         ...
 
     def usable(self, keys: Sequence[bytes]) -> int:
-        """How many of the first pages it needs not compute when the prompt's turn comes."""
+        """Return how many of the first pages it need not compute when it starts the prompt."""
         ...
 
     def prefill_s(self, start: int, end: int) -> float: ...
 
 
 Policy = Callable[[PlacementRequest, Sequence[WorkerView], float], WorkerView]
-"""Who computes the prompt: of these, at this time."""
+"""A choice of the worker that computes a prompt, among these, at this time in seconds."""
 
 
 class AtRandom:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def __call__(self, ask: PlacementRequest, seats: Sequence[WorkerView], now_s: float) -> WorkerView:
-        del ask, now_s
-        return self._rng.choice(seats)
+    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
+        del request, now_s
+        return self._rng.choice(workers)
 
 
 class RoundRobin:
     def __init__(self) -> None:
-        self._turn = -1
+        self._count = -1
 
-    def __call__(self, ask: PlacementRequest, seats: Sequence[WorkerView], now_s: float) -> WorkerView:
-        del ask, now_s
-        self._turn += 1
-        return seats[self._turn % len(seats)]
+    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
+        del request, now_s
+        self._count += 1
+        return workers[self._count % len(workers)]
 
 
 @dataclass(frozen=True, slots=True)
 class LeastLoad:
-    """Where the least is queued. Here and below, ties are broken by chance."""
+    """The worker with the least queued work. Here and below, ties are broken at random."""
 
     rng: Random
 
-    def __call__(self, ask: PlacementRequest, seats: Sequence[WorkerView], now_s: float) -> WorkerView:
-        del ask, now_s
-        return _least(seats, lambda seat: seat.wait_s, self.rng)
+    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
+        del request, now_s
+        return _least(workers, lambda worker: worker.wait_s, self.rng)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixAffinity:
-    """The worker that holds most of the prompt, if that is at least `match_min` of it and if it has at most
-    `rows_max` requests more than the idlest one; else the one with the least work."""
+    """The worker that holds most of the prompt, if that is at least the share `match_min`.
+
+    It may have at most `rows_max` requests more than the idlest worker. Otherwise the worker with
+    the least queued work is chosen.
+    """
 
     rng: Random
     match_min: float = 0.1
     rows_max: int = 8
 
-    def __call__(self, ask: PlacementRequest, seats: Sequence[WorkerView], now_s: float) -> WorkerView:
+    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
         del now_s
-        idlest = min(seat.rows for seat in seats)
-        near = [seat for seat in seats if seat.rows - idlest <= self.rows_max]
-        depths = [(seat.expected(ask.keys), -seat.wait_s, index) for index, seat in enumerate(near)]
+        idlest = min(worker.rows for worker in workers)
+        candidates = [worker for worker in workers if worker.rows - idlest <= self.rows_max]
+        depths = [
+            (worker.expected(request.keys), -worker.wait_s, index) for index, worker in enumerate(candidates)
+        ]
         depth, _, best = max(depths)
-        if depth >= max(1.0, self.match_min * len(ask.keys)):
-            return near[best]
-        return _least(seats, lambda seat: seat.wait_s, self.rng)
+        if depth >= max(1.0, self.match_min * len(request.keys)):
+            return candidates[best]
+        return _least(workers, lambda worker: worker.wait_s, self.rng)
 
 
 @dataclass(frozen=True, slots=True)
 class MinTtft:
-    """Greedy: where the first token comes soonest."""
+    """The worker with the earliest first token (greedy)."""
 
     rng: Random
 
-    def __call__(self, ask: PlacementRequest, seats: Sequence[WorkerView], now_s: float) -> WorkerView:
+    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
         del now_s
-        return _least(seats, lambda seat: _ttft_s(seat, ask), self.rng)
+        return _least(workers, lambda worker: _ttft_s(worker, request), self.rng)
 
 
 @dataclass(slots=True)
 class Formula:
-    """The formula that placement started from: the time to the first token, and `kappa` times the work that
-    is done twice when the prompt leaves its family. `kappa` is what work costs those who come later: it grows
-    with the load `rho` of the workers, as a queue does."""
+    """The formula that placement started from: the time to first token, plus `kappa` times
+    duplicate work.
+
+    The work is duplicate when a prompt leaves the worker with its prefix. `kappa` is the cost of
+    work to later requests. It grows with the load `rho` of the workers like the length of a queue.
+    """
 
     rng: Random
     kappa_max: float = 8.0
@@ -123,40 +131,40 @@ class Formula:
     rho: float = 0.0
     at_s: float = 0.0
 
-    def __call__(self, ask: PlacementRequest, seats: Sequence[WorkerView], now_s: float) -> WorkerView:
+    def __call__(self, request: PlacementRequest, workers: Sequence[WorkerView], now_s: float) -> WorkerView:
         self.rho *= exp((self.at_s - now_s) / self.tau_s)
         self.at_s = now_s
         kappa = min(self.kappa_max, self.rho / (1 - self.rho)) if self.rho < 1 else self.kappa_max
-        best = _least(seats, lambda seat: _ttft_s(seat, ask) + kappa * _leaving_s(seat, ask), self.rng)
-        self.rho += (_ttft_s(best, ask) - best.wait_s) / (self.tau_s * len(seats))
+        best = _least(
+            workers, lambda worker: _ttft_s(worker, request) + kappa * _duplicate_s(worker, request), self.rng
+        )
+        self.rho += (_ttft_s(best, request) - best.wait_s) / (self.tau_s * len(workers))
         return best
 
 
 class PolicyRouter:
-    """A router that asks a policy. Raises Unserved without workers of both kinds."""
+    """A router that applies a policy to prefill workers."""
 
-    def __init__(self, policy: Policy, seats: Sequence[WorkerView], clock: Callable[[], float]) -> None:
+    def __init__(self, policy: Policy, workers: Sequence[WorkerView], clock: Callable[[], float]) -> None:
         self._policy = policy
-        self._prefill = [seat for seat in seats if seat.info.role != "decode"]
-        self._decode = [seat for seat in seats if seat.info.role != "prefill"]
+        self._prefill = [worker for worker in workers if worker.info.role != "decode"]
+        self._decode = [worker for worker in workers if worker.info.role != "prefill"]
         self._clock = clock
 
-    async def place(self, ask: PlacementRequest) -> Route:
+    async def place(self, request: PlacementRequest) -> Route:
+        """Raises Unserved without workers of both kinds."""
         if not self._prefill or not self._decode:
             raise Unserved("a policy needs prefill and decode workers")
-        decode = min(self._decode, key=lambda seat: seat.kv_tokens)
-        prefill = self._policy(ask, self._prefill, self._clock())
+        decode = min(self._decode, key=lambda worker: worker.kv_tokens)
+        prefill = self._policy(request, self._prefill, self._clock())
         return Route(
             decode=decode.info.worker,
             decode_address=decode.info.address,
             prefill=prefill.info.worker,
             prefill_address=prefill.info.address,
             gap_tokens_max=2 * decode.info.page_tokens,
-            predicted_s=_ttft_s(prefill, ask),
+            predicted_s=_ttft_s(prefill, request),
         )
-
-    async def report_lost(self, worker: WorkerId) -> None:
-        """Nobody is lost here."""
 
 
 class UnknownPolicy(TidemillError):
@@ -167,8 +175,8 @@ POLICIES = ("random", "round-robin", "least-load", "prefix-affinity", "min-ttft"
 OURS = "ours"
 
 
-def policy_of(name: str, rng: Random) -> Policy:
-    """Raises UnknownPolicy."""
+def make_policy(name: str, rng: Random) -> Policy:
+    """Return the policy with this name. Raises UnknownPolicy."""
     match name:
         case "random":
             return AtRandom(rng)
@@ -183,18 +191,18 @@ def policy_of(name: str, rng: Random) -> Policy:
         case "formula":
             return Formula(rng)
         case _:
-            raise UnknownPolicy(f"--policy {name}: there are {', '.join((OURS, *POLICIES))}")
+            raise UnknownPolicy(f"--policy {name}: the policies are {', '.join((OURS, *POLICIES))}")
 
 
-def _least(seats: Sequence[WorkerView], score: Callable[[WorkerView], float], rng: Random) -> WorkerView:
-    return min(seats, key=lambda seat: (score(seat), rng.random()))
+def _least(workers: Sequence[WorkerView], score: Callable[[WorkerView], float], rng: Random) -> WorkerView:
+    return min(workers, key=lambda worker: (score(worker), rng.random()))
 
 
-def _ttft_s(seat: WorkerView, ask: PlacementRequest) -> float:
-    start = seat.usable(ask.keys) * seat.info.page_tokens
-    return seat.wait_s + seat.prefill_s(start, ask.num_tokens)
+def _ttft_s(worker: WorkerView, request: PlacementRequest) -> float:
+    start = worker.usable(request.keys) * worker.info.page_tokens
+    return worker.wait_s + worker.prefill_s(start, request.num_tokens)
 
 
-def _leaving_s(seat: WorkerView, ask: PlacementRequest) -> float:
-    """To compute what is not here at all; checkpoints aside, for the first visit without one makes it."""
-    return seat.prefill_s(seat.expected(ask.keys) * seat.info.page_tokens, ask.num_tokens)
+def _duplicate_s(worker: WorkerView, request: PlacementRequest) -> float:
+    """Return the time to compute missing pages, without checkpoints: the first visit makes those."""
+    return worker.prefill_s(worker.expected(request.keys) * worker.info.page_tokens, request.num_tokens)

@@ -1,4 +1,4 @@
-"""What became of the requests of a trace, and the figures of it. Pure."""
+"""The outcome of a simulated trace, and its figures. Pure."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -10,8 +10,7 @@ SHARES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRequest:
-    """One request that was answered. The worker that was to compute its prompt did not have to compute
-    `reused_tokens` of it; `fetched_tokens` of these came from the store."""
+    """An answered request. `reused_tokens` includes the `fetched_tokens` from the store."""
 
     at_s: float
     ttft_s: float
@@ -25,8 +24,8 @@ class SimulatedRequest:
 
 @dataclass(slots=True)
 class Outcome:
-    """Of a run. `gaps_s` are the times between tokens, all requests together; `busy_s` is how long each
-    worker computed, by role."""
+    """The outcome of a run. `gaps_s` has the times between tokens of all requests, `busy_s` the
+    compute time of each worker by role."""
 
     served: list[SimulatedRequest] = field(default_factory=list[SimulatedRequest])
     gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
@@ -37,7 +36,7 @@ class Outcome:
     counters: dict[str, float] = field(default_factory=dict[str, float])
 
     def figures(self) -> dict[str, Any]:
-        """By name; milliseconds, shares and counts."""
+        """Return milliseconds, shares and counts by name."""
         first_ms = sorted(1000 * request.ttft_s for request in self.served)
         gaps_ms = sorted(1000 * gap for gap in self.gaps_s)
         prompts = sum(request.prompt_tokens for request in self.served)
@@ -47,8 +46,8 @@ class Outcome:
             "failed": self.failed,
             "hit_ratio": sum(request.reused_tokens for request in self.served) / max(1, prompts),
             "fetched_ratio": sum(request.fetched_tokens for request in self.served) / max(1, prompts),
-            "ttft_ms": spread_of(first_ms),
-            "itl_ms": spread_of(gaps_ms),
+            "ttft_ms": distribution(first_ms),
+            "itl_ms": distribution(gaps_ms),
             "imbalance": {role: imbalance(busy) for role, busy in self.busy_s.items()},
             "utilisation": {
                 role: mean(busy) / max(self.makespan_s, 1e-9) for role, busy in self.busy_s.items()
@@ -60,12 +59,13 @@ class Outcome:
         }
 
 
-def spread_of(ascending: Sequence[float]) -> dict[str, float]:
+def distribution(ascending: Sequence[float]) -> dict[str, float]:
+    """Return the mean and the percentiles of `SHARES`."""
     return {"mean": mean(ascending)} | {f"p{share}": percentile(ascending, share) for share in SHARES}
 
 
 def percentile(ascending: Sequence[float], share: float) -> float:
-    """The least value that `share` percent of them do not exceed; 0 without any."""
+    """Return the least value that `share` percent of the values do not exceed; 0 without values."""
     if not ascending:
         return 0.0
     return ascending[max(0, -int(-share * len(ascending) // 100) - 1)]
@@ -76,6 +76,6 @@ def mean(values: Sequence[float]) -> float:
 
 
 def imbalance(busy_s: Iterable[float]) -> float:
-    """The busiest worker's time to the mean; 1 is even."""
+    """Return the ratio of the busiest worker's time to the mean; 1 is even."""
     each = list(busy_s)
     return max(each) / mean(each) if any(each) else 1.0

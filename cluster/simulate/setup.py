@@ -1,4 +1,4 @@
-"""What is simulated, as plain data."""
+"""The settings of a simulation, as plain data."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,16 +9,19 @@ from tidemill.kvstore.layout import Layout
 from tidemill.workers.messages import Role, WorkerId, WorkerInfo
 
 NEVER_S = 1e9
-"""A deadline that no prediction exceeds."""
+"""A limit of the time to first token that no prediction exceeds."""
 
 EngineKind = Literal["real", "model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The cluster, and who places. `blocks` is the memory of a worker, in blocks of the trace. The states
-    of a hybrid come out of it with the real engine; the model has `slots` for checkpoints beside it.
-    With the real engine a token stands for `grain` tokens of the trace."""
+    """A cluster and its placement policy.
+
+    `blocks` is the memory of a worker in blocks of the trace. With the real engine it includes the
+    states of a hybrid. The model has `slots` for checkpoints in addition. With the real engine a
+    token stands for `grain` tokens of the trace.
+    """
 
     prefill: int = 8
     decode: int = 8
@@ -34,16 +37,16 @@ class Setup:
     seed: int = 1
 
     @property
-    def token(self) -> int:
-        """What a token of a worker stands for, in tokens of the trace."""
+    def trace_tokens_per_token(self) -> int:
+        """The tokens of the trace that a token of a worker stands for."""
         return self.grain if self.engine == "real" else 1
 
     @property
     def layout(self) -> Layout:
-        return layout_for(hybrid=self.hybrid, grain=self.token)
+        return layout_for(hybrid=self.hybrid, grain=self.trace_tokens_per_token)
 
     def infos(self) -> list[WorkerInfo]:
-        """Of all workers."""
+        """Return the infos of all workers."""
         layout = self.layout
         counts: dict[Role, int] = {"prefill": self.prefill, "decode": self.decode}
         return [
@@ -58,7 +61,7 @@ class Setup:
                 page_tokens=layout.page_tokens,
                 page_bytes=layout.page_bytes,
                 state_bytes=layout.state_bytes,
-                step_tokens_max=self.cost.step_tokens // self.token,
+                step_tokens_max=self.cost.step_tokens // self.trace_tokens_per_token,
                 memory_bytes=self.blocks * layout.page_bytes,
             )
             for role, count in counts.items()

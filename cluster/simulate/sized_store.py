@@ -1,4 +1,4 @@
-"""A page store that holds names alone, and takes the time that the bytes would take."""
+"""A page store that holds only names, and takes the transfer time of the bytes."""
 
 import asyncio
 import math
@@ -11,7 +11,7 @@ from tidemill.kvstore.stores.page_store import Got, Put, StoredObject, StoreStat
 
 
 class SizeOnlyStore:
-    """What all workers share: objects by name, the least recently used goes first."""
+    """The objects that all workers share, evicted by least recent use."""
 
     def __init__(self, layout: Layout, capacity_bytes: int) -> None:
         self._sizes = {
@@ -62,11 +62,11 @@ class SizeOnlyStore:
 
 
 class StoreLink:
-    """One worker's way to the shelf, a PageStore: what it gets comes one after the other at
-    `bytes_per_s`, and so goes what it puts."""
+    """The PageStore of one worker: a link to the shared store. Gets run one after the other at
+    `bytes_per_s`, and so do puts."""
 
-    def __init__(self, shelf: SizeOnlyStore, bytes_per_s: float) -> None:
-        self._shelf = shelf
+    def __init__(self, store: SizeOnlyStore, bytes_per_s: float) -> None:
+        self._store = store
         self._bytes_per_s = bytes_per_s
         self._loop = asyncio.get_running_loop()
         self._free_at_s = {Put: 0.0, Got: 0.0}
@@ -76,43 +76,43 @@ class StoreLink:
         self._get_bytes = 0
 
     async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
-        fresh = sum(self._shelf.size(key) for key, _ in objects if key not in self._shelf)
-        await self._move(Put, fresh)
-        outcomes = [self._shelf.add(key) for key, _ in objects]
+        num_bytes = sum(self._store.size(key) for key, _ in objects if key not in self._store)
+        await self._move(Put, num_bytes)
+        outcomes = [self._store.add(key) for key, _ in objects]
         if Put.FULL in outcomes:
             first = outcomes.index(Put.FULL) + 1
             outcomes[first:] = [Put.SKIPPED] * (len(outcomes) - first)
         self._put.update(outcomes)
-        self._put_bytes += fresh
+        self._put_bytes += num_bytes
         return outcomes
 
     async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
-        outcomes = [self._shelf.touch(key) for key, _ in wanted]
+        outcomes = [self._store.touch(key) for key, _ in wanted]
         hits = zip(wanted, outcomes, strict=True)
-        num_bytes = sum(self._shelf.size(key) for (key, _), outcome in hits if outcome is Got.HIT)
+        num_bytes = sum(self._store.size(key) for (key, _), outcome in hits if outcome is Got.HIT)
         await self._move(Got, num_bytes)
         self._got.update(outcomes)
         self._get_bytes += num_bytes
         return outcomes
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        return [key in self._shelf for key in keys]
+        return [key in self._store for key in keys]
 
     async def remove(self, keys: Sequence[ObjectKey]) -> None:
         for key in keys:
-            self._shelf.remove(key)
+            self._store.remove(key)
 
     async def list_objects(self) -> list[StoredObject]:
-        return self._shelf.list_objects()
+        return self._store.list_objects()
 
     def register(self, memory: memoryview) -> None:
         pass
 
-    def patience_s(self, num_bytes: int) -> float:  # noqa: ARG002 - it always answers
+    def patience_s(self, num_bytes: int) -> float:  # noqa: ARG002  it always answers
         return math.inf
 
     def stats(self) -> StoreStats:
-        held = self._shelf.stats()
+        held = self._store.stats()
         return StoreStats(
             objects=held.objects,
             bytes=held.bytes,
@@ -126,10 +126,10 @@ class StoreLink:
     async def close(self) -> None:
         pass
 
-    async def _move(self, way: type[Put] | type[Got], num_bytes: int) -> None:
+    async def _move(self, direction: type[Put] | type[Got], num_bytes: int) -> None:
         if not num_bytes:
             return
         now_s = self._loop.time()
-        end_s = max(now_s, self._free_at_s[way]) + num_bytes / self._bytes_per_s
-        self._free_at_s[way] = end_s
+        end_s = max(now_s, self._free_at_s[direction]) + num_bytes / self._bytes_per_s
+        self._free_at_s[direction] = end_s
         await asyncio.sleep(end_s - now_s)

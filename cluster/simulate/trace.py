@@ -2,8 +2,8 @@
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48]}
 
-`timestamp` is in milliseconds. `hash_ids` name the blocks of 512 tokens of the prompt, the last one perhaps
-not full; a name covers everything before it too, so equal names are equal prefixes.
+`timestamp` is in milliseconds. `hash_ids` name the blocks of 512 tokens of the prompt; the last one
+may be partial. A name also covers all blocks before it, so that equal names are equal prefixes.
 """
 
 import json
@@ -20,12 +20,12 @@ BLOCK_TOKENS = 512
 
 
 class TraceError(TidemillError):
-    """A file that is no trace."""
+    """A file is not a trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request: when it comes, and the names of the blocks of its prompt."""
+    """A request: its arrival, its lengths, and the names of the blocks of its prompt."""
 
     at_s: float
     prompt_tokens: int
@@ -34,70 +34,73 @@ class TraceRequest:
 
     @property
     def full_blocks(self) -> int:
-        """Those below the last token of the prompt, which is always computed."""
+        """The number of full blocks below the last prompt token, which is always computed."""
         return (self.prompt_tokens - 1) // BLOCK_TOKENS
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """Sorted by arrival, the first one at 0. Raises TraceError, which names the line."""
+    """Read requests, sorted by arrival from 0. Raises TraceError, which names the line."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path} cannot be read: {error}") from error
-    items = [_item(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not items:
+    requests = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not requests:
         raise TraceError(f"{path} holds no requests")
-    items.sort(key=lambda item: item.at_s)
-    start_s = items[0].at_s
-    return chained([replace(item, at_s=item.at_s - start_s) for item in items])
+    requests.sort(key=lambda request: request.at_s)
+    start_s = requests[0].at_s
+    return chain_blocks([replace(request, at_s=request.at_s - start_s) for request in requests])
 
 
-def chained(items: Iterable[TraceRequest]) -> list[TraceRequest]:
-    """With names that cover everything before them, also of a trace whose names cover their block alone."""
+def chain_blocks(requests: Iterable[TraceRequest]) -> list[TraceRequest]:
+    """Rename blocks so that a name covers all blocks before it, for traces where it does not."""
     names: dict[tuple[int, int], int] = {}
     renamed: list[TraceRequest] = []
-    for item in items:
+    for request in requests:
         blocks: list[int] = []
-        for block in item.blocks:
+        for block in request.blocks:
             blocks.append(names.setdefault((blocks[-1] if blocks else -1, block), len(names)))
-        renamed.append(replace(item, blocks=tuple(blocks)))
+        renamed.append(replace(request, blocks=tuple(blocks)))
     return renamed
 
 
-def spread(items: Sequence[TraceRequest], rng: Random) -> list[TraceRequest]:
-    """Requests that came in the same tick of a coarse clock come anywhere before the next tick."""
-    ticks = sorted({item.at_s for item in items})
+def spread(requests: Sequence[TraceRequest], rng: Random) -> list[TraceRequest]:
+    """Spread requests of the same tick of a coarse clock at random until the next tick."""
+    ticks = sorted({request.at_s for request in requests})
     until = dict(pairwise(ticks))
     moved = [
-        replace(item, at_s=item.at_s + rng.random() * (until.get(item.at_s, item.at_s) - item.at_s))
-        for item in items
+        replace(
+            request, at_s=request.at_s + rng.random() * (until.get(request.at_s, request.at_s) - request.at_s)
+        )
+        for request in requests
     ]
-    return sorted(moved, key=lambda item: item.at_s)
+    return sorted(moved, key=lambda request: request.at_s)
 
 
-def sped_up(items: Iterable[TraceRequest], factor: float) -> list[TraceRequest]:
-    return [replace(item, at_s=item.at_s / factor) for item in items]
+def speed_up(requests: Iterable[TraceRequest], factor: float) -> list[TraceRequest]:
+    """Divide the arrival times by `factor`."""
+    return [replace(request, at_s=request.at_s / factor) for request in requests]
 
 
-def reusable_tokens(items: Iterable[TraceRequest]) -> float:
-    """The share of all prompt tokens that one cache without a bound would spare."""
+def reusable_share(requests: Iterable[TraceRequest]) -> float:
+    """Return the share of all prompt tokens that a single unbounded cache would save."""
     seen: set[int] = set()
-    found = total = 0
-    for item in items:
-        full = item.blocks[: item.full_blocks]
+    reused = total = 0
+    for request in requests:
+        full = request.blocks[: request.full_blocks]
         hits = next((index for index, block in enumerate(full) if block not in seen), len(full))
-        found += hits * BLOCK_TOKENS
-        total += item.prompt_tokens
+        reused += hits * BLOCK_TOKENS
+        total += request.prompt_tokens
         seen.update(full)
-    return found / total
+    return reused / total
 
 
-def _item(line: str, where: str) -> TraceRequest:
+def _parse(line: str, where: str) -> TraceRequest:
     try:
-        found: object = json.loads(line)
+        content: object = json.loads(line)
     except ValueError as error:
-        raise TraceError(f"{where} is not JSON: a trace has one object on each line") from error
-    fields = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+        raise TraceError(f"{where} is not JSON: a trace has one object per line") from error
+    fields = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
     at_ms, names = fields.get("timestamp"), fields.get("hash_ids")
     prompt, answer = fields.get("input_length"), fields.get("output_length")
     if not (

@@ -59,7 +59,7 @@ class Asked:
             for request in self.requests:
                 produced = await prefill.engine.produce(request)
                 assert produced.depth == restorable_end(len(request.tokens), P)
-            root = Namespace(model=prefill.fingerprint, layout=prefill.layout).root()
+            root = Namespace(model=prefill.info.fingerprint, layout=prefill.info.layout).root()
         keys: dict[ObjectKey, None] = {}
         for request in self.requests:
             pages = page_keys(root, request.tokens[: restorable_end(len(request.tokens), P)], P)

@@ -1,4 +1,4 @@
-"""One memory for several workers, in virtual time: through the flow, and with two models on one device."""
+"""Memory shared by several workers in virtual time: through the flow, and with two models on a device."""
 
 import asyncio
 from contextlib import aclosing, suppress
@@ -10,7 +10,7 @@ import pytest
 from tests.support.sim.faulty_store import FaultyStore
 from tests.support.sim.fold import VOCABULARY, FoldRunner, expected, fold_layout
 from tests.support.sim.loop import simulate
-from tests.support.sim.world import Weather, World
+from tests.support.sim.world import World, WorldSettings
 from tidemill.cluster.edge.flow import serve
 from tidemill.cluster.router.router import Router
 from tidemill.kvstore.keys import Namespace, PageKey
@@ -47,14 +47,14 @@ def mapped_bytes(memory: MemoryUse) -> int:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_prefill_and_decode_share_one_memory_under_the_flow(seed: int) -> None:
-    """Long prompts and long generations by turns, with crashes: every stream is exact, and what the workers
-    have mapped is never more than there is."""
+def test_prefill_and_decode_workers_share_the_memory_of_a_device(seed: int) -> None:
+    """Long prompts and long answers alternate, with crashes. Every stream is exact, and the workers never map
+    more than the memory of the device."""
     rng = Random(seed)
     layout = fold_layout(rng.choice([1, 4]), hybrid=rng.random() < 0.8, extent_bytes_min=256)
     floor = extents_for(layout, LONGEST + 40)
     share = floor * rng.choice([1, 2, 4])
-    weather = Weather(
+    settings = WorldSettings(
         crash=rng.choice([0, 0, 0.005]),
         delay_s_max=0.01,
         step_s_max=0.05,
@@ -75,14 +75,14 @@ def test_prefill_and_decode_share_one_memory_under_the_flow(seed: int) -> None:
 
     async def main() -> None:
         store = FaultyStore(rng, drop=0, evict=0, corrupt=0, refuse=0, delay_s_max=0.01)
-        world = World(rng, weather, lambda: store, layout)
-        watch = asyncio.create_task(_watch(world, 2 * share * layout.extent_bytes))
+        world = World(rng, settings, lambda: store, layout)
+        watch = asyncio.create_task(_check_mapped(world, 2 * share * layout.extent_bytes))
         try:
             async with asyncio.timeout(VIRTUAL_S_MAX):
-                for turn in range(4):
+                for step in range(4):
                     async with asyncio.TaskGroup() as clients:
                         for index in range(6):
-                            clients.create_task(_stream(world, rng, f"{turn}.{index}", long=turn % 2 == 0))
+                            clients.create_task(_stream(world, rng, f"{step}.{index}", long=step % 2 == 0))
         finally:
             watch.cancel()
             await world.stop()
@@ -92,10 +92,10 @@ def test_prefill_and_decode_share_one_memory_under_the_flow(seed: int) -> None:
     simulate(seed, main())
 
 
-async def _watch(world: World, total_bytes: int) -> None:
+async def _check_mapped(world: World, total_bytes: int) -> None:
     while True:
-        alive = [worker for worker in world.workers.values() if not worker.dead.is_set()]
-        mapped = sum(mapped_bytes(worker.engine.load().memory) for worker in alive)
+        running = [worker for worker in world.workers.values() if not worker.ended.is_set()]
+        mapped = sum(mapped_bytes(worker.engine.load().memory) for worker in running)
         assert mapped <= total_bytes
         await asyncio.sleep(LOOK_S)
 
@@ -110,7 +110,7 @@ async def _stream(world: World, rng: Random, name: str, *, long: bool) -> None:
     )
     got: list[int] = []
     want = expected(request, hybrid=world.layout.has_states, window=world.layout.window_tokens)
-    with suppress(Poisonous):  # it lost a second worker while it ran there alone
+    with suppress(Poisonous):  # a second worker was lost while it ran only this request
         async with aclosing(serve(request, world, world, world.root_of, world.layout.page_tokens)) as pieces:
             async for piece in pieces:
                 got += piece.tokens
@@ -120,8 +120,10 @@ async def _stream(world: World, rng: Random, name: str, *, long: bool) -> None:
 
 @dataclass(frozen=True)
 class Model:
-    """One of the models that share the device: a layout and a router of its own, the same number of bytes.
-    `broker` is the router that says the budgets."""
+    """One of the models on a device, with its own layout and router and an equal share of the memory.
+
+    `broker` is the router that sets the budgets.
+    """
 
     name: str
     layout: Layout
@@ -134,9 +136,8 @@ class Model:
         return num_bytes // self.layout.extent_bytes
 
 
-class Peer:
-    """The worker of one model, which beats to its router, and to the broker of all; every answer may be
-    lost."""
+class DeviceWorker:
+    """The worker of a model, which reports to its router and to the broker. Any answer may be lost."""
 
     def __init__(self, model: Model, rng: Random, loss: float) -> None:
         layout = model.layout
@@ -176,17 +177,17 @@ class Peer:
     def budget_bytes(self) -> int:
         return self.engine.load().budget_bytes
 
-    async def beat(self) -> None:
+    async def send_heartbeats(self) -> None:
         sequence, full = 0, True
         while True:
             announcement = self.engine.take_announcement(full=full)
             load = self.engine.load()
-            beat = Heartbeat(info=self.info, sequence=sequence, load=load, announcement=announcement)
-            ack = self.model.router.heartbeat(beat)
+            report = Heartbeat(info=self.info, sequence=sequence, load=load, announcement=announcement)
+            ack = self.model.router.heartbeat(report)
             budget = ack.budget_bytes
             if self.model.broker is not self.model.router:
                 assert budget is None
-                budget = self.model.broker.budget_for(beat)
+                budget = self.model.broker.budget_for(report)
             full = self._rng.random() < self._loss or ack.want_full
             if not full and budget is not None:
                 self.engine.resize(budget)
@@ -194,9 +195,11 @@ class Peer:
             self.ledger.check()
             await asyncio.sleep(self._rng.random())
 
-    async def ask(self, name: str) -> int:
-        """Checks the answer; returns how many tokens of the prompt were computed for it. A name has a prompt,
-        whatever the model."""
+    async def check_answer(self, name: str) -> int:
+        """Check an answer, and return the number of prompt tokens computed for it.
+
+        A name has the same prompt with every model.
+        """
         rng = Random(name)
         num_tokens = rng.randrange(1, LONGEST - 20)
         request = Request(
@@ -218,10 +221,12 @@ class Peer:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_two_models_share_one_device(seed: int) -> None:
-    """A hybrid and an attention model, of unlike pages and extents, are busy by turns with the same prompts:
-    the memory goes to the busy one, every answer is exact, and together they never map more than the device
-    has. They have the store in common, and nothing in it."""
+def test_two_models_share_the_memory_of_a_device(seed: int) -> None:
+    """A hybrid and an attention model, with different pages and extents, alternate with the same prompts.
+
+    The memory goes to the busy one, every answer is exact, and together they never map more than the device
+    has. They share the store, but no objects in it.
+    """
     rng = Random(seed)
     layouts = (
         fold_layout(rng.choice([2, 4]), hybrid=True, extent_bytes_min=1024),
@@ -234,38 +239,42 @@ def test_two_models_share_one_device(seed: int) -> None:
         first = Router(now_s)
         routers = (first, Router(now_s, has_budgets=False))
         loss = rng.choice([0, 0.3])
-        peers = [
-            Peer(Model(f"model-{i}", layout, share, router, first, store), rng, loss)
+        workers = [
+            DeviceWorker(Model(f"model-{i}", layout, share, router, first, store), rng, loss)
             for i, (layout, router) in enumerate(zip(layouts, routers, strict=True))
         ]
-        lives = [asyncio.create_task(life) for peer in peers for life in (peer.engine.run(), peer.beat())]
+        tasks = [
+            asyncio.create_task(loop)
+            for worker in workers
+            for loop in (worker.engine.run(), worker.send_heartbeats())
+        ]
         try:
             async with asyncio.timeout(VIRTUAL_S_MAX):
-                for turn in range(3):
-                    await _busy(peers, peers[turn % 2], 2 * share)
-                for peer, router in zip(peers, routers, strict=True):
-                    assert [row.info.name for row in router.status().workers] == [peer.model.name]
+                for step in range(3):
+                    await _load_one_model(workers, workers[step % 2], 2 * share)
+                for worker, router in zip(workers, routers, strict=True):
+                    assert [row.info.name for row in router.status().workers] == [worker.model.name]
         finally:
-            for life in lives:
-                life.cancel()
-            await asyncio.wait(lives)
-        for peer in peers:
-            await peer.engine.drain_publications()
-            assert peer.ledger.num_leases == 0
-            peer.ledger.check()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for worker in workers:
+            await worker.engine.drain_publications()
+            assert worker.ledger.num_leases == 0
+            worker.ledger.check()
 
     simulate(seed, main())
 
 
-async def _busy(peers: list[Peer], busy: Peer, total_bytes: int) -> None:
-    """One model has more to do than fits, until it has most of the memory; the other one a little."""
-    other = next(peer for peer in peers if peer is not busy)
-    running = {asyncio.create_task(busy.ask(f"r{index}")) for index in range(80)}
-    running.add(asyncio.create_task(other.ask("r")))
+async def _load_one_model(workers: list[DeviceWorker], busy: DeviceWorker, total_bytes: int) -> None:
+    """Load one model with more than fits, until it has most of the memory, and the other one a little."""
+    other = next(worker for worker in workers if worker is not busy)
+    running = {asyncio.create_task(busy.check_answer(f"r{index}")) for index in range(80)}
+    running.add(asyncio.create_task(other.check_answer("r")))
     had_most = False
     while running:
-        assert sum(mapped_bytes(peer.engine.load().memory) for peer in peers) <= total_bytes
-        assert sum(peer.budget_bytes for peer in peers) <= total_bytes
+        assert sum(mapped_bytes(worker.engine.load().memory) for worker in workers) <= total_bytes
+        assert sum(worker.budget_bytes for worker in workers) <= total_bytes
         had_most |= busy.budget_bytes > total_bytes * 0.6
         done, running = await asyncio.wait(running, timeout=LOOK_S)
         for task in done:
@@ -274,9 +283,11 @@ async def _busy(peers: list[Peer], busy: Peer, total_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_model_finds_nothing_of_another_in_the_store(seed: int) -> None:
-    """The same layout, the same prompts: a worker of the same model has them from the store, one of another
-    model computes every token."""
+def test_model_finds_no_pages_of_another_model_in_the_store(seed: int) -> None:
+    """A worker of the same model fetches the same prompts from the store.
+
+    A worker of another model computes every token.
+    """
     rng = Random(seed)
     layout = fold_layout(rng.choice([1, 2, 4]), hybrid=rng.random() < 0.5)
     share = 64 * extents_for(layout, LONGEST) * layout.extent_bytes
@@ -284,18 +295,18 @@ def test_a_model_finds_nothing_of_another_in_the_store(seed: int) -> None:
 
     async def main() -> None:
         store, router = MemoryStore(1 << 20), Router(asyncio.get_running_loop().time)
-        peers = [
-            Peer(Model(name, layout, share, router, router, store), rng, 0.0)
+        workers = [
+            DeviceWorker(Model(name, layout, share, router, router, store), rng, 0.0)
             for name in ("one", "one", "two")
         ]
-        lives = [asyncio.create_task(peer.engine.run()) for peer in peers]
+        tasks = [asyncio.create_task(worker.engine.run()) for worker in workers]
         computed: list[list[int]] = []
-        for peer in peers:
-            computed.append([await peer.ask(name) for name in prompts])
-            await peer.engine.drain_publications()
-        for life in lives:
-            life.cancel()
-        await asyncio.wait(lives)
+        for worker in workers:
+            computed.append([await worker.check_answer(name) for name in prompts])
+            await worker.engine.drain_publications()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
         first, second, other = computed
         assert other == first
         assert sum(second) < sum(first)

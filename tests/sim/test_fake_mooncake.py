@@ -1,4 +1,4 @@
-"""Each of the 18 ways in which the real store fails: the fake fails in the same one, after the same time."""
+"""The 18 failures of the real store: the fake fails in the same way, after the same time."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,7 +19,7 @@ BODIES = [Random(number).randbytes(SIZE) for number in range(100)]
 Scenario = Callable[[FakeMooncake, FakeClient], Awaitable[None]]
 
 
-class Weather(TypedDict, total=False):
+class Options(TypedDict, total=False):
     owners: int
     capacity_bytes: int
     bytes_per_s: float
@@ -27,9 +27,9 @@ class Weather(TypedDict, total=False):
     late_writes: bool
 
 
-def play(scenario: Scenario, **weather: Unpack[Weather]) -> None:
+def play(scenario: Scenario, **options: Unpack[Options]) -> None:
     async def main() -> None:
-        cluster = FakeMooncake(Random(1), **weather)
+        cluster = FakeMooncake(Random(1), **options)
         client = cluster.client()
         await scenario(cluster, client)
         await client.close()
@@ -60,7 +60,7 @@ async def took_s(call: Awaitable[object]) -> float:
     return asyncio.get_running_loop().time() - started
 
 
-def test_without_faults_it_keeps_what_it_is_given() -> None:
+def test_fake_mooncake_keeps_objects_without_faults() -> None:
     async def scenario(_: FakeMooncake, client: FakeClient) -> None:
         names = [str(number) for number in range(5)]
         assert await client.put(names, [(memoryview(BODIES[number]),) for number in range(5)]) == [0] * 5
@@ -72,7 +72,7 @@ def test_without_faults_it_keeps_what_it_is_given() -> None:
     play(scenario)
 
 
-def test_f1_a_put_succeeds_and_another_writers_value_is_kept() -> None:
+def test_f1_put_succeeds_and_keeps_the_value_of_another_writer() -> None:
     async def scenario(cluster: FakeMooncake, client: FakeClient) -> None:
         other = cluster.client()
         assert await asyncio.gather(*(put(client, 1, body) for body in (2, 3)), put(other, 1, 4)) == [0] * 3
@@ -84,7 +84,7 @@ def test_f1_a_put_succeeds_and_another_writers_value_is_kept() -> None:
     play(scenario)
 
 
-def test_f2_a_writer_that_died_holds_its_name_for_half_a_minute() -> None:
+def test_f2_name_of_a_crashed_writer_is_blocked_for_half_a_minute() -> None:
     async def scenario(cluster: FakeMooncake, client: FakeClient) -> None:
         cluster.master.begin_put("1", SIZE)
         for _ in range(3):
@@ -99,7 +99,7 @@ def test_f2_a_writer_that_died_holds_its_name_for_half_a_minute() -> None:
     play(scenario)
 
 
-def test_f2_ghosts_come_by_chance() -> None:
+def test_f2_blocked_names_occur_at_random() -> None:
     async def scenario(_: FakeMooncake, client: FakeClient) -> None:
         assert [await put(client, number) for number in range(100)] == [0] * 100
         assert 0 < sum([await exist(client, number) for number in range(100)]) < 100
@@ -107,7 +107,7 @@ def test_f2_ghosts_come_by_chance() -> None:
     play(scenario, ghosts=0.5)
 
 
-def test_f3_what_was_just_stored_is_evicted_before_what_was_read() -> None:
+def test_f3_new_objects_are_evicted_before_objects_that_were_read() -> None:
     async def scenario(_: FakeMooncake, client: FakeClient) -> None:
         for number in range(8):
             assert await put(client, number) == 0
@@ -122,7 +122,7 @@ def test_f3_what_was_just_stored_is_evicted_before_what_was_read() -> None:
     play(scenario, owners=1, capacity_bytes=10 * SIZE)
 
 
-def test_f4_no_space_for_a_moment_although_everything_could_go() -> None:
+def test_f4_puts_fail_for_a_moment_although_all_objects_are_evictable() -> None:
     async def scenario(_: FakeMooncake, client: FakeClient) -> None:
         codes = [await put(client, number) for number in range(100)]
         assert set(codes) == {0, -200}
@@ -132,7 +132,7 @@ def test_f4_no_space_for_a_moment_although_everything_could_go() -> None:
     play(scenario, owners=1, capacity_bytes=10 * SIZE)
 
 
-def test_f4_no_space_at_all_when_everything_is_leased() -> None:
+def test_f4_puts_fail_while_all_objects_are_leased() -> None:
     async def scenario(_: FakeMooncake, client: FakeClient) -> None:
         for number in range(10):
             await put(client, number)
@@ -146,14 +146,14 @@ def test_f4_no_space_at_all_when_everything_is_leased() -> None:
     play(scenario, owners=1, capacity_bytes=10 * SIZE)
 
 
-def test_f5_half_of_all_puts_go_to_a_dead_owner_until_it_is_forgotten() -> None:
+def test_f5_half_of_all_puts_go_to_a_crashed_owner_until_it_is_forgotten() -> None:
     async def scenario(cluster: FakeMooncake, client: FakeClient) -> None:
         cluster.kill_owner(cluster.master.owners[0])
         numbers = count()
         codes = [await put(client, next(numbers)) for _ in range(8)]
         assert set(codes) == {0, -800}
         failed = codes.index(-800)
-        assert await exist(client, failed) == 0, "a put that failed leaves its name alone"
+        assert await exist(client, failed) == 0, "a failed put does not block its name"
         seconds = [await took_s(put(client, next(numbers))) for _ in range(8)]
         assert max(seconds) == pytest.approx(1, abs=0.01)
         assert min(seconds) < 0.01
@@ -163,7 +163,7 @@ def test_f5_half_of_all_puts_go_to_a_dead_owner_until_it_is_forgotten() -> None:
     play(scenario)
 
 
-def test_f6_what_a_dead_owner_held_exists_for_ten_seconds() -> None:
+def test_f6_objects_of_a_crashed_owner_exist_for_ten_seconds() -> None:
     async def scenario(cluster: FakeMooncake, client: FakeClient) -> None:
         await put(client, 1)
         cluster.kill_owner(cluster.master.owners[0])
@@ -177,7 +177,7 @@ def test_f6_what_a_dead_owner_held_exists_for_ten_seconds() -> None:
     play(scenario, owners=1)
 
 
-def test_f7_the_simple_get_tells_no_reason() -> None:
+def test_f7_simple_get_returns_nothing_after_any_failure() -> None:
     async def scenario(cluster: FakeMooncake, client: FakeClient) -> None:
         assert await client.get_value("1") == b""
         await put(client, 1)
@@ -190,7 +190,7 @@ def test_f7_the_simple_get_tells_no_reason() -> None:
     play(scenario, owners=1)
 
 
-def test_f8_a_dead_master_costs_seconds_and_a_frozen_process_half_a_minute() -> None:
+def test_f8_calls_take_4_s_without_master_and_30_s_with_a_frozen_process() -> None:
     async def scenario(cluster: FakeMooncake, client: FakeClient) -> None:
         await put(client, 1)
         cluster.kill_master()
@@ -207,12 +207,12 @@ def test_f8_a_dead_master_costs_seconds_and_a_frozen_process_half_a_minute() -> 
         call = asyncio.ensure_future(get(client, 1))
         assert await took_s(call) == pytest.approx(30, abs=0.01)
         assert call.result() == -800
-        assert await put(client, 2) == -600, "nobody lends memory any more"
+        assert await put(client, 2) == -600, "no owner is left"
 
     play(scenario, owners=1)
 
 
-def test_f8_a_call_goes_on_when_the_frozen_owner_does() -> None:
+def test_f8_call_resumes_with_the_frozen_owner() -> None:
     async def scenario(cluster: FakeMooncake, client: FakeClient) -> None:
         await put(client, 1)
         [owner] = cluster.master.owners
@@ -229,7 +229,7 @@ def test_f8_a_call_goes_on_when_the_frozen_owner_does() -> None:
     play(scenario, owners=1)
 
 
-def test_f9_its_health_is_good_whatever_happens() -> None:
+def test_f9_health_check_always_succeeds() -> None:
     async def scenario(cluster: FakeMooncake, client: FakeClient) -> None:
         cluster.kill_master()
         await get(client, 1)
@@ -238,7 +238,7 @@ def test_f9_its_health_is_good_whatever_happens() -> None:
     play(scenario)
 
 
-def test_f10_a_master_that_is_started_again_knows_nothing() -> None:
+def test_f10_restarted_master_has_no_objects() -> None:
     async def scenario(cluster: FakeMooncake, client: FakeClient) -> None:
         await put(client, 1)
         cluster.kill_master()
@@ -253,7 +253,7 @@ def test_f10_a_master_that_is_started_again_knows_nothing() -> None:
     play(scenario)
 
 
-def test_f11_damaged_bytes_are_a_success() -> None:
+def test_f11_get_of_damaged_bytes_succeeds() -> None:
     async def scenario(cluster: FakeMooncake, client: FakeClient) -> None:
         await put(client, 1)
         cluster.corrupt("1")
@@ -264,7 +264,7 @@ def test_f11_damaged_bytes_are_a_success() -> None:
     play(scenario)
 
 
-def test_f12_a_transfer_longer_than_its_lease_fails_at_its_end_each_time() -> None:
+def test_f12_transfer_longer_than_its_lease_fails_at_its_end() -> None:
     async def scenario(_: FakeMooncake, client: FakeClient) -> None:
         await put(client, 1)
         for _again in range(2):
@@ -274,7 +274,7 @@ def test_f12_a_transfer_longer_than_its_lease_fails_at_its_end_each_time() -> No
     play(scenario, bytes_per_s=100)
 
 
-def test_f13_what_is_leased_goes_by_force_alone() -> None:
+def test_f13_leased_objects_are_removed_only_by_force() -> None:
     async def scenario(_: FakeMooncake, client: FakeClient) -> None:
         await put(client, 1)
         await get(client, 1)
@@ -287,7 +287,7 @@ def test_f13_what_is_leased_goes_by_force_alone() -> None:
     play(scenario)
 
 
-def test_f14_what_cannot_be_stored_is_refused() -> None:
+def test_f14_impossible_objects_are_refused() -> None:
     async def scenario(_: FakeMooncake, client: FakeClient) -> None:
         assert await client.put(
             ["1", "2", ""], [(memoryview(bytes(size)),) for size in (0, 2 * SIZE, 1)]
@@ -305,7 +305,7 @@ def test_f14_what_cannot_be_stored_is_refused() -> None:
 
 
 @pytest.mark.parametrize("late_writes", [False, True])
-def test_f15_memory_that_is_freed_under_a_call_is_written_late_over_rdma(*, late_writes: bool) -> None:
+def test_f15_rdma_writes_late_to_memory_freed_under_a_call(*, late_writes: bool) -> None:
     memory = bytearray(SIZE)
 
     async def scenario(cluster: FakeMooncake, client: FakeClient) -> None:
@@ -324,7 +324,7 @@ def test_f15_memory_that_is_freed_under_a_call_is_written_late_over_rdma(*, late
     play(scenario, owners=1, late_writes=late_writes)
 
 
-def test_a_put_reads_its_memory_until_it_has_ended() -> None:
+def test_put_reads_its_memory_until_it_has_ended() -> None:
     async def scenario(_: FakeMooncake, client: FakeClient) -> None:
         memory = bytearray(BODIES[1])
         call = asyncio.ensure_future(client.put(["1"], [(memoryview(memory),)]))
@@ -337,7 +337,7 @@ def test_a_put_reads_its_memory_until_it_has_ended() -> None:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_f16_a_failover_takes_ten_seconds_and_may_lose_everything(*, keeps: bool) -> None:
+def test_f16_failover_takes_ten_seconds_and_may_lose_all_objects(*, keeps: bool) -> None:
     async def scenario(cluster: FakeMooncake, client: FakeClient) -> None:
         await put(client, 1)
         failover = asyncio.ensure_future(cluster.fail_over(keeps=keeps))
@@ -351,7 +351,7 @@ def test_f16_a_failover_takes_ten_seconds_and_may_lose_everything(*, keeps: bool
     play(scenario)
 
 
-def test_f17_a_snapshot_restores_nothing_and_says_otherwise() -> None:
+def test_f17_snapshot_restores_nothing_and_claims_otherwise() -> None:
     async def scenario(cluster: FakeMooncake, client: FakeClient) -> None:
         for number in range(30):
             await put(client, number)
@@ -362,7 +362,7 @@ def test_f17_a_snapshot_restores_nothing_and_says_otherwise() -> None:
     play(scenario)
 
 
-def test_f18_of_two_gets_of_one_name_in_a_batch_only_one_is_filled() -> None:
+def test_f18_only_one_of_two_gets_of_a_name_in_a_batch_is_filled() -> None:
     async def scenario(_: FakeMooncake, client: FakeClient) -> None:
         await put(client, 1)
         first, second = memoryview(bytearray(SIZE)), memoryview(bytearray(SIZE))
@@ -373,9 +373,9 @@ def test_f18_of_two_gets_of_one_name_in_a_batch_only_one_is_filled() -> None:
     play(scenario)
 
 
-def test_no_code_of_ours_trusts_what_lies() -> None:
-    """F7 and F9: neither the library's `get` nor its `health_check` is called."""
-    for path in sorted((ROOT / "kvstore").glob("*.py")):
+def test_kvstore_calls_no_misleading_function_of_mooncake() -> None:
+    """See F7 and F9: the code calls neither `get` nor `health_check` of the library."""
+    for path in sorted((ROOT / "kvstore").rglob("*.py")):
         text = path.read_text()
         assert "health_check(" not in text, path
         if "mooncake" in path.stem:

@@ -1,4 +1,4 @@
-"""The simulator's store does all that the contract allows, and nothing else."""
+"""The faulty store of the simulator does all that the contract allows, and nothing else."""
 
 import asyncio
 from random import Random
@@ -25,7 +25,7 @@ async def put(store: FaultyStore, numbers: list[int]) -> list[Put]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_it_loses_objects_and_never_changes_them(seed: int) -> None:
+def test_faulty_store_loses_objects_and_never_changes_them(seed: int) -> None:
     rng = Random(seed)
     store = FaultyStore(rng, drop=0.2, evict=0.1, corrupt=0.3, refuse=0.1, delay_s_max=1.0)
     got: set[Got] = set()
@@ -54,7 +54,7 @@ def test_it_loses_objects_and_never_changes_them(seed: int) -> None:
     assert store.stats().refused == refused
 
 
-def test_what_was_stored_is_back_after_it_was_down() -> None:
+def test_faulty_store_has_its_objects_back_after_an_outage() -> None:
     store = FaultyStore(Random(0))
 
     async def scenario() -> None:
@@ -70,7 +70,7 @@ def test_what_was_stored_is_back_after_it_was_down() -> None:
     simulate(0, scenario())
 
 
-def test_memory_of_a_call_that_was_cancelled_is_still_its_own_until_it_ends() -> None:
+def test_faulty_store_ends_a_cancelled_call_before_its_memory_is_free() -> None:
     store = FaultyStore(Random(0), delay_s_max=1.0)
     memory = bytearray(100)
 
@@ -81,6 +81,6 @@ def test_memory_of_a_call_that_was_cancelled_is_still_its_own_until_it_ends() ->
         task.cancel()
         await asyncio.wait({task})
         assert task.cancelled()
-        assert memory == BODIES[1], "the transfer ran to its end before the caller was let go"
+        assert memory == BODIES[1], "the transfer ran to its end before the caller returned"
 
     simulate(0, scenario())

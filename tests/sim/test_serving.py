@@ -1,4 +1,4 @@
-"""Whole clusters under crashes, a lying store and tight memory; each run can be replayed from its seed.
+"""Whole clusters with crashes, a faulty store and little memory. Each run is a function of its seed.
 
 `SIM_SEED=17 SIM_RUNS=1 pytest tests/sim` replays one seed, `SIM_RUNS=10000` is a soak.
 """
@@ -14,7 +14,7 @@ from tests.support.sim.faulty_store import FaultyStore
 from tests.support.sim.fold import VOCABULARY, fold_layout
 from tests.support.sim.loop import simulate
 from tests.support.sim.traffic import ask, converse
-from tests.support.sim.world import DEADLY, POISON, Weather, World
+from tests.support.sim.world import DEADLY, POISON, World, WorldSettings
 from tidemill.kvstore.layout import Layout
 from tidemill.workers.engine.build import capacity_tokens, extents_for
 from tidemill.workers.messages import Poisonous, Request, RequestError, Unserved
@@ -24,14 +24,14 @@ FIRST = int(os.environ.get("SIM_SEED", "0"))
 SEEDS = range(FIRST, FIRST + int(os.environ.get("SIM_RUNS", "100")))
 VIRTUAL_S_MAX = 36_000.0
 LATEST_S = 10.0
-"""A fetch that nobody waits for any more holds its memory until it has ended, by then."""
+"""The time by which abandoned fetches have ended and freed their memory."""
 
 
 WINDOWS = (0, 0, 1, 3, 8, 17)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_stream_is_exact_or_unserved(seed: int) -> None:
+def test_cluster_streams_are_exact_or_unserved(seed: int) -> None:
     rng = Random(seed)
     simulate(seed, _run(rng))
 
@@ -44,7 +44,7 @@ async def _run(rng: Random) -> None:
         window=WINDOWS[int(kind * 100) % len(WINDOWS)],
         extent_bytes_min=rng.choice([1, 256, 1024]),
     )
-    weather = _weather(rng, layout)
+    settings = _draw_settings(rng, layout)
     store = FaultyStore(
         rng,
         drop=rng.choice([0, 0.05]),
@@ -53,9 +53,9 @@ async def _run(rng: Random) -> None:
         refuse=rng.choice([0, 0.05, 1.0]),
         delay_s_max=rng.choice([0.001, 0.2]),
     )
-    world = World(rng, weather, lambda: store, layout)
-    longest = min(100, capacity_tokens(layout, weather.extents_min))
-    shared = [rng.randrange(weather.vocabulary) for _ in range(rng.randrange(longest // 2))]
+    world = World(rng, settings, lambda: store, layout)
+    longest = min(100, capacity_tokens(layout, settings.extents_min))
+    shared = [rng.randrange(settings.vocabulary) for _ in range(rng.randrange(longest // 2))]
     poisoned = rng.random() < 0.1
     try:
         async with asyncio.timeout(VIRTUAL_S_MAX), asyncio.TaskGroup() as clients:
@@ -68,19 +68,19 @@ async def _run(rng: Random) -> None:
     finally:
         await world.stop()
         await asyncio.sleep(LATEST_S)
-    for life in world.lives:
-        assert life.ledger.num_leases == 0, "a lease outlived its request"
-        life.ledger.check()
-        troubled = weather.resize_s or weather.breaks or poisoned  # preempted for no lack of memory
-        assert troubled or life.engine.preemptions_max <= PREEMPTIONS_MAX
+    for worker in world.incarnations:
+        assert worker.ledger.num_leases == 0, "a lease outlived its request"
+        worker.ledger.check()
+        troubled = settings.resize_s or settings.breaks or poisoned  # other reasons for preemptions
+        assert troubled or worker.engine.preemptions_max <= PREEMPTIONS_MAX
 
 
-def _weather(rng: Random, layout: Layout) -> Weather:
+def _draw_settings(rng: Random, layout: Layout) -> WorldSettings:
     mixed = rng.choice([0, 0, 1, 2])
     longest = rng.choice([3 * layout.page_tokens, 40, 100])
     extents_min = extents_for(layout, longest)
     num_extents = extents_min * rng.choice([1, 2, 6])
-    return Weather(
+    return WorldSettings(
         crash=rng.choice([0, 0, 0.003, 0.02]),
         delay_s_max=rng.choice([0.001, 0.1]),
         step_s_max=0.05,
@@ -106,7 +106,7 @@ def _weather(rng: Random, layout: Layout) -> Weather:
 
 
 async def _poison(world: World, rng: Random, shared: list[int]) -> None:
-    """It is refused, and nobody else; unless it is not served at all."""
+    """Check that a poison request alone is refused, if it is served at all."""
     await asyncio.sleep(rng.random() * 5)
     request = Request(request_id=POISON, tokens=(*shared, 1), max_new_tokens=1)
     with suppress(Unserved, Poisonous), pytest.raises(RequestError, match="on no other"):
@@ -114,9 +114,9 @@ async def _poison(world: World, rng: Random, shared: list[int]) -> None:
 
 
 async def _deadly(world: World, rng: Random, shared: list[int]) -> None:
-    """It ends two workers at most, whoever asks it, unless something else goes wrong as well."""
+    """Check that a deadly request crashes at most two workers, unless there are other faults."""
     await asyncio.sleep(rng.random() * 5)
-    calm = not world.weather.crash and not world.weather.fault_s
+    calm = not world.settings.crash and not world.settings.fault_s
     for index in range(2):
         router = world.router
         request = Request(request_id=f"{DEADLY}-{index}", tokens=(*shared, 2), max_new_tokens=1)

@@ -1,4 +1,4 @@
-"""Whole clusters over a Mooncake store that fails in every way it was seen to fail: streams do not notice.
+"""Whole clusters over a Mooncake store with all failures observed so far: streams stay exact.
 
 `SIM_SEED=17 SIM_RUNS=1 pytest tests/sim` replays one seed, `SIM_RUNS=10000` is a soak.
 """
@@ -16,7 +16,7 @@ from tests.support.sim.fold import VOCABULARY, fold_layout
 from tests.support.sim.loop import simulate
 from tests.support.sim.storms import Storm
 from tests.support.sim.traffic import ask, converse
-from tests.support.sim.world import Weather, World
+from tests.support.sim.world import World, WorldSettings
 from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.stores.circuit_breaker import GuardedStore
 from tidemill.kvstore.stores.page_store import Put
@@ -30,14 +30,14 @@ VIRTUAL_S_MAX = 36_000.0
 TIMEOUT_S = 0.25
 LONGEST = 60
 LATEST_S = 120.0
-"""After so long every transfer has ended that nobody waits for."""
+"""The time by which all abandoned transfers have ended."""
 
 
 WINDOWS = (0, 0, 1, 3, 8, 17)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_stream_is_exact_and_nothing_is_left_behind(seed: int) -> None:
+def test_cluster_streams_are_exact_over_a_failing_store(seed: int) -> None:
     rng = Random(seed)
     simulate(seed, _run(rng))
 
@@ -50,7 +50,7 @@ async def _run(rng: Random) -> None:
         window=WINDOWS[int(kind * 100) % len(WINDOWS)],
         extent_bytes_min=rng.choice([1, 256, 1024]),
     )
-    weather = _weather(rng, layout)
+    settings = _draw_settings(rng, layout)
     cluster = FakeMooncake(
         rng,
         capacity_bytes=rng.choice([1 << 20, 3000]),
@@ -63,16 +63,14 @@ async def _run(rng: Random) -> None:
         late_writes=rng.random() < 0.5,
     )
     stores = Stores(cluster)
-    world = World(rng, weather, stores.open, layout)
+    world = World(rng, settings, stores.open, layout)
     storm = asyncio.create_task(Storm(rng, cluster, pause_s_max=rng.choice([1.0, 20.0])).run())
-    longest = min(100, capacity_tokens(layout, weather.extents_min))
-    shared = [rng.randrange(weather.vocabulary) for _ in range(rng.randrange(longest // 2))]
+    longest = min(100, capacity_tokens(layout, settings.extents_min))
+    shared = [rng.randrange(settings.vocabulary) for _ in range(rng.randrange(longest // 2))]
     try:
         async with asyncio.timeout(VIRTUAL_S_MAX), asyncio.TaskGroup() as group:
             clients = [group.create_task(converse(world, rng, index, shared, longest)) for index in range(6)]
-        assert world.kills or all(client.result() for client in clients), (
-            "a store keeps nobody from answering"
-        )
+        assert world.kills or all(client.result() for client in clients), "a store prevents no answer"
     finally:
         storm.cancel()
         await asyncio.wait({storm})
@@ -80,13 +78,13 @@ async def _run(rng: Random) -> None:
         await asyncio.sleep(LATEST_S)
         await stores.close()
     assert storm.cancelled()
-    for life in world.lives:
-        assert life.ledger.num_leases == 0, "a lease outlived its request and its transfers"
-        life.ledger.check()
+    for worker in world.incarnations:
+        assert worker.ledger.num_leases == 0, "a lease outlived its request and its transfers"
+        worker.ledger.check()
 
 
 class Stores:
-    """A client, a store and a guard for each life of a worker."""
+    """A client, a store and a circuit breaker for each incarnation of a worker."""
 
     def __init__(self, cluster: FakeMooncake) -> None:
         self.cluster = cluster
@@ -102,10 +100,10 @@ class Stores:
             await guard.close()
 
 
-def _weather(rng: Random, layout: Layout) -> Weather:
+def _draw_settings(rng: Random, layout: Layout) -> WorldSettings:
     mixed = rng.choice([0, 0, 1, 2])
     extents_min = extents_for(layout, rng.choice([40, 100]))
-    return Weather(
+    return WorldSettings(
         crash=rng.choice([0, 0.01, 0.03]),
         delay_s_max=0.001,
         step_s_max=rng.choice([0.001, 0.05]),
@@ -126,7 +124,7 @@ def _weather(rng: Random, layout: Layout) -> Weather:
 
 @dataclass(frozen=True)
 class Outage:
-    """`trips_max`: how often the breaker of a worker opens while it lasts, at most."""
+    """A fault of the store, during which the breaker of a worker opens at most `trips_max` times."""
 
     begin: Callable[[FakeMooncake], None]
     end: Callable[[FakeMooncake], None]
@@ -151,15 +149,15 @@ OUTAGES = {
     "master dead": Outage(FakeMooncake.kill_master, FakeMooncake.start_master, 1),
     "master frozen": Outage(FakeMooncake.freeze_master, FakeMooncake.thaw_master, 1),
     "owners frozen": Outage(_freeze_owners, _thaw_owners, 2),
-    # the other one answers the probes, and puts find out again, ever less often, until the master forgets it
+    # the other owner answers the probes, and puts fail again, ever less often, until the master forgets it
     "owner dead": Outage(_kill_owner, _thaw_owners, 8),
 }
 
 
-def _calm(layout: Layout, *, mixed: bool) -> Weather:
-    """Steps and messages take no time, so all that a request takes is what the store made it wait."""
+def _fault_free(layout: Layout, *, mixed: bool) -> WorldSettings:
+    """Return settings where steps and messages take no time, so that requests wait only for the store."""
     extents = 40 * extents_for(layout, LONGEST)
-    return Weather(
+    return WorldSettings(
         crash=0,
         delay_s_max=0,
         step_s_max=0,
@@ -180,16 +178,16 @@ def _calm(layout: Layout, *, mixed: bool) -> Weather:
 
 @pytest.mark.parametrize("name", OUTAGES)
 @pytest.mark.parametrize("mixed", [True, False])
-def test_no_request_waits_for_a_dead_store_more_than_once(name: str, *, mixed: bool) -> None:
+def test_requests_wait_for_a_failed_store_once_per_breaker_trip(name: str, *, mixed: bool) -> None:
     rng = Random(0)
     layout = fold_layout(4, hybrid=True)
     prompts = [tuple(rng.randrange(VOCABULARY) for _ in range(30)) for _ in range(40)]
 
     async def main() -> None:
         stores = Stores(FakeMooncake(rng))
-        world = World(rng, _calm(layout, mixed=mixed), stores.open, layout)
+        world = World(rng, _fault_free(layout, mixed=mixed), stores.open, layout)
         try:
-            await _suffer(world, stores, prompts, OUTAGES[name])
+            await _check_outage(world, stores, prompts, OUTAGES[name])
         finally:
             await world.stop()
             await stores.close()
@@ -197,9 +195,11 @@ def test_no_request_waits_for_a_dead_store_more_than_once(name: str, *, mixed: b
     simulate(0, main())
 
 
-async def _suffer(world: World, stores: Stores, prompts: list[tuple[int, ...]], outage: Outage) -> None:
-    """All prompts but one are asked for while the store is well, and again by workers without a memory of
-    them during the outage; the last one afterwards."""
+async def _check_outage(world: World, stores: Stores, prompts: list[tuple[int, ...]], outage: Outage) -> None:
+    """Send all prompts but one before the outage, and again during it to workers that have lost their memory.
+
+    The last prompt is sent after the outage.
+    """
     *before, after = prompts
 
     async def took_s(prompt: tuple[int, ...]) -> float:
@@ -208,7 +208,7 @@ async def _suffer(world: World, stores: Stores, prompts: list[tuple[int, ...]], 
         return asyncio.get_running_loop().time() - started
 
     for prompt in before:
-        assert await took_s(prompt) < 0.05, "nobody waits for a store that is well"
+        assert await took_s(prompt) < 0.05, "no request waits for a healthy store"
     for worker in list(world.workers.values()):
         world.kill(worker)
     await asyncio.sleep(10)
@@ -227,5 +227,5 @@ async def _suffer(world: World, stores: Stores, prompts: list[tuple[int, ...]], 
     assert not any(guard.stats().is_down for guard in guards)
     stored = sum(guard.stats().put[Put.STORED] for guard in guards)
     assert await took_s(after) < 0.05
-    await asyncio.sleep(1)  # it is published behind its answer
+    await asyncio.sleep(1)  # it is published after its answer
     assert sum(guard.stats().put[Put.STORED] for guard in guards) > stored, "the store is used again"

@@ -73,8 +73,8 @@ class Script:
     def act(self) -> Act:
         return self.acts[min(len(self.asks), len(self.acts)) - 1]
 
-    async def place(self, ask: PlacementRequest) -> Route:
-        self.asks.append(ask)
+    async def place(self, request: PlacementRequest) -> Route:
+        self.asks.append(request)
         attempt = len(self.asks)
         route = Route(
             decode=WorkerId(f"d.{attempt}"), decode_address="at:d", queue_offset_s=self.queue_offset_s

@@ -1,4 +1,4 @@
-"""Calls of a frontend on simulated workers: delayed, cut off, given up, as over a connection."""
+"""Calls from an edge to simulated workers over connections that delay, break and time out."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
@@ -22,37 +22,37 @@ from tidemill.workers.messages import (
 from tidemill.workers.scheduling.isolation import Tell
 
 BROKEN_S = 3.0
-"""A connection that carries nothing, not even a sign of life, is closed after this time."""
+"""The silence after which a connection is closed."""
 
 Item = Delta | Produced | Trial | Exception
 Work = Callable[[Callable[[Delta], None], Tell], Awaitable[Produced | None]]
-"""What a worker does for a call: it puts deltas and tells of trials, and may have an answer."""
+"""The work of a worker for a call: it sends deltas and notices of trials, and may return an answer."""
 
 
 class Worker(Protocol):
-    """`awake`: not frozen. `linked`: frontends reach it."""
+    """A simulated worker. It is `awake` unless frozen, and `linked` while edges can reach it."""
 
     @property
-    def life(self) -> WorkerId: ...
+    def worker_id(self) -> WorkerId: ...
     @property
-    def dead(self) -> asyncio.Event: ...
+    def ended(self) -> asyncio.Event: ...
     @property
     def awake(self) -> asyncio.Event: ...
     @property
     def linked(self) -> asyncio.Event: ...
 
     async def message(self) -> None:
-        """One more passes; it may be the worker's last."""
+        """Pass a message. The worker may crash then."""
         ...
 
 
 class Call:
-    """One call: a task of the worker's, whose items arrive in order, each a while after it was put."""
+    """One call: a task of the worker whose items arrive in order, each with a delay."""
 
     def __init__(self, worker: Worker, rng: Random, delay_s_max: float, work: Work) -> None:
         self.worker = worker
-        self.heard_s = asyncio.get_running_loop().time()
-        self.alone = False  # as the frontend knows
+        self.received_at_s = asyncio.get_running_loop().time()
+        self.alone = False  # as far as the edge knows
         self.broken = asyncio.Event()
         self.inbox = asyncio.Queue[Item]()
         self._rng, self._delay_s_max = rng, delay_s_max
@@ -61,14 +61,14 @@ class Call:
         self.tasks = asyncio.create_task(self._work(work)), asyncio.create_task(self._carry())
 
     async def next(self) -> Delta | Produced:
-        """Raises the failure of the call, or that of its worker."""
+        """Return the next item. Raises the failure of the call, or that of its worker."""
         got = asyncio.create_task(self.inbox.get())
-        lost = [asyncio.create_task(event.wait()) for event in (self.broken, self.worker.dead)]
+        lost = [asyncio.create_task(event.wait()) for event in (self.broken, self.worker.ended)]
         try:
             await asyncio.wait({got, *lost}, return_when=asyncio.FIRST_COMPLETED)
             if not got.done():
-                alone = CrashedAlone if self.worker.dead.is_set() else LostAlone
-                raise (alone if self.alone else WorkerGone)(self.worker.life)
+                alone = CrashedAlone if self.worker.ended.is_set() else LostAlone
+                raise (alone if self.alone else WorkerGone)(self.worker.worker_id)
             item = got.result()
         finally:
             for task in (got, *lost):
@@ -80,17 +80,17 @@ class Call:
         return item
 
     async def close(self) -> None:
-        """The worker hears of it when it is awake and reached; nobody waits for that."""
+        """Cancel the work of the worker when it is awake."""
         work, carry = self.tasks
         carry.cancel()
         await asyncio.wait({carry})
-        if not work.done() and not self.worker.dead.is_set():
+        if not work.done() and not self.worker.ended.is_set():
             await self.worker.awake.wait()
         work.cancel()
         await asyncio.wait({work})
 
     async def _work(self, work: Work) -> None:
-        async def tell(alone: bool) -> None:  # noqa: FBT001  what is told
+        async def notify(alone: bool) -> None:  # noqa: FBT001  a callback of the engine
             self._wire.put_nowait(Trial(alone))
             self._arrived.clear()
             with suppress(TimeoutError):
@@ -98,7 +98,7 @@ class Call:
                     await self._arrived.wait()
 
         try:
-            answer = await work(self._wire.put_nowait, tell)
+            answer = await work(self._wire.put_nowait, notify)
             if answer is not None:
                 self._wire.put_nowait(answer)
         except (TidemillError, RequestError) as error:
@@ -110,9 +110,9 @@ class Call:
             await asyncio.sleep(self._rng.random() * self._delay_s_max)
             await self.worker.linked.wait()
             await self.worker.message()
-            if self.worker.dead.is_set():
+            if self.worker.ended.is_set():
                 return
-            self.heard_s = asyncio.get_running_loop().time()
+            self.received_at_s = asyncio.get_running_loop().time()
             if isinstance(item, Trial):
                 self.alone = item.alone
                 self._arrived.set()
@@ -120,8 +120,8 @@ class Call:
                 self.inbox.put_nowait(item)
 
 
-class Frontend:
-    """The connections of all frontends, and what cluster/edge/failure_detector.py knows of them."""
+class EdgeCalls:
+    """The connections of all edges, as cluster/edge/failure_detector.py sees them."""
 
     def __init__(
         self, rng: Random, delay_s_max: float, later: Callable[[Coroutine[None, None, None]], None]
@@ -156,24 +156,25 @@ class Frontend:
 
     def silent(self) -> frozenset[WorkerId]:
         now_s = asyncio.get_running_loop().time()
-        heard_s: dict[WorkerId, float] = {}
+        latest_s: dict[WorkerId, float] = {}
         for call in self._calls:
-            heard_s[call.worker.life] = max(call.heard_s, heard_s.get(call.worker.life, 0.0))
-        return frozenset(life for life, at_s in heard_s.items() if now_s - at_s > SILENCE_S_MAX)
+            worker = call.worker.worker_id
+            latest_s[worker] = max(call.received_at_s, latest_s.get(worker, 0.0))
+        return frozenset(worker for worker, at_s in latest_s.items() if now_s - at_s > SILENCE_S_MAX)
 
     def give_up(self, workers: Collection[WorkerId]) -> None:
         for call in self._calls:
-            if call.worker.life in workers:
+            if call.worker.worker_id in workers:
                 call.broken.set()
 
     async def cut(self, worker: Worker, seconds: float) -> None:
-        """Nothing passes for so long; both ends close a connection that is silent for too long."""
+        """Cut the connections of a worker. Both ends close those that are silent for too long."""
         worker.linked.clear()
         try:
             await asyncio.sleep(min(seconds, BROKEN_S))
             for _ in range(int(seconds - BROKEN_S) + 1):
                 if seconds > BROKEN_S:
-                    self.give_up({worker.life})
+                    self.give_up({worker.worker_id})
                     await asyncio.sleep(1.0)
         finally:
             worker.linked.set()

@@ -1,4 +1,4 @@
-"""What a mooncake_master knows of the objects and owners of the fake: metadata alone, no waiting."""
+"""The master of the fake Mooncake: only metadata of objects and owners, without waits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ EXPIRED = -707
 OWNER_FAILED = -800
 MASTER_FAILED = -900
 
-CLIENT_TTL_S = 10.0  # an owner that is silent for so long is forgotten, with all that lies in its memory
-DISCARD_S = 30.9  # how long an object that its writer never finished keeps its name
+CLIENT_TTL_S = 10.0  # the silence after which an owner and its objects are forgotten
+DISCARD_S = 30.9  # the time for which an unfinished object keeps its name
 REMOUNT_S = 1.0
-EVICTION_S_MAX = 0.1  # from the first refusal to the eviction that it asks for
+EVICTION_S_MAX = 0.1  # from a refusal to the eviction that it triggers
 FULL_AT = 0.95
 EVICTED_TO = 0.85
 
 
 @dataclass(eq=False, kw_only=True)
 class Owner:
-    """A process that lends memory. `silent_since`: dead or frozen; `mounts_at`: usable from then on."""
+    """A process that lends memory, usable from `mounts_at` on, crashed or frozen since `silent_since`."""
 
     capacity_bytes: int
     mounts_at: float = 0.0
@@ -47,7 +47,7 @@ class Entry:
 
 
 class Master:
-    """Keeps entries in memory alone."""
+    """Keeps entries only in memory."""
 
     def __init__(self, rng: Random, clock: Callable[[], float], lease_s: float) -> None:
         self.entries: dict[str, Entry] = {}
@@ -57,7 +57,7 @@ class Master:
         self._evicts_at: float | None = None
 
     def forget(self) -> None:
-        """As a new process: it knows nothing, and its owners come back by themselves."""
+        """Restart as a new process without entries. Its owners come back by themselves."""
         self.entries.clear()
         self._evicts_at = None
         self.owners = [owner for owner in self.owners if not owner.is_dead]
@@ -65,13 +65,13 @@ class Master:
             owner.mounts_at = self._clock() + REMOUNT_S
 
     def begin_put(self, name: str, num_bytes: int) -> Entry | int:
-        self.turn()
+        self.advance()
         largest = max((owner.capacity_bytes for owner in self.owners), default=0)
         if not name or not 0 < num_bytes <= largest:
             return INVALID
         there = self.entries.get(name)
         if there is not None and (there.is_complete or self._clock() - there.began < DISCARD_S):
-            return OK  # whoever wrote it, and whether or not anybody ever finishes it
+            return OK  # for any writer, even if it never finishes
         free = [owner for owner in self._mounted() if self._free_bytes(owner) >= num_bytes]
         if self._used() > FULL_AT or not free:
             self._evict_soon()
@@ -82,7 +82,7 @@ class Master:
         return entry
 
     def end_put(self, entry: Entry) -> int:
-        self.turn()
+        self.advance()
         if self.entries.get(entry.name) is not entry:
             return MISSING
         entry.is_complete = True
@@ -93,8 +93,8 @@ class Master:
             del self.entries[entry.name]
 
     def query(self, name: str) -> Entry | int:
-        """Where it lies; it is not evicted before its lease has run out."""
-        self.turn()
+        """Return the entry, and lease it: it is not evicted before the lease expires."""
+        self.advance()
         entry = self.entries.get(name)
         if entry is None or not entry.is_complete:
             return MISSING
@@ -102,7 +102,7 @@ class Master:
         return entry
 
     def remove(self, name: str, *, force: bool) -> int:
-        self.turn()
+        self.advance()
         entry = self.entries.get(name)
         if entry is None or not entry.is_complete:
             return MISSING
@@ -115,8 +115,8 @@ class Master:
         del self.entries[name]
         self.evicted.add(name)
 
-    def turn(self) -> None:
-        """Let happen what is due by now; every other method does so first."""
+    def advance(self) -> None:
+        """Run the events that are due. Every other method does so first."""
         now = self._clock()
         for owner in list(self.owners):
             if owner.silent_since is not None and now - owner.silent_since >= CLIENT_TTL_S:
@@ -129,10 +129,10 @@ class Master:
             self._evict()
 
     def _evict(self) -> None:
-        """What was never read has no lease, so the newest objects go before any that was."""
+        """Evict by end of lease. Objects that were never read have none, so the newest go first."""
         now = self._clock()
         victims = [
-            stored for stored in self.entries.values() if stored.is_complete and stored.leased_until <= now
+            entry for entry in self.entries.values() if entry.is_complete and entry.leased_until <= now
         ]
         for entry in sorted(victims, key=lambda entry: entry.leased_until):
             if self._used() <= EVICTED_TO:

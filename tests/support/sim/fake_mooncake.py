@@ -1,6 +1,6 @@
-"""A Mooncake store in virtual time that fails in every way in which the real one was seen to fail.
+"""A Mooncake store in virtual time with all failures that were observed on the real one.
 
-Behaviours F1 to F18 and their figures were measured on Mooncake 0.3.13; each has a test in
+Behaviours F1 to F18 and their figures were measured on Mooncake 0.3.13. Each has a test in
 test_fake_mooncake.py.
 """
 
@@ -27,9 +27,9 @@ from tidemill.kvstore.stores.remote_store import Parts
 T = TypeVar("T")
 
 RPC_S_MAX = 0.001
-NOTICED_S = 0.0004  # the first call after the death of the master
-RECONNECT_S = 4.3  # each one after it
-FROZEN_S = 30.0  # a call to a process that is stopped, or cut off
+NOTICED_S = 0.0004  # of the first call after a crash of the master
+RECONNECT_S = 4.3  # of each later call
+FROZEN_S = 30.0  # of a call to a stopped or unreachable process
 DEAD_READ_S = 0.008
 DEAD_WRITE_S = 1.0
 FAILOVER_S = 10.0
@@ -37,14 +37,14 @@ STALL_S_MAX = 3.0
 
 
 class FakeMooncake:
-    """Master and owners. Equal `rng` and equal order of calls give equal faults.
+    """A master and owners. Equal `rng` and equal order of calls give equal faults.
 
-    ghosts, full    probability per object put: a writer that died a moment ago holds its name; no space,
+    ghosts, full    probability per object put: a crashed writer still holds its name; no space is reported
                     although there is some
     damage          probability per object put: a bit of it flips in the memory of its owner
     stalls          probability per get: its owners stop for up to STALL_S_MAX
-    late_writes     RDMA: a read from an owner that does not answer writes its memory when it is given up
-    bytes_per_s     of each call; slower than the lease allows, and reads pay for all of it to get nothing
+    late_writes     RDMA: a read from an owner that does not answer writes its memory when it times out
+    bytes_per_s     the rate of each call; a read that outlasts its lease takes all its time and fails
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class FakeMooncake:
         stalls: float = 0.0,
         late_writes: bool = False,
     ) -> None:
-        """`capacity_bytes`: of each owner."""
+        """`capacity_bytes` is the memory of each owner."""
         self.rng = rng
         self.bytes_per_s, self.late_writes = bytes_per_s, late_writes
         self.ghosts, self.full, self.damage, self.stalls = ghosts, full, damage, stalls
@@ -91,18 +91,18 @@ class FakeMooncake:
         self.master_is_dead = True
 
     def start_master(self, *, keeps: bool = False) -> None:
-        """`keeps`: with a log of its operations in etcd; without, it begins with nothing."""
+        """Start the master, with its objects if it `keeps` a log of its operations in etcd."""
         self.master_is_dead = False
         if not keeps:
             self.master.forget()
 
     def restore_snapshot(self) -> int:
-        """Start the master from its snapshot; the number of objects that it claims to have restored."""
+        """Start the master from its snapshot. Return the number of objects that it claims to have."""
         self.start_master()
         return self._held
 
     async def fail_over(self, *, keeps: bool) -> None:
-        """The leader dies; another one takes over."""
+        """Crash the leader, and let another one take over."""
         self.kill_master()
         await asyncio.sleep(FAILOVER_S)
         self.start_master(keeps=keeps)
@@ -130,10 +130,10 @@ class FakeMooncake:
         owner.silent_since = self.clock()
 
     def thaw_owner(self, owner: Owner) -> None:
-        """It goes on; if it was forgotten meanwhile, with empty memory."""
+        """Let an owner continue, with empty memory if the master has forgotten it meanwhile."""
         if owner.is_dead:
             return
-        self.master.turn()
+        self.master.advance()
         owner.is_frozen = False
         owner.silent_since = None
         if owner not in self.master.owners:
@@ -142,12 +142,12 @@ class FakeMooncake:
         self._wake()
 
     def corrupt(self, name: str) -> None:
-        """Flip one bit in the memory of its owner. Nobody is told."""
+        """Flip one bit in the memory of its owner, silently."""
         body = self.master.entries[name].body
         body[self.rng.randrange(len(body))] ^= 1 << self.rng.randrange(8)
 
-    async def goes_on(self, is_frozen: Callable[[], bool]) -> bool:
-        """Waits for a process that is frozen; whether it goes on before a call gives it up."""
+    async def resumes(self, is_frozen: Callable[[], bool]) -> bool:
+        """Wait for a frozen process. Return whether it resumes before a call times out."""
         try:
             async with asyncio.timeout(FROZEN_S):
                 while is_frozen():
@@ -177,21 +177,21 @@ class FakeClient:
 
     async def exist(self, names: Sequence[str]) -> list[int]:
         query = self._cluster.master.query
-        return await self._run(self._ask(names, lambda name: int(isinstance(query(name), Entry))))
+        return await self._run(self._call_master(names, lambda name: int(isinstance(query(name), Entry))))
 
     async def remove(self, names: Sequence[str], *, force: bool = True) -> list[int]:
         remove = self._cluster.master.remove
-        return await self._run(self._ask(names, lambda name: remove(name, force=force)))
+        return await self._run(self._call_master(names, lambda name: remove(name, force=force)))
 
     async def get_value(self, name: str) -> bytes:
-        """The simple call of the library, which tells no reason: nothing, for whatever goes wrong."""
+        """Return the value as the simple call of the library does: empty after any failure."""
         found = self._cluster.master.entries.get(name)
         view = memoryview(bytearray(0 if found is None else len(found.body)))
         [code] = await self.get([name], [(view,)])
         return bytes(view) if code > 0 else b""
 
     def health_check(self) -> int:
-        """0: healthy. It says so of a dead master too."""
+        """Return 0 for healthy, even without a master."""
         return OK
 
     def register(self, memory: memoryview) -> None:
@@ -208,24 +208,24 @@ class FakeClient:
         return await finish(running)
 
     async def _rpc(self) -> int:
-        """A question reaches the master, or fails after however long that takes."""
+        """Reach the master, or fail after the time that this takes."""
         cluster = self._cluster
         if cluster.master_is_dead:
             await asyncio.sleep(RECONNECT_S if self._reconnects else NOTICED_S)
             self._reconnects = True
             return MASTER_FAILED
         self._reconnects = False
-        if not await cluster.goes_on(lambda: cluster.master_is_frozen):
+        if not await cluster.resumes(lambda: cluster.master_is_frozen):
             return MASTER_FAILED
         await asyncio.sleep(cluster.rng.random() * RPC_S_MAX)
         return MASTER_FAILED if cluster.master_is_dead else OK
 
-    async def _ask(self, names: Sequence[str], answer: Callable[[str], int]) -> list[int]:
+    async def _call_master(self, names: Sequence[str], answer: Callable[[str], int]) -> list[int]:
         failed = await self._rpc()
         return [failed or answer(name) for name in names]
 
     async def _put(self, names: Sequence[str], objects: Sequence[Parts]) -> list[int]:
-        """One half of each object is read as it begins to move, the other one at the end."""
+        """Read one half of each object at the start of its transfer, the other one at the end."""
         failed = await self._rpc()
         if failed:
             return [failed] * len(names)
@@ -259,8 +259,10 @@ class FakeClient:
         return ended
 
     async def _get(self, names: Sequence[str], objects: Sequence[Parts]) -> list[int]:
-        """The memory holds noise as soon as bytes move, and the object at the end; if a name comes twice, the
-        memory of the last one alone."""
+        """Fill the memory with noise as soon as bytes move, and with the object at the end.
+
+        If a name occurs twice, only the memory of the last one gets the object.
+        """
         failed = await self._rpc()
         if failed:
             return [failed] * len(names)
@@ -305,15 +307,15 @@ class FakeClient:
         if self._cluster.master.entries.get(entry.name) is entry:
             _fill(parts, entry.body)
         else:
-            self._spoil(parts)  # it was removed by force, and its memory used again
+            self._spoil(parts)  # it was removed by force, and its memory reused
         return len(entry.body)
 
     async def _move(self, moving: Sequence[tuple[Entry, Parts]], dead_s: float) -> None:
-        """Takes as long as the bytes do, and the owners that do not answer."""
+        """Wait for the transfer of the bytes, and for owners that do not answer."""
         owners = {entry.owner for entry, _ in moving}
         if any(owner.is_dead for owner in owners):
             await asyncio.sleep(dead_s)
-        await self._cluster.goes_on(lambda: any(owner.is_frozen for owner in owners))
+        await self._cluster.resumes(lambda: any(owner.is_frozen for owner in owners))
         num_bytes = sum(len(entry.body) for entry, _ in moving)
         await asyncio.sleep(num_bytes / self._cluster.bytes_per_s)
 
@@ -322,7 +324,7 @@ class FakeClient:
 
 
 def _fill(parts: Iterable[memoryview], stored: bytes | bytearray) -> None:
-    """Write as much as there is, end to end."""
+    """Write the stored bytes into the parts, one after the other."""
     start = 0
     for view in parts:
         piece = stored[start : start + view.nbytes]

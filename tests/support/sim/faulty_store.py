@@ -1,4 +1,4 @@
-"""A page store that does whatever the contract allows at the worst moment, in virtual time."""
+"""A page store that fails in every way that its contract allows, in virtual time."""
 
 import asyncio
 import math
@@ -25,13 +25,13 @@ CAPACITY_BYTES = 1 << 40
 class FaultyStore:
     """Real seals over a memory store. Equal `rng` and equal order of calls give equal faults.
 
-    drop, refuse    probability per object put: STORED but gone at once; FULL, with all behind it SKIPPED
-    evict, corrupt  probability per call: one random object disappears; one random bit of one flips
-    delay_s_max     of each of the two pauses of put and get, and of the one of contains
-    is_down         set it to have everything unreachable; what was stored is back afterwards
+    drop, refuse    probability per object put: STORED but lost immediately; FULL, with the rest SKIPPED
+    evict, corrupt  probability per call: a random object disappears; a random bit of one flips
+    delay_s_max     the limit of the two pauses of put and get, and of the pause of contains
+    is_down         set it to make all objects unreachable until it is reset
 
-    Between its pauses a get fills every view with noise, and a put has stored some of its objects: whoever
-    reads or frees the memory of a call that has not ended is found out.
+    Between its pauses a get fills every view with noise, and a put has stored some of its objects. This
+    exposes callers that read or free the memory of a running call.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class FaultyStore:
     ) -> None:
         self.is_down = False
         self.sealed = MemoryStore(capacity_bytes)
-        self._tally = StoreCounters()
+        self._counters = StoreCounters()
         self._rng = rng
         self._drop = drop
         self._evict = evict
@@ -57,12 +57,12 @@ class FaultyStore:
 
     async def put(self, objects: Sequence[tuple[ObjectKey, memoryview]]) -> list[Put]:
         outcomes = await finish(asyncio.ensure_future(self._put(objects)))
-        self._tally.add_put(objects, outcomes)
+        self._counters.add_put(objects, outcomes)
         return outcomes
 
     async def get(self, wanted: Sequence[tuple[ObjectKey, memoryview]]) -> list[Got]:
         outcomes = await finish(asyncio.ensure_future(self._get(wanted)))
-        self._tally.add_get(wanted, outcomes)
+        self._counters.add_get(wanted, outcomes)
         return outcomes
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -79,12 +79,12 @@ class FaultyStore:
     def register(self, memory: memoryview) -> None:
         pass
 
-    def patience_s(self, num_bytes: int) -> float:  # noqa: ARG002 - it is slow, and never late
+    def patience_s(self, num_bytes: int) -> float:  # noqa: ARG002  it is slow, and never too late
         return math.inf
 
     def stats(self) -> StoreStats:
         held = self.sealed.stats()
-        counts = self._tally.stats(
+        counts = self._counters.stats(
             objects=held.objects, num_bytes=held.bytes, capacity_bytes=held.capacity_bytes
         )
         return replace(counts, evicted=held.evicted)

@@ -1,10 +1,10 @@
 """A fake model on the arena's real bytes, which cannot produce a token that it has not computed.
 
-Its state is a digest of all tokens so far and lies in the state's slot; its KV is a digest per token and lies
-in the token's place in its page. With windows, a digest per token lies in its window page too, and the KV of
-a token digests all of these that it sees. A draw digests the state and every KV entry through the page table.
-A wrong page, a stale state, a window page that was given back, a token folded twice or not at all changes
-that token and all that follow.
+Its state is a digest of all tokens so far, in the slot of the state. Its KV is a digest per token, at the
+position of the token in its page. With windows there is also a digest per token in its window page, and the
+KV of a token digests all of these in its window. A draw digests the state and every KV entry through the page
+table. A wrong page, a stale state, a freed window page, and a token folded twice or not at all change that
+token and all later ones.
 """
 
 import asyncio
@@ -26,8 +26,10 @@ LINEAR = Linear(key_heads=1, value_heads=1, key_dim=2, value_dim=2, conv_width=2
 
 
 def fold_layout(page_tokens: int, *, hybrid: bool, window: int = 0, extent_bytes_min: int = 256) -> Layout:
-    """Space for one KV digest per token, one for each token that a `window` sees, and one state digest per
-    state; small extents."""
+    """Return a layout of small extents with a KV digest per token, and a digest per state if `hybrid`.
+
+    With `window` it also has a digest per token in the window.
+    """
     layers = (LINEAR, ATTENTION) if hybrid else (ATTENTION,)
     windows = [Window(kv_heads=1, head_dim=2, tokens=window)] if window else []
     layout = layout_of((*layers, *windows), page_tokens, extent_bytes_min=extent_bytes_min, granule_bytes=1)
@@ -36,7 +38,7 @@ def fold_layout(page_tokens: int, *, hybrid: bool, window: int = 0, extent_bytes
 
 
 class Broke(Exception):
-    """What a step raises on purpose, and the one after it that needs its tokens."""
+    """A step fails on purpose, or because it needs the tokens of a failed one."""
 
 
 def sound(_: Step) -> Exception | None:
@@ -44,8 +46,10 @@ def sound(_: Step) -> Exception | None:
 
 
 class FoldRunner:
-    """An exception that is none of `breaks` fails the whole run of the simulator: an engine that goes on
-    after a step that broke must not hide it."""
+    """Runs steps of the fake model.
+
+    Any exception except those of `breaks` fails the whole run, even if the engine survives it.
+    """
 
     def __init__(
         self,
@@ -57,15 +61,17 @@ class FoldRunner:
         breaks: Callable[[Step], Exception | None] = sound,
         guesses_max: int = 0,
     ) -> None:
-        """A step of which `breaks` makes an exception leaves garbage wherever it may write. With guesses, so
-        does a row in the places behind its last token, as far as it has memory for them."""
+        """A step for which `breaks` returns an exception leaves garbage wherever it may write.
+
+        With guesses each row leaves garbage behind its last token, as far as it has memory.
+        """
         self._layout, self._memory = layout, memory
         self._rng, self._step_s_max = rng, step_s_max
         self._vocabulary = vocabulary
         self._order = InOrder[list[Drawn]]()
         self._breaks = breaks
         self._guesses_max = guesses_max
-        self._last: dict[str, int] | None = {}  # what each row of the step before drew; None: it broke
+        self._last: dict[str, int] | None = {}  # drawn by each row of the step before; None: it failed
 
     def run(self, step: Step) -> asyncio.Future[list[Drawn]]:
         return self._order.add(lambda: self._run(step))
@@ -85,22 +91,22 @@ class FoldRunner:
             asyncio.get_running_loop().call_exception_handler({"message": "a wrong step", "exception": error})
             raise
         self._last = {
-            row.sequence_id: row_drawn.tokens[-1]
-            for row, row_drawn in zip(step, drawn, strict=True)
-            if row_drawn.tokens
+            row.sequence_id: result.tokens[-1]
+            for row, result in zip(step, drawn, strict=True)
+            if result.tokens
         }
         await asyncio.sleep(self._rng.random() * self._step_s_max)
         return drawn
 
     def _row(self, row: Row, last: int | None) -> Drawn:
-        """Every place of the row is written before anything is drawn, wrong guesses included."""
+        """Write all positions of the row, including wrong guesses, before anything is drawn."""
         known = len(row.tokens) - row.drafts
         state = EMPTY if row.read is None else bytes(self._state(row.read))
         states: list[bytes] = []
         for position, token in enumerate(row.tokens, row.start):
             if token == PENDING:
                 assert last is not None, "a token that no row of the step before drew"
-                token = last  # noqa: PLW2901  it stands for this one
+                token = last  # noqa: PLW2901  the pending token
             state = _digest(state, token)
             states.append(state)
             entry = state if self._layout.has_states else _digest(EMPTY, token)
@@ -125,7 +131,7 @@ class FoldRunner:
         return Drawn(tuple(drawn), scores=scores, guesses=tuple(self._guesses(row, drawn)))
 
     def _guesses(self, row: Row, drawn: Sequence[int]) -> Iterator[int]:
-        """With a small vocabulary some are right."""
+        """Guess the next tokens. With a small vocabulary some guesses are right."""
         last = row.end - row.drafts + len(drawn) - 1
         for position in range(last, min(last + self._guesses_max, len(row.pages) * self._layout.page_tokens)):
             self._kv(row.pages, position)[:] = b"\xee" * KV_BYTES
@@ -133,9 +139,9 @@ class FoldRunner:
 
     def _scores(self, row: Row, scores: Scores, states: Sequence[bytes]) -> Iterator[TokenLogprob]:
         kv = self._kv_before(row.pages, row.end)
-        for place, target in enumerate(scores.targets, scores.offset):
-            after = states[place] if self._layout.has_states else EMPTY
-            yield _score(after, kv[: (row.start + place + 1) * KV_BYTES], target, scores.alternatives)
+        for index, target in enumerate(scores.targets, scores.offset):
+            after = states[index] if self._layout.has_states else EMPTY
+            yield _score(after, kv[: (row.start + index + 1) * KV_BYTES], target, scores.alternatives)
 
     def _spoil(self, step: Step) -> None:
         for row in step:
@@ -152,7 +158,7 @@ class FoldRunner:
         return self._memory[start : start + KV_BYTES]
 
     def _kv_before(self, pages: Sequence[PageId], end: int) -> bytes:
-        """Of the tokens in [0, end): those of a page lie side by side."""
+        """Return the KV of the tokens [0, end), which are contiguous within a page."""
         size = self._layout.page_tokens
         starts = (self._layout.page_offset(page) for page in pages[: -(-end // size)])
         sizes = (KV_BYTES * min(size, end - first) for first in range(0, end, size))
@@ -171,7 +177,7 @@ class FoldRunner:
 
 
 class _Text:
-    """What the model has of the tokens so far, without any cache."""
+    """The state and KV of all tokens so far, without a cache."""
 
     def __init__(self, *, hybrid: bool, window: int) -> None:
         self.state, self.kv = EMPTY, b""
@@ -187,7 +193,7 @@ class _Text:
 
 
 def expected(request: Request, *, hybrid: bool, vocabulary: int = VOCABULARY, window: int = 0) -> list[int]:
-    """The tokens of `request` by the definition of the fake model."""
+    """Return the tokens of `request` by the definition of the fake model."""
     tokens = list(request.tokens)
     text = _Text(hybrid=hybrid, window=window)
     for token in tokens:
@@ -202,7 +208,7 @@ def expected(request: Request, *, hybrid: bool, vocabulary: int = VOCABULARY, wi
 
 
 def expected_scores(request: Request, *, hybrid: bool, window: int = 0) -> list[TokenLogprob]:
-    """What is to be said of the prompt of `request`, in the same way."""
+    """Return the prompt logprobs of `request` by the definition of the fake model."""
     found: list[TokenLogprob] = []
     text = _Text(hybrid=hybrid, window=window)
     alternatives = request.sampling.prompt_logprobs or 0

@@ -1,4 +1,4 @@
-"""Work done one piece after the other, in the order of the calls, whatever the loop runs first."""
+"""Sequential work in the order of the calls, in any order of callbacks of the loop."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class SimLoop(asyncio.SelectorEventLoop):
-    """Sleeping costs nothing, and equal seeds give equal runs."""
+    """A loop with virtual time. Equal seeds give equal runs."""
 
     def __init__(self, rng: Random) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class SimLoop(asyncio.SelectorEventLoop):
 
 
 def simulate(seed: int, main: Coroutine[Any, Any, None]) -> None:
-    """Run `main` to its end in virtual time. An exception that nobody awaited fails the run as well."""
+    """Run `main` to its end in virtual time. An exception that was never awaited fails the run, too."""
     unseen: list[dict[str, Any]] = []
     loop = SimLoop(Random(seed))
     loop.set_exception_handler(lambda _, context: unseen.append(context))

@@ -1,4 +1,4 @@
-"""What happens to a fake Mooncake store while a cluster uses it."""
+"""Faults of a fake Mooncake store while a cluster uses it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -7,11 +7,11 @@ from random import Random
 from tests.support.sim.fake_mooncake import FakeMooncake
 
 OUTAGE_S_MAX = 40.0
-"""Longer than a frozen process blocks a call, and than a silent owner is remembered."""
+"""An outage longer than a frozen process blocks a call and a silent owner is remembered."""
 
 
 class Storm:
-    """Faults one after the other, until it is cancelled; then everything is well again."""
+    """Makes one fault after the other until it is cancelled, and repairs each."""
 
     def __init__(self, rng: Random, cluster: FakeMooncake, pause_s_max: float) -> None:
         self._rng = rng
@@ -20,12 +20,12 @@ class Storm:
 
     async def run(self) -> None:
         faults: list[Callable[[], Awaitable[None]]] = [
-            self._master_dies,
-            self._master_freezes,
-            self._master_fails_over,
-            self._owner_dies,
-            self._owner_freezes,
-            self._objects_are_lost,
+            self._kill_master,
+            self._freeze_master,
+            self._fail_over,
+            self._kill_owner,
+            self._freeze_owner,
+            self._lose_objects,
         ]
         while True:
             await asyncio.sleep(self._rng.random() * self._pause_s_max)
@@ -34,27 +34,27 @@ class Storm:
     async def _outage(self) -> None:
         await asyncio.sleep(self._rng.choice([0.1, 3.0, OUTAGE_S_MAX]) * self._rng.random())
 
-    async def _master_dies(self) -> None:
+    async def _kill_master(self) -> None:
         self._cluster.kill_master()
         try:
             await self._outage()
         finally:
             self._cluster.start_master()
 
-    async def _master_fails_over(self) -> None:
+    async def _fail_over(self) -> None:
         try:
             await self._cluster.fail_over(keeps=self._rng.random() < 0.5)
         finally:
             self._cluster.start_master(keeps=True)
 
-    async def _master_freezes(self) -> None:
+    async def _freeze_master(self) -> None:
         self._cluster.freeze_master()
         try:
             await self._outage()
         finally:
             self._cluster.thaw_master()
 
-    async def _owner_dies(self) -> None:
+    async def _kill_owner(self) -> None:
         running = self._cluster.running_owners
         if not running:
             return
@@ -64,7 +64,7 @@ class Storm:
         finally:
             self._cluster.start_owner()
 
-    async def _owner_freezes(self) -> None:
+    async def _freeze_owner(self) -> None:
         running = self._cluster.running_owners
         if not running:
             return
@@ -75,7 +75,7 @@ class Storm:
         finally:
             self._cluster.thaw_owner(owner)
 
-    async def _objects_are_lost(self) -> None:
+    async def _lose_objects(self) -> None:
         for name in list(self._cluster.master.entries):
             if self._rng.random() < 0.2:
                 self._cluster.master.evict(name)

@@ -1,4 +1,4 @@
-"""Clients of the simulated cluster: conversations, each of whose answers is checked token by token."""
+"""Clients of the simulated cluster: conversations, with each answer checked token by token."""
 
 import asyncio
 from contextlib import aclosing
@@ -10,16 +10,16 @@ from tidemill.cluster.edge.flow import serve
 from tidemill.workers.messages import Poisonous, Request, Sampling, TokenLogprob, Unserved
 
 SCORED = 5
-"""One conversation in so many has a turn that asks for the logprobs of its prompt."""
+"""One in this many conversations has a turn with logprobs of its prompt."""
 
 
 async def converse(world: World, rng: Random, index: int, shared: list[int], longest: int) -> bool:
-    """One conversation: each turn's prompt is the last one with its answer and something new. False when a
-    turn is not served."""
+    """Run a conversation, where each turn repeats the one before with its answer. Return whether all turns
+    were served."""
     tokens = list(shared)
     for turn in range(rng.choice([1, 1, 2, 3])):
         await asyncio.sleep(rng.random() * rng.choice([0, 1, 10]))
-        tokens += [rng.randrange(world.weather.vocabulary) for _ in range(rng.randrange(1, 9))]
+        tokens += [rng.randrange(world.settings.vocabulary) for _ in range(rng.randrange(1, 9))]
         left = longest - len(tokens)
         if left < 1:
             return True
@@ -42,12 +42,14 @@ async def converse(world: World, rng: Random, index: int, shared: list[int], lon
 
 
 async def ask(world: World, request: Request, patience: int) -> list[int] | None:
-    """The answer, checked; None when the client hung up after `patience` tokens. Raises Unserved and
-    Poisonous."""
+    """Return the checked answer, or None when the client disconnects after `patience` tokens.
+
+    Raises Unserved and Poisonous.
+    """
     want = expected(
         request,
         hybrid=world.layout.has_states,
-        vocabulary=world.weather.vocabulary,
+        vocabulary=world.settings.vocabulary,
         window=world.layout.window_tokens,
     )
     got: list[int] = []
@@ -57,7 +59,7 @@ async def ask(world: World, request: Request, patience: int) -> list[int] | None
         stream = serve(request, world, world, world.root_of, world.layout.page_tokens)
         async with aclosing(stream) as pieces:
             async for piece in pieces:
-                assert finish is None, "a stream goes on after its finish"
+                assert finish is None, "a stream continues after its finish"
                 assert not (got and piece.prompt_logprobs), "the prompt comes first"
                 got += piece.tokens
                 scores += piece.prompt_logprobs

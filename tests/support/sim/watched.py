@@ -1,4 +1,4 @@
-"""An engine that remembers whom it preempted."""
+"""An engine that records its preemptions."""
 
 from collections import Counter
 from functools import cached_property
@@ -7,26 +7,26 @@ from tidemill.workers.engine.engine import Engine
 from tidemill.workers.scheduling.sequence import Sequence
 
 PREEMPTIONS_MAX = 5_000
-"""Of all requests of a run: no test comes near it, and a livelock is over in a moment instead of never."""
+"""The limit of all preemptions of a run. No test comes near it, and a livelock ends."""
 
 
 class WatchedEngine(Engine):
-    """`preempted`: the names of requests, in order, whatever for. `preemptions_max`: of any one of them."""
+    """`preempted` has the ids of preempted requests in order, `preemptions_max` the most of any request."""
 
     @cached_property
     def preempted(self) -> list[str]:
         return []
 
     @cached_property
-    def _times(self) -> Counter[str]:
+    def _counts(self) -> Counter[str]:
         return Counter()
 
     def _preempt(self, sequence: Sequence, error: Exception | None = None) -> None:
         super()._preempt(sequence, error)
         self.preempted.append(sequence.request.request_id)
-        self._times[sequence.id] += 1
-        assert len(self.preempted) < PREEMPTIONS_MAX, "a storm: the loop turns and nothing runs"
+        self._counts[sequence.id] += 1
+        assert len(self.preempted) < PREEMPTIONS_MAX, "livelock: the loop turns and no request advances"
 
     @property
     def preemptions_max(self) -> int:
-        return max(self._times.values(), default=0)
+        return max(self._counts.values(), default=0)

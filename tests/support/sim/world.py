@@ -1,4 +1,4 @@
-"""A whole cluster in virtual time: real flow, router, engines and ledgers; a faulty store, faulty workers."""
+"""A whole cluster in virtual time: real flow, router, engines and ledgers, with faulty stores and workers."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine
@@ -6,7 +6,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from random import Random
 
-from tests.support.sim.calls import Frontend, Work
+from tests.support.sim.calls import EdgeCalls, Work
 from tests.support.sim.fold import VOCABULARY, Broke, FoldRunner
 from tests.support.sim.watched import WatchedEngine
 from tidemill.cluster.edge.failure_detector import watch
@@ -45,20 +45,20 @@ from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import Transfer
 
 POISON = "poison"
-"""How the names of requests begin that break every step in which they draw."""
+"""The prefix of the ids of requests that break every step in which they draw."""
 
 DEADLY = "deadly"
-"""... that end the worker in each of their steps."""
+"""The prefix of the ids of requests that crash the worker in each of their steps."""
 
 Answer = Callable[[], Awaitable[Delta | Produced]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weather:
-    """How bad it gets, and how tight. Probabilities are per message; times are virtual seconds.
+class WorldSettings:
+    """The faults and the sizes of a cluster. Probabilities are per message, times are virtual seconds.
 
-    Memory in extents: `extents_min` is the floor, `num_extents` the budget at the start, `extents_max` what
-    is reserved; `resize_s` is the mean time between two changes of the budget of a worker, 0 for none.
+    Memory is in extents: `extents_min` is the floor, `num_extents` the initial budget, and `extents_max` the
+    reserved address space. `resize_s` is the mean time between two changes of a worker's budget, 0 for none.
     """
 
     crash: float
@@ -79,14 +79,14 @@ class Weather:
     broker: bool = False  # all workers share one device, and start at their floors
     overlap: bool = True
     drafts_max: int = 0
-    mtp: bool = False  # the runners guess
+    mtp: bool = False  # the runners make guesses
     vocabulary: int = VOCABULARY
-    fault_s: float = 0.0  # mean time between two faults that are no crashes; 0: none
-    breaks: float = 0.0  # of a step with several rows: each of them alone would not have broken it
+    fault_s: float = 0.0  # mean time between two faults other than crashes; 0: none
+    breaks: float = 0.0  # of a step with several rows, which would run one at a time
 
 
-class _Freezing(FoldRunner):
-    """Whose steps stand still while its worker does."""
+class _FreezingRunner(FoldRunner):
+    """A runner whose steps stop while its worker is frozen."""
 
     def __init__(self, worker: "SimWorker", memory: memoryview) -> None:
         world = worker.world
@@ -94,10 +94,10 @@ class _Freezing(FoldRunner):
             world.layout,
             memory,
             world.rng,
-            world.weather.step_s_max,
-            world.weather.vocabulary,
+            world.settings.step_s_max,
+            world.settings.vocabulary,
             worker.breaks,
-            world.weather.drafts_max * world.weather.mtp,
+            world.settings.drafts_max * world.settings.mtp,
         )
         self.steps: list[Step] = []  # in flight
         self._awake = worker.awake
@@ -114,42 +114,42 @@ class _Freezing(FoldRunner):
 
 
 class SimWorker:
-    """One life of a worker: an engine, its step loop and its heartbeats, until it is killed."""
+    """One incarnation of a worker: an engine, its step loop and its heartbeats, until it is killed."""
 
     def __init__(self, world: "World", name: str, role: Role) -> None:
         self.world, self.name = world, name
         self.role: Role = role
         layout = world.layout
-        weather = world.weather
-        backing = Fixed(layout.extent_bytes * weather.extents_max)
+        settings = world.settings
+        backing = Fixed(layout.extent_bytes * settings.extents_max)
         memory = backing.memory.numpy().data
-        start = weather.extents_min if weather.broker else weather.num_extents
-        arena = Arena(layout, weather.extents_max, backing, start)
-        cache = Cache(layout, arena, PrefixIndex(layout, weather.policy))
-        self.ledger = Ledger(cache, weather.checkpoints_per_path)
-        self.awake, self.linked, self.heard = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        for event in (self.awake, self.linked, self.heard):
+        start = settings.extents_min if settings.broker else settings.num_extents
+        arena = Arena(layout, settings.extents_max, backing, start)
+        cache = Cache(layout, arena, PrefixIndex(layout, settings.policy))
+        self.ledger = Ledger(cache, settings.checkpoints_per_path)
+        self.awake, self.linked, self.reports = (asyncio.Event() for _ in range(3))
+        for event in (self.awake, self.linked, self.reports):
             event.set()
-        self.runner = _Freezing(self, memory)
-        self.last_steps: list[Step] = []  # in flight when it died
+        self.runner = _FreezingRunner(self, memory)
+        self.last_steps: list[Step] = []  # in flight when it was killed
         self.engine = WatchedEngine(
             self.ledger,
             Transfer(layout, DirectIO(world.open_store(), memory)),
             self.runner,
             EngineLimits(
                 budget=Budget(tokens_max=8 + layout.page_tokens, rows_max=8, page_tokens=layout.page_tokens),
-                capacity_tokens=capacity_tokens(layout, weather.extents_min),
-                extents_min=weather.extents_min,
-                checkpoint_strategy=weather.strategy,
-                checkpoint_interval=weather.checkpoint_interval,
-                overlap=weather.overlap,
-                drafts_max=weather.drafts_max,
-                mtp=weather.mtp,
+                capacity_tokens=capacity_tokens(layout, settings.extents_min),
+                extents_min=settings.extents_min,
+                checkpoint_strategy=settings.strategy,
+                checkpoint_interval=settings.checkpoint_interval,
+                overlap=settings.overlap,
+                drafts_max=settings.drafts_max,
+                mtp=settings.mtp,
             ),
             world.root_of,
         )
         info = WorkerInfo(
-            worker=WorkerId(f"{name}.{world.next_life()}"),
+            worker=WorkerId(f"{name}.{world.next_incarnation()}"),
             name=name,
             role=role,
             address=f"sim:{name}",
@@ -157,87 +157,89 @@ class SimWorker:
             node="sim",
             page_tokens=layout.page_tokens,
             device="sim",
-            memory_bytes=layout.extent_bytes * weather.num_extents,
-            memory_floor_bytes=layout.extent_bytes * weather.extents_min,
-            memory_max_bytes=layout.extent_bytes * weather.extents_max if weather.broker else 0,
+            memory_bytes=layout.extent_bytes * settings.num_extents,
+            memory_floor_bytes=layout.extent_bytes * settings.extents_min,
+            memory_max_bytes=layout.extent_bytes * settings.extents_max if settings.broker else 0,
         )
-        self.duties = Assignment(self.engine, info)
-        self.dead = asyncio.Event()
-        self._told = False
+        self.assignment = Assignment(self.engine, info)
+        self.ended = asyncio.Event()
+        self._stopped = False
         self._tasks = [
-            asyncio.create_task(life)
-            for life in (self.engine.run(), self._beat(), self._check(), self._breathe())
+            asyncio.create_task(loop)
+            for loop in (self.engine.run(), self._send_heartbeats(), self._check(), self._resize())
         ]
         for task in self._tasks:
             task.add_done_callback(_fail_loudly)
 
     async def stop(self) -> None:
-        """End the life: the step loop and the heartbeats stop where they are. May be called again while it
-        is at it, and cancelled: the step loop is told once, and settles its steps."""
-        self.dead.set()
-        if not self._told:
-            self._told = True
+        """Stop the step loop and the heartbeats. It may be cancelled, and called again while it runs.
+
+        The step loop is cancelled once, and settles its steps.
+        """
+        self.ended.set()
+        if not self._stopped:
+            self._stopped = True
             for task in self._tasks:
                 task.cancel()
         await asyncio.wait(self._tasks)
         await self.engine.drain_publications()
 
     @property
-    def life(self) -> WorkerId:
-        return self.duties.info.worker
+    def worker_id(self) -> WorkerId:
+        return self.assignment.info.worker
 
     async def message(self) -> None:
-        """One to or from this worker passes, if it is awake; the worker may die."""
+        """Pass a message to or from this worker when it is awake. The worker may crash then."""
         await self.awake.wait()
-        if not self.dead.is_set() and self.world.rng.random() < self.world.weather.crash:
+        if not self.ended.is_set() and self.world.rng.random() < self.world.settings.crash:
             self.world.kill(self)
 
     async def freeze(self, seconds: float) -> None:
-        """Its step loop stands still, and it says nothing; its connections are alive."""
+        """Stop the step loop and all messages for a while. Connections stay open."""
         self.awake.clear()
         await asyncio.sleep(seconds)
         self.awake.set()
 
     async def leave(self) -> None:
-        """SIGTERM."""
-        self.duties.leave()
+        """Drain as after SIGTERM."""
+        self.assignment.leave()
         with suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S_MAX):
-                while self.world.frontend.num_calls(self):  # noqa: ASYNC110 - they end for many reasons
+                while self.world.edge_calls.num_calls(self):  # noqa: ASYNC110  they end for many reasons
                     await asyncio.sleep(0.05)
 
     def breaks(self, step: Step) -> Exception | None:
-        """By chance, and always when a poison request goes beyond its prompt."""
+        """Return the failure of a step: at random, and always when a poison request draws."""
         if any(row.sequence_id.startswith(POISON) and row.draws is not None for row in step):
             return Broke(POISON)
-        if not self.dead.is_set() and any(row.sequence_id.startswith(DEADLY) for row in step):
+        if not self.ended.is_set() and any(row.sequence_id.startswith(DEADLY) for row in step):
             self.world.deadly_kills += 1
             self.world.kill(self)
             return Broke(DEADLY)
         return (
             Broke("by chance")
-            if len(step) > 1 and self.world.rng.random() < self.world.weather.breaks
+            if len(step) > 1 and self.world.rng.random() < self.world.settings.breaks
             else None
         )
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         sequence, full, router = 0, True, self.world.router
         while True:
             await self.awake.wait()
-            await self.heard.wait()
+            await self.reports.wait()
             await self.world.router_up.wait()
             full |= router is not self.world.router
             router = self.world.router
             heartbeat = Heartbeat(
-                info=self.duties.info,
+                info=self.assignment.info,
                 sequence=sequence,
                 load=self.engine.load(),
                 announcement=self.engine.take_announcement(full=full),
-                draining=self.duties.draining,
+                draining=self.assignment.draining,
             )
             ack = router.heartbeat(heartbeat)
             full = ack.want_full
-            self.duties.apply(ack)
+            self.assignment.apply(ack)
             if ack.budget_bytes is not None:
                 self.engine.resize(ack.budget_bytes)
             sequence += 1
@@ -248,44 +250,46 @@ class SimWorker:
             self.ledger.check()
             await asyncio.sleep(self.world.rng.random())
 
-    async def _breathe(self) -> None:
-        """The budget goes down to the floor, or anywhere, and up again, while requests run."""
-        rng, weather = self.world.rng, self.world.weather
-        while weather.resize_s:
-            await asyncio.sleep(2 * rng.random() * weather.resize_s)
-            extents = rng.choice([0, rng.randrange(weather.extents_max + 2)])
+    async def _resize(self) -> None:
+        """Change the budget at random, often to the floor, while requests run."""
+        rng, settings = self.world.rng, self.world.settings
+        while settings.resize_s:
+            await asyncio.sleep(2 * rng.random() * settings.resize_s)
+            extents = rng.choice([0, rng.randrange(settings.extents_max + 2)])
             self.engine.resize(extents * self.world.layout.extent_bytes)
-            assert weather.extents_min <= self.ledger.budget_extents <= weather.extents_max
+            assert settings.extents_min <= self.ledger.budget_extents <= settings.extents_max
 
 
 def _fail_loudly(task: asyncio.Task[None]) -> None:
-    """A step loop that breaks is a bug in every weather: fail the run (see simulate)."""
+    """Fail the run (see simulate): a step loop that raises is a bug under any fault."""
     if not task.cancelled() and task.exception() is not None:
-        task.get_loop().call_exception_handler({"message": "a worker broke", "exception": task.exception()})
+        task.get_loop().call_exception_handler(
+            {"message": "a worker task failed", "exception": task.exception()}
+        )
 
 
 class World:
-    """The cluster, and what the flow talks to: a router and peers."""
+    """The cluster, with the calls of the flow to a router and to workers."""
 
     def __init__(
-        self, rng: Random, weather: Weather, open_store: Callable[[], PageStore], layout: Layout
+        self, rng: Random, settings: WorldSettings, open_store: Callable[[], PageStore], layout: Layout
     ) -> None:
-        """`open_store`: by each life of each worker."""
-        self.rng, self.weather, self.open_store, self.layout = rng, weather, open_store, layout
+        """`open_store` is called by each incarnation of each worker."""
+        self.rng, self.settings, self.open_store, self.layout = rng, settings, open_store, layout
         self.router = Router(asyncio.get_running_loop().time)
         self.router_up, self.router_ended = asyncio.Event(), asyncio.Event()
         self.router_up.set()
-        self.frontend = Frontend(rng, weather.delay_s_max, self._later)
+        self.edge_calls = EdgeCalls(rng, settings.delay_s_max, self._later)
         self.kills = 0
         self.deadly_kills = 0
-        self._lives = 0
+        self._incarnations = 0
         self._background: set[asyncio.Task[None]] = set()
         self.workers: dict[str, SimWorker] = {}
-        self.lives: list[SimWorker] = []
+        self.incarnations: list[SimWorker] = []
         counts: dict[Role, int] = {
-            "prefill": weather.prefill,
-            "decode": weather.decode,
-            "mixed": weather.mixed,
+            "prefill": settings.prefill,
+            "decode": settings.decode,
+            "mixed": settings.mixed,
         }
         for role, count in counts.items():
             for index in range(count):
@@ -297,24 +301,24 @@ class World:
     def root_of(self, salt: str) -> PageKey:
         return Namespace(model="fold", layout=self.layout.describe(), salt=salt).root()
 
-    def next_life(self) -> int:
-        self._lives += 1
-        return self._lives
+    def next_incarnation(self) -> int:
+        self._incarnations += 1
+        return self._incarnations
 
     def kill(self, worker: SimWorker) -> None:
-        """kill -9; somebody starts it again."""
-        if worker.dead.is_set():
+        """Kill a worker as with SIGKILL. It is restarted later."""
+        if worker.ended.is_set():
             return
         self.kills += 1
         worker.last_steps = list(worker.runner.steps)
-        worker.dead.set()
+        worker.ended.set()
         self._later(self._restart(worker))
 
-    async def place(self, ask: PlacementRequest) -> Route:
-        """Asked again when the router restarts meanwhile."""
+    async def place(self, request: PlacementRequest) -> Route:
+        """Place a request, again when the router restarts meanwhile."""
         while True:
             await self.router_up.wait()
-            placed = asyncio.create_task(self.router.place(ask))
+            placed = asyncio.create_task(self.router.place(request))
             ended = asyncio.create_task(self.router_ended.wait())
             try:
                 await asyncio.wait({placed, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -332,8 +336,8 @@ class World:
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
         peer = self._at(worker, address)
 
-        async def work(_: Callable[[Delta], None], tell: Tell) -> Produced:
-            return await peer.engine.produce(request, tell)
+        async def work(_: Callable[[Delta], None], notify: Tell) -> Produced:
+            return await peer.engine.produce(request, notify)
 
         try:
             async with self._calling(peer, work) as answer:
@@ -356,8 +360,8 @@ class World:
     async def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
         peer = self._at(worker, address)
 
-        async def work(put: Callable[[Delta], None], tell: Tell) -> None:
-            async with aclosing(peer.engine.generate(request, tell)) as deltas:
+        async def work(put: Callable[[Delta], None], notify: Tell) -> None:
+            async with aclosing(peer.engine.generate(request, notify)) as deltas:
                 async for delta in deltas:
                     put(delta)
 
@@ -374,45 +378,45 @@ class World:
             raise
 
     def silent(self) -> frozenset[WorkerId]:
-        return self.frontend.silent()
+        return self.edge_calls.silent()
 
     def give_up(self, workers: Collection[WorkerId]) -> None:
-        self.frontend.give_up(workers)
+        self.edge_calls.give_up(workers)
 
     async def silent_workers(self, workers: Collection[WorkerId]) -> frozenset[WorkerId]:
         return self.router.silent_workers(workers) if self.router_up.is_set() else frozenset()
 
     async def stop(self) -> None:
-        for worker in self.lives:
+        for worker in self.incarnations:
             worker.awake.set()
         for task in self._background:
             task.cancel()
         for worker in self.workers.values():
             await worker.stop()
-        await self.frontend.stop()
+        await self.edge_calls.stop()
 
     def _start(self, name: str, role: Role) -> None:
         self.workers[name] = SimWorker(self, name, role)
-        self.lives.append(self.workers[name])
+        self.incarnations.append(self.workers[name])
 
     def _at(self, worker: WorkerId, address: str) -> SimWorker:
         found = self.workers.get(address.removeprefix("sim:"))
-        if found is None or found.life != worker:
+        if found is None or found.worker_id != worker:
             raise WorkerGone(worker)
         return found
 
     @asynccontextmanager
     async def _calling(self, peer: SimWorker, work: Work) -> AsyncGenerator[Answer]:
-        await asyncio.sleep(self.rng.random() * self.weather.delay_s_max)
-        if peer.dead.is_set():
-            raise WorkerGone(peer.life)
-        async with self.frontend.call(peer, work) as answer:
+        await asyncio.sleep(self.rng.random() * self.settings.delay_s_max)
+        if peer.ended.is_set():
+            raise WorkerGone(peer.worker_id)
+        async with self.edge_calls.call(peer, work) as answer:
             yield answer
 
     def _check_blame(self, peer: SimWorker, request: Request) -> None:
-        """Whoever is blamed for the end of a worker was alone in its steps."""
+        """Check that a request blamed for a crash was alone in the steps of the worker."""
         assert request.on_trial
-        for step in peer.last_steps if peer.dead.is_set() else peer.runner.steps:
+        for step in peer.last_steps if peer.ended.is_set() else peer.runner.steps:
             assert [row.sequence_id.rpartition("#")[0] for row in step] == [request.request_id]
 
     def _later(self, work: Coroutine[None, None, None]) -> None:
@@ -422,7 +426,7 @@ class World:
 
     async def _restart(self, worker: SimWorker) -> None:
         await worker.stop()
-        await asyncio.sleep(self.weather.restart_s)
+        await asyncio.sleep(self.settings.restart_s)
         self._start(worker.name, worker.role)
 
     async def _tick(self) -> None:
@@ -431,12 +435,19 @@ class World:
             self.router.tick()
 
     async def _faults(self) -> None:
-        """One after the other, at random moments."""
+        """Make one fault after the other at random times."""
         rng = self.rng
-        while self.weather.fault_s:
-            await asyncio.sleep(2 * rng.random() * self.weather.fault_s)
+        while self.settings.fault_s:
+            await asyncio.sleep(2 * rng.random() * self.settings.fault_s)
             await rng.choice(
-                [self._freeze, self._cut, self._unheard, self._router_restarts, self._drain, self._role]
+                [
+                    self._freeze,
+                    self._cut,
+                    self._stop_reports,
+                    self._restart_router,
+                    self._drain,
+                    self._change_role,
+                ]
             )()
 
     def _any(self) -> SimWorker:
@@ -446,19 +457,19 @@ class World:
         self._later(self._any().freeze(self.rng.choice([0.5, 5.0, 20.0])))
 
     async def _cut(self) -> None:
-        self._later(self.frontend.cut(self._any(), self.rng.choice([0.5, 5.0, 10.0])))
+        self._later(self.edge_calls.cut(self._any(), self.rng.choice([0.5, 5.0, 10.0])))
 
-    async def _unheard(self) -> None:
+    async def _stop_reports(self) -> None:
         worker = self._any()
 
-        async def deaf() -> None:
-            worker.heard.clear()
+        async def pause() -> None:
+            worker.reports.clear()
             await asyncio.sleep(self.rng.choice([0.5, 5.0, 10.0]))
-            worker.heard.set()
+            worker.reports.set()
 
-        self._later(deaf())
+        self._later(pause())
 
-    async def _router_restarts(self) -> None:
+    async def _restart_router(self) -> None:
         self.router_up.clear()
         self.router_ended.set()
         await asyncio.sleep(self.rng.random() * 3)
@@ -467,14 +478,14 @@ class World:
         self.router_up.set()
 
     async def _drain(self) -> None:
-        """By hand, and undone; or by SIGTERM, and started again."""
+        """Drain by an operator, who undoes it, or by SIGTERM with a restart."""
         worker = self._any()
         if self.rng.random() < 0.5:
 
             async def leave() -> None:
                 await worker.leave()
-                if not worker.dead.is_set():
-                    worker.dead.set()
+                if not worker.ended.is_set():
+                    worker.ended.set()
                     await self._restart(worker)
 
             self._later(leave())
@@ -485,6 +496,6 @@ class World:
         with suppress(RequestError):
             self.router.drain(worker.name, drain=False, force=False)
 
-    async def _role(self) -> None:
+    async def _change_role(self) -> None:
         with suppress(RequestError):
             self.router.set_role(self._any().name, self.rng.choice(["prefill", "decode", "mixed"]))

@@ -1,6 +1,5 @@
 """One request against scripted workers: whatever is lost, each token arrives exactly once."""
 
-import math
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -233,7 +232,7 @@ def test_after_a_loss_it_is_on_trial_and_was_accepted() -> None:
     check_answer(pieces_of(script, request), request)
     sent = [call.on_trial for kind, call in script.calls if kind == "generate"]
     assert sent == [False, False, True]
-    assert [ask.ttft_s_max for ask in script.asks] == [5.0, math.inf, math.inf]
+    assert [(ask.ttft_s_max, ask.resumed) for ask in script.asks] == [(5.0, False), (5.0, True), (5.0, True)]
     assert [ask.wait_s_max for ask in script.asks] == [5.0, 60.0, 60.0]
     assert {ask.tenant for ask in script.asks} == {"t"}
     assert script.blamed == []

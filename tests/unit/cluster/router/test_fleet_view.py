@@ -1,18 +1,20 @@
-"""The fleet view is what the heartbeats said last and what was placed since, and nothing else."""
+"""The fleet view: the latest heartbeats, and the requests placed since."""
 
-from dataclasses import replace
+from functools import partial
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.cluster.heartbeats import heartbeat
 from tidemill.cluster.router.fleet_view import (
     BOOKING_SETTLE_S,
-    LEAST_SLOTS,
     PLACED_KEYS_MAX,
     RHO_TAU_S,
+    SLOTS_MIN,
     Booking,
     Column,
     Fleet,
@@ -22,54 +24,26 @@ from tidemill.cluster.router.fleet_view import (
     wants_full_announcement,
 )
 from tidemill.cluster.router.prefix_table import LOG_SLACK
-from tidemill.workers.messages import (
-    Announcement,
-    Heartbeat,
-    MemoryUse,
-    Role,
-    Speed,
-    WorkerId,
-    WorkerInfo,
-    WorkerLoad,
-)
+from tidemill.workers.messages import Announcement, MemoryUse, Role, Speed, WorkerId
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 A, B = WorkerId("decode-0.1"), WorkerId("decode-1.1")
-NO_NEWS = Announcement()
-NO_LOAD = WorkerLoad()
 KEYS = tuple(bytes([key]) for key in range(1, 9))
+ROLE_COLUMNS = (Column.DECODES, Column.PREFILLS, Column.MIXED)
 
 
-def beat(
+def apply(
+    fleet: Fleet,
+    now_s: float = 0.0,
     worker: str = A,
-    sequence: int = 0,
-    announcement: Announcement = NO_NEWS,
-    load: WorkerLoad = NO_LOAD,
-    *,
     role: Role = "decode",
-    draining: bool = False,
-    state_bytes: int = 0,
-    page_bytes: int = 0,
-) -> Heartbeat:
-    return Heartbeat(
-        info=WorkerInfo(
-            worker=WorkerId(worker),
-            name=worker.partition(".")[0],
-            role=role,
-            address=f"at:{worker}",
-            pid=1,
-            node="n",
-            state_bytes=state_bytes,
-            page_bytes=page_bytes,
-        ),
-        sequence=sequence,
-        load=load,
-        announcement=announcement,
-        draining=draining,
-    )
+    **overrides: Any,  # noqa: ANN401
+) -> None:
+    """Apply a heartbeat with these fields."""
+    fleet.apply(HeartbeatArrived(heartbeat(worker, role, **overrides), now_s))
 
 
-def of(fleet: Fleet, worker: str, column: Column) -> float:
+def value(fleet: Fleet, worker: str, column: Column) -> float:
     return float(fleet.table[column, fleet.members[WorkerId(worker)].slot])
 
 
@@ -90,65 +64,71 @@ def booking(at_s: float = 0.0, keys: tuple[bytes, ...] = (), seconds: float = 0.
     st.lists(st.tuples(st.booleans(), *[st.frozensets(st.binary(min_size=1, max_size=1))] * 2), max_size=8),
     st.lists(st.binary(min_size=1, max_size=1), max_size=9, unique=True),
 )
-def test_what_is_held_follows_the_announcements(
-    news: list[tuple[bool, frozenset[bytes], frozenset[bytes]]], chain: list[bytes]
+def test_fleet_holds_the_keys_that_were_announced(
+    announcements: list[tuple[bool, frozenset[bytes], frozenset[bytes]]], chain: list[bytes]
 ) -> None:
     fleet, held = Fleet(), set[bytes]()
-    fleet.apply(HeartbeatArrived(beat(), 0.0))
-    for sequence, (full, added, removed) in enumerate(news, start=1):
+    apply(fleet)
+    for sequence, (full, added, removed) in enumerate(announcements, start=1):
         announcement = Announcement(added=tuple(added), removed=tuple(removed), full=full)
-        fleet.apply(HeartbeatArrived(beat(sequence=sequence, announcement=announcement), 0.0))
+        apply(fleet, sequence=sequence, announcement=announcement)
         held = ((set[bytes]() if full else held) - removed) | added
         assert fleet.num_held(fleet.members[A]) == len(held)
     deepest = max((depth for depth, key in enumerate(chain, start=1) if key in held), default=0)
     assert announced(fleet, A, tuple(chain)) == resident(fleet, A, tuple(chain)) == deepest
 
 
-def test_a_full_announcement_is_wanted_from_a_stranger_and_after_a_hole() -> None:
+def test_full_announcement_is_wanted_from_a_new_worker_and_after_a_gap() -> None:
     fleet = Fleet()
     full = Announcement(full=True)
-    assert wants_full_announcement(fleet, beat(sequence=5))
-    assert not wants_full_announcement(fleet, beat(sequence=5, announcement=full))
-    fleet.apply(HeartbeatArrived(beat(sequence=5, announcement=full), 0.0))
-    assert not wants_full_announcement(fleet, beat(sequence=6))
-    assert wants_full_announcement(fleet, beat(sequence=7))
-    assert wants_full_announcement(fleet, beat(sequence=5))
-    assert not wants_full_announcement(fleet, beat(sequence=7, announcement=full))
+
+    def wants(sequence: int, announcement: Announcement | None = None) -> bool:
+        return wants_full_announcement(fleet, heartbeat(sequence=sequence, announcement=announcement))
+
+    assert wants(5)
+    assert not wants(5, full)
+    apply(fleet, sequence=5, announcement=full)
+    assert not wants(6)
+    assert wants(7)
+    assert wants(5)
+    assert not wants(7, full)
     fleet.apply(WorkerLost(A))
-    assert wants_full_announcement(fleet, beat(sequence=6))
+    assert wants(6)
 
 
-def test_a_later_life_takes_the_place_of_the_earlier_one() -> None:
+def test_fleet_replaces_a_worker_by_its_next_incarnation() -> None:
     fleet = Fleet()
-    fleet.apply(HeartbeatArrived(beat("decode-0.1", announcement=Announcement(added=KEYS, full=True)), 0.0))
-    fleet.apply(HeartbeatArrived(beat("decode-1.1"), 0.0))
+    apply(fleet, added=KEYS)
+    apply(fleet, worker="decode-1.1")
     fleet.apply(RequestBooked(A, booking(keys=KEYS)))
-    fleet.apply(HeartbeatArrived(beat("decode-0.2"), 0.0))
+    apply(fleet, worker="decode-0.2")
     assert sorted(fleet.members) == ["decode-0.2", "decode-1.1"]
     assert announced(fleet, "decode-0.2") == resident(fleet, "decode-0.2") == 0
     assert fleet.queued_tokens(WorkerId("decode-0.2")) == 0.0
 
 
-def test_a_worker_that_is_gone_leaves_nothing() -> None:
+def test_fleet_forgets_a_lost_worker() -> None:
     fleet = Fleet()
-    fleet.apply(HeartbeatArrived(beat(announcement=Announcement(added=KEYS, full=True)), 0.0))
+    apply(fleet, added=KEYS)
     fleet.apply(RequestBooked(A, booking(keys=KEYS)))
-    assert fleet.queued_tokens_of_all() == fleet.queued_tokens(A) == 100.0
+    assert fleet.total_queued_tokens() == fleet.queued_tokens(A) == 100.0
     fleet.apply(WorkerLost(A))
     assert not fleet.members
     assert np.array_equal(fleet.table, Fleet().table)
     assert not np.any(fleet.depths(KEYS))
-    assert fleet.queued_tokens(A) == fleet.queued_tokens_of_all() == fleet.rho(0.0) == 0.0
+    assert fleet.queued_tokens(A) == fleet.total_queued_tokens() == fleet.rho(0.0) == 0.0
     fleet.apply(WorkerLost(A))
     fleet.apply(RequestBooked(A, booking()))
-    assert np.array_equal(fleet.table, Fleet().table), "a booking on a worker that is gone is nothing"
+    assert np.array_equal(fleet.table, Fleet().table), "a booking on a lost worker has no effect"
 
 
-def test_a_heartbeat_replaces_what_the_last_one_said() -> None:
+def test_fleet_replaces_a_heartbeat_by_the_next_one() -> None:
     fleet = Fleet()
     speed = Speed(step_s=0.1, token_s=0.2, pair_s=0.3, row_s=0.4, fetch_bytes_per_s=0.5)
     memory = MemoryUse(pages_live=30, states_live=12, pages_cached=50)
-    load = WorkerLoad(
+    report = partial(
+        apply,
+        fleet,
         queued_tokens=7,
         queued_s=1.5,
         running_rows=2,
@@ -157,16 +137,18 @@ def test_a_heartbeat_replaces_what_the_last_one_said() -> None:
         budget_bytes=100,
         wanted_bytes=8,
         speed=speed,
+        page_bytes=5,
+        state_bytes=6,
     )
-    fleet.apply(HeartbeatArrived(beat(load=load, draining=True, page_bytes=5, state_bytes=6), 1.0))
+    report(1.0, draining=True)
     assert fleet.members[A].draining
-    assert [of(fleet, A, column) for column in (Column.DECODES, Column.PREFILLS, Column.MIXED)] == [0.0] * 3
-    fleet.apply(HeartbeatArrived(beat(sequence=1, load=load, page_bytes=5, state_bytes=6), 2.0))
+    assert [value(fleet, A, column) for column in ROLE_COLUMNS] == [0.0] * 3
+    report(2.0, sequence=1)
     member = fleet.members[A]
-    assert (member.draining, member.heard_at_s, member.sequence) == (False, 2.0, 1)
+    assert (member.draining, member.heartbeat_at_s, member.sequence) == (False, 2.0, 1)
     assert fleet.at(member.slot) == member
     names = {Column.NAME, Column.NAMESPACE}
-    assert {column: of(fleet, A, column) for column in Column if column not in names} == {
+    assert {column: value(fleet, A, column) for column in Column if column not in names} == {
         Column.DECODES: 1.0,
         Column.PREFILLS: 0.0,
         Column.MIXED: 0.0,
@@ -192,93 +174,92 @@ def test_a_heartbeat_replaces_what_the_last_one_said() -> None:
     ("role", "columns"),
     [("prefill", (0.0, 1.0, 0.0)), ("decode", (1.0, 0.0, 0.0)), ("mixed", (1.0, 0.0, 1.0))],
 )
-def test_roles_say_what_a_worker_takes(role: Role, columns: tuple[float, float, float]) -> None:
+def test_fleet_follows_the_role_of_a_worker(role: Role, columns: tuple[float, float, float]) -> None:
     fleet = Fleet()
-    fleet.apply(HeartbeatArrived(beat(role="mixed"), 0.0))
-    fleet.apply(HeartbeatArrived(beat(sequence=1, role=role), 0.0))  # it was switched
-    assert (
-        tuple(of(fleet, A, column) for column in (Column.DECODES, Column.PREFILLS, Column.MIXED)) == columns
-    )
+    apply(fleet, role="mixed")
+    apply(fleet, sequence=1, role=role)  # an operator changed it
+    assert tuple(value(fleet, A, column) for column in ROLE_COLUMNS) == columns
 
 
-def test_silent_workers_are_named() -> None:
+def test_silent_since_returns_workers_without_recent_heartbeats() -> None:
     fleet = Fleet()
-    fleet.apply(HeartbeatArrived(beat("a.1"), 10.0))
-    fleet.apply(HeartbeatArrived(beat("b.1"), 12.0))
+    apply(fleet, 10.0, "a.1")
+    apply(fleet, 12.0, "b.1")
     assert fleet.silent_since(13.0, silence_s_max=3.0) == []
     assert fleet.silent_since(13.5, silence_s_max=3.0) == ["a.1"]
     assert fleet.silent_since(16.0, silence_s_max=3.0) == ["a.1", "b.1"]
 
 
-def test_a_booking_counts_until_the_worker_reports_it_itself() -> None:
-    fleet, load = Fleet(), WorkerLoad(queued_tokens=5, queued_s=0.5, running_rows=1)
-    fleet.apply(HeartbeatArrived(beat(load=load), 0.0))
+def test_booking_counts_until_heartbeats_include_it() -> None:
+    fleet = Fleet()
+    report = partial(apply, fleet, queued_tokens=5, queued_s=0.5, running_rows=1)
+    report()
     fleet.apply(RequestBooked(A, booking(0.25, seconds=2.0)))
     late = Booking(tokens=10, rows=2, at_s=0.25, due_s=5.0, seconds=0.25, num_bytes=3)
     fleet.apply(RequestBooked(A, late))
     assert fleet.queued_tokens(A) == 115.0
-    assert (of(fleet, A, Column.ROWS), of(fleet, A, Column.TAKEN_BYTES)) == (4.0, 10.0)
-    assert of(fleet, A, Column.BUSY_UNTIL_S) == 0.5 + 2.0 + 0.25
-    fleet.apply(HeartbeatArrived(beat(sequence=1, load=load), 0.25 + BOOKING_SETTLE_S / 2))
-    assert fleet.queued_tokens(A) == 115.0, "a report that was on its way"
-    fleet.apply(HeartbeatArrived(beat(sequence=2, load=load), 0.25 + 2 * BOOKING_SETTLE_S))
-    assert (fleet.queued_tokens(A), of(fleet, A, Column.ROWS)) == (15.0, 3.0), "the late one is on its way"
-    fleet.apply(HeartbeatArrived(beat(sequence=3, load=load), 5.0 + 2 * BOOKING_SETTLE_S))
-    assert (fleet.queued_tokens(A), of(fleet, A, Column.ROWS)) == (5.0, 1.0)
+    assert (value(fleet, A, Column.ROWS), value(fleet, A, Column.TAKEN_BYTES)) == (4.0, 10.0)
+    assert value(fleet, A, Column.BUSY_UNTIL_S) == 0.5 + 2.0 + 0.25
+    report(0.25 + BOOKING_SETTLE_S / 2, sequence=1)
+    assert fleet.queued_tokens(A) == 115.0, "the heartbeat may be older than the booking"
+    report(0.25 + 2 * BOOKING_SETTLE_S, sequence=2)
+    assert (fleet.queued_tokens(A), value(fleet, A, Column.ROWS)) == (15.0, 3.0), (
+        "the late booking is not due yet"
+    )
+    report(5.0 + 2 * BOOKING_SETTLE_S, sequence=3)
+    assert (fleet.queued_tokens(A), value(fleet, A, Column.ROWS)) == (5.0, 1.0)
 
 
-def test_a_report_that_has_the_booking_does_not_count_it_twice() -> None:
-    fleet = Fleet()
-    fleet.apply(HeartbeatArrived(beat(), 0.0))
+def test_booking_in_a_heartbeat_counts_once() -> None:
+    fleet, soon_s = Fleet(), 1.0 + BOOKING_SETTLE_S / 2
+    apply(fleet)
     fleet.apply(RequestBooked(A, booking(1.0, seconds=2.0)))
-    load = WorkerLoad(queued_tokens=90, queued_s=1.75, running_rows=1)  # it has begun with it
-    fleet.apply(HeartbeatArrived(beat(sequence=1, load=load), 1.0 + BOOKING_SETTLE_S / 2))
-    assert (fleet.queued_tokens(A), of(fleet, A, Column.ROWS)) == (100.0, 1.0)
-    assert of(fleet, A, Column.BUSY_UNTIL_S) == 3.0
-    more = replace(load, queued_tokens=490, queued_s=10.0)
-    fleet.apply(HeartbeatArrived(beat(sequence=2, load=more), 1.0 + BOOKING_SETTLE_S / 2))
-    assert fleet.queued_tokens(A) == 490.0, "never less than is reported"
-    fleet.apply(HeartbeatArrived(beat(sequence=3), 1.0 + BOOKING_SETTLE_S / 2))
-    assert fleet.queued_tokens(A) == 100.0, "never more than is reported and booked"
-    assert of(fleet, A, Column.BUSY_UNTIL_S) <= 1.0 + BOOKING_SETTLE_S / 2 + 2.0
+    apply(fleet, soon_s, sequence=1, queued_tokens=90, queued_s=1.75, running_rows=1)  # it has started
+    assert (fleet.queued_tokens(A), value(fleet, A, Column.ROWS)) == (100.0, 1.0)
+    assert value(fleet, A, Column.BUSY_UNTIL_S) == 3.0
+    apply(fleet, soon_s, sequence=2, queued_tokens=490, queued_s=10.0, running_rows=1)
+    assert fleet.queued_tokens(A) == 490.0, "no less than reported"
+    apply(fleet, soon_s, sequence=3)
+    assert fleet.queued_tokens(A) == 100.0, "no more than reported and booked"
+    assert value(fleet, A, Column.BUSY_UNTIL_S) <= soon_s + 2.0
 
 
-def test_an_idle_worker_is_busy_from_the_booking_on() -> None:
+def test_booking_keeps_an_idle_worker_busy_from_its_time_on() -> None:
     fleet = Fleet()
-    fleet.apply(HeartbeatArrived(beat(), 0.0))
+    apply(fleet)
     fleet.apply(RequestBooked(A, booking(10.0, seconds=2.0)))
     fleet.apply(RequestBooked(A, booking(11.0, seconds=2.0)))
-    assert of(fleet, A, Column.BUSY_UNTIL_S) == 14.0
+    assert value(fleet, A, Column.BUSY_UNTIL_S) == 14.0
 
 
-def test_pages_that_are_on_their_way_are_resident() -> None:
+def test_resident_pages_include_those_of_placed_prompts() -> None:
     fleet = Fleet()
-    fleet.apply(HeartbeatArrived(beat(A), 0.0))
-    fleet.apply(HeartbeatArrived(beat(B), 0.0))
+    apply(fleet)
+    apply(fleet, worker=B)
     fleet.apply(RequestBooked(A, booking(keys=KEYS[:5])))
     assert (announced(fleet, A), resident(fleet, A), resident(fleet, B)) == (0, 5, 0)
-    fleet.apply(HeartbeatArrived(beat(A, 1, Announcement(added=KEYS[:5])), 1.0))
+    apply(fleet, 1.0, sequence=1, added=KEYS[:5])
     assert (announced(fleet, A), resident(fleet, A)) == (5, 5)
-    fleet.apply(HeartbeatArrived(beat(A, 2, Announcement(removed=KEYS[3:5])), 2.0))
+    apply(fleet, 2.0, sequence=2, announcement=Announcement(removed=KEYS[3:5]))
     assert (announced(fleet, A), resident(fleet, A)) == (3, 3), "they were evicted"
 
 
-def test_a_checkpoint_that_goes_leaves_the_pages() -> None:
+def test_resident_pages_stay_when_a_hybrid_loses_a_checkpoint() -> None:
     fleet = Fleet()
-    fleet.apply(HeartbeatArrived(beat(state_bytes=100), 0.0))
+    report = partial(apply, fleet, state_bytes=100)
+    report()
     fleet.apply(RequestBooked(A, booking(keys=KEYS)))
-    fleet.apply(HeartbeatArrived(beat(A, 1, Announcement(added=KEYS[-1:]), state_bytes=100), 1.0))
+    report(1.0, sequence=1, added=KEYS[-1:])
     assert (announced(fleet, A), announced(fleet, A, KEYS[:-1])) == (8, 0)
-    fleet.apply(HeartbeatArrived(beat(A, 2, Announcement(removed=KEYS[-1:]), state_bytes=100), 2.0))
+    report(2.0, sequence=2, announcement=Announcement(removed=KEYS[-1:]))
     assert (announced(fleet, A), resident(fleet, A)) == (0, 8)
 
 
 @pytest.mark.parametrize("budget_pages", [0, 50])
-def test_prompts_are_forgotten_when_the_memory_of_their_worker_is_full(budget_pages: int) -> None:
-    """The deepest pages of the oldest first."""
+def test_fleet_forgets_placed_prompts_beyond_the_memory_of_a_worker(budget_pages: int) -> None:
+    """It forgets the deepest pages of the oldest prompts first."""
     fleet = Fleet()
-    load = WorkerLoad(budget_bytes=1000 * budget_pages)
-    fleet.apply(HeartbeatArrived(beat(load=load, page_bytes=1000), 0.0))
+    apply(fleet, budget_bytes=1000 * budget_pages, page_bytes=1000)
     prompts = [tuple(bytes([1, number]) + bytes([page]) for page in range(100)) for number in range(250)]
     for keys in prompts:
         fleet.apply(RequestBooked(A, booking(keys=keys)))
@@ -288,17 +269,15 @@ def test_prompts_are_forgotten_when_the_memory_of_their_worker_is_full(budget_pa
     assert most <= sum(depths) <= most + most // 4 + LOG_SLACK
     assert depths[-1] >= min(100, most)
     roots = [resident(fleet, A, keys[:1]) for keys in prompts]
-    assert roots == [min(1, depth) for depth in depths], (
-        "of one that is forgotten in part, the rest is of use"
-    )
+    assert roots == [min(1, depth) for depth in depths], "the rest of a partly forgotten prompt is a prefix"
 
 
-def test_rho_is_the_share_of_time_that_was_booked_of_late() -> None:
+def test_rho_is_the_share_of_recently_booked_time() -> None:
     fleet = Fleet()
     assert fleet.rho(0.0) == 0.0
-    fleet.apply(HeartbeatArrived(beat("prefill-0.1", role="prefill"), 0.0))
-    fleet.apply(HeartbeatArrived(beat("mixed-0.1", role="mixed"), 0.0))
-    fleet.apply(HeartbeatArrived(beat(A), 0.0))
+    apply(fleet, worker="prefill-0.1", role="prefill")
+    apply(fleet, worker="mixed-0.1", role="mixed")
+    apply(fleet)
     for second in range(100):
         fleet.apply(RequestBooked(WorkerId("prefill-0.1"), booking(float(second), seconds=1.2)))
         fleet.apply(RequestBooked(A, booking(float(second), seconds=50.0)))  # it computes no prompts
@@ -308,25 +287,26 @@ def test_rho_is_the_share_of_time_that_was_booked_of_late() -> None:
 
 @PROPERTY
 @given(st.integers(0, 1000))
-def test_the_order_in_which_workers_are_heard_does_not_matter(seed: int) -> None:
+def test_fleet_does_not_depend_on_the_order_of_workers(seed: int) -> None:
     rng = Random(seed)
-    beats = [
-        beat(
-            f"w-{index}.1",
-            announcement=Announcement(added=tuple(rng.sample(KEYS, rng.randrange(8))), full=True),
-            load=WorkerLoad(queued_s=rng.random(), running_rows=rng.randrange(9)),
+    heartbeats = [
+        heartbeat(
+            f"w-{index}",
+            added=tuple(rng.sample(KEYS, rng.randrange(8))),
+            queued_s=rng.random(),
+            running_rows=rng.randrange(9),
         )
-        for index in range(2 * LEAST_SLOTS + 3)
+        for index in range(2 * SLOTS_MIN + 3)
     ]
     fleets = [Fleet(), Fleet()]
-    for fleet, order in zip(fleets, (beats, rng.sample(beats, len(beats))), strict=True):
-        for heartbeat in order:
-            fleet.apply(HeartbeatArrived(heartbeat, 0.0))
+    for fleet, order in zip(fleets, (heartbeats, rng.sample(heartbeats, len(heartbeats))), strict=True):
+        for report in order:
+            fleet.apply(HeartbeatArrived(report, 0.0))
         gone = fleet.members.get(WorkerId("w-3.1"))
         assert gone is not None
         fleet.apply(WorkerLost(gone.info.worker))
-    for heartbeat in beats:
-        worker = heartbeat.info.worker
+    for report in heartbeats:
+        worker = report.info.worker
         assert (worker in fleets[0].members) == (worker in fleets[1].members) == (worker != "w-3.1")
         if worker in fleets[0].members:
             columns = [fleet.table[:, fleet.members[worker].slot].tolist() for fleet in fleets]

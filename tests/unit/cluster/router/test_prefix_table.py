@@ -1,4 +1,4 @@
-"""The table of prefixes says what sets of keys would say, in less memory."""
+"""The prefix table answers like sets of keys, in less memory."""
 
 from random import Random
 
@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.cluster.router.prefix_table import (
-    LEAST_PLACES,
     LOG_SLACK,
-    NOBODY,
+    NO_HOLDER,
+    POSITIONS_MIN,
     Chain,
-    Crowds,
+    HolderSets,
     Prefixes,
     cut_keys,
 )
@@ -46,27 +46,29 @@ operations = st.lists(
 
 @PROPERTY
 @given(operations, st.lists(st.integers(0, 30), max_size=12))
-def test_it_is_a_set_of_keys_for_each_slot(steps: list[tuple[str, int, list[int]]], chain: list[int]) -> None:
-    """Also to a chain that was looked up before the table changed."""
+def test_prefix_table_is_a_set_of_keys_per_slot(
+    steps: list[tuple[str, int, list[int]]], chain: list[int]
+) -> None:
+    """A chain that was looked up before the table changed gets the same answers."""
     table, model = Prefixes(), [set[bytes]() for _ in range(SLOTS)]
     kept = Chain(cut_keys(names(chain)))
-    for what, slot, numbers in steps:
+    for operation, slot, numbers in steps:
         keys = names(numbers)
-        if what == "add":
+        if operation == "add":
             table.add(slot, cut_keys(keys), MANY)
             model[slot].update(keys)
-        elif what == "add_chain":
+        elif operation == "add_chain":
             table.add_chain(slot, kept, MANY)
             model[slot].update(names(chain))
-        elif what == "remove":
+        elif operation == "remove":
             table.remove(slot, cut_keys(keys))
             model[slot].difference_update(keys)
         else:
             table.clear(slot)
             model[slot].clear()
-        assert [table.num_held(each) for each in range(SLOTS)] == [len(each) for each in model]
+        assert [table.num_held(slot) for slot in range(SLOTS)] == [len(keys) for keys in model]
         assert table.depths(kept, SLOTS).tolist() == table.depths(Chain(kept.keys), SLOTS).tolist()
-    assert [held(table, slot) for slot in range(SLOTS)] == [numbers_of(each) for each in model]
+    assert [held(table, slot) for slot in range(SLOTS)] == [numbers_of(keys) for keys in model]
     depths = table.depths(kept, SLOTS + 1)
     assert table.depths(Chain(kept.keys), SLOTS + 1).tolist() == depths.tolist()
     for slot, keys in enumerate([*model, set[bytes]()]):
@@ -75,11 +77,11 @@ def test_it_is_a_set_of_keys_for_each_slot(steps: list[tuple[str, int, list[int]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_grows_and_is_tidied(seed: int) -> None:
-    """With many keys that come and go, of which it has to move some and to forget that it had others."""
+def test_prefix_table_grows_and_compacts(seed: int) -> None:
+    """Many keys come and go, so that some are moved and others dropped."""
     rng = Random(seed)
     table, model = Prefixes(), [set[bytes]() for _ in range(SLOTS)]
-    space = names([rng.getrandbits(64) for _ in range(6 * LEAST_PLACES)])
+    space = names([rng.getrandbits(64) for _ in range(6 * POSITIONS_MIN)])
     for _ in range(60):
         slot, keys = rng.randrange(SLOTS), rng.sample(space, rng.randrange(2 * LOG_SLACK))
         if rng.random() < 0.7:
@@ -88,31 +90,31 @@ def test_it_grows_and_is_tidied(seed: int) -> None:
         else:
             table.remove(slot, cut_keys(keys))
             model[slot].difference_update(keys)
-    assert [held(table, slot) for slot in range(SLOTS)] == [numbers_of(each) for each in model]
+    assert [held(table, slot) for slot in range(SLOTS)] == [numbers_of(keys) for keys in model]
     for slot in range(SLOTS):
         table.clear(slot)
     assert not table.depths(Chain(cut_keys(space)), SLOTS).any()
 
 
 @pytest.mark.parametrize("count", [1, 600])
-def test_a_chain_is_found_and_held_wherever_its_keys_have_to_go(count: int) -> None:
-    """Many keys that want the same places; and each of two lookups sees what the other has put there."""
+def test_prefix_table_finds_chains_with_colliding_keys(count: int) -> None:
+    """Many keys hash to the same positions, and each of two chains sees the keys that the other inserted."""
     rng = np.random.default_rng(1)
     table = Prefixes()
     keys = rng.integers(1, 1 << 63, count, dtype=np.uint64)
-    one, other = Chain(keys), Chain(keys)
-    assert not table.depths(other, 2).any()
-    table.add_chain(0, one, MANY)
+    first, second = Chain(keys), Chain(keys)
+    assert not table.depths(second, 2).any()
+    table.add_chain(0, first, MANY)
     assert held(table, 0) == set(keys.tolist())
-    assert table.depths(other, 2).tolist() == [count, 0]
-    table.add_chain(1, other, MANY)
+    assert table.depths(second, 2).tolist() == [count, 0]
+    table.add_chain(1, second, MANY)
     table.add(0, rng.integers(1, 1 << 63, 5000, dtype=np.uint64), MANY)  # the table grows
-    assert table.depths(one, 2).tolist() == table.depths(other, 2).tolist() == [count, count]
+    assert table.depths(first, 2).tolist() == table.depths(second, 2).tolist() == [count, count]
     table.clear(0)
     assert held(table, 1) == set(keys.tolist())
 
 
-def test_the_oldest_keys_are_forgotten_first_and_the_bound_holds() -> None:
+def test_prefix_table_forgets_the_oldest_keys_first_within_its_bound() -> None:
     table, most = Prefixes(), 2000
     for batch in range(60):
         table.add(0, cut_keys(names(list(range(100 * batch, 100 * batch + 100)))), most)
@@ -121,10 +123,10 @@ def test_the_oldest_keys_are_forgotten_first_and_the_bound_holds() -> None:
     latest = numbers_of(set(names(list(range(4000, 6000)))))
     assert latest <= held(table, 0)
     assert numbers_of(set(names(list(range(2000))))).isdisjoint(held(table, 0))
-    assert held(table, 1) == numbers_of(set(names([7]))), "another worker's"
+    assert held(table, 1) == numbers_of(set(names([7]))), "the keys of another worker"
 
 
-def test_what_is_used_again_is_not_old() -> None:
+def test_prefix_table_keeps_keys_that_are_added_again() -> None:
     table, most = Prefixes(), 500
     kept = cut_keys(names([1, 2, 3]))
     for batch in range(100):
@@ -133,7 +135,7 @@ def test_what_is_used_again_is_not_old() -> None:
     assert set(kept.tolist()) <= held(table, 0)
 
 
-def test_memory_is_bounded_whatever_comes_and_goes() -> None:
+def test_prefix_table_bounds_its_memory() -> None:
     table, rng = Prefixes(), np.random.default_rng(1)
     for _ in range(200):
         keys = rng.integers(1, 1 << 63, 1000, dtype=np.uint64)
@@ -142,7 +144,7 @@ def test_memory_is_bounded_whatever_comes_and_goes() -> None:
     assert table.num_bytes < 20_000 * 40
 
 
-def test_a_key_of_zeros_and_short_ones_are_keys_too() -> None:
+def test_prefix_table_takes_zero_and_short_keys() -> None:
     table = Prefixes()
     keys = cut_keys([b"\0" * 8, b"a", b"b"])
     table.add(2, keys[:2], MANY)
@@ -157,20 +159,20 @@ def test_a_key_of_zeros_and_short_ones_are_keys_too() -> None:
     assert not len(table.held(0))
 
 
-def test_a_crowd_is_kept_once_and_no_longer_than_it_is_needed() -> None:
-    crowds = Crowds()
-    pair = crowds.moved(3, 1, joins=True, num_keys=10)
-    assert crowds.slots(pair) == (1, 3)
-    assert crowds.moved(1, 3, joins=True, num_keys=5) == pair
-    assert crowds.slots(3) == (3,)
-    three = crowds.moved(pair, 2, joins=True, num_keys=14)
-    assert crowds.slots(three) == (1, 2, 3)
-    assert len(crowds) == 2
-    assert crowds.moved(pair, 3, joins=False, num_keys=1) == 1
-    assert len(crowds) == 1
-    pair = crowds.moved(three, 2, joins=False, num_keys=14)
-    assert crowds.slots(pair) == (1, 3)
-    assert len(crowds) == 1
-    assert crowds.moved(pair, 1, joins=False, num_keys=14) == 3
-    assert len(crowds) == 0
-    assert crowds.moved(3, 3, joins=False, num_keys=15) == NOBODY
+def test_holder_sets_are_stored_once_and_dropped_when_unused() -> None:
+    holder_sets = HolderSets()
+    pair = holder_sets.move(3, 1, joins=True, num_keys=10)
+    assert holder_sets.slots(pair) == (1, 3)
+    assert holder_sets.move(1, 3, joins=True, num_keys=5) == pair
+    assert holder_sets.slots(3) == (3,)
+    three = holder_sets.move(pair, 2, joins=True, num_keys=14)
+    assert holder_sets.slots(three) == (1, 2, 3)
+    assert len(holder_sets) == 2
+    assert holder_sets.move(pair, 3, joins=False, num_keys=1) == 1
+    assert len(holder_sets) == 1
+    pair = holder_sets.move(three, 2, joins=False, num_keys=14)
+    assert holder_sets.slots(pair) == (1, 3)
+    assert len(holder_sets) == 1
+    assert holder_sets.move(pair, 1, joins=False, num_keys=14) == 3
+    assert len(holder_sets) == 0
+    assert holder_sets.move(3, 3, joins=False, num_keys=15) == NO_HOLDER

@@ -1,4 +1,4 @@
-"""Router, heartbeats and the frontend's client over loopback sockets, with an engine that only counts."""
+"""Router, heartbeats and the client of the edge over loopback sockets, with an engine that only counts."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
@@ -11,17 +11,17 @@ import grpc.aio
 import pytest
 
 from tests.support import grpc_loop
-from tidemill.cluster.messages import FleetStatus, PlacementRequest
+from tests.support.cluster.heartbeats import heartbeat, placement_request, worker_info
+from tidemill.cluster.messages import FleetStatus
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc.channels import open_channel
-from tidemill.cluster.rpc.codec import encode_heartbeat
+from tidemill.cluster.rpc.codec import encode, encode_heartbeat
 from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.worker.assignment import Assignment
 from tidemill.cluster.worker.heartbeats import Heartbeats, UnsentAnnouncements
 from tidemill.workers.messages import (
     Announcement,
-    Heartbeat,
     RequestError,
     Unserved,
     WorkerGone,
@@ -32,43 +32,31 @@ from tidemill.workers.messages import (
 
 WAIT_S_MAX = 20.0
 KEYS = (b"depth--1", b"depth--2")
-INFO = WorkerInfo(
-    worker=WorkerId("decode-0.1"),
-    name="decode-0",
-    role="decode",
-    address="127.0.0.1:1",
-    pid=1,
-    node="n",
-    page_tokens=64,
-    device="n/cpu",
-    memory_bytes=1000,
-    memory_floor_bytes=100,
-    memory_max_bytes=2000,
-)
-ASK = PlacementRequest(request_id="r", keys=(), num_tokens=10, max_new_tokens=1, wait_s_max=WAIT_S_MAX)
+INFO = worker_info(device="n/cpu", memory_bytes=1000, memory_floor_bytes=100, memory_max_bytes=2000)
+REQUEST = placement_request(wait_s_max=WAIT_S_MAX)
 
 
 @dataclass
 class CountingEngine:
-    """Its loop turns once at every look, unless it is wedged."""
+    """An engine that makes a step whenever `steps` is read, unless it is wedged."""
 
     wedged: bool = False
     rows: int = 0
-    turns: int = 0
+    counted_steps: int = 0
     budgets: list[int] = field(default_factory=list[int])
     takes: list[tuple[bool, bool]] = field(default_factory=list[tuple[bool, bool]])
-    announced: list[bool] = field(default_factory=list[bool])  # whether each announcement was a full one
+    announced: list[bool] = field(default_factory=list[bool])  # whether each announcement was full
 
     @property
     def steps(self) -> int:
-        self.turns += not self.wedged
-        return self.turns
+        self.counted_steps += not self.wedged
+        return self.counted_steps
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(
             running_rows=self.rows,
             budget_bytes=self.budgets[-1] if self.budgets else INFO.memory_floor_bytes,
-            counters={"steps": float(self.turns)},
+            counters={"steps": float(self.counted_steps)},
         )
 
     def take_announcement(self, *, full: bool) -> Announcement:
@@ -83,8 +71,8 @@ class CountingEngine:
 
 
 @dataclass
-class Here:
-    """A router that may move, and everything that finds it through `find`."""
+class Cluster:
+    """A router that may restart at another address, which `find` returns."""
 
     router: Router
     service: RouterService
@@ -98,43 +86,45 @@ class Here:
 
     async def restart(self) -> None:
         await self.service.stop()
-        fresh = await started()
-        self.router, self.service, self.address = fresh.router, fresh.service, fresh.address
+        restarted = await start_router()
+        self.router, self.service = restarted.router, restarted.service
+        self.address = restarted.address
 
 
-async def started() -> Here:
+async def start_router() -> Cluster:
     router = Router(asyncio.get_running_loop().time)
     service = RouterService(router)
-    return Here(router, service, await service.start("127.0.0.1"))
+    return Cluster(router, service, await service.start("127.0.0.1"))
 
 
 @asynccontextmanager
-async def cluster() -> AsyncGenerator[Here]:
-    here = await started()
+async def cluster() -> AsyncGenerator[Cluster]:
+    running = await start_router()
     try:
-        yield here
+        yield running
     finally:
-        await here.service.stop()
+        await running.service.stop()
 
 
 @asynccontextmanager
-async def beating(
-    here: Here, engine: CountingEngine, info: WorkerInfo = INFO
+async def sending_heartbeats(
+    running: Cluster, engine: CountingEngine, info: WorkerInfo = INFO
 ) -> AsyncGenerator[asyncio.Event]:
-    heard = asyncio.Event()
-    beats = Heartbeats(engine, Assignment(engine, info), here.find, UnsentAnnouncements(engine))
-    beats.obey(heard.set)
-    task = asyncio.create_task(beats.run())
+    """Send the heartbeats of an engine. The event is set by each answer."""
+    answered = asyncio.Event()
+    heartbeats = Heartbeats(engine, Assignment(engine, info), running.find, UnsentAnnouncements(engine))
+    heartbeats.obey(answered.set)
+    task = asyncio.create_task(heartbeats.run())
     try:
-        yield heard
+        yield answered
     finally:
         task.cancel()
         await asyncio.wait([task])
 
 
 @asynccontextmanager
-async def client(here: Here) -> AsyncGenerator[RouterClient]:
-    client = RouterClient(here.find)
+async def client(running: Cluster) -> AsyncGenerator[RouterClient]:
+    client = RouterClient(running.find)
     try:
         yield client
     finally:
@@ -145,157 +135,171 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
     grpc_loop.run(coroutine, 3 * WAIT_S_MAX)
 
 
-def report_to(channel: grpc.aio.Channel) -> Any:  # noqa: ANN401 - half of gRPC's call types are unknown
+def open_report(channel: grpc.aio.Channel) -> Any:  # noqa: ANN401  half of gRPC's call types are unknown
     return cast("Any", channel).stream_stream("/tidemill.Router/Report")()
 
 
-def ask(channel: grpc.aio.Channel, method: str, data: bytes) -> Any:  # noqa: ANN401 - as above
+def call(channel: grpc.aio.Channel, method: str, data: bytes) -> Any:  # noqa: ANN401  as above
     return cast("Any", channel).unary_unary(f"/tidemill.Router/{method}")(data)
 
 
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_S_MAX):
-        while not holds():  # noqa: ASYNC110 - what changes it is behind a socket
+        while not holds():  # noqa: ASYNC110  the change is behind a socket
             await asyncio.sleep(0.01)
 
 
-async def fails(awaitable: Awaitable[object], kind: type[Exception]) -> str:
+async def error_text(awaitable: Awaitable[object], kind: type[Exception]) -> str:
     with pytest.raises(kind) as caught:
         await awaitable
     return str(caught.value)
 
 
-def test_the_first_beat_says_everything_and_requests_find_the_worker() -> None:
+def test_first_heartbeats_announce_everything_and_let_requests_be_placed() -> None:
     async def main() -> None:
         engine = CountingEngine(rows=3)
-        async with cluster() as here, client(here) as frontend:
-            placed = asyncio.create_task(frontend.place(ASK))  # waits for a worker
-            async with beating(here, engine) as heard:
-                await heard.wait()
+        async with cluster() as running, client(running) as router_client:
+            placed = asyncio.create_task(router_client.place(REQUEST))  # waits for a worker
+            async with sending_heartbeats(running, engine) as answered:
+                await answered.wait()
                 assert (await placed).decode == INFO.worker
-                (worker,) = (await frontend.status()).workers
+                (worker,) = (await router_client.status()).workers
                 assert worker.info == INFO
                 assert worker.restorable_depths == len(KEYS)
                 assert worker.load.running_rows == 3
                 await until(lambda: len(engine.announced) >= 4)
-                assert engine.announced[:4] == [False, True, False, False]  # the news that everything holds
+                assert engine.announced[:4] == [
+                    False,
+                    True,
+                    False,
+                    False,
+                ]  # the full one has these changes, too
 
     run(main())
 
 
-def test_a_wedged_step_loop_does_not_beat() -> None:
+def test_heartbeats_stop_with_a_wedged_step_loop() -> None:
     async def main() -> None:
         engine = CountingEngine()
-        async with cluster() as here, beating(here, engine) as heard:
-            await heard.wait()
+        async with cluster() as running, sending_heartbeats(running, engine) as answered:
+            await answered.wait()
             engine.wedged = True
-            engine.rows = 1  # even though there is something to say
-            beats = len(engine.announced)
+            engine.rows = 1  # a change to report
+            num_announced = len(engine.announced)
             await asyncio.sleep(0)
-            heard.clear()
+            answered.clear()
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(1.5):
-                    await heard.wait()
-            assert len(engine.announced) <= beats + 1  # the turn before
+                    await answered.wait()
+            assert len(engine.announced) <= num_announced + 1  # of the step before
             engine.wedged = False
-            await heard.wait()
+            await answered.wait()
 
     run(main())
 
 
-def test_a_worker_whose_report_breaks_off_is_lost_at_once() -> None:
+def test_server_loses_a_worker_immediately_when_its_report_breaks() -> None:
     async def main() -> None:
-        async with cluster() as here:
-            async with beating(here, CountingEngine()) as heard:
-                await heard.wait()
-            await until(lambda: not here.router.status().workers)  # and nobody calls tick
+        async with cluster() as running:
+            async with sending_heartbeats(running, CountingEngine()) as answered:
+                await answered.wait()
+            await until(lambda: not running.router.status().workers)  # without a tick
 
     run(main())
 
 
-def test_a_silent_worker_is_lost_at_the_tick() -> None:
+def test_server_loses_a_silent_worker_at_the_tick() -> None:
     async def main() -> None:
         engine = CountingEngine()
-        async with cluster() as here, beating(here, engine) as heard:
-            ticks = asyncio.create_task(here.service.run())
-            await heard.wait()
+        async with cluster() as running, sending_heartbeats(running, engine) as answered:
+            ticks = asyncio.create_task(running.service.run())
+            await answered.wait()
             engine.wedged = True
-            await until(lambda: not here.router.status().workers)
+            await until(lambda: not running.router.status().workers)
             engine.wedged = False
             await until(
-                lambda: [worker.restorable_depths for worker in here.router.status().workers] == [len(KEYS)]
+                lambda: (
+                    [worker.restorable_depths for worker in running.router.status().workers] == [len(KEYS)]
+                )
             )
             ticks.cancel()
 
     run(main())
 
 
-def test_a_worker_that_was_called_lost_comes_back_with_everything() -> None:
+def test_server_takes_back_a_worker_that_was_reported_lost() -> None:
     async def main() -> None:
-        async with cluster() as here, client(here) as frontend, beating(here, CountingEngine()) as heard:
-            await heard.wait()
-            await frontend.report_lost(INFO.worker)
+        async with (
+            cluster() as running,
+            client(running) as router_client,
+            sending_heartbeats(running, CountingEngine()) as answered,
+        ):
+            await answered.wait()
+            await router_client.report_lost(INFO.worker)
             await until(
-                lambda: [worker.restorable_depths for worker in here.router.status().workers] == [len(KEYS)]
+                lambda: (
+                    [worker.restorable_depths for worker in running.router.status().workers] == [len(KEYS)]
+                )
             )
 
     run(main())
 
 
-def test_a_restarted_router_is_found_and_told_everything() -> None:
+def test_restarted_router_is_found_and_gets_full_announcements() -> None:
     async def main() -> None:
-        async with cluster() as here, client(here) as frontend, beating(here, CountingEngine()) as heard:
-            await heard.wait()
-            assert (await frontend.place(ASK)).decode == INFO.worker
-            here.away = True
-            await here.restart()
-            placed = asyncio.create_task(frontend.place(ASK))
+        async with (
+            cluster() as running,
+            client(running) as router_client,
+            sending_heartbeats(running, CountingEngine()) as answered,
+        ):
+            await answered.wait()
+            assert (await router_client.place(REQUEST)).decode == INFO.worker
+            running.away = True
+            await running.restart()
+            placed = asyncio.create_task(router_client.place(REQUEST))
             await asyncio.sleep(0.2)
-            here.away = False
+            running.away = False
             assert (await placed).decode == INFO.worker
-            (worker,) = (await frontend.status()).workers
+            (worker,) = (await router_client.status()).workers
             assert worker.restorable_depths == len(KEYS)
 
     run(main())
 
 
-def test_an_old_report_that_ends_late_does_not_lose_the_worker() -> None:
+def test_server_keeps_a_worker_when_its_old_report_ends_late() -> None:
     async def main() -> None:
-        async with cluster() as here:
-            async with open_channel(here.address) as old:
-                stream = report_to(old)
-                beat = Heartbeat(
-                    info=INFO, sequence=1, load=WorkerLoad(), announcement=Announcement(full=True)
-                )
-                await stream.write(encode_heartbeat(beat))
+        async with cluster() as running:
+            async with open_channel(running.address) as old:
+                stream = open_report(old)
+                await stream.write(encode_heartbeat(heartbeat(INFO)))
                 await stream.read()
-                heartbeats = beating(here, CountingEngine())
+                heartbeats = sending_heartbeats(running, CountingEngine())
                 await (await heartbeats.__aenter__()).wait()
             await asyncio.sleep(0.1)
-            assert len(here.router.status().workers) == 1
+            assert len(running.router.status().workers) == 1
             await heartbeats.__aexit__(None, None, None)
 
     run(main())
 
 
-def test_no_worker_and_no_router_are_unserved() -> None:
+def test_client_raises_unserved_without_worker_and_without_router() -> None:
     async def main() -> None:
-        async with cluster() as here, client(here) as frontend:
-            ask = replace(ASK, wait_s_max=0.1)
-            assert "no decode worker" in await fails(frontend.place(ask), Unserved)
-            here.away = True
-            await here.service.stop()
-            assert "router" in await fails(frontend.place(ask), Unserved)
-            await frontend.report_lost(INFO.worker)  # nobody to tell, nothing to fail
+        async with cluster() as running, client(running) as router_client:
+            request = replace(REQUEST, wait_s_max=0.1)
+            assert "no decode worker" in await error_text(router_client.place(request), Unserved)
+            running.away = True
+            await running.service.stop()
+            assert "router" in await error_text(router_client.place(request), Unserved)
+            await router_client.report_lost(INFO.worker)  # fails silently without a router
 
     run(main())
 
 
-def test_a_frontend_that_gives_up_waits_no_more() -> None:
+def test_client_leaves_no_task_when_a_placement_is_cancelled() -> None:
     async def main() -> None:
-        async with cluster() as here, client(here) as frontend:
+        async with cluster() as running, client(running) as router_client:
             before = asyncio.all_tasks()
-            placed = asyncio.create_task(frontend.place(ASK))
+            placed = asyncio.create_task(router_client.place(REQUEST))
             await asyncio.sleep(0.1)
             placed.cancel()
             await asyncio.wait([placed])
@@ -305,44 +309,49 @@ def test_a_frontend_that_gives_up_waits_no_more() -> None:
 
 
 @pytest.mark.parametrize("method", ["Place", "Lost"])
-@pytest.mark.parametrize("data", [b"\xff" * 9, b"\x12\x03abc"])
-def test_malformed_questions_are_refused(method: str, data: bytes) -> None:
+@pytest.mark.parametrize("data", [b"", b"\xff" * 9, encode({"field": "of a newer version"})])
+def test_server_refuses_malformed_requests(method: str, data: bytes) -> None:
     async def main() -> None:
-        async with cluster() as here, open_channel(here.address) as channel:
-            call = ask(channel, method, data)
+        async with cluster() as running, open_channel(running.address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call
+                await call(channel, method, data)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     run(main())
 
 
-def test_an_engine_gets_the_budget_that_the_router_and_people_find_right() -> None:
+def test_engine_gets_the_budget_of_broker_and_operator() -> None:
     async def main() -> None:
         engine = CountingEngine()
-        async with cluster() as here, client(here) as frontend, beating(here, engine) as heard:
-            await heard.wait()
-            await until(lambda: engine.budgets == [INFO.memory_bytes])  # it is alone on its device
-            await frontend.set_budget(INFO.name, 500)
+        async with (
+            cluster() as running,
+            client(running) as router_client,
+            sending_heartbeats(running, engine) as answered,
+        ):
+            await answered.wait()
+            await until(lambda: engine.budgets == [INFO.memory_bytes])  # it is the only worker of its device
+            await router_client.set_budget(INFO.name, 500)
             await until(lambda: engine.budgets == [INFO.memory_bytes, 500])
-            (worker,) = (await frontend.status()).workers
+            (worker,) = (await router_client.status()).workers
             assert (worker.set_by, worker.set_bytes) == ("operator", 500)
-            heard.clear()
-            await heard.wait()
-            await frontend.set_budget(INFO.name, None)
+            answered.clear()
+            await answered.wait()
+            await router_client.set_budget(INFO.name, None)
             await until(lambda: engine.budgets == [INFO.memory_bytes, 500, INFO.memory_bytes])
 
     run(main())
 
 
-def test_another_models_router_says_the_budget_and_nothing_else() -> None:
-    """Two models on one device: the router of one hears the memory of both. It lends, it takes orders about
-    budgets, and it places no request on the other model's worker."""
+def test_router_of_another_model_sets_the_budget_and_nothing_else() -> None:
+    """Two models share a device, and the router of one broker serves both.
+
+    It lends memory and takes budgets of operators. It places no request on the worker of the other model.
+    """
 
     async def main() -> None:
         engine, lender = CountingEngine(), CountingEngine()
         other = replace(INFO, worker=WorkerId("lender-0.1"), name="lender-0", memory_floor_bytes=300)
-        async with cluster() as there, client(there) as memory:
+        async with cluster() as lending, client(lending) as memory:
             own = Router(asyncio.get_running_loop().time, has_budgets=False)
             service = RouterService(own)
             address = await service.start("127.0.0.1")
@@ -350,13 +359,13 @@ def test_another_models_router_says_the_budget_and_nothing_else() -> None:
             async def find() -> str:
                 return address
 
-            news, duties = UnsentAnnouncements(engine), Assignment(engine, INFO)
-            beats = Heartbeats(engine, duties, find, news)
-            beats.obey(lambda: None, budgets=False)
-            borrows = Heartbeats(engine, duties, there.find, None)
-            tasks = [asyncio.create_task(beat.run()) for beat in (beats, borrows)]
+            assignment = Assignment(engine, INFO)
+            heartbeats = Heartbeats(engine, assignment, find, UnsentAnnouncements(engine))
+            heartbeats.obey(lambda: None, budgets=False)
+            borrowing = Heartbeats(engine, assignment, lending.find, None)
+            tasks = [asyncio.create_task(sender.run()) for sender in (heartbeats, borrowing)]
             await until(lambda: engine.budgets[-1:] == [INFO.memory_bytes])
-            async with beating(there, lender, other):
+            async with sending_heartbeats(lending, lender, other):
                 await until(lambda: lender.budgets[-1:] == [INFO.memory_bytes])
                 await memory.set_budget(INFO.name, 1700)
                 await until(lambda: (engine.budgets[-1:], lender.budgets[-1:]) == ([1700], [300]))
@@ -365,10 +374,10 @@ def test_another_models_router_says_the_budget_and_nothing_else() -> None:
                 assert (row.set_by, own.budgets()) == ("broker", {})
                 (row,) = FleetStatus(workers=(row,)).with_budgets(await memory.budgets()).workers
                 assert (row.info, row.set_by, row.set_bytes) == (INFO, "operator", 1700)
-                assert [row.info.name for row in there.router.status().workers] == ["lender-0"]
-                assert (await memory.place(ASK)).decode == other.worker
-                there.away = True
-                await there.service.stop()
+                assert [row.info.name for row in lending.router.status().workers] == ["lender-0"]
+                assert (await memory.place(REQUEST)).decode == other.worker
+                lending.away = True
+                await lending.service.stop()
                 assert await memory.budgets() == {}
                 assert FleetStatus(workers=(row,)).with_budgets({}).workers == (row,)
             for task in tasks:
@@ -379,7 +388,7 @@ def test_another_models_router_says_the_budget_and_nothing_else() -> None:
     run(main())
 
 
-def test_a_budget_is_told_to_the_engine_once_even_when_it_rounds_it() -> None:
+def test_engine_gets_a_budget_once_even_if_it_rounds_it() -> None:
     class Rounding(CountingEngine):
         def load(self) -> WorkerLoad:
             load = super().load()
@@ -387,10 +396,10 @@ def test_a_budget_is_told_to_the_engine_once_even_when_it_rounds_it() -> None:
 
     async def main() -> None:
         engine = Rounding()
-        async with cluster() as here, beating(here, engine) as heard:
+        async with cluster() as running, sending_heartbeats(running, engine) as answered:
             for _ in range(3):
-                await heard.wait()
-                heard.clear()
+                await answered.wait()
+                answered.clear()
             assert engine.budgets == [INFO.memory_bytes]
 
     run(main())
@@ -405,59 +414,60 @@ def test_a_budget_is_told_to_the_engine_once_even_when_it_rounds_it() -> None:
         (INFO.name, 2001, 400, "budget", "2,000"),
     ],
 )
-def test_a_budget_that_cannot_be_is_refused_at_once(
+def test_client_raises_for_an_impossible_budget(
     name: str, budget: int, status: int, param: str, words: str
 ) -> None:
     async def main() -> None:
-        async with cluster() as here, client(here) as frontend, beating(here, CountingEngine()) as heard:
-            await heard.wait()
+        async with (
+            cluster() as running,
+            client(running) as router_client,
+            sending_heartbeats(running, CountingEngine()) as answered,
+        ):
+            await answered.wait()
             with pytest.raises(RequestError, match=words) as caught:
-                await frontend.set_budget(name, budget)
+                await router_client.set_budget(name, budget)
             assert (caught.value.status, caught.value.param) == (status, param)
 
     run(main())
 
 
-def test_a_worker_reports_for_itself_alone() -> None:
+def test_server_refuses_heartbeats_of_another_worker() -> None:
     async def main() -> None:
-        async with cluster() as here, open_channel(here.address) as channel:
-            stream = report_to(channel)
+        async with cluster() as running, open_channel(running.address) as channel:
+            stream = open_report(channel)
             for info in (INFO, replace(INFO, worker=WorkerId("decode-1.1"), name="decode-1")):
-                beat = Heartbeat(
-                    info=info, sequence=1, load=WorkerLoad(), announcement=Announcement(full=True)
-                )
-                await stream.write(encode_heartbeat(beat))
-            await stream.read()  # the answer to the first
+                await stream.write(encode_heartbeat(heartbeat(info)))
+            await stream.read()  # the answer to the first one
             assert await stream.code() is grpc.StatusCode.INVALID_ARGUMENT
-            await until(lambda: not here.router.status().workers)
+            await until(lambda: not running.router.status().workers)
 
     run(main())
 
 
-def test_requests_go_on_when_one_of_two_routers_is_lost() -> None:
-    """The word of the first alone counts, and is waited for when that one is away."""
+def test_client_places_requests_with_the_second_router_when_the_first_is_lost() -> None:
+    """The commands of the first router count alone, and fail while it is away."""
 
     async def main() -> None:
         engine = CountingEngine()
         async with cluster() as first, cluster() as second:
-            news, duties = UnsentAnnouncements(engine), Assignment(engine, INFO)
-            beats = [Heartbeats(engine, duties, here.find, news) for here in (first, second)]
-            beats[0].obey(lambda: None)
-            tasks = [asyncio.create_task(beat.run()) for beat in beats]
-            frontend = RouterClient(first.find, second.find)
-            assert (await frontend.place(ASK)).decode == INFO.worker
+            unsent, assignment = UnsentAnnouncements(engine), Assignment(engine, INFO)
+            senders = [Heartbeats(engine, assignment, running.find, unsent) for running in (first, second)]
+            senders[0].obey(lambda: None)
+            tasks = [asyncio.create_task(sender.run()) for sender in senders]
+            router_client = RouterClient(first.find, second.find)
+            assert (await router_client.place(REQUEST)).decode == INFO.worker
             await until(lambda: len(second.router.status().workers) == 1)
             second.router.drain(INFO.name, drain=True, force=True)
-            await frontend.set_role(INFO.name, "mixed")
+            await router_client.set_role(INFO.name, "mixed")
             await until(lambda: second.router.status().workers[0].info.role == "mixed")
-            assert engine.takes == [(True, True)], "drained by nobody who has a say"
+            assert engine.takes == [(True, True)], "the second router has no say"
             second.router.drain(INFO.name, drain=False, force=True)
             await first.service.stop()
             first.away = True
-            assert (await frontend.place(ASK)).decode == INFO.worker
+            assert (await router_client.place(REQUEST)).decode == INFO.worker
             with pytest.raises(Unserved):
-                await frontend.drain(INFO.name, drain=True)
-            await frontend.close()
+                await router_client.drain(INFO.name, drain=True)
+            await router_client.close()
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)

@@ -1,7 +1,6 @@
 """As many streams as a server is made for, over loopback sockets."""
 
 import asyncio
-from dataclasses import replace
 from typing import Any, cast
 
 import grpc
@@ -9,31 +8,14 @@ import grpc.aio
 import pytest
 
 from tests.support import grpc_loop
-from tidemill.cluster.messages import PlacementRequest
+from tests.support.cluster.heartbeats import heartbeat, placement_request
 from tidemill.cluster.router.router import Router
 from tidemill.cluster.router.server import RouterService
 from tidemill.cluster.rpc.channels import bind, new_server, open_channel
 from tidemill.cluster.rpc.codec import decode_placement, encode_heartbeat, encode_placement_request
-from tidemill.workers.messages import Announcement, Heartbeat, WorkerId, WorkerInfo, WorkerLoad
 
 WORKERS = 1100
 WAIT_S_MAX = 60.0
-INFO = WorkerInfo(
-    worker=WorkerId("mixed-0.1"),
-    name="mixed-0",
-    role="mixed",
-    address="127.0.0.1:1",
-    pid=1,
-    node="n",
-    page_tokens=64,
-)
-
-
-def beat(index: int) -> bytes:
-    info = replace(INFO, worker=WorkerId(f"mixed-{index}.1"), name=f"mixed-{index}")
-    return encode_heartbeat(
-        Heartbeat(info=info, sequence=1, load=WorkerLoad(), announcement=Announcement(full=True))
-    )
 
 
 def test_a_router_hears_more_than_a_thousand_workers_and_places_besides() -> None:
@@ -45,13 +27,12 @@ def test_a_router_hears_more_than_a_thousand_workers_and_places_besides() -> Non
                 calls = cast("Any", channel)
                 reports = [calls.stream_stream("/tidemill.Router/Report")() for _ in range(WORKERS)]
                 for index, report in enumerate(reports):
-                    await report.write(beat(index))
+                    await report.write(encode_heartbeat(heartbeat(f"mixed-{index}", "mixed")))
                 for report in reports:
                     assert isinstance(await report.read(), bytes), "refused"
                 assert len(router.status().workers) == WORKERS
-                ask = PlacementRequest(request_id="r", keys=(), num_tokens=10, max_new_tokens=1)
                 place = calls.unary_unary("/tidemill.Router/Place")
-                placed = decode_placement(await place(encode_placement_request(ask)))
+                placed = decode_placement(await place(encode_placement_request(placement_request())))
                 assert not isinstance(placed, Exception)
                 assert placed.decode.startswith("mixed-")
                 for report in reports:

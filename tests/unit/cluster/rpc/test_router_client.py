@@ -8,7 +8,8 @@ import grpc
 import grpc.aio
 
 from tests.support import grpc_loop
-from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route
+from tests.support.cluster.heartbeats import placement_request
+from tidemill.cluster.messages import FleetStatus, Route
 from tidemill.cluster.rpc.channels import bind, new_server
 from tidemill.cluster.rpc.codec import encode, encode_placement
 from tidemill.cluster.rpc.router_client import RouterClient
@@ -18,7 +19,7 @@ if TYPE_CHECKING:  # generic in the type stubs alone
     Handler = grpc.RpcMethodHandler[bytes, bytes]
 
 WAIT_S_MAX = 20.0
-ASK = PlacementRequest(request_id="r", keys=(), num_tokens=10, max_new_tokens=1, wait_s_max=WAIT_S_MAX)
+ASK = placement_request(wait_s_max=WAIT_S_MAX)
 ROUTE = Route(decode=WorkerId("decode-0.1"), decode_address="127.0.0.1:1")
 
 

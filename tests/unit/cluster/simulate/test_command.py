@@ -1,4 +1,4 @@
-"""`tidemill simulate` as a person calls it."""
+"""`tidemill simulate` as an operator calls it."""
 
 import json
 import sys
@@ -22,28 +22,32 @@ def trace(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("engine", ["real", "model"])
-def test_json_and_a_picture(trace: Path, engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_prints_json_and_writes_a_plot(
+    trace: Path, engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
-    picture = trace.with_suffix(".png")
+    plot = trace.with_suffix(".png")
     arguments = ["simulate", str(trace), "--prefill=2", "--decode=1", f"--engine={engine}", "--json"]
-    assert main([*arguments, f"--plot={picture}"]) == 0
+    assert main([*arguments, f"--plot={plot}"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["requests"], figures["refused"], figures["failed"]) == (20, 0, 0)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_a_picture_is_refused_before_anything_is_simulated(
+def test_simulate_refuses_a_plot_without_matplotlib_before_it_simulates(
     trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    picture = trace.with_suffix(".png")
-    assert main(["simulate", str(trace), "--engine=model", f"--plot={picture}"]) == EXIT_REFUSED
-    said = capsys.readouterr()
-    assert "pip install 'tidemill[plot]'" in said.err
-    assert (said.out, picture.exists()) == ("", False)
+    plot = trace.with_suffix(".png")
+    assert main(["simulate", str(trace), "--engine=model", f"--plot={plot}"]) == EXIT_REFUSED
+    printed = capsys.readouterr()
+    assert "pip install 'tidemill[plot]'" in printed.err
+    assert (printed.out, plot.exists()) == ("", False)
 
 
-def test_a_picture_that_cannot_be_written_is_said(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_reports_a_plot_that_cannot_be_written(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     for name in ("nowhere/run.png", "run.nothing"):
         options = ["--engine=model", "--requests=3", f"--plot={trace.parent / name}"]
@@ -51,7 +55,7 @@ def test_a_picture_that_cannot_be_written_is_said(trace: Path, capsys: pytest.Ca
         assert f"{name}: " in capsys.readouterr().err
 
 
-def test_a_table(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_prints_a_table(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(trace), "--engine=model", "--policy=random", "--requests=5"]) == 0
     shown = capsys.readouterr().out
     assert "5 requests" in shown
@@ -61,7 +65,7 @@ def test_a_table(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("option", "reason"),
     [
-        ("--policy=worst", "there are ours"),
+        ("--policy=worst", "the policies are ours"),
         ("--prefill=0", "--prefill is 0"),
         ("--speed-up=0", "--speed-up is 0"),
         ("--grain=3", "--grain is 3"),
@@ -69,18 +73,18 @@ def test_a_table(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("--store-rate=0", "through the store"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused(
+def test_simulate_refuses_impossible_options(
     trace: Path, option: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["simulate", str(trace), option]) == EXIT_REFUSED
     assert reason in capsys.readouterr().err
 
 
-def test_a_measured_speed_fills_in_what_it_knows(tmp_path: Path) -> None:
+def test_speed_file_overrides_the_measured_fields(tmp_path: Path) -> None:
     path = tmp_path / "speed.json"
     path.write_text('{"step_s": 0.5, "row_s": 0}')
     assert (read_speed(path).step_s, read_speed(path).row_s) == (0.5, SPEED.row_s)
     for text in ("", "[]", "{}", '{"speed": 1}'):
         path.write_text(text)
-        with pytest.raises(TraceError, match="is no speed"):
+        with pytest.raises(TraceError, match="is not a speed file"):
             read_speed(path)

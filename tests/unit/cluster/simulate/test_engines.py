@@ -1,4 +1,4 @@
-"""Real engines in virtual time: the whole way of a request, with bytes and steps that are numbers."""
+"""Real engines in virtual time: whole requests, with steps and bytes that are only numbers."""
 
 import asyncio
 from dataclasses import replace
@@ -21,16 +21,16 @@ SMALL = Setup(prefill=2, decode=2, engine="real", blocks=256, grain=16)
 
 
 def trace(count: int, seed: int, gap_s: float = 0.3) -> list[TraceRequest]:
-    """Conversations of a few families, of prompts of any length."""
+    """Return requests of a few families, with prompts of any length."""
     rng = Random(seed)
-    items: list[TraceRequest] = []
+    requests: list[TraceRequest] = []
     for number in range(count):
         family = rng.randrange(4)
         shared = [1000 * family + block for block in range(rng.randrange(12))]
         blocks = (*shared, 100_000 + number)
         tokens = len(shared) * BLOCK_TOKENS + 1 + rng.randrange(BLOCK_TOKENS)
-        items.append(TraceRequest(number * gap_s, tokens, 1 + rng.randrange(300), blocks))
-    return items
+        requests.append(TraceRequest(number * gap_s, tokens, 1 + rng.randrange(300), blocks))
+    return requests
 
 
 def objects(*names: int, kind: Kind = Kind.PAGE) -> list[tuple[ObjectKey, memoryview]]:
@@ -39,7 +39,7 @@ def objects(*names: int, kind: Kind = Kind.PAGE) -> list[tuple[ObjectKey, memory
 
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("policy", [OURS, "least-load", "min-ttft"])
-def test_every_request_is_answered_and_no_memory_is_lost(policy: str, *, hybrid: bool) -> None:
+def test_engines_answer_every_request_and_lose_no_memory(policy: str, *, hybrid: bool) -> None:
     outcome = simulate(trace(40, 3), replace(SMALL, policy=policy, hybrid=hybrid))  # ends with Ledger.check()
     figures = outcome.figures()
     assert (len(outcome.served), figures["refused"], figures["failed"]) == (40, 0, 0)
@@ -48,26 +48,28 @@ def test_every_request_is_answered_and_no_memory_is_lost(policy: str, *, hybrid:
     assert figures["itl_ms"]["mean"] > 1000 * StepCost().speed.step_s
 
 
-def test_equal_runs_are_equal() -> None:
+def test_engines_repeat_equal_runs() -> None:
     assert simulate(trace(30, 4), SMALL).figures() == simulate(trace(30, 4), SMALL).figures()
 
 
-def test_the_grain_changes_the_work_and_hardly_the_times() -> None:
-    items = trace(40, 5)
+def test_grain_changes_the_times_by_less_than_a_tenth() -> None:
+    requests = trace(40, 5)
     means = [
-        simulate(items, replace(SMALL, policy="least-load", grain=grain)).figures()["ttft_ms"]["mean"]
+        simulate(requests, replace(SMALL, policy="least-load", grain=grain)).figures()["ttft_ms"]["mean"]
         for grain in (2, 16)
     ]
     assert means[1] == pytest.approx(means[0], rel=0.1)
 
 
-def test_a_hybrid_reuses_no_more_than_attention_does() -> None:
-    items = trace(60, 6)
-    hits = [simulate(items, replace(SMALL, hybrid=hybrid)).figures()["hit_ratio"] for hybrid in (False, True)]
+def test_hybrid_reuses_no_more_than_attention() -> None:
+    requests = trace(60, 6)
+    hits = [
+        simulate(requests, replace(SMALL, hybrid=hybrid)).figures()["hit_ratio"] for hybrid in (False, True)
+    ]
     assert 0 < hits[1] <= hits[0] + 0.02
 
 
-def test_the_virtual_clock_costs_nothing_and_keeps_the_order() -> None:
+def test_virtual_clock_jumps_and_keeps_the_order() -> None:
     async def main() -> tuple[list[int], float]:
         order: list[int] = []
 
@@ -81,17 +83,17 @@ def test_the_virtual_clock_costs_nothing_and_keeps_the_order() -> None:
     assert run_virtual(main()) == ([2, 1, 3], pytest.approx(3600.0))
 
 
-def test_transfers_take_the_time_of_their_bytes_one_after_the_other() -> None:
+def test_store_link_transfers_one_after_the_other() -> None:
     layout = layout_for(hybrid=True, grain=8)
-    shelf = SizeOnlyStore(layout, 1 << 40)
+    store = SizeOnlyStore(layout, 1 << 40)
 
     async def main() -> list[float]:
         clock = asyncio.get_running_loop().time
-        link, other = StoreLink(shelf, layout.page_bytes), StoreLink(shelf, layout.page_bytes)
+        link, other = StoreLink(store, layout.page_bytes), StoreLink(store, layout.page_bytes)
         times: list[float] = []
         assert await link.put(objects(1, 2)) == [Put.STORED] * 2
         times.append(clock())
-        assert await link.put(objects(1)) == [Put.EXISTED]  # nothing is moved
+        assert await link.put(objects(1)) == [Put.EXISTED]  # no bytes are moved
         times.append(clock())
         await asyncio.gather(link.get(objects(1)), link.get(objects(2)), other.get(objects(1, 9)))
         times.append(clock())
@@ -102,12 +104,12 @@ def test_transfers_take_the_time_of_their_bytes_one_after_the_other() -> None:
     assert run_virtual(main()) == pytest.approx([2.0, 2.0, 4.0])
 
 
-def test_a_full_shelf_forgets_what_was_used_least_recently() -> None:
+def test_store_evicts_the_least_recently_used_objects() -> None:
     layout = layout_for(hybrid=True, grain=8)
-    shelf = SizeOnlyStore(layout, 2 * layout.page_bytes)
+    store = SizeOnlyStore(layout, 2 * layout.page_bytes)
 
     async def main() -> list[bool]:
-        link = StoreLink(shelf, 1e12)
+        link = StoreLink(store, 1e12)
         await link.put(objects(1, 2))
         await link.get(objects(1))
         await link.put(objects(3))

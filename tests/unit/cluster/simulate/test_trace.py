@@ -1,4 +1,4 @@
-"""Traces are read as they are, or refused with the line that is wrong."""
+"""Traces are read and transformed, or refused with the wrong line."""
 
 import json
 from pathlib import Path
@@ -10,10 +10,10 @@ from tidemill.cluster.simulate.trace import (
     BLOCK_TOKENS,
     TraceError,
     TraceRequest,
-    chained,
+    chain_blocks,
     read_trace,
-    reusable_tokens,
-    sped_up,
+    reusable_share,
+    speed_up,
     spread,
 )
 
@@ -24,7 +24,7 @@ def line(at_ms: float, prompt: int, answer: int, blocks: list[int]) -> str:
     )
 
 
-def test_items_are_sorted_and_begin_at_zero(tmp_path: Path) -> None:
+def test_read_trace_sorts_requests_from_time_zero(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{line(5000, 600, 7, [1, 2])}\n\n{line(2000, 1, 0, [3])}\n")
     assert read_trace(path) == [TraceRequest(0.0, 1, 1, (0,)), TraceRequest(3.0, 600, 7, (1, 2))]
@@ -41,7 +41,7 @@ def test_items_are_sorted_and_begin_at_zero(tmp_path: Path) -> None:
         line(0, 1, 1, [1])[:-2] + "'",
     ],
 )
-def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str) -> None:
+def test_read_trace_names_the_malformed_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{line(0, 1, 1, [1])}\n{text}\n")
     with pytest.raises(TraceError, match=r"trace\.jsonl:2"):
@@ -49,7 +49,7 @@ def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, text: str) ->
 
 
 @pytest.mark.parametrize("text", [None, "", "\n\n"])
-def test_no_file_and_no_requests_are_refused(tmp_path: Path, text: str | None) -> None:
+def test_read_trace_refuses_a_missing_or_empty_file(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "trace.jsonl"
     if text is not None:
         path.write_text(text)
@@ -57,25 +57,25 @@ def test_no_file_and_no_requests_are_refused(tmp_path: Path, text: str | None) -
         read_trace(path)
 
 
-def test_spreading_moves_arrivals_inside_of_their_tick_alone() -> None:
-    items = [TraceRequest(float(number // 10 * 3), 1, 1, (number,)) for number in range(100)]
-    moved = {item.blocks: item.at_s for item in spread(items, Random(1))}
-    for item in items:
-        ahead = 3.0 if item.at_s < items[-1].at_s else 1e-9
-        assert item.at_s <= moved[item.blocks] < item.at_s + ahead
+def test_spread_moves_arrivals_only_within_their_tick() -> None:
+    requests = [TraceRequest(float(number // 10 * 3), 1, 1, (number,)) for number in range(100)]
+    moved = {request.blocks: request.at_s for request in spread(requests, Random(1))}
+    for request in requests:
+        tick_s = 3.0 if request.at_s < requests[-1].at_s else 1e-9
+        assert request.at_s <= moved[request.blocks] < request.at_s + tick_s
     assert len(set(moved.values())) > 90
-    assert [item.at_s for item in sped_up(items, 2.0)] == [item.at_s / 2 for item in items]
+    assert [request.at_s for request in speed_up(requests, 2.0)] == [request.at_s / 2 for request in requests]
 
 
-def test_what_could_be_reused_is_counted_in_full_blocks_below_the_last_token() -> None:
+def test_reusable_share_counts_full_blocks_below_the_last_token() -> None:
     full = TraceRequest(0.0, 3 * BLOCK_TOKENS, 1, (1, 2, 3))  # its last block holds the last token
     other = TraceRequest(0.0, 2 * BLOCK_TOKENS + 1, 1, (1, 9, 10))
-    assert reusable_tokens([full]) == 0.0
-    assert reusable_tokens([full, full]) == 2 / 6
-    assert reusable_tokens([full, other]) == pytest.approx(BLOCK_TOKENS / (5 * BLOCK_TOKENS + 1))
+    assert reusable_share([full]) == 0.0
+    assert reusable_share([full, full]) == 2 / 6
+    assert reusable_share([full, other]) == pytest.approx(BLOCK_TOKENS / (5 * BLOCK_TOKENS + 1))
 
 
-def test_names_cover_what_is_before_them() -> None:
-    items = [TraceRequest(0.0, 1200, 1, blocks) for blocks in ((1, 2, 3), (1, 2, 4), (9, 2, 3))]
-    assert [item.blocks for item in chained(items)] == [(0, 1, 2), (0, 1, 3), (4, 5, 6)]
-    assert chained(chained(items)) == chained(items)
+def test_chain_blocks_makes_names_cover_all_blocks_before_them() -> None:
+    requests = [TraceRequest(0.0, 1200, 1, blocks) for blocks in ((1, 2, 3), (1, 2, 4), (9, 2, 3))]
+    assert [request.blocks for request in chain_blocks(requests)] == [(0, 1, 2), (0, 1, 3), (4, 5, 6)]
+    assert chain_blocks(chain_blocks(requests)) == chain_blocks(requests)

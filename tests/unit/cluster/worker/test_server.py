@@ -179,8 +179,8 @@ class OneRoute:
     def __init__(self, route: Route) -> None:
         self.route = route
 
-    async def place(self, ask: PlacementRequest) -> Route:
-        assert ask.request_id == "a"
+    async def place(self, request: PlacementRequest) -> Route:
+        assert request.request_id == "a"
         return self.route
 
     async def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
