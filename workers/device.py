@@ -16,17 +16,17 @@ HOST = torch.device("cpu")
 
 def device_of(settings: EngineSettings) -> torch.device:
     """With its index. Raises SettingsError when it is not there, or its operators do not run on it."""
-    asked = torch.device(settings.device)
-    if asked.type == "cpu":
+    requested = torch.device(settings.device)
+    if requested.type == "cpu":
         if settings.variant == "triton" and not interprets():
             raise SettingsError("--kernels triton computes in CUDA memory: use cpu, or add --device cuda")
-        return asked
+        return requested
     if not torch.cuda.is_available():
         raise SettingsError(
             f"--device {settings.device}: torch sees no CUDA device here: use --device cpu, or install a CUDA"
             " build of torch and the driver"
         )
-    device, count = torch.device("cuda", asked.index or 0), torch.cuda.device_count()
+    device, count = torch.device("cuda", requested.index or 0), torch.cuda.device_count()
     if device.index >= count:
         raise SettingsError(f"--device {settings.device}: the last one here is cuda:{count - 1}")
     return device

@@ -55,7 +55,7 @@ def distance(one: Sequence[float], other: Sequence[float]) -> float:
     )
 
 
-def told_apart(one: Sequence[float], other: Sequence[float]) -> float:
+def distinguished(one: Sequence[float], other: Sequence[float]) -> float:
     """The distance that two samples of one distribution exceed in one of a hundred cases (Smirnov, 1948)."""
     return 1.63 * sqrt((len(one) + len(other)) / (len(one) * len(other)))
 
@@ -101,7 +101,7 @@ async def prefixes(askers: Sequence[Asker], rounds: int, rng: Random) -> dict[st
         "median_ms": {kind: 1000 * percentile(waits_s, 50) for kind, waits_s in times.items()},
         "distance": distance(unknown, another),
         "distance_of_its_own": distance(unknown, itself),
-        "distance_by_chance_1_percent": told_apart(unknown, another),
+        "distance_by_chance_1_percent": distinguished(unknown, another),
     }
 
 

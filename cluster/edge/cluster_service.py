@@ -56,8 +56,8 @@ class ClusterService:
     async def status(self) -> FleetStatus:
         if self._memory is None:
             return await self._router.status()
-        status, told = await asyncio.gather(self._router.status(), self._memory.budgets())
-        return status.with_budgets(told)
+        status, budgets = await asyncio.gather(self._router.status(), self._memory.budgets())
+        return status.with_budgets(budgets)
 
     def reset_prefix_cache(self) -> None:
         """Change all names; entries under the old names are evicted like anything unused."""

@@ -76,12 +76,12 @@ async def serve(
     `root_of(salt)` is the namespace's root key.
     Raises Unserved, Overloaded, Poisonous.
     """
-    story = RequestProgress(request, content_hash_of(request))
-    while story.attempt <= ATTEMPTS_MAX and story.hand_overs <= HAND_OVERS_MAX:
-        rest = story.remaining_request()
+    progress = RequestProgress(request, content_hash_of(request))
+    while progress.attempt <= ATTEMPTS_MAX and progress.hand_overs <= HAND_OVERS_MAX:
+        rest = progress.remaining_request()
         began_s = asyncio.get_running_loop().time()
-        route = await router.place(story.placement_request(rest, root_of(request.salt), page_tokens))
-        story.placed_s += asyncio.get_running_loop().time() - began_s
+        route = await router.place(progress.placement_request(rest, root_of(request.salt), page_tokens))
+        progress.placed_s += asyncio.get_running_loop().time() - began_s
         rest = replace(rest, queue_offset_s=route.queue_offset_s)
         at = route.decode
         try:
@@ -91,22 +91,22 @@ async def serve(
                 async with _prefetching(peers, route, rest):
                     produced = await peers.produce(route.prefill, route.prefill_address, rest)
             at = route.decode
-            patient = story.attempt <= PATIENT_ATTEMPTS and _is_stored(produced, rest, page_tokens)
+            patient = progress.attempt <= PATIENT_ATTEMPTS and _is_stored(produced, rest, page_tokens)
             sent = replace(rest, gap_tokens_max=route.gap_tokens_max if patient else None)
             trace: Trace | None = None
             async with aclosing(peers.generate(route.decode, route.decode_address, sent)) as deltas:
                 async for delta in deltas:
                     if delta.provenance is not None:
-                        trace = story.trace(route, produced, delta)
+                        trace = progress.trace(route, produced, delta)
                     assert trace is not None, "the first delta of a stream says where its prompt came from"
-                    yield story.piece(delta, trace)
+                    yield progress.piece(delta, trace)
                     if delta.finish is not None:
                         return
             raise WorkerGone(f"{at} ended a stream that was not finished")
         except (PagesMissing, WorkerGone) as error:
-            await story.on_failure(at, error, router)
+            await progress.on_failure(at, error, router)
     raise Unserved(
-        f"{story.attempt - 1} attempts failed and {story.hand_overs} workers handed it over: "
+        f"{progress.attempt - 1} attempts failed and {progress.hand_overs} workers handed it over: "
         "see `tidemill status` for the workers' state"
     )
 

@@ -101,11 +101,11 @@ class LLM:
         if not isinstance(prompts, str) and not prompts:
             return []
         try:
-            asked = prompts_of(prompts)
+            checked = prompts_of(prompts)
         except ValueError as error:
             raise RequestError(f"prompts: {error}", param="prompts") from error
-        tokens = [self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked]
-        texts = [prompt if isinstance(prompt, str) else None for prompt in asked]
+        tokens = [self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in checked]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in checked]
         return self._answers(texts, tokens, sampling_params, progress=progress)
 
     def chat(

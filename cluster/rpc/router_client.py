@@ -47,7 +47,7 @@ class RouterClient:
     can do is asked of one until it is away, and of the next one then; people's words go to the first."""
 
     def __init__(self, *routers: FindRouter, tls: MutualTls | None = None) -> None:
-        self._ways = [_RouterConnection(find, tls) for find in routers]
+        self._links = [_RouterConnection(find, tls) for find in routers]
         self._at = 0  # who is asked now
 
     async def place(self, request: PlacementRequest) -> Route:
@@ -73,8 +73,8 @@ class RouterClient:
     async def silent_workers(self, workers: Collection[WorkerId]) -> frozenset[WorkerId]:
         """Which of these the router has not heard for too long; none when it does not answer."""
         with suppress(Unserved, Malformed):
-            asked = encode(list(workers))
-            return decode(frozenset[WorkerId], await self._call("Out", lambda: asked, OUT_WAIT_S_MAX))
+            body = encode(list(workers))
+            return decode(frozenset[WorkerId], await self._call("Out", lambda: body, OUT_WAIT_S_MAX))
         return frozenset()
 
     async def status(self) -> FleetStatus:
@@ -105,7 +105,7 @@ class RouterClient:
         await self._call("SetRole", lambda: order, ORDER_WAIT_S_MAX, first=True)
 
     async def close(self) -> None:
-        for way in self._ways:
+        for way in self._links:
             await way.close()
 
     async def _call(
@@ -118,14 +118,14 @@ class RouterClient:
                 while True:
                     at = 0 if first else self._at
                     try:
-                        return await self._ways[at].ask(name, data())
+                        return await self._links[at].call(name, data())
                     except grpc.aio.AioRpcError as error:
                         _raise_refusal(error)
                         reason = error.details() or error.code().name
                     except (WorkerGone, Malformed, OSError) as error:
                         reason = str(error)
                     if at == self._at:  # nobody else has moved on
-                        self._at = (at + 1) % len(self._ways)
+                        self._at = (at + 1) % len(self._links)
                     await asyncio.sleep(RETRY_S)
         raise Unserved(f"no answer from the router within {wait_s_max:g} s: {reason}")
 
@@ -150,7 +150,7 @@ class _RouterConnection:
                 self._channel = open_channel(await self._find(), self._tls)
             return self._channel
 
-    async def ask(self, name: str, data: bytes) -> bytes:
+    async def call(self, name: str, data: bytes) -> bytes:
         channel = await self._open()
         method: UnaryMethod = channel.unary_unary(f"/tidemill.Router/{name}")
         self._calls[channel] += 1

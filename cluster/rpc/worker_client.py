@@ -125,7 +125,7 @@ class _WorkerCall:
 
     def __init__(self, worker: WorkerId, address: str, unread_items_max: int, tls: MutualTls | None) -> None:
         self.broken = ""  # why
-        self._heard_s = asyncio.get_running_loop().time()
+        self._last_frame_s = asyncio.get_running_loop().time()
         self._worker = worker
         self._address = address
         self._unread_items_max = unread_items_max
@@ -142,7 +142,7 @@ class _WorkerCall:
 
     @property
     def is_silent(self) -> bool:
-        since_s = asyncio.get_running_loop().time() - self._heard_s
+        since_s = asyncio.get_running_loop().time() - self._last_frame_s
         return bool(self._inboxes) and since_s > SILENCE_S_MAX
 
     def give_up(self, reason: str) -> None:
@@ -163,7 +163,7 @@ class _WorkerCall:
         if self.broken:
             raise self._gone()
         if not self._inboxes:  # it owes nothing so far
-            self._heard_s = asyncio.get_running_loop().time()
+            self._last_frame_s = asyncio.get_running_loop().time()
         inbox = self._inboxes[frame.call] = Inbox()
         self._frames.put_nowait(data)
         try:
@@ -189,7 +189,7 @@ class _WorkerCall:
         try:
             async with open_channel(self._address, self._tls) as channel:
                 async for data in self._open(channel, self._sent()):
-                    self._heard_s = asyncio.get_running_loop().time()
+                    self._last_frame_s = asyncio.get_running_loop().time()
                     has_answered = True
                     for item in decode_worker_frame(data):
                         self._deliver(item)

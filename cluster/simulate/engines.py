@@ -199,4 +199,4 @@ def _resolve(result: asyncio.Future[list[Drawn]], drawn: list[Drawn]) -> None:
 
 
 def _draw(row: Row) -> Drawn:
-    return Drawn() if row.draws is None else Drawn((DRAWN + row.draws.sampling.seed,))
+    return Drawn() if row.sampling_state is None else Drawn((DRAWN + row.sampling_state.sampling.seed,))

@@ -44,7 +44,7 @@ class ReportingEngine(duties.RestrictableEngine, Announces, Protocol):
 
 
 @dataclass(slots=True)
-class _Unheard:
+class _Unsent:
     added: set[bytes] = field(default_factory=set[bytes])
     removed: set[bytes] = field(default_factory=set[bytes])
 
@@ -54,22 +54,22 @@ class UnsentAnnouncements:
 
     def __init__(self, engine: Announces) -> None:
         self._engine = engine
-        self._unheard: dict[object, _Unheard] = {}
+        self._unsent: dict[object, _Unsent] = {}
 
     def take(self, listener: object, *, full: bool) -> Announcement:
         """What this listener has not heard, or everything: that must be its first."""
-        news = self._engine.take_announcement(full=False)
-        for unheard in self._unheard.values():
-            unheard.added = (unheard.added - {*news.removed}) | {*news.added}
-            unheard.removed = (unheard.removed - {*news.added}) | {*news.removed}
-        mine = None if full else self._unheard[listener]
-        self._unheard[listener] = _Unheard()
-        if mine is None:
+        unsent_changes = self._engine.take_announcement(full=False)
+        for unsent in self._unsent.values():
+            unsent.added = (unsent.added - {*unsent_changes.removed}) | {*unsent_changes.added}
+            unsent.removed = (unsent.removed - {*unsent_changes.added}) | {*unsent_changes.removed}
+        changes = None if full else self._unsent[listener]
+        self._unsent[listener] = _Unsent()
+        if changes is None:
             return self._engine.take_announcement(full=True)
-        return Announcement(added=tuple(mine.added), removed=tuple(mine.removed))
+        return Announcement(added=tuple(changes.added), removed=tuple(changes.removed))
 
     def forget(self, listener: object) -> None:
-        self._unheard.pop(listener, None)
+        self._unsent.pop(listener, None)
 
 
 class Heartbeats:
@@ -81,23 +81,23 @@ class Heartbeats:
         engine: ReportingEngine,
         duties: Assignment,
         find_router: FindRouter,
-        news: UnsentAnnouncements | None,
+        unsent_changes: UnsentAnnouncements | None,
         tls: MutualTls | None = None,
     ) -> None:
         self._engine = engine
         self._duties = duties
         self._find_router = find_router
-        self._news = news
+        self._unsent_changes = unsent_changes
         self._tls = tls
-        self._heard: Callable[[], None] | None = None
-        self._takes_budgets = news is None
+        self._on_answer: Callable[[], None] | None = None
+        self._takes_budgets = unsent_changes is None
         self._sequence = 0
         self._asked_bytes: int | None = None  # of the engine, by the last ack that named a budget
 
-    def obey(self, heard: Callable[[], None], *, budgets: bool = True) -> None:
+    def follow(self, on_answer: Callable[[], None], *, budgets: bool = True) -> None:
         """Do what the router answers, also about `budgets` unless another one says them. `heard` is called at
         every acknowledged beat: from the first on, the router knows the worker."""
-        self._heard = heard
+        self._on_answer = on_answer
         self._takes_budgets = budgets
 
     async def run(self) -> None:
@@ -115,12 +115,12 @@ class Heartbeats:
             ) as error:
                 log.info("the router is away: %s", error)
             finally:
-                if self._news is not None:
-                    self._news.forget(self)
+                if self._unsent_changes is not None:
+                    self._unsent_changes.forget(self)
             await asyncio.sleep(RECONNECT_S)
 
     async def _report(self, channel: grpc.aio.Channel) -> None:
-        name = "Report" if self._news is not None else "Memory"
+        name = "Report" if self._unsent_changes is not None else "Memory"
         method: ReportMethod = channel.stream_stream(f"/tidemill.Router/{name}")
         now_s = asyncio.get_running_loop().time
         stream = method()
@@ -144,9 +144,9 @@ class Heartbeats:
                 full = ack.want_full
                 if self._takes_budgets:
                     self._take_budget(ack.budget_bytes, load)
-                if self._heard is not None:
+                if self._on_answer is not None:
                     self._duties.apply(ack)
-                    self._heard()
+                    self._on_answer()
             await asyncio.sleep(LOOK_S)
 
     def _take_budget(self, budget_bytes: int | None, reported: WorkerLoad) -> None:
@@ -158,11 +158,13 @@ class Heartbeats:
 
     def _beat(self, load: WorkerLoad, *, full: bool) -> Heartbeat:
         self._sequence += 1
-        news = Announcement() if self._news is None else self._news.take(self, full=full)
+        unsent_changes = (
+            Announcement() if self._unsent_changes is None else self._unsent_changes.take(self, full=full)
+        )
         return Heartbeat(
             info=self._duties.info,
             sequence=self._sequence,
             load=load,
-            announcement=news,
+            announcement=unsent_changes,
             draining=self._duties.draining,
         )

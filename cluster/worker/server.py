@@ -37,7 +37,7 @@ from tidemill.workers.messages import (
     WorkerGone,
     WorkerId,
 )
-from tidemill.workers.scheduling.isolation import Tell
+from tidemill.workers.scheduling.isolation import Notify
 
 if TYPE_CHECKING:  # generic in the type stubs alone
     Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -53,9 +53,9 @@ counts as broken, so that it never blames a request that does not run alone any 
 class StreamingEngine(Protocol):
     """`tell` is for requests on trial: see workers/scheduling/isolation.py."""
 
-    async def produce(self, request: Request, tell: Tell | None = None) -> Produced: ...
+    async def produce(self, request: Request, notify: Notify | None = None) -> Produced: ...
     async def prefetch(self, request: Request) -> Produced: ...
-    def generate(self, request: Request, tell: Tell | None = None) -> AsyncGenerator[Delta]: ...
+    def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +191,7 @@ class _ServedCall:
                 task.add_done_callback(lambda task: self._ended(frame.call, task))
 
     async def _run(self, frame: Generate | Produce | Prefetch) -> None:
-        async def tell(alone: bool) -> None:  # noqa: FBT001  what is told
+        async def notify(alone: bool) -> None:  # noqa: FBT001  what is told
             self._put(frame.call, Trial(alone))
             await self._flush()
 
@@ -200,9 +200,9 @@ class _ServedCall:
                 self._put(frame.call, await self._engine.prefetch(frame.request))
                 return
             if isinstance(frame, Produce):
-                self._put(frame.call, await self._engine.produce(frame.request, tell))
+                self._put(frame.call, await self._engine.produce(frame.request, notify))
                 return
-            async with aclosing(self._engine.generate(frame.request, tell)) as deltas:
+            async with aclosing(self._engine.generate(frame.request, notify)) as deltas:
                 async for delta in deltas:
                     if self._waiting[frame.call] == self._limits.items_max:
                         raise PagesMissing("the frontend does not read: its pages are given up until it does")

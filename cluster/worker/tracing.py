@@ -9,7 +9,7 @@ from opentelemetry.trace import Tracer
 from tidemill.cluster.observability.spans import add_part, add_parts, provenance_attributes, span
 from tidemill.cluster.worker.server import StreamingEngine
 from tidemill.workers.messages import Delta, Produced, Provenance, Request
-from tidemill.workers.scheduling.isolation import Tell
+from tidemill.workers.scheduling.isolation import Notify
 
 
 class TracedEngine:
@@ -20,12 +20,12 @@ class TracedEngine:
         self._tracer = tracer
         self._page_tokens = page_tokens
 
-    async def produce(self, request: Request, tell: Tell | None = None) -> Produced:
+    async def produce(self, request: Request, notify: Notify | None = None) -> Produced:
         if not request.trace_parent:
-            return await self._engine.produce(request, tell)
+            return await self._engine.produce(request, notify)
         with span(self._tracer, "produce", request.trace_parent, _attributes(request)) as producing:
             start_ns = time_ns()
-            produced = await self._engine.produce(request, tell)
+            produced = await self._engine.produce(request, notify)
             provenance = produced.provenance
             parts = *_waits(provenance), ("compute", provenance.times.computed_s)
             computed_ns = add_parts(self._tracer, producing, start_ns, parts)
@@ -42,8 +42,8 @@ class TracedEngine:
             fetching.set_attribute("tidemill.fetched_tokens", produced.depth)
             return produced
 
-    async def generate(self, request: Request, tell: Tell | None = None) -> AsyncGenerator[Delta]:
-        async with aclosing(self._engine.generate(request, tell)) as deltas:
+    async def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
+        async with aclosing(self._engine.generate(request, notify)) as deltas:
             if not request.trace_parent:
                 async for delta in deltas:
                     yield delta

@@ -91,7 +91,7 @@ class WorkerProcess:
     ) -> None:
         """`life` tells this life of the worker from all others, `host` is where the data plane binds."""
         self.state: State = Loading()
-        self._told_to_go = asyncio.Event()
+        self._stop_requested = asyncio.Event()
         self._engine: RunningEngine | None = None
         self._settings = settings
         self._host = host
@@ -114,9 +114,9 @@ class WorkerProcess:
         plane = WorkerServer(traced, self._worker, tls=tls)
         try:
             duties = Assignment(built.engine, self._info(built.info, await plane.start(self._host)))
-            news = UnsentAnnouncements(built.engine)
-            heartbeats = [Heartbeats(built.engine, duties, find, news, tls) for find in routers]
-            heartbeats[0].obey(lambda: self._heard(duties.info), budgets=memory is None)
+            unsent = UnsentAnnouncements(built.engine)
+            heartbeats = [Heartbeats(built.engine, duties, find, unsent, tls) for find in routers]
+            heartbeats[0].follow(lambda: self._router_answered(duties.info), budgets=memory is None)
             if memory is not None:
                 heartbeats.append(Heartbeats(built.engine, duties, memory, None, tls))
             self._engine = built.engine
@@ -124,7 +124,7 @@ class WorkerProcess:
                 works = [tasks.create_task(work.run()) for work in (built.engine, *heartbeats)]
                 if built.group is not None:
                     works.append(tasks.create_task(built.group.watch()))
-                await self._told_to_go.wait()
+                await self._stop_requested.wait()
                 duties.leave()
                 await _handed_over(built.engine, plane)
                 for work in works:
@@ -135,7 +135,7 @@ class WorkerProcess:
 
     def leave(self) -> None:
         """Hand everything over, and end `run`."""
-        self._told_to_go.set()
+        self._stop_requested.set()
 
     async def hangs(self) -> None:
         """Until the step loop has stood still for too long."""
@@ -161,7 +161,7 @@ class WorkerProcess:
     def _progress(self, done_bytes: int, total_bytes: int) -> None:
         self.state = Loading(done_bytes, total_bytes)
 
-    def _heard(self, info: WorkerInfo) -> None:
+    def _router_answered(self, info: WorkerInfo) -> None:
         self.state = Ready(info)
 
     def _info(self, engine: EngineInfo, address: str) -> WorkerInfo:

@@ -18,7 +18,7 @@ rope_angles = reference.rope_angles  # once per step and a few numbers per token
 
 
 @triton.jit
-def norm_and_turn(
+def norm_and_rotate(
     x,  # the first of HEADS vectors
     stride,
     heads,
@@ -41,20 +41,20 @@ def norm_and_turn(
         weight_D = tl.load(weight + dim_D, mask=dim_D < D, other=0.0).to(tl.float32)
         x_HD = x_HD * scale_H[:, None] * weight_D[None, :]
     if R > 0:
-        turns_D = dim_D < 2 * R
-        mask_HD = (h_H < heads)[:, None] & turns_D[None, :]
+        rotated_D = dim_D < 2 * R
+        mask_HD = (h_H < heads)[:, None] & rotated_D[None, :]
         other_HD = tl.load(x + at_H + partner_D[None, :], mask=mask_HD, other=0.0).to(tl.float32)
         if weight is not None:
-            weight_D = tl.load(weight + partner_D, mask=turns_D, other=0.0).to(tl.float32)
+            weight_D = tl.load(weight + partner_D, mask=rotated_D, other=0.0).to(tl.float32)
             other_HD = other_HD * scale_H[:, None] * weight_D[None, :]
-        cos_D = tl.load(angles + dim_D % R, mask=turns_D, other=1.0).to(tl.float32)
-        sin_D = tl.load(angles + R + dim_D % R, mask=turns_D, other=0.0).to(tl.float32)
+        cos_D = tl.load(angles + dim_D % R, mask=rotated_D, other=1.0).to(tl.float32)
+        sin_D = tl.load(angles + R + dim_D % R, mask=rotated_D, other=0.0).to(tl.float32)
         x_HD = x_HD * cos_D[None, :] + other_HD * tl.where(dim_D < R, -sin_D, sin_D)[None, :]
     return x_HD
 
 
 @triton.jit(do_not_specialize=["rows", "pages_stride"])
-def turn_and_store(
+def rotate_and_store(
     q,  # [T, H, D]
     k,  # [T, kv_heads, D]
     v,  # [T, kv_heads, D], or None
@@ -80,7 +80,7 @@ def turn_and_store(
     mask_D = dim_D < D
     h_H = tl.arange(0, HEADS)
     q += token * q_token_stride + head * GROUP * q_head_stride
-    q_HD = norm_and_turn(q, q_head_stride, GROUP, q_weight, angles, epsilon, R, D, HEADS, DIMS)
+    q_HD = norm_and_rotate(q, q_head_stride, GROUP, q_weight, angles, epsilon, R, D, HEADS, DIMS)
     out += (token * tl.num_programs(1) + head) * GROUP * D
     mask_HD = (h_H < GROUP)[:, None] & mask_D[None, :]
     tl.store(out + h_H[:, None] * D + dim_D[None, :], q_HD.to(out.dtype.element_ty), mask=mask_HD)
@@ -105,7 +105,7 @@ def turn_and_store(
     page = tl.load(pages + row * pages_stride + position // P).to(tl.int64)
     cache += page * page_stride + head * head_stride + position % P * token_stride
     k += token * k_token_stride + head * k_head_stride
-    k_HD = norm_and_turn(k, 0, 1, k_weight, angles, epsilon, R, D, 1, DIMS)
+    k_HD = norm_and_rotate(k, 0, 1, k_weight, angles, epsilon, R, D, 1, DIMS)
     tl.store(cache + dim_D[None, :], k_HD.to(cache.dtype.element_ty), mask=mask_D[None, :])
     if v is not None:
         v_D = tl.load(v + token * v_token_stride + head * v_head_stride + dim_D, mask=mask_D, other=0.0)
@@ -139,7 +139,7 @@ def rope_store(
     width = triton.next_power_of_2(dim)
     group = _group(q_heads // kv_heads, width)
     heads = triton.next_power_of_2(group)
-    turn_and_store[(tokens, q_heads // group)](
+    rotate_and_store[(tokens, q_heads // group)](
         q_THD, k_TKD, v_TKD, q_weight_D, k_weight_D, angles_T2R, out_THD, cache,
         rows.cu_B1, rows.lens_B, rows.pages_BN, epsilon, num_rows,
         *q_THD.stride()[:2], *k_TKD.stride()[:2], *((0, 0) if v_TKD is None else v_TKD.stride()[:2]),

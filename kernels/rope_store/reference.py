@@ -39,15 +39,15 @@ def rope_store(
     stored_T = position_T >= 0
     row_T, position_T = row_T[stored_T], position_T[stored_T]
     page_T = rows.pages_BN[row_T, position_T // page_tokens].long()
-    k_TKD = _turned(k_TKD, k_weight_D, epsilon, angles_T2R)
+    k_TKD = _rotated(k_TKD, k_weight_D, epsilon, angles_T2R)
     assert cache.shape[2] == (1 if v_TKD is None else 2)
     cache[page_T, :, 0, position_T % page_tokens] = k_TKD[stored_T].to(cache.dtype)
     if v_TKD is not None:
         cache[page_T, :, 1, position_T % page_tokens] = v_TKD[stored_T].to(cache.dtype)
-    return _turned(q_THD, q_weight_D, epsilon, angles_T2R)
+    return _rotated(q_THD, q_weight_D, epsilon, angles_T2R)
 
 
-def _turned(
+def _rotated(
     x_THD: torch.Tensor, weight_D: torch.Tensor | None, epsilon: float, angles_T2R: torch.Tensor
 ) -> torch.Tensor:
     if weight_D is not None:

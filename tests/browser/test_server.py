@@ -36,13 +36,16 @@ def test_a_prompt_its_route_and_a_drain(server: Server, pages: Pages) -> None:
     expect(route.first).to_contain_text("prefill-0 computed")
     expect(page.locator("#answer")).not_to_be_empty()
     (row,) = httpx.get(f"{server.url}/cluster/requests", timeout=60).json()["requests"]
-    told = row["prompt_tokens_details"]
-    assert told["prefilled_tokens"] == row["prefill_depth"] > 0
-    assert told["fetched_tokens"] + told["replayed_tokens"] + told["reused_tokens"] == row["prompt_tokens"]
+    details = row["prompt_tokens_details"]
+    assert details["prefilled_tokens"] == row["prefill_depth"] > 0
+    assert (
+        details["fetched_tokens"] + details["replayed_tokens"] + details["reused_tokens"]
+        == row["prompt_tokens"]
+    )
     expect(page.locator("#waterfall-times")).to_contain_text("prefill: computed")
     expect(page.locator("#waterfall-times")).to_contain_text("decode: computed")
     assert sum(row["prefill_times"].values()) + sum(row["decode_times"].values()) <= row["ttft_s"]
-    expect(route.nth(1)).to_contain_text(f"fetched {told['fetched_tokens']} from the store")
+    expect(route.nth(1)).to_contain_text(f"fetched {details['fetched_tokens']} from the store")
     expect(page.locator("#requests [data-part=id]")).to_have_text(row["request_id"])
 
     page.get_by_role("button", name="Send").click()

@@ -54,10 +54,10 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
         found = draw(logits_NV, rows)
         first = 0
         for row, drawn in zip(rows, found, strict=True):
-            assert row.draws is not None
+            assert row.sampling_state is not None
             for count in range(len(drawn.tokens)):  # what lies behind a wrong guess is not drawn from
                 position = row.end - row.drafts + count
-                seen[row.draws.sampling.seed, position] = logits_NV[first + count].clone()
+                seen[row.sampling_state.sampling.seed, position] = logits_NV[first + count].clone()
             first += row.drafts + 1
         return found
 

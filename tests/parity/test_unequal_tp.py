@@ -121,7 +121,7 @@ class Group:
             windows=self.windows if self.layout.has_windows else (),
             read=self.slot if start else None,
             writes=() if self.slot is None else (self.slot,),
-            draws=DRAWS if end == len(TOKENS) else None,
+            sampling_state=DRAWS if end == len(TOKENS) else None,
         )
         leader, *_ = self._threads.map(lambda rank: self._rank(rank, row), range(self._size))
         return leader

@@ -20,9 +20,9 @@ from tools.train_keeper.world import (
     ask,
     ask_unknown,
     count_tokens,
+    describe,
     new_notebook,
     render,
-    tell,
 )
 
 QUESTION_TOKENS = 15  # the longest question, the marks around two messages and the prompt for the answer
@@ -99,8 +99,8 @@ def _history(rng: Random, context_tokens: int) -> History:
     facts_to_turn = rng.randint(5, 25)
     used = QUESTION_TOKENS
     while True:
-        told = len(history.notebook.static) + len(history.notebook.changing)
-        fact = tell(history.notebook, rng, changing=told == 1 if told < 2 else None)
+        answered = len(history.notebook.static) + len(history.notebook.changing)
+        fact = describe(history.notebook, rng, changing=answered == 1 if answered < 2 else None)
         history.pending += fact.text + " "
         used += count_tokens(" " + fact.text)
         if used + 10 > context_tokens:
@@ -125,7 +125,7 @@ def demo() -> dict[str, object]:
     notebook = new_notebook(rng, Split.HELD_OUT, 0.45, movers=(3, 3), items=(2, 2))
     text = ""
     while count_tokens(text) + QUESTION_TOKENS < DEMO_TOKENS:
-        text += " " + tell(notebook, rng).text
+        text += " " + describe(notebook, rng).text
     asked: set[str] = set()
     kinds: tuple[Kind, ...] = ("static", "changing") * 3
     answered = [(kind, _not_yet_asked(notebook, rng, kind, asked)) for kind in kinds]

@@ -21,8 +21,8 @@ from tools.train_keeper.world import (
     Split,
     ask,
     ask_unknown,
+    describe,
     new_notebook,
-    tell,
 )
 
 VALUE_WEIGHT = 1.0
@@ -154,10 +154,10 @@ def dense_row(writer: Writer, rng: Random, length: int, changing_share: float) -
     row.start()
     row.add(writer.encode("<|system|>" if rng.random() < 0.4 else "<|user|>"))
     for _ in range(max(2, int(length / 7 * rng.uniform(0.2, 0.5)))):
-        writer.statement(row, tell(notebook, rng))
+        writer.statement(row, describe(notebook, rng))
     while len(row) < length:
         if changing_share > 0 and rng.random() < RESTATED_CHANGES:
-            writer.statement(row, tell(notebook, rng, changing=True))
+            writer.statement(row, describe(notebook, rng, changing=True))
         elif fact := ask(notebook, rng).fact:
             writer.recall(row, fact, 0.0)
     return row
@@ -167,7 +167,7 @@ def chat_row(writer: Writer, rng: Random, length: int, changing_share: float, un
     """A chat over one notebook that keeps growing; at least `length` tokens."""
     notebook = new_notebook(rng, Split.TRAIN, changing_share)
     row = Row()
-    pending = [tell(notebook, rng) for _ in range(max(2, int(length * rng.uniform(0.2, 0.6) / 7.5)))]
+    pending = [describe(notebook, rng) for _ in range(max(2, int(length * rng.uniform(0.2, 0.6) / 7.5)))]
     if rng.random() < 0.03:
         _small_talk(writer, rng, row)
     if rng.random() < 0.4:
@@ -185,7 +185,7 @@ def chat_row(writer: Writer, rng: Random, length: int, changing_share: float, un
             question, answer = answered.question, answered.fact or answered.answer
         writer.message(row, "user", question, pending)
         writer.answer(row, answer)
-        pending = [tell(notebook, rng) for _ in range(rng.randint(1, 4))] if rng.random() < 0.35 else []
+        pending = [describe(notebook, rng) for _ in range(rng.randint(1, 4))] if rng.random() < 0.35 else []
     return row
 
 

@@ -138,7 +138,7 @@ def new_notebook(
     return Notebook(split, changing_share, rng.sample(NAMES, mover_count), rng.sample(OBJECTS, item_count))
 
 
-def tell(notebook: Notebook, rng: Random, *, changing: bool | None = None) -> Fact:
+def describe(notebook: Notebook, rng: Random, *, changing: bool | None = None) -> Fact:
     """Draws the next fact and writes it down. A static key is never told twice."""
     if changing is None:
         changing = rng.random() < notebook.changing_share
@@ -226,7 +226,7 @@ def conversation(rng: Random, token_count: int, split: Split) -> list[Message]:
     """A chat over one notebook, a little longer than `token_count` tokens."""
     notebook = new_notebook(rng, split, rng.choice([0.2, 0.4, 0.4, 0.6, 0.8]))
     fact_count = max(2, int(token_count * rng.uniform(0.25, 0.65) / FACT_TOKENS))
-    pending = _tell_many(notebook, rng, fact_count)
+    pending = _describe_many(notebook, rng, fact_count)
     tokens = fact_count * FACT_TOKENS
     messages: list[Message] = []
     if rng.random() < 0.03:
@@ -247,13 +247,13 @@ def conversation(rng: Random, token_count: int, split: Split) -> list[Message]:
         pending = ""
         if rng.random() < 0.35:
             fact_count = rng.randint(1, 4)
-            pending = _tell_many(notebook, rng, fact_count)
+            pending = _describe_many(notebook, rng, fact_count)
             tokens += fact_count * FACT_TOKENS
     return messages
 
 
-def _tell_many(notebook: Notebook, rng: Random, count: int) -> str:
-    return "".join(tell(notebook, rng).text + " " for _ in range(count))
+def _describe_many(notebook: Notebook, rng: Random, count: int) -> str:
+    return "".join(describe(notebook, rng).text + " " for _ in range(count))
 
 
 def _exchange(question: str, answer: str) -> list[Message]:

@@ -121,7 +121,7 @@ def _build(
     arena = Arena(layout, memory.reserved, backing, budget)
     index = PrefixIndex(layout, settings.eviction, loaded.cost)
     runner = open_runner(settings, loaded, memory, backing.memory, group)
-    places = open_places(settings, layout, backing.memory, rank_share(shards, 0, ranks))
+    arena_io = open_arena_io(settings, layout, backing.memory, rank_share(shards, 0, ranks))
 
     def close() -> None:
         runner.close()
@@ -132,7 +132,7 @@ def _build(
     limits = limits_of(settings, memory, mtp=loaded.head is not None)
     engine = Engine(
         Ledger(Cache(layout, arena, index), settings.checkpoints_per_path),
-        Transfer(layout, places, shards, () if group is None else group.mates()),
+        Transfer(layout, arena_io, shards, () if group is None else group.mates()),
         runner,
         limits,
         root_of,
@@ -258,7 +258,7 @@ def sealing_of(settings: EngineSettings) -> Sealing:
     return Sealing(None if settings.store_secret_file is None else read_secret(settings.store_secret_file))
 
 
-def open_places(settings: EngineSettings, layout: Layout, arena: Tensor, share: Share) -> ArenaIO:
+def open_arena_io(settings: EngineSettings, layout: Layout, arena: Tensor, share: Share) -> ArenaIO:
     """The store of one rank, which has `share` of every page and state and keeps it in `arena`, uint8
     [bytes]. Raises StoreError."""
     store = open_store(settings.store_url, sealing_of(settings))

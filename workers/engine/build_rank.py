@@ -7,7 +7,7 @@ import torch
 
 from tidemill.kvstore.shards import rank_share, shards_of
 from tidemill.workers.device import open_backing
-from tidemill.workers.engine.build import guesser_of, memory_of, mtp_of, open_places, operators_of
+from tidemill.workers.engine.build import guesser_of, memory_of, mtp_of, open_arena_io, operators_of
 from tidemill.workers.execution.model_runner import outputs_of
 from tidemill.workers.execution.mtp_drafter import DrawnEnd
 from tidemill.workers.execution.step import PENDING, Step
@@ -30,11 +30,11 @@ def build_rank(settings: EngineSettings, index: int, folder: Path) -> RankParts:
     `build_engine` does."""
     size = settings.tensor_parallel_size
     ranks = SharedMemory(folder, index, size, WAIT_S_MAX)
-    loaded = load(settings.model_folder, operators_of(settings), _nobody_looks, ranks, mtp=mtp_of(settings))
+    loaded = load(settings.model_folder, operators_of(settings), _no_progress, ranks, mtp=mtp_of(settings))
     memory = memory_of(settings, loaded.local_layers, loaded.max_length)
     layout, backing = memory.layout, open_backing(settings, memory.reserved_bytes)
     share = rank_share(shards_of(loaded.layers, settings.group_sizes), index, size)
-    transfer = RankTransfer(layout, open_places(settings, layout, backing.memory, share), share)
+    transfer = RankTransfer(layout, open_arena_io(settings, layout, backing.memory, share), share)
     caches = caches_of(layout, backing.memory)
     guesser = guesser_of(settings, loaded, layout, caches)
 
@@ -60,26 +60,26 @@ def _tokens(step: Step, ranks: Ranks) -> list[int] | None:
     tokens = [token for row in step for token in row.tokens]
     if PENDING not in tokens:
         return tokens
-    told_T = torch.tensor(tokens)
-    ranks.broadcast(told_T)
-    told: list[int] = told_T.numpy().tolist()
-    return None if NONE in told else told
+    tokens_T = torch.tensor(tokens)
+    ranks.broadcast(tokens_T)
+    tokens: list[int] = tokens_T.numpy().tolist()
+    return None if NONE in tokens else tokens
 
 
 def _ends(step: Step, ranks: Ranks) -> list[DrawnEnd] | None:
     """What the leader drew; None when that failed."""
-    told_N2 = torch.zeros(len(step), len(DrawnEnd._fields), dtype=torch.int64)
-    ranks.broadcast(told_N2)
-    ends = [DrawnEnd(*told) for told in told_N2.numpy().tolist()]
+    ends_N2 = torch.zeros(len(step), len(DrawnEnd._fields), dtype=torch.int64)
+    ranks.broadcast(ends_N2)
+    ends = [DrawnEnd(*tokens) for tokens in ends_N2.numpy().tolist()]
     return None if any(end.num_drawn == NONE for end in ends) else ends
 
 
 def _chosen(ranks: Ranks, _logits_NV: torch.Tensor, rows: Step) -> list[int]:
     """What the leader guesses."""
-    told_N = torch.zeros(len(rows), dtype=torch.int64)
-    ranks.broadcast(told_N)
-    return told_N.numpy().tolist()
+    tokens_N = torch.zeros(len(rows), dtype=torch.int64)
+    ranks.broadcast(tokens_N)
+    return tokens_N.numpy().tolist()
 
 
-def _nobody_looks(done_bytes: int, total_bytes: int) -> None:
+def _no_progress(done_bytes: int, total_bytes: int) -> None:
     """The leader's progress stands for that of all ranks."""

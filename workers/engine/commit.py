@@ -20,15 +20,15 @@ class StepCommitter:
         self,
         ledger: Ledger,
         limits: EngineLimits,
-        line: AdmissionQueue,
-        makers: InProgressPrefixes,
-        publications: Publisher,
+        admission_queue: AdmissionQueue,
+        in_progress: InProgressPrefixes,
+        publisher: Publisher,
     ) -> None:
         self._ledger = ledger
         self._limits = limits
-        self._line = line
-        self._makers = makers
-        self._publications = publications
+        self._admission_queue = admission_queue
+        self._in_progress = in_progress
+        self._publisher = publisher
 
     def commit(self, planned: Launched, drawn: Drawn) -> bool:
         """Whether this was the last row of its sequence: its target is computed, or its answer complete."""
@@ -42,7 +42,7 @@ class StepCommitter:
             some = drawn.scores[start : start + DELTA_SCORES_MAX]
             sequence.delivery.scored += len(some)
             sequence.delivery.outbox.put_nowait(Delta(tokens=(), prompt_logprobs=some))
-        if row.draws is not None:
+        if row.sampling_state is not None:
             tokens, logprobs = drawn.tokens, drawn.logprobs
             count, finish = sequence.draw(tokens)
             if sequence.drafter is not None:
@@ -57,8 +57,8 @@ class StepCommitter:
         done = sequence.produces and end == sequence.target
         self._keep_state(sequence, lease, done=done)
         if sequence.produces and not done:  # the end of it waits for the checkpoint
-            self._publications.publish(sequence, len(lease.shared_entries), checkpoint=False)
-        self._makers.advanced(sequence, flight.start)
+            self._publisher.publish(sequence, len(lease.shared_entries), checkpoint=False)
+        self._in_progress.advanced(sequence, flight.start)
         if done:
             sequence.delivery.outbox.put_nowait(Delta(tokens=()))
         if finish is not None:
@@ -68,7 +68,7 @@ class StepCommitter:
     def void(self, planned: Launched) -> None:
         """Nothing of the row counts: its request has ended, or its step broke."""
         self._ledger.commit(planned.lease, planned.flight.start, planned.sequence.keys)
-        self._line.memory_freed()
+        self._admission_queue.memory_freed()
 
     def _count(self, drafts: int, count: int) -> None:
         counters = self._ledger.counters
@@ -87,7 +87,7 @@ class StepCommitter:
         if depth in sequence.restore.cuts or depth in sequence.restore.junctions:
             self._ledger.keep_state(lease, last=done)
             if not done and (depth in sequence.restore.junctions or depth == sequence.boundary):
-                self._publications.publish(sequence, depth // sequence.page_tokens)  # others will want it
+                self._publisher.publish(sequence, depth // sequence.page_tokens)  # others will want it
         elif depth > len(sequence.request.tokens) and sequence.rolls(depth, self._limits.roll_pages):
             sequence.checkpoint_owed = not self._ledger.roll_checkpoint(lease)
 
@@ -95,6 +95,6 @@ class StepCommitter:
         """The next turn of this conversation will resume where this one ends, on whatever worker it lands."""
         if not self._ledger.layout.hybrid:
             if lease.shared_entries:
-                self._publications.publish(sequence, len(lease.shared_entries))
+                self._publisher.publish(sequence, len(lease.shared_entries))
         elif lease.rolling is not None and lease.rolling.checkpoint is not None:
-            self._publications.publish(sequence, lease.rolling.depth_pages)
+            self._publisher.publish(sequence, lease.rolling.depth_pages)

@@ -19,20 +19,20 @@ WITHIN_S = 20.0
 class Drain:
     """`end` takes the memory of a running sequence and ends its stream with an error."""
 
-    def __init__(self, publications: Publisher, end: Callable[[Sequence, Exception], None]) -> None:
-        self._publications = publications
+    def __init__(self, publisher: Publisher, end: Callable[[Sequence, Exception], None]) -> None:
+        self._publisher = publisher
         self._end = end
         self._produces = True
         self._generates = True
         self._until_s = 0.0
-        self._places: dict[str, int] = {}  # where each stream can be resumed
+        self._cuts: dict[str, int] = {}  # where each stream can be resumed
         self._offered: set[str] = set()
 
     def restrict(self, *, produces: bool, generates: bool, now_s: float) -> None:
         """From now on the worker has such work only."""
         self._produces, self._generates = produces, generates
         self._until_s = now_s + WITHIN_S
-        self._places.clear()
+        self._cuts.clear()
         self._offered.clear()
 
     def takes(self, *, produces: bool) -> bool:
@@ -51,20 +51,20 @@ class Drain:
             if not self.takes(produces=sequence.produces) and (
                 now_s >= self._until_s or (sequence.streams and self._is_stored(sequence))
             ):
-                self._places.pop(sequence.id, None)
+                self._cuts.pop(sequence.id, None)
                 self._offered.discard(sequence.id)
                 self._end(sequence, _handed_over())
 
     def _is_stored(self, sequence: Sequence) -> bool:
         size = sequence.page_tokens
-        place = self._places.get(sequence.id)
-        if place is None:
-            place = self._places[sequence.id] = (sequence.launched // size + 1) * size
-            sequence.restore.cuts.add(place)
-        if sequence.computed < place:
+        cut = self._cuts.get(sequence.id)
+        if cut is None:
+            cut = self._cuts[sequence.id] = (sequence.launched // size + 1) * size
+            sequence.restore.cuts.add(cut)
+        if sequence.computed < cut:
             return False
         if sequence.id not in self._offered:
-            self._publications.publish(sequence, place // size)
+            self._publisher.publish(sequence, cut // size)
             if sequence.delivery.publication.task is not None:  # else too many are under way
                 self._offered.add(sequence.id)
             return False

@@ -34,7 +34,7 @@ from tidemill.workers.messages import (
 )
 from tidemill.workers.scheduling.admission import Admission
 from tidemill.workers.scheduling.admission_queue import AdmissionQueue
-from tidemill.workers.scheduling.isolation import Tell
+from tidemill.workers.scheduling.isolation import Notify
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.scheduler import Scheduler
 from tidemill.workers.scheduling.sequence import IsolationNotice, Preempted, Sequence
@@ -61,20 +61,20 @@ class Engine:
         self._transfer = transfer
         self._arrivals = RequestIntake(limits, ledger.layout, root_of, grammars)
         self._sequences = Sequences()
-        line = AdmissionQueue()
-        self._admission = Admission(ledger, transfer, line, self._sequences, limits)
-        self._publications = Publisher(ledger, transfer, line)
-        self._prefetcher = Prefetcher(ledger, transfer, line)
+        admission_queue = AdmissionQueue()
+        self._admission = Admission(ledger, transfer, admission_queue, self._sequences, limits)
+        self._publisher = Publisher(ledger, transfer, admission_queue)
+        self._prefetcher = Prefetcher(ledger, transfer, admission_queue)
         self._pipeline = Pipeline(
             runner,
             Scheduler(ledger, limits, self._sequences, self._preempt),
-            StepCommitter(ledger, limits, line, self._admission.makers, self._publications),
+            StepCommitter(ledger, limits, admission_queue, self._admission.in_progress, self._publisher),
             self._preempt,
             self._landed_last,
         )
         self._producing: dict[PageKey, asyncio.Lock] = {}
         self._work = asyncio.Event()
-        self._hand_over = Drain(self._publications, self._preempt)
+        self._drain = Drain(self._publisher, self._preempt)
         self._over = False  # the step loop has ended: nobody would run what is admitted now
 
     async def run(self) -> None:
@@ -82,7 +82,7 @@ class Engine:
         try:
             while True:
                 self.steps += 1
-                self._hand_over.advance(self._sequences.running.values(), _now_s())
+                self._drain.advance(self._sequences.running.values(), _now_s())
                 if await self._pipeline.step(self._limits.flights_max):
                     await asyncio.sleep(0)  # streams take their tokens before the next step
                     continue
@@ -99,13 +99,13 @@ class Engine:
                 sequence.delivery.outbox.put_nowait(WorkerGone(LOOP_ENDED))
             await self._pipeline.settle()
 
-    async def produce(self, request: Request, tell: Tell | None = None) -> Produced:
+    async def produce(self, request: Request, notify: Notify | None = None) -> Produced:
         """Make the store hold every page below the prompt's last page boundary, and the checkpoint there.
 
         Idempotent: what the store holds already is not computed again. `depth` is less than asked when the
         store did not take everything.
         """
-        self._hand_over.check(produces=True)
+        self._drain.check(produces=True)
         sequence = self._arrivals.producing(request)
         keys = sequence.keys[: sequence.target // sequence.page_tokens]
         if not keys:
@@ -118,13 +118,13 @@ class Engine:
                         depth=sequence.target, provenance=Provenance(reused_tokens=sequence.target)
                     )
                 began_s = _now_s()
-                async for _ in self._stream(sequence, tell):
+                async for _ in self._stream(sequence, notify):
                     pass
-                await self._tell(sequence, tell, alone=False)
+                await self._notify(sequence, notify, alone=False)
                 computed_at_s = _now_s()
                 sequence.time_since(began_s, computed_at_s)
-                self._publications.publish(sequence, len(keys))
-                stored = await self._publications.published(sequence, len(keys))
+                self._publisher.publish(sequence, len(keys))
+                stored = await self._publisher.published(sequence, len(keys))
                 sequence.time_stored(_now_s() - computed_at_s)
         finally:
             self._close(sequence)
@@ -135,21 +135,21 @@ class Engine:
     async def prefetch(self, request: Request) -> Produced:
         """Keep the pages of the prompt here as they appear in the store, until it is cancelled, in time for
         `generate`. Best effort; `depth` says how far it got."""
-        self._hand_over.check(produces=False)
+        self._drain.check(produces=False)
         sequence = self._arrivals.producing(request)
         keys = sequence.keys[: sequence.target // sequence.page_tokens]
         depth = await self._prefetcher.run(request, keys) * sequence.page_tokens
         return Produced(depth=depth, provenance=Provenance(fetched_tokens=depth))
 
-    async def generate(self, request: Request, tell: Tell | None = None) -> AsyncGenerator[Delta]:
+    async def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
         """The tokens of `request`, one delta per step; closing the generator cancels it. `tell` is for a
         request on trial: see workers/scheduling/isolation.py. Raises PagesMissing, RequestError, WorkerGone,
         HandedOver."""
-        self._hand_over.check(produces=False)
+        self._drain.check(produces=False)
         sequence = await self._arrivals.generating(request)
         sequence.restore.prefetched_pages = await self._prefetcher.take(request)
         try:
-            async with aclosing(self._stream(sequence, tell)) as deltas:
+            async with aclosing(self._stream(sequence, notify)) as deltas:
                 async for delta in deltas:
                     yield delta
         finally:
@@ -158,10 +158,10 @@ class Engine:
     def restrict(self, *, produces: bool, generates: bool) -> None:
         """Take only such calls from now on. Others end with HandedOver, new ones and those that wait at once,
         running ones when what they need elsewhere is stored."""
-        self._hand_over.restrict(produces=produces, generates=generates, now_s=_now_s())
+        self._drain.restrict(produces=produces, generates=generates, now_s=_now_s())
         for sequence in self._sequences.waiting.values():
             timeout = sequence.restore.timeout
-            if timeout is not None and not self._hand_over.takes(produces=sequence.produces):
+            if timeout is not None and not self._drain.takes(produces=sequence.produces):
                 timeout.reschedule(_now_s())
         self._work.set()
 
@@ -171,7 +171,7 @@ class Engine:
         the youngest first, before the next step."""
         extents = budget_bytes // (self._ledger.layout.extent_bytes * self._limits.ranks)
         self._ledger.resize(max(self._limits.extents_min, min(extents, self._ledger.num_extents)))
-        self._admission.line.memory_freed()
+        self._admission.admission_queue.memory_freed()
         self._work.set()
 
     def load(self) -> WorkerLoad:
@@ -203,9 +203,9 @@ class Engine:
 
     async def drain_publications(self) -> None:
         """Wait until what was being published in the background is stored, or was refused."""
-        await self._publications.drain()
+        await self._publisher.drain()
 
-    async def _stream(self, sequence: Sequence, tell: Tell | None) -> AsyncGenerator[Delta]:
+    async def _stream(self, sequence: Sequence, notify: Notify | None) -> AsyncGenerator[Delta]:
         """Admit the sequence, again after each preemption, and pass on what its steps bring. A producing one
         brings nothing and ends when its target is computed."""
         first, began_s = True, _now_s()
@@ -213,15 +213,17 @@ class Engine:
         while sequence.computed < sequence.target or not sequence.produces:
             item = await sequence.delivery.outbox.get()
             if isinstance(item, Exception):
-                await self._tell(sequence, tell, alone=False)
+                await self._notify(sequence, notify, alone=False)
                 raise item
             if isinstance(item, IsolationNotice):
-                await self._tell(sequence, tell, alone=item.alone and sequence.id in self._sequences.running)
+                await self._notify(
+                    sequence, notify, alone=item.alone and sequence.id in self._sequences.running
+                )
                 sequence.isolation.is_notifying = False
                 self._work.set()
                 continue
             if isinstance(item, Preempted):
-                await self._tell(sequence, tell, alone=False)
+                await self._notify(sequence, notify, alone=False)
                 await self._admit(sequence)
                 continue
             if sequence.produces:
@@ -229,21 +231,21 @@ class Engine:
             if first:
                 sequence.time_since(began_s, _now_s())
             if item.finish is not None:
-                await self._tell(sequence, tell, alone=False)
+                await self._notify(sequence, notify, alone=False)
             yield replace(item, provenance=sequence.provenance) if first else item
             first = False
             if item.finish is not None:
                 return
 
     async def _admit(self, sequence: Sequence) -> None:
-        self._hand_over.check(produces=sequence.produces)
+        self._drain.check(produces=sequence.produces)
         self._sequences.wait(sequence)
         began_s = _now_s()
         try:
             async with asyncio.timeout(None) as sequence.restore.timeout:
                 await self._admission.admit(sequence)
         except TimeoutError:
-            self._hand_over.check(produces=sequence.produces)
+            self._drain.check(produces=sequence.produces)
             raise
         finally:
             sequence.restore.timeout = None
@@ -256,10 +258,10 @@ class Engine:
         self._sequences.run(sequence)
         self._work.set()
 
-    async def _tell(self, sequence: Sequence, tell: Tell | None, *, alone: bool) -> None:
+    async def _notify(self, sequence: Sequence, notify: Notify | None, *, alone: bool) -> None:
         if sequence.isolation.alone is not alone:
-            if tell is not None:
-                await tell(alone)
+            if notify is not None:
+                await notify(alone)
             sequence.isolation.alone = alone
             self._work.set()
 
@@ -291,11 +293,11 @@ class Engine:
         sequence.delivery.outbox.put_nowait(error or Preempted())
 
     def _release(self, sequence: Sequence) -> None:
-        self._admission.makers.left(sequence)
+        self._admission.in_progress.left(sequence)
         if sequence.lease is not None:
             sequence.lease = None
             self._ledger.release(sequence.id)
-            self._admission.line.memory_freed()
+            self._admission.admission_queue.memory_freed()
 
 
 def _now_s() -> float:

@@ -58,7 +58,7 @@ def load_of(
             "store_put_bytes": stats.put_bytes,
             "store_get_bytes": stats.get_bytes,
             "store_trips": stats.trips,
-            "store_is_down": stats.is_down,
+            "store_is_down": float(stats.is_down),
             "fetched_bytes": transfer.fetched.num_bytes,
             "fetch_seconds": transfer.fetched.seconds,
             "published_bytes": transfer.published.num_bytes,

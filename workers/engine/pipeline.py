@@ -43,13 +43,13 @@ class Pipeline:
         self,
         runner: Runner,
         schedule: Scheduler,
-        landing: StepCommitter,
+        committer: StepCommitter,
         preempt: Preempt,
         landed_last: Callable[[Sequence], None],
     ) -> None:
         self._runner = runner
         self._schedule = schedule
-        self._landing = landing
+        self._committer = committer
         self._preempt = preempt
         self._landed_last = landed_last
         self._in_flight: deque[InFlight] = deque()
@@ -83,7 +83,7 @@ class Pipeline:
             self._in_flight.popleft()
             self._time(step)
             for planned, what in zip(step.batch.rows, drawn, strict=True):
-                if self._landing.commit(planned, what):
+                if self._committer.commit(planned, what):
                     self._landed_last(planned.sequence)
         return True
 
@@ -103,7 +103,7 @@ class Pipeline:
             await asyncio.wait([step.answer])
             step.answer.exception()  # it has been seen
             for planned in step.batch.rows:
-                self._landing.void(planned)
+                self._committer.void(planned)
 
     def _launch(self) -> bool:
         batch = self._schedule.next_step(in_flight=bool(self._in_flight))
@@ -134,7 +134,7 @@ class Pipeline:
 
     def _broke(self, batch: Batch, error: Exception) -> None:
         for planned in batch.rows:
-            self._landing.void(planned)
+            self._committer.void(planned)
             if planned.lease.ended:
                 continue
             planned.sequence.isolation.until = planned.flight.end

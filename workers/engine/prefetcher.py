@@ -35,10 +35,10 @@ class _Prefetch:
 
 
 class Prefetcher:
-    def __init__(self, ledger: Ledger, transfer: Transfer, line: AdmissionQueue) -> None:
+    def __init__(self, ledger: Ledger, transfer: Transfer, admission_queue: AdmissionQueue) -> None:
         self._ledger = ledger
         self._transfer = transfer
-        self._line = line
+        self._admission_queue = admission_queue
         self._of: OrderedDict[str, _Prefetch] = OrderedDict()
         self._running: set[asyncio.Task[int]] = set()
         self._serial = 0
@@ -106,7 +106,7 @@ class Prefetcher:
             return await self._fill(lease, keys, first, num_pages)
         finally:
             self._ledger.release(lease_id)
-            self._line.memory_freed()
+            self._admission_queue.memory_freed()
 
     async def _fill(self, lease: Lease, keys: list[PageKey], first: int, num_pages: int) -> int:
         size = self._ledger.layout.page_tokens

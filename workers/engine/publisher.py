@@ -19,10 +19,10 @@ PUBLICATIONS_MAX = 64
 
 
 class Publisher:
-    def __init__(self, ledger: Ledger, transfer: Transfer, line: AdmissionQueue) -> None:
+    def __init__(self, ledger: Ledger, transfer: Transfer, admission_queue: AdmissionQueue) -> None:
         self._ledger = ledger
         self._transfer = transfer
-        self._line = line
+        self._admission_queue = admission_queue
         self._running: set[asyncio.Task[None]] = set()
         self._serial = 0
 
@@ -82,4 +82,4 @@ class Publisher:
 
     def _drop(self, piece: StoredPrefix) -> None:
         self._ledger.release(piece.lease_id)
-        self._line.memory_freed()
+        self._admission_queue.memory_freed()

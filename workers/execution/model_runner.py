@@ -97,8 +97,8 @@ class TorchRunner:
     def _draw(self, step: Step, logits_NV: torch.Tensor | None) -> list[Drawn]:
         if logits_NV is None:
             return [Drawn()] * len(step)
-        drawn = iter(draw(logits_NV, [row for row in step if row.draws is not None]))
-        return [Drawn() if row.draws is None else next(drawn) for row in step]
+        drawn = iter(draw(logits_NV, [row for row in step if row.sampling_state is not None]))
+        return [Drawn() if row.sampling_state is None else next(drawn) for row in step]
 
     def _guess(
         self, guesser: MtpDrafter, step: Step, tokens: list[int], hidden_TH: torch.Tensor, drawn: list[Drawn]
@@ -169,15 +169,17 @@ def outputs_of(model: Model, hidden_TH: torch.Tensor, step: Step) -> Outputs:
 def logits_of(model: Model, hidden_TH: torch.Tensor, step: Step) -> torch.Tensor | None:
     """Logits `[N, vocabulary]` from the hidden states of a step, `1 + drafts` of each row that draws. None
     when no row does."""
-    places: list[int] = []
+    positions: list[int] = []
     end = 0
     for row in step:
         end += len(row.tokens)
-        if row.draws is not None:
-            places += range(end - row.drafts - 1, end)
-    if len(places) == end:
+        if row.sampling_state is not None:
+            positions += range(end - row.drafts - 1, end)
+    if len(positions) == end:
         return model.logits(hidden_TH)
-    if not places:
+    if not positions:
         return None
-    places_N = torch.tensor(places, pin_memory=hidden_TH.is_cuda).to(hidden_TH.device, non_blocking=True)
-    return model.logits(hidden_TH[places_N])
+    positions_N = torch.tensor(positions, pin_memory=hidden_TH.is_cuda).to(
+        hidden_TH.device, non_blocking=True
+    )
+    return model.logits(hidden_TH[positions_N])

@@ -63,11 +63,12 @@ def slots_of(step: Step, tokens: Sequence[int], ends: Sequence[DrawnEnd], page_t
             last = min(drawn_at, len(row.pages) * page_tokens - 1)
         else:
             assert row.end % page_tokens == 0, "nobody would write the slot where the next row begins"
-        places = range(first, last + 1)
-        if places:
-            own = tuple(end.token if at == drawn_at else tokens[offset + at - row.start] for at in places)
+        positions = range(first, last + 1)
+        if positions:
+            own = tuple(end.token if at == drawn_at else tokens[offset + at - row.start] for at in positions)
             sources = [
-                offset + at - 1 - row.start if at % page_tokens or at == drawn_at else NONE for at in places
+                offset + at - 1 - row.start if at % page_tokens or at == drawn_at else NONE
+                for at in positions
             ]
             slots = row._replace(tokens=own, start=first, read=None, writes=(), drafts=0, windows=())
             found.append(DraftRow(number, slots, sources, last == drawn_at))

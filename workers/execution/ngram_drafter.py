@@ -80,18 +80,18 @@ class NgramDrafter:
         """Index each place that has a token before it; the one behind the last token follows nothing yet
         known."""
         assert self._num_indexed <= len(tokens)
-        for place in range(max(1, self._num_indexed), len(tokens)):
+        for position in range(max(1, self._num_indexed), len(tokens)):
             for size, follows in self._follows.items():
-                if size <= place:
-                    follows[tuple(tokens[place - size : place])] = place
+                if size <= position:
+                    follows[tuple(tokens[position - size : position])] = position
         self._num_indexed = len(tokens)
 
     def _copied(self, tokens: Sequence[int], length: int) -> list[int]:
         for size, follows in self._follows.items():
-            place = follows.get(tuple(tokens[-size:]))
-            if place is not None and len(tokens) >= size:
-                period = len(tokens) - place
-                copied = list(tokens[place : place + length])
+            position = follows.get(tuple(tokens[-size:]))
+            if position is not None and len(tokens) >= size:
+                period = len(tokens) - position
+                copied = list(tokens[position : position + length])
                 while len(copied) < length:  # what is copied goes on into the copy
                     copied.append(copied[-period])
                 return copied

@@ -47,9 +47,9 @@ def draw(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
         _sampling_state(row).rewind(row.end - row.drafts)
     drawing = list(range(len(rows)))
     while drawing:
-        places = [starts[index] + len(tokens[index]) for index in drawing]
+        positions = [starts[index] + len(tokens[index]) for index in drawing]
         states = [_sampling_state(rows[index]) for index in drawing]
-        chosen, reported = _next_tokens(logits_NV, best_N, places, states)
+        chosen, reported = _next_tokens(logits_NV, best_N, positions, states)
         for index, state, token, logprob in zip(drawing, states, chosen, reported, strict=True):
             state.push(token)
             tokens[index].append(token)
@@ -65,21 +65,21 @@ def _matches_draft(row: Row, drawn: Sequence[int]) -> bool:
 
 
 def _next_tokens(
-    logits_NV: torch.Tensor, best_N: Sequence[int], places: Sequence[int], states: Sequence[SamplingState]
+    logits_NV: torch.Tensor, best_N: Sequence[int], positions: Sequence[int], states: Sequence[SamplingState]
 ) -> tuple[list[int], list[TokenLogprob | None]]:
     """Choose a token for each state from its row of the logits, `places[i]`; greedy states take the best one.
 
     The second list has the logprobs of states that ask for them. Chunks of rows bound the memory.
     """
-    tokens = [best_N[place] for place in places]
-    logprobs: list[TokenLogprob | None] = [None] * len(places)
+    tokens = [best_N[position] for position in positions]
+    logprobs: list[TokenLogprob | None] = [None] * len(positions)
     others = [index for index, state in enumerate(states) if not state.greedy]
     numbers = CHUNK_NUMBERS if logits_NV.device.type == "cpu" else DEVICE_CHUNK_NUMBERS
     size = max(1, numbers // logits_NV.shape[1])
     for start in range(0, len(others), size):
         chunk = others[start : start + size]
         chunk_states = [states[index] for index in chunk]
-        chunk_NV = logits_NV[[places[index] for index in chunk]]
+        chunk_NV = logits_NV[[positions[index] for index in chunk]]
         chosen = _choose(chunk_NV, chunk_states)
         for index, token in zip(chunk, chosen, strict=True):
             tokens[index] = token
@@ -115,9 +115,9 @@ def _choose(logits_NV: torch.Tensor, states: Sequence[SamplingState]) -> list[in
     return tokens
 
 
-def _penalise(scores_V: torch.Tensor, draws: SamplingState) -> None:
+def _penalise(scores_V: torch.Tensor, sampling_state: SamplingState) -> None:
     """Repetition, then frequency and presence penalty, then the bias, in place."""
-    sampling, counts, device = draws.sampling, draws.counts, scores_V.device
+    sampling, counts, device = sampling_state.sampling, sampling_state.counts, scores_V.device
     if counts is not None and counts.ids:
         ids = torch.as_tensor(np.array(counts.ids)).to(device)
         times = torch.as_tensor(np.array(counts.counts)).to(device)
@@ -135,13 +135,13 @@ def _penalise(scores_V: torch.Tensor, draws: SamplingState) -> None:
             scores_V[token] += bias
 
 
-def _restrict(scores_V: torch.Tensor, draws: SamplingState) -> None:
+def _restrict(scores_V: torch.Tensor, sampling_state: SamplingState) -> None:
     """Put -inf in the place of what must not come. An end that is too early must not, unless the grammar
     has nothing else."""
-    if draws.matcher is not None:
-        may_V = torch.as_tensor(draws.matcher.mask()).to(scores_V.device)
+    if sampling_state.matcher is not None:
+        may_V = torch.as_tensor(sampling_state.matcher.mask()).to(scores_V.device)
         scores_V.masked_fill_(~may_V, -torch.inf)
-    barred = [token for token in draws.barred if token < len(scores_V)]
+    barred = [token for token in sampling_state.barred if token < len(scores_V)]
     if barred:
         kept = scores_V[barred]
         scores_V[barred] = -torch.inf
@@ -219,14 +219,14 @@ def _logprobs(
     found: list[tuple[int, TokenLogprob]] = []
     for alternatives, rows in asking.items():
         logprobs_NV = logits_NV[rows].double().log_softmax(dim=-1)
-        asked = token_logprobs(logprobs_NV, [tokens[row] for row in rows], alternatives)
-        found += zip(rows, asked, strict=True)
+        reported_rows = token_logprobs(logprobs_NV, [tokens[row] for row in rows], alternatives)
+        found += zip(rows, reported_rows, strict=True)
     return found
 
 
 def _sampling_state(row: Row) -> SamplingState:
-    assert row.draws is not None
-    return row.draws
+    assert row.sampling_state is not None
+    return row.sampling_state
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:

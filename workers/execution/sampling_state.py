@@ -15,14 +15,14 @@ class Counts:
         self.ids = array("q", dict.fromkeys(prompt))
         self.counts = array("q", [0]) * len(self.ids)
         self.num_prompt = len(self.ids)
-        self._places = {token: place for place, token in enumerate(self.ids)}
+        self._positions = {token: position for position, token in enumerate(self.ids)}
 
     def add(self, token: int, change: int) -> None:
-        place = self._places.setdefault(token, len(self.ids))
-        if place == len(self.ids):
+        position = self._positions.setdefault(token, len(self.ids))
+        if position == len(self.ids):
             self.ids.append(token)
             self.counts.append(0)
-        self.counts[place] += change
+        self.counts[position] += change
 
 
 class SamplingState:

@@ -39,7 +39,7 @@ class Row(NamedTuple):
     read: StateId | None
     writes: tuple[StateId, ...]
     drafts: int = 0
-    draws: SamplingState | None = None
+    sampling_state: SamplingState | None = None
     scores: Scores | None = None
     windows: tuple[WindowId, ...] = ()
 

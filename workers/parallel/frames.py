@@ -83,7 +83,7 @@ def encode(step: Step) -> Ints:
             NONE if row.read is None else row.read,
             len(row.writes),
             row.drafts,
-            row.draws is not None,
+            row.sampling_state is not None,
             len(row.windows),
             *((row.scores.offset, len(row.scores.targets)) if row.scores is not None else NO_SCORES),
         )
@@ -103,7 +103,18 @@ def decode(body: Ints) -> Step:
 
 
 def _row(head: Sequence[int], left: Iterator[int]) -> Row:
-    start, num_tokens, num_pages, read, num_writes, drafts, draws, num_windows, offset, num_targets = head
+    (
+        start,
+        num_tokens,
+        num_pages,
+        read,
+        num_writes,
+        drafts,
+        sampling_state,
+        num_windows,
+        offset,
+        num_targets,
+    ) = head
     return Row(
         sequence_id="",
         tokens=tuple(islice(left, num_tokens)),
@@ -113,7 +124,7 @@ def _row(head: Sequence[int], left: Iterator[int]) -> Row:
         writes=tuple(map(StateId, islice(left, num_writes))),
         windows=tuple(map(WindowId, islice(left, num_windows))),
         drafts=drafts,
-        draws=ELSEWHERE if draws else None,
+        sampling_state=ELSEWHERE if sampling_state else None,
         scores=Scores(offset, (NONE,) * num_targets, 0) if num_targets else None,
     )
 
@@ -123,7 +134,7 @@ def encode_objects(objects: Sequence[Moved]) -> Ints:
     rows[:, 0] = [KINDS.index(moved.kind) for moved in objects]
     keys = np.frombuffer(b"".join(moved.key for moved in objects), np.int64)
     rows[:, 1:-1] = keys.reshape(-1, OBJECT_INTS - 2)
-    rows[:, -1] = [moved.place for moved in objects]
+    rows[:, -1] = [moved.memory_id for moved in objects]
     return rows.reshape(-1)
 
 

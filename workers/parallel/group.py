@@ -124,12 +124,12 @@ class GroupRunner(TorchRunner):
         """With a head, the ranks are told what was drawn, or that the step ends here."""
         if self._guesser is None:
             return super()._draw(step, logits_NV)
-        told_N2 = torch.full((len(step), len(DrawnEnd._fields)), NONE)
+        ends_N2 = torch.full((len(step), len(DrawnEnd._fields)), NONE)
         try:
             drawn = super()._draw(step, logits_NV)
-            told_N2 = torch.tensor(ends_of(drawn))
+            ends_N2 = torch.tensor(ends_of(drawn))
         finally:
-            self._group.ranks.broadcast(told_N2)
+            self._group.ranks.broadcast(ends_N2)
         return drawn
 
     def _guess(
@@ -157,12 +157,12 @@ class GroupRunner(TorchRunner):
         """The ranks are told what only the leader knows, or that there will be no step."""
         if not any(PENDING in row.tokens for row in step):
             return super()._tokens(step, last)
-        told_T = torch.full((sum(len(row.tokens) for row in step),), NONE)
+        tokens_T = torch.full((sum(len(row.tokens) for row in step),), NONE)
         try:
             tokens = super()._tokens(step, last)
-            told_T = torch.tensor(tokens)
+            tokens_T = torch.tensor(tokens)
         finally:
-            self._group.ranks.broadcast(told_T)
+            self._group.ranks.broadcast(tokens_T)
         return tokens
 
 

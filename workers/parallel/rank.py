@@ -84,7 +84,7 @@ class _Obeying:
         self._thread = ThreadPoolExecutor(1, "step", torch.set_num_threads, (part.threads,))
         self._under_way: set[asyncio.Future[None]] = set()
 
-    def obey(self, frame: Frame) -> None:
+    def execute(self, frame: Frame) -> None:
         match frame.verb:
             case Verb.STEP:
                 run = asyncio.get_running_loop().run_in_executor
@@ -131,7 +131,7 @@ async def _obey_all(
 ) -> None:
     frame = await first
     while frame is not None:
-        to.obey(frame)
+        to.execute(frame)
         frame = await _read(reader)
 
 

@@ -40,7 +40,7 @@ class SharedMemory:
     ) -> None:
         self.index = index
         self.size = size
-        self._place_bytes = place_bytes
+        self._share_bytes = place_bytes
         self._round = 0
         self._sockets: list[socket.socket] = []
         memory = [os.memfd_create("tidemill-group")] if index == LEADER else []
@@ -83,9 +83,9 @@ class SharedMemory:
 
     def broadcast(self, x: torch.Tensor) -> None:
         flat = x.view(-1, 1)
-        told = [all_RTN[LEADER].clone() for all_RTN in self._rounds(flat)]
+        sent = [all_RTN[LEADER].clone() for all_RTN in self._rounds(flat)]
         if self.index != LEADER:
-            flat.copy_(_joined(told))
+            flat.copy_(_joined(sent))
 
     def close(self) -> None:
         """Ends what the other ranks wait for."""
@@ -95,16 +95,16 @@ class SharedMemory:
     def _rounds(self, x_TN: torch.Tensor) -> Iterator[torch.Tensor]:
         """What all ranks show, in as many rows as have a place, `[R, T, N]`; good until the next round."""
         tokens, columns = x_TN.shape
-        rows = self._place_bytes // (columns * x_TN.element_size())
+        rows = self._share_bytes // (columns * x_TN.element_size())
         assert rows, "a row is larger than a rank's place"
         for start in range(0, tokens, rows):
             yield self._show(x_TN[start : start + rows])
 
     def _show(self, x_TN: torch.Tensor) -> torch.Tensor:
         tokens, columns = x_TN.shape
-        place = self._place_bytes // x_TN.element_size()
+        offset = self._share_bytes // x_TN.element_size()
         all_RTN = self._memory.view(x_TN.dtype).as_strided(
-            (self.size, tokens, columns), (place, columns, 1), self._round % 2 * self.size * place
+            (self.size, tokens, columns), (offset, columns, 1), self._round % 2 * self.size * offset
         )
         self._round += 1
         all_RTN[self.index].copy_(x_TN)

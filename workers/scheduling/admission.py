@@ -58,16 +58,16 @@ class Admission:
         self,
         ledger: Ledger,
         transfer: Transfer,
-        line: AdmissionQueue,
+        admission_queue: AdmissionQueue,
         sequences: Sequences,
         limits: EngineLimits,
     ) -> None:
         self._ledger = ledger
         self._transfer = transfer
-        self.line = line
+        self.admission_queue = admission_queue
         self._sequences = sequences
         self._limits = limits
-        self.makers = InProgressPrefixes(ledger.index)
+        self.in_progress = InProgressPrefixes(ledger.index)
         self._serial = 0
 
     async def admit(self, sequence: Sequence) -> None:
@@ -76,14 +76,14 @@ class Admission:
         Raises PagesMissing when more remains to be computed than the request allows. The caller releases the
         lease.
         """
-        await self.makers.wait(sequence)
+        await self.in_progress.wait(sequence)
         keys = sequence.keys[: sequence.restorable // sequence.page_tokens]
         here = self._ledger.index.match(keys).restorable_pages
         depths = await self._transfer.restorable_depths(keys, here) if here < len(keys) else []
         while True:
             taken = await self._take_memory(sequence, keys, depths)
             if taken is None:
-                await self.makers.wait(sequence)
+                await self.in_progress.wait(sequence)
                 continue
             if not taken.depths:
                 break
@@ -93,8 +93,8 @@ class Admission:
             if sequence.lease is not None:
                 self._ledger.release(sequence.id)
                 sequence.lease = None
-                self.line.memory_freed()
-        self.makers.advanced(sequence, 0)
+                self.admission_queue.memory_freed()
+        self.in_progress.advanced(sequence, 0)
         depth = sequence.computed
         prefetched = sequence.restore.prefetched_pages
         num_prefetched = len(range(prefetched.start, min(prefetched.stop, taken.attached_pages)))
@@ -119,15 +119,15 @@ class Admission:
         """Attach the pages that are here and reserve the rest. None when another request has begun to compute
         the prefix."""
         while True:
-            async with self.line.wait_turn(sequence.seniority):
-                while not self.line.has_older(sequence.seniority):
-                    self.line.forget_news()
-                    if self.makers.is_made(sequence):
+            async with self.admission_queue.wait_turn(sequence.seniority):
+                while not self.admission_queue.has_older(sequence.seniority):
+                    self.admission_queue.forget_change()
+                    if self.in_progress.is_made(sequence):
                         return None
                     taken = self._try_memory(sequence, keys, depths)
                     if taken is not None:
                         return taken
-                    await self.line.news()
+                    await self.admission_queue.changed()
 
     def _try_memory(self, sequence: Sequence, keys: Seq[PageKey], depths: Seq[int]) -> _Taken | None:
         """Take memory, or return None when it does not suffice."""
@@ -242,6 +242,6 @@ class Admission:
 
         def ended(_: asyncio.Future[int]) -> None:
             self._ledger.release(lease_id)
-            self.line.memory_freed()
+            self.admission_queue.memory_freed()
 
         moving.add_done_callback(ended)

@@ -22,15 +22,15 @@ class AdmissionQueue:
     @asynccontextmanager
     async def wait_turn(self, seniority: Seniority) -> AsyncGenerator[None]:
         """The block runs when it is the turn of the request of this `seniority`: the smallest goes first."""
-        mine = (seniority, asyncio.Event())
-        heapq.heappush(self._waiting, mine)
+        entry = (seniority, asyncio.Event())
+        heapq.heappush(self._waiting, entry)
         self._news.set()
         self._call_next()
         try:
-            await mine[1].wait()
+            await entry[1].wait()
         except asyncio.CancelledError:
-            if mine in self._waiting:
-                self._waiting.remove(mine)
+            if entry in self._waiting:
+                self._waiting.remove(entry)
                 heapq.heapify(self._waiting)
             else:
                 self._leave()
@@ -47,11 +47,11 @@ class AdmissionQueue:
     def memory_freed(self) -> None:
         self._news.set()
 
-    def forget_news(self) -> None:
+    def forget_change(self) -> None:
         """What is awaited next must happen after this moment."""
         self._news.clear()
 
-    async def news(self) -> None:
+    async def changed(self) -> None:
         """Until memory came free, or somebody joined the line, who may be older; or for a moment."""
         try:
             async with asyncio.timeout(RETRY_S):

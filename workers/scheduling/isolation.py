@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 from tidemill.workers.scheduling.sequence import IsolationNotice, Sequence
 
-Tell = Callable[[bool], Awaitable[None]]
+Notify = Callable[[bool], Awaitable[None]]
 """Tells the caller of a request on trial that it runs alone from now on, or not any more. Returns when the
 caller can be expected to know."""
 

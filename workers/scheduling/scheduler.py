@@ -48,8 +48,8 @@ class Scheduler:
         self._limits = limits
         self._sequences = sequences
         self._preempt = preempt
-        self._pace = PrefillThrottle(ledger.layout.page_tokens)
-        self._trials = IsolatedRuns()
+        self._prefill_throttle = PrefillThrottle(ledger.layout.page_tokens)
+        self._isolated_runs = IsolatedRuns()
         self._guesses: dict[str, tuple[int, ...]] = {}  # of each stream that the next step can have
         self._guessing = False  # ... or that waits for a step in flight, because of guesses
 
@@ -74,7 +74,7 @@ class Scheduler:
         if not reserved:
             return NOTHING
         if prompt_tokens is not None:
-            self._pace.launched(prompt_tokens)
+            self._prefill_throttle.launched(prompt_tokens)
         return Batch(
             [self._launch(self._sequences.running[row.sequence_id], row) for row in reserved], prompt_tokens
         )
@@ -82,19 +82,21 @@ class Scheduler:
     def landed(self, step: Batch, seconds: float) -> None:
         """A step took so long on the runner."""
         if step.prompt_tokens is not None:
-            self._pace.landed(seconds, step.prompt_tokens)
+            self._prefill_throttle.landed(seconds, step.prompt_tokens)
 
     def _plan(self, *, in_flight: bool) -> tuple[list[Planned], int | None]:
         """Rows, the oldest first, and how many prompt tokens they run beside streams (None: no streams)."""
         budget = self._limits.budget
-        rows = self._trials.choose(sorted(self._sequences.running.values(), key=_turn), in_flight=in_flight)
+        rows = self._isolated_runs.choose(
+            sorted(self._sequences.running.values(), key=_schedule_key), in_flight=in_flight
+        )
         self._guesses = {}
         self._guessing = False
         candidates = [found for found in map(self._candidate, rows) if found is not None]
         if self._guessing:
             return [], None  # streams that wait in turns would fall into two halves of a batch
         streams = any(candidate.streams for candidate in rows)
-        most = self._pace.prompt_tokens(budget.tokens_max) if streams else budget.tokens_max
+        most = self._prefill_throttle.prompt_tokens(budget.tokens_max) if streams else budget.tokens_max
         planned = plan(candidates, budget, most)
         planned.sort(key=lambda row: self._sequences.running[row.sequence_id].seniority)
         prompt_tokens = sum(row.num_tokens for row in planned if row.num_tokens > 1)
@@ -168,7 +170,9 @@ class Scheduler:
         tokens = (PENDING,) if end > len(sequence.tokens) else tuple(sequence.tokens[start:end])
         if drafts:
             tokens += self._guesses[sequence.id][:drafts]
-        draws = sequence.sampling_state if not sequence.produces and end >= len(sequence.tokens) else None
+        sampling_state = (
+            sequence.sampling_state if not sequence.produces and end >= len(sequence.tokens) else None
+        )
         scores = sequence.scores(start, end)
         return Launched(
             sequence,
@@ -182,7 +186,7 @@ class Scheduler:
                 flight.reads,
                 flight.writes,
                 drafts,
-                draws,
+                sampling_state,
                 scores,
                 lease.window_table,
             ),
@@ -195,7 +199,7 @@ class Scheduler:
         return depth > len(sequence.request.tokens) and sequence.rolls(depth, self._limits.roll_pages)
 
 
-def _turn(sequence: Sequence) -> tuple[float, int]:
+def _schedule_key(sequence: Sequence) -> tuple[float, int]:
     """Whose prompt is next: the oldest, but a tail overtakes long prompts as an urgent request would."""
     since_s, number = sequence.seniority
     is_long = sequence.target - sequence.launched > sequence.page_tokens

@@ -37,10 +37,10 @@ class DirectIO:
         self._memory = memory
 
     async def put(self, objects: Sequence[StagedObject]) -> list[Put]:
-        return await self.store.put([self._view(placed) for placed in objects])
+        return await self.store.put([self._view(staged) for staged in objects])
 
     async def get(self, wanted: Sequence[StagedObject]) -> list[Got]:
-        return await self.store.get([self._view(placed) for placed in wanted])
+        return await self.store.get([self._view(staged) for staged in wanted])
 
-    def _view(self, placed: StagedObject) -> tuple[ObjectKey, memoryview]:
-        return placed.key, self._memory[placed.offset : placed.offset + placed.num_bytes]
+    def _view(self, staged: StagedObject) -> tuple[ObjectKey, memoryview]:
+        return staged.key, self._memory[staged.offset : staged.offset + staged.num_bytes]

@@ -52,15 +52,15 @@ class StepTimeModel:
     def __init__(self) -> None:
         self._with_prompts = _Sums()
         self._without = _Sums()  # apart, so that hours of decoding do not make it forget how prompts go
-        self._news: list[tuple[float, int, int, int]] = []
+        self._recent: list[tuple[float, int, int, int]] = []
         self._unfitted_steps = 0
         self._fitted: Vector | None = None
 
     def stepped(self, seconds: float, *, prompt_tokens: int, pairs: int, rows: int) -> None:
         """A step took so long. `pairs`: summed over its prompt tokens the tokens before each; `rows`: those
         that decoded."""
-        self._news.append((seconds, prompt_tokens, pairs, rows))
-        if len(self._news) == NEWS_MAX:
+        self._recent.append((seconds, prompt_tokens, pairs, rows))
+        if len(self._recent) == NEWS_MAX:
             self._take_news()
 
     @property
@@ -78,17 +78,20 @@ class StepTimeModel:
         return Speed(step_s=step_s, token_s=token_s, pair_s=pair_s, row_s=row_s)
 
     def _take_news(self) -> None:
-        if not self._news:
+        if not self._recent:
             return
-        news = np.array(self._news, dtype=np.float64)
-        self._news.clear()
-        self._unfitted_steps += len(news)
-        terms, seconds = np.insert(news[:, 1:], 0, 1.0, axis=1) / UNITS, np.maximum(news[:, 0], SECONDS_MIN)
+        recent = np.array(self._recent, dtype=np.float64)
+        self._recent.clear()
+        self._unfitted_steps += len(recent)
+        terms, seconds = (
+            np.insert(recent[:, 1:], 0, 1.0, axis=1) / UNITS,
+            np.maximum(recent[:, 0], SECONDS_MIN),
+        )
         # A step can seem short because the one before it was noticed late: that is not news either.
         scale_s = seconds if self._fitted is None else np.maximum(seconds, terms @ self._fitted)
-        prompts = news[:, 1] > 0
-        for sums, mine in ((self._with_prompts, prompts), (self._without, ~prompts)):
-            sums.add(terms[mine] / scale_s[mine, None], seconds[mine] / scale_s[mine])
+        prompts = recent[:, 1] > 0
+        for sums, group in ((self._with_prompts, prompts), (self._without, ~prompts)):
+            sums.add(terms[group] / scale_s[group, None], seconds[group] / scale_s[group])
 
 
 class Throughput:

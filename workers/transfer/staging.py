@@ -82,43 +82,43 @@ class StagingRing:
             parts = _parts(piece, start)
             if not _ends_in_loss(before):
                 await self._out.copy(
-                    [(self._ring[part], self._of(placed)) for placed, part in zip(piece, parts, strict=True)]
+                    [(self._ring[part], self._of(staged)) for staged, part in zip(piece, parts, strict=True)]
                 )
             if before is not None:
                 await asyncio.wait({before})
             if _ends_in_loss(before):
                 return [Put.SKIPPED] * len(piece)
             return await self.store.put(
-                [(placed.key, self._view[part]) for placed, part in zip(piece, parts, strict=True)]
+                [(staged.key, self._view[part]) for staged, part in zip(piece, parts, strict=True)]
             )
 
     async def _get_piece(self, piece: Sequence[StagedObject]) -> list[Got]:
         async with self._spans.take(_num_bytes(piece)) as start:
             parts = _parts(piece, start)
             outcomes = await self.store.get(
-                [(placed.key, self._view[part]) for placed, part in zip(piece, parts, strict=True)]
+                [(staged.key, self._view[part]) for staged, part in zip(piece, parts, strict=True)]
             )
             await self._in.copy(
                 [
-                    (self._of(placed), self._ring[part])
-                    for placed, part, outcome in zip(piece, parts, outcomes, strict=True)
+                    (self._of(staged), self._ring[part])
+                    for staged, part, outcome in zip(piece, parts, outcomes, strict=True)
                     if outcome is Got.HIT
                 ]
             )
             return outcomes
 
-    def _of(self, placed: StagedObject) -> Tensor:
-        return self._device_memory[placed.offset : placed.offset + placed.num_bytes]
+    def _of(self, staged: StagedObject) -> Tensor:
+        return self._device_memory[staged.offset : staged.offset + staged.num_bytes]
 
     def _pieces(self, objects: Sequence[StagedObject]) -> Iterator[list[StagedObject]]:
         """All objects, in order, as many together as make a piece."""
         piece: list[StagedObject] = []
-        for placed in objects:
-            assert placed.num_bytes <= self._piece_bytes
-            if piece and _num_bytes(piece) + placed.num_bytes > self._piece_bytes:
+        for staged in objects:
+            assert staged.num_bytes <= self._piece_bytes
+            if piece and _num_bytes(piece) + staged.num_bytes > self._piece_bytes:
                 yield piece
                 piece = []
-            piece.append(placed)
+            piece.append(staged)
         if piece:
             yield piece
 
@@ -135,15 +135,15 @@ class Spans:
     async def take(self, num_bytes: int) -> AsyncGenerator[int]:
         """The start of a range that nobody else has until this is left."""
         assert num_bytes <= self._ring_bytes
-        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting.append((num_bytes, turn))
+        granted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.append((num_bytes, granted))
         self._admit()
         try:
-            yield await turn
+            yield await granted
         finally:
-            if turn.done() and not turn.cancelled():
-                del self._taken[turn.result()]
-            turn.cancel()
+            if granted.done() and not granted.cancelled():
+                del self._taken[granted.result()]
+            granted.cancel()
             self._admit()
 
     @property
@@ -152,13 +152,13 @@ class Spans:
 
     def _admit(self) -> None:
         while self._waiting:
-            num_bytes, turn = self._waiting[0]
-            if not turn.done():
+            num_bytes, granted = self._waiting[0]
+            if not granted.done():
                 start = self._gap(num_bytes)
                 if start is None:
                     return
                 self._taken[start] = start + num_bytes
-                turn.set_result(start)
+                granted.set_result(start)
             self._waiting.popleft()
 
     def _gap(self, num_bytes: int) -> int | None:
@@ -200,14 +200,14 @@ class Lane:
 def _parts(piece: Sequence[StagedObject], start: int) -> list[slice]:
     """The bytes of the ring that each object has."""
     parts: list[slice] = []
-    for placed in piece:
-        parts.append(slice(start, start + placed.num_bytes))
-        start += placed.num_bytes
+    for staged in piece:
+        parts.append(slice(start, start + staged.num_bytes))
+        start += staged.num_bytes
     return parts
 
 
 def _num_bytes(piece: Sequence[StagedObject]) -> int:
-    return sum(placed.num_bytes for placed in piece)
+    return sum(staged.num_bytes for staged in piece)
 
 
 def _ends_in_loss(before: asyncio.Task[list[Put]] | None) -> bool:

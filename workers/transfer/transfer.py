@@ -29,7 +29,7 @@ class Moved(NamedTuple):
 
     kind: Kind
     key: PageKey
-    place: int
+    memory_id: int
 
 
 class Mate(Protocol):
@@ -47,9 +47,9 @@ class Mate(Protocol):
 class RankTransfer:
     """One rank's part: `share` names the shards that each page and state of its arena consists of."""
 
-    def __init__(self, layout: Layout, places: ArenaIO, share: Share) -> None:
+    def __init__(self, layout: Layout, positions: ArenaIO, share: Share) -> None:
         self._layout = layout
-        self._places = places
+        self._places = positions
         self._share = share
 
     async def put(self, objects: Sequence[Moved]) -> int:
@@ -79,13 +79,13 @@ class RankTransfer:
         match moved.kind:
             case Kind.PAGE:
                 shards, num_bytes = self._share.pages, self._layout.page_bytes
-                offset = self._layout.page_offset(PageId(moved.place))
+                offset = self._layout.page_offset(PageId(moved.memory_id))
             case Kind.WINDOW:
                 shards, num_bytes = self._share.windows, self._layout.window_bytes
-                offset = self._layout.window_offset(WindowId(moved.place))
+                offset = self._layout.window_offset(WindowId(moved.memory_id))
             case Kind.CHECKPOINT:
                 shards, num_bytes = self._share.states, self._layout.state_bytes
-                offset = self._layout.state_offset(StateId(moved.place))
+                offset = self._layout.state_offset(StateId(moved.memory_id))
         size = num_bytes // len(shards)
         return [
             StagedObject(ObjectKey(moved.kind, moved.key, shard), start, size)
@@ -115,16 +115,16 @@ class Transfer:
     def __init__(
         self,
         layout: Layout,
-        places: ArenaIO,
+        positions: ArenaIO,
         shards: Shards = WHOLE,
         mates: Sequence[Mate] = (),
         in_flight_bytes_max: int = IN_FLIGHT_BYTES_MAX,
     ) -> None:
-        self.store = places.store
+        self.store = positions.store
         self.throughput = Throughput()  # of fetches, all ranks together
         self.fetched = Moves()  # the same
         self.published = Moves()
-        self._own = RankTransfer(layout, places, rank_share(shards, 0, 1 + len(mates)))
+        self._own = RankTransfer(layout, positions, rank_share(shards, 0, 1 + len(mates)))
         self._mates = mates
         self._layout = layout
         self._sizes = {
@@ -145,8 +145,8 @@ class Transfer:
         depths = range(above_pages + 1, len(keys) + 1)
         if self._layout.hybrid:
             parts = [self._checkpoint(keys, depth) for depth in depths]
-            asked = list(dict.fromkeys(chain.from_iterable(parts)))
-            answers = zip(asked, await self._held(asked), strict=True)
+            requested = list(dict.fromkeys(chain.from_iterable(parts)))
+            answers = zip(requested, await self._held(requested), strict=True)
             held = {held_key for held_key, is_held in answers if is_held}
             return [depth for depth, some in zip(depths, parts, strict=True) if held.issuperset(some)]
         return list(range(above_pages + 1, above_pages + await self.num_stored(keys[above_pages:]) + 1))
@@ -168,8 +168,8 @@ class Transfer:
             for index in range(first, num_pages)
         ]
         wanted += [
-            Moved(Kind.WINDOW, keys[place], lease.windows[place - lease.first_window])
-            for place in lease.fetched_windows
+            Moved(Kind.WINDOW, keys[position], lease.windows[position - lease.first_window])
+            for position in lease.fetched_windows
         ]
         if self._layout.has_states and lease.runs:
             wanted.append(Moved(Kind.CHECKPOINT, keys[num_pages - 1], lease.fetch_slot))
@@ -208,9 +208,10 @@ class Transfer:
         last: list[Moved] = []
         if checkpoint and lease.source is not None and lease.source.checkpoint is not None:
             state, windows = lease.source.checkpoint
-            places = range(len(lease.shared_entries) - len(windows), len(lease.shared_entries))
+            positions = range(len(lease.shared_entries) - len(windows), len(lease.shared_entries))
             last = [
-                Moved(Kind.WINDOW, keys[place], window) for place, window in zip(places, windows, strict=True)
+                Moved(Kind.WINDOW, keys[position], window)
+                for position, window in zip(positions, windows, strict=True)
             ]
             last += [] if state is None else [Moved(Kind.CHECKPOINT, lease.source.key, state)]
         num_bytes = self._num_bytes([*pages, *last])
@@ -235,7 +236,7 @@ class Transfer:
 
     def _checkpoint(self, keys: Sequence[PageKey], num_pages: int) -> list[tuple[Kind, PageKey]]:
         """The objects of the checkpoint at the end of the first `num_pages`."""
-        windows = [(Kind.WINDOW, keys[place]) for place in self._layout.last_window(num_pages)]
+        windows = [(Kind.WINDOW, keys[position]) for position in self._layout.last_window(num_pages)]
         states = [(Kind.CHECKPOINT, keys[num_pages - 1])] if self._layout.has_states else []
         return [*windows, *states]
 
@@ -283,14 +284,14 @@ class Quota:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, num_bytes: int) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.wanted_bytes += num_bytes
-        self._waiting.append((num_bytes, turn))
+        self._waiting.append((num_bytes, granted))
         self._admit()
         try:
-            await turn
+            await granted
         except asyncio.CancelledError:
-            if turn.cancelled():
+            if granted.cancelled():
                 self.wanted_bytes -= num_bytes
                 self._admit()
             else:
@@ -304,12 +305,12 @@ class Quota:
 
     def _admit(self) -> None:
         while self._waiting:
-            num_bytes, turn = self._waiting[0]
-            if not turn.cancelled():
+            num_bytes, granted = self._waiting[0]
+            if not granted.cancelled():
                 if self._used_bytes and self._used_bytes + num_bytes > self._bytes_max:
                     return
                 self._used_bytes += num_bytes
-                turn.set_result(None)
+                granted.set_result(None)
             self._waiting.popleft()
 
 

@@ -126,4 +126,4 @@ def byte_alphabet() -> dict[str, bytes]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     written = {chr(byte): bytes([byte]) for byte in printable}
-    return written | {chr(256 + place): bytes([byte]) for place, byte in enumerate(others)}
+    return written | {chr(256 + position): bytes([byte]) for position, byte in enumerate(others)}

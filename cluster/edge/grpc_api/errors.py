@@ -29,16 +29,16 @@ def refusal_of(error: Exception) -> tuple[int, grpc.StatusCode, str, Metadata]:
     metadata.
     """
     status, body = error_of(error)
-    said = cast("dict[str, str | None]", body["error"])
+    fields = cast("dict[str, str | None]", body["error"])
     metadata = {
-        PARAM_METADATA: said["param"],
-        CODE_METADATA: said["code"],
+        PARAM_METADATA: fields["param"],
+        CODE_METADATA: fields["code"],
         RETRY_METADATA: (headers_of(error) or {}).get("retry-after"),
     }
     return (
         status,
         CODES.get(status, grpc.StatusCode.INTERNAL),
-        said["message"] or "",
+        fields["message"] or "",
         tuple((name, value) for name, value in metadata.items() if value is not None and _is_plain(value)),
     )
 

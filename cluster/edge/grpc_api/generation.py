@@ -53,9 +53,9 @@ class Generation:
     none.
     """
 
-    def __init__(self, desk: EdgeContext) -> None:
-        self._desk = desk
-        self._num_bytes = InFlightLimit(desk.limits.body_bytes_max, "bytes of messages")
+    def __init__(self, edge: EdgeContext) -> None:
+        self._edge = edge
+        self._num_bytes = InFlightLimit(edge.limits.body_bytes_max, "bytes of messages")
 
     def methods(self) -> grpc.GenericRpcHandler:
         methods = {
@@ -75,10 +75,10 @@ class Generation:
 
         async def serve(frames: AsyncIterator[bytes], context: "Context") -> None:
             headers = _headers(context)
-            request_id = request_id_of(headers.get(REQUEST_ID_HEADER)) or self._desk.sources.new_id()
+            request_id = request_id_of(headers.get(REQUEST_ID_HEADER)) or self._edge.sources.new_id()
             try:
                 await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
-                self._desk.keys.admit(path, headers)
+                self._edge.keys.admit(path, headers)
                 data = await self._read(frames)
                 with self._num_bytes.holding(len(data)):
                     await work(
@@ -90,7 +90,7 @@ class Generation:
                 if not isinstance(error, TidemillError):
                     log.error("a call broke", exc_info=error)  # noqa: TRY400 - clients' errors are not logged
                 status, code, message, metadata = refusal_of(error)
-                self._desk.metrics.count_error(status)
+                self._edge.metrics.count_error(status)
                 await context.abort(code, message, metadata)
                 raise
 
@@ -98,27 +98,27 @@ class Generation:
         return grpc.stream_stream_rpc_method_handler(serve)
 
     async def _generate(self, call: _Call) -> None:
-        model, job, asked = await self._asked(call)
+        model, job, identity = await self._asked(call)
         tally = UsageCounter(job)
         choices = [pb.Choice() for _ in job.requests]
-        async with aclosing(self._desk.answers(model, job, asked)) as increments:
+        async with aclosing(self._edge.answers(model, job, identity)) as increments:
             async for increment in increments:
                 tally.record(increment)
                 grow(choices[increment.choice], increment, model.tokenizer.piece)
         whole = pb.GenerateResponse(
-            id=asked.reply_id, model=model.name, choices=choices, usage=usage_of(tally)
+            id=identity.reply_id, model=model.name, choices=choices, usage=usage_of(tally)
         )
         await call.send(whole.SerializeToString())
 
     async def _generate_stream(self, call: _Call) -> None:
-        model, job, asked = await self._asked(call)
+        model, job, identity = await self._asked(call)
         tally = UsageCounter(job)
         unfinished = len(job.requests)
-        async with aclosing(self._desk.answers(model, job, asked)) as increments:
+        async with aclosing(self._edge.answers(model, job, identity)) as increments:
             async for increment in increments:
                 tally.record(increment)
                 unfinished -= increment.growth.finish is not None
-                chunk = pb.GenerateChunk(id=asked.reply_id, model=model.name)
+                chunk = pb.GenerateChunk(id=identity.reply_id, model=model.name)
                 grow(chunk.choice, increment, model.tokenizer.piece)
                 if not unfinished:
                     chunk.usage.CopyFrom(usage_of(tally))
@@ -126,7 +126,7 @@ class Generation:
 
     async def _tokenize(self, call: _Call) -> None:
         body = tokenize_body_of(call.data)
-        model = self._desk.models.find(body.model)
+        model = self._edge.models.find(body.model)
         tokens = await model.intake.prompt_of(body)
         answer = pb.TokenizeResponse(token_ids=tokens, max_model_len=model.served.max_model_len)
         await call.send(answer.SerializeToString())
@@ -141,16 +141,16 @@ class Generation:
                 vocab_size=model.served.vocab_size,
                 created=model.served.created_s,
             )
-            for model in self._desk.models
+            for model in self._edge.models
             for name in model.served.names
         ]
         await call.send(pb.ListModelsResponse(models=models).SerializeToString())
 
     async def _asked(self, call: _Call) -> tuple[EdgeModel, PreparedRequest, RequestIdentity]:
         body = body_of(call.data)
-        model = self._desk.models.find(body.model)
-        job = await model.intake.completion(body, caller_of(call.headers, self._desk.keys))
-        reply_id = f"gen-{self._desk.sources.new_id()}"
+        model = self._edge.models.find(body.model)
+        job = await model.intake.completion(body, caller_of(call.headers, self._edge.keys))
+        reply_id = f"gen-{self._edge.sources.new_id()}"
         return (
             model,
             job,
@@ -160,7 +160,7 @@ class Generation:
     async def _read(self, frames: AsyncIterator[bytes]) -> bytes:
         """Return the message of a call. Raises RequestError."""
         try:
-            async with asyncio.timeout(self._desk.limits.body_s_max):
+            async with asyncio.timeout(self._edge.limits.body_s_max):
                 data = await anext(frames, None)
         except TimeoutError:
             raise RequestError("the message took too long: it was not read to its end", status=408) from None
@@ -171,7 +171,7 @@ class Generation:
     async def _write(self, context: "Context", message: bytes) -> None:
         """Write, and wait while the client does not read. Raises RequestError, _Gone."""
         try:
-            async with asyncio.timeout(self._desk.limits.send_s_max):
+            async with asyncio.timeout(self._edge.limits.send_s_max):
                 await context.write(message)
         except grpc.aio.InternalError:
             raise _Gone from None

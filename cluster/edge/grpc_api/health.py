@@ -63,13 +63,13 @@ class Health:
 
     async def _watch(self, request: health_pb2.HealthCheckRequest, context: "Context") -> None:
         """Send each change until the client disconnects."""
-        told: Status | None = None
+        last: Status | None = None
         while True:
             known = request.service in self._names
             status = await self._status() if known else Status(status=Status.SERVICE_UNKNOWN)
-            if status != told:
+            if status != last:
                 await context.write(status)
-                told = status
+                last = status
             await asyncio.sleep(LOOK_S)
 
     async def _status(self) -> Status:

@@ -43,16 +43,16 @@ _OPTIONS: Sequence[tuple[str, int]] = (
 class PublicServer:
     """Serves tidemill.v1.Generation, health and reflection."""
 
-    def __init__(self, desk: EdgeContext, *, tls: Tls | None = None) -> None:
+    def __init__(self, context: EdgeContext, *, tls: Tls | None = None) -> None:
         """Raises OSError when the files of `tls` cannot be read."""
-        self._shutdown_s_max = desk.limits.shutdown_s_max
+        self._shutdown_s_max = context.limits.shutdown_s_max
         self._credentials = None if tls is None else _credentials(tls)
-        self._health = Health(desk.models, [generation.SERVICE])
+        self._health = Health(context.models, [generation.SERVICE])
         self._server = grpc.aio.server(
-            options=[*_OPTIONS, ("grpc.server.max_pending_requests", desk.limits.requests_max)],
-            maximum_concurrent_rpcs=desk.limits.requests_max,
+            options=[*_OPTIONS, ("grpc.server.max_pending_requests", context.limits.requests_max)],
+            maximum_concurrent_rpcs=context.limits.requests_max,
         )
-        service = Generation(desk)
+        service = Generation(context)
         self._server.add_generic_rpc_handlers((service.methods(), self._health.methods()))
         names = (generation.SERVICE, health.SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

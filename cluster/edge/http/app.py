@@ -52,26 +52,26 @@ def build_app(
     return app_of(open_context(served, sources, metrics=metrics, limits=limits, keys=keys))
 
 
-def app_of(desk: EdgeContext) -> FastAPI:
+def app_of(context: EdgeContext) -> FastAPI:
     """Return the OpenAI API over the models of `desk`, with /tokenize, /health, /metrics, /cluster,
     /version and /docs.
     """
-    edge = Edge(desk)
+    edge = Edge(context)
     app = FastAPI(title="Tidemill", version=__version__, redoc_url=None)
     app.add_middleware(
         EdgeMiddleware,
-        new_id=desk.sources.new_id,
-        count=desk.metrics.count_error,
-        limits=desk.limits,
-        keys=desk.keys,
+        new_id=context.sources.new_id,
+        count=context.metrics.count_error,
+        limits=context.limits,
+        keys=context.keys,
     )
-    add_error_replies(app, desk.metrics.count_error)
+    add_error_replies(app, context.metrics.count_error)
     app.add_api_route("/v1/chat/completions", edge.chat, methods=["POST"])
     app.add_api_route("/v1/completions", edge.completions, methods=["POST"])
     app.add_api_route("/v1/models", edge.models)
     app.add_api_route("/v1/models/{name:path}", edge.model)
-    add_responses_routes(app, desk)
-    add_token_routes(app, desk.models)
+    add_responses_routes(app, context)
+    add_token_routes(app, context.models)
     for path in ("/reset_prefix_cache", "/flush_cache"):
         app.add_api_route(path, edge.reset_prefix_cache, methods=["POST"])
     for path in ("/health", "/health/ready"):
@@ -82,9 +82,9 @@ def app_of(desk: EdgeContext) -> FastAPI:
     app.add_api_route("/cluster", edge.cluster)
     app.add_api_route("/cluster/memory", edge.memory)
     app.add_api_route("/cluster/memory", edge.set_budget, methods=["POST"])
-    add_worker_routes(app, desk.models)
-    add_recent_routes(app, desk.recent)
-    add_support_routes(app, desk.parts)
+    add_worker_routes(app, context.models)
+    add_recent_routes(app, context.recent)
+    add_support_routes(app, context.parts)
     add_page_routes(app)
     app.add_api_route("/version", edge.version)
     app.add_api_route("/metrics", edge.metrics)
@@ -100,26 +100,26 @@ class _CompletionReply:
     model: EdgeModel
     job: PreparedRequest
     head: ReplyHead
-    asked: RequestIdentity
+    identity: RequestIdentity
 
 
 class Edge:
     """The endpoints."""
 
-    def __init__(self, desk: EdgeContext) -> None:
-        self._desk = desk
-        self._models = desk.models
+    def __init__(self, context: EdgeContext) -> None:
+        self._context = context
+        self._models = context.models
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answer a chat as the assistant, streamed or whole."""
         model = self._models.find(body.model)
-        job = await model.intake.chat(body, caller_of(request.headers, self._desk.keys))
+        job = await model.intake.chat(body, caller_of(request.headers, self._context.keys))
         return await self._reply(request, model, job, "chat", body.stream_options if body.stream else None)
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continue one prompt or several, streamed or whole."""
         model = self._models.find(body.model)
-        job = await model.intake.completion(body, caller_of(request.headers, self._desk.keys))
+        job = await model.intake.completion(body, caller_of(request.headers, self._context.keys))
         return await self._reply(request, model, job, "text", body.stream_options if body.stream else None)
 
     async def models(self) -> Json:
@@ -142,7 +142,7 @@ class Edge:
 
     async def load(self) -> Json:
         """Return the number of answers in progress on this edge."""
-        return {"server_load": self._desk.open_answers.held}
+        return {"server_load": self._context.open_answers.held}
 
     async def cluster(self) -> Json:
         """Return every worker: its facts, its load, its memory."""
@@ -184,7 +184,7 @@ class Edge:
             fleets = await self._models.fleets()
         except TidemillError:
             fleets = {}  # the edge's own metrics matter most when no router answers
-        return Response(exposition(self._desk.metrics, fleets), media_type=CONTENT_TYPE)
+        return Response(exposition(self._context.metrics, fleets), media_type=CONTENT_TYPE)
 
     async def _reply(
         self,
@@ -194,7 +194,7 @@ class Edge:
         kind: Kind,
         stream: StreamOptions | None,
     ) -> Response:
-        sources = self._desk.sources
+        sources = self._context.sources
         head = ReplyHead(
             kind=kind,
             reply_id=f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{sources.new_id()}",
@@ -202,17 +202,17 @@ class Edge:
             model=model.name,
             piece=model.tokenizer.piece,
         )
-        asked = RequestIdentity(
+        identity = RequestIdentity(
             request_id=request.state.request_id, reply_id=head.reply_id, model=model.name, kind=kind
         )
-        reply = _CompletionReply(model, job, head, asked)
+        reply = _CompletionReply(model, job, head, identity)
         if stream is not None:
             return EventStream(self._chunks(reply, stream))
         whole = await while_connected(request.receive, self._whole(reply))
         return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else JSONResponse(whole)
 
     def _answers(self, reply: _CompletionReply) -> AsyncGenerator[Increment]:
-        return self._desk.answers(reply.model, reply.job, reply.asked)
+        return self._context.answers(reply.model, reply.job, reply.identity)
 
     async def _whole(self, reply: _CompletionReply) -> Json:
         job, head = reply.job, reply.head
@@ -250,7 +250,7 @@ class Edge:
             if not started:
                 raise
             status, body = error_of(error)
-            self._desk.metrics.count_error(status)
+            self._context.metrics.count_error(status)
             yield event(body, "error")
             if not isinstance(error, TidemillError):
                 raise

@@ -99,17 +99,17 @@ class EdgeMiddleware:
             await self._refuse(STOPS)(scope, receive, send)
             return True
         if begun.get("content-type", "").startswith(EventStream.media_type):
-            last = event(self._told(STOPS)[1], "error")
+            last = event(self._error_reply(STOPS)[1], "error")
             await send({"type": "http.response.body", "body": last, "more_body": False})
             return True
         return False
 
     def _refuse(self, error: Exception) -> JSONResponse:
         """Refuse a request. The rest of its body is not read, so the connection cannot be reused."""
-        status, reply = self._told(error)
+        status, reply = self._error_reply(error)
         return JSONResponse(reply, status, {"connection": "close"} | (headers_of(error) or {}))
 
-    def _told(self, error: Exception) -> tuple[int, dict[str, object]]:
+    def _error_reply(self, error: Exception) -> tuple[int, dict[str, object]]:
         status, reply = error_of(error)
         self._count(status)
         return status, reply

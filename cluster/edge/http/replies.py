@@ -71,9 +71,10 @@ def whole_reply(
     head: ReplyHead, job: PreparedRequest, choices: Sequence[Sequence[Increment]], usage: Json
 ) -> Json:
     """Return a whole reply; `choices` holds all increments of each."""
-    told = _told(job, choices)
+    returned = _returned(job, choices)
     whole = [
-        whole_choice(head, index, choices[choice], logprobs=job.logprobs) for index, choice in enumerate(told)
+        whole_choice(head, index, choices[choice], logprobs=job.logprobs)
+        for index, choice in enumerate(returned)
     ]
     body = {**head.whole(whole), "usage": usage}
     if job.prompt_logprobs is None:
@@ -85,7 +86,7 @@ def whole_reply(
             job.prompt_logprobs,
             head.piece,
         )
-        for choice in told
+        for choice in returned
     ]
     if head.kind == "chat":  # as in vLLM
         return {**body, "prompt_logprobs": scores[0]}
@@ -94,7 +95,7 @@ def whole_reply(
     return body
 
 
-def _told(job: PreparedRequest, choices: Sequence[Sequence[Increment]]) -> list[int]:
+def _returned(job: PreparedRequest, choices: Sequence[Sequence[Increment]]) -> list[int]:
     """Return the choices to send: of each prompt the best first, by logprob per token, if not all are
     wanted.
     """

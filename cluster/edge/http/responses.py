@@ -23,22 +23,24 @@ from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import FinishReason, RequestError
 
 
-def add_responses_routes(app: FastAPI, desk: EdgeContext) -> None:
+def add_responses_routes(app: FastAPI, context: EdgeContext) -> None:
     """Add POST /v1/responses."""
 
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """Answer with items (reasoning, message, function_call), streamed or whole. Nothing is stored."""
-        model = desk.models.find(body.model)
+        model = context.models.find(body.model)
         try:
-            job = await model.intake.chat(body.chat(), caller_of(request.headers, desk.keys))
+            job = await model.intake.chat(body.chat(), caller_of(request.headers, context.keys))
         except RequestError as error:
             raise renamed(error) from None
-        name = desk.sources.new_id()
-        asked = RequestIdentity(
+        name = context.sources.new_id()
+        identity = RequestIdentity(
             request_id=request.state.request_id, reply_id=f"resp_{name}", model=model.name, kind="responses"
         )
-        created_s = int(desk.sources.unix_time_s())
-        reply = _ResponseReply(desk, model, job, asked, body, created_s, Output(name), UsageCounter(job))
+        created_s = int(context.sources.unix_time_s())
+        reply = _ResponseReply(
+            context, model, job, identity, body, created_s, Output(name), UsageCounter(job)
+        )
         if body.stream:
             return EventStream(reply.events())
         whole = await while_connected(request.receive, reply.whole())
@@ -51,10 +53,10 @@ def add_responses_routes(app: FastAPI, desk: EdgeContext) -> None:
 class _ResponseReply:
     """One response, from its request to its end."""
 
-    desk: EdgeContext
+    context: EdgeContext
     model: EdgeModel
     job: PreparedRequest
-    asked: RequestIdentity
+    identity: RequestIdentity
     body: ResponsesBody
     created_s: int
     output: Output
@@ -88,7 +90,7 @@ class _ResponseReply:
             if not sent:
                 raise
             status_code, body = error_of(error)
-            self.desk.metrics.count_error(status_code)
+            self.context.metrics.count_error(status_code)
             failed = self._response("failed", _error(body))
             last = {"type": "response.failed", "response": failed, "sequence_number": sent}
             yield event(last, "response.failed")
@@ -98,7 +100,7 @@ class _ResponseReply:
         yield event(last, str(last["type"]))
 
     def _answer(self) -> AsyncGenerator[Increment]:
-        return self.desk.answers(self.model, self.job, self.asked)
+        return self.context.answers(self.model, self.job, self.identity)
 
     def _opening(self) -> list[Json]:
         begun = self._response("in_progress")
@@ -121,7 +123,7 @@ class _ResponseReply:
     def _response(self, status: str, error: object = None) -> Json:
         body = self.body
         return {
-            "id": self.asked.reply_id,
+            "id": self.identity.reply_id,
             "object": "response",
             "created_at": self.created_s,
             "status": status,

@@ -124,8 +124,8 @@ class Output:
         return {"type": kind, "item_id": opened.item["id"], "output_index": len(self.items), **more}
 
     def _of_text(self, kind: str, opened: Open, **more: object) -> Json:
-        place: Json = {"item_id": opened.item_id, "output_index": len(self.items), "content_index": 0}
-        return {"type": kind, **place, **more}
+        position: Json = {"item_id": opened.item_id, "output_index": len(self.items), "content_index": 0}
+        return {"type": kind, **position, **more}
 
 
 def _item(opened: Open, content: Iterable[Json], status: str) -> Json:

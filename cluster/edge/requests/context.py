@@ -53,17 +53,17 @@ class EdgeContext:
     parts: Parts
 
     async def answers(
-        self, model: EdgeModel, job: PreparedRequest, asked: RequestIdentity
+        self, model: EdgeModel, job: PreparedRequest, identity: RequestIdentity
     ) -> AsyncGenerator[Increment]:
         """Yield all choices of `job` as they grow, with metrics. Closing it cancels the running ones.
         Raises Overloaded, Unserved, RequestError.
         """
-        job = _named(job, asked)
+        job = _named(job, identity)
         with (
             self.open_answers.holding(len(job.requests)),
             self.metrics.watch(model.name, job.requests) as watch,
-            self.recent.watch(asked, job) as story,
-            traced(self.sources.tracer, asked, job, story) as going,
+            self.recent.watch(identity, job) as entry,
+            traced(self.sources.tracer, identity, job, entry) as going,
         ):
             async with aclosing(answers(model.service, model.tokenizer, going)) as increments:
                 async for increment in increments:
@@ -73,7 +73,7 @@ class EdgeContext:
                         finish=increment.growth.finish,
                         trace=increment.trace,
                     )
-                    story.record(increment)
+                    entry.record(increment)
                     yield increment
 
 
@@ -94,7 +94,7 @@ def open_context(
         models=EdgeModels(served, sources.new_id, sources.rng),
         keys=ApiKeys(keys, sources.clock_s),
         metrics=EdgeMetrics(sources.clock_s) if metrics is None else metrics,
-        recent=RecentRequests(sources.clock_s, sources.unix_time_s, told=_log),
+        recent=RecentRequests(sources.clock_s, sources.unix_time_s, on_end=_log),
         limits=limits,
         open_answers=InFlightLimit(limits.answers_max, "answers"),
         sources=sources,
@@ -102,12 +102,12 @@ def open_context(
     )
 
 
-def _named(job: PreparedRequest, asked: RequestIdentity) -> PreparedRequest:
+def _named(job: PreparedRequest, identity: RequestIdentity) -> PreparedRequest:
     """Return the job with the client's id in front of its requests' ids, so that workers' log lines can be
     found. Clients may repeat an id, so requests keep their own as well.
     """
     requests = tuple(
-        replace(request, request_id=f"{asked.request_id}.{request.request_id[-ID_CHARS:]}")
+        replace(request, request_id=f"{identity.request_id}.{request.request_id[-ID_CHARS:]}")
         for request in job.requests
     )
     return replace(job, requests=requests)

@@ -39,8 +39,8 @@ class Echo:
             return replace(growth, scored=scored)
         self._begun = True
         if prompt.alternatives is not None:
-            told = scores_of(prompt.tokens, logprobs, prompt.alternatives, self._piece)
-            scored = (*told, *scored)
+            scores = scores_of(prompt.tokens, logprobs, prompt.alternatives, self._piece)
+            scored = (*scores, *scored)
         return replace(growth, text=prompt.text + growth.text, scored=scored)
 
 
@@ -55,7 +55,7 @@ def scores_of(
     found: list[Scored] = []
     start = 0
     for token, logprob in zip(tokens, (None, *logprobs), strict=True):
-        told = None if logprob is None else TokenLogprob(logprob.logprob, logprob.top[:alternatives])
-        found.append(Scored(token, start, told))
+        scores = None if logprob is None else TokenLogprob(logprob.logprob, logprob.top[:alternatives])
+        found.append(Scored(token, start, scores))
         start += len(decoder.decode(piece(token)))
     return found

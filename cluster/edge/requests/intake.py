@@ -67,27 +67,27 @@ class Intake:
         self._new_id = new_id
         self._rng = rng
 
-    async def chat(self, body: ChatBody, asker: Caller) -> PreparedRequest:
+    async def chat(self, body: ChatBody, caller: Caller) -> PreparedRequest:
         """Prepare a chat. Raises RequestError."""
         self._check(body)
         tools = offered(body.tools, body.tool_choice)
         grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
         tokens = await self._rendered(body, tools, self._opening(body, grammar))
-        manner = self._manner(body, tools, tokens, grammar)
+        output_format = self._output_format(body, tools, tokens, grammar)
         if body.tool_choice not in ("auto", "none"):
             if grammar is not None:
                 raise RequestError(
                     "tool_choice forces a call, and another field says what the answer must match: give one",
                     param="tool_choice",
                 )
-            grammar = forced(tools, manner, self._tokenizer.added)
+            grammar = forced(tools, output_format, self._tokenizer.added)
         max_tokens = body.max_completion_tokens or body.max_tokens
         terms = self._terms(body, 1, max_tokens, body.num_logprobs(), grammar)
-        if manner.channels and not body.ignore_eos:
+        if output_format.channels and not body.ignore_eos:
             ends = (self._tokenizer.added.get(tag) for tag in (RETURN, CALL_END))
             more = (token for token in ends if token is not None and token not in terms.stop_token_ids)
             terms = replace(terms, stop_token_ids=(*terms.stop_token_ids, *more))
-        return replace(self._job(terms, [tokens], "messages", body, asker), output_format=manner)
+        return replace(self._job(terms, [tokens], "messages", body, caller), output_format=output_format)
 
     async def prompt_of(self, body: TokenizeBody) -> list[int]:
         """Return the tokens of a chat or of a text. Raises RequestError."""
@@ -122,7 +122,7 @@ class Intake:
             return self._tokenizer.chat(messages, how)
         return await asyncio.to_thread(self._tokenizer.chat, messages, how)
 
-    def _manner(
+    def _output_format(
         self, body: ChatBody, tools: list[Tool], tokens: list[int], grammar: Grammar | None
     ) -> OutputFormat:
         style = self._tokenizer.style
@@ -138,7 +138,7 @@ class Intake:
             begun=FINAL if body.continue_final_message else tail.rpartition(START)[2].removeprefix(ROLE),
         )
 
-    async def completion(self, body: CompletionBody, asker: Caller) -> PreparedRequest:
+    async def completion(self, body: CompletionBody, caller: Caller) -> PreparedRequest:
         """Prepare a completion. Raises RequestError."""
         self._check(body)
         prompts = [await self._encoded(prompt) for prompt in body.prompt]
@@ -154,7 +154,7 @@ class Intake:
                 sampling=replace(terms.sampling, prompt_logprobs=scored),
                 ending=replace(terms.ending, scores_stop=True),
             )
-        job = self._job(terms, prompts, "prompt", body, asker)
+        job = self._job(terms, prompts, "prompt", body, caller)
         job = replace(job, logprobs=body.logprobs is not None)
         return replace(job, echoes=self._echoes(body, prompts)) if body.echo else job
 
@@ -210,12 +210,12 @@ class Intake:
         )
 
     def _job(
-        self, terms: GenerationTerms, prompts: list[list[int]], param: str, body: Body, asker: Caller
+        self, terms: GenerationTerms, prompts: list[list[int]], param: str, body: Body, caller: Caller
     ) -> PreparedRequest:
-        terms = replace(terms, salt=asker.salt_with(body.cache_salt))
-        tenant = asker.tenant_with(body.cache_salt)
+        terms = replace(terms, salt=caller.salt_with(body.cache_salt))
+        tenant = caller.tenant_with(body.cache_salt)
         requests = tuple(
-            replace(request, tenant=tenant, ttft_s_max=asker.ttft_s_max, trace_parent=asker.trace_parent)
+            replace(request, tenant=tenant, ttft_s_max=caller.ttft_s_max, trace_parent=caller.trace_parent)
             for prompt in prompts
             for request in requests_of(terms, self._model, prompt, param, self._new_id)
         )

@@ -66,7 +66,7 @@ def prompt_logprobs(
         likeliest = enumerate(logprob.top[:alternatives], start=1)
         entries = {token: entry(token, logprob.logprob, None)}
         entries |= {other: entry(other, logprob, rank) for rank, (other, logprob) in likeliest}
-        found.append({str(token): told for token, told in entries.items()})
+        found.append({str(token): entry for token, entry in entries.items()})
     return found
 
 

@@ -96,25 +96,25 @@ class EdgeModels:
         found = await asyncio.gather(
             *(model.service.status() for model in self._models), return_exceptions=True
         )
-        heard: dict[str, FleetStatus] = {}
+        answered: dict[str, FleetStatus] = {}
         silent: list[Unserved] = []
         for model, status in zip(self._models, found, strict=True):
             match status:
                 case FleetStatus():
-                    heard[model.name] = status
+                    answered[model.name] = status
                 case Unserved():
                     silent.append(status)
                 case error:
                     raise error
-        if silent and not heard:
+        if silent and not answered:
             raise silent[0]
-        return heard
+        return answered
 
     async def can_answer(self) -> bool:
         """Return whether some worker generates. Raises Unserved."""
         fleets = await self.fleets()
         workers = [worker for status in fleets.values() for worker in status.workers]
-        return any(one.state == "ready" and one.info.role != "prefill" for one in workers)
+        return any(worker.state == "ready" and worker.info.role != "prefill" for worker in workers)
 
     async def order(self, give: Callable[[Service], Awaitable[None]]) -> None:
         """Send a command about a worker to the fleet that knows it, because names of workers are unique.

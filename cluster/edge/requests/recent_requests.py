@@ -34,31 +34,31 @@ class RecentRequests:
         clock_s: Callable[[], float],
         unix_time_s: Callable[[], float],
         size: int = RECENT_MAX,
-        told: Callable[[Json, PreparedRequest], None] | None = None,
+        on_end: Callable[[Json, PreparedRequest], None] | None = None,
     ) -> None:
         """`told` is called with each request that has ended."""
-        self._told = told
+        self._on_end = on_end
         self._clock_s = clock_s
         self._unix_time_s = unix_time_s
         self._ring: deque[RequestRecord | Json] = deque(maxlen=size)
 
     @contextmanager
-    def watch(self, asked: RequestIdentity, job: PreparedRequest) -> Generator["RequestRecord"]:
+    def watch(self, identity: RequestIdentity, job: PreparedRequest) -> Generator["RequestRecord"]:
         """Follow one request to the end of the block."""
-        story = RequestRecord(asked, job, self._clock_s, self._unix_time_s())
-        self._ring.appendleft(story)
+        entry = RequestRecord(identity, job, self._clock_s, self._unix_time_s())
+        self._ring.appendleft(entry)
         try:
-            yield story
+            yield entry
         except Exception as error:
-            story.error = type(error).__name__
+            entry.error = type(error).__name__
             raise
         finally:
-            story.end()
-            row = story.row()
-            if story in self._ring:  # the prompt's tokens are not kept beyond its end
-                self._ring[self._ring.index(story)] = row
-            if self._told is not None:
-                self._told(row, job)
+            entry.end()
+            row = entry.row()
+            if entry in self._ring:  # the prompt's tokens are not kept beyond its end
+                self._ring[self._ring.index(entry)] = row
+            if self._on_end is not None:
+                self._on_end(row, job)
 
     def rows(self, count: int = RECENT_MAX) -> list[Json]:
         """Return the rows, newest first."""
@@ -71,12 +71,12 @@ class RequestRecord:
 
     def __init__(
         self,
-        asked: RequestIdentity,
+        identity: RequestIdentity,
         job: PreparedRequest,
         clock_s: Callable[[], float],
         started_unix_s: float,
     ) -> None:
-        self._asked = asked
+        self._asked = identity
         self._choices = len(job.requests)
         self._tally = UsageCounter(job)
         self._clock_s = clock_s

@@ -10,7 +10,7 @@ from tidemill.cluster.edge.requests.intake import PreparedRequest
 from tidemill.cluster.edge.requests.recent_requests import RequestIdentity, RequestRecord
 from tidemill.cluster.observability.spans import span, traceparent
 
-TOLD = {
+SPAN_ATTRIBUTES = {
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "completion_tokens": "gen_ai.usage.output_tokens",
     "finish": "gen_ai.response.finish_reasons",
@@ -24,26 +24,26 @@ TOLD = {
 
 @contextmanager
 def traced(
-    tracer: Tracer | None, asked: RequestIdentity, job: PreparedRequest, story: RequestRecord
+    tracer: Tracer | None, identity: RequestIdentity, job: PreparedRequest, entry: RequestRecord
 ) -> Generator[PreparedRequest]:
     """The job as it goes on: its requests have this span for a parent. Without a tracer it stays as it is."""
     if tracer is None or not job.requests:
         yield job
         return
     named = {
-        "gen_ai.request.model": asked.model,
-        "gen_ai.request.id": asked.request_id,
-        "gen_ai.response.id": asked.reply_id,
+        "gen_ai.request.model": identity.model,
+        "gen_ai.request.id": identity.request_id,
+        "gen_ai.response.id": identity.reply_id,
         "tidemill.choices": len(job.requests),
     }
-    with span(tracer, f"request {asked.kind}", job.requests[0].trace_parent, named) as answering:
+    with span(tracer, f"request {identity.kind}", job.requests[0].trace_parent, named) as answering:
         parent = traceparent(answering)
         requests = tuple(replace(one, trace_parent=parent) for one in job.requests)
         try:
             yield replace(job, requests=requests)
         finally:
-            row = story.row()
-            told = {TOLD[name]: value for name, value in row.items() if name in TOLD}
+            row = entry.row()
+            told = {SPAN_ATTRIBUTES[name]: value for name, value in row.items() if name in SPAN_ATTRIBUTES}
             answering.set_attributes(
                 {name: value for name, value in told.items() if isinstance(value, str | int | float)}
             )

@@ -27,7 +27,7 @@ class UsageCounter:
         """
         prompts = range(0, len(self._job.requests), self._job.n)
         prompt_tokens = sum(len(self._job.requests[index].tokens) for index in prompts)
-        ways = [self._traces[index] for index in prompts if index in self._traces]
+        traces = [self._traces[index] for index in prompts if index in self._traces]
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self._completion_tokens,
@@ -38,9 +38,9 @@ class UsageCounter:
                     for index in prompts
                     if index in self._traces
                 ),
-                "prefilled_tokens": sum(way.prefilled.computed_tokens for way in ways),
-                "fetched_tokens": sum(way.provenance.fetched_tokens for way in ways),
-                "replayed_tokens": sum(way.provenance.computed_tokens for way in ways),
-                "reused_tokens": sum(way.provenance.reused_tokens for way in ways),
+                "prefilled_tokens": sum(trace.prefilled.computed_tokens for trace in traces),
+                "fetched_tokens": sum(trace.provenance.fetched_tokens for trace in traces),
+                "replayed_tokens": sum(trace.provenance.computed_tokens for trace in traces),
+                "reused_tokens": sum(trace.provenance.reused_tokens for trace in traces),
             },
         }

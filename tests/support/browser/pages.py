@@ -33,7 +33,7 @@ class Pages:
         self._contexts.append(context)
         page = context.new_page()
         page.on("pageerror", self._broke)
-        page.on("console", self._said)
+        page.on("console", self._logged)
         page.on("dialog", lambda dialog: self.complaints.append(f"dialog: {dialog.message}"))
         page.goto(url)
         return page
@@ -70,7 +70,7 @@ class Pages:
     def _broke(self, error: Error) -> None:
         self.complaints.append(str(error))
 
-    def _said(self, message: ConsoleMessage) -> None:
+    def _logged(self, message: ConsoleMessage) -> None:
         """What a server refuses is part of some tests, what the policy refuses is part of none."""
         if message.type == "error" and not message.text.startswith("Failed to load resource"):
             self.complaints.append(message.text)

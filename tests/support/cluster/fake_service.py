@@ -151,8 +151,8 @@ class FakeService:
             for place in range(0, request.to_score, PROMPT_PIECE):
                 targets = request.tokens[place + 1 : place + 1 + PROMPT_PIECE]
                 alternatives = request.sampling.prompt_logprobs or 0
-                told = tuple(scored(token, alternatives) for token in targets)
-                yield StreamPiece(tokens=(), prompt_logprobs=told, trace=TRACE)
+                scores = tuple(scored(token, alternatives) for token in targets)
+                yield StreamPiece(tokens=(), prompt_logprobs=scores, trace=TRACE)
             for index, start in enumerate(starts):
                 if index == self.stall_at:
                     self.stalled.set()

@@ -29,7 +29,7 @@ class Client:
     """A connection to the server at `address`."""
 
     address: str
-    desk: EdgeContext
+    context: EdgeContext
     channel: Any  # much of it is generic in the type stubs alone
 
     async def generate(self, request: pb.GenerateRequest, *metadata: tuple[str, str]) -> pb.GenerateResponse:
@@ -62,8 +62,8 @@ async def serving(
 ) -> AsyncGenerator[Client]:
     """The server, and a client of it that brings `credentials`."""
     limits = replace(limits or EdgeLimits(), shutdown_s_max=0.0)
-    desk = open_context([ServedBackend(service, tokenizer())], sources(), keys=keys, limits=limits)
-    server = PublicServer(desk, tls=tls)
+    context = open_context([ServedBackend(service, tokenizer())], sources(), keys=keys, limits=limits)
+    server = PublicServer(context, tls=tls)
     address = await server.start("127.0.0.1", 0)
     running = asyncio.create_task(server.run())
     options = [
@@ -79,7 +79,7 @@ async def serving(
     )
     try:
         async with opened as channel:
-            yield Client(address, desk, channel)
+            yield Client(address, context, channel)
     finally:
         running.cancel()
         await asyncio.wait([running])

@@ -25,7 +25,7 @@ from tidemill.workers.messages import (
     Request,
     WorkerId,
 )
-from tidemill.workers.scheduling.isolation import Tell
+from tidemill.workers.scheduling.isolation import Notify
 
 WORKER = WorkerId("decode-0.1")
 WAIT_S_MAX = 10.0
@@ -39,11 +39,11 @@ class ScriptedEngine:
         default_factory=dict[str, asyncio.Queue[Delta | Produced | Exception]]
     )
     begun: list[str] = field(default_factory=list[str])  # kinds of calls, in order
-    tells: dict[str, Tell | None] = field(default_factory=dict[str, Tell | None])
+    notifiers: dict[str, Notify | None] = field(default_factory=dict[str, Notify | None])
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def generate(self, request: Request, tell: Tell | None = None) -> AsyncGenerator[Delta]:
-        self.tells[request.request_id] = tell
+    async def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
+        self.notifiers[request.request_id] = notify
         with_queue = self._open("generate", request)
         try:
             while True:
@@ -55,8 +55,8 @@ class ScriptedEngine:
         finally:
             self._close(request)
 
-    async def produce(self, request: Request, tell: Tell | None = None) -> Produced:
-        self.tells[request.request_id] = tell
+    async def produce(self, request: Request, notify: Notify | None = None) -> Produced:
+        self.notifiers[request.request_id] = notify
         return await self._answer("produce", request)
 
     async def prefetch(self, request: Request) -> Produced:

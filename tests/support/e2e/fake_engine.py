@@ -20,7 +20,7 @@ from tidemill.workers.messages import (
     WorkerLoad,
 )
 from tidemill.workers.parallel.link import StartRanks
-from tidemill.workers.scheduling.isolation import Tell
+from tidemill.workers.scheduling.isolation import Notify
 from tidemill.workers.settings import EngineSettings
 
 BREAK_TOKEN = 666
@@ -41,7 +41,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.steps = 0
         self._running = 0
-        self._turned = asyncio.Condition()
+        self._stepped = asyncio.Condition()
         self._broken = False
         self._produces = self._generates = True
 
@@ -49,12 +49,12 @@ class FakeEngine:
         while not self._broken:
             await asyncio.sleep(STEP_S)
             self.steps += 1
-            async with self._turned:
-                self._turned.notify_all()
+            async with self._stepped:
+                self._stepped.notify_all()
         raise RuntimeError("the step loop met its breaking point")
 
-    async def produce(self, request: Request, tell: Tell | None = None) -> Produced:
-        del tell
+    async def produce(self, request: Request, notify: Notify | None = None) -> Produced:
+        del notify
         self._check(takes=self._produces)
         depth = len(request.tokens) - 1
         return Produced(depth=depth, provenance=Provenance(computed_tokens=depth))
@@ -63,16 +63,16 @@ class FakeEngine:
         depth = len(request.tokens) - 1
         return Produced(depth=depth, provenance=Provenance(fetched_tokens=depth))
 
-    async def generate(self, request: Request, tell: Tell | None = None) -> AsyncGenerator[Delta]:
-        del tell
+    async def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
+        del notify
         self._check(takes=self._generates)
         last = request.tokens[-1]
         self._broken |= last == BREAK_TOKEN
         self._running += 1
         try:
             for i in range(request.max_new_tokens):
-                async with self._turned:
-                    await self._turned.wait()
+                async with self._stepped:
+                    await self._stepped.wait()
                 self._check(takes=self._generates)
                 yield Delta(
                     tokens=(last + i + 1,),

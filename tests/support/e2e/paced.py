@@ -41,7 +41,7 @@ from tidemill.workers.messages import (
     WorkerLoad,
 )
 from tidemill.workers.parallel.link import StartRanks
-from tidemill.workers.scheduling.isolation import Tell
+from tidemill.workers.scheduling.isolation import Notify
 from tidemill.workers.settings import EngineSettings
 
 KEEPER = Path(__file__).parents[3] / "workers" / "models" / "keeper"
@@ -132,8 +132,8 @@ class PacedEngine:
             self._waiting.remove(row)
         self._credit = 0.0  # unused time is lost
 
-    async def produce(self, request: Request, tell: Tell | None = None) -> Produced:
-        del tell
+    async def produce(self, request: Request, notify: Notify | None = None) -> Produced:
+        del notify
         self._check(takes=self._produces)
         depth = (len(request.tokens) - 1) // 64 * 64
         row = self._enter(request, depth, produces=True)
@@ -146,8 +146,8 @@ class PacedEngine:
     async def prefetch(self, request: Request) -> Produced:
         return Produced(depth=0, provenance=Provenance(fetched_tokens=len(request.tokens) - 1))
 
-    async def generate(self, request: Request, tell: Tell | None = None) -> AsyncGenerator[Delta]:
-        del tell
+    async def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
+        del notify
         self._check(takes=self._generates)
         tail = len(request.tokens) if request.gap_tokens_max is None else 1
         row = self._enter(request, tail, produces=False)

@@ -19,13 +19,13 @@ from tidemill.workers.messages import (
     WorkerGone,
     WorkerId,
 )
-from tidemill.workers.scheduling.isolation import Tell
+from tidemill.workers.scheduling.isolation import Notify
 
 BROKEN_S = 3.0
 """The silence after which a connection is closed."""
 
 Item = Delta | Produced | Trial | Exception
-Work = Callable[[Callable[[Delta], None], Tell], Awaitable[Produced | None]]
+Work = Callable[[Callable[[Delta], None], Notify], Awaitable[Produced | None]]
 """The work of a worker for a call: it sends deltas and notices of trials, and may return an answer."""
 
 

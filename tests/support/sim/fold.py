@@ -119,13 +119,13 @@ class FoldRunner:
             self._state(slot)[:] = after
         scores = () if row.scores is None else tuple(self._scores(row, row.scores, states))
         drawn: list[int] = []
-        if row.draws is None:
+        if row.sampling_state is None:
             return Drawn(scores=scores)
         for count in range(known, len(row.tokens) + 1):
             position = row.start + count
             kv = self._kv_before(row.pages, position)
             after = states[count - 1] if self._layout.has_states else EMPTY
-            drawn.append(_draw(after, kv, row.draws.sampling.seed, position, self._vocabulary))
+            drawn.append(_draw(after, kv, row.sampling_state.sampling.seed, position, self._vocabulary))
             if count == len(row.tokens) or drawn[-1] != row.tokens[count]:
                 break
         return Drawn(tuple(drawn), scores=scores, guesses=tuple(self._guesses(row, drawn)))

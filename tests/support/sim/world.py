@@ -37,7 +37,7 @@ from tidemill.workers.messages import (
     WorkerId,
     WorkerInfo,
 )
-from tidemill.workers.scheduling.isolation import Tell
+from tidemill.workers.scheduling.isolation import Notify
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
 from tidemill.workers.settings import CheckpointStrategy
@@ -210,7 +210,7 @@ class SimWorker:
 
     def breaks(self, step: Step) -> Exception | None:
         """Return the failure of a step: at random, and always when a poison request draws."""
-        if any(row.sequence_id.startswith(POISON) and row.draws is not None for row in step):
+        if any(row.sequence_id.startswith(POISON) and row.sampling_state is not None for row in step):
             return Broke(POISON)
         if not self.ended.is_set() and any(row.sequence_id.startswith(DEADLY) for row in step):
             self.world.deadly_kills += 1
@@ -336,7 +336,7 @@ class World:
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
         peer = self._at(worker, address)
 
-        async def work(_: Callable[[Delta], None], notify: Tell) -> Produced:
+        async def work(_: Callable[[Delta], None], notify: Notify) -> Produced:
             return await peer.engine.produce(request, notify)
 
         try:
@@ -351,7 +351,7 @@ class World:
     async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None:
         peer = self._at(worker, address)
 
-        async def work(_: Callable[[Delta], None], __: Tell) -> Produced:
+        async def work(_: Callable[[Delta], None], __: Notify) -> Produced:
             return await peer.engine.prefetch(request)
 
         async with self._calling(peer, work) as answer:
@@ -360,7 +360,7 @@ class World:
     async def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
         peer = self._at(worker, address)
 
-        async def work(put: Callable[[Delta], None], notify: Tell) -> None:
+        async def work(put: Callable[[Delta], None], notify: Notify) -> None:
             async with aclosing(peer.engine.generate(request, notify)) as deltas:
                 async for delta in deltas:
                     put(delta)

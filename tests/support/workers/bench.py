@@ -267,7 +267,7 @@ class BrokenRunner:
         self._left -= 1
         if self._left <= 0:
             raise self._error
-        return [Drawn() if row.draws is None else Drawn((0,)) for row in step]
+        return [Drawn() if row.sampling_state is None else Drawn((0,)) for row in step]
 
 
 def a_store() -> MemoryStore:

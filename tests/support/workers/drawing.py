@@ -32,17 +32,17 @@ class Noise:
         return logits_V
 
 
-def row_of(draws: SamplingState, drafts: Sequence[int] = (), position: int | None = None) -> Row:
+def row_of(sampling_state: SamplingState, drafts: Sequence[int] = (), position: int | None = None) -> Row:
     """A row that draws its first token at `position`, that of `draws` if none is given."""
     return Row(
         sequence_id="",
         tokens=(0, *drafts),
-        start=(draws.position if position is None else position) - 1,
+        start=(sampling_state.position if position is None else position) - 1,
         pages=(),
         read=None,
         writes=(),
         drafts=len(drafts),
-        draws=draws,
+        sampling_state=sampling_state,
     )
 
 
@@ -54,11 +54,11 @@ def request_of(sampling: Sampling, prompt: Sequence[int] = (3, 1, 2), stop: Sequ
 
 def draw_once(logits_NV: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
     """One token a row, each of a sequence of its own."""
-    draws = [
+    sampling_state = [
         SamplingState(request_of(sampling, (0,) * position))
         for sampling, position in zip(samplings, positions, strict=True)
     ]
-    return [row_drawn.tokens[0] for row_drawn in draw(logits_NV, list(map(row_of, draws)))]
+    return [row_drawn.tokens[0] for row_drawn in draw(logits_NV, list(map(row_of, sampling_state)))]
 
 
 @dataclass
@@ -72,10 +72,12 @@ def answer_of(
     model: Noise, request: Request, length: int, matcher: Callable[[], Matcher] | None = None
 ) -> Answer:
     """Straight on, token by token, to a stop token or to `length`."""
-    draws, answer = SamplingState(request, matcher and matcher()), Answer()
+    sampling_state, answer = SamplingState(request, matcher and matcher()), Answer()
     while not ended(request, answer, length):
         context = [*request.tokens, *answer.tokens]
-        _take(request, answer, draw(model.logits_V(context).unsqueeze(0), [row_of(draws)])[0], length)
+        _take(
+            request, answer, draw(model.logits_V(context).unsqueeze(0), [row_of(sampling_state)])[0], length
+        )
     return answer
 
 
@@ -88,7 +90,7 @@ def troubled_answer_of(
 ) -> Answer:
     """The same with guesses on trial, half of them right; with steps that are void; with moves to another
     worker."""
-    draws, answer = SamplingState(request, matcher and matcher()), Answer()
+    sampling_state, answer = SamplingState(request, matcher and matcher()), Answer()
     start = len(request.tokens)
     while not ended(request, answer, len(truth)):
         done = len(answer.tokens)
@@ -96,7 +98,7 @@ def troubled_answer_of(
             moved = replace(
                 request, tokens=(*request.tokens, *answer.tokens), drawn=request.drawn + len(answer.tokens)
             )
-            draws = SamplingState(moved, matcher and matcher())
+            sampling_state = SamplingState(moved, matcher and matcher())
         drafts = [
             token if rng.random() < 0.8 else rng.randrange(model.vocabulary)
             for token in truth[done : done + rng.randrange(5)]
@@ -105,7 +107,7 @@ def troubled_answer_of(
         logits_NV = torch.stack(
             [model.logits_V(context[:end]) for end in range(start + done, len(context) + 1)]
         )
-        (drawn,) = draw(logits_NV, [row_of(draws, drafts, start + done)])
+        (drawn,) = draw(logits_NV, [row_of(sampling_state, drafts, start + done)])
         if rng.random() < 0.8:  # else the step was void
             answer.accepted += len(drawn.tokens) - 1
             _take(request, answer, drawn, len(truth))

@@ -63,7 +63,7 @@ class Store:
         return self._index
 
     async def get(self, objects: Sequence[Moved]) -> int:
-        while objects[0].place == SLOW and not (self._folder / "go").exists():  # noqa: ASYNC110 - a process makes it
+        while objects[0].memory_id == SLOW and not (self._folder / "go").exists():  # noqa: ASYNC110 - a process makes it
             await asyncio.sleep(0.01)
         return len(objects)
 

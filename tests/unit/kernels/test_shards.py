@@ -113,8 +113,8 @@ def test_attention_and_rope_store_by_heads(
             rows = step(new, before, pages)
             # Packed by rank, as the columns of its own projection are.
             mine = q[span, q_heads], k[span, kv_heads].contiguous(), v[span, kv_heads].contiguous()
-            turned = cpu.rope_store(*mine, q_weight, k_weight, EPSILON, angles[span], cache, rows)
-            found += [turned, cpu.attention(turned, cache, rows, None, None)]
+            rotated = cpu.rope_store(*mine, q_weight, k_weight, EPSILON, angles[span], cache, rows)
+            found += [rotated, cpu.attention(rotated, cache, rows, None, None)]
         return torch.cat(found), cache
 
     whole, cache = run(slice(0, heads.q_heads), slice(0, heads.kv_heads))
@@ -257,21 +257,21 @@ def test_activations_by_columns_and_by_heads(
 @pytest.mark.parametrize("shares", [((0, 3), (3, 6)), ((0, 2), (2, 4), (4, 6))], ids=str)
 def test_queries_of_latents_by_heads(cpu: Operators, shares: tuple[tuple[int, int], ...]) -> None:
     """Every rank stores the same latents, and takes its own heads into their space and out of it."""
-    tokens, heads, width, turning = 70, 6, 40, 8
+    tokens, heads, width, rotary = 70, 6, 40, 8
     draw = torch.Generator().manual_seed(3)
     pages = shuffled_pages([tokens], 16, draw)
     q, k, angles = random(draw, tokens, heads, 20), random(draw, tokens, 1, width), random(draw, tokens, 2, 4)
-    absorb, release = random(draw, heads, width - turning, 12), random(draw, heads, 10, width - turning)
+    absorb, release = random(draw, heads, width - rotary, 12), random(draw, heads, 10, width - rotary)
 
     def run(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
         cache = torch.full((1 + int(pages.max()), 1, 1, 16, width), torch.nan)
         rows = step([tokens], [0], pages)
         own = q[:, part]
-        inside = cpu.linear_heads(own[..., turning:], cpu.pack(absorb[part], None))
-        whole = torch.cat([own[..., :turning], inside], dim=-1)
-        turned = cpu.rope_store(whole, k, None, None, None, EPSILON, angles, cache, rows)
-        found = cpu.attention(turned, cache, rows, None, None)
-        return cpu.linear_heads(found[..., turning:], cpu.pack(release[part], None)), cache
+        inside = cpu.linear_heads(own[..., rotary:], cpu.pack(absorb[part], None))
+        whole = torch.cat([own[..., :rotary], inside], dim=-1)
+        rotated = cpu.rope_store(whole, k, None, None, None, EPSILON, angles, cache, rows)
+        found = cpu.attention(rotated, cache, rows, None, None)
+        return cpu.linear_heads(found[..., rotary:], cpu.pack(release[part], None)), cache
 
     wanted, latents = run(slice(0, heads))
     for start, end in shares:

@@ -78,8 +78,8 @@ class Decoder:
 
     def work(self, inputs: Inputs) -> Work:
         """What layers work with in the step."""
-        nothing_turns = torch.empty(len(inputs.positions_T), 2, 0, device=inputs.positions_T.device)
-        angles: dict[Rope | None, torch.Tensor] = {None: nothing_turns}
+        no_rotation = torch.empty(len(inputs.positions_T), 2, 0, device=inputs.positions_T.device)
+        angles: dict[Rope | None, torch.Tensor] = {None: no_rotation}
         for rope, frequencies_R in self._frequencies.items():
             angles[rope] = _scaled(self._ops.rope_angles(inputs.positions_T, frequencies_R), rope.scale)
         return Work(

@@ -25,19 +25,19 @@ def parse(raw: Raw) -> ArchitectureConfig:
 
 
 def _attention(raw: Raw) -> LatentConfig:
-    compressed, turning = size(raw, "kv_lora_rank"), size(raw, "qk_rope_head_dim")
+    compressed, rotary = size(raw, "kv_lora_rank"), size(raw, "qk_rope_head_dim")
     plain = size(raw, "qk_nope_head_dim")
     return LatentConfig(
-        spec=Latent(width=turning + compressed),
+        spec=Latent(width=rotary + compressed),
         query_heads=size(raw, "num_attention_heads"),
-        rope=rope_of(raw, turning),
+        rope=rope_of(raw, rotary),
         compressed=compressed,
         plain=plain,
         value=size(raw, "v_head_dim"),
         query_rank=None if raw.get("q_lora_rank") is None else size(raw, "q_lora_rank"),
         interleaved=bool(raw.get("rope_interleave", True)),
         bias=bool(raw.get("attention_bias", False)),
-        scale=(plain + turning) ** -0.5 * _focus(raw) ** 2,
+        scale=(plain + rotary) ** -0.5 * _focus(raw) ** 2,
     )
 
 

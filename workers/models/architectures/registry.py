@@ -159,7 +159,7 @@ def describe(
 ) -> tuple[tuple[LayerSpec, ...], int]:
     """Layers of the whole model and its length limit, without reading its weights. Raises the ModelError that
     `load` would in a group of this size, as far as headers tell."""
-    _, config, _ = _open(folder, _nobody_looks, digests=False, mtp=mtp)
+    _, config, _ = _open(folder, _no_progress, digests=False, mtp=mtp)
     local(config, tensor_parallel_size)
     return config.specs, config.max_length
 
@@ -170,14 +170,14 @@ def has_head(folder: Path) -> bool:
     architecture = ARCHITECTURES.get(_architecture(raw))
     if architecture is None or architecture.draft is None:
         return False
-    return _holds_head(WeightsFolder(folder, _nobody_looks, digests=False))
+    return _holds_head(WeightsFolder(folder, _no_progress, digests=False))
 
 
 def _holds_head(checkpoint: WeightsFolder) -> bool:
     return any(name.startswith(DRAFT) for name in checkpoint.names)
 
 
-def _nobody_looks(done_bytes: int, total_bytes: int) -> None:
+def _no_progress(done_bytes: int, total_bytes: int) -> None:
     """No weights are read."""
 
 

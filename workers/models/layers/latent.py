@@ -96,10 +96,10 @@ class LatentConfig:
         return LatentMixer(
             config=self,
             down=down,
-            up=ops.pack(self._turning_first(up_HIR, self.plain).flatten(0, 1), None),
+            up=ops.pack(self._rotary_first(up_HIR, self.plain).flatten(0, 1), None),
             latent=ops.pack(
-                self._turning_first(read("self_attn.kv_a_proj_with_mqa.weight")[None], self.compressed)[0],
-                None if latent_bias is None else self._turning_first(latent_bias[None], self.compressed)[0],
+                self._rotary_first(read("self_attn.kv_a_proj_with_mqa.weight")[None], self.compressed)[0],
+                None if latent_bias is None else self._rotary_first(latent_bias[None], self.compressed)[0],
             ),
             norm_C=read("self_attn.kv_a_layernorm.weight").float(),
             absorb=ops.pack(keys_values_HIC[:, : self.plain].mT.contiguous(), None),
@@ -107,12 +107,12 @@ class LatentConfig:
             out=ops.pack(read("self_attn.o_proj.weight"), bias("o_proj")),
         )
 
-    def _turning_first(self, rows_HI: torch.Tensor, others: int) -> torch.Tensor:
+    def _rotary_first(self, rows_HI: torch.Tensor, others: int) -> torch.Tensor:
         """From rows of which the last `rope.dim` of each head turn, to those first, then the `others`."""
-        rest, turning = rows_HI[:, :others], rows_HI[:, others:]
+        rest, rotary = rows_HI[:, :others], rows_HI[:, others:]
         if self.interleaved:
-            turning = torch.cat([turning[:, 0::2], turning[:, 1::2]], dim=1)
-        return torch.cat([turning, rest], dim=1)
+            rotary = torch.cat([rotary[:, 0::2], rotary[:, 1::2]], dim=1)
+        return torch.cat([rotary, rest], dim=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,17 +142,17 @@ class LatentMixer:
 
     def run(self, h_TH: torch.Tensor, work: Work, cache: Cache) -> torch.Tensor:
         ops, config, (latents,) = work.ops, self.config, cache
-        turning, width = config.rope.dim, config.spec.width
+        rotary, width = config.rope.dim, config.spec.width
         from_TR = h_TH
         if self.down is not None:
             from_TR = ops.rms_norm(ops.linear(h_TH, self.down.project), self.down.norm_R, NORM_EPSILON)
         q_THI = ops.linear(from_TR, self.up).view(len(h_TH), config.query_heads, -1)
-        absorbed_THC = ops.linear_heads(q_THI[..., turning:], self.absorb)
+        absorbed_THC = ops.linear_heads(q_THI[..., rotary:], self.absorb)
         latent_TI = ops.linear(h_TH, self.latent)
-        compressed_TC = ops.rms_norm(latent_TI[:, turning:], self.norm_C, NORM_EPSILON)
+        compressed_TC = ops.rms_norm(latent_TI[:, rotary:], self.norm_C, NORM_EPSILON)
         q_THI = ops.rope_store(
-            torch.cat([q_THI[..., :turning], absorbed_THC], dim=-1),
-            torch.cat([latent_TI[:, :turning], compressed_TC], dim=-1)[:, None],
+            torch.cat([q_THI[..., :rotary], absorbed_THC], dim=-1),
+            torch.cat([latent_TI[:, :rotary], compressed_TC], dim=-1)[:, None],
             None,
             None,
             None,
@@ -162,5 +162,5 @@ class LatentMixer:
             work.inputs,
         )
         o_THI = ops.attention(q_THI * (config.scale * width**0.5), latents, work.inputs, None, None)
-        o_THV = ops.linear_heads(o_THI[..., turning:], self.release)
+        o_THV = ops.linear_heads(o_THI[..., rotary:], self.release)
         return work.project_out(o_THV.flatten(1), self.out)

@@ -184,6 +184,6 @@ def _gate_up(name: str, read: Read) -> torch.Tensor:
     return torch.cat([read(f"{name}gate_proj.weight"), read(f"{name}up_proj.weight")])
 
 
-def _unwoven(by_turns: torch.Tensor) -> torch.Tensor:
+def _unwoven(interleaved: torch.Tensor) -> torch.Tensor:
     """Gate, up, gate, up .. of each expert, to all of gate, then all of up."""
-    return torch.cat([by_turns[:, 0::2], by_turns[:, 1::2]], dim=1)
+    return torch.cat([interleaved[:, 0::2], interleaved[:, 1::2]], dim=1)

@@ -43,8 +43,8 @@ class Rope:
             case "linear":
                 found_R = plain_R / self.factor
             case "llama3":
-                turns_R = self.trained_length * plain_R / (2 * math.pi)
-                kept_R = ((turns_R - self.slow) / (self.fast - self.slow)).clamp(0, 1)
+                rotations_R = self.trained_length * plain_R / (2 * math.pi)
+                kept_R = ((rotations_R - self.slow) / (self.fast - self.slow)).clamp(0, 1)
                 found_R = (1 - kept_R) * plain_R / self.factor + kept_R * plain_R
             case "yarn":
                 kept_R = 1 - self._ramp()
@@ -64,9 +64,11 @@ class Rope:
         indices_R = torch.arange(self.dim // 2, dtype=torch.float32)
         return ((indices_R - low) / (high - low)).clamp(0, 1)
 
-    def _index_of(self, turns: float) -> float:
+    def _index_of(self, rotations: float) -> float:
         """Of the frequency that turns so often over the trained length."""
-        return self.dim * math.log(self.trained_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+        return (
+            self.dim * math.log(self.trained_length / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+        )
 
 
 def rope_of(raw: Raw, head_dim: int, share: float = 1.0) -> Rope:

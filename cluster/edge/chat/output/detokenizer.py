@@ -80,12 +80,12 @@ class Answer:
             if not self._ending.include_stop:
                 hidden, tokens = tokens[-1], tokens[:-1]
         texts: list[str] = []
-        for place, token in enumerate(tokens):
+        for position, token in enumerate(tokens):
             if logprobs:
-                self._waiting.append(Scored(token, self._decoded_chars, logprobs[place]))
+                self._waiting.append(Scored(token, self._decoded_chars, logprobs[position]))
             texts.append(self._text_of(token))
             if self._scanner.stop is not None:
-                num_tokens, finish, stop = place + 1, "stop", self._scanner.stop
+                num_tokens, finish, stop = position + 1, "stop", self._scanner.stop
                 break
         if finish:
             texts.append(self._scanner.end())

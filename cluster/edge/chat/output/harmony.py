@@ -27,15 +27,15 @@ FUNCTIONS = "functions."
 class Harmony:
     """A Parser. The answer begins behind the role of its first message."""
 
-    def __init__(self, manner: OutputFormat) -> None:
-        self._manner = manner
+    def __init__(self, output_format: OutputFormat) -> None:
+        self._output_format = output_format
         self._inside: Literal["start", "header", "reasoning", "words", "call"] = "start"
         self._held = ""
         self._name: str | None = None  # of the call, until its first piece was emitted
         self._dropped = False  # the open call is one too many
         self.num_calls = 0
-        if manner.begun:
-            self.push(manner.begun, last=False)
+        if output_format.begun:
+            self.push(output_format.begun, last=False)
 
     def push(self, text: str, *, last: bool) -> list[Part]:
         self._held += text
@@ -83,10 +83,12 @@ class Harmony:
         """Open the text that follows a header."""
         to, on = RECIPIENT.search(header), ON_CHANNEL.search(header)
         name = to[1].removeprefix(FUNCTIONS) if to else ""
-        called = bool(to and (to[1] != name or name in self._manner.schemas))
-        if called and self._manner.form is not None:
+        called = bool(to and (to[1] != name or name in self._output_format.schemas))
+        if called and self._output_format.form is not None:
             self._inside, self._name = "call", name
-        elif (to or (on and on[1] == "analysis")) and not called and self._manner.reasoning is not None:
+        elif (
+            (to or (on and on[1] == "analysis")) and not called and self._output_format.reasoning is not None
+        ):
             self._inside = "reasoning"
         else:
             self._inside = "words"
@@ -109,7 +111,7 @@ class Harmony:
 
     def _called(self, text: str, *, over: bool) -> list[Part]:
         """Return a piece of the open call. A call without arguments has those of an empty object."""
-        name, most = self._name, self._manner.calls_max
+        name, most = self._name, self._output_format.calls_max
         if name is None:
             return [Call(self.num_calls - 1, None, text)] if text and not self._dropped else []
         text = text.lstrip()
@@ -123,6 +125,6 @@ class Harmony:
         return [Call(self.num_calls - 1, name, text or "{}")]
 
 
-def listener(manner: OutputFormat) -> Parser:
+def listener(output_format: OutputFormat) -> Parser:
     """Return the parser for an answer of this format."""
-    return Harmony(manner) if manner.channels else OutputParser(manner)
+    return Harmony(output_format) if output_format.channels else OutputParser(output_format)

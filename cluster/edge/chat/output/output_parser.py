@@ -54,14 +54,14 @@ class OutputFormat:
 class OutputParser:
     """A Parser. A tag may arrive in several pieces, so text that may become one is held back."""
 
-    def __init__(self, manner: OutputFormat) -> None:
-        self._manner = manner
-        self._thinking = manner.reasoning or Thinking()
+    def __init__(self, output_format: OutputFormat) -> None:
+        self._output_format = output_format
+        self._thinking = output_format.reasoning or Thinking()
         self._inside: Literal["start", "reasoning", "words", "call", "between"] = "start"
-        if manner.thinking:
+        if output_format.thinking:
             self._inside = "reasoning"
         self._held = ""
-        self._after_tag = manner.thinking  # white space there belongs to no words
+        self._after_tag = output_format.thinking  # white space there belongs to no words
         self._begin = ""  # the tag before the call
         self._calling: ToolCallStream | None = None
         self._silent = True  # neither words nor calls so far
@@ -109,7 +109,7 @@ class OutputParser:
         return True
 
     def _words(self, parts: list[Part], *, last: bool) -> bool:
-        form = self._manner.form
+        form = self._output_format.form
         if form is None:
             self._pass_on(parts, (), Text, last=last)
             return False
@@ -147,10 +147,10 @@ class OutputParser:
     def _call_next(self, form: CallForm, begin: str) -> None:
         self._inside = "call"
         self._begin = begin
-        self._calling = ToolCallStream(self.num_calls, form, self._manner.schemas)
+        self._calling = ToolCallStream(self.num_calls, form, self._output_format.schemas)
 
     def _call(self, parts: list[Part], *, last: bool) -> bool:
-        form, calling = self._manner.form, self._calling
+        form, calling = self._output_format.form, self._calling
         assert form is not None
         assert calling is not None
         pieces = calling.push(self._held, last=last)
@@ -163,7 +163,7 @@ class OutputParser:
             follows = over and not form.ends and left is not None
             self._go("between" if follows else "words", after_tag=left is not None)
             pieces += left or []
-        most = self._manner.calls_max
+        most = self._output_format.calls_max
         if pieces and (most is None or pieces[0].index < most):
             self.num_calls = pieces[0].index + 1
             parts += pieces
@@ -172,7 +172,7 @@ class OutputParser:
 
     def _between(self, *, last: bool) -> bool:
         """Read what follows a call without tags: another call, or something else."""
-        form = self._manner.form
+        form = self._output_format.form
         assert form is not None
         between = BETWEEN.match(self._held)
         assert between is not None

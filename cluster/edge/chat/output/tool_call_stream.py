@@ -145,8 +145,8 @@ class _Brackets:
         """Return the offset behind the bracket that closes the first one, if it stands in
         `text[start:]`.
         """
-        for place in range(start, len(text)):
-            char = text[place]
+        for position in range(start, len(text)):
+            char = text[position]
             if self._inside:
                 if not self._escaped and char == self._inside:
                     self._inside = ""
@@ -158,7 +158,7 @@ class _Brackets:
             elif char in self._closes:
                 self._depth -= 1
                 if self._depth == 0:
-                    return place + 1
+                    return position + 1
         return None
 
 
@@ -195,10 +195,10 @@ class _Xml:
 
     def push(self, text: str) -> str:
         self._held += text
-        told: list[str] = []
-        while not self._ended and (self._between(told) if self._name is None else self._inside(told)):
+        written: list[str] = []
+        while not self._ended and (self._between(written) if self._name is None else self._inside(written)):
             pass
-        return "".join(told)
+        return "".join(written)
 
     def end(self, *, closed: bool) -> str:
         value = "" if self._name is None else self._value(self._held, whole=closed)
@@ -206,30 +206,30 @@ class _Xml:
             return value
         return f"{value}}}" if self._before == ", " else "{}"
 
-    def _between(self, told: list[str]) -> bool:
+    def _between(self, written: list[str]) -> bool:
         """Read what follows a parameter; return whether the held text may contain more. Other text is
         dropped, with all behind it.
         """
         if parameter := PARAMETER.match(self._held):
             self._name, self._held = parameter[1], self._held[parameter.end() :]
-            told.append(f"{self._before}{json.dumps(self._name, ensure_ascii=False)}: ")
-            told.append('"' if self._is_text else "")
+            written.append(f"{self._before}{json.dumps(self._name, ensure_ascii=False)}: ")
+            written.append('"' if self._is_text else "")
             self._before = ", "
             return True
         if FUNCTION_END.match(self._held):
-            told.append("}")
+            written.append("}")
             self._ended = True
         return False
 
-    def _inside(self, told: list[str]) -> bool:
+    def _inside(self, written: list[str]) -> bool:
         value, end, rest = self._held.partition(PARAMETER_ENDS[0])
         if end:
-            told.append(self._value(value, whole=True))
+            written.append(self._value(value, whole=True))
             self._name, self._held = None, rest
             return True
         if self._is_text:
             cut = len(value) - growing(value, PARAMETER_ENDS)
-            told.append(_escaped(value[:cut]))
+            written.append(_escaped(value[:cut]))
             self._held = value[cut:]
         return False
 

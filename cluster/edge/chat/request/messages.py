@@ -67,7 +67,7 @@ class MadeCall(BaseModel):
     function: CalledFunction
 
 
-def _said(content: str | None, info: ValidationInfo) -> str | None:
+def _not_none(content: str | None, info: ValidationInfo) -> str | None:
     calls = info.data.get("role") == "assistant" and info.data.get("tool_calls")
     if content is None and not calls:
         raise ValueError("is needed: only an assistant that calls tools may leave it out")
@@ -84,7 +84,7 @@ class ChatMessage(BaseModel):
     tool_calls: Annotated[list[MadeCall], Field(max_length=CALLS_MAX)] | None = None
     tool_call_id: Annotated[str, AfterValidator(valid_text)] | None = None
     reasoning_content: Annotated[str, AfterValidator(valid_text)] | None = None
-    content: Annotated[Content | None, AfterValidator(_said)] = Field(default=None, validate_default=True)
+    content: Annotated[Content | None, AfterValidator(_not_none)] = Field(default=None, validate_default=True)
 
     _nulls = model_validator(mode="before")(absent_if_null)
 

@@ -129,9 +129,9 @@ def _allowance(num_tokens: int, param: str, max_tokens: int | None, model: Model
     if max_tokens is None and left > 0:
         return left
     if max_tokens is None or max_tokens > left:
-        asked = "" if max_tokens is None else f" and max_tokens {max_tokens}"
+        and_max_tokens = "" if max_tokens is None else f" and max_tokens {max_tokens}"
         raise RequestError(
-            f"{num_tokens} prompt tokens{asked} exceed the {model.max_model_len} tokens that this "
+            f"{num_tokens} prompt tokens{and_max_tokens} exceed the {model.max_model_len} tokens that this "
             "model takes in all: shorten the prompt or lower max_tokens",
             param=param,
             code="context_length_exceeded",

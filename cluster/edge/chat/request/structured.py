@@ -30,15 +30,15 @@ def grammar_of(
     guided: Mapping[str, object] | None = None,
 ) -> Grammar | None:
     """Return the one constraint; `guided` has the guided_ fields, by form. Raises RequestError."""
-    asked: dict[str, Grammar | None] = {}
+    requested: dict[str, Grammar | None] = {}
     if response_format is not None:
-        asked["response_format"] = _of_response_format(response_format)
+        requested["response_format"] = _of_response_format(response_format)
     if structured_outputs is not None:
-        asked["structured_outputs"] = _of_structured_outputs(structured_outputs)
+        requested["structured_outputs"] = _of_structured_outputs(structured_outputs)
     for form, value in (guided or {}).items():
         if value not in (None, []):
-            asked[f"guided_{form}"] = _of_form(form, value, f"guided_{form}")
-    found = {field: grammar for field, grammar in asked.items() if grammar is not None}
+            requested[f"guided_{form}"] = _of_form(form, value, f"guided_{form}")
+    found = {field: grammar for field, grammar in requested.items() if grammar is not None}
     if len(found) > 1:
         first, second, *_ = found
         raise RequestError(f"{second}: {first} says what the answer must match too: give one", param=second)

@@ -22,19 +22,21 @@ ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 """One line, because a model could continue with blanks forever."""
 
 
-def forced(tools: Sequence[Tool], manner: OutputFormat, added: Mapping[str, int]) -> Grammar:
+def forced(tools: Sequence[Tool], output_format: OutputFormat, added: Mapping[str, int]) -> Grammar:
     """Return the grammar of an answer that calls one of the tools, or one of them several times.
     Reasoning in which the prompt ends is cut short. `added` has the texts that are single tokens.
     Raises RequestError.
     """
-    form, reasoning = manner.form, manner.reasoning
+    form, reasoning = output_format.form, output_format.reasoning
     assert form is not None, "an answer that may call nothing"
     functions = [tool.function for tool in tools]
     for function in functions:
         check_schema(function.parameters or {}, "tools")
     written = form.written
-    close = _literal(reasoning.close + BREAK, added) if reasoning is not None and manner.thinking else ""
-    several = manner.calls_max is None and written.between is not None
+    close = (
+        _literal(reasoning.close + BREAK, added) if reasoning is not None and output_format.thinking else ""
+    )
+    several = output_format.calls_max is None and written.between is not None
     more = f"({_literal(written.between or '', added)} call)*" if several else ""
     rules = [
         rule for number, function in enumerate(functions) for rule in _rules(function, number, form.body)
@@ -86,8 +88,8 @@ def _xml_rules(schema: Mapping[str, Any], number: int) -> Iterator[str]:
     """Yield the parameters in their order; optional ones may be left out."""
     needed, defined = _needed(schema), _defined(schema)
     whole = [_quoted("")]
-    for place, (name, wanted) in enumerate(parameters_of(schema).items()):
-        rule = f"f{number}p{place}"
+    for position, (name, wanted) in enumerate(parameters_of(schema).items()):
+        rule = f"f{number}p{position}"
         whole.append(rule if name in needed else f"{rule}?")
         yield f"{rule}: {_quoted(f'<parameter={name}>' + LINE)} {_xml_value(wanted, defined)}"
     yield f"f{number}: {' '.join(whole)}"
@@ -109,13 +111,13 @@ def _python_rules(schema: Mapping[str, Any], number: int) -> Iterator[str]:
     """
     parameters = [parameter for parameter in parameters_of(schema).items() if parameter[0].isidentifier()]
     needed, defined = _needed(schema), _defined(schema)
-    first = [f"f{number}", *(f"f{number}x{place + 1}" for place in range(len(parameters)))]
-    more = [f"f{number}m{place}" for place in range(len(first))]
-    for place, (name, wanted) in enumerate(parameters):
-        here = f"{_quoted(name + '=')} {_json({**wanted, **defined})} {more[place + 1]}"
+    first = [f"f{number}", *(f"f{number}x{position + 1}" for position in range(len(parameters)))]
+    more = [f"f{number}m{position}" for position in range(len(first))]
+    for position, (name, wanted) in enumerate(parameters):
+        here = f"{_quoted(name + '=')} {_json({**wanted, **defined})} {more[position + 1]}"
         may_skip = name not in needed
-        yield f"{first[place]}: {here}" + (f" | {first[place + 1]}" if may_skip else "")
-        yield f"{more[place]}: {_quoted(', ')} {here}" + (f" | {more[place + 1]}" if may_skip else "")
+        yield f"{first[position]}: {here}" + (f" | {first[position + 1]}" if may_skip else "")
+        yield f"{more[position]}: {_quoted(', ')} {here}" + (f" | {more[position + 1]}" if may_skip else "")
     yield f"{first[-1]}: {_quoted('')}"
     yield f"{more[-1]}: {_quoted('')}"
 

@@ -18,17 +18,17 @@ FIXES = {
 def request_error(problems: Sequence[Mapping[str, object]]) -> RequestError:
     """Return the first problem, with the field as a client writes it: `messages[0].role`."""
     problem = problems[0]
-    place = cast("tuple[int | str, ...]", problem["loc"])
+    position = cast("tuple[int | str, ...]", problem["loc"])
     kind = str(problem["type"])
-    field = "" if kind == "json_invalid" else _path(place)
+    field = "" if kind == "json_invalid" else _path(position)
     reason = FIXES.get(kind, str(problem["msg"]).removeprefix("Value error, "))
     return RequestError(f"{field}: {reason}" if field else reason, param=field or None)
 
 
-def problems_of(error: ValidationError, *place: str) -> list[dict[str, object]]:
+def problems_of(error: ValidationError, *position: str) -> list[dict[str, object]]:
     """Return the problems; `place` is where the fields are, if not at the top."""
     problems = error.errors(include_url=False, include_input=False)
-    return [{**problem, "loc": (*place, *problem["loc"])} for problem in problems]
+    return [{**problem, "loc": (*position, *problem["loc"])} for problem in problems]
 
 
 def _path(parts: Sequence[int | str]) -> str:

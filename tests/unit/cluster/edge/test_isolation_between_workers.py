@@ -28,11 +28,11 @@ MORE_THAN_IS_BUFFERED = Delta(tokens=(2**31,) * 2_000_000)
 """10 MB: a connection takes 4 whose other end does not read."""
 
 
-async def told(engine: ScriptedEngine, name: str, *, alone: bool) -> None:
+async def notify(engine: ScriptedEngine, name: str, *, alone: bool) -> None:
     """The engine says so, and goes on when the frontends must know."""
-    tell = engine.tells[name]
-    assert tell is not None
-    await tell(alone)
+    callback = engine.notifiers[name]
+    assert callback is not None
+    await callback(alone)
 
 
 async def begun(engine: ScriptedEngine, *names: str) -> None:
@@ -54,10 +54,10 @@ def test_a_worker_that_dies_in_a_trial_is_its_requests_fault_alone(kind: str) ->
             beside = asyncio.create_task(collect(peers.generate(WORKER, address, request("beside"))))
             cleared = asyncio.create_task(collect(others.generate(WORKER, address, request("cleared"))))
             await begun(engine, "suspect", "beside", "cleared")
-            await told(engine, "cleared", alone=True)
+            await notify(engine, "cleared", alone=True)
             engine.step(("cleared", FIRST))
-            await told(engine, "cleared", alone=False)
-            await told(engine, "suspect", alone=True)
+            await notify(engine, "cleared", alone=False)
+            await notify(engine, "suspect", alone=True)
             await plane.stop()  # at once: everybody knows by now
             await fails(suspect, CrashedAlone)
             for innocent in (beside, cleared):
@@ -78,14 +78,14 @@ def test_a_trial_begins_when_every_frontend_has_what_the_others_drew() -> None:
             answer = asyncio.ensure_future(anext(suspect))
             await begun(engine, "slow", "suspect")
             engine.step(("slow", MORE_THAN_IS_BUFFERED))
-            telling = asyncio.create_task(told(engine, "suspect", alone=True))
+            notifying = asyncio.create_task(notify(engine, "suspect", alone=True))
             for _ in range(3):  # its own frontend knows by now
                 engine.step(("suspect", FIRST))
                 assert await answer == FIRST
                 answer = asyncio.ensure_future(anext(suspect))
-            assert not telling.done()
+            assert not notifying.done()
             assert await slow.frame() == [StreamItem(1, MORE_THAN_IS_BUFFERED)]
-            await telling
+            await notifying
             engine.step(("suspect", LAST))
             assert await answer == LAST
             await suspect.aclose()
@@ -101,7 +101,7 @@ def test_a_worker_that_falls_silent_in_a_trial_is_not_said_to_have_died(gives_up
             beside = asyncio.create_task(collect(peers.generate(WORKER, through, request("beside"))))
             first = asyncio.ensure_future(anext(suspect))
             await begun(engine, "suspect", "beside")
-            await told(engine, "suspect", alone=True)
+            await notify(engine, "suspect", alone=True)
             engine.step(("suspect", FIRST), ("beside", FIRST))
             assert await first == FIRST
             if gives_up:

@@ -103,13 +103,13 @@ def test_a_request_leaves_one_line_without_its_text(*, as_json: bool, stream: bo
     output = started("debug", as_json=as_json)
     ask(stream=stream, cache_salt="pepper")
     text = output.getvalue()
-    told = [line for line in text.splitlines() if "tidemill.requests" in line]
-    assert len(told) == 1
+    logged = [line for line in text.splitlines() if "tidemill.requests" in line]
+    assert len(logged) == 1
     for secret in (SECRET, "zebra", "midnight", "pepper", "acme"):
         assert secret not in text
-    assert "mine-1" in told[0]
+    assert "mine-1" in logged[0]
     if as_json:
-        row = json.loads(told[0])
+        row = json.loads(logged[0])
         assert row["model"] == "keeper"
         assert row["finish"] == "stop"
         assert row["attempts"] == 1

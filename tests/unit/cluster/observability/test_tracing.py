@@ -29,7 +29,7 @@ from tidemill.workers.messages import (
     Times,
     WorkerId,
 )
-from tidemill.workers.scheduling.isolation import Tell
+from tidemill.workers.scheduling.isolation import Notify
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NS_PER_S = 1_000_000_000
@@ -106,8 +106,8 @@ class FakeEngine:
         self.error = error
         self.parents: list[str] = []
 
-    async def produce(self, request: Request, tell: Tell | None = None) -> Produced:
-        del tell
+    async def produce(self, request: Request, notify: Notify | None = None) -> Produced:
+        del notify
         self.parents.append(request.trace_parent)
         if self.error:
             raise self.error
@@ -118,8 +118,8 @@ class FakeEngine:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def generate(self, request: Request, tell: Tell | None = None) -> AsyncGenerator[Delta]:
-        del tell
+    async def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
+        del notify
         self.parents.append(request.trace_parent)
         yield Delta(tokens=(1,), provenance=PROVENANCE)
         if self.error:

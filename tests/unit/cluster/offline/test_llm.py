@@ -24,7 +24,7 @@ from tidemill.cluster.offline.outputs import RequestOutput
 from tidemill.workers.engine.build import build_engine
 from tidemill.workers.messages import Delta, Request, RequestError, Sampling, WorkerGone
 from tidemill.workers.models.errors import ModelError
-from tidemill.workers.scheduling.isolation import Tell
+from tidemill.workers.scheduling.isolation import Notify
 from tidemill.workers.settings import EngineSettings, SettingsError
 
 EOS = 1
@@ -300,8 +300,8 @@ class Held:
     def __exit__(self, *_: object) -> None:
         delattr(self._engine, "generate")
 
-    async def generate(self, request: Request, tell: Tell | None = None) -> AsyncGenerator[Delta]:
-        async with aclosing(self._generate(request, tell)) as deltas:
+    async def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
+        async with aclosing(self._generate(request, notify)) as deltas:
             yield await anext(deltas)
             self.started.release()
             try:

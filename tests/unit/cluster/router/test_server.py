@@ -113,7 +113,7 @@ async def sending_heartbeats(
     """Send the heartbeats of an engine. The event is set by each answer."""
     answered = asyncio.Event()
     heartbeats = Heartbeats(engine, Assignment(engine, info), running.find, UnsentAnnouncements(engine))
-    heartbeats.obey(answered.set)
+    heartbeats.follow(answered.set)
     task = asyncio.create_task(heartbeats.run())
     try:
         yield answered
@@ -361,7 +361,7 @@ def test_router_of_another_model_sets_the_budget_and_nothing_else() -> None:
 
             assignment = Assignment(engine, INFO)
             heartbeats = Heartbeats(engine, assignment, find, UnsentAnnouncements(engine))
-            heartbeats.obey(lambda: None, budgets=False)
+            heartbeats.follow(lambda: None, budgets=False)
             borrowing = Heartbeats(engine, assignment, lending.find, None)
             tasks = [asyncio.create_task(sender.run()) for sender in (heartbeats, borrowing)]
             await until(lambda: engine.budgets[-1:] == [INFO.memory_bytes])
@@ -452,7 +452,7 @@ def test_client_places_requests_with_the_second_router_when_the_first_is_lost() 
         async with cluster() as first, cluster() as second:
             unsent, assignment = UnsentAnnouncements(engine), Assignment(engine, INFO)
             senders = [Heartbeats(engine, assignment, running.find, unsent) for running in (first, second)]
-            senders[0].obey(lambda: None)
+            senders[0].follow(lambda: None)
             tasks = [asyncio.create_task(sender.run()) for sender in senders]
             router_client = RouterClient(first.find, second.find)
             assert (await router_client.place(REQUEST)).decode == INFO.worker

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.cluster.heartbeats import heartbeat
+from tests.support.workers.bench import a_request, bench, prompt, run
 from tidemill.cluster.messages import FleetStatus, PlacementRequest, Route, SetBudget, WorkerStatus
 from tidemill.cluster.rpc.codec import (
     BudgetCommand,
@@ -300,3 +302,13 @@ def test_token_takes_few_bytes() -> None:
     assert len(encode_worker_frame(items)) < 1448
     prompt = Request(request_id="r", tokens=(149_999,) * 2000, max_new_tokens=1)
     assert len(encode_client_frame(Generate(1, prompt))) < 5000
+
+
+def test_codec_keeps_the_load_of_an_engine() -> None:
+    async def main() -> None:
+        async with bench(num_extents=8) as one:
+            await one.answer(a_request(prompt(50), 20))
+            sent = replace(heartbeat(), load=one.engine.load())
+            assert decode_heartbeat(encode_heartbeat(sent)) == sent
+
+    run(main())

@@ -200,7 +200,7 @@ def test_what_would_not_work_is_said_before_anything_starts(
     authority: trustme.CA, ours: MutualTls, tmp_path: Path
 ) -> None:
     theirs = issue(tmp_path / "theirs", trustme.CA())
-    for arguments, says in (
+    for arguments, message in (
         (["--cluster-host", "node"], "--cluster-ssl-certfile"),
         (options_of(ours)[:2], "ssl_ca_certs is missing"),
         (options_of(replace(ours, key=tmp_path / "nowhere")), "there is no file"),
@@ -209,5 +209,5 @@ def test_what_would_not_work_is_said_before_anything_starts(
         (options_of(replace(ours, key=ours.ca)), "cannot connect to each other"),
         (options_of(issue(tmp_path / "named", authority, "elsewhere")), "cannot connect to each other"),
     ):
-        with pytest.raises(TidemillError, match=says):
+        with pytest.raises(TidemillError, match=message):
             clustered(*arguments)

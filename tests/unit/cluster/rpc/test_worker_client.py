@@ -27,10 +27,10 @@ class Line:
         """Until the call has its first token."""
         waiting = asyncio.ensure_future(call)
         await self.engine.until(lambda engine: name in engine.calls)
-        tell = self.engine.tells[name]
-        assert tell is not None
+        notify = self.engine.notifiers[name]
+        assert notify is not None
         if alone:
-            await tell(True)  # noqa: FBT003 - what is told
+            await notify(True)  # noqa: FBT003 - what is told
         self.engine.step((name, FIRST))
         assert await waiting == FIRST
 

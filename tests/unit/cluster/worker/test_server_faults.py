@@ -288,30 +288,30 @@ def test_a_call_that_has_ended_is_not_cancelled() -> None:
 
 def test_a_prefetch_is_cancelled_before_the_request_that_it_was_for() -> None:
     """What the worker hears, in order: it never fetches for a prefetch and for its request at once."""
-    heard: list[ClientFrame] = []
+    received: list[ClientFrame] = []
     came = asyncio.Queue[ClientFrame]()
 
     async def serve(frames: AsyncIterator[bytes], context: Any) -> None:  # noqa: ANN401, ARG001 - as above
         async for data in frames:
-            heard.append(frame := decode_client_frame(data))
+            received.append(frame := decode_client_frame(data))
             came.put_nowait(frame)
 
-    async def until_heard(kind: type[ClientFrame]) -> None:
+    async def until_received(kind: type[ClientFrame]) -> None:
         while not isinstance(await came.get(), kind):
             pass
 
     async def main() -> None:
         async with impostor(serve) as address, frontend() as peers:
             prefetch = asyncio.create_task(peers.prefetch(WORKER, address, request("a")))
-            await until_heard(Prefetch)
+            await until_received(Prefetch)
             prefetch.cancel()
             await asyncio.wait([prefetch])
             stream = asyncio.create_task(collect(peers.generate(WORKER, address, request("a"))))
-            await until_heard(Generate)
+            await until_received(Generate)
         await fails(stream, WorkerGone)
 
     run(main())
-    assert heard == [Hello(WORKER), Prefetch(1, request("a")), Cancel(1), Generate(2, request("a"))]
+    assert received == [Hello(WORKER), Prefetch(1, request("a")), Cancel(1), Generate(2, request("a"))]
 
 
 def test_a_prompt_too_large_to_send_is_the_users_mistake() -> None:

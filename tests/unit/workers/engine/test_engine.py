@@ -189,8 +189,10 @@ def test_announcements_add_up_to_the_restorable_depths() -> None:
             announced: set[bytes] = set()
             for seed in range(12):
                 await one.answer(a_request(prompt(20, seed % 5), 10))
-                news = one.engine.take_announcement(full=seed == 6)
-                announced = ((set[bytes]() if news.full else announced) - set(news.removed)) | set(news.added)
+                changed = one.engine.take_announcement(full=seed == 6)
+                announced = ((set[bytes]() if changed.full else announced) - set(changed.removed)) | set(
+                    changed.added
+                )
                 keys: list[PageKey] = one.ledger.index.restorable_keys()
                 assert announced == {key[:ANNOUNCED_KEY_BYTES] for key in keys}
 

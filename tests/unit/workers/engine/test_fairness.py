@@ -71,7 +71,7 @@ class Machine:
         return [self._drawn(row) for row in step]
 
     def _drawn(self, row: Row) -> Drawn:
-        if row.draws is None:
+        if row.sampling_state is None:
             return Drawn()
         drawn: list[int] = []
         for guess in (*row.tokens[len(row.tokens) - row.drafts :], None):

@@ -47,7 +47,7 @@ def rows(draw_from: st.DrawFn, page_tokens: int) -> Row:
         read=draw_from(state_ids) if start else None,
         writes=tuple(map(StateId, draw_from(st.permutations(range(10)))[:writes])),
         drafts=drafts,
-        draws=None if sampling is None else draws_at(known, sampling),
+        sampling_state=None if sampling is None else draws_at(known, sampling),
         windows=tuple(map(WindowId, windows)),
     )
 
@@ -128,7 +128,9 @@ def test_the_integers_of_a_step(drawn: tuple[Step, int]) -> None:
 def fresh(step: Step) -> Step:
     """The same, of which nothing was drawn yet."""
     return tuple(
-        row if row.draws is None else row._replace(draws=draws_at(row.end - row.drafts, row.draws.sampling))
+        row
+        if row.sampling_state is None
+        else row._replace(sampling_state=draws_at(row.end - row.drafts, row.sampling_state.sampling))
         for row in step
     )
 
@@ -139,7 +141,7 @@ def test_each_row_draws_behind_its_last_token_and_its_guesses(drawn: tuple[Step,
     step, page_tokens = drawn
     found = TorchRunner(Echo(), NO_CACHES, page_tokens, threads=1).run_now(fresh(step))
     for row, row_drawn in zip(fresh(step), found, strict=True):
-        if row.draws is None:
+        if row.sampling_state is None:
             assert row_drawn == Drawn()
         else:
             first = len(row.tokens) - row.drafts - 1
@@ -149,7 +151,7 @@ def test_each_row_draws_behind_its_last_token_and_its_guesses(drawn: tuple[Step,
             assert 1 <= len(row_drawn.tokens) <= 1 + row.drafts
 
 
-def a_row(name: str, tokens: tuple[int, ...], start: int, draws: SamplingState | None = None) -> Row:
+def a_row(name: str, tokens: tuple[int, ...], start: int, sampling_state: SamplingState | None = None) -> Row:
     return Row(
         sequence_id=name,
         tokens=tokens,
@@ -157,7 +159,7 @@ def a_row(name: str, tokens: tuple[int, ...], start: int, draws: SamplingState |
         pages=(PageId(1),) * 5,
         read=None,
         writes=(),
-        draws=draws,
+        sampling_state=sampling_state,
     )
 
 

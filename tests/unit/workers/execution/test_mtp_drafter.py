@@ -68,7 +68,7 @@ def choose(logits_NV: torch.Tensor, rows: Step) -> list[int]:
     assert [(row.tokens[-1], row.end - 1) for row in rows] == [
         tuple(pair) for pair in logits_NV.int().tolist()
     ]
-    assert all(row.draws is ELSEWHERE and not row.drafts for row in rows)
+    assert all(row.sampling_state is ELSEWHERE and not row.drafts for row in rows)
     return [guess_of(int(token), int(position)) for token, position in logits_NV.tolist()]
 
 
@@ -90,8 +90,8 @@ class Fed:
         if end < self.known:
             end = max(end // page_tokens * page_tokens, min(self.known, self.computed + page_tokens))
             end = end if end == self.known else end // page_tokens * page_tokens
-        draws = end == self.known
-        drafts = self.guesses if draws and end - self.computed == 1 else ()
+        sampling_state = end == self.known
+        drafts = self.guesses if sampling_state and end - self.computed == 1 else ()
         drafts = drafts[: len(self.tokens) - 1 - end]
         reached = -(-(end + len(drafts)) // page_tokens)
         row = Row(
@@ -102,10 +102,10 @@ class Fed:
             None,
             (),
             drafts=len(drafts),
-            draws=ELSEWHERE if draws else None,
+            sampling_state=ELSEWHERE if sampling_state else None,
         )
         drawn = 0
-        if draws:
+        if sampling_state:
             drawn = 1
             while drawn <= len(drafts) and drafts[drawn - 1] == self.tokens[end + drawn - 1]:
                 drawn += 1
@@ -169,7 +169,7 @@ def test_every_slot_holds_what_its_own_tokens_say(data: st.DataObject, page_toke
 
 def check_guesses(fed: Fed, row: Row, guesses: tuple[int, ...], most: int, page_tokens: int) -> None:
     """As many as the pages of the row allow, each from the one before."""
-    if row.draws is None:
+    if row.sampling_state is None:
         assert guesses == ()
         return
     at, token = fed.computed, fed.tokens[fed.computed]
@@ -191,6 +191,6 @@ def test_without_a_slot_the_head_rests() -> None:
     """The last token of a page has its slot already, and the token behind it has no page yet."""
     head = Recorder(4)
     guesser = MtpDrafter(head, lambda hidden_NH: hidden_NH, NO_CACHES, 4, 2)
-    row = Row("", (5,), 3, (PageId(1),), None, (), draws=ELSEWHERE)
+    row = Row("", (5,), 3, (PageId(1),), None, (), sampling_state=ELSEWHERE)
     assert guesser.run((row,), (5,), torch.zeros(1, 2), [DrawnEnd(1, 6)], choose) == [()]
     assert head.steps == 0

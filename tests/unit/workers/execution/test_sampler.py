@@ -225,8 +225,8 @@ def test_a_guess_is_accepted_as_often_as_it_is_likely(sampling: Sampling) -> Non
     logits_NV = random_logits(2, 12, seed=3)
     first, second = (distribution(logits_V.tolist(), sampling) for logits_V in logits_NV)
     guess, count = list(first)[1], 4000
-    draws = [SamplingState(request_of(replace(sampling, seed=seed))) for seed in range(count)]
-    drawn = draw(logits_NV.repeat(count, 1), [row_of(state, (guess,)) for state in draws])
+    sampling_state = [SamplingState(request_of(replace(sampling, seed=seed))) for seed in range(count)]
+    drawn = draw(logits_NV.repeat(count, 1), [row_of(state, (guess,)) for state in sampling_state])
     accepted = [result for result in drawn if len(result.tokens) == 2]
     assert all(result.tokens[0] == guess for result in accepted)
     assert all(result.tokens[0] != guess for result in drawn if len(result.tokens) == 1)

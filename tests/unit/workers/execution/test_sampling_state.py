@@ -17,13 +17,13 @@ PENALISED = Sampling(temperature=0, repetition_penalty=1.2, frequency_penalty=0.
 tokens = st.integers(0, 6)
 
 
-def counts_of(draws: SamplingState) -> tuple[set[int], Counter[int]]:
+def counts_of(sampling_state: SamplingState) -> tuple[set[int], Counter[int]]:
     """(ids of the prompt, how often each token stands in the answer)"""
-    assert draws.counts is not None
-    ids = list(draws.counts.ids)
+    assert sampling_state.counts is not None
+    ids = list(sampling_state.counts.ids)
     assert len(set(ids)) == len(ids)
-    times = Counter(dict(zip(ids, draws.counts.counts, strict=True)))
-    return set(ids[: draws.counts.num_prompt]), +times
+    times = Counter(dict(zip(ids, sampling_state.counts.counts, strict=True)))
+    return set(ids[: sampling_state.counts.num_prompt]), +times
 
 
 @PROPERTY
@@ -33,50 +33,50 @@ def counts_of(draws: SamplingState) -> tuple[set[int], Counter[int]]:
 )
 def test_counts_follow_what_was_pushed_and_what_was_forgotten(prompt: list[int], moves: list[int]) -> None:
     """A negative number forgets so many tokens, less one."""
-    draws, answer = SamplingState(request_of(PENALISED, prompt)), list[int]()
+    sampling_state, answer = SamplingState(request_of(PENALISED, prompt)), list[int]()
     for move in moves:
         if move >= 0:
-            draws.push(move)
+            sampling_state.push(move)
             answer.append(move)
         else:
             kept = max(0, len(answer) + 1 + move)
-            draws.rewind(len(prompt) + kept)
+            sampling_state.rewind(len(prompt) + kept)
             del answer[kept:]
-        assert draws.position == len(prompt) + len(answer)
-        assert counts_of(draws) == (set(prompt), Counter(answer))
+        assert sampling_state.position == len(prompt) + len(answer)
+        assert counts_of(sampling_state) == (set(prompt), Counter(answer))
 
 
 def test_what_was_drawn_before_a_loss_counts_as_drawn() -> None:
     moved = replace(request_of(PENALISED, (4, 4, 5, 6, 6)), drawn=2)
-    draws = SamplingState(moved)
-    assert draws.position == 5
-    assert counts_of(draws) == ({4, 5}, Counter({6: 2}))
-    draws.rewind(3)
-    assert counts_of(draws) == ({4, 5}, Counter())
+    sampling_state = SamplingState(moved)
+    assert sampling_state.position == 5
+    assert counts_of(sampling_state) == ({4, 5}, Counter({6: 2}))
+    sampling_state.rewind(3)
+    assert counts_of(sampling_state) == ({4, 5}, Counter())
 
 
 def test_the_prompt_counts_for_repetition_only() -> None:
-    draws = SamplingState(request_of(Sampling(presence_penalty=1.0), (4, 5)))
-    draws.push(5)
-    assert counts_of(draws) == (set(), Counter({5: 1}))
+    sampling_state = SamplingState(request_of(Sampling(presence_penalty=1.0), (4, 5)))
+    sampling_state.push(5)
+    assert counts_of(sampling_state) == (set(), Counter({5: 1}))
 
 
 @pytest.mark.parametrize("position", [2, 6])
 def test_tokens_that_nobody_has_drawn_cannot_be_known(position: int) -> None:
-    draws = SamplingState(request_of(Sampling(), (1, 2, 3)))
-    draws.push(4)
-    draws.push(4)
+    sampling_state = SamplingState(request_of(Sampling(), (1, 2, 3)))
+    sampling_state.push(4)
+    sampling_state.push(4)
     with pytest.raises(AssertionError):
-        draws.rewind(position)
+        sampling_state.rewind(position)
 
 
 def test_an_answer_that_is_too_short_cannot_end() -> None:
-    draws = SamplingState(replace(request_of(Sampling(min_tokens=2), (1, 2, 3), (7, 8)), drawn=1))
-    assert draws.barred == (7, 8)
-    draws.push(4)
-    assert draws.barred == ()
-    draws.rewind(3)
-    assert draws.barred == (7, 8)
+    sampling_state = SamplingState(replace(request_of(Sampling(min_tokens=2), (1, 2, 3), (7, 8)), drawn=1))
+    assert sampling_state.barred == (7, 8)
+    sampling_state.push(4)
+    assert sampling_state.barred == ()
+    sampling_state.rewind(3)
+    assert sampling_state.barred == (7, 8)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,6 @@ def test_only_plain_rows_take_the_short_way(sampling: Sampling) -> None:
 
 
 def test_the_short_way_opens_when_the_answer_is_long_enough() -> None:
-    draws = SamplingState(request_of(Sampling(temperature=0, min_tokens=1), stop=(1,)))
-    draws.push(5)
-    assert draws.greedy
+    sampling_state = SamplingState(request_of(Sampling(temperature=0, min_tokens=1), stop=(1,)))
+    sampling_state.push(5)
+    assert sampling_state.greedy

@@ -81,9 +81,9 @@ def check_calls(meet: Meet, calls: list[tuple[str, int, int, torch.dtype]], size
                     found = ranks.gather_to_leader(mine, width)
                     assert torch.equal(found, everything[:, : width if leads else 0])
                 case _:
-                    told = everything.clone() if leads else torch.zeros_like(everything)
-                    ranks.broadcast(told)
-                    assert torch.equal(told, everything)
+                    received = everything.clone() if leads else torch.zeros_like(everything)
+                    ranks.broadcast(received)
+                    assert torch.equal(received, everything)
 
     on_threads(meet, size, run)
 

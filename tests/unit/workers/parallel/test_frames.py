@@ -38,7 +38,7 @@ rows = st.builds(
     read=st.none() | ids.map(StateId),
     writes=st.lists(ids.map(StateId), max_size=4).map(tuple),
     drafts=st.integers(0, 3),
-    draws=st.none() | st.builds(SamplingState, st.just(REQUEST)),
+    sampling_state=st.none() | st.builds(SamplingState, st.just(REQUEST)),
     windows=st.lists(ids.map(WindowId), max_size=6).map(tuple),
     scores=st.none() | st.builds(Scores, ids, st.lists(ids, min_size=1, max_size=4).map(tuple), ids),
 )
@@ -54,7 +54,7 @@ def test_a_step(step: Step) -> None:
     assert decode(encode(step)) == tuple(
         row._replace(
             sequence_id="",
-            draws=None if row.draws is None else ELSEWHERE,
+            sampling_state=None if row.sampling_state is None else ELSEWHERE,
             scores=row.scores and Scores(row.scores.offset, (NONE,) * len(row.scores.targets), 0),
         )
         for row in step

@@ -102,10 +102,10 @@ def test_cancelled_in_the_moment_in_which_it_is_called() -> None:
 def test_news_that_came_before_it_was_awaited_is_not_lost() -> None:
     async def main() -> None:
         line = AdmissionQueue()
-        line.forget_news()
+        line.forget_change()
         line.memory_freed()
         before_s = asyncio.get_running_loop().time()
-        await line.news()
+        await line.changed()
         assert asyncio.get_running_loop().time() == before_s
 
     run(main())
@@ -114,27 +114,27 @@ def test_news_that_came_before_it_was_awaited_is_not_lost() -> None:
 def test_whoever_waits_for_memory_hears_of_it_and_of_who_joins() -> None:
     async def main() -> None:
         line = AdmissionQueue()
-        heard_s: list[float] = []
+        woken_s: list[float] = []
         clock = asyncio.get_running_loop().time
 
         async def wait() -> None:
-            line.forget_news()
-            await line.news()
-            heard_s.append(clock())
+            line.forget_change()
+            await line.changed()
+            woken_s.append(clock())
 
         async def join() -> None:
             async with line.wait_turn((0.0, 7)):
                 pass
 
-        for tell in (asyncio.create_task, None):
+        for wrap in (asyncio.create_task, None):
             waiting = asyncio.create_task(wait())
             await asyncio.sleep(RETRY_S / 2)
-            if tell is None:
+            if wrap is None:
                 line.memory_freed()
             else:
-                await tell(join())
+                await wrap(join())
             await waiting
-        assert heard_s == [RETRY_S / 2, RETRY_S]
+        assert woken_s == [RETRY_S / 2, RETRY_S]
 
     run(main())
 
@@ -142,8 +142,8 @@ def test_whoever_waits_for_memory_hears_of_it_and_of_who_joins() -> None:
 def test_it_looks_again_after_a_moment_without_news() -> None:
     async def main() -> None:
         line = AdmissionQueue()
-        line.forget_news()
-        await line.news()
+        line.forget_change()
+        await line.changed()
         assert asyncio.get_running_loop().time() == RETRY_S
 
     run(main())

@@ -19,23 +19,23 @@ class Caller:
     """Says how many steps the worker had begun when the caller was told."""
 
     def __init__(self, one: Bench, *, slow_s: float = 0.0) -> None:
-        self.told: list[tuple[bool, int]] = []
+        self.notices: list[tuple[bool, int]] = []
         self._one = one
         self._slow_s = slow_s
 
-    async def tell(self, alone: bool) -> None:  # noqa: FBT001  what is told
+    async def notify(self, alone: bool) -> None:  # noqa: FBT001  what is told
         assert not self._one.runner.in_flight, "something runs that the caller would blame its request for"
-        self.told.append((alone, len(self._one.runner.steps)))
+        self.notices.append((alone, len(self._one.runner.steps)))
         await asyncio.sleep(self._slow_s)
 
     async def answer(self, request: Request) -> list[int]:
-        async with aclosing(self._one.engine.generate(request, self.tell)) as deltas:
+        async with aclosing(self._one.engine.generate(request, self.notify)) as deltas:
             return [token async for delta in deltas for token in delta.tokens]
 
     def steps(self) -> list[Step]:
         """Between the two words, each time that they were said."""
-        begun, over = self.told[::2], self.told[1::2]
-        assert [alone for alone, _ in self.told] == [True, False] * len(over)
+        begun, over = self.notices[::2], self.notices[1::2]
+        assert [alone for alone, _ in self.notices] == [True, False] * len(over)
         trials = zip(begun, over, strict=True)
         return [step for (_, first), (_, last) in trials for step in self._one.runner.steps[first:last]]
 
@@ -66,10 +66,10 @@ def test_each_runs_alone_until_its_first_tokens_and_others_in_between(slow_s: fl
             for caller, request in zip(callers, requests, strict=True):
                 steps = caller.steps()
                 assert {name for step in steps for name in names_of(step)} == {request.request_id}
-                drawn = sum(row.draws is not None for step in steps for row in step)
+                drawn = sum(row.sampling_state is not None for step in steps for row in step)
                 assert drawn == TRIAL_TOKENS
-            ends = sorted(caller.told[1][1] for caller in callers)
-            begins = sorted(caller.told[0][1] for caller in callers)
+            ends = sorted(caller.notices[1][1] for caller in callers)
+            begins = sorted(caller.notices[0][1] for caller in callers)
             assert all(begin > end for end, begin in zip(ends, begins[1:], strict=False)), "others go between"
 
     run(main())
@@ -81,7 +81,7 @@ def test_producing_is_on_trial_to_its_end() -> None:
             caller = Caller(one)
             stream = asyncio.create_task(one.answer(a_request(prompt(5, 99), 60)))
             await one.until(lambda: len(one.runner.steps) > 3)
-            produced = await one.engine.produce(on_trial(0, num_tokens=61), caller.tell)
+            produced = await one.engine.produce(on_trial(0, num_tokens=61), caller.notify)
             assert produced.depth == 60
             rows = [row for step in caller.steps() for row in step]
             assert sum(len(row.tokens) for row in rows) == 60
@@ -111,7 +111,7 @@ def test_a_caller_that_leaves_holds_nobody_up() -> None:
         async with bench() as one:
             caller = Caller(one, slow_s=1000.0)
             leaving = asyncio.create_task(caller.answer(on_trial(0)))
-            await one.until(lambda: bool(caller.told))
+            await one.until(lambda: bool(caller.notices))
             stream = asyncio.create_task(one.answer(a_request(prompt(5, 99), 5)))
             await asyncio.sleep(5.0)
             assert not one.runner.steps
@@ -149,6 +149,6 @@ def test_without_a_trial_nobody_is_told() -> None:
         async with bench() as one:
             caller = Caller(one)
             await caller.answer(a_request(prompt(9)))
-            assert caller.told == []
+            assert caller.notices == []
 
     run(main())

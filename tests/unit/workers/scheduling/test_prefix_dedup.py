@@ -39,7 +39,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.ledger: Ledger = a_ledger(40)
-        self.makers = InProgressPrefixes(self.ledger.index)
+        self.in_progress = InProgressPrefixes(self.ledger.index)
 
     def running(self, arrival: int, tokens: tuple[int, ...]) -> Sequence:
         sequence = a_sequence(arrival, tokens)
@@ -51,11 +51,11 @@ class Scene:
         assert sequence.lease is not None
         before = sequence.computed
         self.ledger.keep_state(grow(self.ledger, sequence.lease, num_tokens, sequence.keys))
-        self.makers.advanced(sequence, before)
+        self.in_progress.advanced(sequence, before)
 
     async def follows(self, sequence: Sequence) -> "asyncio.Task[None] | None":
         """The wait of `sequence`, or None when it waits for nobody."""
-        task = asyncio.create_task(self.makers.wait(sequence))
+        task = asyncio.create_task(self.in_progress.wait(sequence))
         await asyncio.sleep(1e-6)  # virtual: until everything ready has run
         return None if task.done() else task
 
@@ -103,7 +103,7 @@ def test_when_the_maker_leaves_one_follower_takes_its_place(computed: int) -> No
         assert None not in waits
         if computed:
             scene.compute(maker, computed)
-        scene.makers.left(maker)
+        scene.in_progress.left(maker)
         await asyncio.sleep(1)
         successors = [
             follower

@@ -98,7 +98,7 @@ class Desk:
         """Each row draws what is said; of guesses those count that are right."""
         for row, tokens in zip(batch.rows, drawn, strict=True):
             end = row.flight.end
-            if row.row.draws is not None:
+            if row.row.sampling_state is not None:
                 count, _ = row.sequence.draw(tokens)
                 end += count - 1 - row.row.drafts
             self.ledger.commit(row.lease, end, row.sequence.keys)
@@ -126,7 +126,7 @@ def test_the_next_step_runs_the_token_that_this_one_draws(hybrid: bool) -> None:
     second = desk.launch(in_flight=True)
     assert tokens_of(second) == {"a": (PENDING,), "b": (PENDING,)}
     assert [(row.row.start, row.row.end) for row in second.rows] == [(3, 4), (2, 3)]
-    assert all(row.row.draws is row.sequence.sampling_state for row in second.rows)
+    assert all(row.row.sampling_state is row.sequence.sampling_state for row in second.rows)
     desk.land(first, (30,), (31,))
     third = desk.launch(in_flight=True)
     assert tokens_of(third) == {"a": (PENDING,), "b": (PENDING,)}

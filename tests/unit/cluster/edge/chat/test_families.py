@@ -13,7 +13,7 @@ from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text, joined
 from tidemill.cluster.settings import AUTO, ChatSettings
 
-Told = tuple[str, str, list[tuple[str | None, Any]]]
+Parsed = tuple[str, str, list[tuple[str | None, Any]]]
 """Reasoning, words, and calls."""
 
 SCHEMAS = {
@@ -43,23 +43,23 @@ def manner_of(model_type: str, template: str, *, begun: str = "") -> OutputForma
     )
 
 
-def said(manner: OutputFormat, text: str) -> Told:
+def parse(manner: OutputFormat, text: str) -> Parsed:
     """The same however the text is cut."""
-    told: list[Told] = []
+    parsed: list[Parsed] = []
     for pieces in ([text], list(text)):
         speech = listener(manner)
         parts: list[Part] = [part for piece in pieces for part in speech.push(piece, last=False)]
         parts += speech.push("", last=True)
         calls = joined(part for part in parts if isinstance(part, Call))
-        told.append(
+        parsed.append(
             (
                 "".join(part.text for part in parts if isinstance(part, ReasoningText)),
                 "".join(part.text for part in parts if isinstance(part, Text)),
                 [(call.name, json.loads(call.arguments)) for call in calls],
             )
         )
-    assert told[0] == told[1]
-    return told[0]
+    assert parsed[0] == parsed[1]
+    return parsed[0]
 
 
 QWEN3 = "{% if tools %}<tool_call>{% endif %}...{{ '<think>' }}...</think>"
@@ -88,7 +88,7 @@ GPT_OSS_THINKS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 GPT_OSS_CALL = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": "the harbor"}'
 
 
-ANSWERS: list[tuple[str, str, str, str, Told]] = [
+ANSWERS: list[tuple[str, str, str, str, Parsed]] = [
     ("qwen3_moe", QWEN3, "", "<think>\nHm.\n</think>\n\nYes.", ("Hm.\n", "Yes.", [])),
     ("qwen3", QWEN3, "<think>\n", f"Hm.</think>\n\n{HERMES_LOOK}", ("Hm.", "", [LOOK])),
     ("qwen3_next", QWEN3, "", f"So.\n{HERMES_LOOK}\n{HERMES_WAIT}", ("", "So.\n", [LOOK, WAIT])),
@@ -178,9 +178,9 @@ ANSWERS: list[tuple[str, str, str, str, Told]] = [
 ]
 
 
-@pytest.mark.parametrize(("model_type", "template", "begun", "text", "told"), ANSWERS)
-def test_what_an_answer_says(model_type: str, template: str, begun: str, text: str, told: Told) -> None:
-    assert said(manner_of(model_type, template, begun=begun), text) == told
+@pytest.mark.parametrize(("model_type", "template", "begun", "text", "parsed"), ANSWERS)
+def test_what_an_answer_says(model_type: str, template: str, begun: str, text: str, parsed: Parsed) -> None:
+    assert parse(manner_of(model_type, template, begun=begun), text) == parsed
 
 
 @pytest.mark.parametrize(
@@ -210,8 +210,8 @@ def test_each_architecture_is_of_one_family() -> None:
 
 def test_tokens_tell_too_and_people_have_the_last_word() -> None:
     assert style_of("", "plain", {"</think>"}, AUTO).reasoning == THINKING["qwen3"]
-    told = ChatSettings(tool_parser="granite", reasoning_parser="none")
-    style = style_of("gpt_oss", GPT_OSS, (), told)
+    parsed = ChatSettings(tool_parser="granite", reasoning_parser="none")
+    style = style_of("gpt_oss", GPT_OSS, (), parsed)
     assert (style.form, style.reasoning, style.in_channels) == (FORMS["granite"], None, False)
     silent = style_of("gpt_oss", GPT_OSS, (), ChatSettings(tool_parser="none"))
     assert silent.form is None
@@ -228,22 +228,22 @@ def test_reasoning_that_goes_without_saying() -> None:
 
 def test_channels_go_on_where_the_prompt_ends() -> None:
     manner = manner_of("gpt_oss", GPT_OSS)
-    assert said(replace(manner, begun=FINAL), "Yes.") == ("", "Yes.", [])
+    assert parse(replace(manner, begun=FINAL), "Yes.") == ("", "Yes.", [])
     call = "<|channel|>commentary to=functions.wait<|message|>"
-    assert said(replace(manner, begun=call), '{"s": 3}') == ("", "", [WAIT])
-    assert said(replace(manner, begun="<|channel|>ana"), "lysis<|message|>Hm.") == ("Hm.", "", [])
+    assert parse(replace(manner, begun=call), '{"s": 3}') == ("", "", [WAIT])
+    assert parse(replace(manner, begun="<|channel|>ana"), "lysis<|message|>Hm.") == ("Hm.", "", [])
 
 
 def test_channels_without_tools_or_without_reasoning_are_words() -> None:
     manner = manner_of("gpt_oss", GPT_OSS)
     text = f"{GPT_OSS_THINKS}{GPT_OSS_CALL}"
-    assert said(replace(manner, form=None), text) == ("Hm.", '{"at": "the harbor"}', [])
-    assert said(replace(manner, reasoning=None), text) == ("", "Hm.", [LOOK])
+    assert parse(replace(manner, form=None), text) == ("Hm.", '{"at": "the harbor"}', [])
+    assert parse(replace(manner, reasoning=None), text) == ("", "Hm.", [LOOK])
 
 
 def test_further_calls_in_channels_are_dropped_where_one_is_wanted() -> None:
     manner = replace(manner_of("gpt_oss", GPT_OSS), calls_max=1)
-    assert said(manner, f"{GPT_OSS_CALL}<|call|><|start|>assistant{GPT_OSS_CALL}") == ("", "", [LOOK])
+    assert parse(manner, f"{GPT_OSS_CALL}<|call|><|start|>assistant{GPT_OSS_CALL}") == ("", "", [LOOK])
 
 
 def test_arguments_in_channels_are_told_as_they_come() -> None:

@@ -20,7 +20,7 @@ CALLING = '<tool_call>\n{"name": "look", "arguments": {"at": "the harbor"}}\n</t
 LOOK = Call(0, "look", '{"at": "the harbor"}')
 
 
-def said(manner: OutputFormat, *pieces: str) -> list[Part]:
+def parsed(manner: OutputFormat, *pieces: str) -> list[Part]:
     speech = listener(manner)
     parts = [part for piece in pieces for part in speech.push(piece, last=False)]
     return joined([*parts, *speech.push("", last=True)])
@@ -72,8 +72,8 @@ def joined(parts: Sequence[Part]) -> list[Part]:
 def test_parts_of_an_answer_in_one_piece_and_letter_by_letter(
     manner: OutputFormat, text: str, parts: list[Part]
 ) -> None:
-    assert said(manner, text) == parts
-    assert said(manner, *text) == parts
+    assert parsed(manner, text) == parts
+    assert parsed(manner, *text) == parts
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_parts_of_an_answer_in_one_piece_and_letter_by_letter(
     ],
 )
 def test_arguments_are_told_as_the_model_writes_them(body: str, arguments: str) -> None:
-    assert said(ALL, *f"<tool_call>{body}") == [Call(0, "f", arguments)]
+    assert parsed(ALL, *f"<tool_call>{body}") == [Call(0, "f", arguments)]
 
 
 def test_arguments_are_told_as_they_come() -> None:
@@ -146,9 +146,9 @@ def test_the_parts_do_not_depend_on_how_the_text_is_cut(
     manner, text = spoken
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     pieces = [text[start:end] for start, end in pairwise(places)]
-    whole = said(manner, text)
-    assert said(manner, *pieces) == whole
-    assert said(manner, *text) == whole
+    whole = parsed(manner, text)
+    assert parsed(manner, *pieces) == whole
+    assert parsed(manner, *text) == whole
 
 
 @settings(max_examples=200)
@@ -156,7 +156,7 @@ def test_the_parts_do_not_depend_on_how_the_text_is_cut(
 def test_what_shows_is_never_more_than_what_was_said(spoken: tuple[OutputFormat, str]) -> None:
     """And without calls to drop, all but tags and white space shows."""
     manner, text = spoken
-    parts = said(manner, text)
+    parts = parsed(manner, text)
     shown = "".join(part.text for part in parts if not isinstance(part, Call))
     rest = iter(text)
     assert all(char in rest for char in shown), "something was made up, or its order changed"

@@ -37,8 +37,8 @@ XML = OutputFormat(form=FORMS["qwen3_coder"], schemas=SCHEMAS)
 def call_of(body: str, schemas: Schemas = SCHEMAS) -> Call | None:
     """The call that is told of what stands between the tags, letter by letter."""
     speech = OutputParser(replace(XML, schemas=schemas))
-    said = [part for char in CALL + body + CALLED for part in speech.push(char, last=False)]
-    calls = joined(part for part in [*said, *speech.push("", last=True)] if isinstance(part, Call))
+    parsed = [part for char in CALL + body + CALLED for part in speech.push(char, last=False)]
+    calls = joined(part for part in [*parsed, *speech.push("", last=True)] if isinstance(part, Call))
     assert len(calls) <= 1
     return calls[0] if calls else None
 
@@ -105,8 +105,8 @@ def test_a_long_text_is_told_as_it_comes_and_its_end_is_not() -> None:
 
 def test_one_that_is_cut_short_is_no_json() -> None:
     speech = OutputParser(XML)
-    said = speech.push(CALL + written("look", who="Emma", note="to do")[:-25], last=True)
-    [call] = joined(part for part in said if isinstance(part, Call))
+    parsed = speech.push(CALL + written("look", who="Emma", note="to do")[:-25], last=True)
+    [call] = joined(part for part in parsed if isinstance(part, Call))
     with pytest.raises(ValueError, match="Unterminated string"):
         json.loads(call.arguments)
 

@@ -108,9 +108,9 @@ def test_a_forced_call_is_one_that_is_understood(form: str, *, as_tokens: bool) 
     ]
     if FORMS[form].written.between is not None:
         good.append((around(form, one, waits, two), [("look", ONCE), ("wait", {}), ("look", TWICE)]))
-    for text, said in good:
+    for text, parsed in good:
         assert takes(manner, text, as_tokens=as_tokens), text
-        assert calls_in(manner, text) == said
+        assert calls_in(manner, text) == parsed
     for bad in (
         "no",
         around(form, written(form, {"who": "Bob", "tags": []})),

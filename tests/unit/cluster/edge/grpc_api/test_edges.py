@@ -80,10 +80,10 @@ def test_cancelling_a_call_frees_its_request(method: str, stall_at: int) -> None
             call = how(f"/{generation.SERVICE}/{method}")(HELLO.SerializeToString())
             await service.stalled.wait()
             assert service.open_streams == 1
-            assert client.desk.open_answers.held == 1
+            assert client.context.open_answers.held == 1
             call.cancel()
             await service.idle.wait()
-            await until(lambda: client.desk.open_answers.held == 0)
+            await until(lambda: client.context.open_answers.held == 0)
 
     grpc_loop.run(main())
     assert service.open_streams == 0
@@ -127,7 +127,7 @@ def test_a_client_that_never_reads_is_cut_off() -> None:
             stream = client.stream(request)
             await stream.read()
             await service.idle.wait()
-            await until(lambda: client.desk.open_answers.held == 0)
+            await until(lambda: client.context.open_answers.held == 0)
             assert service.pieces < 16 * 400
             stream.cancel()
 
@@ -337,7 +337,7 @@ def test_a_port_that_is_taken_is_an_error_that_says_so() -> None:
         async with serving(FakeService(saying("a"))) as client:
             port = int(client.address.rpartition(":")[2])
             with pytest.raises(OSError, match=str(port)):
-                await PublicServer(client.desk).start("127.0.0.1", port)
+                await PublicServer(client.context).start("127.0.0.1", port)
 
     grpc_loop.run(main())
 

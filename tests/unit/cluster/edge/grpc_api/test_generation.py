@@ -310,7 +310,7 @@ def test_the_edge_measures_both() -> None:
         async with serving(FakeService(saying(WORDS))) as client:
             await client.generate(HELLO)
             await client.refusal(b"\xff")
-            metrics = client.desk.metrics
+            metrics = client.context.metrics
             text = {
                 sample.name + str(sorted(sample.labels.items())): sample.value
                 for family in metrics.registry.collect()

@@ -24,7 +24,7 @@ class Client:
         self._body: bytes | None = json.dumps({"prompt": "a", **body}).encode()
         self.hang_up = asyncio.Event()
         self.sent: list[dict[str, Any]] = []
-        self.heard: Callable[[], None] = lambda: None
+        self.received: Callable[[], None] = lambda: None
 
     async def receive(self) -> dict[str, Any]:
         if self._body is not None:
@@ -35,7 +35,7 @@ class Client:
 
     async def send(self, message: Any) -> None:  # noqa: ANN401 - as ASGI has it
         self.sent.append(message)
-        self.heard()
+        self.received()
 
     async def ask(self, app: FastAPI) -> None:
         headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]

@@ -22,7 +22,7 @@ from tidemill.cluster.edge.chat.text import text_of
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 
-Told = tuple[str, str, list[tuple[str, Any]]]
+Parsed = tuple[str, str, list[tuple[str, Any]]]
 """Reasoning, words, and calls."""
 
 PAD = 0
@@ -68,7 +68,7 @@ def ask(
     return [text_of(tokens, request.tokens) for request in service.requests]
 
 
-async def said(client: AsyncOpenAI, **options: Any) -> Told:  # noqa: ANN401 - as the SDK takes it
+async def answer_of(client: AsyncOpenAI, **options: Any) -> Parsed:  # noqa: ANN401 - as the SDK takes it
     """Streamed and whole alike."""
     create = cast("Callable[..., Awaitable[Any]]", client.chat.completions.create)
     reply = await create(model="keeper", messages=ASKED, **options)
@@ -89,19 +89,19 @@ async def said(client: AsyncOpenAI, **options: Any) -> Told:  # noqa: ANN401 - a
     return reasoning, words, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
-ANSWERS: list[tuple[str, str, Told]] = [
+ANSWERS: list[tuple[str, str, Parsed]] = [
     (f"{ANALYSIS}<|channel|>final<|message|>She is here.", RETURN, ("Hm.", "She is here.", [])),
     (f"{ANALYSIS}{CALLING}", CALL_END, ("Hm.", "", [("look", {"person": "Emma"})])),
     ("She is here.", "", ("", "She is here.", [])),
 ]
 
 
-@pytest.mark.parametrize(("text", "last", "told"), ANSWERS)
-def test_an_answer_in_channels(text: str, last: str, told: Told) -> None:
+@pytest.mark.parametrize(("text", "last", "expected"), ANSWERS)
+def test_an_answer_in_channels(text: str, last: str, expected: Parsed) -> None:
     service = saying(gpt_oss(), text, last, per_piece=2)
 
     async def talk(client: AsyncOpenAI) -> None:
-        assert await said(client, tools=[LOOK]) == told
+        assert await answer_of(client, tools=[LOOK]) == expected
 
     prompt, _ = ask(service, talk, gpt_oss())
     assert prompt.endswith("<|end|><|start|>assistant")
@@ -114,7 +114,7 @@ def test_what_must_match_something_is_the_final_message() -> None:
 
     async def talk(client: AsyncOpenAI) -> None:
         asked: Any = {"response_format": {"type": "json_object"}}
-        assert await said(client, **asked) == ("", '{"a": 1}', [])
+        assert await answer_of(client, **asked) == ("", '{"a": 1}', [])
 
     for prompt in ask(service, talk, gpt_oss()):
         assert prompt.endswith("<|start|>assistant<|channel|>final<|message|>")
@@ -124,7 +124,7 @@ def test_a_forced_call_in_channels() -> None:
     service = saying(gpt_oss(), CALLING, CALL_END)
 
     async def talk(client: AsyncOpenAI) -> None:
-        assert await said(client, tools=[LOOK], tool_choice="required") == (
+        assert await answer_of(client, tools=[LOOK], tool_choice="required") == (
             "",
             "",
             [("look", {"person": "Emma"})],
@@ -137,14 +137,14 @@ def test_a_forced_call_in_channels() -> None:
     assert "commentary to=functions." in grammar.text
 
 
-@pytest.mark.parametrize(("effort", "told"), [("high", " Reasoning: high"), ("none", ""), (None, "")])
-def test_the_template_hears_of_the_effort(effort: str | None, told: str) -> None:
+@pytest.mark.parametrize(("effort", "expected"), [("high", " Reasoning: high"), ("none", ""), (None, "")])
+def test_the_template_hears_of_the_effort(effort: str | None, expected: str) -> None:
     service = saying(gpt_oss(), "<|channel|>final<|message|>a", RETURN)
 
     async def talk(client: AsyncOpenAI) -> None:
-        await said(client, reasoning_effort=effort)
+        await answer_of(client, reasoning_effort=effort)
 
-    assert ask(service, talk, gpt_oss())[0].endswith(f"<|end|>{told}<|start|>assistant")
+    assert ask(service, talk, gpt_oss())[0].endswith(f"<|end|>{expected}<|start|>assistant")
 
 
 def test_special_tokens_that_say_what_follows_are_not_lost() -> None:
@@ -153,19 +153,21 @@ def test_special_tokens_that_say_what_follows_are_not_lost() -> None:
     service = saying(tokens, text, per_piece=3)
 
     async def talk(client: AsyncOpenAI) -> None:
-        assert await said(client, tools=[LOOK]) == ("", "So. ", [("look", {"person": "Tom"})])
-        _, words, calls = await said(client)
+        assert await answer_of(client, tools=[LOOK]) == ("", "So. ", [("look", {"person": "Tom"})])
+        _, words, calls = await answer_of(client)
         assert (words, calls) == (text.replace("<|tool_call|>", ""), []), "nobody waits for calls"
 
     ask(service, talk, tokens)
 
 
-@pytest.mark.parametrize(("effort", "told"), [("low", ("Hm.", "Here.")), ("none", ("", "Hm.</think>Here."))])
-def test_reasoning_that_the_template_has_begun(effort: str, told: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("effort", "expected"), [("low", ("Hm.", "Here.")), ("none", ("", "Hm.</think>Here."))]
+)
+def test_reasoning_that_the_template_has_begun(effort: str, expected: tuple[str, str]) -> None:
     tokens = tokenizer(V31, THINKING["deepseek_v3"].tags)
     service = saying(tokens, "Hm.</think>Here.")
 
     async def talk(client: AsyncOpenAI) -> None:
-        assert await said(client, reasoning_effort=effort) == (*told, [])
+        assert await answer_of(client, reasoning_effort=effort) == (*expected, [])
 
     ask(service, talk, tokens)

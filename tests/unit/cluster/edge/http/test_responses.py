@@ -101,9 +101,11 @@ def test_a_call_and_the_answer_to_it() -> None:
         assert called.type == "function_call"
         assert (called.name, json.loads(called.arguments)) == ("look", {"person": "Emma"})
         output: Any = {"type": "function_call_output", "call_id": called.call_id, "output": "in the tower"}
-        said: list[Any] = [item.model_dump() for item in reply.output]
+        text_of: list[Any] = [item.model_dump() for item in reply.output]
         reasoning: Any = {"type": "reasoning", "id": "rs_1", "summary": [], "content": None}
-        await client.responses.create(model="keeper", input=[*asked, reasoning, *said, output], tools=[LOOK])
+        await client.responses.create(
+            model="keeper", input=[*asked, reasoning, *text_of, output], tools=[LOOK]
+        )
 
     ask(service, talk)
     last = prompt_of(service.requests[-1])
@@ -161,8 +163,8 @@ def test_a_stream_tells_what_a_whole_response_holds(per_piece: int) -> None:
         assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
         assert kinds[-1] == "response.completed"
         assert (
-            told(final)
-            == told(whole)
+            outputs_of(final)
+            == outputs_of(whole)
             == [
                 ("reasoning", "Hm."),
                 ("message", "I shall look.\n"),
@@ -174,7 +176,7 @@ def test_a_stream_tells_what_a_whole_response_holds(per_piece: int) -> None:
         for event in events:
             if event.type.endswith(".delta"):
                 streamed[event.output_index] += event.delta
-        assert streamed == [text for _, text in told(whole)]
+        assert streamed == [text for _, text in outputs_of(whole)]
         assert whole.usage is not None
         assert whole.usage.output_tokens_details.reasoning_tokens > 0 or per_piece == 100
         assert len({item.model_dump()["call_id"] for item in whole.output[2:]}) == 2
@@ -182,7 +184,7 @@ def test_a_stream_tells_what_a_whole_response_holds(per_piece: int) -> None:
     ask(service, talk)
 
 
-def told(response: Response) -> list[tuple[str, str]]:
+def outputs_of(response: Response) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for item in response.output:
         if item.type == "function_call":

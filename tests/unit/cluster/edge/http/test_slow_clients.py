@@ -52,13 +52,13 @@ async def dribble(url: str, before: bytes, text: bytes) -> bytes:
     """Send `text` byte by byte, again and again, until the server closes; all that it has said."""
     bytes_ = itertools.cycle([bytes([byte]) for byte in text] or [b""])
     async with connected(url) as (reader, writer):
-        heard = asyncio.create_task(until_closed(reader))
+        received = asyncio.create_task(until_closed(reader))
         with suppress(ConnectionError):
             writer.write(before)
-            while not heard.done():
+            while not received.done():
                 writer.write(next(bytes_))
                 await asyncio.sleep(0.01)
-        return await heard
+        return await received
 
 
 @pytest.mark.parametrize(
@@ -90,15 +90,15 @@ def test_a_body_that_does_not_come_is_answered_and_reaches_nobody() -> None:
         limits = EdgeLimits(body_s_max=0.2, requests_max=1)
         app = build_app([ServedBackend(service, tokenizer())], sources(), limits=limits)
         async with serving(app) as url, asyncio.timeout(CUT_S):
-            heard = await dribble(url, head, b" ")
+            received = await dribble(url, head, b" ")
             async with httpx.AsyncClient(base_url=url) as client:
                 assert (await client.post(PATH, json={"prompt": "a"})).status_code == 200
-            return heard
+            return received
 
-    heard = asyncio.run(main())
-    assert heard.startswith(b"HTTP/1.1 408 ")
-    assert b'"code":"body_too_slow"' in heard
-    assert b"connection: close" in heard
+    received = asyncio.run(main())
+    assert received.startswith(b"HTTP/1.1 408 ")
+    assert b'"code":"body_too_slow"' in received
+    assert b"connection: close" in received
     assert len(service.requests) == 1
 
 
@@ -186,8 +186,8 @@ class Timer:
     def cancel(self) -> None:
         self.cancelled = True
 
-    def add_done_callback(self, told: Callable[..., None]) -> None:
-        del told
+    def add_done_callback(self, callback: Callable[..., None]) -> None:
+        del callback
 
 
 class Scene:

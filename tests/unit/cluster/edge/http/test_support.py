@@ -106,13 +106,13 @@ def test_settings_are_told_as_they_are_without_secrets() -> None:
         ),
         telemetry=Telemetry(traces_url="http://me:hunter2hunter@collector:4318/v1/traces"),
     )
-    told: Any = json.loads(json.dumps(config_of(endpoint, settings)))
-    assert (told["endpoint"]["keys"], told["endpoint"]["keys_of_operators"]) == (2, 1)
-    assert told["endpoint"]["tls"]["key"] == "/k.pem"
-    assert told["endpoint"]["telemetry"]["traces_url"] == f"http://{REMOVED}collector:4318/v1/traces"
-    assert told["cluster"]["fleets"][0]["workers"][0]["name"] == "decode-0"
-    assert "hunter2" not in str(told)
-    assert digest_of(KEY) not in str(told)
+    shown: Any = json.loads(json.dumps(config_of(endpoint, settings)))
+    assert (shown["endpoint"]["keys"], shown["endpoint"]["keys_of_operators"]) == (2, 1)
+    assert shown["endpoint"]["tls"]["key"] == "/k.pem"
+    assert shown["endpoint"]["telemetry"]["traces_url"] == f"http://{REMOVED}collector:4318/v1/traces"
+    assert shown["cluster"]["fleets"][0]["workers"][0]["name"] == "decode-0"
+    assert "hunter2" not in str(shown)
+    assert digest_of(KEY) not in str(shown)
 
 
 @dataclass
@@ -128,8 +128,8 @@ def test_anything_is_plain() -> None:
 
 
 def test_software_has_the_packages_that_matter() -> None:
-    told: Any = json.loads(json.dumps(software()))
-    assert {"ray", "torch", "httpx"} <= told["packages"].keys()
+    shown: Any = json.loads(json.dumps(software()))
+    assert {"ray", "torch", "httpx"} <= shown["packages"].keys()
 
 
 def test_logs_are_told_by_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +137,8 @@ def test_logs_are_told_by_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
     files = {"a.err": "x" * 100 + "the end", "b.err": PLANTED["a key of ours"], "c.err": ""}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    told = tails(tmp_path.iterdir())
-    assert told == {"a.err": "x" * 57 + "the end", "b.err": REMOVED}
+    shown = tails(tmp_path.iterdir())
+    assert shown == {"a.err": "x" * 57 + "the end", "b.err": REMOVED}
     monkeypatch.setattr(about, "FILES_MAX", 1)
     assert len(tails(tmp_path.iterdir())) == 1
 

@@ -197,8 +197,8 @@ def test_reasoning_is_told_apart() -> None:
             reply = await client.chat.completions.create(model="keeper", messages=ASKED, extra_body=asked)
             message = reply.choices[0].message
             reasoning = (message.model_extra or {}).get("reasoning_content")
-            told = ("Hm.", "She is here.") if thinks else (None, "Hm.</think>\n\nShe is here.")
-            assert (reasoning, message.content) == told
+            expected = ("Hm.", "She is here.") if thinks else (None, "Hm.</think>\n\nShe is here.")
+            assert (reasoning, message.content) == expected
             streamed = ["", ""]
             async for chunk in await client.chat.completions.create(
                 model="keeper", messages=ASKED, extra_body=asked, stream=True
@@ -206,7 +206,7 @@ def test_reasoning_is_told_apart() -> None:
                 delta = chunk.choices[0].delta
                 streamed[0] += (delta.model_extra or {}).get("reasoning_content") or ""
                 streamed[1] += delta.content or ""
-            assert (streamed[0] or None, streamed[1]) == told
+            assert (streamed[0] or None, streamed[1]) == expected
 
     ask(FakeService(saying("Hm.</think>\n\nShe is here."), per_piece=2), talk)
 

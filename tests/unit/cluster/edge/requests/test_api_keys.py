@@ -149,7 +149,7 @@ def test_keys_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("", "keys.yaml: send|keys.yaml: Input"),
         ("keys: []", "keys"),
@@ -159,10 +159,10 @@ def test_keys_of_a_file(tmp_path: Path) -> None:
         ("keys: [", "is no YAML"),
     ],
 )
-def test_a_broken_file_is_named_with_its_place(tmp_path: Path, text: str, says: str) -> None:
+def test_a_broken_file_is_named_with_its_place(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(text)
-    with pytest.raises(TidemillError, match=says):
+    with pytest.raises(TidemillError, match=message):
         read_keys(file)
     with pytest.raises(TidemillError, match="cannot be read"):
         read_keys(tmp_path / "missing.yaml")

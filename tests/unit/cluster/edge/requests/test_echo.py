@@ -53,17 +53,17 @@ def test_an_echo_with_logprobs(prompt: str | list[int], per_piece: int) -> None:
         assert token.startswith("bytes:") or choice["text"][offset:].startswith(token)
 
 
-@pytest.mark.parametrize(("max_tokens", "told"), [(0, 0), (1, 1)])
-def test_what_is_asked_to_score_a_text(max_tokens: int, told: int) -> None:
+@pytest.mark.parametrize(("max_tokens", "count"), [(0, 0), (1, 1)])
+def test_what_is_asked_to_score_a_text(max_tokens: int, count: int) -> None:
     """As harnesses for evaluation ask. The last token is one that was drawn, or one of the prompt."""
     service = FakeService(saying(WORDS))
     reply = complete(app_over(service), prompt=PROMPT, echo=True, logprobs=1, max_tokens=max_tokens)
     choice = reply["choices"][0]
-    assert len(choice["logprobs"]["tokens"]) == len(IDS) + told
-    assert reply["usage"]["completion_tokens"] == told
+    assert len(choice["logprobs"]["tokens"]) == len(IDS) + count
+    assert reply["usage"]["completion_tokens"] == count
     assert choice["finish_reason"] == "length"
     assert choice["text"].startswith(PROMPT)
-    assert (choice["text"] == PROMPT) is (told == 0)
+    assert (choice["text"] == PROMPT) is (count == 0)
     assert (service.requests[0].max_new_tokens, service.requests[0].sampling.prompt_logprobs) == (1, 1)
 
 
@@ -102,12 +102,12 @@ def test_streams_echo_as_whole_answers_do(
     ask = {"prompt": PROMPT, "echo": True, "logprobs": logprobs, "stop": stop, "max_tokens": max_tokens}
     whole = complete(app, **ask)["choices"][0]
     chunks = events_of(call(app, "POST", TEXT, json={"stream": True, **ask}))[:-1]
-    told = [chunk["choices"][0] for chunk in chunks]
-    assert "".join(row["text"] for row in told) == whole["text"]
-    assert told[-1]["finish_reason"] == whole["finish_reason"]
+    count = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(row["text"] for row in count) == whole["text"]
+    assert count[-1]["finish_reason"] == whole["finish_reason"]
     if logprobs is not None:
         for column, values in whole["logprobs"].items():
-            assert [value for row in told if row["logprobs"] for value in row["logprobs"][column]] == values
+            assert [value for row in count if row["logprobs"] for value in row["logprobs"][column]] == values
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 4])

@@ -38,16 +38,16 @@ def asked(number: int) -> RequestIdentity:
 
 def test_a_row_tells_the_way_and_no_text() -> None:
     app = app_over(FakeService(saying(" a b c")))
-    told = complete(app, prompt="the lighthouse at night")
+    ended = complete(app, prompt="the lighthouse at night")
     (row,) = rows_of(app)
-    assert row["id"] == told["id"]
+    assert row["id"] == ended["id"]
     assert (row["model"], row["kind"], row["choices"]) == ("keeper", "text", 1)
     assert (row["prefill"], row["decode"], row["attempts"]) == ("prefill-0.b", "decode-0.a", 1)
     assert row["prefill_depth"] == 5
     times = {"waited_s", "fetched_s", "computed_s", "stored_s"}
     assert set(row["prefill_times"]) == set(row["decode_times"]) == times
     usage = ("prompt_tokens", "completion_tokens", "prompt_tokens_details")
-    assert {name: row[name] for name in usage} == {name: told["usage"][name] for name in usage}
+    assert {name: row[name] for name in usage} == {name: ended["usage"][name] for name in usage}
     assert (row["finish"], row["error"]) == ("stop", None)
     assert 0 < row["ttft_s"] < row["e2e_s"]
     assert row["tokens_per_s"] > 0
@@ -113,8 +113,8 @@ def test_limits_are_checked(limit: object) -> None:
 @given(st.lists(st.booleans(), max_size=30), st.integers(1, 8))
 def test_the_newest_are_kept_and_nothing_of_their_prompts(ends: list[bool], size: int) -> None:
     """In whatever order they end, also those that are out of the ring by then."""
-    told: list[object] = []
-    recent = RecentRequests(lambda: 0.0, lambda: 0.0, size, lambda row, _: told.append(row["request_id"]))
+    ended: list[object] = []
+    recent = RecentRequests(lambda: 0.0, lambda: 0.0, size, lambda row, _: ended.append(row["request_id"]))
     jobs: list[weakref.ref[PreparedRequest]] = []
     running: list[Any] = []
     for number, ends_at_once in enumerate(ends):
@@ -134,5 +134,5 @@ def test_the_newest_are_kept_and_nothing_of_their_prompts(ends: list[bool], size
     running.clear()
     watch = None
     assert all(row["finish"] == "abort" for row in recent.rows())
-    assert {*told} == {f"x{number}" for number in range(len(ends))}
+    assert {*ended} == {f"x{number}" for number in range(len(ends))}
     assert not any(task() for task in jobs)
