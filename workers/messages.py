@@ -355,5 +355,6 @@ class CrashedAlone(WorkerGone):
     """The worker was lost while it ran nothing but this request, which was on trial."""
 
 
-class LostAlone(CrashedAlone):
-    """... was lost, but nobody knows that it died: it fell silent, as on a machine that stands still."""
+class LostAlone(WorkerGone):
+    """The worker fell silent while it ran nothing but this request, which was on trial. Whether its process
+    exited is unknown, for example on a machine that stands still."""

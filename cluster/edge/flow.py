@@ -196,7 +196,7 @@ class RequestProgress:
                 self.attempt += 1
                 self.silenced = True
                 await router.report_lost(at)
-            case CrashedAlone():
+            case CrashedAlone() | LostAlone():
                 await router.report_lost(at, self.content)
                 raise Poisonous(f"workers are lost with this request, the last ran nothing else: {error}")
             case WorkerGone():

@@ -38,12 +38,12 @@ def traced(
     }
     with span(tracer, f"request {identity.kind}", job.requests[0].trace_parent, named) as answering:
         parent = traceparent(answering)
-        requests = tuple(replace(one, trace_parent=parent) for one in job.requests)
+        requests = tuple(replace(request, trace_parent=parent) for request in job.requests)
         try:
             yield replace(job, requests=requests)
         finally:
             row = entry.row()
-            told = {SPAN_ATTRIBUTES[name]: value for name, value in row.items() if name in SPAN_ATTRIBUTES}
-            answering.set_attributes(
-                {name: value for name, value in told.items() if isinstance(value, str | int | float)}
-            )
+            for name, attribute in SPAN_ATTRIBUTES.items():
+                value = row.get(name)
+                if isinstance(value, str | int | float):
+                    answering.set_attribute(attribute, value)

@@ -117,7 +117,7 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "best_of returns the worst answer",
-        "cluster/edge/http/replies.py::_told",
+        "cluster/edge/http/replies.py::_returned",
         ", $REVERSE=True",
         "",
         "tests/unit/cluster/edge/requests/test_echo.py",
@@ -125,7 +125,7 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "a response starts by repeating its earlier output",
         "cluster/edge/http/responses.py::_ResponseReply.events",
-        "[] if $SENT else self.$OPENING() # $BEFORE $ANYTHING is in $IT",
+        "[] if $SENT else self.$OPENING()",
         "list[Json]()",
         "tests/unit/cluster/edge/http/test_responses.py",
     ),

@@ -20,14 +20,14 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "every boundary of an answer keeps its checkpoint",
         "workers/engine/commit.py::StepCommitter._keep_state",
-        "if $DEPTH in $SEQUENCE.$CUTS or $DEPTH in $SEQUENCE.$JUNCTIONS:",
+        "if $DEPTH in $SEQUENCE.$RESTORE.$CUTS or $DEPTH in $SEQUENCE.$RESTORE.$JUNCTIONS:",
         "if $DEPTH % $SEQUENCE.page_tokens == 0:",
         "tests/unit/workers/engine/test_engine.py tests/unit/workers/engine/test_strategies.py",
     ),
     Planted(
         "a stream moves before its state is stored",
         "workers/engine/drain.py::Drain._is_stored",
-        "return $SEQUENCE.$PUBLICATION.$TASK is None",
+        "return $SEQUENCE.$DELIVERY.$PUBLICATION.$TASK is None",
         "return True",
         "tests/unit/workers/engine/test_drain.py",
     ),
@@ -48,7 +48,7 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "a failed step isolates no request",
         "workers/engine/pipeline.py::Pipeline._broke",
-        "continue $ONE.$SEQUENCE.$SUSPECT_UNTIL = $ONE.$FLIGHT.$END $ALONE",
+        "continue $PLANNED.$SEQUENCE.$ISOLATION.$UNTIL = $PLANNED.$FLIGHT.$END $ALONE",
         "continue\n            $ALONE",
         "tests/unit/workers/engine/test_pipeline.py",
     ),

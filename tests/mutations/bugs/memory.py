@@ -19,7 +19,7 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "allocation fills the emptiest extent first",
-        "kvstore/memory/arena.py::Pool._file",
+        "kvstore/memory/arena.py::Pool._put_in_bucket",
         "self.$FULLEST = max(self.$FULLEST, $TAKEN)",
         "self.$FULLEST = (min if self._buckets[self.$FULLEST] else max)(self.$FULLEST, $TAKEN)",
         "tests/unit/kvstore/memory/test_arena.py",
@@ -82,7 +82,7 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "a request without a second slot takes another request's",
-        "kvstore/memory/checkpoints.py::Checkpoints.borrow",
+        "kvstore/memory/checkpoints.py::Checkpoints.borrow_slot",
         "if not $LEASE.$SPARE_SLOTS and not self.$CACHE.$STATE_IS_FREE():",
         "if $LEASE.ended:",
         "tests/unit/kvstore/memory/test_lease.py",
@@ -103,9 +103,9 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "the second slot of the double strategy is not reserved",
-        "kvstore/memory/lease.py::Lease.slots_lacking",
-        "] $SITES += [$ALLOCATIONSITE.$SPARE_STATE] * self.$SPARE_SLOTS_MIN return",
-        "]\n        return",
+        "kvstore/memory/lease.py::Lease.missing_slots",
+        "return (*$SITES, *[$ALLOCATIONSITE.$SPARE_STATE] * self.$SPARE_SLOTS_MIN)",
+        "return (*$SITES,)",
         "tests/unit/kvstore/memory/test_allocation_sites.py tests/unit/kvstore/memory/test_lease_matrix.py",
     ),
     Planted(

@@ -61,7 +61,7 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "rotary pairs of a latent keep their interleaved order",
-        "workers/models/layers/latent.py::LatentConfig._turning_first",
+        "workers/models/layers/latent.py::LatentConfig._rotary_first",
         "$TURNING = $TORCH.$CAT([$TURNING[:, 0::2], $TURNING[:, 1::2]], $DIM=1)",
         "$TURNING = $TORCH.$CAT([$TURNING[:, 1::2], $TURNING[:, 0::2]], $DIM=1)",
         "tests/parity/test_architectures.py::test_it_holds[deepseek_v3/groups-logits]",

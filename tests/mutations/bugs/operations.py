@@ -5,9 +5,9 @@ from tests.mutations.planted import Planted
 BUGS: tuple[Planted, ...] = (
     Planted(
         "processes listen on all interfaces by default",
-        "cluster/cli/security.py::guarded",
-        '$HOST = "127.0.0.1" if $WHERE == "loopback" else None',
-        "$HOST = None",
+        "cluster/cli/security.py::with_cluster_security",
+        '"127.0.0.1" if $CONFIG.$HOST == "loopback" else None',
+        "None",
         "tests/unit/cluster/rpc/test_mutual_tls.py",
     ),
     Planted(
@@ -33,21 +33,21 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "flags modify the tree read from the file",
-        "cluster/config/overrides.py::overridden",
+        "cluster/config/overrides.py::apply_flags",
         "$TREE = $DEEPCOPY(dict($TREE))",
         "$TREE = dict($TREE)",
         "tests/unit/cluster/config/test_flags.py",
     ),
     Planted(
         "a plain-text secret is reported as an unknown key",
-        "cluster/config/problems.py::_unknown",
+        "cluster/config/problems.py::_unknown_key",
         "if $NAME in $IN_CLEAR:",
         "if not $NAME:",
         "tests/unit/cluster/config/test_reading.py",
     ),
     Planted(
         "the last of two duplicate keys wins",
-        "cluster/config/reading.py::_tree",
+        "cluster/config/reading.py::_parse",
         "} $CHECK_KEYS($ROOT) return",
         "}\n        return",
         "tests/unit/cluster/config/test_reading.py",

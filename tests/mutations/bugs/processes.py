@@ -13,7 +13,7 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "moving a connection cancels calls in flight",
-        "cluster/rpc/router_client.py::_RouterConnection.ask",
+        "cluster/rpc/router_client.py::_RouterConnection.call",
         "$CHANNEL and not self.$CALLS[$CHANNEL]:",
         "$CHANNEL:",
         "tests/unit/cluster/rpc/test_router_client.py",
@@ -34,16 +34,16 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "one busy sample adds workers",
-        "cluster/supervisor/autoscaling.py::_more",
-        "return None # not $SEEN for $LONG $ENOUGH",
+        "cluster/supervisor/autoscaling.py::_grow",
+        "return None # not observed for long enough",
         "pass",
         "tests/unit/cluster/supervisor/test_autoscaling.py",
     ),
     Planted(
         "replicas of a role share one node",
-        "cluster/supervisor/node_fit.py::plan",
-        "($SAME[$NODE.id], $TAKEN[$NODE.id])",
-        "$TAKEN[$NODE.id]",
+        "cluster/supervisor/node_fit.py::assign",
+        "($SAME[$NODE.id], $TOTAL[$NODE.id])",
+        "$TOTAL[$NODE.id]",
         "tests/unit/cluster/supervisor/test_node_fit.py",
     ),
     Planted(
@@ -55,9 +55,9 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "a worker is removed while a request is on its way",
-        "cluster/supervisor/scaler.py::Scaler.look",
-        "if $WORKER.$IDLE_LOOKS >= $IDLE_LOOKS_2:",
-        "if $WORKER.$IDLE_LOOKS >= 1:",
+        "cluster/supervisor/scaler.py::Scaler.adjust",
+        "if $WORKER.$IDLE_CHECKS >= $IDLE_CHECKS_2:",
+        "if $WORKER.$IDLE_CHECKS >= 1:",
         "tests/unit/cluster/supervisor/test_scaler.py",
     ),
     Planted(
@@ -76,7 +76,7 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "an isolated run starts while others wait for their tokens",
-        "cluster/worker/server.py::_ServedCall._run.tell",
+        "cluster/worker/server.py::_ServedCall._run.notify",
         "await self.$FLUSH()",
         "await self.sent.wait()",
         "tests/unit/cluster/edge/test_isolation_between_workers.py",

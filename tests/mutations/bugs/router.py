@@ -89,14 +89,14 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "a prompt is computed by a worker of another version",
-        "cluster/router/placement.py::_View.streams",
+        "cluster/router/placement.py::_computes_alone",
         "[$PREFILL.$MEMBER.$SLOT]",
         "",
         "tests/unit/cluster/router/test_placement.py",
     ),
     Planted(
         "routers break ties by the order of heartbeats",
-        "cluster/router/placement.py::_View.pick",
+        "cluster/router/placement.py::_pick",
         "return int($TIED[$NP.$ARGMAX($MIXED ^ ($MIXED >> $NP.$UINT64(29)))])",
         "return int($TIED[0])",
         "tests/unit/cluster/router/test_placement.py",

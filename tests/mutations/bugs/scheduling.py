@@ -34,8 +34,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "admission leaves no page for running requests",
         "workers/scheduling/admission.py::Admission._lease",
-        "$PAGES_BESIDE=$BESIDE, $WINDOWS_BESIDE",
-        "$PAGES_BESIDE=0,\n                $WINDOWS_BESIDE",
+        "$DEMAND($BESIDE, max(0",
+        "$DEMAND(0, max(0",
         "tests/unit/workers/engine/test_budget.py",
     ),
     Planted(
@@ -55,8 +55,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "isolated requests run together",
         "workers/scheduling/isolation.py::IsolatedRuns.choose",
-        "self.$NOW] if self.$NOW.$IS_SUSPECT and self.$NOW in $ROWS else [",
-        "one for one in $ROWS if one.$IS_SUSPECT",
+        "$ROW is self.$SUSPECT",
+        "$ROW.is_suspect",
         "tests/unit/workers/scheduling/test_scheduler.py",
     ),
     Planted(
@@ -124,7 +124,7 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "memory pressure preempts the oldest request",
-        "workers/scheduling/scheduler.py::Scheduler._youngest",
+        "workers/scheduling/sequences.py::Sequences.youngest",
         "return max(self",
         "return min(self",
         "tests/unit/workers/engine/test_engine.py tests/unit/workers/engine/test_budget.py",
@@ -132,8 +132,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "preemptions are not counted",
         "workers/scheduling/scheduler.py::Scheduler._reserve",
-        ") $VICTIM.$PREEMPTIONS += 1 self",
-        ")\n            self",
+        "$VICTIM.$RESTORE.$PREEMPTIONS += 1",
+        "pass",
         "tests/unit/workers/engine/test_budget.py",
     ),
     Planted(

@@ -26,14 +26,14 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "a window page is freed while the next token reads it",
-        "kvstore/layout.py::Layout.first_seen",
+        "kvstore/layout.py::Layout.first_visible_window",
         "return max(0, $DEPTH - $SEEN) // self.$PAGE_TOKENS",
         "return -(-max(0, $DEPTH - $SEEN) // self.$PAGE_TOKENS)",
         "tests/unit/kvstore/memory/test_windows.py tests/unit/kvstore/memory/test_ledger.py",
     ),
     Planted(
         "every rank publishes its copy of a shared page",
-        "kvstore/shards.py::mine",
+        "kvstore/shards.py::rank_share",
         ", $PUBLISHES_PAGES=$RANK % max(1, $SIZE // $SHARDS.$PAGES) == 0, $PUBLISHES_WINDOWS",
         ",\n        $PUBLISHES_PAGES=$RANK >= 0,\n        $PUBLISHES_WINDOWS",
         "tests/unit/kvstore/test_shards.py tests/unit/workers/transfer/test_transfer.py",
@@ -54,7 +54,7 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "a late transfer shortens the breaker's pauses",
-        "kvstore/stores/circuit_breaker.py::GuardedStore._moved",
+        "kvstore/stores/circuit_breaker.py::GuardedStore._record_moved",
         "if $NOW_S - $STARTED <= self.$PATIENCE_S($NUM_BYTES):",
         "if $NOW_S >= $STARTED:",
         "tests/unit/kvstore/stores/test_circuit_breaker.py",
@@ -68,14 +68,14 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "the folder's bound ignores writes that other processes announced",
-        "kvstore/stores/folder_bound.py::_promised",
+        "kvstore/stores/folder_bound.py::_count_reservations",
         "$OBJECTS + $LEFT.$OBJECTS, $TOTAL.bytes + $LEFT.",
         "$OBJECTS, $TOTAL.",
         "tests/unit/kvstore/stores/test_file_store.py tests/unit/kvstore/stores/test_file_store_faults.py",
     ),
     Planted(
         "space announced by a process that exited stays reserved",
-        "kvstore/stores/folder_bound.py::_promise_of_the_living",
+        "kvstore/stores/folder_bound.py::_read_reservation",
         "return None if $LOCK($FD) else $READ_USAGE($FD)",
         "return $READ_USAGE($FD)",
         "tests/unit/kvstore/stores/test_file_store.py tests/unit/kvstore/stores/test_file_store_faults.py",
@@ -103,7 +103,7 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "a put is trusted without confirmation",
-        "kvstore/stores/remote_store.py::_confirmed",
+        "kvstore/stores/remote_store.py::_confirm",
         "return $PUT.$UNCONFIRMED if $SAID is $PUT.$STORED else $SAID",
         "return $SAID",
         "tests/unit/kvstore/stores/test_remote_store.py",

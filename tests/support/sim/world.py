@@ -29,6 +29,7 @@ from tidemill.workers.messages import (
     CrashedAlone,
     Delta,
     Heartbeat,
+    LostAlone,
     Produced,
     Request,
     RequestError,
@@ -342,7 +343,7 @@ class World:
         try:
             async with self._calling(peer, work) as answer:
                 produced = await answer()
-        except CrashedAlone:
+        except (CrashedAlone, LostAlone):
             self._check_blame(peer, request)
             raise
         assert isinstance(produced, Produced)
@@ -373,7 +374,7 @@ class World:
                     yield delta
                     if delta.finish is not None:
                         return
-        except CrashedAlone:
+        except (CrashedAlone, LostAlone):
             self._check_blame(peer, request)
             raise
 

@@ -5,14 +5,15 @@ Tags that are single tokens stand in it as these tokens, so that no other tokens
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, assert_never, cast
 
 from tidemill.cluster.edge.chat.formats import Body
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.output.tool_call_parser import choices_of, is_text, parameters_of
 from tidemill.cluster.edge.chat.request.structured import check_schema
-from tidemill.cluster.edge.chat.request.tools import Function, Tool
+from tidemill.cluster.edge.chat.request.tools import Tool
 from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError
 
 BREAK = "\n\n"
@@ -21,9 +22,13 @@ END = "</parameter>"
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One line, because a model could continue with blanks forever."""
 
+Rules = dict[str, str]
+"""The definition of each rule by its name, in Lark's syntax."""
+
 
 def forced(tools: Sequence[Tool], output_format: OutputFormat, added: Mapping[str, int]) -> Grammar:
     """Return the grammar of an answer that calls one of the tools, or one of them several times.
+
     Reasoning in which the prompt ends is cut short. `added` has the texts that are single tokens.
     Raises RequestError.
     """
@@ -33,27 +38,24 @@ def forced(tools: Sequence[Tool], output_format: OutputFormat, added: Mapping[st
     for function in functions:
         check_schema(function.parameters or {}, "tools")
     written = form.written
-    close = (
-        _literal(reasoning.close + BREAK, added) if reasoning is not None and output_format.thinking else ""
-    )
+    literal = partial(_literal, added=added)
+    is_thinking = reasoning is not None and output_format.thinking
+    close = literal(reasoning.close + BREAK) if reasoning is not None and is_thinking else ""
     several = output_format.calls_max is None and written.between is not None
-    more = f"({_literal(written.between or '', added)} call)*" if several else ""
-    rules = [
-        rule for number, function in enumerate(functions) for rule in _rules(function, number, form.body)
+    more = f"({literal(written.between or '')} call)*" if several else ""
+    bodies = [
+        f"{literal(function.name + written.arguments)} f{number}" for number, function in enumerate(functions)
     ]
-    text = "\n".join(
-        (
-            f"start: {close} {_literal(written.before, added)} call {more} {_literal(written.behind, added)}",
-            f"call: {_literal(written.name, added)} body {_literal(written.end, added)}",
-            "body: "
-            + "\n    | ".join(
-                f"{_literal(function.name + written.arguments, added)} f{number}"
-                for number, function in enumerate(functions)
-            ),
-            *rules,
-            *((f"text[suffix={json.dumps(END)}]: /(?s:.*)/",) if form.body == "xml" else ()),
-        )
-    )
+    rules = {
+        "start": _in_order(close, literal(written.before), "call", more, literal(written.behind)),
+        "call": _in_order(literal(written.name), "body", literal(written.end)),
+        "body": _one_of(bodies),
+    }
+    for number, function in enumerate(functions):
+        rules |= _arguments(f"f{number}", function.parameters or {}, form.body)
+    if form.body == "xml":
+        rules[f"text[suffix={json.dumps(END)}]"] = "/(?s:.*)/"
+    text = "\n".join(f"{name}: {definition}" for name, definition in rules.items())
     if len(text.encode(errors="replace")) > GRAMMAR_BYTES_MAX:
         raise RequestError(
             f"tools: their schemas have more than {GRAMMAR_BYTES_MAX:,} bytes, too many to force a call: "
@@ -63,6 +65,14 @@ def forced(tools: Sequence[Tool], output_format: OutputFormat, added: Mapping[st
     return Grammar(kind="lark", text=text)
 
 
+def _in_order(*parts: str) -> str:
+    return " ".join(part for part in parts if part) or EMPTY
+
+
+def _one_of(alternatives: Sequence[str]) -> str:
+    return " | ".join(alternatives)
+
+
 def _literal(text: str, added: Mapping[str, int]) -> str:
     """Return a text as a grammar literal, with single tokens where parts of it are some."""
     there = sorted((tag for tag in added if tag in text), key=len, reverse=True)
@@ -70,56 +80,59 @@ def _literal(text: str, added: Mapping[str, int]) -> str:
     return " ".join(f"<[{added[part]}]>" if part in there else _quoted(part) for part in parts if part)
 
 
-def _rules(function: Function, number: int, body: Body) -> Iterator[str]:
-    """Yield `f<number>`: the rules of a function's arguments."""
-    schema = function.parameters or {}
+def _arguments(name: str, schema: Mapping[str, Any], body: Body) -> Rules:
+    """Return the rule `name` of a function's arguments, and the rules that it refers to."""
     match body:
         case "json" | "channels":
-            yield f"f{number}: {_json({'type': 'object', **schema})}"
+            return {name: _json({"type": "object", **schema})}
         case "xml":
-            yield from _xml_rules(schema, number)
+            return _xml_arguments(name, schema)
         case "python":
-            yield from _python_rules(schema, number)
+            return _python_arguments(name, schema)
         case _:
             assert_never(body)
 
 
-def _xml_rules(schema: Mapping[str, Any], number: int) -> Iterator[str]:
-    """Yield the parameters in their order; optional ones may be left out."""
+def _xml_arguments(name: str, schema: Mapping[str, Any]) -> Rules:
+    """Return the parameters in their order; optional ones may be left out."""
     needed, defined = _needed(schema), _defined(schema)
-    whole = [_quoted("")]
-    for position, (name, wanted) in enumerate(parameters_of(schema).items()):
-        rule = f"f{number}p{position}"
-        whole.append(rule if name in needed else f"{rule}?")
-        yield f"{rule}: {_quoted(f'<parameter={name}>' + LINE)} {_xml_value(wanted, defined)}"
-    yield f"f{number}: {' '.join(whole)}"
+    parameters = list(parameters_of(schema).items())
+    rules = {
+        f"{name}p{position}": _in_order(
+            _quoted(f"<parameter={parameter}>{LINE}"), _xml_value(wanted, defined)
+        )
+        for position, (parameter, wanted) in enumerate(parameters)
+    }
+    marks = ["" if parameter in needed else "?" for parameter, _ in parameters]
+    return rules | {name: _in_order(*(rule + mark for rule, mark in zip(rules, marks, strict=True)))}
 
 
 def _xml_value(wanted: dict[str, Any], defined: dict[str, Any]) -> str:
     end = _quoted(LINE + END + LINE)
     if not is_text(wanted):
-        return f"{_json({**wanted, **defined})} {end}"
+        return _in_order(_json({**wanted, **defined}), end)
     choices = choices_of(wanted)
     if choices is not None:
-        return f"({' | '.join(map(_quoted, choices))}) {end}"
-    return f"text {_quoted(LINE)}"
+        return _in_order(f"({_one_of([_quoted(choice) for choice in choices])})", end)
+    return _in_order("text", _quoted(LINE))
 
 
-def _python_rules(schema: Mapping[str, Any], number: int) -> Iterator[str]:
-    """Yield keyword arguments in their order. A rule per position says what may follow: `first` before any
-    argument, `more` behind a comma.
-    """
+def _python_arguments(name: str, schema: Mapping[str, Any]) -> Rules:
+    """Return keyword arguments in their order. Two rules per position say what may follow: `first`
+    before any argument, `more` after a comma."""
     parameters = [parameter for parameter in parameters_of(schema).items() if parameter[0].isidentifier()]
     needed, defined = _needed(schema), _defined(schema)
-    first = [f"f{number}", *(f"f{number}x{position + 1}" for position in range(len(parameters)))]
-    more = [f"f{number}m{position}" for position in range(len(first))]
-    for position, (name, wanted) in enumerate(parameters):
-        here = f"{_quoted(name + '=')} {_json({**wanted, **defined})} {more[position + 1]}"
-        may_skip = name not in needed
-        yield f"{first[position]}: {here}" + (f" | {first[position + 1]}" if may_skip else "")
-        yield f"{more[position]}: {_quoted(', ')} {here}" + (f" | {more[position + 1]}" if may_skip else "")
-    yield f"{first[-1]}: {_quoted('')}"
-    yield f"{more[-1]}: {_quoted('')}"
+    first = [name, *(f"{name}x{position + 1}" for position in range(len(parameters)))]
+    more = [f"{name}m{position}" for position in range(len(first))]
+    rules = {first[-1]: EMPTY, more[-1]: EMPTY}
+    for position, (parameter, wanted) in enumerate(parameters):
+        argument = _in_order(_quoted(f"{parameter}="), _json({**wanted, **defined}), more[position + 1])
+        skipped = [] if parameter in needed else [position + 1]
+        rules[first[position]] = _one_of([argument, *(first[after] for after in skipped)])
+        rules[more[position]] = _one_of(
+            [_in_order(_quoted(", "), argument), *(more[after] for after in skipped)]
+        )
+    return rules
 
 
 def _json(schema: Mapping[str, Any]) -> str:
@@ -137,3 +150,6 @@ def _defined(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+EMPTY = _quoted("")
