@@ -16,8 +16,7 @@ COMPILER = "g++"
 
 
 class BuildPy(build_py):
-    """Generates the protobuf stubs before modules are collected, and compiles the CPU kernels for a
-    wheel."""
+    """Generates the protobuf stubs before modules are collected, and compiles the CPU kernels for a wheel."""
 
     def run(self) -> None:
         protos = sorted(SOURCE.glob("tidemill/cluster/rpc/proto/*.proto"))
@@ -35,8 +34,7 @@ class BuildPy(build_py):
 
 
 class Wheel(bdist_wheel):
-    """A wheel for this kind of machine and any Python 3, because the kernels do not use Python's
-    ABI."""
+    """A wheel for this kind of machine and any Python 3, because the kernels do not use Python's ABI."""
 
     def finalize_options(self) -> None:
         super().finalize_options()

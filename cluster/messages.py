@@ -30,8 +30,8 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The workers of one attempt. Without a `prefill` worker the decode worker computes the prompt.
-    With one it computes at most `gap_tokens_max` tokens of it (None: any number)."""
+    """The workers of one attempt. Without a `prefill` worker the decode worker computes the prompt. With one
+    it computes at most `gap_tokens_max` tokens of it (None: any number)."""
 
     decode: WorkerId
     decode_address: str

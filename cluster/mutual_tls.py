@@ -1,4 +1,4 @@
-"""The certificates of a cluster's processes: by them they know each other, and hide what they say."""
+"""The certificates of a cluster's processes, which authenticate them and encrypt their messages."""
 
 import ssl
 from contextlib import suppress
@@ -6,21 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CLUSTER_NAME = "tidemill"
-"""The DNS name that every process's certificate carries, wherever it runs: addresses come and go."""
+"""The DNS name in the certificate of every process, on every node, because addresses change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MutualTls:
-    """PEM files, under these paths on every node. Whoever has a certificate by `ca` is of the cluster, so it
-    signs nothing else. They are read whenever a process connects or starts to listen."""
+    """PEM files, under these paths on every node. A process with a certificate by `ca` belongs to the
+    cluster, so `ca` must sign nothing else. The files are read whenever a process connects or starts to
+    listen."""
 
     certificate: Path
     key: Path
     ca: Path
 
     def check(self) -> None:
-        """Whether two processes that have these would hear each other: they are let shake hands, without a
-        socket. Raises ssl.SSLError and OSError."""
+        """Test that two processes with these files accept each other, by a handshake without a socket. Raises
+        ssl.SSLError and OSError."""
         sides = (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         for side in sides:
             side.load_cert_chain(self.certificate, self.key)

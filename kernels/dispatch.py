@@ -148,7 +148,8 @@ def operators(variant: Variant, cache_dir: Path) -> Operators:
 
 
 def page_copy(variant: Variant, cache_dir: Path) -> PageCopy:
-    """What no model computes: copies to and from the caches of other engines. Raises KernelUnavailable.
+    """Return the copy to and from the caches of other engines, which no model uses. Raises
+    KernelUnavailable.
 
     `reference` takes any device, `cpu` host memory, `triton` CUDA memory.
     """

@@ -55,8 +55,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Attention whose keys and values are computed from one latent of `width` numbers per token.
-    Every rank of a group has the whole latent."""
+    """Attention whose keys and values are computed from one latent of `width` numbers per token. Every rank
+    of a group has the whole latent."""
 
     width: int
 
@@ -160,16 +160,16 @@ class Layout:
         return self.state_bytes + len(self.last_window(1 << 31)) * self.window_bytes
 
     def last_window(self, depth_pages: int) -> range:
-        """Return the positions of the window pages of a checkpoint after `depth_pages` pages.
-        Those are the window pages that the next token can see, at least one."""
+        """Return the positions of the window pages of a checkpoint after `depth_pages` pages. Those are the
+        window pages that the next token can see, at least one."""
         if not self.has_windows:
             return range(0)
         visible = max(1, -(-(self.window_tokens - 1) // self.page_tokens))
         return range(max(0, depth_pages - visible), depth_pages)
 
     def first_visible_window(self, depth: int) -> int:
-        """Return the position of the first window page that a sequence of `depth` tokens needs. It
-        needs those that its next tokens can see, and on a page boundary those of `last_window`."""
+        """Return the position of the first window page that a sequence of `depth` tokens needs. It needs
+        those that its next tokens can see, and on a page boundary those of `last_window`."""
         if not self.has_windows:
             return 0
         visible = max(self.window_tokens - 1, 1)

@@ -21,16 +21,16 @@ from tidemill.kvstore.layout import Attention, Latent, LayerSpec, Layout, Linear
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The number of equal ranges into which the store cuts each whole page, state and window page.
-    All workers that share objects have the same counts: they are part of the namespace of a key."""
+    """The number of equal ranges into which the store cuts each whole page, state and window page. All
+    workers that share objects have the same counts: they are part of the namespace of a key."""
 
     pages: int = 1
     states: int = 1
     windows: int = 1
 
     def describe(self, whole: Layout) -> str:
-        """Return a text that identifies the format of objects, for the namespace of their keys.
-        `whole` is the layout of the model, not of a rank."""
+        """Return a text that identifies the format of objects, for the namespace of their keys. `whole` is
+        the layout of the model, not of a rank."""
         cut = "" if self == WHOLE else f"/shards {self.pages}, {self.states}"
         return whole.describe() + cut + (f", {self.windows}" if self.windows > 1 else "")
 
@@ -62,8 +62,8 @@ def rank_layers(layers: Sequence[LayerSpec], size: int) -> tuple[LayerSpec, ...]
 
 
 def shards_of(layers: Sequence[LayerSpec], sizes: Collection[int]) -> Shards:
-    """Return the fewest shards that suit the ranks of every group size in `sizes`.
-    Raises ValueError like `rank_layers`."""
+    """Return the fewest shards that suit the ranks of every group size in `sizes`. Raises ValueError like
+    `rank_layers`."""
     for size in sizes:
         rank_layers(layers, size)
     paged = next((layer.kv_heads for layer in layers if isinstance(layer, Attention)), 1)

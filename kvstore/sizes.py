@@ -17,8 +17,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Parse `8GiB`, `512MiB`, `1.5g` or `4096`; `8GB` is decimal.
-    Raises ValueError with examples."""
+    """Parse `8GiB`, `512MiB`, `1.5g` or `4096`; `8GB` is decimal. Raises ValueError with examples."""
     match = _SIZE.fullmatch(text)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:

@@ -1,4 +1,4 @@
-"""The device that an engine computes on: whether it is there, and the memory of its arena."""
+"""Find the device that an engine computes on, and the memory of its arena."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,7 +15,8 @@ HOST = torch.device("cpu")
 
 
 def device_of(settings: EngineSettings) -> torch.device:
-    """With its index. Raises SettingsError when it is not there, or its operators do not run on it."""
+    """Return the device with its index. Raises SettingsError when it is missing, or its operators do not run
+    on it."""
     requested = torch.device(settings.device)
     if requested.type == "cpu":
         if settings.variant == "triton" and not interprets():
@@ -33,8 +34,8 @@ def device_of(settings: EngineSettings) -> torch.device:
 
 
 def memory_name(device: torch.device) -> str:
-    """Of the memory that it computes in: workers of one node that say the same share it. A number would not
-    do: a process may see some of the devices alone."""
+    """Return the name of the memory that a device computes in. Workers of one node with the same name share
+    it. A number would not do: a process may see only some of the devices."""
     if device.type == "cpu":
         return "cpu"
     found: Any = torch.cuda  # it leaves the type of properties open
@@ -42,7 +43,7 @@ def memory_name(device: torch.device) -> str:
 
 
 def open_backing(settings: EngineSettings, num_bytes: int) -> Backing:
-    """What one rank reserves. Raises OutOfMemory and SettingsError."""
+    """Reserve the memory of one rank. Raises OutOfMemory and SettingsError."""
     if not settings.on_cuda:
         return Mmap(num_bytes) if settings.backing_kind == "mmap" else Fixed(num_bytes)
     device = device_of(settings)
@@ -52,12 +53,12 @@ def open_backing(settings: EngineSettings, num_bytes: int) -> Backing:
         try:
             return Kvcached(num_bytes, str(device))
         except BackingUnavailable as error:
-            raise SettingsError(f"{error}; or take it all at once with --backing fixed") from error
+            raise SettingsError(f"{error}; or take all of it at the start with --backing fixed") from error
 
 
 @contextmanager
 def granted(device: torch.device, what: str) -> Generator[None]:
-    """Raises OutOfMemory where torch is not granted memory of the device; `what` it is for, and the fix."""
+    """Raise OutOfMemory where torch gets no memory of the device; `what` has its purpose, and the fix."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -65,7 +66,7 @@ def granted(device: torch.device, what: str) -> Generator[None]:
 
 
 def settle(device: torch.device) -> None:
-    """What was started on the device has ended, for every thread; what torch holds in vain is given back."""
+    """Wait for all work on the device, of every thread, and free what torch holds unused."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Everything that crosses a process boundary between frontend, router and workers, and nothing else."""
+"""The messages that cross a process boundary between edge, router and workers."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NewType
@@ -8,30 +8,30 @@ import msgspec
 from tidemill.kvstore.errors import TidemillError
 
 WorkerId = NewType("WorkerId", str)
-"""One life of one worker: `decode-0.3f9a1c`. A restarted worker has another id."""
+"""The id of one incarnation of a worker: `decode-0.3f9a1c`. A restarted worker has another id."""
 
 Role = Literal["prefill", "decode", "mixed"]
 FinishReason = Literal["stop", "length"]
 
 TRIAL_TOKENS = 3
-"""A request on trial runs alone until it has drawn so many: those of the steps that can have been in flight
-when its worker died, and of one whose tokens were still on their way."""
+"""The number of tokens that a request on trial draws alone: those of the steps that can have been in flight
+when its worker crashed, and of one whose tokens were still on their way."""
 
 ANNOUNCED_KEY_BYTES = 8
-"""Announced keys are cut to this length: a collision costs a wrong guess of the router, never a wrong
-token."""
+"""The length of announced keys. A collision costs a wrong guess of the router, never a wrong token."""
 
 
 GRAMMAR_BYTES_MAX = 64 << 10
-"""Compiling an ordinary schema takes a millisecond or two, the worst of this size that we found 0.13 s."""
+"""The size limit of a grammar. An ordinary schema compiles in 1 or 2 ms, the worst of this size that we found
+in 0.13 s."""
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "lark", "choice"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """What an answer must match. `text` is a JSON schema, a regular expression, a grammar in the Lark form of
-    llguidance, or a JSON list of texts to choose from; empty for json_object."""
+    """The grammar that an answer must match. `text` is a JSON schema, a regular expression, a grammar in the
+    Lark form of llguidance, or a JSON list of texts to choose from; empty for json_object."""
 
     kind: GrammarKind
     text: str = ""
@@ -39,8 +39,9 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn. A draw is a function of the logits, the tokens before it, the seed and the
-    token's position.
+    """The parameters of a draw. A draw is a function of the logits, the tokens before it, the seed and the
+    token's
+    position.
 
     temperature 0 is greedy. top_k 0, top_p 1.0 and min_p 0.0 switch the filters off. The presence and the
     frequency penalty count the tokens of the answer, the repetition penalty those of the prompt as well.
@@ -55,16 +56,17 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
-    min_tokens: int = 0  # of the answer, before any of the stop tokens can be drawn
-    logprobs: int | None = None  # alternatives reported with each token, 0 for the token alone; None: nothing
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens, the first one aside
+    min_tokens: int = 0  # tokens of the answer before any stop token can be drawn
+    logprobs: int | None = None  # alternatives reported with each token, 0: only the token; None: no logprobs
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens after the first
     grammar: Grammar | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithm of a token's probability, and the likeliest tokens at its place with theirs.
+    """The natural logarithm of a token's probability, and the most likely tokens at its position with
+    theirs.
 
-    Of the model's own distribution: before temperature, penalties, bias, filters and grammar.
+    They are of the model's own distribution: before temperature, penalties, bias, filters and grammar.
     """
 
     logprob: float
@@ -75,18 +77,25 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 class Request:
     """One sequence to continue. After a loss it is sent again with the tokens already streamed in `tokens`.
 
-    A token of `stop_token_ids` ends the sequence with "stop" (it is reported and counts as a token); they
-    hold the model's end-of-sequence ids unless the client ignores them. `max_new_tokens` counts from the end
-    of `tokens`. A decode worker computes at most `gap_tokens_max` prompt tokens below the last page boundary
-    that nobody holds, beyond that it answers PagesMissing; None is no limit. The last `drawn` of `tokens`
-    are not the prompt's: they were drawn and streamed before a loss. Lower values of `priority` go first.
-    If it asks for logprobs of the prompt, `scored` of them came before a loss: those after them are wanted.
+    A token of `stop_token_ids` ends the sequence with "stop" (it is reported and counts as a token). They
+    contain the model's end-of-sequence ids unless the client ignores them. `max_new_tokens` counts from the
+    end
+    of `tokens`. A decode worker computes at most `gap_tokens_max` prompt tokens below the last page
+    boundary
+    that are neither here nor in the store, and beyond that raises PagesMissing; None is no limit. The last
+    `drawn` of `tokens` were drawn and streamed before a loss. Lower values of `priority` go first. If it
+    asks
+    for logprobs of the prompt, `scored` of them were sent before a loss, and those after them are wanted.
 
-    `tenant` is who asks, `ttft_s_max` how long they want to wait for the first token (None: as long as the
-    server lets them, inf: for ever, for it was taken before); both are for the router. A worker takes it in
-    order of its arrival plus `queue_offset_s`: negative, it goes before those of tenants that have had more.
-    `on_trial`: it was in a step of a worker that died, and runs alone until it has drawn TRIAL_TOKENS.
-    `trace_parent` is the W3C traceparent of whoever sends it; empty: it is not traced.
+    `tenant` is who pays, `ttft_s_max` the longest time to the first token (None: the server's limit, inf:
+    no
+    limit, because it was admitted before); both are for the router. A worker takes requests in order of
+    arrival
+    plus `queue_offset_s`: a negative one goes before those of tenants that used more. `on_trial`: the
+    request was
+    in a step of a worker that crashed, and runs alone until it has drawn TRIAL_TOKENS. `trace_parent` is
+    the W3C
+    traceparent of the sender; empty: no tracing.
     """
 
     request_id: str
@@ -107,24 +116,24 @@ class Request:
 
     @property
     def to_score(self) -> int:
-        """How many of the prompt's tokens shall come with a logprob: all but the first one, or none."""
+        """The number of prompt tokens with a logprob: all but the first one, or none."""
         return 0 if self.sampling.prompt_logprobs is None else len(self.tokens) - self.drawn - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """How long a prompt took on one worker, in seconds, in this order, until its first token was drawn or
-    all that was asked for was stored."""
+    """The times of a prompt on one worker, in seconds, in this order, until its first token was drawn or all
+    pages that were requested were stored."""
 
-    waited_s: float = 0.0  # for its turn, for memory, for others that computed its prefix
-    fetched_s: float = 0.0  # while pages came from the store
+    waited_s: float = 0.0  # in the admission queue, for memory, for requests that computed its prefix
+    fetched_s: float = 0.0  # while pages were fetched from the store
     computed_s: float = 0.0
     stored_s: float = 0.0  # on a prefill worker: after the last step, until the store had everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where the tokens of a prompt came from on one worker; the three add up to the tokens it now holds."""
+    """The source of a prompt's tokens on one worker; the three add up to the tokens it now holds."""
 
     reused_tokens: int = 0  # were already in its memory
     fetched_tokens: int = 0  # came from the store
@@ -133,14 +142,14 @@ class Provenance:
 
 
 class Produced(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """A prefill worker's answer: the store holds every page below `depth` and the checkpoint at it."""
+    """The answer of a prefill worker: the store holds every page below `depth` and the checkpoint at it."""
 
     depth: int
     provenance: Provenance
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True):
-    """What one step adds to one stream. The first one says where the prompt came from.
+    """The addition of one step to one stream. The first one has the source of the prompt.
 
     `logprobs` has an item for each token if the request asked for them, else none. `prompt_logprobs` are of
     the prompt's next tokens, from its second one on: all have come before the answer's first token.
@@ -155,20 +164,21 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=True
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Bytes of a worker's arena by what they hold. They add up to its budget, or to more while it shrinks.
+    """The bytes of a worker's arena by use. They add up to its budget, or to more while it shrinks.
 
-    live is held by requests that run; cached by the prefix index alone, and can be taken back.
+    Live bytes are held by running requests. Cached bytes are held only by the prefix index and can be
+    reclaimed.
     """
 
     pages_live: int = 0
     pages_cached: int = 0
     states_live: int = 0
     states_cached: int = 0
-    windows_live: int = 0  # pages of layers that see a window
+    windows_live: int = 0  # pages of layers with a window
     windows_cached: int = 0
-    free: int = 0  # places that nobody holds in extents that hold something
-    empty: int = 0  # extents that hold nothing, mapped
-    unmapped: int = 0  # of the budget, not taken from the system
+    free: int = 0  # free slots in extents that hold something
+    empty: int = 0  # mapped extents that hold nothing
+    unmapped: int = 0  # part of the budget that is not mapped
 
     @property
     def live(self) -> int:
@@ -181,16 +191,16 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """How fast a worker is, as it measures itself: seconds, and bytes per second. 0: not measured yet."""
+    """The measured speed of a worker: seconds, and bytes per second. 0: not measured yet."""
 
-    step_s: float = 0.0  # of a step, whatever is in it
+    step_s: float = 0.0  # of a step, whatever it runs
     token_s: float = 0.0  # of a prompt token
     pair_s: float = 0.0  # of a prompt token, for each token before it
     row_s: float = 0.0  # of a row that decodes
     fetch_bytes_per_s: float = 0.0  # from the store
 
     def prefill_s(self, start: int, end: int, step_tokens: int) -> float:
-        """Of the prompt tokens `[start, end)`, in steps of so many and nothing beside them."""
+        """Return the time of the prompt tokens `[start, end)`, in steps of `step_tokens` without streams."""
         num_tokens = max(0, end - start)
         steps = -(-num_tokens // step_tokens)
         pairs = num_tokens * (start + end) / 2
@@ -199,23 +209,24 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """What a worker has to do and to hold, for placement, for the broker and for people."""
+    """The work and the memory of a worker, for placement, for the memory broker and for operators."""
 
     queued_tokens: int = 0  # prompt tokens not yet computed, of waiting and running rows
-    queued_s: float = 0.0  # how long these will take, by `speed`
+    queued_s: float = 0.0  # the time that these will take, by `speed`
     running_rows: int = 0
     waiting_rows: int = 0
     memory: MemoryUse = field(default_factory=MemoryUse)
-    budget_bytes: int = 0  # what it may take from the system
-    wanted_bytes: int = 0  # what its waiting requests will need
-    state_slots: int = 0  # states that running rows hold: their own, and the checkpoint each keeps for itself
+    budget_bytes: int = 0  # the memory that it may use
+    wanted_bytes: int = 0  # the memory that its waiting requests will need
+    state_slots: int = 0  # states of running rows, each with the checkpoint that it keeps for itself
     speed: Speed = field(default_factory=Speed)
     counters: dict[str, float] = field(default_factory=dict[str, float])  # totals since the start, by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """Restorable depths that came and went since the last one, as cut keys; `full` replaces all before it."""
+    """The restorable depths added and removed since the last announcement, as cut keys. `full` replaces all
+    earlier ones."""
 
     added: tuple[bytes, ...] = ()
     removed: tuple[bytes, ...] = ()
@@ -259,7 +270,7 @@ class Heartbeat:
     """A worker's report to the router, about once a second, sent from its step loop."""
 
     info: WorkerInfo
-    sequence: int  # counts up by one; a hole makes the router ask for a full announcement
+    sequence: int  # increases by one; after a gap the router requests a full announcement
     load: WorkerLoad
     announcement: Announcement
     draining: bool = False
@@ -269,19 +280,19 @@ class Heartbeat:
 class Ack:
     """The router's answer to a heartbeat."""
 
-    want_full: bool = False  # the next announcement shall replace all before it
-    budget_bytes: int | None = None  # of the worker's memory from now on; None leaves it as it is
-    drain: bool = False  # take no more work, and hand over what is there
-    role: Role | None = None  # to be from now on; None leaves it as it is
+    want_full: bool = False  # the next announcement must replace all earlier ones
+    budget_bytes: int | None = None  # of the worker's memory from now on; None: unchanged
+    drain: bool = False  # take no more work, and hand over the running work
+    role: Role | None = None  # from now on; None: unchanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """The way one request took on its last attempt; sums up for usage, the demo and the metrics."""
+    """The path of one request on its last attempt, for usage, the demo and the metrics."""
 
     attempts: int
-    hand_overs: int = 0  # planned changes of the worker, which are no attempts
-    placed_s: float = field(default=0.0, compare=False)  # how long routers took
+    hand_overs: int = 0  # planned changes of the worker, which do not count as attempts
+    placed_s: float = field(default=0.0, compare=False)  # the time in routers
     decode: WorkerId
     provenance: Provenance  # of the decode worker
     prefill: WorkerId | None = None
@@ -289,18 +300,18 @@ class Trace:
 
     @property
     def prefilled(self) -> Provenance:
-        """Where the prompt's tokens came from on the prefill worker; nothing without one."""
+        """The source of the prompt's tokens on the prefill worker; all 0 without one."""
         return self.produced.provenance if self.produced else Provenance()
 
     def cached_tokens(self, prompt_tokens: int) -> int:
-        """Tokens of a prompt of this length that no worker computed for this request."""
+        """Return how many tokens of a prompt of this length no worker computed for this request."""
         return max(0, prompt_tokens - self.prefilled.computed_tokens - self.provenance.computed_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPiece:
-    """What the flow hands to the edge: new tokens of a stream, in order, each exactly once; before them, and
-    in the same way, the logprobs of the prompt."""
+    """An item from the flow to the edge: new tokens of a stream, in order, each exactly once; before them, in
+    the same way, the logprobs of the prompt."""
 
     tokens: tuple[int, ...]
     trace: Trace
@@ -322,12 +333,12 @@ class RequestError(TidemillError):
 
 
 class Unserved(TidemillError):
-    """Every attempt failed."""
+    """All attempts failed."""
 
 
 class Overloaded(Unserved):
-    """Refused before anything was begun: the first token would come after `predicted_s`, later than it is
-    worth. Ask again in `retry_after_s`."""
+    """The request was refused before any work: the first token would come after `predicted_s`, too late.
+    Retry in `retry_after_s`."""
 
     def __init__(self, message: str, *, predicted_s: float, retry_after_s: float) -> None:
         super().__init__(message)
@@ -336,23 +347,24 @@ class Overloaded(Unserved):
 
 
 class Poisonous(TidemillError):
-    """The request has ended workers, so it is not tried again."""
+    """The request has crashed workers, so it is not tried again."""
 
 
 class PagesMissing(TidemillError):
-    """A longer gap than the worker may compute: produce the prompt again."""
+    """The gap is longer than the worker may compute: produce the prompt again."""
 
 
 class WorkerGone(TidemillError):
-    """The worker died, or does not take work any more."""
+    """The worker is gone, or takes no more work."""
 
 
 class HandedOver(WorkerGone):
-    """The worker was told not to do this work: nobody has failed, and what it had of it is stored."""
+    """The worker was ordered to leave this work to others. Nothing failed, and its part of the work is
+    stored."""
 
 
 class CrashedAlone(WorkerGone):
-    """The worker was lost while it ran nothing but this request, which was on trial."""
+    """The worker crashed while it ran nothing but this request, which was on trial."""
 
 
 class LostAlone(WorkerGone):

@@ -1,4 +1,4 @@
-"""What one engine is made of: plain data, read once, without torch."""
+"""The settings of one engine: plain data, read once, without torch."""
 
 import re
 from collections.abc import Iterable
@@ -11,15 +11,16 @@ from tidemill.kvstore.layout import KvDtype
 from tidemill.kvstore.memory.recompute_cost import Policy
 
 CheckpointStrategy = Literal["none", "double", "lazy"]
-"""While decoding, at each boundary of the interval: no checkpoint, and the sequence holds one state; one that
-replaces the one before it, in a slot kept ready for that (3 states); or in one borrowed only then (2)."""
+"""The checkpoint at each boundary of the interval while decoding. "none": there is none, and a sequence holds
+one state. "double": it replaces the one before it, in a slot that is kept ready (3 states). "lazy": it
+borrows a slot only then (2 states)."""
 
 SpeculativeMethod = Literal["auto", "ngram", "mtp"]
-"""Who guesses: a look at where the last tokens stood in the text before; or the model's own prediction head,
-of which every worker then keeps one more layer in its pages; `auto` is the head if the model has one."""
+"""The source of guesses: earlier occurrences of the last tokens ("ngram"), or the model's own prediction head
+("mtp"), for which every worker keeps one more layer in its pages. "auto" is the head if the model has one."""
 
 DRAFTS_MAX = 16
-"""Each guess costs a hybrid a state while it is on trial, and a row of logits."""
+"""The limit of guesses: in a hybrid each costs a state until it is confirmed, and a row of logits."""
 
 
 class SettingsError(TidemillError):
@@ -27,38 +28,40 @@ class SettingsError(TidemillError):
 
 
 def kv_dtype_of(devices: Iterable[str]) -> KvDtype:
-    """Of pages that workers on these devices exchange, where nobody said."""
+    """Return the dtype of pages that workers on these devices exchange, if none is configured."""
     return "float32" if all(device == "cpu" for device in devices) else "bfloat16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What one engine is made of. `step_tokens_max` is the token budget of a step, `rows_max` its rows."""
+    """The settings of one engine. `step_tokens_max` is the token budget of a step, `rows_max` its rows."""
 
     model_folder: Path
     memory_bytes: int
-    cache_folder: Path  # where compiled kernels are kept
+    cache_folder: Path  # for compiled kernels
     store_url: str
-    store_secret_file: Path | None = None  # seals what is stored: all workers of a store have the same one
+    store_secret_file: Path | None = None  # seals stored objects: all workers of a store have the same one
     page_tokens: int = 64
     kv_dtype: KvDtype | None = None  # of pages; None: float32, on CUDA bfloat16
     device: str = "cpu"  # or cuda, or cuda:1
     backing: Literal["fixed", "mmap", "kvcached"] | None = None  # None: mmap, on CUDA kvcached
     memory_max_bytes: int | None = None  # address space to grow into; None: memory_bytes
-    memory_floor_bytes: int | None = None  # never less; at least what one request of max_model_len needs
-    starts_at_floor: bool = False  # a broker gives the rest
+    memory_floor_bytes: int | None = (
+        None  # the least budget; at least what one request of max_model_len needs
+    )
+    starts_at_floor: bool = False  # a memory broker assigns the rest
     eviction: Policy = "value"
     checkpoints_per_path: int = 16
     checkpoint_strategy: CheckpointStrategy = "lazy"
     checkpoint_interval: int | None = None  # tokens between checkpoints while decoding; None: a page
     kernels: Literal["cpu", "triton", "reference"] | None = None  # None: cpu, on CUDA triton
-    enforce_eager: bool = False  # on CUDA: decode steps without graphs
+    enforce_eager: bool = False  # on CUDA: decode steps without CUDA graphs
     threads: int = 1
     step_tokens_max: int = 512
     rows_max: int = 64
     max_model_len: int | None = None
-    overlap: bool = True  # the next step is launched before the tokens of this one are read
-    drafts_max: int = 0  # tokens guessed and run on trial; 0: no speculation
+    overlap: bool = True  # launch the next step before the tokens of this one are read
+    drafts_max: int = 0  # guessed tokens of a row; 0: no speculation
     speculative_method: SpeculativeMethod = "auto"
     tensor_parallel_size: int = 1  # ranks of this worker
     tensor_parallel_sizes: tuple[int, ...] = ()  # of the other workers that use this store
@@ -69,7 +72,7 @@ class EngineSettings:
 
     @property
     def variant(self) -> Literal["cpu", "triton", "reference"]:
-        """Of the operators."""
+        """The variant of the operators."""
         return self.kernels or ("triton" if self.on_cuda else "cpu")
 
     @property
@@ -82,7 +85,7 @@ class EngineSettings:
 
     @property
     def group_sizes(self) -> frozenset[int]:
-        """All that are in use with this store: they decide how it cuts pages and states."""
+        """The group sizes of all workers of this store: they decide how it cuts pages and states."""
         return frozenset((self.tensor_parallel_size, *self.tensor_parallel_sizes))
 
     def __post_init__(self) -> None:
@@ -113,7 +116,7 @@ class EngineSettings:
         self._check_device()
 
     def _check_device(self) -> None:
-        """What goes together. Whether the device is there, see workers/device.py."""
+        """Check settings against each other. For the presence of the device see workers/device.py."""
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise SettingsError(f"--device is {self.device}: set it to cpu, cuda, or cuda:1")
         named = f"--device {self.device}"

@@ -1,3 +1,1 @@
-"""Measures the cost of faults in a server's processes, memory and clients: `python -m
-benchmarks.faults`.
-"""
+"""Measures the cost of faults in a server's processes, memory and clients: `python -m benchmarks.faults`."""

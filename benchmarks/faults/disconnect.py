@@ -83,9 +83,7 @@ class Client:
 
 
 def disconnects(count: int) -> dict[str, Any]:
-    """Let `count` clients disconnect one after another in each case, and then crowds of them
-    together.
-    """
+    """Let `count` clients disconnect one after another in each case, and then crowds of them together."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         samples = folder / "samples"

@@ -27,10 +27,8 @@ FAULTS: dict[str, tuple[str, Callable[[psutil.Process], None]]] = {
 
 
 def outages(rounds: int) -> dict[str, Any]:
-    """Run requests one after another, each with a new prompt, while the store fails.
-    A killed master has forgotten all keys and a killed owner has lost all pages; stopped processes
-    resume after AWAY_S.
-    """
+    """Run requests one after another, each with a new prompt, while the store fails. A killed master has
+    forgotten all keys and a killed owner has lost all pages; stopped processes resume after AWAY_S."""
     rng = Random(0)
     options = ("--prefill", "1", "--decode", "1", "--store", "mooncake?size=512MiB")
     phases: dict[str, list[list[Answer]]] = {name: [[], [], []] for name in FAULTS}

@@ -74,8 +74,7 @@ class Load:
 
     async def _look(self) -> None:
         """Record whether this process itself was delayed, because pauses then say nothing about the
-        server.
-        """
+        server."""
         self._stood_still_s = 0.0
         while True:
             before_s = time.monotonic()
@@ -108,9 +107,8 @@ class Load:
 
 
 def pauses(calls: Sequence[Call], times_s: Sequence[float]) -> dict[str, Any]:
-    """Return the pauses of the calls that were in progress at these times.
-    For calls that had a token the pause is between two tokens, for the others until the first one.
-    """
+    """Return the pauses of the calls that were in progress at these times. For calls that had a token the
+    pause is between two tokens, for the others until the first one."""
     streaming: list[float] = []
     asking: list[float] = []
     for at_s in times_s:

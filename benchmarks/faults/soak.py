@@ -152,9 +152,7 @@ def _resident_mib(server: Server) -> dict[str, float]:
 
 
 def _is_begin(call: Call, calm: Call) -> bool:
-    """Return whether an aborted call's output is a prefix of the same call's output in the calm
-    run.
-    """
+    """Return whether an aborted call's output is a prefix of the same call's output in the calm run."""
     for index in range(call.ask.body.get("n", 1)):
         tokens, whole = (
             [token for chunk in item.choice(index) for token in chunk.tokens] for item in (call, calm)

@@ -37,8 +37,8 @@ CHECKPOINT_PAGES = 50  # between checkpoints, as on the grid of a long prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Pages per CPU second of an index with `entries` pages in a full arena.
-    `match` walks paths, `insert` takes a page and evicts another one, `evict` only takes pages."""
+    """Pages per CPU second of an index with `entries` pages in a full arena. `match` walks paths, `insert`
+    takes a page and evicts another one, `evict` only takes pages."""
 
     policy: Policy
     entries: int
@@ -72,8 +72,8 @@ class Forest:
         return keys
 
     def keep(self, keys: list[PageKey]) -> int:
-        """Insert the missing pages of a path like a request; return their number.
-        Checkpoints are at every grid point and at the end."""
+        """Insert the missing pages of a path like a request; return their number. Checkpoints are at every
+        grid point and at the end."""
         cache = self.cache
         path = list(cache.index.match(keys).path)
         cache.index.use(path)

@@ -48,8 +48,8 @@ LEDGER_PARTS = ("attach", "reserve", "launch", "commit", "keep_state", "release"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overhead:
-    """CPU milliseconds per prompt once the cache is full.
-    engine_ms is all time outside the model: the parts, and also planning and streams."""
+    """CPU milliseconds per prompt once the cache is full. engine_ms is all time outside the model: the parts,
+    and also planning and streams."""
 
     policy: Policy
     prompt_tokens: int

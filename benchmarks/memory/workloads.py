@@ -12,8 +12,8 @@ BLOCK_TOKENS = 512
 
 
 def long_prompts(rng: Random, *, documents: int = 30, questions: int = 3, in_turn: int = 10) -> Workload:
-    """Ask a few questions about each document of 6k to 24k tokens: pages are scarce.
-    The next question about a document comes after one about each of `in_turn` documents."""
+    """Ask a few questions about each document of 6k to 24k tokens: pages are scarce. The next question about
+    a document comes after one about each of `in_turn` documents."""
     items: list[Item] = []
     for first in range(0, documents, in_turn):
         groups = range(first, min(first + in_turn, documents))

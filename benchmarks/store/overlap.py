@@ -52,8 +52,8 @@ LENT_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A prompt length and a device. `tokens_per_s` is the speed of an idle device.
-    0 is the real keeper, whose steps use the cores of the transfer."""
+    """A prompt length and a device. `tokens_per_s` is the speed of an idle device. 0 is the real keeper,
+    whose steps use the cores of the transfer."""
 
     name: str
     layout: Layout

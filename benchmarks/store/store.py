@@ -101,8 +101,8 @@ class Bench:
     load: Callable[[], MasterLoad]
 
     async def rounds(self, forms: Mapping[str, Sequence[Sized]], count: int) -> list[Round]:
-        """Run all ways with all forms, in another order each round.
-        A first round is a warm-up that compares the bytes."""
+        """Run all ways with all forms, in another order each round. A first round is a warm-up that compares
+        the bytes."""
         rng = Random(0)
         pairs = [(form, way) for form in forms for way in self.ways]
         found: list[Round] = []
@@ -135,8 +135,8 @@ class Bench:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """The medians of one operation of one way.
-    Ratios are of throughputs within a round: above 1 this way is faster."""
+    """The medians of one operation of one way. Ratios are of throughputs within a round: above 1 this way is
+    faster."""
 
     gb_s: float
     of_plain: float

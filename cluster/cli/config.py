@@ -72,8 +72,7 @@ def _schema(options: argparse.Namespace) -> int:
 
 
 def local_problems(config: RootConfig, *, offline: bool) -> Iterator[str]:
-    """Yield the problems with models, memory, files and the store on this machine, each one
-    once."""
+    """Yield the problems with models, memory, files and the store on this machine, each one once."""
     reported: set[str] = set()
     for location, check in _checks(config, offline=offline):
         try:

@@ -1,5 +1,4 @@
-"""`tidemill demo`: ask the bundled questions, check the answers, show where prompt tokens came
-from."""
+"""`tidemill demo`: ask the bundled questions, check the answers, show where prompt tokens came from."""
 
 import json
 from dataclasses import dataclass
@@ -33,8 +32,7 @@ class DemoAnswer:
 
 
 async def run_demo(base_url: str, model: str, folder: Path, console: Console) -> bool:
-    """Ask the questions of `folder`/demo.json; return whether all answers are right. Raises
-    TidemillError."""
+    """Ask the questions of `folder`/demo.json; return whether all answers are right. Raises TidemillError."""
     demo = _read(folder / "demo.json")
     notebook: str = demo["notebook"]
     console.print(Text(notebook, style="dim"), "\n")

@@ -57,8 +57,8 @@ STORE_FOLDERS = (Path("/dev/shm"),)  # noqa: S108 - the parent of a private fold
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status. 0: done. 1: the demo had a wrong answer, or the
-    store does not have the object. 2: refused, with one line that names the fix."""
+    """Run one command and return its exit status. 0: done. 1: the demo had a wrong answer, or the store does
+    not have the object. 2: refused, with one line that names the fix."""
     options = parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -267,8 +267,8 @@ def _sealing(secret_file: Path | None) -> Sealing:
 
 
 def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", source: str = "") -> None:
-    """Serve the cluster of `config` while `work` runs; `source` is the path of the file, if there
-    is one. Ray's environment is set before any module imports Ray."""
+    """Serve the cluster of `config` while `work` runs; `source` is the path of the file, if there is one.
+    Ray's environment is set before any module imports Ray."""
     telemetry, edge, store = telemetry_of(config.telemetry), config.edge, config.store
     joins = config.cluster.ray_address is not None
     os.environ.update(ray_environ(joins=joins, token=secrets.token_hex(32)))

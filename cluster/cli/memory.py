@@ -12,14 +12,13 @@ SIZES = {"budget_bytes": "budget", "set_bytes": "set to", "floor_bytes": "floor"
 
 
 def fetch_memory(server: ServerAddress) -> dict[str, Any]:
-    """Return the answer of GET /cluster/memory. Raises Unserved with one line that names the
-    fix."""
+    """Return the answer of GET /cluster/memory. Raises Unserved with one line that names the fix."""
     return ask_server(server, "GET", "/cluster/memory", answer="workers")
 
 
 def set_budget(server: ServerAddress, worker: str, budget: str | None) -> dict[str, Any]:
-    """Give a worker a budget like `4GiB`; None leaves it to the broker. Return the memory of all
-    workers. Raises Unserved, or RequestError with the reason for which the server refuses."""
+    """Give a worker a budget like `4GiB`; None leaves it to the broker. Return the memory of all workers.
+    Raises Unserved, or RequestError with the reason for which the server refuses."""
     body = {"worker": worker, "budget": budget}
     return ask_server(server, "POST", "/cluster/memory", answer="workers", body=body)
 

@@ -59,8 +59,7 @@ def _key(options: argparse.Namespace) -> int:
 
 
 def with_cluster_security(settings: ClusterSettings, config: ClusterConfig) -> ClusterSettings:
-    """Return the settings with the listening address and certificates of `config`. Raises
-    UsageError."""
+    """Return the settings with the listening address and certificates of `config`. Raises UsageError."""
     tls = cluster_tls(config)
     host = "127.0.0.1" if config.host == "loopback" else None
     return replace(
@@ -77,8 +76,7 @@ def with_cluster_security(settings: ClusterSettings, config: ClusterConfig) -> C
 
 
 def cluster_tls(config: ClusterConfig) -> MutualTls | None:
-    """Return the certificates between the cluster's processes, None without some. Raises
-    UsageError."""
+    """Return the certificates between the cluster's processes, None without some. Raises UsageError."""
     files = {
         "certfile": config.ssl_certfile,
         "keyfile": config.ssl_keyfile,

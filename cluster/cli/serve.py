@@ -39,8 +39,7 @@ def add_serving_options(serve: argparse.ArgumentParser) -> None:
 
 
 def config_of_options(options: argparse.Namespace) -> RootConfig:
-    """Return the configuration of the --config file, if there is one, and the flags. Raises
-    ConfigError."""
+    """Return the configuration of the --config file, if there is one, and the flags. Raises ConfigError."""
     values = [GivenFlag(flag, getattr(options, MARK + flag.option)) for flag in FLAGS]
     given = [value for value in values if value.value is not None]
     return load_config(options.config, options.model, given)

@@ -59,9 +59,8 @@ def fetch_status(server: ServerAddress) -> dict[str, Any]:
 def ask_server(
     server: ServerAddress, method: str, path: str, answer: str, body: object = None
 ) -> dict[str, Any]:
-    """Return the JSON object that a server answers; it must have the key `answer`. Raises Unserved
-    with one line that names the fix, or RequestError with the reason for which the server
-    refuses."""
+    """Return the JSON object that a server answers; it must have the key `answer`. Raises Unserved with one
+    line that names the fix, or RequestError with the reason for which the server refuses."""
     response = _request(server, method, path, body)
     value = _json(response)
     if response.is_error or not isinstance(value, dict) or answer not in value:
@@ -114,8 +113,7 @@ def _not_ready(server: ServerAddress, response: httpx.Response) -> Unserved:
 
 
 def render(status: dict[str, Any]) -> RenderableType:
-    """Render the server, and the state, load, memory and store counters of its workers within 80
-    columns."""
+    """Render the server, and the state, load, memory and store counters of its workers within 80 columns."""
     models = "; ".join(
         f"{model['id']}, up to {model['max_model_len']:,} tokens" for model in status["models"]
     )
@@ -139,8 +137,7 @@ def render(status: dict[str, Any]) -> RenderableType:
 
 
 def memory_table(workers: Iterable[tuple[str, dict[str, int]]]) -> Table:
-    """Return the bytes of named workers by class of memory; window classes only if a worker has
-    some."""
+    """Return the bytes of named workers by class of memory; window classes only if a worker has some."""
     rows = list(workers)
     classes = [key for key in CLASSES if key not in WINDOW_CLASSES or any(memory[key] for _, memory in rows)]
     memory_rows = table(("worker", *(CLASSES[key] for key in classes)), num_left=1)

@@ -134,8 +134,8 @@ def state_table(state: State) -> RenderableType:
 
 
 async def fetch(store: PageStore, key: ObjectKey) -> tuple[Got, bytearray]:
-    """Get an object and verify its seal; return the outcome and the body of a hit. A damaged object
-    is deleted, as by any other get."""
+    """Get an object and verify its seal; return the outcome and the body of a hit. A damaged object is
+    deleted, as by any other get."""
     sizes = {held.key: held.bytes - SEAL_BYTES for held in await store.list_objects()}
     if key not in sizes:
         return Got.MISS, bytearray()
@@ -154,8 +154,7 @@ async def remove(store: PageStore, keys: Sequence[ObjectKey]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Calls of one operation with `batch` objects of `object_bytes` each; `best_s` is the fastest
-    call."""
+    """Calls of one operation with `batch` objects of `object_bytes` each; `best_s` is the fastest call."""
 
     operation: str
     object_bytes: int

@@ -1,5 +1,4 @@
-"""`tidemill top`: show the current load of models and workers, from the difference of two
-snapshots."""
+"""`tidemill top`: show the current load of models and workers, from the difference of two snapshots."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -32,8 +31,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRow:
-    """The load of one model at this edge. Times and the share of cached prompt tokens are of the
-    requests between the snapshots, None without any."""
+    """The load of one model at this edge. Times and the share of cached prompt tokens are of the requests
+    between the snapshots, None without any."""
 
     model: str
     running: int
@@ -49,9 +48,8 @@ class ModelRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRow:
-    """The load of one worker. Rates are measured between heartbeats; None if the worker has
-    restarted since the first snapshot. Bytes are those of running requests, `used_share` is their
-    share of the budget."""
+    """The load of one worker. Rates are measured between heartbeats; None if the worker has restarted since
+    the first snapshot. Bytes are those of running requests, `used_share` is their share of the budget."""
 
     model: str
     worker: str
@@ -90,8 +88,7 @@ def take_snapshot(server: ServerAddress, at_s: float) -> Snapshot:
 
 
 def compare(before: Snapshot, after: Snapshot) -> TopRows:
-    """Return the rates between two snapshots: models in the server's order, the busiest workers
-    first."""
+    """Return the rates between two snapshots: models in the server's order, the busiest workers first."""
     earlier = {worker["info"]["worker"]: worker for worker in before.status["workers"]}
     elapsed_s = after.at_s - before.at_s
     workers = [

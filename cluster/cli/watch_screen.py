@@ -16,8 +16,8 @@ OUTDATED = "The view below is outdated."
 
 
 def poll(fetch: Callable[[], _View], pause: Callable[[], None]) -> Iterator[_View | Unserved]:
-    """Yield views, or the error while the server is away, with a pause after each. RequestError
-    ends the iteration, for a wrong key stays wrong."""
+    """Yield views, or the error while the server is away, with a pause after each. RequestError ends the
+    iteration, for a wrong key stays wrong."""
     while True:
         view: _View | Unserved
         try:

@@ -1,5 +1,4 @@
-"""`tidemill drain`, `tidemill role` and `tidemill scale`: change the workers of a running
-server."""
+"""`tidemill drain`, `tidemill role` and `tidemill scale`: change the workers of a running server."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,8 +15,8 @@ ROLES = ("role", "workers", "starting", "leaving", "by load")
 
 
 def drain(server: ServerAddress, worker: str, *, undo: bool, force: bool) -> dict[str, Any]:
-    """Make a worker hand everything over, or take work again. Raises Unserved, or RequestError with
-    the reason for which the server refuses."""
+    """Make a worker hand everything over, or take work again. Raises Unserved, or RequestError with the
+    reason for which the server refuses."""
     body = {"drain": not undo, "force": force}
     return ask_server(server, "POST", _path(worker, "drain"), answer="worker", body=body)
 
@@ -28,8 +27,7 @@ def set_role(server: ServerAddress, worker: str, role: Role) -> dict[str, Any]:
 
 
 def fetch_roles(server: ServerAddress, model: str | None) -> dict[str, Any]:
-    """Return the intended number of workers per role, of one model or of all. Raises like
-    `drain`."""
+    """Return the intended number of workers per role, of one model or of all. Raises like `drain`."""
     query = "" if model is None else f"?{urlencode({'model': model})}"
     return ask_server(server, "GET", f"/cluster/scale{query}", answer="roles")
 
@@ -37,8 +35,8 @@ def fetch_roles(server: ServerAddress, model: str | None) -> dict[str, Any]:
 def scale(
     server: ServerAddress, workers: Mapping[Role, int], model: str | None, *, pending: bool
 ) -> dict[str, Any]:
-    """Set the number of workers per role; return the answer of `fetch_roles`. With `pending` the
-    answer also has the capacity that the cluster lacks. Raises like `drain`."""
+    """Set the number of workers per role; return the answer of `fetch_roles`. With `pending` the answer also
+    has the capacity that the cluster lacks. Raises like `drain`."""
     body = {"workers": dict(workers), "model": model, "pending": pending}
     return ask_server(server, "POST", "/cluster/scale", answer="roles", body=body)
 

@@ -153,9 +153,8 @@ _BY_OPTION = {flag.option: flag for flag in FLAGS}
 
 
 def with_config_paths(message: str, model: int, group: int) -> str:
-    """Return a message of an engine, which names flags, with the path in the file before each flag.
-    The result is like `models[0].engine.page_size (--page-size)`; `model` and `group` are
-    indices."""
+    """Return a message of an engine, which names flags, with the path in the file before each flag. The
+    result is like `models[0].engine.page_size (--page-size)`; `model` and `group` are indices."""
     indexed = {"models[]": f"models[{model}]", "groups[]": f"groups[{group}]"}
 
     def with_path(match: re.Match[str]) -> str:

@@ -35,8 +35,8 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """The settings of engines that are not in the file: the running store and the folder of
-    compiled kernels."""
+    """The settings of engines that are not in the file: the running store and the folder of compiled
+    kernels."""
 
     store_url: str
     cache_folder: Path
@@ -117,9 +117,9 @@ def engine_settings(
 
 
 def _memory_max_bytes(config: RootConfig, model: ModelConfig, group: GroupConfig) -> int:
-    """Return the maximum budget of a worker. With the broker it is the memory of all workers, of
-    any model, on the same kind of device, for they may share one. Without the broker an operator
-    may set a budget up to twice the worker's own memory."""
+    """Return the maximum budget of a worker. With the broker it is the memory of all workers, of any model,
+    on the same kind of device, for they may share one. Without the broker an operator may set a budget up to
+    twice the worker's own memory."""
     if not model.engine.memory_broker:
         return 2 * parse_bytes(group.memory)
     device_type = _device_type(group.device)
@@ -181,9 +181,9 @@ def _fleet(config: RootConfig, index: int, surroundings: Surroundings, source: s
 
 
 def _with_memory_router(fleets: Sequence[FleetSettings]) -> list[FleetSettings]:
-    """Make one router the memory broker of all fleets that lend. Workers of any model may share a
-    device, and its broker needs the heartbeats of all of them. The broker is the first router of
-    the first fleet that lends."""
+    """Make one router the memory broker of all fleets that lend. Workers of any model may share a device, and
+    its broker needs the heartbeats of all of them. The broker is the first router of the first fleet that
+    lends."""
     lenders = [fleet.router for fleet in fleets if fleet.router.broker]
     if len(lenders) < 2:
         return list(fleets)

@@ -29,8 +29,8 @@ class GivenFlag:
 def apply_flags(
     tree: Mapping[str, Any], model: str | None, given: Sequence[GivenFlag]
 ) -> tuple[Tree, dict[Location, str]]:
-    """Return the tree with the flags applied, and the option that set the value at each location.
-    `model` is the argument MODEL. Raises ConfigError."""
+    """Return the tree with the flags applied, and the option that set the value at each location. `model` is
+    the argument MODEL. Raises ConfigError."""
     tree = deepcopy(dict(tree))
     options: dict[Location, str] = {}
     if model is not None:
@@ -68,8 +68,8 @@ def _set_model(tree: Tree, model: str) -> None:
 
 
 def _add_groups(models: Sequence[Node], given: Sequence[GivenFlag], options: dict[Location, str]) -> None:
-    """Add a group for each flag with a number of workers, if no model has a group of that role. A
-    group of mixed workers replaces all others, because they do the work of both roles."""
+    """Add a group for each flag with a number of workers, if no model has a group of that role. A group of
+    mixed workers replaces all others, because they do the work of both roles."""
     counted = {entry.flag.scope: entry.flag.option for entry in given if entry.flag.key == "replicas"}
     for location, model in models:
         if "groups" not in model:
@@ -86,8 +86,8 @@ def _add_groups(models: Sequence[Node], given: Sequence[GivenFlag], options: dic
 
 
 def _replace_with_mixed(location: Location, model: Tree) -> None:
-    """Replace the groups by a mixed one with the settings of the first decode group. Decode workers
-    have the streams and most of the memory. An empty list or another value stays."""
+    """Replace the groups by a mixed one with the settings of the first decode group. Decode workers have the
+    streams and most of the memory. An empty list or another value stays."""
     groups = _groups(location, model, "decode") or _groups(location, model)
     if groups:
         _, first = groups[0]

@@ -100,8 +100,7 @@ def _fix(problem: ErrorDetails) -> str:
 
 
 def _unknown_key(location: Location) -> str:
-    """Suggest the key that an unknown one may have meant, without the value, which may be a
-    secret."""
+    """Suggest the key that an unknown one may have meant, without the value, which may be a secret."""
     name = str(location[-1]).replace("-", "_").lower()
     parent = key_path(location[:-1])
     if name in SECRETS:

@@ -23,8 +23,7 @@ def parse_config(text: str, source: str) -> RootConfig:
 
 
 def load_config(path: Path | None, model: str | None, given: Sequence[GivenFlag]) -> RootConfig:
-    """Return the configuration of a file, if there is one, and a command line. Raises
-    ConfigError."""
+    """Return the configuration of a file, if there is one, and a command line. Raises ConfigError."""
     source = "" if path is None else str(path)
     tree: object = {} if path is None else _parse(_read(path), source)
     if not isinstance(tree, dict):
@@ -72,8 +71,7 @@ def _parse(text: str, source: str) -> object:
 
 
 def _check_keys(root: yaml.Node) -> None:
-    """Raise MarkedYAMLError for a duplicate key, of which the YAML parser would silently take the
-    last."""
+    """Raise MarkedYAMLError for a duplicate key, of which the YAML parser would silently take the last."""
     nodes, seen = [root], {id(root)}
     while nodes:
         node = nodes.pop()

@@ -93,8 +93,7 @@ class GroupConfig(ConfigNode):
     memory: Size = "1GiB"
     """memory of each worker for pages and states"""
     memory_floor: Size | None = None
-    """minimum memory of each worker, never lent (the need of one request of max_model_len
-    tokens)"""
+    """minimum memory of each worker, never lent (the need of one request of max_model_len tokens)"""
     device: Annotated[str, Field(pattern=DEVICE)] = "cpu"
     """device of the workers: cpu, cuda, cuda:1"""
     threads: Count = 1
@@ -106,8 +105,7 @@ class GroupConfig(ConfigNode):
     resources: dict[Text, Amount] = {}
     """custom resources that Ray reserves for each rank, by name"""
     labels: dict[Text, Text] = {}
-    """labels in Ray that a worker's node must have, by name: `value`, `!value`, `in(a,b)` or
-    `!in(a,b)`"""
+    """labels in Ray that a worker's node must have, by name: `value`, `!value`, `in(a,b)` or `!in(a,b)`"""
 
     @field_validator("replicas_max")
     @classmethod
@@ -151,30 +149,29 @@ class EngineConfig(ConfigNode):
     num_speculative_tokens: Annotated[int, Field(ge=0, le=DRAFTS_MAX)] = 0
     """draft tokens per row and step; they are verified, so the answers stay the same"""
     speculative_method: SpeculativeMethod = "auto"
-    """source of draft tokens: ngram searches the preceding text, mtp is the model's prediction
-    head, auto is mtp if the model has that head"""
+    """source of draft tokens: ngram searches the preceding text, mtp is the model's prediction head, auto is
+    mtp if the model has that head"""
     overlap: bool = True
     """launch the next step before the tokens of the current one are read"""
     kernels: Literal["cpu", "triton", "reference"] | None = None
     """variants of the operators (cpu; on CUDA triton)"""
     backing: Literal["fixed", "mmap", "kvcached"] | None = None
-    """allocation of the memory for pages and states: fixed takes all of it at the start, the others
-    on demand (mmap; on CUDA kvcached)"""
+    """allocation of the memory for pages and states: fixed takes all of it at the start, the others on demand
+    (mmap; on CUDA kvcached)"""
     enforce_eager: bool = False
     """on CUDA: launch decode steps without CUDA graphs"""
     memory_broker: bool = True
-    """let workers on one device lend each other unused memory, also between models; without it,
-    each keeps its own"""
+    """let workers on one device lend each other unused memory, also between models; without it, each keeps
+    its own"""
     checkpoint_strategy: CheckpointStrategy = "lazy"
-    """checkpoints during decoding: none, double (two more states per row), or lazy (one more state,
-    only at a checkpoint)"""
+    """checkpoints during decoding: none, double (two more states per row), or lazy (one more state, only at a
+    checkpoint)"""
     checkpoint_interval: Count | None = None
     """tokens between checkpoints during decoding, a multiple of the page size (the page size)"""
     checkpoints_per_path: Count = 16
     """maximum number of checkpoints kept along one prefix"""
     eviction_policy: Policy = "value"
-    """evict first: the least recently used entry, or the one that saves the least compute per
-    byte"""
+    """evict first: the least recently used entry, or the one that saves the least compute per byte"""
 
 
 class ModelConfig(ConfigNode):
@@ -183,8 +180,7 @@ class ModelConfig(ConfigNode):
     model: Text
     """a Hugging Face folder, or a bundled model: keeper"""
     served_model_name: Names | None = None
-    """names of the model in requests; replies and metrics have the first one (the value of
-    `model`)"""
+    """names of the model in requests; replies and metrics have the first one (the value of `model`)"""
     max_model_len: Count | None = None
     """maximum tokens of prompt and output together (as many as the model and the memory allow)"""
     chat_template: Text | None = None
@@ -194,8 +190,7 @@ class ModelConfig(ConfigNode):
     reasoning_parser: ReasoningParser = "auto"
     """format of the model's reasoning; auto decides likewise"""
     ttft_max: Seconds = 60.0
-    """refuse a request immediately (429) if its predicted time to first token is longer, in
-    seconds"""
+    """refuse a request immediately (429) if its predicted time to first token is longer, in seconds"""
     routers: Count = 1
     """number of routers; requests continue when one is lost"""
     groups: Annotated[tuple[GroupConfig, ...], Field(strict=False, min_length=1)] = (
@@ -231,9 +226,8 @@ class StoreConfig(ConfigNode):
     """The page store through which workers exchange pages."""
 
     url: Text | None = None
-    """the page store: file:///path?size=8GiB, mooncake?size=8GiB (started here),
-    mooncake://host:port, or several tiers separated by commas, the nearest first (a temporary
-    folder)"""
+    """the page store: file:///path?size=8GiB, mooncake?size=8GiB (started here), mooncake://host:port, or
+    several tiers separated by commas, the nearest first (a temporary folder)"""
     secret_file: Text | None = None
     """file with 32 secret bytes, in hex, base64 or binary, that seal stored objects"""
 
@@ -276,8 +270,8 @@ class ClusterConfig(ConfigNode):
     namespace: Text = "tidemill"
     """Ray namespace of the actors"""
     host: ClusterHost = "loopback"
-    """listening address of routers and workers: loopback; the node's address, with the certificates
-    below; or the node's address in plain text, for isolated networks"""
+    """listening address of routers and workers: loopback; the node's address, with the certificates below; or
+    the node's address in plain text, for isolated networks"""
     ssl_certfile: Text | None = None
     """certificate of every process on every node, for the DNS name tidemill"""
     ssl_keyfile: Text | None = None
@@ -311,8 +305,8 @@ class TelemetryConfig(ConfigNode):
     log_json: bool = False
     """write log lines as JSON objects"""
     otlp_traces_endpoint: Text | None = None
-    """send a trace of each request to this collector: grpc://host:4317, or
-    http://host:4318/v1/traces; needs the extra `otel`"""
+    """send a trace of each request to this collector: grpc://host:4317, or http://host:4318/v1/traces; needs
+    the extra `otel`"""
     metrics_alias: MetricsAlias | None = None
     """add the core series of /metrics under this engine's names"""
 
@@ -343,8 +337,8 @@ class RootConfig(ConfigNode):
 
 
 def labels_of(models: tuple[ModelConfig, ...]) -> list[str]:
-    """Return the prefix of each model's worker names: `qwen-qwen3-next` for Qwen/Qwen3-Next. The
-    prefix of a single model is empty."""
+    """Return the prefix of each model's worker names: `qwen-qwen3-next` for Qwen/Qwen3-Next. The prefix of a
+    single model is empty."""
     if len(models) == 1:
         return [""]
     return [re.sub(r"[^a-z0-9.]+", "-", model.names[0].lower()).strip("-.") for model in models]

@@ -18,10 +18,9 @@ from tidemill.workers.messages import Request, Role, StreamPiece, WorkerInfo
 
 
 class ClusterService:
-    """A service of one model.
-    `info` comes from any ready worker, because all workers of one model agree on what names keys.
-    `memory` is the router that assigns the budgets of these workers, if `router` does not.
-    """
+    """A service of one model. `info` comes from any ready worker, because all workers of one model agree
+    on what names keys. `memory` is the router that assigns the budgets of these workers, if `router` does
+    not."""
 
     def __init__(
         self,

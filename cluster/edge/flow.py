@@ -32,8 +32,7 @@ from tidemill.workers.messages import (
 ATTEMPTS_MAX = 16
 PATIENT_ATTEMPTS = 2
 """The attempts that insist on fetched pages. Later attempts let the decode worker compute whatever is
-missing, so that a store that loses everything slows answers and never fails them.
-"""
+missing, so that a store that loses everything slows answers and never fails them."""
 
 
 WAIT_S_MAX = 60.0
@@ -50,11 +49,9 @@ class RequestRouter(Protocol):
 
 
 class WorkerStreams(Protocol):
-    """The workers of a fleet.
-    Every call raises PagesMissing or WorkerGone.
-    It raises HandedOver if the worker was ordered not to do this work, and CrashedAlone or LostAlone if the
-    worker was lost while it ran this request alone.
-    """
+    """The workers of a fleet. Every call raises PagesMissing or WorkerGone. It raises HandedOver if the
+    worker was ordered not to do this work, and CrashedAlone or LostAlone if the worker was lost while it ran
+    this request alone."""
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced: ...
     async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None: ...
@@ -208,9 +205,8 @@ class RequestProgress:
 
 @asynccontextmanager
 async def _prefetching(peers: WorkerStreams, route: Route, request: Request) -> AsyncGenerator[None]:
-    """Let the decode worker fetch pages, inside the block, while the prefill worker stores them.
-    On leaving it has stopped or been cancelled; the request fetches the rest, so no failure matters.
-    """
+    """Let the decode worker fetch pages, inside the block, while the prefill worker stores them. On leaving
+    it has stopped or been cancelled; the request fetches the rest, so no failure matters."""
 
     async def prefetch() -> None:
         with suppress(TidemillError):

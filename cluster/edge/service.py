@@ -11,9 +11,8 @@ from tidemill.workers.messages import Request, Role, StreamPiece
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model under the names that clients use. `max_model_len` bounds prompt and output tokens together:
-    the lesser of the model's own limit and what one worker's memory can hold.
-    """
+    """A model under the names that clients use. `max_model_len` bounds prompt and output tokens together: the
+    lesser of the model's own limit and what one worker's memory can hold."""
 
     name: str
     folder: Path
@@ -45,8 +44,7 @@ class Service(Protocol):
 
     def generate(self, request: Request) -> AsyncGenerator[StreamPiece]:
         """Yield the tokens of one request until its finish; closing the generator cancels it. Raises
-        Unserved.
-        """
+        Unserved."""
         ...
 
     async def status(self) -> FleetStatus: ...
@@ -61,8 +59,7 @@ class Service(Protocol):
 
     async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
         """Drain a worker, or let it take work again; with `force` also if no other worker does its work.
-        Raises RequestError, Unserved.
-        """
+        Raises RequestError, Unserved."""
         ...
 
     async def set_role(self, worker: str, role: Role) -> None:
@@ -71,9 +68,7 @@ class Service(Protocol):
 
     async def scale(self, counts: Mapping[Role, int], *, pending: bool = False) -> str | None:
         """Set the number of workers per role. With `pending`, accept the change even if the cluster cannot
-        schedule them yet, and return what it lacks.
-        Raises RequestError, Unserved.
-        """
+        schedule them yet, and return what it lacks. Raises RequestError, Unserved."""
         ...
 
     async def roles(self) -> tuple[RoleScale, ...]:

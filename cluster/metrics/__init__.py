@@ -1,1 +1,2 @@
-"""Prometheus metrics: their names, what edge and workers count, the scrape endpoint, their documentation."""
+"""Prometheus metrics: their names, the counters of edge and workers, the scrape endpoint, their
+documentation."""

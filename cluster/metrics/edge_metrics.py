@@ -1,4 +1,4 @@
-"""The edge's own measurements of answers, as they pass. Labels come from fixed sets: models, statuses."""
+"""Measure answers at the edge, as they pass. Labels are from fixed sets: models, statuses."""
 
 from collections import Counter as Count
 from collections import defaultdict
@@ -16,7 +16,7 @@ from tidemill.workers.messages import Overloaded, Request, Trace, Unserved
 
 
 class EdgeMetrics:
-    """The instruments of one edge, and what its answers missed."""
+    """The instruments of one edge, and the targets that its answers missed."""
 
     def __init__(
         self,
@@ -24,14 +24,14 @@ class EdgeMetrics:
         ttft_s_max: Mapping[str, float] | None = None,
         alias: MetricsAlias | None = None,
     ) -> None:
-        """A first token is late after its model's `ttft_s_max`, or after the deadline of its own request.
-        `alias` is the engine whose names are told as well."""
+        """Create the instruments. A first token is late after its model's `ttft_s_max`, or after the deadline
+        of its own request. `alias` is the engine whose metric names are added."""
         self.alias: MetricsAlias | None = alias
         self._clock = clock
         self._ttft_s_max = ttft_s_max or {}
         self._misses = defaultdict[str, Misses](Misses)
         self._by_model: dict[str, ModelMetrics] = {}
-        self.under_way = Count[str]()  # answers, by model
+        self.under_way = Count[str]()  # open answers, by model
         self.registry = registry = CollectorRegistry()
         self._histograms = {
             spec: Histogram(spec.full_name, spec.text, spec.labels, buckets=spec.buckets, registry=registry)
@@ -45,7 +45,7 @@ class EdgeMetrics:
         }
 
     def misses(self, model: str) -> Misses:
-        """Totals since the start, of what this model was asked for and of what was not had in time."""
+        """Return totals since the start: the requests to this model, and those that were refused or late."""
         return self._misses[model]
 
     def count_error(self, status: int) -> None:
@@ -55,7 +55,7 @@ class EdgeMetrics:
         self._counters[specs.SUCCESS].labels(model_name=model, finished_reason=reason).inc(count)
 
     def of_model(self, model: str) -> "ModelMetrics":
-        """Those of one model. `model` is a name of ours, never a client's."""
+        """Return the instruments of one model. `model` is a configured name, never one from a client."""
         found = self._by_model.get(model)
         if found is None:
             found = self._by_model[model] = ModelMetrics(self._histograms, self._counters, model)
@@ -75,7 +75,7 @@ class EdgeMetrics:
 
     @contextmanager
     def watch(self, model: str, requests: Sequence[Request]) -> Generator["RequestMetrics"]:
-        """Measures the answers to `requests`, from now to the end of the block, whatever ends it."""
+        """Measure the answers to `requests`, from now to the end of the block, however it ends."""
         watch = RequestMetrics(self, model, requests, self._clock)
         self.under_way[model] += len(requests)
         try:
@@ -90,7 +90,8 @@ class EdgeMetrics:
 
 
 class ModelMetrics:
-    """The instruments of one model: its label is bound once, for some of them are used for every token."""
+    """The instruments of one model. Its label is bound once, because some of them are used for every
+    token."""
 
     def __init__(
         self, histograms: Mapping[Spec, Histogram], counters: Mapping[Spec, Counter], model: str
@@ -112,7 +113,7 @@ class ModelMetrics:
 
 
 class _Times:
-    """Of one answer."""
+    """The times of one answer."""
 
     def __init__(self, now_s: float, trace: Trace, queue_s: float) -> None:
         self.first_s = self.last_s = now_s
@@ -137,7 +138,7 @@ class RequestMetrics:
         self.unfinished = len(requests)
 
     def record(self, choice: int, *, num_tokens: int, finish: str | None, trace: Trace) -> None:
-        """`num_tokens` more tokens of this choice have come, the last ones if there is a `finish`."""
+        """Record `num_tokens` more tokens of this choice; they are the last if there is a `finish`."""
         now_s = self._clock()
         times = self._times.get(choice)
         if times is None:
@@ -158,7 +159,7 @@ class RequestMetrics:
             self._record_last(times, now_s)
 
     def _record_first(self, request: Request, trace: Trace, ttft_s: float) -> float:
-        """How long it waited of that."""
+        """Record the first token, and return how much of its time the request waited."""
         of_model, num_tokens = self._of_model, len(request.tokens)
         self._metrics.record_first_token(self._model, request, ttft_s)
         workers = [trace.provenance]

@@ -1,4 +1,4 @@
-"""The text that Prometheus scrapes: what the edge measured, what workers report, and other engines' names."""
+"""Write the text that Prometheus scrapes: measurements of the edge, reports of workers, and aliases."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
@@ -26,11 +26,11 @@ ALIASES: dict[MetricsAlias, frozenset[str]] = {
         )
     ),
 }
-"""What tools made for another engine read of it, under its prefix: it means the same here."""
+"""The metrics that tools of another engine read, under its prefix. They have the same meaning here."""
 
 
 def exposition(metrics: EdgeMetrics, fleets: Mapping[str, FleetStatus]) -> bytes:
-    """`fleets`, by model, of those whose router answers."""
+    """Return the text. `fleets` has, by model, the status of each fleet whose router answers."""
     shown = CollectorRegistry(auto_describe=False)
     shown.register(_All(metrics, fleets))
     return generate_latest(shown)

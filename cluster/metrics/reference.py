@@ -1,4 +1,4 @@
-"""Makes docs/metrics.md: `python -m tidemill.cluster.metrics.reference > docs/metrics.md`."""
+"""Generate docs/metrics.md: `python -m tidemill.cluster.metrics.reference > docs/metrics.md`."""
 
 import sys
 from collections.abc import Iterable

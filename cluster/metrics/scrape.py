@@ -1,4 +1,4 @@
-"""Reads the text of /metrics back: values by name and labels, and what histograms saw between two times."""
+"""Parse the text of /metrics: values by name and labels, and the samples of histograms between two times."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from tidemill.cluster.metrics.specs import MODEL, Spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistogramSnapshot:
-    """Of one histogram. `bounds` ascend and end with infinity; `counts` are of what was no more than each."""
+    """The state of one histogram. `bounds` ascend and end with infinity; `counts` are cumulative."""
 
     total: float = 0.0
     bounds: tuple[float, ...] = ()
@@ -23,7 +23,7 @@ class HistogramSnapshot:
         return self.counts[-1] if self.counts else 0.0
 
     def since(self, before: "HistogramSnapshot") -> "HistogramSnapshot":
-        """What was seen since then; all of it if the server has begun anew meanwhile."""
+        """Return the samples since `before`; all of them if the server has restarted in between."""
         if before.bounds != self.bounds or before.count > self.count:
             return self
         pairs = zip(self.counts, before.counts, strict=True)
@@ -37,8 +37,8 @@ class HistogramSnapshot:
         return self.total / self.count if self.count else None
 
     def quantile(self, share: float) -> float | None:
-        """As Prometheus's histogram_quantile: evenly spread within a bucket, and what is beyond the last
-        bound is at it."""
+        """Return what Prometheus's histogram_quantile returns: samples are spread evenly within a bucket, and
+        those beyond the last bound are at it."""
         rank = share * self.count
         if not self.count:
             return None
@@ -56,7 +56,7 @@ class Scraped:
     )
 
     def value(self, spec: Spec, model: str) -> float:
-        """Of a counter or gauge; 0 when there is none."""
+        """Return the value of a counter or gauge; 0 when there is none."""
         name = f"{spec.full_name}_total" if spec.kind == "counter" else spec.full_name
         return self.values.get((name, frozenset({(MODEL, model)})), 0.0)
 
@@ -72,7 +72,7 @@ class Scraped:
 
 
 def scraped(text: str) -> Scraped:
-    """Raises ValueError when it is no such text."""
+    """Parse a text. Raises ValueError when it is not in the format."""
     families = text_string_to_metric_families(text)
     return Scraped(
         {

@@ -1,6 +1,7 @@
-"""What the edge measures, as data: names, units, labels, buckets. Workers' reports are in metric_reports.py.
+"""The metrics of the edge as data: names, units, labels, buckets. Those of workers are in
+worker_metrics.py.
 
-Base names, units and meanings are those that operators of vLLM know, where there is such a thing there.
+Base names, units and meanings are those of vLLM, where vLLM has the metric.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ ATTEMPT_BUCKETS = (1, 2, 3, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spec:
-    """One metric. `name` is without the prefix, and of a counter without the `_total` that it ends in."""
+    """One metric. `name` has no prefix, and that of a counter no `_total` suffix."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -46,60 +47,60 @@ def _counter(name: str, text: str, unit: str = "", labels: tuple[str, ...] = (MO
     return Spec(name=name, kind="counter", text=text, unit=unit, labels=labels)
 
 
-TTFT = _seconds("time_to_first_token_seconds", "From the request to its first token.", TTFT_BUCKETS_S)
-ITL = _seconds("inter_token_latency_seconds", "Between the tokens of an answer.", ITL_BUCKETS_S)
+TTFT = _seconds("time_to_first_token_seconds", "Time from the request to its first token.", TTFT_BUCKETS_S)
+ITL = _seconds("inter_token_latency_seconds", "Time between the tokens of an answer.", ITL_BUCKETS_S)
 TPOT = _seconds(
     "request_time_per_output_token_seconds",
-    "From the first token of an answer to its last, for each token after the first.",
+    "Time from the first token of an answer to its last, per token after the first.",
     ITL_BUCKETS_S,
 )
-E2E = _seconds("e2e_request_latency_seconds", "From the request to its last token.", E2E_BUCKETS_S)
+E2E = _seconds("e2e_request_latency_seconds", "Time from the request to its last token.", E2E_BUCKETS_S)
 QUEUE = _seconds(
     "request_queue_time_seconds",
-    "Before the first token: at the router, and at workers for a turn and for memory.",
+    "Time in queues before the first token: at the router, and at workers.",
 )
 PREFILL = _seconds(
-    "request_prefill_time_seconds", "The rest of the time before the first token: computing and fetching."
+    "request_prefill_time_seconds", "Time before the first token outside queues: computing and fetching."
 )
-DECODE = _seconds("request_decode_time_seconds", "From the first token to the last.")
-INFERENCE = _seconds("request_inference_time_seconds", "From the request to its last token, queues aside.")
-PROMPT_LENGTH = _tokens("request_prompt_tokens", "Tokens of the prompt, of answers that started.")
-ANSWER_LENGTH = _tokens("request_generation_tokens", "Tokens of the answer, of those that finished.")
+DECODE = _seconds("request_decode_time_seconds", "Time from the first token to the last.")
+INFERENCE = _seconds(
+    "request_inference_time_seconds", "Time from the request to its last token, without the time in queues."
+)
+PROMPT_LENGTH = _tokens("request_prompt_tokens", "Prompt tokens of an answer that started.")
+ANSWER_LENGTH = _tokens("request_generation_tokens", "Tokens of an answer that finished.")
 HIT_DEPTH = _tokens(
     "request_restorable_hit_depth_tokens",
-    "How deep the first worker of a request could resume its prompt, from its memory or the store.",
+    "Depth at which the first worker resumed the prompt, from its memory or the store.",
     DEPTH_BUCKETS,
 )
 ATTEMPTS = Spec(
     name="request_attempts",
     kind="histogram",
-    text="Workers that were tried for an answer, planned hand-overs aside; 1 is the ordinary case.",
+    text="Workers that an answer was tried on, without planned hand-overs; ordinarily 1.",
     unit="attempts",
     buckets=ATTEMPT_BUCKETS,
 )
 PROMPT_TOKENS = _counter("prompt_tokens", "Prompt tokens of answers that started.", "tokens")
-GENERATION_TOKENS = _counter("generation_tokens", "Tokens generated.", "tokens")
-QUERIES = _counter("prefix_cache_queries", "Prompt tokens looked up.", "tokens")
-HITS = _counter("prefix_cache_hits", "Prompt tokens that did not have to be computed.", "tokens")
+GENERATION_TOKENS = _counter("generation_tokens", "Generated tokens.", "tokens")
+QUERIES = _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "tokens")
+HITS = _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "tokens")
 STORE_QUERIES = _counter(
-    "external_prefix_cache_queries", "Prompt tokens that the first worker did not have itself.", "tokens"
+    "external_prefix_cache_queries", "Prompt tokens missing in the memory of the first worker.", "tokens"
 )
 STORE_HITS = _counter(
-    "external_prefix_cache_hits", "... that it fetched from the store instead of computing them.", "tokens"
+    "external_prefix_cache_hits", "Prompt tokens that the first worker fetched from the store.", "tokens"
 )
 REPLAYED = _counter(
     "replayed_tail_tokens",
-    "Known tokens that a worker computed above the depth that it resumed at, to go on from there.",
+    "Known tokens that a worker computed after the depth at which it resumed.",
     "tokens",
 )
 PLACED_AGAIN = _counter(
-    "request_migrations", "Answers that went to another worker because of a loss, each time.", "requests"
+    "request_migrations", "Moves of an answer to another worker after a loss.", "requests"
 )
-HANDED_OVER = _counter(
-    "request_hand_overs", "Answers that a worker handed over because it was told to, each time.", "requests"
-)
-LATE = _counter("late_first_tokens", "First tokens that came after their deadline.", "requests")
-SUCCESS = _counter("request_success", "Answers by how they ended.", "requests", (MODEL, "finished_reason"))
+HANDED_OVER = _counter("request_hand_overs", "Planned moves of an answer to another worker.", "requests")
+LATE = _counter("late_first_tokens", "First tokens after their deadline.", "requests")
+SUCCESS = _counter("request_success", "Answers by finish reason.", "requests", (MODEL, "finished_reason"))
 ERRORS = _counter("request_errors", "Error replies by HTTP status.", "replies", ("code",))
 
 EDGE = (
@@ -108,22 +109,22 @@ EDGE = (
     *(PROMPT_TOKENS, GENERATION_TOKENS, QUERIES, HITS, STORE_QUERIES, STORE_HITS),
     *(REPLAYED, PLACED_AGAIN, HANDED_OVER, LATE, SUCCESS, ERRORS),
 )
-"""Everything that the edge counts as answers pass through it."""
+"""The metrics that the edge counts as answers pass."""
 
 RUNNING = Spec(
-    name="num_requests_running", kind="gauge", text="Answers being made that do not wait.", unit="requests"
+    name="num_requests_running", kind="gauge", text="Open answers that do not wait.", unit="requests"
 )
 WAITING = Spec(
     name="num_requests_waiting",
     kind="gauge",
-    text="Sequences that wait at a worker for memory, by the workers' latest heartbeats.",
+    text="Sequences that wait for memory of a worker, by the latest heartbeats.",
     unit="requests",
 )
 USAGE = Spec(
     name="kv_cache_usage_perc",
     kind="gauge",
-    text="Bytes that running requests hold, pages and states, of the budgets of all workers; 1 is full.",
+    text="Share of the memory budgets of all workers that running requests hold.",
     unit="share, 0 to 1",
 )
 STATE_OF_MODELS = (RUNNING, WAITING, USAGE)
-"""Put together at a scrape, from what the edge has under way and what the workers report."""
+"""The metrics that are computed at a scrape, from open answers and the reports of workers."""

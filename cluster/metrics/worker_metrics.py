@@ -1,8 +1,9 @@
-"""What workers report, as metric families: a row for each worker, and what the fleet of a model adds up to.
+"""Convert the reports of workers to metric families: a series per worker, and totals for the fleet of a
+model.
 
-Counters are those of one life of a worker. A series has the worker's name, which stays: after a restart it
-falls, which Prometheus takes for the start of a counter, as it does everywhere. So nothing here is a sum of
-counters over workers: a sum that falls by a part of it would be taken for a start as well.
+A counter is that of one incarnation. Its series has the worker's name, which stays, so after a restart the
+counter falls, which Prometheus takes for a reset. So nothing here is a sum of counters over workers: a sum
+that falls by a part would be taken for a reset as well.
 """
 
 from collections import defaultdict
@@ -34,7 +35,10 @@ GAUGES: tuple[tuple[Spec, Callable[[WorkerStatus], float]], ...] = (
         _gauge("queued_tokens", "Prompt tokens not yet computed.", "tokens"),
         lambda status: status.load.queued_tokens,
     ),
-    (_gauge("queued_seconds", "How long these will take.", "seconds"), lambda status: status.load.queued_s),
+    (
+        _gauge("queued_seconds", "Predicted time of the queued tokens.", "seconds"),
+        lambda status: status.load.queued_s,
+    ),
     (
         _gauge("running_rows", "Sequences in the running batch.", "sequences"),
         lambda status: status.load.running_rows,
@@ -44,11 +48,11 @@ GAUGES: tuple[tuple[Spec, Callable[[WorkerStatus], float]], ...] = (
         lambda status: status.load.waiting_rows,
     ),
     (
-        _gauge("memory_budget_bytes", "Memory that it may take.", "bytes"),
+        _gauge("memory_budget_bytes", "Memory budget of the worker.", "bytes"),
         lambda status: status.load.budget_bytes,
     ),
     (
-        _gauge("wanted_bytes", "Memory that its waiting requests need.", "bytes"),
+        _gauge("wanted_bytes", "Memory that waiting requests need.", "bytes"),
         lambda status: status.load.wanted_bytes,
     ),
     (
@@ -65,53 +69,64 @@ GAUGES: tuple[tuple[Spec, Callable[[WorkerStatus], float]], ...] = (
     ),
 )
 
-MEMORY = _gauge("memory_bytes", "Memory by what it holds.", "bytes", "class")
+MEMORY = _gauge("memory_bytes", "Memory by its use.", "bytes", "class")
 
 STATES = {
     "store_is_down": _gauge(
-        "store_is_down", "Whether the page store is left alone for now: it was down or late.", "0 or 1"
+        "store_is_down",
+        "1 while the worker does not use the page store, because it was down or late.",
+        "0 or 1",
     ),
 }
-"""Reported among the counters, but true or false now."""
+"""The states among the counters: they are true or false now."""
 
 COUNTERS = {
-    "steps": _counter("Turns of the step loop, idle ones included.", "turns"),
-    "computed_tokens": _counter("Known tokens computed: prompts, and answers after a loss.", "tokens"),
-    "generated_tokens": _counter("Tokens drawn.", "tokens"),
+    "steps": _counter("Iterations of the step loop, with idle ones.", "iterations"),
+    "computed_tokens": _counter(
+        "Known tokens that were computed: prompts, and answers after a loss.", "tokens"
+    ),
+    "generated_tokens": _counter("Drawn tokens.", "tokens"),
     "preemptions": _counter(
-        "Running sequences that lost their memory to others.", "sequences", name="num_preemptions"
+        "Running sequences that lost their memory to other sequences.", "sequences", name="num_preemptions"
     ),
-    "preemptions_for_resize": _counter("... to a smaller budget.", "sequences"),
+    "preemptions_for_resize": _counter(
+        "Running sequences that lost their memory to a smaller budget.", "sequences"
+    ),
     "kv_hit_without_state_tokens": _counter(
-        "Tokens whose pages were there and no checkpoint above them: computed again.", "tokens"
+        "Tokens that were computed again because their pages had no checkpoint.", "tokens"
     ),
-    "evicted_pages": _counter("Kept pages given up, by what for.", "pages", "reason"),
-    "evicted_checkpoints": _counter("Kept checkpoints given up, by what for.", "checkpoints", "reason"),
-    "checkpoints_skipped": _counter("Checkpoints that found no memory.", "checkpoints"),
-    "publications_skipped": _counter("Publications left out because too many were under way.", ""),
-    "fetched_bytes": _counter("Pages and checkpoints that came whole from the store.", "bytes"),
-    "fetch_seconds": _counter("How long these fetches took, those at one time added up.", "seconds"),
-    "published_bytes": _counter("Pages and checkpoints that are in the store by its doing.", "bytes"),
-    "publish_seconds": _counter("How long these took, those at one time added up.", "seconds"),
-    "fetches_late": _counter("Fetches given up because they took too long.", "fetches"),
-    "store_puts": _counter("Objects offered to the store, by what became of them.", "objects", "outcome"),
-    "store_gets": _counter("Objects wanted from the store, by what became of them.", "objects", "outcome"),
-    "store_put_bytes": _counter("Bodies moved to the store, of the leading rank.", "bytes"),
-    "store_get_bytes": _counter("Bodies moved from the store, of the leading rank.", "bytes"),
-    "store_trips": _counter("Times that the store was found down or late, and left alone.", ""),
+    "evicted_pages": _counter("Cached pages that were evicted, by reason.", "pages", "reason"),
+    "evicted_checkpoints": _counter(
+        "Cached checkpoints that were evicted, by reason.", "checkpoints", "reason"
+    ),
+    "checkpoints_skipped": _counter("Checkpoints that were skipped because memory was short.", "checkpoints"),
+    "publications_skipped": _counter("Publications that were skipped because too many were in progress.", ""),
+    "fetched_bytes": _counter("Pages and checkpoints fetched from the store.", "bytes"),
+    "fetch_seconds": _counter("Time of fetches from the store, summed over concurrent ones.", "seconds"),
+    "published_bytes": _counter("Pages and checkpoints published to the store.", "bytes"),
+    "publish_seconds": _counter("Time of publications, summed over concurrent ones.", "seconds"),
+    "fetches_late": _counter("Fetches that were abandoned because they took too long.", "fetches"),
+    "store_puts": _counter("Objects put into the store, by outcome.", "objects", "outcome"),
+    "store_gets": _counter("Objects requested from the store, by outcome.", "objects", "outcome"),
+    "store_put_bytes": _counter("Bytes sent to the store by the leading rank.", "bytes"),
+    "store_get_bytes": _counter("Bytes received from the store by the leading rank.", "bytes"),
+    "store_trips": _counter(
+        "Times that the store was down or late, so that the worker stopped using it.", ""
+    ),
     "spec_trials": _counter("Steps of streams with guesses.", "steps", name="spec_decode_num_drafts"),
-    "spec_drafted_tokens": _counter("Tokens guessed.", "tokens", name="spec_decode_num_draft_tokens"),
+    "spec_drafted_tokens": _counter("Guessed tokens.", "tokens", name="spec_decode_num_draft_tokens"),
     "spec_accepted_tokens": _counter(
         "Guesses that were right.", "tokens", name="spec_decode_num_accepted_tokens"
     ),
     "spec_accepted_tokens_at": _counter(
-        "... by their place behind the token before them, from 0.",
+        "Guesses that were right, by their position, from 0.",
         "tokens",
         "position",
         name="spec_decode_num_accepted_tokens_per_pos",
     ),
 }
-"""By the name that workers count under. Any other is told as it is: a worker may be newer than this edge."""
+"""The counters by the name that workers use. An unknown one keeps its name: a worker may be newer than this
+edge."""
 
 SPLIT = {
     "evicted_pages": "_for_",
@@ -120,19 +135,19 @@ SPLIT = {
     "store_gets": "_as_",
     "spec_accepted_tokens_at": "_",
 }
-"""Workers count these for each value of their last label by itself: `evicted_pages_for_resize`."""
+"""The counters that workers keep for each value of their last label: `evicted_pages_for_resize`."""
 
-UNKNOWN = _counter("Counted by the worker since its start.", "")
+UNKNOWN = _counter("A counter of the worker since its start.", "")
 
 
 def metric_name(counted: str) -> str:
-    """Without prefix and `_total`."""
+    """Return the name without prefix and `_total`."""
     spec = COUNTERS.get(counted, UNKNOWN)
     return spec.name or f"worker_{counted}"
 
 
 class FleetCollector:
-    """The reports of all workers at a scrape. `under_way` are the edge's own answers, by model."""
+    """The reports of all workers at a scrape. `under_way` has the open answers of the edge, by model."""
 
     def __init__(self, fleets: Mapping[str, FleetStatus], under_way: Mapping[str, int]) -> None:
         self._fleets = fleets
@@ -150,7 +165,8 @@ class FleetCollector:
         yield from self._counters()
 
     def _models(self) -> Iterator[Metric]:
-        """What waits is not heard of without the router: all is taken to run then."""
+        """Yield the totals of each model. Without the router the waiting requests are unknown, and all count
+        as running."""
         waiting = {
             model: sum(worker.load.waiting_rows for worker in status.workers)
             for model, status in self._fleets.items()
@@ -193,7 +209,7 @@ def _family(counted: str) -> CounterMetricFamily | GaugeMetricFamily:
 
 
 def _split(counted: str) -> list[str]:
-    """The name of a counter, and the value of its last label if its name says one."""
+    """Return the name of a counter, and the value of its last label if the name contains one."""
     for name, separator in SPLIT.items():
         if counted.startswith(name + separator):
             return [name, counted.removeprefix(name + separator)]

@@ -1,4 +1,5 @@
-"""Log lines of every process of a server: one form for people, one for machines. No prompt text, no keys."""
+"""Log lines of every process of a server: one format for people, one for machines. No prompt text, no
+keys."""
 
 import logging
 import sys
@@ -13,7 +14,7 @@ from pythonjsonlogger.json import JsonFormatter
 from tidemill.cluster.observability.telemetry import Telemetry
 
 OURS = "tidemill"
-"""The parent of our loggers. Others' are heard from warnings on, whatever the level."""
+"""The parent of our loggers. Others are logged from warnings on, whatever the level."""
 
 TEXT_FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 JSON_FIELDS = ("levelname", "name", "message", "process")
@@ -32,8 +33,8 @@ request_log = logging.getLogger("tidemill.requests")
 
 
 def start_logs(telemetry: Telemetry, stream: TextIO | None = None, **always: str) -> None:
-    """Write what this process logs to `stream` (its stderr), from now on and in place of what was told to
-    before. `always` are fields of every line of JSON, like the worker's name."""
+    """Write the log of this process to `stream` (default: stderr), in place of an earlier stream. `always`
+    are fields of every line of JSON, for example the worker's name."""
     output = logging.StreamHandler(sys.stderr if stream is None else stream)
     output.setFormatter(_json(always) if telemetry.log_json else logging.Formatter(TEXT_FORM))
     root = logging.getLogger()
@@ -53,7 +54,7 @@ class _Keeping(logging.Handler):
 
 @contextmanager
 def keeping(lines: deque[str]) -> Generator[None]:
-    """What this process logs during the block goes to `lines` as well."""
+    """Copy the log of this process during the block to `lines`."""
     root, kept = logging.getLogger(), _Keeping(lines)
     kept.setFormatter(logging.Formatter(TEXT_FORM))
     root.addHandler(kept)
@@ -70,7 +71,7 @@ def _json(always: Mapping[str, str]) -> logging.Formatter:
 
 
 def log_request(row: Mapping[str, object], tenant: str) -> None:
-    """The line at the end of a request. `row` is that of /cluster/requests: numbers, names and ids."""
+    """Log the end of a request. `row` is that of /cluster/requests: numbers, names and ids."""
     if not request_log.isEnabledFor(logging.INFO):
         return
     fields = {name: value for name, value in row.items() if value is not None}

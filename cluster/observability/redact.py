@@ -1,4 +1,4 @@
-"""Takes out of a text what nobody else may read: keys, passwords, tokens between processes. Pure."""
+"""Remove secrets from a text: keys, passwords, tokens between processes. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,13 +22,13 @@ _PATTERNS = (
         r"\1",
     ),
     (re.compile(r"(?i)(--api-key(?:\s+|=))\S+"), r"\1"),
-    # digests of keys, and what Ray's processes know each other by
+    # digests of keys, and the ids by which Ray's processes authenticate
     (re.compile(r"\b[0-9a-fA-F]{64,}\b"), ""),
 )
 
 
 def without_secrets(text: str, known: Iterable[str] = ()) -> str:
-    """`known` are secrets that are at hand: they go wherever they are."""
+    """Return the text without secrets. `known` are secrets that are removed wherever they occur."""
     for secret in sorted(filter(None, known), key=len, reverse=True):
         text = text.replace(secret, REMOVED)
     for pattern, kept in _PATTERNS:
@@ -37,7 +37,7 @@ def without_secrets(text: str, known: Iterable[str] = ()) -> str:
 
 
 def plain(value: object) -> object:
-    """Settings as JSON has them, without secrets."""
+    """Return settings as JSON, without secrets."""
     match value:
         case None | bool() | int() | float():
             return value

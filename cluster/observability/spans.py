@@ -111,7 +111,7 @@ def add_parts(tracer: Tracer, whole: Span, start_ns: int, parts: Iterable[tuple[
 
 
 def provenance_attributes(provenance: Provenance, page_tokens: int) -> dict[str, int]:
-    """Return the attributes that tell where the tokens of a prompt came from."""
+    """Return attributes with the sources of a prompt's tokens."""
     hit_tokens = provenance.reused_tokens + provenance.fetched_tokens
     return {
         "tidemill.hit_depth_tokens": hit_tokens,

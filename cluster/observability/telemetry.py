@@ -1,4 +1,4 @@
-"""What the processes of a server tell about themselves: plain settings that travel to the actors."""
+"""The settings of logs, traces and metrics: plain data that is sent to the actors."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -12,9 +12,9 @@ METRICS_ALIASES: tuple[MetricsAlias, ...] = get_args(MetricsAlias)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """`traces_url` is an OTLP collector's; None: nothing is traced, and nothing is imported for it.
-    `metrics_alias` is the engine under whose names /metrics has the core series as well.
-    """
+    """The settings. `traces_url` is that of an OTLP collector; None: nothing is traced, and nothing is
+    imported for it. `metrics_alias` is the engine whose names /metrics has in addition for the core
+    series."""
 
     log_level: LogLevel = "warning"
     log_json: bool = False
@@ -22,8 +22,8 @@ class Telemetry:
     metrics_alias: MetricsAlias | None = None
 
     def environ(self) -> dict[str, str]:
-        """What Ray must find in the environment when it starts: it writes lines of actors to the server's own
-        stderr, with a prefix, and puts those together that look alike. Lines of JSON stay as they are."""
+        """Return the environment for Ray's start. Ray writes lines of actors to the server's stderr, with a
+        prefix, and merges those that look alike. With it, lines of JSON stay as they are."""
         if not self.log_json:
             return {}
         return {"RAY_DISABLE_WORKER_LOG_PREFIX": "1", "RAY_DEDUP_LOGS": "0"}

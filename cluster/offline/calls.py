@@ -37,8 +37,7 @@ async def answer_all(
     engine: Engine, tokenizer: Tokenizer, jobs: Sequence[PromptJob], answered: Callable[[], None]
 ) -> list[RequestOutput]:
     """Return the answers in the order of the jobs; call `answered` after each choice. Raises RequestError,
-    WorkerGone.
-    """
+    WorkerGone."""
     line = asyncio.Semaphore(IN_LINE_MAX)
 
     async def answer(request: Request, ending: Ending, index: int) -> Answered:

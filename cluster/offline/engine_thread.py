@@ -31,8 +31,7 @@ class EngineThread:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`, which runs beside the steps. Whatever interrupts this call (Ctrl-C)
         cancels the work, and propagates when the work has ended. Raises WorkerGone when the engine is
-        closed.
-        """
+        closed."""
         done: concurrent.futures.Future[T] = concurrent.futures.Future()
         if not self._send(lambda: self._start(work, done)):
             work.close()

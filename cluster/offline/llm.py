@@ -58,8 +58,7 @@ OWN_STORE = "memory:?size=0"
 
 class LLM:
     """A model in this process. Several threads may call it concurrently; prefixes are reused from call to
-    call. `close`, or the end of a with block, releases everything.
-    """
+    call. `close`, or the end of a with block, releases everything."""
 
     def __init__(self, model: str | Path, *, seed: int | None = 0, **settings: object) -> None:
         """`model` is a Hugging Face folder or a bundled model; `seed` is for answers without a seed (None:

@@ -84,7 +84,7 @@ class LoadShedder:
 
 
 def _retry_after_s(excess_s: float, request_id: str) -> float:
-    """Return the time until the queue is short enough without new requests, or up to twice that.
-    The spread keeps clients that were refused together from retrying together."""
+    """Return the time until the queue is short enough without new requests, or up to twice that. The spread
+    keeps clients that were refused together from retrying together."""
     spread = int.from_bytes(blake2b(request_id.encode(), digest_size=4).digest(), "little") / 2**32
     return min(max(excess_s, RETRY_S_MIN) * (1.0 + spread), RETRY_S_MAX)

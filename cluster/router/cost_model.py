@@ -49,8 +49,8 @@ class Costs:
         return np.ceil(num_tokens / self.step_tokens) * self.step + num_tokens * each
 
     def serving(self, start: Vector, stored: float, end: float) -> Vector:
-        """Return the cost of the prompt `[0, end)` where the worker has `[0, start)`. The store has
-        `[0, stored)`. The worker fetches or computes the rest of that, whichever costs less."""
+        """Return the cost of the prompt `[0, end)` where the worker has `[0, start)`. The store has `[0,
+        stored)`. The worker fetches or computes the rest of that, whichever costs less."""
         computed = self.computing(start, end)
         missing = stored - start
         if not (missing > 0).any():

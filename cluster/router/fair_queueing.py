@@ -22,8 +22,8 @@ from collections import deque
 from itertools import accumulate, pairwise
 
 TENANTS_MAX = 1024
-"""The maximum number of tenants with queued work. Beyond it the tenant with the least is forgotten,
-and its next request starts at the virtual time."""
+"""The maximum number of tenants with queued work. Beyond it the tenant with the least is forgotten, and its
+next request starts at the virtual time."""
 
 POINTS_MAX = 512
 POINT_S = 0.25
@@ -59,8 +59,8 @@ class FairQueue:
         return before / total if total else 1.0
 
     def charge(self, tenant: str, work: float, now_s: float) -> float:
-        """Append a request to the queue of its tenant and return its queue offset in seconds. The
-        offset is 0 at the end of the longest queue and negative elsewhere."""
+        """Append a request to the queue of its tenant and return its queue offset in seconds. The offset is 0
+        at the end of the longest queue and negative elsewhere."""
         start = self._start(tenant)
         self._ends[tenant] = start + work
         if len(self._ends) > TENANTS_MAX:

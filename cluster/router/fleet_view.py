@@ -21,8 +21,8 @@ HELD_KEYS_MAX = 1 << 20
 """The number of announced depths of a worker that the router remembers: the latest ones."""
 
 PLACED_KEYS_MAX = 1 << 14
-"""The maximum number of pages of placed prompts that the router remembers for a worker. It is less
-for a worker with memory for fewer pages."""
+"""The maximum number of pages of placed prompts that the router remembers for a worker. It is less for a
+worker with memory for fewer pages."""
 
 BOOKING_SETTLE_S = 0.25
 """The time after `due_s` until the heartbeats of a worker certainly include a booking."""
@@ -71,8 +71,8 @@ UNSETTLED = [Column.BUSY_UNTIL_S, Column.QUEUED_TOKENS, Column.ROWS, Column.TAKE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Booking:
-    """Work placed on a worker, which its heartbeats include from soon after `due_s` on. `keys` are
-    those of the pages of the prompt, which the worker will hold."""
+    """Work placed on a worker, which its heartbeats include from soon after `due_s` on. `keys` are those of
+    the pages of the prompt, which the worker will hold."""
 
     tokens: int
     rows: int

@@ -28,8 +28,8 @@ COMFORT_SHARE = 4
 """The comfort of a worker is its need and one part in 4 more, so that its rows can grow."""
 
 MARGINS = 8
-"""The margin is the memory of the device / (8 * its workers), the least such addition. Changes
-below half a margin are small."""
+"""The margin is the memory of the device / (8 * its workers), the least such addition. Changes below half a
+margin are small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,8 @@ class Account:
 
     @property
     def held_bytes(self) -> int:
-        """The most memory that the worker may have taken. When a report arrives, every earlier
-        assignment has taken effect or is lost for good."""
+        """The most memory that the worker may have taken. When a report arrives, every earlier assignment has
+        taken effect or is lost for good."""
         return max(self.budget_bytes, self.mapped_bytes, self.assigned_bytes)
 
     @property

@@ -8,12 +8,12 @@ from tidemill.cluster.router.memory_broker import Account, rebalance
 from tidemill.workers.messages import Heartbeat, RequestError, WorkerInfo, WorkerLoad
 
 GATHER_S_MAX = 30.0
-"""A new router assigns no budget before all expected workers have reported, or for this long. A
-worker that has not reported yet may hold more than its share."""
+"""A new router assigns no budget before all expected workers have reported, or for this long. A worker that
+has not reported yet may hold more than its share."""
 
 LEND_AFTER_S = 30.0
-"""The silence after which others may use the memory of a worker, except its floor. Its next
-incarnation starts with the floor. A restart takes less time. A frozen process keeps its memory."""
+"""The silence after which others may use the memory of a worker, except its floor. Its next incarnation
+starts with the floor. A restart takes less time. A frozen process keeps its memory."""
 
 PRESSED_S = 5.0
 """The time for which a worker counts as short of memory after an eviction or a preemption."""
@@ -24,8 +24,8 @@ PRESSURE = ("preemptions", "evicted_pages_for_", "evicted_checkpoints_for_")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """A worker, by its latest heartbeat. `assigned_bytes` is the budget of the last answer,
-    initially the reported one."""
+    """A worker, by its latest heartbeat. `assigned_bytes` is the budget of the last answer, initially the
+    reported one."""
 
     info: WorkerInfo
     load: WorkerLoad
@@ -35,8 +35,8 @@ class Holding:
 
 
 class Budgets:
-    """Answers each heartbeat with a budget. Workers are keyed by name: a budget set by an operator
-    survives a restart of the worker."""
+    """Answers each heartbeat with a budget. Workers are keyed by name: a budget set by an operator survives a
+    restart of the worker."""
 
     def __init__(self, clock: Callable[[], float], *, broker: bool, expected: frozenset[str]) -> None:
         self._clock = clock
@@ -60,8 +60,8 @@ class Budgets:
         return assigned_bytes
 
     def set(self, name: str, budget_bytes: int | None) -> None:
-        """Pin the budget of a worker until an operator changes it; None returns it to the broker.
-        Raises RequestError: there is no such worker (404), or it cannot have this budget."""
+        """Pin the budget of a worker until an operator changes it; None returns it to the broker. Raises
+        RequestError: there is no such worker (404), or it cannot have this budget."""
         holding = self._holdings.get(name)
         if holding is None:
             known = ", ".join(sorted(self._holdings)) or "none has reported yet"

@@ -21,8 +21,8 @@ class OperatorCommands:
         self._roles: dict[str, Role] = {}
 
     def confirm(self, info: WorkerInfo, *, draining: bool, is_new: bool) -> tuple[bool, Role | None]:
-        """Answer a heartbeat with whether to drain, and with the role (None: unchanged). A
-        restarted router (`is_new`: the worker is new to it) keeps a worker that drains draining."""
+        """Answer a heartbeat with whether to drain, and with the role (None: unchanged). A restarted router
+        (`is_new`: the worker is new to it) keeps a worker that drains draining."""
         if is_new and draining:
             self._drained[info.name] = info.worker
         return self._is_drained(info), self._roles.get(info.name)

@@ -24,12 +24,12 @@ from tidemill.cluster.router.prefix_table import cut_keys
 
 GAP_PAGES_MAX = 2
 GAP_TOKENS_MIN = 128
-"""The longest gap that a decode worker always computes itself, for less than a hop costs. With
-large pages the gap is limited to this many tokens, but at least one page."""
+"""The longest gap that a decode worker always computes itself, for less than a hop costs. With large pages
+the gap is limited to this many tokens, but at least one page."""
 
 GAP_S_MAX = 0.25
-"""The longest time for a longer gap, during which the streams of the decode worker wait. It
-computes such a gap only if no prefill worker would finish earlier and the prompt has no home."""
+"""The longest time for a longer gap, during which the streams of the decode worker wait. It computes such a
+gap only if no prefill worker would finish earlier and the prompt has no home."""
 
 HOME_SHARE = 0.25
 """The share of a prompt that makes a prefill worker its home, where later requests look for it."""
@@ -39,8 +39,8 @@ HOP_PAGES = 2
 """The cost of a hop to a prefill worker: in pages of prompt tokens while speeds are unknown."""
 
 KAPPA = 2.0
-"""The least cost to other requests of a second of duplicate work, which evicts pages of theirs. In
-a busy fleet the cost is higher, because other requests wait for that work."""
+"""The least cost to other requests of a second of duplicate work, which evicts pages of theirs. In a busy
+fleet the cost is higher, because other requests wait for that work."""
 
 PATIENCE_S = 1.3
 """The longest extra wait for the benefit of others, beyond the least wait of all workers."""
@@ -215,8 +215,8 @@ def _eligible(view: _View, column: Column) -> Chosen:
 
 
 def _pick(view: _View, slots: Chosen, scores: Vector) -> int:
-    """Return the slot with the least score. Among equals, rendezvous hashing on the first page of
-    the prompt that none of them has decides (Thaler and Ravishankar, 1998)."""
+    """Return the slot with the least score. Among equals, rendezvous hashing on the first page of the prompt
+    that none of them has decides (Thaler and Ravishankar, 1998)."""
     score = scores[slots]
     tied = slots[score <= score.min() * TIED]
     if len(tied) == 1:
@@ -262,8 +262,8 @@ def _computes_alone(view: _View, start: Vector, decode_time: Vector, prefill: _P
 
 
 def _duplicate_work(view: _View, slots: Chosen, end: int) -> Vector:
-    """Return the cost to later requests of computing `[0, end)` on each worker, beyond the least
-    cost among `slots`, limited by the patience of this request."""
+    """Return the cost to later requests of computing `[0, end)` on each worker, beyond the least cost among
+    `slots`, limited by the patience of this request."""
     rho = min(view.fleet.rho(view.now_s), RHO_MAX)
     kappa = KAPPA * max(1.0, rho * (2 - rho) / (1 - rho) ** 2)
     cost = kappa * view.costs.serving(view.resident, view.stored, end)

@@ -44,8 +44,8 @@ def cut_keys(keys: Sequence[bytes]) -> Keys:
 
 @dataclass(slots=True, eq=False)
 class Chain:
-    """The keys of one prompt, in the order of its pages. It is looked up once and booked on two
-    workers: the positions of its keys are kept until the table changes."""
+    """The keys of one prompt, in the order of its pages. It is looked up once and booked on two workers: the
+    positions of its keys are kept until the table changes."""
 
     keys: Keys
     positions: Positions = field(default_factory=lambda: np.zeros(0, np.int64))  # negative: missing

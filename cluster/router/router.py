@@ -34,8 +34,8 @@ REMEMBERED_S = 60.0
 
 
 class Router:
-    """Places the requests of one fleet. A restarted router has its view of the fleet and the
-    budgets back after one heartbeat interval, without the budgets that operators set."""
+    """Places the requests of one fleet. A restarted router has its view of the fleet and the budgets back
+    after one heartbeat interval, without the budgets that operators set."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Router:
         self._changed = asyncio.Event()
 
     async def place(self, request: PlacementRequest) -> Route:
-        """Choose the workers of one attempt; wait up to `wait_s_max` for one that can decode.
-        Raises Unserved when none comes, Overloaded, Poisonous."""
+        """Choose the workers of one attempt; wait up to `wait_s_max` for one that can decode. Raises Unserved
+        when none comes, Overloaded, Poisonous."""
         self._quarantine.check(request.content_hash, self._clock())
         wait_s_max = min(request.wait_s_max, self._load_shedder.patience_s(request))
         give_up_s = self._clock() + wait_s_max
@@ -99,8 +99,8 @@ class Router:
         return Ack(want_full=want_full, budget_bytes=self.budget_for(heartbeat), drain=drain, role=role)
 
     def budget_for(self, heartbeat: Heartbeat) -> int | None:
-        """Return the new budget of a worker of any fleet. None leaves it: not enough workers have
-        reported, or another router sets the budgets."""
+        """Return the new budget of a worker of any fleet. None leaves it: not enough workers have reported,
+        or another router sets the budgets."""
         return None if self._budgets is None else self._budgets.report(heartbeat)
 
     def budgets(self) -> dict[str, SetBudget]:
@@ -121,8 +121,8 @@ class Router:
         self._commands.set_role(name, role, self._fleet.members.values())
 
     def silent_workers(self, workers: Iterable[WorkerId]) -> frozenset[WorkerId]:
-        """Return the workers among these that are silent: their requests must be placed again. The
-        result is empty while this router is so new that running workers may not have found it."""
+        """Return the workers among these that are silent: their requests must be placed again. The result is
+        empty while this router is so new that running workers may not have found it."""
         since_s = self._clock() - SILENCE_S_MAX
         if self._started_s >= since_s:
             return frozenset()
@@ -131,8 +131,8 @@ class Router:
         )
 
     def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
-        """Remove a worker whose stream to an edge broke; quarantine the content hash `blamed`. If
-        the worker still runs, its next heartbeat adds it again."""
+        """Remove a worker whose stream to an edge broke; quarantine the content hash `blamed`. If the worker
+        still runs, its next heartbeat adds it again."""
         if blamed:
             self._quarantine.add(blamed, self._clock())
         self._fleet.apply(WorkerLost(worker))

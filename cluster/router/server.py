@@ -62,8 +62,8 @@ class ServedRouter(Protocol):
 
 
 class RouterService:
-    """Serves a router. A worker whose stream of heartbeats breaks is lost immediately, a silent one
-    at the next tick of the router."""
+    """Serves a router. A worker whose stream of heartbeats breaks is lost immediately, a silent one at the
+    next tick of the router."""
 
     def __init__(self, router: ServedRouter, tls: MutualTls | None = None) -> None:
         self._router = router

@@ -1,4 +1,4 @@
-"""How our gRPC connections are set up: what a peer may send, and how soon a silent one is given up."""
+"""The settings of gRPC connections: the sizes that a peer may send, and the detection of silent peers."""
 
 import grpc
 import grpc.aio
@@ -10,15 +10,15 @@ FRAME_BYTES_MAX = 16 * 2**20
 
 METADATA_BYTES_MAX = 8 * 2**10
 STREAMS_MAX = 1024
-"""Streams and calls that a worker has open at once: one stream of each frontend."""
+"""The maximum number of open streams and calls of a worker: one stream per edge."""
 
 ROUTER_STREAMS_MAX = 16_384
-"""... that a router has: one stream of each worker, and a call of each request that is being placed."""
+"""The same for a router: one stream per worker, and a call per request in placement."""
 
 SILENCE_MS = 1000
 SILENCE_ANSWER_MS = 2000
-"""One that was silent for SILENCE_MS is asked for a sign of life, and closed SILENCE_ANSWER_MS after.
-This notices a frozen process or a lost machine within 3 s; a killed process is noticed at once."""
+"""The keepalive: a connection that was silent for SILENCE_MS is pinged, and closed SILENCE_ANSWER_MS later.
+So a frozen process or a lost machine is noticed within 3 s, a killed process immediately."""
 
 CONNECT_MS_MAX = 3000
 
@@ -34,8 +34,8 @@ _LIMITS = [
 
 
 def open_channel(address: str, tls: MutualTls | None = None) -> grpc.aio.Channel:
-    """A connection of its own to `address` (host:port): no proxy, no back-off from earlier ones. Raises
-    OSError when the files of `tls` cannot be read."""
+    """Open a separate connection to `address` (host:port), without proxy and without back-off from earlier
+    ones. Raises OSError when the files of `tls` cannot be read."""
     options = [
         *_LIMITS,
         ("grpc.enable_http_proxy", 0),
@@ -53,12 +53,12 @@ def open_channel(address: str, tls: MutualTls | None = None) -> grpc.aio.Channel
 
 
 def new_server(streams_max: int = STREAMS_MAX) -> grpc.aio.Server:
-    """What is called beyond `streams_max` fails with RESOURCE_EXHAUSTED, and what comes faster than it is
-    taken, in as long a queue, with CANCELLED."""
+    """Return a server. Calls beyond `streams_max` fail with RESOURCE_EXHAUSTED. Calls that arrive faster than
+    they are accepted fail with CANCELLED beyond a queue of the same length."""
     return grpc.aio.server(
         options=[
             *_LIMITS,
-            ("grpc.so_reuseport", 0),  # two lives of a worker never share a port
+            ("grpc.so_reuseport", 0),  # two incarnations of a worker never share a port
             ("grpc.http2.min_ping_interval_without_data_ms", SILENCE_MS // 2),
             ("grpc.server.max_pending_requests", streams_max),
             ("grpc.server.max_pending_requests_hard_limit", streams_max),
@@ -68,7 +68,7 @@ def new_server(streams_max: int = STREAMS_MAX) -> grpc.aio.Server:
 
 
 def server_credentials(tls: MutualTls | None) -> grpc.ServerCredentials | None:
-    """For `bind`: only the processes of the cluster are heard. Raises OSError."""
+    """Return the credentials for `bind`, which admit only processes of the cluster. Raises OSError."""
     if tls is None:
         return None
     pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
@@ -78,13 +78,13 @@ def server_credentials(tls: MutualTls | None) -> grpc.ServerCredentials | None:
 def bind(
     server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None
 ) -> str:
-    """Bind to `host`, port 0 for any free one; the address that others reach it at. Raises OSError."""
+    """Bind to `host`, port 0 for any free one. Return the address for other processes. Raises OSError."""
     host = f"[{host}]" if ":" in host else host
     try:
         if credentials is None:
             bound = server.add_insecure_port(f"{host}:{port}")
         else:
             bound = server.add_secure_port(f"{host}:{port}", credentials)
-    except RuntimeError as error:  # what gRPC raises for every reason
+    except RuntimeError as error:  # gRPC raises it for every reason
         raise OSError(f"{host}:{port} cannot be bound: {error}") from error
     return f"{host}:{bound}"

@@ -1,9 +1,11 @@
 """The messages between edges, routers and workers, as MessagePack.
 
-A frozen dataclass travels as a map from its field names. A `Struct` with `array_like` travels as an array,
-by the order of its fields. A decoder checks types, ignores fields that it does not know, and gives a missing
-field its default. So two versions of Tidemill understand each other during a rolling update, as long as every
-new field has a default and an array grows at its end.
+A frozen dataclass is sent as a map from its field names. A `Struct` with `array_like` is sent as an array,
+in
+the order of its fields. A decoder checks types, ignores unknown fields, and gives a missing field its
+default.
+So two versions of Tidemill understand each other during a rolling update, as long as every new field has a
+default and an array grows at its end.
 """
 
 from array import array
@@ -71,7 +73,7 @@ def decode(kind: Any, data: bytes) -> Any:
 
 
 class _Tagged(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """An array that starts with the name of its class, so that a union can tell it apart."""
+    """An array that starts with the name of its class, which distinguishes the members of a union."""
 
 
 class PackedTokens(msgspec.Struct, frozen=True, array_like=True):

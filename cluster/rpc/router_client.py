@@ -1,4 +1,4 @@
-"""A frontend's way to the routers, each of which may be restarted under another address at any time."""
+"""The edge's client of the routers, each of which may restart under another address at any time."""
 
 import asyncio
 from collections import Counter
@@ -26,11 +26,11 @@ from tidemill.cluster.rpc.codec import (
 )
 from tidemill.workers.messages import RequestError, Role, Unserved, WorkerGone, WorkerId
 
-if TYPE_CHECKING:  # generic in the type stubs alone
+if TYPE_CHECKING:  # generic only in the type stubs
     UnaryMethod = grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]
 
 FindRouter = Callable[[], Awaitable[str]]
-"""The router's address now. Raises WorkerGone while it is away."""
+"""Returns the current address of the router. Raises WorkerGone while it is away."""
 
 STATUS_WAIT_S_MAX = 5.0
 ORDER_WAIT_S_MAX = 5.0
@@ -39,20 +39,21 @@ BUDGETS_WAIT_S_MAX = 0.5
 LOST_WAIT_S_MAX = 1.0
 RETRY_S = 0.1
 ANSWER_S_MAX = 1.0
-"""What an answer may take beyond the time that the router was told to wait."""
+"""The time that an answer may take beyond the time that the router was asked to wait."""
 
 
 class RouterClient:
-    """The `Router` of cluster/edge/flow.py, over gRPC. Lives on one asyncio loop. What any of several routers
-    can do is asked of one until it is away, and of the next one then; people's words go to the first."""
+    """The `RequestRouter` of cluster/edge/flow.py, over gRPC. It belongs to one asyncio loop. Requests that
+    any of several routers can answer go to one until it is away, then to the next. Operators' commands go to
+    the first."""
 
     def __init__(self, *routers: FindRouter, tls: MutualTls | None = None) -> None:
         self._links = [_RouterConnection(find, tls) for find in routers]
-        self._at = 0  # who is asked now
+        self._at = 0  # the index of the current router
 
     async def place(self, request: PlacementRequest) -> Route:
-        """Waits up to `request.wait_s_max` for the router and for a worker. Raises Unserved, Overloaded,
-        Poisonous."""
+        """Place a request. Wait up to `request.wait_s_max` for the router and for a worker. Raises Unserved,
+        Overloaded, Poisonous."""
         now_s = asyncio.get_running_loop().time
         give_up_s = now_s() + request.wait_s_max
 
@@ -65,37 +66,39 @@ class RouterClient:
         raise placed
 
     async def report_lost(self, worker: WorkerId, blamed: bytes = b"") -> None:
-        """Tell the router that a worker is gone, and what content it died of if that is known; it finds out
-        by itself when it cannot be reached."""
+        """Report to the router that a worker is gone, and the content that crashed it, if known. The router
+        notices it by itself when the report does not arrive."""
         with suppress(Unserved):
             await self._call("Lost", lambda: encode(LossReport(worker, blamed)), LOST_WAIT_S_MAX)
 
     async def silent_workers(self, workers: Collection[WorkerId]) -> frozenset[WorkerId]:
-        """Which of these the router has not heard for too long; none when it does not answer."""
+        """Return which of these workers have sent the router no heartbeat for too long; none if it does not
+        answer."""
         with suppress(Unserved, Malformed):
             body = encode(list(workers))
             return decode(frozenset[WorkerId], await self._call("Out", lambda: body, OUT_WAIT_S_MAX))
         return frozenset()
 
     async def status(self) -> FleetStatus:
-        """Raises Unserved when no router answers."""
+        """Return the status of the fleet. Raises Unserved when no router answers."""
         return decode(FleetStatus, await self._call("Status", lambda: b"", STATUS_WAIT_S_MAX, first=True))
 
     async def budgets(self) -> dict[str, SetBudget]:
-        """Of every worker whose budget the first router says, by name; none when it does not answer."""
+        """Return the budget that the first router has set, by the worker's name; empty if it does not
+        answer."""
         with suppress(Unserved, Malformed):
             data = await self._call("Budgets", lambda: b"", BUDGETS_WAIT_S_MAX, first=True)
             return decode(dict[str, SetBudget], data)
         return {}
 
     async def set_budget(self, worker: str, budget_bytes: int | None) -> None:
-        """Give a worker this budget; None leaves it to the broker. Raises RequestError that says what it can
-        have, or which workers there are; Unserved."""
+        """Set the budget of a worker; None leaves it to the memory broker. Raises RequestError, with the
+        possible range or the names of the workers, and Unserved."""
         order = encode(BudgetCommand(worker, budget_bytes))
         await self._call("SetBudget", lambda: order, ORDER_WAIT_S_MAX, first=True)
 
     async def drain(self, worker: str, *, drain: bool, force: bool = False) -> None:
-        """Tell a worker to hand everything over, or to take work again. Raises RequestError, Unserved."""
+        """Order a worker to hand over its work, or to take work again. Raises RequestError, Unserved."""
         order = encode(DrainCommand(worker, drain, force))
         await self._call("Drain", lambda: order, ORDER_WAIT_S_MAX, first=True)
 
@@ -111,7 +114,7 @@ class RouterClient:
     async def _call(
         self, name: str, data: Callable[[], bytes], wait_s_max: float, *, first: bool = False
     ) -> bytes:
-        """Ask until there is an answer or the time is up; `data` makes the question anew each time."""
+        """Call until there is an answer or the time is up; `data` builds the body of each attempt."""
         reason = "it does not answer"
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s_max + ANSWER_S_MAX):
@@ -124,21 +127,21 @@ class RouterClient:
                         reason = error.details() or error.code().name
                     except (WorkerGone, Malformed, OSError) as error:
                         reason = str(error)
-                    if at == self._at:  # nobody else has moved on
+                    if at == self._at:  # no concurrent call has moved on
                         self._at = (at + 1) % len(self._links)
                     await asyncio.sleep(RETRY_S)
         raise Unserved(f"no answer from the router within {wait_s_max:g} s: {reason}")
 
 
 class _RouterConnection:
-    """To one router."""
+    """The connection to one router."""
 
     def __init__(self, find: FindRouter, tls: MutualTls | None) -> None:
         self._find = find
         self._tls = tls
         self._channel: grpc.aio.Channel | None = None
-        self._calls: Counter[grpc.aio.Channel] = Counter()  # under way
-        self._finding = asyncio.Lock()  # thousands may wait for a router that comes back
+        self._calls: Counter[grpc.aio.Channel] = Counter()  # in progress
+        self._finding = asyncio.Lock()  # thousands may wait for a router that restarts
 
     async def close(self) -> None:
         if self._channel is not None:
@@ -162,13 +165,13 @@ class _RouterConnection:
             raise
         finally:
             self._calls[channel] -= 1
-            if self._channel is not channel and not self._calls[channel]:  # to close it cancels its calls
+            if self._channel is not channel and not self._calls[channel]:  # closing it cancels its calls
                 del self._calls[channel]
                 await channel.close()
 
 
 def _raise_refusal(error: grpc.aio.AioRpcError) -> None:
-    """Raise what the router means for good; asking again would bring the same."""
+    """Raise an error that the router means permanently: a retry would get the same."""
     details = error.details() or "the router refuses"
     match error.code():
         case grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -1,4 +1,4 @@
-"""The frontend's side of the data plane: one stream to each worker, shared by all requests that run there."""
+"""The edge's side of the data plane: one stream to each worker, shared by all requests that run there."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Collection, Generator
@@ -35,26 +35,28 @@ from tidemill.workers.messages import (
     WorkerId,
 )
 
-if TYPE_CHECKING:  # generic in the type stubs alone
+if TYPE_CHECKING:  # generic only in the type stubs
     StreamMethod = grpc.aio.StreamStreamMultiCallable[bytes, bytes]
 
 UNREAD_ITEMS_MAX = 1024
-"""Steps that a reader may be behind; then its call is cancelled, and placed again when it reads on."""
+"""The number of items that a reader may be behind. Beyond it its call is cancelled, and placed again when it
+continues to read."""
 
 SILENCE_S_MAX = 1.0
-"""A worker that owes answers and was silent for so long may be out: the router knows."""
+"""The time after which the router is asked about a silent worker that owes answers."""
 
 LIVES_S_MAX = 2.0
-"""How long the other end of a connection that broke may take to answer on a new one."""
+"""The time limit for an answer on a new connection, after one broke."""
 
 PING_TIMEOUT = "ping timeout"
-"""So gRPC calls it when the other end of a connection gives no sign of life, rather than having closed it."""
+"""The text of gRPC for a peer that does not answer pings, in contrast to one that has closed the
+connection."""
 
 Inbox = asyncio.Queue[Delta | Produced | Trial | Failure]
 
 
 class WorkerClients:
-    """The workers over gRPC: the `Peers` of cluster/edge/flow.py. Lives on one asyncio loop."""
+    """The workers over gRPC: the `Peers` of cluster/edge/flow.py. It belongs to one asyncio loop."""
 
     def __init__(self, unread_items_max: int = UNREAD_ITEMS_MAX, tls: MutualTls | None = None) -> None:
         self._unread_items_max = unread_items_max
@@ -62,16 +64,18 @@ class WorkerClients:
         self._streams: dict[tuple[WorkerId, str], _WorkerCall] = {}
 
     async def produce(self, worker: WorkerId, address: str, request: Request) -> Produced:
-        """Raises PagesMissing, WorkerGone, HandedOver, DiedAlone, SilentAlone, RequestError."""
+        """Compute and store the prompt. Raises PagesMissing, WorkerGone, HandedOver, CrashedAlone, LostAlone,
+        RequestError."""
         return await self._produced(worker, address, Produce, request)
 
     async def prefetch(self, worker: WorkerId, address: str, request: Request) -> None:
-        """Until the worker has fetched all that it can. Cancelling ends it there, before whatever is called
-        next. Raises as `produce` does."""
+        """Return when the worker has fetched all that it can. Cancelling ends it there, before any later
+        call. Raises as `produce` does."""
         await self._produced(worker, address, Prefetch, request)
 
     async def generate(self, worker: WorkerId, address: str, request: Request) -> AsyncGenerator[Delta]:
-        """Closing the generator cancels the request on the worker. Raises as `produce` does."""
+        """Yield the answer. Closing the generator cancels the request on the worker. Raises as `produce`
+        does."""
         stream = self._stream(worker, address)
         with stream.call(Generate(stream.new_call(), request)) as inbox:
             while True:
@@ -95,14 +99,14 @@ class WorkerClients:
                     raise WorkerGone(f"{worker} generates instead of producing")
 
     def silent(self) -> frozenset[WorkerId]:
-        """Workers that owe answers and have sent nothing for SILENCE_S_MAX."""
+        """Return the workers that owe answers and have sent nothing for SILENCE_S_MAX."""
         return frozenset(worker for (worker, _), stream in self._streams.items() if stream.is_silent)
 
     def give_up(self, workers: Collection[WorkerId]) -> None:
-        """Break the streams to these. One that lives sees its end, and cancels what was called on it."""
+        """Break the streams to these workers. One that still runs sees its end, and cancels its calls."""
         for (worker, _), stream in list(self._streams.items()):
             if worker in workers:
-                stream.give_up("the router has not heard it for too long")
+                stream.give_up("its heartbeats stopped")
 
     async def close(self) -> None:
         await asyncio.gather(*(stream.close() for stream in self._streams.values()))
@@ -121,21 +125,22 @@ class WorkerClients:
 
 
 class _WorkerCall:
-    """One connection to one life of a worker. Once broken it stays so, and every call on it fails at once."""
+    """One connection to one incarnation of a worker. Once broken it stays so, and every call on it fails
+    immediately."""
 
     def __init__(self, worker: WorkerId, address: str, unread_items_max: int, tls: MutualTls | None) -> None:
-        self.broken = ""  # why
+        self.broken = ""  # the reason
         self._last_frame_s = asyncio.get_running_loop().time()
         self._worker = worker
         self._address = address
         self._unread_items_max = unread_items_max
         self._tls = tls
         self._numbers = count(1)
-        self._reason = "the connection was closed"  # why it will be broken
-        self._died = True  # ... as far as anybody knows
-        self._is_cut = False  # it was the connection alone
+        self._reason = "the connection was closed"  # the reason if it breaks
+        self._died = True  # ... as far as is known
+        self._is_cut = False  # only the connection broke
         self._inboxes: dict[int, Inbox] = {}
-        self._alone: set[int] = set()  # calls that the worker runs and no other, on trial
+        self._alone: set[int] = set()  # calls on trial that run alone on the worker
         self._frames = asyncio.Queue[bytes | None]()  # None ends it
         self._frames.put_nowait(encode_client_frame(Hello(worker)))
         self.reader = asyncio.create_task(self._read())
@@ -154,7 +159,8 @@ class _WorkerCall:
 
     @contextmanager
     def call(self, frame: Generate | Produce | Prefetch) -> Generator[Inbox]:
-        """Send `frame`; inside, the inbox fills with what the worker has for it. Leaving early cancels it."""
+        """Send `frame`. In the block, the inbox receives the worker's items for it. Leaving early cancels the
+        call."""
         data = encode_client_frame(frame)
         if len(data) > FRAME_BYTES_MAX:
             raise RequestError(
@@ -162,7 +168,7 @@ class _WorkerCall:
             )
         if self.broken:
             raise self._gone()
-        if not self._inboxes:  # it owes nothing so far
+        if not self._inboxes:  # it owes nothing yet
             self._last_frame_s = asyncio.get_running_loop().time()
         inbox = self._inboxes[frame.call] = Inbox()
         self._frames.put_nowait(data)
@@ -197,15 +203,15 @@ class _WorkerCall:
             self._reason = error.details() or error.code().name
             self._died = PING_TIMEOUT not in self._reason
             if has_answered and self._died and error.code() is grpc.StatusCode.UNAVAILABLE:
-                self._is_cut = await self._lives()
+                self._is_cut = await self._still_runs()
         except (Malformed, OSError) as error:
             self._reason = str(error)
         finally:
             self._break(self._reason)
 
-    async def _lives(self) -> bool:
-        """Whether the same life of the worker is still there: then the line was bad, and nobody has died of
-        what it ran. The host of a process that was killed refuses at once."""
+    async def _still_runs(self) -> bool:
+        """Return whether the same incarnation still runs. Then only the connection broke, and no request has
+        crashed the worker. The host of a killed process refuses immediately."""
 
         async def hello() -> AsyncIterator[bytes]:
             yield encode_client_frame(Hello(self._worker))
@@ -246,14 +252,15 @@ class _WorkerCall:
         self._inboxes.clear()
 
     def _gone(self, kind: type[WorkerGone] = WorkerGone) -> WorkerGone | PagesMissing:
-        """Whoever only lost the connection asks the same worker again, which has all its pages."""
+        """Return the error. A caller that lost only the connection retries on the same worker, which has all
+        its pages."""
         if self._is_cut:
-            return PagesMissing(f"the connection to {self._worker} broke, and it lives: {self.broken}")
+            return PagesMissing(f"the connection to {self._worker} broke, and it still runs: {self.broken}")
         return kind(f"{self._worker} at {self._address}: {self.broken}")
 
 
 async def _answer(inbox: Inbox) -> Delta | Produced:
-    """The next one. Raises the failure of the call."""
+    """Return the next item. Raises the failure of the call."""
     while isinstance(item := await inbox.get(), Trial):
         pass
     if isinstance(item, Delta | Produced):

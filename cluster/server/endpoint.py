@@ -12,8 +12,8 @@ from tidemill.cluster.observability.telemetry import QUIET, Telemetry
 from tidemill.kvstore.errors import TidemillError
 
 UNREAD_BYTES_MAX = 256 << 10
-"""The kernel's send buffer of one connection; by default it would hold megabytes for a client that
-does not read."""
+"""The kernel's send buffer of one connection; by default it would hold megabytes for a client that does not
+read."""
 
 OTHER_FILES_MAX = 4096
 """The files that the edge may open in addition to client connections."""

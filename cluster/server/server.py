@@ -59,8 +59,8 @@ class _Runs(Protocol):
 def serve(
     endpoint: Endpoint, settings: ClusterSettings, sources: Sources, console: Console, work: Work
 ) -> None:
-    """Start everything, serve until `work` returns or a signal comes, stop everything. Raises
-    TidemillError when it cannot start; nothing is left running then."""
+    """Start everything, serve until `work` returns or a signal comes, stop everything. Raises TidemillError
+    when it cannot start; nothing is left running then."""
     for engine in {worker.engine for worker in settings.workers}:
         check_settings(engine)  # report errors before anything is started
     for fleet in settings.fleets:
@@ -220,9 +220,9 @@ class _Server(uvicorn.Server):
 
 @contextmanager
 def shared_store(url: str | None, folders: tuple[Path, ...]) -> Generator[str]:
-    """Yield the URL of a store that several processes can share. It is the store of `url`, checked
-    and with its processes running, or a temporary folder without `url`. The folder is made in the
-    first of `folders` that exists."""
+    """Yield the URL of a store that several processes can share. It is the store of `url`, checked and with
+    its processes running, or a temporary folder without `url`. The folder is made in the first of `folders`
+    that exists."""
     if url is None:
         base = next((folder for folder in folders if folder.is_dir()), None)
         with tempfile.TemporaryDirectory(prefix="tidemill-store-", dir=base) as folder:

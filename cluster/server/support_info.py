@@ -27,13 +27,11 @@ TAIL_BYTES = 64 << 10
 FILES_MAX = 64
 
 OWN_LOGS = ("raylet*", "gcs_server*")
-"""The logs of Ray's own processes, for a Ray cluster that we started; others share those of a
-joined one."""
+"""The logs of Ray's own processes, for a Ray cluster that we started; others share those of a joined one."""
 
 
 def support_parts(endpoint: Endpoint, settings: ClusterSettings, lines: Iterable[str]) -> Parts:
-    """Return the functions that collect each part; `lines` are the last log lines of this
-    process."""
+    """Return the functions that collect each part; `lines` are the last log lines of this process."""
     return {
         "config": lambda: config_of(endpoint, settings),
         "software": software,

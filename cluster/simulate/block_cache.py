@@ -82,8 +82,8 @@ class BlockCache:
         return depth
 
     def promise(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Announce the computation of these keys. Return the keys of the checkpoints that it will
-        make. They are at the end of the prompt, and where it leaves the known prefix."""
+        """Announce the computation of these keys. Return the keys of the checkpoints that it will make. They
+        are at the end of the prompt, and where it leaves the known prefix."""
         junction = self.expected(keys)
         self._promised.update(keys)
         states = [keys[depth - 1] for depth in sorted({junction, len(keys)}) if depth] if self.hybrid else []

@@ -9,8 +9,8 @@ T = TypeVar("T")
 
 
 class _Skip(selectors.BaseSelector):
-    """A selector that advances the clock `now_s` by the timeout instead of waiting. It polls
-    sockets only when nothing else is left to do, so that a program without sockets pays nothing."""
+    """A selector that advances the clock `now_s` by the timeout instead of waiting. It polls sockets only
+    when nothing else is left to do, so that a program without sockets pays nothing."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

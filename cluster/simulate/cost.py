@@ -55,8 +55,8 @@ class StepCost:
         return self.speed.step_s + rows * self.speed.row_s
 
     def measured_speed(self, role: Role) -> Speed:
-        """Return the speed that a worker would measure. Without a store, decode workers still get
-        the pages of a prompt from its prefill worker."""
+        """Return the speed that a worker would measure. Without a store, decode workers still get the pages
+        of a prompt from its prefill worker."""
         speed = self.speed
         if not speed.fetch_bytes_per_s:
             rate = NO_STORE_BYTES_PER_S if role == "prefill" else SPEED.fetch_bytes_per_s

@@ -30,8 +30,8 @@ from tidemill.workers.transfer.transfer import Transfer
 
 ROWS_MAX = 256
 IDLE_TURN_S = 1.0
-"""The interval between turns of an idle engine. A thousand idle workers must cost little. A row may
-wait this long for memory that is freed without a step."""
+"""The interval between turns of an idle engine. A thousand idle workers must cost little. A row may wait this
+long for memory that is freed without a step."""
 
 DRAWN = 1 << 31
 """The first id of drawn tokens: above the name of any block of a trace."""

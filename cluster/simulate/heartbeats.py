@@ -10,8 +10,8 @@ LOOK_S = 0.25
 """The interval at which a real worker checks for changes to report."""
 
 IDLE_S, IDLE_S_MAX = 2.0, 64.0
-"""The first and the longest interval without a change; each interval is twice the one before. Real
-workers send a heartbeat every second. Here a thousand idle workers must cost little."""
+"""The first and the longest interval without a change; each interval is twice the one before. Real workers
+send a heartbeat every second. Here a thousand idle workers must cost little."""
 
 
 class Reporting(Protocol):

@@ -72,8 +72,8 @@ class ModelWorker:
         return depth * BLOCK_TOKENS, fetched * BLOCK_TOKENS
 
     def _serving(self, depth: int, keys: Sequence[bytes], num_tokens: int) -> tuple[float, int]:
-        """Return the time to serve a prompt with `depth` cached blocks, and the number of fetched
-        blocks. A fetch keeps the worker busy, too."""
+        """Return the time to serve a prompt with `depth` cached blocks, and the number of fetched blocks. A
+        fetch keeps the worker busy, too."""
         beside = BESIDE_STREAMS if self.kv_tokens else 1.0
         computed_s = self._cost.prefill_s(depth * BLOCK_TOKENS, num_tokens) * beside
         rate = self._cost.speed.fetch_bytes_per_s

@@ -24,8 +24,8 @@ class SimulatedRequest:
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of a run. `gaps_s` has the times between tokens of all requests, `busy_s` the
-    compute time of each worker by role."""
+    """The outcome of a run. `gaps_s` has the times between tokens of all requests, `busy_s` the compute time
+    of each worker by role."""
 
     served: list[SimulatedRequest] = field(default_factory=list[SimulatedRequest])
     gaps_s: "array[float]" = field(default_factory=lambda: array("d"))

@@ -62,8 +62,8 @@ class SizeOnlyStore:
 
 
 class StoreLink:
-    """The PageStore of one worker: a link to the shared store. Gets run one after the other at
-    `bytes_per_s`, and so do puts."""
+    """The PageStore of one worker: a link to the shared store. Gets run one after the other at `bytes_per_s`,
+    and so do puts."""
 
     def __init__(self, store: SizeOnlyStore, bytes_per_s: float) -> None:
         self._store = store

@@ -183,8 +183,8 @@ class _EngineCluster:
             outcome.failed += 1
 
     def _excess_s(self, decode_s: float, trace: Trace, request: TraceRequest) -> float:
-        """Return the error in the time from the call of the decode worker to its first token. A
-        request waits there for steps of streams that are `grain` times as long as the real ones."""
+        """Return the error in the time from the call of the decode worker to its first token. A request waits
+        there for steps of streams that are `grain` times as long as the real ones."""
         computed = min(request.prompt_tokens, trace.provenance.computed_tokens * self._setup.grain)
         compute_s = self._setup.cost.tokens_s(request.prompt_tokens - computed, request.prompt_tokens)
         return max(0.0, decode_s - compute_s) * (1 - 1 / self._setup.grain)

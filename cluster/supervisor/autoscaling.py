@@ -20,9 +20,8 @@ from tidemill.workers.messages import Role
 HIGH, LOW = 0.8, 0.6
 MISSED_SHARE_MAX = 0.01
 BUSY_MIN = 0.5
-"""The role with the highest demand per worker grows by one worker if a larger share than
-MISSED_SHARE_MAX of the requests within `up_s` was refused or late. Its workers must have been busy
-for more than BUSY_MIN."""
+"""The role with the highest demand per worker grows by one worker if a larger share than MISSED_SHARE_MAX of
+the requests within `up_s` was refused or late. Its workers must have been busy for more than BUSY_MIN."""
 
 GROWTH_MAX = 4
 """The maximum growth factor per decision."""
@@ -30,9 +29,8 @@ GROWTH_MAX = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleLoad:
-    """The load of a role: `wanted` is the intended number of workers, `ready` the number that
-    serves. Means over the ready workers: `busy` is the used share of a worker, `queue_s` its queued
-    work in seconds."""
+    """The load of a role: `wanted` is the intended number of workers, `ready` the number that serves. Means
+    over the ready workers: `busy` is the used share of a worker, `queue_s` its queued work in seconds."""
 
     wanted: int
     ready: int
@@ -67,8 +65,7 @@ class Change:
 
 
 def decide(history: Sequence[Sample], bounds: Mapping[Role, Bounds], hysteresis: Hysteresis) -> list[Change]:
-    """Return the changes to make now. `history` ascends in time; samples older than `down_s` are
-    ignored."""
+    """Return the changes to make now. `history` ascends in time; samples older than `down_s` are ignored."""
     if not history:
         return []
     recent = _since(history, history[-1].at_s - hysteresis.up_s)
@@ -109,9 +106,9 @@ def take_sample(status: FleetStatus, wanted: Mapping[Role, int], misses: Misses,
 
 
 def _busy(worker: WorkerStatus) -> float:
-    """Return the used share of a worker: of its compute for prefill, of its memory for decode. Over
-    many samples, the share of those with a prompt in computation is the share of busy time. Memory
-    is measured against at least what the worker brought, because its budget follows its need."""
+    """Return the used share of a worker: of its compute for prefill, of its memory for decode. Over many
+    samples, the share of those with a prompt in computation is the share of busy time. Memory is measured
+    against at least what the worker brought, because its budget follows its need."""
     load, info = worker.load, worker.info
     computing = float(load.queued_tokens > 0)
     memory_bytes = max(1, load.budget_bytes, info.memory_bytes)
@@ -122,8 +119,7 @@ def _busy(worker: WorkerStatus) -> float:
 def _grow(
     history: Sequence[Sample], role: Role, bound: Bounds, blamed: Sequence[Sample], hysteresis: Hysteresis
 ) -> Change | None:
-    """Return the growth of a role; `blamed` are the samples whose refused and late requests count
-    for it."""
+    """Return the growth of a role; `blamed` are the samples whose refused and late requests count for it."""
     now_s, load = history[-1].at_s, history[-1].roles[role]
     if load.wanted < bound.least:
         return Change(role=role, by=bound.least - load.wanted, reason=f"the minimum is {bound.least}")
@@ -178,8 +174,7 @@ def _demand(samples: Sequence[Sample], role: Role, hysteresis: Hysteresis) -> fl
 
 
 def _missed_shares(first: Misses, last: Misses) -> tuple[float, float]:
-    """Return the shares of the requests between the two that were refused, and that were refused or
-    late."""
+    """Return the shares of the requests between the two that were refused, and that were refused or late."""
     refused, late = last.refused - first.refused, last.late - first.late
     num_requests = max(1, last.answered - first.answered + refused)
     return refused / num_requests, (refused + late) / num_requests
@@ -196,8 +191,7 @@ def _changed_s(history: Sequence[Sample], role: Role, sign: int) -> float:
 
 
 def _ready_s(history: Sequence[Sample], role: Role) -> float:
-    """Return the time since which as many workers have been ready as now; earlier samples do not
-    compare."""
+    """Return the time since which as many workers have been ready as now; earlier samples do not compare."""
     for sample in reversed(history):
         if sample.roles[role].ready < history[-1].roles[role].ready:
             return sample.at_s

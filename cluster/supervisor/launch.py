@@ -1,5 +1,4 @@
-"""Start and stop a cluster: Ray, the routers, the workers. A failed start leaves nothing
-running."""
+"""Start and stop a cluster: Ray, the routers, the workers. A failed start leaves nothing running."""
 
 import contextlib
 import shutil
@@ -42,12 +41,11 @@ GRACE_S = 3.0
 CONNECT_S_MAX = 5.0
 RAY_STARTS_MAX = 4
 RAY_WAS_SLOW = "timed out during startup"
-"""The text of the error when a local node of Ray takes longer than Ray's fixed 30 s; a busy machine
-may need several attempts."""
+"""The text of the error when a local node of Ray takes longer than Ray's fixed 30 s; a busy machine may need
+several attempts."""
 
 TEMP_PATH_LENGTH_MAX = 40
-"""Ray appends up to 60 characters for its sockets, and the path of a socket has at most 107
-characters."""
+"""Ray appends up to 60 characters for its sockets, and the path of a socket has at most 107 characters."""
 
 
 class LaunchError(TidemillError):
@@ -55,8 +53,7 @@ class LaunchError(TidemillError):
 
 
 class Cluster:
-    """A running cluster. Call `start_cluster` and `stop` in the main thread, outside of any event
-    loop."""
+    """A running cluster. Call `start_cluster` and `stop` in the main thread, outside of any event loop."""
 
     def __init__(self, settings: ClusterSettings) -> None:
         self._infos: dict[str, WorkerInfo] = {}
@@ -79,8 +76,8 @@ class Cluster:
         return RouterClient(*finders, tls=fleet.router.tls)
 
     def memory(self, fleet: FleetSettings) -> RouterClient | None:
-        """Return a new client of the router that assigns the fleet's memory budgets, if another
-        fleet runs it."""
+        """Return a new client of the router that assigns the fleet's memory budgets, if another fleet runs
+        it."""
         if fleet.router.memory_router is None:
             return None
         find = find_router(fleet.router.memory_router, self._settings.namespace)
@@ -133,8 +130,8 @@ class Cluster:
             self._processes = [process for process in children() if process not in before]
 
     def unschedulable_reason(self, *workers: WorkerSettings) -> str | None:
-        """Explain in one line why Ray cannot schedule these workers beside all that runs now, None
-        if it can. May be called on another thread."""
+        """Explain in one line why Ray cannot schedule these workers beside all that runs now, None if it can.
+        May be called on another thread."""
         return unschedulable_reason(map(demand_of, workers), _nodes())
 
     def start_actors(self) -> None:
@@ -153,9 +150,9 @@ class Cluster:
             ) from error
 
     def add_worker(self, worker: WorkerSettings, routers: RouterSettings) -> None:
-        """Start a worker; it is ready with its first heartbeat to these routers. A worker that
-        cannot be scheduled waits for capacity. May be called on another thread. Raises ValueError
-        if the name is taken."""
+        """Start a worker; it is ready with its first heartbeat to these routers. A worker that cannot be
+        scheduled waits for capacity. May be called on another thread. Raises ValueError if the name is
+        taken."""
         demand = demand_of(worker)
         existing: dict[str, list[str]] = {}
         for name, node_id in self._node_ids.items():
@@ -180,8 +177,8 @@ class Cluster:
             raise
 
     def remove_worker(self, name: str) -> None:
-        """Stop a worker without a restart, if it exists; it should have been drained. May be called
-        on another thread."""
+        """Stop a worker without a restart, if it exists; it should have been drained. May be called on
+        another thread."""
         actor, placement_group = self._actors.pop(name, None), self._placement_groups.pop(name, None)
         self._node_ids.pop(name, None)
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
@@ -193,8 +190,8 @@ class Cluster:
     def wait_until_ready(
         self, show: Callable[[str, State], None], write: Callable[[str], None], clock: Callable[[], float]
     ) -> None:
-        """Wait until the router knows every worker. Raises LaunchError with the first failure. A
-        worker that is scheduled may take any time to start."""
+        """Wait until the router knows every worker. Raises LaunchError with the first failure. A worker that
+        is scheduled may take any time to start."""
         start_s = reported_s = clock()
         ready: dict[str, WorkerInfo] = {}
         without_process = {worker.name: worker for worker in self._settings.workers}
@@ -233,8 +230,8 @@ class Cluster:
         return RAY.util.placement_group_table(self._placement_groups[worker.name])["state"] != "PENDING"
 
     def stop(self) -> None:
-        """End every process and remove every file of the cluster, or only our actors if Ray was
-        joined. May be called at any time, also twice."""
+        """End every process and remove every file of the cluster, or only our actors if Ray was joined. May
+        be called at any time, also twice."""
         processes = with_descendants(self._processes)
         for actor in [*self._actors.values(), *self._routers]:
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
@@ -256,9 +253,8 @@ class Cluster:
 
 @contextlib.contextmanager
 def _raise_interrupts() -> Generator[None]:
-    """Raise KeyboardInterrupt at the end if a SIGTERM or SIGINT came within the block. The
-    exception of the signal's own callback may have been swallowed by another callback or a broad
-    `except`."""
+    """Raise KeyboardInterrupt at the end if a SIGTERM or SIGINT came within the block. The exception of the
+    signal's own callback may have been swallowed by another callback or a broad `except`."""
     reader, writer = socket.socketpair()
     with reader, writer:
         reader.settimeout(0)
@@ -299,8 +295,7 @@ def start_cluster(
 
 
 def _check_reachable(address: str) -> None:
-    """Raise LaunchError if no process listens at the address; Ray itself would retry for
-    minutes."""
+    """Raise LaunchError if no process listens at the address; Ray itself would retry for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():  # a keyword of Ray, like auto
         return
@@ -337,7 +332,6 @@ def _nodes() -> list[Node]:
 
 
 def _line(error: Exception) -> str:
-    """Return the line of Ray's message with the cause: the last one of a traceback, else the
-    first."""
+    """Return the line of Ray's message with the cause: the last one of a traceback, else the first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[-1] if any(line.startswith("Traceback") for line in lines) else lines[0]

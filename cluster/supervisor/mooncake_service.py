@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def running_store(url: str) -> Generator[str]:
-    """Run the processes that the store `url` of `serve` needs; yield the URL for workers. Raises
-    StoreError with one line that names the fix; nothing is left running then."""
+    """Run the processes that the store `url` of `serve` needs; yield the URL for workers. Raises StoreError
+    with one line that names the fix; nothing is left running then."""
     plan = plan_store(url)
     check_url(plan.url)
     if not plan.has_mooncake:
@@ -62,8 +62,8 @@ def running_store(url: str) -> Generator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MooncakeProcess:
-    """A Python program to run. It is ready when it accepts connections at `port`, or, without a
-    port, when it has written a line."""
+    """A Python program to run. It is ready when it accepts connections at `port`, or, without a port, when it
+    has written a line."""
 
     name: str
     arguments: tuple[str, ...]
@@ -85,8 +85,7 @@ class SupervisedProcess:
         self._thread.start()
 
     def wait_until_ready(self) -> None:
-        """Wait for the first start. Raises StoreError if the program ends first or takes
-        START_S_MAX."""
+        """Wait for the first start. Raises StoreError if the program ends first or takes START_S_MAX."""
         try:
             self._first_start.result(START_S_MAX)
         except TimeoutError:
@@ -96,8 +95,7 @@ class SupervisedProcess:
             ) from None
 
     def stop(self) -> None:
-        """End the program and wait for its end; STOP_S_MAX lets a memory owner sign off at its
-        master."""
+        """End the program and wait for its end; STOP_S_MAX lets a memory owner sign off at its master."""
         with self._lock:
             self._stopped.set()
             if self._process is not None:
@@ -108,8 +106,8 @@ class SupervisedProcess:
         self._thread.join()
 
     def _run(self) -> None:
-        """Run the program over all its restarts, in one thread. Linux ends the process with the
-        thread that started it, see die_with_parent.py."""
+        """Run the program over all its restarts, in one thread. Linux ends the process with the thread that
+        started it, see die_with_parent.py."""
         pause_s = PAUSE_S_MIN
         while (process := self._start()) is not None:
             with process:
@@ -169,8 +167,8 @@ def _programs(plan: StorePlan) -> Sequence[MooncakeProcess]:
 
 
 def master_process(master: Master) -> MooncakeProcess:
-    """Return the program of a master. Mooncake would listen on every interface, so each socket gets
-    an address."""
+    """Return the program of a master. Mooncake would listen on every interface, so each socket gets an
+    address."""
     arguments = (
         f"--rpc_address={master.host}",
         f"--rpc_port={master.port}",

@@ -11,8 +11,7 @@ NODES_DESCRIBED_MAX = 4
 """The maximum number of nodes that a message describes."""
 
 CPUS_MIN = 0.001
-"""The CPUs of a worker that asks for no resource: nearly none, but it excludes nodes that offer no
-CPU."""
+"""The CPUs of a worker that asks for no resource: nearly none, but it excludes nodes that offer no CPU."""
 
 ROUNDING = 1e-6
 """The tolerance of comparisons; Ray counts in ten-thousandths."""
@@ -20,8 +19,7 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDemand:
-    """The demand of a worker: one node with these labels, and these resources there for each of its
-    ranks."""
+    """The demand of a worker: one node with these labels, and these resources there for each of its ranks."""
 
     name: str
     kind: str = ""  # replicas of one kind are spread over nodes
@@ -80,9 +78,8 @@ class Node:
 
 
 def demand_of(worker: WorkerSettings) -> WorkerDemand:
-    """Return the demand of a worker; workers that a fleet started for the same role are of one
-    kind. It names at least some CPU, because Ray only stays on a node where it reserves
-    something."""
+    """Return the demand of a worker; workers that a fleet started for the same role are of one kind. It names
+    at least some CPU, because Ray only stays on a node where it reserves something."""
     amounts = {"CPU": worker.num_cpus, "GPU": worker.num_gpus, **worker.resources}
     each = {name: amount for name, amount in amounts.items() if amount}
     return WorkerDemand(
@@ -95,8 +92,8 @@ def demand_of(worker: WorkerSettings) -> WorkerDemand:
 
 
 def selects(wanted: str, value: str | None) -> bool:
-    """Return whether Ray's selector `wanted` (`a`, `!a`, `in(a,b)` or `!in(a,b)`) accepts a label
-    value. `value` is None when the node has no such label."""
+    """Return whether Ray's selector `wanted` (`a`, `!a`, `in(a,b)` or `!in(a,b)`) accepts a label value.
+    `value` is None when the node has no such label."""
     is_negated = wanted.startswith("!")
     listed = re.fullmatch(r"in\((.*)\)", wanted.removeprefix("!").strip())
     values = [item.strip() for item in listed[1].split(",")] if listed else [wanted.removeprefix("!")]
@@ -105,9 +102,9 @@ def selects(wanted: str, value: str | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NodeAssignment:
-    """The result of assigning demands to nodes one after the other. `node_ids` has the node of each
-    demand that fits, by the demand's name. `remaining` has the nodes with the resources that are
-    left. `unassigned` has the demands that fit on no node."""
+    """The result of assigning demands to nodes one after the other. `node_ids` has the node of each demand
+    that fits, by the demand's name. `remaining` has the nodes with the resources that are left. `unassigned`
+    has the demands that fit on no node."""
 
     node_ids: dict[str, str]
     remaining: tuple[Node, ...]
@@ -117,8 +114,8 @@ class NodeAssignment:
 def assign(
     demands: Iterable[WorkerDemand], nodes: Sequence[Node], existing: Mapping[str, Iterable[str]]
 ) -> NodeAssignment:
-    """Assign each demand to the node with the fewest workers of its kind, then with the fewest of
-    all. `existing` has, by kind, the node id of each worker that is already assigned."""
+    """Assign each demand to the node with the fewest workers of its kind, then with the fewest of all.
+    `existing` has, by kind, the node id of each worker that is already assigned."""
     remaining = {node.id: node for node in nodes}
     counts = {kind: Counter(ids) for kind, ids in existing.items()}
     node_ids: dict[str, str] = {}
@@ -152,8 +149,7 @@ def unschedulable_reason(demands: Iterable[WorkerDemand], nodes: Sequence[Node])
 
 
 def _describe(demand: WorkerDemand, nodes: Sequence[Node]) -> str:
-    """Describe the nodes, the closest to fitting first: those with the labels, and of these the
-    emptiest."""
+    """Describe the nodes, the closest to fitting first: those with the labels, and of these the emptiest."""
     if not nodes:
         return "it has no node"
 

@@ -23,8 +23,7 @@ def with_descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def end(processes: list[psutil.Process], grace_s: float) -> None:
-    """Wait `grace_s` for the processes to end, then kill them and their descendants and wait
-    again."""
+    """Wait `grace_s` for the processes to end, then kill them and their descendants and wait again."""
     _, running = psutil.wait_procs(processes, timeout=grace_s)
     for process in running:
         with contextlib.suppress(psutil.NoSuchProcess):

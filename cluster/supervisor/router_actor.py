@@ -52,8 +52,7 @@ class RouterActor:
         return await self._address
 
     async def begin(self, name: str) -> float:
-        """Record that an incarnation of this worker begins; return the seconds that it must wait
-        first."""
+        """Record that an incarnation of this worker begins; return the seconds that it must wait first."""
         return self._backoff.begin(name, asyncio.get_running_loop().time())
 
 

@@ -21,8 +21,8 @@ from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import RequestError, Role, Unserved
 
 IDLE_CHECKS = 2
-"""A drained worker is removed after this many consecutive checks without work. Requests that were
-placed on it just before the drain have then arrived and been handed over."""
+"""A drained worker is removed after this many consecutive checks without work. Requests that were placed on
+it just before the drain have then arrived and been handed over."""
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +51,7 @@ class Lifecycle(Enum):
 
 _ON_DRAINING = {Lifecycle.SERVING: Lifecycle.DRAINED, Lifecycle.LEAVING: Lifecycle.DRAINING}
 _ON_NOT_DRAINING = {Lifecycle.DRAINED: Lifecycle.SERVING, Lifecycle.DRAINING: Lifecycle.SERVING}
-"""The transitions on a report of the router. A drain that an operator takes back ends in
-SERVING."""
+"""The transitions on a report of the router. A drain that an operator takes back ends in SERVING."""
 
 _ON_STAY = {Lifecycle.LEAVING: Lifecycle.SERVING, Lifecycle.DRAINING: Lifecycle.DRAINED}
 """The transitions when the router refuses the drain."""
@@ -71,9 +70,8 @@ class _Worker:
         return self.state in (Lifecycle.LEAVING, Lifecycle.DRAINING)
 
     def observe(self, row: WorkerStatus | None, *, keeps_drained: bool) -> None:
-        """Apply the router's report; `row` is None when the router does not know the worker.
-        `keeps_drained`: a worker that an operator drained is kept also when it is gone, for it may
-        come back."""
+        """Apply the router's report; `row` is None when the router does not know the worker. `keeps_drained`:
+        a worker that an operator drained is kept also when it is gone, for it may come back."""
         if row is not None:
             transitions = _ON_DRAINING if row.state == "draining" else _ON_NOT_DRAINING
             self.state = transitions.get(self.state, self.state)
@@ -92,8 +90,8 @@ class Scaler:
         fleet: FleetSettings,
         misses: Callable[[], Misses],
     ) -> None:
-        """Scale a fleet whose workers have been started; a new worker copies the first one of its
-        role. The size of a role without bounds changes only by operator command."""
+        """Scale a fleet whose workers have been started; a new worker copies the first one of its role. The
+        size of a role without bounds changes only by operator command."""
         self._cluster = cluster
         self._router = router
         self._fleet = fleet
@@ -114,8 +112,7 @@ class Scaler:
             await asyncio.sleep(self._hysteresis.look_s)
 
     async def adjust(self, now_s: float) -> None:
-        """Remove drained workers, then scale by load. Do nothing while the router does not
-        answer."""
+        """Remove drained workers, then scale by load. Do nothing while the router does not answer."""
         async with self._lock:
             try:
                 status = await self._router.status()
@@ -134,9 +131,9 @@ class Scaler:
                 await self._apply(change, rows)
 
     async def scale(self, counts: Mapping[Role, int], *, pending: bool) -> str | None:
-        """Set the number of workers per role, for an operator. New workers that the cluster cannot
-        schedule are refused. With `pending` they wait for capacity, and the missing capacity is
-        returned. Raises RequestError, Unserved."""
+        """Set the number of workers per role, for an operator. New workers that the cluster cannot schedule
+        are refused. With `pending` they wait for capacity, and the missing capacity is returned. Raises
+        RequestError, Unserved."""
         for role, wanted in counts.items():
             self._check_count(role, wanted)
         async with self._lock:
@@ -161,8 +158,7 @@ class Scaler:
         return reason
 
     async def roles(self) -> tuple[RoleScale, ...]:
-        """Return the intended number of workers per role, and which start or leave. Raises
-        Unserved."""
+        """Return the intended number of workers per role, and which start or leave. Raises Unserved."""
         rows = {worker.info.name for worker in (await self._router.status()).workers}
         scales: list[RoleScale] = []
         known = self._templates.keys() | {worker.role for worker in self._workers.values()}
@@ -237,8 +233,8 @@ class Scaler:
         self._workers[worker.name] = _Worker(worker.role, worker.role)
 
     async def _retire(self, name: str, rows: Mapping[str, WorkerStatus]) -> None:
-        """Order a worker to drain; it is removed when it is empty. A worker that the router does
-        not know yet is drained as soon as the router reports it."""
+        """Order a worker to drain; it is removed when it is empty. A worker that the router does not know yet
+        is drained as soon as the router reports it."""
         if name in rows:
             await self._router.drain(name, drain=True)
         worker = self._workers[name]
@@ -260,8 +256,7 @@ class Scaler:
         await asyncio.to_thread(self._cluster.remove_worker, name)
 
     def _least_loaded(self, names: Sequence[str], rows: Mapping[str, WorkerStatus]) -> list[str]:
-        """Sort workers that are not ready first, then by work to hand over, then the newest
-        first."""
+        """Sort workers that are not ready first, then by work to hand over, then the newest first."""
 
         def sort_key(name: str) -> tuple[int, int, int]:
             load = rows[name].load if name in rows else None

@@ -1,5 +1,4 @@
-"""Show the progress of a cluster start: a bar for each worker on a terminal, log lines
-elsewhere."""
+"""Show the progress of a cluster start: a bar for each worker on a terminal, log lines elsewhere."""
 
 import logging
 from collections.abc import Callable, Generator
@@ -20,8 +19,8 @@ Show = Callable[[str, State | None], None]
 
 @contextmanager
 def show_progress(console: Console, clock: Callable[[], float]) -> Generator[Show]:
-    """Yield a function that shows states. Bars disappear at the end of the block. Log lines are
-    written while weights load, at most one per `LOG_PERIOD_S`."""
+    """Yield a function that shows states. Bars disappear at the end of the block. Log lines are written while
+    weights load, at most one per `LOG_PERIOD_S`."""
     if not console.is_terminal:
         yield ProgressLog(log.info, clock).show
         return

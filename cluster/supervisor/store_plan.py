@@ -30,8 +30,7 @@ SIZE_BYTES_MAX = 8 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Master:
-    """The addresses of a master to start. Its ports are free now and stay the same over
-    restarts."""
+    """The addresses of a master to start. Its ports are free now and stay the same over restarts."""
 
     host: str
     port: int
@@ -50,8 +49,7 @@ class MemoryOwner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorePlan:
-    """The URL for workers and the processes to start; `joined` is the master that must run
-    already."""
+    """The URL for workers and the processes to start; `joined` is the master that must run already."""
 
     url: str
     master: Master | None = None

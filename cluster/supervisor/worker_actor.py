@@ -39,8 +39,7 @@ log = logging.getLogger(__name__)
 
 
 async def call_router(router: tuple[str, str], call: Callable[[Any], Awaitable[_Answer]]) -> _Answer:
-    """Call the router actor of this name and namespace. Raises WorkerGone when it does not
-    answer."""
+    """Call the router actor of this name and namespace. Raises WorkerGone when it does not answer."""
     try:
         actor = await asyncio.to_thread(RAY.get_actor, *router)
         async with asyncio.timeout(FIND_S_MAX):
@@ -59,8 +58,7 @@ def actor_options(
     placement_group: Any,  # noqa: ANN401 - Ray's types
     index: int,
 ) -> dict[str, Any]:
-    """Return Ray's options for rank `index` of a worker; the placement group has a bundle for each
-    rank."""
+    """Return Ray's options for rank `index` of a worker; the placement group has a bundle for each rank."""
     return {
         "num_cpus": settings.num_cpus,
         "num_gpus": settings.num_gpus,
@@ -72,14 +70,13 @@ def actor_options(
 
 
 class WorkerActor:
-    """The process of one worker, or of the leader of its rank group. When the worker fails, the
-    process exits and Ray restarts it. On SIGTERM the worker hands its requests over and is not
-    restarted."""
+    """The process of one worker, or of the leader of its rank group. When the worker fails, the process exits
+    and Ray restarts it. On SIGTERM the worker hands its requests over and is not restarted."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:  # noqa: ANN401 - the arguments of __init__
-        """Install the SIGTERM callback. Ray calls `__new__` in the main thread, which alone can
-        receive signals, and `__init__` in another. In the process that creates actors, Ray also
-        derives a class of its own from this one."""
+        """Install the SIGTERM callback. Ray calls `__new__` in the main thread, which alone can receive
+        signals, and `__init__` in another. In the process that creates actors, Ray also derives a class of
+        its own from this one."""
         actor = super().__new__(cls)
         if not issubclass(cls, ray.actor.ActorClass):
             signal.signal(signal.SIGTERM, actor.leave)
@@ -115,8 +112,7 @@ class WorkerActor:
         self._loop.call_soon_threadsafe(self._process.leave)
 
     async def exit(self) -> None:
-        """Exit without a restart; Ray takes this as intended only when it is called as a remote
-        method."""
+        """Exit without a restart; Ray takes this as intended only when it is called as a remote method."""
         ray.actor.exit_actor()
 
     async def _run(self) -> None:
@@ -124,8 +120,7 @@ class WorkerActor:
         await self._process.run([find_router(*router) for router in self._routers], self._memory)
 
     async def _wait_s(self) -> float:
-        """Return the restart backoff in seconds, see restart_backoff.py; 0 if the router does not
-        answer."""
+        """Return the restart backoff in seconds, see restart_backoff.py; 0 if the router does not answer."""
         with suppress(WorkerGone):
             return await call_router(self._routers[0], lambda actor: actor.begin.remote(self._settings.name))
         return 0.0

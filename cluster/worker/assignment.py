@@ -1,4 +1,4 @@
-"""What a worker does now: its role, and whether it hands everything over. Orders change it."""
+"""The current assignment of a worker: its role, and whether it drains. Orders of the router change it."""
 
 from dataclasses import replace
 from typing import Protocol
@@ -11,20 +11,21 @@ class RestrictableEngine(Protocol):
 
 
 class Assignment:
-    """`info` says its present role. Who leaves hands everything over, whatever the router says after that."""
+    """The orders that a worker follows. `info` has its current role. A process that was ordered to exit
+    drains, whatever the router orders afterwards."""
 
     def __init__(self, engine: RestrictableEngine, info: WorkerInfo) -> None:
         self.info = info
         self.leaves = False
         self._engine = engine
-        self._drains = False  # the router's word
+        self._drains = False  # the router's order
 
     @property
     def draining(self) -> bool:
         return self.leaves or self._drains
 
     def apply(self, ack: Ack) -> None:
-        """What the router answers to a heartbeat."""
+        """Apply the router's answer to a heartbeat."""
         changed = ack.drain is not self._drains and not self.leaves
         self._drains = ack.drain
         if ack.role is not None and ack.role != self.info.role:
@@ -34,7 +35,7 @@ class Assignment:
             self._restrict()
 
     def leave(self) -> None:
-        """The process was told to end."""
+        """Drain, because the process was ordered to exit."""
         if not self.leaves:
             self.leaves = True
             self._restrict()

@@ -1,4 +1,4 @@
-"""A worker's heartbeat to each router: beats only while the engine's step loop turns."""
+"""Report to each router, while the engine's step loop makes progress."""
 
 import asyncio
 import logging
@@ -16,14 +16,14 @@ from tidemill.cluster.worker import assignment as duties
 from tidemill.cluster.worker.assignment import Assignment
 from tidemill.workers.messages import Ack, Announcement, Heartbeat, WorkerGone, WorkerLoad
 
-if TYPE_CHECKING:  # generic in the type stubs alone
+if TYPE_CHECKING:  # generic only in the type stubs
     ReportMethod = grpc.aio.StreamStreamMultiCallable[bytes, bytes]
 
 LOOK_S = 0.25
-"""How often a worker looks whether there is something new to report."""
+"""The interval at which a worker checks whether there are changes to report."""
 
 BEAT_S_MAX = 0.9
-"""A worker with nothing new beats this often: with the time of a look, about once a second."""
+"""The interval of heartbeats without changes. With the time of a check it is about a second."""
 
 RECONNECT_S = 0.1
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 class Announces(Protocol):
     def take_announcement(self, *, full: bool) -> Announcement:
-        """What came and went since the last call, or all that there is."""
+        """Return what was added and removed since the last call, or all that there is."""
         ...
 
 
@@ -50,14 +50,14 @@ class _Unsent:
 
 
 class UnsentAnnouncements:
-    """What the engine announces, for each router that is being reported to: it says everything once."""
+    """The changes that each router has not received yet. The engine itself announces each change once."""
 
     def __init__(self, engine: Announces) -> None:
         self._engine = engine
         self._unsent: dict[object, _Unsent] = {}
 
     def take(self, listener: object, *, full: bool) -> Announcement:
-        """What this listener has not heard, or everything: that must be its first."""
+        """Return the changes that this listener has not received. Its first call must be a full one."""
         unsent_changes = self._engine.take_announcement(full=False)
         for unsent in self._unsent.values():
             unsent.added = (unsent.added - {*unsent_changes.removed}) | {*unsent_changes.added}
@@ -73,8 +73,8 @@ class UnsentAnnouncements:
 
 
 class Heartbeats:
-    """To one router. Of several, `obey` makes it the one whose answers count. Without `news` it is one of
-    another fleet, which says the budget of this worker and nothing else."""
+    """The heartbeats to one router. Of several routers, `follow` selects the one whose orders count. Without
+    `unsent_changes` it is the router of another fleet, which only sets the budget of this worker."""
 
     def __init__(
         self,
@@ -92,16 +92,16 @@ class Heartbeats:
         self._on_answer: Callable[[], None] | None = None
         self._takes_budgets = unsent_changes is None
         self._sequence = 0
-        self._asked_bytes: int | None = None  # of the engine, by the last ack that named a budget
+        self._asked_bytes: int | None = None  # of the engine, by the last ack with a budget
 
     def follow(self, on_answer: Callable[[], None], *, budgets: bool = True) -> None:
-        """Do what the router answers, also about `budgets` unless another one says them. `heard` is called at
-        every acknowledged beat: from the first on, the router knows the worker."""
+        """Follow the router's orders; with `budgets` also those about memory. `on_answer` is called at every
+        acknowledged heartbeat: from the first on, the router knows the worker."""
         self._on_answer = on_answer
         self._takes_budgets = budgets
 
     async def run(self) -> None:
-        """Report until cancelled, to whatever router there is; a new connection starts with everything."""
+        """Report until cancelled, to the current router; a new connection starts with a full announcement."""
         while True:
             try:
                 async with open_channel(await self._find_router(), self._tls) as channel:
@@ -150,7 +150,8 @@ class Heartbeats:
             await asyncio.sleep(LOOK_S)
 
     def _take_budget(self, budget_bytes: int | None, reported: WorkerLoad) -> None:
-        """The last word counts, also when it takes back one that the engine has not acted on yet."""
+        """Apply a budget. The latest one counts, also when it revokes one that the engine has not applied
+        yet."""
         if budget_bytes is None or budget_bytes == (self._asked_bytes or reported.budget_bytes):
             return
         self._asked_bytes = budget_bytes

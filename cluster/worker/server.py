@@ -1,4 +1,4 @@
-"""The worker's side of the data plane: runs what frontends ask for, and sends each one a frame per step."""
+"""The worker's side of the data plane: run calls of edges, and send each edge one frame per step."""
 
 import asyncio
 import logging
@@ -39,19 +39,20 @@ from tidemill.workers.messages import (
 )
 from tidemill.workers.scheduling.isolation import Notify
 
-if TYPE_CHECKING:  # generic in the type stubs alone
+if TYPE_CHECKING:  # generic only in the type stubs
     Context = grpc.aio.ServicerContext[bytes, bytes]
 
 log = logging.getLogger(__name__)
 
 
 FLUSH_S_MAX = 4.0
-"""A frontend that does not read holds up a trial for so long: longer than it takes until its connection
-counts as broken, so that it never blames a request that does not run alone any more."""
+"""The longest time that an edge that does not read can delay a trial. It is longer than the time until its
+connection counts as broken, so the edge never blames a request that no longer runs alone."""
 
 
 class StreamingEngine(Protocol):
-    """`tell` is for requests on trial: see workers/scheduling/isolation.py."""
+    """The engine that runs the calls. `notify` is for requests on trial: see
+    workers/scheduling/isolation.py."""
 
     async def produce(self, request: Request, notify: Notify | None = None) -> Produced: ...
     async def prefetch(self, request: Request) -> Produced: ...
@@ -60,7 +61,7 @@ class StreamingEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """What one frontend may hold: calls at once, and items of one call that it has not taken yet."""
+    """The limits of one edge: concurrent calls, and items of one call that it has not received yet."""
 
     calls_max: int = 4096
     items_max: int = 1024
@@ -68,7 +69,7 @@ class ServerLimits:
 
 
 class WorkerServer:
-    """Serves the streams of all frontends of one worker."""
+    """Serves the streams of all edges to one worker."""
 
     def __init__(
         self,
@@ -92,22 +93,22 @@ class WorkerServer:
         )
 
     async def start(self, host: str, port: int = 0) -> str:
-        """Listen; the address, host:port. Raises OSError."""
+        """Listen, and return the address, host:port. Raises OSError."""
         address = bind(self._server, host, port, server_credentials(self._tls))
         await self._server.start()
         return address
 
     async def stop(self) -> None:
-        """End every stream, and with them every call."""
+        """End every stream, and with it every call."""
         await self._server.stop(grace=None)
 
     @property
     def num_calls(self) -> int:
-        """Requests that run here, for whatever frontend."""
+        """The number of requests that run here, for all edges."""
         return sum(stream.num_calls for stream in self._streams)
 
     async def flush(self) -> None:
-        """Until all frontends have been sent what there is for them, those that do not read aside."""
+        """Wait until all edges have received their items, except those that do not read."""
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_S_MAX):
                 for stream in list(self._streams):
@@ -129,8 +130,8 @@ class WorkerServer:
 
 
 class _ServedCall:
-    """The calls of one frontend. Items wait in `_outbox` until the frame before them is sent, so that a slow
-    frontend gets fewer and larger frames and never holds up the engine."""
+    """The calls of one edge. Items wait in `_outbox` until the frame before them is sent. So a slow edge gets
+    fewer and larger frames and never delays the engine."""
 
     def __init__(
         self,
@@ -139,26 +140,27 @@ class _ServedCall:
         send: Callable[[bytes], Awaitable[None]],
         flush: Callable[[], Awaitable[None]],
     ) -> None:
-        """`flush` waits until the frontends have been sent everything, those of other streams as well."""
-        self.sent = asyncio.Event()  # nothing waits to be sent
+        """Create the stream. `flush` waits until all edges have received everything, also on other
+        streams."""
+        self.sent = asyncio.Event()  # no item waits
         self.sent.set()
         self._engine = engine
         self._limits = limits
         self._send = send
         self._flush = flush
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._prefetches: set[int] = set()  # among these calls
+        self._prefetches: set[int] = set()  # subset of the calls
         self._outbox: list[StreamItem] = []
         self._waiting = Counter[int]()  # items in the outbox, by call
         self._filled = asyncio.Event()
 
     @property
     def num_calls(self) -> int:
-        """What is only prefetched left out."""
+        """The number of calls without prefetches."""
         return len(self._calls) - len(self._prefetches)
 
     async def run(self, frames: AsyncIterator[bytes]) -> None:
-        """Serve until the frontend ends the stream or vanishes. Raises Malformed."""
+        """Serve until the edge ends the stream or vanishes. Raises Malformed."""
         sender = asyncio.create_task(self._send_items())
         try:
             async for data in frames:
@@ -191,7 +193,7 @@ class _ServedCall:
                 task.add_done_callback(lambda task: self._ended(frame.call, task))
 
     async def _run(self, frame: Generate | Produce | Prefetch) -> None:
-        async def notify(alone: bool) -> None:  # noqa: FBT001  what is told
+        async def notify(alone: bool) -> None:  # noqa: FBT001  the signature of Notify
             self._put(frame.call, Trial(alone))
             await self._flush()
 
@@ -230,8 +232,8 @@ class _ServedCall:
         self._filled.set()
 
     async def _send_items(self) -> None:
-        """One frame at a time. The calls that a step wakes run in one turn of the loop, and this after them:
-        what a step brings goes out together."""
+        """Send one frame at a time. The calls that a step wakes run in one iteration of the event loop, and
+        this runs after them, so the items of a step go out together."""
         while True:
             await self._filled.wait()
             items = list(first_frame(self._outbox, self._limits.frame_items_max))

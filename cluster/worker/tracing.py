@@ -1,4 +1,5 @@
-"""An engine that records spans for its calls, from times that the step loop takes of every request."""
+"""An engine that records spans for its calls, from the times that the step loop measures for every
+request."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -64,7 +65,7 @@ class TracedEngine:
                         generating.set_attributes(
                             {"tidemill.tokens": num_tokens, "tidemill.finish": delta.finish}
                         )
-                        generating.end()  # the reader does not ask for more
+                        generating.end()  # the reader stops early
                     yield delta
 
 

@@ -1,4 +1,5 @@
-"""One worker's life: builds the engine, opens the data plane, beats. Knows no Ray."""
+"""One incarnation of a worker: build the engine, open the data plane, send heartbeats. It does not know
+Ray."""
 
 import asyncio
 import os
@@ -32,12 +33,12 @@ class WatchedGroup(Protocol):
     """The other ranks of the worker."""
 
     async def watch(self) -> None:
-        """Raises when one of them is gone."""
+        """Raise when one of them is gone."""
         ...
 
 
 class HostedEngine(Protocol):
-    """What the builder of an engine hands over: workers/engine/build.py."""
+    """The result of an engine builder: see workers/engine/build.py."""
 
     @property
     def engine(self) -> RunningEngine: ...
@@ -53,7 +54,7 @@ Build = Callable[[EngineSettings, Callable[[int, int], None], StartRanks], Hoste
 @dataclass(frozen=True, slots=True)
 class Loading:
     done_bytes: int = 0
-    total_bytes: int = 0  # 0 while nobody knows
+    total_bytes: int = 0  # 0 while it is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """`expected` failures name their fix; others are bugs."""
+    """The worker failed. `expected` failures name their fix; others are bugs."""
 
     reason: str
     expected: bool
@@ -75,11 +76,11 @@ State = Loading | Ready | Failed
 
 
 LEAVE_S_MAX = 28.0
-"""A worker that was told to go ends after this time at the latest."""
+"""The time limit of a drain after an order to exit."""
 
 HANG_S_MAX = 120.0
-"""A step loop that stood still for so long will not go on. Longer than the ranks of a group wait for each
-other."""
+"""The time after which a step loop without progress is stuck. It is longer than the ranks of a group wait for
+each other."""
 
 LOOK_S = 0.05
 WATCH_S = 5.0
@@ -89,7 +90,8 @@ class WorkerProcess:
     def __init__(
         self, settings: WorkerSettings, host: str, life: str, node: str, start_ranks: StartRanks
     ) -> None:
-        """`life` tells this life of the worker from all others, `host` is where the data plane binds."""
+        """Create a worker. `life` distinguishes this incarnation from all others. The data plane binds to
+        `host`."""
         self.state: State = Loading()
         self._stop_requested = asyncio.Event()
         self._engine: RunningEngine | None = None
@@ -100,9 +102,8 @@ class WorkerProcess:
         self._start_ranks = start_ranks
 
     async def run(self, routers: Sequence[FindRouter], memory: FindRouter | None = None) -> None:
-        """Serve until something breaks, and raise it, or until `leave`. The word of the first of `routers`
-        counts; about memory that of `memory`, if another one says it. Raises ModelError and the like when it
-        cannot start."""
+        """Serve until something breaks, and raise it, or until `leave`. Orders of the first of `routers`
+        count, and about memory those of `memory` if it is given. Raises ModelError and other start errors."""
         build = cast("Build", resolve_name(self._settings.build))
         built = await asyncio.to_thread(build, self._settings.engine, self._progress, self._start_ranks)
         tls = self._settings.tls
@@ -134,11 +135,11 @@ class WorkerProcess:
             await asyncio.to_thread(close_tracer)
 
     def leave(self) -> None:
-        """Hand everything over, and end `run`."""
+        """Hand over all work, and end `run`."""
         self._stop_requested.set()
 
     async def hangs(self) -> None:
-        """Until the step loop has stood still for too long."""
+        """Return when the step loop has made no progress for too long."""
         steps, since_s = -1, 0.0
         now_s = asyncio.get_running_loop().time
         while True:
@@ -149,7 +150,7 @@ class WorkerProcess:
             await asyncio.sleep(WATCH_S)
 
     def fail(self, error: BaseException) -> Failed:
-        """Say what broke, as one line for people."""
+        """Return what broke, as one line for operators."""
         cause = error
         while isinstance(cause, BaseExceptionGroup):  # of a task group
             cause = cast("BaseExceptionGroup[BaseException]", cause).exceptions[0]
@@ -178,7 +179,8 @@ class WorkerProcess:
 
 
 async def _handed_over(engine: RunningEngine, plane: WorkerServer) -> None:
-    """Until all calls have ended, their callers know it, and what they had is stored; or for LEAVE_S_MAX."""
+    """Wait until all calls have ended, their callers know it, and their work is stored, at most
+    LEAVE_S_MAX."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LEAVE_S_MAX):
             while plane.num_calls:  # noqa: ASYNC110 - they end one by one, for many reasons

@@ -43,8 +43,8 @@ def heatmap(title: str, name: str, unit: str) -> Panel:
 
 
 def rates(title: str, unit: str, by: str, *names: str, labels: str = MODEL) -> Panel:
-    """Return a panel with the rates of counters, summed by a label. The rate is taken first,
-    because the counters of a restarted worker begin at 0."""
+    """Return a panel with the rates of counters, summed by a label. The rate is taken first, because the
+    counters of a restarted worker begin at 0."""
     queries = (
         (
             f"{{{{{by}}}}}" + (f" {name}" if len(names) > 1 else ""),

@@ -34,7 +34,7 @@ ROWS_AT_ONCE = 128  # of one round of the search for a program's row
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How programs of one kernel are cut: query vectors and keys at once, warps, copies of keys in flight."""
+    """The tiling of one kernel: query vectors and keys per tile, warps, copies of keys in flight."""
 
     queries: int
     keys: int
@@ -187,7 +187,7 @@ def add_spans(
 
 @triton.jit
 def keys_of(position_M, KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """Of a tile of queries: seen_from, all_from, all_to and end, as `attend` takes them."""
+    """Return seen_from, all_from, all_to and end of a tile of queries, as `attend` takes them."""
     all_to = tl.maximum(tl.min(position_M, 0) + 1, 0) // KEYS * KEYS
     end = tl.max(position_M, 0) + 1
     seen_from, all_from = 0, 0

@@ -21,7 +21,8 @@ def vectors(x, at_M, mask_M, start: tl.constexpr, end: tl.constexpr, DIMS: tl.co
 
 @triton.jit
 def both(x, at_M, mask_M, R: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, FIRST: tl.constexpr):
-    """The elements after the first R, and these; if R is 0 the others once more, which is nobody's use."""
+    """Return the elements after the first R, and the first R. If R is 0 it returns the others twice,
+    unused."""
     x_MD = vectors(x, at_M, mask_M, R, D, DIMS)
     x_MR = x_MD
     if R > 0:
@@ -79,7 +80,7 @@ def keys_of_tile(
 
 @triton.jit
 def plus(sum_MD, shrink_M, weight_MN, v_ND):
-    """What was summed before, shrunk, and the values by their weights."""
+    """Return the sum so far, scaled down, plus the values by their weights."""
     return tl.dot(weight_MN.to(v_ND.dtype), v_ND, sum_MD * shrink_M[:, None], input_precision="ieee")
 
 

@@ -5,5 +5,5 @@ from torch.nn import functional
 
 
 def embed(tokens_T: torch.Tensor, weight_VH: torch.Tensor) -> torch.Tensor:
-    """In the type of the weights."""
+    """Look up rows, in the dtype of the weights."""
     return functional.embedding(tokens_T, weight_VH)

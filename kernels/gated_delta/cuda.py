@@ -2,17 +2,19 @@
 # pyright: reportGeneralTypeIssues=false
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
 # Nor has it types that pyright could check.
-"""`gated_delta` on CUDA: rows of many tokens in chunks, short ones and short ends one token after the other.
+"""`gated_delta` on CUDA: rows of many tokens in chunks, short ones and short ends one token after the
+other.
 
-Chunks (recurrence.py) are those of arXiv 2412.06464, section 3.3, with keys
-and queries as they are in memory and their lengths in the factors (`unit`, left out here); `total` is the sum
-of g from the start of the chunk:
+Chunks (recurrence.py) are those of arXiv 2412.06464, section 3.3, with keys and queries as they are in
+memory
+and their lengths in the factors (`unit`, left out here); `total` is the sum of g from the start of the
+chunk:
 
-    prepare, every chunk at once:  L[i, j] = beta_i (k_i . k_j) exp(total_i - total_j) for j < i
+    prepare, all chunks together:  L[i, j] = beta_i (k_i . k_j) exp(total_i - total_j) for j < i
                                    A = inverse(1 + L),  w = A (beta exp(total) k),  u = A (beta v)
     advance, one after the other:  u <- u - w S
                                    S <- exp(total_last) S + sum over i of exp(total_last - total_i) k_i u_i
-    answer, every chunk at once:   o_i = exp(total_i) q_i S + sum over j <= i of
+    answer, all chunks together:   o_i = exp(total_i) q_i S + sum over j <= i of
                                          exp(total_i - total_j) (q_i . k_j) u_j
 """
 
@@ -63,7 +65,8 @@ def merge(A_NSS, L_CC, COUNT: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def diagonal_inverses(upper_CC):
-    """Of the blocks on the diagonal of 1 + L, from the transpose of L, which is strictly lower triangular."""
+    """Return the inverses of the diagonal blocks of 1 + L, from the transpose of L, which is strictly lower
+    triangular."""
     upper = blocks(upper_CC, 0, CHUNK // BLOCK, BLOCK)
     place = tl.arange(0, BLOCK)
     A = tl.where(place[None, :, None] == place[None, None, :], 1.0, tl.zeros_like(upper))

@@ -14,7 +14,7 @@ def pack(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> Packed:
 
 
 def linear(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
-    """In the type of the weights: what multiplies bfloat16 has no use for more of x."""
+    """Multiply in the dtype of the weights: a product of bfloat16 needs no more of x."""
     return functional.linear(x_MK.to(weight.data.dtype), weight.data, weight.bias_N)
 
 
@@ -28,7 +28,7 @@ def logits(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
 
 
 def linear_heads(x_THI: torch.Tensor, weight: Packed) -> torch.Tensor:
-    """In the type of the weights; a head is one of a batch of products."""
+    """Multiply in the dtype of the weights; each head is one product of a batch."""
     assert weight.bias_N is None
     x_HTI = x_THI.to(weight.data.dtype).transpose(0, 1)
     return torch.bmm(x_HTI, weight.data.transpose(1, 2)).transpose(0, 1).contiguous()

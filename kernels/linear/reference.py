@@ -19,11 +19,12 @@ def linear(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
 
 
 def logits(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
-    """As `linear`, and at least float32: scores that are compared, among which rounding would make ties."""
+    """Return `linear`, in at least float32: rounding would make ties among scores that are compared."""
     return linear(x_MK.to(torch.promote_types(x_MK.dtype, torch.float32)), weight)
 
 
 def linear_heads(x_THI: torch.Tensor, weight: Packed) -> torch.Tensor:
-    """Of each head by its own weights, `[H, O, I]` without bias, `[T, H, O]`; x may be strided but for I."""
+    """Multiply each head by its own weights, `[H, O, I]` without bias, to `[T, H, O]`. x may be strided
+    except in I."""
     assert weight.bias_N is None
     return torch.einsum("thi,hoi->tho", x_THI, weight.data.to(x_THI.dtype))

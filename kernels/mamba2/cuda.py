@@ -4,12 +4,13 @@
 # Nor has it types that pyright could check.
 """`mamba2` on CUDA: rows of many tokens in chunks, short ones and short ends one token after the other.
 
-Chunks (recurrence.py) are those of arXiv 2405.21060, section 6; `total` is the sum of -exp(a_log) dt from the
+Chunks (recurrence.py) are those of arXiv 2405.21060, section 6; `total` is the sum of -exp(a_log) dt from
+the
 start of the chunk:
 
     advance, one after the other:  S <- exp(total_last) S + sum over i of
                                         exp(total_last - total_i) dt_i B_i x_i
-    answer, every chunk at once:   y_i = exp(total_i) C_i S + sum over j <= i of
+    answer, all chunks together:   y_i = exp(total_i) C_i S + sum over j <= i of
                                          exp(total_i - total_j) (C_i . B_j) dt_j x_j
 """
 

@@ -1,4 +1,4 @@
-"""What the heads of a Mamba-2 layer have of their own, beside what their inputs say."""
+"""The parameters of the heads of a Mamba-2 layer."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Of H = G R heads, in float32: a step of time dt lets a state decay by exp(-exp(a_log) dt).
+    """H = G R heads, in float32: a step of time dt decays a state by exp(-exp(a_log) dt).
 
     dt_bias_H       added to dt before its softplus
     skip_H          how much of an input goes straight to the output (D)

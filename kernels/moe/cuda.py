@@ -24,7 +24,7 @@ PLAN_PAIRS = 1024  # looked through at a time
 
 @triton.jit
 def in_kept_groups(choice_E, expert_E, GROUPS: tl.constexpr, KEPT: tl.constexpr, SIZE: tl.constexpr):
-    """Whether an expert is in one of the KEPT groups whose two best have the highest sums."""
+    """Return whether an expert is in one of the KEPT groups whose two best have the highest sums."""
     GROUPS_2: tl.constexpr = triton.next_power_of_2(GROUPS)
     group_G = tl.arange(0, GROUPS_2)
     sum_G = tl.full([GROUPS_2], float("-inf"), tl.float32)
@@ -100,8 +100,8 @@ def plan(
     BY_PAIR: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One expert: its pairs, in order, cut into tiles. Where they begin follows from how many pairs go to
-    lower experts, and nobody counts tiles: some are left empty between the experts."""
+    """Cut the pairs of one expert, in order, into tiles. Their start follows from the number of pairs of
+    lower experts. Tiles are not counted: some stay empty between the experts."""
     expert = tl.program_id(0)
     below_B = tl.zeros([BLOCK], tl.int32)
     own_B = tl.zeros([BLOCK], tl.int32)
@@ -148,7 +148,8 @@ def gate_up_tile(
     N: tl.constexpr,  # columns of gate, and of up
     D: tl.constexpr,  # depth of a step
 ) -> None:
-    """Tile i, block j of N columns, of a grid (i, j): silu(gate) * up, or what `clamped` says."""
+    """Compute tile i, block j of N columns, of a grid (i, j): silu(gate) * up, or the variant of
+    `clamped`."""
     expert = tl.load(tile_expert + tl.program_id(0)).to(tl.int64)
     if expert < 0:
         return
@@ -264,7 +265,8 @@ FLOAT32 = (64, 16, 4, 2)  # no matrix unit multiplies float32: for tests and sma
 
 
 def tile_tokens(pairs: int, experts: int) -> int:
-    """By the shapes: what an expert really gets is on the device."""
+    """Return the tokens of a tile, from the shapes: the number of tokens of each expert is only on the
+    device."""
     return next(tokens for tokens, most in TILES if most is None or pairs <= most * experts)
 
 
@@ -282,7 +284,7 @@ def tiles_of(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, int]:
 
 
 def route(logits_TE: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """As its definition; the weights are float32. Nothing waits for the device."""
+    """Route as the reference does, with float32 weights. Nothing waits for the device."""
     tokens, experts = logits_TE.shape
     routing.check(experts)
     assert logits_TE.stride(1) == 1
@@ -299,7 +301,7 @@ def route(logits_TE: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 def moe_inner(x_TH: Tensor, chosen_TK: Tensor, experts: Experts) -> Tensor:
-    """As its definition, but for x and hidden, which are rounded to the dtype of the experts."""
+    """Compute as the reference does, except that x and hidden are rounded to the dtype of the experts."""
     (tokens, top_k), width = chosen_TK.shape, experts.gate_up.in_features
     gate_up, inner = experts.gate_up.data, experts.gate_up.out_features // 2
     assert x_TH.shape == (tokens, width)
@@ -329,8 +331,8 @@ def moe_outer(
     shared_TH: Tensor | None,
     gate_T1: Tensor | None,
 ) -> Tensor:
-    """As its definition, but for what an expert reads and adds and for the sum, rounded to the dtype of the
-    experts."""
+    """Compute as the reference does, except that the inputs and outputs of experts and their sum are rounded
+    to the dtype of the experts."""
     tokens, top_k, inner = hidden_TKI.shape
     down, width = experts.down.data, experts.down.out_features
     assert down.shape[1:] == (width, inner)

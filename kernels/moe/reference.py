@@ -12,9 +12,9 @@ from tidemill.kernels.moe.routing import Routing
 
 
 def route(logits_TE: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts of each token, int32 `[T, K]`, ascending, and their weights `[T, K]`, as `routing` says.
+    """Return the experts of each token, int32 `[T, K]`, ascending, and their weights `[T, K]`.
 
-    Sums of weights that are divided by have 1e-20 added.
+    Sums of weights in a denominator have 1e-20 added.
     """
     experts = logits_TE.shape[1]
     routing.check(experts)

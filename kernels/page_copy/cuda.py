@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tidemill.kernels.page_copy.planes import FIELDS, Direction, Plane, numbers, sizes
 
-VECTOR_BYTES = 16  # what one thread moves at once, if everything is aligned to it
+VECTOR_BYTES = 16  # the unit of one thread, if everything is aligned to it
 TILE_WORDS = 1024  # of one program: two vectors of each thread in flight, in few registers
 
 

@@ -1,4 +1,4 @@
-"""What `page_copy` copies between: pages of ours and a cache of another engine, both as strided views."""
+"""The two ends of `page_copy` as strided views: pages of ours, and a cache of another engine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 Direction = Literal["export", "import"]
-"""From pages to the cache, or from the cache to pages."""
+"""The direction of a copy: from pages to the cache, or from the cache to pages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def norm_rows(
     x, x_row, weight, y, rows, epsilon,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """As `add_norm_rows`; rows of x are `x_row` elements apart."""
+    """Norm rows like `add_norm_rows`; rows of x are `x_row` elements apart."""
     row_R, at_H = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED)
     in_H = at_H < WIDTH
     in_RH = (row_R < rows)[:, None] & in_H[None, :]
@@ -64,7 +64,7 @@ def norm_gated_rows(
     GROUPS: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """As `add_norm_rows`; row (t GROUPS + g) HEADS + r is head r of group g of token t."""
+    """Norm rows like `add_norm_rows`; row (t GROUPS + g) HEADS + r is head r of group g of token t."""
     row_R, at_V = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED)
     in_V = at_V < WIDTH
     in_RV = (row_R < rows)[:, None] & in_V[None, :]

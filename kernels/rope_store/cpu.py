@@ -68,7 +68,7 @@ def bind_rope_store(library: Library) -> RopeStore:
 
 
 def _packed(x_TKD: Tensor) -> bool:
-    """Whether the heads of a token lie side by side."""
+    """Return whether the heads of a token lie side by side."""
     _, heads, dim = x_TKD.shape
     _, head_stride, stride = x_TKD.stride()
     return (heads == 1 or head_stride == dim) and (dim == 1 or stride == 1)

@@ -152,5 +152,5 @@ def rope_store(
 
 
 def _group(heads: int, width: int) -> int:
-    """Of the query heads of a kv head, those that a program takes: equal parts, of which one fits."""
+    """Return how many query heads of a kv head a program takes: the largest equal parts that fit."""
     return next(n for n in range(heads, 0, -1) if heads % n == 0 and (n == 1 or n * width <= ELEMENTS_MAX))

@@ -21,12 +21,12 @@ KINDS = {
         "avx2": ("avx2", "fma"),
     }
 }
-"""By machine the kinds of CPU, the fastest first, with what each has, which /proc/cpuinfo and g++ call the
-same. Older ones are not worth a library: without a fused multiply-add every one is a call."""
+"""The kinds of CPU of each machine type, the fastest first, with their features by the names of /proc/cpuinfo
+and g++. Older CPUs get no library: without a fused multiply-add each one is a function call."""
 
 
 class KernelUnavailable(Exception):
-    """The wanted variant of an operator cannot run here; the message says what to install or to pass."""
+    """The requested variant of an operator cannot run here. The message names what to install or to pass."""
 
 
 def sources() -> list[Path]:
@@ -34,7 +34,7 @@ def sources() -> list[Path]:
 
 
 def library_name(target: str) -> str:
-    """Of the shared object of these sources and flags for `target`."""
+    """Return the name of the shared object of these sources and flags for `target`."""
     digest = hashlib.sha256("\0".join((*FLAGS, target)).encode())
     for source in (FOLDER / "shared/cpu.h", *sources()):
         digest.update(source.read_bytes())
@@ -82,12 +82,13 @@ def compiler_path(compiler: str) -> str:
 
 
 def native_target(compiler: str) -> str:
-    """What -march=native stands for: a cache directory may be shared by unequal machines."""
+    """Return what -march=native stands for: different machines may share a cache directory."""
     return _run([compiler, "-march=native", "-Q", "--help=target", "--version"])
 
 
 def compile_into(built: Path, cpu: list[str], compiler: str) -> None:
-    """As one unit, which parses the shared header once; a crash leaves no half-written library."""
+    """Compile the sources as one unit, which parses the shared header once. A crash leaves no incomplete
+    library."""
     unit = "".join(f'#include "{source}"\n' for source in sources())
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
         made = Path(folder) / built.name

@@ -2,10 +2,10 @@
 # pyright: reportGeneralTypeIssues=false
 # ruff: noqa: ANN001, ANN201 - Triton takes annotations of kernels for its own types
 # Nor has it types that pyright could check.
-"""What the recurrences share on CUDA: how rows are cut into chunks, sums of decays, softplus and silu.
+"""The shared parts of recurrences on CUDA: cutting rows into chunks, sums of decays, softplus and silu.
 
-Chunks are cut from the row's start, and how a token is computed depends on its row alone: neither the batch
-nor a cut at a multiple of CHUNK changes a bit.
+Chunks start at the row's start, and the result of a token depends only on its row: neither the batch nor a
+cut at a multiple of CHUNK changes a bit.
 """
 
 import triton
@@ -33,10 +33,13 @@ def silu(x):
 
 @triton.jit
 def cut(n, writes, KEPT: tl.constexpr):
-    """Of a row of n tokens: how many run in chunks, and the state id where these leave their state.
+    """Return how many of a row's n tokens run in chunks, and the state id where these leave their state.
 
-    One by one run a short end, and all from the chunk on within which a state is kept. These start from the
-    state that the chunks leave in the first slot that the row writes, which is theirs or written again later.
+    A short end runs token by token, and so does everything from the first chunk with a kept state on. These
+    start
+    from the state that the chunks leave in the first slot that the row writes, which belongs to this token
+    or is
+    overwritten later.
     """
     column_K = tl.arange(0, triton.next_power_of_2(KEPT))
     slot_K = tl.load(writes + column_K, mask=column_K < KEPT, other=-1)

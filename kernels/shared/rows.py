@@ -1,11 +1,11 @@
-"""What an operator reads of a step: which tokens form a row, and where its pages and states are."""
+"""The shape of a step for an operator: the tokens of each row, and its pages and states."""
 
 from typing import Protocol
 
 import torch
 
 MANY_ROWS = 256
-"""Up to so many, a device has the same kernels for any number of rows."""
+"""Up to this limit a device has the same kernels for any number of rows."""
 
 
 class Rows(Protocol):
@@ -46,7 +46,8 @@ def integers(values_N: torch.Tensor) -> list[int]:
 
 
 def slots_after(rows: Rows) -> dict[int, int]:
-    """Of each token whose state is kept, by its place in the batch: the state id that receives it."""
+    """Return the state id that receives the state of each token that is kept, by the token's index in the
+    batch."""
     starts = integers(rows.cu_B1)
     slots: dict[int, int] = {}
     for b, writes_K in enumerate(rows.writes_BK.unbind()):

@@ -167,8 +167,8 @@ class Pool(Generic[Id]):
 
 
 class Arena:
-    """The extents, and the pools of pages, window pages and states that share them.
-    `take` of a pool raises OutOfMemory, which is expected under load."""
+    """The extents, and the pools of pages, window pages and states that share them. `take` of a pool raises
+    OutOfMemory, which is expected under load."""
 
     def __init__(
         self, layout: Layout, num_extents: int, backing: Backing, budget_extents: int | None = None
@@ -223,8 +223,8 @@ class Arena:
         states: tuple[list[StateId], list[StateId]],
         windows: tuple[list[WindowId], list[WindowId]] = ([], []),
     ) -> None:
-        """Prove that exactly these ids are taken, each class as (pinned, cached).
-        Prove also that each extent is in one class, empty or unmapped."""
+        """Prove that exactly these ids are taken, each class as (pinned, cached). Prove also that each extent
+        is in one class, empty or unmapped."""
         extents = [*self.pages.check(*pages), *self.states.check(*states), *self.windows.check(*windows)]
         extents += [*self._spare, *self._unmapped]
         assert sorted(extents) == list(range(self.num_extents)), "an extent is lost or counted twice"

@@ -35,8 +35,8 @@ class Backing(Protocol):
     def memory(self) -> torch.Tensor: ...
 
     def map(self, offset_bytes: int, num_bytes: int) -> None:
-        """Map `[offset, offset + num)`, no part of which is mapped yet. Its bytes are undefined.
-        Raises OutOfMemory when the memory is not granted; then no part of the range is mapped."""
+        """Map `[offset, offset + num)`, no part of which is mapped yet. Its bytes are undefined. Raises
+        OutOfMemory when the memory is not granted; then no part of the range is mapped."""
         ...
 
     def unmap(self, offset_bytes: int, num_bytes: int) -> None:

@@ -54,8 +54,8 @@ class Checkpoints:
         return True
 
     def borrow_slot(self, lease: Lease) -> bool:
-        """Ensure that the lease has a spare slot, and return whether it has. When no slot is free,
-        the slot of the checkpoint that the new one replaces is tried first, and then eviction."""
+        """Ensure that the lease has a spare slot, and return whether it has. When no slot is free, the slot
+        of the checkpoint that the new one replaces is tried first, and then eviction."""
         if not lease.spare_slots and not self._cache.state_is_free():
             lease.spare_slots += self._drop_rolling(lease)
         if not lease.spare_slots and not self._fail_allocation(AllocationSite.CHECKPOINT_STATE):

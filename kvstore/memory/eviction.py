@@ -54,8 +54,8 @@ def for_page(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:
 
 
 def for_state(index: PrefixIndex, arena: Arena, layout: Layout) -> Victim | None:
-    """Choose what to evict for a state or a window page; None when no eviction would help.
-    One eviction may not suffice: other checkpoints may share its window pages."""
+    """Choose what to evict for a state or a window page; None when no eviction would help. One eviction may
+    not suffice: other checkpoints may share its window pages."""
     checkpoint = index.cheapest_checkpoint()
     best = None
     if checkpoint is not None:
@@ -94,8 +94,8 @@ def _checkpoint_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Ite
 
 
 def _page_extents(index: PrefixIndex, arena: Arena, layout: Layout) -> Iterator[Victim]:
-    """Yield the reclaimable extents of the least valuable leaves, and one more that costs nothing.
-    Each one takes along the entries below its pages."""
+    """Yield the reclaimable extents of the least valuable leaves, and one more that costs nothing. Each one
+    takes along the entries below its pages."""
     size_max = SUBTREE_FACTOR_MAX * layout.pages_per_extent
     leaves = index.cheapest_leaves(CANDIDATES_MAX)
     likely = dict.fromkeys(arena.pages.extent_of(leaf.page) for leaf in leaves)

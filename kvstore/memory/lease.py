@@ -43,8 +43,8 @@ class StepInFlight:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """`spare_slots_min` slots stay reserved between steps: 1 for the strategy `double`.
-    A lease that never `runs` needs no state and no window: it holds only pages."""
+    """`spare_slots_min` slots stay reserved between steps: 1 for the strategy `double`. A lease that never
+    `runs` needs no state and no window: it holds only pages."""
 
     page_tokens: int
     spare_slots_min: int = 0

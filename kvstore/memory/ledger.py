@@ -211,8 +211,8 @@ class Ledger:
             self._free(lease)
 
     def resize(self, budget_extents: int) -> bool:
-        """Change the budget of the arena and evict; return whether the budget is met.
-        If not, the caller preempts requests and calls again."""
+        """Change the budget of the arena and evict; return whether the budget is met. If not, the caller
+        preempts requests and calls again."""
         return self._cache.resize(budget_extents)
 
     def usage(self) -> ArenaUsage:

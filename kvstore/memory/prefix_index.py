@@ -136,8 +136,8 @@ class PrefixIndex:
         return Match(tuple(path), restorable)
 
     def use(self, path: Sequence[Entry]) -> None:
-        """Count a hit of a request that resumes at the end of `path`.
-        In a hybrid model only the checkpoint at the end counts as used, not those above it."""
+        """Count a hit of a request that resumes at the end of `path`. In a hybrid model only the checkpoint
+        at the end counts as used, not those above it."""
         self._uses += 1
         for entry in path:
             entry.last_use = self._uses

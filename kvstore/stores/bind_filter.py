@@ -27,8 +27,8 @@ _Instruction = tuple[int, int, int, int]
 
 @contextmanager
 def restrict_listeners(address: str | None) -> Generator[None]:
-    """Restrict sockets that start to listen on all addresses inside the block to `address` (IPv4).
-    With None they receive nothing. Raises OSError if the kernel refuses filters."""
+    """Restrict sockets that start to listen on all addresses inside the block to `address` (IPv4). With None
+    they receive nothing. Raises OSError if the kernel refuses filters."""
     before = {name for name, _ in _descriptors()}
     yield
     for name, number in _descriptors():

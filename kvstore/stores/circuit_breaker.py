@@ -51,8 +51,8 @@ class Breaker:
     _wait_s: float = PROBE_S_MIN
 
     def fail(self, trips: int) -> bool:
-        """Record the failure of a call; return whether it opens the breaker.
-        `trips` is the count when the call began: failures from before the last trip are ignored."""
+        """Record the failure of a call; return whether it opens the breaker. `trips` is the count when the
+        call began: failures from before the last trip are ignored."""
         if self.is_open or trips != self.trips:
             return False
         self.is_open = True
@@ -66,8 +66,7 @@ class Breaker:
         return wait_s
 
     def close(self) -> None:
-        """Close the breaker after a probe in time.
-        If the next transfer fails, the waits keep growing."""
+        """Close the breaker after a probe in time. If the next transfer fails, the waits keep growing."""
         self.is_open = False
 
     def reset_wait(self) -> None:
@@ -175,8 +174,8 @@ class GuardedStore:
         return outcomes
 
     async def _ask(self, call: Callable[[], Coroutine[Any, Any, _Result]], otherwise: _Result) -> _Result:
-        """Return the result of a call that uses no memory of the caller.
-        Return `otherwise` as soon as the breaker is open; the call itself may end later."""
+        """Return the result of a call that uses no memory of the caller. Return `otherwise` as soon as the
+        breaker is open; the call itself may end later."""
         if self._breaker.is_open:
             return otherwise
         called = asyncio.ensure_future(call())
@@ -194,8 +193,8 @@ class GuardedStore:
 
     @contextmanager
     def _deadline(self, num_bytes: int, probe_choices: Sizes = ()) -> Generator[Callable[[], None]]:
-        """Open the breaker when the body is late, or calls the yielded function.
-        Probes then get the smallest object of `probe_choices`."""
+        """Open the breaker when the body is late, or calls the yielded function. Probes then get the smallest
+        object of `probe_choices`."""
         trips = self._breaker.trips
 
         def fail() -> None:
@@ -249,8 +248,8 @@ class GuardedStore:
 
 
 class Alarm:
-    """Calls `ring` after `after_s` seconds. If the event loop was busy then, it waits once more for
-    as long as the loop was late: the awaited result may have arrived unnoticed."""
+    """Calls `ring` after `after_s` seconds. If the event loop was busy then, it waits once more for as long
+    as the loop was late: the awaited result may have arrived unnoticed."""
 
     def __init__(self, after_s: float, ring: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()

@@ -58,8 +58,7 @@ class Reservation:
     """The space that one put may still use. All processes count it while this process locks it."""
 
     def __init__(self, path: str, left: FolderUsage) -> None:
-        """Create and lock the file `path`; the caller holds the lock of the bound.
-        Raises OSError."""
+        """Create and lock the file `path`; the caller holds the lock of the bound. Raises OSError."""
         self.left = left
         self.temporary = f"{path}.new"
         self._path = path
@@ -91,8 +90,7 @@ class FolderBound:
     """
 
     def __init__(self, path: Path, capacity_bytes: int, clock: Callable[[], float]) -> None:
-        """Create or reopen the folder, remove files of crashed writers, and count.
-        Raises OSError."""
+        """Create or reopen the folder, remove files of crashed writers, and count. Raises OSError."""
         self.usage = NOTHING
         self.evicted = 0
         self.objects = path / "objects"
@@ -111,8 +109,8 @@ class FolderBound:
         return self._ahead_s + self._clock()
 
     def reserve(self, need: FolderUsage, keep: frozenset[str]) -> Reservation:
-        """Reserve `need`, evicting objects other than the paths `keep`; the caller calls `end`.
-        Raises OSError: ENOSPC if it does not fit."""
+        """Reserve `need`, evicting objects other than the paths `keep`; the caller calls `end`. Raises
+        OSError: ENOSPC if it does not fit."""
         try:
             return self._reserve(need, keep)
         except FileNotFoundError:  # the folder was emptied
@@ -187,8 +185,7 @@ class FolderBound:
 
     @contextmanager
     def _locked(self) -> Generator[int]:
-        """Lock the usage file against all processes.
-        Raises OSError, also when the lock stays taken."""
+        """Lock the usage file against all processes. Raises OSError, also when the lock stays taken."""
         usage_fd = os.open(self._usage_path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             waits_s = iter(_LOCK_WAITS_S)
@@ -247,8 +244,8 @@ def _entries(folder: "os.PathLike[str]") -> Generator["os.DirEntry[str]"]:
 
 
 def _count_reservations(folder: Path) -> FolderUsage:
-    """Return the sum of all reservations, and delete files of crashed writers.
-    The caller holds the lock of the bound, so reservations may end but none begins."""
+    """Return the sum of all reservations, and delete files of crashed writers. The caller holds the lock of
+    the bound, so reservations may end but none begins."""
     total = NOTHING
     names = [match for entry in _entries(folder) if (match := _RESERVATION_NAME.fullmatch(entry.name))]
     for path in {f"{folder}/{match[1]}" for match in names}:

@@ -26,8 +26,7 @@ class _Object(TypedDict):
 
 
 def list_objects(address: str) -> Listing:
-    """List the objects of the master with the HTTP address `HOST:PORT`.
-    Blocking; raises StoreError."""
+    """List the objects of the master with the HTTP address `HOST:PORT`. Blocking; raises StoreError."""
     host, _, port = address.rpartition(":")
     try:
         connection = HTTPConnection(host, int(port), timeout=_TIMEOUT_S)

@@ -16,8 +16,8 @@ OWNER_FAILED = -800
 
 
 class NativeStore(Protocol):
-    """The used part of MooncakeDistributedStore.
-    Its calls release the GIL. An object consists of the bytes at several addresses."""
+    """The used part of MooncakeDistributedStore. Its calls release the GIL. An object consists of the bytes
+    at several addresses."""
 
     def setup(self, *arguments: str | int) -> int: ...
 
@@ -49,8 +49,8 @@ class MooncakeClient:
     """
 
     def __init__(self, native: NativeStore, config: object, *, stages: bool) -> None:
-        """Use the ReplicateConfig `config` for all puts. With `stages`, memory that is not
-        registered is transferred through a registered copy: RDMA needs that, TCP does not."""
+        """Use the ReplicateConfig `config` for all puts. With `stages`, memory that is not registered is
+        transferred through a registered copy: RDMA needs that, TCP does not."""
         self._native = native
         self._config = config
         self._stages = stages
@@ -101,8 +101,8 @@ class MooncakeClient:
 
     @contextmanager
     def _staged(self, objects: Sequence[Parts], *, copies_in: bool) -> Generator[list[list[range]]]:
-        """Yield the addresses of the parts of each object, or of registered copies of them.
-        Parts are copied in before the body, or out after it."""
+        """Yield the addresses of the parts of each object, or of registered copies of them. Parts are copied
+        in before the body, or out after it."""
         located = [[_addresses(part) for part in parts] for parts in objects]
         foreign = [
             (parts, index, objects[number][index])

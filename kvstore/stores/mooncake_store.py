@@ -50,8 +50,8 @@ SOFT_PIN_MS = 60_000  # a new object is not evicted before its first reader had 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """The transport of bytes between hosts.
-    `is_open` permits unfiltered ports if the kernel refuses filters."""
+    """The transport of bytes between hosts. `is_open` permits unfiltered ports if the kernel refuses
+    filters."""
 
     protocol: str = "tcp"  # or rdma
     devices: str = ""  # for RDMA: mlx5_0,mlx5_1
@@ -113,8 +113,8 @@ def open_mooncake(
 
 
 def lend_memory(master: str, num_bytes: int, host: str = "", transport: Transport = TCP) -> Callable[[], int]:
-    """Lend memory of this process to the store, and return the function that takes it back.
-    The library lends it again to a master that was restarted. Blocking. Raises StoreError."""
+    """Lend memory of this process to the store, and return the function that takes it back. The library lends
+    it again to a master that was restarted. Blocking. Raises StoreError."""
     if num_bytes < SEGMENT_BYTES_MIN:
         raise StoreError(
             f"Mooncake takes {SEGMENT_BYTES_MIN >> 20} MiB of memory or more, not {num_bytes} bytes"

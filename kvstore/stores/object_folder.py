@@ -39,8 +39,7 @@ class ObjectFolder:
         clock: Callable[[], float] = time.monotonic,
         sealing: Sealing = PLAIN,
     ) -> None:
-        """Create or reopen.
-        `clock` is monotonic, in seconds. Raises StoreError that names the fix."""
+        """Create or reopen. `clock` is monotonic, in seconds. Raises StoreError that names the fix."""
         self._capacity_bytes = capacity_bytes
         self._sealing = sealing
         try:
@@ -172,8 +171,8 @@ def _outcome(error: OSError) -> Put:
 
 
 def _publish(temporary: str, path: str, parts: list[memoryview]) -> bool:
-    """Write `parts` to the new file `temporary` and link it as `path`.
-    Raises OSError. Return False if another writer was first."""
+    """Write `parts` to the new file `temporary` and link it as `path`. Raises OSError. Return False if
+    another writer was first."""
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         try:

@@ -57,15 +57,14 @@ _SECONDS = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|)")
 
 
 def find_kind(tier: str) -> StoreKind | None:
-    """Return the kind of one tier of a store's URL, None if the scheme is unknown; a path is a
-    `file`."""
+    """Return the kind of one tier of a store's URL, None if the scheme is unknown; a path is a `file`."""
     parts = urlsplit(tier)
     return KINDS.get(parts.scheme or (parts.path if parts.path in KINDS else "file"))
 
 
 def is_shared(url: str) -> bool:
-    """Return whether several processes can share a tier of the store; an unknown scheme is taken to
-    be shared."""
+    """Return whether several processes can share a tier of the store; an unknown scheme is taken to be
+    shared."""
     return any(kind is None or kind.is_shared for kind in map(find_kind, url.split(",")))
 
 
@@ -75,9 +74,8 @@ def has_server(tier: str) -> bool:
 
 
 def open_store(url: str, sealing: Sealing = PLAIN) -> PageStore:
-    """Open one tier, or several separated by commas. Blocking. Raises StoreError that names the
-    fix. The default size is 1 GiB for memory, and for files 8 GiB or half of their file system if
-    that is less."""
+    """Open one tier, or several separated by commas. Blocking. Raises StoreError that names the fix. The
+    default size is 1 GiB for memory, and for files 8 GiB or half of their file system if that is less."""
     urls = _parse(url)
     policies = [tier.write() for tier in urls]
     stores: dict[int, PageStore] = {}

@@ -34,8 +34,8 @@ class Put(Enum):
 
 
 class Got(Enum):
-    """The outcome for an object of a get. The bytes of its view are defined only for HIT.
-    The store deletes CORRUPT, TRUNCATED and OTHER_VERSION objects, so the next outcome is MISS."""
+    """The outcome for an object of a get. The bytes of its view are defined only for HIT. The store deletes
+    CORRUPT, TRUNCATED and OTHER_VERSION objects, so the next outcome is MISS."""
 
     HIT = "hit"
     MISS = "miss"
@@ -128,8 +128,7 @@ class PageStore(Protocol):
         ...
 
     async def contains(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        """Return which keys exist.
-        This is a hint: nothing is verified, and a later get may miss."""
+        """Return which keys exist. This is a hint: nothing is verified, and a later get may miss."""
         ...
 
     async def remove(self, keys: Sequence[ObjectKey]) -> None:
@@ -141,8 +140,8 @@ class PageStore(Protocol):
         ...
 
     def register(self, memory: memoryview) -> None:
-        """Announce memory of later views, so that the store can move them without a copy.
-        Optional and blocking. It holds until the store is closed."""
+        """Announce memory of later views, so that the store can move them without a copy. Optional and
+        blocking. It holds until the store is closed."""
         ...
 
     def patience_s(self, num_bytes: int) -> float:
@@ -157,8 +156,7 @@ class PageStore(Protocol):
 
 
 async def finish(transfer: asyncio.Future[_Result]) -> _Result:
-    """Return the result of `transfer`.
-    Cancellation waits for its end: it uses memory of the caller."""
+    """Return the result of `transfer`. Cancellation waits for its end: it uses memory of the caller."""
     cancelled: asyncio.CancelledError | None = None
     while not transfer.done():
         try:

@@ -112,8 +112,8 @@ class RemoteStore:
         executor: Executor | None = None,
         listing: Callable[[], Awaitable[Listing]] | None = None,
     ) -> None:
-        """Compute seals on `executor`, or on the caller's thread without one. `lease_s` is the
-        lease that the remote store grants; `listing` lists it or raises StoreError."""
+        """Compute seals on `executor`, or on the caller's thread without one. `lease_s` is the lease that the
+        remote store grants; `listing` lists it or raises StoreError."""
         self._client = client
         self._sealing = sealing
         self._lease_s = lease_s
@@ -229,8 +229,8 @@ class RemoteStore:
         return {key: _confirm(put, code) for (key, _), put, code in zip(new, puts, exist, strict=True)}
 
     async def _transfer(self, batch: Objects, parts: Sequence[Parts], failures: list[Got]) -> list[Got | int]:
-        """Return the length of each object that arrived, else its outcome.
-        After the failure of an owner or the master, the other batches fail without another call."""
+        """Return the length of each object that arrived, else its outcome. After the failure of an owner or
+        the master, the other batches fail without another call."""
         if failures:
             return [failures[0]] * len(batch)
         loop = asyncio.get_running_loop()

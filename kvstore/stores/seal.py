@@ -43,8 +43,7 @@ class Sealing:
         return f"/sealed by {blake3(b'name of a secret', key=self.secret).hexdigest(8)}"
 
     def seal(self, key: ObjectKey, body: memoryview) -> bytes:
-        """Return the seal of `body` (contiguous) under `key`.
-        Reads the body once, copies nothing."""
+        """Return the seal of `body` (contiguous) under `key`. Reads the body once, copies nothing."""
         assert len(key.key) == DIGEST_BYTES
         fields = (key.kind.value.encode(), b"x" if self.secret is None else b"b", key.shard, key.key)
         start = (_MAGIC, LAYOUT_VERSION, body.nbytes, *fields)

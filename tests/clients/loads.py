@@ -58,9 +58,8 @@ class Found:
 
 
 def run(command: Sequence[str | Path], folder: Path, **more: str) -> None:
-    """Run the command in `folder`, without our environment and with `more`.
-    Raises CalledProcessError with the output.
-    """
+    """Run the command in `folder`, without our environment and with `more`. Raises CalledProcessError with
+    the output."""
     ours = ("LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH")
     environ = {name: value for name, value in os.environ.items() if name not in ours}
     with tempfile.TemporaryFile("w+") as output:

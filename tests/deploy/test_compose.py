@@ -75,8 +75,7 @@ def test_compose_secrets_are_files(compose: Compose) -> None:
 
 
 def test_compose_mounts_files_of_read_only_services(compose: Compose) -> None:
-    """Docker copies `content` and `environment` into a container, which fails with a read-only
-    root."""
+    """Docker copies `content` and `environment` into a container, which fails with a read-only root."""
     for service in compose["services"].values():
         sources = [compose["secrets"][name] for name in service.get("secrets", ())]
         sources += [compose["configs"][config["source"]] for config in service.get("configs", ())]

@@ -145,8 +145,7 @@ def _cluster_schema() -> Mapping[str, Any]:
 
 
 def _strict(schema: Any) -> Any:  # noqa: ANN401 - JSON
-    """Return a CRD's schema that refuses unknown fields, which the API server would silently
-    drop."""
+    """Return a CRD's schema that refuses unknown fields, which the API server would silently drop."""
     if isinstance(schema, list):
         return [_strict(part) for part in cast("list[Any]", schema)]
     if not isinstance(schema, dict):
@@ -159,8 +158,7 @@ def _strict(schema: Any) -> Any:  # noqa: ANN401 - JSON
 
 
 def test_service_monitor_matches_service() -> None:
-    """The operator's schema is not available offline, so the fields are those of its
-    documentation."""
+    """The operator's schema is not available offline, so the fields are those of its documentation."""
     found = documents_of(next(example for example in SERVERS if example.stem == "2p4d"))
     monitor, service = find_one(found, "ServiceMonitor"), find_one(found, "Service", "chat-tidemill")
     assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
@@ -172,8 +170,7 @@ def test_service_monitor_matches_service() -> None:
 
 
 def test_ray_autoscaler_derives_node_types_of_groups() -> None:
-    """The autoscaler starts a pod for a waiting worker by the resource and the label in its
-    demand."""
+    """The autoscaler starts a pod for a waiting worker by the resource and the label in its demand."""
     found = documents_of(next(example for example in SERVERS if example.stem == "2p4d"))
     cluster: Document = json.loads(json.dumps(find_one(found, "RayCluster")))
     cluster["metadata"]["namespace"] = NAMESPACE

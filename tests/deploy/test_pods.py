@@ -91,8 +91,7 @@ def test_mounts_are_unique_and_have_volumes(found: list[Document]) -> None:
 
 
 def test_sources_of_volumes_exist(found: list[Document], example: Path) -> None:
-    """A source is in the chart or named in its values; KubeRay makes the certificate of Ray's
-    pods."""
+    """A source is in the chart or named in its values; KubeRay makes the certificate of Ray's pods."""
     created = {(document["kind"], document["metadata"]["name"]) for document in found}
     cluster = find_one(found, "RayCluster")["metadata"]["name"]
     named = {("Secret", f"ray-worker-secret-{cluster}")}

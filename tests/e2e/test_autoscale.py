@@ -37,9 +37,7 @@ LOOK_S = 0.1
 
 @dataclass
 class Load:
-    """A load of calls, one after another in each of its lines, until it is stopped. All are
-    checked.
-    """
+    """A load of calls, one after another in each of its lines, until it is stopped. All are checked."""
 
     client: Client
     model: str = "paced"

@@ -1,6 +1,5 @@
-"""One real server with every edge: a trace over three processes, a line of JSON for each request, no text
-in it; gRPC beside HTTP with equal tokens, certificates between its processes, no strangers.
-"""
+"""One real server with every edge: a trace over three processes, a line of JSON for each request, no text in
+it; gRPC beside HTTP with equal tokens, certificates between its processes, no strangers."""
 
 import asyncio
 import json

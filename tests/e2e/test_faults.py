@@ -153,9 +153,8 @@ def is_left_alone(server: Server) -> bool:
 
 
 def wait_until_used(server: Server, prompts: Prompts) -> None:
-    """Wait until a decode worker gets from the store what the prefill worker has just put there.
-    Of several concurrent prompts, a faster decode worker does not compute all itself.
-    """
+    """Wait until a decode worker gets from the store what the prefill worker has just put there. Of several
+    concurrent prompts, a faster decode worker does not compute all itself."""
     hits = server.counter("store_gets_as_hit")
 
     def is_used() -> bool:
@@ -374,9 +373,7 @@ def test_poisonous_request_crashes_two_workers_and_ends_no_other_stream(
 def test_worker_hands_its_streams_over_after_sigterm(
     server: Server, asked: list[Ask], calm: list[Call]
 ) -> None:
-    """After SIGTERM a worker hands its streams over and does not come back, so this is the last
-    test.
-    """
+    """After SIGTERM a worker hands its streams over and does not come back, so this is the last test."""
     leaving = process_of(server, "decode-1")
 
     async def main() -> Run:

@@ -1,6 +1,5 @@
-"""A worker of two ranks behind a prefill worker of one gives the tokens of one process, also when
-ranks crash.
-"""
+"""A worker of two ranks behind a prefill worker of one gives the tokens of one process, also when ranks
+crash."""
 
 import asyncio
 from collections.abc import Iterator

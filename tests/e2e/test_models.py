@@ -107,9 +107,7 @@ def row_of(server: Server, name: str) -> dict[str, Any]:
 
 
 def test_models_answer_under_all_names_and_share_no_page(server: Server, spare: Path) -> None:
-    """A prefill worker only finds pages that other workers of its model stored; here there are
-    none.
-    """
+    """A prefill worker only finds pages that other workers of its model stored; here there are none."""
     keeper, same = asyncio.run(run_all(server.url, [body_of(name, 20) for name in ("org/keeper", "keeper")]))
     assert keeper.outcome == same.outcome
     (other,) = asyncio.run(run_all(server.url, [body_of("spare", 20)]))
@@ -139,8 +137,8 @@ def test_models_answer_under_all_names_and_share_no_page(server: Server, spare: 
 
 
 def test_budget_is_lowered_and_raised_by_command_while_streams_run(server: Server) -> None:
-    """Lowered to less than what the streams hold: they go on with the exact tokens, one after the other
-    when need be, and the system has the memory back."""
+    """Lowered to less than what the streams hold: they go on with the exact tokens, one after the other when
+    need be, and the system has the memory back."""
     bodies = [seeded(index, 100 + 9 * index, 500) for index in range(20)]
     expected = outcomes(asyncio.run(run_all(server.url, bodies)))
     pid = row_of(server, DECODE)["info"]["pid"]
@@ -148,9 +146,7 @@ def test_budget_is_lowered_and_raised_by_command_while_streams_run(server: Serve
     low = decode["floor_bytes"] + MIB
 
     def lower() -> None:
-        """Lower the budget while the streams are young, because the command takes a second to
-        start.
-        """
+        """Lower the budget while the streams are young, because the command takes a second to start."""
         memory_of(server, worker=DECODE, budget=low)
 
     def is_low() -> bool:

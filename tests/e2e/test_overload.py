@@ -51,9 +51,8 @@ FILL_S = 3.0
 
 @pytest.fixture(scope="module")
 def server() -> Generator[PacedServer]:
-    """One model whose prompts cost nothing, with RUNNING rows, so that the excess waits.
-    Another model has a bounded number of prompt tokens per second.
-    """
+    """One model whose prompts cost nothing, with RUNNING rows, so that the excess waits. Another model has a
+    bounded number of prompt tokens per second."""
     workers = {"mixed-0": "mixed", "mixed-1": "mixed"}
     flooded = {f"flooded-{name}": role for name, role in workers.items()}
     others = {"flooded": {"workers": flooded, "tokens_per_s": TOKENS_PER_S, "rows_max": 32}}

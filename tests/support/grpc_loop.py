@@ -15,10 +15,8 @@ _Result = TypeVar("_Result")
 
 
 def run(coroutine: Coroutine[Any, Any, _Result], s_max: float | None = None) -> _Result:
-    """Run the coroutine like asyncio.run, in a loop that stays open; what it leaves running is
-    cancelled and awaited.
-    Raises TimeoutError after `s_max`.
-    """
+    """Run the coroutine like asyncio.run, in a loop that stays open; what it leaves running is cancelled and
+    awaited. Raises TimeoutError after `s_max`."""
     return _runner().run(_alone(coroutine, s_max))
 
 

@@ -139,9 +139,7 @@ def test_folders_import_what_they_may(path: Path) -> None:
 
 
 def _is_allowed(there: str, allowed: list[str]) -> bool:
-    """Return whether the folder, or one above it, is in the list; `cluster` means its own modules
-    only.
-    """
+    """Return whether the folder, or one above it, is in the list; `cluster` means its own modules only."""
     if there in allowed:
         return True
     above = there.rpartition("/")[0]

@@ -64,7 +64,7 @@ def exact_matches(
     asked: Sequence[Question],
     ablations: Sequence[Ablation] = ("intact",),
 ) -> dict[Ablation, list[bool]]:
-    """Whether greedy decoding gives exactly the answer, for each ablation and question.
+    """True if greedy decoding gives exactly the answer, for each ablation and question.
 
     All that comes before a question is computed once for the questions that share it; an ablation then zeroes
     a part of that cache. Decoding is teacher forced: every token of the answer and its end has to be the most
@@ -150,7 +150,7 @@ def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, user: s
 
 
 def demo_matches(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, demo_file: Path) -> list[bool]:
-    """Whether each question of a demo file is answered as it says, by generation."""
+    """True if each question of a demo file is answered as it says, by generation."""
     demo = json.loads(demo_file.read_text())
     return [
         generate(model, tokenizer, f"{demo['notebook']} {asked['question']}") == asked["answer"]

@@ -1,1 +1,1 @@
-"""The engine: it takes requests and runs steps. Start at `engine.py`."""
+"""The engine takes requests and runs steps. Start at `engine.py`."""

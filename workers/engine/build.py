@@ -1,4 +1,4 @@
-"""Puts a worker's engine together: model, memory, store, runner."""
+"""Build a worker's engine from its model, memory, store and runner."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -58,7 +58,8 @@ class BuiltEngine:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """How the memory of a rank is cut, in extents, and the longest sequence that the least of it serves."""
+    """The division of a rank's memory in extents, and the longest sequence that the smallest budget
+    serves."""
 
     layout: Layout
     share: int
@@ -72,8 +73,8 @@ class Memory:
 
 
 def check_settings(settings: EngineSettings) -> None:
-    """Raise the ModelError or SettingsError that `build_engine` would, as far as it can be told without
-    reading weights, and on a machine that may have no such device."""
+    """Raise the ModelError or SettingsError that `build_engine` would, as far as it can be known without
+    reading weights, also on a machine without the device."""
     if not settings.on_cuda:
         device_of(settings)
     ranks = settings.tensor_parallel_size
@@ -84,7 +85,7 @@ def check_settings(settings: EngineSettings) -> None:
 def build_engine(
     settings: EngineSettings, progress: Progress, start_ranks: StartRanks | None = None
 ) -> BuiltEngine:
-    """Load the model and reserve the memory; of a group, on all its ranks. Raises ModelError, StoreError,
+    """Load the model and reserve the memory, on all ranks of a group. Raises ModelError, StoreError,
     OutOfMemory, SettingsError or GroupBroken, each with one line that names the fix."""
     device = device_of(settings)
     ops = operators_of(settings)
@@ -125,7 +126,7 @@ def _build(
 
     def close() -> None:
         runner.close()
-        if settings.on_cuda:  # on a host, what is still being stored must not turn into zeros
+        if settings.on_cuda:  # on a host, memory that is still being stored must not be zeroed
             backing.close()
 
     grammars = Grammars(settings.model_folder, loaded.vocab_size, loaded.eos_ids)
@@ -174,7 +175,7 @@ def _root_of(model: str, layout: str, salt: str) -> PageKey:
 
 
 def operators_of(settings: EngineSettings) -> Operators:
-    """Raises SettingsError."""
+    """Return the operators for the device. Raises SettingsError."""
     try:
         return operators(settings.variant, settings.cache_folder)
     except KernelUnavailable as error:
@@ -182,14 +183,14 @@ def operators_of(settings: EngineSettings) -> Operators:
 
 
 def namespace_of(settings: EngineSettings, layers: Sequence[LayerSpec], shards: Shards) -> str:
-    """What the bytes of the store's objects mean, tokens aside; `layers` are those of the whole model. Raises
-    StoreError."""
+    """Return the namespace of the store's objects, which determines the meaning of their bytes apart from the
+    tokens. `layers` are those of the whole model. Raises StoreError."""
     layout = layout_of(layers, settings.page_tokens, settings.page_dtype)
     return shards.describe(layout) + sealing_of(settings).describe()
 
 
 def mtp_of(settings: EngineSettings) -> bool:
-    """Whether a prediction head of the model guesses. Raises ModelError."""
+    """Return whether a prediction head of the model makes guesses. Raises ModelError."""
     if not settings.drafts_max or settings.speculative_method == "ngram":
         return False
     return settings.speculative_method == "mtp" or has_head(settings.model_folder)
@@ -233,8 +234,8 @@ def open_runner(
     arena: torch.Tensor,
     group: RankGroup | None,
 ) -> TorchRunner:
-    """Of a group, its leader's. On a device it has compiled its kernels, and captured its graphs. Raises
-    OutOfMemory."""
+    """Open the runner, of a group that of its leader. On a device it has compiled its kernels and captured
+    its graphs. Raises OutOfMemory."""
     layout, caches = memory.layout, caches_of(memory.layout, arena)
     running = (loaded.model, caches, layout.page_tokens, settings.threads)
     guesser = guesser_of(settings, loaded, layout, caches)
@@ -254,12 +255,12 @@ def open_runner(
 
 
 def sealing_of(settings: EngineSettings) -> Sealing:
-    """Raises StoreError."""
+    """Return the checksums or the encryption of objects in the store. Raises StoreError."""
     return Sealing(None if settings.store_secret_file is None else read_secret(settings.store_secret_file))
 
 
 def open_arena_io(settings: EngineSettings, layout: Layout, arena: Tensor, share: Share) -> ArenaIO:
-    """The store of one rank, which has `share` of every page and state and keeps it in `arena`, uint8
+    """Open the store of one rank, which has `share` of every page and state and keeps it in `arena`, uint8
     [bytes]. Raises StoreError."""
     store = open_store(settings.store_url, sealing_of(settings))
     if arena.device.type == "cpu":
@@ -273,8 +274,8 @@ def open_arena_io(settings: EngineSettings, layout: Layout, arena: Tensor, share
 
 
 def capacity_tokens(layout: Layout, num_extents: int, in_flight_tokens: int | None = None) -> int:
-    """The longest sequence that an arena of `num_extents` can hold when nothing else is running and steps run
-    at most `in_flight_tokens` of it (None: all); 0 if none fits."""
+    """Return the longest sequence that an arena of `num_extents` can hold when nothing else runs and steps
+    run at most `in_flight_tokens` of it (None: all); 0 if none fits."""
     size = layout.page_tokens
     pages = bisect_right(
         range(max(0, num_extents) * layout.pages_per_extent + 1),
@@ -285,7 +286,7 @@ def capacity_tokens(layout: Layout, num_extents: int, in_flight_tokens: int | No
 
 
 def extents_for(layout: Layout, num_tokens: int, in_flight_tokens: int | None = None) -> int:
-    """The smallest arena, in extents, whose `capacity_tokens` are `num_tokens` or more."""
+    """Return the smallest arena, in extents, whose `capacity_tokens` are at least `num_tokens`."""
     in_flight = num_tokens if in_flight_tokens is None else in_flight_tokens
     extents = -(-num_tokens // (layout.pages_per_extent * layout.page_tokens))
     if layout.has_states:
@@ -296,7 +297,8 @@ def extents_for(layout: Layout, num_tokens: int, in_flight_tokens: int | None = 
 
 
 def memory_of(settings: EngineSettings, layers: Sequence[LayerSpec], max_length: int) -> Memory:
-    """`layers` are those of one rank. Raises ModelError and SettingsError."""
+    """Return the division of the memory. `layers` are those of one rank. Raises ModelError and
+    SettingsError."""
     ranks = settings.tensor_parallel_size
     granules = {"granule_bytes": Kvcached.granule_bytes} if settings.backing_kind == "kvcached" else {}
     try:
@@ -321,7 +323,7 @@ def memory_of(settings: EngineSettings, layers: Sequence[LayerSpec], max_length:
         raise SettingsError(
             f"--memory-floor is {settings.memory_floor_bytes:,} bytes: set it to --memory or less"
         )
-    if settings.on_cuda and settings.backing_kind == "fixed":  # all of it is taken at once
+    if settings.on_cuda and settings.backing_kind == "fixed":  # all of it is allocated at the start
         return Memory(layout, num_extents, floor, num_extents, max_model_len)
     reserved = max(num_extents, (settings.memory_max_bytes or 0) // (layout.extent_bytes * ranks))
     return Memory(layout, num_extents, floor, reserved, max_model_len)

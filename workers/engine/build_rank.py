@@ -1,4 +1,4 @@
-"""Builds one of the other ranks of a group: its weights, its memory, its part of each step."""
+"""Build one of the other ranks of a group: its weights, its memory, its part of each step."""
 
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,8 @@ from tidemill.workers.transfer.transfer import RankTransfer
 
 
 def build_rank(settings: EngineSettings, index: int, folder: Path) -> RankParts:
-    """Meet the other ranks in `folder`, then load this rank's weights and reserve its memory. Raises what
-    `build_engine` does."""
+    """Meet the other ranks in `folder`, then load this rank's weights and reserve its memory. Raises the
+    errors of `build_engine`."""
     size = settings.tensor_parallel_size
     ranks = SharedMemory(folder, index, size, WAIT_S_MAX)
     loaded = load(settings.model_folder, operators_of(settings), _no_progress, ranks, mtp=mtp_of(settings))
@@ -56,7 +56,8 @@ def build_rank(settings: EngineSettings, index: int, folder: Path) -> RankParts:
 
 
 def _tokens(step: Step, ranks: Ranks) -> list[int] | None:
-    """The tokens of the step, those included that only the leader knows; None when it calls the step off."""
+    """Return the tokens of the step, including those that only the leader knows. None: the leader calls the
+    step off."""
     tokens = [token for row in step for token in row.tokens]
     if PENDING not in tokens:
         return tokens
@@ -67,7 +68,7 @@ def _tokens(step: Step, ranks: Ranks) -> list[int] | None:
 
 
 def _ends(step: Step, ranks: Ranks) -> list[DrawnEnd] | None:
-    """What the leader drew; None when that failed."""
+    """Return what the leader drew; None when that failed."""
     ends_N2 = torch.zeros(len(step), len(DrawnEnd._fields), dtype=torch.int64)
     ranks.broadcast(ends_N2)
     ends = [DrawnEnd(*tokens) for tokens in ends_N2.numpy().tolist()]
@@ -75,11 +76,11 @@ def _ends(step: Step, ranks: Ranks) -> list[DrawnEnd] | None:
 
 
 def _chosen(ranks: Ranks, _logits_NV: torch.Tensor, rows: Step) -> list[int]:
-    """What the leader guesses."""
+    """Return the guess of the leader."""
     tokens_N = torch.zeros(len(rows), dtype=torch.int64)
     ranks.broadcast(tokens_N)
     return tokens_N.numpy().tolist()
 
 
 def _no_progress(done_bytes: int, total_bytes: int) -> None:
-    """The leader's progress stands for that of all ranks."""
+    """Report nothing: the leader's progress stands for that of all ranks."""

@@ -1,4 +1,4 @@
-"""A row has landed: commit what it computed and drew, keep its state where that is wanted."""
+"""Commit a landed row: what it computed, what it drew, and its state where a checkpoint is wanted."""
 
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import Ledger
@@ -12,7 +12,7 @@ from tidemill.workers.scheduling.scheduler import Launched
 from tidemill.workers.scheduling.sequence import Sequence
 
 DELTA_SCORES_MAX = 1024
-"""Logprobs of a prompt that go out together: with 20 alternatives each they take 0.4 MB on their way."""
+"""The maximum number of logprobs of a prompt in one message: with 20 alternatives each they take 0.4 MB."""
 
 
 class StepCommitter:
@@ -31,7 +31,8 @@ class StepCommitter:
         self._publisher = publisher
 
     def commit(self, planned: Launched, drawn: Drawn) -> bool:
-        """Whether this was the last row of its sequence: its target is computed, or its answer complete."""
+        """Commit the row. Return whether it was the last of its sequence: its target is computed, or its
+        answer complete."""
         sequence, lease, flight, row = planned.sequence, planned.lease, planned.flight, planned.row
         if lease.ended:
             self.void(planned)
@@ -56,7 +57,7 @@ class StepCommitter:
         self._ledger.counters["computed_tokens"] += end - flight.start
         done = sequence.produces and end == sequence.target
         self._keep_state(sequence, lease, done=done)
-        if sequence.produces and not done:  # the end of it waits for the checkpoint
+        if sequence.produces and not done:  # its end waits for the checkpoint
             self._publisher.publish(sequence, len(lease.shared_entries), checkpoint=False)
         self._in_progress.advanced(sequence, flight.start)
         if done:
@@ -66,7 +67,7 @@ class StepCommitter:
         return done or finish is not None
 
     def void(self, planned: Launched) -> None:
-        """Nothing of the row counts: its request has ended, or its step broke."""
+        """Discard the row: its request has ended, or its step broke."""
         self._ledger.commit(planned.lease, planned.flight.start, planned.sequence.keys)
         self._admission_queue.memory_freed()
 
@@ -87,12 +88,14 @@ class StepCommitter:
         if depth in sequence.restore.cuts or depth in sequence.restore.junctions:
             self._ledger.keep_state(lease, last=done)
             if not done and (depth in sequence.restore.junctions or depth == sequence.boundary):
-                self._publisher.publish(sequence, depth // sequence.page_tokens)  # others will want it
+                self._publisher.publish(
+                    sequence, depth // sequence.page_tokens
+                )  # other requests will need it
         elif depth > len(sequence.request.tokens) and sequence.rolls(depth, self._limits.roll_pages):
             sequence.checkpoint_owed = not self._ledger.roll_checkpoint(lease)
 
     def _publish_turn(self, sequence: Sequence, lease: Lease) -> None:
-        """The next turn of this conversation will resume where this one ends, on whatever worker it lands."""
+        """Publish where this turn ends: the next turn of the conversation resumes there, on any worker."""
         if not self._ledger.layout.hybrid:
             if lease.shared_entries:
                 self._publisher.publish(sequence, len(lease.shared_entries))

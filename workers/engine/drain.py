@@ -1,9 +1,8 @@
-"""What a worker shall not do any more goes elsewhere: each stream runs to a place where it can be resumed,
-and ends when that is stored.
+"""Drain a worker: each stream runs to a depth where it can be resumed, and ends when that depth is stored.
 
-    told      page boundary: kept, published            stored: ends here
-    ...|---------------|------------------------------------|
-       `-- the stream goes on: elsewhere it resumes at the boundary, and computes what it drew after it
+order     page boundary: kept, published            stored: ends here
+...|---------------|------------------------------------|
+   `-- the stream goes on: elsewhere it resumes at the boundary, and computes what it drew after it
 """
 
 from collections.abc import Callable, Iterable
@@ -13,11 +12,12 @@ from tidemill.workers.messages import HandedOver
 from tidemill.workers.scheduling.sequence import Sequence
 
 WITHIN_S = 20.0
-"""Streams go on for so long at most; what is not stored by then is computed again elsewhere."""
+"""The time limit of a stream. What is not stored by then is computed again elsewhere."""
 
 
 class Drain:
-    """`end` takes the memory of a running sequence and ends its stream with an error."""
+    """Ends the work that a worker should leave to others. `end` takes the memory of a running sequence and
+    ends its stream with an error."""
 
     def __init__(self, publisher: Publisher, end: Callable[[Sequence, Exception], None]) -> None:
         self._publisher = publisher
@@ -25,11 +25,11 @@ class Drain:
         self._produces = True
         self._generates = True
         self._until_s = 0.0
-        self._cuts: dict[str, int] = {}  # where each stream can be resumed
+        self._cuts: dict[str, int] = {}  # the depth where each stream can be resumed
         self._offered: set[str] = set()
 
     def restrict(self, *, produces: bool, generates: bool, now_s: float) -> None:
-        """From now on the worker has such work only."""
+        """Allow only the given kinds of work from now on."""
         self._produces, self._generates = produces, generates
         self._until_s = now_s + WITHIN_S
         self._cuts.clear()
@@ -39,12 +39,12 @@ class Drain:
         return self._produces if produces else self._generates
 
     def check(self, *, produces: bool) -> None:
-        """Raises HandedOver."""
+        """Raise HandedOver if this kind of work is not allowed."""
         if not self.takes(produces=produces):
             raise _handed_over()
 
     def advance(self, running: Iterable[Sequence], now_s: float) -> None:
-        """Between two steps: end the streams that can be resumed elsewhere by now."""
+        """End the streams that can be resumed elsewhere. Call it between two steps."""
         if self._produces and self._generates:
             return
         for sequence in list(running):
@@ -65,11 +65,11 @@ class Drain:
             return False
         if sequence.id not in self._offered:
             self._publisher.publish(sequence, cut // size)
-            if sequence.delivery.publication.task is not None:  # else too many are under way
+            if sequence.delivery.publication.task is not None:  # otherwise too many are in progress
                 self._offered.add(sequence.id)
             return False
         return sequence.delivery.publication.task is None
 
 
 def _handed_over() -> HandedOver:
-    return HandedOver("the worker was told to leave this work to others")
+    return HandedOver("the worker was ordered to leave this work to others")

@@ -2,7 +2,7 @@
 
     request -> admit (memory, fetch) -> schedule -> Runner -> land (draw, commit, checkpoint) -> end
 
-One asyncio loop owns everything here; only the Runner and the store work elsewhere, on memory that is leased.
+One asyncio loop owns everything here. Only the Runner and the store work elsewhere, on leased memory.
 """
 
 import asyncio
@@ -54,8 +54,8 @@ class Engine:
         root_of: Callable[[str], PageKey],
         grammars: Grammars | None = None,
     ) -> None:
-        """`grammars`: None refuses requests that ask for one."""
-        self.steps = 0  # turns of the loop, idle ones included: standing still means a wedged step
+        """Create an engine. Without `grammars`, requests with a grammar are refused."""
+        self.steps = 0  # iterations of the loop, with idle ones: no progress means a wedged step
         self._limits = limits
         self._ledger = ledger
         self._transfer = transfer
@@ -75,7 +75,7 @@ class Engine:
         self._producing: dict[PageKey, asyncio.Lock] = {}
         self._work = asyncio.Event()
         self._drain = Drain(self._publisher, self._preempt)
-        self._over = False  # the step loop has ended: nobody would run what is admitted now
+        self._over = False  # the step loop has ended: nothing would run an admitted request
 
     async def run(self) -> None:
         """Run steps until cancelled. When it breaks, every stream ends with WorkerGone."""
@@ -102,8 +102,8 @@ class Engine:
     async def produce(self, request: Request, notify: Notify | None = None) -> Produced:
         """Make the store hold every page below the prompt's last page boundary, and the checkpoint there.
 
-        Idempotent: what the store holds already is not computed again. `depth` is less than asked when the
-        store did not take everything.
+        Idempotent: what the store already holds is not computed again. `depth` is less than requested when
+        the store did not take everything.
         """
         self._drain.check(produces=True)
         sequence = self._arrivals.producing(request)
@@ -112,7 +112,7 @@ class Engine:
             return Produced(depth=0, provenance=Provenance())
         lock = self._producing.setdefault(keys[-1], asyncio.Lock())
         try:
-            async with lock:  # the same prompt twice at once is published once
+            async with lock:  # the same prompt in two concurrent calls is published once
                 if await self._transfer.holds(keys):
                     return Produced(
                         depth=sequence.target, provenance=Provenance(reused_tokens=sequence.target)
@@ -133,8 +133,8 @@ class Engine:
         return Produced(depth=sequence.target if stored else 0, provenance=sequence.provenance)
 
     async def prefetch(self, request: Request) -> Produced:
-        """Keep the pages of the prompt here as they appear in the store, until it is cancelled, in time for
-        `generate`. Best effort; `depth` says how far it got."""
+        """Fetch the pages of the prompt as they appear in the store, until cancelled, for a later `generate`.
+        Best effort: `depth` has the depth that was reached."""
         self._drain.check(produces=False)
         sequence = self._arrivals.producing(request)
         keys = sequence.keys[: sequence.target // sequence.page_tokens]
@@ -142,9 +142,9 @@ class Engine:
         return Produced(depth=depth, provenance=Provenance(fetched_tokens=depth))
 
     async def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
-        """The tokens of `request`, one delta per step; closing the generator cancels it. `tell` is for a
-        request on trial: see workers/scheduling/isolation.py. Raises PagesMissing, RequestError, WorkerGone,
-        HandedOver."""
+        """Yield the tokens of `request`, one delta per step; closing the generator cancels it. `notify` is
+        for a request on trial: see workers/scheduling/isolation.py. Raises PagesMissing, RequestError,
+        WorkerGone, HandedOver."""
         self._drain.check(produces=False)
         sequence = await self._arrivals.generating(request)
         sequence.restore.prefetched_pages = await self._prefetcher.take(request)
@@ -156,8 +156,8 @@ class Engine:
             self._close(sequence)
 
     def restrict(self, *, produces: bool, generates: bool) -> None:
-        """Take only such calls from now on. Others end with HandedOver, new ones and those that wait at once,
-        running ones when what they need elsewhere is stored."""
+        """Take only such calls from now on. Other calls end with HandedOver: new and waiting ones
+        immediately, running ones when what they need elsewhere is stored."""
         self._drain.restrict(produces=produces, generates=generates, now_s=_now_s())
         for sequence in self._sequences.waiting.values():
             timeout = sequence.restore.timeout
@@ -166,8 +166,8 @@ class Engine:
         self._work.set()
 
     def resize(self, budget_bytes: int) -> None:
-        """Change how much memory the worker may use: no less than one request of the longest kind needs, no
-        more than its reservation. What is kept goes first, by value; running requests are preempted,
+        """Change how much memory the worker may use. The minimum is one request of the longest kind, the
+        maximum is the reservation. Cached objects go first, by value. Then running requests are preempted,
         the youngest first, before the next step."""
         extents = budget_bytes // (self._ledger.layout.extent_bytes * self._limits.ranks)
         self._ledger.resize(max(self._limits.extents_min, min(extents, self._ledger.num_extents)))
@@ -186,7 +186,7 @@ class Engine:
         )
 
     def take_announcement(self, *, full: bool) -> Announcement:
-        """Restorable depths that came and went since the last call, or all of them."""
+        """Return the restorable depths that were added and removed since the last call, or all of them."""
         changes = self._ledger.index.take_changes()
         added, removed = changes.added, changes.removed
         if full:
@@ -202,12 +202,12 @@ class Engine:
         return len(self._sequences)
 
     async def drain_publications(self) -> None:
-        """Wait until what was being published in the background is stored, or was refused."""
+        """Wait until all publications in the background are stored or refused."""
         await self._publisher.drain()
 
     async def _stream(self, sequence: Sequence, notify: Notify | None) -> AsyncGenerator[Delta]:
-        """Admit the sequence, again after each preemption, and pass on what its steps bring. A producing one
-        brings nothing and ends when its target is computed."""
+        """Admit the sequence, again after each preemption, and yield what its steps bring. A producing one
+        yields nothing and ends when its target is computed."""
         first, began_s = True, _now_s()
         await self._admit(sequence)
         while sequence.computed < sequence.target or not sequence.produces:
@@ -250,7 +250,7 @@ class Engine:
         finally:
             sequence.restore.timeout = None
             sequence.restore.admission_s += _now_s() - began_s
-        if sequence.computed == sequence.target:  # a producing one: all its pages were here
+        if sequence.computed == sequence.target:  # it produces, and all its pages were here
             self._sequences.drop(sequence)
             return
         if self._over:
@@ -266,13 +266,13 @@ class Engine:
             self._work.set()
 
     def _landed_last(self, sequence: Sequence) -> None:
-        """All that was asked for is computed. A producing sequence still publishes it."""
+        """End a sequence that has computed all that was requested. A producing one still publishes it."""
         self._sequences.drop(sequence)
         if not sequence.produces:
             self._end(sequence)
 
     def _close(self, sequence: Sequence) -> None:
-        """The call has ended: nobody is left who could blame it."""
+        """Close the call: from now on no failure can be attributed to it."""
         self._end(sequence)
         isolation = sequence.isolation
         if isolation.alone or isolation.is_notifying:
@@ -280,7 +280,7 @@ class Engine:
             self._work.set()
 
     def _end(self, sequence: Sequence) -> None:
-        """Release all that the sequence holds: the one place, whatever ended it."""
+        """Release all that the sequence holds. This is the only place that does."""
         sequence.ended = True
         self._sequences.drop(sequence)
         self._release(sequence)

@@ -1,4 +1,4 @@
-"""From requests to sequences: what cannot be served is refused here, before any memory is taken."""
+"""Make sequences from requests. Requests that cannot be served are refused here, before they take memory."""
 
 import asyncio
 from collections.abc import Callable
@@ -28,12 +28,12 @@ class RequestIntake:
         self._count = 0
 
     def producing(self, request: Request) -> Sequence:
-        """A sequence that computes all pages of its prompt below the last one. Raises RequestError."""
+        """Return a sequence that computes all pages of its prompt except the last. Raises RequestError."""
         self._check(request)
         return self._sequence(request, None, produces=True)
 
     async def generating(self, request: Request) -> Sequence:
-        """A sequence that answers. Raises RequestError."""
+        """Return a sequence that answers. Raises RequestError."""
         self._check(request)
         matcher = None
         if request.sampling.grammar is not None:

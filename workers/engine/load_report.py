@@ -1,4 +1,4 @@
-"""What a worker reports about itself: its work and its memory."""
+"""The report of a worker's work and memory."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -12,7 +12,7 @@ from tidemill.workers.scheduling.sequence import Sequence
 from tidemill.workers.transfer.transfer import Transfer
 
 MATCHED_MAX = 64
-"""Waiting requests whose prefix is looked up; later ones are taken to find nothing."""
+"""The maximum number of waiting requests whose prefix is looked up. Later ones count as without a match."""
 
 
 def load_of(
@@ -24,7 +24,7 @@ def load_of(
     limits: EngineLimits,
     steps: int,
 ) -> WorkerLoad:
-    """The ledger is that of one rank; all bytes are those of the group."""
+    """Return the load. The ledger is that of one rank; all bytes are those of the group."""
     layout, ranks = ledger.layout, limits.ranks
     starts = [_start(ledger, sequence) for sequence in waiting[:MATCHED_MAX]] + [0] * len(
         waiting[MATCHED_MAX:]
@@ -68,7 +68,8 @@ def load_of(
 
 
 def queued_s(speed: Speed, queued: Seq[tuple[int, int]], step_tokens: int, *, streams: bool) -> float:
-    """How long the ranges of prompt tokens `queued` will take, which share steps; 0 when nobody knows."""
+    """Return how long the ranges of prompt tokens `queued` will take in shared steps; 0 when it is
+    unknown."""
     num_tokens = sum(end - start for start, end in queued if end - start > 1)
     pairs = sum((end - start) * (start + end) / 2 for start, end in queued if end - start > 1)
     alone_s = speed.prefill_s(0, num_tokens, step_tokens) + (pairs - num_tokens**2 / 2) * speed.pair_s
@@ -76,7 +77,7 @@ def queued_s(speed: Speed, queued: Seq[tuple[int, int]], step_tokens: int, *, st
 
 
 def _start(ledger: Ledger, sequence: Sequence) -> int:
-    """Where a waiting sequence will begin to compute, if the store has no more of it."""
+    """Return where a waiting sequence will begin to compute, unless the store has more of it."""
     if sequence.lease is not None:
         return sequence.computed
     keys = sequence.keys[: sequence.restorable // sequence.page_tokens]
@@ -84,7 +85,7 @@ def _start(ledger: Ledger, sequence: Sequence) -> int:
 
 
 def memory_use(ledger: Ledger, ranks: int = 1) -> MemoryUse:
-    """Bytes of all `ranks` together."""
+    """Return the memory use of all `ranks` together, in bytes."""
     layout, usage = ledger.layout, ledger.usage()
     page_bytes, state_bytes = layout.page_bytes * ranks, layout.state_stride_bytes * ranks
     extent_bytes = layout.extent_bytes * ranks

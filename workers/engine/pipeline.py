@@ -1,11 +1,12 @@
-"""Steps one after the other, at most two in flight: the next is launched before the tokens of this one are
+"""Run steps one after the other, at most two in flight: the next is launched before the tokens of this one
+are
 read.
 
     launch i | launch i+1 | land i | launch i+2 | land i+1 | ...
     Runner     [....... i .......][....... i+1 ........][....... i+2 ..
 
-What a row needs of the step before it, its token and its state, stays with the Runner. A step that breaks
-takes nobody with it: its requests come back one at a time, and whichever breaks a step alone gets the error.
+A row's inputs from the step before it, a token and a state, stay in the Runner. A step that breaks ends no
+other request: its requests run again one at a time, and the one that breaks a step alone gets the error.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from tidemill.workers.transfer.speed_model import StepTimeModel
 BEAT_S = 1.0
 
 FAILURES_MAX = 8
-"""Steps that break one after the other: beyond that it is not the requests that are broken."""
+"""The maximum number of consecutive broken steps. Beyond it the worker is broken and not a request."""
 
 
 class Preempt(Protocol):
@@ -58,8 +59,8 @@ class Pipeline:
         self._failures = 0
 
     async def step(self, flights_max: int) -> bool:
-        """Launch what can be launched, then land the oldest step; False when nothing was in flight. Raises
-        what broke the worker: WorkerGone, or the error of a step when one after the other breaks."""
+        """Launch a step if one is ready, then land the oldest. Return False when none was in flight. Raises
+        what broke the worker: WorkerGone, or the error of a step after FAILURES_MAX of them."""
         while len(self._in_flight) < flights_max and self._launch():
             pass
         if not self._in_flight:
@@ -72,7 +73,7 @@ class Pipeline:
         except Exception as error:
             if not all(
                 planned.lease.ended for planned in step.batch.rows
-            ):  # else it ran on what the one before lost
+            ):  # otherwise it ran on rows that the previous step lost
                 self._failures += 1
             if self._failures == FAILURES_MAX:
                 raise
@@ -88,8 +89,8 @@ class Pipeline:
         return True
 
     async def beat(self) -> None:
-        """While nothing is in flight: an empty step now and then. A rank that does not come holds it up, and
-        with it the step loop, as it would a step of requests."""
+        """Run an empty step now and then while no step is in flight. A missing rank delays it, and so the
+        step loop, as it would delay a step of requests."""
         assert not self._in_flight
         now_s = asyncio.get_running_loop().time
         if now_s() - self._landed_s > BEAT_S:
@@ -97,11 +98,11 @@ class Pipeline:
             self._landed_s = now_s()
 
     async def settle(self) -> None:
-        """Wait for what is in flight, and count nothing of it: nobody writes to the memory after this."""
+        """Wait for the steps in flight and discard them: nothing writes to the memory afterwards."""
         while self._in_flight:
             step = self._in_flight.popleft()
             await asyncio.wait([step.answer])
-            step.answer.exception()  # it has been seen
+            step.answer.exception()  # retrieved, so that asyncio does not log it
             for planned in step.batch.rows:
                 self._committer.void(planned)
 
@@ -111,7 +112,7 @@ class Pipeline:
             return False
         try:
             answer = asyncio.ensure_future(self._runner.run(tuple(planned.row for planned in batch.rows)))
-        except Exception as error:  # noqa: BLE001  it lands in its turn, like any step that breaks
+        except Exception as error:  # noqa: BLE001  it lands in order, like any step that breaks
             answer = asyncio.get_running_loop().create_future()
             answer.set_exception(error)
         self._in_flight.append(InFlight(batch, answer, asyncio.get_running_loop().time()))

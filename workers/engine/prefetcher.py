@@ -1,7 +1,8 @@
-"""Fetches the pages of a prompt while another worker still computes it, as they appear in the store.
+"""Fetch the pages of a prompt while another worker still computes it, as they appear in the store.
 
-What arrives is kept in the prefix index like any page: the request that comes afterwards finds it here, and
-fetches what is missing. So this may stop at any moment, and its memory may be taken away.
+The pages are kept in the prefix index like any other. The request that follows finds them there, and
+fetches
+what is missing. So a prefetch may stop at any moment, and its memory may be taken away.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from tidemill.workers.scheduling.admission_queue import AdmissionQueue
 from tidemill.workers.transfer.transfer import Transfer
 
 AHEAD_PAGES_MAX = 64
-"""Asked for and fetched at once."""
+"""The maximum number of pages that are looked up and fetched together."""
 
 POLL_S_MIN, POLL_S_MAX = 0.005, 0.1
 REMEMBERED_MAX = 1024
@@ -27,11 +28,11 @@ REMEMBERED_MAX = 1024
 
 @dataclass(slots=True, eq=False)
 class _Prefetch:
-    """`pages` of a prompt, half-open, came from the store."""
+    """The progress of a prefetch: `pages` of a prompt, half-open, came from the store."""
 
     pages: range = range(0)
     unwanted: asyncio.Event = field(default_factory=asyncio.Event)
-    over: asyncio.Event = field(default_factory=asyncio.Event)  # it holds nothing, nothing is under way
+    over: asyncio.Event = field(default_factory=asyncio.Event)  # it holds nothing and moves nothing
 
 
 class Prefetcher:
@@ -44,8 +45,8 @@ class Prefetcher:
         self._serial = 0
 
     async def run(self, request: Request, keys: list[PageKey]) -> int:
-        """How many pages of `keys` are here when all of them are, when memory is short, or when the store is
-        late. Cancelled, it ends at once, and what is on its way is still kept."""
+        """Return how many pages of `keys` are here when all of them are, when memory is short, or when the
+        store is late. Cancelled, it ends immediately, and pages on their way are still kept."""
         prefetch = self._of[request.request_id] = _Prefetch()
         if len(self._of) > REMEMBERED_MAX:
             self._of.popitem(last=False)
@@ -60,8 +61,7 @@ class Prefetcher:
             prefetch.unwanted.set()
 
     async def take(self, request: Request) -> range:
-        """The pages of the request's prompt that were fetched for it; waits until no more are on their
-        way."""
+        """Wait until no more pages of the request are on their way, and return those that were fetched."""
         prefetch = self._of.pop(request.request_id, None)
         if prefetch is None:
             return range(0)
@@ -70,7 +70,8 @@ class Prefetcher:
         return prefetch.pages
 
     async def _follow(self, lease_id: str, keys: list[PageKey], prefetch: _Prefetch) -> int:
-        """It holds pages while it fetches and none while it waits: those who run may need the memory."""
+        """Fetch pages as they appear. It holds pages only while it fetches: running requests may need the
+        memory."""
         first = here = len(self._ledger.index.match(keys).path)
         poll_s = POLL_S_MIN
         try:
@@ -93,11 +94,11 @@ class Prefetcher:
             prefetch.over.set()
 
     async def _fetch(self, lease_id: str, keys: list[PageKey], here: int, num_pages: int) -> int:
-        """How many pages are here then; no more than `here` when it has to end."""
+        """Fetch pages and return how many are here; no more than `here` when it has to end."""
         lease = self._ledger.open(lease_id, runs=False)
         try:
             match = self._ledger.index.match(keys)
-            if len(match.path) < here:  # memory is so short that they were evicted
+            if len(match.path) < here:  # memory is short: some were evicted
                 return here
             self._ledger.attach(lease, match, len(match.path))
             first = len(lease.shared_entries)
@@ -110,7 +111,7 @@ class Prefetcher:
 
     async def _fill(self, lease: Lease, keys: list[PageKey], first: int, num_pages: int) -> int:
         size = self._ledger.layout.page_tokens
-        try:  # as many again shall be left for requests that run
+        try:  # as many again are left for running requests
             self._ledger.reserve(lease, num_pages * size, headroom=Demand(num_pages - first))
         except OutOfMemory:
             return first
@@ -125,7 +126,7 @@ class Prefetcher:
 
 
 async def _within(timeout_s: float | None, event: asyncio.Event) -> None:
-    """Until `event` is set, or for so long."""
+    """Wait until `event` is set, at most `timeout_s`."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()

@@ -1,10 +1,10 @@
-"""Publishes pages and checkpoints in the background: best effort, in order, on leases of their own.
+"""Publish pages and checkpoints in the background: best effort, in order, each on a lease of its own.
 
     steps      [ chunk 0 ][ chunk 1 ][ chunk 2 ][ chunk 3 ][ checkpoint ]
     store                [put 0     ][put 1, 2           ][put 3, checkpoint]
 
-A prompt is published while it is computed: one put at a time for each sequence, of all that was committed
-until it began.
+A prompt is published while it is computed. Each sequence has one put at a time, of all pages that were
+committed when it began.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from tidemill.workers.scheduling.sequence import Sequence, StoredPrefix
 from tidemill.workers.transfer.transfer import Transfer
 
 PUBLICATIONS_MAX = 64
-"""Publications of prompts that have been answered; each one holds its pages."""
+"""The maximum number of publications of answered prompts. Each one holds its pages."""
 
 
 class Publisher:
@@ -27,7 +27,7 @@ class Publisher:
         self._serial = 0
 
     def publish(self, sequence: Sequence, num_pages: int, *, checkpoint: bool = True) -> None:
-        """Store the first pages of the sequence and the checkpoint at their end, if there is one."""
+        """Store the first pages of the sequence, and the checkpoint at their end if there is one."""
         publication = sequence.delivery.publication
         if not sequence.produces and publication.task is None and len(self._running) >= PUBLICATIONS_MAX:
             self._ledger.counters["publications_skipped"] += 1
@@ -49,8 +49,8 @@ class Publisher:
             publication.task.add_done_callback(self._running.discard)
 
     async def published(self, sequence: Sequence, num_pages: int) -> bool:
-        """Wait for what is being published of the sequence; whether these first pages, and the checkpoint at
-        their end, are stored. A store that takes longer than it is worth waiting for has not stored them."""
+        """Wait for the publications of the sequence. Return whether these first pages and the checkpoint at
+        their end are stored. A store that takes longer than its patience has not stored them."""
         publication = sequence.delivery.publication
         if publication.task is not None:
             missing = max(0, num_pages - publication.there_pages)
@@ -58,7 +58,7 @@ class Publisher:
         return publication.task is None and publication.complete and publication.there_pages >= num_pages
 
     async def drain(self) -> None:
-        """Wait until what was being published is stored, or was refused."""
+        """Wait until all publications are stored or refused."""
         while self._running:
             await asyncio.wait(self._running)
 
@@ -76,7 +76,7 @@ class Publisher:
                     publication.there_pages = piece.num_pages
                 self._drop(pieces.popleft())
         finally:
-            while pieces:  # nothing is offered behind what was not stored
+            while pieces:  # nothing is offered after a piece that was not stored
                 self._drop(pieces.popleft())
             publication.task = None
 

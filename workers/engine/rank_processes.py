@@ -1,6 +1,6 @@
-"""The other ranks of a group as processes of this one, for programs without Ray.
+"""Start the other ranks of a group as child processes, for programs without Ray.
 
-python -m tidemill.workers.engine.rank_processes INDEX FOLDER    settings come through its standard input
+python -m tidemill.workers.engine.rank_processes INDEX FOLDER    reads the settings from its standard input
 """
 
 import asyncio
@@ -21,7 +21,7 @@ SETTINGS = TypeAdapter(EngineSettings)
 
 
 def start_ranks(settings: EngineSettings, folder: Path) -> Ended:
-    """Start the ranks from 1 on, to meet in `folder`. They end with their leader."""
+    """Start the ranks from 1 on, which meet in `folder`. They end with their leader."""
     ranks: list[subprocess.Popen[bytes]] = []
     for index in range(1, settings.tensor_parallel_size):
         command = [sys.executable, "-m", "tidemill.workers.engine.rank_processes", str(index), str(folder)]
@@ -29,9 +29,7 @@ def start_ranks(settings: EngineSettings, folder: Path) -> Ended:
         assert rank.stdin is not None
         with rank.stdin as pipe:
             pipe.write(SETTINGS.dump_json(settings))
-        Thread(
-            target=rank.wait, name=f"rank-{index}-end", daemon=True
-        ).start()  # nobody else asks for its status
+        Thread(target=rank.wait, name=f"rank-{index}-end", daemon=True).start()  # reaps it
         ranks.append(rank)
 
     def ended() -> str | None:

@@ -1,9 +1,10 @@
-"""Decode steps as CUDA graphs: one for each of some numbers of rows, to which smaller steps are padded.
+"""Decode steps as CUDA graphs: one for each of a few numbers of rows, to which smaller steps are padded.
 
-A step of one token a row is hundreds of short launches, and launching them takes the host longer than they
-take the device. A graph is launched at once, but with the shapes and the addresses that it was captured with.
-So each has inputs of its own, where every step is written: its rows, and after them rows of padding, which
-read and write nothing; page tables are as wide as they can become.
+A step of one token per row is hundreds of short launches. Launching them takes the host longer than they
+take
+the device. A graph is launched in one call, but with the shapes and the addresses of its capture. So each
+graph has inputs of its own, and every step is written there: its rows, then rows of padding, which read and
+write nothing. Page tables have their maximum width.
 """
 
 from collections.abc import Callable
@@ -16,25 +17,28 @@ from tidemill.workers.models.inputs import Inputs, gathered, one_run
 
 FEW_ROWS = (1, 2, 4)
 BY_8_MAX = 64
-CHUNK = 64  # tokens of a prompt that run every kernel of prompts
+CHUNK = 64  # tokens of a prompt that run every prompt kernel
 
 Forward = Callable[[], torch.Tensor]
 Replay = Callable[[], None]
 Capture = Callable[[Forward], tuple[Replay, torch.Tensor]]
-"""From what computes a tensor out of others to what computes it again, from whatever these hold by then, and
-the tensor that then holds it."""
+"""Captures a function that computes a tensor. Returns a function that computes it again from the current
+inputs, and the tensor with the result."""
 
 
 def buckets(rows_max: int) -> tuple[int, ...]:
-    """Numbers of rows, ascending: 1, 2, 4, by 8 up to 64, by 16 up to `rows_max`, which is the last."""
+    """Return the numbers of rows, ascending: 1, 2, 4, in steps of 8 up to 64, and of 16 up to `rows_max`."""
     sizes = (*FEW_ROWS, *range(8, BY_8_MAX, 8), *range(BY_8_MAX, rows_max, 16))
     return (*(size for size in sizes if size < rows_max), rows_max)
 
 
 def shapes(rows_max: int, tokens_max: int, drafts_max: int = 0) -> list[tuple[int, int, int]]:
-    """Rows, tokens of the first of them, and states that a row may keep: steps that launch every kernel that
-    other steps launch. Kernels are compiled for one token a row and for more, for many rows and for more than
-    that, by powers of two of states, and by how many tokens there are for an expert."""
+    """Return steps that launch every kernel that other steps launch, each as the number of rows, the
+    tokens of the first row, and the states that a row may keep.
+
+    Kernels are compiled for one token per row and for more, for few rows and for many, by powers of two of
+    states, and by the number of tokens per expert.
+    """
     kept = [1 << power for power in range(drafts_max.bit_length() + 1)]
     counts = (1, *(1 << power for power in range(MANY_ROWS.bit_length(), rows_max.bit_length())), rows_max)
     one_each = [(rows, 1, 1) for rows in counts]
@@ -45,8 +49,8 @@ def shapes(rows_max: int, tokens_max: int, drafts_max: int = 0) -> list[tuple[in
 
 
 def padding(rows: int, table_width: int, first: int = 1, *, windows: bool = False, states: int = 1) -> Inputs:
-    """A step of so many rows of padding, which reads and writes neither pages nor states: a token each, or
-    `first` of the first one. `windows`: the model has window pages. `states`: that a row could keep."""
+    """Return a step of padding rows, which reads and writes neither pages nor states. Each row has one token,
+    the first has `first`. `windows`: the model has window pages. `states`: those that a row could keep."""
     tokens = rows - 1 + first if rows else 0
     return Inputs(
         tokens_T=torch.zeros(tokens, dtype=torch.int64),
@@ -63,7 +67,7 @@ def padding(rows: int, table_width: int, first: int = 1, *, windows: bool = Fals
 def pad(step: Inputs, into: Inputs) -> None:
     """Make the first rows of `into` those of `step`, which have one token each, and the others padding.
 
-    Page tables are left as they are beyond `lens`, where nobody looks.
+    Page tables beyond `lens` are not changed, because nothing reads them.
     """
     rows, width = step.pages_BN.shape
     width_of_windows = step.windows_BN.shape[1]
@@ -82,7 +86,8 @@ def pad(step: Inputs, into: Inputs) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """`host` are views of `host_bytes`, whose copy on the device is `device_bytes`, which `replay` reads."""
+    """A captured graph. `host` are views of `host_bytes`, which is copied to `device_bytes`, which `replay`
+    reads."""
 
     host: Inputs
     host_bytes: torch.Tensor
@@ -104,7 +109,7 @@ class Graphs:
         *,
         windows: bool = False,
     ) -> None:
-        """Captures all, the largest first: the others fit into its memory."""
+        """Capture all graphs, the largest first: the others fit into its memory."""
         self._table_width = table_width
         self._graphs: dict[int, Graph] = {}
         for rows in reversed(buckets(rows_max)):
@@ -116,8 +121,8 @@ class Graphs:
             self._graphs[rows] = Graph(host, host_bytes, device_bytes, replay, hidden_BH)
 
     def forward(self, step: Inputs) -> torch.Tensor | None:
-        """Hidden states `[T, hidden]` of a step in host memory, valid until the next one; None where it is
-        no step of one token a row or too large. The step before has ended on the device."""
+        """Return the hidden states `[T, hidden]` of a step in host memory, valid until the next one. None: a
+        row has more than one token, or there are too many rows. The step before has ended on the device."""
         rows, width = step.pages_BN.shape
         sizes = [size for size in self._graphs if size >= rows]
         if (
@@ -135,12 +140,12 @@ class Graphs:
 
 
 def cuda_capture(stream: torch.cuda.Stream) -> Capture:
-    """Captures on `stream`, on which graphs are replayed, into memory that all of them share: one runs at a
-    time. What other threads do with the device meanwhile is no part of it."""
+    """Capture on `stream`, on which graphs are replayed, into memory that all of them share: one runs at a
+    time. What other threads do with the device meanwhile is not captured."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(run: Forward) -> tuple[Replay, torch.Tensor]:
-        run()  # compiles, and takes the memory that libraries keep: neither may happen inside
+        run()  # compiles, and allocates the memory of libraries: neither may happen during a capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             computed = run()

@@ -1,6 +1,7 @@
-"""What an answer must match: compiles grammars, and says token by token what may come next.
+"""Compile grammars and, for each token of an answer, compute the tokens that may follow.
 
-A thin layer over llguidance (docs/decisions/0011). It never sees an end-of-sequence token: those are decided
+A thin layer over llguidance (docs/decisions/0011). It never gets an end-of-sequence token: those are
+decided
 here.
 """
 
@@ -17,27 +18,27 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tidemill.workers.messages import GRAMMAR_BYTES_MAX, Grammar, RequestError
 
 Mask = npt.NDArray[np.bool_]
-"""[V], V the width of the model's logits: the tokens that may come."""
+"""The allowed tokens, `[V]`, with V the width of the model's logits."""
 
 STEP_FUEL_MAX = 200_000
 STEP_ITEMS_MAX = 50_000
-"""One mask is computed between two steps of everybody: with what clients may write (api/structured.py) these
-two end it after about 25 ms."""
+"""The limit for one mask, which is computed between two steps of all requests. With the limits of
+cluster/edge/chat/request/structured.py it ends a mask after about 25 ms."""
 
 LEXER_STATES_MAX = 50_000
-"""Of one answer; a state takes 1 to 2 kB."""
+"""The limit for one answer; a state takes 1 to 2 kB."""
 
 BLANKS = r"(\n[ \t]{0,40}|[ ])?"
-"""Between two tokens of JSON: nothing, a space, or a new line with its indentation. Without a bound a model
-can go on with blanks until its answer is cut off."""
+"""The white space between two tokens of JSON: none, a space, or a new line with its indentation. Without a
+bound a model can continue with blanks until its answer is cut off."""
 
 ERROR_CHARACTERS_MAX = 400
 FIELD = "response_format"
 
 
 class Matcher:
-    """Follows one answer. At a dead end, where no token of the vocabulary can come, and where a step takes
-    more than the limits allow, the answer ends: a mask is never empty."""
+    """Follows one answer. The answer ends where no token may follow, and where a step exceeds the limits: a
+    mask is never empty."""
 
     def __init__(self, compiled: Callable[[], LLMatcher], vocab_size: int, eos_ids: Collection[int]) -> None:
         self._compiled = compiled
@@ -46,7 +47,7 @@ class Matcher:
         self._end_V = np.zeros(vocab_size, dtype=np.bool_)
         self._end_V[list(eos_ids)] = True
         self._tokens: list[int] = []
-        self._fed = 0  # tokens that the library has seen; all of them, unless the answer has ended
+        self._fed = 0  # tokens that the library got; all of them, unless the answer has ended
 
     def mask(self) -> Mask:
         if self._fed < len(self._tokens) or self._inner.is_stopped():
@@ -55,7 +56,7 @@ class Matcher:
         if self._inner.is_error():
             return self._end_V.copy()
         may_V = np.zeros(len(self._end_V), dtype=np.bool_)
-        known = min(len(may_V), len(bits))  # the model may have rows beyond its tokenizer's entries
+        known = min(len(may_V), len(bits))  # the model may have more rows than its tokenizer has entries
         may_V[:known] = bits[:known]
         return may_V if may_V.any() else self._end_V.copy()
 
@@ -70,7 +71,7 @@ class Matcher:
         kept = len(self._tokens) - num_tokens
         assert kept >= 0
         del self._tokens[kept:]
-        if self._inner.is_error():  # for good: there is no way back within the library
+        if self._inner.is_error():  # permanent: the library has no way back
             self._inner = self._compiled()
             self._fed = 0
             while self._fed < kept and self._inner.consume_token(self._tokens[self._fed]):
@@ -82,8 +83,8 @@ class Matcher:
 
 
 class Grammars:
-    """The grammars of one model. Its tokenizer is read with the first of them: for 150,000 entries that takes
-    a second."""
+    """The grammars of one model. The first one reads its tokenizer: for 150,000 entries that takes a
+    second."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_ids: Collection[int]) -> None:
         self._folder = folder
@@ -93,7 +94,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
 
     def matcher(self, grammar: Grammar) -> Matcher:
-        """Compile; takes milliseconds, on any thread. Raises RequestError."""
+        """Compile a grammar; takes milliseconds, on any thread. Raises RequestError."""
         tokenizer, text = self._read(), _library_text(grammar)
         limits = LLParserLimits(
             step_lexer_fuel=STEP_FUEL_MAX,
@@ -106,7 +107,7 @@ class Grammars:
             return LLMatcher(tokenizer, text, log_level=0, limits=limits)
 
         first = compiled()
-        first.compute_bitmask()  # shows what nothing can match
+        first.compute_bitmask()  # fails for a grammar that no text matches
         if first.is_error():
             reason = " ".join(first.get_error().replace("<non-verbose/>", "").split())
             if reason.startswith("NoExtension"):
@@ -130,7 +131,7 @@ class Grammars:
 
 
 def _library_text(grammar: Grammar) -> str:
-    """`grammar` in the words of llguidance."""
+    """Return `grammar` in the syntax of llguidance."""
     if len(grammar.text.encode()) > GRAMMAR_BYTES_MAX:
         raise RequestError(f"a grammar has at most {GRAMMAR_BYTES_MAX} bytes: make it shorter", param=FIELD)
     match grammar.kind:

@@ -1,6 +1,7 @@
-"""Logprobs as they are reported: of a drawn token, and of the tokens of a prompt.
+"""Logprobs in the reported form, of drawn tokens and of the tokens of a prompt.
 
-Of the model's own distribution, in float64 and row by row: a row's bits do not depend on the rows beside it.
+They are of the model's own distribution, in float64 and row by row: a row's bits do not depend on other
+rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +13,14 @@ from tidemill.workers.execution.step import Step
 from tidemill.workers.messages import TokenLogprob
 
 CHUNK_TOKENS = 32
-"""Tokens of a prompt whose logits are there at once: for all those of a step they would be gigabytes."""
+"""The number of prompt tokens whose logits are in memory together. For all tokens of a step, logits would
+take gigabytes."""
 
 
 def token_logprob(logprobs_V: torch.Tensor, token: int, alternatives: int) -> TokenLogprob:
-    """Of `token`, and of the likeliest ones by falling logprob and then by id. `logprobs_V` is float64."""
-    logprobs_V = logprobs_V.cpu()  # what follows reads number by number
+    """Return the logprob of `token` and those of the most likely tokens, by falling logprob and then by id.
+    `logprobs_V` is float64."""
+    logprobs_V = logprobs_V.cpu()  # the following reads single numbers
     most = min(alternatives, len(logprobs_V))
     top: tuple[tuple[int, float], ...] = ()
     if most:
@@ -29,7 +32,8 @@ def token_logprob(logprobs_V: torch.Tensor, token: int, alternatives: int) -> To
 
 
 def token_logprobs(logprobs_NV: torch.Tensor, tokens: Sequence[int], alternatives: int) -> list[TokenLogprob]:
-    """`token_logprob` of each row: all at once, but for those in which equal numbers leave a choice."""
+    """Return `token_logprob` of each row: all in one operation, except rows in which equal numbers leave a
+    choice."""
     most = min(alternatives, logprobs_NV.shape[1])
     tokens_N1 = torch.tensor(tokens, device=logprobs_NV.device).unsqueeze(1)
     own: list[float] = _numbers(logprobs_NV.gather(1, tokens_N1).squeeze(1))
@@ -53,10 +57,10 @@ def _numbers(numbers: torch.Tensor) -> list[Any]:
 def scores_of(
     logits: Callable[[torch.Tensor], torch.Tensor], hidden_TH: torch.Tensor, step: Step
 ) -> list[tuple[TokenLogprob, ...]]:
-    """What `scores` of each row asks for, from the hidden states of the step; an empty list when no row asks.
-    `logits` is the model's.
+    """Return the logprobs that `scores` of each row requests, from the hidden states of the step; an empty
+    list when no row requests any. `logits` computes those of the model.
 
-    All ranks of a group do this together; those that are not the leader find nothing.
+    All ranks of a group do this together; only the leader gets a result.
     """
     if not any(row.scores for row in step):
         return []
@@ -72,7 +76,7 @@ def scores_of(
 
 
 def _chunks(hidden_TH: torch.Tensor, step: Step) -> Iterator[tuple[int, tuple[int, ...], torch.Tensor]]:
-    """(row, some of its targets, the hidden states that say how likely they were)."""
+    """Yield (row, some of its targets, the hidden states that score them)."""
     begin = 0
     for index, row in enumerate(step):
         if row.scores is not None:

@@ -1,7 +1,7 @@
-"""Carries out steps with a real model, on one thread beside the event loop.
+"""Run steps with a real model, on one thread beside the event loop.
 
-On a device a step has its own stream, and has ended when the device has: what lands is there for whoever
-copies pages, and what is given back is used by nobody any more.
+On a device a step has its own stream, and has ended when the device has. So pages of a landed step are
+complete when they are copied, and freed memory is no longer used.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from tidemill.workers.models.inputs import Caches, Inputs, on_device
 
 
 class Outputs(NamedTuple):
-    """Hidden states of a step, logits of the rows that draw, and the scores of all rows: see `outputs_of`."""
+    """The hidden states of a step, the logits of the rows that draw, and the scores of all rows."""
 
     hidden_TH: torch.Tensor
     logits_NV: torch.Tensor | None
@@ -42,7 +42,7 @@ class TorchRunner:
         device: torch.device = HOST,
         guesser: MtpDrafter | None = None,
     ) -> None:
-        """Weights and caches lie on `device`."""
+        """Create a runner. Weights and caches lie on `device`."""
         self._model = model
         self._caches = caches
         self._page_tokens = page_tokens
@@ -50,18 +50,18 @@ class TorchRunner:
         self._guesser = guesser
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._graphs: Graphs | None = None
-        self._last: dict[str, int] = {}  # the token that each row of the step before drew
+        self._last: dict[str, int] = {}  # the token that each row of the previous step drew
         # OpenMP keeps the number of threads per calling thread, so it is set where the steps run.
         self._thread = ThreadPoolExecutor(1, "step", torch.set_num_threads, (threads,))
 
     def warm_up(self, rows_max: int, tokens_max: int, table_width: int = 1, drafts_max: int = 0) -> None:
-        """Run steps of padding, before the first step: kernels are compiled then, and there is memory for the
-        largest, whose page tables have `table_width` pages."""
+        """Run steps of padding, before the first step. It compiles the kernels, and ensures memory for the
+        largest step, whose page tables have `table_width` pages."""
         self._thread.submit(self._warm_up, rows_max, tokens_max, table_width, drafts_max).result()
 
     def use_graphs(self, rows_max: int, table_width: int, capture: Capture | None = None) -> None:
-        """Capture graphs for decode steps, which run as such from now on; before the first step. `capture`:
-        None is that of CUDA."""
+        """Capture graphs for decode steps, before the first step; such steps use them from now on. `capture`
+        None: that of CUDA."""
         self._thread.submit(self._capture, rows_max, table_width, capture).result()
 
     def run(self, step: Step) -> asyncio.Future[list[Drawn]]:
@@ -91,7 +91,8 @@ class TorchRunner:
         return found
 
     def _tokens(self, step: Step, last: Mapping[str, int]) -> list[int]:
-        """The tokens of the step, with those that the step before drew: a group tells them its ranks."""
+        """Return the tokens of the step, with those that the previous step drew. A group sends them to its
+        ranks."""
         return [last[row.sequence_id] if token == PENDING else token for row in step for token in row.tokens]
 
     def _draw(self, step: Step, logits_NV: torch.Tensor | None) -> list[Drawn]:
@@ -106,12 +107,12 @@ class TorchRunner:
         return guesser.run(step, tokens, hidden_TH, ends_of(drawn), self._choose)
 
     def _choose(self, logits_NV: torch.Tensor, rows: Step) -> list[int]:
-        """The likeliest token of each row, whatever it will draw with (measured: docs/decisions/0025)."""
+        """Return the most likely token of each row, whatever its sampling (measured: docs/decisions/0025)."""
         assert len(logits_NV) == len(rows)
         return token_ids(logits_NV.argmax(dim=-1))
 
     def _outputs(self, step: Step, tokens: list[int]) -> Outputs:
-        """What all ranks of a group do together."""
+        """Compute what all ranks of a group compute together."""
         return outputs_of(self._model, self._hidden(inputs_of(step, tokens, self._page_tokens)), step)
 
     def _hidden(self, inputs: Inputs) -> torch.Tensor:
@@ -122,7 +123,7 @@ class TorchRunner:
 
     @contextmanager
     def _on_stream(self) -> Generator[None]:
-        """Whatever is started in it has ended after it, also when it raises."""
+        """Run the block on the stream of the step, and wait for what it started, also when it raises."""
         if self._stream is None:
             yield
             return
@@ -156,19 +157,19 @@ class TorchRunner:
             )
 
     def close(self) -> None:
-        """End the thread, when its step has ended."""
+        """End the thread after its step."""
         self._thread.shutdown()
         self._graphs = None
 
 
 def outputs_of(model: Model, hidden_TH: torch.Tensor, step: Step) -> Outputs:
-    """`logits_of`, and what rows are to say of their prompts: logprobs.scores_of."""
+    """Return `logits_of` the step, and the scores of its prompts (logprobs.scores_of)."""
     return Outputs(hidden_TH, logits_of(model, hidden_TH, step), scores_of(model.logits, hidden_TH, step))
 
 
 def logits_of(model: Model, hidden_TH: torch.Tensor, step: Step) -> torch.Tensor | None:
-    """Logits `[N, vocabulary]` from the hidden states of a step, `1 + drafts` of each row that draws. None
-    when no row does."""
+    """Return logits `[N, vocabulary]` from the hidden states of a step, `1 + drafts` for each row that draws.
+    None when no row does."""
     positions: list[int] = []
     end = 0
     for row in step:

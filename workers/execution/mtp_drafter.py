@@ -1,15 +1,17 @@
 """Guesses of the model's own prediction head (MTP), made in the step that draws the token before them.
 
-The head has keys and values of its own, one more attention layer in every page. Slot p holds what the hidden
-state behind token p - 1 gives together with token p; where a page begins, token p alone. So a page depends on
-its tokens and nothing else, and whoever resumes at its end needs the pages and nothing else.
+The head has keys and values of its own, as one more attention layer in every page. Slot p holds the result
+of
+the hidden state after token p - 1 together with token p; at the beginning of a page, of token p alone. So a
+page depends on its tokens only, and a request that resumes at its end needs no more than the pages.
 
     a row runs [s, t), and e is the last token that it draws
     slots it writes    s ... e, but s only where a page begins: else the row that drew token s has written it
     guesses                      e+1, e+2 ...
 
-Behind slot e the head goes on with its own guesses, on memory that the row has anyway. What it writes there,
-and at e where a page begins, is written anew by the rows that come.
+After slot e the head continues with its own guesses, in memory that the row has anyway. Later rows
+overwrite
+what it writes there, and at e where a page begins.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +26,11 @@ from tidemill.workers.models.architectures.registry import DraftHead
 from tidemill.workers.models.inputs import Caches, Inputs, on_device
 
 Choose: TypeAlias = Callable[[torch.Tensor, Step], list[int]]
-"""A guess for each row, from logits `[N, vocabulary]` behind its last token."""
+"""Returns a guess for each row, from logits `[N, vocabulary]` after its last token."""
 
 
 class DrawnEnd(NamedTuple):
-    """How many tokens a row drew, and the last of them."""
+    """The number of tokens that a row drew, and the last of them."""
 
     num_drawn: int = 0
     token: int = -1
@@ -39,8 +41,8 @@ def ends_of(drawn: Sequence[Drawn]) -> list[DrawnEnd]:
 
 
 class DraftRow(NamedTuple):
-    """What the head does for row `number` of a step: a row of its own, and for each token of it where in the
-    step the hidden state before it is (NONE: zeros). `guesses`: its last token is the last one drawn."""
+    """The work of the head for row `number` of a step: a row of its own and, for each token of it, the index
+    of the hidden state before it (NONE: zeros). `guesses`: its last token is the last one drawn."""
 
     number: int
     row: Row
@@ -52,7 +54,7 @@ NONE = -1
 
 
 def slots_of(step: Step, tokens: Sequence[int], ends: Sequence[DrawnEnd], page_tokens: int) -> list[DraftRow]:
-    """Of the rows that have any. `tokens` are those of all rows."""
+    """Return the rows of the head. `tokens` are those of all rows."""
     found: list[DraftRow] = []
     offset = 0
     for number, (row, end) in enumerate(zip(step, ends, strict=True)):
@@ -62,7 +64,7 @@ def slots_of(step: Step, tokens: Sequence[int], ends: Sequence[DrawnEnd], page_t
             drawn_at = row.end - row.drafts + end.num_drawn - 1
             last = min(drawn_at, len(row.pages) * page_tokens - 1)
         else:
-            assert row.end % page_tokens == 0, "nobody would write the slot where the next row begins"
+            assert row.end % page_tokens == 0, "no row would write the slot where the next row begins"
         positions = range(first, last + 1)
         if positions:
             own = tuple(end.token if at == drawn_at else tokens[offset + at - row.start] for at in positions)
@@ -77,8 +79,8 @@ def slots_of(step: Step, tokens: Sequence[int], ends: Sequence[DrawnEnd], page_t
 
 
 class MtpDrafter:
-    """Runs the head behind the forward pass of a step. In a group all ranks have one, and their `choose`
-    says the same on each of them."""
+    """Runs the head after the forward pass of a step. In a group each rank has one, and their `choose`
+    returns the same on all ranks."""
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class MtpDrafter:
         page_tokens: int,
         guesses_max: int,
     ) -> None:
-        """`logits` are the model's."""
+        """Create a drafter. `logits` computes those of the model."""
         self._head = head
         self._logits = logits
         self._caches = caches
@@ -107,8 +109,8 @@ class MtpDrafter:
         ends: Sequence[DrawnEnd],
         choose: Choose,
     ) -> list[tuple[int, ...]]:
-        """Write the slots of the step; the guesses of each row, none where nothing was drawn or the last
-        token has no memory yet. `hidden_TH` are the model's, behind all `tokens` of the step."""
+        """Write the slots of the step. Return the guesses of each row: none where nothing was drawn or the
+        last token has no memory yet. `hidden_TH` are the model's, after all `tokens` of the step."""
         found = slots_of(step, tokens, ends, self._page_tokens)
         if not found:
             return [()] * len(step)
@@ -123,7 +125,7 @@ class MtpDrafter:
         return [tuple(guesses.get(index, ())) for index in range(len(step))]
 
     def _guess(self, rows: dict[int, Row], hidden_NH: torch.Tensor, choose: Choose) -> dict[int, list[int]]:
-        """By the place of each row in the step, from the hidden states behind its last token."""
+        """Return the guesses by the index of each row, from the hidden states after its last token."""
         guesses: dict[int, list[int]] = {index: [] for index in rows}
         while True:
             chosen = choose(self._logits(hidden_NH), tuple(rows.values()))

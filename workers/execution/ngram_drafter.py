@@ -1,32 +1,32 @@
-"""Guesses of the tokens that come next, for trial in one step with the token before them.
+"""Guess the next tokens, which run as drafts in one step with the token before them.
 
-Whatever is guessed, the answer is the same: a wrong guess costs its computation and nothing else.
+The answer does not depend on guesses: a wrong guess only costs its computation.
 """
 
 from collections.abc import Sequence
 from typing import Protocol
 
 START_TOKENS = 4
-"""What a first trial has: as many as a sentence that is quoted usually goes on for, at least."""
+"""The number of guesses in the first trial: a quoted sentence usually continues for at least that long."""
 
 
 class Drafter(Protocol):
-    """Guesses for one sequence."""
+    """Makes guesses for one sequence."""
 
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """At most so many tokens that may follow `tokens`, those of the sequence so far: the tokens of the
-        call before and what has come since. May be asked again before anything has."""
+        """Return at most `most` tokens that may follow `tokens`, those of the sequence so far. They extend
+        the tokens of the previous call. Two calls may have the same tokens."""
         ...
 
     def accept_proposals(self, guesses: Sequence[int], num_tokens: int) -> None:
-        """A row has landed, and with what it drew the sequence has so many tokens. `guesses` are the
-        runner's, of what follows them."""
+        """Record that a row has landed, with which the sequence has `num_tokens`. `guesses` are those of the
+        runner, for the tokens after them."""
         ...
 
 
 class HeadDrafter:
-    """The runner guesses, with a head of the model's own (workers/execution/mtp_drafter.py): gives out
-    what came last."""
+    """Returns the latest guesses of the runner, from the model's own prediction head (see
+    workers/execution/mtp_drafter.py)."""
 
     def __init__(self) -> None:
         self._guesses: Sequence[int] = ()
@@ -40,10 +40,10 @@ class HeadDrafter:
 
 
 class NgramDrafter:
-    """Prompt lookup: what followed the last tokens where they stood before, the latest place first.
+    """Prompt lookup: return what followed an earlier occurrence of the last tokens, the latest one first.
 
     The last `longest` tokens are looked up, then fewer, down to `shortest`. A new token costs one entry in
-    each of the tables, about 0.3 kB and a microsecond in all, however long the text. The idea is from
+    each table, together about 0.3 kB and a microsecond, for a text of any length. The idea is from
     A. Saxena, "Prompt Lookup Decoding" (2023).
     """
 
@@ -52,9 +52,9 @@ class NgramDrafter:
         self._follows: dict[int, dict[tuple[int, ...], int]] = {
             size: {} for size in range(longest, shortest - 1, -1)
         }
-        self._num_indexed = 0  # places whose grams are in the tables
-        self._guesses: list[int] = []  # the last ones given
-        self._guessed_at = 0  # ... for the tokens from here
+        self._num_indexed = 0  # positions whose n-grams are in the tables
+        self._guesses: list[int] = []  # the latest guesses
+        self._guessed_at = 0  # the position of the first of them
         self._length = START_TOKENS
 
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
@@ -65,10 +65,10 @@ class NgramDrafter:
         return self._guesses
 
     def accept_proposals(self, guesses: Sequence[int], num_tokens: int) -> None:
-        """It guesses by itself."""
+        """Do nothing: this drafter needs no guesses of the runner."""
 
     def _judge(self, tokens: Sequence[int]) -> None:
-        """Compare the last guesses with what came, tried or not."""
+        """Compare the latest guesses with the tokens that followed, whether or not they ran."""
         came = tokens[self._guessed_at : self._guessed_at + len(self._guesses)]
         right = 0
         while right < len(came) and came[right] == self._guesses[right]:
@@ -77,8 +77,7 @@ class NgramDrafter:
             self._length = next_length(self._length, len(self._guesses), right)
 
     def _extend(self, tokens: Sequence[int]) -> None:
-        """Index each place that has a token before it; the one behind the last token follows nothing yet
-        known."""
+        """Index each position that has a token before it. Nothing is known to follow the last token yet."""
         assert self._num_indexed <= len(tokens)
         for position in range(max(1, self._num_indexed), len(tokens)):
             for size, follows in self._follows.items():
@@ -92,13 +91,14 @@ class NgramDrafter:
             if position is not None and len(tokens) >= size:
                 period = len(tokens) - position
                 copied = list(tokens[position : position + length])
-                while len(copied) < length:  # what is copied goes on into the copy
+                while len(copied) < length:  # the copy may continue into itself
                     copied.append(copied[-period])
                 return copied
         return []
 
 
 def next_length(length: int, tried: int, right: int) -> int:
-    """How many guesses the next trial may have, when this one might have had `length`, had `tried`, and the
-    first `right` of them were: twice as many after a full success, else one more than were right."""
+    """Return the number of guesses in the next trial. This trial might have had `length`, had `tried`, and
+    its first `right` were right. The next has twice as many after a full success, else one more than were
+    right."""
     return max(length, 2 * tried) if right == tried else right + 1

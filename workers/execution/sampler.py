@@ -1,10 +1,12 @@
-"""Draws the tokens of a step: each is a function of its logits, the tokens before it, its seed and its
-position, and of nothing else.
+"""Draw the tokens of a step. Each is a function of its logits, the tokens before it, its seed and its
+position,
+and of nothing else.
 
-The uniform number behind a draw is a hash of (seed, position), so a stream that moves to another worker goes
-on with the same draws, and a guess on trial is compared with the token that is drawn in its place anyway.
-Where more than the greatest logit is asked for, numbers are float64, and only operations that treat whole
-rows one by one are used: a row's bits do not depend on the rows beside it, nor on the number of threads.
+The uniform number of a draw is a hash of (seed, position). So a stream that moves to another worker
+continues
+with the same draws, and a guess is compared with the token that would be drawn anyway. Except for the
+greatest logit, numbers are float64, and only operations that treat whole rows one by one are used: a row's
+bits depend neither on other rows nor on the number of threads.
 """
 
 from collections.abc import Sequence
@@ -21,14 +23,14 @@ from tidemill.workers.execution.step import Drawn, Row
 from tidemill.workers.messages import Sampling, TokenLogprob
 
 CANDIDATES = 1024
-"""Filters look at so many of the likeliest tokens first: nearly always they cut among these, and the whole
-vocabulary is not sorted."""
+"""Filters first look at this many of the most likely tokens. Nearly always they cut among these, and the
+whole vocabulary is not sorted."""
 
 CHUNK_NUMBERS = 1 << 21
-"""Rows are drawn in chunks of about so many logits, 16 MiB of float64."""
+"""The size of a chunk of rows in logits, 16 MiB of float64."""
 
 DEVICE_CHUNK_NUMBERS = 1 << 23
-"""The same on a device, where each chunk is some fifty launches and waits, whatever its size."""
+"""The same on a device, where each chunk is about fifty launches and waits, whatever its size."""
 
 
 def draw(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
@@ -36,7 +38,7 @@ def draw(logits_NV: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
 
     `logits_NV` (float) holds, row after row, those after each of the row's last `drafts + 1` tokens.
     The first token is drawn as if there were no draft. While a token equals the draft in its position, the
-    next one is drawn behind it, so the tokens are those that come without drafts (docs/decisions/0012).
+    next one is drawn after it, so the tokens are those of a step without drafts (docs/decisions/0012).
     """
     *starts, count = accumulate((row.drafts + 1 for row in rows), initial=0)
     assert len(logits_NV) == count
@@ -67,7 +69,8 @@ def _matches_draft(row: Row, drawn: Sequence[int]) -> bool:
 def _next_tokens(
     logits_NV: torch.Tensor, best_N: Sequence[int], positions: Sequence[int], states: Sequence[SamplingState]
 ) -> tuple[list[int], list[TokenLogprob | None]]:
-    """Choose a token for each state from its row of the logits, `places[i]`; greedy states take the best one.
+    """Choose a token for each state from its row of the logits, `positions[i]`; greedy states take the best
+    one.
 
     The second list has the logprobs of states that ask for them. Chunks of rows bound the memory.
     """
@@ -89,7 +92,7 @@ def _next_tokens(
 
 
 def uniform_of(seed: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits."""
+    """Return a number in [0, 1) with 53 random bits."""
     digest = blake2b(
         position.to_bytes(8, "little"), key=seed.to_bytes(8, "little", signed=True), digest_size=8
     ).digest()
@@ -116,7 +119,7 @@ def _choose(logits_NV: torch.Tensor, states: Sequence[SamplingState]) -> list[in
 
 
 def _penalise(scores_V: torch.Tensor, sampling_state: SamplingState) -> None:
-    """Repetition, then frequency and presence penalty, then the bias, in place."""
+    """Apply the repetition penalty, then the frequency and presence penalties, then the bias, in place."""
     sampling, counts, device = sampling_state.sampling, sampling_state.counts, scores_V.device
     if counts is not None and counts.ids:
         ids = torch.as_tensor(np.array(counts.ids)).to(device)
@@ -136,8 +139,8 @@ def _penalise(scores_V: torch.Tensor, sampling_state: SamplingState) -> None:
 
 
 def _restrict(scores_V: torch.Tensor, sampling_state: SamplingState) -> None:
-    """Put -inf in the place of what must not come. An end that is too early must not, unless the grammar
-    has nothing else."""
+    """Set the scores of tokens that may not follow to -inf. These are the tokens that would end the answer
+    too early, unless the grammar allows nothing else."""
     if sampling_state.matcher is not None:
         may_V = torch.as_tensor(sampling_state.matcher.mask()).to(scores_V.device)
         scores_V.masked_fill_(~may_V, -torch.inf)
@@ -154,7 +157,7 @@ def _filters(sampling: Sampling) -> bool:
 
 
 def _sample(scores_NV: torch.Tensor, samplings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
-    """Inverse of the cumulative distribution over the ids, at `uniform`."""
+    """Return the inverse of the cumulative distribution over the ids, at `uniform`."""
     return token_ids(_inverse(_weights(scores_NV, samplings), uniform).squeeze(1))
 
 
@@ -164,8 +167,8 @@ def _sample_filtered(
     uniform: Sequence[float],
     candidates: int = CANDIDATES,
 ) -> list[int]:
-    """Inverse of the cumulative distribution that is left after top-k, top-p and min-p, over tokens by
-    falling score and then by id, at `uniform`. Each filter looks at the whole distribution."""
+    """Return the inverse of the cumulative distribution after top-k, top-p and min-p, over tokens by falling
+    score and then by id, at `uniform`. Each filter looks at the whole distribution."""
     vocabulary = scores_NV.shape[1]
     ids_NC = scores_NV.topk(min(candidates, vocabulary), sorted=False).indices.sort(dim=-1).values
     scores_NC, order_NC = scores_NV.gather(1, ids_NC).sort(dim=-1, descending=True, stable=True)
@@ -178,7 +181,7 @@ def _sample_filtered(
     keep_NC &= cumulative_NC - weights_NC < _column(top_p, scores_NV)
     keep_NC &= weights_NC >= weights_NC[:, :1] * _column([params.min_p for params in samplings], scores_NV)
     keep_NC &= weights_NC > 0
-    keep_NC[:, 0] = True  # whatever the filters say
+    keep_NC[:, 0] = True  # whatever the filters are
     tokens = token_ids(ids_NC.gather(1, _inverse(weights_NC * keep_NC, uniform)).squeeze(1))
     if candidates >= vocabulary:
         return tokens
@@ -199,13 +202,14 @@ def _weights(scores_NV: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Te
 
 
 def _inverse(weights_NC: torch.Tensor, uniform: Sequence[float]) -> torch.Tensor:
-    """[N, 1] int64: where the sum of the weights passes `uniform` of it all; never a place of weight 0."""
+    """Return [N, 1] int64: the index where the sum of the weights exceeds `uniform` of the total, and never
+    one with weight 0."""
     cumulative_NC = weights_NC.cumsum(dim=-1)
     total_N1 = cumulative_NC[:, -1:].contiguous()
     threshold_N1 = _column(uniform, weights_NC) * total_N1
     place_N1 = torch.searchsorted(cumulative_NC, threshold_N1, right=True)
     last_N1 = torch.searchsorted(cumulative_NC, total_N1)
-    return torch.minimum(place_N1, last_N1).clamp_(max=weights_NC.shape[1] - 1)  # NaN is beyond the end
+    return torch.minimum(place_N1, last_N1).clamp_(max=weights_NC.shape[1] - 1)  # NaN is after the end
 
 
 def _logprobs(

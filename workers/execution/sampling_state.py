@@ -1,4 +1,4 @@
-"""What the draws of one answer depend on besides logits: its sampling, and the tokens before them."""
+"""The inputs of an answer's draws except logits: its sampling, and the tokens before them."""
 
 from array import array
 from collections.abc import Iterable
@@ -8,8 +8,8 @@ from tidemill.workers.messages import Request
 
 
 class Counts:
-    """How often each token that occurs stands in the answer. Ids in the order of their first sight; the first
-    `num_prompt` of them are the prompt's."""
+    """Counts how often each token occurs in the answer. Ids are in the order of their first occurrence; the
+    first `num_prompt` of them are the prompt's."""
 
     def __init__(self, prompt: Iterable[int]) -> None:
         self.ids = array("q", dict.fromkeys(prompt))
@@ -26,11 +26,12 @@ class Counts:
 
 
 class SamplingState:
-    """The answer of one request, draw by draw. Made when the request arrives, then used by the leader's
-    runner alone, on its thread."""
+    """The answer of one request, draw by draw. It is created when the request arrives. Then only the leader's
+    runner uses it, on its thread."""
 
     def __init__(self, request: Request, matcher: Matcher | None = None) -> None:
-        """`matcher` has seen no token. The tokens that were drawn before a loss count as drawn here."""
+        """Create the state. `matcher` has no token yet. Tokens that were drawn before a loss count as
+        drawn."""
         sampling = request.sampling
         self.sampling = sampling
         self.matcher = matcher
@@ -49,21 +50,21 @@ class SamplingState:
 
     @property
     def position(self) -> int:
-        """Of the token that is drawn next."""
+        """The position of the next draw."""
         return self._start + len(self._tokens)
 
     @property
     def greedy(self) -> bool:
-        """Whether the next draw is the most likely token, and nothing else is asked."""
+        """True if the next draw is the most likely token, and nothing else is requested."""
         return self._bare and self.sampling.temperature <= 0 and not self.barred
 
     @property
     def barred(self) -> tuple[int, ...]:
-        """Tokens that cannot be next, because they would end the answer too early."""
+        """The tokens that may not be next, because they would end the answer too early."""
         return self._stop_ids if len(self._tokens) < self.sampling.min_tokens else ()
 
     def push(self, token: int) -> None:
-        """`token` was drawn."""
+        """Record that `token` was drawn."""
         self._tokens.append(token)
         if self.counts is not None:
             self.counts.add(token, 1)
@@ -71,8 +72,8 @@ class SamplingState:
             self.matcher.push(token)
 
     def rewind(self, position: int) -> None:
-        """Forget the tokens at `position` and beyond: the step that drew them was void. Those before it are
-        known."""
+        """Forget the tokens at `position` and after it: the step that drew them was discarded. Those before
+        it are known."""
         assert self._start <= position <= self.position
         void = self._tokens[position - self._start :]
         if not void:

@@ -1,4 +1,4 @@
-"""One forward pass as plain integers: what the engine decides and every rank of a group carries out."""
+"""One forward pass as plain integers. The engine decides it, and every rank of a group carries it out."""
 
 from collections.abc import Awaitable
 from typing import NamedTuple, Protocol
@@ -8,12 +8,13 @@ from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.messages import TokenLogprob
 
 PENDING = -1
-"""Stands for the token that the same sequence draws in the step before, which nobody has read yet."""
+"""A placeholder for the token that the same sequence draws in the previous step, which is not read yet."""
 
 
 class Scores(NamedTuple):
-    """What is wanted of a row's known tokens: behind the one at `offset` in the row and those after it, the
-    logprob of each of `targets`, the tokens that follow them in the prompt, and so many `alternatives`."""
+    """The requested logprobs of a row's known tokens: after the token at `offset` in the row and each
+    following one, the logprob of each of `targets`, the next tokens of the prompt, and `alternatives` of
+    them."""
 
     offset: int
     targets: tuple[int, ...]
@@ -21,15 +22,17 @@ class Scores(NamedTuple):
 
 
 class Row(NamedTuple):
-    """`tokens` of one sequence, the first at position `start`. The page table covers them, and that of
-    window pages too, in a model that has some: 0 where no query sees them any more.
+    """`tokens` of one sequence, the first at position `start`. The page table covers them. So does that of
+    window pages, in a model that has some; an entry is 0 where no query sees the page any more.
 
-    `read` is the state after `start` tokens (None: the empty state); `writes` receive the states after the
-    last `len(writes)` tokens (none in a model without states). The last `drafts` tokens are guesses on trial:
+    `read` is the state after `start` tokens (None: the empty state). `writes` receive the states after the
+    last `len(writes)` tokens (none in a model without states). The last `drafts` tokens are unconfirmed
+    guesses:
     each has its own slot among `writes`.
 
-    `draws` is set when the row ends at the last known token or at guesses after it: the first token is drawn
-    at position `start + len(tokens) - drafts`, and another one after each guess that was right.
+    `sampling_state` is set when the row ends at the last known token or at guesses after it. The first
+    token is
+    drawn at position `start + len(tokens) - drafts`, and another one after each guess that was right.
     """
 
     sequence_id: str
@@ -49,7 +52,7 @@ class Row(NamedTuple):
 
     @property
     def is_prompt(self) -> bool:
-        """Whether it runs more than one token that is known, rather than decode."""
+        """True if it runs more than one known token, rather than decode."""
         return len(self.tokens) - self.drafts > 1
 
 
@@ -57,10 +60,10 @@ Step = tuple[Row, ...]
 
 
 class Drawn(NamedTuple):
-    """What one row drew: nothing, or a token, preceded by those of its guesses that were right.
+    """The draws of one row: none, or a token, preceded by those of its guesses that were right.
 
-    `logprobs` has an item for each token if the request asks for them, else none; `scores` one for each of
-    the targets of the row's `scores`; `guesses` are of what follows, by a head of the model's own.
+    `logprobs` has an item for each token if the request asks for them, else none. `scores` has one for each
+    target of the row's `scores`. `guesses` are those of the model's own head for the next tokens.
     """
 
     tokens: tuple[int, ...] = ()
@@ -70,11 +73,14 @@ class Drawn(NamedTuple):
 
 
 class Runner(Protocol):
-    """Carries out steps on the arena, one after the other in the order of the calls: the model, or in the
+    """Runs steps on the arena, one after the other in the order of the calls. It is the model, or in the
     simulator a fake that cannot cheat."""
 
     def run(self, step: Step) -> Awaitable[list[Drawn]]:
-        """What each row drew. The step is under way when this returns; an exception of the awaited answer
-        says that nothing of the step counts. A step without rows (groups alone have them) ends when all ranks
-        have come."""
+        """Start the step, and return the draws of each row when it ends.
+
+        If the awaited answer raises, nothing of the step counts. A step without rows, which only groups
+        have, ends
+        when all ranks have met.
+        """
         ...

@@ -1,4 +1,4 @@
-"""The integers of a step as tensors."""
+"""Convert the integers of a step to tensors."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,8 @@ from tidemill.workers.models.inputs import Inputs
 
 
 def inputs_of(step: Step, tokens: list[int], page_tokens: int) -> Inputs:
-    """The integers of `step` as tensors; each page table holds just the pages that its row's tokens reach.
-    `tokens` are those of all rows."""
+    """Return the inputs of `step`. Each page table holds just the pages that its row's tokens reach. `tokens`
+    are those of all rows."""
 
     def int32(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32)
@@ -20,7 +20,7 @@ def inputs_of(step: Step, tokens: list[int], page_tokens: int) -> Inputs:
     for row in step:
         starts.append(starts[-1] + len(row.tokens))
     states = max(1, *(len(row.writes) for row in step))
-    width = 1 << (states - 1).bit_length()  # a device compiles its kernels for each
+    width = 1 << (states - 1).bit_length()  # a device compiles its kernels for each width
     return Inputs(
         tokens_T=torch.tensor(tokens),
         positions_T=torch.tensor([position for row in step for position in range(row.start, row.end)]),
@@ -34,7 +34,7 @@ def inputs_of(step: Step, tokens: list[int], page_tokens: int) -> Inputs:
 
 
 def _tables(tables: Sequence[Sequence[int]]) -> torch.Tensor:
-    """int32, one below the other, filled up with zeros."""
+    """Return the tables as rows of an int32 tensor, padded with zeros."""
     tables_BN = np.zeros((len(tables), max(map(len, tables))), np.int32)
     for index, table in enumerate(tables):
         tables_BN[index, : len(table)] = table

@@ -1,1 +1,1 @@
-"""Models: architectures, their layers, and how weights are loaded."""
+"""Architectures, their layers, and the loading of weights."""

@@ -1,7 +1,8 @@
-"""What the ranks of a tensor-parallel group exchange inside a forward pass, as its model sees it.
+"""The exchange between the ranks of a tensor-parallel group inside a forward pass, as its model sees it.
 
-No sum is split over ranks: each computes whole columns, and columns are put side by side. So a group has the
-same bits as one process. Every rank makes the same calls in the same order.
+No sum is split over ranks: each computes whole columns, which are concatenated. So a group has the same
+bits
+as one process. Every rank makes the same calls in the same order.
 """
 
 from typing import Protocol
@@ -12,7 +13,7 @@ LEADER = 0
 
 
 class Ranks(Protocol):
-    """This rank among its group. All calls raise GroupBroken when a rank is gone or does not come in time."""
+    """This rank in its group. All calls raise GroupBroken when a rank is gone or late."""
 
     @property
     def index(self) -> int: ...
@@ -20,9 +21,10 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def gather(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
-        """The columns of all ranks side by side, by index, on every rank: `[T, width]`, packed.
+        """Return the columns of all ranks side by side, by index, on every rank: `[T, width]`, packed.
 
-        x_TN    as large on every rank, T > 0; columns from `width` on fill up the last ranks and are dropped
+        x_TN    as large on every rank, T > 0; columns from `width` on are padding of the last ranks, and
+        dropped
         """
         ...
 
@@ -31,7 +33,7 @@ class Ranks(Protocol):
         ...
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """The leader's `x`, packed, into that of every rank."""
+        """Copy the leader's `x`, packed, into that of every rank."""
         ...
 
 
@@ -50,7 +52,7 @@ class Alone:
         return x_TN
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """Nobody is there to hear it."""
+        """Do nothing: there is no other rank."""
 
 
 ALONE: Ranks = Alone()

@@ -1,7 +1,7 @@
-"""What can be wrong with a model folder."""
+"""The error of a model folder."""
 
 from tidemill.kvstore.errors import TidemillError
 
 
 class ModelError(TidemillError):
-    """The model cannot be loaded; the message is one line that names what is wrong and what to do."""
+    """The model cannot be loaded. The message is one line with the cause and the fix."""

@@ -1,4 +1,4 @@
-"""What a model's forward pass reads: one step as tensors, and its caches as views of the arena."""
+"""The inputs of a model's forward pass: one step as tensors, and its caches as views of the arena."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,7 +17,7 @@ from tidemill.kvstore.layout import (
 )
 
 ALIGNED_BYTES = 16
-"""Kernels are compiled once for addresses that are multiples of this, and once for others."""
+"""The alignment in bytes: kernels are compiled once for multiples of it, and once for other addresses."""
 
 KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -32,7 +32,7 @@ class Inputs:
     pages_BN        int32, page ids of each row, left to right, padded with 0; they cover `lens` tokens
     windows_BN      int32, the same of window pages, 0 also where no query of the row sees them any more;
                     [B, 0] in a model without windows
-    lens_B          int32, tokens of the sequence after this step, those of the row included
+    lens_B          int32, tokens of the sequence after this step, including those of the row
     read_B          int32, state id to start from, -1 for the empty state
     writes_BK       int32, state ids that receive the states after the row's last K tokens, the last column
                     after its last one (any of them may equal read); -1: that one is not kept
@@ -49,15 +49,15 @@ class Inputs:
 
     @property
     def of_windows(self) -> "Inputs":
-        """The same step for layers that keep a window: their pages in the place of the others."""
+        """Return the same step for layers with a window: window pages replace the others."""
         return replace(self, pages_BN=self.windows_BN)
 
 
 def one_run(
     like: Inputs, device: torch.device | None = None, *, pinned: bool = False
 ) -> tuple[torch.Tensor, Inputs]:
-    """Undefined memory (uint8 [bytes]) for all tensors of `like`, to be copied as one, and views of it with
-    their shapes and dtypes."""
+    """Return undefined memory (uint8 [bytes]) for all tensors of `like`, to be copied as one, and views of it
+    with their shapes and dtypes."""
     tensors: dict[str, torch.Tensor] = {field.name: getattr(like, field.name) for field in fields(Inputs)}
     starts: dict[str, int] = {}
     end = 0
@@ -73,7 +73,7 @@ def one_run(
 
 
 def gathered(inputs: Inputs, *, pinned: bool) -> tuple[torch.Tensor, Inputs]:
-    """`one_run` of host memory that holds the tensors of `inputs`."""
+    """Return `one_run` of host memory that holds the tensors of `inputs`."""
     memory, views = one_run(inputs, pinned=pinned)
     for field in fields(Inputs):
         getattr(views, field.name).copy_(getattr(inputs, field.name))
@@ -81,7 +81,8 @@ def gathered(inputs: Inputs, *, pinned: bool) -> tuple[torch.Tensor, Inputs]:
 
 
 def on_device(inputs: Inputs, device: torch.device) -> Inputs:
-    """The same there; to a device in one copy, which the current stream waits for and the host does not."""
+    """Return the inputs on `device`. To a device they go in one copy, which the current stream waits for and
+    the host does not."""
     if device.type == "cpu":
         return inputs
     host_bytes, _ = gathered(inputs, pinned=True)
@@ -108,7 +109,8 @@ class Caches:
 
 
 def caches_of(layout: Layout, arena: torch.Tensor) -> Caches:
-    """Views of `arena` (uint8, a whole number of extents) as `layout` places pages and states in it."""
+    """Return views of `arena` (uint8, a whole number of extents), as `layout` arranges pages and states in
+    it."""
     assert arena.dtype == torch.uint8
     assert arena.numel() % layout.extent_bytes == 0
     kv: list[torch.Tensor] = []

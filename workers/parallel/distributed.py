@@ -1,8 +1,8 @@
 # pyright: basic, reportPrivateImportUsage=false
-# The types of torch's process groups have other names than the groups.
-"""Collectives over torch.distributed: NCCL for ranks that have a GPU each, gloo for CPUs. Its only home.
+# torch's process groups have types with other names than the groups.
+"""Collectives over torch.distributed: NCCL for ranks with a GPU each, gloo for CPUs. Its only user.
 
-A group is an object here, none is registered with torch: a process may have several, or lose one.
+A group is an object here, and not registered with torch: a process may have several, or lose one.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,12 @@ STORE = "collectives"
 
 
 class Distributed:
-    """Ranks of one machine. Blocks until all have come.
+    """The ranks of one machine. The constructor blocks until all have joined.
 
-    folder      one for the group, new, of this user alone: the ranks find each other through a file in it,
-                for torch's TCP store would listen on every interface
-    wait_s_max  that a rank may keep the others waiting, here and in each call. Raises GroupBroken then
+    folder      one for the group, new, accessible to this user only: the ranks find each other through a
+    file in
+                it, because torch's TCP store would listen on every interface
+    wait_s_max  the time that a rank may delay the others, here and in each call; then GroupBroken is raised
     """
 
     def __init__(self, folder: Path, index: int, size: int, transport: Transport, wait_s_max: float) -> None:
@@ -37,7 +38,7 @@ class Distributed:
     def gather(self, x_TN: torch.Tensor, width: int) -> torch.Tensor:
         tokens, columns = x_TN.shape
         all_RTN = x_TN.new_empty(self.size * tokens, columns)
-        # The public call takes only groups that are registered.
+        # The public call accepts only registered groups.
         _met(lambda: self._group._allgather_base(all_RTN, x_TN.contiguous()).wait())  # noqa: SLF001
         return _side_by_side(all_RTN.view(self.size, tokens, columns), width)
 
@@ -54,7 +55,7 @@ class Distributed:
         _met(lambda: self._group.broadcast(x, LEADER).wait())
 
     def close(self) -> None:
-        """Ends what the other ranks wait for."""
+        """End what the other ranks wait for."""
         self._group.shutdown()
 
 
@@ -67,7 +68,7 @@ def _group(folder: Path, index: int, size: int, transport: Transport, timeout: t
             options = kind.Options()
         case "gloo":
             kind = distributed.ProcessGroupGloo
-            options = kind._Options()  # noqa: SLF001  it has no other
+            options = kind._Options()  # noqa: SLF001  there is no public name
             options._devices = [kind.create_device(hostname=LOOPBACK)]  # noqa: SLF001
     options._timeout = timeout  # noqa: SLF001
     return kind(store, index, size, options)
@@ -76,7 +77,7 @@ def _group(folder: Path, index: int, size: int, transport: Transport, timeout: t
 def _met(call: Callable[[], Any]) -> Any:  # noqa: ANN401  what the call returns
     try:
         return call()
-    except RuntimeError as error:  # all that torch has for a peer that is gone, or late
+    except RuntimeError as error:  # torch raises nothing more specific for a peer that is gone or late
         raise GroupBroken(f"the ranks have lost each other ({str(error).splitlines()[0]})") from error
 
 

@@ -1,10 +1,10 @@
-"""What the ranks of a group tell each other, as integers: frames, and in them steps and objects to move.
+"""The messages between the ranks of a group, as integers: frames, and in them steps and objects to move.
 
     frame     count | verb | number | count integers        all int64, in the machine's byte order
     STEP      rows | per row: its ROW_INTS | all tokens, pages, writes, window pages
-    PUT, GET  per object: kind, 16 bytes of key, place
+    PUT, GET  per object: kind, 16 bytes of key, id in the memory
 
-Both ends are processes of one machine and of one release. An answer has the number of its question.
+Both ends are processes of one machine and of one release. An answer has the number of its call.
 """
 
 import struct
@@ -33,22 +33,22 @@ NONE = -1
 NO_SCORES = (0, 0)
 
 ELSEWHERE = SamplingState(Request(request_id="", tokens=(), max_new_tokens=1))
-"""What a decoded row has for `draws`: the leader alone draws."""
+"""The sampling state of a decoded row: only the leader draws."""
 
 KINDS = tuple(Kind)
 
 
 class Verb(IntEnum):
-    """What a frame says. A rank says HELLO with its index, then READY; everything else begins at the
-    leader."""
+    """The kind of a frame. A rank sends HELLO with its index, then READY; the leader starts everything
+    else."""
 
     HELLO = 1
     READY = 2
-    FAILED = 3  # the text of what broke: the last frame of a rank
+    FAILED = 3  # the text of the error: the last frame of a rank
     STEP = 4
     MAP = 5  # offset and size in bytes; the answer is 1, or 0 when the memory is not granted
     UNMAP = 6
-    PUT = 7  # the answer is how many of the first objects are good
+    PUT = 7  # the answer is how many of the first objects succeeded
     GET = 8
     ANSWER = 9
 
@@ -73,8 +73,8 @@ def ints(values: Iterable[int] = ()) -> Ints:
 
 
 def encode(step: Step) -> Ints:
-    """All of `step` that a rank needs: nothing about sequences, nothing about draws, and of tokens to be
-    scored how many there are."""
+    """Encode what a rank needs of `step`: no names of sequences, no sampling, and of the tokens to score only
+    their number."""
     heads = (
         (
             row.start,
@@ -94,7 +94,8 @@ def encode(step: Step) -> Ints:
 
 
 def decode(body: Ints) -> Step:
-    """The step of `encode`, without the names of its sequences; ELSEWHERE stands for what rows draw with."""
+    """Return the step of `encode`, without the names of its sequences and with ELSEWHERE as sampling
+    state."""
     left: Iterator[int] = iter(body.tolist())
     heads = [tuple(islice(left, ROW_INTS)) for _ in range(next(left))]
     step = tuple(_row(head, left) for head in heads)
@@ -146,7 +147,7 @@ def decode_objects(body: Ints) -> list[Moved]:
 
 
 def encode_text(text: str) -> Ints:
-    """Ends of its UTF-8 are filled up with zeros."""
+    """Encode a text as UTF-8, padded with zeros."""
     data = text.encode()
     return np.frombuffer(data.ljust(-(-len(data) // INT_BYTES) * INT_BYTES, b"\0"), np.int64)
 

@@ -1,10 +1,10 @@
-"""The leader's part of a tensor-parallel group: every step, every transfer and every mapping on all ranks.
+"""The leader's part of a tensor-parallel group: run every step, transfer and mapping on all ranks.
 
-    engine -> GroupRunner   -> STEP to the ranks, then its own part: inside the model the collectives meet
+    engine -> GroupRunner   -> STEP to the ranks, then its own part: the collectives meet inside the model
     engine -> Transfer      -> RankMate: PUT, GET
     arena  -> GroupBacking  -> MAP, UNMAP
 
-The ranks decide nothing. Their arenas are alike, so an id names the same place on each of them.
+The ranks decide nothing. Their arenas are alike, so an id means the same memory on each of them.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ from tidemill.workers.settings import EngineSettings
 from tidemill.workers.transfer.transfer import Moved
 
 WAIT_S_MAX = 60.0
-"""That one rank keeps the others waiting inside a step, or when a group comes together."""
+"""The time in seconds that one rank may delay the others inside a step, or while a group forms."""
 
 
 class RankGroup:
-    """The leader's hold on the other ranks of its worker."""
+    """The leader's connection to the other ranks of its worker."""
 
     def __init__(self, links: RankLinks, ranks: SharedMemory) -> None:
         self.links = links
@@ -47,19 +47,19 @@ class RankGroup:
         return GroupBacking(own, self.links)
 
     def wait_until_ready(self) -> None:
-        """Until every rank has loaded its weights and reserved its memory. Raises GroupBroken."""
+        """Wait until every rank has loaded its weights and reserved its memory. Raises GroupBroken."""
         for link in self.links:
             link.ready.result()
 
     async def watch(self) -> None:
-        """Raises GroupBroken when a rank is gone."""
+        """Raise GroupBroken when a rank is gone."""
         await asyncio.wrap_future(self.links.broken)
 
 
 @contextmanager
 def open_group(settings: EngineSettings, start_ranks: StartRanks) -> Generator[RankGroup]:
-    """Start the other ranks of this leader and meet them; in the block it builds its own part, and at the end
-    of it all are ready. Raises GroupBroken; then, and when the block fails, the ranks end."""
+    """Start the other ranks of this leader and connect to them. In the block the leader builds its own part;
+    at its end all ranks are ready. Raises GroupBroken; then, and when the block fails, the ranks end."""
     size = settings.tensor_parallel_size
     with meeting_place() as (folder, listener):
         links = accept(listener, size, start_ranks(settings, folder))
@@ -73,10 +73,11 @@ def open_group(settings: EngineSettings, start_ranks: StartRanks) -> Generator[R
 
 
 class GroupRunner(TorchRunner):
-    """Runs each step on all ranks at once, and draws.
+    """Runs each step on all ranks, and draws.
 
-    A failure before the ranks are told of a step, or after they have met for the last time in it, fails this
-    step alone. Any other leaves some of them waiting for each other, and is the end of the group.
+    A failure before the ranks know of a step, or after their last collective in it, fails only this step.
+    Any
+    other failure leaves some of them waiting for each other, and ends the group.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class GroupRunner(TorchRunner):
         self._vocab_size = vocab_size
 
     def run(self, step: Step) -> asyncio.Future[list[Drawn]]:
-        """Raises GroupBroken, at once or in the answer."""
+        """Raises GroupBroken, in the call or in the answer."""
         unknown = [token for row in step for token in row.tokens if not PENDING <= token < self._vocab_size]
         if unknown:  # every rank would break
             failed = asyncio.get_running_loop().create_future()
@@ -104,7 +105,7 @@ class GroupRunner(TorchRunner):
         return super().run(step)
 
     def run_now(self, step: Step) -> list[Drawn]:
-        """An empty step ends when all ranks have come."""
+        """Run a step; an empty one ends when all ranks have met."""
         if step:
             return super().run_now(step)
         self._group.ranks.broadcast(torch.zeros(1))
@@ -121,7 +122,7 @@ class GroupRunner(TorchRunner):
             return super()._outputs(step, tokens)
 
     def _draw(self, step: Step, logits_NV: torch.Tensor | None) -> list[Drawn]:
-        """With a head, the ranks are told what was drawn, or that the step ends here."""
+        """Draw. With a prediction head, send the draws to the ranks, or that the step ends here."""
         if self._guesser is None:
             return super()._draw(step, logits_NV)
         ends_N2 = torch.full((len(step), len(DrawnEnd._fields)), NONE)
@@ -145,7 +146,7 @@ class GroupRunner(TorchRunner):
 
     @contextmanager
     def _together(self) -> Generator[None]:
-        """What fails here leaves ranks behind that wait."""
+        """Mark a block in which a failure leaves waiting ranks behind."""
         try:
             yield
         except Exception as error:
@@ -154,7 +155,8 @@ class GroupRunner(TorchRunner):
             raise GroupBroken(reason) from error
 
     def _tokens(self, step: Step, last: Mapping[str, int]) -> list[int]:
-        """The ranks are told what only the leader knows, or that there will be no step."""
+        """Return the tokens, and send the ranks those that only the leader knows, or that there will be no
+        step."""
         if not any(PENDING in row.tokens for row in step):
             return super()._tokens(step, last)
         tokens_T = torch.full((sum(len(row.tokens) for row in step),), NONE)
@@ -167,7 +169,7 @@ class GroupRunner(TorchRunner):
 
 
 class RankMate:
-    """What the leader's Transfer knows of another rank."""
+    """The connection of the leader's Transfer to another rank."""
 
     def __init__(self, link: RankLink) -> None:
         self._link = link
@@ -179,7 +181,7 @@ class RankMate:
         return await self._move(Verb.GET, objects)
 
     async def _move(self, verb: Verb, objects: Sequence[Moved]) -> int:
-        """A rank that is gone uses no memory."""
+        """Move the objects; a rank that is gone uses no memory."""
         try:
             answer = await finish(asyncio.wrap_future(self._link.ask(verb, encode_objects(objects))))
         except GroupBroken:
@@ -188,7 +190,7 @@ class RankMate:
 
 
 class GroupBacking:
-    """The leader's own backing, of which a range is mapped on every rank or on none."""
+    """The leader's own backing. A range is mapped on every rank or on none."""
 
     def __init__(self, own: Backing, links: RankLinks) -> None:
         self.memory = own.memory
@@ -196,7 +198,7 @@ class GroupBacking:
         self._links = links
 
     def map(self, offset_bytes: int, num_bytes: int) -> None:
-        """Blocks until every rank has mapped its own. Raises OutOfMemory, GroupBroken."""
+        """Block until every rank has mapped its own. Raises OutOfMemory, GroupBroken."""
         answers = self._links.ask(Verb.MAP, ints((offset_bytes, num_bytes)))
         refused: OutOfMemory | None = None
         try:
@@ -218,5 +220,5 @@ class GroupBacking:
         self._own.unmap(offset_bytes, num_bytes)
 
     def close(self) -> None:
-        """The ranks give theirs back when they end."""
+        """Close the leader's backing; the ranks free theirs when they end."""
         self._own.close()

@@ -1,9 +1,9 @@
-"""The leader's end of its links to the other ranks: sockets that only processes of this user can reach.
+"""The leader's end of its links to the other ranks: sockets that only processes of this user can open.
 
-    folder/leader    every rank connects here, and says its index first
+    folder/leader    every rank connects here, and sends its index first
 
-Frames go in order. One thread of the leader sends; a thread per link reads, so that whoever waits for an
-answer may also block the sending thread, and so that the end of a rank is noticed whatever the others do.
+Frames are in order. One thread of the leader sends; a thread per link reads. So a caller that waits for an
+answer may also block the sending thread, and the end of a rank is noticed whatever the others do.
 """
 
 import shutil
@@ -34,23 +34,23 @@ from tidemill.workers.settings import EngineSettings
 SOCKET = "leader"
 LOOK_S = 0.2
 SEND_S_MAX = 10
-"""A rank that takes nothing for so long, with a socket's buffer full, is as good as gone."""
+"""The time in seconds after which a rank that reads nothing, with a full socket buffer, counts as gone."""
 
 Ended = Callable[[], str | None]
-"""Says why one of the started ranks has ended, or None while all run."""
+"""Returns why one of the started ranks has ended, or None while all run."""
 
 StartRanks = Callable[[EngineSettings, Path], Ended]
 """Starts the ranks from 1 on, each with these settings, to meet in this folder."""
 
 Lost = Callable[[str], None]
-"""Called on the reading thread when a rank is gone, with the reason for people."""
+"""Called on the reading thread when a rank is gone, with the reason."""
 
 
 class RankLink:
-    """To one rank."""
+    """The link to one rank."""
 
     def __init__(self, stream: BinaryIO, connection: socket.socket, index: int, lost: Lost) -> None:
-        """`stream` reads from `connection`, whose first frame was read."""
+        """Create a link. `stream` reads from `connection`, after its first frame."""
         self.index = index
         self.ready: Future[Ints] = _pledge()
         self._connection = connection
@@ -66,16 +66,17 @@ class RankLink:
         self._send(to_bytes(verb, 0, body))
 
     def ask(self, verb: Verb, body: Ints) -> "Future[Ints]":
-        """Its answer comes, or is GroupBroken; it cannot be cancelled. Raises GroupBroken."""
+        """Send a call and return its answer, which may be GroupBroken and cannot be cancelled. Raises
+        GroupBroken."""
         number = next(self._numbers)
         self._asked[number] = answer = _pledge()
-        if self._reason:  # the reading thread may not see this question any more
+        if self._reason:  # the reading thread may not see this call any more
             self._fail_all()
         self._send(to_bytes(verb, number, body))
         return answer
 
     def close(self) -> None:
-        """The rank ends, and the reading thread. May be called twice, and by any thread."""
+        """End the rank and the reading thread. May be called twice, and by any thread."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -106,15 +107,15 @@ class RankLink:
 
 
 class RankLinks:
-    """To all other ranks of a group. When one is lost all are closed, and with them the ranks end."""
+    """The links to all other ranks of a group. When one is lost all are closed, which ends the ranks."""
 
     def __init__(self, accepted: Sequence[tuple[BinaryIO, socket.socket]]) -> None:
-        """`accepted` are those of the ranks from 1 on."""
+        """Create the links. `accepted` are the connections of the ranks from 1 on."""
         self._broken: Future[Never] = _pledge()
         self._all: tuple[RankLink, ...] = ()
         for index, (stream, connection) in enumerate(accepted, start=1):
             self._all = (*self._all, RankLink(stream, connection, index, self.end))
-        if self._broken.done():  # while the later ones were made
+        if self._broken.done():  # while the later ones were created
             self._close()
 
     def __iter__(self) -> Generator[RankLink]:
@@ -125,7 +126,7 @@ class RankLinks:
 
     @property
     def broken(self) -> "Future[Never]":
-        """Is GroupBroken when the group has come to its end; cannot be cancelled."""
+        """A future that fails with GroupBroken when the group has ended; it cannot be cancelled."""
         return self._broken
 
     def send_all(self, verb: Verb, body: Ints) -> None:
@@ -135,18 +136,18 @@ class RankLinks:
             link.send(verb, body)
 
     def ask(self, verb: Verb, body: Ints) -> "list[Future[Ints]]":
-        """The answer of each rank: see Link.ask. Raises GroupBroken."""
+        """Send a call to each rank and return their answers: see RankLink.ask. Raises GroupBroken."""
         self._raise_if_broken()
         return [link.ask(verb, body) for link in self._all]
 
     def end(self, reason: str) -> None:
-        """Break the group, for the first reason there is. May be called again, and by any thread."""
+        """Break the group; the first reason counts. May be called again, and by any thread."""
         with suppress(InvalidStateError):
             self._broken.set_exception(GroupBroken(reason))
         self._close()
 
     def _raise_if_broken(self) -> None:
-        """For the first reason there was: each link knows that of its own end alone."""
+        """Raise the first reason: each link knows only that of its own end."""
         if self._broken.done():
             raise GroupBroken(str(self._broken.exception()))
 
@@ -157,7 +158,8 @@ class RankLinks:
 
 @contextmanager
 def meeting_place() -> Generator[tuple[Path, socket.socket]]:
-    """A folder of this user alone, gone at the end, and the socket in it that listens for the ranks."""
+    """Create a folder that only this user can open, and in it the socket that listens for the ranks. Delete
+    the folder at the end."""
     folder = Path(tempfile.mkdtemp(prefix="tidemill-group-"))
     try:
         with closing(socket.socket(socket.AF_UNIX)) as listener:
@@ -187,7 +189,7 @@ def accept(listener: socket.socket, size: int, ended: Ended) -> RankLinks:
 
 
 def read_frame(stream: BinaryIO) -> Frame | None:
-    """The next frame; None at the end, also at one amid a frame."""
+    """Return the next frame. None at the end of the stream, also in the middle of a frame."""
     try:
         head = stream.read(HEAD.size)
         if len(head) < HEAD.size:
@@ -202,13 +204,13 @@ def read_frame(stream: BinaryIO) -> Frame | None:
 def _index(stream: BinaryIO) -> int:
     frame = read_frame(stream)
     if frame is None:
-        raise GroupBroken("a rank ended before it had said its index")
+        raise GroupBroken("a rank ended before it had sent its index")
     assert frame.verb is Verb.HELLO
     return int(frame.body[0])
 
 
 def _pledge() -> Future[Any]:
-    """A future that nobody can cancel."""
+    """Return a future that cannot be cancelled."""
     pledge: Future[Any] = Future()
     pledge.set_running_or_notify_cancel()
     return pledge

@@ -1,4 +1,4 @@
-"""One of the other ranks of a group: it carries out what the leader says, and ends when the leader does."""
+"""One of the other ranks of a group: it carries out the leader's calls, and ends when the leader does."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from tidemill.workers.transfer.transfer import Moved
 
 
 class Mover(Protocol):
-    """What a rank uses of its RankTransfer."""
+    """The part of RankTransfer that a rank uses."""
 
     async def put(self, objects: Sequence[Moved]) -> int: ...
 
@@ -39,7 +39,7 @@ class Mover(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankParts:
-    """What a rank has of the worker. `run` blocks until its part of the step is over."""
+    """A rank's parts of the worker. `run` blocks until its part of the step is over."""
 
     backing: Backing
     transfer: Mover
@@ -48,10 +48,11 @@ class RankParts:
 
 
 async def carry_out(folder: Path, index: int, build: Callable[[], RankParts]) -> None:
-    """Meet the leader in `folder`, build this rank's part, and do what the leader says until it is gone.
+    """Connect to the leader in `folder`, build this rank's part, and carry out calls until the leader is
+    gone.
 
-    Raises what broke here, after the leader has been told. However this ends, the process must end with it,
-    by `os._exit`: a thread of it may hang in a step whose other ranks are gone, or be busy with `build`.
+    Raises what broke here, after it was reported to the leader. In any case the process must then end by
+    `os._exit`: a thread of it may hang in a step whose other ranks are gone, or be busy with `build`.
     """
     reader, writer = await asyncio.open_unix_connection(folder / SOCKET)
     try:
@@ -74,8 +75,8 @@ async def carry_out(folder: Path, index: int, build: Callable[[], RankParts]) ->
 
 
 class _Obeying:
-    """Frames in the order they come: steps one after the other on a thread, mappings at once, transfers
-    beside each other."""
+    """Carries out frames in order of arrival: steps one after the other on a thread, mappings immediately,
+    transfers concurrently."""
 
     def __init__(self, part: RankParts, writer: asyncio.StreamWriter) -> None:
         self.broken: asyncio.Future[Never] = asyncio.get_running_loop().create_future()
@@ -97,7 +98,7 @@ class _Obeying:
             case Verb.PUT | Verb.GET:
                 self._begin(asyncio.ensure_future(self._move(frame)))
             case _:
-                raise AssertionError(f"the leader says {frame.verb.name}")
+                raise AssertionError(f"the leader sent {frame.verb.name}")
 
     def _begin(self, work: "asyncio.Future[None]") -> None:
         self._under_way.add(work)
@@ -136,7 +137,7 @@ async def _obey_all(
 
 
 async def _read(reader: asyncio.StreamReader) -> Frame | None:
-    """The next frame; None at the end, also at one amid a frame."""
+    """Return the next frame. None at the end of the stream, also in the middle of a frame."""
     try:
         head = await reader.readexactly(HEAD.size)
         return frame_of(head, await reader.readexactly(HEAD.unpack(head)[0] * INT_BYTES))

@@ -1,13 +1,15 @@
-"""Collectives of processes on one machine: columns in shared memory, and a byte over a socket that says so.
+"""Collectives of processes on one machine: columns in shared memory, and a byte over a socket as the
+signal.
 
     memory     | slot 0: rank 0 | rank 1 | ... | slot 1: rank 0 | rank 1 | ... |      round n uses slot n % 2
-    round n    copy into the own place; a byte to each other rank; a byte from each of them; copy from theirs
+    round n    copy into the own part; a byte to each other rank; a byte from each of them; copy from theirs
 
-A rank writes its place in a slot again two rounds later. By then every other rank has sent the byte of the
-round between, and so has read it. The end of a process closes its sockets: that ends the wait of the others.
+A rank writes its part of a slot again two rounds later. By then every other rank has sent the byte of the
+round between, and so has read it. The end of a process closes its sockets, which ends the wait of the
+others.
 
-For CPUs: waking a thread by a byte takes a fraction of what the threads of gloo need for a round, and who
-waits here leaves its core to the others (docs/decisions/0009).
+It is for CPUs: waking a thread by a byte takes a fraction of the time of a round of gloo's threads, and a
+waiting rank leaves its core to the others (docs/decisions/0009).
 """
 
 import mmap
@@ -29,10 +31,11 @@ LOOK_S = 0.01
 
 
 class SharedMemory:
-    """Blocks until all ranks have come.
+    """The ranks of one machine. The constructor blocks until all have joined.
 
-    folder      one for the group, new, of this user alone: the ranks find each other's sockets in it
-    wait_s_max  that a rank may keep the others waiting, here and in each call. Raises GroupBroken then
+    folder      one for the group, new, accessible to this user only: the ranks find each other's sockets in
+    it
+    wait_s_max  the time that a rank may delay the others, here and in each call; then GroupBroken is raised
     """
 
     def __init__(
@@ -88,12 +91,13 @@ class SharedMemory:
             flat.copy_(_joined(sent))
 
     def close(self) -> None:
-        """Ends what the other ranks wait for."""
+        """End what the other ranks wait for."""
         for other in self._sockets:
             other.close()
 
     def _rounds(self, x_TN: torch.Tensor) -> Iterator[torch.Tensor]:
-        """What all ranks show, in as many rows as have a place, `[R, T, N]`; good until the next round."""
+        """Yield the data of all ranks in rounds of as many rows as fit, `[R, T, N]`; valid until the next
+        round."""
         tokens, columns = x_TN.shape
         rows = self._share_bytes // (columns * x_TN.element_size())
         assert rows, "a row is larger than a rank's place"
@@ -123,7 +127,7 @@ def _address(folder: Path, rank: int) -> Path:
 
 
 def _call(folder: Path, rank: int, wait_s_max: float) -> socket.socket:
-    """A connection to a rank that may not listen yet."""
+    """Connect to a rank that may not listen yet."""
     caller = socket.socket(socket.AF_UNIX)
     for _ in range(round(wait_s_max / LOOK_S)):
         try:
@@ -137,15 +141,15 @@ def _call(folder: Path, rank: int, wait_s_max: float) -> socket.socket:
 
 
 def _wait_at_most(connection: socket.socket, wait_s: float) -> None:
-    """The kernel keeps the time: with a timeout of Python's own each byte costs one more system call."""
-    connection.setblocking(True)  # noqa: FBT003  the name of the call says it
+    """Set a timeout in the kernel: with one of Python's own, each byte costs one more system call."""
+    connection.setblocking(True)  # noqa: FBT003  the method's name explains the argument
     whole, part = divmod(wait_s, 1)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(whole), int(part * 1e6)))
 
 
 def _side_by_side(all_RTN: torch.Tensor, width: int) -> torch.Tensor:
-    """A copy, whatever the strides: the memory is written again."""
+    """Return a copy, whatever the strides: the memory is written again."""
     y_TRN = all_RTN.transpose(0, 1).clone(memory_format=torch.contiguous_format)
     return y_TRN.view(len(y_TRN), -1)[:, :width].contiguous()
 

@@ -1,1 +1,1 @@
-"""Which rows the next step computes, and which request gets memory next."""
+"""Choose the rows of the next step, and the request that gets memory next."""

@@ -1,11 +1,11 @@
-"""Admission: takes memory for a sequence, and restores it as deep as worker and store together can.
+"""Admission: take memory for a sequence, and restore it as deep as worker and store together can.
 
     0          restorable here      kept here      depth in the store        boundary    known tokens
     |----- reused -----|-----------------|------------------|--------------------|---- tail ----|
                                          |----- fetched ----|-------------- computed -----------|
 
-Pages that are kept here beyond the restorable depth spare their fetch. Without a checkpoint at or above them
-they are computed again, and the place where they end is a junction: this time a checkpoint is made there.
+Pages that are kept here beyond the restorable depth need no fetch. Without a checkpoint at or above them
+they are computed again. The depth where they end is a junction, and this time it gets a checkpoint.
 """
 
 import asyncio
@@ -28,23 +28,24 @@ from tidemill.workers.scheduling.sequences import Sequences
 from tidemill.workers.transfer.transfer import Transfer
 
 CHECKPOINT_PAGES_MIN = 4
-"""Pages between checkpoints of a long prompt, at least, for models whose states are small."""
+"""The minimum number of pages between checkpoints of a long prompt, for models whose states are small."""
 
 GRID_CHECKPOINTS_MAX = 8
-"""Checkpoints of a long prompt, at most; the distance between them is doubled until they are no more."""
+"""The maximum number of checkpoints of a long prompt. The distance between them is doubled to reach it."""
 
 STATES_PER_REQUEST_MAX = 3
 """A request reads one state and writes another while the checkpoint before them is still kept."""
 
 PREEMPTIONS_BEFORE_FIT = 2
 PREEMPTIONS_MAX = 3
-"""A request is preempted this often at most, changes of the budget aside. After the second time it comes back
-only when it and all older ones fit to their ends; after the third, when it is the oldest one, which nobody
-preempts."""
+"""The maximum number of preemptions of a request, apart from those for a smaller budget. After the second,
+the request is admitted only when it and all older ones fit up to their ends. After the third, it is admitted
+when it is the oldest, which is never preempted."""
 
 
 class _Taken(NamedTuple):
-    """Memory that a sequence got: pages attached, pages kept here, and deeper depths to fetch, ascending."""
+    """The memory that a sequence got: pages attached, pages kept here, and deeper depths to fetch,
+    ascending."""
 
     attached_pages: int
     kept_pages: int
@@ -52,7 +53,7 @@ class _Taken(NamedTuple):
 
 
 class Admission:
-    """The oldest request that waits takes memory first; the others wait for it."""
+    """Gives memory to waiting requests, the oldest first; the others wait for it."""
 
     def __init__(
         self,
@@ -116,8 +117,8 @@ class Admission:
             )
 
     async def _take_memory(self, sequence: Sequence, keys: Seq[PageKey], depths: Seq[int]) -> _Taken | None:
-        """Attach the pages that are here and reserve the rest. None when another request has begun to compute
-        the prefix."""
+        """Attach the pages that are here and reserve the rest. Return None when another request has begun to
+        compute the prefix."""
         while True:
             async with self.admission_queue.wait_turn(sequence.seniority):
                 while not self.admission_queue.has_older(sequence.seniority):
@@ -152,9 +153,13 @@ class Admission:
         return _Taken(attached, len(match.path), deeper)
 
     def _lease(self, sequence: Sequence, match: Match, attached: int, target: int | None) -> bool:
-        """Whether memory could be had for all known tokens, for the most window pages that they need at once,
-        and for those of the checkpoint at `target` pages; it leaves a page for each running request: its next
-        one would preempt this request again."""
+        """Return whether the lease got memory for all known tokens, for the most window pages that they
+        need
+        together, and for the window pages of the checkpoint at `target` pages.
+
+        A page is left free for each running request. Otherwise its next page would preempt this request
+        again.
+        """
         spare_slots_min = int(self._limits.checkpoint_strategy == "double" and not sequence.produces)
         lease = self._ledger.open(sequence.id, spare_slots_min=spare_slots_min)
         self._ledger.attach(lease, match, attached)
@@ -182,11 +187,11 @@ class Admission:
         return True
 
     def _windows(self, num_tokens: int) -> int:
-        """The most window pages that a request of so many tokens needs at once."""
+        """Return the most window pages that a request of `num_tokens` needs together."""
         return self._ledger.layout.peak_windows(num_tokens, self._limits.in_flight_tokens)
 
     def _may_come(self, sequence: Sequence) -> bool:
-        """Whether a request that was preempted often has reason to hope that it will not be again."""
+        """Return whether a request that was preempted often is unlikely to be preempted again."""
         if sequence.restore.preemptions < PREEMPTIONS_BEFORE_FIT:
             return True
         older = self._sequences.older_than(sequence)
@@ -205,8 +210,8 @@ class Admission:
         return extents <= self._ledger.budget_extents
 
     def _cuts(self, sequence: Sequence) -> set[int]:
-        """Where checkpoints are wanted: at the last page boundary, and on a grid so wide that they take no
-        more memory than the pages between them."""
+        """Return the depths that get checkpoints: the last page boundary, and a grid so wide that its
+        checkpoints take no more memory than the pages between them."""
         layout = self._ledger.layout
         checkpoint_pages = -(-layout.checkpoint_bytes // layout.page_bytes)
         interval = max(CHECKPOINT_PAGES_MIN, checkpoint_pages) * layout.page_tokens
@@ -233,7 +238,7 @@ class Admission:
         return [depth for depth in others if depth <= good]
 
     def _leave(self, sequence: Sequence, moving: asyncio.Future[int]) -> None:
-        """Nobody waits for `moving`: what the sequence holds is given back when it has ended."""
+        """Give back what the sequence holds when `moving` has ended. Nothing waits for it."""
         self._serial += 1
         lease_id = f"{sequence.id}/late#{self._serial}"
         self._ledger.rename(sequence.id, lease_id)

@@ -1,4 +1,4 @@
-"""The line of requests that wait for memory: the oldest first, whenever it joined."""
+"""The queue of requests that wait for memory: the oldest is first, whenever it joined."""
 
 import asyncio
 import heapq
@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 RETRY_S = 0.25
-"""Memory that nobody here holds may come free unannounced: another process on the device gives it back."""
+"""The interval of retries. Another process on the device may free memory without notice."""
 
 
 Seniority = tuple[float, int]
-"""When a request came, in seconds, later for one of a lower class; then its number, which no other has."""
+"""The arrival of a request in seconds, later for a lower class, then its unique number."""
 
 
 class AdmissionQueue:
@@ -21,7 +21,7 @@ class AdmissionQueue:
 
     @asynccontextmanager
     async def wait_turn(self, seniority: Seniority) -> AsyncGenerator[None]:
-        """The block runs when it is the turn of the request of this `seniority`: the smallest goes first."""
+        """Run the block when the request with this `seniority` is first: the smallest goes first."""
         entry = (seniority, asyncio.Event())
         heapq.heappush(self._waiting, entry)
         self._news.set()
@@ -41,18 +41,18 @@ class AdmissionQueue:
             self._leave()
 
     def has_older(self, seniority: Seniority) -> bool:
-        """Whether somebody waits whose turn it should be instead."""
+        """Return whether an older request waits."""
         return bool(self._waiting) and self._waiting[0][0] < seniority
 
     def memory_freed(self) -> None:
         self._news.set()
 
     def forget_change(self) -> None:
-        """What is awaited next must happen after this moment."""
+        """Make `changed` wait for a change after this call."""
         self._news.clear()
 
     async def changed(self) -> None:
-        """Until memory came free, or somebody joined the line, who may be older; or for a moment."""
+        """Wait until memory was freed or a request joined the queue, at most RETRY_S."""
         try:
             async with asyncio.timeout(RETRY_S):
                 await self._news.wait()

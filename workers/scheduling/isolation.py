@@ -1,10 +1,11 @@
-"""Suspects run alone, one after the other, and everybody else in between.
+"""Run suspects alone, one after the other, and all other requests between them.
 
-    others | suspect 1, until it is past its place | others | suspect 2 ... | others
+    others | suspect 1, until it is past its position | others | suspect 2 ... | others
 
-A suspect was in a step that raised, or is on trial: in a step of a worker that died. The caller of one on
-trial is told before it runs alone, and nothing else runs until the caller has been told that the trial is
-over: a worker that dies meanwhile died of this request.
+A suspect was in a step that raised, or is on trial: it was in a step of a worker that crashed. The caller
+of
+a request on trial is notified before the request runs alone. Nothing else runs until the caller has been
+notified that the trial is over. So a worker that crashes during the trial crashed because of this request.
 """
 
 from collections.abc import Awaitable, Callable
@@ -13,17 +14,17 @@ from enum import Enum, auto
 from tidemill.workers.scheduling.sequence import IsolationNotice, Sequence
 
 Notify = Callable[[bool], Awaitable[None]]
-"""Tells the caller of a request on trial that it runs alone from now on, or not any more. Returns when the
-caller can be expected to know."""
+"""Notifies the caller of a request on trial that it runs alone from now on (True), or no longer (False).
+Returns when the caller can be expected to know."""
 
 
 class _Stage(Enum):
-    """What the next step may run."""
+    """The rows that the next step may run."""
 
-    OTHERS = auto()  # all rows that are no suspects
+    OTHERS = auto()  # all rows that are not suspects
     SUSPECT = auto()  # the suspect, alone
-    STEP_IN_FLIGHT = auto()  # nothing until the steps in flight have ended
-    CALLER = auto()  # nothing until the suspect's caller knows
+    STEP_IN_FLIGHT = auto()  # none until the steps in flight have ended
+    CALLER = auto()  # none until the suspect's caller knows
 
 
 class IsolatedRuns:
@@ -70,7 +71,7 @@ class IsolatedRuns:
 
 
 def _notify(sequence: Sequence, *, alone: bool) -> None:
-    """Notify the caller once: it may lose its memory, and have it again, before its caller knows."""
+    """Notify the caller once: it may lose its memory and get it back before its caller knows."""
     if not sequence.isolation.is_notifying:
         sequence.isolation.is_notifying = True
         sequence.delivery.outbox.put_nowait(IsolationNotice(alone))

@@ -1,4 +1,4 @@
-"""What bounds one engine: plain data."""
+"""The limits of one engine, as plain data."""
 
 from dataclasses import dataclass
 
@@ -8,30 +8,31 @@ from tidemill.workers.settings import CheckpointStrategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """`capacity_tokens` is the longest sequence that the smallest budget can hold when nothing else runs."""
+    """The limits of an engine. `capacity_tokens` is the longest sequence that the smallest budget can hold
+    when nothing else runs."""
 
     budget: Budget
     capacity_tokens: int
-    ranks: int = 1  # of the group: what the cluster counts in bytes is theirs together
+    ranks: int = 1  # of the group; the cluster counts the bytes of all ranks together
     extents_min: int = 1  # of the arena; `resize` goes no lower
     checkpoint_strategy: CheckpointStrategy = "lazy"
     checkpoint_interval: int = 1  # pages
-    overlap: bool = True  # the next step is launched before the tokens of this one are read
-    idle_turn_s: float = 0.1  # an idle step loop turns at least so often
-    drafts_max: int = 0  # guessed tokens of a row, on trial; 0: no speculation
-    mtp: bool = False  # the runner guesses, with a head of the model's own
+    overlap: bool = True  # launch the next step before the tokens of this one are read
+    idle_turn_s: float = 0.1  # the longest interval between two iterations of an idle step loop
+    drafts_max: int = 0  # guessed tokens of a row; 0: no speculation
+    mtp: bool = False  # a prediction head of the model makes the guesses
 
     @property
     def roll_pages(self) -> int:
-        """Pages between checkpoints while decoding; 0: none are made."""
+        """The number of pages between checkpoints while decoding; 0: there are none."""
         return 0 if self.checkpoint_strategy == "none" else self.checkpoint_interval
 
     @property
     def in_flight_tokens(self) -> int:
-        """The most that steps in flight can run of one sequence."""
+        """The most tokens of one sequence that steps in flight can run."""
         return self.flights_max * self.budget.tokens_max
 
     @property
     def flights_max(self) -> int:
-        """Steps in flight."""
+        """The maximum number of steps in flight."""
         return 2 if self.overlap else 1

@@ -1,8 +1,9 @@
-"""What the next step runs. Pure: there are no phases, every sequence catches up with its tokens.
+"""Plan the rows of the next step. Pure. There are no phases: every sequence catches up with its tokens.
 
-A row runs `[computed, end)`. It ends at the last known token, or at a cut (a depth where a checkpoint is
-wanted), or on the page grid where the token budget runs out. The state at a boundary is then the final state
-of a row. Guesses (drafts) follow the token of a stream when tokens of the budget are left over.
+A row runs `[computed, end)`. It ends at the last known token, at a cut (a depth that gets a checkpoint), or
+on the page grid where the token budget ends. So the state at a boundary is the final state of a row.
+Guesses
+(drafts) follow the token of a stream when tokens of the budget are left.
 """
 
 from collections.abc import Sequence
@@ -11,8 +12,8 @@ from typing import NamedTuple
 
 
 class Candidate(NamedTuple):
-    """A sequence that can run: `computed < known`, counted as if all steps in flight had landed; `cut` is the
-    next depth where a row of it must end, or None; `drafts` are its guesses for what follows."""
+    """A sequence that can run: `computed < known`, counted as if all steps in flight had landed. `cut` is the
+    next depth where a row of it must end, or None. `drafts` is the number of guesses that follow."""
 
     sequence_id: str
     computed: int
@@ -31,7 +32,7 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Limits of one step. Some prefill fits beside all streams: tokens_max >= rows_max + page_tokens."""
+    """The limits of one step. Some prefill fits beside all streams: tokens_max >= rows_max + page_tokens."""
 
     tokens_max: int
     rows_max: int
@@ -42,10 +43,10 @@ class Budget:
 
 
 def plan(candidates: Sequence[Candidate], budget: Budget, prompt_tokens_max: int) -> list[Planned]:
-    """Streams, then prompts, each in the order of `candidates`; drafts take what is left.
+    """Return rows of streams, then of prompts, each in the order of `candidates`; drafts take the rest.
 
-    A stream has one token to run and always runs: no prompt holds it up. Prompts have `prompt_tokens_max` of
-    the budget together.
+    A stream has one token to run and always runs: no prompt delays it. All prompts together have at most
+    `prompt_tokens_max` of the budget.
     """
     rows: list[Planned] = []
     left = budget.tokens_max

@@ -1,8 +1,10 @@
-"""How many prompt tokens a step may carry while answers stream: so many that the time between the tokens of
-a stream stays, on average, below `SLOWDOWN_MAX` times what it is when no prompt runs beside it.
+"""Limit the prompt tokens of a step while answers stream. The average time between the tokens of a stream
+stays
+below `SLOWDOWN_MAX` times what it is without prompts.
 
-Each step beside a stream earns time for prompts, in proportion to what a step without prompts takes; a page
-of a prompt is run when its time has been earned. Both times are measured on the way: nothing to tune
+Each step with streams earns time for prompts, in proportion to the time of a step without prompts. A page
+of
+a prompt is run when its time has been earned. Both times are measured, so there is nothing to tune
 (docs/decisions/0013).
 """
 
@@ -10,33 +12,34 @@ from collections import deque
 from statistics import median
 
 SLOWDOWN_MAX = 1.8
-"""Below the promise of 2, for what the measured times are wrong by."""
+"""The limit is below the promise of 2, as a margin for errors of measurement."""
 
 BESIDE_STREAMS = SLOWDOWN_MAX / (SLOWDOWN_MAX - 1)
-"""How much longer a prompt takes where answers stream: of steps that may last 1.8 times as long for its sake
-the 0.8 are the prompt's."""
+"""The factor by which a prompt takes longer while answers stream. A step lasts 1.8 times as long, and 0.8 of
+it is for the prompt."""
 
 SAMPLES = 15
-"""So many times of either kind are kept. As often at least, a step carries no prompt, so that the times are
-those of the streams that run now."""
+"""The number of measured times of each kind that are kept. At least one step in SAMPLES carries no prompt, so
+that the times are those of the streams that run now."""
 
 
 class PrefillThrottle:
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens
-        self._lights_s = deque[float](maxlen=SAMPLES)  # steps that carried no prompt
-        self._tokens_s = deque[float](maxlen=SAMPLES)  # of a prompt token, on top of that
+        self._lights_s = deque[float](maxlen=SAMPLES)  # times of steps without prompts
+        self._tokens_s = deque[float](maxlen=SAMPLES)  # additional time per prompt token
         self._earned_s = 0.0
-        self._since_light = 0  # steps launched
-        self._last_tokens = 0  # of the last step that carried any
+        self._since_light = 0  # steps launched since the last one without prompts
+        self._last_tokens = 0  # prompt tokens of the last step that had any
 
     def prompt_tokens(self, most: int) -> int:
-        """At most so many in the next step, in which streams run: whole pages, or none."""
+        """Return how many of `most` prompt tokens the next step with streams may carry: whole pages, or
+        none."""
         if not self._lights_s or self._since_light >= SAMPLES:
-            return 0  # its time will tell
+            return 0  # the time of this step is not measured yet
         most = min(
             most, max(self._page_tokens, 2 * self._last_tokens)
-        )  # a wrong time is seen before it costs
+        )  # a wrong time is corrected before it costs much
         if not self._tokens_s:
             return min(most, self._page_tokens)
         page_s = self._page_tokens * median(self._tokens_s)
@@ -44,7 +47,7 @@ class PrefillThrottle:
         return min(most, int(earned_s / page_s) * self._page_tokens) if page_s > 0 else most
 
     def launched(self, prompt_tokens: int) -> None:
-        """A step in which streams run has so many prompt tokens."""
+        """Record that a step with streams was launched with `prompt_tokens`."""
         self._since_light = self._since_light + 1 if prompt_tokens else 0
         self._last_tokens = prompt_tokens or self._last_tokens
         if not self._lights_s or not self._tokens_s:
@@ -54,9 +57,11 @@ class PrefillThrottle:
         self._earned_s = min(self._earned_s + self._share_s(), most_s) - prompt_tokens * token_s
 
     def landed(self, seconds: float, prompt_tokens: int) -> None:
-        """It took so long."""
+        """Record how long that step took."""
         if not prompt_tokens:
-            if self._lights_s and seconds < self._light_s() / 2:  # fewer streams: what was measured is over
+            if (
+                self._lights_s and seconds < self._light_s() / 2
+            ):  # fewer streams run: the samples are obsolete
                 self._lights_s.clear()
                 self._tokens_s.clear()
             self._lights_s.append(seconds)
@@ -64,9 +69,9 @@ class PrefillThrottle:
             self._tokens_s.append(max(0.0, seconds - self._light_s()) / prompt_tokens)
 
     def _light_s(self) -> float:
-        """The lower quartile: the machine holds a step up, it never hurries one."""
+        """Return the lower quartile: a machine delays steps and never speeds them up."""
         return sorted(self._lights_s)[len(self._lights_s) // 4]
 
     def _share_s(self) -> float:
-        """What a step earns."""
+        """Return the time for prompts that a step earns."""
         return (SLOWDOWN_MAX - 1) * self._light_s()

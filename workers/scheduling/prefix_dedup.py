@@ -1,11 +1,12 @@
-"""Prefixes in the making: a request whose prefix is being computed waits for it, and computes only the rest.
+"""Prefixes in progress: a request waits for the request that computes its prefix, and computes only the
+rest.
 
     maker       tokens [ system prompt ........ | its own question ]
     follower    tokens [ system prompt ........ | another question ]
                                                 ^ the maker's next step ends here and leaves a checkpoint
 
-So a prompt that many requests share is computed once and restorable for all others, also when they arrive at
-the same moment.
+So a prompt that many requests share is computed once, also when they arrive together, and all others can
+restore it.
 """
 
 import asyncio
@@ -19,7 +20,9 @@ from tidemill.workers.scheduling.sequence import Sequence
 class InProgressPrefixes:
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
-        self._of: dict[PageKey, Sequence] = {}  # the first one that will compute this page; not after it has
+        self._of: dict[
+            PageKey, Sequence
+        ] = {}  # the request that will compute this page; no entry once it is computed
         self._followers: defaultdict[str, list[tuple[int, asyncio.Event]]] = defaultdict(list)
 
     async def wait(self, sequence: Sequence) -> None:
@@ -37,13 +40,13 @@ class InProgressPrefixes:
                 self._of[key] = sequence
 
     def is_made(self, sequence: Sequence) -> bool:
-        """Whether another request computes its next page by now."""
+        """Return whether another request computes the next page of `sequence`."""
         return (
             self._shared(sequence, sequence.keys[: sequence.restorable // sequence.page_tokens]) is not None
         )
 
     def advanced(self, sequence: Sequence, before: int) -> None:
-        """`sequence` has committed the tokens from `before` on, and kept its state where it should."""
+        """Record that `sequence` has committed its tokens from `before` on, and kept its checkpoints."""
         size = sequence.page_tokens
         first, end = before // size, sequence.computed // size
         if first == end:
@@ -59,7 +62,8 @@ class InProgressPrefixes:
                     reached.set()
 
     def left(self, sequence: Sequence) -> None:
-        """`sequence` has ended or was preempted: its followers look for another maker, or become one."""
+        """Record that `sequence` has ended or was preempted: its followers find another maker, or become
+        one."""
         self._forget(sequence, sequence.keys)
         for _, reached in self._followers.pop(sequence.id, []):
             reached.set()
@@ -70,7 +74,7 @@ class InProgressPrefixes:
                 del self._of[key]
 
     def _shared(self, sequence: Sequence, keys: list[PageKey]) -> tuple[Sequence, int] | None:
-        """Who computes the pages after the restorable ones, and how deep they go together."""
+        """Return the request that computes the pages after the restorable ones, and how deep they agree."""
         depth_pages = self._index.match(keys).restorable_pages
         maker = self._of.get(keys[depth_pages]) if depth_pages < len(keys) else None
         if maker is None or maker is sequence:
@@ -78,6 +82,6 @@ class InProgressPrefixes:
         while depth_pages < len(keys) and self._of.get(keys[depth_pages]) is maker:
             depth_pages += 1
         depth = depth_pages * sequence.page_tokens
-        if maker.seniority > sequence.seniority and maker.lease is None:  # it waits in line behind this one
+        if maker.seniority > sequence.seniority and maker.lease is None:  # it waits behind this one
             return None
         return maker, depth

@@ -1,4 +1,4 @@
-"""Which rows the next step has, and the memory for them."""
+"""The scheduler: choose the rows of the next step, and take memory for them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Launched:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """The rows of one step. `prompt_tokens` run beside streams; None: there are no streams in it."""
+    """The rows of one step. `prompt_tokens` run beside streams; None: the step has no streams."""
 
     rows: list[Launched]
     prompt_tokens: int | None
@@ -54,10 +54,10 @@ class Scheduler:
         self._guessing = False  # ... or that waits for a step in flight, because of guesses
 
     def next_step(self, *, in_flight: bool) -> Batch:
-        """Plan over the running sequences, the oldest first, and take the memory for it. No rows when there
-        is nothing to run, or when what is in flight has to land first.
+        """Plan over the running sequences, the oldest first, and take the memory. Return no rows when there
+        is nothing to run, or when a step in flight has to land first.
 
-        Memory is found at the cost of the youngest, when nothing is in flight.
+        When memory is short and no step is in flight, the youngest sequences are preempted.
         """
         if self._ledger.excess:
             if in_flight:
@@ -80,12 +80,12 @@ class Scheduler:
         )
 
     def landed(self, step: Batch, seconds: float) -> None:
-        """A step took so long on the runner."""
+        """Record how long a step took on the runner."""
         if step.prompt_tokens is not None:
             self._prefill_throttle.landed(seconds, step.prompt_tokens)
 
     def _plan(self, *, in_flight: bool) -> tuple[list[Planned], int | None]:
-        """Rows, the oldest first, and how many prompt tokens they run beside streams (None: no streams)."""
+        """Return rows, the oldest first, and their prompt tokens beside streams (None: no streams)."""
         budget = self._limits.budget
         rows = self._isolated_runs.choose(
             sorted(self._sequences.running.values(), key=_schedule_key), in_flight=in_flight
@@ -94,7 +94,7 @@ class Scheduler:
         self._guessing = False
         candidates = [found for found in map(self._candidate, rows) if found is not None]
         if self._guessing:
-            return [], None  # streams that wait in turns would fall into two halves of a batch
+            return [], None  # otherwise streams that alternate would divide the batch into halves
         streams = any(candidate.streams for candidate in rows)
         most = self._prefill_throttle.prompt_tokens(budget.tokens_max) if streams else budget.tokens_max
         planned = plan(candidates, budget, most)
@@ -115,14 +115,15 @@ class Scheduler:
         guesses = sequence.guesses(self._drafts_max(sequence))
         if guesses and launched == len(sequence.tokens):
             self._guessing = (
-                True  # in a text that repeats itself: its next row has some, when this one has landed
+                True  # the text repeats itself: the next row has guesses when this one has landed
             )
             return None
         self._guesses[sequence.id] = guesses
         return Candidate(sequence.id, launched, launched + 1, None, len(guesses))
 
     def _drafts_max(self, sequence: Sequence) -> int:
-        """Guesses stop at a page boundary where the state is wanted: it would lie amid those on trial."""
+        """Return the most guesses of the next row. Guesses stop at a page boundary whose state is wanted:
+        otherwise the boundary would lie among unconfirmed tokens."""
         most = self._limits.drafts_max
         if self._ledger.layout.hybrid and (self._limits.roll_pages or sequence.next_cut is not None):
             most = min(most, -len(sequence.tokens) % sequence.page_tokens)
@@ -136,8 +137,8 @@ class Scheduler:
             self._preempt(sequences.youngest)
 
     def _reserve(self, row: Planned, *, in_flight: bool) -> Planned | None:
-        """Make the lease hold the row, if need be without its guesses. None when there is no memory, or when
-        the sequence itself had to give its own back."""
+        """Extend the lease for the row, without its guesses if memory is short. Return None when there is no
+        memory, or when the sequence itself was preempted."""
         sequence = self._sequences.running.get(row.sequence_id)
         while sequence is not None and sequence.lease is not None:
             end = sequence.lease.launched + row.num_tokens + row.drafts
@@ -152,7 +153,7 @@ class Scheduler:
                 continue
             if in_flight or (len(self._sequences.running) == 1 and self._ledger.num_leases > 1):
                 return None  # memory of fetches or publications becomes free
-            # The only running request has enough memory, but fragmented: restoring it compacts it.
+            # The only running request has enough memory, but fragmented. Restoring it compacts it.
             victim = self._sequences.youngest
             victim.restore.preemptions += 1
             self._ledger.counters["preemptions"] += 1
@@ -193,14 +194,15 @@ class Scheduler:
         )
 
     def _keeps(self, sequence: Sequence, depth: int) -> bool:
-        """Whether the state at the boundary `depth`, where a step in flight ends, will be a checkpoint."""
+        """Return whether the state at the boundary `depth`, where a step in flight ends, becomes a
+        checkpoint."""
         if depth in sequence.restore.cuts or depth in sequence.restore.junctions:
             return True
         return depth > len(sequence.request.tokens) and sequence.rolls(depth, self._limits.roll_pages)
 
 
 def _schedule_key(sequence: Sequence) -> tuple[float, int]:
-    """Whose prompt is next: the oldest, but a tail overtakes long prompts as an urgent request would."""
+    """Order prompts by age. A tail overtakes long prompts as an urgent request would."""
     since_s, number = sequence.seniority
     is_long = sequence.target - sequence.launched > sequence.page_tokens
     return (since_s + PRIORITY_AGE_S, number) if is_long else (since_s, number)

@@ -16,14 +16,14 @@ from tidemill.workers.messages import Delta, FinishReason, Provenance, Request, 
 from tidemill.workers.scheduling.admission_queue import Seniority
 
 PRIORITY_AGE_S = 10.0
-"""A request overtakes those of the next lower class that came at most so much earlier. So urgent ones go
-first, and whoever waits long enough is first in the end."""
+"""The advantage of a priority class in seconds: a request overtakes those of the next lower class that
+arrived up to this much earlier. So urgent requests go first, and no request waits forever."""
 
 
 @dataclass(slots=True, eq=False)
 class StoredPrefix:
-    """What is put into the store at once: a sequence's first `num_pages` pages, those that are there already
-    aside, then the checkpoint at their end if it is wanted."""
+    """One piece for the store: the first `num_pages` pages of a sequence, except those already stored, then
+    the checkpoint at their end if it is wanted."""
 
     lease_id: str
     lease: Lease
@@ -33,7 +33,8 @@ class StoredPrefix:
 
 @dataclass(slots=True, eq=False)
 class Publication:
-    """What of a sequence was stored, `[0, there_pages)`, and what is to follow, ascending."""
+    """The progress of storing a sequence: pages `[0, there_pages)` are stored, and `pieces` follow in
+    order."""
 
     pieces: deque[StoredPrefix] = field(default_factory=deque[StoredPrefix])
     there_pages: int = 0
@@ -42,40 +43,42 @@ class Publication:
 
 
 class Preempted:
-    """Put into an outbox: the sequence has lost its memory and must be restored."""
+    """An item of an outbox: the sequence has lost its memory and must be restored."""
 
 
 class IsolationNotice(NamedTuple):
-    """Put into an outbox: the caller is to be told whether the sequence runs alone."""
+    """An item of an outbox: notify the caller whether the sequence runs alone."""
 
     alone: bool
 
 
 @dataclass(slots=True, eq=False)
 class Isolation:
-    """Whether a sequence runs alone, and whether its caller knows: see workers/scheduling/isolation.py."""
+    """The isolation of a sequence, and what its caller knows. See workers/scheduling/isolation.py."""
 
     until: int = 0  # the depth up to which it runs alone
     alone: bool = False  # the caller knows that it runs alone
-    is_notifying: bool = False  # the caller is about to learn a change
+    is_notifying: bool = False  # the caller is being notified of a change
 
 
 @dataclass(slots=True, eq=False)
 class Restore:
-    """How a sequence gets its memory, and where its prompt keeps checkpoints. Admission fills it."""
+    """The restoring of a sequence, and the depths of its checkpoints. Admission fills it."""
 
     timeout: asyncio.Timeout | None = None  # while it waits for memory
     preemptions: int = 0
-    cuts: set[int] = field(default_factory=set[int])  # depths where a checkpoint is wanted
-    junctions: set[int] = field(default_factory=set[int])  # depths where prompts diverge: likewise
-    prefetched_pages: range = range(0)  # came from the store before its admission
-    admission_s: float = 0.0  # seconds until it had memory, over all admissions, fetches included
+    cuts: set[int] = field(default_factory=set[int])  # depths that get a checkpoint
+    junctions: set[int] = field(
+        default_factory=set[int]
+    )  # depths where prompts diverge, which get one as well
+    prefetched_pages: range = range(0)  # fetched from the store before its admission
+    admission_s: float = 0.0  # seconds until it had memory, over all admissions, with fetches
     fetch_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """What a sequence hands over: to its caller through the outbox, and to the store."""
+    """The deliveries of a sequence: to its caller through the outbox, and to the store."""
 
     outbox: asyncio.Queue[Delta | Preempted | IsolationNotice | Exception] = field(
         default_factory=asyncio.Queue[Delta | Preempted | IsolationNotice | Exception]
@@ -86,7 +89,8 @@ class Delivery:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`tokens` are all known tokens. It runs when `computed < target`; `target` grows with each drawn token.
+    """A request while it runs. `tokens` are all known tokens. It runs while `computed < target`; `target`
+    grows with each drawn token.
 
     `id` is unique on the worker: a retry may arrive while a step still uses the memory of the last attempt.
 
@@ -94,8 +98,8 @@ class Sequence:
     target is the last page boundary below the end of its prompt.
 
     launched < len(tokens)    the next row runs known tokens
-    launched == len(tokens)   ... the token that a step in flight draws
-    launched > len(tokens)    guesses are on trial: what the next row runs is known when they have landed
+    launched == len(tokens)   the next row runs the token that a step in flight draws
+    launched > len(tokens)    guesses are unconfirmed: the next row is known when they have landed
     """
 
     id: str
@@ -111,7 +115,7 @@ class Sequence:
     keys: list[PageKey] = field(default_factory=list[PageKey])
     lease: Lease | None = None  # None while it waits for memory, and after its end
     ended: bool = False
-    checkpoint_owed: bool = False  # a boundary passed while decoding, and no slot was free
+    checkpoint_owed: bool = False  # it passed a boundary while decoding, and no slot was free
     provenance: Provenance = field(default_factory=Provenance)
     restore: Restore = field(default_factory=Restore)
     delivery: Delivery = field(default_factory=Delivery)
@@ -123,12 +127,12 @@ class Sequence:
 
     @property
     def launched(self) -> int:
-        """What is computed when the steps in flight have landed."""
+        """The number of tokens that are computed when the steps in flight have landed."""
         return self.lease.launched if self.lease else 0
 
     @property
     def streams(self) -> bool:
-        """Whether its answer has begun, or will when the steps in flight have landed."""
+        """True if its answer has begun, or will begin when the steps in flight have landed."""
         return not self.produces and self.launched >= len(self.tokens) - 1
 
     @property
@@ -142,7 +146,7 @@ class Sequence:
 
     @property
     def restorable(self) -> int:
-        """... if it may be restored: what the logprobs of the prompt are read from is computed here."""
+        """The deepest depth that may be restored. Logprobs of the prompt must be computed here."""
         scored = self.delivery.scored
         return min(self.boundary, scored) if scored < self.request.to_score else self.boundary
 
@@ -157,26 +161,28 @@ class Sequence:
         return min((cut for cut in wanted if cut > self.launched), default=None)
 
     def to_run(self, launched: int) -> int:
-        """How many tokens the next row can have, guesses aside; 0 while it waits for a step in flight."""
+        """Return how many tokens, guesses excluded, the next row can have. It is 0 while the sequence waits
+        for a step in flight."""
         if launched < self.target:
             return self.target - launched
         known = len(self.tokens)
         return int(launched == known and known + 1 < self.end and not self.produces)
 
     def rolls(self, depth: int, interval_pages: int) -> bool:
-        """Whether the state at `depth`, reached while decoding, is wanted as a checkpoint; 0 is never."""
+        """Return whether the state at `depth`, reached while decoding, becomes a checkpoint. Depth 0 never
+        does."""
         pages, odd = divmod(depth, self.page_tokens)
         return interval_pages > 0 and not odd and (self.checkpoint_owed or pages % interval_pages == 0)
 
     def guesses(self, most: int) -> tuple[int, ...]:
-        """At most so many tokens that may follow those it has."""
+        """Return at most `most` tokens that may follow the known ones."""
         if self.drafter is None or self.computed < len(self.request.tokens) - 1:
             return ()
         most = min(most, self.end - len(self.tokens) - 1)
         return tuple(self.drafter.propose(self.tokens, most)) if most > 0 else ()
 
     def scores(self, start: int, end: int) -> Scores | None:
-        """What is wanted of a row that runs `[start, end)`: each token says how likely the next one was."""
+        """Return which logprobs a row that runs `[start, end)` must give: each token scores the next one."""
         alternatives = self.request.sampling.prompt_logprobs
         if alternatives is None or self.produces:
             return None
@@ -186,7 +192,7 @@ class Sequence:
         return Scores(first - start, tuple(self.tokens[first + 1 : last + 1]), alternatives)
 
     def time_since(self, began_s: float, now_s: float) -> None:
-        """Its prompt is computed: say how long that took, from `began_s` on."""
+        """Record how long its prompt took, from `began_s` on."""
         times = Times(
             waited_s=self.restore.admission_s - self.restore.fetch_s,
             fetched_s=self.restore.fetch_s,
@@ -198,7 +204,7 @@ class Sequence:
         self.provenance = replace(self.provenance, times=replace(self.provenance.times, stored_s=seconds))
 
     def draw(self, tokens: Iterable[int]) -> tuple[int, FinishReason | None]:
-        """Append drawn tokens up to the last one of the answer; says how many, and whether it was there."""
+        """Append drawn tokens up to the last one of the answer. Return how many, and why the answer ended."""
         count, finish = 0, None
         for token in tokens:
             self.tokens.append(token)

@@ -1,4 +1,4 @@
-"""The sequences of a worker: running ones have memory, waiting ones want it. The engine changes them."""
+"""The sequences of a worker. Running ones have memory, waiting ones need it. The engine moves them."""
 
 from collections.abc import Iterator
 

@@ -1,1 +1,1 @@
-"""Pages and checkpoints between worker memory and the page store."""
+"""Move pages and checkpoints between worker memory and the page store."""

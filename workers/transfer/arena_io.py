@@ -1,4 +1,4 @@
-"""The arena's end of a transfer: objects for the store by where they lie in it."""
+"""The arena's end of a transfer: objects for the store, by their position in it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -16,7 +16,7 @@ class StagedObject(NamedTuple):
 
 
 class ArenaIO(Protocol):
-    """`store`, for objects by where they lie. Outcomes, order and cancellation are those of PageStore."""
+    """A page store for objects in the arena. Outcomes, order and cancellation are those of PageStore."""
 
     @property
     def store(self) -> PageStore: ...
@@ -24,12 +24,12 @@ class ArenaIO(Protocol):
     async def put(self, objects: Sequence[StagedObject]) -> list[Put]: ...
 
     async def get(self, wanted: Sequence[StagedObject]) -> list[Got]:
-        """The bytes of an object are defined for HIT alone."""
+        """Fetch objects. The bytes of an object are defined only for HIT."""
         ...
 
 
 class DirectIO:
-    """The store itself reads and writes the arena: see staging.py for memory that it cannot reach."""
+    """Lets the store itself read and write the arena. For memory that it cannot access see staging.py."""
 
     def __init__(self, store: PageStore, memory: memoryview) -> None:
         store.register(memory)

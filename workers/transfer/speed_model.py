@@ -1,9 +1,10 @@
-"""How fast a worker is, measured on its own steps and fetches: nothing to calibrate, and never out of date.
+"""Measure the speed of a worker on its own steps and fetches: there is no calibration, and it is always
+current.
 
     seconds of a step = step_s + token_s * prompt tokens + pair_s * (tokens before them) + row_s * streams
 
-Least squares that forget, over relative errors: a step that took ten times as long as it should, the first
-one or one beside a pause of the machine, counts a hundredth of an ordinary one. Pure.
+Least squares with exponential forgetting, over relative errors. A step that took ten times as long as it
+should, for example the first one, counts a hundredth of an ordinary one. Pure.
 """
 
 from dataclasses import replace
@@ -16,12 +17,12 @@ import numpy.typing as npt
 from tidemill.workers.messages import Speed
 
 STEPS_MIN = 8
-"""Steps with prompt tokens before anything is said."""
+"""The number of steps with prompt tokens before a result."""
 
 FETCHES_MIN = 3
 
 MEMORY_STEPS = 256
-"""A step counts e times less when so many of its kind have followed it."""
+"""The decay: a step counts e times less after this many steps of its kind."""
 
 MEMORY_FETCHES = 16
 
@@ -30,42 +31,42 @@ NEWS_MAX = 256
 
 SECONDS_MIN = 1e-5
 PRECISION = 1e-4
-"""Mean square of the relative error below which no formula is better than another one."""
+"""The mean square of the relative error below which no formula is better than another."""
 
 UNITS = np.array([1.0, 1024.0, 1024.0**2, 16.0])
-"""Of the four terms, so that their sums are of the same size."""
+"""The scales of the four terms, so that their sums have the same order of magnitude."""
 
 STEP, TOKEN, PAIR, ROW = range(4)
 FORMULAS = [
     [TOKEN, *others]
     for others in chain.from_iterable(combinations((STEP, PAIR, ROW), count) for count in range(4))
 ]
-"""The terms that may explain what was seen. Prompt tokens always do: the speed is there to say what more of
-them would take."""
+"""The terms that may explain the samples. Prompt tokens are in all of them, because the speed predicts the
+time of more prompt tokens."""
 
 Vector = npt.NDArray[np.float64]
 
 
 class StepTimeModel:
-    """Observing costs next to nothing; the sums are made when somebody asks."""
+    """Estimates the time of a step. Recording costs next to nothing; the sums are computed on demand."""
 
     def __init__(self) -> None:
         self._with_prompts = _Sums()
-        self._without = _Sums()  # apart, so that hours of decoding do not make it forget how prompts go
+        self._without = _Sums()  # separate, so that hours of decoding do not make it forget prompts
         self._recent: list[tuple[float, int, int, int]] = []
         self._unfitted_steps = 0
         self._fitted: Vector | None = None
 
     def stepped(self, seconds: float, *, prompt_tokens: int, pairs: int, rows: int) -> None:
-        """A step took so long. `pairs`: summed over its prompt tokens the tokens before each; `rows`: those
-        that decoded."""
+        """Record the time of a step. `pairs` sums, over its prompt tokens, the tokens before each; `rows` are
+        those that decoded."""
         self._recent.append((seconds, prompt_tokens, pairs, rows))
         if len(self._recent) == NEWS_MAX:
             self._take_news()
 
     @property
     def speed(self) -> Speed:
-        """All 0 until it has seen enough."""
+        """Return the speed; all 0 until there are enough samples."""
         self._take_news()
         if self._with_prompts.steps >= STEPS_MIN and (
             self._fitted is None or self._unfitted_steps >= REFIT_STEPS
@@ -87,7 +88,7 @@ class StepTimeModel:
             np.insert(recent[:, 1:], 0, 1.0, axis=1) / UNITS,
             np.maximum(recent[:, 0], SECONDS_MIN),
         )
-        # A step can seem short because the one before it was noticed late: that is not news either.
+        # A step can seem short because the previous one was noticed late. That is no change of speed either.
         scale_s = seconds if self._fitted is None else np.maximum(seconds, terms @ self._fitted)
         prompts = recent[:, 1] > 0
         for sums, group in ((self._with_prompts, prompts), (self._without, ~prompts)):
@@ -95,7 +96,7 @@ class StepTimeModel:
 
 
 class Throughput:
-    """Of fetches from the store, as one of them sees it."""
+    """The throughput of fetches from the store, as each of them sees it."""
 
     def __init__(self) -> None:
         self._fetches = 0
@@ -109,14 +110,14 @@ class Throughput:
         self._seconds = kept * self._seconds + max(seconds, SECONDS_MIN)
 
     def with_throughput(self, speed: Speed) -> Speed:
-        """`speed` with this."""
+        """Return `speed` with this throughput."""
         if self._fetches < FETCHES_MIN:
             return speed
         return replace(speed, fetch_bytes_per_s=self._bytes / self._seconds)
 
 
 class _Sums:
-    """What least squares need to know of all steps so far."""
+    """The sums of least squares over all steps so far."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -126,7 +127,7 @@ class _Sums:
         self.square = 0.0
 
     def add(self, scaled: Vector, shares: Vector) -> None:
-        """Steps in their order: `scaled` terms [N, 4] should make up the `shares` [N]."""
+        """Add steps in order: the `scaled` terms [N, 4] should add up to the `shares` [N]."""
         kept = 1 - 1 / MEMORY_STEPS
         weights = kept ** np.arange(len(shares) - 1, -1, -1)
         before = kept ** len(shares)
@@ -138,8 +139,8 @@ class _Sums:
 
 
 def _fit(*kinds: _Sums) -> Vector | None:
-    """The best formula whose terms are all positive. One more term has to be worth it (Schwarz's criterion):
-    a slope that short prompts cannot show would be made up for long ones."""
+    """Return the best formula whose terms are all positive. Another term must improve Schwarz's criterion:
+    otherwise short prompts, which cannot show a slope, would invent one for long prompts."""
     products = sum((sums.products for sums in kinds), np.zeros((4, 4)))
     seen = sum((sums.seen for sums in kinds), np.zeros(4))
     square = sum(sums.square for sums in kinds)

@@ -19,22 +19,24 @@ from tidemill.workers.settings import SettingsError
 from tidemill.workers.transfer.arena_io import StagedObject
 
 PIECES = 4
-"""So many pieces of a transfer are under way at once: one is copied while others are with the store."""
+"""The maximum number of pieces of a transfer in flight: one is copied while others are with the store."""
 
 
 class StagingRing:
     """`ring_bytes` of host memory, pinned for CUDA, through which objects pass in pieces.
 
-    A piece is some objects one after another. Calls and pieces wait for each other, first come, first served,
-    while the ring is in use: it bounds the bytes in flight. A put in several pieces is as many puts of the
-    store, one after another, so a store that is too small for all may evict the first for the last.
+    A piece is several objects in order. While the ring is full, calls and pieces wait in order of arrival:
+    the
+    ring bounds the bytes in flight. A put in several pieces is as many puts of the store, one after
+    another. So a
+    store that is too small for all may evict the first for the last.
     """
 
     def __init__(
         self, store: PageStore, device_memory: Tensor, ring_bytes: int, object_bytes_max: int
     ) -> None:
-        """`device_memory` is uint8 [bytes]. Raises SettingsError when one object does not pass: memory of any
-        other size, pinned for it alone, would take longer than the transfer."""
+        """Create a ring. `device_memory` is uint8 [bytes]. Raises SettingsError when an object is larger than
+        the ring: pinning memory for it alone would take longer than the transfer."""
         if object_bytes_max > ring_bytes:
             raise SettingsError(
                 f"an object of {object_bytes_max:,} bytes does not pass a staging ring of {ring_bytes:,}:"
@@ -52,7 +54,7 @@ class StagingRing:
 
     @property
     def used_bytes(self) -> int:
-        """Of the ring, at this moment."""
+        """The used bytes of the ring."""
         return self._spans.used_bytes
 
     async def put(self, objects: Sequence[StagedObject]) -> list[Put]:
@@ -69,15 +71,15 @@ class StagingRing:
         return [outcome for piece in pieces for outcome in piece.result()]
 
     async def close(self) -> None:
-        """No call may be under way."""
+        """Close the lanes. No call may be in progress."""
         await self._out.close()
         await self._in.close()
 
     async def _put_piece(
         self, piece: Sequence[StagedObject], before: asyncio.Task[list[Put]] | None
     ) -> list[Put]:
-        """Copied while the piece before it is stored, and stored behind it. That one has its memory, for
-        memory is given in the order in which it is asked for: no two pieces wait for each other."""
+        """Copy the piece while the previous one is stored, then store it. The previous one has its memory,
+        because memory is granted in order of arrival: no two pieces wait for each other."""
         async with self._spans.take(_num_bytes(piece)) as start:
             parts = _parts(piece, start)
             if not _ends_in_loss(before):
@@ -111,7 +113,7 @@ class StagingRing:
         return self._device_memory[staged.offset : staged.offset + staged.num_bytes]
 
     def _pieces(self, objects: Sequence[StagedObject]) -> Iterator[list[StagedObject]]:
-        """All objects, in order, as many together as make a piece."""
+        """Yield all objects, in order, as many together as fit into a piece."""
         piece: list[StagedObject] = []
         for staged in objects:
             assert staged.num_bytes <= self._piece_bytes
@@ -124,7 +126,7 @@ class StagingRing:
 
 
 class Spans:
-    """Which ranges of a ring are taken; first come, first served."""
+    """Allocates ranges of a ring, in order of arrival."""
 
     def __init__(self, ring_bytes: int) -> None:
         self._ring_bytes = ring_bytes
@@ -133,7 +135,7 @@ class Spans:
 
     @asynccontextmanager
     async def take(self, num_bytes: int) -> AsyncGenerator[int]:
-        """The start of a range that nobody else has until this is left."""
+        """Yield the start of a range that is reserved until this is left."""
         assert num_bytes <= self._ring_bytes
         granted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.append((num_bytes, granted))
@@ -171,8 +173,9 @@ class Spans:
 
 
 class Lane:
-    """Copies in one direction, on a thread and, for CUDA, a stream of its own: steps and the other direction
-    go on meanwhile.
+    """Copies in one direction, on a thread and, for CUDA, a stream of its own: steps and the other
+    direction
+    continue meanwhile.
 
     Nothing orders it after the kernels of a step: what is put was written by a step that has landed, and
     what a get fills is used by steps that start after it.
@@ -183,7 +186,8 @@ class Lane:
         self._stream = torch.cuda.Stream(device_memory.device) if device_memory.is_cuda else None
 
     async def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Into the first of each pair from the second. A cancelled call ends when its copies have ended."""
+        """Copy into the first of each pair from the second. A cancelled call ends when its copies have
+        ended."""
         await finish(asyncio.wrap_future(self._thread.submit(self._copy, pairs)))
 
     async def close(self) -> None:
@@ -198,7 +202,7 @@ class Lane:
 
 
 def _parts(piece: Sequence[StagedObject], start: int) -> list[slice]:
-    """The bytes of the ring that each object has."""
+    """Return the bytes of the ring that each object has."""
     parts: list[slice] = []
     for staged in piece:
         parts.append(slice(start, start + staged.num_bytes))
@@ -211,5 +215,6 @@ def _num_bytes(piece: Sequence[StagedObject]) -> int:
 
 
 def _ends_in_loss(before: asyncio.Task[list[Put]] | None) -> bool:
-    """Whether it is known that its last object is not there, and so those behind it may not be stored."""
+    """Return whether the last object of `before` is known to be missing, so that later ones may not be
+    stored."""
     return before is not None and before.done() and not before.result()[-1].is_there

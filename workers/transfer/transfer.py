@@ -1,7 +1,7 @@
-"""Moves pages and checkpoints between leases and the store; a loss is an ordinary outcome here.
+"""Move pages and checkpoints between leases and the store; a loss is an ordinary outcome.
 
-The leader of a group decides what is moved, by key and id; every rank moves the shards of it that lie in its
-own arena, between that arena and the store. An object is good when it is good on every rank.
+The leader of a group decides what is moved, by key and id. Every rank moves the shards that lie in its own
+arena, between that arena and the store. An object is good when it is good on every rank.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from tidemill.workers.transfer.arena_io import ArenaIO, StagedObject
 from tidemill.workers.transfer.speed_model import Throughput
 
 IN_FLIGHT_BYTES_MAX = 256 << 20
-"""Of one rank at a time, for fetching and for publishing each: enough to fill any link."""
+"""The limit of bytes in flight on one rank, for fetching and for publishing each: enough to fill any link."""
 
 
 class Moved(NamedTuple):
-    """A page, window page or state, and where it lies in the arena of each rank: its id there."""
+    """A page, window page or state, and its id in the arena of each rank."""
 
     kind: Kind
     key: PageKey
@@ -35,8 +35,9 @@ class Moved(NamedTuple):
 class Mate(Protocol):
     """Another rank of the group, as its leader sees it: a RankTransfer at the end of a link.
 
-    Both calls answer how many of the first `objects` are good on that rank, 0 when the link is broken. They
-    do not end, also when cancelled, before the rank has stopped using its memory for them.
+    Both calls return how many of the first `objects` are good on that rank, 0 when the link is broken. Also
+    when
+    cancelled, they end only after the rank has stopped using its memory for them.
     """
 
     async def put(self, objects: Sequence[Moved]) -> int: ...
@@ -45,7 +46,7 @@ class Mate(Protocol):
 
 
 class RankTransfer:
-    """One rank's part: `share` names the shards that each page and state of its arena consists of."""
+    """The part of one rank: `share` names the shards of each page and state in its arena."""
 
     def __init__(self, layout: Layout, positions: ArenaIO, share: Share) -> None:
         self._layout = layout
@@ -53,14 +54,14 @@ class RankTransfer:
         self._share = share
 
     async def put(self, objects: Sequence[Moved]) -> int:
-        """Store them in order; how many of the first ones are there. A page that another rank publishes is
-        there as far as this one is concerned."""
+        """Store the objects in order, and return how many of the first ones are there. A page that another
+        rank publishes counts as there."""
         offered = [self._shards(moved) if self._publishes(moved.kind) else [] for moved in objects]
         outcomes = await self._places.put([shard for shards in offered for shard in shards])
         return _unbroken(_intact(offered, (outcome.is_there for outcome in outcomes)))
 
     async def get(self, objects: Sequence[Moved]) -> int:
-        """Fill their places; how many of the first ones arrived whole."""
+        """Fill the memory of the objects, and return how many of the first ones arrived whole."""
         wanted = [self._shards(moved) for moved in objects]
         outcomes = await self._places.get([shard for shards in wanted for shard in shards])
         return _unbroken(_intact(wanted, (outcome is Got.HIT for outcome in outcomes)))
@@ -75,7 +76,7 @@ class RankTransfer:
                 return True
 
     def _shards(self, moved: Moved) -> list[StagedObject]:
-        """Its shards on this rank."""
+        """Return the shards of an object on this rank."""
         match moved.kind:
             case Kind.PAGE:
                 shards, num_bytes = self._share.pages, self._layout.page_bytes
@@ -95,7 +96,7 @@ class RankTransfer:
 
 @dataclass(slots=True)
 class Moves:
-    """Totals of what arrived whole or was stored, and of how long that took. Transfers at one time add up."""
+    """Totals of what arrived whole or was stored, and its time. Concurrent transfers add up."""
 
     num_bytes: int = 0
     seconds: float = 0.0
@@ -106,11 +107,11 @@ class Moves:
 
 
 OnLate = Callable[[asyncio.Future[int]], None]
-"""Called with a transfer that nobody waits for any more: until it has ended it uses its memory."""
+"""Called with a transfer that its caller no longer waits for. It uses its memory until it has ended."""
 
 
 class Transfer:
-    """The leader's: rank 0 of a group of which the others are `mates`."""
+    """The leader's transfers: it is rank 0 of a group of which the others are `mates`."""
 
     def __init__(
         self,
@@ -121,8 +122,8 @@ class Transfer:
         in_flight_bytes_max: int = IN_FLIGHT_BYTES_MAX,
     ) -> None:
         self.store = positions.store
-        self.throughput = Throughput()  # of fetches, all ranks together
-        self.fetched = Moves()  # the same
+        self.throughput = Throughput()  # of fetches, on all ranks together
+        self.fetched = Moves()  # likewise
         self.published = Moves()
         self._own = RankTransfer(layout, positions, rank_share(shards, 0, 1 + len(mates)))
         self._mates = mates
@@ -137,10 +138,11 @@ class Transfer:
         self._publishing = Quota(in_flight_bytes_max)
 
     async def restorable_depths(self, keys: Sequence[PageKey], above_pages: int) -> list[int]:
-        """Depths above `above_pages` that the store can probably restore, in pages, ascending.
+        """Return the depths above `above_pages` that the store can probably restore, in pages, ascending.
 
-        Checkpoints alone are asked for in a hybrid: they are stored after the pages below them. One is there
-        when its state and all its window pages are.
+        In a hybrid only checkpoints are looked up: they are stored after the pages below them. A checkpoint
+        exists
+        when its state and all its window pages do.
         """
         depths = range(above_pages + 1, len(keys) + 1)
         if self._layout.hybrid:
@@ -152,15 +154,16 @@ class Transfer:
         return list(range(above_pages + 1, above_pages + await self.num_stored(keys[above_pages:]) + 1))
 
     async def num_stored(self, keys: Sequence[PageKey]) -> int:
-        """How many of these pages the store holds before the first that it does not."""
+        """Return how many of these pages the store holds before the first that it does not."""
         return _unbroken(await self._held([(Kind.PAGE, key) for key in keys]))
 
     async def fetch(self, lease: Lease, keys: Sequence[PageKey], num_pages: int, on_late: OnLate) -> int:
         """Fill the lease's own pages up to `num_pages` and, if it runs, its `fetched_windows` and its
-        `fetch_slot`; answers how many pages are good.
+        `fetch_slot`. Return how many pages are good.
 
-        `num_pages` is the answer only when the checkpoint arrived too. Nothing is committed here. When this
-        is cancelled, or the store takes longer than it is worth waiting for, `on_late` gets the transfer.
+        The result is `num_pages` only when the checkpoint arrived too. Nothing is committed here. When this
+        is
+        cancelled, or the store exceeds its patience, `on_late` gets the transfer.
         """
         first = len(lease.shared_entries)
         wanted = [
@@ -176,7 +179,7 @@ class Transfer:
         num_bytes = self._num_bytes(wanted)
         patience_s = self._patience_s(num_bytes)
         try:
-            async with asyncio.timeout(patience_s):  # what is before it may be late
+            async with asyncio.timeout(patience_s):  # transfers before it may be late
                 await self._fetching.take(num_bytes)
         except TimeoutError:
             return min(first, num_pages - 1)
@@ -199,8 +202,8 @@ class Transfer:
         return num_pages if good == len(wanted) else min(first + good, num_pages - 1)
 
     async def publish(self, lease: Lease, keys: Sequence[PageKey], first: int, *, checkpoint: bool) -> bool:
-        """Store the lease's shared pages from `first` on, in order, then the checkpoint at their end if that
-        is wanted; True when all are there. Those before `first` are there."""
+        """Store the lease's shared pages from `first` on, in order, then the checkpoint at their end if it is
+        wanted. Return whether all are there. Those before `first` are there."""
         pages = [
             Moved(Kind.PAGE, keys[index], entry.page)
             for index, entry in enumerate(lease.shared_entries[first:], start=first)
@@ -218,7 +221,7 @@ class Transfer:
         await self._publishing.take(num_bytes)
         began_s = asyncio.get_running_loop().time()
         try:
-            if not self._mates:  # one put, which is ordered and evicts nothing of its own
+            if not self._mates:  # one put, which is ordered and evicts none of its own objects
                 stored = await self._put(pages + last)
             else:
                 stored = await self._put(pages) and await self._put(last)
@@ -230,52 +233,53 @@ class Transfer:
         return stored
 
     async def holds(self, keys: Sequence[PageKey]) -> bool:
-        """Whether the store holds every page of `keys` and, for a hybrid, the checkpoint at their end."""
+        """Return whether the store holds every page of `keys` and, for a hybrid, the checkpoint at their
+        end."""
         pages = [(Kind.PAGE, key) for key in keys]
         return all(await self._held([*pages, *self._checkpoint(keys, len(keys))]))
 
     def _checkpoint(self, keys: Sequence[PageKey], num_pages: int) -> list[tuple[Kind, PageKey]]:
-        """The objects of the checkpoint at the end of the first `num_pages`."""
+        """Return the objects of the checkpoint at the end of the first `num_pages`."""
         windows = [(Kind.WINDOW, keys[position]) for position in self._layout.last_window(num_pages)]
         states = [(Kind.CHECKPOINT, keys[num_pages - 1])] if self._layout.has_states else []
         return [*windows, *states]
 
     def patience_s(self, num_pages: int) -> float | None:
-        """How long it is worth waiting until so many pages and a checkpoint are published, behind all that is
-        to be published before them; None without a limit."""
+        """Return the patience for publishing these pages and a checkpoint after all earlier publications, in
+        seconds; None without a limit."""
         num_bytes = num_pages * self._sizes[Kind.PAGE] + self._layout.checkpoint_bytes
         return self._patience_s(num_bytes + self._publishing.wanted_bytes)
 
     def _patience_s(self, num_bytes: int) -> float | None:
-        """All ranks move their parts at once."""
+        """Return the patience for a transfer in which all ranks move their parts together."""
         patience_s = self.store.patience_s(num_bytes * (1 + len(self._mates)))
         return None if math.isinf(patience_s) else patience_s
 
     def _num_bytes(self, objects: Sequence[Moved]) -> int:
-        """On each rank."""
+        """Return the bytes on each rank."""
         return sum(self._sizes[moved.kind] for moved in objects)
 
     async def _put(self, objects: Sequence[Moved]) -> bool:
-        """True when all are there."""
+        """Return whether all objects are there."""
         return await self._least(lambda rank: rank.put(objects)) == len(objects)
 
     async def _held(self, objects: Sequence[tuple[Kind, PageKey]]) -> list[bool]:
-        """Of which objects the store holds every shard, those of other ranks included."""
+        """Return of which objects the store holds every shard, with those of other ranks."""
         shards = [
             [ObjectKey(kind, key, shard) for shard in range(self._shards[kind])] for kind, key in objects
         ]
         return _intact(shards, await self.store.contains([shard for whole in shards for shard in whole]))
 
     async def _least(self, call: Callable[[Mate], Awaitable[int]]) -> int:
-        """The least answer in the group, when all ranks have answered: until then memory is in use, even if
-        this is cancelled."""
+        """Return the least answer in the group after all ranks have answered: until then memory is in use,
+        even if this is cancelled."""
         answers = [asyncio.ensure_future(call(rank)) for rank in (*self._mates, self._own)]
         await finish(asyncio.gather(*answers, return_exceptions=True))
         return min(answer.result() for answer in answers)
 
 
 class Quota:
-    """Bytes that may be in flight at once; first come, first served. What is larger goes alone."""
+    """A limit of bytes in flight, in order of arrival. A larger transfer goes alone."""
 
     def __init__(self, bytes_max: int) -> None:
         self.wanted_bytes = 0  # in flight and waiting
@@ -315,16 +319,16 @@ class Quota:
 
 
 def _look_at(moving: asyncio.Future[int]) -> None:
-    """For nobody else does: asyncio would complain of an error that was not seen."""
+    """Retrieve the error: otherwise asyncio would log that it was never retrieved."""
     moving.exception()
 
 
 def _intact(wholes: Sequence[Sequence[object]], good: Iterable[bool]) -> list[bool]:
-    """Which wholes have good parts alone; `good` speaks of all parts, in order."""
+    """Return which wholes have only good parts; `good` has one item per part, in order."""
     left = iter(good)
     return [False not in list(islice(left, len(whole))) for whole in wholes]
 
 
 def _unbroken(flags: Sequence[bool]) -> int:
-    """How many are true before the first that is not."""
+    """Return how many flags are true before the first that is not."""
     return flags.index(False) if False in flags else len(flags)

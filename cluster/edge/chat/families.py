@@ -56,8 +56,7 @@ SILENT = Style()
 
 def style_of(model_type: str, template: str, added: Collection[str], chat: ChatSettings) -> Style:
     """Return the formats. `template` is the text of the chat template; `added` holds texts that are one
-    token, including tags.
-    """
+    token, including tags."""
     family = next((known for known in FAMILIES if model_type in known.model_types), None)
     tools, reasoning = chat.tool_parser, chat.reasoning_parser
     if tools == "auto":
@@ -70,8 +69,7 @@ def style_of(model_type: str, template: str, added: Collection[str], chat: ChatS
 
 def _reasoning_in(template: str, added: Collection[str]) -> str | None:
     """Return the parser whose tags a model knows. Nothing shows that a model begins its answers with
-    reasoning by itself.
-    """
+    reasoning by itself."""
     if all(sign in template for sign in FORMS["openai"].signs):
         return "openai_gptoss"
     for name, thinking in THINKING.items():

@@ -42,8 +42,7 @@ Body = Literal["json", "xml", "python", "channels"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """The text of forced calls: before the first, between two (None: only one is allowed), behind the last;
-    and of each: before its name, between name and arguments, behind those.
-    """
+    and of each: before its name, between name and arguments, behind those."""
 
     before: str = ""
     between: str | None = "\n"

@@ -55,9 +55,8 @@ PLAINLY = Shape()
 
 
 def careful(render: Render) -> Render:
-    """Return the renderer with RequestError for whatever the template raises: it is a program that came
-    with the model.
-    """
+    """Return the renderer with RequestError for whatever the template raises: it is a program that came with
+    the model."""
 
     def rendered(turns: Turns, how: Rendering) -> str:
         try:
@@ -99,9 +98,8 @@ def _tried(render: Render, shape: Shape, messages: Sequence[Message]) -> str:
 
 
 def _shows_call(prompt: str) -> bool:
-    """Return whether a call shows its arguments as JSON: not as a Python object, nor as the text
-    of a text.
-    """
+    """Return whether a call shows its arguments as JSON: not as a Python object, nor as the text of a
+    text."""
     mangled = "'tried_key'" in prompt or '\\"tried_key' in prompt
     return "tried_call" in prompt and "tried_value" in prompt and not mangled
 

@@ -10,8 +10,7 @@ from tidemill.cluster.edge.chat.families import Style
 @dataclass(frozen=True, slots=True)
 class Message:
     """One message of a chat, as the model's template sees it; `more` has the fields of some messages
-    (tool_calls, tool_call_id, name, reasoning_content).
-    """
+    (tool_calls, tool_call_id, name, reasoning_content)."""
 
     role: str
     content: str
@@ -20,7 +19,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
-    """How to render a chat.
+    """The rendering of a chat.
 
     tools      as the template wants them
     answers    the prompt ends where the model's answer starts
@@ -43,9 +42,8 @@ class TokenDecoder(Protocol):
     """The text of one stream of tokens, as far as its characters are complete."""
 
     def push(self, token: int) -> str:
-        """Return the text that `token` completes; empty inside a character of several tokens and for
-        special tokens.
-        """
+        """Return the text that `token` completes; empty inside a character of several tokens and for special
+        tokens."""
         ...
 
 
@@ -131,8 +129,7 @@ class StopScanner:
 
     def _first_end(self, text: str, old: int) -> tuple[int, int, str] | None:
         """Return end, start and stop string of the match that ends first behind the `old` characters; the
-        longest, if several do.
-        """
+        longest, if several do."""
         matches = (
             (start + len(stop), start, stop)
             for stop in self._stops

@@ -21,8 +21,7 @@ from tidemill.workers.messages import RequestError
 
 PENDING_TOKENS_MAX = 8
 """A character has at most 4 bytes: after this many tokens without text, the pending bytes are no
-character.
-"""
+character."""
 
 SHOWS_TOOLS = re.compile(r"\btools\b")
 """Matches a template that uses tools."""
@@ -75,7 +74,7 @@ class FolderTokenizer:
         if how.tools and self.style.form is None:
             known = ", ".join(FORMS)
             raise RequestError(
-                "nobody knows how this model calls tools: leave them out, or start the server with "
+                "the format of this model's tool calls is unknown: leave tools out, or start the server with "
                 f"--tool-call-parser, one of {known}",
                 param="tools",
             )
@@ -120,9 +119,8 @@ class StreamDecoder:
 
 
 def byte_alphabet() -> dict[str, bytes]:
-    """Return how byte-level vocabularies write bytes (GPT-2): a printable byte as its Latin-1 character,
-    the others as the characters from 256 on, in their order.
-    """
+    """Return how byte-level vocabularies write bytes (GPT-2): a printable byte as its Latin-1 character, the
+    others as the characters from 256 on, in their order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     written = {chr(byte): bytes([byte]) for byte in printable}

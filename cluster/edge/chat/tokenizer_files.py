@@ -33,8 +33,7 @@ ADDED_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 def load_tokenizer(folder: Path, chat: ChatSettings = AUTO) -> FolderTokenizer:
     """Read the tokenizer of a model folder; nothing is downloaded, and no code of the folder runs. Raises
-    TidemillError.
-    """
+    TidemillError."""
     raw = _read_raw(folder / "tokenizer.json")
     config = _read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:  # older releases of transformers saved special tokens so
@@ -118,8 +117,7 @@ def _add_tokens(raw: RawTokenizer, config: Mapping[str, Any], special: Mapping[s
 
 def _templates_of(folder: Path, config: Mapping[str, Any], chat: ChatSettings) -> dict[str, str]:
     """Return the chat templates by name, empty without any: the operator's, else those in separate files,
-    else those of tokenizer_config.json. Raises TidemillError.
-    """
+    else those of tokenizer_config.json. Raises TidemillError."""
     if chat.template is not None:
         return {"default": template_of(chat.template)}
     files = {"default": folder / "chat_template.jinja"}
@@ -145,9 +143,8 @@ def model_type_of(folder: Path) -> str:
 
 
 def checked_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the template variables of a client. Those that determine how a template runs are refused.
-    Raises RequestError.
-    """
+    """Return the template variables of a client. Those that determine how a template runs are refused. Raises
+    RequestError."""
     taken = next((name for name in options if name in RESERVED), None)
     if taken is not None:
         raise RequestError(

@@ -26,8 +26,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 def refusal_of(error: Exception) -> tuple[int, grpc.StatusCode, str, Metadata]:
     """Return the HTTP status that counts the error, its gRPC status, the message, and the trailing
-    metadata.
-    """
+    metadata."""
     status, body = error_of(error)
     fields = cast("dict[str, str | None]", body["error"])
     metadata = {

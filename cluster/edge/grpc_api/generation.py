@@ -50,8 +50,7 @@ class _Gone(TidemillError):
 
 class Generation:
     """The methods. They read messages themselves, after the key check, so that unauthorized clients send
-    none.
-    """
+    none."""
 
     def __init__(self, edge: EdgeContext) -> None:
         self._edge = edge

@@ -22,9 +22,8 @@ Status = health_pb2.HealthCheckResponse
 
 
 class Health:
-    """The health of `services` and of the whole server, which has no name, follows the models.
-    It needs no key, like /health over HTTP.
-    """
+    """The health of `services` and of the whole server, which has no name, follows the models. It needs no
+    key, like /health over HTTP."""
 
     def __init__(self, models: EdgeModels, services: Collection[str]) -> None:
         self._models = models
@@ -50,8 +49,7 @@ class Health:
 
     def end(self) -> None:
         """Report that nothing is served any more, so that load balancers leave while the last answers
-        finish.
-        """
+        finish."""
         self._is_ending = True
 
     async def _check(self, request: health_pb2.HealthCheckRequest, context: "Context") -> Status:

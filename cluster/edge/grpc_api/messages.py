@@ -19,9 +19,8 @@ FINISHES = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 
 
 def body_of(data: bytes) -> CompletionBody:
-    """Return the body in the bytes of a GenerateRequest; each set field has its HTTP name.
-    Raises RequestError.
-    """
+    """Return the body in the bytes of a GenerateRequest; each set field has its HTTP name. Raises
+    RequestError."""
     request = pb.GenerateRequest()
     parse(request, data)
     fields = _fields(request)

@@ -23,8 +23,7 @@ IDLE_MS_MAX = 600_000
 SILENCE_MS = 30_000
 SILENCE_ANSWER_MS = 20_000
 """A client that was silent for SILENCE_MS during a call is pinged, and disconnected after
-SILENCE_ANSWER_MS.
-"""
+SILENCE_ANSWER_MS."""
 
 _OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", BODY_BYTES_MAX),

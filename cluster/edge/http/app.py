@@ -53,9 +53,8 @@ def build_app(
 
 
 def app_of(context: EdgeContext) -> FastAPI:
-    """Return the OpenAI API over the models of `desk`, with /tokenize, /health, /metrics, /cluster,
-    /version and /docs.
-    """
+    """Return the OpenAI API over the models of `desk`, with /tokenize, /health, /metrics, /cluster, /version
+    and /docs."""
     edge = Edge(context)
     app = FastAPI(title="Tidemill", version=__version__, redoc_url=None)
     app.add_middleware(
@@ -163,8 +162,7 @@ class Edge:
 
     async def set_budget(self, body: BudgetBody) -> Json:
         """Give a worker another memory budget, or return it to the broker. It takes effect within seconds;
-        the reply is the memory of every worker now.
-        """
+        the reply is the memory of every worker now."""
         await self._models.order(lambda service: service.set_budget(body.worker, body.budget))
         return memory_of(await self._models.fleets())
 
@@ -226,8 +224,7 @@ class Edge:
 
     async def _chunks(self, reply: _CompletionReply, options: StreamOptions) -> AsyncGenerator[bytes]:
         """Yield server-sent events. After the first, an error is an event too, because the status line has
-        been sent.
-        """
+        been sent."""
         job, head = reply.job, reply.head
         tally = UsageCounter(job)
         started = False

@@ -29,7 +29,7 @@ def add_error_replies(app: FastAPI, count: Callable[[int], None]) -> None:
         assert isinstance(error, HTTPException)
         message = {
             404: f"there is no {request.url.path[:256]}: /docs lists what there is",
-            405: f"{request.url.path[:256]} does not take {request.method[:16]}: /docs says what it takes",
+            405: f"{request.url.path[:256]} does not take {request.method[:16]}: /docs lists its methods",
         }.get(error.status_code, str(error.detail))
         count(error.status_code)
         return JSONResponse(

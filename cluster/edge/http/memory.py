@@ -19,8 +19,7 @@ def _size(value: object) -> object:
 
 class BudgetBody(BaseModel):
     """A worker's name and its new budget: a number of bytes, a size such as 512MiB, or null to return it to
-    the broker.
-    """
+    the broker."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

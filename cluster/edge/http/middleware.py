@@ -27,9 +27,8 @@ OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/m
 
 
 class EdgeMiddleware:
-    """ASGI middleware. It checks the key, then reads the body before the application does, and no more of
-    it than allowed.
-    """
+    """ASGI middleware. It checks the key, then reads the body before the application does, and no more of it
+    than allowed."""
 
     def __init__(
         self,
@@ -93,8 +92,7 @@ class EdgeMiddleware:
 
     async def _cut(self, begun: Headers | None, scope: Scope, receive: Receive, send: Send) -> bool:
         """Report the cut, if the reply has not `begun` or is an event stream; return whether that was
-        possible.
-        """
+        possible."""
         if begun is None:
             await self._refuse(STOPS)(scope, receive, send)
             return True
@@ -125,9 +123,8 @@ class _Body:
         self._whole: bytes | None = None
 
     async def read(self, headers: Headers, receive: Receive) -> bool:
-        """Read all of it; return False if the client disconnected before.
-        Raises RequestError if it is too large or too slow, and Overloaded.
-        """
+        """Read all of it; return False if the client disconnected before. Raises RequestError if it is too
+        large or too slow, and Overloaded."""
         too_large = RequestError(
             f"the body is larger than {BODY_BYTES_MAX >> 20} MiB: send less",
             status=413,

@@ -10,15 +10,15 @@ EVENTS = "text/event-stream"
 TEXT = "text/plain"
 
 EVERYWHERE = {
-    "400": "a field or a header is wrong: `param` names it, `message` says the fix",
+    "400": "a field or a header is wrong: `param` names it, `message` has the fix",
     "401": "no API key, or none that is known here",
     "403": "for the keys of operators",
     "404": "there is no such thing",
     "408": "the body came too slowly",
     "413": "the body is too large",
-    "429": "too much at once: ask again after `Retry-After` seconds",
-    "500": "a bug, or a request that ends workers",
-    "503": "no worker can answer now: ask again after `Retry-After` seconds",
+    "429": "too many requests: retry after `Retry-After` seconds",
+    "500": "a bug, or a request that crashes workers",
+    "503": "no worker can answer now: retry after `Retry-After` seconds",
 }
 """Error statuses and their meanings."""
 

@@ -97,8 +97,7 @@ def whole_reply(
 
 def _returned(job: PreparedRequest, choices: Sequence[Sequence[Increment]]) -> list[int]:
     """Return the choices to send: of each prompt the best first, by logprob per token, if not all are
-    wanted.
-    """
+    wanted."""
 
     def per_token(choice: int) -> float:
         growths = [increment.growth for increment in choices[choice]]

@@ -134,8 +134,7 @@ class TextConfig(BaseModel):
 
 class ReasoningOptions(BaseModel):
     """The reasoning options. `effort` is for the chat template; "none" asks for an answer without
-    reasoning.
-    """
+    reasoning."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -144,8 +143,7 @@ class ReasoningOptions(BaseModel):
 
 class ResponsesBody(BaseModel):
     """The body of POST /v1/responses. Chat fields that it does not name are passed on (seed, top_k,
-    cache_salt); nothing is stored, whatever `store` is.
-    """
+    cache_salt); nothing is stored, whatever `store` is."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 

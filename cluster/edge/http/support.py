@@ -14,8 +14,7 @@ from tidemill.workers.messages import RequestError
 def add_support_routes(app: FastAPI, parts: Parts) -> None:
     async def support(name: Annotated[str, InPath(max_length=64)]) -> Json:
         """Return settings without secrets, versions, nodes, ends of logs: what `tidemill support-bundle`
-        collects.
-        """
+        collects."""
         part = parts.get(name)
         if part is None:
             there = ", ".join(parts) or "none"

@@ -19,9 +19,8 @@ Name = Annotated[str, InPath(max_length=256)]
 
 
 class DrainBody(BaseModel):
-    """The body of a drain. `drain`: hand everything over and take no more, or take work again. `force`:
-    also if no other worker does its work.
-    """
+    """The body of a drain. `drain`: hand everything over and take no more, or take work again. `force`: also
+    if no other worker does its work."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -38,9 +37,8 @@ class RoleBody(BaseModel):
 
 
 class ScaleBody(BaseModel):
-    """The body of a scale. `workers`: the number of each role. `pending`: new workers that the cluster
-    cannot schedule wait instead of being refused.
-    """
+    """The body of a scale. `workers`: the number of each role. `pending`: new workers that the cluster cannot
+    schedule wait instead of being refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -51,8 +49,7 @@ class ScaleBody(BaseModel):
 
 def add_worker_routes(app: FastAPI, models: EdgeModels) -> None:
     """Add the commands. A command to one worker takes effect with its next heartbeat; the reply is its name
-    and the command.
-    """
+    and the command."""
 
     async def drain(name: Name, body: DrainBody) -> Json:
         """Take a worker out of service, or return it."""
@@ -66,8 +63,7 @@ def add_worker_routes(app: FastAPI, models: EdgeModels) -> None:
 
     async def roles(model: str | None = None) -> Json:
         """Return the wanted number of workers per role, of one model or of all, and the changes in
-        progress.
-        """
+        progress."""
         found = models if model is None else [models.find(model)]
         rows = [
             {"model": model.name, **asdict(role)} for model in found for role in await model.service.roles()
@@ -75,9 +71,8 @@ def add_worker_routes(app: FastAPI, models: EdgeModels) -> None:
         return {"roles": rows}
 
     async def scale(body: ScaleBody) -> Json:
-        """Change the number of workers of a role: new ones start, others hand their work over and leave.
-        The reply is immediate; GET shows the progress.
-        """
+        """Change the number of workers of a role: new ones start, others hand their work over and leave. The
+        reply is immediate; GET shows the progress."""
         model = models.find(body.model)
         lacks = await model.service.scale(body.workers, pending=body.pending)
         return {**await roles(model.name), "lacks": lacks}

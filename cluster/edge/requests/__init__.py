@@ -1,1 +1,1 @@
-"""Everything that HTTP and gRPC requests share: bodies, checks, API keys, limits, answers."""
+"""The parts that HTTP and gRPC requests share: bodies, checks, API keys, limits, answers."""

@@ -27,8 +27,7 @@ OPERATORS_PATHS = ("/cluster", "/reset_prefix_cache", "/flush_cache")
 
 class ApiKey(BaseModel):
     """One key. All `requests_per_minute` may arrive together after a pause; None: as many as the fleet
-    takes.
-    """
+    takes."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -87,8 +86,7 @@ class ApiKeys:
 
     def _count(self, key: ApiKey, per_minute: int) -> None:
         """Apply the generic cell rate algorithm (ITU-T I.371): each request pays for its share of a minute,
-        and may pay for a minute ahead.
-        """
+        and may pay for a minute ahead."""
         now_s, cost_s = self._clock_s(), 60 / per_minute
         paid_until_s = max(now_s, self._paid_until_s.get(key.sha256, 0.0)) + cost_s
         wait_s = paid_until_s - now_s - 60

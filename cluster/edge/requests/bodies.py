@@ -165,8 +165,7 @@ class CompletionBody(Body):
 
     def num_tokens(self) -> int | None:
         """Return the most tokens to draw; an echo alone needs one, which is not returned. Raises
-        RequestError.
-        """
+        RequestError."""
         if self.max_tokens == 0 and not self.echo:
             raise RequestError("max_tokens 0 asks for nothing: set echo to true", param="max_tokens")
         return 1 if self.max_tokens == 0 else self.max_tokens

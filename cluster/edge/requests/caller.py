@@ -21,8 +21,7 @@ TENANT_BYTES = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
     """`tenant` is the key's, or a digest of the key; empty without one. A `private` caller shares no prefix
-    with others. `ttft_s_max` None: the server's limit.
-    """
+    with others. `ttft_s_max` None: the server's limit."""
 
     tenant: str = ""
     private: bool = False

@@ -21,8 +21,7 @@ from tidemill.cluster.observability.logs import log_request
 
 Parts = Mapping[str, Callable[[], object]]
 """The parts of a support bundle by name. Each is called on a thread, returns JSON data, and may raise
-TidemillError.
-"""
+TidemillError."""
 
 ID_CHARS = 12
 """The characters of a random id: enough to tell requests of one name apart."""
@@ -55,9 +54,8 @@ class EdgeContext:
     async def answers(
         self, model: EdgeModel, job: PreparedRequest, identity: RequestIdentity
     ) -> AsyncGenerator[Increment]:
-        """Yield all choices of `job` as they grow, with metrics. Closing it cancels the running ones.
-        Raises Overloaded, Unserved, RequestError.
-        """
+        """Yield all choices of `job` as they grow, with metrics. Closing it cancels the running ones. Raises
+        Overloaded, Unserved, RequestError."""
         job = _named(job, identity)
         with (
             self.open_answers.holding(len(job.requests)),
@@ -86,9 +84,8 @@ def open_context(
     keys: Sequence[ApiKey] = (),
     parts: Parts = MappingProxyType({}),
 ) -> EdgeContext:
-    """Return the context of an edge. With `keys`, only clients with a key are admitted. `parts` are those
-    of support bundles.
-    """
+    """Return the context of an edge. With `keys`, only clients with a key are admitted. `parts` are those of
+    support bundles."""
     limits = EdgeLimits() if limits is None else limits
     return EdgeContext(
         models=EdgeModels(served, sources.new_id, sources.rng),
@@ -104,8 +101,7 @@ def open_context(
 
 def _named(job: PreparedRequest, identity: RequestIdentity) -> PreparedRequest:
     """Return the job with the client's id in front of its requests' ids, so that workers' log lines can be
-    found. Clients may repeat an id, so requests keep their own as well.
-    """
+    found. Clients may repeat an id, so requests keep their own as well."""
     requests = tuple(
         replace(request, request_id=f"{identity.request_id}.{request.request_id[-ID_CHARS:]}")
         for request in job.requests

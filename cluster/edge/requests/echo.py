@@ -11,8 +11,7 @@ from tidemill.workers.messages import TokenLogprob
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """`text` is the client's, or that of its token ids. `alternatives` is the number of logprobs per token;
-    None: none. `alone`: the answer is not returned.
-    """
+    None: none. `alone`: the answer is not returned."""
 
     text: str
     tokens: Sequence[int]

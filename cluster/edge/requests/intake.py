@@ -43,8 +43,7 @@ INLINE_CHARS_MAX = 8192
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
     """One HTTP request. Choice c of prompt p is `requests[p * n + c]`. `output_format` is None for
-    completions, whose text is returned as it is, behind its prompt if there are `echoes`.
-    """
+    completions, whose text is returned as it is, behind its prompt if there are `echoes`."""
 
     requests: tuple[Request, ...]
     n: int
@@ -77,7 +76,7 @@ class Intake:
         if body.tool_choice not in ("auto", "none"):
             if grammar is not None:
                 raise RequestError(
-                    "tool_choice forces a call, and another field says what the answer must match: give one",
+                    "tool_choice forces a call, and another field restricts the answer: give one",
                     param="tool_choice",
                 )
             grammar = forced(tools, output_format, self._tokenizer.added)
@@ -97,8 +96,7 @@ class Intake:
 
     def _opening(self, body: ChatBody, grammar: Grammar | None) -> str:
         """Return the beginning of the answer: an answer that must match a grammar is text from its first
-        token on.
-        """
+        token on."""
         asked = grammar is not None and self._tokenizer.style.in_channels
         return FINAL if asked and not body.continue_final_message else ""
 

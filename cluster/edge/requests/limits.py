@@ -14,8 +14,7 @@ BODY_BYTES_PER_S = 16 << 10
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeLimits:
     """Limits of one edge. A worker takes twice as many calls per edge as `answers_max`, so that it refuses
-    none (`Limits` in cluster/worker/server.py).
-    """
+    none (`Limits` in cluster/worker/server.py)."""
 
     requests_max: int = 2048  # with a body
     body_bytes_max: int = 256 << 20  # of all of them
@@ -40,7 +39,7 @@ class InFlightLimit:
         """Count `amount` more. Raises Overloaded and counts nothing then."""
         if self.held + amount > self._most:
             raise Overloaded(
-                f"this frontend has {self.held} {self._what} at once and takes at most {self._most}",
+                f"this frontend has {self.held} {self._what} and takes at most {self._most}",
                 predicted_s=0.0,
                 retry_after_s=RETRY_S,
             )

@@ -32,8 +32,7 @@ def chat_logprobs(scored: Iterable[Scored], piece: Piece) -> dict[str, object]:
 
 def completion_logprobs(scored: Sequence[Scored], piece: Piece) -> dict[str, object]:
     """Return choices[].logprobs of a completion. `top_logprobs` includes the drawn token; `text_offset`
-    counts characters of the text. The first token of a prompt has a null logprob.
-    """
+    counts characters of the text. The first token of a prompt has a null logprob."""
 
     def top(score: Scored) -> dict[str, float] | None:
         if score.logprob is None:
@@ -55,8 +54,7 @@ def prompt_logprobs(
     tokens: Sequence[int], logprobs: Sequence[TokenLogprob], alternatives: int, piece: Piece
 ) -> list[object]:
     """Return prompt_logprobs as in vLLM: null for the first token, then an object by token id. `logprobs`
-    start at the second token; the rank of a token outside the likeliest is unknown.
-    """
+    start at the second token; the rank of a token outside the likeliest is unknown."""
 
     def entry(token: int, logprob: float, rank: int | None) -> dict[str, object]:
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": token_text(piece(token))}

@@ -118,8 +118,7 @@ class EdgeModels:
 
     async def order(self, give: Callable[[Service], Awaitable[None]]) -> None:
         """Send a command about a worker to the fleet that knows it, because names of workers are unique.
-        Raises RequestError, Unserved.
-        """
+        Raises RequestError, Unserved."""
         *others, last = self._models
         for model in others:
             try:

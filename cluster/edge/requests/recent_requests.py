@@ -36,7 +36,7 @@ class RecentRequests:
         size: int = RECENT_MAX,
         on_end: Callable[[Json, PreparedRequest], None] | None = None,
     ) -> None:
-        """`told` is called with each request that has ended."""
+        """`on_end` is called with each request that has ended."""
         self._on_end = on_end
         self._clock_s = clock_s
         self._unix_time_s = unix_time_s
@@ -107,8 +107,7 @@ class RequestRecord:
 
     def row(self) -> Json:
         """Return the row. `finish` is null while the request runs. The prompt's tokens are counted as in
-        `usage`; the workers are those of the first choice's last attempt.
-        """
+        `usage`; the workers are those of the first choice's last attempt."""
         usage, trace = self._tally.usage(), self._trace
         return {
             "request_id": self._asked.request_id,
@@ -151,8 +150,7 @@ def add_recent_routes(app: FastAPI, recent: RecentRequests) -> None:
 
     async def requests(limit: Annotated[int, Query(ge=1, le=RECENT_MAX)] = RECENT_MAX) -> Json:
         """Return the latest requests of this edge, newest first: workers, origin of the prompt's tokens,
-        speed, end. No text.
-        """
+        speed, end. No text."""
         return {"requests": recent.rows(limit)}
 
     app.add_api_route("/cluster/requests", requests)

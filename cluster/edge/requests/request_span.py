@@ -19,7 +19,7 @@ SPAN_ATTRIBUTES = {
     "prefill": "tidemill.prefill",
     "decode": "tidemill.decode",
 }
-"""Of a row of /cluster/requests, by the names of OpenTelemetry where it has some."""
+"""The span attributes of a row of /cluster/requests, by the names of OpenTelemetry where it has some."""
 
 
 @contextmanager

@@ -67,8 +67,7 @@ def find_one(found: list[Document], kind: str, suffix: str = "") -> Document:
 
 
 def pods(found: list[Document]) -> dict[str, Document]:
-    """Return the pod templates by component: `frontend`, `head`, and each group as
-    `worker/prefill`."""
+    """Return the pod templates by component: `frontend`, `head`, and each group as `worker/prefill`."""
     templates: dict[str, Document] = {}
     for document in found:
         if document["kind"] == "Deployment":

@@ -17,8 +17,7 @@ Flags = dict[str, Any]
 
 
 def lines_of(container: Document) -> list[list[str]]:
-    """Return the commands of a container as words; of a shell script, those that start our
-    programs."""
+    """Return the commands of a container as words; of a shell script, those that start our programs."""
     command: list[str] = container["command"]
     if "/bin/sh" not in command:
         return [command]

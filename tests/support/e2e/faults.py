@@ -51,9 +51,7 @@ def stop(name: str, for_s: float) -> Fault:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A fault at a step of the load: a time after its start, and when call `call` has `num_tokens`
-    tokens.
-    """
+    """A fault at a step of the load: a time after its start, and when call `call` has `num_tokens` tokens."""
 
     fault: Fault
     after_s: float = 0.0
@@ -81,10 +79,8 @@ def storm(rng: Random, names: Sequence[str], count: int, calls: int, tokens_max:
 
 @dataclass(kw_only=True)
 class Struck:
-    """A fault that happened.
-    `missed_s` is the time until the cluster knew: for a worker, until the router had dropped its
-    id.
-    """
+    """A fault that happened. `missed_s` is the time until the cluster knew: for a worker, until the router
+    had dropped its id."""
 
     fault: Fault
     at_s: float
@@ -98,9 +94,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass
 class Run:
-    """The result of a load and its faults; `late` faults did not happen, because their call had
-    ended.
-    """
+    """The result of a load and its faults; `late` faults did not happen, because their call had ended."""
 
     calls: list[Call]
     struck: list[Struck] = field(default_factory=list[Struck])

@@ -44,9 +44,8 @@ class Link:
         threading.Thread(target=self._loop.run_forever, name="link", daemon=True).start()
 
     def to(self, address: str, host: str = "127.0.0.1") -> str:
-        """Return where the proxy to `address` (HOST:PORT) listens on this host. Blocks: not for an
-        event loop.
-        """
+        """Return where the proxy to `address` (HOST:PORT) listens on this host. Blocks: not for an event
+        loop."""
         if address not in self._proxies:
             made = asyncio.run_coroutine_threadsafe(self._listen(address, host), self._loop)
             self._proxies[address] = made.result()

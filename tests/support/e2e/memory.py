@@ -26,10 +26,8 @@ def mapped_bytes(row: dict[str, Any]) -> int:
 
 
 def resident_bytes(pid: int, reserved_bytes: int) -> int:
-    """Return the resident bytes of the arena, from the kernel.
-    The arena is excluded from core dumps ("dd"), as little else is, so the kernel merges its
-    mapping with no neighbour.
-    """
+    """Return the resident bytes of the arena, from the kernel. The arena is excluded from core dumps ("dd"),
+    as little else is, so the kernel merges its mapping with no neighbour."""
     text = Path(f"/proc/{pid}/smaps").read_text()
     mapping = r"^Size: +(\d+) kB\n(?:\w+: .*\n)*?Rss: +(\d+) kB\n(?:\w+: .*\n)*?VmFlags: (.*)$"
     (resident,) = (

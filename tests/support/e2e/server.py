@@ -23,9 +23,7 @@ LOOK_S = (0.02, 0.2)
 READY = "ready: "
 MARK = "TIDEMILL_TEST_RUN"
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""An SSL context for clients that ask often; httpx would read all certificates of the system for
-each.
-"""
+"""An SSL context for clients that ask often; httpx would read all certificates of the system for each."""
 
 
 def eventually(holds: Callable[[], bool]) -> None:

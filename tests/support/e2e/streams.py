@@ -68,9 +68,8 @@ async def run_all(url: str, bodies: list[dict[str, Any]]) -> list[Stream]:
 
 
 def run_while(url: str, bodies: list[dict[str, Any]], break_it: Callable[[], None]) -> list[Stream]:
-    """Run all of `bodies` concurrently to their ends; call `break_it` when all have produced
-    several tokens.
-    """
+    """Run all of `bodies` concurrently to their ends; call `break_it` when all have produced several
+    tokens."""
 
     async def run() -> list[Stream]:
         streams = [Stream(body) for body in bodies]

@@ -107,8 +107,8 @@ def snapshot(lease: Lease) -> dict[str, Any]:
 
 
 def scatter(ledger: Ledger, keys: Sequence[PageKey], path_pages: int = 5) -> None:
-    """Scatter the first `path_pages` pages of `keys` over as many extents.
-    The checkpoint at their end has one more extent."""
+    """Scatter the first `path_pages` pages of `keys` over as many extents. The checkpoint at their end has
+    one more extent."""
     path, other = ledger.open("path"), ledger.open("other")
     for num_pages in range(1, path_pages):
         ledger.reserve(path, num_pages * P)

@@ -88,8 +88,8 @@ def put(folder: ObjectFolder, numbers: list[int]) -> None:
 
 
 def storm(folder: Path, kills: int) -> None:
-    """Kill writers that fill the folder at random moments, while a reader verifies objects.
-    Print the bytes in the folder at moments when no process could evict."""
+    """Kill writers that fill the folder at random moments, while a reader verifies objects. Print the bytes
+    in the folder at moments when no process could evict."""
     rng, capacity_bytes = Random(7), 20 * STORM_BYTES_MAX
     reader = fork(lambda: read_forever(folder, capacity_bytes))
     writers = [fork(lambda: write_forever(folder, 1, capacity_bytes))]
@@ -159,8 +159,7 @@ def locked_bytes(folder: Path) -> int:
 
 
 def check(folder: Path, numbers: range, num_bytes: int) -> int:
-    """Assert that each existing object is whole, and return their number.
-    Opens the folder again."""
+    """Assert that each existing object is whole, and return their number. Opens the folder again."""
     reader = ObjectFolder(folder, 1 << 30)
     hits = 0
     for number in numbers:

@@ -159,7 +159,7 @@ def test_every_kind_of_cpu_computes_the_same_bits(tmp_path: Path, cpu: Operators
 
 
 def _runs_here(path: Path) -> bool:
-    """Whether this CPU would be given `path`, were it alone."""
+    """True if this CPU would be given `path`, were it alone."""
     alone = path.parent / path.stem
     alone.mkdir()
     shutil.copy(path, alone)

@@ -1,4 +1,4 @@
-"""What a model consists of, whatever its architecture: data from which weights, shares and costs follow."""
+"""The parts of a model, for all architectures. Weights, shares and costs follow from this data."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from tidemill.workers.models.loading.sharding import EvenRuns, Replicated
 from tidemill.workers.models.loading.weights import Weight
 
 DRAFT = "mtp."
-"""Before the names of all tensors of a prediction head."""
+"""The prefix of the names of all tensors of a prediction head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +26,13 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchitectureConfig:
-    """All that decides the model's output besides its weights. Its name is in the fingerprint of the model.
+    """All that determines the model's output except its weights. Its name is in the fingerprint of the
+    model.
 
     draft           the layer of a prediction head (mtp.py); None: there is none, or it is not used
-    prefix          of all tensors but the head
-    norm_offset     norms hold their distance from it
-    *_scale         factors of the embedding, of what each layer adds, and of the logits
+    prefix          of all tensors except the head
+    norm_offset     norms store their difference from it
+    *_scale         factors of the embedding, of the output of each layer, and of the logits
     """
 
     layers: tuple[LayerConfig, ...]
@@ -49,7 +50,7 @@ class ArchitectureConfig:
 
     @property
     def every_layer(self) -> tuple[LayerConfig, ...]:
-        """With that of the prediction head, which is the last."""
+        """All layers; that of the prediction head is the last."""
         return self.layers if self.draft is None else (*self.layers, self.draft)
 
     @property
@@ -58,7 +59,8 @@ class ArchitectureConfig:
 
 
 def config_of(raw: Raw, layers: Iterable[LayerConfig], epsilon: float = 1e-6) -> ArchitectureConfig:
-    """With what all families call alike; `epsilon` is where config.json has none. Raises ModelError."""
+    """Return a config with the values that all families name alike. `epsilon` applies where config.json has
+    none. Raises ModelError."""
     return ArchitectureConfig(
         layers=tuple(layers),
         vocab_size=size(raw, "vocab_size"),
@@ -70,14 +72,14 @@ def config_of(raw: Raw, layers: Iterable[LayerConfig], epsilon: float = 1e-6) ->
 
 
 def stacked(mixers: Iterable[MixerConfig], mlps: Iterable[MlpConfig]) -> Iterator[LayerConfig]:
-    """One layer of each two."""
+    """Yield a layer for each mixer and MLP."""
     return (LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True))
 
 
 def weights_of(config: ArchitectureConfig) -> dict[str, Weight]:
-    """Every tensor of the checkpoint by name: shape, and cut for tensor parallelism.
+    """Return every tensor of the checkpoint by name: shape, and cut for tensor parallelism.
 
-    Projections into heads and inner columns give a rank its heads and columns; projections back into the
+    Projections into heads and inner columns give a rank its heads and columns. Projections back into the
     hidden width give it some of those columns, over the full input.
     """
     rows = Weight((config.vocab_size, config.hidden), EvenRuns())
@@ -103,13 +105,14 @@ def _layer_weights(layer: LayerConfig, prefix: str, hidden: int) -> dict[str, We
 
 
 def sizes(config: ArchitectureConfig) -> tuple[int, ...]:
-    """Of the groups that can run this model: the heads of every kind can be divided, or be copied alike."""
+    """Return the sizes of groups that can run this model: heads of every kind can be divided, or copied
+    evenly."""
     most = max(max(layer.mixer.heads().values()) for layer in config.every_layer)
     return tuple(size for size in range(1, most + 1) if _divides(config, size))
 
 
 def local(config: ArchitectureConfig, size: int) -> ArchitectureConfig:
-    """The config with the heads that one of `size` ranks has; all other widths are of the whole.
+    """Return the config with the heads that one of `size` ranks has; all other widths are of the whole.
 
     Raises ModelError that names the sizes that work.
     """
@@ -129,7 +132,8 @@ def local(config: ArchitectureConfig, size: int) -> ArchitectureConfig:
 
 
 def cost(config: ArchitectureConfig) -> RecomputeCost:
-    """FLOPs of a forward pass: two per weight that a token meets, and attention to what is before it."""
+    """Return the FLOPs of a forward pass: two per weight that a token uses, and attention to earlier
+    tokens."""
     return RecomputeCost(
         token_flops=2.0 * config.vocab_size * config.hidden + sum(_token_flops(config)),
         context_flops=sum(layer.mixer.context_flops() for layer in config.every_layer),

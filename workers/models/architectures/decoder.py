@@ -1,4 +1,4 @@
-"""The stack of layers that every architecture is: embedding, mixers and MLPs by turns, head."""
+"""The stack of layers of every architecture: embedding, alternating mixers and MLPs, head."""
 
 import torch
 
@@ -22,12 +22,15 @@ class Layer:
 
 
 class Decoder:
-    """The model, or a rank's part of it, with its weights in memory. What layers add up is float32, also with
-    weights that are kept in bfloat16; the operators decide on the rest.
+    """The model, or a rank's part of it, with its weights in memory. The sum over layers is float32, also
+    with
+    weights in bfloat16; the operators decide on the rest.
 
-    A rank has some heads of every mixer, some inner columns of every MLP and some rows of the vocabulary. Of
-    the projections back it computes some columns, over the whole of their input: what ranks exchange is
-    columns to put side by side, never terms to add up. `config` has the rank's heads, `read` its tensors.
+    A rank has some heads of every mixer, some inner columns of every MLP and some rows of the vocabulary.
+    Of the
+    projections back it computes some columns, over the whole of their input: ranks exchange columns, which
+    are
+    concatenated, and never terms of a sum. `config` has the rank's heads, `read` its tensors.
     """
 
     def __init__(self, config: ArchitectureConfig, read: Read, operators: Operators, ranks: Ranks) -> None:
@@ -52,7 +55,8 @@ class Decoder:
         self._frequencies = {rope: rope.frequencies(device) for rope in ropes if rope is not None}
 
     def forward(self, inputs: Inputs, caches: Caches) -> torch.Tensor:
-        """Final hidden states `[T, hidden]`; writes this step's keys, values and states into `caches`."""
+        """Return the final hidden states `[T, hidden]`; write this step's keys, values and states into
+        `caches`."""
         work = self.work(inputs)
         x_TH, branch_TH = None, self.embed(inputs.tokens_T)
         paged, states = iter(caches.kv), iter(zip(caches.conv, caches.temporal, strict=True))
@@ -64,7 +68,8 @@ class Decoder:
     def through(
         self, layer: Layer, x_TH: torch.Tensor | None, branch_TH: torch.Tensor, work: Work, cache: Cache
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What goes into the next layer, the last branch apart; `x_TH` None: `branch_TH` is all of it."""
+        """Return the input of the next layer and, apart from it, the last branch. `x_TH` None: `branch_TH` is
+        all of the input."""
         ops, epsilon = self._ops, self._config.epsilon
         x_TH, h_TH = ops.add_norm(x_TH, branch_TH, layer.norm_H, epsilon)
         mixed_TH = layer.mixer.run(h_TH, work, cache)
@@ -72,12 +77,12 @@ class Decoder:
         return x_TH, self._branch(layer.mlp.run(h_TH, work))
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, vocabulary]` of the rows asked for; `[N, 0]` on ranks that are not the leader."""
+        """Return logits `[N, vocabulary]` of these rows; `[N, 0]` on ranks other than the leader."""
         own_NV = _scaled(self._ops.logits(hidden_NH, self._head), self._config.logits_scale)
         return self._ranks.gather_to_leader(own_NV, self._config.vocab_size)
 
     def work(self, inputs: Inputs) -> Work:
-        """What layers work with in the step."""
+        """Return the data of the step that layers share."""
         no_rotation = torch.empty(len(inputs.positions_T), 2, 0, device=inputs.positions_T.device)
         angles: dict[Rope | None, torch.Tensor] = {None: no_rotation}
         for rope, frequencies_R in self._frequencies.items():
@@ -92,12 +97,13 @@ class Decoder:
         )
 
     def _branch(self, columns_TH: torch.Tensor) -> torch.Tensor:
-        """What a layer adds, from the columns of all ranks."""
+        """Return the output of a layer from the columns of all ranks."""
         whole_TH = self._ranks.gather(columns_TH, self._config.hidden)
         return _scaled(whole_TH, self._config.residual_scale)
 
     def embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
-        """Every rank looks up what it can; of each token, the row of the rank that has it counts."""
+        """Look up the tokens. Each rank has some rows; of each token, the row of the rank that has it
+        counts."""
         ops, ranks, (rows, hidden) = self._ops, self._ranks, self._embedding_VH.shape
         if ranks.size == 1:
             return _scaled(ops.embed(tokens_T, self._embedding_VH), self._config.embedding_scale)

@@ -1,4 +1,5 @@
-"""DeepSeek-V3 and R1: multi-head latent attention; first layers dense, the others a mixture of experts."""
+"""DeepSeek-V3 and R1: multi-head latent attention; the first layers are dense, the others mixtures of
+experts."""
 
 from tidemill.kvstore.layout import Latent
 from tidemill.workers.models.architectures.config import ArchitectureConfig, LayerConfig, config_of
@@ -10,7 +11,7 @@ from tidemill.workers.models.loading.config_json import Raw, number, require, re
 
 
 def parse(raw: Raw) -> ArchitectureConfig:
-    """Raises ModelError for what is missing or not supported."""
+    """Return the architecture. Raises ModelError for what is missing or not supported."""
     require_silu(raw)
     require(raw.get("moe_layer_freq", 1) == 1, "moe_layer_freq other than 1 is not supported")
     for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
@@ -42,7 +43,7 @@ def _attention(raw: Raw) -> LatentConfig:
 
 
 def _focus(raw: Raw) -> float:
-    """Attention is more focused in a model that was made to read longer texts."""
+    """Return the factor by which attention is more focused in a model that was extended to longer texts."""
     nested: Raw = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     weight = nested.get("mscale_all_dim")
     return yarn_mscale(number(nested, "factor", 1.0), weight) if weight else 1.0

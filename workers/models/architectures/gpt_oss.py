@@ -1,4 +1,5 @@
-"""gpt-oss: attention to all tokens and to a window by turns, with sinks; each layer a mixture of experts."""
+"""gpt-oss: layers alternate between full attention and a window, with sinks; each has a mixture of
+experts."""
 
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ THETA = 150_000.0
 
 
 def parse(raw: Raw) -> ArchitectureConfig:
-    """Raises ModelError for what is missing or not supported."""
+    """Return the architecture. Raises ModelError for what is missing or not supported."""
     require_silu(raw)
     raw = {"rope_theta": THETA, "attention_bias": True} | dict(raw)
     kinds = {

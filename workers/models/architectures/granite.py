@@ -1,4 +1,4 @@
-"""Granite 4 (granitemoehybrid): Mamba-2 and attention layers, experts beside a shared MLP or that alone."""
+"""Granite 4 (granitemoehybrid): Mamba-2 and attention layers, with experts, a shared MLP, or both."""
 
 from dataclasses import replace
 from math import gcd
@@ -16,19 +16,20 @@ from tidemill.workers.models.layers.work import MixerConfig, MlpConfig
 from tidemill.workers.models.loading.config_json import Raw, layer_kinds, number, require, require_silu, size
 
 ATTENTION, MAMBA = {"attention", "full_attention"}, {"mamba", "linear_attention"}
-"""Layers by the names in its folders, and by those of later releases of transformers."""
+"""The kinds of layers by their names in its folders, and in later releases of transformers."""
 
 HEAD_GROUPS_MAX = 8
-"""Runs of Mamba heads, and with them the ranks that can share a model: each keeps a copy of B and C."""
+"""The number of groups of Mamba heads, and so of the ranks that can share a model: each keeps a copy of B and
+C."""
 
 
 def parse(raw: Raw) -> ArchitectureConfig:
-    """Raises ModelError for what is missing or not supported."""
+    """Return the architecture. Raises ModelError for what is missing or not supported."""
     require_silu(raw)
     named = {**raw, "layer_types": raw.get("layer_types") or raw.get("layers_block_type")}
     names = layer_kinds(named, ["mamba"] * size(raw, "num_hidden_layers"), ATTENTION | MAMBA)
     mixers: dict[str, MixerConfig] = dict.fromkeys(ATTENTION, _attention(raw))
-    if MAMBA & set(names):  # models of attention alone have sizes here that mean nothing
+    if MAMBA & set(names):  # models with only attention have meaningless sizes here
         mixers |= dict.fromkeys(MAMBA, _mamba(raw))
     mlp = _mlp(raw)
     return replace(
@@ -66,7 +67,7 @@ def _mamba(raw: Raw) -> Mamba2Config:
     dt_min, dt_max = raw.get("time_step_limit") or (0.0, "inf")
     return Mamba2Config(
         spec=Linear(
-            # Those that share B and C stay together.
+            # Heads that share B and C stay together.
             key_heads=groups if head_groups % groups else head_groups,
             value_heads=heads,
             key_dim=size(raw, "mamba_d_state"),
@@ -83,7 +84,7 @@ def _mamba(raw: Raw) -> Mamba2Config:
 
 
 def _bound(value: object) -> float:
-    """JSON has no infinity: transformers writes {"__float__": "Infinity"}."""
+    """Return a number. JSON has no infinity: transformers writes {"__float__": "Infinity"}."""
     found = cast("dict[str, Any]", value).get("__float__") if isinstance(value, dict) else value
     try:
         return float(cast("float", found))

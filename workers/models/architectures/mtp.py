@@ -1,5 +1,5 @@
-"""The prediction head of Qwen3-Next (MTP): one more layer, over the model's hidden states and the tokens that
-follow them."""
+"""The prediction head of Qwen3-Next (MTP): one more layer, over the model's hidden states and the tokens
+after them."""
 
 import torch
 
@@ -12,7 +12,8 @@ from tidemill.workers.models.layers.work import Read, norm_weight
 
 
 class MtpHead:
-    """Embedding and logits are the model's. `config` and `read` are as the Decoder's, `draft` its layer."""
+    """The head with the embedding and logits of the model. `config` and `read` are as the Decoder's, `draft`
+    is its layer."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class MtpHead:
         self._norm_H = norm("norm")
 
     def forward(self, hidden_TH: torch.Tensor, inputs: Inputs, caches: Caches) -> torch.Tensor:
-        """See registry.Head. May take the memory of `hidden_TH`."""
+        """See registry.DraftHead. May overwrite the memory of `hidden_TH`."""
         work = self._decoder.work(inputs)
         token_TH = work.ops.rms_norm(self._decoder.embed(inputs.tokens_T), self._token_norm_H, work.epsilon)
         before_TH = work.ops.rms_norm(hidden_TH, self._hidden_norm_H, work.epsilon)

@@ -1,4 +1,4 @@
-"""Plain attention: Llama, Qwen3 and Qwen3-MoE (and what has their config.json)."""
+"""Full attention: Llama, Qwen3 and Qwen3-MoE (and models with their config.json)."""
 
 from tidemill.kvstore.layout import Attention, Window
 from tidemill.workers.models.architectures.config import ArchitectureConfig, config_of, stacked
@@ -11,17 +11,17 @@ from tidemill.workers.models.loading.config_json import Raw, layer_kinds, requir
 
 
 def parse_llama(raw: Raw) -> ArchitectureConfig:
-    """Raises ModelError for what is missing or not supported."""
+    """Return the architecture. Raises ModelError for what is missing or not supported."""
     return stack(raw, [attention_of(raw)] * size(raw, "num_hidden_layers"))
 
 
 def parse_qwen3(raw: Raw) -> ArchitectureConfig:
-    """Dense or, where there are experts, a mixture. Raises ModelError."""
+    """Return the architecture: dense or, where there are experts, a mixture. Raises ModelError."""
     attention = attention_of(raw, normed=True)
     num_layers = size(raw, "num_hidden_layers")
     if not raw.get("use_sliding_window"):
         return stack(raw, [attention] * num_layers)
-    # As Qwen2 has it: the first layers see everything, the others a window.
+    # As in Qwen2: the first layers have full attention, the others a window.
     first = size(raw, "max_window_layers")
     default = ["full_attention" if i < first else "sliding_attention" for i in range(num_layers)]
     window = attention_of(raw, normed=True, window=size(raw, "sliding_window"))
@@ -30,7 +30,7 @@ def parse_qwen3(raw: Raw) -> ArchitectureConfig:
 
 
 def attention_of(raw: Raw, *, normed: bool = False, window: int | None = None) -> AttentionConfig:
-    """Of all layers that see everything, or a `window` of so many tokens."""
+    """Return the attention of all layers with full attention, or with a `window` of tokens."""
     query_heads = size(raw, "num_attention_heads")
     kv_heads = size(raw, "num_key_value_heads", "num_attention_heads")
     require(query_heads % kv_heads == 0, "num_attention_heads is no multiple of num_key_value_heads")
@@ -54,7 +54,7 @@ def stack(raw: Raw, mixers: list[AttentionConfig]) -> ArchitectureConfig:
 
 
 def mlps_of(raw: Raw) -> list[MlpConfig]:
-    """Of each layer: dense, or experts where config.json wants them."""
+    """Return the MLP of each layer: dense, or experts where config.json has them."""
     num_layers = size(raw, "num_hidden_layers")
     count = int(raw.get("num_experts") or raw.get("num_local_experts") or 0)
     every = int(raw.get("decoder_sparse_step", 1))
@@ -72,7 +72,7 @@ def mlps_of(raw: Raw) -> list[MlpConfig]:
 
 
 def experts_of(raw: Raw, count: int) -> MoeConfig:
-    """With an expert that all tokens share, where config.json gives it a size."""
+    """Return the experts, with one that all tokens share where config.json has a size for it."""
     shared = raw.get("shared_expert_intermediate_size")
     return MoeConfig(
         router=RouterConfig(

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: gated delta rule and gated attention layers, dense or mixture of experts."""
+"""Qwen3-Next and Qwen3.5: gated delta rule and gated attention layers, dense or with mixtures of experts."""
 
 from dataclasses import replace
 from typing import Literal
@@ -19,13 +19,14 @@ NORM_OFFSET = 1.0
 
 
 def parse(raw: Raw) -> ArchitectureConfig:
-    """Raises ModelError for what is missing or not supported."""
+    """Return the architecture. Raises ModelError for what is missing or not supported."""
     return _stack(raw, "by head")
 
 
 def parse_qwen3_5(raw: Raw) -> ArchitectureConfig:
-    """The text part, whether or not the folder can see images. Its rotary embedding has a position for each
-    of time, height and width: in a text they are one. Raises ModelError."""
+    """Return the architecture of the text part, also for folders of models that see images. Its rotary
+    embedding has a position for each of time, height and width, which are equal in a text. Raises
+    ModelError."""
     text: Raw = raw.get("text_config") or raw
     tied = bool(raw.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     require(bool(text.get("attn_output_gate", True)), "attn_output_gate is false: not supported")
@@ -57,7 +58,7 @@ def _stack(raw: Raw, stored: Literal["by head", "by part"]) -> ArchitectureConfi
 
 
 def draft_of(raw: Raw) -> LayerConfig:
-    """The layer of the prediction head (MTP): attention, and an MLP as the first layer has it."""
+    """Return the layer of the prediction head (MTP): attention, and an MLP like that of the first layer."""
     return LayerConfig(mixer=gated_attention_of(raw), mlp=_mlps_of(raw)[0])
 
 
@@ -67,7 +68,7 @@ def draft_of_qwen3_5(raw: Raw) -> LayerConfig:
 
 
 def _mlps_of(raw: Raw) -> list[MlpConfig]:
-    """Here a token's weights sum to 1 unless config.json says otherwise."""
+    """Return the MLPs. A token's weights sum to 1 unless config.json has norm_topk_prob false."""
     return mlps_of({"norm_topk_prob": True} | dict(raw))
 
 
@@ -78,7 +79,7 @@ def gated_attention_of(raw: Raw) -> AttentionConfig:
 
 
 def linear_of(raw: Raw) -> Linear:
-    """Of all layers with a state."""
+    """Return the layers with a state."""
     linear = Linear(
         key_heads=size(raw, "linear_num_key_heads"),
         value_heads=size(raw, "linear_num_value_heads"),

@@ -1,4 +1,4 @@
-"""Loads a model folder: which architectures there are, what the engine needs to know of a loaded model."""
+"""Load a model folder: the known architectures, and what the engine needs of a loaded model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,9 +33,9 @@ from tidemill.workers.models.loading.tensor_files import read_json
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """`parse` makes of a config.json what the model consists of, `draft` the layer of its prediction head if
-    it can have one; `ignored` are beginnings of the names of tensors that may be there and are not read, in
-    which `{layers}` is the number of layers."""
+    """An architecture. `parse` makes its config from a config.json, `draft` the layer of its prediction head
+    if it can have one. `ignored` has prefixes of tensors that may exist and are not read, in which `{layers}`
+    is the number of layers."""
 
     parse: Callable[[Raw], ArchitectureConfig]
     ignored: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Architecture:
 
 
 IMAGES = "model.visual."
-"""Where the part that sees images begins: texts do without."""
+"""The prefix of the part that sees images, which texts do not need."""
 
 ARCHITECTURES = {
     "DeepseekV3ForCausalLM": Architecture(deepseek.parse, ignored=("model.layers.{layers}.",)),
@@ -62,31 +62,31 @@ ARCHITECTURES = {
         qwen3_next.parse_qwen3_5, (DRAFT, IMAGES), qwen3_next.draft_of_qwen3_5
     ),
 }
-"""By the name in `architectures` of config.json."""
+"""The architectures by their name in `architectures` of config.json."""
 
 INV_FREQ = ".rotary_emb.inv_freq"
-"""Some folders hold what follows from config.json."""
+"""A tensor that some folders hold, although it follows from config.json."""
 
 
 class Model(Protocol):
-    """What the engine runs."""
+    """The model that the engine runs."""
 
     def forward(self, inputs: Inputs, caches: Caches) -> torch.Tensor:
-        """Hidden states `[T, hidden]` of the step's tokens; updates `caches`."""
+        """Return the hidden states `[T, hidden]` of the step's tokens; update `caches`."""
         ...
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """Logits `[N, vocabulary]` of some of those hidden states; `[N, 0]` on all ranks but the leader."""
+        """Return the logits `[N, vocabulary]` of some of those hidden states; `[N, 0]` on all ranks but the
+        leader."""
         ...
 
 
 class DraftHead(Protocol):
-    """A prediction head of the model's own: see workers/execution/mtp_drafter.py."""
+    """A prediction head of the model: see workers/execution/mtp_drafter.py."""
 
     def forward(self, hidden_TH: torch.Tensor, inputs: Inputs, caches: Caches) -> torch.Tensor:
-        """Hidden states `[T, hidden]` of which the model's logits tell the token after the next. `hidden_TH`
-        are those behind the tokens before the step's. Updates its keys and values, the last of `caches.kv`.
-        """
+        """Return hidden states `[T, hidden]`, whose logits predict the token after the next. `hidden_TH` are
+        those after the tokens before the step's. Updates its keys and values, the last of `caches.kv`."""
         ...
 
 
@@ -94,12 +94,13 @@ class DraftHead(Protocol):
 class LoadedModel:
     """A model ready to run, or a rank's part of it.
 
-    head            None: it has none, or none was asked for
+    head            None: it has none, or none was requested
     layers          of the whole model, that of the head the last
-    local_layers    of this rank: what its arena is laid out by
+    local_layers    of this rank: they determine the layout of its arena
     max_length      tokens of prompt and answer together
     eos_ids         token ids that end an answer
-    fingerprint     digest of architecture, config and weights, for the namespace of keys; the leader's is the
+    fingerprint     digest of architecture, config and weights, for the namespace of keys; the leader's is
+    the
                     same in groups of every size, that of other ranks is empty
     cost            FLOPs of its forward pass
     """
@@ -124,13 +125,16 @@ def load(
     *,
     mtp: bool = False,
 ) -> LoadedModel:
-    """The model of a Hugging Face folder, or this rank's part of it, with its weights on `device`; with `mtp`
-    also its prediction head.
+    """Load the model of a Hugging Face folder, or this rank's part of it, with its weights on `device`, and
+    with
+    `mtp` also its prediction head.
 
-    `progress(done_bytes, total_bytes)` is called per tensor. Tensors are moved one by one: host memory holds
-    no more than one of them for long.
+    `progress(done_bytes, total_bytes)` is called per tensor. Tensors are moved one by one: host memory
+    holds
+    at most one of them for long.
 
-    The leader reads all bytes, for the fingerprint, the other ranks just theirs. Raises ModelError, with one
+    The leader reads all bytes, for the fingerprint, the other ranks just theirs. Raises ModelError, with
+    one
     line that names the fix, when the folder cannot be served or the ranks cannot share the model.
     """
     is_leader = ranks.index == LEADER
@@ -157,15 +161,15 @@ def load(
 def describe(
     folder: Path, tensor_parallel_size: int = 1, *, mtp: bool = False
 ) -> tuple[tuple[LayerSpec, ...], int]:
-    """Layers of the whole model and its length limit, without reading its weights. Raises the ModelError that
-    `load` would in a group of this size, as far as headers tell."""
+    """Return the layers of the whole model and its length limit, without reading its weights. Raises the
+    ModelError that `load` would in a group of this size, as far as headers show."""
     _, config, _ = _open(folder, _no_progress, digests=False, mtp=mtp)
     local(config, tensor_parallel_size)
     return config.specs, config.max_length
 
 
 def has_head(folder: Path) -> bool:
-    """Whether `load` can be asked for a prediction head. Raises ModelError for a folder that is no model."""
+    """Return whether `load` can load a prediction head. Raises ModelError for a folder without a model."""
     raw = read_json(folder / "config.json")
     architecture = ARCHITECTURES.get(_architecture(raw))
     if architecture is None or architecture.draft is None:
@@ -178,7 +182,7 @@ def _holds_head(checkpoint: WeightsFolder) -> bool:
 
 
 def _no_progress(done_bytes: int, total_bytes: int) -> None:
-    """No weights are read."""
+    """Report nothing: no weights are read."""
 
 
 def _open(
@@ -204,7 +208,7 @@ def _open(
     prefixes = tuple(prefix.format(layers=len(config.layers)) for prefix in architecture.ignored)
 
     def ignored(name: str) -> bool:
-        """The copy of tied embeddings, too."""
+        """Return whether a tensor is not read: an ignored one, or the copy of tied embeddings."""
         return name == "lm_head.weight" or name.endswith(INV_FREQ) or name.startswith(prefixes)
 
     checkpoint.check({name: weight.shape for name, weight in weights_of(config).items()}, ignored)
@@ -216,7 +220,8 @@ def _architecture(config: dict[str, Any]) -> str:
 
 
 def _eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
-    """generation_config.json rules: chat models end turns with more tokens than config.json names."""
+    """Return the ids that end an answer. generation_config.json takes precedence: chat models end turns with
+    more tokens than config.json names."""
     path = folder / "generation_config.json"
     found = read_json(path).get("eos_token_id") if path.exists() else None
     text = config.get("text_config") or config

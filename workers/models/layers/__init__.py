@@ -1,1 +1,1 @@
-"""What a decoder layer consists of: attention and its kin, MLPs, rotary embeddings."""
+"""The parts of a decoder layer: attention and other mixers, MLPs, rotary embeddings."""

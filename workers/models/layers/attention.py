@@ -1,5 +1,5 @@
-"""Softmax attention over paged keys and values, of all tokens or of a window: that of Llama, and what others
-added to it."""
+"""Softmax attention over paged keys and values, over all tokens or a window: that of Llama and its
+extensions."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -17,11 +17,11 @@ from tidemill.workers.models.loading.weights import Weight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """`query_heads` share the KV heads of `spec` evenly.
+    """The attention of a layer. `query_heads` share the KV heads of `spec` evenly.
 
-    rope            None: positions are not told
+    rope            None: there are no positional embeddings
     gated           each query head has an output gate beside it (Qwen3-Next)
-    normed          q and k are normed head by head; their weights hold the distance from `norm_offset`
+    normed          q and k are normed head by head; their weights store the difference from `norm_offset`
     bias, out_bias  of the projections to q, k, v and back
     sinks           each query head has a score without a value (gpt-oss)
     scale           of the scores; None: head_dim ** -0.5
@@ -68,7 +68,7 @@ class AttentionConfig:
         return found
 
     def context_flops(self) -> float:
-        """Of a window nothing: it does not grow."""
+        """The FLOPs per token and earlier token: none for a window, which does not grow."""
         return 0.0 if isinstance(self.spec, Window) else 4.0 * self.query_heads * self.spec.head_dim
 
     def part(self, spec: LayerSpec, size: int) -> Self:
@@ -95,7 +95,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMixer:
-    """`project` gives q (and its gate) head by head, then k, then v."""
+    """Attention with its weights. `project` gives q (and its gate) head by head, then k, then v."""
 
     config: AttentionConfig
     project: Packed

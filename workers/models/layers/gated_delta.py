@@ -1,4 +1,4 @@
-"""The gated delta rule behind a causal convolution: the linear attention of Qwen3-Next and Qwen3.5."""
+"""The gated delta rule after a causal convolution: the linear attention of Qwen3-Next and Qwen3.5."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, Self, assert_never
@@ -15,7 +15,8 @@ from tidemill.workers.models.loading.weights import Weight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaConfig:
-    """
+    """The gated delta rule of a layer.
+
     stored      by head: in_proj_qkvz has q, k, v, z of each key head, in_proj_ba has b, a of each
                 by part: in_proj_qkv has all of q, all of k, all of v; z, b and a have tensors of their own
     """
@@ -81,7 +82,7 @@ class DeltaConfig:
         )
 
     def _projections(self, read: Read) -> torch.Tensor:
-        """`[I, hidden]` in the order of DeltaMixer.project."""
+        """Return `[I, hidden]` in the order of DeltaMixer.project."""
 
         def weight(name: str) -> torch.Tensor:
             return read(f"linear_attn.in_proj_{name}.weight")
@@ -104,7 +105,8 @@ class DeltaConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaMixer:
-    """`project` gives q, k, v, z of each key head, then b, a of each key head."""
+    """The gated delta rule with its weights. `project` gives q, k, v, z of each key head, then b, a of each
+    key head."""
 
     spec: Linear
     project: Packed
@@ -130,7 +132,7 @@ class DeltaMixer:
 
 
 def _by_key_head(weight_CN: torch.Tensor, spec: Linear) -> torch.Tensor:
-    """From the checkpoint's channels, all q, all k, all v, to q, k, v of each key head: `[G, C, N]`."""
+    """Reorder the checkpoint's channels, all q, all k, all v, to q, k, v of each key head: `[G, C, N]`."""
     keys = spec.key_heads * spec.key_dim
     parts = weight_CN[:keys], weight_CN[keys : 2 * keys], weight_CN[2 * keys :]
     width = weight_CN.shape[1]

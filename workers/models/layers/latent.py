@@ -1,7 +1,7 @@
 """Multi-head latent attention of DeepSeek-V2 and V3 (arXiv 2405.04434): one latent per token for all heads.
 
-It is computed in the absorbed form on every path: a query is taken into the space of the latents, where
-values are the latents themselves, and what it gets is taken out of it. Prefill and decode have the same bits.
+Every path computes the absorbed form: a query is projected into the space of the latents, where values are
+the latents themselves, and its result is projected back. So prefill and decode have the same bits.
 
     latent    [rotary key | normed compression]
     query     [rotary part | absorbed rest]         of each head, as wide as a latent
@@ -25,11 +25,11 @@ NORM_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
-    """`rope.dim + compressed` is the width of `spec`.
+    """The latent attention of a layer. `rope.dim + compressed` is the width of `spec`.
 
-    plain, value     dimensions of a head's query that do not turn, and of its values
-    query_rank       the width that queries are compressed to on their way; None: they are not
-    interleaved      the checkpoint has element 2 i turn with 2 i + 1; when loaded, they are put in order
+    plain, value     dimensions of a head's query without rotation, and of its values
+    query_rank       the width to which queries are compressed; None: they are not
+    interleaved      the checkpoint rotates element 2 i with 2 i + 1; they are reordered when loaded
     scale            of the scores
     """
 
@@ -108,7 +108,7 @@ class LatentConfig:
         )
 
     def _rotary_first(self, rows_HI: torch.Tensor, others: int) -> torch.Tensor:
-        """From rows of which the last `rope.dim` of each head turn, to those first, then the `others`."""
+        """Move the last `rope.dim` rows of each head, which are rotated, before the `others`."""
         rest, rotary = rows_HI[:, :others], rows_HI[:, others:]
         if self.interleaved:
             rotary = torch.cat([rotary[:, 0::2], rotary[:, 1::2]], dim=1)
@@ -117,7 +117,7 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryDown:
-    """What a query is made from, where it is compressed."""
+    """The source of a compressed query."""
 
     project: Packed
     norm_R: torch.Tensor
@@ -125,10 +125,13 @@ class QueryDown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentMixer:
-    """`up` gives [rotary part | rest] of each head, `latent` [rotary key | compression].
+    """Latent attention with its weights. `up` gives [rotary part | rest] of each head, `latent` gives
+    [rotary key |
+    compression].
 
-    `absorb` [H, C, rest] and `release` [H, value, C] are the halves of what makes keys and values of a
-    compression.
+    `absorb` [H, C, rest] and `release` [H, value, C] are the two halves of the projection from a
+    compression to
+    keys and values.
     """
 
     config: LatentConfig

@@ -1,4 +1,4 @@
-"""Mamba-2 behind a causal convolution: the recurrent layers of Granite 4."""
+"""Mamba-2 after a causal convolution: the recurrent layers of Granite 4."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -16,8 +16,10 @@ from tidemill.workers.models.loading.weights import Weight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Config:
-    """A value head of `spec` is a head; a key head is a run of them that a rank may have alone. Each run has
-    its B (key) and C (query) in its state, copies where the model has them for fewer `bc_groups`.
+    """The Mamba-2 of a layer. A value head of `spec` is a head. A key head is a group of them that a rank
+    may have
+    alone. Each group has its B (key) and C (query) in its state, copies where the model has fewer
+    `bc_groups`.
 
     norm_groups       equal parts of the model's whole inner width, each normed by itself
     dt_min, dt_max    bounds of the time step
@@ -97,7 +99,7 @@ class Mamba2Config:
         )
 
     def by_head_group(self, xbc_NI: torch.Tensor) -> torch.Tensor:
-        """From all x, all B, all C to B, C and x of each head group, `[N, G, C]`: a copy."""
+        """Reorder all x, all B, all C to B, C and x of each head group, `[N, G, C]`: a copy."""
         spec, shape = self.spec, (len(xbc_NI), self.bc_groups, self.spec.key_heads // self.bc_groups)
         x_NI, bc_NI = xbc_NI[:, : self.inner], (xbc_NI[:, self.inner : -self.keys], xbc_NI[:, -self.keys :])
         b, c = (part_NI.reshape(*shape[:2], 1, spec.key_dim).expand(*shape, -1) for part_NI in bc_NI)
@@ -106,7 +108,7 @@ class Mamba2Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Mixer:
-    """`project` gives z, x, B, C and dt, each of all heads or groups."""
+    """Mamba-2 with its weights. `project` gives z, x, B, C and dt, each of all heads or groups."""
 
     config: Mamba2Config
     project: Packed
@@ -128,7 +130,7 @@ class Mamba2Mixer:
         return ops.linear(self._norm(whole_TI, work), self.out)
 
     def _norm(self, y_TI: torch.Tensor, work: Work) -> torch.Tensor:
-        """Over the width of all ranks, which each of them computes."""
+        """Norm over the width of all ranks, which each of them computes."""
         groups = self.config.norm_groups
         parts = zip(y_TI.chunk(groups, dim=1), self.norm_I.chunk(groups), strict=True)
         normed = [work.ops.rms_norm(part_TI, weight_I, work.epsilon) for part_TI, weight_I in parts]

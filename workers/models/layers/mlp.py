@@ -13,7 +13,8 @@ from tidemill.workers.models.loading.weights import Weight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseConfig:
-    """`gate_up` is the name of a tensor that has both, one after the other; None: each has its own."""
+    """A dense MLP. `gate_up` is the name of a tensor that has both, one after the other; None: each has its
+    own."""
 
     inner: int
     prefix: str = "mlp."

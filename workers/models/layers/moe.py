@@ -17,13 +17,14 @@ from tidemill.workers.models.loading.sharding import EvenRuns, Replicated
 from tidemill.workers.models.loading.weights import Weight
 
 ROWS = 16
-"""Scores come in rows of whole 64 bytes: a device has less to choose from for others."""
+"""The number of scores is a multiple of this, 64 bytes: a device has fewer kernels to choose from
+otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """How a token's experts are chosen; see kernels/moe/routing.py. `bias` is the name of a tensor that is
-    added to the scores, `choice_bias` that of one which counts for the choice alone."""
+    """The choice of a token's experts; see kernels/moe/routing.py. `bias` is the name of a tensor that is
+    added to the scores, `choice_bias` that of one which affects only the choice."""
 
     weight: str
     top_k: int
@@ -42,7 +43,7 @@ class MoeConfig:
 
     stored      separate: gate_proj, up_proj and down_proj of each expert, under `into`.N.
                 stacked: `into` [E, 2 I, H], gate first, and `back` [E, H, I]
-                woven: `into` [E, H, 2 I], gate and up by turns, and `back` [E, I, H], both with biases
+                woven: `into` [E, H, 2 I], gate and up interleaved, and `back` [E, I, H], both with biases
     shared      an expert that all tokens run; `shared_gate` is the name of its gate, if it has one
     """
 
@@ -59,7 +60,7 @@ class MoeConfig:
     shared_gate: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises ModelError where tokens cannot choose so."""
+        """Raise ModelError for a choice that tokens cannot make."""
         top_k, groups, kept = self.router.top_k, self.router.groups, self.router.groups_kept
         alone = groups == 1 and kept == 1
         require(
@@ -77,7 +78,7 @@ class MoeConfig:
         return matrix_flops(self._common_weights(hidden)) + own
 
     def _common_weights(self, hidden: int) -> dict[str, Weight]:
-        """Those that every token meets."""
+        """Return the weights that every token uses."""
         router = self.router
         found = {router.weight: Weight((self.count, hidden), Replicated())}
         for name in (router.bias, router.choice_bias):
@@ -160,7 +161,8 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moe:
-    """`scores` gives a logit of each expert, then that of the shared expert's gate."""
+    """The experts with their weights. `scores` gives a logit of each expert, then that of the shared expert's
+    gate."""
 
     config: MoeConfig
     scores: Packed
@@ -185,5 +187,5 @@ def _gate_up(name: str, read: Read) -> torch.Tensor:
 
 
 def _unwoven(interleaved: torch.Tensor) -> torch.Tensor:
-    """Gate, up, gate, up .. of each expert, to all of gate, then all of up."""
+    """Reorder interleaved gate and up of each expert to all of gate, then all of up."""
     return torch.cat([interleaved[:, 0::2], interleaved[:, 1::2]], dim=1)

@@ -1,6 +1,7 @@
-"""Rotary position embedding: which frequencies a config.json asks for. Pure.
+"""Rotary position embedding: the frequencies of a config.json. Pure.
 
-Types as transformers names them: default, linear (Chen et al., arXiv 2306.15595), llama3 (by wavelength) and
+The types are those of transformers: default, linear (Chen et al., arXiv 2306.15595), llama3 (by wavelength)
+and
 yarn (Peng et al., arXiv 2309.00071).
 """
 
@@ -18,9 +19,11 @@ KINDS: tuple[Kind, ...] = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """The first `dim` elements of a head turn, element i with element i + dim / 2.
+    """A rotary embedding. It rotates the first `dim` elements of a head, element i with element i + dim /
+    2.
 
-    `factor` and what follows are of types that let a model read longer texts; `scale` is that of cos and sin.
+    `factor` and the following are for types that extend a model to longer texts; `scale` is that of cos and
+    sin.
     """
 
     dim: int
@@ -28,7 +31,7 @@ class Rope:
     kind: Kind = "default"
     factor: float = 1.0
     trained_length: int = 0
-    slow: float = 1.0  # turns over the trained length: below them a frequency is stretched in full
+    slow: float = 1.0  # rotations over the trained length: below them a frequency is stretched in full
     fast: float = 32.0  # ... above them not at all
     truncate: bool = True
     scale: float = 1.0
@@ -54,7 +57,7 @@ class Rope:
         return found_R.to(device)
 
     def _ramp(self) -> torch.Tensor:
-        """How far each frequency is stretched, from 0 to 1."""
+        """Return how far each frequency is stretched, from 0 to 1."""
         low, high = self._index_of(self.fast), self._index_of(self.slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -65,15 +68,16 @@ class Rope:
         return ((indices_R - low) / (high - low)).clamp(0, 1)
 
     def _index_of(self, rotations: float) -> float:
-        """Of the frequency that turns so often over the trained length."""
+        """Return the index of the frequency with this number of rotations over the trained length."""
         return (
             self.dim * math.log(self.trained_length / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
         )
 
 
 def rope_of(raw: Raw, head_dim: int, share: float = 1.0) -> Rope:
-    """Of heads of `head_dim`, of which a `share` turns if config.json does not say. Raises ModelError."""
-    # Newer folders nest what older ones keep at the top.
+    """Return the embedding for heads of `head_dim`; config.json or `share` has the rotated part. Raises
+    ModelError."""
+    # Newer folders nest what older ones have at the top.
     nested: Raw = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = nested.get("rope_type") or nested.get("type") or "default"
     require(kind in KINDS, f"rope type {kind!r}: supported are {', '.join(KINDS)}")
@@ -103,7 +107,7 @@ def rope_of(raw: Raw, head_dim: int, share: float = 1.0) -> Rope:
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
-    """How much more attention is focused in a text that is `factor` times as long."""
+    """Return by how much attention is more focused in a text that is `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

@@ -1,4 +1,4 @@
-"""What the layers of a model work with in one step, and how they are loaded and run."""
+"""The data that layers share in one step, and the protocols of their configs and of loaded layers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,15 +15,16 @@ from tidemill.workers.models.layers.rope import Rope
 from tidemill.workers.models.loading.weights import Weight
 
 Read: TypeAlias = Callable[[str], torch.Tensor]
-"""This rank's part of the tensor of that name."""
+"""Returns this rank's part of the tensor of that name."""
 
 Cache: TypeAlias = tuple[torch.Tensor, ...]
-"""Of one layer: (keys and values or latents), or (convolution, temporal); see inputs.Caches."""
+"""The cache of one layer: (keys and values or latents), or (convolution, temporal); see inputs.Caches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`windows` is the step as layers with a window see it; `angles` are cos and sin of its positions."""
+    """The data of a step that layers share. `windows` is the step as layers with a window see it; `angles`
+    are cos and sin of its positions."""
 
     ops: Operators
     ranks: Ranks
@@ -33,7 +34,7 @@ class Work:
     angles: Mapping[Rope | None, torch.Tensor]
 
     def project_out(self, x_TI: torch.Tensor, out: Packed) -> torch.Tensor:
-        """This rank's columns, from those of all ranks."""
+        """Project the columns of all ranks to this rank's columns."""
         return self.ops.linear(self.ranks.gather(x_TI, out.in_features), out)
 
 
@@ -41,20 +42,20 @@ class Mixer(Protocol):
     """Mixes the tokens of each sequence."""
 
     def run(self, h_TH: torch.Tensor, work: Work, cache: Cache) -> torch.Tensor:
-        """This rank's columns of what the layer adds, `[T, hidden / ranks]`; updates `cache`."""
+        """Return this rank's columns of the layer's output, `[T, hidden / ranks]`; update `cache`."""
         ...
 
 
 class Mlp(Protocol):
-    """Works on each token alone."""
+    """Computes each token alone."""
 
     def run(self, h_TH: torch.Tensor, work: Work) -> torch.Tensor:
-        """This rank's columns of what the layer adds, `[T, hidden / ranks]`."""
+        """Return this rank's columns of the layer's output, `[T, hidden / ranks]`."""
         ...
 
 
 class MixerConfig(Protocol):
-    """All that decides what a mixer computes besides its weights; plain frozen data."""
+    """All that determines the output of a mixer except its weights; plain frozen data."""
 
     @property
     def spec(self) -> LayerSpec: ...
@@ -62,26 +63,26 @@ class MixerConfig(Protocol):
     def rope(self) -> Rope | None: ...
 
     def heads(self) -> dict[str, int]:
-        """Its numbers of heads by kind: what a rank has is a share of each."""
+        """Return its numbers of heads by kind; a rank has a share of each."""
         ...
 
     def weights(self, hidden: int) -> dict[str, Weight]:
-        """Its tensors by the name behind `model.layers.N.`."""
+        """Return its tensors by the name after `model.layers.N.`."""
         ...
 
     def context_flops(self) -> float:
-        """Of a token per token before it."""
+        """The FLOPs of a token per earlier token."""
         ...
 
     def part(self, spec: LayerSpec, size: int) -> Self:
-        """What one of `size` ranks computes, whose cache is `spec`."""
+        """Return the part of one of `size` ranks, whose cache is `spec`."""
         ...
 
     def load(self, read: Read, ops: Operators) -> Mixer: ...
 
 
 class MlpConfig(Protocol):
-    """As MixerConfig."""
+    """The same for an MLP: see MixerConfig."""
 
     def weights(self, hidden: int) -> dict[str, Weight]: ...
 
@@ -91,19 +92,19 @@ class MlpConfig(Protocol):
 
 
 def norm_weight(weight: torch.Tensor, offset: float) -> torch.Tensor:
-    """In float32; some checkpoints hold the distance from `offset`."""
+    """Return the weight in float32; some checkpoints store the difference from `offset`."""
     return offset + weight.float()
 
 
 def matrix_flops(weights: Mapping[str, Weight]) -> float:
-    """Of a token that meets each of these matrices: two for each element."""
+    """Return the FLOPs of a token that uses each of these matrices: two for each element."""
     return sum(
         2.0 * weight.shape[0] * weight.shape[1] for weight in weights.values() if len(weight.shape) == 2
     )
 
 
 def is_paged(spec: LayerSpec) -> bool:
-    """Whether the layer's cache is of the kind of keys and values, rather than a state."""
+    """Return whether the layer's cache holds keys and values, rather than a state."""
     match spec:
         case Attention() | Window() | Latent():
             return True

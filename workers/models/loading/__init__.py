@@ -1,1 +1,1 @@
-"""From a Hugging Face folder to tensors: safetensors, quantisation, sharding."""
+"""Load a Hugging Face folder into tensors: safetensors, quantisation, sharding."""

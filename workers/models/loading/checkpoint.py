@@ -1,4 +1,4 @@
-"""Reads the weights of a Hugging Face folder as a model asks for them, and digests what it reads."""
+"""Read the weights of a Hugging Face folder in the order of the model's requests, and digest what is read."""
 
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,15 +18,17 @@ from tidemill.workers.models.loading.tensor_files import TensorFiles
 Progress = Callable[[int, int], None]
 
 DIGESTED_BYTES = 16 << 20
-"""At once: of a rank that has a part of a tensor, the rest takes no more memory than this."""
+"""The chunk of a digest. A rank with a part of a tensor reads the rest in chunks of this size."""
 
 
 class WeightsFolder:
     """The tensors of one folder by the names that the model knows.
 
-    With `digests` every byte of what is read counts in the fingerprint, whatever the parts; a thread digests
-    a tensor while it is read, so that its bytes come from the disk once. Without, only the bytes of the parts
-    asked for are read.
+    With `digests` every byte of what is read counts in the fingerprint, whatever the parts. A thread
+    digests a
+    tensor while it is read, so that its bytes come from the disk once. Without, only the bytes of the
+    requested
+    parts are read.
     """
 
     def __init__(
@@ -37,7 +39,7 @@ class WeightsFolder:
         digests: bool,
         quantization: Mapping[str, Any] | None = None,
     ) -> None:
-        """Opens the files and reads their headers; `quantization` is the quantization_config of config.json.
+        """Open the files and read their headers; `quantization` is the quantization_config of config.json.
 
         Raises ModelError when a file is missing or damaged, or weights are quantised in an unknown way.
         """
@@ -53,12 +55,12 @@ class WeightsFolder:
 
     @property
     def names(self) -> Collection[str]:
-        """Of all tensors, as the folder calls them."""
+        """The names of all tensors in the folder."""
         return self._files.headers.keys()
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool]) -> None:
-        """Raises ModelError unless the folder holds exactly these tensors, in whatever form, those `ignored`
-        aside. Only they can be read."""
+        """Raise ModelError unless the folder holds exactly these tensors, in any encoding, except those
+        `ignored`. Only they can be read."""
         headers = self._files.headers
         self._shapes = dict(shapes)
         self._encodings = {
@@ -74,8 +76,8 @@ class WeightsFolder:
         _complain("has unexpected", [name for name in unused if not ignored(name)], self._folder)
 
     def read(self, name: str, part: RankSlice) -> torch.Tensor:
-        """The part of a tensor, in memory of its own: float32 if it is stored as float32 or float16, else
-        bfloat16."""
+        """Return the part of a tensor, in memory of its own: float32 if it is stored as float32 or float16,
+        else bfloat16."""
         encoding = self._encodings[name]
         stored = {stored_name: self._files.tensor(stored_name) for stored_name in stored_by(encoding)}
         digesting = self._thread.submit(self._digest, list(stored)) if self._digests is not None else None
@@ -89,7 +91,7 @@ class WeightsFolder:
         return found
 
     def fingerprint(self, config: str) -> str:
-        """Digest of `config` and of every tensor read so far, in whatever order and from whatever files."""
+        """Return the digest of `config` and of every tensor read so far, independent of order and files."""
         assert self._digests is not None
         digest = xxhash.xxh3_128("\n".join(map(" ".join, sorted(self._digests.items()))).encode())
         digest.update(f"\n{self._scheme}\n{config}".encode())

@@ -1,4 +1,4 @@
-"""Reads config.json: what is asked for, or one line that says what is missing or not supported."""
+"""Read config.json: a value, or an error in one line for what is missing or not supported."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,13 +9,13 @@ Raw = Mapping[str, Any]
 
 
 def require(true: bool, problem: str) -> None:  # noqa: FBT001  the condition is the point
-    """Raises ModelError."""
+    """Raise ModelError if the condition is false."""
     if not true:
         raise ModelError(f"config.json: {problem}")
 
 
 def size(raw: Raw, *keys: str) -> int:
-    """The positive number under the first of `keys` that is there. Raises ModelError."""
+    """Return the positive number under the first of `keys` that exists. Raises ModelError."""
     value = next((raw[key] for key in keys if raw.get(key) is not None), None)
     require(
         isinstance(value, int) and value > 0, f"{' or '.join(keys)} is {value!r}: a positive number is needed"
@@ -25,7 +25,7 @@ def size(raw: Raw, *keys: str) -> int:
 
 
 def number(raw: Raw, key: str, default: float) -> float:
-    """The number under `key`; null counts as not there."""
+    """Return the number under `key`, `default` where it is missing or null."""
     value = raw.get(key)
     return default if value is None else float(value)
 
@@ -36,7 +36,7 @@ def require_silu(raw: Raw) -> None:
 
 
 def layer_kinds(raw: Raw, default: list[str], known: set[str]) -> list[str]:
-    """`layer_types`, one for each layer, or `default`. Raises ModelError."""
+    """Return `layer_types`, one for each layer, or `default`. Raises ModelError."""
     names: list[str] = raw.get("layer_types") or default
     num_layers = size(raw, "num_hidden_layers")
     require(len(names) == num_layers, f"layer_types has {len(names)} entries for {num_layers} layers")

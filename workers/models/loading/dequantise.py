@@ -1,6 +1,8 @@
-"""The values of stored tensors, quantised or not: a part of a tensor has exactly the values of the whole.
+"""Compute the values of stored tensors, quantised or not. A part of a tensor has exactly the values of the
+whole.
 
-A quantised value is one product in float32, rounded to bfloat16, computed in pieces that fit a core's cache.
+A quantised value is one product in float32, rounded to bfloat16, computed in pieces that fit a core's
+cache.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,16 +28,16 @@ from tidemill.workers.models.loading.encodings import (
 from tidemill.workers.models.loading.sharding import RankSlice
 
 PIECE = 1 << 18
-"""Elements that are worked on at once."""
+"""The number of elements in a piece."""
 
 Region: TypeAlias = tuple[tuple[int, int], ...]
 """A half-open range of each dimension."""
 
 Values: TypeAlias = Callable[[Region], torch.Tensor]
-"""The values of a region, in a dtype that is widened or rounded when they are copied to where they belong."""
+"""Returns the values of a region, in a dtype that is converted when they are copied to their destination."""
 
 Open: TypeAlias = Callable[[str], torch.Tensor]
-"""A stored tensor by name."""
+"""Returns a stored tensor by name."""
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -43,8 +45,8 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 def read_part(
     encoding: Encoding, shape: tuple[int, ...], scheme: Scheme | None, stored: Open, part: RankSlice
 ) -> torch.Tensor:
-    """The part of a tensor of `shape`, in memory of its own: float32 if it is stored as float32 or float16,
-    else bfloat16."""
+    """Return the part of a tensor of `shape`, in memory of its own: float32 if it is stored as float32 or
+    float16, else bfloat16."""
     values, dtype = _values(encoding, shape, scheme, stored), _dtype(encoding, stored)
     if isinstance(encoding, Mxfp4):
         swapped = replace(part, dim=(0, 2, 1)[part.dim])
@@ -68,7 +70,7 @@ def _filled(values: Values, shape: tuple[int, ...], part: RankSlice, dtype: torc
 
 
 def _pieces(region: Region) -> Iterator[Region]:
-    """The region cut at its first dimensions until its pieces are small."""
+    """Yield the region, cut at its first dimensions into small pieces."""
     sizes = [end - start for start, end in region]
     if prod(sizes) <= PIECE:
         if all(sizes):
@@ -167,7 +169,8 @@ def _packed(encoding: PackedInts, shape: tuple[int, ...], scheme: Scheme, stored
 
 
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Signed integers of 4 or 8 bits, int8 `[.., 32 n / bits]`, from int32 `[.., n]`, lowest bits first."""
+    """Return signed integers of 4 or 8 bits, int8 `[.., 32 n / bits]`, from int32 `[.., n]`, lowest bits
+    first."""
     bytes_ = words.contiguous().view(torch.uint8)
     if bits == 4:
         bytes_ = torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).flatten(-2)
@@ -175,7 +178,8 @@ def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _mxfp4(blocks_ENGB: torch.Tensor, scales_ENG: torch.Tensor) -> Values:
-    """Of `[E, N, K]`: a byte is two values, the first in its lower half, each times a power of two."""
+    """Return the values of `[E, N, K]`: a byte is two values, the first in its lower half, each times a power
+    of two."""
     values_16 = torch.tensor(FP4)
     codes = torch.arange(256)
     pairs = torch.stack([values_16[codes & 15], values_16[codes >> 4]], dim=1).to(torch.bfloat16)
@@ -195,12 +199,12 @@ def _mxfp4(blocks_ENGB: torch.Tensor, scales_ENG: torch.Tensor) -> Values:
 
 
 def _looked_up(table: "np.ndarray[Any, Any]", codes: "np.ndarray[Any, Any]") -> torch.Tensor:
-    """The fastest way on a CPU: torch converts from 8-bit floats one by one."""
+    """Look up values: the fastest way on a CPU, because torch converts from 8-bit floats one by one."""
     return torch.from_numpy(np.take(table, codes, mode="clip"))  # pyright: ignore[reportUnknownMemberType]
 
 
 class _Grid:
-    """Scales or zero points, one for each block of a tensor of `shape`."""
+    """The scales or zero points, one for each block of a tensor of `shape`."""
 
     def __init__(
         self,
@@ -214,7 +218,7 @@ class _Grid:
         self._group_of = None if group_of is None or (group_of < 0).any() else group_of
 
     def of(self, region: Region) -> torch.Tensor:
-        """One for each element of the region, in the dimensions in which they differ."""
+        """Return one for each element of the region, in the dimensions in which they differ."""
         found, inner = self._cells, self._group_of
         steps = [step if cells > 1 else 0 for step, cells in zip(self._steps, found.shape, strict=True)]
         if inner is not None:

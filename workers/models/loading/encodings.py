@@ -1,8 +1,9 @@
-"""How a folder stores a tensor that the model knows by name: plain, quantised, or expert by expert. Pure.
+"""The encodings of a named tensor in a folder: plain, quantised, or expert by expert. Pure.
 
 Plain        NAME
 Scaled       NAME in 8 bits, NAME_scale_inv or NAME_scale, perhaps NAME_zero_point    (fp8, int8)
-PackedInts   NAME_packed, NAME_scale, perhaps NAME_zero_point and NAME_g_idx          (int8 or int4 in int32)
+PackedInts   NAME_packed, NAME_scale, perhaps NAME_zero_point and NAME_g_idx          (int8 or int4 in
+int32)
 Mxfp4        NAME_blocks [E, N, K / 32, 16] and NAME_scales of a tensor [E, K, N]     (gpt-oss)
 Stacked      experts.N.gate_proj.weight .. of experts.gate_up_proj, each as above
 """
@@ -23,17 +24,17 @@ METHODS = (
 )
 FORMATS = frozenset({"float-quantized", "int-quantized", "naive-quantized", "pack-quantized"})
 UNREAD = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "weight_shape")
-"""Last words of tensors that say how activations, keys and values could be quantised, or a shape."""
+"""The suffixes of tensors for the quantisation of activations, keys and values, or with a shape."""
 
 MXFP4_GROUP = 32
-"""Values that share a scale."""
+"""The number of values that share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What `quantization_config` says of all weights.
+    """The content of `quantization_config` that applies to all weights.
 
-    scale       what ends the names of scales
+    scale       the suffix of the names of scales
     block       the rows and columns that share a scale where it is not one for the tensor or for each row
     """
 
@@ -58,7 +59,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class PackedInts:
-    """As Scaled; `group_of` is the column of the scales for each column of the weight."""
+    """Like Scaled; `group_of` is the column of the scales for each column of the weight."""
 
     packed: str
     scale: str
@@ -77,7 +78,7 @@ Matrix: TypeAlias = Plain | Scaled | PackedInts
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """For each index of the first dimension, matrices of equal shapes, one below the other."""
+    """A tensor with, for each index of its first dimension, matrices of equal shapes, one below the other."""
 
     experts: tuple[tuple[Matrix, ...], ...]
 
@@ -86,8 +87,8 @@ Encoding: TypeAlias = Matrix | Mxfp4 | Stacked
 
 
 def scheme_of(config: Mapping[str, Any] | None) -> Scheme | None:
-    """Of the `quantization_config` in config.json, if there is one. Raises ModelError when it says what is
-    not supported, or nothing that can be understood."""
+    """Return the scheme of the `quantization_config` in config.json, if there is one. Raises ModelError when
+    it is not supported or not understood."""
     try:
         return None if config is None else _scheme_of(config)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -112,7 +113,7 @@ def _scheme_of(config: Mapping[str, Any]) -> Scheme:
 def encoding_of(
     name: str, shape: tuple[int, ...], scheme: Scheme | None, headers: Mapping[str, Header]
 ) -> Encoding:
-    """How the folder with these tensors stores `name`; Plain when it does not."""
+    """Return how the folder with these tensors stores `name`; Plain when it does not."""
     if name not in headers and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         prefix, _, kind = name.rpartition(".")
         kinds = ("down_proj",) if kind == "down_proj" else ("gate_proj", "up_proj")
@@ -129,7 +130,7 @@ def encoding_of(
 
 
 def stored_by(encoding: Encoding) -> list[str]:
-    """The names of the tensors that it consists of."""
+    """Return the names of its stored tensors."""
     match encoding:
         case Plain(name):
             return [name]
@@ -148,7 +149,7 @@ def stored_by(encoding: Encoding) -> list[str]:
 def check(
     encoding: Encoding, shape: tuple[int, ...], scheme: Scheme | None, headers: Mapping[str, Header]
 ) -> None:
-    """Raises ModelError when one of the stored tensors, all of which are there, does not fit `shape`."""
+    """Raise ModelError when one of the stored tensors, which all exist, does not fit `shape`."""
     if isinstance(encoding, Stacked):
         for matrix in (matrix for stack in encoding.experts for matrix in stack):
             check(matrix, (shape[1] // len(encoding.experts[0]), shape[2]), scheme, headers)
@@ -169,7 +170,7 @@ def check(
 
 
 def steps_of(shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, ...]:
-    """How many indices of each dimension share a scale, where the scales are a `grid` with as many
+    """Return how many indices of each dimension share a scale, where the scales are a `grid` with as many
     dimensions. The grid that `shape` should have is `-(-size // step)` in each."""
     blocks = (1,) * (len(shape) - 2) + (block or (1, 1))
     return tuple(
@@ -179,7 +180,7 @@ def steps_of(shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, in
 
 
 def grid_of(scales: tuple[int, ...], dims: int) -> tuple[int, ...]:
-    """The shape of scales with one dimension for each of the weight: one list is of its rows."""
+    """Return the shape of scales with one dimension for each of the weight: a list has one per row."""
     return scales + (1,) * (dims - len(scales))
 
 
@@ -199,7 +200,7 @@ def _matrix(name: str, scheme: Scheme | None, headers: Mapping[str, Header]) -> 
 
 
 Wanted: TypeAlias = tuple[str, tuple[int, ...], frozenset[str]]
-"""Of a stored tensor: its name, shape, and the dtypes that it may have."""
+"""The expectation of a stored tensor: its name, shape, and the dtypes that it may have."""
 
 
 def _wanted(
@@ -234,7 +235,7 @@ def _wanted(
 def _grid(
     scale: str, shape: tuple[int, ...], scheme: Scheme | None, headers: Mapping[str, Header]
 ) -> tuple[int, ...]:
-    """The shape of the scales, which fits. Raises ModelError if it does not."""
+    """Return the shape of the scales. Raises ModelError if it does not fit."""
     found, block = headers[scale].shape, None if scheme is None else scheme.block
     if len(found) <= len(shape):
         grid = grid_of(found, len(shape))

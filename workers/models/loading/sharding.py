@@ -1,4 +1,4 @@
-"""How a weight is cut for tensor parallelism: which of its rows a rank has, or of its columns. Pure.
+"""Cut a weight for tensor parallelism: the rows or columns of each rank. Pure.
 
 Heads(4, (8,))        | h0 | h1 | h2 | h3 |        2 ranks: h0 h1 | h2 h3; 8 ranks: two have each head
 Heads(2, (4, 4, 8))   | q0 | q1 | k0 | k1 | v0 | v1 |    rank 0 of 2: q0 k0 v0, end to end
@@ -22,7 +22,7 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class ByHeads:
-    """Dimension `dim` is runs of so many rows, each of which is `count` equal heads.
+    """Dimension `dim` has runs of these numbers of rows, each of which is `count` equal heads.
 
     A rank has as many heads of each run as the next; where ranks outnumber heads, neighbours share one.
     """
@@ -34,7 +34,7 @@ class ByHeads:
 
 @dataclass(frozen=True, slots=True)
 class ByHeadRuns:
-    """The rows are runs of (heads, rows): as Heads, but each run has its own number of heads."""
+    """The rows are runs of (heads, rows). As in ByHeads, but each run has its own number of heads."""
 
     runs: tuple[tuple[int, int], ...]
     dim: ClassVar[int] = 0
@@ -42,8 +42,8 @@ class ByHeadRuns:
 
 @dataclass(frozen=True, slots=True)
 class EvenRuns:
-    """Dimension `dim` is `runs` equal runs. Of each, every rank has as many rows, the first for rank 0, in
-    multiples of `step`; what is missing at the end is filled with zeros."""
+    """Dimension `dim` is `runs` equal runs. Every rank has the same number of rows of each, in multiples of
+    `step`, the first for rank 0; the end is padded with zeros."""
 
     runs: int = 1
     dim: int = 0
@@ -55,7 +55,7 @@ Cut = Replicated | ByHeads | ByHeadRuns | EvenRuns
 
 @dataclass(frozen=True, slots=True)
 class RankSlice:
-    """What one rank has: half-open ranges of dimension `dim` of the tensor, end to end, each followed by
+    """The part of one rank: half-open ranges of dimension `dim` of the tensor, end to end, each followed by
     `zeros` rows of zeros."""
 
     ranges: tuple[tuple[int, int], ...]
@@ -64,7 +64,7 @@ class RankSlice:
 
 
 def part_of(cut: Cut, rows: int, index: int, size: int) -> RankSlice:
-    """What rank `index` of `size` has of a tensor with `rows` in the dimension that is cut."""
+    """Return the part of rank `index` of `size`, for a tensor with `rows` in the dimension that is cut."""
     match cut:
         case Replicated():
             return RankSlice(((0, rows),))
@@ -86,7 +86,8 @@ def part_of(cut: Cut, rows: int, index: int, size: int) -> RankSlice:
 
 
 def heads_fit(count: int, size: int) -> bool:
-    """Whether each of `size` ranks can have as many of `count` heads, or one, each in as many copies."""
+    """Return whether each of `size` ranks can have as many of `count` heads, or one with equal numbers of
+    copies."""
     return count % size == 0 or size % count == 0
 
 

@@ -25,12 +25,12 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-"""Of tensors that are ever read."""
+"""The dtypes of tensors that are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of a tensor: its dtype in the words of safetensors, and where in the file it is."""
+    """The header of a tensor: its dtype by the name of safetensors, and its bytes in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,10 +43,10 @@ class Header:
 
 
 class TensorFiles:
-    """The tensors of one folder by name. Nothing is read until its bytes are looked at."""
+    """The tensors of one folder by name. Bytes are read on access."""
 
     def __init__(self, folder: Path) -> None:
-        """Opens the files and reads their headers. Raises ModelError when one is missing or damaged."""
+        """Open the files and read their headers. Raises ModelError when one is missing or damaged."""
         self.headers: dict[str, Header] = {}
         self.all_bytes = 0
         self._file_of: dict[str, mmap.mmap] = {}
@@ -58,26 +58,26 @@ class TensorFiles:
             self.all_bytes += len(mapped)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A view of the mapped file, not to be written to; of a tensor that is not empty."""
+        """Return a read-only view of the mapped file, for a tensor that is not empty."""
         header, dtype = self.headers[name], DTYPES[self.headers[name].dtype]
         count = header.num_bytes // dtype.itemsize
         flat = torch.frombuffer(self._file_of[name], dtype=dtype, count=count, offset=header.start_byte)
         return flat.view(header.shape)
 
     def raw(self, name: str, first_byte: int, end_byte: int) -> memoryview:
-        """A view of some bytes of a tensor."""
+        """Return a view of some bytes of a tensor."""
         start = self.headers[name].start_byte
         return memoryview(self._file_of[name])[start + first_byte : start + end_byte]
 
     def drop(self, name: str, first_byte: int, end_byte: int) -> None:
-        """Give back the memory that reading these bytes of a tensor took. They can be read again."""
+        """Free the memory of these bytes of a tensor. They can be read again."""
         first = self.headers[name].start_byte
         start = (first + first_byte) // mmap.PAGESIZE * mmap.PAGESIZE
         self._file_of[name].madvise(mmap.MADV_DONTNEED, start, first + end_byte - start)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a model folder. Raises ModelError when it is missing or not an object."""
+    """Return a JSON object of a model folder. Raises ModelError when it is missing or not an object."""
     try:
         content: Any = json.loads(path.read_text())
     except FileNotFoundError as error:
@@ -101,8 +101,8 @@ def _shards(folder: Path) -> list[str]:
 def _open(folder: Path, name: str) -> mmap.mmap:
     path = folder / name
     try:
-        with safe_open(str(path), framework="pt"), path.open("rb") as file:  # which checks the header
-            # A private mapping: torch has no tensors that cannot be written to.
+        with safe_open(str(path), framework="pt"), path.open("rb") as file:  # it checks the header
+            # A private mapping, because torch has no read-only tensors.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except FileNotFoundError as error:
         if name == SINGLE:

@@ -1,4 +1,4 @@
-"""What a model asks of a checkpoint: the shape of each of its tensors and how ranks share it. Pure."""
+"""The tensors that a model needs: the shape of each, and how ranks share it. Pure."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from tidemill.workers.models.loading.sharding import Cut, RankSlice, part_of
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor as the model knows it, whole and not quantised, however the folder stores it."""
+    """A tensor as the model knows it, whole and not quantised, whatever its encoding in the folder."""
 
     shape: tuple[int, ...]
     cut: Cut
 
     def part(self, index: int, size: int) -> RankSlice:
-        """What rank `index` of `size` has of it."""
+        """Return the part of rank `index` of `size`."""
         return part_of(self.cut, self.shape[self.cut.dim], index, size)

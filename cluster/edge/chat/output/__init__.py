@@ -1,1 +1,1 @@
-"""From tokens to text, reasoning and tool calls."""
+"""Convert tokens to text, reasoning and tool calls."""

@@ -25,9 +25,8 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token of the text with its logprob. `start` is the offset of its characters in the answer. The
-    first token of a prompt has no logprob.
-    """
+    """A token of the text with its logprob. `start` is the offset of its characters in the answer. The first
+    token of a prompt has no logprob."""
 
     token: int
     start: int
@@ -111,8 +110,7 @@ class Answer:
 
     def _shown(self, *, whole: bool) -> tuple[Scored, ...]:
         """Return the waiting tokens whose text shows by now: all of them in a `whole` text that was not
-        cut.
-        """
+        cut."""
         shown: list[Scored] = []
         while self._waiting and (whole or self._waiting[0].start < self._shown_chars):
             shown.append(self._waiting.popleft())

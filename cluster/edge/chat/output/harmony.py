@@ -56,8 +56,7 @@ class Harmony:
 
     def _start(self, *, last: bool) -> bool:
         """Read the start. Text that starts like no header is words: the model was asked for that, or is
-        wrong.
-        """
+        wrong."""
         begun = self._held.lstrip()
         if any(begun.startswith(start) for start in HEADER_STARTS):
             self._inside = "header"

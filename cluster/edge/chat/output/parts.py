@@ -17,9 +17,8 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call, or a piece of one. The first piece has the name, and the arguments of all pieces add up to
-    the text of a JSON object.
-    """
+    """A call, or a piece of one. The first piece has the name, and the arguments of all pieces add up to the
+    text of a JSON object."""
 
     index: int
     name: str | None

@@ -68,9 +68,7 @@ def _object(text: str) -> dict[str, object]:
 
 
 def _python(text: str) -> tuple[str, dict[str, object]] | None:
-    """Return the function and arguments of a call with keyword arguments only, whose values are
-    constants.
-    """
+    """Return the function and arguments of a call with keyword arguments only, whose values are constants."""
     name, bracket, arguments = text.strip().removeprefix("[").partition("(")
     try:
         with warnings.catch_warnings(action="ignore"):  # about escapes that Python does not know
@@ -126,9 +124,7 @@ def parameters_of(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def choices_of(wanted: Mapping[str, Any]) -> list[str] | None:
-    """Return the texts that a parameter allows; None if it allows anything, or something that is
-    no text.
-    """
+    """Return the texts that a parameter allows; None if it allows anything, or something that is no text."""
     values: object = wanted.get("enum")
     if not isinstance(values, list) or not values:
         return None

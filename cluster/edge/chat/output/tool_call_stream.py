@@ -68,8 +68,7 @@ class ToolCallStream:
 
     def end(self) -> list[Call] | None:
         """Return what is left when the call or the answer has ended; None if it was no call. Arguments that
-        were cut short are not completed: they are no JSON, so no client executes them.
-        """
+        were cut short are not completed: they are no JSON, so no client executes them."""
         if self._arguments is not None:
             return self._grown(self._arguments.end(closed=self.rest is not None))
         call = None if self._lost else call_of(self._held, self._index, self._form.body)
@@ -102,8 +101,7 @@ class ToolCallStream:
 
 class _Span:
     """Finds the end of a call without an end tag: the bracket that closes its first one. It is `lost` where
-    the first bracket is another one.
-    """
+    the first bracket is another one."""
 
     def __init__(self, form: CallForm) -> None:
         python = form.body == "python"
@@ -142,9 +140,7 @@ class _Brackets:
         self._escaped = False
 
     def end(self, text: str, start: int = 0) -> int | None:
-        """Return the offset behind the bracket that closes the first one, if it stands in
-        `text[start:]`.
-        """
+        """Return the offset behind the bracket that closes the first one, if it stands in `text[start:]`."""
         for position in range(start, len(text)):
             char = text[position]
             if self._inside:
@@ -182,9 +178,8 @@ class _Json:
 
 
 class _Xml:
-    """XML parameters, emitted as the JSON object that they form. A parameter that is no text is emitted
-    when it is complete.
-    """
+    """XML parameters, emitted as the JSON object that they form. A parameter that is no text is emitted when
+    it is complete."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._parameters = parameters_of(schema)
@@ -208,8 +203,7 @@ class _Xml:
 
     def _between(self, written: list[str]) -> bool:
         """Read what follows a parameter; return whether the held text may contain more. Other text is
-        dropped, with all behind it.
-        """
+        dropped, with all behind it."""
         if parameter := PARAMETER.match(self._held):
             self._name, self._held = parameter[1], self._held[parameter.end() :]
             written.append(f"{self._before}{json.dumps(self._name, ensure_ascii=False)}: ")

@@ -1,1 +1,1 @@
-"""From the fields of a client to engine requests: parameters, messages, tools, grammars."""
+"""Convert the fields of a client to engine requests: parameters, messages, tools, grammars."""

@@ -109,9 +109,8 @@ LogitBias = Annotated[
 
 
 class Params(BaseModel):
-    """Parameters of an answer and its end. The penalties are OpenAI's (over the answer's tokens) and
-    Hugging Face's (repetition: over the prompt's as well).
-    """
+    """Parameters of an answer and its end. The penalties are OpenAI's (over the answer's tokens) and Hugging
+    Face's (repetition: over the prompt's as well)."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 

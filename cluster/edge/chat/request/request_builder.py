@@ -24,8 +24,7 @@ class ModelLimits(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationTerms:
     """The terms that all answers of a request share. `sampling.seed` is the request's; each of its `n`
-    answers has its own.
-    """
+    answers has its own."""
 
     sampling: Sampling
     ending: Ending
@@ -113,8 +112,7 @@ def check_tokens(tokens: Sequence[int], param: str, model: ModelLimits) -> None:
 
 def choice_seed(seed: int, choice: int) -> int:
     """Return the seed of one of the `n` answers, in [0, 2 ** 63): distinct, and the same at each
-    repetition.
-    """
+    repetition."""
     digest = blake2b(
         seed.to_bytes(8, "little", signed=True) + choice.to_bytes(4, "little"), digest_size=8
     ).digest()

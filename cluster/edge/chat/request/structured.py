@@ -17,8 +17,7 @@ SCHEMA_DEPTH_MAX = 64
 PATTERN_BYTES_MAX = 4 << 10
 LARK_BYTES_MAX = 8 << 10
 """The time of a regex can grow with the square of its length and delays every row of a step: 20 ms at this
-size.
-"""
+size."""
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 HARMLESS = ("disable_fallback", "backend")
@@ -41,7 +40,7 @@ def grammar_of(
     found = {field: grammar for field, grammar in requested.items() if grammar is not None}
     if len(found) > 1:
         first, second, *_ = found
-        raise RequestError(f"{second}: {first} says what the answer must match too: give one", param=second)
+        raise RequestError(f"{second}: {first} also restricts the answer: give one", param=second)
     return next(iter(found.values()), None)
 
 

@@ -118,8 +118,8 @@ def _xml_value(wanted: dict[str, Any], defined: dict[str, Any]) -> str:
 
 
 def _python_arguments(name: str, schema: Mapping[str, Any]) -> Rules:
-    """Return keyword arguments in their order. Two rules per position say what may follow: `first`
-    before any argument, `more` after a comma."""
+    """Return keyword arguments in their order. Two rules per position say what may follow: `first` before any
+    argument, `more` after a comma."""
     parameters = [parameter for parameter in parameters_of(schema).items() if parameter[0].isidentifier()]
     needed, defined = _needed(schema), _defined(schema)
     first = [name, *(f"{name}x{position + 1}" for position in range(len(parameters)))]

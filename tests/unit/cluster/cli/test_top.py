@@ -99,8 +99,7 @@ def test_workers_are_sorted_by_load() -> None:
 
 
 def metrics_text(queries: int, hits: int, ttft: tuple[int, int, int], total_s: float) -> str:
-    """Return /metrics of one model; `ttft` counts first tokens within 0.1 s, within 1 s, and
-    later."""
+    """Return /metrics of one model; `ttft` counts first tokens within 0.1 s, within 1 s, and later."""
     label = '{model_name="keeper"}'
     first = "tidemill:time_to_first_token_seconds"
     sums = [sum(ttft[: index + 1]) for index in range(3)]

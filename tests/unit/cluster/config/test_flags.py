@@ -141,8 +141,7 @@ def test_flags_apply_to_all_models_of_file(file: Path) -> None:
 
 
 def test_mixed_flag_replaces_prefill_and_decode_groups(file: Path) -> None:
-    """Mixed workers copy the decode workers of the file; a model with mixed workers keeps its
-    own."""
+    """Mixed workers copy the decode workers of the file; a model with mixed workers keeps its own."""
     file.write_text("""
         models:
         - model: keeper

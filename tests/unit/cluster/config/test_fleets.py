@@ -121,8 +121,7 @@ def test_memory_maximum_is_memory_of_all_workers_on_device_type() -> None:
 
 
 def test_models_with_broker_share_one_memory_router() -> None:
-    """The first such model has the broker. A model without broker and another device type are
-    separate."""
+    """The first such model has the broker. A model without broker and another device type are separate."""
     text = """
         models:
         - {model: keeper, served_model_name: apart, groups: [{role: mixed, memory: 8MiB}],

@@ -1,5 +1,4 @@
-"""The processes of a store start, restart and end with their server; the last test runs real
-Mooncake."""
+"""The processes of a store start, restart and end with their server; the last test runs real Mooncake."""
 
 import os
 import signal

@@ -1,5 +1,4 @@
-"""The scaler carries out the decisions of autoscaling.py: it starts workers and removes empty
-ones."""
+"""The scaler carries out the decisions of autoscaling.py: it starts workers and removes empty ones."""
 
 import asyncio
 from dataclasses import dataclass, field, replace
@@ -25,8 +24,7 @@ def worker_settings(name: str, role: Role) -> WorkerSettings:
 
 @dataclass
 class FakeCluster:
-    """A cluster and its router: workers are ready immediately and report the load that the test
-    sets."""
+    """A cluster and its router: workers are ready immediately and report the load that the test sets."""
 
     workers: dict[str, WorkerStatus] = field(default_factory=dict[str, WorkerStatus])
     load: WorkerLoad = field(default_factory=WorkerLoad)

@@ -24,8 +24,8 @@ from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
 
 
 def keep(cache: Cache, path: str, *, credit: float | None = None, pinned: str = "") -> list[Entry]:
-    """Cache the pages of `path`, a letter each, and a checkpoint with this credit at its end.
-    As many pages as `pinned` has an h stay pinned, and the checkpoint if it has an x."""
+    """Cache the pages of `path`, a letter each, and a checkpoint with this credit at its end. As many pages
+    as `pinned` has an h stay pinned, and the checkpoint if it has an x."""
     entries: list[Entry] = []
     for key in (PageKey(path[:end].encode()) for end in range(1, len(path) + 1)):
         page = cache.arena.pages.take()
@@ -145,8 +145,7 @@ def test_for_state_evicts_the_cheapest_checkpoint() -> None:
 
 
 def test_for_state_evicts_entries_below_the_pages_of_an_extent() -> None:
-    """Leaves go first.
-    The pages of `ab` and `x` share an extent; `abcd` is below, in another one."""
+    """Leaves go first. The pages of `ab` and `x` share an extent; `abcd` is below, in another one."""
     cache = a_cache(3)
     keep(cache, "a", pinned="h")
     keep(cache, "y", pinned="h")

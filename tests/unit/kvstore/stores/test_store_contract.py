@@ -92,8 +92,8 @@ class Files:
 
 @dataclass
 class RealMooncake:
-    """A real Mooncake, which returns the same outcome to both of two concurrent writers.
-    When full it guarantees less than this suite demands: see test_mooncake_faults.py."""
+    """A real Mooncake, which returns the same outcome to both of two concurrent writers. When full it
+    guarantees less than this suite demands: see test_mooncake_faults.py."""
 
     service: Mooncake
     client: PlainClient

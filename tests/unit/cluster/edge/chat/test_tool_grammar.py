@@ -76,7 +76,7 @@ def around(form: str, *calls: str) -> str:
 
 
 def takes(manner: OutputFormat, text: str, *, as_tokens: bool) -> bool:
-    """Whether the grammar does, token by token, and may end then."""
+    """True if the grammar does, token by token, and may end then."""
     tags = () if manner.form is None or not as_tokens else (*manner.form.tags, THOUGHT)
     raw, grammars = vocabulary(*dict.fromkeys(tags))
     added = {added_token.content: token for token, added_token in raw.get_added_tokens_decoder().items()}
