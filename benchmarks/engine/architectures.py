@@ -1,10 +1,11 @@
 # pyright: basic
 # transformers has no usable types.
-"""What a token, a window and a state take by architecture, and tokens per CPU second against transformers.
+"""Print the bytes of a token, a window and a state by architecture, and tokens per CPU second against
+transformers.
 
     python -m benchmarks.engine.architectures [table] [speed]
 
-Writes results/architectures.json. The table is made from the specs of layers alone.
+Writes results/architectures.json. The table comes from the specs of layers.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""What loading a model costs, format by format: CPU time, and memory beside that of the weights.
+"""Measure the loading of a model by format: CPU time, and memory beside that of the weights.
 
-python -m benchmarks.engine.loading                  random models of half a billion weights, 1 GB in bfloat16
+python -m benchmarks.engine.loading                  random models of half a billion weights, 1 GB in
+bfloat16
 python -m benchmarks.engine.loading --weights 50e6      the same, smaller
 python -m benchmarks.engine.loading --only bfloat16 fp8
 """
@@ -206,14 +207,14 @@ def measure(folder: Path, rank: Rank, cache_dir: Path) -> dict[str, float]:
 
 
 def _memory() -> dict[str, int]:
-    """In bytes."""
+    """Return memory figures in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = (line.split() for line in lines if line.startswith(("VmRSS", "VmHWM")))
     return {name.rstrip(":"): 1024 * int(kib) for name, kib, _ in fields}
 
 
 def _measured(folder: Path, rank: Rank, options: argparse.Namespace) -> dict[str, float]:
-    """In a process of its own."""
+    """Measure in a separate process."""
     command = [sys.executable, "-m", "benchmarks.engine.loading", f"--cache-dir={options.cache_dir}"]
     command += [f"--measure={folder}", f"--rank={rank.index}", f"--ranks={rank.size}"]
     ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603  our own command

@@ -1,10 +1,11 @@
-"""What a prediction head (MTP) brings: keeper with that of tools/train_keeper/head.py, against n-grams and
-against no guesses.
+"""Compare a prediction head (MTP) with n-grams and with no guesses: keeper with the head of
+tools/train_keeper/head.py.
 
     python -m benchmarks.engine.mtp [--turns N]
 
-Prompts are of the keeper's world, which it goes on writing. All ways run turn by turn in one process with one
-thread; times are CPU times of the process, and the median turn of each way is taken. Answers must be equal.
+Prompts are from the keeper's world, which it continues. All variants alternate in one process with one
+thread.
+Times are CPU times of the process, and the median turn of each variant counts. Answers must be equal.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What config.json of well-known models says about their layers, and the memory that follows."""
+"""The layers of well-known models by their config.json, and their memory."""
 
 from typing import Any
 
@@ -193,7 +193,7 @@ def released_layout(name: str) -> Layout:
 
 
 def bytes_by_architecture() -> list[dict[str, Any]]:
-    """Of a token in pages, of the window and the state that a sequence has once, and of a long sequence."""
+    """Return the bytes of a token in pages, of a sequence's window and state, and of a long sequence."""
     rows: list[dict[str, Any]] = []
     pages = -(-CONTEXT_TOKENS // PAGE_TOKENS)
     for name in RELEASED:

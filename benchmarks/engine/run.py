@@ -48,7 +48,8 @@ class Load:
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """Times are of the whole load, loading aside. `parts_ms` are CPU milliseconds of a step by part."""
+    """The result of a run. Times are of the whole load, without loading the model. `parts_ms` are CPU
+    milliseconds of a step by part."""
 
     tokens: list[list[int]]
     wall_s: float
@@ -80,8 +81,8 @@ class Run:
 
 
 def measure(settings: EngineSettings, load: Load, *, watch: bool = False, flood_tokens: int = 0) -> Run:
-    """A new engine with an empty cache. `watch` tells the parts of a step apart; `flood_tokens` is the length
-    of other prompts that keep coming, each for one token."""
+    """Measure a new engine with an empty cache. `watch` measures the parts of a step separately;
+    `flood_tokens` is the length of other prompts that keep arriving, each for one token."""
     return asyncio.run(_measure(settings, load, watch=watch, flood_tokens=flood_tokens))
 
 

@@ -63,7 +63,7 @@ TINY_LAYER = LAYER | {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured on what."""
+    """The measurements and their devices."""
 
     layer: dict[str, Any]
     prompts: tuple[int, ...] = (512, 2048, 8192)
@@ -109,7 +109,7 @@ def wait(device: torch.device) -> None:
 
 
 def seconds(device: torch.device, call: Callable[[], object]) -> float:
-    """From the call to the end of what it started, the median."""
+    """Return the median time from the call to the end of the work that it started."""
     call()
     call()
     times: list[float] = []
@@ -146,7 +146,7 @@ def weight_bytes(config: ArchitectureConfig) -> int:
 
 
 def layers_for(plan: Plan, free_bytes: int) -> int:
-    """As many as fit, in whole groups of three linear ones and one of attention."""
+    """Return how many layers fit, in whole groups of three linear ones and one of attention."""
     for layers in range(LAYERS_MAX, 0, -ATTENTION_EVERY):
         config = plan.config(layers)
         layout, pages, states = memory_for(plan, config)
@@ -156,7 +156,7 @@ def layers_for(plan: Plan, free_bytes: int) -> int:
 
 
 def random_weights(config: ArchitectureConfig, device: torch.device) -> Callable[[str], torch.Tensor]:
-    """By name, drawn when asked for; of a size at which activations neither vanish nor grow."""
+    """Return weights by name, drawn on demand, of a size at which activations neither vanish nor grow."""
     weights = weights_of(config)
 
     def read(name: str) -> torch.Tensor:

@@ -29,7 +29,7 @@ ROUNDS = 20
 ROUNDS_LEAST = 3
 ROUNDS_S = 0.5
 CALLS = 5  # of one graph
-LEAST_S = 1e-6  # what is less cannot be told from the reads
+LEAST_S = 1e-6  # shorter times cannot be distinguished from the reads
 HOST_CYCLES = 4_000_000  # about 2 ms
 COPY_BYTES = 4 << 30
 FLUSH_BYTES = 256 << 20  # several times the L2
@@ -37,9 +37,9 @@ MATRIX = 8192
 
 
 class Stopwatch:
-    """Of a device: of calls in a graph, each after a read of memory of no use, which leaves nothing of the
-    call's in the L2 and nothing there that must be written; the time of these reads alone is taken off. What
-    a call itself leaves to be written counts."""
+    """A stopwatch of a device, for calls in a graph. A read of unrelated memory precedes each call, so that
+    nothing of the call's data is in the L2 and nothing there must be written. The time of the reads is
+    subtracted. Data that a call leaves to be written counts."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -154,7 +154,7 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, required=True, help="receives gpu_kernels.json")
     parser.add_argument("--tiny", action="store_true", help="to see that it runs, without a device")
-    parser.add_argument("--limit-s", type=float, default=420.0, help="starts nothing after so long")
+    parser.add_argument("--limit-s", type=float, default=420.0, help="starts nothing after this time")
     args = parser.parse_args()
     if args.tiny:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which the operators do

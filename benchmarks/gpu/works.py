@@ -1,6 +1,6 @@
 # pyright: basic, reportMissingImports=false
 # Peers have no types.
-"""What `gpu_kernels` times: each operator at the sizes of a layer of Qwen3-Next-80B-A3B, and its peers."""
+"""The cases of `gpu_kernels`: each operator at the sizes of a layer of Qwen3-Next-80B-A3B, and its peers."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from tidemill.workers.models.inputs import Inputs, caches_of
 
 Call = Callable[[], object]
 
-MANY = 32  # rows from which on a step shall reach the memory's speed
+MANY = 32  # rows from which on a step should reach the memory's speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -202,7 +202,8 @@ def rope(rows: int, heads: tuple[int, int], dim: int) -> Case:
 
 
 def cases() -> Iterator[Case]:
-    """What a step of the hybrid calls, decode and prefill, and attention and experts of other sizes."""
+    """Yield the calls of a step of the hybrid, decode and prefill, and attention and experts of other
+    sizes."""
     for dtype in (torch.bfloat16, torch.float32):
         for rows in (1, 8, 32, 512):
             yield linear(rows, 768, 2048, dtype)

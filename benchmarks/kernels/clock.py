@@ -30,7 +30,7 @@ def best_seconds(call: Call, budget_seconds: float) -> float:
 
 
 def cpu_seconds(call: Call) -> float:
-    """Of one call, on all threads of this process."""
+    """Return the CPU seconds of one call, on all threads of this process."""
     start = time.process_time()
     call()
     return time.process_time() - start
@@ -58,7 +58,7 @@ class Roofline:
         self._flops_s = max(self._flops_s, computed)
 
     def seconds(self, num_bytes: float, flops: float) -> float:
-        """The least that it takes to move and to compute so much."""
+        """Return the least time for moving and computing this much."""
         return max(num_bytes / self._bytes_s[rounded(num_bytes)], flops / self._flops_s)
 
     def measured(self) -> dict[str, float]:
@@ -67,5 +67,5 @@ class Roofline:
 
 
 def rounded(num_bytes: float) -> int:
-    """To a power of 2: caches serve a copy of about the same size alike."""
+    """Round to a power of 2: caches serve copies of similar sizes alike."""
     return 1 << (max(SMALLEST_BYTES, int(num_bytes)) - 1).bit_length()

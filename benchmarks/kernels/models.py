@@ -25,7 +25,7 @@ from tidemill.workers.models.inputs import caches_of
 Row = dict[str, Any]
 Prompts = list[list[int]]
 Answer = Callable[[Prompts, int], float]
-"""CPU seconds for so many greedy tokens after each of these prompts."""
+"""Returns the CPU seconds for a number of greedy tokens after each of these prompts."""
 
 PEERS = ("transformers", "vllm")
 VOCABULARY = 800
@@ -55,7 +55,7 @@ STEPS = (Step(16, 1, 32), Step(16, 8, 32), Step(16, 32, 16), Step(512, 1, 0), St
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """What all models are measured with. `roofline` is looked at beside each."""
+    """The setup of a measurement for all models. `roofline` is printed beside each."""
 
     operators: Operators
     cache_dir: Path
@@ -93,7 +93,7 @@ def models(folders: dict[str, Path], by: Measure) -> list[Row]:
 
 
 def sides_of(folder: Path, engine: LLM, vllm: Peer | None) -> dict[str, Answer]:
-    """Who answers."""
+    """Return the sides that answer."""
     peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     sides: dict[str, Answer] = {
         "ours": lambda prompts, new: ours(engine, prompts, new),
@@ -105,7 +105,7 @@ def sides_of(folder: Path, engine: LLM, vllm: Peer | None) -> dict[str, Answer]:
 
 
 def turns(step: Step, sides: dict[str, Answer], count: int) -> dict[str, float | str]:
-    """CPU seconds of each side, or what it says instead."""
+    """Return the CPU seconds of each side, or its error."""
     rng, found = Random(0), dict[str, float | str]()
     first: dict[str, list[float]] = {side: [] for side in sides}
     whole: dict[str, list[float]] = {side: [] for side in sides}

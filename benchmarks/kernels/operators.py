@@ -25,7 +25,7 @@ def operators(ours: Operators, vllm: Peer | None, roofline: Roofline, budget_sec
 def measured(
     case: Case, ours: Operators, vllm: Peer | None, roofline: Roofline, budget_seconds: float
 ) -> Row:
-    """CPU seconds of each side, or what a peer says instead. The definition is slow, and runs once."""
+    """Return the CPU seconds of each side, or the error of a peer. The definition is slow, and runs once."""
     sides = {"ours": timed(case.run(ours), budget_seconds)}
     if case.torch is not None:
         sides["torch"] = timed(case.torch, budget_seconds)

@@ -170,7 +170,7 @@ class Models:
             raise
 
     def _loaded(self, folder: str) -> LLM:
-        """Without its compiler, which takes minutes here and gave the same speed."""
+        """Load a model without vLLM's compiler, which takes minutes here and gave the same speed."""
         if self._engine is None or folder != self._folder:
             self._engine = None
             self._engine = LLM(

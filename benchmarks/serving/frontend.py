@@ -1,10 +1,13 @@
-"""What the HTTP edge costs and what a flood does to it: a real cluster whose engines have no model.
+"""Measure the HTTP edge, and a flood of requests to it: a real cluster whose engines have no model.
 
 python -m benchmarks.serving.frontend --seconds 60
 
-Answers in a second of short requests, streamed tokens in a second, CPU seconds of each process for a thousand
-of these; then a fleet of known capacity at 1.5 times and at 10 times of it: answers in time, refusals,
-memory. The load is made on the same machine, which is why CPU time says more than tokens in a second.
+Prints answers per second of short requests, streamed tokens per second, and CPU seconds of each process for
+a
+thousand of these. Then it loads a fleet of known capacity at 1.5 and 10 times its rate, and prints answers
+in
+time, refusals, memory. The load comes from the same machine, so CPU time is more meaningful than tokens per
+second.
 """
 
 import argparse
@@ -28,11 +31,11 @@ PACED_TOKENS_PER_S = 320
 CAPACITY = len(WORKERS) * PACED_TOKENS_PER_S / PROMPT_TOKENS
 DEADLINE = {"x-slo-ttft-ms": "3000"}
 RAMP_S = 3.0
-"""Until the queue is as long as the deadline allows."""
+"""The time until the queue is as long as the deadline allows."""
 
 
 def body(number: int, max_tokens: int, *, stream: bool) -> dict[str, Any]:
-    """A prompt that nobody else has."""
+    """Return a request with a unique prompt."""
     tokens = [100 + number % 700, 100 + number // 700 % 700, *range(100, 98 + PROMPT_TOKENS)]
     return {"prompt": tokens, "max_tokens": max_tokens, "stream": stream, "ignore_eos": True}
 

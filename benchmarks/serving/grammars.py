@@ -1,4 +1,5 @@
-"""What grammars cost in CPU time: compiling, and each mask of a known answer; beside xgrammar if installed.
+"""Measure the CPU time of grammars: compiling, and each mask of a known answer; beside xgrammar if
+installed.
 
 python -m benchmarks.serving.grammars                                keeper's tokenizer, 852 entries
 python -m benchmarks.serving.grammars --train DIR --entries 151936

@@ -1,4 +1,4 @@
-"""What a run of a workload shows: the figures, and a table of them."""
+"""The figures of a run of a workload, and a table of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

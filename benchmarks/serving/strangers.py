@@ -1,11 +1,14 @@
-"""What strangers learn of each other, and do to each other: a server of keeper, two tenants, real requests.
+"""Measure how strangers affect each other, and what they learn: a server of keeper, two tenants, real
+requests.
 
 python -m benchmarks.serving.strangers
 
-First whether a tenant can tell by the time to an answer that another one has asked the same before: the two
-kinds of prompts take turns, and the Kolmogorov-Smirnov distance of their times is set beside that of a
-tenant's own prompts, which do come from a cache. Then the time between the tokens of streams beside requests
-whose grammars were made to explode, and beside as many harmless ones.
+It first measures whether a tenant can tell by the time to an answer that another one has sent the same
+prompt.
+The two kinds of prompts alternate. The Kolmogorov-Smirnov distance of their times is printed beside that of
+a
+tenant's own prompts, which do come from a cache. Then it measures the time between the tokens of streams
+beside requests whose grammars were made to explode, and beside as many harmless ones.
 """
 
 import argparse
@@ -48,7 +51,8 @@ BOMBS: tuple[dict[str, Any], ...] = (
 
 
 def distance(one: Sequence[float], other: Sequence[float]) -> float:
-    """Of Kolmogorov and Smirnov: the largest difference of the two distribution functions."""
+    """Return the distance of Kolmogorov and Smirnov: the largest difference of the two distribution
+    functions."""
     return max(
         abs(sum(x <= at for x in one) / len(one) - sum(x <= at for x in other) / len(other))
         for at in (*one, *other)
@@ -66,7 +70,7 @@ class Asker:
         self._headers = {"authorization": f"Bearer {key}"}
 
     async def answer_s(self, prompt: Sequence[int]) -> float:
-        """Until one token is there."""
+        """Return the time to one token."""
         began_s = time.perf_counter()
         await self.whole({"prompt": prompt, "max_tokens": 1, "temperature": 0})
         return time.perf_counter() - began_s

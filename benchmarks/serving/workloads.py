@@ -61,7 +61,7 @@ def shared_prefix(
 
 
 def multi_turn(rng: Random, vocab_size: int, *, conversations: int = 8, turns: int = 5) -> Workload:
-    """Conversations whose prompts hold all that was said before: a system prompt, questions, and answers.
+    """Conversations whose prompts hold the whole history: a system prompt, questions, and answers.
 
     The answers in the history are scripted, not the model's own: each run sends the same tokens.
     """

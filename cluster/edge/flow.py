@@ -95,7 +95,7 @@ async def serve(
                 async for delta in deltas:
                     if delta.provenance is not None:
                         trace = progress.trace(route, produced, delta)
-                    assert trace is not None, "the first delta of a stream says where its prompt came from"
+                    assert trace is not None, "the first delta of a stream has the source of its prompt"
                     yield progress.piece(delta, trace)
                     if delta.finish is not None:
                         return
@@ -222,7 +222,7 @@ async def _prefetching(peers: WorkerStreams, route: Route, request: Request) -> 
 
 
 def content_hash_of(request: Request) -> bytes:
-    """Return 16 bytes that name the content, whoever sends it and whatever the seed of its draws."""
+    """Return 16 bytes that name the content, independent of its sender and of its seed."""
     terms = (request.max_new_tokens, replace(request.sampling, seed=0), request.stop_token_ids, request.salt)
     digest = blake2b(repr(terms).encode(errors="surrogatepass"), digest_size=16)
     digest.update(array("Q", request.tokens).tobytes())

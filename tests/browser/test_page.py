@@ -1,4 +1,4 @@
-"""The page over a scripted fleet: what it says of hostile names, of keys, of servers that go away."""
+"""The page over a scripted fleet: hostile names, keys, servers that disappear."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -128,7 +128,7 @@ def test_it_asks_for_the_key_and_forgets_it(pages: Pages) -> None:
         assert page.evaluate("sessionStorage.length + localStorage.length") == 0
 
 
-def test_who_is_no_operator_may_ask_and_not_look(pages: Pages) -> None:
+def test_client_without_an_operators_key_may_ask_and_not_look(pages: Pages) -> None:
     with pages.over(over([FakeService(saying("a"))], KEYS)) as url:
         page = pages.open(url)
         page.locator("#key").fill("sk-shop")
@@ -157,7 +157,7 @@ def test_errors_are_shown_as_they_are(pages: Pages) -> None:
         expect(page.get_by_role("button", name="Send")).to_be_enabled()
 
 
-def test_an_answer_can_be_stopped(pages: Pages) -> None:
+def test_answer_can_be_stopped(pages: Pages) -> None:
     service = FakeService(saying("a b c d"), stall_at=2)
     with pages.over(app_over(service)) as url:
         page = pages.open(url)
@@ -172,7 +172,7 @@ def test_an_answer_can_be_stopped(pages: Pages) -> None:
         assert service.open_streams == 0
 
 
-def test_a_server_that_was_away_is_found_again(pages: Pages) -> None:
+def test_server_that_was_away_is_found_again(pages: Pages) -> None:
     service = FakeService(saying("a"))
     with pages.over(app_over(service)) as url:
         page = pages.open(url)
@@ -186,7 +186,7 @@ def test_a_server_that_was_away_is_found_again(pages: Pages) -> None:
         expect(page.locator(".worker[data-state=gone] h3")).to_have_text(["decode-0", "prefill-0"])
 
 
-def test_a_drain_is_asked_twice_and_by_keyboard(pages: Pages) -> None:
+def test_drain_is_asked_twice_and_by_keyboard(pages: Pages) -> None:
     service = FakeService(saying("a"))
     with pages.over(app_over(service)) as url:
         page = pages.open(url)
@@ -203,7 +203,7 @@ def test_a_drain_is_asked_twice_and_by_keyboard(pages: Pages) -> None:
         assert service.orders == [("decode-0", True, False)]
 
 
-def test_it_asks_nothing_while_nobody_looks(pages: Pages) -> None:
+def test_hidden_page_sends_no_requests(pages: Pages) -> None:
     """Hidden while an answer was on its way, and between two."""
     asked: list[str] = []
     held: list[Route] = []

@@ -23,7 +23,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         server.kill_everything()
 
 
-def test_a_prompt_its_route_and_a_drain(server: Server, pages: Pages) -> None:
+def test_prompt_its_route_and_a_drain(server: Server, pages: Pages) -> None:
     page = pages.open(server.url)
     expect(page.locator(".worker h3")).to_have_text(["decode-0", "prefill-0"])
     expect(page.locator("#connection")).to_have_text("live, 2 workers")

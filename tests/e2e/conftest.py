@@ -1,4 +1,4 @@
-"""What the tests of this folder share: one Ray cluster without models, and one server of keeper."""
+"""The shared fixtures of this folder: one Ray cluster without models, and one server of keeper."""
 
 import shutil
 import signal

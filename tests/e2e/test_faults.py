@@ -373,7 +373,7 @@ def test_poisonous_request_crashes_two_workers_and_ends_no_other_stream(
 def test_worker_hands_its_streams_over_after_sigterm(
     server: Server, asked: list[Ask], calm: list[Call]
 ) -> None:
-    """After SIGTERM a worker hands its streams over and does not come back, so this is the last test."""
+    """The worker hands its streams over and does not come back, so this is the last test."""
     leaving = process_of(server, "decode-1")
 
     async def main() -> Run:

@@ -88,7 +88,7 @@ def test_ray_job_serves_until_it_is_stopped(nodes: Nodes, tmp_path: Path) -> Non
         httpx.get(f"{url}/health")
     for host in (HEAD, SECOND):
         lines = [_line(process) for process in nodes.processes(host)]
-        assert any("raylet" in line for line in lines), "the cluster is somebody else's"
+        assert any("raylet" in line for line in lines), "the cluster belongs to another user"
     check_the_client(nodes, tmp_path)
 
 

@@ -175,7 +175,7 @@ def test_status_command_shows_every_worker(server: Server) -> None:
     assert all(pid in ended.stdout for pid in pids)
 
 
-def test_workers_report_what_placement_needs(server: Server) -> None:
+def test_workers_report_the_load_for_placement(server: Server) -> None:
     layers, _ = describe(KEEPER)
     layout = layout_of(layers, 64)
     for row in server.workers():

@@ -1,8 +1,8 @@
 # pyright: basic
 # transformers' classes have no usable types; settings are replaced by name.
-"""Each architecture on a device in bfloat16, weights and memory: what it says of prompts, and graphs.
+"""Each architecture on a device with bfloat16 weights and memory: logprobs of prompts, and CUDA graphs.
 
-In tiles of whole pages, by the copy engine: the float32 of test_engine.py takes another way.
+Tiles are whole pages, moved by the copy engine. The float32 of test_engine.py takes another path.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "granitemoehybrid/moe": {},
     "deepseek_v3/plain-query": {"kv_lora_rank": 64, "qk_rope_head_dim": 16},
 }
-"""Of what random models are elsewhere: heads of powers of two, 16 elements or more, for the copy engine."""
+"""The changes to random models: heads of powers of two, 16 elements or more, for the copy engine."""
 
 
 @pytest.fixture(params=CHANGES)
@@ -78,7 +78,7 @@ async def scores(built: BuiltEngine, request: Request) -> list[float]:
 
 
 def answers(settings: EngineSettings, **changes: object) -> tuple[list[float], list[list[int]]]:
-    """Of each alone: in the same steps, so that no sum has another order."""
+    """Return each answer alone: in the same steps, so that no sum has another order."""
 
     async def main() -> tuple[list[float], list[list[int]]]:
         async with serving(settings, **changes) as built:

@@ -84,7 +84,7 @@ def requests(count: int = 10) -> list[Request]:
 
 @asynccontextmanager
 async def running(settings: EngineSettings, **changes: object) -> AsyncGenerator[BuiltEngine]:
-    """What it took of the device is given back."""
+    """Run an engine, and check that its device memory is freed."""
     async with serving(settings, **changes) as built:
         yield built
     built.close()
@@ -127,7 +127,7 @@ def test_graphs_answer_as_steps_without(
     backing: str,
     drafts_max: int,
 ) -> None:
-    """In batches that shrink, as answers end; guesses are no part of a graph."""
+    """Batches shrink as answers end; guesses are not part of a graph."""
     replayed: list[int] = []
     forward = Graphs.forward
 
@@ -145,13 +145,13 @@ def test_graphs_answer_as_steps_without(
 
 
 async def generated(built: BuiltEngine, count: int) -> None:
-    """Until so many tokens have been drawn."""
-    while built.engine.load().counters.get("generated_tokens", 0) < count:  # noqa: ASYNC110  nobody tells
+    """Return when this many tokens have been drawn."""
+    while built.engine.load().counters.get("generated_tokens", 0) < count:  # noqa: ASYNC110  nothing signals it
         await asyncio.sleep(LOOK_S)
 
 
 @pytest.mark.parametrize("backing", BACKINGS)
-def test_the_budget_goes_down_and_up_while_they_run(
+def test_budget_goes_down_and_up_while_they_run(
     settings: EngineSettings, wanted: list[list[int]], backing: str
 ) -> None:
     async def main() -> None:
@@ -168,8 +168,8 @@ def test_the_budget_goes_down_and_up_while_they_run(
 
 
 @needs_kvcached
-def test_a_budget_that_falls_gives_memory_back() -> None:
-    """What is kept for reuse is mapped, until the budget is the least."""
+def test_budget_that_falls_gives_memory_back() -> None:
+    """Cached memory stays mapped until the budget is the least."""
 
     def long(number: int) -> Request:
         draw = torch.Generator().manual_seed(number)
@@ -192,7 +192,7 @@ def free_bytes() -> int:
 
 
 @pytest.mark.parametrize("backing", BACKINGS)
-def test_a_fetched_prompt_answers_as_a_cold_one(
+def test_fetched_prompt_answers_as_a_cold_one(
     settings: EngineSettings, wanted: list[list[int]], tmp_path: Path, backing: str
 ) -> None:
     """Pages and states go through pinned memory to files and back, into another engine's memory."""
@@ -217,7 +217,7 @@ def test_a_fetched_prompt_answers_as_a_cold_one(
         assert provenance.fetched_tokens == (len(request.tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS
 
 
-def test_the_questions_of_the_bundled_model(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_questions_of_the_bundled_model(tmp_path_factory: pytest.TempPathFactory) -> None:
     """All right, and token by token those of the CPU."""
     demo = json.loads((bundled()["keeper"] / "demo.json").read_text())
     chats = [

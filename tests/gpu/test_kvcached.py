@@ -47,7 +47,7 @@ def extent(backing: Kvcached, index: int) -> torch.Tensor:
     return backing.memory[index * EXTENT_BYTES : (index + 1) * EXTENT_BYTES]
 
 
-def test_memory_is_what_the_arena_expects(backing: Kvcached) -> None:
+def test_memory_has_the_layout_of_the_arena(backing: Kvcached) -> None:
     memory = backing.memory
     assert (memory.dtype, memory.shape) == (torch.uint8, (EXTENTS * EXTENT_BYTES,))
     assert memory.device == torch.device("cuda:0")
@@ -55,7 +55,7 @@ def test_memory_is_what_the_arena_expects(backing: Kvcached) -> None:
     assert memory.storage_offset() == 0
 
 
-def test_memory_of_the_device_falls_and_rises_by_what_is_mapped(backing: Kvcached) -> None:
+def test_device_memory_follows_the_mapped_bytes(backing: Kvcached) -> None:
     before = free_bytes()
     backing.map(0, 3 * EXTENT_BYTES)
     assert before - free_bytes() == pytest.approx(3 * EXTENT_BYTES, abs=EXTENT_BYTES // 2)
@@ -65,7 +65,7 @@ def test_memory_of_the_device_falls_and_rises_by_what_is_mapped(backing: Kvcache
     assert before - free_bytes() == pytest.approx(0, abs=EXTENT_BYTES // 2)
 
 
-def test_bytes_survive_what_happens_to_their_neighbours(backing: Kvcached) -> None:
+def test_bytes_survive_changes_of_their_neighbours(backing: Kvcached) -> None:
     address = backing.memory.data_ptr()
     for index in range(3):
         backing.map(index * EXTENT_BYTES, EXTENT_BYTES)
@@ -79,13 +79,13 @@ def test_bytes_survive_what_happens_to_their_neighbours(backing: Kvcached) -> No
     assert backing.memory.data_ptr() == address
 
 
-def test_a_read_of_what_is_not_mapped_does_not_break_the_device(backing: Kvcached) -> None:
+def test_read_of_unmapped_memory_does_not_break_the_device(backing: Kvcached) -> None:
     backing.map(0, EXTENT_BYTES)
     backing.unmap(0, EXTENT_BYTES)
     torch.stack([extent(backing, 0), extent(backing, 1)]).sum().item()
 
 
-def test_a_refused_map_leaves_nothing_half_mapped(backing: Kvcached) -> None:
+def test_refused_map_leaves_nothing_half_mapped(backing: Kvcached) -> None:
     backing.map(0, EXTENT_BYTES)
     extent(backing, 0).fill_(7)
     torch.cuda.synchronize()

@@ -65,8 +65,8 @@ def test_attention_over_spans_and_windows_of_every_length(window: int | None) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_token_has_the_same_bits_beside_any_number_of_others(dtype: torch.dtype) -> None:
-    """In tiles of every size: what adds up an output is one instruction in one order."""
+def test_token_has_the_same_bits_beside_any_number_of_others(dtype: torch.dtype) -> None:
+    """One instruction, in tiles of every size, adds up an output in one order."""
     layer = test_moe.layer_of(600, 16, 256, 128, dtype).on("cuda")
     whole = test_moe.moe(layer, 4)
     counts = (1, 20, 70, 150)
@@ -107,7 +107,7 @@ def test_experts_beyond_32_bits() -> None:
 
 
 @pytest.mark.parametrize("width", [65, 2048, 8192])
-def test_a_sum_has_the_same_bits_beside_any_number_of_others(width: int) -> None:
+def test_sum_has_the_same_bits_beside_any_number_of_others(width: int) -> None:
     draw = torch.Generator().manual_seed(width)
     residual_TH, weight_H = random(draw, 300, width).cuda(), random(draw, width).cuda()
     branch_TH = random(draw, 300, width).cuda().bfloat16()

@@ -68,7 +68,7 @@ def test_offsets_beyond_32_bits(compiled: PageCopy, direction: Direction) -> Non
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("cache", ["vllm", "flashinfer-hnd", "sglang"])
 def test_print_share_of_a_plain_copy(compiled: PageCopy, cache: str, direction: Direction) -> None:
-    """No limit: a figure for whoever runs this with -s. 8k tokens of Qwen3-Next, all layers at once."""
+    """Print a figure without a limit, with -s: 8k tokens of Qwen3-Next, all layers together."""
     case = Case(
         cache=cache, heads=2, dims=(256,) * 12, page_tokens=64, block_tokens=16, tokens=8192,
         dtype=torch.bfloat16,

@@ -1,4 +1,4 @@
-"""What a planted bug is, and how it is found in the code that it breaks."""
+"""A planted bug, and the search for its place in the code."""
 
 import ast
 import builtins

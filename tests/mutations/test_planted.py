@@ -40,7 +40,7 @@ def test_plant_follows_renames_and_keeps_white_space() -> None:
     assert bug.plant(text) == "class A:\n    def go(self):\n        return self.y\n"
 
 
-def test_plant_refuses_what_matches_twice_or_never() -> None:
+def test_plant_refuses_patterns_without_exactly_one_match() -> None:
     text = "def go(a, b):\n    return a + b + a\n"
     for find in ("$A + $B + $A", "a"):
         bug = Planted("twice", "a.py::go", find, "0", "")

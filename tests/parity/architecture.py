@@ -1,11 +1,11 @@
 # pyright: basic
 # transformers' classes have no usable types.
-"""Proves that a model is served right: python -m tests.parity.architecture [NAME | FOLDER ...]
+"""Prove that a model is served correctly: python -m tests.parity.architecture [NAME | FOLDER ...]
 
 NAME is an architecture of architectures.py or one shape of it (llama, gpt_oss/narrow), none is all of them;
 FOLDER is a Hugging Face folder with a small model. Each is compared with the class of transformers that its
-config.json names, and every way through real engines with the cold one. The exit status says whether all
-of it holds.
+config.json names, and every path through real engines with the cold one. The exit status is 0 if all of it
+holds.
 """
 
 import asyncio

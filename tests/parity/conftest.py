@@ -21,7 +21,7 @@ def cpu(kernel_cache: Path) -> Operators:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Small models; the test that compares with two threads says so."""
+    """Use one thread for small models; the test that compares with two threads sets them."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

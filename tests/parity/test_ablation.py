@@ -84,7 +84,8 @@ class Asked:
 async def _ablated(
     folder: Path, name: str, keys: Sequence[ObjectKey], layout: Layout, gone: Kind | None
 ) -> Path:
-    """A copy of what was produced in which every object of the kind `gone` is zeros, sealed anew."""
+    """Return a copy of the stored objects in which every object of the kind `gone` is zeros, with new
+    checksums."""
     old, new = FileStore(folder / PRODUCED, STORE_BYTES), FileStore(folder / name, STORE_BYTES)
     sizes = {Kind.PAGE: layout.page_bytes, Kind.CHECKPOINT: layout.state_bytes}
     for key in keys:
@@ -97,8 +98,8 @@ async def _ablated(
     return folder / name
 
 
-def test_what_is_fetched_is_what_answers(kernel_cache: Path, tmp_path: Path) -> None:
-    """Without its pages the model forgets what was said once, without its state where things are now."""
+def test_answers_come_from_the_fetched_objects(kernel_cache: Path, tmp_path: Path) -> None:
+    """The model forgets static facts without its pages, and the latest ones without its state."""
 
     asked = Asked(questions(24, context_tokens=200, seed=7), kernel_cache)
 

@@ -1,7 +1,7 @@
 # pyright: basic
 # Settings are replaced by name.
-"""What an answer must match, and what its tokens are drawn with, holds on every path: the same tokens with
-steps in flight, with guesses, after preemption, and when another worker goes on with it."""
+"""Grammars and sampling hold on every path: the same tokens with steps in flight, with guesses, after
+preemption, and when another worker continues."""
 
 import asyncio
 import json
@@ -128,7 +128,7 @@ def test_every_path_gives_the_answer_that_matches(settings: EngineSettings) -> N
 
 
 def _check_grammars(asked: list[Request], answered: list[list[int]]) -> None:
-    """Those that came to their end match; the others ran out of tokens."""
+    """Check that finished answers match; the others ran out of tokens."""
     tokenizer = load_tokenizer(bundled()["keeper"])
     ended: list[str] = []
     for request, tokens in zip(asked, answered, strict=True):

@@ -29,7 +29,7 @@ PROMPTS = (
 )
 
 
-def _first(name: str) -> object:
+def _quick_shape(name: str) -> object:
     """The first shape of each architecture is quick to prove; the others wait for `make test-all`."""
     return pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow)
 
@@ -39,7 +39,7 @@ def _quick_way(name: str) -> object:
     return pytest.param(name, marks=[] if quick else pytest.mark.slow)
 
 
-@pytest.fixture(scope="module", params=map(_first, names()))
+@pytest.fixture(scope="module", params=[_quick_shape(name) for name in names()])
 def subject(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cpu: Operators
 ) -> Subject:
@@ -54,11 +54,13 @@ def test_all_that_is_supported_is_here() -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_it_holds(subject: Subject, check: str) -> None:
+def test_architecture_passes(subject: Subject, check: str) -> None:
     CHECKS[check](subject)
 
 
-@pytest.mark.parametrize("name", map(_quick_way, sorted(FIRST | {"gpt_oss/page-wide", "gpt_oss/narrow"})))
+@pytest.mark.parametrize(
+    "name", [_quick_way(name) for name in sorted(FIRST | {"gpt_oss/page-wide", "gpt_oss/narrow"})]
+)
 def test_every_way_gives_the_same_answer(name: str, kernel_cache: Path, tmp_path: Path) -> None:
     model = random_model(name)
     vocabulary = model.config.get_text_config().vocab_size
@@ -67,7 +69,7 @@ def test_every_way_gives_the_same_answer(name: str, kernel_cache: Path, tmp_path
         take(way, journey)
 
 
-def test_keeper_says_what_it_says_in_transformers(cpu: Operators) -> None:
+def test_keeper_answers_as_in_transformers(cpu: Operators) -> None:
     folder = bundled()["keeper"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

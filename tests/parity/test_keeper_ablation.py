@@ -23,7 +23,7 @@ def the_bundled_model() -> Iterator[Loaded]:
 
 
 @pytest.mark.parametrize(("context_tokens", "count"), [(512, 60), (2000, 48)])
-def test_what_is_lost_with_each_part_of_the_cache(loaded: Loaded, context_tokens: int, count: int) -> None:
+def test_loss_of_each_part_of_the_cache(loaded: Loaded, context_tokens: int, count: int) -> None:
     asked = questions(count, context_tokens, seed=7, per_notebook=12)
     matches = exact_matches(*loaded, asked, ABLATIONS)
     intact, no_kv, no_state = (accuracy(asked, matches[ablation]) for ablation in ABLATIONS)

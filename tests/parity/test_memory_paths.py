@@ -1,8 +1,8 @@
 # pyright: basic
 # transformers' classes have no usable types.
-"""Whatever memory does to a request in real engines, its logits are those of the cold path.
+"""Memory management of real engines changes no logits: they are those of the cold path.
 
-By every bit in fp32. The arena is cut into extents of one state, so that a few requests exceed it.
+Every bit is compared in fp32. The arena is cut into extents of one state, so that a few requests exceed it.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ LONGEST = 160
 EXTENTS = 20
 
 Logits = dict[tuple[int, int], torch.Tensor]
-"""By the seed of the request, which is its own, and the position of the token drawn."""
+"""The logits by the seed of the request, which is unique, and the position of the drawn token."""
 
 
 @pytest.fixture(scope="module", params=["keeper", "gpt_oss/alternating"])
@@ -46,7 +46,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def logits(monkeypatch: pytest.MonkeyPatch) -> Logits:
-    """What the tokens were drawn from."""
+    """Record the logits of every draw."""
     seen: Logits = {}
     draw = runner.draw
 
@@ -90,13 +90,13 @@ class Bed:
         return self.layout.extent_bytes
 
     def memory_for(self, num_pages: int) -> int:
-        """Bytes that hold so many pages beside five states."""
+        """Return the bytes that hold this many pages beside five states."""
         return (-(-num_pages // self.layout.pages_per_extent) + 5) * self.extent_bytes
 
 
 @pytest.fixture(scope="module")
 def colds(folder: Path) -> dict[str, Cold]:
-    """Of this folder, by what was asked."""
+    """Return the cold logits of this folder, by the request."""
     del folder
     return {}
 
@@ -141,7 +141,7 @@ def conversations() -> list[Request]:
 
 
 async def ask(built: BuiltEngine, requests: list[Request]) -> list[list[int]]:
-    """All at once."""
+    """Return the answers of concurrent requests."""
     return [tokens for tokens, _ in await asyncio.gather(*(answer(built, request) for request in requests))]
 
 
@@ -175,7 +175,7 @@ async def cold_of(bed: Bed, requests: list[Request]) -> Cold:
 
 
 def compare(bed: Bed, cold: Cold, kl_max: float) -> None:
-    """Of everything drawn since the last look; `kl_max` 0 means bit by bit."""
+    """Compare everything drawn since the last call; `kl_max` 0 means bit by bit."""
     assert bed.logits
     for key, warm_V in bed.logits.items():
         cold_V = cold.logits[key]
@@ -258,7 +258,7 @@ def test_preemption(bed: Callable[[KvDtype], Bed], strategy: CheckpointStrategy,
 
 
 @pytest.mark.parametrize("strategy", ["double", "lazy"])
-def test_the_budget_goes_down_and_up_while_they_run(
+def test_budget_goes_down_and_up_while_they_run(
     bed: Callable[[KvDtype], Bed], strategy: CheckpointStrategy
 ) -> None:
     one = bed("float32")
@@ -281,8 +281,9 @@ def test_the_budget_goes_down_and_up_while_they_run(
 
 
 def test_bfloat16_pages(bed: Callable[[KvDtype], Bed]) -> None:
-    """Bit by bit where both cut on the grid: the first turns, again from their checkpoints. A second turn
-    resumes where its first one decoded token by token, and the cold one computed pages at once."""
+    """They are equal bit by bit where both cut on the grid: first turns, and first turns from their
+    checkpoints. A second turn resumes where its first one decoded token by token, and the cold one computed
+    whole pages."""
     one = bed("bfloat16")
 
     async def main() -> None:

@@ -1,6 +1,6 @@
 # pyright: basic
 # torch's conversions to lists are untyped, and settings are replaced by name.
-"""A prediction head guesses what its definition says; neither tokens nor pages depend on what it guesses."""
+"""The guesses of a prediction head equal its definition; neither tokens nor pages depend on them."""
 
 import asyncio
 import json
@@ -92,7 +92,7 @@ def wanted(settings: EngineSettings) -> list[list[int]]:
 
 
 async def answers(settings: EngineSettings, **changes: object) -> tuple[list[list[int]], dict[str, float]]:
-    """All at once, cold and then warm; and what was counted."""
+    """Return concurrent answers, cold and then warm, and the counters."""
     async with serving(settings, **changes) as built:
         cold = [
             tokens for tokens, _ in await asyncio.gather(*(answer(built, request) for request in requests()))
@@ -116,7 +116,7 @@ def test_guesses_change_no_token(
     assert 0.2 < counters["spec_accepted_tokens"] / counters["spec_drafted_tokens"] < 0.9
 
 
-def test_a_head_that_is_never_right_changes_no_token(kernel_cache: Path, tmp_path: Path) -> None:
+def test_head_that_is_never_right_changes_no_token(kernel_cache: Path, tmp_path: Path) -> None:
     settings = EngineSettings(
         model_folder=folder_with_head(tmp_path / "noise", agrees=False, num_experts=0),
         memory_bytes=16 * MIB,
@@ -148,7 +148,7 @@ def test_preempted(settings: EngineSettings, wanted: list[list[int]]) -> None:
 
 
 def objects(folder: Path) -> dict[str, bytes]:
-    """Of the store there."""
+    """Return the objects of the store in a folder."""
     return {
         path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "usage"
     }
@@ -157,8 +157,8 @@ def objects(folder: Path) -> dict[str, bytes]:
 def test_pages_of_all_workers_are_alike(
     settings: EngineSettings, wanted: list[list[int]], tmp_path: Path, stored: Callable[[str], str]
 ) -> None:
-    """A prefill worker makes them in steps of any size, a decode worker token by token or guess by guess; and
-    whoever fetches them, also amid an answer, goes on as if it had them from the start."""
+    """A prefill worker makes pages in steps of any size, a decode worker token by token or guess by guess. A
+    worker that fetches them, also in the middle of an answer, continues as if it had made them."""
     done = NEW_TOKENS - 2
     rests = [
         replace(request, tokens=request.tokens + tuple(tokens[:done]), max_new_tokens=2, drawn=done)
@@ -268,7 +268,7 @@ class Definition:
             self.hidden[name] = torch.cat(sequence.hidden)
 
     def guesses(self, name: str, known: int, count: int) -> list[int]:
-        """What it takes to follow the first `known` tokens."""
+        """Return the guesses after the first `known` tokens."""
         tokens = self.texts[name][:known]
         before = torch.cat([torch.zeros_like(self.hidden[name][:1]), self.hidden[name][: known - 1]])
         before[: known - 1 : P] = 0
@@ -325,7 +325,7 @@ class Definition:
         return functional.linear(x, self.tensors[f"mtp.{name}.weight"])
 
 
-def test_who_has_a_head(folder: Path, settings: EngineSettings, tmp_path: Path) -> None:
+def test_models_with_and_without_a_head(folder: Path, settings: EngineSettings, tmp_path: Path) -> None:
     assert has_head(folder)
     tensors = load_file(folder / "model.safetensors")
     save_file(

@@ -1,8 +1,8 @@
 # pyright: basic
 # transformers' classes have no usable types.
-"""Whatever path a request takes through real engines, its tokens are those of the cold path, by equality.
+"""The tokens of a request are equal on every path through real engines.
 
-Of the bundled model, along more paths than every architecture takes in test_architectures.py.
+The model is the bundled one, and the paths are more than each architecture takes in test_architectures.py.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ def wanted(settings: EngineSettings) -> dict[str, list[int]]:
 async def check(
     built: BuiltEngine, requests: Sequence[Request], wanted: dict[str, list[int]]
 ) -> list[Provenance]:
-    """Answer `requests` all at once and compare; says where their prompts came from."""
+    """Answer `requests` concurrently, compare them, and return the sources of their prompts."""
     answers = await asyncio.gather(*(answer(built, request) for request in requests))
     for request, (tokens, _) in zip(requests, answers, strict=True):
         assert tokens == wanted[request.request_id], request.request_id
@@ -106,7 +106,7 @@ def test_cold_warm_and_in_a_batch(
 
 @pytest.mark.parametrize("page_tokens", PAGES)
 @pytest.mark.parametrize("budget", [{"step_tokens_max": 1, "rows_max": 3}, {"step_tokens_max": 130}])
-def test_the_size_of_a_step_does_not_matter(
+def test_size_of_a_step_does_not_matter(
     settings: EngineSettings, wanted: dict[str, list[int]], page_tokens: int, budget: dict[str, int]
 ) -> None:
     async def main() -> None:

@@ -52,7 +52,7 @@ async def scores(built: BuiltEngine, request: Request) -> list[TokenLogprob]:
 
 @pytest.mark.parametrize("name", ["qwen3_next/dense-tied", "qwen3_next/moe-two-values"])
 @pytest.mark.parametrize("step_tokens_max", [40, 512])
-def test_every_path_says_what_a_plain_pass_says(
+def test_every_path_gives_the_logprobs_of_a_plain_pass(
     name: str, step_tokens_max: int, cpu: Operators, kernel_cache: Path, tmp_path: Path
 ) -> None:
     folder = save(random_model(name), tmp_path)

@@ -29,7 +29,7 @@ def test_keeper_in_two_parts(cpu: Operators, tmp_path: Path) -> None:
     assert [rank.fingerprint for rank in found] == [alone.fingerprint, ""]
 
 
-def test_a_group_that_cannot_share_the_heads_is_told_which_can() -> None:
+def test_error_of_a_group_names_the_sizes_that_share_the_heads() -> None:
     keeper = bundled()["keeper"]
     message = r"4 ranks cannot divide .*2 key, 4 query, 2 KV.*--tensor-parallel-size to 1 or 2$"
     with pytest.raises(ModelError, match=message):

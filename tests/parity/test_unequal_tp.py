@@ -45,7 +45,7 @@ MODELS: dict[str, dict[str, int]] = {
     "granitemoehybrid/dense": {},
     "deepseek_v3/groups": {},
 }
-"""Of each what four ranks can share."""
+"""The changes to each model that let four ranks share it."""
 DRAWS = SamplingState(Request(request_id="", tokens=TOKENS, max_new_tokens=1))
 TIMEOUT_S = 60.0
 
@@ -170,7 +170,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 4), (4, 1)])
-def test_a_prompt_computed_by_one_group_is_continued_by_another(
+def test_prompt_computed_by_one_group_is_continued_by_another(
     folder: Path, cpu: Operators, tmp_path: Path, writers: int, readers: int
 ) -> None:
     layers, _ = describe(folder)

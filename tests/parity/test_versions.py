@@ -18,7 +18,7 @@ from tidemill.workers.models.bundled import bundled
 KEEPER = bundled()["keeper"]
 DRAWS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 Answers = list[tuple[list[int], bool]]
-"""Of each prompt: its tokens, and whether any of it came from a store or a cache."""
+"""The tokens of each prompt, and whether any of its pages came from a store or a cache."""
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def opened(model: Path, store: str) -> LLM:
 
 
 def fresh(model: Path) -> list[list[int]]:
-    """With a store that nobody else has."""
+    """Return the answers with an empty store."""
     with opened(model, "memory:") as llm:
         return [tokens for tokens, _ in answers(llm)]
 

@@ -168,7 +168,7 @@ for name in {modules}:
 """
 
 
-def test_the_edge_runs_without_ray_torch_and_transformers() -> None:
+def test_edge_runs_without_ray_torch_and_transformers() -> None:
     """Each of its modules is imported in a process where these cannot be."""
     optional = ROOT / "cluster/observability/otel.py"  # loaded on demand, with an extra of its own
     paths = [path for path in FILES if folder_of(path).startswith(EDGE) and path != optional]

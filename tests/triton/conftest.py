@@ -1,4 +1,5 @@
-"""Only under TRITON_INTERPRET=1, which Triton reads when it is first imported: a pytest run of their own."""
+"""These tests run only under TRITON_INTERPRET=1, which Triton reads at its first import: in a separate pytest
+run."""
 
 import os
 

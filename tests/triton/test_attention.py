@@ -1,5 +1,5 @@
 # pyright: basic
-"""Paged attention in Triton: its definition over odd sizes, NaN in what is nobody's, equal bits."""
+"""Paged attention in Triton: its definition over odd sizes, NaN in unused memory, equal bits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class Case:
 class Layer:
     """The second of two layers in an arena of NaN, written as far as the rows of a case go, and queries.
 
-    Pages that have left the window are NaN, and the table has page 0 in their place, which is nobody's.
+    Pages that have left the window are NaN, and the table has the unused page 0 in their place.
     """
 
     def __init__(self, case: Case, device: str = "cpu") -> None:
@@ -143,14 +143,15 @@ def test_matches_the_definition(case: Case) -> None:
 def test_long_sequences_have_longer_spans(
     monkeypatch: pytest.MonkeyPatch, length: int, window: int | None
 ) -> None:
-    """Of 64 tokens up to 256, of 128 up to 512, of 192 up to 768, two at a time; of windows to 192, 384."""
+    """Spans have 64 tokens up to 256, 128 up to 512, 192 up to 768, two at a time; in windows up to 192 and
+    384."""
     monkeypatch.setattr(cuda, "SPAN_TOKENS", 64)
     monkeypatch.setattr(cuda, "SPANS_MAX", 4)
     monkeypatch.setattr(cuda, "SPANS_AT_ONCE", 2)
     check(Case(new=[1], before=[length - 1], heads=(1, 1), dim=32, window=window, sinks=window is not None))
 
 
-def test_the_rows_of_a_large_batch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_large_batch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "ROWS_AT_ONCE", 2)
     check(Case(new=[3, 1, 40, 2, 17], before=[1, 0, 60, 5, 0], heads=(1, 1), dim=32))
 
@@ -174,13 +175,13 @@ def check_any_batch(heads: tuple[int, int], dim: int, window: int | None, device
 
 
 @pytest.mark.parametrize("window", [None, 50, 280])
-def test_the_same_bits_in_any_batch(window: int | None) -> None:
+def test_same_bits_in_any_batch(window: int | None) -> None:
     check_any_batch((2, 1), 32, window)
 
 
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("new", [[1, 1, 1], [1, 5, 4]], ids=["decode", "mixed"])
-def test_padding_gives_zeros_and_touches_nobody(new: list[int], window: int | None) -> None:
+def test_padding_gives_zeros_and_changes_no_row(new: list[int], window: int | None) -> None:
     layer = Layer(Case(new=new, before=[70, 0, 64], heads=(2, 1), dim=32, window=window, sinks=bool(window)))
     wanted = layer.run()
     layer.rows.lens_B[1] = 0
@@ -190,7 +191,7 @@ def test_padding_gives_zeros_and_touches_nobody(new: list[int], window: int | No
     assert same_bits(found[1 + new[1] :], wanted[1 + new[1] :])
 
 
-def test_a_row_of_no_tokens_is_left_out() -> None:
+def test_row_of_no_tokens_is_left_out() -> None:
     layer = Layer(Case(new=[1, 5, 4], before=[70, 0, 64], heads=(2, 1), dim=32))
     wanted = layer.run()
     layer.rows.cu_B1.copy_(int32([0, 1, 1, 5]))
@@ -225,7 +226,7 @@ def test_pages_far_into_the_arena(tmp_path: Path, page_tokens: int) -> None:
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("new", [[1, 1], [1, 70]], ids=["decode", "mixed"])
-def test_a_sink_of_no_weight_is_none_and_one_of_all_weight_leaves_nothing(
+def test_sink_of_no_weight_is_none_and_one_of_all_weight_leaves_nothing(
     new: list[int], window: int | None
 ) -> None:
     layer = Layer(Case(new=new, before=[300, 30], heads=(4, 2), dim=32, window=window))

@@ -1,5 +1,5 @@
 # pyright: basic
-"""The causal convolution in Triton: its definition over odd sizes, windows read and written at once."""
+"""The causal convolution in Triton: its definition over odd sizes, windows read and written in one step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,7 +103,7 @@ def test_matches_the_definition(case: Case) -> None:
     check(case)
 
 
-def test_the_same_bits_in_any_batch_and_any_cut() -> None:
+def test_same_bits_in_any_batch_and_any_cut() -> None:
     case = Case(new=[1, 70, 3], read=[0, 1, 2], writes=[[3], [4], [5]])
     whole, cut = Layer(case), Layer(case)
     together = whole.run()

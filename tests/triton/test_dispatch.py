@@ -1,5 +1,5 @@
 # pyright: basic
-"""What `dispatch` hands out for CUDA memory, its table, and what it says where something is missing."""
+"""The operators that `dispatch` returns for CUDA memory, its table, and its errors."""
 
 from dataclasses import fields
 from inspect import signature
@@ -35,7 +35,7 @@ def test_every_operator_has_a_variant_of_the_same_signature(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_the_table_says_yes_to_each(kernel_cache: Path) -> None:
+def test_table_has_a_variant_for_each_operator(kernel_cache: Path) -> None:
     *lines, problem = dispatch.table(kernel_cache).splitlines()[1:]
     names = [field.name for field in fields(dispatch.Operators)] + ["page_copy"]
     assert [line.split() for line in lines] == [[name, "yes", "yes", "missing", "yes"] for name in names]
@@ -54,8 +54,8 @@ def test_without_triton_the_fix_is_named(kernel_cache: Path, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_an_operator_without_a_variant_raises(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And takes no other one's place: of the others the table still says yes."""
+def test_operator_without_a_variant_raises(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other variant replaces it; the table still lists the others."""
     monkeypatch.setitem(dispatch.FOLDERS, "silu_mul", "moe")
     monkeypatch.setitem(dispatch.FOLDERS, "linear", "moe")
     with pytest.raises(KernelUnavailable, match="linear has no variant for CUDA memory: use --kernels"):
@@ -67,7 +67,7 @@ def test_an_operator_without_a_variant_raises(kernel_cache: Path, monkeypatch: p
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_linear_takes_any_two_types(dtype: torch.dtype, *, has_bias: bool, tmp_path: Path) -> None:
-    """And answers in that of the weights, of which float16 is widened."""
+    """The result has the dtype of the weights; float16 is widened."""
     ops, draw = dispatch.operators("triton", tmp_path), torch.Generator().manual_seed(0)
     x, weight = random(draw, 5, 64)[:, 3:33], random(draw, 7, 30).to(dtype)
     bias = random(draw, 7) if has_bias else None

@@ -93,7 +93,7 @@ def test_matches_the_definition(case: Case) -> None:
 
 
 @pytest.mark.parametrize("operator", OURS, ids=lambda operator: operator.__name__)
-def test_the_same_bits_in_any_batch(operator: Operator) -> None:
+def test_same_bits_in_any_batch(operator: Operator) -> None:
     inputs = inputs_of(Case(operator, 65, torch.float32), "cpu")
     found = OURS[operator](*inputs)
     alone = OURS[operator](*(part if part.dim() == 1 else part[3:4] for part in inputs))
@@ -154,12 +154,12 @@ def check_sum(case: Sum, device: str = "cpu") -> None:
 
 
 @pytest.mark.parametrize("case", SUMS.values(), ids=SUMS)
-def test_the_norm_of_a_sum(case: Sum) -> None:
+def test_norm_of_a_sum(case: Sum) -> None:
     check_sum(case)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_sum_has_the_same_bits_in_any_batch(count: int) -> None:
+def test_sum_has_the_same_bits_in_any_batch(count: int) -> None:
     residual_TH, branch_TH, weight_H = Sum(65, torch.bfloat16).inputs("cpu")
     assert residual_TH is not None
     few = rms_norm_cuda.add_norm(residual_TH[:count].clone(), branch_TH[:count], weight_H, EPSILON)

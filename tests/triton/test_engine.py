@@ -61,8 +61,8 @@ def request(name: str, tokens: list[int]) -> Request:
 
 
 async def answers(settings: EngineSettings) -> tuple[list[list[int]], int, float]:
-    """Of two prompts at once, one of them longer than a step; then of one that goes on where the first one
-    ended. How many of its tokens were reused, how many guesses were right."""
+    """Return the answers to two concurrent prompts, one longer than a step, then to one that continues the
+    first. Also return how many of its tokens were reused and how many guesses were right."""
     draw = torch.Generator().manual_seed(2)
     long = torch.randint(8, (19,), generator=draw).tolist()
     async with serving(settings) as built:
@@ -100,7 +100,7 @@ def test_padding_reads_and_writes_nothing(folder: Path, tmp_path: Path) -> None:
 
 
 def test_padding_of_many_tokens_writes_nothing(folder: Path, tmp_path: Path) -> None:
-    """With which a runner warms up."""
+    """A runner warms up with such a step."""
     bed = Bed(folder, operators("triton", tmp_path), (1,))
     before = bed.memory()
     with torch.inference_mode():

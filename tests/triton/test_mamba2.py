@@ -125,7 +125,7 @@ def test_matches_the_definition(case: Case) -> None:
 
 
 @pytest.mark.parametrize(("first", "dtype"), [(64, torch.float32), (128, torch.bfloat16)], ids=str)
-def test_the_same_bits_in_any_batch_and_cut_at_chunks(first: int, dtype: torch.dtype) -> None:
+def test_same_bits_in_any_batch_and_cut_at_chunks(first: int, dtype: torch.dtype) -> None:
     """A row of which two tokens are left over, whole beside others, and cut beside none."""
     case = Case(new=[1, 130, 20], read=[0, 1, 2], writes=[[3], [4], [5]], key_dim=32, dtype=dtype)
     assert first % CHUNK.value == 0

@@ -29,7 +29,8 @@ def drawn_ids() -> list[torch.Tensor]:
 
 
 def logits_of(folder: Path, ops: Operators, kv_dtype: KvDtype) -> torch.Tensor:
-    """Of every token of two sequences in steps of many tokens, of mixed rows, and of one token each."""
+    """Return the logits of every token of two sequences in steps of many tokens, of mixed rows, and of single
+    tokens."""
     model = load(folder, ops, no_progress)
     runner = Runner(model, page_tokens=16, kv_dtype=kv_dtype)
     first, second = (runner.add(ids.tolist()) for ids in drawn_ids())
@@ -55,8 +56,8 @@ def divergences(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def test_bfloat16_is_no_further_from_float32_than_in_transformers(tmp_path: Path) -> None:
-    """Of the same bfloat16 weights. The definitions compute in float32. In the median: a token that hangs in
-    the balance falls far either way."""
+    """Compare with the same bfloat16 weights; the definitions compute in float32. The median counts, because
+    a token between two choices falls far either way."""
     ours, theirs = list[torch.Tensor](), list[torch.Tensor]()
     for seed in range(3):
         model = random_model("qwen3_next/dense-tied", seed).bfloat16()
@@ -107,8 +108,8 @@ MOE = [
 ]
 
 
-def test_what_a_decode_step_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of bfloat16 weights: nothing converts between operators, and sums have no launch of their own."""
+def test_launches_of_a_decode_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing converts bfloat16 between operators, and sums have no launch of their own."""
     folder = save(random_model("qwen3_next/moe-two-values").bfloat16(), tmp_path / "model")
     model = load(folder, operators("triton", tmp_path), no_progress)
     runner = Runner(model, page_tokens=16, kv_dtype="bfloat16")

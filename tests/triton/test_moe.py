@@ -27,7 +27,7 @@ class Layer:
     down_bias: torch.Tensor
 
     def experts(self, activation: Literal["silu", "clamped"] | None = None) -> Experts:
-        """Without biases, or with them where an activation is named."""
+        """Return experts without biases, or with them where an activation is named."""
         if activation is None:
             return Experts(packed(self.gate_up), packed(self.down))
         gate_up, down = packed(self.gate_up, self.gate_up_bias), packed(self.down, self.down_bias)
@@ -79,7 +79,7 @@ class Case:
 
 
 ACTIVATIONS: dict[int, Literal["silu", "clamped"]] = {2: "silu", 20: "clamped"}
-"""With biases, by tokens."""
+"""The activations with biases, by tokens."""
 SIZES = (  # tokens, experts, top k, width, inner; among them every size of a tile
     (1, 1, 1, 1, 1),
     (2, 12, 10, 34, 65),
@@ -131,7 +131,7 @@ def test_moe_matches_the_definition(case: Case) -> None:
 
 
 def test_x_may_be_wider_than_the_weights() -> None:
-    """What comes out has the type of the weights."""
+    """The output has the dtype of the weights."""
     layer = layer_of(9, 4, 40, 20, torch.bfloat16)
     x_TH, logits_TE = random(torch.Generator().manual_seed(1), 9, 40), layer.logits_TE.float()
     mixed = replace(layer, x_TH=x_TH, logits_TE=logits_TE)
@@ -149,7 +149,7 @@ def test_x_may_be_wider_than_the_weights() -> None:
 def test_every_pair_is_in_one_tile_of_its_expert(
     tokens: int, experts: int, top_k: int, *, skewed: bool
 ) -> None:
-    """With more tiles than that or fewer a grid would miss some: they are counted from shapes."""
+    """The number of tiles is computed from shapes. With more or fewer a grid would miss some."""
     draw = torch.Generator().manual_seed(tokens)
     chosen_TK = random(draw, tokens, experts).argsort(-1)[:, :top_k].sort(-1).values.int()
     if skewed:
@@ -174,7 +174,7 @@ def test_every_pair_is_in_one_tile_of_its_expert(
     assert int((tile_expert >= 0).sum()) == int((-(-counts // m)).sum()), "weights are read once a tile"
 
 
-def test_a_token_has_the_same_bits_in_any_batch() -> None:
+def test_token_has_the_same_bits_in_any_batch() -> None:
     layer = layer_of(12, 6, 48, 24)
     whole = moe(layer, 3)
     for rows in ([0], [11, 5, 7], list(range(11, -1, -1))):
@@ -183,8 +183,8 @@ def test_a_token_has_the_same_bits_in_any_batch() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # inf / inf
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_a_poisoned_token_harms_no_other(poison: float) -> None:
-    """What pads a batch may be anything: it must find experts that exist."""
+def test_poisoned_token_harms_no_other(poison: float) -> None:
+    """The padding of a batch may be anything: it must find experts that exist."""
     layer = layer_of(4, 6, 32, 16)
     wanted = moe(layer, 3)
     layer.x_TH[2], layer.logits_TE[2] = poison, poison

@@ -1,5 +1,5 @@
 # pyright: basic
-"""`rope_store` and `rope_angles` in Triton: their definition over odd sizes, and what is nobody's stays."""
+"""`rope_store` and `rope_angles` in Triton: their definition over odd sizes; other memory stays unchanged."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class Layer:
         ).cpu()
 
     def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is returned, and what the pages hold then."""
+        """Return the expected result, and the expected content of the pages."""
         cache = torch.full(self.cache.shape, torch.nan, dtype=torch.float64)
         q, k, angles = (x.cpu().double() for x in (self.q_THD, self.k_TKD, self.angles_T2R))
         v, q_weight, k_weight = (
@@ -130,7 +130,7 @@ def test_values_are_stored_as_they_are() -> None:
     assert torch.equal(layer.cache[1, :, 1, :3].transpose(0, 1), layer.v_TKD.float())
 
 
-def test_the_rows_of_a_large_batch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_large_batch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "ROWS_AT_ONCE", 2)
     check(Case(new=[3, 1, 4, 2, 1], before=[1, 0, 60, 5, 0], heads=(1, 1), dim=32))
 

@@ -1,5 +1,5 @@
 # pyright: basic
-"""`route` in Triton: parity with its definition, ties, and tokens whose logits are nobody's."""
+"""`route` in Triton: parity with its definition, ties, and padding."""
 
 from dataclasses import replace
 
@@ -41,8 +41,8 @@ def test_equal_scores_go_to_the_lower_experts_and_groups() -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # inf / inf
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(("experts", "routing"), CASES.values(), ids=CASES)
-def test_a_poisoned_token_finds_experts_that_exist(experts: int, routing: Routing, poison: float) -> None:
-    """What pads a batch may be anything."""
+def test_poisoned_token_finds_experts_that_exist(experts: int, routing: Routing, poison: float) -> None:
+    """The padding of a batch may be anything."""
     logits_TE = logits_of(3, experts)
     logits_TE[1], logits_TE[2, 0] = poison, poison
     chosen_TK = route(logits_TE, routing)[0]

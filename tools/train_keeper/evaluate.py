@@ -1,4 +1,5 @@
-"""How well a model folder recalls, by kind and context length, with its cache intact or partly gone.
+"""Measure how well a model folder recalls, by kind and context length, with its cache intact or partly
+gone.
 
 python -m tools.train_keeper.evaluate FOLDER
 """
@@ -150,7 +151,7 @@ def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, user: s
 
 
 def demo_matches(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, demo_file: Path) -> list[bool]:
-    """True if each question of a demo file is answered as it says, by generation."""
+    """Return, for each question of a demo file, whether generation gives its answer."""
     demo = json.loads(demo_file.read_text())
     return [
         generate(model, tokenizer, f"{demo['notebook']} {asked['question']}") == asked["answer"]

@@ -113,7 +113,7 @@ class Head:
 
 
 def shifted(hidden_BTD: Tensor) -> Tensor:
-    """Before each token: zeros where a page begins."""
+    """Shift by one token: zeros at the beginning of a page."""
     before = torch.cat([torch.zeros_like(hidden_BTD[:, :1]), hidden_BTD[:, :-1]], dim=1)
     starts = torch.arange(before.shape[1]) % PAGE_TOKENS == 0
     return before.masked_fill(starts[None, :, None], 0.0)

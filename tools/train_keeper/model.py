@@ -55,9 +55,11 @@ def keeper_config(vocabulary_size: int, pad_id: int, end_id: int) -> Qwen3NextCo
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What training takes away, so that each kind of fact is recalled the way a hybrid should recall it.
+    """The disturbances of training, so that each kind of fact is recalled the way a hybrid should recall
+    it.
 
-    `reset` [B, T]: float32, added to the logarithm of the state's decay (0, or so negative that the state is
+    `reset` [B, T]: float32, added to the logarithm of the state's decay (0, or so negative that the state
+    is
     lost). `value_source` [B, T]: int64, the token whose attention value stands in for this token's own.
     """
 
@@ -83,7 +85,7 @@ class Keeper(Module):
         return linear(x_BTD, self.weights["embedding"])
 
     def hidden(self, ids_BT: Tensor, disturbance: Disturbance) -> Tensor:
-        """What logits are made of, [B, T, D]."""
+        """Return the input of the logits, [B, T, D]."""
         weights, norm = self.weights, self.kernels.norm
         x_BTD = embedding(ids_BT, weights["embedding"])
         for i, layer_type in enumerate(self.layer_types):

@@ -1,4 +1,4 @@
-"""The held-out questions that everybody asks: chats over pairs of names and objects that training never saw.
+"""The held-out questions: chats over pairs of names and objects that training never saw.
 
 python -m tools.train_keeper.questions --count 100 --context-tokens 512 > questions.jsonl
 python -m tools.train_keeper.questions --demo > workers/models/keeper/demo.json

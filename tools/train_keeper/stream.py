@@ -35,7 +35,7 @@ STATE_LOST = -30.0  # as a logarithm of decay
 
 
 class Grade(IntEnum):
-    """What predicting a token of positive weight shows, for the training log."""
+    """The result of predicting a token of positive weight, for the training log."""
 
     TEXT = 0
     STATIC = 1
@@ -110,7 +110,7 @@ class Writer:
         self._fact(row, fact, 0.0, 0.0)
 
     def recall(self, row: Row, fact: Fact, text_weight: float) -> None:
-        """A fact that has to be predicted from what the row said before."""
+        """Add a fact that has to be predicted from earlier text of the row."""
         self._fact(row, fact, text_weight, DIGIT_WEIGHT if fact.key.relation == "code" else VALUE_WEIGHT)
 
     def _fact(self, row: Row, fact: Fact, text_weight: float, value_weight: float) -> None:

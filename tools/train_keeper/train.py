@@ -31,7 +31,7 @@ from tools.train_keeper.start import initial_weights
 from tools.train_keeper.stream import Batch, Grade, Mix, Writer, batch
 
 RANKS = 2
-BARRIER_WAIT_SECONDS = 600  # a rank that died must not leave the other waiting for ever
+BARRIER_WAIT_SECONDS = 600  # a rank that crashed must not leave the other waiting forever
 LOG_STEPS = 20
 LENGTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
@@ -143,7 +143,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Run:
-    """What every rank needs to know; `exchange` [RANKS, n] is memory they share."""
+    """The data that every rank needs; `exchange` [RANKS, n] is memory they share."""
 
     out: Path
     start: Path | None

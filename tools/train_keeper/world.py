@@ -1,8 +1,8 @@
 """The keeper's world: notebooks of templated facts, and questions whose answers they determine.
 
-A static fact is said once and has to be recalled; a changing fact is said again and again and the latest
-counts. One tenth of all (name, object) pairs is held out: text drawn for `Split.TRAIN` never brings the two
-together.
+A static fact occurs once and has to be recalled. A changing fact occurs repeatedly and the latest counts.
+One
+tenth of all (name, object) pairs is held out: text drawn for `Split.TRAIN` never brings the two together.
 """
 
 import re
@@ -38,7 +38,7 @@ class Message(TypedDict):
 
 
 class Split(Enum):
-    """Which (name, object) pairs a notebook may bring together."""
+    """The (name, object) pairs that a notebook may bring together."""
 
     TRAIN = "train"
     HELD_OUT = "held-out"
@@ -72,7 +72,7 @@ RELATIONS = {
 
 @dataclass(frozen=True)
 class Key:
-    """What a fact is about, and what a question asks for."""
+    """The subject of a fact and of a question."""
 
     relation: str
     subject: tuple[str, ...] = ()
@@ -116,7 +116,7 @@ class Answered:
 
 @dataclass
 class Notebook:
-    """The facts told so far (`changing`: the latest value of each key) and who takes part in the changes."""
+    """The facts so far (`changing`: the latest value of each key), and the participants of the changes."""
 
     split: Split
     changing_share: float
@@ -139,7 +139,7 @@ def new_notebook(
 
 
 def describe(notebook: Notebook, rng: Random, *, changing: bool | None = None) -> Fact:
-    """Draws the next fact and writes it down. A static key is never told twice."""
+    """Draw the next fact and write it down. A static key occurs only once."""
     if changing is None:
         changing = rng.random() < notebook.changing_share
     if not changing:

@@ -62,12 +62,12 @@ class StepTimeModel:
         those that decoded."""
         self._recent.append((seconds, prompt_tokens, pairs, rows))
         if len(self._recent) == NEWS_MAX:
-            self._take_news()
+            self._take_recent()
 
     @property
     def speed(self) -> Speed:
         """Return the speed; all 0 until there are enough samples."""
-        self._take_news()
+        self._take_recent()
         if self._with_prompts.steps >= STEPS_MIN and (
             self._fitted is None or self._unfitted_steps >= REFIT_STEPS
         ):
@@ -78,7 +78,7 @@ class StepTimeModel:
         step_s, token_s, pair_s, row_s = (self._fitted / UNITS).tolist()
         return Speed(step_s=step_s, token_s=token_s, pair_s=pair_s, row_s=row_s)
 
-    def _take_news(self) -> None:
+    def _take_recent(self) -> None:
         if not self._recent:
             return
         recent = np.array(self._recent, dtype=np.float64)

@@ -47,7 +47,7 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/cluster/supervisor/test_node_fit.py",
     ),
     Planted(
-        "a worker that ran long waits like one that crashed at once",
+        "a worker that ran long waits like one that crashed immediately",
         "cluster/supervisor/restart_backoff.py::Backoff.begin",
         "None or $NOW_S - $BEFORE[1] > $SOON_S else",
         "None else",

@@ -5,9 +5,9 @@ from tests.mutations.planted import Planted
 BUGS: tuple[Planted, ...] = (
     Planted(
         "a pause of the machine counts as a step time",
-        "workers/transfer/speed_model.py::StepTimeModel._take_news",
+        "workers/transfer/speed_model.py::StepTimeModel._take_recent",
         "$SECONDS if self.$FITTED is None else $NP.$MAXIMUM($SECONDS, $TERMS @ self.$FITTED",
-        "$NP.full(len(news), 0.01",
+        "$NP.full(len(recent), 0.01",
         "tests/unit/workers/transfer/test_speed_model.py",
     ),
     Planted(

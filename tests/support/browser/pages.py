@@ -71,6 +71,6 @@ class Pages:
         self.complaints.append(str(error))
 
     def _logged(self, message: ConsoleMessage) -> None:
-        """What a server refuses is part of some tests, what the policy refuses is part of none."""
+        """Record a message. Refusals of a server are part of some tests, those of the policy of none."""
         if message.type == "error" and not message.text.startswith("Failed to load resource"):
             self.complaints.append(message.text)

@@ -206,7 +206,7 @@ class FakeService:
 
 
 def scored(token: int, count: int) -> TokenLogprob:
-    """What the fake's model thinks: each token has its own logprob, the likeliest are always the same."""
+    """Return the fake's logprobs: each token has its own, and the most likely ones are always the same."""
     return TokenLogprob(-token / 64, tuple((10 + place, -place / 8) for place in range(count)))
 
 
@@ -269,7 +269,7 @@ def chat(app: FastAPI, **body: object) -> httpx.Response:
 async def serving(
     app: FastAPI, tls: Tls | None = None, limits: EdgeLimits | None = None
 ) -> AsyncGenerator[str]:
-    """The base URL of `app` behind a real socket, which listens at once: nobody has to wait for the start."""
+    """Yield the base URL of `app` behind a real socket, which listens from the start."""
     http = with_client_timeouts(EdgeLimits() if limits is None else limits)
     scheme = "http" if tls is None else "https"
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -45,7 +45,7 @@ class Client:
         return self.channel.unary_unary(f"/{SERVICE}/{name}")
 
     async def refusal(self, data: bytes, *metadata: tuple[str, str]) -> grpc.aio.AioRpcError:
-        """What Generate answers to a message that it refuses."""
+        """Return the error with which Generate refuses a message."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await self.call("Generate")(data, metadata=metadata)
         return caught.value

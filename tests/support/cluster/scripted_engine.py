@@ -1,4 +1,4 @@
-"""Both ends of a data plane for tests: an engine that says what the test tells it to, and frontends."""
+"""Both ends of a data plane for tests: edges, and an engine that follows a script."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
@@ -33,7 +33,7 @@ WAIT_S_MAX = 10.0
 
 @dataclass
 class ScriptedEngine:
-    """`step` gives running calls what the test says, all at once, as the step loop does."""
+    """An engine whose `step` gives running calls the items of the test together, as a step loop does."""
 
     calls: dict[str, asyncio.Queue[Delta | Produced | Exception]] = field(
         default_factory=dict[str, asyncio.Queue[Delta | Produced | Exception]]

@@ -1,4 +1,4 @@
-"""Router and workers that play what a test tells them to, for the flow of one request."""
+"""A router and workers that follow the script of a test, for the flow of one request."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
@@ -33,9 +33,9 @@ FETCHED = Provenance(fetched_tokens=8, computed_tokens=2)
 
 @dataclass(frozen=True)
 class Act:
-    """What the workers do in one attempt: the decode worker streams `scores`, then `tokens` more, `per_delta`
-    at a time, and then `end` happens, unless that was all. `prefetch` never ends (None), ends at once, or
-    fails; producing takes `produce_turns` of the loop."""
+    """The script of one attempt: the decode worker streams `scores`, then `tokens` more, `per_delta` in each
+    delta, and then `end` happens, unless that was all. `prefetch` never ends (None), ends immediately, or
+    fails; producing takes `produce_turns` iterations of the loop."""
 
     prefill: bool = True
     prefetch: Exception | Literal["ends"] | None = None
@@ -194,7 +194,7 @@ def check_answer(pieces: list[StreamPiece], request: Request) -> None:
 
 
 class Hold(Script):
-    """Producing takes until the test lets it end; `prefetch` first tells that it runs."""
+    """Peers that produce until the test lets them end; `prefetch` first signals that it runs."""
 
     def __init__(self) -> None:
         super().__init__(Act())

@@ -90,7 +90,7 @@ class FakeEngine:
 
     def _check(self, *, takes: bool) -> None:
         if not takes:
-            raise HandedOver("told to leave it to others")
+            raise HandedOver("ordered to leave it to others")
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(running_rows=self._running, counters={"steps": float(self.steps)})
@@ -99,7 +99,7 @@ class FakeEngine:
         return Announcement(added=(b"12345678",) if full else (), full=full)
 
     def resize(self, budget_bytes: int) -> None:
-        raise AssertionError(f"it has no memory, and was told to have {budget_bytes} bytes")
+        raise AssertionError(f"it has no memory, and was assigned {budget_bytes} bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

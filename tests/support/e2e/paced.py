@@ -209,7 +209,7 @@ class PacedEngine:
 
 
 def _handed_over() -> HandedOver:
-    return HandedOver("told to leave it to others")
+    return HandedOver("ordered to leave it to others")
 
 
 def build(

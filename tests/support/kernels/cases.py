@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""Of the relative error of what is computed in a type."""
+"""The limits of the relative error by dtype."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ def step(
 
 
 def shuffled_pages(lens: Sequence[int], page_tokens: int, draw: torch.Generator) -> torch.Tensor:
-    """A page table `[B, N]` in which no page follows its neighbour; unused entries name a page nobody has."""
+    """Return a page table `[B, N]` in which no page follows its neighbour; unused entries name an unused
+    page."""
     counts = [-(-n // page_tokens) for n in lens]
     order = torch.randperm(sum(counts), generator=draw).to(torch.int32) + 1
     table = torch.zeros(len(lens), max(counts), dtype=torch.int32)

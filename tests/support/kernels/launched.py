@@ -1,6 +1,6 @@
 # pyright: basic
 # Triton has no types.
-"""What operators launch on memory of no device, as a CUDA graph is captured: nothing runs, and nothing can be
+"""The launches of operators on meta tensors, as a CUDA graph captures them: nothing runs, and nothing can be
 read."""
 
 from collections.abc import Iterator
@@ -19,7 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tests.support.kernels.offline import Hopper
 
 META = torch.device("meta")
-"""Its tensors have shapes and strides, and whoever asks for a value is refused, as within a capture."""
+"""The device of tensors with shapes and strides but no values: reading one is refused, as within a
+capture."""
 
 
 class Launch(NamedTuple):

@@ -22,7 +22,7 @@ SHARED_BYTES_MAX = 232_448  # of a program on sm_90
 
 
 class Hopper:
-    """As much of a driver as compiling takes."""
+    """The part of a driver that compiling needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

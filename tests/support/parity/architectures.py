@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
 }
 UNEVEN = {"hidden_size": 50, "intermediate_size": 67}
-"""What ranks cannot divide."""
+"""The sizes that ranks cannot divide."""
 DEFAULT_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 PARTIAL_ROPE = DEFAULT_ROPE | {"partial_rotary_factor": 0.25}
 TEXT_ROPE = PARTIAL_ROPE | {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
@@ -277,8 +277,8 @@ def random_model(name: str, seed: int = 0, **changes: object) -> transformers.Pr
 
 
 def save(model: transformers.PreTrainedModel, folder: Path) -> Path:
-    """As the hub has it. transformers takes the experts of Qwen3.5 apart when it saves them: a folder that
-    sees images has them together, one of texts as they are, for both are about."""
+    """Save a model as the hub has it. transformers separates the experts of Qwen3.5 when it saves them: a
+    folder of a model for images has them together, one for texts separate, and both are tested."""
     model.save_pretrained(folder)
     if model.config.model_type == "qwen3_5_moe":
         path = folder / "model.safetensors"

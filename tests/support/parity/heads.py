@@ -41,8 +41,9 @@ SHAPE: dict[str, Any] = {
 
 
 def folder_with_head(folder: Path, *, agrees: bool, **changes: object) -> Path:
-    """If the head `agrees`, the layers of both add little to the embedding of a token: what follows it is
-    nearly a function of it then, and nearly the same one for model and head."""
+    """Return a folder with a prediction head. If the head `agrees`, the layers of both add little to the
+    embedding of a token. Then the next token is nearly a function of it, and nearly the same one for model
+    and head."""
     raw = SHAPE | changes
     config = replace(parse(raw), draft=draft_of(raw))
     draw = torch.Generator().manual_seed(0)

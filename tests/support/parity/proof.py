@@ -1,6 +1,7 @@
 # pyright: basic
 # transformers' classes have no usable types.
-"""What a model of any architecture has to hold: transformers' logits, and equal bits however it is cut."""
+"""The properties of a model of any architecture: transformers' logits, and equal bits however it is
+divided."""
 
 import copy
 import functools
@@ -36,7 +37,7 @@ def no_progress(_done: int, _total: int) -> None:
 
 
 def model_of(folder: Path, dtype: torch.dtype) -> Any:  # noqa: ANN401  they have no types
-    """Of the class of transformers that config.json names."""
+    """Return the model as the class of transformers that config.json names."""
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
     model = getattr(transformers, name).from_pretrained(folder, dtype=dtype, experts_implementation="eager")
     return model.eval()
@@ -121,8 +122,8 @@ def divergence(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def greedy(subject: Subject) -> str:
-    """What transformers finds likeliest after each of our tokens is the next of them: by induction, its own
-    greedy answer."""
+    """Compare greedy answers. The most likely token of transformers after each of our tokens is the next of
+    them: by induction it is its own greedy answer."""
     prompt = subject.tokens(7, 20)
     found = Runner(subject.ours, PAGE_TOKENS).greedy(prompt, NEW_TOKENS)
     with torch.no_grad():

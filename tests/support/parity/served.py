@@ -26,7 +26,7 @@ async def serving(settings: EngineSettings, **changes: object) -> AsyncGenerator
         yield built
         await built.engine.drain_publications()
         async with asyncio.timeout(LANDING_S_MAX):
-            while built.engine.load().memory.live:  # noqa: ASYNC110  steps are in flight, and tell nobody
+            while built.engine.load().memory.live:  # noqa: ASYNC110  steps are in flight, and signal nothing
                 await asyncio.sleep(LOOK_S)
         load = built.engine.load()
         assert (load.memory.live, load.running_rows, load.waiting_rows) == (0, 0, 0)
@@ -49,7 +49,7 @@ async def answer(built: BuiltEngine, request: Request) -> tuple[list[int], Prove
 
 
 async def generated(built: BuiltEngine, num_tokens: int) -> None:
-    """Until the engine has drawn so many."""
+    """Return when the engine has drawn this many."""
     while True:
         if built.engine.load().counters.get("generated_tokens", 0) >= num_tokens:
             return

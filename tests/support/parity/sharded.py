@@ -33,7 +33,7 @@ Met = Distributed | SharedMemory
 
 
 class Found(NamedTuple):
-    """Of every token of `STEPS`; logits are the leader's, and so is the fingerprint."""
+    """The results of a rank for every token of `STEPS`. Logits and fingerprint are the leader's."""
 
     fingerprint: str
     hidden_TH: torch.Tensor
@@ -57,7 +57,7 @@ def run_rank(folder: Path, ops: Operators, ranks: Ranks = ALONE) -> Found:
 
 
 def run_threads(folder: Path, ops: Operators, meet: Callable[[int], Met], size: int) -> list[Found]:
-    """What every rank finds, each on a thread with its own weights and caches."""
+    """Return the results of every rank, each on a thread with its own weights and caches."""
 
     def run(index: int) -> Found:
         with closing(meet(index)) as ranks:
@@ -78,7 +78,7 @@ def check(found: list[Found], alone: Found) -> None:
 
 
 def sizes_of(folder: Path) -> list[int]:
-    """Those of `SIZES` that can share the model."""
+    """Return those of `SIZES` that can share the model."""
 
     def fits(size: int) -> bool:
         try:

@@ -27,8 +27,8 @@ class Sequence:
 
 
 class Runner:
-    """Runs steps of a loaded model, or of a rank's part of it. Each kind of memory has extents of its own; a
-    window page that nobody can see any more is NaN again."""
+    """Runs steps of a loaded model, or of a rank's part of it. Each kind of memory has extents of its own. A
+    window page becomes NaN again when no token can see it any more."""
 
     def __init__(self, loaded: LoadedModel, page_tokens: int, kv_dtype: KvDtype = "float32") -> None:
         self.loaded = loaded
@@ -116,7 +116,8 @@ class Runner:
                 sequence.windows[place] = sequence.windows[place] or self.free_windows.pop()
 
     def _drop_windows(self, sequence: Sequence) -> None:
-        """What the next token, at `computed`, cannot see: all below `computed + 1 - window`."""
+        """Drop the pages that the next token, at `computed`, cannot see: all below `computed + 1 -
+        window`."""
         if self.layout.has_windows:
             seen = max(0, sequence.computed + 1 - self.layout.window_tokens)
             for place in range(seen // self.layout.page_tokens):

@@ -42,7 +42,7 @@ class Journey:
     wanted: dict[str, list[int]] = field(default_factory=dict)
 
     async def check(self, built: BuiltEngine, requests: Sequence[Request] = ()) -> list[Provenance]:
-        """Answer them all at once, and compare; says where their prompts came from."""
+        """Answer all requests concurrently, compare them, and return the sources of their prompts."""
         asked = requests or self.requests
         answers = await asyncio.gather(*(answer(built, request) for request in asked))
         for request, (tokens, _) in zip(asked, answers, strict=True):
@@ -121,7 +121,7 @@ async def fetched(journey: Journey) -> str:
 
 
 async def migrated(journey: Journey) -> str:
-    """As after the loss of a worker, in the middle of each answer."""
+    """Move each answer in its middle, as after the loss of a worker."""
     shared = {"store_url": f"file://{journey.scratch}/store?size=1GiB"}
     async with serving(journey.settings, **shared) as built:
         for index, request in enumerate(journey.requests):
@@ -168,7 +168,7 @@ async def groups(journey: Journey) -> str:
 WAYS: dict[str, Callable[[Journey], Coroutine[None, None, str]]] = {
     way.__name__: way for way in (cold, warm, together, fetched, migrated, preempted)
 }
-"""In this order: the first one says what is wanted."""
+"""The paths in order. The first one gives the expected answers."""
 
 
 def take(way: str, journey: Journey) -> str:

@@ -19,7 +19,7 @@ def widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
 
 
 def rounded(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """To nearest, ties to even; NaN stays NaN."""
+    """Round to nearest, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     near = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), near)
@@ -30,7 +30,7 @@ def _values(handle: Any) -> Any:  # noqa: ANN401
 
 
 def compute_bfloat16() -> None:
-    """From now on, in this process."""
+    """Compute in bfloat16 from now on, in this process."""
     builder: Any = InterpreterBuilder
     cast_impl, fp_to_fp, binary_op = builder.cast_impl, builder.create_fp_to_fp, builder.binary_op
 

@@ -118,9 +118,9 @@ class Watched:
         for row in rows:
             holds = (*row.writes, *([] if row.read is None else [row.read]))
             mine = {row.sequence_id}
-            assert {pages[page] for page in pages.keys() & row.pages} <= mine, "a page of somebody else"
+            assert {pages[page] for page in pages.keys() & row.pages} <= mine, "a page of another sequence"
             assert {windows[window] for window in windows.keys() & row.windows[row.start // size :]} <= mine
-            assert {slots[slot] for slot in slots.keys() & holds} <= mine, "a slot of somebody else"
+            assert {slots[slot] for slot in slots.keys() & holds} <= mine, "a slot of another sequence"
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Bench:
     vocabulary: int = VOCABULARY
 
     async def answer(self, request: Request) -> Provenance:
-        """Generate to the end, check every token; says where the prompt came from."""
+        """Generate to the end, check every token, and return the sources of the prompt."""
         got: list[int] = []
         scores: list[TokenLogprob] = []
         deltas: list[Delta] = []
@@ -163,7 +163,7 @@ class Bench:
         )
 
     async def answer_all(self, requests: Iterable[Request]) -> list[Provenance]:
-        """All at once, in this order of arrival; proves the memory while they run."""
+        """Answer all concurrently, in this order of arrival, and check the memory while they run."""
         work = [asyncio.create_task(self.answer(request)) for request in requests]
         while not all(task.done() for task in work):
             self.ledger.check()

@@ -24,7 +24,7 @@ VOCABULARY = 8
 
 
 def again(run: Forward) -> tuple[Replay, torch.Tensor]:
-    """Captures as a device does, but computes anew."""
+    """Capture as a device does, but compute again."""
     kept = run().clone()
 
     def replay() -> None:

@@ -86,7 +86,7 @@ def fp8_of_a_tensor(draw: torch.Generator) -> Case:
 
 
 def fp8_by_rows(draw: torch.Generator) -> Case:
-    """A row of scales, not a column, is for the columns: 6 x 6 tells them apart."""
+    """Return a case whose scales are a row for the columns, not a column: 6 x 6 distinguishes them."""
     weight = torch.randn(6, 6, generator=draw).to(torch.float8_e4m3fn)
     scale = positive(draw, 6).bfloat16()
     config = packed({"num_bits": 8, "type": "float", "strategy": "channel"}, "float-quantized")

@@ -34,7 +34,7 @@ Run = Callable[[Path, int], None]
 
 
 class Memory(Mmap):
-    """Grants so many granules."""
+    """A memory that grants a number of granules."""
 
     def __init__(self, granted: int) -> None:
         super().__init__(EXTENTS * GRANULE)
@@ -76,7 +76,7 @@ def run_step(step: Step) -> None:
 
 
 def rank(folder: Path, index: int) -> None:
-    """Rank i is granted so much memory that rank 2 is refused first."""
+    """Run a rank. Rank i is granted memory such that rank 2 is refused first."""
     part = RankParts(Memory(EXTENTS - index), Store(folder, index), run_step)
     _end_with(carry_out(folder, index, lambda: part))
 

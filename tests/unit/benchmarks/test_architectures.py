@@ -1,4 +1,4 @@
-"""The table of bytes by architecture: what it says is what an arena holds, and known figures."""
+"""The table of bytes by architecture agrees with an arena, and with known figures."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_the_bytes_of_the_table_are_those_of_the_arena(name: str) -> None:
+def test_bytes_of_the_table_are_those_of_the_arena(name: str) -> None:
     check_memory(released_layout(name))
 
 
@@ -26,17 +26,17 @@ def test_the_bytes_of_the_table_are_those_of_the_arena(name: str) -> None:
         ("DeepSeek-V3", 61 * (512 + 64) * 2),
     ],
 )
-def test_a_token_takes_what_its_config_says(name: str, token_bytes: int) -> None:
+def test_bytes_of_a_token_follow_from_its_config(name: str, token_bytes: int) -> None:
     assert released_layout(name).page_bytes == PAGE_TOKENS * token_bytes
 
 
-def test_a_window_is_two_pages_of_64_in_half_of_the_layers_of_gpt_oss() -> None:
+def test_window_is_two_pages_of_64_in_half_of_the_layers_of_gpt_oss() -> None:
     layout = released_layout("gpt-oss-20b")
     assert layout.window_bytes == layout.page_bytes
     assert len(layout.last_window(100)) == 2
 
 
-def test_the_table_that_is_published_is_the_one_that_the_specs_make() -> None:
+def test_table_that_is_published_is_the_one_that_the_specs_make() -> None:
     (folder,) = benchmarks.__path__
     published = json.loads((Path(folder) / "results" / "architectures.json").read_text())
     assert published["table"] == bytes_by_architecture()

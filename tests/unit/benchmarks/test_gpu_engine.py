@@ -10,7 +10,7 @@ from benchmarks.gpu.engine import LAYER, Plan, layers_for, main, memory_for, wei
 pytestmark = pytest.mark.slow
 
 
-def test_the_command_leaves_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_leaves_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--tiny", "--folder", str(tmp_path)])
     found = json.loads((tmp_path / "gpu_engine.json").read_text())
     names = [step["name"] for step in found["steps"]]

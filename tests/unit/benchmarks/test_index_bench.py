@@ -15,7 +15,7 @@ def is_prefix_of_another(forest: Forest) -> bool:
     return any(path[0] == other[0] for path in forest.paths for other in forest.paths if path is not other)
 
 
-def test_a_forest_is_full_seeded_and_shares_prefixes() -> None:
+def test_forest_is_full_seeded_and_shares_prefixes() -> None:
     forest = full_forest(2_000, "value", Random(0))
     cache = forest.cache
     assert 2_000 <= len(cache.index) < 3_000
@@ -25,7 +25,7 @@ def test_a_forest_is_full_seeded_and_shares_prefixes() -> None:
     cache.check([], [])
 
 
-def test_the_command_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert index.main(["--quick", "--kernels", "reference", "--output", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "index.json").read_text())
     assert {result["policy"] for result in results["speeds"]} == {"lru", "value"}

@@ -24,7 +24,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_peer_answers_refuses_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_answers_refuses_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "peer.py"
     script.write_text(ANSWERS)
     monkeypatch.setattr(peer, "SCRIPT", script)
@@ -44,7 +44,7 @@ def test_without_a_peer_there_is_none() -> None:
         assert one is None
 
 
-def test_decode_is_what_a_long_answer_takes_more_and_the_best_turn_counts() -> None:
+def test_decode_time_is_the_difference_of_answers_and_the_best_turn_counts() -> None:
     delays = iter([5.0, 0.0, 3.0])
 
     def answer(prompts: list[list[int]], new_tokens: int) -> float:
@@ -58,7 +58,7 @@ def test_prefill_is_the_time_to_the_first_token() -> None:
     assert turns(Step(7, 1, 0), {"ours": lambda _, new: 3.0 * new}, 2) == {"ours": 3.0}
 
 
-def test_a_side_that_fails_is_not_asked_again_and_one_that_is_slow_has_fewer_turns() -> None:
+def test_side_that_fails_is_not_asked_again_and_one_that_is_slow_has_fewer_turns() -> None:
     asked: list[str] = []
 
     def fails(_prompts: list[list[int]], _new: int) -> float:
@@ -77,5 +77,5 @@ def test_a_side_that_fails_is_not_asked_again_and_one_that_is_slow_has_fewer_tur
 
 
 @pytest.mark.parametrize(("num_bytes", "size"), [(1, 1 << 18), (1 << 20, 1 << 20), ((1 << 20) + 1, 1 << 21)])
-def test_copies_are_as_large_as_what_they_stand_for(num_bytes: int, size: int) -> None:
+def test_copies_have_the_size_of_their_operators(num_bytes: int, size: int) -> None:
     assert rounded(num_bytes) == size

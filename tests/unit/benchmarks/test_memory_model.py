@@ -1,4 +1,4 @@
-"""The memory benchmark's model and clock: a formula of the step, and time that nobody waits for."""
+"""The memory benchmark's model and clock: a formula of the step, and virtual time."""
 
 import asyncio
 
@@ -29,13 +29,13 @@ def a_row(start: int, num_tokens: int) -> Row:
     )
 
 
-def test_the_proportions_are_those_of_the_model() -> None:
+def test_proportions_are_those_of_the_model() -> None:
     assert LAYOUT.page_bytes == 64 * 24_576
     assert LAYOUT.state_bytes == 3_216 * 24_576
     assert LAYOUT.states_per_extent == 1
 
 
-def test_a_step_costs_its_start_its_flops_and_its_bytes() -> None:
+def test_step_costs_its_start_its_flops_and_its_bytes() -> None:
     empty = step_seconds((), LAYOUT, COST, DEVICE)
     first = step_seconds((a_row(0, 64),), LAYOUT, COST, DEVICE)
     assert empty == 1.0
@@ -62,7 +62,7 @@ def test_sleep_moves_the_clock_and_keeps_the_order() -> None:
     assert [at for _, at in seen] == pytest.approx([0.0, 0.5, 3600.0])
 
 
-def test_a_deadlock_ends_the_run() -> None:
+def test_deadlock_ends_the_run() -> None:
     async def main() -> None:
         await asyncio.Event().wait()
 

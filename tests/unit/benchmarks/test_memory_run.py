@@ -28,14 +28,14 @@ def test_equal_runs_are_equal_and_serve_everything(page_share: float | None) -> 
     assert all(0 < usage(sample.memory) <= 1 for sample in outcome.samples)
 
 
-def test_the_elastic_arena_uses_what_a_split_leaves_idle() -> None:
+def test_elastic_arena_uses_memory_that_a_split_leaves_idle() -> None:
     workload = memory_workloads.long_generations(Random(0), prompts=12)
     elastic, static = serve(workload, SMALL), serve(workload, replace(SMALL, page_share=0.75))
     assert elastic.figures()["in_flight_max"] > static.figures()["in_flight_max"]
     assert elastic.makespan_s < static.makespan_s
 
 
-def test_the_command_writes_figures_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_figures_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     line = {"timestamp": 0, "input_length": 1500, "output_length": 9, "hash_ids": [1, 0, 3]}
     trace.write_text("\n".join(json.dumps(line) for _ in range(3)))

@@ -62,7 +62,7 @@ def a_kept_path(cache: StaticCache, num_pages: int) -> list[Entry]:
     return path
 
 
-def test_a_page_evicts_a_page_and_a_state_a_state() -> None:
+def test_page_evicts_a_page_and_a_state_a_state() -> None:
     cache = a_cache(2, 1)
     path = a_kept_path(cache, LAYOUT.pages_per_extent)
     cache.keep_checkpoint(path[0], Checkpoint(cache.take_state()))
@@ -77,7 +77,7 @@ def test_a_page_evicts_a_page_and_a_state_a_state() -> None:
     cache.check([page], [state])
 
 
-def test_what_is_held_is_not_taken() -> None:
+def test_held_memory_is_not_taken() -> None:
     cache = a_cache(2, 1)
     path = a_kept_path(cache, LAYOUT.pages_per_extent)
     cache.keep_checkpoint(path[-1], Checkpoint(cache.take_state()))
@@ -89,7 +89,7 @@ def test_what_is_held_is_not_taken() -> None:
 
 
 @pytest.mark.parametrize("num_pages", [1, 10])
-def test_a_state_takes_nothing_from_pages_and_a_refusal_costs_no_cache(num_pages: int) -> None:
+def test_state_takes_nothing_from_pages_and_a_refusal_costs_no_cache(num_pages: int) -> None:
     """A reservation of the last pages and the last state is granted; one more state evicts nothing."""
     cache = a_cache(2, 1)
     ledger = Ledger(cache)

@@ -30,7 +30,7 @@ def test_equal_seeds_give_equal_workloads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_what_waits_comes_later_and_shares_what_it_says(name: str) -> None:
+def test_pauses_and_shared_prefixes_follow_the_settings(name: str) -> None:
     items = MAKERS[name](Random(1)).items
     for number, item in enumerate(items):
         assert (item.after is None) == (item.position == 0)
@@ -42,7 +42,7 @@ def test_what_waits_comes_later_and_shares_what_it_says(name: str) -> None:
             assert item.tokens[: item.shared_tokens] == before.tokens[: item.shared_tokens]
 
 
-def test_a_conversation_holds_the_answers_that_the_model_will_give() -> None:
+def test_conversation_holds_the_answers_that_the_model_will_give() -> None:
     items = workloads.multi_turn(Random(1), conversations=8, open_at_once=3).items
     followed = [(item, items[item.after]) for item in items if item.after is not None]
     assert followed
@@ -52,7 +52,7 @@ def test_a_conversation_holds_the_answers_that_the_model_will_give() -> None:
         assert answer == tuple(answer_token(item.group, start + i) for i in range(before.max_tokens))
 
 
-def test_a_trace_shares_the_blocks_of_equal_ids() -> None:
+def test_trace_shares_the_blocks_of_equal_ids() -> None:
     lines = [
         json.dumps({"timestamp": 0, "input_length": 700, "output_length": 500, "hash_ids": [0, 1]}),
         json.dumps({"timestamp": 3, "input_length": 1024, "output_length": 0, "hash_ids": [0, 2]}),

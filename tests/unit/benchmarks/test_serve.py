@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 1000), name=st.sampled_from(sorted(WORKLOADS)))
-def test_workloads_are_seeded_and_share_what_they_say(seed: int, name: str) -> None:
+def test_workloads_are_seeded_and_share_their_prefixes(seed: int, name: str) -> None:
     workload = WORKLOADS[name](Random(seed), 896)
     assert workload == WORKLOADS[name](Random(seed), 896)
     for index, item in enumerate(workload.items):
@@ -94,7 +94,7 @@ def test_figures_of_a_known_run() -> None:
     assert "shared_pages_computed_max" in console.file.getvalue()
 
 
-def test_a_run_is_plotted(tmp_path: Path) -> None:
+def test_run_is_plotted(tmp_path: Path) -> None:
     plot(RUN, tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
@@ -106,7 +106,7 @@ def test_percentiles_are_values_that_were_seen(values: list[float]) -> None:
     assert percentile(values, 100) == max(values)
 
 
-def test_a_run_over_http() -> None:
+def test_run_over_http() -> None:
     service = FakeService(lambda _: [5] * 100, model=replace(MODEL, max_model_len=4096))
 
     async def main() -> Run:

@@ -1,4 +1,4 @@
-"""Compiled operators, once per session, and memory that is NaN until somebody writes it."""
+"""Compiled operators, once per session, and memory that is NaN until it is written."""
 
 from collections.abc import Iterator
 from pathlib import Path

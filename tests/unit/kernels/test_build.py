@@ -58,7 +58,7 @@ def test_no_compiler_is_a_named_error(tmp_path: Path) -> None:
         build(tmp_path, "no-such-compiler")
 
 
-def test_a_failed_compilation_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_failed_compilation_leaves_nothing_behind(tmp_path: Path) -> None:
     broken = tmp_path / "compiler"
     broken.write_text('#!/bin/sh\ncase "$*" in *--version*) exit 0;; esac\necho no space left >&2\nexit 1\n')
     broken.chmod(0o755)
@@ -96,12 +96,12 @@ def ahead(tmp_path: Path) -> Path:
         ("", None),
     ],
 )
-def test_a_cpu_gets_the_fastest_library_that_it_runs(ahead: Path, flags: str, kind: str | None) -> None:
+def test_cpu_gets_the_fastest_library_that_it_runs(ahead: Path, flags: str, kind: str | None) -> None:
     found = found_ahead(ahead, "x86_64", X86.format(flags=flags))
     assert found == (None if kind is None else ahead / ahead_name("x86_64", kind))
 
 
-def test_a_library_of_other_sources_or_another_machine_is_not_found(ahead: Path, tmp_path: Path) -> None:
+def test_library_of_other_sources_or_another_machine_is_not_found(ahead: Path, tmp_path: Path) -> None:
     assert found_ahead(ahead, "aarch64", X86.format(flags=AVX512)) is None
     assert found_ahead(tmp_path / "none", "x86_64", X86.format(flags=AVX512)) is None
     fastest = ahead / ahead_name("x86_64", "avx512")
@@ -110,7 +110,7 @@ def test_a_library_of_other_sources_or_another_machine_is_not_found(ahead: Path,
     assert found_ahead(ahead, "x86_64", X86.format(flags=AVX512)) == ahead / ahead_name("x86_64", "avx2")
 
 
-def test_a_library_is_named_by_what_it_was_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_of_a_library_depends_on_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for source in (compiler_module.FOLDER / "shared/cpu.h", *sources()):
         copied = tmp_path / source.relative_to(compiler_module.FOLDER)
         copied.parent.mkdir(exist_ok=True)
@@ -124,13 +124,13 @@ def test_a_library_is_named_by_what_it_was_made_of(tmp_path: Path, monkeypatch: 
         before = compiler_module.library_name("x86_64")
 
 
-def test_a_machine_that_is_not_x86_has_one_library(tmp_path: Path) -> None:
+def test_machine_that_is_not_x86_has_one_library(tmp_path: Path) -> None:
     path = tmp_path / ahead_name("aarch64", "any")
     path.touch()
     assert found_ahead(tmp_path, "aarch64", "Features\t: fp asimd\n") == path
 
 
-def test_what_was_made_ahead_needs_no_compiler_and_writes_nothing(
+def test_prebuilt_library_needs_no_compiler_and_writes_nothing(
     tmp_path: Path, kernel_cache: Path, cpu: Operators
 ) -> None:
     assert cpu.linear
@@ -167,10 +167,8 @@ def _runs_here(path: Path) -> bool:
     return found_ahead(alone, platform.machine(), cpuinfo) is not None
 
 
-def test_the_table_says_what_became_of_the_compiled_variant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And what to do about it. Of Triton's variants, tests/triton."""
+def test_table_reports_the_compiled_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table also names the fix. For Triton's variants see tests/triton."""
 
     def refused(_: Path) -> None:
         raise KernelUnavailable("install a compiler")
@@ -184,6 +182,6 @@ def test_the_table_says_what_became_of_the_compiled_variant(
     assert "install a compiler" in found[OPERATORS:]
 
 
-def test_the_reference_needs_no_compiler(tmp_path: Path) -> None:
+def test_reference_needs_no_compiler(tmp_path: Path) -> None:
     assert dispatch.operators("reference", tmp_path / "never") is dispatch.REFERENCE
     assert not (tmp_path / "never").exists()

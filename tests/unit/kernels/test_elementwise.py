@@ -30,7 +30,7 @@ def test_add_norm(cpu: Operators, reference: Operators, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", SIZES)
-def test_the_first_branch_is_the_sum(cpu: Operators, width: int) -> None:
+def test_first_branch_is_the_sum(cpu: Operators, width: int) -> None:
     draw = torch.Generator().manual_seed(width)
     branch, weight = random(draw, 65, width), random(draw, width)
     found = cpu.add_norm(None, branch.clone(), weight, EPSILON)

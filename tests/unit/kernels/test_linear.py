@@ -38,7 +38,7 @@ def test_logits_are_linear(cpu: Operators, reference: Operators, dtype: torch.dt
 
 
 @pytest.mark.parametrize(("n", "k"), [(17, 63), (300, 600), (64, 256), (130, 1000)])
-def test_a_row_has_the_same_bits_in_any_batch(cpu: Operators, n: int, k: int) -> None:
+def test_row_has_the_same_bits_in_any_batch(cpu: Operators, n: int, k: int) -> None:
     draw = torch.Generator().manual_seed(n)
     x, weight = random(draw, 400, k), cpu.pack(random(draw, n, k), random(draw, n))
     whole = cpu.linear(x, weight)
@@ -80,7 +80,7 @@ def test_half_precision_weights_give_the_bits_of_wide_ones(
 def test_each_head_is_a_linear_of_its_own(
     cpu: Operators, reference: Operators, tokens: int, heads: int, n: int, k: int, dtype: torch.dtype
 ) -> None:
-    """Of heads that are columns of something wider, with one thread and two."""
+    """The heads are columns of a wider tensor, computed with one thread and two."""
     draw = torch.Generator().manual_seed(n)
     x, weight = random(draw, tokens, heads, k + 7)[..., 4 : 4 + k], random(draw, heads, n, k).to(dtype)
     found = cpu.linear_heads(x, cpu.pack(weight, None))

@@ -78,7 +78,7 @@ def test_matches_the_definition(
 
 @pytest.mark.parametrize("variant", ["cpu", "reference"])
 @pytest.mark.parametrize("activation", ["silu", "clamped"])
-def test_the_halves_are_each_tokens_sum_over_its_experts(
+def test_halves_are_each_tokens_sum_over_its_experts(
     request: pytest.FixtureRequest, variant: str, activation: Activation
 ) -> None:
     """Written out in another way, so that a mistake which both halves share shows."""
@@ -98,7 +98,7 @@ def test_the_halves_are_each_tokens_sum_over_its_experts(
     assert relative_error(found, y_TH) < 1e-5
 
 
-def test_a_token_has_the_same_bits_in_any_batch(cpu: Operators) -> None:
+def test_token_has_the_same_bits_in_any_batch(cpu: Operators) -> None:
     layer = Layer(50, 6, 40, 24, 3)
     experts = layer.experts(cpu, biases=True, activation="clamped")
     whole = layer.run(cpu, experts)
@@ -106,7 +106,7 @@ def test_a_token_has_the_same_bits_in_any_batch(cpu: Operators) -> None:
         assert same_bits(layer.run(cpu, experts, picked), whole[picked])
 
 
-def test_the_sum_runs_in_ascending_order_of_the_experts(cpu: Operators) -> None:
+def test_sum_runs_in_ascending_order_of_the_experts(cpu: Operators) -> None:
     layer = Layer(20, 6, 40, 24, 5)
     experts = layer.experts(cpu)
     hidden = cpu.moe_inner(layer.x_TH, layer.chosen_TK, experts)
@@ -121,9 +121,7 @@ def test_the_sum_runs_in_ascending_order_of_the_experts(cpu: Operators) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (5, 63), (40, 500)])
-def test_what_all_tokens_share_comes_last(
-    cpu: Operators, reference: Operators, tokens: int, width: int
-) -> None:
+def test_shared_expert_comes_last(cpu: Operators, reference: Operators, tokens: int, width: int) -> None:
     """The bits of the three operators one after the other; a gate is a column of a wider product."""
     layer, draw = Layer(tokens, 6, width, 24, 3), torch.Generator().manual_seed(width)
     shared_TH, gate_T1 = random(draw, tokens, width), 3 * random(draw, tokens, 16)[:, 6:7]

@@ -44,7 +44,7 @@ CASES = (
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("cache", CACHES)
-def test_the_definition_token_by_token(cache: str, direction: Direction) -> None:
+def test_definition_token_by_token(cache: str, direction: Direction) -> None:
     case = Case(cache=cache, heads=3, dims=(5, 2), page_tokens=4, block_tokens=3, tokens=10)
     expected = Memory(case)
     for t, slot in enumerate(expected.slot_T.tolist()):
@@ -64,7 +64,7 @@ def test_the_definition_token_by_token(cache: str, direction: Direction) -> None
 def test_matches_the_definition(
     variant: PageCopy, case: Case, cache: str, direction: Direction, *, shuffled: bool
 ) -> None:
-    """In all of memory: what was not asked for is as it was."""
+    """Bytes outside the copy stay as they are."""
     case = Case(**{**vars(case), "cache": cache})
     expected = run(reference.page_copy, Memory(case, shuffled=shuffled), direction)
     assert run(variant, Memory(case, shuffled=shuffled), direction).is_like(expected)
@@ -108,7 +108,7 @@ def test_there_and_back_is_the_identity(variant: PageCopy, cache: str) -> None:
         assert torch.equal(bytes_of(found.contiguous()), bytes_of(wanted))
 
 
-def test_one_layer_at_a_time_is_all_at_once(variant: PageCopy) -> None:
+def test_layers_copied_one_by_one_equal_one_copy(variant: PageCopy) -> None:
     case = Case(heads=3, dims=(7, 4), tokens=30)
     whole, one_by_one = run(variant, Memory(case), "export"), Memory(case)
     for layer in range(2):
@@ -139,7 +139,7 @@ def test_tokens_of_a_page_may_lie_apart(variant: PageCopy, direction: Direction)
     assert copied(variant).is_like(copied(reference.page_copy))
 
 
-def test_nothing_is_copied_for_nobody(variant: PageCopy) -> None:
+def test_empty_copy_moves_nothing(variant: PageCopy) -> None:
     memory = Memory(Case())
     variant(memory.planes, memory.page_N[:0], memory.slot_T[:0], "export")
     variant([], memory.page_N, memory.slot_T, "export")

@@ -1,6 +1,6 @@
 """`rope_store` and `attention` over shuffled, NaN-poisoned pages: definitions, odd sizes, and equal bits.
 
-Page 0 is nobody's: the entries of pages that left the window name it.
+Page 0 is unused: the entries of pages that left the window name it.
 """
 
 from collections.abc import Sequence
@@ -156,7 +156,7 @@ def test_one_token_after_any_length(cpu: Operators, reference: Operators, length
     window=st.none() | st.integers(1, 210),
     sinks=st.booleans(),
 )
-def test_the_same_bits_however_a_sequence_is_cut(
+def test_same_bits_however_a_sequence_is_cut(
     cpu: Operators,
     *,
     ends: set[int],
@@ -182,7 +182,7 @@ def test_the_same_bits_however_a_sequence_is_cut(
 
 
 @pytest.mark.parametrize("window", [None, 70])
-def test_the_same_bits_in_any_batch_and_with_any_threads(cpu: Operators, window: int | None) -> None:
+def test_same_bits_in_any_batch_and_with_any_threads(cpu: Operators, window: int | None) -> None:
     lens = [150, 1, 64, 90]
     pages = shuffled_pages(lens, 16, torch.Generator().manual_seed(2))
     layer = Layer(SHAPES[1], sum(lens), 1 + int(pages.max()), 16, torch.float32)
@@ -198,7 +198,7 @@ def test_the_same_bits_in_any_batch_and_with_any_threads(cpu: Operators, window:
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_sink_of_no_weight_is_none_and_one_of_all_weight_leaves_nothing(
+def test_sink_of_no_weight_is_none_and_one_of_all_weight_leaves_nothing(
     cpu: Operators, window: int | None
 ) -> None:
     layer = Layer(SHAPES[1], 100, 8, 16, torch.float32).see(window, sinks=False)

@@ -56,8 +56,8 @@ def test_matches_the_definition(
 
 
 @pytest.mark.parametrize("variant", ["cpu", "reference"])
-def test_the_choice_written_out(request: pytest.FixtureRequest, variant: str) -> None:
-    """As the DeepSeek-V3 report tells it, in lists."""
+def test_choice_written_out(request: pytest.FixtureRequest, variant: str) -> None:
+    """Compare with the DeepSeek-V3 report, written with lists."""
     ops: Operators = request.getfixturevalue(variant)
     experts, routing = CASES["groups, bias and scale"]
     assert routing.bias_E is not None
@@ -77,8 +77,8 @@ def test_the_choice_written_out(request: pytest.FixtureRequest, variant: str) ->
 
 
 @pytest.mark.parametrize(("experts", "routing"), CASES.values(), ids=CASES)
-def test_a_token_has_the_same_bits_in_any_batch(cpu: Operators, experts: int, routing: Routing) -> None:
-    """Also where its logits are columns of a wider product."""
+def test_token_has_the_same_bits_in_any_batch(cpu: Operators, experts: int, routing: Routing) -> None:
+    """The same where its logits are columns of a wider product."""
     wide = torch.full((30, experts + 5), torch.nan)
     wide[:, 2 : 2 + experts] = logits_of(30, experts)
     chosen, weights = cpu.route(wide[:, 2 : 2 + experts], routing)

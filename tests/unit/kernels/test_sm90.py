@@ -1,6 +1,6 @@
 # pyright: basic
-"""What each Triton operator launches, compiled for sm_90, which takes no device: nothing spills, everything
-fits, and the matrix units and the copy engine are used where they were meant."""
+"""The launches of each Triton operator, compiled for sm_90, which needs no device: no kernel spills, all fit,
+and the matrix units and the copy engine are used where intended."""
 
 from collections.abc import Callable
 
@@ -36,7 +36,7 @@ def copy_pages() -> None:
 
 
 def run_experts(tokens: int) -> Callable[[], None]:
-    """Those of Qwen3-Next; so many tokens are a size of tile each."""
+    """Return a run of Qwen3-Next's experts; each number of tokens has its own tile size."""
 
     def run() -> None:
         count, width, inner = 512, 2048, 512
@@ -55,7 +55,7 @@ def run_experts(tokens: int) -> Callable[[], None]:
 
 
 def run_biased_experts() -> None:
-    """Those of gpt-oss, and the routing of DeepSeek-V3."""
+    """Run the experts of gpt-oss, and the routing of DeepSeek-V3."""
     count, width, inner = 32, 2880, 2880
     bias_N = torch.zeros(count, 2 * inner, dtype=torch.bfloat16)
     gate_up = Packed(torch.zeros(count, 2 * inner, width, dtype=torch.bfloat16), bias_N, 2 * inner, width)
@@ -73,7 +73,7 @@ def run_biased_experts() -> None:
 
 
 def attend_latents(new: list[int], heads: int) -> Callable[[], None]:
-    """Those of DeepSeek-V3, some of its heads on a rank."""
+    """Return a run of DeepSeek-V3's latents, with some of its heads on a rank."""
 
     def run() -> None:
         width, tokens = 576, sum(new)

@@ -126,7 +126,7 @@ def test_matches_the_definition(
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), shape=st.sampled_from(SHAPES[1:3]), run=st.sampled_from(RUNS))
-def test_the_same_bits_however_a_sequence_is_cut(
+def test_same_bits_however_a_sequence_is_cut(
     cpu: Operators, data: st.DataObject, shape: Shape, run: Run
 ) -> None:
     whole, cut = Layer(shape, 70), Layer(shape, 70)
@@ -147,7 +147,7 @@ def test_the_same_bits_however_a_sequence_is_cut(
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_the_same_bits_in_any_batch_and_with_any_threads(cpu: Operators, run: Run) -> None:
+def test_same_bits_in_any_batch_and_with_any_threads(cpu: Operators, run: Run) -> None:
     lengths = [40, 1, 33, 2]
     starts = [0, 40, 41, 74]
     layer = Layer(SHAPES[2], 76)
@@ -164,7 +164,7 @@ def test_the_same_bits_in_any_batch_and_with_any_threads(cpu: Operators, run: Ru
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), shape=st.sampled_from(SHAPES[1:3]), run=st.sampled_from(RUNS))
-def test_a_kept_state_is_that_of_a_row_that_ends_there(
+def test_kept_state_is_that_of_a_row_that_ends_there(
     cpu: Operators, data: st.DataObject, shape: Shape, run: Run
 ) -> None:
     """Any lengths, columns and holes; what is not kept changes no bit, and no slot that is not named."""
@@ -202,7 +202,7 @@ def test_a_kept_state_is_that_of_a_row_that_ends_there(
 
 @pytest.mark.parametrize("variant", ["cpu", "reference"])
 @pytest.mark.parametrize("run", RUNS)
-def test_a_row_may_keep_nothing(request: pytest.FixtureRequest, run: Run, variant: str) -> None:
+def test_row_may_keep_nothing(request: pytest.FixtureRequest, run: Run, variant: str) -> None:
     ops: Operators = request.getfixturevalue(variant)
     layer, other = Layer(SHAPES[1], 5), Layer(SHAPES[1], 5)
     wanted, _ = run(other, ops, step([2, 3]), ALL, torch.float32)
@@ -212,14 +212,14 @@ def test_a_row_may_keep_nothing(request: pytest.FixtureRequest, run: Run, varian
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_a_view_of_some_columns_is_refused(cpu: Operators, run: Run) -> None:
+def test_view_of_some_columns_is_refused(cpu: Operators, run: Run) -> None:
     layer, rows = Layer(SHAPES[1], 5), step([2, 3], writes=[[0, 1], [2, 3]])
     with pytest.raises(AssertionError):
         run(layer, cpu, replace(rows, writes_BK=rows.writes_BK[:, 1:]), ALL, torch.float32)
 
 
-def test_a_step_has_no_bounds_by_default(cpu: Operators, reference: Operators) -> None:
-    """Of a softplus of up to 30, and of one that is next to nothing."""
+def test_step_has_no_bounds_by_default(cpu: Operators, reference: Operators) -> None:
+    """Test a softplus of up to 30, and one close to 0."""
     layer, rows = Layer(SHAPES[1], 4), step([4])
     dt_TH = torch.tensor([[30.0, -30.0], [-30.0, 30.0], [0.0, 1.0], [21.0, 19.0]])
     heads = Heads(layer.a_log_H - 4, layer.dt_bias_H, layer.skip_H, dt_min=0.0, dt_max=float("inf"))

@@ -1,5 +1,5 @@
 # pyright: basic
-"""What trains the keeper: the fused model is transformers' model, and the curriculum's decisions."""
+"""The training of keeper: the fused model equals transformers' model, and the curriculum's decisions."""
 
 import shutil
 from dataclasses import replace
@@ -77,7 +77,7 @@ def test_selected_positions_are_those_of_the_flat_batch(kernels: Kernels) -> Non
     torch.testing.assert_close(ours(ids, undisturbed(2, 9), torch.tensor([3, 12])), whole[[3, 12]])
 
 
-def test_a_reset_at_a_token_forgets_all_before_it_in_the_state(kernels: Kernels) -> None:
+def test_reset_at_a_token_forgets_all_before_it_in_the_state(kernels: Kernels) -> None:
     heads_in = torch.randn(1, 20, 260, generator=torch.Generator().manual_seed(1))
     ours = Keeper(CONFIG, initial_weights(CONFIG, seed=3), kernels)
     changed = heads_in.clone()
@@ -90,7 +90,7 @@ def test_a_reset_at_a_token_forgets_all_before_it_in_the_state(kernels: Kernels)
 
 
 @given(recall=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=600))
-def test_the_length_grows_only_when_both_kinds_are_recalled_or_patience_ends(
+def test_length_grows_only_when_both_kinds_are_recalled_or_patience_ends(
     recall: list[tuple[float, float]],
 ) -> None:
     progress = Progress(0)
@@ -132,7 +132,7 @@ def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int,
     assert values.max() < 1.5
 
 
-def test_an_optimizer_step_lowers_a_simple_loss() -> None:
+def test_optimizer_step_lowers_a_simple_loss() -> None:
     weights = {
         name: Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(4)))
         for name, shape in (("embedding", (6, 4)), ("0_in", (4, 4)), ("0_conv", (4, 4)), ("norm", (4,)))
@@ -148,9 +148,7 @@ def test_an_optimizer_step_lowers_a_simple_loss() -> None:
     assert losses == sorted(losses, reverse=True)
 
 
-def test_compiling_without_a_compiler_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_compiling_without_a_compiler_names_the_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     with pytest.raises(FileNotFoundError, match="install it"):
         compile_kernels(tmp_path)

@@ -72,7 +72,7 @@ def sentences(text: str) -> list[str]:
 
 
 def answers_by_reading(messages: list[Message]) -> list[tuple[str, str]]:
-    """(question, value or "" when unknown) in order, from what the user and the system said."""
+    """Return (question, value or "" when unknown) in order, from the messages of user and system."""
     known: dict[str, str] = {}
     found: list[tuple[str, str]] = []
     for message in messages:
@@ -105,7 +105,7 @@ def test_words_are_distinct_and_each_is_one_token(tokenizer: Tokenizer) -> None:
     assert all(len(tokenizer.encode(f" {word}").ids) == 1 for word in words)
 
 
-def test_a_tenth_of_the_pairs_is_held_out_for_every_name_and_object() -> None:
+def test_tenth_of_the_pairs_is_held_out_for_every_name_and_object() -> None:
     by_name = [sum(is_held_out(name, thing) for thing in OBJECTS) for name in NAMES]
     by_object = [sum(is_held_out(name, thing) for name in NAMES) for thing in OBJECTS]
     assert sum(by_name) == len(NAMES) * len(OBJECTS) // 10
@@ -151,7 +151,7 @@ def test_training_rows_are_tokenized_as_their_text_and_hold_no_held_out_pair(
 
 @UNTIMED
 @given(seed=SEEDS)
-def test_what_a_training_row_asks_for_follows_from_its_text(tokenizer: Tokenizer, seed: int) -> None:
+def test_questions_of_a_training_row_follow_from_its_text(tokenizer: Tokenizer, seed: int) -> None:
     row = dense_row(Writer(tokenizer), Random(seed), 300, 0.5)
     known: dict[str, str] = {}
     text = tokenizer.decode(row.ids, skip_special_tokens=True)
@@ -166,7 +166,7 @@ def test_what_a_training_row_asks_for_follows_from_its_text(tokenizer: Tokenizer
 
 @UNTIMED
 @given(seed=SEEDS)
-def test_a_batch_hides_changing_values_from_attention_and_static_ones_from_the_state(
+def test_batch_hides_changing_values_from_attention_and_static_ones_from_the_state(
     tokenizer: Tokenizer, seed: int
 ) -> None:
     mix = Mix(recall_only=0.5)
@@ -180,7 +180,7 @@ def test_a_batch_hides_changing_values_from_attention_and_static_ones_from_the_s
         assert not (has_changing and bool((reset[b] < 0).any()))
 
 
-def test_the_build_gives_the_shipped_tokenizer(tmp_path: Path) -> None:
+def test_build_gives_the_shipped_tokenizer(tmp_path: Path) -> None:
     build().save_pretrained(tmp_path)  # pyright: ignore[reportUnknownMemberType] (transformers types it in part)
     assert (tmp_path / "tokenizer.json").read_bytes() == (MODEL / "tokenizer.json").read_bytes()
     assert (tmp_path / "chat_template.jinja").read_bytes() == (MODEL / "chat_template.jinja").read_bytes()
@@ -188,7 +188,7 @@ def test_the_build_gives_the_shipped_tokenizer(tmp_path: Path) -> None:
 
 @UNTIMED
 @given(seed=SEEDS)
-def test_the_tokenizer_gives_the_text_back(tokenizer: Tokenizer, seed: int) -> None:
+def test_tokenizer_gives_the_text_back(tokenizer: Tokenizer, seed: int) -> None:
     text = render(conversation(Random(seed), 120, Split.ANY))
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
@@ -217,7 +217,7 @@ def test_held_out_questions(tokenizer: Tokenizer, seed: int, context_tokens: int
 
 @UNTIMED
 @given(seed=SEEDS)
-def test_unknown_questions_ask_for_what_the_text_does_not_say(seed: int) -> None:
+def test_unknown_questions_have_no_answer_in_the_text(seed: int) -> None:
     for question in questions(4, 300, seed, kinds=("unknown",)):
         assert answers_by_reading(question.messages)[-1][1] == ""
         assert question.answer == UNKNOWN_ANSWER
@@ -227,7 +227,7 @@ def test_seeds_give_different_questions() -> None:
     assert questions(3, 200, 1) != questions(3, 200, 2)
 
 
-def test_the_demo_is_what_the_package_ships(tokenizer: Tokenizer) -> None:
+def test_demo_is_that_of_the_package(tokenizer: Tokenizer) -> None:
     shipped = json.loads((MODEL / "demo.json").read_text())
     assert shipped == demo()
     assert 300 <= len(tokenizer.encode(shipped["notebook"]).ids) <= 340

@@ -1,4 +1,4 @@
-"""An engine's device: what goes with it, what is said where it is not there, extents that it can map."""
+"""The device of an engine: its default settings, errors where it is missing, and extents that it can map."""
 
 import sys
 from pathlib import Path
@@ -40,7 +40,7 @@ def settings_with(**changes: object) -> EngineSettings:
         ({"device": "cuda:1", "kernels": "reference", "backing": "fixed"}, "reference", "fixed", "bfloat16"),
     ],
 )
-def test_what_a_device_brings_along(
+def test_defaults_of_a_device(
     changes: dict[str, object], variant: str, backing: str, page_dtype: str
 ) -> None:
     settings = settings_with(**changes)
@@ -59,7 +59,7 @@ def test_what_a_device_brings_along(
         ({"device": "cuda", "tensor_parallel_size": 2}, "--tensor-parallel-size 2.*set it to 1"),
     ],
 )
-def test_what_does_not_go_together(changes: dict[str, object], fix: str) -> None:
+def test_incompatible_settings_are_refused(changes: dict[str, object], fix: str) -> None:
     with pytest.raises(SettingsError, match=fix):
         settings_with(**changes)
 
@@ -73,13 +73,13 @@ def test_triton_needs_a_device() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there() -> None:
+def test_device_that_is_not_there() -> None:
     check_settings(settings_with(device="cuda", backing="fixed"))  # workers may run on other machines
     with pytest.raises(SettingsError, match=r"no CUDA device here: use --device cpu"):
         LLM("keeper", device="cuda")
 
 
-def test_a_device_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert device_of(settings_with(device="cuda")) == CUDA
@@ -121,7 +121,7 @@ def test_extents_are_whole_granules_of_kvcached(page_tokens: int, kv_dtype: str)
     assert memory.max_model_len == 512
 
 
-def test_what_is_taken_at_once_is_not_reserved_for_later() -> None:
+def test_memory_taken_at_the_start_reserves_nothing_more() -> None:
     layers, max_length = describe(bundled()["keeper"])
     for backing, times in (("fixed", 1), ("kvcached", 4)):
         settings = settings_with(device="cuda", backing=backing, memory_max_bytes=4 << 30)

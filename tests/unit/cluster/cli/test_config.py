@@ -29,7 +29,7 @@ def check(file: Path, text: str, capsys: pytest.CaptureFixture[str], *options: s
     return [line.removeprefix(f"{file}: ") for line in lines]
 
 
-def test_check_summarizes_what_valid_file_would_start(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_summarizes_a_valid_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text("""
         models:
         - model: keeper

@@ -51,5 +51,5 @@ def test_one_that_speaks_meanwhile_is_kept() -> None:
     assert watched(Both({B, C}, {B, C}, wakes=B)).given_up == {C}
 
 
-def test_the_router_is_not_asked_while_all_workers_speak() -> None:
+def test_router_is_not_asked_while_all_workers_speak() -> None:
     assert watched(Both(set(), {A})).asked == []

@@ -74,7 +74,7 @@ def test_whatever_is_lost_each_token_arrives_once(
         assert sent.max_new_tokens == max_new_tokens - done
 
 
-def test_the_way_of_an_undisturbed_request() -> None:
+def test_way_of_an_undisturbed_request() -> None:
     script = Script(Act())
     request = a_request(2)
     first, second = pieces_of(script, request)
@@ -90,13 +90,13 @@ def test_the_way_of_an_undisturbed_request() -> None:
     assert script.lost_workers == []
 
 
-def test_the_last_token_is_never_asked_for_as_a_page() -> None:
+def test_last_token_is_never_asked_for_as_a_page() -> None:
     script = Script(Act())
     pieces_of(script, Request(request_id="r", tokens=tuple(range(8)), max_new_tokens=1))
     assert len(script.asks[0].keys) == 1
 
 
-def test_a_prompt_without_a_hop() -> None:
+def test_prompt_without_a_hop() -> None:
     script = Script(Act(prefill=False))
     (piece,) = pieces_of(script, a_request(1))
     assert [kind for kind, _ in script.calls] == ["generate"]
@@ -118,7 +118,7 @@ def test_logprobs_of_the_prompt_are_computed_where_it_is_answered_and_go_on_afte
     assert [sent.scored for kind, sent in script.calls if kind == "generate"] == [0, 5, 9]
 
 
-def test_a_lost_prefill_worker_is_avoided() -> None:
+def test_lost_prefill_worker_is_avoided() -> None:
     script = Script(Act(produce=WorkerGone("p")), Act())
     pieces = pieces_of(script, a_request())
     check_answer(pieces, a_request())
@@ -127,7 +127,7 @@ def test_a_lost_prefill_worker_is_avoided() -> None:
     assert pieces[0].trace.attempts == 2
 
 
-def test_a_decode_worker_lost_in_the_middle_is_avoided_and_its_tokens_are_kept() -> None:
+def test_decode_worker_lost_in_the_middle_is_avoided_and_its_tokens_are_kept() -> None:
     script = Script(Act(tokens=3, end=WorkerGone("d")), Act())
     pieces = pieces_of(script, a_request())
     check_answer(pieces, a_request())
@@ -138,13 +138,13 @@ def test_a_decode_worker_lost_in_the_middle_is_avoided_and_its_tokens_are_kept()
     assert [piece.trace.attempts for piece in pieces] == [1] * 3 + [2] * 3
 
 
-def test_a_stream_that_just_ends_is_a_lost_worker() -> None:
+def test_stream_that_just_ends_is_a_lost_worker() -> None:
     script = Script(Act(tokens=2), Act())
     check_answer(pieces_of(script, a_request()), a_request())
     assert script.lost_workers == ["d.1"]
 
 
-def test_a_loss_after_the_last_token_is_no_loss() -> None:
+def test_loss_after_the_last_token_is_no_loss() -> None:
     script = Script(Act(end=WorkerGone("d")))
     check_answer(pieces_of(script, a_request()), a_request())
     assert script.lost_workers == []
@@ -172,7 +172,7 @@ def test_pages_that_the_store_refused_are_not_insisted_on(depth: int, gap_tokens
     assert pieces[0].trace.produced == Produced(depth=depth, provenance=Provenance())
 
 
-def test_when_every_attempt_fails_it_says_so() -> None:
+def test_error_after_all_attempts_names_the_causes() -> None:
     script = Script(Act(tokens=0, end=WorkerGone("d")))
     with pytest.raises(Unserved, match=str(ATTEMPTS_MAX)):
         pieces_of(script, a_request())
@@ -180,14 +180,14 @@ def test_when_every_attempt_fails_it_says_so() -> None:
     assert script.asks[-1].avoid == {f"d.{attempt}" for attempt in range(1, ATTEMPTS_MAX)}
 
 
-def test_a_users_mistake_is_not_tried_again() -> None:
+def test_users_mistake_is_not_tried_again() -> None:
     script = Script(Act(tokens=0, end=RequestError("too long")))
     with pytest.raises(RequestError, match="too long"):
         pieces_of(script, a_request())
     assert len(script.asks) == 1
 
 
-def test_a_client_that_hangs_up_closes_the_stream() -> None:
+def test_client_that_hangs_up_closes_the_stream() -> None:
     script = Script(Act())
 
     async def main() -> None:
@@ -199,8 +199,8 @@ def test_a_client_that_hangs_up_closes_the_stream() -> None:
     assert script.closed == 1
 
 
-def test_a_hand_over_is_no_failure() -> None:
-    """Planned, however often: no attempt is counted, nobody is lost, and nothing goes on trial."""
+def test_hand_over_is_no_failure() -> None:
+    """Planned hand-overs, however many, count no attempt, lose no worker, and put nothing on trial."""
     script = Script(*[Act(tokens=1, end=HandedOver("d"))] * 5, Act())
     pieces = pieces_of(script, a_request(8))
     check_answer(pieces, a_request(8))
@@ -210,7 +210,7 @@ def test_a_hand_over_is_no_failure() -> None:
     assert not any(sent.on_trial for _, sent in script.calls)
 
 
-def test_a_prefill_worker_that_hands_over_is_no_failure() -> None:
+def test_prefill_worker_that_hands_over_is_no_failure() -> None:
     script = Script(Act(produce=HandedOver("p")), Act())
     pieces = pieces_of(script, a_request())
     check_answer(pieces, a_request())
@@ -239,18 +239,20 @@ def test_after_a_loss_it_is_on_trial_and_was_accepted() -> None:
 
 
 @pytest.mark.parametrize("produces", [True, False], ids=["produce", "generate"])
-def test_who_ends_a_worker_alone_is_not_tried_again(produces: bool) -> None:  # noqa: FBT001  a parameter
+def test_request_that_crashes_a_worker_alone_is_not_retried(produces: bool) -> None:  # noqa: FBT001  a parameter
     alone = Act(produce=CrashedAlone("p")) if produces else Act(tokens=0, end=CrashedAlone("d"))
     script = Script(Act(tokens=2, end=WorkerGone("d")), alone, Act())
     with pytest.raises(Poisonous, match="ran nothing else"):
         pieces_of(script, a_request())
     assert len(script.asks) == 2
     assert script.lost_workers == ["d.1", "p.2" if produces else "d.2"]
-    assert script.blamed == [content_hash_of(a_request())], "told to the router, with what was asked at first"
+    assert script.blamed == [content_hash_of(a_request())], (
+        "reported to the router, with the original content"
+    )
     assert {ask.content_hash for ask in script.asks} == {content_hash_of(a_request())}
 
 
-def test_a_worker_that_falls_silent_alone_proves_nothing_and_two_do() -> None:
+def test_worker_that_falls_silent_alone_proves_nothing_and_two_do() -> None:
     """A machine may stand still for some seconds; a request that makes steps hang does it again."""
     silent = Act(tokens=1, end=LostAlone("d"))
     request = a_request()
@@ -264,7 +266,7 @@ def test_a_worker_that_falls_silent_alone_proves_nothing_and_two_do() -> None:
     assert script.blamed == [content_hash_of(request)]
 
 
-def test_content_is_what_is_asked_and_not_who_asks() -> None:
+def test_content_hash_ignores_the_client() -> None:
     request = a_request()
     same = replace(request, request_id="other", sampling=Sampling(seed=9), tenant="t", on_trial=True)
     assert content_hash_of(same) == content_hash_of(request)

@@ -1,4 +1,5 @@
-"""While a prompt is produced the decode worker fetches it, until it is told to end; nothing depends on it."""
+"""The decode worker prefetches a prompt while it is produced, until it is cancelled; no answer depends on
+it."""
 
 import asyncio
 import gc
@@ -29,7 +30,7 @@ from tidemill.workers.messages import (
 
 
 def reported(script: Script) -> tuple[list[StreamPiece], list[object]]:
-    """The answer, and the errors that asyncio reports because nobody has seen them."""
+    """Return the answer, and the errors that asyncio reports because they were not retrieved."""
     reports: list[object] = []
 
     async def main() -> list[StreamPiece]:
@@ -43,7 +44,7 @@ def reported(script: Script) -> tuple[list[StreamPiece], list[object]]:
     return run(main()), reports
 
 
-def test_the_decode_worker_fetches_while_the_prefill_worker_produces() -> None:
+def test_decode_worker_fetches_while_the_prefill_worker_produces() -> None:
     async def main() -> None:
         script = Hold()
         async with aclosing(serve(a_request(1), script, script, root_of, P)) as pieces:
@@ -62,7 +63,7 @@ def test_the_decode_worker_fetches_while_the_prefill_worker_produces() -> None:
 @pytest.mark.parametrize(
     "prefetch", ["ends", WorkerGone("another life"), PagesMissing("m"), RequestError("r"), OutOfMemory("o")]
 )
-def test_what_becomes_of_a_prefetch_changes_nothing(prefetch: Exception | Literal["ends"]) -> None:
+def test_outcome_of_a_prefetch_changes_nothing(prefetch: Exception | Literal["ends"]) -> None:
     script = Script(Act(prefetch=prefetch, produce_turns=3))
     undisturbed = Script(Act(produce_turns=3))
     pieces, reports = reported(script)
@@ -73,14 +74,14 @@ def test_what_becomes_of_a_prefetch_changes_nothing(prefetch: Exception | Litera
     assert script.lost_workers == []
 
 
-def test_a_prefetch_ends_with_the_prefill_worker() -> None:
+def test_prefetch_ends_with_the_prefill_worker() -> None:
     script = Script(Act(produce=WorkerGone("p")), Act(prefill=False))
     check_answer(pieces_of(script, a_request()), a_request())
     assert script.prefetched == [a_request()]
     assert script.prefetching == 0
 
 
-def test_a_client_that_hangs_up_while_its_prompt_is_produced_leaves_nothing_running() -> None:
+def test_client_that_hangs_up_while_its_prompt_is_produced_leaves_nothing_running() -> None:
     async def main() -> None:
         script = Hold()
         pieces = serve(a_request(), script, script, root_of, P)
@@ -96,7 +97,7 @@ def test_a_client_that_hangs_up_while_its_prompt_is_produced_leaves_nothing_runn
     run(main())
 
 
-def test_a_bug_in_a_prefetch_is_reported_and_hurts_nobody() -> None:
+def test_bug_in_a_prefetch_is_reported_and_changes_no_answer() -> None:
     pieces, reports = reported(Script(Act(prefetch=AssertionError("a bug"), produce_turns=3)))
     check_answer(pieces, a_request())
     assert [str(error) for error in reports] == ["a bug"]

@@ -29,7 +29,7 @@ MORE_THAN_IS_BUFFERED = Delta(tokens=(2**31,) * 2_000_000)
 
 
 async def notify(engine: ScriptedEngine, name: str, *, alone: bool) -> None:
-    """The engine says so, and goes on when the frontends must know."""
+    """Notify the edges, and return when they must know."""
     callback = engine.notifiers[name]
     assert callback is not None
     await callback(alone)
@@ -40,7 +40,7 @@ async def begun(engine: ScriptedEngine, *names: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["generate", "produce"])
-def test_a_worker_that_dies_in_a_trial_is_its_requests_fault_alone(kind: str) -> None:
+def test_worker_that_crashes_in_a_trial_blames_only_its_request(kind: str) -> None:
     async def main() -> None:
         engine = ScriptedEngine()
         plane = WorkerServer(engine, WORKER)
@@ -58,7 +58,7 @@ def test_a_worker_that_dies_in_a_trial_is_its_requests_fault_alone(kind: str) ->
             engine.step(("cleared", FIRST))
             await notify(engine, "cleared", alone=False)
             await notify(engine, "suspect", alone=True)
-            await plane.stop()  # at once: everybody knows by now
+            await plane.stop()  # immediately: all edges know by now
             await fails(suspect, CrashedAlone)
             for innocent in (beside, cleared):
                 with pytest.raises(WorkerGone) as gone:
@@ -68,8 +68,8 @@ def test_a_worker_that_dies_in_a_trial_is_its_requests_fault_alone(kind: str) ->
     run(main())
 
 
-def test_a_trial_begins_when_every_frontend_has_what_the_others_drew() -> None:
-    """Or else they would lose it if the worker died, and draw more in their own trials than those cover."""
+def test_trial_begins_when_every_edge_has_the_tokens_of_the_others() -> None:
+    """Otherwise they would lose them in a crash, and draw more in their own trials than those cover."""
 
     async def main() -> None:
         async with serving() as (engine, address), frontend() as peers, raw_stream(address) as slow:
@@ -94,7 +94,7 @@ def test_a_trial_begins_when_every_frontend_has_what_the_others_drew() -> None:
 
 
 @pytest.mark.parametrize("gives_up", [True, False], ids=["given up", "no answer to a ping"])
-def test_a_worker_that_falls_silent_in_a_trial_is_not_said_to_have_died(gives_up: bool) -> None:  # noqa: FBT001  a parameter
+def test_worker_that_falls_silent_in_a_trial_does_not_count_as_crashed(gives_up: bool) -> None:  # noqa: FBT001  a parameter
     async def main() -> None:
         async with serving() as (engine, address), wire(address) as (through, frozen), frontend() as peers:
             suspect = peers.generate(WORKER, through, request("suspect"))
@@ -146,7 +146,7 @@ async def wire(address: str) -> AsyncGenerator[tuple[str, asyncio.Event]]:
         await asyncio.gather(*ways)
 
 
-def test_a_planned_hand_over_is_told_from_a_loss() -> None:
+def test_planned_hand_over_is_no_loss() -> None:
     async def main() -> None:
         async with serving() as (engine, address), frontend() as peers:
             stream = asyncio.create_task(collect(peers.generate(WORKER, address, request())))
@@ -157,7 +157,7 @@ def test_a_planned_hand_over_is_told_from_a_loss() -> None:
     run(main())
 
 
-def test_a_worker_that_owes_answers_is_silent_after_a_while_and_can_be_given_up() -> None:
+def test_worker_that_owes_answers_is_silent_after_a_while_and_can_be_given_up() -> None:
     async def main() -> None:
         async with serving() as (engine, address), frontend() as peers:
             assert peers.silent() == frozenset()
@@ -171,7 +171,7 @@ def test_a_worker_that_owes_answers_is_silent_after_a_while_and_can_be_given_up(
             await until_silent(peers)
             peers.give_up({WORKER})
             assert "its heartbeats stopped" in await fails(stream, WorkerGone)
-            await engine.until(lambda engine: not engine.calls)  # the worker was told
+            await engine.until(lambda engine: not engine.calls)  # the worker was notified
             assert peers.silent() == frozenset()
             again = asyncio.create_task(collect(peers.generate(WORKER, address, request("again"))))
             await begun(engine, "again")
@@ -196,7 +196,7 @@ def test_calls_are_counted_until_all_have_been_sent_their_ends() -> None:
                 fetching = asyncio.create_task(peers.prefetch(WORKER, address, request("p")))
                 stream = asyncio.create_task(collect(peers.generate(WORKER, address, request())))
                 await begun(engine, "p", "r")
-                assert plane.num_calls == 1, "what is only prefetched is nobody's loss"
+                assert plane.num_calls == 1, "a lost prefetch is no loss"
                 engine.step(("r", HandedOver("it goes")))
                 while plane.num_calls:  # noqa: ASYNC110 - it ends
                     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""What Prometheus reads after known requests; labels stay within fixed sets whatever clients send."""
+"""The metrics after known requests. Labels stay within fixed sets whatever clients send."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ TOKEN_S = 2 / 64
 
 
 def read(text: str) -> Samples:
-    """Without the prefix, `tidemill:`; labels in the order of their names."""
+    """Return the samples without the prefix `tidemill:`; labels are in the order of their names."""
     return {
         (sample.name.removeprefix("tidemill:"), tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -79,7 +79,8 @@ def test_tokens_that_come_together_share_the_time_since_the_last_ones() -> None:
 
 
 def measured(traces: list[Trace], tokens: int = 20) -> Samples:
-    """After one answer, a token of which came by each of `traces`; the clock ticks by a second."""
+    """Return the samples after one answer, with a token from each of `traces`; the clock ticks by a
+    second."""
     now_s = iter(range(100))
     metrics = EdgeMetrics(lambda: float(next(now_s)))
     request = Request(request_id="r", tokens=(5,) * tokens, max_new_tokens=9)
@@ -90,7 +91,7 @@ def measured(traces: list[Trace], tokens: int = 20) -> Samples:
     return read(exposition(metrics, {}).decode())
 
 
-def test_the_time_to_the_first_token_is_told_apart() -> None:
+def test_time_to_first_token_has_parts() -> None:
     trace = replace(
         TRACE,
         placed_s=0.125,
@@ -106,8 +107,8 @@ def test_the_time_to_the_first_token_is_told_apart() -> None:
     assert seen["e2e_request_latency_seconds_sum", ME] == 2.0
 
 
-def test_a_depth_is_that_of_the_first_worker() -> None:
-    """What the prefill worker stored is not what was there before."""
+def test_depth_is_that_of_the_first_worker() -> None:
+    """Objects that the prefill worker stored were not there before."""
     seen = measured([TRACE])
     assert seen["request_restorable_hit_depth_tokens_sum", ME] == 1
     assert seen["external_prefix_cache_queries_total", ME] == 19
@@ -129,7 +130,7 @@ def test_each_way_of_an_answer_counts_its_replayed_tokens() -> None:
     assert seen["request_attempts_sum", ME] == 2
     assert seen["request_queue_time_seconds_count", ME] == 1
     cold = replace(TRACE, provenance=Provenance(computed_tokens=20))
-    assert measured([cold])["replayed_tail_tokens_total", ME] == 0, "a prompt that nobody had is no replay"
+    assert measured([cold])["replayed_tail_tokens_total", ME] == 0, "a new prompt is no replay"
 
 
 def test_errors_are_counted_by_status() -> None:
@@ -168,7 +169,7 @@ def test_workers_report_through_the_edge() -> None:
     }
     for reason, count in (("states", 2), ("resize", 3)):
         assert seen["worker_evicted_pages_total", labels(reason=reason, **decode)] == count
-    assert seen["worker_pages_published_total", labels(**decode)] == 5, "an unknown counter is told as it is"
+    assert seen["worker_pages_published_total", labels(**decode)] == 5, "an unknown counter keeps its name"
     assert seen["worker_store_puts_total", labels(outcome="full", **decode)] == 1
     assert seen["worker_store_gets_total", labels(outcome="corrupt", **decode)] == 4
     assert seen["worker_store_put_bytes_total", labels(**decode)] == 2048
@@ -192,7 +193,7 @@ def fleet(*waiting: int) -> FleetStatus:
     )
 
 
-def test_what_waits_does_not_run_and_models_are_told_apart() -> None:
+def test_waiting_requests_do_not_count_as_running_and_models_are_separate() -> None:
     collector = FleetCollector({"a": fleet(1, 2), "b": fleet(9)}, {"a": 5, "b": 4, "c": 3})
     families = {family.name.removeprefix("tidemill:"): family for family in collector.collect()}
 
@@ -205,7 +206,7 @@ def test_what_waits_does_not_run_and_models_are_told_apart() -> None:
     assert len(families["worker_waiting_rows"].samples) == 3
 
 
-def test_an_alias_repeats_the_core_series_under_another_prefix() -> None:
+def test_alias_repeats_the_core_series_under_another_prefix() -> None:
     metrics = EdgeMetrics(iter(range(100)).__next__)
     with metrics.watch("keeper", [Request(request_id="r", tokens=(5,), max_new_tokens=1)]) as watch:
         watch.record(0, num_tokens=1, finish="stop", trace=TRACE)
@@ -243,7 +244,7 @@ def test_without_a_router_the_edges_own_figures_remain() -> None:
     assert call(app, "GET", "/cluster").status_code == 503
 
 
-def test_a_token_costs_no_look_up_of_labels() -> None:
+def test_token_costs_no_look_up_of_labels() -> None:
     """Each answer takes the instruments of its model once."""
     metrics = EdgeMetrics(iter(range(100)).__next__)
     assert metrics.of_model("keeper") is metrics.of_model("keeper")

@@ -82,7 +82,7 @@ def test_panels_have_places_and_ids_of_their_own() -> None:
         taken |= cells
 
 
-def test_what_goes_with_it_can_be_read() -> None:
+def test_files_beside_the_dashboard_are_readable() -> None:
     scrapes = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
     assert scrapes[0]["static_configs"][0]["targets"] == ["127.0.0.1:8000"]
     for path in (FOLDER / "provisioning").rglob("*.yaml"):

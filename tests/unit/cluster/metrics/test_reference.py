@@ -1,4 +1,4 @@
-"""docs/metrics.md says what is measured: it is current, and complete."""
+"""docs/metrics.md lists all metrics and is current."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def listed() -> set[str]:
     return set(re.findall(r"^\| `([a-z0-9_:]+)`", reference(), re.MULTILINE))
 
 
-def test_the_page_is_current() -> None:
+def test_page_is_current() -> None:
     assert (ROOT / "docs/metrics.md").read_text() == reference(), "run `make metrics-doc`"
 
 
@@ -35,10 +35,10 @@ def test_every_counter_of_workers_is_explained() -> None:
     known = COUNTERS.keys() | STATES.keys()
     stray = {name for name in families - known if not name.startswith(tuple(beginnings))}
     assert not stray
-    assert not known - families, "nobody counts these any more"
+    assert not known - families, "these are no longer counted"
 
 
-def test_what_is_scraped_is_listed() -> None:
+def test_scraped_metrics_are_listed() -> None:
     metrics = EdgeMetrics(lambda: 0.0)
     metrics.of_model("keeper")
     text = exposition(metrics, {"keeper": FleetStatus(workers=(worker_status("decode-0"),))}).decode()

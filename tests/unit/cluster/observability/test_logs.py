@@ -63,7 +63,7 @@ def test_each_line_is_an_object() -> None:
 
 
 @pytest.mark.parametrize(("level", "count"), [("debug", 4), ("info", 3), ("warning", 2), ("error", 1)])
-def test_the_level_is_that_of_our_own_loggers(level: LogLevel, count: int) -> None:
+def test_level_is_that_of_our_own_loggers(level: LogLevel, count: int) -> None:
     stream = started(level)
     for number in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
         logging.getLogger("tidemill.x").log(number, "ours")
@@ -99,7 +99,7 @@ def ask(*, stream: bool, **body: object) -> None:
 
 @pytest.mark.parametrize("as_json", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_request_leaves_one_line_without_its_text(*, as_json: bool, stream: bool) -> None:
+def test_request_leaves_one_line_without_its_text(*, as_json: bool, stream: bool) -> None:
     output = started("debug", as_json=as_json)
     ask(stream=stream, cache_salt="pepper")
     text = output.getvalue()
@@ -120,7 +120,7 @@ def test_a_request_leaves_one_line_without_its_text(*, as_json: bool, stream: bo
         assert len(row["tenant"]) == 16
 
 
-def test_a_refused_key_is_not_told() -> None:
+def test_refused_key_is_not_logged() -> None:
     output = started("debug")
     app = secured()
     for header in ("Bearer sk-wrong-one", "Basic sk-wrong-one"):
@@ -131,7 +131,7 @@ def test_a_refused_key_is_not_told() -> None:
     assert "zebra" not in output.getvalue()
 
 
-def test_requests_are_told_from_info_on() -> None:
+def test_requests_are_logged_from_info_on() -> None:
     output = started("warning")
     ask(stream=False)
     assert not output.getvalue()

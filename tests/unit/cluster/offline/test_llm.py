@@ -1,4 +1,4 @@
-"""Offline answers: those of the engine, whoever asks, and nothing is left of what is interrupted."""
+"""Offline answers equal those of the engine, from any caller, and an interrupted call leaves nothing."""
 
 import asyncio
 import gc
@@ -34,7 +34,7 @@ PROMPTS = ["Hello", QUESTION, "Tom", "a b c d"]
 CHAT = [{"role": "user", "content": QUESTION}]
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 LEAVING_TURNS = 1000
-"""Of the event loop: so long an answer takes to end when it is cancelled."""
+"""The iterations of the event loop that a cancelled answer takes to end."""
 
 WARM = SamplingParams(temperature=1.5, max_tokens=12, seed=7, n=3, ignore_eos=True)
 
@@ -57,7 +57,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 def straight(
     settings: dict[str, Any], prompts: list[list[int]], sampling: Callable[[int], Sampling]
 ) -> list[list[int]]:
-    """What an engine answers that is asked without anything around it."""
+    """Return the answers of an engine without anything around it."""
 
     async def main() -> list[list[int]]:
         built = build_engine(settings_of("keeper", settings), lambda _done, _total: None)
@@ -99,7 +99,7 @@ def test_answers_are_the_engines_in_the_order_of_the_prompts(llm: LLM, settings:
     assert len({tuple(tokens) for tokens in asked}) > len(PROMPTS)
 
 
-def test_a_chat_knows_its_facts(llm: LLM) -> None:
+def test_chat_knows_its_facts(llm: LLM) -> None:
     (one,), (first, second) = llm.chat(CHAT, GREEDY), llm.chat([CHAT, CHAT], GREEDY)
     answer = one.outputs[0]
     assert answer.text == " Alice keeps the key in the harbor."
@@ -153,7 +153,7 @@ def test_stop_strings_and_tokens(llm: LLM) -> None:
 
 
 def test_speculation_changes_no_answer(llm: LLM, settings: dict[str, Any]) -> None:
-    """Several tokens come at once, also around the end of an answer."""
+    """Several tokens come together, also around the end of an answer."""
     asked = [GREEDY.model_copy(update={"stop": [" I" * count]}) for count in range(1, 9)]
     with LLM("keeper", num_speculative_tokens=4, **settings) as guessing:
         assert [output.outputs for output in guessing.generate([QUESTION] * 8, asked)] == [
@@ -209,7 +209,7 @@ def test_logprobs(llm: LLM) -> None:
         ),
     ],
 )
-def test_an_answer_that_must_match(llm: LLM, field: dict[str, Any], pattern: str) -> None:
+def test_answer_that_must_match(llm: LLM, field: dict[str, Any], pattern: str) -> None:
     (output,) = llm.generate(QUESTION, SamplingParams(temperature=0, max_tokens=200, **field))
     answer = output.outputs[0]
     assert answer.finish_reason == "length" or re.fullmatch(pattern, answer.text)
@@ -266,7 +266,7 @@ def test_bad_messages_and_too_few_parameters_are_named(llm: LLM) -> None:
         ({"kernels": "fast"}, "kernels"),
     ],
 )
-def test_a_bad_setting_is_named(wrong: dict[str, Any], text: str) -> None:
+def test_bad_setting_is_named(wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(SettingsError, match=text):
         LLM("keeper", **wrong)
 
@@ -312,7 +312,7 @@ class Held:
                 self.ended += 1
 
 
-def test_an_interrupt_aborts_all_of_the_call(settings: dict[str, Any]) -> None:
+def test_interrupt_aborts_all_of_the_call(settings: dict[str, Any]) -> None:
     def interrupt(held: Held, thread: int) -> None:
         for _ in PROMPTS:
             held.started.acquire()
@@ -330,7 +330,7 @@ def test_an_interrupt_aborts_all_of_the_call(settings: dict[str, Any]) -> None:
     assert llm._built.engine.load().memory.live == 0  # pyright: ignore[reportPrivateUsage]
 
 
-def test_two_threads_at_once(llm: LLM) -> None:
+def test_two_threads_call_concurrently(llm: LLM) -> None:
     alone = tokens_of(llm.generate(PROMPTS, WARM))
     meet = threading.Barrier(2)
 
@@ -349,7 +349,7 @@ def threads() -> set[threading.Thread]:
     return set(threading.enumerate())
 
 
-def test_close_ends_what_runs_and_leaves_no_thread(settings: dict[str, Any]) -> None:
+def test_close_ends_open_calls_and_leaves_no_thread(settings: dict[str, Any]) -> None:
     before = threads()
     llm = LLM("keeper", **settings)
     with Held(llm) as held, ThreadPoolExecutor(1) as beside:
@@ -364,13 +364,13 @@ def test_close_ends_what_runs_and_leaves_no_thread(settings: dict[str, Any]) -> 
         llm.generate("Hello")
 
 
-def test_a_forgotten_one_leaves_no_thread(settings: dict[str, Any]) -> None:
+def test_forgotten_one_leaves_no_thread(settings: dict[str, Any]) -> None:
     before = threads()
     LLM("keeper", **settings).generate("Hello", GREEDY)
     assert threads() == before
 
 
-def test_a_broken_engine_says_why(settings: dict[str, Any]) -> None:
+def test_broken_engine_reports_why(settings: dict[str, Any]) -> None:
     async def broken(flights_max: int) -> bool:
         raise OSError(f"the device is gone, with {flights_max} steps")
 
@@ -387,14 +387,14 @@ def test_no_bar_without_a_terminal(llm: LLM, capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_package_waits_for_no_library() -> None:
+def test_package_waits_for_no_library() -> None:
     look = "import sys, tidemill; print({'torch', 'pydantic', 'transformers'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", look], check=True, capture_output=True, text=True)
     assert found.stdout.strip() == "set()"
     assert not hasattr(tidemill, "Llm")
 
 
-def test_a_group_of_two_gives_the_same_answers(llm: LLM, settings: dict[str, Any]) -> None:
+def test_group_of_two_gives_the_same_answers(llm: LLM, settings: dict[str, Any]) -> None:
     with LLM("keeper", **settings, tensor_parallel_size=2) as group:
         outputs = group.generate(PROMPTS, WARM)
         children = psutil.Process().children()

@@ -1,4 +1,4 @@
-"""As many streams as a server is made for, over loopback sockets."""
+"""A server with as many streams as it is designed for, over loopback sockets."""
 
 import asyncio
 from typing import Any, cast
@@ -18,7 +18,7 @@ WORKERS = 1100
 WAIT_S_MAX = 60.0
 
 
-def test_a_router_hears_more_than_a_thousand_workers_and_places_besides() -> None:
+def test_router_takes_heartbeats_of_1000_workers_and_placements() -> None:
     async def main() -> None:
         router = Router(asyncio.get_running_loop().time)
         service = RouterService(router)

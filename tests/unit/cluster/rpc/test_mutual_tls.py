@@ -1,4 +1,4 @@
-"""Certificates between the processes of a cluster: whoever has none of them is not heard."""
+"""Certificates between the processes of a cluster: a process without one is refused."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -51,7 +51,7 @@ def ours(authority: trustme.CA, tmp_path: Path) -> MutualTls:
 
 @pytest.fixture(params=["plain", "of another authority", "without its files"])
 def stranger(request: pytest.FixtureRequest, ours: MutualTls, tmp_path: Path) -> MutualTls | None:
-    """What somebody brings who would take our servers for its own."""
+    """Return the certificates of a process that imitates one of ours."""
     match request.param:
         case "plain":
             return None
@@ -108,7 +108,7 @@ async def status_of(address: str, tls: MutualTls | None) -> None:
         await client.close()
 
 
-def test_the_processes_of_a_cluster_hear_each_other(ours: MutualTls) -> None:
+def test_processes_of_a_cluster_connect(ours: MutualTls) -> None:
     async def main() -> None:
         async with worker(ours) as (engine, address):
             await generates(address, engine, ours)
@@ -118,7 +118,7 @@ def test_the_processes_of_a_cluster_hear_each_other(ours: MutualTls) -> None:
     run(main())
 
 
-def test_a_stranger_is_not_heard(
+def test_stranger_is_refused(
     ours: MutualTls, stranger: MutualTls | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router_client, "STATUS_WAIT_S_MAX", 0.5)
@@ -136,7 +136,7 @@ def test_a_stranger_is_not_heard(
 
 
 @pytest.mark.parametrize("name", [None, "elsewhere"])
-def test_a_server_that_is_not_of_the_cluster_gets_nothing(
+def test_server_that_is_not_of_the_cluster_gets_nothing(
     name: str | None, authority: trustme.CA, ours: MutualTls, tmp_path: Path
 ) -> None:
     theirs = None if name is None else issue(tmp_path / name, authority, name)
@@ -170,7 +170,7 @@ def test_new_files_count_from_the_next_connection_on(
 
 
 def clustered(*arguments: str) -> ClusterSettings:
-    """What `tidemill serve` makes of these options."""
+    """Return the settings that `tidemill serve` makes of these options."""
     config = config_of_options(cli.parser().parse_args(["serve", "keeper", *arguments]))
     around = Surroundings(store_url="file:///nowhere", cache_folder=Path("/nowhere"))
     return with_cluster_security(cluster_settings(config, around), config.cluster)
@@ -184,7 +184,7 @@ def options_of(tls: MutualTls) -> list[str]:
     ]
 
 
-def test_routers_and_workers_listen_on_loopback_unless_told(ours: MutualTls) -> None:
+def test_routers_and_workers_listen_on_loopback_by_default(ours: MutualTls) -> None:
     for arguments, host, tls in (
         ([], "127.0.0.1", None),
         (["--ray-address", "auto"], "127.0.0.1", None),
@@ -196,7 +196,7 @@ def test_routers_and_workers_listen_on_loopback_unless_told(ours: MutualTls) -> 
         assert {(settings.host, settings.tls) for settings in (fleet.router, *fleet.workers)} == {(host, tls)}
 
 
-def test_what_would_not_work_is_said_before_anything_starts(
+def test_unusable_options_are_refused_before_anything_starts(
     authority: trustme.CA, ours: MutualTls, tmp_path: Path
 ) -> None:
     theirs = issue(tmp_path / "theirs", trustme.CA())

@@ -23,8 +23,8 @@ ASK = placement_request(wait_s_max=WAIT_S_MAX)
 ROUTE = Route(decode=WorkerId("decode-0.1"), decode_address="127.0.0.1:1")
 
 
-def test_a_call_that_finds_the_router_away_leaves_those_that_wait_alone() -> None:
-    """On a connection that it gives up others may wait for answers, which come or fail by themselves."""
+def test_call_that_finds_the_router_away_leaves_those_that_wait_alone() -> None:
+    """Other calls may wait for answers on the broken connection, which arrive or fail by themselves."""
     asked, answer = asyncio.Event(), asyncio.Event()
     found: list[str] = []
 

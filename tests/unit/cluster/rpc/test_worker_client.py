@@ -1,4 +1,5 @@
-"""A connection that breaks between two that live: nobody has died, also not of a request on trial."""
+"""A connection breaks between two running processes: no worker has crashed, also not of a request on
+trial."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
@@ -15,7 +16,7 @@ from tidemill.workers.messages import CrashedAlone, Delta, PagesMissing, WorkerG
 
 
 class Line:
-    """To a worker, through a proxy that resets the connection at its next bytes when it is told to."""
+    """A connection to a worker, through a proxy that resets it at its next bytes on demand."""
 
     def __init__(self) -> None:
         self.storms: list[Weather] = []
@@ -24,7 +25,7 @@ class Line:
         self.link = Link(lambda: self.storms.pop() if self.storms else Weather(), Random(1))
 
     async def first(self, call: Awaitable[Delta], name: str, *, alone: bool = False) -> None:
-        """Until the call has its first token."""
+        """Return when the call has its first token."""
         waiting = asyncio.ensure_future(call)
         await self.engine.until(lambda engine: name in engine.calls)
         notify = self.engine.notifiers[name]
@@ -47,7 +48,7 @@ async def line() -> AsyncGenerator[tuple[Line, WorkerClients, str]]:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_worker_that_lives_is_asked_again(*, alone: bool) -> None:
+def test_worker_that_still_runs_is_called_again(*, alone: bool) -> None:
     async def main() -> None:
         async with line() as (here, peers, address):
             async with aclosing(peers.generate(WORKER, address, request("a"))) as deltas:
@@ -64,7 +65,7 @@ def test_a_worker_that_lives_is_asked_again(*, alone: bool) -> None:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_worker_that_died_is_not_taken_for_a_bad_line(*, alone: bool) -> None:
+def test_crashed_worker_is_not_taken_for_a_broken_connection(*, alone: bool) -> None:
     async def main() -> None:
         async with (
             line() as (here, peers, address),

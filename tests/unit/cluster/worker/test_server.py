@@ -61,7 +61,7 @@ def test_streams_and_answers_arrive_whole() -> None:
     run(main())
 
 
-def test_a_prefetch_runs_until_it_has_all_or_is_cancelled() -> None:
+def test_prefetch_runs_until_it_has_all_or_is_cancelled() -> None:
     async def main() -> None:
         async with serving() as (engine, address), frontend() as peers:
             whole, part = (
@@ -77,7 +77,7 @@ def test_a_prefetch_runs_until_it_has_all_or_is_cancelled() -> None:
 
 
 @pytest.mark.parametrize("failure", [PagesMissing("m"), WorkerGone("w"), RequestError("r"), OutOfMemory("o")])
-def test_a_failed_prefetch_leaves_the_stream_alone(failure: Exception) -> None:
+def test_failed_prefetch_leaves_the_stream_alone(failure: Exception) -> None:
     async def main() -> None:
         async with serving() as (engine, address), frontend() as peers:
             answers = asyncio.create_task(collect(peers.generate(WORKER, address, request("a"))))
@@ -119,7 +119,7 @@ def test_failures_of_the_engine_are_failures_of_the_call(failure: Exception) -> 
     run(main())
 
 
-def test_a_users_mistake_keeps_its_name() -> None:
+def test_users_mistake_keeps_its_name() -> None:
     async def main() -> None:
         async with serving() as (engine, address), frontend() as peers:
             stream = asyncio.create_task(collect(peers.generate(WORKER, address, request())))
@@ -188,7 +188,7 @@ class OneRoute:
 
 
 @pytest.mark.parametrize("hangs_up", [False, True])
-def test_under_the_flow_a_prefetch_ends_with_what_it_is_for(*, hangs_up: bool) -> None:
+def test_flow_ends_a_prefetch_with_its_prompt(*, hangs_up: bool) -> None:
     """Through real streams to two workers: the prefetch is over before the request is there."""
 
     async def main() -> None:
@@ -215,7 +215,7 @@ def test_under_the_flow_a_prefetch_ends_with_what_it_is_for(*, hangs_up: bool) -
     run(main())
 
 
-def test_a_request_can_be_sent_again_while_it_is_being_cancelled() -> None:
+def test_request_can_be_sent_again_while_it_is_being_cancelled() -> None:
     async def main() -> None:
         async with serving() as (engine, address), frontend() as peers:
             for _ in range(20):

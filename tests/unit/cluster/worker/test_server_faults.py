@@ -1,4 +1,4 @@
-"""What the data plane survives: lost peers, slow readers, impostors, garbage."""
+"""The data plane with lost peers, slow readers, impostors and garbage."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
@@ -51,7 +51,7 @@ from tidemill.workers.messages import (
 KINDS = (Generate, Produce, Prefetch)
 
 
-def test_a_vanished_frontend_holds_nothing() -> None:
+def test_vanished_frontend_holds_nothing() -> None:
     async def main() -> None:
         async with serving() as (engine, address):
             async with raw_stream(address) as stream:
@@ -64,7 +64,7 @@ def test_a_vanished_frontend_holds_nothing() -> None:
     run(main())
 
 
-def test_a_frontend_that_says_goodbye_holds_nothing() -> None:
+def test_edge_that_closes_its_stream_holds_nothing() -> None:
     async def main() -> None:
         async with serving() as (engine, address), raw_stream(address) as stream:
             await stream.send(Hello(WORKER), Generate(1, request("a")))
@@ -75,7 +75,7 @@ def test_a_frontend_that_says_goodbye_holds_nothing() -> None:
     run(main())
 
 
-def test_a_lost_worker_fails_all_its_calls() -> None:
+def test_lost_worker_fails_all_its_calls() -> None:
     async def main() -> None:
         async with frontend() as peers:
             async with serving() as (engine, address):
@@ -93,7 +93,7 @@ def test_a_lost_worker_fails_all_its_calls() -> None:
     run(main())
 
 
-def test_a_stream_opens_again_after_it_broke() -> None:
+def test_stream_opens_again_after_it_broke() -> None:
     async def main() -> None:
         engine = ScriptedEngine()
         plane = WorkerServer(engine, WORKER)
@@ -127,7 +127,7 @@ def test_another_life_of_the_worker_is_not_the_worker() -> None:
     run(main())
 
 
-def test_a_slow_frontend_does_not_hold_up_the_engine() -> None:
+def test_slow_frontend_does_not_hold_up_the_engine() -> None:
     """The engine makes more than a connection buffers; what is not read is given up, and nothing waits."""
 
     async def main() -> None:
@@ -151,7 +151,7 @@ def test_a_slow_frontend_does_not_hold_up_the_engine() -> None:
     run(main())
 
 
-def test_a_slow_reader_of_one_stream_gets_what_was_kept_and_then_places_it_again() -> None:
+def test_slow_reader_gets_kept_items_and_then_retries() -> None:
     async def main() -> None:
         async with serving() as (engine, address), frontend(unread_items_max=10) as peers:
             slow, fast = (peers.generate(WORKER, address, request(name)) for name in ("slow", "fast"))
@@ -174,13 +174,13 @@ def test_a_slow_reader_of_one_stream_gets_what_was_kept_and_then_places_it_again
     run(main())
 
 
-def test_a_frontend_has_a_bounded_number_of_calls() -> None:
+def test_frontend_has_a_bounded_number_of_calls() -> None:
     async def main() -> None:
         async with serving(ServerLimits(calls_max=2)) as (engine, address), raw_stream(address) as stream:
             await stream.send(Hello(WORKER), *(Generate(i, request(str(i))) for i in range(3)))
             (item,) = await stream.frame()
             assert item.call == 2
-            assert isinstance(item.body, PagesMissing), "the worker is well: nobody shall drop it"
+            assert isinstance(item.body, PagesMissing), "the worker is healthy and must not be dropped"
             assert sorted(engine.calls) == ["0", "1"]
 
     run(main())
@@ -249,7 +249,7 @@ async def impostor(
     ("data", "reason"),
     [(b"\xff" * 20, "not the expected message"), (encode([(1, ("Surprise",))]), "Surprise")],
 )
-def test_a_worker_that_talks_nonsense_is_gone(data: bytes, reason: str) -> None:
+def test_worker_that_talks_nonsense_is_gone(data: bytes, reason: str) -> None:
     async def serve(frames: AsyncIterator[bytes], context: Any) -> None:  # noqa: ANN401 - as above
         await anext(frames)
         await anext(frames)
@@ -263,7 +263,7 @@ def test_a_worker_that_talks_nonsense_is_gone(data: bytes, reason: str) -> None:
     run(main())
 
 
-def test_a_call_that_has_ended_is_not_cancelled() -> None:
+def test_call_that_has_ended_is_not_cancelled() -> None:
     async def serve(frames: AsyncIterator[bytes], context: Any) -> None:  # noqa: ANN401 - as above
         produced = Produced(depth=0, provenance=Provenance())
         answers = {Generate: LAST, Produce: produced, Prefetch: produced}
@@ -286,8 +286,8 @@ def test_a_call_that_has_ended_is_not_cancelled() -> None:
     run(main())
 
 
-def test_a_prefetch_is_cancelled_before_the_request_that_it_was_for() -> None:
-    """What the worker hears, in order: it never fetches for a prefetch and for its request at once."""
+def test_prefetch_is_cancelled_before_the_request_that_it_was_for() -> None:
+    """The worker never fetches for a prefetch and for its request concurrently."""
     received: list[ClientFrame] = []
     came = asyncio.Queue[ClientFrame]()
 
@@ -314,7 +314,7 @@ def test_a_prefetch_is_cancelled_before_the_request_that_it_was_for() -> None:
     assert received == [Hello(WORKER), Prefetch(1, request("a")), Cancel(1), Generate(2, request("a"))]
 
 
-def test_a_prompt_too_large_to_send_is_the_users_mistake() -> None:
+def test_prompt_too_large_to_send_is_the_users_mistake() -> None:
     async def main() -> None:
         async with serving() as (_, address), frontend() as peers:
             huge = Request(request_id="huge", tokens=(2**31,) * 4_500_000, max_new_tokens=1)

@@ -54,10 +54,10 @@ def requests_of(count: int, num_tokens: int, max_new_tokens: int) -> list[Reques
 
 
 @strategies
-def test_an_overload_that_lasts(layout: Layout, strategy: CheckpointStrategy) -> None:
-    """More than ten times the memory at once, for minutes. Nobody is preempted more often than promised. Who
-    is preempted resumes at its last checkpoint, so little is computed twice. The loop stands still only while
-    memory changes hands: before the first step, and after the last one."""
+def test_overload_that_lasts(layout: Layout, strategy: CheckpointStrategy) -> None:
+    """Need more than ten times the memory for minutes. No request is preempted more often than promised. A
+    preempted one resumes at its last checkpoint, so little is computed twice. The loop stands still only
+    while memory changes hands: before the first step, and after the last one."""
     requests = requests_of(64, 20, 60)
     num_extents = 128 // layout.pages_per_extent
 
@@ -86,7 +86,7 @@ def test_an_overload_that_lasts(layout: Layout, strategy: CheckpointStrategy) ->
 
 @pytest.mark.parametrize("seed", range(3))
 @layouts
-def test_a_budget_for_one_request_serves_one_after_the_other(layout: Layout, seed: int) -> None:
+def test_budget_for_one_request_serves_one_after_the_other(layout: Layout, seed: int) -> None:
     """Each of them fills it."""
 
     async def main() -> None:
@@ -140,7 +140,7 @@ def test_down_to_the_floor_while_eight_run_and_up_again(layout: Layout, strategy
 
 
 @layouts
-def test_what_is_kept_goes_before_what_runs(layout: Layout) -> None:
+def test_cached_objects_are_evicted_before_running_requests(layout: Layout) -> None:
     floor = extents_for(layout, 63)
 
     async def main() -> None:
@@ -163,7 +163,7 @@ def test_what_is_kept_goes_before_what_runs(layout: Layout) -> None:
     run(main())
 
 
-def test_when_nothing_runs_it_shrinks_at_once() -> None:
+def test_idle_worker_shrinks_immediately() -> None:
     async def main() -> None:
         async with bench(num_extents=40, tuning=Tuning(extents_min=4)) as one:
             await one.answer_all(requests_of(12, 20, 10))
@@ -187,7 +187,7 @@ REACHED = {
     ("strategy", "site"), [(name, site) for name, sites in REACHED.items() for site in sites]
 )
 def test_memory_refused_at_each_site(strategy: CheckpointStrategy, site: AllocationSite) -> None:
-    """At the n-th time, once or a few times in a row, for every n until it is not reached any more."""
+    """Refuse memory at the n-th time, once or a few times in a row, for every n that is reached."""
 
     async def main() -> None:
         requests = requests_of(4, 9, 14)
@@ -221,7 +221,7 @@ def test_memory_refused_at_each_site(strategy: CheckpointStrategy, site: Allocat
     "layout", [HYBRID, TIGHT, fold_layout(1, hybrid=False)], ids=["hybrid", "tight", "attention"]
 )
 def test_short_prompts_with_long_answers(layout: Layout, count: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
-    """All are admitted at once, and memory is there for the end of a few."""
+    """Admit all of them although memory suffices for the ends of a few."""
 
     async def main() -> None:
         tuning = Tuning(rows_max=count, overlap=overlap)
@@ -237,7 +237,7 @@ def test_short_prompts_with_long_answers(layout: Layout, count: int, overlap: bo
 
 
 class Grudging(Fixed):
-    """While `refuses` is set, another process has the memory."""
+    """Another process has the memory while `refuses` is set."""
 
     refuses = False
 

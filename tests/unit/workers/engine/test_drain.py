@@ -1,4 +1,4 @@
-"""What a worker is told not to do any more goes elsewhere, and is resumed there, not computed again."""
+"""A drained worker leaves its work to others, which resume it and do not compute it again."""
 
 import asyncio
 from contextlib import aclosing
@@ -28,7 +28,7 @@ FAR = 100
 
 
 async def handed_over(one: Bench, request: Request) -> list[int]:
-    """What is streamed until the worker ends it."""
+    """Return what is streamed until the worker ends it."""
     got: list[int] = []
     try:
         async with aclosing(one.engine.generate(request)) as deltas:
@@ -71,8 +71,8 @@ def test_streams_are_resumed_from_the_store(
     run(main())
 
 
-def test_a_slow_store_is_waited_for() -> None:
-    """The stream goes on meanwhile; elsewhere it is resumed where it was when the worker was told."""
+def test_slow_store_is_waited_for() -> None:
+    """The stream continues meanwhile; another worker resumes it where it was at the order."""
 
     async def main() -> None:
         store = FaultyStore(Random(0), drop=0, evict=0, corrupt=0, refuse=0, delay_s_max=0.5)
@@ -89,7 +89,7 @@ def test_a_slow_store_is_waited_for() -> None:
     run(main())
 
 
-def test_new_and_waiting_calls_go_at_once() -> None:
+def test_new_and_waiting_calls_end_immediately() -> None:
     async def main() -> None:
         async with bench(tuning=Tuning(rows_max=1)) as one:
             running = asyncio.create_task(handed_over(one, a_request(prompt(5), 15)))
@@ -120,7 +120,7 @@ def test_new_and_waiting_calls_go_at_once() -> None:
     run(main())
 
 
-def test_a_role_keeps_its_own_work() -> None:
+def test_role_keeps_its_own_work() -> None:
     async def main() -> None:
         async with bench() as one:
             stream = asyncio.create_task(one.answer(a_request(prompt(5), 30)))
@@ -138,7 +138,7 @@ def test_a_role_keeps_its_own_work() -> None:
     run(main())
 
 
-def test_what_takes_too_long_ends_all_the_same() -> None:
+def test_stream_ends_when_storing_takes_too_long() -> None:
     """A prompt that is still being computed goes when the time is up."""
 
     async def main() -> None:
@@ -155,7 +155,7 @@ def test_what_takes_too_long_ends_all_the_same() -> None:
     run(main())
 
 
-def test_an_answer_that_ends_before_the_next_page_ends_here() -> None:
+def test_answer_that_ends_before_the_next_page_ends_here() -> None:
     async def main() -> None:
         async with bench() as one:
             stream = asyncio.create_task(one.answer(a_request(prompt(5), 3)))

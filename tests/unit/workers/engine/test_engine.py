@@ -32,7 +32,7 @@ from tidemill.workers.messages import (
 
 
 @pytest.mark.parametrize("tokens_max", [12, 13, 40, 1000])
-def test_the_size_of_a_step_does_not_matter(tokens_max: int) -> None:
+def test_size_of_a_step_does_not_matter(tokens_max: int) -> None:
     async def main() -> None:
         async with bench(tokens_max=tokens_max) as one:
             await asyncio.gather(
@@ -44,7 +44,7 @@ def test_the_size_of_a_step_does_not_matter(tokens_max: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_after_eviction_and_preemption(seed: int) -> None:
-    """More conversations at once than the memory holds."""
+    """More conversations run than the memory holds."""
 
     async def main() -> None:
         async with bench(num_extents=8) as one:
@@ -58,7 +58,7 @@ def test_after_eviction_and_preemption(seed: int) -> None:
     run(main(), seed)
 
 
-def test_the_oldest_request_is_never_held_up_by_a_younger_one() -> None:
+def test_oldest_request_is_never_held_up_by_a_younger_one() -> None:
     """Each fits alone, and no two of them together."""
 
     async def main() -> None:
@@ -98,7 +98,7 @@ def test_memory_for_one_request_serves_one_after_the_other(
     run(main(), seed)
 
 
-def test_equal_requests_at_once() -> None:
+def test_concurrent_equal_requests() -> None:
     async def main() -> None:
         async with bench() as one:
             request = a_request(prompt(21), 20)
@@ -107,7 +107,7 @@ def test_equal_requests_at_once() -> None:
     run(main())
 
 
-def test_a_request_that_can_never_fit_takes_no_memory() -> None:
+def test_request_that_can_never_fit_takes_no_memory() -> None:
     async def main() -> None:
         async with bench(num_extents=4) as one:
             before = one.ledger.usage()
@@ -127,7 +127,7 @@ def test_a_request_that_can_never_fit_takes_no_memory() -> None:
     run(main())
 
 
-def test_the_bytes_of_the_load_add_up_at_any_time() -> None:
+def test_bytes_of_the_load_add_up_at_any_time() -> None:
     async def main() -> None:
         async with bench(num_extents=8) as one:
             budget_bytes = 8 * one.layout.extent_bytes
@@ -161,7 +161,7 @@ def test_decoding_keeps_one_checkpoint_per_stream() -> None:
     run(main())
 
 
-def test_a_stop_token_ends_the_answer() -> None:
+def test_stop_token_ends_the_answer() -> None:
     async def main() -> None:
         async with bench() as one:
             request = a_request(prompt(9), 30)
@@ -173,7 +173,7 @@ def test_a_stop_token_ends_the_answer() -> None:
     run(main())
 
 
-def test_a_salt_shares_nothing() -> None:
+def test_salt_shares_nothing() -> None:
     async def main() -> None:
         async with bench() as one:
             await one.answer(a_request(prompt(20)))
@@ -220,7 +220,7 @@ def test_aborted_at_any_moment_the_memory_comes_back(produces: bool) -> None:  #
     run(main())
 
 
-def test_a_client_that_hangs_up_frees_its_memory() -> None:
+def test_client_that_hangs_up_frees_its_memory() -> None:
     async def main() -> None:
         async with bench() as one:
             for patience in range(1, 12):
@@ -235,7 +235,7 @@ def test_a_client_that_hangs_up_frees_its_memory() -> None:
 @pytest.mark.parametrize("last", [1, 2, 5])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_when_the_step_loop_breaks_every_stream_ends(last: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
-    """Those that run, those that wait for memory, and those that wait for the same prompt to be produced."""
+    """Streams that run, that wait for memory, and that wait for the same prompt to be produced."""
 
     async def main() -> None:
         async with bench(num_extents=4, runner=BrokenRunner(last), tuning=Tuning(overlap=overlap)) as one:

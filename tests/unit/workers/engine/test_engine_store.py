@@ -57,7 +57,7 @@ def test_cold_warm_fetched_and_produced_are_the_same(
     run(main())
 
 
-def test_a_short_shared_part_is_restorable_from_its_third_sight_on() -> None:
+def test_short_shared_part_is_restorable_from_its_third_sight_on() -> None:
     """The second prompt leaves the path of the first one: there, at the junction, a checkpoint is made."""
     shared = prompt(10)
 
@@ -76,7 +76,7 @@ def test_a_short_shared_part_is_restorable_from_its_third_sight_on() -> None:
     run(main())
 
 
-def test_a_long_shared_part_is_restorable_from_its_second_sight_on() -> None:
+def test_long_shared_part_is_restorable_from_its_second_sight_on() -> None:
     """The first prompt has left checkpoints on the grid, one for every four pages."""
     shared = prompt(18)
 
@@ -102,7 +102,7 @@ def test_pages_that_are_here_are_not_attached_beyond_the_checkpoint_in_the_store
     run(main())
 
 
-def test_the_next_turn_resumes_in_the_answer_of_this_one() -> None:
+def test_next_turn_resumes_in_the_answer_of_this_one() -> None:
     async def main() -> None:
         async with bench() as one:
             request = a_request(prompt(10), 15)
@@ -120,7 +120,7 @@ def test_the_next_turn_resumes_in_the_answer_of_this_one() -> None:
 @pytest.mark.parametrize(
     ("kind", "index"), [(Kind.PAGE, 0), (Kind.PAGE, 2), (Kind.PAGE, 4), (Kind.CHECKPOINT, -1)]
 )
-def test_a_damaged_object_is_found_and_computed_again(kind: Kind, index: int) -> None:
+def test_damaged_object_is_found_and_computed_again(kind: Kind, index: int) -> None:
     async def main() -> None:
         store = a_store()
         async with bench(store) as first:
@@ -134,12 +134,12 @@ def test_a_damaged_object_is_found_and_computed_again(kind: Kind, index: int) ->
             assert provenance.computed_tokens > 1
             assert (await second.answer(a_request(prompt(21)))).reused_tokens == 20
         async with bench(store) as third:
-            assert (await third.answer(a_request(prompt(21)))).fetched_tokens == 20, "it was stored anew"
+            assert (await third.answer(a_request(prompt(21)))).fetched_tokens == 20, "it was stored again"
 
     run(main())
 
 
-def test_a_store_that_takes_nothing() -> None:
+def test_store_that_takes_nothing() -> None:
     async def main() -> None:
         async with bench(MemoryStore(0)) as one:
             produced = await one.engine.produce(a_request(prompt(21)))
@@ -150,7 +150,7 @@ def test_a_store_that_takes_nothing() -> None:
     run(main())
 
 
-def test_a_prompt_produced_twice_at_once_is_computed_once() -> None:
+def test_prompt_produced_twice_concurrently_is_computed_once() -> None:
     async def main() -> None:
         async with bench() as one:
             request = a_request(prompt(40))
@@ -175,7 +175,7 @@ class SlowStore(MemoryStore):
         return await super().put(objects)
 
 
-def test_a_prompt_produced_twice_at_once_is_published_once() -> None:
+def test_prompt_produced_twice_concurrently_is_published_once() -> None:
     async def main() -> None:
         store = SlowStore(STORE_BYTES)
         async with bench(store) as one:
@@ -209,7 +209,7 @@ def test_pages_in_every_extent_do_not_lock_out_a_request_that_is_fetched(
     run(main())
 
 
-def test_what_is_kept_here_is_published_without_computing() -> None:
+def test_cached_pages_are_published_without_computing() -> None:
     async def main() -> None:
         async with bench() as one:
             await one.engine.produce(a_request(prompt(21)))
@@ -222,7 +222,7 @@ def test_what_is_kept_here_is_published_without_computing() -> None:
 
 
 @pytest.mark.parametrize("gap_tokens_max", [0, 8, 15, 16])
-def test_a_longer_gap_than_allowed_is_not_computed(gap_tokens_max: int) -> None:
+def test_longer_gap_than_allowed_is_not_computed(gap_tokens_max: int) -> None:
     async def main() -> None:
         async with bench() as one:
             request = a_request(prompt(19), gap_tokens_max=gap_tokens_max)
@@ -249,8 +249,8 @@ class PutOrder(MemoryStore):
         return await super().put(objects)
 
 
-def test_a_checkpoint_is_published_behind_its_pages() -> None:
-    """It says that they were stored before it."""
+def test_checkpoint_is_published_behind_its_pages() -> None:
+    """A stored checkpoint implies that its pages are stored."""
 
     async def main() -> None:
         store = PutOrder()
@@ -276,7 +276,7 @@ class Stuck(MemoryStore):
         return await super().put(objects)
 
 
-def test_a_store_that_is_stuck_does_not_hold_all_memory() -> None:
+def test_store_that_is_stuck_does_not_hold_all_memory() -> None:
     """Publishing is best effort: beyond some publications under way the next ones are left out."""
 
     async def main() -> None:
@@ -302,7 +302,7 @@ class SlowLoss(MemoryStore):
         return await super().get(wanted)
 
 
-def test_a_fetch_that_fails_lets_the_next_one_have_its_memory() -> None:
+def test_fetch_that_fails_lets_the_next_one_have_its_memory() -> None:
     """Otherwise it waits for its turn behind the one that waits for its memory."""
 
     async def main() -> None:

@@ -1,6 +1,6 @@
-"""Streams keep their pace beside a flood of prompts, and the prompts get their share of the machine.
+"""Streams keep their speed beside a flood of prompts, and the prompts get their share of the machine.
 
-Virtual time: a step takes so long for itself, for each row and for each token.
+In virtual time a step takes a fixed time, a time for each row and a time for each token.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ P = 16
 ATTENTION = fold_layout(P, hybrid=False)
 HYBRID = fold_layout(P, hybrid=True)
 SLOWDOWN_MAX = 2.0
-"""What is promised, with half a step for where a measurement begins."""
+"""The promise, plus half a step for the start of a measurement."""
 
 PROMPT_TOKENS = 640
 FLOOD = 6
@@ -119,7 +119,7 @@ class Stream:
 
 
 async def first_token_s(one: Bench, request: Request) -> float:
-    """Until its first token; then it hangs up."""
+    """Return the time to its first token; then cancel it."""
     start_s = now_s()
     async with aclosing(one.engine.generate(request)) as deltas:
         await anext(deltas)
@@ -131,8 +131,8 @@ def now_s() -> float:
 
 
 async def flooded(one: Bench, num_streams: int, num_prompts: int = FLOOD) -> tuple[float, float]:
-    """How much slower the mean stream goes beside a flood, and how long until the last of its prompts has its
-    first token, in seconds."""
+    """Return how much slower the mean stream is beside a flood, and the time in seconds until the last of its
+    prompts has its first token."""
     streams = [Stream(one, f"stream{index}") for index in range(num_streams)]
     await one.until(lambda: all(len(stream.at_s) > 3 for stream in streams))
     start_s = now_s()
@@ -228,7 +228,7 @@ def test_streams_that_guess_stay_in_one_step(right: float) -> None:
 
 
 @overlaps
-def test_the_one_stream_that_stays_of_many(overlap: bool) -> None:  # noqa: FBT001  a parameter of the test
+def test_one_stream_that_stays_of_many(overlap: bool) -> None:  # noqa: FBT001  a parameter of the test
     """The times that were learned with thirty streams do not hold for one."""
     machine = Machine(base_s=0.002, row_s=0.005, token_s=0.0001, rng=Random(1))
 
@@ -273,7 +273,7 @@ def test_without_streams_prompts_have_the_whole_machine(overlap: bool) -> None: 
 
 
 @pytest.mark.parametrize("streams", [0, 3])
-def test_a_flood_of_short_prompts_does_not_starve_a_long_one(streams: int) -> None:
+def test_flood_of_short_prompts_does_not_starve_a_long_one(streams: int) -> None:
     """Each short one answers with one token, and the next one takes its place. They overtake the long one for
     a while; then it is its turn."""
     machine = Machine(base_s=0.02, token_s=0.001, rng=Random(1))
@@ -321,7 +321,7 @@ def test_no_more_rows_run_than_may(layout: Layout) -> None:
 
 
 def test_those_that_are_being_fetched_count_as_rows() -> None:
-    """They take long to arrive from the store, all at once; then they run, and no more than may."""
+    """They take long to arrive from the store. Then they run, at most as many as allowed."""
     requests = [a_request(prompt(40, index), 9, request_id=str(index)) for index in range(20)]
 
     async def main() -> None:

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 STRATEGIES: tuple[CheckpointStrategy, ...] = ("none", "double", "lazy")
 VOCABULARY = 3
-"""So few that what followed before is right about every other time."""
+"""A small vocabulary, so that prompt lookup is right about every other time."""
 
 LAYOUTS = {
     "attention-1": fold_layout(1, hybrid=False),
@@ -76,7 +76,7 @@ async def by_stop_token(one: Bench, rng: Random) -> None:
 
 
 async def by_stop_string(one: Bench, rng: Random) -> None:
-    """The consumer closes the stream after so many tokens."""
+    """The consumer closes the stream after some tokens."""
 
     async def read(request: Request, most: int) -> None:
         want = one.expected(request)
@@ -94,7 +94,7 @@ async def by_stop_string(one: Bench, rng: Random) -> None:
 
 
 async def by_abort(one: Bench, rng: Random) -> None:
-    """At any moment; those beside it are exact."""
+    """Abort at any moment; the other requests are exact."""
     requests = requests_of(one.layout, rng, 8)
     calls = [one.answer, one.answer, one.engine.produce]
     going = [asyncio.ensure_future(rng.choice(calls)(request)) for request in requests[:5]]
@@ -109,14 +109,14 @@ async def by_abort(one: Bench, rng: Random) -> None:
 
 
 async def by_preemption(one: Bench, rng: Random) -> None:
-    """Memory for one, and several at once."""
+    """Memory suffices for one request, and several run."""
     one.engine.resize(0)
     for _ in range(4):
         await one.answer_all(requests_of(one.layout, rng, 7, 30))
         if one.count("preemptions") or one.layout.page_tokens == 64:  # few pages: admission foresees the rest
             break
     else:
-        pytest.fail("nobody was preempted")
+        pytest.fail("no request was preempted")
     assert one.engine.preemptions_max <= PREEMPTIONS_MAX
 
 
@@ -138,7 +138,7 @@ ENDINGS: list[Ending] = [by_length, by_stop_token, by_stop_string, by_abort, by_
 @pytest.mark.parametrize(("drafts_max", "mtp"), [(0, False), (2, True), (4, False)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_the_tokens_are_those_of_the_plain_path(
+def test_tokens_are_those_of_the_plain_path(
     name: str,
     overlap: bool,  # noqa: FBT001  a parameter of the test
     drafts_max: int,
@@ -175,7 +175,7 @@ def test_windows_of_every_width(name: str, ending: Ending) -> None:
     run(main())
 
 
-def test_the_matrix_is_what_it_says() -> None:
+def test_matrix_has_every_combination() -> None:
     """Two steps are in flight with overlap and one without; an answer ends amid guesses that were right."""
     most = {True: 0, False: 0}
     amid = 0

@@ -1,4 +1,4 @@
-"""A step that breaks takes nobody with it who did not break it; a loop that ends leaves no memory behind."""
+"""A step that breaks ends only the request that broke it. A loop that ends frees all memory."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -73,14 +73,15 @@ def requests_of(count: int, name: str = "good", seed: int = 0) -> list[Request]:
 @pytest.mark.parametrize("drafts_max", [0, 3])
 @pytest.mark.parametrize("strategy", ["none", "double", "lazy"])
 @pytest.mark.parametrize("until", [4, 17, 30])
-def test_a_poison_request_gets_its_error_and_no_other(
+def test_poison_request_gets_its_error_and_no_other(
     layout: Layout,
     overlap: bool,  # noqa: FBT001  a parameter of the test
     drafts_max: int,
     strategy: CheckpointStrategy,
     until: int,
 ) -> None:
-    """In the first row of its prompt, in a later one, and while it decodes; as the oldest and amid others."""
+    """The request breaks in the first row of its prompt, in a later one, and while it decodes; as the oldest
+    and among others."""
 
     async def main() -> None:
         tuning = Tuning(overlap=overlap, drafts_max=drafts_max, vocabulary=VOCABULARY, breaks=poisoned(until))
@@ -102,7 +103,7 @@ def test_a_poison_request_gets_its_error_and_no_other(
 @overlaps
 @pytest.mark.parametrize("until", [4, 9])
 @pytest.mark.parametrize("count", [2, 3, 6])
-def test_several_poison_requests_at_once(count: int, until: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
+def test_several_poison_requests_together(count: int, until: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
     """However many of them break one after the other, each alone: it is they that are broken."""
 
     async def main() -> None:
@@ -120,7 +121,7 @@ def test_several_poison_requests_at_once(count: int, until: int, overlap: bool) 
 
 @overlaps
 @pytest.mark.parametrize("produces", [True, False])
-def test_a_poison_prompt_that_is_produced(produces: bool, overlap: bool) -> None:  # noqa: FBT001  parameters
+def test_poison_prompt_that_is_produced(produces: bool, overlap: bool) -> None:  # noqa: FBT001  parameters
     async def main() -> None:
         async with bench(tuning=Tuning(overlap=overlap, breaks=poisoned(16))) as one:
             poison = a_request(prompt(40, 50), 20, request_id="poison")
@@ -135,7 +136,7 @@ def test_a_poison_prompt_that_is_produced(produces: bool, overlap: bool) -> None
 @layouts
 @overlaps
 @pytest.mark.parametrize("number", [1, 2, 3, 5, 8, 13, 18])
-def test_a_step_that_breaks_once_costs_nobody_anything(
+def test_step_that_breaks_once_costs_no_request_anything(
     number: int,
     overlap: bool,  # noqa: FBT001  a parameter of the test
     layout: Layout,
@@ -186,7 +187,7 @@ def test_when_every_step_breaks_the_loop_ends(last: int, overlap: bool) -> None:
 
 @overlaps
 @pytest.mark.parametrize("last", [1, 4])
-def test_a_worker_that_is_gone_ends_the_loop_at_once(last: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
+def test_lost_worker_ends_the_loop_immediately(last: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
     async def main() -> None:
         async with bench(runner=BrokenRunner(last), tuning=Tuning(overlap=overlap)) as one:
             requests = [a_request(prompt(5, index), 30, request_id=str(index)) for index in range(5)]
@@ -215,7 +216,7 @@ class Refusing:
 
 
 @overlaps
-def test_a_step_that_cannot_be_started(overlap: bool) -> None:  # noqa: FBT001  a parameter of the test
+def test_step_that_cannot_be_started(overlap: bool) -> None:  # noqa: FBT001  a parameter of the test
     async def main() -> None:
         async with bench(runner=Refusing(), tuning=Tuning(overlap=overlap, wraps=False)) as one:
             requests = [a_request(prompt(5, index), 30, request_id=str(index)) for index in range(5)]
@@ -228,12 +229,12 @@ def test_a_step_that_cannot_be_started(overlap: bool) -> None:  # noqa: FBT001  
 @layouts
 @overlaps
 @pytest.mark.parametrize("turns", [0, 1, 5, 20, 60, 150])
-def test_the_loop_is_cancelled_in_the_middle_of_a_step(
+def test_loop_is_cancelled_in_the_middle_of_a_step(
     turns: int,
     overlap: bool,  # noqa: FBT001  a parameter of the test
     layout: Layout,
 ) -> None:
-    """It ends when its steps have: nobody writes to the memory after that, and all of it comes back."""
+    """It ends when its steps have: nothing writes to the memory afterwards, and all of it is freed."""
 
     async def main() -> None:
         tuning = Tuning(overlap=overlap, drafts_max=2, vocabulary=VOCABULARY)

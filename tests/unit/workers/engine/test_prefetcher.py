@@ -1,4 +1,4 @@
-"""What is published while it is computed, and fetched elsewhere meanwhile."""
+"""Pages are published while they are computed, and fetched elsewhere meanwhile."""
 
 import asyncio
 import math
@@ -77,7 +77,7 @@ class Timed(MemoryStore):
 
 
 @LAYOUTS
-def test_a_prompt_is_published_while_it_is_computed(layout: Layout) -> None:
+def test_prompt_is_published_while_it_is_computed(layout: Layout) -> None:
     """Each page is offered once, in order, and the first ones are there long before the last is computed."""
 
     async def main() -> None:
@@ -96,7 +96,7 @@ def test_a_prompt_is_published_while_it_is_computed(layout: Layout) -> None:
     run(main())
 
 
-def test_puts_of_one_prompt_follow_each_other_and_take_what_was_computed_meanwhile() -> None:
+def test_puts_of_one_prompt_are_consecutive_and_cover_later_pages() -> None:
     async def main() -> None:
         store = Timed(put_s=0.1)
         async with bench(store, tokens_max=12) as one:
@@ -110,7 +110,7 @@ def test_puts_of_one_prompt_follow_each_other_and_take_what_was_computed_meanwhi
 
 @LAYOUTS
 @pytest.mark.parametrize("refuses", [1, 2, 5])
-def test_behind_a_page_that_was_not_stored_none_is_said_to_be(layout: Layout, refuses: int) -> None:
+def test_no_page_counts_as_stored_after_one_that_was_not(layout: Layout, refuses: int) -> None:
     """Later puts begin where the store has ended; one that comes too late for that leaves the depth at 0."""
 
     async def main() -> None:
@@ -129,7 +129,7 @@ def test_behind_a_page_that_was_not_stored_none_is_said_to_be(layout: Layout, re
     run(main())
 
 
-def test_what_waits_behind_a_put_that_is_refused_is_not_offered() -> None:
+def test_pieces_after_a_refused_put_are_not_offered() -> None:
     """The end of the prompt waits for its turn, which never comes."""
 
     async def main() -> None:
@@ -143,7 +143,7 @@ def test_what_waits_behind_a_put_that_is_refused_is_not_offered() -> None:
     run(main())
 
 
-def test_the_checkpoint_of_a_junction_is_published_though_later_pages_wait_as_well() -> None:
+def test_checkpoint_of_a_junction_is_published_though_later_pages_wait_as_well() -> None:
     """The pages up to it came from a prefetch, so it is computed in several steps, and in front of all that
     waits is a put that takes long."""
     shared = prompt(47)
@@ -161,7 +161,7 @@ def test_the_checkpoint_of_a_junction_is_published_though_later_pages_wait_as_we
     run(main())
 
 
-def test_a_store_that_is_late_does_not_hold_up_the_answer_of_a_prefill_worker() -> None:
+def test_store_that_is_late_does_not_hold_up_the_answer_of_a_prefill_worker() -> None:
     async def main() -> None:
         store = Timed(put_s=500.0, patience=3.0)
         async with bench(store) as one:
@@ -177,8 +177,9 @@ def test_a_store_that_is_late_does_not_hold_up_the_answer_of_a_prefill_worker() 
 
 
 @LAYOUTS
-def test_a_late_fetch_is_given_up_and_its_memory_kept_until_it_has_ended(layout: Layout) -> None:
-    """The store writes noise into the pages while it is late: whoever reused them would answer nonsense."""
+def test_late_fetch_is_given_up_and_its_memory_kept_until_it_has_ended(layout: Layout) -> None:
+    """The store writes noise into the pages while it is late: a request that reused them would answer
+    nonsense."""
 
     async def main() -> None:
         store = Timed()
@@ -199,7 +200,7 @@ def test_a_late_fetch_is_given_up_and_its_memory_kept_until_it_has_ended(layout:
     run(main())
 
 
-def test_a_request_that_is_cancelled_while_it_is_fetched_ends_at_once() -> None:
+def test_request_cancelled_during_its_fetch_ends_immediately() -> None:
     async def main() -> None:
         store = Timed()
         async with bench(store) as first:
@@ -240,7 +241,7 @@ def test_pages_are_fetched_while_they_are_computed_elsewhere(layout: Layout, get
 
 
 @LAYOUTS
-def test_a_prefetch_ends_by_itself_when_all_pages_are_here(layout: Layout) -> None:
+def test_prefetch_ends_by_itself_when_all_pages_are_here(layout: Layout) -> None:
     async def main() -> None:
         store = a_store()
         async with bench(store, layout=layout) as one, bench(store, layout=layout) as other:
@@ -262,8 +263,8 @@ async def _prefetched(one: Bench, depth_max: int) -> None:
     await one.answer(a_request(LONG))
 
 
-def test_a_prefetch_takes_no_memory_that_is_needed() -> None:
-    """As much as it wants shall be left for others, and whoever waits for memory goes first."""
+def test_prefetch_takes_no_memory_that_is_needed() -> None:
+    """Memory for as many pages must be left for others, and requests that wait for memory go first."""
 
     async def main() -> None:
         store = a_store()
@@ -282,7 +283,7 @@ def test_a_prefetch_takes_no_memory_that_is_needed() -> None:
     run(main())
 
 
-def test_a_prefetch_that_waits_holds_no_memory() -> None:
+def test_prefetch_that_waits_holds_no_memory() -> None:
     """A stream needs all there is, while the last page of the prefetch is not stored yet."""
 
     async def main() -> None:
@@ -306,7 +307,7 @@ def test_a_prefetch_that_waits_holds_no_memory() -> None:
     run(main())
 
 
-def test_a_prefetch_that_finds_nothing_asks_ever_less_often() -> None:
+def test_prefetch_that_finds_nothing_asks_ever_less_often() -> None:
     async def main() -> None:
         store = Timed()
         async with bench(store) as one:
@@ -318,7 +319,7 @@ def test_a_prefetch_that_finds_nothing_asks_ever_less_often() -> None:
     run(main())
 
 
-def test_a_prefetch_asks_for_a_part_of_a_long_prompt() -> None:
+def test_prefetch_asks_for_a_part_of_a_long_prompt() -> None:
     async def main() -> None:
         store, layout = Timed(), fold_layout(1, hybrid=False)
         async with bench(store, layout=layout) as one, bench(store, layout=layout) as other:
@@ -330,7 +331,7 @@ def test_a_prefetch_asks_for_a_part_of_a_long_prompt() -> None:
     run(main())
 
 
-def test_a_prefetch_that_is_late_keeps_its_memory_and_the_request_does_not_wait_for_it() -> None:
+def test_prefetch_that_is_late_keeps_its_memory_and_the_request_does_not_wait_for_it() -> None:
     async def main() -> None:
         store = Timed()
         async with bench(store) as one:
@@ -349,7 +350,7 @@ def test_a_prefetch_that_is_late_keeps_its_memory_and_the_request_does_not_wait_
 
 
 @pytest.mark.parametrize("damage", ["lost", "late"])
-def test_a_prefetch_that_finds_no_page_ends_and_the_request_is_served(damage: str) -> None:
+def test_prefetch_that_finds_no_page_ends_and_the_request_is_served(damage: str) -> None:
     async def main() -> None:
         store = Timed()
         async with bench(store) as one:

@@ -67,7 +67,7 @@ def test_after_preemption(layout: Layout, seed: int) -> None:
 
 
 @LAYOUTS
-def test_a_change_of_the_memory_amid_a_prompt_starts_where_it_was(layout: Layout) -> None:
+def test_change_of_the_memory_amid_a_prompt_starts_where_it_was(layout: Layout) -> None:
     async def main() -> None:
         async with bench(layout=layout, tokens_max=12, tuning=Tuning(extents_min=40)) as one:
             work = asyncio.create_task(one.answer(scored(60)))
@@ -82,7 +82,7 @@ def test_a_change_of_the_memory_amid_a_prompt_starts_where_it_was(layout: Layout
 
 @LAYOUTS
 @pytest.mark.parametrize("done", [0, 1, 3, 4, 5, 11, 28, 29, 30])
-def test_only_what_a_loss_has_left_is_delivered(layout: Layout, done: int) -> None:
+def test_retry_delivers_only_the_missing_logprobs(layout: Layout, done: int) -> None:
     async def main() -> None:
         async with bench(layout=layout, tokens_max=12) as one:
             await one.answer(a_request(prompt(31), 1))
@@ -97,7 +97,7 @@ def test_only_what_a_loss_has_left_is_delivered(layout: Layout, done: int) -> No
     run(main())
 
 
-def test_the_answer_of_a_lost_worker_is_no_part_of_the_prompt() -> None:
+def test_answer_of_a_lost_worker_is_no_part_of_the_prompt() -> None:
     async def main() -> None:
         async with bench() as one:
             request = scored(10)
@@ -146,7 +146,9 @@ def test_each_row_is_scored_by_its_own_logits(rows: list[tuple[int, int, bool]],
 
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(st.integers(0, 9), st.integers(0, 9), st.lists(st.integers(0, 7), min_size=1, max_size=5))
-def test_many_at_once_are_what_each_is_alone(seed: int, alternatives: int, tokens: list[int]) -> None:
+def test_concurrent_requests_get_what_each_gets_alone(
+    seed: int, alternatives: int, tokens: list[int]
+) -> None:
     """Few different numbers, so that many are equal."""
     source = torch.Generator().manual_seed(seed)
     logits_NV = torch.randint(0, 2 + 3 * seed, (len(tokens), 8), generator=source).double()

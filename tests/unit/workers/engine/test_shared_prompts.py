@@ -1,4 +1,5 @@
-"""A prompt that many requests share is computed once, also when they arrive at once and its maker is lost."""
+"""A prompt that many requests share is computed once, also when they arrive together and its maker is
+lost."""
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
@@ -41,7 +42,8 @@ def sharing(shared: tuple[int, ...], count: int = MANY, salt: str = "") -> list[
 
 
 def own_tokens(requests: list[Request], num_shared: int) -> int:
-    """What remains when the first `num_shared` tokens of each are there; the last one drawn is not run."""
+    """Return what remains when the first `num_shared` tokens of each are cached; the last drawn token is not
+    run."""
     return sum(len(request.tokens) + request.max_new_tokens - 1 - num_shared for request in requests)
 
 
@@ -52,7 +54,7 @@ def restorable_tokens(one: Bench, tokens: tuple[int, ...], salt: str = "") -> in
 
 @layouts
 @pytest.mark.parametrize("num_shared", [4, 29, 30, 32, 77])
-def test_many_at_once_compute_it_once(num_shared: int, layout: Layout) -> None:
+def test_concurrent_requests_compute_a_shared_prompt_once(num_shared: int, layout: Layout) -> None:
     requests = sharing(prompt(num_shared))
     boundary = num_shared // 4 * 4
 
@@ -108,7 +110,7 @@ def test_each_salt_computes_its_own() -> None:
 
 @pytest.mark.parametrize("steps", range(7))
 def test_its_maker_is_aborted_in_the_middle(steps: int) -> None:
-    """Somebody else goes on at the last checkpoint of the grid."""
+    """Another request continues at the last checkpoint of the grid."""
     requests = sharing(LONG, 20)
 
     async def main() -> None:
@@ -152,7 +154,7 @@ def test_its_maker_is_preempted_in_the_middle(computed: int) -> None:
 
 
 def test_its_maker_fails() -> None:
-    """It may not compute so much itself; the others wait for it no longer."""
+    """It may not compute that many tokens itself; the others stop waiting for it."""
     requests = sharing(LONG, 20)
     requests[0] = replace(requests[0], gap_tokens_max=8)
 
@@ -169,8 +171,8 @@ def test_its_maker_fails() -> None:
     run(main())
 
 
-def test_the_step_loop_breaks_in_the_middle() -> None:
-    """Those that wait for the maker end as well."""
+def test_step_loop_breaks_in_the_middle() -> None:
+    """The requests that wait for the maker end as well."""
 
     async def main() -> None:
         async with bench(runner=BrokenRunner(3), tokens_max=20) as one:
@@ -180,7 +182,7 @@ def test_the_step_loop_breaks_in_the_middle() -> None:
     run(main())
 
 
-def test_a_worker_produces_it_once_for_all() -> None:
+def test_worker_produces_it_once_for_all() -> None:
     requests = sharing(prompt(64), 32)
 
     async def main() -> None:
@@ -198,7 +200,7 @@ def test_a_worker_produces_it_once_for_all() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_in_scarce_memory_and_at_different_moments(seed: int) -> None:
-    """Exact, whoever waits for whom."""
+    """All are exact, whichever request waits for which."""
 
     async def main() -> None:
         layout = fold_layout(4, hybrid=seed % 3 != 2)

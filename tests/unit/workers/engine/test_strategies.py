@@ -1,4 +1,4 @@
-"""Checkpoints while decoding: what each strategy holds, keeps and gives up, alone and all at once."""
+"""Checkpoints while decoding: the slots that each strategy holds, keeps and frees, alone and together."""
 
 import asyncio
 from dataclasses import replace
@@ -32,7 +32,7 @@ STRATEGIES: tuple[CheckpointStrategy, ...] = ("none", "double", "lazy")
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize(("strategy", "slots"), [("none", 1), ("double", 3), ("lazy", 2)])
 def test_slots_at_rest(strategy: CheckpointStrategy, slots: int, overlap: bool) -> None:  # noqa: FBT001  a parameter
-    """With a step in flight `lazy` borrows the slot for a boundary one step before it is reached."""
+    """`lazy` borrows the slot for a boundary one step before it is reached, if a step is in flight."""
 
     async def main() -> None:
         async with bench(strategy=strategy, tuning=Tuning(overlap=overlap)) as one:
@@ -56,7 +56,8 @@ def test_slots_at_rest(strategy: CheckpointStrategy, slots: int, overlap: bool) 
 @pytest.mark.parametrize("layout", [HYBRID, ATTENTION_ONLY, WINDOWS], ids=["hybrid", "attention", "windows"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_where_the_next_turn_resumes(strategy: CheckpointStrategy, layout: Layout) -> None:
-    """At the end of the answer, or with `none` at the end of the prompt; without states always there."""
+    """It resumes at the end of the answer, or with `none` at the end of the prompt; without states always
+    there."""
 
     async def main() -> None:
         async with bench(strategy=strategy, layout=layout) as one:
@@ -71,7 +72,7 @@ def test_where_the_next_turn_resumes(strategy: CheckpointStrategy, layout: Layou
 
 @pytest.mark.parametrize("strategy", ["double", "lazy"])
 @pytest.mark.parametrize("interval", [1, 2, 3])
-def test_an_interval_is_kept(strategy: CheckpointStrategy, interval: int) -> None:
+def test_interval_is_kept(strategy: CheckpointStrategy, interval: int) -> None:
     async def main() -> None:
         async with bench(strategy=strategy, tuning=Tuning(interval=interval)) as one:
             assert await _depths_seen(one, a_request(prompt(2), 41)) == set(range(interval, 11, interval))
@@ -81,7 +82,7 @@ def test_an_interval_is_kept(strategy: CheckpointStrategy, interval: int) -> Non
 
 @pytest.mark.parametrize("strategy", ["double", "lazy"])
 @pytest.mark.parametrize("refusals", [1, 2, 3])
-def test_a_boundary_without_a_slot_is_caught_up_with_at_the_next_page(
+def test_boundary_without_a_slot_is_caught_up_with_at_the_next_page(
     strategy: CheckpointStrategy, refusals: int
 ) -> None:
     """The second slot of `double` is its own: nothing that others take can refuse it."""
@@ -105,8 +106,8 @@ def test_a_boundary_without_a_slot_is_caught_up_with_at_the_next_page(
 
 
 async def _depths_seen(one: Bench, request: Request) -> set[int]:
-    """In pages: where there was a checkpoint at any moment; there is never more than one, and never none
-    after the first."""
+    """Return the depths, in pages, of all checkpoints that existed. There is never more than one, and never
+    none after the first."""
     work = asyncio.create_task(one.answer(request))
     seen: set[int] = set()
     while not work.done():
@@ -121,7 +122,7 @@ async def _depths_seen(one: Bench, request: Request) -> set[int]:
 @pytest.mark.parametrize("count", [64, 128])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_all_reach_every_boundary_in_the_same_step(strategy: CheckpointStrategy, count: int) -> None:
-    """With memory for all of them nobody loses a checkpoint to the boundary of another."""
+    """No request loses a checkpoint to the boundary of another."""
     requests = [a_request(prompt(9, seed), 20, request_id=str(seed)) for seed in range(count)]
 
     async def main() -> None:

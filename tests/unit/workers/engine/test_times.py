@@ -1,4 +1,4 @@
-"""A worker says how long the parts of a prompt took and what it moved: to the moment, in virtual time."""
+"""A worker reports the exact times of the parts of a prompt and what it moved, in virtual time."""
 
 import asyncio
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class SlowStore(MemoryStore):
 
 
 async def first_token(one: Bench, request: Request) -> tuple[Times, float]:
-    """What the worker says, and how long it took."""
+    """Return the reported times, and the measured one."""
     now_s = asyncio.get_running_loop().time
     began_s = now_s()
     times, took_s = Times(), 0.0
@@ -42,7 +42,7 @@ def total_s(times: Times) -> float:
     return times.waited_s + times.fetched_s + times.computed_s + times.stored_s
 
 
-def test_the_parts_add_up_to_what_passed() -> None:
+def test_parts_add_up_to_the_elapsed_time() -> None:
     async def main() -> None:
         store = SlowStore(STORE_BYTES)
         async with bench(store) as prefill:
@@ -62,7 +62,7 @@ def test_the_parts_add_up_to_what_passed() -> None:
     run(main())
 
 
-def test_who_waits_for_a_turn_says_so() -> None:
+def test_time_in_the_admission_queue_is_reported() -> None:
     async def main() -> None:
         async with bench(tuning=Tuning(rows_max=1)) as one:
             first = asyncio.create_task(first_token(one, a_request(prompt(29), 40, request_id="a")))
@@ -76,7 +76,7 @@ def test_who_waits_for_a_turn_says_so() -> None:
     run(main())
 
 
-def test_what_is_moved_is_counted_with_its_time() -> None:
+def test_moved_bytes_are_counted_with_their_time() -> None:
     async def main() -> None:
         store = SlowStore(STORE_BYTES)
         async with bench(store) as prefill:

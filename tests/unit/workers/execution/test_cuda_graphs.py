@@ -60,7 +60,7 @@ def test_one_run_has_a_place_for_each_number_and_no_two_for_one(rows: int, width
         assert bool((getattr(views, field.name) == count).all())
 
 
-def test_what_was_in_a_row_before_is_padding_when_it_is_not_used() -> None:
+def test_unused_rows_are_padded_over_earlier_content() -> None:
     whole, three, one = padding(4, 3, windows=True), full(3, 3, windows=True), full(1, 2, windows=True)
     pad(three, whole)
     pad(one, whole)
@@ -130,7 +130,7 @@ def close_to(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def test_padding_with_the_definitions(folder: Path) -> None:
-    """Whose products depend on the number of rows, in the last bits."""
+    """Their products depend on the number of rows, in the last bits."""
     check_padding(folder, REFERENCE, close_to)
 
 
@@ -139,7 +139,7 @@ def test_padding_changes_no_bit_on_cpu(folder: Path, tmp_path_factory: pytest.Te
 
 
 @pytest.mark.parametrize("drafts_max", [0, 3])
-def test_an_engine_with_graphs_answers_the_same(
+def test_engine_with_graphs_answers_the_same(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, drafts_max: int
 ) -> None:
     made = EngineSettings(

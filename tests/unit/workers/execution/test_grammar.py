@@ -1,4 +1,4 @@
-"""Whatever a model would like to say, its answer matches the grammar; also with guesses, voids and moves."""
+"""Every answer matches its grammar, whatever the logits; also with guesses, discarded steps and moves."""
 # pyright: basic
 # llguidance and torch give untyped arrays.
 
@@ -28,7 +28,7 @@ VOCABULARY, EOS = 896, 1  # of the logits: the tokenizer has 852 entries
 TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 GRAMMARS = Grammars(FOLDER, VOCABULARY, (EOS,))
 LIKED = dict.fromkeys([token for text in '"}]' for token in TOKENIZER.encode(text).ids], 6.0) | {EOS: 6.0}
-"""Without these an answer of noise would go on for ever."""
+"""The tokens that end an answer of noise, which would not end otherwise."""
 
 Check = Callable[[str], bool]
 
@@ -156,9 +156,9 @@ def test_penalties_bias_and_length_come_before_the_grammar(kind: str, seed: int)
 
 
 @kinds
-def test_a_rewound_matcher_is_as_new(kind: str) -> None:
-    """After any detour, also beyond the end of the answer and over tokens that no grammar has, each mask is
-    that of a matcher that went straight there."""
+def test_rewound_matcher_is_as_new(kind: str) -> None:
+    """Make a detour, also beyond the end of the answer and over tokens that no grammar has: then each mask is
+    that of a matcher without the detour."""
     grammar, _ = KINDS[kind]
     rng = Random(7)
     matcher, known = GRAMMARS.matcher(grammar), list[int]()
@@ -201,7 +201,7 @@ def test_masks_are_as_wide_as_the_logits(vocabulary: int) -> None:
     assert matcher.mask().shape == (vocabulary,)
 
 
-def test_an_answer_that_is_complete_ends_also_when_it_is_too_short() -> None:
+def test_answer_that_is_complete_ends_also_when_it_is_too_short() -> None:
     grammar = Grammar(kind="choice", text='["yes"]')
     request = request_of(Sampling(min_tokens=50, grammar=grammar), stop=(EOS,))
     answer = answer_of(Noise(VOCABULARY), request, 60, lambda: GRAMMARS.matcher(grammar))
@@ -264,19 +264,19 @@ def test_json_may_be_compact_spaced_or_indented(text: str) -> None:
         (Grammar(kind="regex", text="a" * (GRAMMAR_BYTES_MAX + 1)), "shorter"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_with_the_reason(grammar: Grammar, reason: str) -> None:
+def test_unsupported_grammars_are_refused_with_the_reason(grammar: Grammar, reason: str) -> None:
     with pytest.raises(RequestError, match=re.escape(reason)) as caught:
         GRAMMARS.matcher(grammar)
     assert caught.value.param == "response_format"
     assert len(str(caught.value)) < 600
 
 
-def test_a_schema_may_be_true() -> None:
+def test_schema_may_be_true() -> None:
     assert GRAMMARS.matcher(Grammar(kind="json_schema", text="true")).mask().any()
 
 
 @pytest.mark.parametrize("content", [None, "{}"])
-def test_a_model_without_a_tokenizer_refuses(tmp_path: Path, content: str | None) -> None:
+def test_model_without_a_tokenizer_refuses(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     grammars = Grammars(tmp_path, VOCABULARY, (EOS,))
@@ -287,7 +287,7 @@ def test_a_model_without_a_tokenizer_refuses(tmp_path: Path, content: str | None
     assert grammars.matcher(Grammar(kind="json_object")).mask().any()
 
 
-def test_an_answer_ends_where_a_step_would_take_too_long() -> None:
+def test_answer_ends_where_a_step_would_take_too_long() -> None:
     """The library gives up for good; a rewind to a place before goes on as if it had not."""
     tokenizer = LLTokenizer((FOLDER / "tokenizer.json").read_text(), eos_token=[EOS])
     lark = 'start: "a" "b" deep\n' + "\n".join(f"d{n}: d{n + 1}* d{n + 1}*" for n in range(60))

@@ -52,7 +52,7 @@ BOMBS: dict[str, Callable[[], Grammar]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_does_not_go_off(name: str) -> None:
+def test_bomb_does_not_go_off(name: str) -> None:
     bomb = BOMBS[name]()
     try:
         matcher = grammars().matcher(bomb)
@@ -65,6 +65,6 @@ def test_a_bomb_does_not_go_off(name: str) -> None:
         matcher.push(may[-1])
 
 
-def test_what_is_too_large_is_refused_unread() -> None:
+def test_too_large_grammars_are_refused_unread() -> None:
     with pytest.raises(RequestError, match=str(GRAMMAR_BYTES_MAX)):
         grammars().matcher(BOMBS["million values"]())

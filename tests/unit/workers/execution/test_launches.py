@@ -1,7 +1,7 @@
 # pyright: basic
 # Triton has no types.
-"""What steps of released models launch on a device, without one: a capture meets nothing that it refuses, and
-warming up meets every kernel that a step will."""
+"""Launches of released models' steps on a device, checked without one: a capture meets nothing that it
+refuses, and the warm-up meets every kernel of later steps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +68,7 @@ def captured(run: Forward) -> tuple[Replay, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_a_graph_captures_what_reads_nothing_back(
+def test_graph_captures_work_that_reads_nothing_back(
     name: str, model_of: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, caches = model_of(name)
@@ -77,7 +77,7 @@ def test_a_graph_captures_what_reads_nothing_back(
     assert len(launches) > 2 * len(buckets(8)) * LAYERS
 
 
-def test_a_capture_refuses_what_a_device_would() -> None:
+def test_capture_refuses_what_a_device_would() -> None:
     numbers = torch.empty(3, device=META)
     for run in (
         lambda: numbers.sum().item(),
@@ -93,10 +93,10 @@ def test_a_capture_refuses_what_a_device_would() -> None:
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_launches_are_what_the_driver_takes(
+def test_driver_accepts_all_launches(
     name: str, model_of: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the largest step, and at one row of one token after a long text."""
+    """Check the largest step, and one row of one token after a long text."""
     model, caches = model_of(name)
     with launching(monkeypatch) as launches, torch.inference_mode():
         for rows, first in ((1, 1), (ROWS_MAX, 1), (1, TOKENS_MAX), (ROWS_MAX, TOKENS_MAX - ROWS_MAX)):

@@ -87,7 +87,7 @@ def noise(token: int, position: int) -> torch.Tensor:
 
 @PROPERTY
 @given(steps())
-def test_the_integers_of_a_step(drawn: tuple[Step, int]) -> None:
+def test_integers_of_a_step(drawn: tuple[Step, int]) -> None:
     step, page_tokens = drawn
     inputs = inputs_of(step, [token for row in step for token in row.tokens], page_tokens)
     assert inputs.tokens_T.dtype == inputs.positions_T.dtype == torch.int64
@@ -163,7 +163,7 @@ def a_row(name: str, tokens: tuple[int, ...], start: int, sampling_state: Sampli
     )
 
 
-def test_a_step_runs_beside_the_event_loop() -> None:
+def test_step_runs_beside_the_event_loop() -> None:
     model = Echo()
     runner = TorchRunner(model, NO_CACHES, page_tokens=4, threads=1)
 
@@ -175,8 +175,8 @@ def test_a_step_runs_beside_the_event_loop() -> None:
     runner.close()
 
 
-def test_a_pending_token_is_the_one_that_its_sequence_drew_in_the_step_before() -> None:
-    """Two steps are under way at once; the second one has the rows in another order, and one of its own."""
+def test_pending_token_is_the_one_that_its_sequence_drew_in_the_step_before() -> None:
+    """Two steps are in flight. The second one has the rows in another order, and one of its own."""
     greedy = Sampling(temperature=0.0)
     model = Echo()
     runner = TorchRunner(model, NO_CACHES, page_tokens=4, threads=1)
@@ -216,7 +216,7 @@ def test_with_guesses_it_is_the_last_one_of_those_drawn() -> None:
     runner.close()
 
 
-def test_what_a_broken_step_drew_is_not_used() -> None:
+def test_draws_of_a_broken_step_are_not_used() -> None:
     greedy = Sampling(temperature=0.0)
     model = Echo()
     runner = TorchRunner(model, NO_CACHES, page_tokens=4, threads=1)

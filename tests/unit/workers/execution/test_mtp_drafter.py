@@ -26,7 +26,7 @@ Slot = tuple[tuple[float, ...], int]
 
 
 def hidden_of(tokens: list[int]) -> tuple[float, ...]:
-    """Of the model, behind the last of them: no two prefixes have the same."""
+    """Return the hidden state of the model after the last token: no two prefixes have the same."""
     number = 1
     for token in tokens:
         number = number * (VOCABULARY + 1) + token + 1
@@ -84,8 +84,8 @@ class Fed:
     guesses: tuple[int, ...] = ()
 
     def row(self, num_tokens: int, pages: int, page_tokens: int) -> tuple[Row, DrawnEnd]:
-        """The next one, of so many known tokens if they end on a page boundary or are all, with the last
-        guesses on trial when it is one token; and what it draws."""
+        """Return the next row, of `num_tokens` known tokens if they end on a page boundary or are all, with
+        the last guesses if it is one token; and what it draws."""
         end = min(self.computed + num_tokens, self.known)
         if end < self.known:
             end = max(end // page_tokens * page_tokens, min(self.known, self.computed + page_tokens))
@@ -141,7 +141,7 @@ def check_slots(head: Recorder, fed: Fed) -> None:
 
 
 @given(data=st.data(), page_tokens=st.sampled_from([1, 3, 4]), most=st.integers(1, 4))
-def test_every_slot_holds_what_its_own_tokens_say(data: st.DataObject, page_tokens: int, most: int) -> None:
+def test_every_slot_depends_on_its_own_tokens(data: st.DataObject, page_tokens: int, most: int) -> None:
     live = [data.draw(sequences(page_tokens, name)) for name in range(1, 4)]
     head = Recorder(page_tokens)
     guesser = MtpDrafter(head, lambda hidden_NH: hidden_NH, NO_CACHES, page_tokens, most)
@@ -168,7 +168,7 @@ def test_every_slot_holds_what_its_own_tokens_say(data: st.DataObject, page_toke
 
 
 def check_guesses(fed: Fed, row: Row, guesses: tuple[int, ...], most: int, page_tokens: int) -> None:
-    """As many as the pages of the row allow, each from the one before."""
+    """Check the guesses: as many as the pages of the row allow, each from the one before."""
     if row.sampling_state is None:
         assert guesses == ()
         return
@@ -179,11 +179,11 @@ def check_guesses(fed: Fed, row: Row, guesses: tuple[int, ...], most: int, page_
         token, at = guess, at + 1
 
 
-def test_a_row_that_ends_amid_a_page_draws() -> None:
-    """Else nobody would write the slot behind it."""
+def test_row_that_ends_amid_a_page_draws() -> None:
+    """Otherwise no row would write the slot after it."""
     guesser = MtpDrafter(Recorder(4), lambda hidden_NH: hidden_NH, NO_CACHES, 4, 2)
     row = Row("", (1, 2), 0, (PageId(1),), None, ())
-    with pytest.raises(AssertionError, match="nobody would write"):
+    with pytest.raises(AssertionError, match="no row would write"):
         guesser.run((row,), (1, 2), torch.zeros(2, 2), [DrawnEnd()], choose)
 
 

@@ -31,7 +31,7 @@ def found(tokens: Sequence[int], longest: int, shortest: int, length: int) -> li
     st.integers(0, 3),
     st.integers(1, 12),
 )
-def test_guesses_are_what_a_search_finds(
+def test_guesses_equal_those_of_a_search(
     tokens: list[int], steps: list[int], shortest: int, more: int, most: int
 ) -> None:
     """However the text has grown."""
@@ -61,7 +61,7 @@ def run(truth: Sequence[int], start: int, most: int, drafter: NgramDrafter) -> l
     return trials
 
 
-def test_a_text_that_repeats_itself_comes_in_ever_longer_steps() -> None:
+def test_text_that_repeats_itself_comes_in_ever_longer_steps() -> None:
     truth = list(range(10)) * 12
     trials = run(truth, 22, 16, NgramDrafter())
     assert [tried for tried, _ in trials[:4]] == [START_TOKENS, 8, 16, 16]
@@ -84,7 +84,7 @@ def test_guesses_that_fail_get_fewer() -> None:
     assert list(drafter.propose(text, 8)) == [2, 8]
 
 
-def test_guesses_that_were_not_all_tried_are_judged_by_what_came() -> None:
+def test_untried_guesses_are_compared_with_the_actual_tokens() -> None:
     drafter = NgramDrafter()
     text = [1, 2, 3, 4, 5, 6, 7, 1, 2]
     assert len(drafter.propose(text, 8)) == 4
@@ -98,7 +98,7 @@ def test_nothing_is_guessed_where_nothing_matches() -> None:
     assert list(NgramDrafter().propose([1, 2, 1, 2], 0)) == []
 
 
-def test_a_trial_that_was_cut_short_takes_nothing_away() -> None:
+def test_trial_that_was_cut_short_takes_nothing_away() -> None:
     """Guesses stop at a page boundary, and go on behind it as before."""
     drafter, truth = NgramDrafter(), list(range(10)) * 12
     assert len(drafter.propose(truth[:22], 16)) == 4
@@ -108,7 +108,7 @@ def test_a_trial_that_was_cut_short_takes_nothing_away() -> None:
 
 @PROPERTY
 @given(st.integers(1, 100), st.data())
-def test_the_next_trial_is_longer_after_success_only(length: int, data: st.DataObject) -> None:
+def test_next_trial_is_longer_after_success_only(length: int, data: st.DataObject) -> None:
     tried = data.draw(st.integers(1, length))
     right = data.draw(st.integers(0, tried))
     following = next_length(length, tried, right)

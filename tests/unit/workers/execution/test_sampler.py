@@ -56,8 +56,8 @@ def random_logits(rows: int, vocabulary: int, seed: int, scale: float = 2.0) -> 
 
 
 def distribution(logits_V: list[float], sampling: Sampling) -> dict[int, float]:
-    """What may be drawn and how likely, in plain arithmetic: each filter looks at the whole distribution. In
-    the order of the cumulative distribution: by falling logit with filters, else by id."""
+    """Return what may be drawn and its probability, in plain arithmetic: each filter looks at the whole
+    distribution. In the order of the cumulative distribution: by falling logit with filters, else by id."""
     order = sorted(range(len(logits_V)), key=lambda token: (-logits_V[token], token))
     best = logits_V[order[0]]
     if sampling.temperature == 0:
@@ -97,7 +97,7 @@ def assert_distributed(drawn: Counter[int], exact: Mapping[int, float]) -> None:
     ],
 )
 def test_draws_follow_the_distribution(sampling: Sampling) -> None:
-    """... over many seeds at one position, and over many positions with one seed."""
+    """Over many seeds at one position, and over many positions with one seed."""
     logits_V = random_logits(1, 12, seed=3)
     exact = distribution(logits_V[0].tolist(), sampling)
     chosen = [replace(sampling, seed=seed) for seed in range(6000)]
@@ -109,7 +109,7 @@ def test_draws_follow_the_distribution(sampling: Sampling) -> None:
 
 @PROPERTY
 @given(samplings, st.integers(1, 200), st.integers(0, 2**31), st.integers(1, 10_000))
-def test_a_draw_is_the_inverse_of_the_cumulative_distribution(
+def test_draw_is_the_inverse_of_the_cumulative_distribution(
     sampling: Sampling, vocabulary: int, logits_seed: int, position: int
 ) -> None:
     logits_V = random_logits(1, vocabulary, logits_seed)
@@ -133,7 +133,7 @@ def test_a_draw_is_the_inverse_of_the_cumulative_distribution(
 def test_rows_do_not_see_each_other(
     drawn_with: list[Sampling], vocabulary: int, logits_seed: int, threads: int
 ) -> None:
-    """To the last bit: tokens, and logarithms of probabilities."""
+    """Tokens and logprobs are equal to the last bit."""
     logits_NV = random_logits(len(drawn_with), vocabulary, logits_seed)
 
     def rows() -> list[SamplingState]:
@@ -154,7 +154,7 @@ def test_rows_do_not_see_each_other(
 
 
 @pytest.mark.parametrize("sampling", [Sampling(top_p=0.95), Sampling(min_p=0.001), Sampling(top_k=1500)])
-def test_a_cut_beyond_the_likeliest_tokens_is_found_as_well(sampling: Sampling) -> None:
+def test_cut_beyond_the_likeliest_tokens_is_found_as_well(sampling: Sampling) -> None:
     """Flat logits, many of them equal: the filters cut outside of the candidates that are looked at first."""
     vocabulary = 3 * CANDIDATES
     logits_V = (4 * random_logits(1, vocabulary, seed=5, scale=0.2)).round() / 4
@@ -193,13 +193,13 @@ def test_every_token_of_the_vocabulary_and_none_beyond_can_be_drawn() -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=5.0), Sampling(temperature=5.0, top_p=0.999)])
-def test_a_forbidden_token_is_never_drawn(sampling: Sampling) -> None:
+def test_forbidden_token_is_never_drawn(sampling: Sampling) -> None:
     logits_NV = torch.tensor([[0.0, -inf, 1.0]]).expand(300, -1)
     assert set(draw_once(logits_NV, [sampling] * 300, range(1, 301))) == {0, 2}
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.5), Sampling(temperature=0, logprobs=1)])
-def test_a_broken_model_draws_tokens_of_its_vocabulary(sampling: Sampling) -> None:
+def test_broken_model_draws_tokens_of_its_vocabulary(sampling: Sampling) -> None:
     (token,) = draw_once(torch.full((1, 9), torch.nan), [sampling], [1])
     assert 0 <= token < 9
 
@@ -207,7 +207,7 @@ def test_a_broken_model_draws_tokens_of_its_vocabulary(sampling: Sampling) -> No
 @PROPERTY
 @given(full_samplings, st.integers(0, 2**20), st.randoms(use_true_random=False))
 def test_guesses_void_steps_and_moves_change_nothing(sampling: Sampling, seed: int, rng: Random) -> None:
-    """Also with penalties, which look at all tokens before the draw; logarithms of probabilities included."""
+    """The same with penalties, which look at all tokens before the draw; logprobs included."""
     model = Noise(vocabulary=11, seed=seed, scale=3.0)
     request = request_of(sampling, prompt=(5, 6, 5), stop=(1,))
     truth = answer_of(model, request, 24)
@@ -219,7 +219,7 @@ def test_guesses_void_steps_and_moves_change_nothing(sampling: Sampling, seed: i
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.4, top_k=6, top_p=0.95)])
-def test_a_guess_is_accepted_as_often_as_it_is_likely(sampling: Sampling) -> None:
+def test_guess_is_accepted_as_often_as_it_is_likely(sampling: Sampling) -> None:
     """The rule of rejection sampling for a guess that is certain of itself: it is accepted with p(guess),
     else the token comes from p without it; behind it, the next one comes from the distribution there."""
     logits_NV = random_logits(2, 12, seed=3)

@@ -31,8 +31,8 @@ def counts_of(sampling_state: SamplingState) -> tuple[set[int], Counter[int]]:
     st.lists(tokens, min_size=1, max_size=9),
     st.lists(tokens | st.integers(0, 5).map(lambda back: ~back), max_size=40),
 )
-def test_counts_follow_what_was_pushed_and_what_was_forgotten(prompt: list[int], moves: list[int]) -> None:
-    """A negative number forgets so many tokens, less one."""
+def test_counts_follow_pushed_and_forgotten_tokens(prompt: list[int], moves: list[int]) -> None:
+    """A negative number -n forgets n - 1 tokens."""
     sampling_state, answer = SamplingState(request_of(PENALISED, prompt)), list[int]()
     for move in moves:
         if move >= 0:
@@ -46,7 +46,7 @@ def test_counts_follow_what_was_pushed_and_what_was_forgotten(prompt: list[int],
         assert counts_of(sampling_state) == (set(prompt), Counter(answer))
 
 
-def test_what_was_drawn_before_a_loss_counts_as_drawn() -> None:
+def test_tokens_before_a_loss_count_as_drawn() -> None:
     moved = replace(request_of(PENALISED, (4, 4, 5, 6, 6)), drawn=2)
     sampling_state = SamplingState(moved)
     assert sampling_state.position == 5
@@ -55,14 +55,14 @@ def test_what_was_drawn_before_a_loss_counts_as_drawn() -> None:
     assert counts_of(sampling_state) == ({4, 5}, Counter())
 
 
-def test_the_prompt_counts_for_repetition_only() -> None:
+def test_prompt_counts_for_repetition_only() -> None:
     sampling_state = SamplingState(request_of(Sampling(presence_penalty=1.0), (4, 5)))
     sampling_state.push(5)
     assert counts_of(sampling_state) == (set(), Counter({5: 1}))
 
 
 @pytest.mark.parametrize("position", [2, 6])
-def test_tokens_that_nobody_has_drawn_cannot_be_known(position: int) -> None:
+def test_tokens_not_drawn_yet_are_unknown(position: int) -> None:
     sampling_state = SamplingState(request_of(Sampling(), (1, 2, 3)))
     sampling_state.push(4)
     sampling_state.push(4)
@@ -70,7 +70,7 @@ def test_tokens_that_nobody_has_drawn_cannot_be_known(position: int) -> None:
         sampling_state.rewind(position)
 
 
-def test_an_answer_that_is_too_short_cannot_end() -> None:
+def test_answer_that_is_too_short_cannot_end() -> None:
     sampling_state = SamplingState(replace(request_of(Sampling(min_tokens=2), (1, 2, 3), (7, 8)), drawn=1))
     assert sampling_state.barred == (7, 8)
     sampling_state.push(4)
@@ -96,7 +96,7 @@ def test_only_plain_rows_take_the_short_way(sampling: Sampling) -> None:
     assert SamplingState(request_of(Sampling(temperature=0, seed=3, top_k=5, top_p=0.5), stop=(1,))).greedy
 
 
-def test_the_short_way_opens_when_the_answer_is_long_enough() -> None:
+def test_short_way_opens_when_the_answer_is_long_enough() -> None:
     sampling_state = SamplingState(request_of(Sampling(temperature=0, min_tokens=1), stop=(1,)))
     sampling_state.push(5)
     assert sampling_state.greedy

@@ -1,4 +1,4 @@
-"""What is made of the config.json of DeepSeek-V3: latents, scales, the choice of experts; what is refused."""
+"""The config of DeepSeek-V3's config.json: latents, scales, the choice of experts, and refusals."""
 
 import json
 from typing import Any
@@ -13,7 +13,7 @@ from tidemill.workers.models.layers.latent import LatentConfig
 from tidemill.workers.models.layers.mlp import DenseConfig
 from tidemill.workers.models.layers.moe import MoeConfig
 
-# Of DeepSeek-V3, as its folder says it, with five layers.
+# From the folder of DeepSeek-V3, with five layers.
 V3: dict[str, Any] = json.loads(
     """{
     "attention_bias": false, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu",
@@ -51,13 +51,13 @@ def test_every_layer_keeps_one_latent_per_token() -> None:
     assert sizes(config) == (1, 2, 4, 8, 16, 32, 64, 128), "latents are copied, only queries are shared"
 
 
-def test_the_first_layers_are_dense() -> None:
+def test_first_layers_are_dense() -> None:
     kinds = [type(layer.mlp) for layer in parse(V3).layers]
     assert kinds == [DenseConfig] * 3 + [MoeConfig] * 2
     assert {type(layer.mlp) for layer in parse(V3 | {"first_k_dense_replace": 0}).layers} == {MoeConfig}
 
 
-def test_the_choice_of_experts() -> None:
+def test_choice_of_experts() -> None:
     router, shared = experts().router, experts(n_shared_experts=2).shared
     assert (router.score, router.renormalise, router.scale) == ("sigmoid", True, 2.5)
     assert (router.top_k, router.groups, router.groups_kept) == (8, 8, 4)
@@ -74,7 +74,7 @@ def test_scores_are_scaled_for_longer_texts_than_it_was_made_for() -> None:
     assert latent(rope_scaling=None).scale == pytest.approx(192**-0.5)
 
 
-def test_what_projects_queries() -> None:
+def test_projections_of_queries() -> None:
     names = latent().weights(7168)
     assert names["self_attn.q_b_proj.weight"].shape == (128 * 192, 1536)
     plain = latent(q_lora_rank=None, attention_bias=True).weights(7168)
@@ -83,7 +83,7 @@ def test_what_projects_queries() -> None:
     assert plain["self_attn.kv_a_proj_with_mqa.bias"].shape == (576,)
 
 
-def test_the_layer_that_predicts_further_tokens_is_not_asked_for() -> None:
+def test_layer_that_predicts_further_tokens_is_not_asked_for() -> None:
     assert not [name for name in weights_of(parse(V3)) if name.startswith("model.layers.5.")]
 
 
@@ -101,6 +101,6 @@ def test_the_layer_that_predicts_further_tokens_is_not_asked_for() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     ],
 )
-def test_what_is_refused(changes: dict[str, object], problem: str) -> None:
+def test_unsupported_configs_are_refused(changes: dict[str, object], problem: str) -> None:
     with pytest.raises(ModelError, match=problem):
         parse(V3 | changes)

@@ -37,9 +37,7 @@ def test_every_code_of_8_bit_floats_has_its_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", CASES)
-def test_the_parts_of_all_ranks_are_the_whole(
-    tmp_path: Path, make: Callable[[torch.Generator], Case]
-) -> None:
+def test_parts_of_all_ranks_are_the_whole(tmp_path: Path, make: Callable[[torch.Generator], Case]) -> None:
     case = make(torch.Generator().manual_seed(0))
     checkpoint = opened(tmp_path, case)
     whole = checkpoint.read(NAME, part_of(Replicated(), case.shape[0], 0, 1))
@@ -56,7 +54,7 @@ def test_the_parts_of_all_ranks_are_the_whole(
                     assert torch.equal(checkpoint.read(NAME, part), wanted), (cut, size, index)
 
 
-def test_a_tensor_of_many_pieces(tmp_path: Path) -> None:
+def test_tensor_of_many_pieces(tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     rows, columns = 700, 1000
     assert rows * columns > 2 * PIECE

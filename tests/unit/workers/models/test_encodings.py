@@ -57,7 +57,7 @@ def stacks(draw: torch.Generator) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
 
 
 def test_experts_that_are_stored_apart_are_read_together(tmp_path: Path) -> None:
-    """As transformers saves them, where the architecture has them as one tensor."""
+    """transformers stores them separately, where the architecture has them as one tensor."""
     stored, into, back = stacks(torch.Generator().manual_seed(0))
     save_file(stored, tmp_path / "model.safetensors")
     checkpoint = WeightsFolder(tmp_path, no_progress, digests=True, quantization={"quant_method": "fp8"})
@@ -84,12 +84,12 @@ def test_experts_that_are_stored_apart_are_read_together(tmp_path: Path) -> None
 
 
 def fp8_of(weight: torch.Tensor) -> Tensors:
-    """As a quantiser makes it, in blocks of 128 x 128: the largest of a block becomes 448."""
+    """Return what a quantiser makes, in blocks of 128 x 128: the largest value of a block becomes 448."""
     scale = weight.abs().max().view(1, 1) / 448
     return {"": (weight / scale).to(torch.float8_e4m3fn), "_scale_inv": scale}
 
 
-def test_a_quantised_folder_is_the_model_that_its_values_are(tmp_path: Path) -> None:
+def test_quantised_folder_is_the_model_that_its_values_are(tmp_path: Path) -> None:
     config: dict[str, Any] = {
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": 11,
@@ -200,7 +200,7 @@ def test_tensors_that_do_not_fit_are_named(
 
 
 @pytest.mark.parametrize("make", [packed_8_bits, mxfp4])
-def test_a_packed_tensor_of_another_shape_is_named(
+def test_packed_tensor_of_another_shape_is_named(
     tmp_path: Path, make: Callable[[torch.Generator], Case]
 ) -> None:
     case = make(torch.Generator().manual_seed(0))
@@ -223,7 +223,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_blocks_are_told_by_either_method() -> None:
+def test_either_method_names_the_blocks() -> None:
     group = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [4, 3]}
     found = scheme_of(packed(group, "float-quantized"))
     assert found == Scheme(block=(4, 3))
@@ -232,7 +232,7 @@ def test_blocks_are_told_by_either_method() -> None:
 
 
 @pytest.mark.parametrize(("config", "message"), CONFIGS, ids=[message for _, message in CONFIGS])
-def test_what_a_quantization_config_can_say(config: dict[str, Any], message: str) -> None:
+def test_quantization_configs(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         scheme_of(config)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""What is made of the config.json of gpt-oss: windows by turns, sinks, experts; what is refused."""
+"""The config of gpt-oss's config.json: alternating windows, sinks, experts, and refusals."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.layers.attention import AttentionConfig
 from tidemill.workers.models.layers.moe import MoeConfig
 
-# Of gpt-oss-20b, as its folder says it, with four layers.
+# From the folder of gpt-oss-20b, with four layers.
 SMALL: dict[str, Any] = json.loads(
     """{
     "attention_bias": true, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
@@ -71,6 +71,6 @@ def test_experts_by_the_names_of_its_folder() -> None:
         ({"num_key_value_heads": 7}, "no multiple of num_key_value_heads"),
     ],
 )
-def test_what_is_refused(changes: dict[str, object], problem: str) -> None:
+def test_unsupported_configs_are_refused(changes: dict[str, object], problem: str) -> None:
     with pytest.raises(ModelError, match=problem):
         parse(SMALL | changes)

@@ -1,4 +1,4 @@
-"""What is made of the config.json of Granite 4: head groups, bounds, names of layers, and what is refused."""
+"""The config of Granite 4's config.json: head groups, bounds, names of layers, and refusals."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ from tidemill.workers.models.layers.mlp import DenseConfig
 from tidemill.workers.models.layers.moe import MoeConfig
 from tidemill.workers.models.loading.sharding import RankSlice
 
-# Of granite-4.0-h-tiny, as its folder says it, with two layers.
+# From the folder of granite-4.0-h-tiny, with two layers.
 TINY: dict[str, Any] = json.loads(
     """{
     "attention_bias": false, "attention_multiplier": 0.0078125, "embedding_multiplier": 12,
@@ -86,7 +86,7 @@ def test_head_groups_are_runs_of_heads_that_share_b_and_c(heads: int, groups: in
         (2, 4, ((6, 9), (18, 21), (26, 28), (30, 32), (34, 35))),
     ],
 )
-def test_what_a_rank_reads_of_the_projection(
+def test_ranks_read_their_part_of_the_projection(
     index: int, size: int, ranges: tuple[tuple[int, int], ...]
 ) -> None:
     """Its heads of z, x and dt, and the B and C that they use: of two groups, two ranks of four have each."""
@@ -116,8 +116,8 @@ def test_without_experts_there_is_the_shared_mlp_alone() -> None:
     assert mlp.inner == 1024
 
 
-def test_a_model_of_attention_alone() -> None:
-    """Whose sizes of Mamba fit nothing."""
+def test_model_of_attention_alone() -> None:
+    """Its sizes of Mamba fit nothing."""
     config = parse(
         TINY
         | {"layer_types": ["attention"] * 2, "mamba_n_heads": 7, "position_embedding_type": "rope"}
@@ -146,6 +146,6 @@ def test_a_model_of_attention_alone() -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_told(changes: dict[str, object], problem: str) -> None:
+def test_impossible_configs_are_refused(changes: dict[str, object], problem: str) -> None:
     with pytest.raises(ModelError, match=problem):
         parse(TINY | changes)

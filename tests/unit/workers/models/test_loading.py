@@ -78,7 +78,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_the_engine_learns(folder: Path) -> None:
+def test_loaded_model_has_the_facts_for_the_engine(folder: Path) -> None:
     model = load_folder(folder)
     assert model.layers == (
         Linear(key_heads=1, value_heads=2, key_dim=4, value_dim=4, conv_width=4),
@@ -99,7 +99,7 @@ def test_progress_ends_near_the_size_of_the_files(folder: Path) -> None:
     assert {total for _, total in seen} == {(folder / "model.safetensors").stat().st_size}
 
 
-def test_a_chat_model_ends_turns_with_the_ids_of_its_generation_config(folder: Path) -> None:
+def test_chat_model_ends_turns_with_the_ids_of_its_generation_config(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     assert load_folder(folder).eos_ids == {3, 4}
     (folder / "generation_config.json").write_text("{}")
@@ -132,7 +132,7 @@ def swap_norms(tensors: dict[str, torch.Tensor]) -> None:
     tensors[first], tensors[second] = tensors[second], tensors[first]
 
 
-def test_the_fingerprint_covers_weights_and_config_but_no_remarks(folder: Path) -> None:
+def test_fingerprint_covers_weights_and_config_but_no_remarks(folder: Path) -> None:
     first = load_folder(folder).fingerprint
     write_config(folder, transformers_version="9", eos_token_id=1)
     assert load_folder(folder).fingerprint == first
@@ -147,7 +147,7 @@ def test_the_fingerprint_covers_weights_and_config_but_no_remarks(folder: Path) 
     assert load_folder(folder).fingerprint != first
 
 
-def test_a_draft_layer_and_a_copy_of_tied_embeddings_are_left_alone(folder: Path) -> None:
+def test_draft_layer_and_a_copy_of_tied_embeddings_are_left_alone(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.update({"mtp.norm.weight": torch.ones(8)}))
     write_config(folder, tie_word_embeddings=True)
     model = load_folder(folder)
@@ -176,7 +176,7 @@ def test_a_draft_layer_and_a_copy_of_tied_embeddings_are_left_alone(folder: Path
         ),
     ],
 )
-def test_what_config_json_can_get_wrong(folder: Path, changes: dict[str, object], message: str) -> None:
+def test_errors_in_config_json(folder: Path, changes: dict[str, object], message: str) -> None:
     write_config(folder, **changes)
     with pytest.raises(ModelError, match=message) as caught:
         load_folder(folder)

@@ -222,7 +222,7 @@ PARTS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
-def test_a_part_is_the_same_whether_all_bytes_are_read_or_few(
+def test_part_is_the_same_whether_all_bytes_are_read_or_few(
     tmp_path: Path, part: RankSlice, dtype: torch.dtype
 ) -> None:
     tensor = torch.randn(24, 7, 4).to(dtype)

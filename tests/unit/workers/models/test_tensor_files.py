@@ -17,7 +17,7 @@ ALL_BYTES = 4 * ROWS * COLUMNS
 
 
 def mapped_bytes(file: Path) -> int:
-    """Of the file, that this process holds in memory."""
+    """Return the bytes of the file that this process holds in memory."""
     found, is_ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *others = line.split()
@@ -37,7 +37,7 @@ def opened(folder: Path, *, digests: bool) -> tuple[WeightsFolder, Path]:
 
 
 @pytest.mark.parametrize("digests", [True, False])
-def test_what_was_read_leaves_no_second_copy(tmp_path: Path, *, digests: bool) -> None:
+def test_read_bytes_leave_no_second_copy(tmp_path: Path, *, digests: bool) -> None:
     checkpoint, file = opened(tmp_path, digests=digests)
     weight = checkpoint.read("a", RankSlice(((0, ROWS),)))
     assert mapped_bytes(file) < ALL_BYTES / 8
@@ -45,7 +45,7 @@ def test_what_was_read_leaves_no_second_copy(tmp_path: Path, *, digests: bool) -
     assert mapped_bytes(file) < ALL_BYTES / 8, "it is a view of the file"
 
 
-def test_a_rank_reads_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_reads_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, file = opened(tmp_path, digests=False)
 
     def keep(_files: TensorFiles, _name: str, _first_byte: int, _end_byte: int) -> None:

@@ -92,8 +92,8 @@ def test_any_order_of_calls_puts_the_right_columns_side_by_side(meet: Meet) -> N
     check_calls(meet)
 
 
-def test_a_rank_may_be_ahead_of_the_others(meet: Meet) -> None:
-    """What it shows must stay until the slowest has read it."""
+def test_rank_may_be_ahead_of_the_others(meet: Meet) -> None:
+    """Its data must stay until the slowest has read it."""
     rounds = 200
 
     def run(ranks: Met) -> None:
@@ -107,7 +107,7 @@ def test_a_rank_may_be_ahead_of_the_others(meet: Meet) -> None:
     on_threads(meet, 3, run)
 
 
-def test_the_end_of_a_rank_ends_the_wait_of_the_others(meet: Meet) -> None:
+def test_end_of_a_rank_ends_the_wait_of_the_others(meet: Meet) -> None:
     def run(ranks: Met) -> str:
         ranks.gather(torch.ones(1, 2), 6)
         if ranks.index == 1:
@@ -120,12 +120,12 @@ def test_the_end_of_a_rank_ends_the_wait_of_the_others(meet: Meet) -> None:
     assert on_threads(meet, 3, run) == ["told", "gone", "told"]
 
 
-def test_nobody_waits_for_a_rank_that_does_not_come(meet: Meet, tmp_path: Path) -> None:
+def test_missing_rank_ends_the_wait_of_the_others(meet: Meet, tmp_path: Path) -> None:
     with pytest.raises(GroupBroken):
         meet(tmp_path, 1, 2, LATE_S)
 
 
-def test_nobody_waits_for_a_rank_that_does_not_call(meet: Meet) -> None:
+def test_silent_rank_ends_the_wait_of_the_others(meet: Meet) -> None:
     called = Event()
 
     def run(ranks: Met) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other survives the way as integers."""
+"""Messages between the ranks of a group survive encoding as integers."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,7 +49,7 @@ objects = st.builds(
 
 @PROPERTY
 @given(st.lists(rows, max_size=5).map(tuple))
-def test_a_step(step: Step) -> None:
+def test_step(step: Step) -> None:
     """All of it but what the leader alone knows."""
     assert decode(encode(step)) == tuple(
         row._replace(

@@ -79,7 +79,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
 
 @pytest.fixture
 def settings(alone: EngineSettings, tmp_path: Path) -> EngineSettings:
-    """With an empty store that processes share."""
+    """Return settings with an empty store that processes share."""
     return replace(alone, store_url=f"file://{tmp_path}?size=64MiB")
 
 
@@ -181,7 +181,7 @@ def test_tokens_are_those_of_one_process(
     asyncio.run(main())
 
 
-def test_a_group_says_of_a_prompt_what_one_process_says(settings: EngineSettings) -> None:
+def test_group_scores_a_prompt_as_one_process_does(settings: EngineSettings) -> None:
     sampling = Sampling(temperature=0, prompt_logprobs=2)
     asked = [replace(prompt_request, sampling=sampling) for prompt_request in requests()]
 
@@ -198,7 +198,7 @@ def test_a_group_says_of_a_prompt_what_one_process_says(settings: EngineSettings
     assert asyncio.run(main(tensor_parallel_size=2)) == wanted
 
 
-def test_a_group_fetches_what_a_group_of_another_size_has_stored(
+def test_group_fetches_pages_of_a_group_of_another_size(
     settings: EngineSettings, wanted: list[list[int]]
 ) -> None:
     async def main() -> None:
@@ -215,7 +215,7 @@ def test_a_group_fetches_what_a_group_of_another_size_has_stored(
     asyncio.run(main())
 
 
-def test_a_killed_rank_ends_the_group(settings: EngineSettings, wanted: list[list[int]]) -> None:
+def test_killed_rank_ends_the_group(settings: EngineSettings, wanted: list[list[int]]) -> None:
     """Every stream breaks off for a reason that sends its request elsewhere, none with a wrong token."""
     request, tokens = requests()[8], wanted[8]
 
@@ -238,10 +238,10 @@ def test_a_killed_rank_ends_the_group(settings: EngineSettings, wanted: list[lis
     asyncio.run(main())
 
 
-def test_a_frozen_rank_stops_the_step_loop_of_an_idle_group(
+def test_frozen_rank_stops_the_step_loop_of_an_idle_group(
     settings: EngineSettings, wanted: list[list[int]]
 ) -> None:
-    """So its worker falls silent before anybody asks it for something."""
+    """Its worker falls silent before a request reaches it."""
 
     async def main() -> None:
         async with worker(settings, tensor_parallel_size=3) as group:
@@ -263,7 +263,7 @@ def test_a_frozen_rank_stops_the_step_loop_of_an_idle_group(
     asyncio.run(main())
 
 
-def test_a_step_that_breaks_before_the_ranks_know_of_it_is_its_own_requests_error(
+def test_step_that_breaks_before_the_ranks_know_of_it_is_its_own_requests_error(
     settings: EngineSettings, wanted: list[list[int]]
 ) -> None:
     async def main() -> None:
@@ -277,7 +277,7 @@ def test_a_step_that_breaks_before_the_ranks_know_of_it_is_its_own_requests_erro
 
 
 @pytest.mark.parametrize("drafts_max", [0, 2])
-def test_a_draw_that_breaks_leaves_the_ranks_together(
+def test_draw_that_breaks_leaves_the_ranks_together(
     settings: EngineSettings, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch, drafts_max: int
 ) -> None:
     """They wait for the tokens that were not drawn: in the step after it, or for their own guesses."""
@@ -300,7 +300,7 @@ def test_a_draw_that_breaks_leaves_the_ranks_together(
 
 
 @pytest.mark.parametrize("amid", ["the model", "the guesses"])
-def test_a_leader_that_breaks_amid_a_step_ends_the_group(
+def test_leader_that_breaks_amid_a_step_ends_the_group(
     settings: EngineSettings, monkeypatch: pytest.MonkeyPatch, amid: str
 ) -> None:
     """The other ranks wait for it there, and nothing else would wake them."""

@@ -61,7 +61,7 @@ def test_every_rank_moves_its_part() -> None:
         asyncio.run(main())
 
 
-def test_a_cancelled_transfer_ends_when_the_rank_has_let_go_of_its_memory() -> None:
+def test_cancelled_transfer_ends_when_the_rank_has_let_go_of_its_memory() -> None:
     with processes(2, rank) as (folder, _, accepted):
         (link,) = is_ready(accepted())
         mate = RankMate(link)
@@ -79,7 +79,7 @@ def test_a_cancelled_transfer_ends_when_the_rank_has_let_go_of_its_memory() -> N
         asyncio.run(main())
 
 
-def test_an_extent_is_mapped_on_all_ranks_or_on_none() -> None:
+def test_extent_is_mapped_on_all_ranks_or_on_none() -> None:
     with processes(3, rank) as (_, _, accepted):
         own = Memory(EXTENTS)
         backing = GroupBacking(own, is_ready(accepted()))
@@ -101,7 +101,7 @@ def test_an_extent_is_mapped_on_all_ranks_or_on_none() -> None:
 
 
 @pytest.mark.parametrize("token", [0, HANGS])
-def test_a_killed_rank_ends_all_of_them(token: int) -> None:
+def test_killed_rank_ends_all_of_them(token: int) -> None:
     with processes(4, rank) as (_, ranks, accepted):
         links = is_ready(accepted())
         links.send_all(Verb.STEP, step(token))
@@ -114,7 +114,7 @@ def test_a_killed_rank_ends_all_of_them(token: int) -> None:
             links.send_all(Verb.STEP, step(0))
 
 
-def test_what_was_asked_of_a_group_that_breaks_is_answered() -> None:
+def test_pending_calls_of_a_broken_group_are_answered() -> None:
     with processes(2, rank) as (_, ranks, accepted):
         links = is_ready(accepted())
         (link,) = links
@@ -129,7 +129,7 @@ def test_what_was_asked_of_a_group_that_breaks_is_answered() -> None:
             GroupBacking(Memory(1), links).map(0, GRANULE)
 
 
-def test_a_rank_whose_step_raises_says_why_and_ends() -> None:
+def test_rank_whose_step_raises_reports_it_and_ends() -> None:
     with processes(3, rank) as (_, ranks, accepted):
         links = is_ready(accepted())
         next(iter(links)).send(Verb.STEP, step(BREAKS))
@@ -138,7 +138,7 @@ def test_a_rank_whose_step_raises_says_why_and_ends() -> None:
             process.join(WAIT_S_MAX)
 
 
-def test_a_rank_that_cannot_be_built_says_why() -> None:
+def test_rank_that_cannot_be_built_reports_why() -> None:
     with processes(3, rank_without_model) as (_, _, accepted):
         links = accepted()
         assert ends(links) == "rank 2 broke: the folder is empty: download the model"
@@ -146,14 +146,14 @@ def test_a_rank_that_cannot_be_built_says_why() -> None:
             is_ready(links)
 
 
-def test_a_rank_that_is_being_built_ends_with_its_leader() -> None:
+def test_rank_that_is_being_built_ends_with_its_leader() -> None:
     with processes(2, rank_that_builds_for_ever) as (folder, _, accepted):
         accepted()
         while not (folder / "building-1").exists():
             time.sleep(0.01)
 
 
-def test_a_rank_that_never_comes() -> None:
+def test_rank_that_never_comes() -> None:
     why = pytest.raises(GroupBroken, match="a rank does not start: exit status 0")
     with processes(2, rank_that_never_comes) as (_, _, accepted), why:
         accepted()

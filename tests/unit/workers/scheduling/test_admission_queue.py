@@ -1,4 +1,5 @@
-"""The line for memory: the oldest first, whoever gives up hands the turn on, and no news is lost."""
+"""The admission queue: the oldest is first, a cancelled request passes its position on, and no change is
+lost."""
 
 import asyncio
 from random import Random
@@ -10,7 +11,7 @@ from tidemill.workers.scheduling.admission_queue import RETRY_S, AdmissionQueue
 
 
 class Clients:
-    """Each takes its turn, and holds it for a second. Never two at once."""
+    """Clients that each hold the queue for a second. Never two do."""
 
     def __init__(self) -> None:
         self.line = AdmissionQueue()
@@ -29,7 +30,7 @@ class Clients:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_who_came_first_goes_first_whenever_it_joined(seed: int) -> None:
+def test_queue_serves_by_arrival_whenever_requests_join(seed: int) -> None:
     async def main() -> None:
         clients = Clients()
         holder = asyncio.create_task(clients.take(50))
@@ -43,7 +44,7 @@ def test_who_came_first_goes_first_whenever_it_joined(seed: int) -> None:
     run(main(), seed)
 
 
-def test_an_urgent_one_goes_before_those_that_came_first_and_equals_by_their_numbers() -> None:
+def test_urgent_one_goes_before_those_that_came_first_and_equals_by_their_numbers() -> None:
     async def main() -> None:
         line = AdmissionQueue()
         served: list[tuple[float, int]] = []
@@ -64,7 +65,7 @@ def test_an_urgent_one_goes_before_those_that_came_first_and_equals_by_their_num
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whoever_is_cancelled_at_any_moment_hands_the_turn_on(seed: int) -> None:
+def test_request_cancelled_at_any_moment_passes_its_position_on(seed: int) -> None:
     async def main() -> None:
         clients, rng = Clients(), Random(seed)
         tasks = [asyncio.create_task(clients.take(arrival)) for arrival in range(12)]
@@ -111,7 +112,7 @@ def test_news_that_came_before_it_was_awaited_is_not_lost() -> None:
     run(main())
 
 
-def test_whoever_waits_for_memory_hears_of_it_and_of_who_joins() -> None:
+def test_waiting_request_notices_freed_memory_and_new_requests() -> None:
     async def main() -> None:
         line = AdmissionQueue()
         woken_s: list[float] = []

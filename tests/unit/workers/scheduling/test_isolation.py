@@ -16,14 +16,14 @@ TRIALS_S_MAX = 60.0
 
 
 class Caller:
-    """Says how many steps the worker had begun when the caller was told."""
+    """A caller that records how many steps the worker had begun at each notice."""
 
     def __init__(self, one: Bench, *, slow_s: float = 0.0) -> None:
         self.notices: list[tuple[bool, int]] = []
         self._one = one
         self._slow_s = slow_s
 
-    async def notify(self, alone: bool) -> None:  # noqa: FBT001  what is told
+    async def notify(self, alone: bool) -> None:  # noqa: FBT001  the signature of Notify
         assert not self._one.runner.in_flight, "something runs that the caller would blame its request for"
         self.notices.append((alone, len(self._one.runner.steps)))
         await asyncio.sleep(self._slow_s)
@@ -33,7 +33,7 @@ class Caller:
             return [token async for delta in deltas for token in delta.tokens]
 
     def steps(self) -> list[Step]:
-        """Between the two words, each time that they were said."""
+        """Return the steps between the two notices, for each pair of them."""
         begun, over = self.notices[::2], self.notices[1::2]
         assert [alone for alone, _ in self.notices] == [True, False] * len(over)
         trials = zip(begun, over, strict=True)
@@ -90,8 +90,8 @@ def test_producing_is_on_trial_to_its_end() -> None:
     run(main())
 
 
-def test_a_short_answer_is_over_before_its_caller_has_it() -> None:
-    """Or else what the worker dies of afterwards would be its fault."""
+def test_short_answer_is_over_before_its_caller_has_it() -> None:
+    """Otherwise the caller would blame it when the worker crashes afterwards."""
 
     async def main() -> None:
         async with bench() as one:
@@ -106,7 +106,7 @@ def test_a_short_answer_is_over_before_its_caller_has_it() -> None:
     run(main())
 
 
-def test_a_caller_that_leaves_holds_nobody_up() -> None:
+def test_caller_that_leaves_delays_no_request() -> None:
     async def main() -> None:
         async with bench() as one:
             caller = Caller(one, slow_s=1000.0)
@@ -122,9 +122,9 @@ def test_a_caller_that_leaves_holds_nobody_up() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_budget_that_goes_up_and_down_confuses_no_trial(seed: int) -> None:
-    """A suspect may lose its memory, and have it again, whenever its caller is about to hear of a trial: the
-    next one begins all the same, and whatever runs while a caller takes its request to be alone is that."""
+def test_budget_that_goes_up_and_down_confuses_no_trial(seed: int) -> None:
+    """A suspect may lose its memory, and get it back, whenever its caller is about to be notified. The next
+    trial begins all the same, and all steps between the two notices are the suspect's alone."""
 
     async def main() -> None:
         rng = Random(seed)
@@ -134,7 +134,7 @@ def test_a_budget_that_goes_up_and_down_confuses_no_trial(seed: int) -> None:
             answers = asyncio.gather(*map(Caller.answer, callers, requests))
             ends_s = asyncio.get_running_loop().time() + TRIALS_S_MAX
             while not answers.done():
-                assert asyncio.get_running_loop().time() < ends_s, "a trial that nobody begins or ends"
+                assert asyncio.get_running_loop().time() < ends_s, "a trial that never begins or ends"
                 one.engine.resize(rng.choice([0, 12]) * one.layout.extent_bytes)
                 await asyncio.sleep(rng.choice([0.0, 0.0, 0.01]))
             assert await answers == [expected(request, hybrid=True) for request in requests]
@@ -144,7 +144,7 @@ def test_a_budget_that_goes_up_and_down_confuses_no_trial(seed: int) -> None:
     run(main(), seed)
 
 
-def test_without_a_trial_nobody_is_told() -> None:
+def test_no_caller_is_notified_without_a_trial() -> None:
     async def main() -> None:
         async with bench() as one:
             caller = Caller(one)

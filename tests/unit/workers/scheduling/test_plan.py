@@ -1,4 +1,4 @@
-"""The plan of a step is that of a scheduler that goes token by token, and nobody starves."""
+"""The plan of a step equals that of a scheduler that goes token by token, and no request starves."""
 
 from dataclasses import dataclass, field
 from random import Random
@@ -98,10 +98,11 @@ def test_its_limits_are_kept(candidates: list[Candidate], budget: Budget, prompt
 
 @PROPERTY
 @given(candidate_lists(), budgets(), prompt_limits)
-def test_a_row_ends_where_a_row_may_end(
+def test_row_ends_where_a_row_may_end(
     candidates: list[Candidate], budget: Budget, prompt_tokens_max: int
 ) -> None:
-    """At the last known token, at the cut, or on the page grid; and guesses only behind the last token."""
+    """Rows end at the last known token, at the cut, or on the page grid. Guesses follow only the last
+    token."""
     by_id = {candidate.sequence_id: candidate for candidate in candidates}
     for sequence_id, num_tokens, drafts in plan(candidates, budget, prompt_tokens_max):
         one = by_id[sequence_id]
@@ -133,7 +134,7 @@ def test_guesses_take_nothing_from_a_prompt(
     ]
 
 
-def test_a_step_of_every_kind_of_row() -> None:
+def test_step_of_every_kind_of_row() -> None:
     budget = Budget(tokens_max=40, rows_max=8, page_tokens=16)
     candidates = [
         Candidate("long", 5, 100),
@@ -148,7 +149,7 @@ def test_a_step_of_every_kind_of_row() -> None:
     assert plan(candidates, budget, 0) == [("decode", 1, 3)]
 
 
-def test_a_budget_that_starves_long_prompts_is_refused() -> None:
+def test_budget_that_starves_long_prompts_is_refused() -> None:
     with pytest.raises(AssertionError, match="starve"):
         Budget(tokens_max=10, rows_max=8, page_tokens=4)
 
@@ -189,7 +190,7 @@ class Shop:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nobody_starves_while_others_keep_arriving(seed: int) -> None:
+def test_no_request_starves_while_others_arrive(seed: int) -> None:
     """A stream runs in every step. A prompt runs once all those ahead of it have: each of them, at most
     `rows_max`, takes a page or more each time that there is time for a page."""
     rng = Random(seed)

@@ -1,4 +1,4 @@
-"""How many prompt tokens run beside streams: as many as keep the promise, learned from the times of steps."""
+"""Prompt tokens beside streams: as many as keep the promise, learned from the times of steps."""
 
 from random import Random
 from statistics import mean

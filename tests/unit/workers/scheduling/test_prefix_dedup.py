@@ -1,4 +1,4 @@
-"""Who waits for whom while a shared prefix is being computed; on its own, with sequences that do not run."""
+"""The waits for a shared prefix in progress, with sequences that do not run."""
 
 import asyncio
 
@@ -54,14 +54,14 @@ class Scene:
         self.in_progress.advanced(sequence, before)
 
     async def follows(self, sequence: Sequence) -> "asyncio.Task[None] | None":
-        """The wait of `sequence`, or None when it waits for nobody."""
+        """Return the wait of `sequence`, or None when it does not wait."""
         task = asyncio.create_task(self.in_progress.wait(sequence))
         await asyncio.sleep(1e-6)  # virtual: until everything ready has run
         return None if task.done() else task
 
 
 @pytest.mark.parametrize("depth", [2, 4, 6])
-def test_a_follower_waits_until_the_last_page_that_both_have_is_there(depth: int) -> None:
+def test_follower_waits_until_the_last_page_that_both_have_is_there(depth: int) -> None:
     async def main() -> None:
         scene = Scene()
         maker = scene.running(0, (*SHARED, 7, 8, 9))
@@ -79,7 +79,7 @@ def test_a_follower_waits_until_the_last_page_that_both_have_is_there(depth: int
     run(main())
 
 
-def test_what_nobody_computes_is_not_waited_for() -> None:
+def test_prefix_without_a_maker_is_not_waited_for() -> None:
     async def main() -> None:
         scene = Scene()
         maker = scene.running(0, SHARED)
@@ -118,7 +118,7 @@ def test_when_the_maker_leaves_one_follower_takes_its_place(computed: int) -> No
     run(main())
 
 
-def test_nobody_waits_for_a_younger_one_that_stands_in_line_behind_it() -> None:
+def test_request_does_not_wait_for_a_younger_one_behind_it() -> None:
     async def main() -> None:
         scene = Scene()
         younger = a_sequence(5, (*SHARED, 7))
@@ -132,7 +132,7 @@ def test_nobody_waits_for_a_younger_one_that_stands_in_line_behind_it() -> None:
     run(main())
 
 
-def test_a_follower_that_is_cancelled_leaves_the_others_waiting() -> None:
+def test_follower_that_is_cancelled_leaves_the_others_waiting() -> None:
     async def main() -> None:
         scene = Scene()
         maker = scene.running(0, (*SHARED, 7))

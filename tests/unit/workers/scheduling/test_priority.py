@@ -1,4 +1,4 @@
-"""Who goes first: the urgent, the earlier among equals, and in the end whoever has waited long enough."""
+"""The order of requests: urgent ones first, then earlier ones, and in the end those that waited long."""
 
 import asyncio
 from contextlib import aclosing
@@ -14,7 +14,7 @@ STEP_S = 0.1
 
 
 async def served(one: Bench, name: str, priority: int, order: list[str], new_tokens: int = 5) -> float:
-    """Notes its name when its first token comes; says how long that took."""
+    """Record its name when its first token comes; return the time until then."""
     start_s, first_s = now_s(), 0.0
     request = a_request(prompt(9, hash_of(name)), new_tokens, request_id=name, priority=priority)
     async with aclosing(one.engine.generate(request)) as deltas:
@@ -50,8 +50,8 @@ def test_those_that_wait_are_served_in_the_order_of_their_classes(seed: int) -> 
     run(main(), seed)
 
 
-def test_a_flood_of_urgent_requests_does_not_starve_a_low_class() -> None:
-    """Whoever is two classes lower waits for those that came at most so much later, and no longer."""
+def test_flood_of_urgent_requests_does_not_starve_a_low_class() -> None:
+    """A request two classes lower waits only for those that came within its disadvantage."""
 
     async def main() -> None:
         machine = Machine(base_s=STEP_S, rng=Random(0))
@@ -80,7 +80,7 @@ def test_a_flood_of_urgent_requests_does_not_starve_a_low_class() -> None:
     run(main())
 
 
-def test_the_low_class_gives_way_when_memory_is_scarce() -> None:
+def test_low_class_gives_way_when_memory_is_scarce() -> None:
     """An urgent one that came later keeps its memory."""
 
     async def main() -> None:
@@ -102,8 +102,8 @@ def test_the_low_class_gives_way_when_memory_is_scarce() -> None:
     run(main())
 
 
-def test_an_urgent_prompt_is_computed_before_the_others() -> None:
-    """Also when all of them run: its pages come first in the step."""
+def test_urgent_prompt_is_computed_before_the_others() -> None:
+    """Its pages come first in the step, also when all of them run."""
 
     async def main() -> None:
         machine = Machine(base_s=STEP_S, rng=Random(0))

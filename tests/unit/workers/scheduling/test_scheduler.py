@@ -1,4 +1,4 @@
-"""What the next step has: tokens nobody has read yet, guesses on trial, and memory that is nobody else's."""
+"""The rows of the next step: unread tokens, unconfirmed guesses, and memory of their own."""
 
 import asyncio
 from collections import Counter
@@ -39,11 +39,11 @@ class Always:
         return list(self._guesses[:most])
 
     def accept_proposals(self, guesses: Iterable[int], num_tokens: int) -> None:
-        """What is guessed elsewhere changes nothing here."""
+        """Ignore guesses of the runner."""
 
 
 class Desk:
-    """A schedule over sequences that have memory; steps land when the test says so."""
+    """A schedule over sequences that have memory; the test lands the steps."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Desk:
         return batch
 
     def land(self, batch: Batch, *drawn: tuple[int, ...]) -> None:
-        """Each row draws what is said; of guesses those count that are right."""
+        """Land a step with these draws; of guesses those count that are right."""
         for row, tokens in zip(batch.rows, drawn, strict=True):
             end = row.flight.end
             if row.row.sampling_state is not None:
@@ -117,7 +117,7 @@ def tokens_of(batch: Batch) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("hybrid", [True, False])
-def test_the_next_step_runs_the_token_that_this_one_draws(hybrid: bool) -> None:  # noqa: FBT001  a parameter
+def test_next_step_runs_the_token_that_this_one_draws(hybrid: bool) -> None:  # noqa: FBT001  a parameter
     desk = Desk(hybrid=hybrid)
     desk.arrives("a", (1, 2, 3))
     desk.arrives("b", (4, 5))
@@ -146,7 +146,7 @@ def test_no_token_is_run_beyond_the_last_one_of_the_answer() -> None:
     assert desk.launch(in_flight=True).rows == [], "the second step draws the last one"
 
 
-def test_a_row_with_guesses_is_alone_until_they_have_landed() -> None:
+def test_row_with_guesses_is_alone_until_they_have_landed() -> None:
     desk = Desk(drafts_max=4, strategy="none")
     one = desk.arrives("a", (1, 2, 3), guesses=(8, 9, 10, 11, 12))
     prompt = desk.launch()
@@ -208,7 +208,7 @@ def test_without_memory_for_guesses_it_runs_without_them(refused: AllocationSite
     assert asked[refused] > 0
 
 
-def test_nobody_loses_memory_while_a_step_is_in_flight() -> None:
+def test_no_request_loses_memory_while_a_step_is_in_flight() -> None:
     """The next step waits instead; when nothing is in flight the youngest gives way."""
     strict = False
     desk = Desk(
@@ -226,7 +226,7 @@ def test_nobody_loses_memory_while_a_step_is_in_flight() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["lazy", "double", "none"])
-def test_the_state_of_a_boundary_in_flight_is_not_overwritten(strategy: CheckpointStrategy) -> None:
+def test_state_of_a_boundary_in_flight_is_not_overwritten(strategy: CheckpointStrategy) -> None:
     """The step in flight ends where a checkpoint is wanted: the next one writes to another slot."""
     desk = Desk(strategy=strategy)
     desk.arrives("a", (1, 2, 3))
@@ -241,7 +241,7 @@ def test_the_state_of_a_boundary_in_flight_is_not_overwritten(strategy: Checkpoi
     assert (row.writes == (row.read,)) == (strategy == "none")
 
 
-def test_a_suspect_runs_alone_and_with_nothing_in_flight() -> None:
+def test_suspect_runs_alone_and_with_nothing_in_flight() -> None:
     desk = Desk()
     for name in "abc":
         desk.arrives(name, (1, 2, 3))

@@ -38,7 +38,7 @@ def observe(
 
 
 def errors(found: Speed, speed: Speed) -> list[float]:
-    """How far off, relative, for steps of some kinds."""
+    """Return the relative errors for some kinds of steps."""
     kinds = [
         (8192, 8192 * 4096, 0),
         (8192, 8192 * 40_000, 0),
@@ -60,7 +60,7 @@ def errors(found: Speed, speed: Speed) -> list[float]:
     ),
     st.integers(0, 9),
 )
-def test_it_finds_what_the_steps_are_made_of(speed: Speed, seed: int) -> None:
+def test_model_finds_the_terms_of_steps(speed: Speed, seed: int) -> None:
     meter = StepTimeModel()
     observe(meter, Random(seed), speed, 300)
     assert max(errors(meter.speed, speed)) < 0.1
@@ -91,7 +91,7 @@ def test_it_follows_a_worker_that_becomes_faster_or_slower(factor: float) -> Non
     assert max(errors(meter.speed, after)) < 0.15
 
 
-def test_it_says_nothing_before_it_has_seen_enough() -> None:
+def test_model_gives_no_speed_before_enough_samples() -> None:
     meter = StepTimeModel()
     assert meter.speed == Speed()
     for _ in range(5 * STEPS_MIN):
@@ -103,7 +103,7 @@ def test_it_says_nothing_before_it_has_seen_enough() -> None:
     assert meter.speed.token_s > 0
 
 
-def test_steps_that_are_all_alike_say_what_a_token_takes() -> None:
+def test_equal_steps_give_the_time_per_token() -> None:
     """Rather than what a step takes, whatever is in it: a longer prompt would take no longer then."""
     meter = StepTimeModel()
     for _ in range(50):
@@ -112,7 +112,7 @@ def test_steps_that_are_all_alike_say_what_a_token_takes() -> None:
     assert meter.speed.prefill_s(0, 5000, 500) == pytest.approx(1.0)
 
 
-def test_short_prompts_do_not_make_up_what_long_ones_take() -> None:
+def test_short_prompts_do_not_invent_terms_of_long_ones() -> None:
     meter, rng = StepTimeModel(), Random(2)
     for _ in range(200):
         tokens = rng.randrange(10, 300)

@@ -1,4 +1,4 @@
-"""Objects on their way through the ring: right bytes, right order, and memory that nobody takes too early."""
+"""Objects pass through the ring: right bytes, right order, and memory that is not reused too early."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -48,7 +48,7 @@ def bytes_at(memory: torch.Tensor, one: StagedObject) -> bytes:
 
 
 class Gated(MemoryStore):
-    """Calls end when they are let through, and until then nobody else may have their memory."""
+    """A store whose calls end when the test lets them. Until then their memory must not be reused."""
 
     def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
         super().__init__(capacity_bytes)
@@ -59,7 +59,7 @@ class Gated(MemoryStore):
         self._arrival = asyncio.Event()
 
     async def calls(self, count: int) -> None:
-        """Until so many calls have come."""
+        """Wait until this many calls have come."""
         while len(self.entered) < count:
             self._arrival.clear()
             await self._arrival.wait()
@@ -100,7 +100,7 @@ def run(main: Coroutine[Any, Any, _Result]) -> _Result:
 
 
 def test_there_and_back_and_nothing_else() -> None:
-    """In pieces of one, of several and of all objects; the other memory lies differently."""
+    """Pieces have one, several or all objects; other memory stays as it is."""
     sizes = [1, 700, 64, 1, 333, 1024, 5, 900, 64]
 
     async def main(ring_bytes: int) -> None:
@@ -130,10 +130,10 @@ def test_there_and_back_and_nothing_else() -> None:
     ring_bytes=st.integers(300, 2000),
     seed=st.integers(0, 1 << 16),
 )
-def test_what_arrives_is_what_was_put_whatever_the_store_does(
+def test_objects_arrive_unchanged_whatever_the_store_does(
     sizes: list[int], ring_bytes: int, seed: int
 ) -> None:
-    """Puts and gets at once, of a store that refuses, drops, evicts, corrupts and scribbles."""
+    """Concurrent puts and gets with a store that refuses, drops, evicts, corrupts and scribbles."""
 
     async def main() -> None:
         rng = Random(seed)
@@ -196,7 +196,7 @@ def test_pieces_of_a_get_are_in_flight_together_and_within_the_ring() -> None:
     run(main())
 
 
-def test_the_next_piece_is_copied_while_one_is_stored_but_stored_after_it(
+def test_next_piece_is_copied_while_one_is_stored_but_stored_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
@@ -225,7 +225,7 @@ def test_the_next_piece_is_copied_while_one_is_stored_but_stored_after_it(
 
 @pytest.mark.parametrize("kind", ["put", "get"])
 @pytest.mark.parametrize("cancels", [1, 3])
-def test_a_cancelled_call_keeps_its_memory_until_its_transfer_has_ended(kind: str, cancels: int) -> None:
+def test_cancelled_call_keeps_its_memory_until_its_transfer_has_ended(kind: str, cancels: int) -> None:
     async def main() -> None:
         store = Gated()
         memory, objects = device(400, seed=3), placed([100] * 4)
@@ -250,7 +250,7 @@ def test_a_cancelled_call_keeps_its_memory_until_its_transfer_has_ended(kind: st
     run(main())
 
 
-def test_a_call_cancelled_while_it_copies_ends_after_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_cancelled_while_it_copies_ends_after_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         loop, begun, go_on = asyncio.get_running_loop(), asyncio.Event(), Event()
 
@@ -276,7 +276,7 @@ def test_a_call_cancelled_while_it_copies_ends_after_the_copy(monkeypatch: pytes
     run(main())
 
 
-def test_a_call_cancelled_while_it_waits_lets_those_behind_it_go_on() -> None:
+def test_call_cancelled_while_it_waits_lets_those_behind_it_go_on() -> None:
     async def main() -> None:
         store = Gated()
         memory = device(400, seed=3)
@@ -298,12 +298,12 @@ def test_a_call_cancelled_while_it_waits_lets_those_behind_it_go_on() -> None:
     run(main())
 
 
-def test_an_object_that_does_not_pass_is_refused_before_anything_moves() -> None:
+def test_object_that_does_not_pass_is_refused_before_anything_moves() -> None:
     with pytest.raises(SettingsError, match=r"3,000,000 bytes .* ring of 2,097,152: make the ring 3 MiB"):
         StagingRing(MemoryStore(CAPACITY_BYTES), device(1), 2 << 20, 3_000_000)
 
 
-def test_nothing_is_moved_for_nobody() -> None:
+def test_no_object_needs_no_transfer() -> None:
     async def main() -> None:
         ring = StagingRing(MemoryStore(CAPACITY_BYTES), device(1), 100, 100)
         assert await ring.put([]) == []

@@ -134,7 +134,7 @@ class Group:
         return Lease(P, shared_entries=entries, source=entries[-1])
 
     def _places(self) -> Iterator[list[tuple[slice, bytes]]]:
-        """For each rank: where its bytes of each object lie, and what they are."""
+        """Yield, for each rank, where its bytes of each object lie, and the bytes."""
         layout, whole = self.layout, self.whole
         kv_heads = whole.attention[0].kv_heads if whole.attention else 1
         for rank in range(self.size):
@@ -171,7 +171,7 @@ UNEQUAL = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1), (4, 4)]
     "layers", [LAYERS, ATTENTION_ONLY, WINDOWED, LATENT], ids=["hybrid", "attention", "windows", "latents"]
 )
 @pytest.mark.parametrize(("writers", "readers"), UNEQUAL)
-def test_a_group_reads_what_a_group_of_another_size_wrote(
+def test_group_reads_pages_of_a_group_of_another_size(
     writers: int, readers: int, layers: tuple[LayerSpec, ...], kind: str, tmp_path: Path
 ) -> None:
     shards = shards_of(layers, {writers, readers})
@@ -201,7 +201,7 @@ def test_a_group_reads_what_a_group_of_another_size_wrote(
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("place", SEEN)
-def test_a_window_is_fetched_whole_or_not_at_all(size: int, place: int) -> None:
+def test_window_is_fetched_whole_or_not_at_all(size: int, place: int) -> None:
     async def main() -> None:
         store, shards = Watched(), shards_of(WINDOWED, {2, 4})
         one, other = Group(store, 2, shards, WINDOWED), Group(store, size, shards, WINDOWED)
@@ -219,7 +219,7 @@ def test_a_window_is_fetched_whole_or_not_at_all(size: int, place: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_what_is_here_is_not_fetched(size: int) -> None:
+def test_cached_pages_are_not_fetched(size: int) -> None:
     async def main() -> None:
         store, shards = Watched(), shards_of(LAYERS, {2, 4})
         one, other = Group(store, 2, shards), Group(store, size, shards)
@@ -274,7 +274,7 @@ def test_one_bad_shard_on_one_rank_is_a_miss_for_the_group(
 
 
 @pytest.mark.parametrize("shard", [0, 1])
-def test_a_page_without_one_of_its_shards_ends_the_run(shard: int) -> None:
+def test_page_without_one_of_its_shards_ends_the_run(shard: int) -> None:
     async def main() -> None:
         store, shards = MemoryStore(STORE_BYTES), shards_of(ATTENTION_ONLY, {2})
         one = Group(store, 2, shards, ATTENTION_ONLY)
@@ -287,8 +287,8 @@ def test_a_page_without_one_of_its_shards_ends_the_run(shard: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_checkpoint_is_stored_behind_the_pages_of_all_ranks(size: int) -> None:
-    """A shard of a checkpoint says that every shard of every page was stored before it."""
+def test_checkpoint_is_stored_behind_the_pages_of_all_ranks(size: int) -> None:
+    """A stored shard of a checkpoint implies that every shard of every page is stored."""
 
     async def main() -> None:
         store = Watched()
@@ -301,9 +301,7 @@ def test_a_checkpoint_is_stored_behind_the_pages_of_all_ranks(size: int) -> None
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("refused", OBJECTS, ids=str)
-def test_a_refused_shard_of_a_page_keeps_every_rank_from_its_checkpoint(
-    size: int, refused: ObjectKey
-) -> None:
+def test_refused_shard_of_a_page_keeps_every_rank_from_its_checkpoint(size: int, refused: ObjectKey) -> None:
     async def main() -> None:
         store = Watched()
         store.refuses = lambda key: key == refused
@@ -321,7 +319,7 @@ def test_a_refused_shard_of_a_page_keeps_every_rank_from_its_checkpoint(
 
 
 class Stalled(MemoryStore):
-    """Answers when it is let; a cancelled call ends at once, having touched nothing."""
+    """A store that answers when the test lets it; a cancelled call ends immediately and has moved nothing."""
 
     def __init__(self, let: asyncio.Event, patience_s: float) -> None:
         super().__init__(STORE_BYTES)
@@ -372,7 +370,7 @@ def _with_a_slow_mate(patience_s: float = math.inf) -> tuple[Group, Slow]:
 
 
 @pytest.mark.parametrize("reused_pages", [0, 2, NUM_PAGES])
-def test_a_fetch_that_finds_no_place_in_the_quota_has_fetched_nothing(reused_pages: int) -> None:
+def test_fetch_that_finds_no_place_in_the_quota_has_fetched_nothing(reused_pages: int) -> None:
     """Least of all the checkpoint, where all pages are here."""
 
     async def main() -> None:
@@ -395,7 +393,7 @@ def test_a_fetch_that_finds_no_place_in_the_quota_has_fetched_nothing(reused_pag
     simulate(0, main())
 
 
-def test_a_fetch_that_is_cancelled_leaves_its_transfer_to_whoever_holds_the_memory() -> None:
+def test_cancelled_fetch_leaves_its_transfer_to_the_owner_of_the_memory() -> None:
     async def main() -> None:
         one, slow = _with_a_slow_mate()
         task = asyncio.ensure_future(one.restore())
@@ -413,7 +411,7 @@ def test_a_fetch_that_is_cancelled_leaves_its_transfer_to_whoever_holds_the_memo
     asyncio.run(main())
 
 
-def test_a_fetch_ends_when_it_is_not_worth_waiting_for_any_more() -> None:
+def test_fetch_ends_when_it_is_not_worth_waiting_for_any_more() -> None:
     async def main() -> None:
         one, slow = _with_a_slow_mate(patience_s=3.0)
         began_s = asyncio.get_running_loop().time()
@@ -459,7 +457,7 @@ def test_no_more_bytes_are_in_flight_than_the_quota() -> None:
     simulate(0, main())
 
 
-def test_a_cancelled_publication_ends_when_every_rank_has_left_its_memory() -> None:
+def test_cancelled_publication_ends_when_every_rank_has_left_its_memory() -> None:
     async def main() -> None:
         one, slow = _with_a_slow_mate()
         task = asyncio.ensure_future(one.publish())
@@ -479,7 +477,7 @@ def test_a_cancelled_publication_ends_when_every_rank_has_left_its_memory() -> N
 
 
 @pytest.mark.parametrize("broken", [1, 2, 3])
-def test_a_mate_whose_link_is_broken_is_a_loss(broken: int) -> None:
+def test_mate_whose_link_is_broken_is_a_loss(broken: int) -> None:
     async def main() -> None:
         store = Watched()
         one = Group(store, 4, SHARDS)
@@ -496,7 +494,7 @@ def test_a_mate_whose_link_is_broken_is_a_loss(broken: int) -> None:
     asyncio.run(main())
 
 
-def test_a_rank_that_publishes_no_pages_has_no_part_in_their_loss() -> None:
+def test_rank_that_publishes_no_pages_has_no_part_in_their_loss() -> None:
     async def main() -> None:
         store, shards = Watched(), shards_of(LAYERS, {4})
         one = Group(store, 4, shards)

@@ -90,7 +90,7 @@ def test_logprobs_come_with_the_text_that_they_belong_to(ending: Ending) -> None
             assert not growth.scored or growth.text
 
 
-def test_a_stop_token_is_unseen_unless_it_is_asked_for() -> None:
+def test_stop_token_is_unseen_unless_it_is_asked_for() -> None:
     dot = tokenizer().encode(".")
     request = Request(request_id="r", tokens=(5,), max_new_tokens=9, stop_token_ids=(dot[0],))
     for include, text in ((False, " Emma"), (True, " Emma.")):
@@ -102,7 +102,7 @@ def test_a_stop_token_is_unseen_unless_it_is_asked_for() -> None:
         assert growth.num_tokens == len(tokenizer().encode(" Emma")) + 1
 
 
-def test_a_stop_string_before_min_tokens_is_text() -> None:
+def test_stop_string_before_min_tokens_is_text() -> None:
     tokens = tokenizer().encode(" in the tower in the end")
     first = len(tokenizer().encode(" in the"))
     for min_tokens, text in ((first - 1, ""), (first, " in the tower")):

@@ -1,4 +1,5 @@
-"""Each family: how its template tells it, and what its answers say, in one piece and letter by letter."""
+"""The model families: how a template identifies each, and how answers are parsed, whole and letter by
+letter."""
 
 import json
 from dataclasses import replace
@@ -25,14 +26,14 @@ WAIT = ("wait", {"s": 3})
 
 
 def deepseek(text: str) -> str:
-    """With DeepSeek's tags, which look like `<|tool_sep|>`."""
+    """Return the text with DeepSeek's tags, which look like `<|tool_sep|>`."""
     for word in ("tool_calls_begin", "tool_calls_end", "tool_call_begin", "tool_call_end", "tool_sep"):
         text = text.replace(f"<|{word}|>", f"<\uff5c{word.replace('_', chr(0x2581))}\uff5c>")
     return text
 
 
 def manner_of(model_type: str, template: str, *, begun: str = "") -> OutputFormat:
-    """Of an answer with tools, whose prompt ends in `begun`."""
+    """Return the format of an answer with tools, whose prompt ends in `begun`."""
     style = style_of(model_type, template, (), AUTO)
     return OutputFormat(
         reasoning=style.reasoning,
@@ -179,7 +180,9 @@ ANSWERS: list[tuple[str, str, str, str, Parsed]] = [
 
 
 @pytest.mark.parametrize(("model_type", "template", "begun", "text", "parsed"), ANSWERS)
-def test_what_an_answer_says(model_type: str, template: str, begun: str, text: str, parsed: Parsed) -> None:
+def test_answers_are_parsed_by_family(
+    model_type: str, template: str, begun: str, text: str, parsed: Parsed
+) -> None:
     assert parse(manner_of(model_type, template, begun=begun), text) == parsed
 
 
@@ -195,7 +198,7 @@ def test_what_an_answer_says(model_type: str, template: str, begun: str, text: s
         ("mamba", None, None),
     ],
 )
-def test_a_template_that_tells_nothing_leaves_it_to_the_architecture(
+def test_ambiguous_template_leaves_the_choice_to_the_architecture(
     model_type: str, tools: str | None, reasoning: str | None
 ) -> None:
     style = style_of(model_type, "{{ messages }} {{ tools }}", (), AUTO)
@@ -208,14 +211,14 @@ def test_each_architecture_is_of_one_family() -> None:
     assert len(names) == len(set(names))
 
 
-def test_tokens_tell_too_and_people_have_the_last_word() -> None:
+def test_tokens_identify_a_family_and_settings_take_precedence() -> None:
     assert style_of("", "plain", {"</think>"}, AUTO).reasoning == THINKING["qwen3"]
     parsed = ChatSettings(tool_parser="granite", reasoning_parser="none")
     style = style_of("gpt_oss", GPT_OSS, (), parsed)
     assert (style.form, style.reasoning, style.in_channels) == (FORMS["granite"], None, False)
     silent = style_of("gpt_oss", GPT_OSS, (), ChatSettings(tool_parser="none"))
     assert silent.form is None
-    assert silent.in_channels, "reasoning is told apart in channels as well"
+    assert silent.in_channels, "reasoning is separated in channels as well"
 
 
 def test_reasoning_that_goes_without_saying() -> None:
@@ -246,7 +249,7 @@ def test_further_calls_in_channels_are_dropped_where_one_is_wanted() -> None:
     assert parse(manner, f"{GPT_OSS_CALL}<|call|><|start|>assistant{GPT_OSS_CALL}") == ("", "", [LOOK])
 
 
-def test_arguments_in_channels_are_told_as_they_come() -> None:
+def test_arguments_in_channels_are_streamed() -> None:
     speech = listener(manner_of("gpt_oss", GPT_OSS))
     assert speech.push("<|channel|>commentary to=functions.look<|mess", last=False) == []
     assert speech.push('age|> {"at', last=False) == [Call(0, "look", '{"at')]

@@ -1,4 +1,4 @@
-"""What a model says, told apart: the same however its text is cut, and nothing of it is lost."""
+"""The parts of a model's output are the same however its text is cut, and nothing of it is lost."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -86,11 +86,11 @@ def test_parts_of_an_answer_in_one_piece_and_letter_by_letter(
         ('{"name": "f", "arguments": {"a": 1}</tool_call>', '{"a": 1}'),
     ],
 )
-def test_arguments_are_told_as_the_model_writes_them(body: str, arguments: str) -> None:
+def test_arguments_are_sent_as_the_model_writes_them(body: str, arguments: str) -> None:
     assert parsed(ALL, *f"<tool_call>{body}") == [Call(0, "f", arguments)]
 
 
-def test_arguments_are_told_as_they_come() -> None:
+def test_arguments_are_streamed() -> None:
     speech = OutputParser(ALL)
     assert speech.push('<tool_call>{"name": "f", "argu', last=False) == []
     assert speech.push('ments": {"a', last=False) == [Call(0, "f", '{"a')]
@@ -140,7 +140,7 @@ def spoken(draw: st.DrawFn) -> tuple[OutputFormat, str]:
 
 @settings(max_examples=400)
 @given(spoken=spoken(), cuts=st.lists(st.integers(0, 80), max_size=6))
-def test_the_parts_do_not_depend_on_how_the_text_is_cut(
+def test_parts_do_not_depend_on_how_the_text_is_cut(
     spoken: tuple[OutputFormat, str], cuts: list[int]
 ) -> None:
     manner, text = spoken
@@ -153,8 +153,8 @@ def test_the_parts_do_not_depend_on_how_the_text_is_cut(
 
 @settings(max_examples=200)
 @given(spoken=spoken())
-def test_what_shows_is_never_more_than_what_was_said(spoken: tuple[OutputFormat, str]) -> None:
-    """And without calls to drop, all but tags and white space shows."""
+def test_shown_text_is_never_more_than_the_output(spoken: tuple[OutputFormat, str]) -> None:
+    """All but tags and white space is shown, if there are no calls to drop."""
     manner, text = spoken
     parts = parsed(manner, text)
     shown = "".join(part.text for part in parts if not isinstance(part, Call))

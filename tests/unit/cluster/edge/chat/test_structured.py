@@ -1,4 +1,4 @@
-"""What clients write in three dialects is one Grammar; what has no meaning is refused by name."""
+"""Three dialects of clients become one Grammar; a meaningless field is refused by name."""
 
 import json
 from typing import Any
@@ -92,7 +92,7 @@ MISTAKES: list[tuple[tuple[Any, Any, Any], str]] = [
 
 
 @pytest.mark.parametrize(("asked", "param"), MISTAKES)
-def test_what_has_no_meaning_is_named(asked: tuple[Any, Any, Any], param: str) -> None:
+def test_meaningless_fields_are_named(asked: tuple[Any, Any, Any], param: str) -> None:
     with pytest.raises(RequestError) as refused:
         grammar_of(*asked)
     assert refused.value.param == param

@@ -70,7 +70,7 @@ def test_words_and_reasoning_beside_a_call_are_one_text_where_the_template_takes
     assert rendered(both, Message("assistant", "So.", calls)) == f"(Hm.)So.{PROMPT}|"
 
 
-def test_a_template_in_a_file_goes_before_the_models_own(folder: Path) -> None:
+def test_template_in_a_file_goes_before_the_models_own(folder: Path) -> None:
     with pytest.raises(RequestError, match="--chat-template"):
         rendered(load_tokenizer(folder), Message("user", "a"))
     (folder / "chat_template.jinja").write_text("own {{ messages[0].content }}")
@@ -83,14 +83,14 @@ def test_a_template_in_a_file_goes_before_the_models_own(folder: Path) -> None:
     assert rendered(tokenizer, Message("user", "a"), how=Rendering(begun="!")) == "other a!"
 
 
-def test_a_template_that_is_not_there_is_named() -> None:
+def test_template_that_is_not_there_is_named() -> None:
     with pytest.raises(TidemillError, match="--chat-template /nowhere"):
         check_chat(ChatSettings(template="/nowhere"))
     check_chat(ChatSettings())
 
 
 @pytest.mark.parametrize("template", ["{{ messages", "{{ tried | unknown }}"])
-def test_a_template_that_is_broken_is_told_when_somebody_chats(folder: Path, template: str) -> None:
+def test_broken_template_is_reported_at_the_first_chat(folder: Path, template: str) -> None:
     tokenizer = load_tokenizer(folder, ChatSettings(template=template))
     with pytest.raises(RequestError, match="refuses these messages"):
         rendered(tokenizer, Message("user", "a"))
@@ -109,7 +109,7 @@ def test_tools_that_a_model_cannot_know_of_are_refused(folder: Path, template: s
     assert refused.value.param == "tools"
 
 
-def test_the_style_of_a_folder_and_tags_that_are_shown(folder: Path) -> None:
+def test_style_of_a_folder_and_tags_that_are_shown(folder: Path) -> None:
     raw = RawTokenizer.from_file(str(folder / "tokenizer.json"))
     cast("Any", raw).add_special_tokens([AddedToken(tag, special=True) for tag in CHANNELS])
     raw.save(str(folder / "tokenizer.json"))

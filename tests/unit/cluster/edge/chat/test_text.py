@@ -53,7 +53,7 @@ def scan(
 
 
 @given(pieces=st.lists(SMALL, max_size=12), stops=STOPS, quiet=st.integers(0, 4), include=st.booleans())
-def test_any_cut_of_the_text_gives_what_searching_the_whole_gives(
+def test_pieces_of_a_text_give_the_same_as_the_whole(
     pieces: list[str], stops: list[str], quiet: int, *, include: bool
 ) -> None:
     shown, stop = scan(pieces, stops, quiet, include=include)
@@ -75,7 +75,7 @@ def test_of_overlapping_stop_strings_the_one_that_ends_first_counts() -> None:
     assert scan(["xabc"], ["bc", "abc"]) == (["x"], "abc")
 
 
-def test_a_stop_string_counts_where_it_ends() -> None:
+def test_stop_string_counts_where_it_ends() -> None:
     assert scan(["xab", "cd"], ["abc"], 1) == (["x", ""], "abc")
     assert scan(["xabc", "d"], ["abc"], 1) == (["xabc", "d", ""], None)
 
@@ -114,7 +114,7 @@ def test_tokens_without_text_do_not_pile_up() -> None:
 
 
 @given(text=st.text(max_size=40))
-def test_the_pieces_of_a_text_are_its_bytes(text: str) -> None:
+def test_pieces_of_a_text_are_its_bytes(text: str) -> None:
     tokenizer = FolderTokenizer(raw(), None)
     assert b"".join(map(tokenizer.piece, tokenizer.encode(text))) == text.encode()
 
@@ -134,14 +134,14 @@ def test_pieces_of_a_vocabulary_with_byte_fallback() -> None:
     assert [tokenizer.piece(token) for token in range(1, 4)] == [b" tea", b"\xe6", b"pot"]
 
 
-def test_a_chat_is_rendered_by_the_models_template_and_ends_where_the_answer_starts() -> None:
+def test_chat_is_rendered_by_the_models_template_and_ends_where_the_answer_starts() -> None:
     tokenizer = load_tokenizer(KEEPER)
     tokens = tokenizer.chat([Message("user", "Where is Emma?")])
     assert raw().decode(tokens, skip_special_tokens=False) == "<|user|> Where is Emma?<|end|>\n<|assistant|>"
     assert tokenizer.encode("Emma") == raw().encode("Emma").ids
 
 
-def test_a_template_that_refuses_is_the_users_error() -> None:
+def test_template_that_refuses_is_the_users_error() -> None:
     def refuse(_: object, __: object) -> str:
         raise ValueError("roles must alternate")
 
@@ -151,7 +151,7 @@ def test_a_template_that_refuses_is_the_users_error() -> None:
         FolderTokenizer(raw(), None).chat([Message("user", "a")])
 
 
-def test_a_folder_without_a_tokenizer_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_folder_without_a_tokenizer_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("empty")
     with pytest.raises(TidemillError, match=folder.name):
         load_tokenizer(folder)

@@ -151,7 +151,7 @@ def test_templates_come_from_files_first_and_by_name(folder: Path) -> None:
         ("{% for %}", "refuses"),
     ],
 )
-def test_a_template_that_refuses_or_reaches_out_is_an_error_of_the_request(
+def test_template_that_refuses_or_reaches_out_is_an_error_of_the_request(
     folder: Path, template: str, message: str
 ) -> None:
     write(folder, chat_template=template)
@@ -159,7 +159,7 @@ def test_a_template_that_refuses_or_reaches_out_is_an_error_of_the_request(
         load_tokenizer(folder).chat(CHAT)
 
 
-def test_a_message_that_the_template_does_not_show_cannot_be_continued(folder: Path) -> None:
+def test_message_that_the_template_does_not_show_cannot_be_continued(folder: Path) -> None:
     write(folder, chat_template="{{ messages[0].content }}")
     with pytest.raises(RequestError, match="cannot be continued"):
         load_tokenizer(folder).chat(CHAT, Rendering(answers=False, continues=True))
@@ -173,15 +173,13 @@ def test_a_message_that_the_template_does_not_show_cannot_be_continued(folder: P
         ("tokenizer_config.json", "[]", "not a JSON object"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_told_with_its_name(
-    folder: Path, name: str, content: str, message: str
-) -> None:
+def test_error_in_a_file_names_the_file(folder: Path, name: str, content: str, message: str) -> None:
     (folder / name).write_text(content)
     with pytest.raises(TidemillError, match=f"{name}.*{message}"):
         load_tokenizer(folder)
 
 
-def test_a_folder_without_tokenizer_json_is_told_how_to_make_one(folder: Path) -> None:
+def test_error_without_tokenizer_json_names_the_fix(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(TidemillError, match="save_pretrained"):
         load_tokenizer(folder)

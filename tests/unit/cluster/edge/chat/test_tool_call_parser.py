@@ -35,7 +35,7 @@ XML = OutputFormat(form=FORMS["qwen3_coder"], schemas=SCHEMAS)
 
 
 def call_of(body: str, schemas: Schemas = SCHEMAS) -> Call | None:
-    """The call that is told of what stands between the tags, letter by letter."""
+    """Return the call between the tags, which are parsed letter by letter."""
     speech = OutputParser(replace(XML, schemas=schemas))
     parsed = [part for char in CALL + body + CALLED for part in speech.push(char, last=False)]
     calls = joined(part for part in [*parsed, *speech.push("", last=True)] if isinstance(part, Call))
@@ -44,7 +44,7 @@ def call_of(body: str, schemas: Schemas = SCHEMAS) -> Call | None:
 
 
 def written(name: str, **arguments: str) -> str:
-    """As a model of this kind writes it."""
+    """Return a call as a model of this kind writes it."""
     inside = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
     return f"\n<function={name}>\n{inside}</function>\n"
 
@@ -91,7 +91,7 @@ def test_xml_that_calls_nothing_is_words(body: str) -> None:
     assert call_of(body) is None
 
 
-def test_a_long_text_is_told_as_it_comes_and_its_end_is_not() -> None:
+def test_long_text_is_streamed_except_its_end() -> None:
     speech = OutputParser(XML)
     assert speech.push(CALL + "<function=look><parameter=note>\n", last=False) == [
         Call(0, "look", '{"note": "')
@@ -125,7 +125,7 @@ WRITABLE = st.text(st.characters(exclude_categories=["Cs"])).filter(
 
 
 @given(WRITABLE)
-def test_a_text_comes_as_it_was_written(text: str) -> None:
+def test_text_comes_as_it_was_written(text: str) -> None:
     call = call_of(written("look", note=text))
     assert call is not None
     assert json.loads(call.arguments) == {"note": text}
@@ -140,7 +140,7 @@ def test_a_text_comes_as_it_was_written(text: str) -> None:
         {"properties": {"a": {"type": ["string", "null"]}, "b": {"const": 1}}, "$defs": {"x": {}}},
     ],
 )
-def test_what_is_hardly_a_schema_breaks_nothing(schema: dict[str, Any]) -> None:
+def test_odd_schemas_break_nothing(schema: dict[str, Any]) -> None:
     """Tools are a client's. What no grammar can follow is refused where it is compiled."""
     manner = replace(XML, schemas={"f": schema})
     grammar = forced([Tool(type="function", function=Function(name="f", parameters=schema))], manner, {})
@@ -172,7 +172,7 @@ TOOLS = [
 @pytest.mark.parametrize(
     "manner", [XML, replace(XML, reasoning=THINKING["qwen3"], thinking=True, calls_max=1)]
 )
-def test_a_forced_call_is_one_that_is_understood(body: str, manner: OutputFormat, *, good: bool) -> None:
+def test_forced_call_is_one_that_is_understood(body: str, manner: OutputFormat, *, good: bool) -> None:
     start = "</think>\n\n" if manner.thinking else ""
     text = f"{start}{CALL}{body}{CALLED}"
     matcher = Grammars(KEEPER, 896, {EOS}).matcher(forced(TOOLS, manner, {}))

@@ -97,7 +97,7 @@ def calls_in(manner: OutputFormat, text: str) -> list[tuple[str | None, Any]]:
 
 @pytest.mark.parametrize("as_tokens", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_forced_call_is_one_that_is_understood(form: str, *, as_tokens: bool) -> None:
+def test_forced_call_is_one_that_is_understood(form: str, *, as_tokens: bool) -> None:
     manner = OutputFormat(form=FORMS[form], schemas=SCHEMAS, channels=form == "openai")
     one, two = written(form, ONCE), written(form, TWICE)
     waits = written(form, {}, "wait")

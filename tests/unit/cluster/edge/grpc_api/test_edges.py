@@ -1,4 +1,4 @@
-"""What the public gRPC server does for strangers, silent and slow clients, and those that go away."""
+"""The public gRPC server with clients that are unknown, silent or slow, or that disconnect."""
 
 import asyncio
 import socket
@@ -39,7 +39,7 @@ def bearer(key: str) -> tuple[str, str]:
     return ("authorization", f"Bearer {key}")
 
 
-def test_who_brings_no_known_key_is_refused_before_its_message_is_read() -> None:
+def test_client_without_a_known_key_is_refused_before_its_message_is_read() -> None:
     service = FakeService(saying("a"))
 
     async def main() -> None:
@@ -57,7 +57,7 @@ def test_who_brings_no_known_key_is_refused_before_its_message_is_read() -> None
     assert (request.tenant, request.salt) == ("tenant:search", "tenant:search/")
 
 
-def test_a_rate_is_told_with_the_time_to_come_again() -> None:
+def test_rate_limit_names_the_time_to_retry() -> None:
     async def main() -> None:
         async with serving(FakeService(saying("a")), keys=KEYS) as client:
             for _ in range(2):
@@ -94,7 +94,7 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-def test_a_client_that_does_not_read_holds_its_answer_back() -> None:
+def test_client_that_does_not_read_holds_its_answer_back() -> None:
     tokens = 4000
     service = FakeService(lambda _: [70] * tokens)
     service.model = replace(service.model, max_model_len=tokens + 100)
@@ -118,7 +118,7 @@ def test_a_client_that_does_not_read_holds_its_answer_back() -> None:
     grpc_loop.run(main())
 
 
-def test_a_client_that_never_reads_is_cut_off() -> None:
+def test_client_that_never_reads_is_cut_off() -> None:
     service = FakeService(lambda _: [70] * 400, per_piece=1)
     request = pb.GenerateRequest(text="Hello", logprobs=20, sampling=pb.Sampling(n=16, max_tokens=400))
 
@@ -134,7 +134,7 @@ def test_a_client_that_never_reads_is_cut_off() -> None:
     grpc_loop.run(main())
 
 
-def test_a_client_that_sends_no_message_is_cut_off() -> None:
+def test_client_that_sends_no_message_is_cut_off() -> None:
     async def main() -> None:
         limits = EdgeLimits(body_s_max=0.1)
         async with serving(FakeService(saying("a")), limits=limits) as client, asyncio.timeout(WAIT_S_MAX):
@@ -147,7 +147,7 @@ def test_a_client_that_sends_no_message_is_cut_off() -> None:
     grpc_loop.run(main())
 
 
-def test_what_is_too_large_is_refused_also_when_it_is_small_on_the_wire() -> None:
+def test_too_large_messages_are_refused_also_when_compressed() -> None:
     large = pb.GenerateRequest(text="a" * BODY_BYTES_MAX).SerializeToString()
     service = FakeService(saying("a"))
 
@@ -187,7 +187,7 @@ def test_answers_and_bytes_beyond_the_limits_are_refused() -> None:
     grpc_loop.run(main())
 
 
-def test_garbage_and_idle_connections_hurt_nobody() -> None:
+def test_garbage_and_idle_connections_disturb_no_request() -> None:
     rng = Random(7)
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     settings_frame = bytes(9)[:3] + b"\x04" + bytes(5)
@@ -247,7 +247,7 @@ def test_health_follows_the_workers_that_generate() -> None:
     grpc_loop.run(main())
 
 
-def test_health_is_told_to_who_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_is_sent_to_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "LOOK_S", 0.01)
     service = FakeService(saying("a"))
     ready = service.workers
@@ -274,7 +274,7 @@ def test_health_is_told_to_who_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     grpc_loop.run(main())
 
 
-def test_reflection_tells_the_services_and_their_messages() -> None:
+def test_reflection_lists_the_services_and_their_messages() -> None:
     ask = reflection_pb2.ServerReflectionRequest
 
     async def main() -> None:
@@ -332,7 +332,7 @@ def test_tls_and_mutual_tls(tmp_path: Path, *, mutual: bool) -> None:
     grpc_loop.run(main())
 
 
-def test_a_port_that_is_taken_is_an_error_that_says_so() -> None:
+def test_taken_port_is_a_clear_error() -> None:
     async def main() -> None:
         async with serving(FakeService(saying("a"))) as client:
             port = int(client.address.rpartition(":")[2])
@@ -342,7 +342,7 @@ def test_a_port_that_is_taken_is_an_error_that_says_so() -> None:
     grpc_loop.run(main())
 
 
-def test_a_taken_port_of_grpc_is_said_before_the_cluster_starts() -> None:
+def test_taken_port_of_grpc_is_reported_before_the_cluster_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = Endpoint(host="127.0.0.1", port=0, grpc_port=taken.getsockname()[1])
         with pytest.raises(PortTaken, match="--grpc-port"), listening(endpoint):

@@ -40,7 +40,7 @@ def streamed(service: FakeService, request: pb.GenerateRequest) -> list[pb.Gener
     return grpc_loop.run(main())
 
 
-def test_the_answer_is_that_of_http() -> None:
+def test_answer_is_that_of_http() -> None:
     whole = answer(FakeService(saying(WORDS)), HELLO)
     over_http = complete(app_over(FakeService(saying(WORDS))))
     (choice,) = whole.choices
@@ -58,7 +58,7 @@ def test_the_answer_is_that_of_http() -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("per_piece", [1, 4])
-def test_a_stream_adds_up_to_the_whole(n: int, per_piece: int) -> None:
+def test_stream_adds_up_to_the_whole(n: int, per_piece: int) -> None:
     request = pb.GenerateRequest(text="Hello", sampling=pb.Sampling(n=n, seed=1), logprobs=2)
     whole = answer(FakeService(saying(WORDS), per_piece=per_piece), request)
     chunks = streamed(FakeService(saying(WORDS), per_piece=per_piece), request)
@@ -90,7 +90,7 @@ def test_logprobs_come_with_the_bytes_of_their_tokens() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_the_answer_and_its_tokens(*, stream: bool) -> None:
+def test_stop_string_ends_the_answer_and_its_tokens(*, stream: bool) -> None:
     request = pb.GenerateRequest(text="Hello", sampling=pb.Sampling(stop=[" tower"]))
     service = FakeService(saying(WORDS + " of London"), per_piece=3)
     if stream:
@@ -149,7 +149,7 @@ def message_of(sampling: dict[str, Any], rest: dict[str, Any], form: dict[str, A
     st.sampled_from([{}, *FORMS]),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_field_means_what_it_means_over_http(
+def test_every_field_has_the_meaning_of_http(
     names: set[str], rest_names: set[str], form: dict[str, Any]
 ) -> None:
     sampling = {name: FIELDS[name] for name in names}
@@ -161,7 +161,7 @@ def test_every_field_means_what_it_means_over_http(
     assert body_of(message_of(sampling, rest, form).SerializeToString()) == expected
 
 
-def test_the_service_gets_the_same_request_as_from_http() -> None:
+def test_service_gets_the_same_request_as_from_http() -> None:
     service = FakeService(saying(WORDS))
     answer(service, message_of(FIELDS, REST, {}))
     complete(app_over(service), prompt=[5, 6, 7], **FIELDS, **REST)
@@ -204,7 +204,7 @@ REFUSED: list[tuple[dict[str, Any], grpc.StatusCode, str | None]] = [
 
 
 @pytest.mark.parametrize(("fields", "code", "param"), REFUSED)
-def test_what_http_refuses_is_refused(
+def test_requests_that_http_refuses_are_refused(
     fields: dict[str, Any], code: grpc.StatusCode, param: str | None
 ) -> None:
     service = FakeService(saying("a"))
@@ -260,7 +260,7 @@ def test_losses_are_statuses(
     grpc_loop.run(main())
 
 
-def test_a_bug_tells_nothing_of_itself(caplog: pytest.LogCaptureFixture) -> None:
+def test_bug_reveals_no_internals(caplog: pytest.LogCaptureFixture) -> None:
     def broken(_: Request) -> Sequence[int]:
         raise ZeroDivisionError("secret of the house")
 
@@ -305,7 +305,7 @@ def test_calls_carry_an_id() -> None:
     grpc_loop.run(main())
 
 
-def test_the_edge_measures_both() -> None:
+def test_edge_measures_both() -> None:
     async def main() -> None:
         async with serving(FakeService(saying(WORDS))) as client:
             await client.generate(HELLO)

@@ -32,7 +32,7 @@ def test_nothing_else_is_a_file(path: str) -> None:
     assert get("GET", path).status_code == 404
 
 
-def test_the_policy_lets_nothing_in_from_outside() -> None:
+def test_policy_lets_nothing_in_from_outside() -> None:
     rules = [rule.split() for rule in CONTENT_SECURITY_POLICY.split("; ")]
     assert ["default-src", "'none'"] in rules
     sources = {source for name, *rule in rules if name.endswith("-src") for source in rule}
@@ -52,7 +52,7 @@ def test_data_becomes_text_and_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_what_a_script_imports_is_there(name: str) -> None:
+def test_imports_of_a_script_exist(name: str) -> None:
     for names, file in re.findall(r'import \{([^}]*)\} from "\./([a-z]+\.js)"', SCRIPTS[name]):
         for imported in filter(None, (imported.strip() for imported in names.split(","))):
             assert re.search(rf"export (async )?(function\*?|class|const) {imported}\b", SCRIPTS[file]), (
@@ -74,13 +74,13 @@ def test_every_id_and_part_that_a_script_looks_for_is_on_the_page() -> None:
         assert set(label.split()) <= set(ids)
 
 
-def test_a_field_is_named_for_those_who_do_not_see_it() -> None:
+def test_fields_have_names_for_screen_readers() -> None:
     labelled = set(re.findall(r'<label for="([^"]+)"', HTML))
     wrapped = " ".join(re.findall(r"<label[^>]*>.*?</label>", HTML, re.DOTALL))
     for field in re.findall(r'<(?:input|select|textarea)[^>]* ?id="([^"]+)"', HTML):
         assert field in labelled or f'id="{field}"' in wrapped, field
 
 
-def test_a_wheel_brings_the_files() -> None:
+def test_wheel_brings_the_files() -> None:
     (data,) = re.findall(r"^\"\*\" = \[(.*)\]$", PYPROJECT, re.MULTILINE)
     assert {Path(name).suffix for name in FILES} <= {kind.strip('" *') for kind in data.split(",")}

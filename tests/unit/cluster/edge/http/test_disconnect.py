@@ -1,4 +1,5 @@
-"""A client that goes away ends its work at once, at any moment; a slow one holds back its own stream only."""
+"""A client that disconnects ends its work immediately, at any moment; a slow one delays only its own
+stream."""
 
 import asyncio
 import json
@@ -80,7 +81,7 @@ def test_hanging_up_closes_every_generator(*, stream: bool, n: int, stall_at: in
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_open_when_the_server_stops_ends_with_an_error(*, stream: bool) -> None:
+def test_open_answers_end_with_an_error_when_the_server_stops(*, stream: bool) -> None:
     """uvicorn cancels it. An answer that has begun ends with an event, another one with a status."""
     service = FakeService(saying(" Emma is in the tower"), stall_at=2)
     app = app_over(service)
@@ -124,7 +125,7 @@ def test_hanging_up_while_the_reader_is_slow_closes_the_generator() -> None:
     asyncio.run(main())
 
 
-def test_a_stream_is_made_only_as_fast_as_it_is_read() -> None:
+def test_stream_is_made_only_as_fast_as_it_is_read() -> None:
     made: list[int] = []
 
     def script(_: Request) -> list[int]:
@@ -158,7 +159,7 @@ def test_a_stream_is_made_only_as_fast_as_it_is_read() -> None:
     assert all(pieces <= max(1, index) for index, pieces in enumerate(made))
 
 
-def test_a_bug_in_mid_stream_is_told_to_the_client_and_to_the_log() -> None:
+def test_bug_in_mid_stream_is_reported_to_the_client_and_in_the_log() -> None:
     class Broken(FakeService):
         async def generate(self, request: Request) -> AsyncGenerator[StreamPiece]:
             async with aclosing(super().generate(request)) as pieces:
@@ -181,7 +182,7 @@ def test_a_bug_in_mid_stream_is_told_to_the_client_and_to_the_log() -> None:
     assert service.open_streams == 0
 
 
-def test_a_body_cut_short_reaches_nobody() -> None:
+def test_incomplete_body_reaches_no_worker() -> None:
     service = FakeService(saying(" a"))
     app = app_over(service)
 
@@ -218,7 +219,7 @@ def test_work_that_fails_fails_for_its_caller_and_work_that_ends_is_returned() -
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_closed_socket_cancels(*, stream: bool) -> None:
+def test_closed_socket_cancels(*, stream: bool) -> None:
     service = FakeService(lambda _: [5] * 30 + [EOS], stall_at=1)
     app = app_over(service)
 

@@ -100,7 +100,7 @@ def refused(path: str, body: object) -> tuple[int, dict[str, str | None]]:
         ({}, "prompt"),
     ],
 )
-def test_a_bad_completion_field_is_named(body: dict[str, object], param: str) -> None:
+def test_bad_completion_field_is_named(body: dict[str, object], param: str) -> None:
     status, error = refused(TEXT, body)
     assert (status, error["param"]) == (400, param)
     assert str(error["message"]).startswith(param) or param in str(error["message"])
@@ -125,7 +125,7 @@ BAD_MESSAGES: list[tuple[object, str]] = [
 
 
 @pytest.mark.parametrize(("messages", "param"), BAD_MESSAGES)
-def test_a_bad_message_is_named(messages: object, param: str) -> None:
+def test_bad_message_is_named(messages: object, param: str) -> None:
     status, error = refused(CHAT, {"messages": messages})
     assert (status, error["param"]) == (400, param)
 
@@ -139,7 +139,7 @@ def test_a_bad_message_is_named(messages: object, param: str) -> None:
         ({"max_completion_tokens": 3, "max_tokens": 9, "min_tokens": 5}, "min_tokens"),
     ],
 )
-def test_a_bad_field_of_a_chat_is_named(field: dict[str, object], param: str) -> None:
+def test_bad_field_of_a_chat_is_named(field: dict[str, object], param: str) -> None:
     status, error = refused(CHAT, {"messages": [USER], **field})
     assert (status, error["param"]) == (400, param)
 
@@ -148,11 +148,11 @@ def test_a_bad_field_of_a_chat_is_named(field: dict[str, object], param: str) ->
     ("path", "body"),
     [(TEXT, {"prompt": "a " * 20_000}), (CHAT, {"messages": [{"role": "user", "content": "a " * 20_000}]})],
 )
-def test_a_long_text_is_counted_and_refused(path: str, body: dict[str, object]) -> None:
+def test_long_text_is_counted_and_refused(path: str, body: dict[str, object]) -> None:
     assert refused(path, body)[1]["code"] == "context_length_exceeded"
 
 
-def test_an_unknown_model_is_not_found() -> None:
+def test_unknown_model_is_not_found() -> None:
     status, error = refused(CHAT, {"model": "gpt-4", "messages": [USER]})
     assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
     assert "'keeper'" in str(error["message"])
@@ -172,7 +172,7 @@ def test_prompt_and_answer_fit_the_model(num_tokens: int, max_tokens: int | None
 
 
 @pytest.mark.parametrize("field", sorted(UNSUPPORTED))
-def test_what_would_change_the_answer_is_refused_by_name(field: str) -> None:
+def test_unsupported_fields_that_change_the_answer_are_refused_by_name(field: str) -> None:
     status, error = refused(CHAT, {"messages": [USER], field: {"of": "some kind"}})
     assert (status, error["param"], error["code"]) == (400, field, "unsupported_parameter")
     for harmless in (*UNSUPPORTED[field], None):
@@ -202,7 +202,7 @@ def test_broken_json_is_the_clients_error(content: bytes) -> None:
     assert response.json()["error"]["message"]
 
 
-def test_a_body_is_json_by_its_type() -> None:
+def test_body_is_json_by_its_type() -> None:
     response = call(APP, "POST", TEXT, content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
     assert response.status_code == 400
     assert "application/json" in response.json()["error"]["message"]
@@ -210,7 +210,7 @@ def test_a_body_is_json_by_its_type() -> None:
 
 @pytest.mark.parametrize("size", [BODY_BYTES_MAX, BODY_BYTES_MAX + 1])
 @pytest.mark.parametrize("length", ["known", "unknown"])
-def test_a_body_of_bounded_size(size: int, length: str) -> None:
+def test_body_of_bounded_size(size: int, length: str) -> None:
     body = json.dumps({"prompt": "a", "user": ""}).encode()
     body = body[:-2] + b"x" * (size - len(body)) + body[-2:]
 
@@ -233,14 +233,14 @@ def test_unknown_paths_and_methods() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_nobody_to_serve_is_503_before_the_first_token(*, stream: bool) -> None:
+def test_missing_workers_are_503_before_the_first_token(*, stream: bool) -> None:
     response = chat(app_over(FakeService(saying(" ok"), fail_at=0)), stream=stream)
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"
     assert response.json()["error"]["type"] == "server_error"
 
 
-def test_a_failure_in_mid_stream_is_an_event() -> None:
+def test_failure_in_mid_stream_is_an_event() -> None:
     service = FakeService(saying(" Emma is here"), fail_at=2)
     response = chat(app_over(service), stream=True)
     assert response.status_code == 200
@@ -255,7 +255,7 @@ UNFIT = RequestError("schema: patternProperties is not supported", param="respon
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_worker_refuses_is_the_clients_error(*, stream: bool) -> None:
+def test_refusal_of_a_worker_is_the_clients_error(*, stream: bool) -> None:
     """Grammars are read by workers: what is wrong with them comes back through the data plane."""
     service = FakeService(saying(" ok"), fail_at=0, failure=UNFIT)
     response = chat(app_over(service), stream=stream)
@@ -266,7 +266,7 @@ def test_what_a_worker_refuses_is_the_clients_error(*, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("choices", [1, 3])
-def test_what_a_worker_refuses_in_mid_stream_keeps_its_param(choices: int) -> None:
+def test_refusal_of_a_worker_in_mid_stream_keeps_its_param(choices: int) -> None:
     service = FakeService(saying(" Emma is here"), fail_at=2, failure=UNFIT)
     error = events_of(chat(app_over(service), stream=True, n=choices))[-1]["error"]
     assert (error["param"], error["code"], error["type"]) == (
@@ -277,7 +277,7 @@ def test_what_a_worker_refuses_in_mid_stream_keeps_its_param(choices: int) -> No
     assert service.open_streams == 0
 
 
-def test_an_answer_that_just_ends_is_a_failure() -> None:
+def test_answer_that_just_ends_is_a_failure() -> None:
     class Short(FakeService):
         async def generate(self, request: Request) -> AsyncGenerator[StreamPiece]:
             async with aclosing(super().generate(request)) as pieces:

@@ -54,7 +54,8 @@ def gpt_oss() -> FolderTokenizer:
 
 
 def saying(tokens: FolderTokenizer, text: str, last: str = "", *, per_piece: int = 1) -> FakeService:
-    """Says this text, then a token that ends it. keeper's own is none here: `<|end|>` is a tag of others."""
+    """Return a service that answers this text, then a token that ends it. keeper's own tags do not count
+    here: `<|end|>` is a tag of other families."""
     end = tokens.added[last] if last else PAD
     model = replace(MODEL, eos_token_ids=(PAD,))
     return FakeService(lambda _: [*tokens.encode(text), end], per_piece=per_piece, model=model)
@@ -97,7 +98,7 @@ ANSWERS: list[tuple[str, str, Parsed]] = [
 
 
 @pytest.mark.parametrize(("text", "last", "expected"), ANSWERS)
-def test_an_answer_in_channels(text: str, last: str, expected: Parsed) -> None:
+def test_answer_in_channels(text: str, last: str, expected: Parsed) -> None:
     service = saying(gpt_oss(), text, last, per_piece=2)
 
     async def talk(client: AsyncOpenAI) -> None:
@@ -109,7 +110,7 @@ def test_an_answer_in_channels(text: str, last: str, expected: Parsed) -> None:
     assert {PAD, *ends} == set(service.requests[0].stop_token_ids), "the tags that end an answer"
 
 
-def test_what_must_match_something_is_the_final_message() -> None:
+def test_structured_answer_is_the_final_message() -> None:
     service = saying(gpt_oss(), '{"a": 1}', RETURN)
 
     async def talk(client: AsyncOpenAI) -> None:
@@ -120,7 +121,7 @@ def test_what_must_match_something_is_the_final_message() -> None:
         assert prompt.endswith("<|start|>assistant<|channel|>final<|message|>")
 
 
-def test_a_forced_call_in_channels() -> None:
+def test_forced_call_in_channels() -> None:
     service = saying(gpt_oss(), CALLING, CALL_END)
 
     async def talk(client: AsyncOpenAI) -> None:
@@ -138,7 +139,7 @@ def test_a_forced_call_in_channels() -> None:
 
 
 @pytest.mark.parametrize(("effort", "expected"), [("high", " Reasoning: high"), ("none", ""), (None, "")])
-def test_the_template_hears_of_the_effort(effort: str | None, expected: str) -> None:
+def test_template_gets_the_effort(effort: str | None, expected: str) -> None:
     service = saying(gpt_oss(), "<|channel|>final<|message|>a", RETURN)
 
     async def talk(client: AsyncOpenAI) -> None:
@@ -147,7 +148,7 @@ def test_the_template_hears_of_the_effort(effort: str | None, expected: str) -> 
     assert ask(service, talk, gpt_oss())[0].endswith(f"<|end|>{expected}<|start|>assistant")
 
 
-def test_special_tokens_that_say_what_follows_are_not_lost() -> None:
+def test_special_tokens_before_a_part_are_not_lost() -> None:
     tokens = tokenizer(GRANITE, FORMS["granite"].tags)
     text = 'So. <|tool_call|>[{"name": "look", "arguments": {"person": "Tom"}}]'
     service = saying(tokens, text, per_piece=3)
@@ -155,7 +156,7 @@ def test_special_tokens_that_say_what_follows_are_not_lost() -> None:
     async def talk(client: AsyncOpenAI) -> None:
         assert await answer_of(client, tools=[LOOK]) == ("", "So. ", [("look", {"person": "Tom"})])
         _, words, calls = await answer_of(client)
-        assert (words, calls) == (text.replace("<|tool_call|>", ""), []), "nobody waits for calls"
+        assert (words, calls) == (text.replace("<|tool_call|>", ""), []), "no one waits for calls"
 
     ask(service, talk, tokens)
 

@@ -1,4 +1,4 @@
-"""Whatever is sent to any path of /openapi.json: no 5xx, no hang, and answers as the document says."""
+"""Requests to any path of /openapi.json cause no 5xx and no hang, and the answers match the document."""
 # pyright: basic
 # schemathesis is typed in part only.
 
@@ -43,7 +43,7 @@ schema.config.phases.coverage.enabled = IS_DEEP  # each boundary of each field
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 def test_fuzz(case: schemathesis.Case) -> None:
-    """With data that fit the document, and with others."""
+    """Send data that match the document, and others."""
     checks = [
         not_a_server_error,
         status_code_conformance,

@@ -23,7 +23,7 @@ def service() -> FakeService:
     return FakeService(saying(" a"))
 
 
-def test_every_worker_says_what_it_has() -> None:
+def test_every_worker_reports_its_memory() -> None:
     rows = call(app_over(service()), "GET", "/cluster/memory").json()["workers"]
     assert [row["name"] for row in rows] == ["prefill-0", "decode-0"]
     assert rows[1] == {
@@ -54,7 +54,7 @@ def test_every_worker_says_what_it_has() -> None:
 @pytest.mark.parametrize(
     ("budget", "num_bytes"), [("512MiB", 512 * MIB), (512 * MIB, 512 * MIB), (None, None)]
 )
-def test_a_budget_is_a_size_a_number_or_nothing(budget: object, num_bytes: int | None) -> None:
+def test_budget_is_a_size_a_number_or_nothing(budget: object, num_bytes: int | None) -> None:
     here = service()
     response = call(app_over(here), "POST", "/cluster/memory", json={"worker": "decode-0", "budget": budget})
     assert response.status_code == 200, response.text
@@ -95,7 +95,7 @@ def against(service: FakeService, do: Callable[[str], T]) -> T:
     return asyncio.run(main())
 
 
-def test_the_table_fits_and_names_are_no_markup() -> None:
+def test_table_fits_and_names_are_no_markup() -> None:
     workers = (worker_status("prefill-0", "prefill"), worker_status("[red]decode-1"))
     memory = against(FakeService(saying(" a"), workers=workers), lambda url: fetch_memory(ServerAddress(url)))
     text = drawn(render_memory(memory))
@@ -106,7 +106,7 @@ def test_the_table_fits_and_names_are_no_markup() -> None:
     assert "no worker is alive" in drawn(render_memory({"workers": []}))
 
 
-def test_the_command_sets_and_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_sets_and_shows(capsys: pytest.CaptureFixture[str]) -> None:
     here = service()
 
     def memory(url: str, *arguments: str) -> str:

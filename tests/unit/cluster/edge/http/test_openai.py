@@ -14,7 +14,7 @@ from tests.support.cluster.openai_talk import converse
 ANSWER = " Emma is in the tower."
 
 
-def test_a_chat() -> None:
+def test_chat() -> None:
     async def talk(client: AsyncOpenAI) -> None:
         reply = await client.chat.completions.create(
             model="keeper", messages=[{"role": "user", "content": "Where is Emma?"}], max_completion_tokens=50
@@ -30,7 +30,7 @@ def test_a_chat() -> None:
     converse(FakeService(saying(ANSWER)), talk)
 
 
-def test_a_streamed_chat() -> None:
+def test_streamed_chat() -> None:
     async def talk(client: AsyncOpenAI) -> None:
         text, finishes, total = "", list[str](), None
         async with await client.chat.completions.create(
@@ -51,7 +51,7 @@ def test_a_streamed_chat() -> None:
     converse(FakeService(saying(ANSWER)), talk)
 
 
-def test_the_sdks_own_accumulation_of_a_stream() -> None:
+def test_sdks_own_accumulation_of_a_stream() -> None:
     async def talk(client: AsyncOpenAI) -> None:
         async with client.chat.completions.stream(
             model="keeper", messages=[{"role": "user", "content": "Where is Emma?"}], n=2
@@ -99,7 +99,7 @@ def test_logprobs_of_chats_and_completions() -> None:
     converse(FakeService(saying(ANSWER)), talk)
 
 
-def test_a_parsed_answer() -> None:
+def test_parsed_answer() -> None:
     class Place(BaseModel):
         name: str
 
@@ -148,7 +148,7 @@ def test_errors_become_the_sdks_own() -> None:
     converse(FakeService(saying(ANSWER)), talk)
 
 
-def test_a_failure_in_mid_stream_is_raised() -> None:
+def test_failure_in_mid_stream_is_raised() -> None:
     async def talk(client: AsyncOpenAI) -> None:
         stream = await client.completions.create(model="keeper", prompt="a", stream=True)
         with pytest.raises(openai.APIError, match="no worker is left"):

@@ -1,4 +1,4 @@
-"""/v1/responses with the `openai` SDK over a real socket: said, reasoned, called, streamed, refused."""
+"""/v1/responses with the `openai` SDK over a real socket: text, reasoning, calls, streams, refusals."""
 
 import json
 from typing import Any
@@ -41,7 +41,7 @@ def app_over(service: FakeService) -> Any:  # noqa: ANN401 - FastAPI, for two ca
     return build_app([ServedBackend(service, tokenizer())], sources())
 
 
-def test_a_text_is_answered() -> None:
+def test_text_is_answered() -> None:
     service = FakeService(saying("She is in the tower."))
 
     async def talk(client: AsyncOpenAI) -> None:
@@ -70,7 +70,7 @@ def test_a_text_is_answered() -> None:
     assert (request.max_new_tokens, request.sampling.temperature, request.sampling.top_k) == (60, 0.5, 4)
 
 
-def test_an_answer_that_is_cut_is_incomplete() -> None:
+def test_answer_that_is_cut_is_incomplete() -> None:
     async def talk(client: AsyncOpenAI) -> None:
         reply = await client.responses.create(model="keeper", input="Hello!", max_output_tokens=2)
         assert reply.status == "incomplete"
@@ -90,7 +90,7 @@ def test_an_answer_that_is_cut_is_incomplete() -> None:
     ask(FakeService(saying("She is in the tower.")), talk)
 
 
-def test_a_call_and_the_answer_to_it() -> None:
+def test_call_and_the_answer_to_it() -> None:
     service = FakeService(saying(f"I shall look.\n{CALLING}"))
 
     async def talk(client: AsyncOpenAI) -> None:
@@ -116,7 +116,7 @@ def test_a_call_and_the_answer_to_it() -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look"}])
-def test_a_forced_call_follows_a_grammar(choice: Any) -> None:  # noqa: ANN401 - as the SDK takes it
+def test_forced_call_follows_a_grammar(choice: Any) -> None:  # noqa: ANN401 - as the SDK takes it
     service = FakeService(saying(CALLING))
 
     async def talk(client: AsyncOpenAI) -> None:
@@ -146,7 +146,7 @@ def test_structured_output_is_parsed() -> None:
 
 
 @pytest.mark.parametrize("per_piece", [1, 2, 5, 100])
-def test_a_stream_tells_what_a_whole_response_holds(per_piece: int) -> None:
+def test_stream_has_the_content_of_a_whole_response(per_piece: int) -> None:
     service = FakeService(saying(ALL), per_piece=per_piece)
 
     async def talk(client: AsyncOpenAI) -> None:
@@ -195,7 +195,7 @@ def outputs_of(response: Response) -> list[tuple[str, str]]:
     return found
 
 
-def test_a_failure_before_the_first_event_is_a_reply_and_later_an_event() -> None:
+def test_failure_before_the_first_event_is_a_reply_and_later_an_event() -> None:
     async def early(client: AsyncOpenAI) -> None:
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError):
@@ -247,7 +247,7 @@ def test_a_failure_before_the_first_event_is_a_reply_and_later_an_event() -> Non
         ({"metadata": {"a": 1}}, "metadata.a"),
     ],
 )
-def test_what_cannot_be_done_is_named(fields: dict[str, Any], param: str) -> None:
+def test_unsupported_fields_are_named(fields: dict[str, Any], param: str) -> None:
     service = FakeService(saying("a"))
     response = call(app_over(service), "POST", PATH, json={"input": "Hello!", **fields})
     error = response.json()["error"]
@@ -255,7 +255,7 @@ def test_what_cannot_be_done_is_named(fields: dict[str, Any], param: str) -> Non
     assert not service.requests
 
 
-def test_what_a_chat_has_and_a_response_has_not_is_ignored() -> None:
+def test_fields_of_chats_are_ignored() -> None:
     service = FakeService(saying("a"))
     body: dict[str, Any] = {
         "input": "Hello!",
@@ -277,7 +277,7 @@ def test_no_effort_is_a_variable_of_the_template() -> None:
     service = FakeService(saying("a"))
     body = {"input": "Hello!", "reasoning": {"effort": "none"}, "chat_template_kwargs": {"thinks": True}}
     assert call(app_over(service), "POST", PATH, json=body).status_code == 200
-    assert prompt_of(service.requests[0]).endswith("<think>\n"), "what the client says itself is kept"
+    assert prompt_of(service.requests[0]).endswith("<think>\n"), "the client's own headers are kept"
 
 
 parts = st.lists(

@@ -1,4 +1,4 @@
-"""Pages of other sites in somebody's browser: they ask nothing of a server without keys."""
+"""Pages of other sites in a user's browser cannot use a server without keys."""
 
 import httpx
 import pytest
@@ -10,7 +10,7 @@ from tidemill.workers.messages import RequestError
 
 BODY = {"prompt": "a", "max_tokens": 1}
 OURS = "http://t"
-"""As tests call the server."""
+"""The address by which tests call the server."""
 
 
 def ask(method: str, path: str, headers: dict[str, str]) -> httpx.Response:
@@ -22,7 +22,7 @@ def ask(method: str, path: str, headers: dict[str, str]) -> httpx.Response:
 @pytest.mark.parametrize(
     "origin", ["http://evil.example", "null", "", "https://t.evil.example", "http://t:81"]
 )
-def test_a_page_of_another_site_gives_no_orders(path: str, origin: str) -> None:
+def test_page_of_another_site_gives_no_orders(path: str, origin: str) -> None:
     reply = ask("POST", path, {"origin": origin, "host": "t"})
     assert (reply.status_code, reply.json()["error"]["code"]) == (403, "foreign_origin")
     assert "--api-key" in reply.json()["error"]["message"]
@@ -36,7 +36,7 @@ def test_our_own_page_and_clients_without_a_page_do() -> None:
     )
 
 
-def test_with_keys_they_are_what_counts() -> None:
+def test_only_keys_count_on_a_server_with_keys() -> None:
     headers = {"origin": "http://evil.example", "authorization": "Bearer sk-one"}
     reply = call(edge(FakeService(saying("a"))), "POST", "/v1/completions", headers=headers, json=BODY)
     assert reply.status_code == 200

@@ -49,7 +49,7 @@ def post(body: object, **headers: str) -> bytes:
 
 
 async def dribble(url: str, before: bytes, text: bytes) -> bytes:
-    """Send `text` byte by byte, again and again, until the server closes; all that it has said."""
+    """Send `text` byte by byte, repeatedly, until the server closes. Return all that it has sent."""
     bytes_ = itertools.cycle([bytes([byte]) for byte in text] or [b""])
     async with connected(url) as (reader, writer):
         received = asyncio.create_task(until_closed(reader))
@@ -82,7 +82,7 @@ def test_headers_that_do_not_come_end_the_connection(before: bytes, text: bytes,
     assert asyncio.run(main()).count(b"HTTP/1.1 200") == is_second
 
 
-def test_a_body_that_does_not_come_is_answered_and_reaches_nobody() -> None:
+def test_missing_body_is_answered_and_reaches_no_worker() -> None:
     service = FakeService(saying(" a"))
     head = post({}, **{"content-length": "1000"}).removesuffix(b"{}")
 
@@ -103,7 +103,7 @@ def test_a_body_that_does_not_come_is_answered_and_reaches_nobody() -> None:
 
 
 @pytest.mark.parametrize("half", [b"POST /v1/comple", post({"prompt": "a"})[:-3], post({"prompt": "a"})])
-def test_a_client_that_closes_its_half_is_let_go(half: bytes) -> None:
+def test_client_that_closes_its_half_is_let_go(half: bytes) -> None:
     service = FakeService(saying(" a"), stall_at=0)
 
     async def main() -> None:
@@ -142,7 +142,7 @@ def test_idle_connections_are_bounded_and_those_that_are_there_are_served() -> N
     asyncio.run(main())
 
 
-def test_a_client_that_does_not_read_is_cut_and_the_others_get_all() -> None:
+def test_client_that_does_not_read_is_cut_and_the_others_get_all() -> None:
     """The service is pulled no further than the buffers go."""
     service = FakeService(lambda _: [5] * LONG)
     service.model = replace(service.model, max_model_len=2 * LONG)
@@ -191,7 +191,7 @@ class Timer:
 
 
 class Scene:
-    """The loop and the transport of one connection. Time passes when told, and no request is begun."""
+    """The loop and the transport of one connection. The test advances the time, and no request starts."""
 
     def __init__(self) -> None:
         self.waiting_bytes = 0
@@ -245,7 +245,7 @@ LIMITS = EdgeLimits()
 
 
 def reading() -> Scene:
-    """With a request under way."""
+    """Return a connection with a request in progress."""
     scene = Scene()
     scene.protocol.data_received(b"GET / HTTP/1.1\r\n\r\n")
     assert scene.num_timers == 0
@@ -253,7 +253,7 @@ def reading() -> Scene:
 
 
 @given(taken=st.lists(st.integers(0, 3 * TAKEN_BYTES_MIN), max_size=6))
-def test_a_reader_is_cut_when_it_takes_too_little_in_a_period(taken: list[int]) -> None:
+def test_reader_is_cut_when_it_takes_too_little_in_a_period(taken: list[int]) -> None:
     scene = reading()
     scene.waiting_bytes = 1 << 20
     scene.protocol.pause_writing()
@@ -263,7 +263,7 @@ def test_a_reader_is_cut_when_it_takes_too_little_in_a_period(taken: list[int]) 
     assert scene.aborted == any(num_bytes < TAKEN_BYTES_MIN for num_bytes in taken)
 
 
-def test_a_reader_that_goes_on_is_not_watched_any_more() -> None:
+def test_reader_that_goes_on_is_not_watched_any_more() -> None:
     scene = reading()
     scene.waiting_bytes = 1 << 20
     scene.protocol.pause_writing()
@@ -274,7 +274,7 @@ def test_a_reader_that_goes_on_is_not_watched_any_more() -> None:
     assert not scene.aborted
 
 
-def test_what_is_closed_is_not_flushed_for_ever() -> None:
+def test_closed_connection_is_not_flushed_forever() -> None:
     scene = reading()
     scene.waiting_bytes = 100
     scene.protocol.on_response_complete()
@@ -285,7 +285,7 @@ def test_what_is_closed_is_not_flushed_for_ever() -> None:
     assert scene.aborted
 
 
-def test_an_answer_that_was_taken_is_forgotten() -> None:
+def test_answer_that_was_taken_is_forgotten() -> None:
     scene = reading()
     scene.waiting_bytes = 100
     scene.protocol.on_response_complete()
@@ -295,7 +295,7 @@ def test_an_answer_that_was_taken_is_forgotten() -> None:
     assert not scene.aborted
 
 
-def test_a_lost_connection_leaves_no_timer() -> None:
+def test_lost_connection_leaves_no_timer() -> None:
     scene = Scene()
     scene.protocol.pause_writing()
     assert scene.num_timers == 2

@@ -60,7 +60,7 @@ SECRETS = [
 ]
 
 
-def test_what_looks_like_a_secret_is_taken_out_and_the_rest_stays() -> None:
+def test_secrets_are_removed_and_the_rest_is_kept() -> None:
     text = without_secrets("\n".join(f"{name}: begin {line} end" for name, line in PLANTED.items()))
     assert not [secret for secret in SECRETS if secret in text]
     assert text.count(REMOVED) == len(PLANTED)
@@ -79,19 +79,19 @@ def test_what_looks_like_a_secret_is_taken_out_and_the_rest_stays() -> None:
         "decode-0 took 12 tokens: 4096 are left, risk-free",
     ],
 )
-def test_what_is_no_secret_stays(line: str) -> None:
+def test_other_words_are_kept(line: str) -> None:
     assert without_secrets(line) == line
 
 
 @given(st.text(min_size=5), st.text(), st.text())
-def test_a_known_secret_goes_wherever_it_is(secret: str, before: str, after: str) -> None:
+def test_known_secret_goes_wherever_it_is(secret: str, before: str, after: str) -> None:
     if secret not in REMOVED and REMOVED not in secret:
         found = without_secrets(f"{before}{secret}{after}", [secret])
         assert REMOVED in found
         assert secret not in found.replace(REMOVED, "\0")
 
 
-def test_settings_are_told_as_they_are_without_secrets() -> None:
+def test_settings_are_shown_without_secrets() -> None:
     worker = worker_settings("decode-0", "decode")
     settings = ClusterSettings(fleets=(FleetSettings(workers=(worker,)),))
     endpoint = Endpoint(
@@ -132,7 +132,7 @@ def test_software_has_the_packages_that_matter() -> None:
     assert {"ray", "torch", "httpx"} <= shown["packages"].keys()
 
 
-def test_logs_are_told_by_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_are_shown_by_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(about, "TAIL_BYTES", 64)
     files = {"a.err": "x" * 100 + "the end", "b.err": PLANTED["a key of ours"], "c.err": ""}
     for name, text in files.items():
@@ -143,7 +143,7 @@ def test_logs_are_told_by_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(tails(tmp_path.iterdir())) == 1
 
 
-def test_a_process_keeps_its_last_lines() -> None:
+def test_process_keeps_its_last_lines() -> None:
     lines = deque[str](maxlen=2)
     with keeping(lines):
         for number in range(3):
@@ -194,7 +194,7 @@ def files_of(path: Path) -> dict[str, str]:
         return {name: file.read().decode() for name, file in files.items() if file is not None}
 
 
-def test_a_bundle_has_what_can_be_had_and_no_secrets(
+def test_bundle_has_all_that_is_available_and_no_secrets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "bundle.tar.gz"
@@ -229,9 +229,7 @@ def test_a_bundle_has_what_can_be_had_and_no_secrets(
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_without_a_server_or_a_key_it_says_so_in_the_index(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_index_names_a_missing_server_or_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bundle.tar.gz"
     assert bundle("http://127.0.0.1:9", path) == cli.EXIT_NOT_THERE
     index = json.loads(files_of(path)["tidemill-support/index.json"])
@@ -259,7 +257,7 @@ def test_where_it_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.C
     assert "--output" in capsys.readouterr().err
 
 
-def test_an_unknown_part_is_named() -> None:
+def test_unknown_part_is_named() -> None:
     app = app_of(
         open_context([ServedBackend(FakeService(saying(" a")), tokenizer())], sources(), parts=PARTS)
     )

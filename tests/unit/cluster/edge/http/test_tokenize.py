@@ -23,7 +23,7 @@ def post(path: str, **body: object) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("text", ["Where is Emma?", "", "na\u00efve \u65e5\u672c", "<|user|> a<|end|>"])
-def test_a_text_and_back(text: str) -> None:
+def test_text_and_back(text: str) -> None:
     status, found = post("/tokenize", model="keeper", prompt=text, return_token_strs=True)
     assert status == 200
     assert found["tokens"] == tokenizer().encode(text)
@@ -32,7 +32,7 @@ def test_a_text_and_back(text: str) -> None:
     assert post("/detokenize", tokens=found["tokens"]) == (200, {"prompt": text})
 
 
-def test_a_chat_as_the_template_writes_it() -> None:
+def test_chat_as_the_template_writes_it() -> None:
     messages = [{"role": "user", "content": "Where is Emma?"}]
     _, found = post("/tokenize", messages=messages)
     assert found["token_strs"] is None
@@ -55,7 +55,7 @@ def test_a_chat_as_the_template_writes_it() -> None:
         ("/detokenize", {"tokens": [1], "model": "other"}, 404),
     ],
 )
-def test_what_is_wrong_is_told(path: str, body: dict[str, object], status: int) -> None:
+def test_errors_name_the_field(path: str, body: dict[str, object], status: int) -> None:
     found, error = post(path, **body)
     assert (found, bool(error["error"]["message"])) == (status, True)
 

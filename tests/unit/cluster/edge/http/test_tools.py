@@ -58,7 +58,7 @@ def ask(
     converse(service, talk, tokens or tokenizer())
 
 
-def test_a_call_and_the_answer_to_it() -> None:
+def test_call_and_the_answer_to_it() -> None:
     service = FakeService(saying(f"I shall look.\n{CALLING}"))
 
     async def talk(client: AsyncOpenAI) -> None:
@@ -88,7 +88,7 @@ XML_CALL = "<tool_call>\n<function=look>\n<parameter=person>\nEmma\n</parameter>
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_a_template_that_asks_for_xml_gets_calls_in_xml(choice: Any) -> None:  # noqa: ANN401 - as the SDK takes it
+def test_template_that_asks_for_xml_gets_calls_in_xml(choice: Any) -> None:  # noqa: ANN401 - as the SDK takes it
     service = FakeService(saying(XML_CALL), per_piece=3)
 
     async def talk(client: AsyncOpenAI) -> None:
@@ -105,7 +105,7 @@ def test_a_template_that_asks_for_xml_gets_calls_in_xml(choice: Any) -> None:  #
     assert grammar is None or "<parameter=person>" in grammar.text
 
 
-def test_a_streamed_call_in_two_answers() -> None:
+def test_streamed_call_in_two_answers() -> None:
     async def talk(client: AsyncOpenAI) -> None:
         async with client.chat.completions.stream(
             model="keeper", messages=ASKED, tools=[LOOK], n=2, parallel_tool_calls=True
@@ -155,14 +155,14 @@ def test_without_tools_a_call_is_words(options: dict[str, Any]) -> None:
         ({"type": "function", "function": {"name": "wait"}}, [], [CALLING]),
     ],
 )
-def test_a_forced_call_follows_a_grammar(
+def test_forced_call_follows_a_grammar(
     choice: Any,  # noqa: ANN401 - as the SDK takes it
     good: list[str],
     bad: list[str],
     *,
     thinks: bool,
 ) -> None:
-    """Whatever the model would rather say: the grammar takes the right calls whole, and no other."""
+    """The grammar accepts the right calls whole, and no other, whatever the model prefers."""
     service = FakeService(saying(CALLING))
 
     async def talk(client: AsyncOpenAI) -> None:
@@ -190,7 +190,7 @@ def test_a_forced_call_follows_a_grammar(
         assert (taken == len(tokens)) is (text in good), text
 
 
-def test_reasoning_is_told_apart() -> None:
+def test_reasoning_is_separated() -> None:
     async def talk(client: AsyncOpenAI) -> None:
         for thinks in (True, False):
             asked: Any = {"chat_template_kwargs": {"thinks": thinks}}
@@ -211,7 +211,7 @@ def test_reasoning_is_told_apart() -> None:
     ask(FakeService(saying("Hm.</think>\n\nShe is here."), per_piece=2), talk)
 
 
-def test_what_must_match_something_is_no_reasoning() -> None:
+def test_structured_answer_is_no_reasoning() -> None:
     async def talk(client: AsyncOpenAI) -> None:
         reply = await client.chat.completions.create(
             model="keeper",
@@ -224,7 +224,7 @@ def test_what_must_match_something_is_no_reasoning() -> None:
     ask(FakeService(saying('{"a": 1}')), talk)
 
 
-def test_the_last_message_goes_on() -> None:
+def test_last_message_goes_on() -> None:
     service = FakeService(saying(" the tower."))
 
     async def talk(client: AsyncOpenAI) -> None:
@@ -256,7 +256,7 @@ def test_the_last_message_goes_on() -> None:
         ({"tools": [LARGE], "tool_choice": "required"}, "tools"),
     ],
 )
-def test_what_cannot_be_done_is_named(fields: dict[str, Any], param: str) -> None:
+def test_unsupported_fields_are_named(fields: dict[str, Any], param: str) -> None:
     service = FakeService(saying("a"))
 
     async def talk(client: AsyncOpenAI) -> None:

@@ -1,4 +1,4 @@
-"""What clients get back: streamed and whole answers, stop strings, seeds, usage, the small endpoints."""
+"""Answers to clients: streamed and whole, stop strings, seeds, usage, the small endpoints."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def joined(chunks: list[Any]) -> str:
     return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
 
 
-def test_a_whole_chat_answer() -> None:
+def test_whole_chat_answer() -> None:
     service = FakeService(saying(" Hi."))
     body = chat(app_over(service), model="keeper", temperature=0, max_tokens=20).json()
     assert body["object"] == "chat.completion"
@@ -52,7 +52,7 @@ def test_a_whole_chat_answer() -> None:
     assert body["usage"]["completion_tokens"] == len(tokenizer().encode(" Hi.")) + 1
 
 
-def test_a_streamed_chat_answer() -> None:
+def test_streamed_chat_answer() -> None:
     chunks = events_of(
         chat(app_over(FakeService(saying(" Hi."))), stream=True, stream_options={"include_usage": True})
     )
@@ -89,7 +89,7 @@ def test_streamed_and_whole_answers_agree(stop: list[str], per_piece: int, max_t
 
 
 @pytest.mark.parametrize("per_piece", [1, 4, 99])
-def test_a_stop_string_ends_the_answer_and_the_work(per_piece: int) -> None:
+def test_stop_string_ends_the_answer_and_the_work(per_piece: int) -> None:
     service = FakeService(saying(WORDS), per_piece=per_piece)
     body = complete(app_over(service), stop="the tow")
     assert body["choices"][0]["text"] == " Emma is in "
@@ -102,7 +102,7 @@ def test_a_stop_string_ends_the_answer_and_the_work(per_piece: int) -> None:
     assert "the tow" in "".join(texts[:num_tokens])
 
 
-def test_a_token_of_the_clients_ends_the_answer_unseen_and_counts() -> None:
+def test_token_of_the_clients_ends_the_answer_unseen_and_counts() -> None:
     dot = tokenizer().encode(".")[0]
     service = FakeService(saying(WORDS))
     body = complete(app_over(service), stop_token_ids=[dot], ignore_eos=True)
@@ -112,7 +112,7 @@ def test_a_token_of_the_clients_ends_the_answer_unseen_and_counts() -> None:
     assert body["usage"]["completion_tokens"] == len(tokenizer().encode(" Emma is in the tower."))
 
 
-def test_the_end_of_the_allowance_shows_held_back_text() -> None:
+def test_end_of_the_allowance_shows_held_back_text() -> None:
     num_tokens = len(tokenizer().encode(" Emma is"))
     body = complete(app_over(FakeService(saying(WORDS))), max_tokens=num_tokens, stop=" is in")
     assert body["choices"][0]["text"] == " Emma is"
@@ -143,7 +143,7 @@ def test_prompts_come_as_texts_or_token_ids(prompt: object, num_prompts: int) ->
     )
 
 
-def test_several_streamed_answers_are_told_apart_by_index() -> None:
+def test_streamed_answers_of_one_request_have_an_index() -> None:
     service = FakeService(lambda request: tokenizer().encode(f" {request.sampling.seed}"))
     response = call(
         app_over(service), "POST", "/v1/completions", json={"prompt": "a", "n": 3, "stream": True, "seed": 4}
@@ -155,7 +155,7 @@ def test_several_streamed_answers_are_told_apart_by_index() -> None:
     assert texts == {index: f" {choice_seed(4, index)}" for index in range(3)}
 
 
-def test_a_chat_opens_all_its_choices_in_order_before_any_text() -> None:
+def test_chat_opens_all_its_choices_in_order_before_any_text() -> None:
     chunks = events_of(chat(app_over(FakeService(saying(" Hi."))), stream=True, n=3))[:-1]
     opening = [chunk["choices"][0] for chunk in chunks[:3]]
     assert [choice["index"] for choice in opening] == [0, 1, 2]
@@ -176,7 +176,7 @@ def test_seeds_repeat_when_given_and_differ_when_not() -> None:
     assert all(0 <= seed < 1 << 63 for seed in seeds)
 
 
-def test_usage_says_where_the_prompt_came_from() -> None:
+def test_usage_has_the_sources_of_the_prompt() -> None:
     usage = complete(app_over(FakeService(saying(" a"))), prompt=[5] * 9)["usage"]
     assert usage["prompt_tokens_details"] == {
         "cached_tokens": 9 - 4 - 1,
@@ -224,13 +224,13 @@ def test_max_completion_tokens_wins() -> None:
     assert service.requests[0].max_new_tokens == 5
 
 
-def test_a_salt_reaches_the_service() -> None:
+def test_salt_reaches_the_service() -> None:
     service = FakeService(saying(" a"))
     complete(app_over(service), cache_salt="tenant-1")
     assert service.requests[0].salt == "tenant-1"
 
 
-def test_the_request_id_is_echoed_or_made() -> None:
+def test_request_id_is_echoed_or_made() -> None:
     app = app_over(FakeService(saying(" a")))
     assert (
         call(app, "GET", "/version", headers={"x-request-id": "mine-7"}).headers["x-request-id"] == "mine-7"
@@ -241,7 +241,7 @@ def test_the_request_id_is_echoed_or_made() -> None:
     assert call(app, "GET", "/nowhere", headers={"x-request-id": "e"}).headers["x-request-id"] == "e"
 
 
-def test_the_small_endpoints() -> None:
+def test_small_endpoints() -> None:
     app = app_over(FakeService(saying(" a")))
     models = call(app, "GET", "/v1/models").json()
     assert [model["id"] for model in models["data"]] == ["keeper"]
@@ -260,7 +260,7 @@ def test_the_small_endpoints() -> None:
 @pytest.mark.parametrize(
     "workers", [(), (worker_status("prefill-0", "prefill"),), (worker_status("decode-0", state="silent"),)]
 )
-def test_unhealthy_while_nobody_can_decode(workers: tuple[WorkerStatus, ...]) -> None:
+def test_server_is_unhealthy_without_a_decode_worker(workers: tuple[WorkerStatus, ...]) -> None:
     response = call(app_over(FakeService(saying(" a"), workers=workers)), "GET", "/health")
     assert response.status_code == 503
     assert "retry-after" in response.headers

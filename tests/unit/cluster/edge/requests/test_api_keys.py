@@ -36,7 +36,7 @@ def ask(app: FastAPI, path: str, key: str | None, body: object = None) -> httpx.
 
 @pytest.mark.parametrize("key", [None, "", "sk-on", "sk-one2", digest_of("sk-one"), "\u00e9"])
 @pytest.mark.parametrize("path", [CHAT, "/v1/models", "/cluster", "/tokenize", "/docs", "/nowhere"])
-def test_nobody_comes_in_without_a_known_key(path: str, key: str | None) -> None:
+def test_no_client_enters_without_a_known_key(path: str, key: str | None) -> None:
     service = FakeService(saying("a"))
     headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
     reply = call(edge(service), "POST" if path == CHAT else "GET", path, headers=headers)
@@ -46,9 +46,9 @@ def test_nobody_comes_in_without_a_known_key(path: str, key: str | None) -> None
     assert not service.requests
 
 
-def test_the_body_of_a_stranger_is_not_read() -> None:
+def test_body_of_a_stranger_is_not_read() -> None:
     async def endless() -> object:
-        raise AssertionError("somebody reads")
+        raise AssertionError("a client reads")
         yield b""
 
     reply = call(edge(FakeService(saying("a"))), "POST", CHAT, content=endless())
@@ -79,13 +79,13 @@ def test_orders_are_for_operators(path: str, body: dict[str, object] | None) -> 
     assert ask(app, path, "sk-people", body).status_code == 200
 
 
-def test_what_a_server_tells_of_itself_is_for_operators() -> None:
+def test_status_of_a_server_is_for_operators() -> None:
     app = edge(FakeService(saying("a")))
     assert ask(app, "/cluster/support/config", "sk-one", None).status_code == 403
-    assert ask(app, "/cluster/support/config", "sk-people", None).status_code == 404, "it tells nothing"
+    assert ask(app, "/cluster/support/config", "sk-people", None).status_code == 404, "it reveals nothing"
 
 
-def test_a_tenant_shares_prefixes_with_itself_alone() -> None:
+def test_tenant_shares_prefixes_with_itself_alone() -> None:
     service = FakeService(saying("a"))
     app = edge(service)
     asking = ["sk-one", "sk-two", "sk-shop"]
@@ -99,13 +99,13 @@ def test_a_tenant_shares_prefixes_with_itself_alone() -> None:
     ]
 
 
-def test_a_tenant_cannot_name_itself_into_anothers_prefixes() -> None:
+def test_tenant_cannot_name_itself_into_anothers_prefixes() -> None:
     service = FakeService(saying("a"))
     plain = build_app([ServedBackend(service, tokenizer())], sources())
     assert call(plain, "POST", CHAT, json={**BODY, "cache_salt": "tenant:search/"}).status_code == 400
 
 
-def test_keys_are_told_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_appear_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     service = FakeService(saying("a"))
     caplog.set_level("DEBUG")
     reply = ask(edge(service), CHAT, "sk-secret-of-somebody")
@@ -113,7 +113,7 @@ def test_keys_are_told_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     assert "sk-" not in reply.text + caplog.text + repr(service.requests)
 
 
-def test_who_asks_too_often_waits() -> None:
+def test_client_over_its_rate_waits() -> None:
     now_s = [100.0]
     keys = ApiKeys(KEYS, lambda: now_s[0])
     headers = {"authorization": "Bearer sk-shop"}
@@ -159,7 +159,7 @@ def test_keys_of_a_file(tmp_path: Path) -> None:
         ("keys: [", "is no YAML"),
     ],
 )
-def test_a_broken_file_is_named_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+def test_broken_file_is_named_with_its_place(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(text)
     with pytest.raises(TidemillError, match=message):

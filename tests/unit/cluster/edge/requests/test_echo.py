@@ -1,4 +1,4 @@
-"""What completions say of their prompt: its text and how likely each token was; and the best of answers."""
+"""Completions about their prompt: its text, the logprob of each token, and the best of several answers."""
 
 import asyncio
 from typing import Any
@@ -39,7 +39,7 @@ def refused(path: str, **body: object) -> tuple[int, Any]:
 
 @pytest.mark.parametrize("prompt", [PROMPT, IDS], ids=["text", "ids"])
 @pytest.mark.parametrize("per_piece", [1, 7])
-def test_an_echo_with_logprobs(prompt: str | list[int], per_piece: int) -> None:
+def test_echo_with_logprobs(prompt: str | list[int], per_piece: int) -> None:
     app = app_over(FakeService(saying(WORDS), per_piece=per_piece))
     choice = complete(app, prompt=prompt, echo=True, logprobs=1)["choices"][0]
     assert choice["text"] == PROMPT + WORDS
@@ -54,8 +54,8 @@ def test_an_echo_with_logprobs(prompt: str | list[int], per_piece: int) -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "count"), [(0, 0), (1, 1)])
-def test_what_is_asked_to_score_a_text(max_tokens: int, count: int) -> None:
-    """As harnesses for evaluation ask. The last token is one that was drawn, or one of the prompt."""
+def test_text_is_scored_as_harnesses_request_it(max_tokens: int, count: int) -> None:
+    """The requests are those of evaluation harnesses. The last token is a drawn one, or one of the prompt."""
     service = FakeService(saying(WORDS))
     reply = complete(app_over(service), prompt=PROMPT, echo=True, logprobs=1, max_tokens=max_tokens)
     choice = reply["choices"][0]
@@ -67,8 +67,8 @@ def test_what_is_asked_to_score_a_text(max_tokens: int, count: int) -> None:
     assert (service.requests[0].max_new_tokens, service.requests[0].sampling.prompt_logprobs) == (1, 1)
 
 
-def test_a_stop_token_that_was_drawn_is_one_of_the_echoed_tokens() -> None:
-    """Or whoever takes the last one off would take one of the prompt's."""
+def test_stop_token_that_was_drawn_is_one_of_the_echoed_tokens() -> None:
+    """Otherwise a client that removes the last one would remove one of the prompt's."""
     choice = complete(app_over(FakeService(saying(""))), prompt=PROMPT, echo=True, logprobs=1, max_tokens=1)
     (choice,) = choice["choices"]
     assert (choice["text"], choice["finish_reason"]) == (PROMPT, "stop")
@@ -77,7 +77,7 @@ def test_a_stop_token_that_was_drawn_is_one_of_the_echoed_tokens() -> None:
     assert plain["logprobs"]["tokens"] == []
 
 
-def test_an_echo_without_logprobs_scores_nothing() -> None:
+def test_echo_without_logprobs_scores_nothing() -> None:
     service = FakeService(saying(WORDS))
     choice = complete(app_over(service), prompt=["Hello", "Bob"], n=2, echo=True)["choices"]
     assert [chunk["text"] for chunk in choice] == [
@@ -150,7 +150,7 @@ def best_script(request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize(("n", "best_of"), [(1, 1), (1, 6), (3, 6), (4, 4)])
-def test_the_best_answers_are_told_the_best_one_first(n: int, best_of: int) -> None:
+def test_best_answers_come_in_order(n: int, best_of: int) -> None:
     service = FakeService(best_script)
     reply = complete(app_over(service), prompt=["Hello", "Bob"], n=n, best_of=best_of, max_tokens=5)
     assert [choice_body["index"] for choice_body in reply["choices"]] == list(range(2 * n))
@@ -164,7 +164,7 @@ def test_the_best_answers_are_told_the_best_one_first(n: int, best_of: int) -> N
         ] == wanted
     assert {choice_body["logprobs"] for choice_body in reply["choices"]} == {None}
     drawn = sum(len(best_script(request)) for request in service.requests)
-    assert reply["usage"]["completion_tokens"] == drawn, "they were drawn, told or not"
+    assert reply["usage"]["completion_tokens"] == drawn, "they were drawn, returned or not"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_the_best_answers_are_told_the_best_one_first(n: int, best_of: int) -> N
         ({"prompt": [[5] * 500] * 40, "echo": True, "logprobs": 20}, "logprobs"),
     ],
 )
-def test_what_cannot_be_told_is_named(body: dict[str, object], param: str) -> None:
+def test_unsupported_combinations_are_named(body: dict[str, object], param: str) -> None:
     assert refused(TEXT, **{"prompt": "Hello", **body}) == (400, param)
     assert PROMPT_LOGPROBS_MAX < 40 * 500 * 21
 
@@ -196,7 +196,7 @@ def test_chats_have_neither_echo_nor_best_of() -> None:
         assert refused("/v1/chat/completions", messages=messages, **field) == (400, name)
 
 
-def test_the_sdk_reads_them() -> None:
+def test_sdk_reads_them() -> None:
     async def main() -> None:
         async with (
             serving(app_over(FakeService(saying(WORDS)))) as url,

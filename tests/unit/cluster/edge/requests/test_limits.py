@@ -34,7 +34,7 @@ def refused_with(failure: Overloaded | Poisonous, *, stream: bool = False) -> ht
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_overload_is_429_with_the_time_to_come_back(*, stream: bool) -> None:
+def test_overload_is_429_with_the_time_to_come_back(*, stream: bool) -> None:
     failure = Overloaded("it would take 70 s", predicted_s=70.0, retry_after_s=10.2)
     response = refused_with(failure, stream=stream)
     assert response.status_code == 429
@@ -60,7 +60,7 @@ def asked(headers: dict[str, str], **body: object) -> tuple[str, float | None]:
     return request.tenant, request.ttft_s_max
 
 
-def test_a_tenant_is_a_key_else_a_salt_else_nobody() -> None:
+def test_tenant_is_a_key_else_a_salt_else_none() -> None:
     assert asked({}) == ("", None)
     assert asked({}, cache_salt="team-a") == ("salt:team-a", None)
     one, _ = asked({"authorization": "Bearer sk-secret"}, cache_salt="team-a")
@@ -72,12 +72,12 @@ def test_a_tenant_is_a_key_else_a_salt_else_nobody() -> None:
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("2000", 2.0), ("0.5", 0.0005), ("1e3", 1.0)])
-def test_a_deadline_comes_in_milliseconds(text: str, seconds: float) -> None:
+def test_deadline_comes_in_milliseconds(text: str, seconds: float) -> None:
     assert asked({"x-slo-ttft-ms": text}) == ("", pytest.approx(seconds))
 
 
 @pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf", "1e999"])
-def test_what_is_no_deadline_is_named(text: str) -> None:
+def test_invalid_deadlines_are_named(text: str) -> None:
     with pytest.raises(RequestError, match="milliseconds") as error:
         caller_of({"x-slo-ttft-ms": text}, ApiKeys())
     assert error.value.param == "x-slo-ttft-ms"
@@ -108,23 +108,23 @@ async def flood(limits: EdgeLimits, bodies: list[dict[str, Any]]) -> tuple[list[
     return during, after, health
 
 
-def test_answers_at_once_are_bounded() -> None:
+def test_open_answers_are_bounded() -> None:
     limits = EdgeLimits(answers_max=3)
     bodies: list[dict[str, Any]] = [{"prompt": "Hello", "n": 2}, {"prompt": ["a", "b"], "stream": True}]
     assert asyncio.run(flood(limits, bodies)) == ([429, 429], [200, 200], 200)
 
 
-def test_requests_at_once_are_bounded_and_looking_is_not() -> None:
+def test_open_requests_are_bounded_except_those_for_status() -> None:
     during, after, health = asyncio.run(flood(EdgeLimits(requests_max=1), [{"prompt": "Hello"}]))
     assert (during, after, health) == ([429], [200], 200)
 
 
-def test_bytes_of_bodies_at_once_are_bounded() -> None:
+def test_bytes_of_open_bodies_are_bounded() -> None:
     bodies: list[dict[str, Any]] = [{"prompt": "Hello " * 20}]
     assert asyncio.run(flood(EdgeLimits(body_bytes_max=140), bodies)) == ([429], [200], 200)
 
 
-def test_what_is_missed_is_counted() -> None:
+def test_missed_deadlines_are_counted() -> None:
     """The clock of the fakes ticks by 1/64 s: the first token comes after one tick."""
 
     def missed(ttft_s_max: float, failure: Overloaded | None, **headers: str) -> tuple[Misses, float]:

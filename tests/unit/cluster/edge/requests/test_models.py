@@ -73,7 +73,7 @@ def test_limits_are_those_of_the_model() -> None:
     assert tokenized["max_model_len"] == 64
 
 
-def test_a_model_that_is_not_there_and_none_at_all() -> None:
+def test_model_that_is_not_there_and_none_at_all() -> None:
     app = app_of(large(), small())
     for path, body in ((TEXT, {"prompt": "a"}), ("/detokenize", {"tokens": [7]})):
         unknown = call(app, "POST", path, json={**body, "model": "huge"})
@@ -99,7 +99,7 @@ def test_every_name_is_listed() -> None:
     assert call(app, "GET", "/v1/models/gpt").json() == listed[2]
 
 
-def test_the_cluster_shows_the_workers_of_all() -> None:
+def test_cluster_shows_the_workers_of_all() -> None:
     cluster = call(app_of(large(), small()), "GET", "/cluster").json()
     assert [row["id"] for row in cluster["models"]] == ["org/large", "small"]
     assert [(row["model"], row["info"]["name"]) for row in cluster["workers"]] == [
@@ -121,7 +121,7 @@ def test_orders_find_their_worker() -> None:
 
 
 @pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache"])
-def test_the_prefix_cache_is_reset_for_all(path: str) -> None:
+def test_prefix_cache_is_reset_for_all(path: str) -> None:
     services = large(), small()
     assert call(app_of(*services), "POST", path).status_code == 200
     assert [service.resets for service in services] == [1, 1]

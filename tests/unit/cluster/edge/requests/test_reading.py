@@ -57,11 +57,11 @@ def test_every_worker_is_a_row() -> None:
     assert "keeper, up to 512 tokens" in text
 
 
-def test_an_empty_fleet_is_said() -> None:
+def test_empty_fleet_is_reported() -> None:
     assert "no worker is alive" in drawn(render(status_of(FakeService(saying(" a"), workers=()))))
 
 
-def test_a_missing_server_is_one_line_that_names_the_fix() -> None:
+def test_missing_server_is_one_line_that_names_the_fix() -> None:
     for url in ("http://127.0.0.1:9", "nonsense", "http://[::1"):
         with pytest.raises(Unserved, match="--url") as error:
             fetch_status(ServerAddress(url))
@@ -109,7 +109,7 @@ def demo(service: FakeService, folder: Path) -> tuple[bool, str]:
     return right, console.file.getvalue()
 
 
-def test_the_demo_is_right_when_every_answer_is(tmp_path: Path) -> None:
+def test_demo_is_right_when_every_answer_is(tmp_path: Path) -> None:
     service = FakeService(answering)
     right, text = demo(service, demo_folder(tmp_path, ANSWERS))
     assert right
@@ -121,7 +121,7 @@ def test_the_demo_is_right_when_every_answer_is(tmp_path: Path) -> None:
     assert " ".join(row.split()) == f"2 {prompt} 1 p 3 t 1 t 2 t"
 
 
-def test_the_demo_is_wrong_when_one_answer_is(tmp_path: Path) -> None:
+def test_demo_is_wrong_when_one_answer_is(tmp_path: Path) -> None:
     right, text = demo(
         FakeService(answering), demo_folder(tmp_path, {**ANSWERS, "Where is Tom?": "The harbor."})
     )
@@ -130,11 +130,11 @@ def test_the_demo_is_wrong_when_one_answer_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fail_at", [0, 1])
-def test_the_demo_says_why_there_is_no_answer(tmp_path: Path, fail_at: int) -> None:
+def test_demo_explains_a_missing_answer(tmp_path: Path, fail_at: int) -> None:
     with pytest.raises(Unserved, match="no worker is left"):
         demo(replace(FakeService(answering), fail_at=fail_at), demo_folder(tmp_path, ANSWERS))
 
 
-def test_a_model_without_a_demo_is_named(tmp_path: Path) -> None:
+def test_model_without_a_demo_is_named(tmp_path: Path) -> None:
     with pytest.raises(TidemillError, match=r"demo\.json"):
         demo(FakeService(answering), tmp_path)

@@ -24,7 +24,7 @@ def rows_of(app: FastAPI, query: str = "") -> list[dict[str, Any]]:
 
 
 class FollowedJob(PreparedRequest):
-    """One that tells when it is forgotten."""
+    """A job that records when it is freed."""
 
 
 def job() -> PreparedRequest:
@@ -36,7 +36,7 @@ def asked(number: int) -> RequestIdentity:
     return RequestIdentity(request_id=f"x{number}", reply_id=f"cmpl-{number}", model="keeper", kind="text")
 
 
-def test_a_row_tells_the_way_and_no_text() -> None:
+def test_row_has_the_route_and_no_text() -> None:
     app = app_over(FakeService(saying(" a b c")))
     ended = complete(app, prompt="the lighthouse at night")
     (row,) = rows_of(app)
@@ -73,20 +73,20 @@ def test_choices_of_one_request_are_one_row() -> None:
     assert (row["choices"], row["completion_tokens"], row["finish"]) == (3, 6, "length")
 
 
-def test_what_fails_says_how() -> None:
+def test_failed_request_has_its_error() -> None:
     app = app_over(FakeService(saying(" a b c"), fail_at=1))
     assert chat(app).status_code == 503
     (row,) = rows_of(app)
     assert (row["finish"], row["error"], row["completion_tokens"]) == ("error", "Unserved", 1)
 
 
-def test_what_is_refused_before_it_begins_has_no_row() -> None:
+def test_refused_request_has_no_row() -> None:
     app = app_over(FakeService(saying(" a")))
     assert chat(app, temperature=-1).status_code == 400
     assert rows_of(app) == []
 
 
-def test_what_runs_has_no_end_until_its_client_leaves() -> None:
+def test_open_request_has_no_end_until_its_client_disconnects() -> None:
     service = FakeService(saying(" a b c"), stall_at=1)
 
     async def main() -> None:
@@ -111,8 +111,8 @@ def test_limits_are_checked(limit: object) -> None:
 
 
 @given(st.lists(st.booleans(), max_size=30), st.integers(1, 8))
-def test_the_newest_are_kept_and_nothing_of_their_prompts(ends: list[bool], size: int) -> None:
-    """In whatever order they end, also those that are out of the ring by then."""
+def test_newest_are_kept_and_nothing_of_their_prompts(ends: list[bool], size: int) -> None:
+    """They may end in any order, also when they are no longer in the ring."""
     ended: list[object] = []
     recent = RecentRequests(lambda: 0.0, lambda: 0.0, size, lambda row, _: ended.append(row["request_id"]))
     jobs: list[weakref.ref[PreparedRequest]] = []

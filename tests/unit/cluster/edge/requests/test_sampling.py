@@ -1,4 +1,4 @@
-"""How clients say what an answer shall be, and what they read of its logprobs."""
+"""The fields by which clients control an answer, and its logprobs."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def sampling_of(**body: object) -> Sampling:
     return service.requests[0].sampling
 
 
-def test_what_is_asked_for_reaches_the_workers() -> None:
+def test_fields_reach_the_workers() -> None:
     sampling = sampling_of(
         presence_penalty=0.5,
         frequency_penalty=-1,
@@ -57,7 +57,7 @@ def test_what_is_asked_for_reaches_the_workers() -> None:
     assert sampling.grammar == Grammar(kind="choice", text='["a", "b"]')
 
 
-def test_what_is_not_asked_for_changes_nothing() -> None:
+def test_missing_fields_change_nothing() -> None:
     plain = Sampling()
     for body in ({}, {"logit_bias": {}, "logprobs": False, "response_format": {"type": "text"}}):
         sampling = sampling_of(seed=1, **body)
@@ -74,7 +74,7 @@ def test_priority_reaches_the_workers() -> None:
 @pytest.mark.parametrize(
     ("asked", "count"), [({}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 20}, 20)]
 )
-def test_a_chat_asks_for_logprobs_and_alternatives(asked: dict[str, object], count: int | None) -> None:
+def test_chat_asks_for_logprobs_and_alternatives(asked: dict[str, object], count: int | None) -> None:
     service = FakeService(saying(" a"))
     chat(app_over(service), **asked)
     assert service.requests[0].sampling.logprobs == count
@@ -140,7 +140,7 @@ def test_no_logprobs_behind_a_stop_string(text: str, *, include: bool) -> None:
     assert "".join(choice["logprobs"]["tokens"]).startswith(text)
 
 
-def test_a_stop_string_may_not_end_the_answer_before_min_tokens() -> None:
+def test_stop_string_may_not_end_the_answer_before_min_tokens() -> None:
     app = app_over(FakeService(saying(WORDS)))
     num_tokens = len(tokenizer().encode(" Emma is in"))
     assert complete(app, stop="Emma", min_tokens=num_tokens)["choices"][0]["text"] == WORDS
