@@ -11,9 +11,9 @@ from tests.unit.kernels.test_page_copy import (
     CASES,
     DIRECTIONS,
     run,
-    test_nothing_is_copied_for_nobody,
+    test_empty_copy_moves_nothing,
+    test_layers_copied_one_by_one_equal_one_copy,
     test_offsets_beyond_32_bits,
-    test_one_layer_at_a_time_is_all_at_once,
     test_pages_without_tokens_are_a_mistake,
     test_ranks_copy_their_heads_alone,
     test_there_and_back_is_the_identity,
@@ -24,9 +24,9 @@ from tidemill.kernels.page_copy import reference
 from tidemill.kernels.page_copy.planes import Direction, PageCopy
 
 __all__ = [
-    "test_nothing_is_copied_for_nobody",
+    "test_empty_copy_moves_nothing",
+    "test_layers_copied_one_by_one_equal_one_copy",
     "test_offsets_beyond_32_bits",
-    "test_one_layer_at_a_time_is_all_at_once",
     "test_pages_without_tokens_are_a_mistake",
     "test_ranks_copy_their_heads_alone",
     "test_there_and_back_is_the_identity",
