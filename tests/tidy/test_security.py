@@ -20,9 +20,9 @@ ARGUMENTS = {
     "trust_remote_code": "a model folder becomes code",
     "shell": "a name becomes a command",
 }
-"""Never given as anything but False."""
+"""The options that must never be anything but False."""
 
-EVERYWHERE = ("0.0.0.0", "::", "[::]")  # noqa: S104 - what must not be bound unless an option says so
+EVERYWHERE = ("0.0.0.0", "::", "[::]")  # noqa: S104 - not bound unless an option asks for it
 
 
 @pytest.fixture(params=FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -109,7 +109,7 @@ MOE = [
 
 
 def test_launches_of_a_decode_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing converts bfloat16 between operators, and sums have no launch of their own."""
+    """No launch converts bfloat16 between operators, and sums have no launch of their own."""
     folder = save(random_model("qwen3_next/moe-two-values").bfloat16(), tmp_path / "model")
     model = load(folder, operators("triton", tmp_path), no_progress)
     runner = Runner(model, page_tokens=16, kv_dtype="bfloat16")

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _RpcCall:
     """One call: its message, its caller, and the destination of the answer."""
 
     id: str
@@ -68,7 +68,7 @@ class Generation:
         )
 
     def _method(
-        self, name: str, work: Callable[[_Call], Awaitable[None]]
+        self, name: str, work: Callable[[_RpcCall], Awaitable[None]]
     ) -> "grpc.RpcMethodHandler[bytes, bytes]":
         path = f"/{SERVICE}/{name}"
 
@@ -81,7 +81,7 @@ class Generation:
                 data = await self._read(frames)
                 with self._num_bytes.holding(len(data)):
                     await work(
-                        _Call(request_id, data, headers, lambda message: self._write(context, message))
+                        _RpcCall(request_id, data, headers, lambda message: self._write(context, message))
                     )
             except _Gone:
                 return
@@ -96,7 +96,7 @@ class Generation:
         # for clients it is as in the proto: the sender decides the number of messages
         return grpc.stream_stream_rpc_method_handler(serve)
 
-    async def _generate(self, call: _Call) -> None:
+    async def _generate(self, call: _RpcCall) -> None:
         model, job, identity = await self._asked(call)
         tally = UsageCounter(job)
         choices = [pb.Choice() for _ in job.requests]
@@ -109,7 +109,7 @@ class Generation:
         )
         await call.send(whole.SerializeToString())
 
-    async def _generate_stream(self, call: _Call) -> None:
+    async def _generate_stream(self, call: _RpcCall) -> None:
         model, job, identity = await self._asked(call)
         tally = UsageCounter(job)
         unfinished = len(job.requests)
@@ -123,14 +123,14 @@ class Generation:
                     chunk.usage.CopyFrom(usage_of(tally))
                 await call.send(chunk.SerializeToString())
 
-    async def _tokenize(self, call: _Call) -> None:
+    async def _tokenize(self, call: _RpcCall) -> None:
         body = tokenize_body_of(call.data)
         model = self._edge.models.find(body.model)
         tokens = await model.intake.prompt_of(body)
         answer = pb.TokenizeResponse(token_ids=tokens, max_model_len=model.served.max_model_len)
         await call.send(answer.SerializeToString())
 
-    async def _list_models(self, call: _Call) -> None:
+    async def _list_models(self, call: _RpcCall) -> None:
         parse(pb.ListModelsRequest(), call.data)
         models = [
             pb.Model(
@@ -145,7 +145,7 @@ class Generation:
         ]
         await call.send(pb.ListModelsResponse(models=models).SerializeToString())
 
-    async def _asked(self, call: _Call) -> tuple[EdgeModel, PreparedRequest, RequestIdentity]:
+    async def _asked(self, call: _RpcCall) -> tuple[EdgeModel, PreparedRequest, RequestIdentity]:
         body = body_of(call.data)
         model = self._edge.models.find(body.model)
         job = await model.intake.completion(body, caller_of(call.headers, self._edge.keys))

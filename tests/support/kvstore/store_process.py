@@ -38,7 +38,7 @@ async def contend(folder: Path, writer: int, num_keys: int, num_bytes: int) -> N
     """Put every key, in another order than other writers, and print the outcome of each."""
     store = FileStore(folder, 1 << 30)
     order = Random(writer).sample(range(num_keys), num_keys)
-    print("open", flush=True)  # noqa: T201 - the test starts all writers at once
+    print("open", flush=True)  # noqa: T201 - the test starts all writers together
     sys.stdin.readline()
     outcomes = {
         number: (await store.put([(page(number), memoryview(body(number, writer, num_bytes)))]))[0].value

@@ -31,7 +31,7 @@ class Line:
         notify = self.engine.notifiers[name]
         assert notify is not None
         if alone:
-            await notify(True)  # noqa: FBT003 - what is told
+            await notify(True)  # noqa: FBT003 - the signature of Notify
         self.engine.step((name, FIRST))
         assert await waiting == FIRST
 

@@ -90,7 +90,7 @@ def test_cancelling_a_call_frees_its_request(method: str, stall_at: int) -> None
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 - nobody else wants to know
+    while not holds():  # noqa: ASYNC110 - there is no event to wait for
         await asyncio.sleep(0)
 
 
