@@ -42,16 +42,12 @@ JSON_FIELDS = {"heard_ago_s"}
 """Names that clients see keep their spelling."""
 
 COLUMNS = 100
+GENERATED = {"docs/metrics.md", "docs/configuration.md"}
 PAGES = sorted(
-    [
-        *(
-            ROOT / name
-            for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
-        ),
-        *(ROOT / "docs/decisions").glob("*.md"),
-        *(ROOT / "benchmarks").glob("*.md"),
-        ROOT / "docs/glossary.md",
-    ]
+    page
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md")
+    for page in ROOT.glob(pattern)
+    if str(page.relative_to(ROOT)) not in GENERATED
 )
 
 
