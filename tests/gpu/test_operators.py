@@ -11,9 +11,8 @@ from tests.triton import (
     test_attention,
     test_causal_conv,
     test_elementwise,
-    test_gated_delta,
-    test_mamba2,
     test_moe,
+    test_recurrences,
     test_rope_store,
     test_routing,
 )
@@ -26,8 +25,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 MODULES = {
     "attention": test_attention,
     "rope_store": test_rope_store,
-    "gated_delta": test_gated_delta,
-    "mamba2": test_mamba2,
+    "recurrences": test_recurrences,
     "causal_conv": test_causal_conv,
     "elementwise": test_elementwise,
     "moe": test_moe,

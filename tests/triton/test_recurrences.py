@@ -1,24 +1,36 @@
 # pyright: basic
-"""The gated delta rule in Triton: its definition over odd sizes, and the same bits however a row is cut."""
+"""The recurrences in Triton: their definitions over odd sizes, and the same bits however a row is cut."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
+from typing import Literal
 
 import pytest
 import torch
 
 from tests.support.kernels.cases import LIMITS, Step, int32, random, relative_error, same_bits, step
-from tidemill.kernels.gated_delta import cuda, reference
-from tidemill.kernels.gated_delta.cuda import CHUNK
+from tidemill.kernels.gated_delta import cuda as gated_delta_cuda
+from tidemill.kernels.gated_delta import reference as gated_delta_reference
+from tidemill.kernels.mamba2 import cuda as mamba2_cuda
+from tidemill.kernels.mamba2 import reference as mamba2_reference
+from tidemill.kernels.mamba2.heads import Heads
+from tidemill.kernels.shared.recurrence import CHUNK
 
 SLOTS = 12
+Operator = Literal["gated_delta", "mamba2"]
+VARIANTS: dict[Operator, tuple[ModuleType, ModuleType]] = {
+    "gated_delta": (gated_delta_cuda, gated_delta_reference),
+    "mamba2": (mamba2_cuda, mamba2_reference),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Row b starts from state `read[b]`; of states, the first `started` are written."""
+    """A step in which row b starts from state `read[b]`."""
 
+    operator: Operator = "mamba2"
     new: Sequence[int]
     read: Sequence[int] = ()
     writes: Sequence[Sequence[int]] = ()
@@ -27,8 +39,9 @@ class Case:
     key_dim: int = 16
     value_dim: int = 16
     dtype: torch.dtype = torch.float32
-    decay: float = 1.0
+    spread: float = 1.0  # of gates and time steps
     same_keys: bool = False
+    bounds: tuple[float, float] = (0.0, float("inf"))  # of time steps
 
     @property
     def rows(self) -> Step:
@@ -42,14 +55,19 @@ class Layer:
         draw = torch.Generator().manual_seed(sum(case.new))
         tokens, groups, heads, dtype = sum(case.new), case.groups, case.heads, case.dtype
         channels = 2 * case.key_dim + heads * case.value_dim
+        # Inputs are views of wider rows, as a model cuts them from its projections.
         mixed = random(draw, tokens, groups, channels + 8)[..., :channels]
-        mixed[::2] *= 1e-3  # so that the epsilon of the lengths counts
+        if case.operator == "gated_delta":
+            mixed[::2] *= 1e-3  # so that the epsilon of the lengths counts
         if case.same_keys:
             mixed[..., case.key_dim : 2 * case.key_dim] = mixed[:1, :, : case.key_dim] * 1e3
-        gates = random(draw, tokens, 8 + 2 * groups * heads)[:, 8:]
-        gates[::3] *= case.decay
-        rates = random(draw, 2, groups * heads)
-        self.inputs = [part.to(dtype) for part in (mixed, gates, *rates)]
+        gates = random(draw, tokens, 8 + (2 if case.operator == "gated_delta" else 1) * groups * heads)[:, 8:]
+        gates[::3] *= case.spread
+        self.inputs = [mixed.to(dtype), gates.to(dtype)]
+        if case.operator == "mamba2":
+            z = random(draw, tokens, 8 + groups * heads * case.value_dim).to(dtype)[:, 8:]
+            self.inputs.insert(1, z.view(tokens, groups, heads, case.value_dim))
+        self.per_head = random(draw, 3, groups * heads).unbind()
         shape = (SLOTS, groups, heads, case.key_dim, case.value_dim)
         size = heads * case.key_dim * case.value_dim
         self.arena = torch.full((1 + SLOTS, 2, groups, 5 + size), torch.nan)
@@ -59,20 +77,35 @@ class Layer:
         self.state = self.arena[1:, 1, :, 5:].view(shape)
         self.case = case
 
-    def run(self, rows: Step | None = None, picked: slice | torch.Tensor = slice(None)) -> torch.Tensor:
+    def call(
+        self,
+        module: ModuleType,
+        inputs: list[torch.Tensor],
+        state: torch.Tensor,
+        rows: Step,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Run a variant of the operator. `dtype` is that of the parameters of heads."""
+        a_log_H, dt_bias_H, skip_H = (part.to(state.device, dtype) for part in self.per_head)
+        if self.case.operator == "gated_delta":
+            return module.gated_delta(*inputs, a_log_H, dt_bias_H, state, rows)
+        return module.mamba2(*inputs, Heads(a_log_H, dt_bias_H, skip_H, *self.case.bounds), state, rows)
+
+    def run(self, rows: Step | None = None, picked: slice = slice(None)) -> torch.Tensor:
         device = self.state.device
-        mixed, gates, *rates = self.inputs
-        a_log, dt_bias = (part.to(device) for part in rates)
+        inputs = [part[picked].to(device) for part in self.inputs]
         rows = (rows or self.case.rows).to(device)
-        mixed, gates = (part[picked].to(device) for part in (mixed, gates))
-        return cuda.gated_delta(mixed, gates, a_log, dt_bias, self.state, rows).cpu()
+        dtype = self.case.dtype if self.case.operator == "gated_delta" else torch.float32
+        return self.call(VARIANTS[self.case.operator][0], inputs, self.state, rows, dtype).cpu()
 
 
 def check(case: Case, device: str = "cpu") -> None:
     layer, rows, limit = Layer(case, device), case.rows, LIMITS[case.dtype]
     before, wanted_state = layer.arena.cpu().clone(), layer.state.cpu().double()
-    mixed, gates, a_log, dt_bias = (part.double() for part in layer.inputs)
-    wanted = reference.gated_delta(mixed, gates, a_log, dt_bias, wanted_state, rows)
+    exact = [part.double() for part in layer.inputs]
+    if case.operator == "gated_delta":  # its parameters of heads have the dtype of the case
+        layer.per_head = [part.to(case.dtype) for part in layer.per_head]
+    wanted = layer.call(VARIANTS[case.operator][1], exact, wanted_state, rows, torch.float64)
     assert relative_error(layer.run(), wanted) < limit
     written = rows.writes_BK[rows.writes_BK >= 0].long()
     state, arena = layer.state.cpu(), layer.arena.cpu()
@@ -89,7 +122,8 @@ ODD = {
     "writes": [[n] for n in (6, 1, 7, 3, 4, 8)],
 }
 LONG = {"new": [500], "read": [0], "writes": [[1]], "key_dim": 64, "value_dim": 32}
-CASES = {
+THREE = {"new": [1, 66, 17], "read": [1, 3, -1], "writes": [[1], [4], [5]]}
+SHARED = {
     "decode": Case(new=[1] * 3, read=[2, -1, 5], writes=[[3], [0], [5]], groups=2, heads=2),
     "decode bfloat16": Case(
         new=[1] * 3, read=[2, -1, 5], writes=[[3], [0], [-1]], value_dim=40, dtype=torch.bfloat16
@@ -98,20 +132,32 @@ CASES = {
         new=[4, 1, 3], read=[0, 1, -1], writes=[[3, 0, 4], [-1, -1, 5], [8, -1, 7]], key_dim=24, value_dim=33
     ),
     "mixed": Case(**ODD),
-    "odd sizes": Case(
-        new=[1, 66, 17], read=[1, 3, -1], writes=[[1], [4], [5]], heads=2, key_dim=24, value_dim=33
-    ),
+    "odd sizes": Case(**THREE, heads=2, key_dim=24, value_dim=33),
     "dim 1": Case(new=[20, 1], read=[-1, 2], writes=[[1], [2]], key_dim=1, value_dim=1),
     "large dims": Case(new=[81], read=[3], writes=[[2]], key_dim=256, value_dim=130, dtype=torch.bfloat16),
     "states kept within chunks": Case(
         new=[130, 70, 18], read=[0, -1, 2], writes=[[-1, 4, 0], [5, -1, -1], [1, 6, 2]]
     ),
     "nothing kept": Case(new=[65, 3, 17], read=[0, -1, 3], writes=[[-1, -1]] * 3, groups=2),
-    "strong and weak decay": Case(new=[60], read=[0], writes=[[1]], decay=100.0),
-    "the same key again and again": Case(new=[60], read=[0], writes=[[1]], same_keys=True),
+    "strong and weak gates": Case(new=[60], read=[0], writes=[[1]], spread=100.0),
     "500 tokens": Case(**LONG),
     "500 tokens bfloat16": Case(**LONG, dtype=torch.bfloat16),
 }
+CASES = {
+    f"{operator} {name}": replace(case, operator=operator)
+    for operator in VARIANTS
+    for name, case in SHARED.items()
+} | {
+    "gated_delta the same key again and again": Case(
+        operator="gated_delta", new=[60], read=[0], writes=[[1]], same_keys=True
+    ),
+    "mamba2 bounded steps": Case(**THREE, groups=2, bounds=(0.4, 0.9), spread=5.0),
+}
+
+
+@pytest.fixture(params=VARIANTS)
+def case_of(request: pytest.FixtureRequest) -> Callable[..., Case]:
+    return lambda **fields: Case(operator=request.param, **fields)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -120,9 +166,11 @@ def test_matches_the_definition(case: Case) -> None:
 
 
 @pytest.mark.parametrize(("first", "dtype"), [(64, torch.float32), (128, torch.bfloat16)], ids=str)
-def test_same_bits_in_any_batch_and_cut_at_chunks(first: int, dtype: torch.dtype) -> None:
+def test_same_bits_in_any_batch_and_cut_at_chunks(
+    case_of: Callable[..., Case], first: int, dtype: torch.dtype
+) -> None:
     """A row of which two tokens are left over, whole beside others, and cut beside none."""
-    case = Case(new=[1, 130, 20], read=[0, 1, 2], writes=[[3], [4], [5]], key_dim=32, dtype=dtype)
+    case = case_of(new=[1, 130, 20], read=[0, 1, 2], writes=[[3], [4], [5]], key_dim=32, dtype=dtype)
     assert first % CHUNK.value == 0
     whole, cut = Layer(case), Layer(case)
     together = whole.run()
@@ -135,9 +183,9 @@ def test_same_bits_in_any_batch_and_cut_at_chunks(first: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("new", [[0, 2], [20, 0, 3]], ids=str)
-def test_rows_of_no_tokens_are_left_out(new: list[int]) -> None:
+def test_rows_of_no_tokens_are_left_out(case_of: Callable[..., Case], new: list[int]) -> None:
     """Two tokens of two rows may be one row."""
-    case = Case(new=[n for n in new if n], read=[0, 1][: len(new) - 1], writes=[[4], [5]][: len(new) - 1])
+    case = case_of(new=[n for n in new if n], read=[0, 1][: len(new) - 1], writes=[[4], [5]][: len(new) - 1])
     layer, other = Layer(case), Layer(case)
     wanted = layer.run()
     empty = new.index(0)
@@ -149,17 +197,17 @@ def test_rows_of_no_tokens_are_left_out(new: list[int]) -> None:
     assert same_bits(other.arena, layer.arena)
 
 
-def test_no_tokens() -> None:
-    layer = Layer(Case(new=[1], read=[0], writes=[[0]]))
+def test_no_tokens(case_of: Callable[..., Case]) -> None:
+    layer = Layer(case_of(new=[1], read=[0], writes=[[0]]))
     rows = step([], read=[], writes=[])
     rows = Step(rows.cu_B1, rows.lens_B, rows.pages_BN, rows.read_B, int32([[0]])[:0])
     assert layer.run(rows, slice(0)).shape == (0, 1, 1, 16)
 
 
 @pytest.mark.parametrize("new", [[1], [65]], ids=str)
-def test_states_far_into_the_arena(tmp_path: Path, new: list[int]) -> None:
+def test_states_far_into_the_arena(case_of: Callable[..., Case], tmp_path: Path, new: list[int]) -> None:
     """2^32 elements away, in a file that has blocks only where it is written."""
-    layer = Layer(Case(new=new, read=[0], writes=[[1]]))
+    layer = Layer(case_of(new=new, read=[0], writes=[[1]]))
     near = layer.state.clone()
     wanted = layer.run()
     wanted_state = layer.state[1]
