@@ -14,12 +14,12 @@ from tests.support.cluster.fake_service import (
     MODEL,
     FakeService,
     app_over,
+    build_app,
     saying,
     sources,
     tokenizer,
     worker_status,
 )
-from tidemill.cluster.edge.http.app import build_app
 from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
 from tidemill.cluster.edge.requests.models import ServedBackend
 

@@ -4,7 +4,7 @@ body --intake--> PreparedRequest --answers--> Increments --replies--> chunks or 
 """
 
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 
@@ -24,37 +24,22 @@ from tidemill.cluster.edge.http.support import add_support_routes
 from tidemill.cluster.edge.http.tokenize import add_token_routes
 from tidemill.cluster.edge.http.workers import add_worker_routes
 from tidemill.cluster.edge.requests.answers import Increment
-from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.bodies import ChatBody, CompletionBody, StreamOptions
 from tidemill.cluster.edge.requests.caller import caller_of
-from tidemill.cluster.edge.requests.context import EdgeContext, Sources, open_context
+from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.errors import error_of
 from tidemill.cluster.edge.requests.intake import PreparedRequest
-from tidemill.cluster.edge.requests.limits import EdgeLimits
-from tidemill.cluster.edge.requests.models import EdgeModel, ServedBackend
+from tidemill.cluster.edge.requests.models import EdgeModel
 from tidemill.cluster.edge.requests.recent_requests import RequestIdentity, add_recent_routes
 from tidemill.cluster.edge.requests.usage import Json, UsageCounter
-from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.cluster.metrics.exposition import CONTENT_TYPE, exposition
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Unserved
 
 
-def build_app(
-    served: Sequence[ServedBackend],
-    sources: Sources,
-    *,
-    metrics: EdgeMetrics | None = None,
-    limits: EdgeLimits | None = None,
-    keys: Sequence[ApiKey] = (),
-) -> FastAPI:
-    """Return `app_of` a new context."""
-    return app_of(open_context(served, sources, metrics=metrics, limits=limits, keys=keys))
-
-
 def app_of(context: EdgeContext) -> FastAPI:
-    """Return the OpenAI API over the models of `desk`, with /tokenize, /health, /metrics, /cluster, /version
-    and /docs."""
+    """Return the OpenAI API over the models of a context, with /tokenize, /health, /metrics, /cluster,
+    /version and /docs."""
     edge = Edge(context)
     app = FastAPI(title="Tidemill", version=__version__, redoc_url=None)
     app.add_middleware(

@@ -18,14 +18,16 @@ from fastapi import FastAPI
 
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
-from tidemill.cluster.edge.http.app import build_app
+from tidemill.cluster.edge.http.app import app_of
 from tidemill.cluster.edge.http.slow_clients import with_client_timeouts
-from tidemill.cluster.edge.requests.context import Sources
+from tidemill.cluster.edge.requests.api_keys import ApiKey
+from tidemill.cluster.edge.requests.context import Sources, open_context
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.requests.security import Tls, uvicorn_settings
 from tidemill.cluster.edge.service import ServedModel
 from tidemill.cluster.messages import FleetStatus, RoleScale, WorkerStatus
+from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import (
     MemoryUse,
@@ -230,6 +232,18 @@ def saying(text: str, *, eos: bool = True) -> Callable[[Request], list[int]]:
     """A script: these words, then the end of the sequence."""
     tokens = tokenizer().encode(text)
     return lambda _: [*tokens, EOS] if eos else tokens
+
+
+def build_app(
+    served: Sequence[ServedBackend],
+    sources: Sources,
+    *,
+    metrics: EdgeMetrics | None = None,
+    limits: EdgeLimits | None = None,
+    keys: Sequence[ApiKey] = (),
+) -> FastAPI:
+    """Return `app_of` a new context."""
+    return app_of(open_context(served, sources, metrics=metrics, limits=limits, keys=keys))
 
 
 def app_over(service: FakeService, seed: int = 0) -> FastAPI:

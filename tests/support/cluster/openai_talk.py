@@ -6,9 +6,8 @@ from collections.abc import Awaitable, Callable
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionToolParam
 
-from tests.support.cluster.fake_service import FakeService, serving, sources, tokenizer
+from tests.support.cluster.fake_service import FakeService, build_app, serving, sources, tokenizer
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
-from tidemill.cluster.edge.http.app import build_app
 from tidemill.cluster.edge.requests.models import ServedBackend
 
 ARGUMENTS: dict[str, object] = {

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.routing import Route
 
-from tests.support.cluster.fake_service import FakeService, call, saying, sources, tokenizer
-from tidemill.cluster.edge.http.app import build_app
+from tests.support.cluster.fake_service import FakeService, build_app, call, saying, sources, tokenizer
 from tidemill.cluster.edge.http.middleware import OPEN_PATHS
 from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys, digest_of
 from tidemill.cluster.edge.requests.caller import caller_of

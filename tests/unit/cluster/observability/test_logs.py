@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from tests.support.cluster.fake_service import FakeService, call, saying, sources, tokenizer
+from tests.support.cluster.fake_service import FakeService, build_app, call, saying, sources, tokenizer
 from tests.support.cluster.quiet import same_logs_afterwards
-from tidemill.cluster.edge.http.app import build_app
 from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.observability.logs import start_logs

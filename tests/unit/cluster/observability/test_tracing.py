@@ -13,8 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanContext, StatusCode, Tracer
 
-from tests.support.cluster.fake_service import TRACE, FakeService, call, saying, sources, tokenizer
-from tidemill.cluster.edge.http.app import build_app
+from tests.support.cluster.fake_service import TRACE, FakeService, build_app, call, saying, sources, tokenizer
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.tracing import TracedPeers
 from tidemill.cluster.observability.spans import NoTracing, open_tracer, parent_of, span

@@ -19,6 +19,7 @@ from uvicorn.server import ServerState
 from tests.support.cluster.fake_service import (
     FakeService,
     app_over,
+    build_app,
     events_of,
     saying,
     serving,
@@ -26,7 +27,6 @@ from tests.support.cluster.fake_service import (
     tokenizer,
 )
 from tests.support.sockets import connected, until_closed
-from tidemill.cluster.edge.http.app import build_app
 from tidemill.cluster.edge.http.slow_clients import TAKEN_BYTES_MIN, TimeoutProtocol
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.models import ServedBackend

@@ -6,8 +6,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from tests.support.cluster.fake_service import FakeService, call, saying, sources, tokenizer
-from tidemill.cluster.edge.http.app import build_app
+from tests.support.cluster.fake_service import FakeService, build_app, call, saying, sources, tokenizer
 from tidemill.cluster.edge.http.middleware import OPEN_PATHS
 from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys, digest_of, read_keys
 from tidemill.cluster.edge.requests.models import ServedBackend

@@ -10,13 +10,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.cluster.fake_service import (
     FakeService,
     app_over,
+    build_app,
     call,
     saying,
     serving,
     sources,
     tokenizer,
 )
-from tidemill.cluster.edge.http.app import build_app
 from tidemill.cluster.edge.requests.api_keys import ApiKeys
 from tidemill.cluster.edge.requests.caller import caller_of
 from tidemill.cluster.edge.requests.limits import EdgeLimits

@@ -9,13 +9,13 @@ from fastapi import FastAPI
 from tests.support.cluster.fake_service import (
     MODEL,
     FakeService,
+    build_app,
     call,
     saying,
     sources,
     tokenizer,
     worker_status,
 )
-from tidemill.cluster.edge.http.app import build_app
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.messages import FleetStatus
 from tidemill.workers.messages import Unserved
