@@ -40,8 +40,7 @@ class Grammar:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """The parameters of a draw. A draw is a function of the logits, the tokens before it, the seed and the
-    token's
-    position.
+    token's position.
 
     temperature 0 is greedy. top_k 0, top_p 1.0 and min_p 0.0 switch the filters off. The presence and the
     frequency penalty count the tokens of the answer, the repetition penalty those of the prompt as well.
@@ -79,23 +78,17 @@ class Request:
 
     A token of `stop_token_ids` ends the sequence with "stop" (it is reported and counts as a token). They
     contain the model's end-of-sequence ids unless the client ignores them. `max_new_tokens` counts from the
-    end
-    of `tokens`. A decode worker computes at most `gap_tokens_max` prompt tokens below the last page
-    boundary
-    that are neither here nor in the store, and beyond that raises PagesMissing; None is no limit. The last
-    `drawn` of `tokens` were drawn and streamed before a loss. Lower values of `priority` go first. If it
-    asks
-    for logprobs of the prompt, `scored` of them were sent before a loss, and those after them are wanted.
+    end of `tokens`. A decode worker computes at most `gap_tokens_max` prompt tokens below the last page
+    boundary that are neither here nor in the store, and beyond that raises PagesMissing; None is no limit.
+    The last `drawn` of `tokens` were drawn and streamed before a loss. Lower values of `priority` go first.
+    If it asks for logprobs of the prompt, `scored` of them were sent before a loss, and those after them are
+    wanted.
 
-    `tenant` is who pays, `ttft_s_max` the longest time to the first token (None: the server's limit, inf:
-    no
+    `tenant` is who pays, `ttft_s_max` the longest time to the first token (None: the server's limit, inf: no
     limit, because it was admitted before); both are for the router. A worker takes requests in order of
-    arrival
-    plus `queue_offset_s`: a negative one goes before those of tenants that used more. `on_trial`: the
-    request was
-    in a step of a worker that crashed, and runs alone until it has drawn TRIAL_TOKENS. `trace_parent` is
-    the W3C
-    traceparent of the sender; empty: no tracing.
+    arrival plus `queue_offset_s`: a negative one goes before those of tenants that used more. `on_trial`: the
+    request was in a step of a worker that crashed, and runs alone until it has drawn TRIAL_TOKENS.
+    `trace_parent` is the W3C traceparent of the sender; empty: no tracing.
     """
 
     request_id: str

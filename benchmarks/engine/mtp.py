@@ -4,8 +4,7 @@ tools/train_keeper/head.py.
     python -m benchmarks.engine.mtp [--turns N]
 
 Prompts are from the keeper's world, which it continues. All variants alternate in one process with one
-thread.
-Times are CPU times of the process, and the median turn of each variant counts. Answers must be equal.
+thread. Times are CPU times of the process, and the median turn of each variant counts. Answers must be equal.
 """
 
 import argparse

@@ -2,10 +2,8 @@
 
 python -m benchmarks.serving.frontend --seconds 60
 
-Prints answers per second of short requests, streamed tokens per second, and CPU seconds of each process for
-a
-thousand of these. Then it loads a fleet of known capacity at 1.5 and 10 times its rate, and prints answers
-in
+Prints answers per second of short requests, streamed tokens per second, and CPU seconds of each process for a
+thousand of these. Then it loads a fleet of known capacity at 1.5 and 10 times its rate, and prints answers in
 time, refusals, memory. The load comes from the same machine, so CPU time is more meaningful than tokens per
 second.
 """

@@ -4,11 +4,9 @@ requests.
 python -m benchmarks.serving.strangers
 
 It first measures whether a tenant can tell by the time to an answer that another one has sent the same
-prompt.
-The two kinds of prompts alternate. The Kolmogorov-Smirnov distance of their times is printed beside that of
-a
-tenant's own prompts, which do come from a cache. Then it measures the time between the tokens of streams
-beside requests whose grammars were made to explode, and beside as many harmless ones.
+prompt. The two kinds of prompts alternate. The Kolmogorov-Smirnov distance of their times is printed beside
+that of a tenant's own prompts, which do come from a cache. Then it measures the time between the tokens of
+streams beside requests whose grammars were made to explode, and beside as many harmless ones.
 """
 
 import argparse

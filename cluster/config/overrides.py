@@ -42,9 +42,7 @@ def apply_flags(
         )
     if any(entry.flag.scope in {"group", *ROLES} for entry in given):
         _add_groups(models, given, options)
-    for entry in sorted(
-        given, key=lambda entry: entry.flag.scope in ROLES
-    ):  # flags of a role override others
+    for entry in sorted(given, key=lambda entry: entry.flag.scope in ROLES):  # those of a role come last
         flag = entry.flag
         nodes = list(_nodes(tree, models, flag))
         if not nodes and flag.scope in ROLES and any(_groups(*model) for model in models):

@@ -67,11 +67,10 @@ async def serve(
 ) -> AsyncGenerator[StreamPiece]:
     """Stream the tokens of `request`, placing it again whenever a worker or a page is lost.
 
-    Pages are named by their tokens and a draw is a function of (seed, position).
-    A retry is therefore an ordinary request whose prompt includes what was already streamed.
-    After a loss it runs in isolation, because it may be what crashed the worker.
-    `root_of(salt)` is the namespace's root key.
-    Raises Unserved, Overloaded, Poisonous.
+    Pages are named by their tokens and a draw is a function of (seed, position). A retry is therefore an
+    ordinary request whose prompt includes what was already streamed. After a loss it runs in isolation,
+    because it may be what crashed the worker. `root_of(salt)` is the namespace's root key. Raises Unserved,
+    Overloaded, Poisonous.
     """
     progress = RequestProgress(request, content_hash_of(request))
     while progress.attempt <= ATTEMPTS_MAX and progress.hand_overs <= HAND_OVERS_MAX:

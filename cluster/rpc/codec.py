@@ -1,11 +1,9 @@
 """The messages between edges, routers and workers, as MessagePack.
 
-A frozen dataclass is sent as a map from its field names. A `Struct` with `array_like` is sent as an array,
-in
+A frozen dataclass is sent as a map from its field names. A `Struct` with `array_like` is sent as an array, in
 the order of its fields. A decoder checks types, ignores unknown fields, and gives a missing field its
-default.
-So two versions of Tidemill understand each other during a rolling update, as long as every new field has a
-default and an array grows at its end.
+default. So two versions of Tidemill understand each other during a rolling update, as long as every new field
+has a default and an array grows at its end.
 """
 
 from array import array

@@ -4,8 +4,7 @@
 # Nor has it types that pyright could check.
 """`mamba2` on CUDA: rows of many tokens in chunks, short ones and short ends one token after the other.
 
-Chunks (recurrence.py) are those of arXiv 2405.21060, section 6; `total` is the sum of -exp(a_log) dt from
-the
+Chunks (recurrence.py) are those of arXiv 2405.21060, section 6; `total` is the sum of -exp(a_log) dt from the
 start of the chunk:
 
     advance, one after the other:  S <- exp(total_last) S + sum over i of

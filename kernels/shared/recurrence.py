@@ -36,10 +36,8 @@ def cut(n, writes, KEPT: tl.constexpr):
     """Return how many of a row's n tokens run in chunks, and the state id where these leave their state.
 
     A short end runs token by token, and so does everything from the first chunk with a kept state on. These
-    start
-    from the state that the chunks leave in the first slot that the row writes, which belongs to this token
-    or is
-    overwritten later.
+    start from the state that the chunks leave in the first slot that the row writes, which belongs to this
+    token or is overwritten later.
     """
     column_K = tl.arange(0, triton.next_power_of_2(KEPT))
     slot_K = tl.load(writes + column_K, mask=column_K < KEPT, other=-1)

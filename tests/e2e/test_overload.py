@@ -1,5 +1,4 @@
-"""Many streams on one edge, clients that do not read, and a flood: no token is lost and memory is
-bounded.
+"""Many streams on one edge, clients that do not read, and a flood: no token is lost and memory is bounded.
 Excess requests are refused immediately, and clients that read nothing are disconnected.
 
 FLOOD_S=60 pytest tests/e2e/test_overload.py -s -k flood measures a flood of a minute.

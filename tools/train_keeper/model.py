@@ -58,8 +58,7 @@ class Disturbance:
     """The disturbances of training, so that each kind of fact is recalled the way a hybrid should recall
     it.
 
-    `reset` [B, T]: float32, added to the logarithm of the state's decay (0, or so negative that the state
-    is
+    `reset` [B, T]: float32, added to the logarithm of the state's decay (0, or so negative that the state is
     lost). `value_source` [B, T]: int64, the token whose attention value stands in for this token's own.
     """
 

@@ -1,7 +1,6 @@
 """The keeper's world: notebooks of templated facts, and questions whose answers they determine.
 
-A static fact occurs once and has to be recalled. A changing fact occurs repeatedly and the latest counts.
-One
+A static fact occurs once and has to be recalled. A changing fact occurs repeatedly and the latest counts. One
 tenth of all (name, object) pairs is held out: text drawn for `Split.TRAIN` never brings the two together.
 """
 

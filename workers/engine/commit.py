@@ -88,9 +88,7 @@ class StepCommitter:
         if depth in sequence.restore.cuts or depth in sequence.restore.junctions:
             self._ledger.keep_state(lease, last=done)
             if not done and (depth in sequence.restore.junctions or depth == sequence.boundary):
-                self._publisher.publish(
-                    sequence, depth // sequence.page_tokens
-                )  # other requests will need it
+                self._publisher.publish(sequence, depth // sequence.page_tokens)  # for other requests
         elif depth > len(sequence.request.tokens) and sequence.rolls(depth, self._limits.roll_pages):
             sequence.checkpoint_owed = not self._ledger.roll_checkpoint(lease)
 

@@ -1,6 +1,5 @@
 """Run steps one after the other, at most two in flight: the next is launched before the tokens of this one
-are
-read.
+are read.
 
     launch i | launch i+1 | land i | launch i+2 | land i+1 | ...
     Runner     [....... i .......][....... i+1 ........][....... i+2 ..
@@ -71,9 +70,8 @@ class Pipeline:
         except WorkerGone:
             raise
         except Exception as error:
-            if not all(
-                planned.lease.ended for planned in step.batch.rows
-            ):  # otherwise it ran on rows that the previous step lost
+            # A step whose rows have all ended ran on what the previous step lost.
+            if not all(planned.lease.ended for planned in step.batch.rows):
                 self._failures += 1
             if self._failures == FAILURES_MAX:
                 raise

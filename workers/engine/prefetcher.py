@@ -1,7 +1,6 @@
 """Fetch the pages of a prompt while another worker still computes it, as they appear in the store.
 
-The pages are kept in the prefix index like any other. The request that follows finds them there, and
-fetches
+The pages are kept in the prefix index like any other. The request that follows finds them there, and fetches
 what is missing. So a prefetch may stop at any moment, and its memory may be taken away.
 """
 

@@ -1,7 +1,6 @@
 """Decode steps as CUDA graphs: one for each of a few numbers of rows, to which smaller steps are padded.
 
-A step of one token per row is hundreds of short launches. Launching them takes the host longer than they
-take
+A step of one token per row is hundreds of short launches. Launching them takes the host longer than they take
 the device. A graph is launched in one call, but with the shapes and the addresses of its capture. So each
 graph has inputs of its own, and every step is written there: its rows, then rows of padding, which read and
 write nothing. Page tables have their maximum width.

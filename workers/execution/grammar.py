@@ -1,7 +1,6 @@
 """Compile grammars and, for each token of an answer, compute the tokens that may follow.
 
-A thin layer over llguidance (docs/decisions/0011). It never gets an end-of-sequence token: those are
-decided
+A thin layer over llguidance (docs/decisions/0011). It never gets an end-of-sequence token: those are decided
 here.
 """
 

@@ -1,7 +1,6 @@
 """Guesses of the model's own prediction head (MTP), made in the step that draws the token before them.
 
-The head has keys and values of its own, as one more attention layer in every page. Slot p holds the result
-of
+The head has keys and values of its own, as one more attention layer in every page. Slot p holds the result of
 the hidden state after token p - 1 together with token p; at the beginning of a page, of token p alone. So a
 page depends on its tokens only, and a request that resumes at its end needs no more than the pages.
 
@@ -9,8 +8,7 @@ page depends on its tokens only, and a request that resumes at its end needs no 
     slots it writes    s ... e, but s only where a page begins: else the row that drew token s has written it
     guesses                      e+1, e+2 ...
 
-After slot e the head continues with its own guesses, in memory that the row has anyway. Later rows
-overwrite
+After slot e the head continues with its own guesses, in memory that the row has anyway. Later rows overwrite
 what it writes there, and at e where a page begins.
 """
 

@@ -1,9 +1,7 @@
 """Draw the tokens of a step. Each is a function of its logits, the tokens before it, its seed and its
-position,
-and of nothing else.
+position, and of nothing else.
 
-The uniform number of a draw is a hash of (seed, position). So a stream that moves to another worker
-continues
+The uniform number of a draw is a hash of (seed, position). So a stream that moves to another worker continues
 with the same draws, and a guess is compared with the token that would be drawn anyway. Except for the
 greatest logit, numbers are float64, and only operations that treat whole rows one by one are used: a row's
 bits depend neither on other rows nor on the number of threads.

@@ -30,9 +30,8 @@ class Row(NamedTuple):
     guesses:
     each has its own slot among `writes`.
 
-    `sampling_state` is set when the row ends at the last known token or at guesses after it. The first
-    token is
-    drawn at position `start + len(tokens) - drafts`, and another one after each guess that was right.
+    `sampling_state` is set when the row ends at the last known token or at guesses after it. The first token
+    is drawn at position `start + len(tokens) - drafts`, and another one after each guess that was right.
     """
 
     sequence_id: str
@@ -79,8 +78,7 @@ class Runner(Protocol):
     def run(self, step: Step) -> Awaitable[list[Drawn]]:
         """Start the step, and return the draws of each row when it ends.
 
-        If the awaited answer raises, nothing of the step counts. A step without rows, which only groups
-        have, ends
-        when all ranks have met.
+        If the awaited answer raises, nothing of the step counts. A step without rows, which only groups have,
+        ends when all ranks have met.
         """
         ...

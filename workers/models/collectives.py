@@ -1,7 +1,6 @@
 """The exchange between the ranks of a tensor-parallel group inside a forward pass, as its model sees it.
 
-No sum is split over ranks: each computes whole columns, which are concatenated. So a group has the same
-bits
+No sum is split over ranks: each computes whole columns, which are concatenated. So a group has the same bits
 as one process. Every rank makes the same calls in the same order.
 """
 

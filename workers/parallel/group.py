@@ -75,8 +75,7 @@ def open_group(settings: EngineSettings, start_ranks: StartRanks) -> Generator[R
 class GroupRunner(TorchRunner):
     """Runs each step on all ranks, and draws.
 
-    A failure before the ranks know of a step, or after their last collective in it, fails only this step.
-    Any
+    A failure before the ranks know of a step, or after their last collective in it, fails only this step. Any
     other failure leaves some of them waiting for each other, and ends the group.
     """
 

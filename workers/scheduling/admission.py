@@ -153,8 +153,7 @@ class Admission:
         return _Taken(attached, len(match.path), deeper)
 
     def _lease(self, sequence: Sequence, match: Match, attached: int, target: int | None) -> bool:
-        """Return whether the lease got memory for all known tokens, for the most window pages that they
-        need
+        """Return whether the lease got memory for all known tokens, for the most window pages that they need
         together, and for the window pages of the checkpoint at `target` pages.
 
         A page is left free for each running request. Otherwise its next page would preempt this request

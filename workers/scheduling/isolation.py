@@ -2,8 +2,7 @@
 
     others | suspect 1, until it is past its position | others | suspect 2 ... | others
 
-A suspect was in a step that raised, or is on trial: it was in a step of a worker that crashed. The caller
-of
+A suspect was in a step that raised, or is on trial: it was in a step of a worker that crashed. The caller of
 a request on trial is notified before the request runs alone. Nothing else runs until the caller has been
 notified that the trial is over. So a worker that crashes during the trial crashed because of this request.
 """

@@ -1,8 +1,7 @@
 """Plan the rows of the next step. Pure. There are no phases: every sequence catches up with its tokens.
 
 A row runs `[computed, end)`. It ends at the last known token, at a cut (a depth that gets a checkpoint), or
-on the page grid where the token budget ends. So the state at a boundary is the final state of a row.
-Guesses
+on the page grid where the token budget ends. So the state at a boundary is the final state of a row. Guesses
 (drafts) follow the token of a stream when tokens of the budget are left.
 """
 

@@ -1,9 +1,7 @@
 """Limit the prompt tokens of a step while answers stream. The average time between the tokens of a stream
-stays
-below `SLOWDOWN_MAX` times what it is without prompts.
+stays below `SLOWDOWN_MAX` times what it is without prompts.
 
-Each step with streams earns time for prompts, in proportion to the time of a step without prompts. A page
-of
+Each step with streams earns time for prompts, in proportion to the time of a step without prompts. A page of
 a prompt is run when its time has been earned. Both times are measured, so there is nothing to tune
 (docs/decisions/0013).
 """
@@ -37,9 +35,8 @@ class PrefillThrottle:
         none."""
         if not self._lights_s or self._since_light >= SAMPLES:
             return 0  # the time of this step is not measured yet
-        most = min(
-            most, max(self._page_tokens, 2 * self._last_tokens)
-        )  # a wrong time is corrected before it costs much
+        # A wrong time is corrected before it costs much.
+        most = min(most, max(self._page_tokens, 2 * self._last_tokens))
         if not self._tokens_s:
             return min(most, self._page_tokens)
         page_s = self._page_tokens * median(self._tokens_s)
@@ -59,9 +56,8 @@ class PrefillThrottle:
     def landed(self, seconds: float, prompt_tokens: int) -> None:
         """Record how long that step took."""
         if not prompt_tokens:
-            if (
-                self._lights_s and seconds < self._light_s() / 2
-            ):  # fewer streams run: the samples are obsolete
+            # When fewer streams run, the samples are obsolete.
+            if self._lights_s and seconds < self._light_s() / 2:
                 self._lights_s.clear()
                 self._tokens_s.clear()
             self._lights_s.append(seconds)

@@ -114,9 +114,7 @@ class Scheduler:
             return Candidate(sequence.id, launched, launched + 1)
         guesses = sequence.guesses(self._drafts_max(sequence))
         if guesses and launched == len(sequence.tokens):
-            self._guessing = (
-                True  # the text repeats itself: the next row has guesses when this one has landed
-            )
+            self._guessing = True  # the next row of a repeating text has guesses when this one has landed
             return None
         self._guesses[sequence.id] = guesses
         return Candidate(sequence.id, launched, launched + 1, None, len(guesses))

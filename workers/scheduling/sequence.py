@@ -68,9 +68,7 @@ class Restore:
     timeout: asyncio.Timeout | None = None  # while it waits for memory
     preemptions: int = 0
     cuts: set[int] = field(default_factory=set[int])  # depths that get a checkpoint
-    junctions: set[int] = field(
-        default_factory=set[int]
-    )  # depths where prompts diverge, which get one as well
+    junctions: set[int] = field(default_factory=set[int])  # likewise, where prompts diverge
     prefetched_pages: range = range(0)  # fetched from the store before its admission
     admission_s: float = 0.0  # seconds until it had memory, over all admissions, with fetches
     fetch_s: float = 0.0

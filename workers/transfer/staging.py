@@ -26,10 +26,8 @@ class StagingRing:
     """`ring_bytes` of host memory, pinned for CUDA, through which objects pass in pieces.
 
     A piece is several objects in order. While the ring is full, calls and pieces wait in order of arrival:
-    the
-    ring bounds the bytes in flight. A put in several pieces is as many puts of the store, one after
-    another. So a
-    store that is too small for all may evict the first for the last.
+    the ring bounds the bytes in flight. A put in several pieces is as many puts of the store, one after
+    another. So a store that is too small for all may evict the first for the last.
     """
 
     def __init__(
@@ -173,8 +171,7 @@ class Spans:
 
 
 class Lane:
-    """Copies in one direction, on a thread and, for CUDA, a stream of its own: steps and the other
-    direction
+    """Copies in one direction, on a thread and, for CUDA, a stream of its own: steps and the other direction
     continue meanwhile.
 
     Nothing orders it after the kernels of a step: what is put was written by a step that has landed, and

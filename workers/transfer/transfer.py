@@ -36,8 +36,7 @@ class Mate(Protocol):
     """Another rank of the group, as its leader sees it: a RankTransfer at the end of a link.
 
     Both calls return how many of the first `objects` are good on that rank, 0 when the link is broken. Also
-    when
-    cancelled, they end only after the rank has stopped using its memory for them.
+    when cancelled, they end only after the rank has stopped using its memory for them.
     """
 
     async def put(self, objects: Sequence[Moved]) -> int: ...
@@ -141,8 +140,7 @@ class Transfer:
         """Return the depths above `above_pages` that the store can probably restore, in pages, ascending.
 
         In a hybrid only checkpoints are looked up: they are stored after the pages below them. A checkpoint
-        exists
-        when its state and all its window pages do.
+        exists when its state and all its window pages do.
         """
         depths = range(above_pages + 1, len(keys) + 1)
         if self._layout.hybrid:
@@ -162,8 +160,7 @@ class Transfer:
         `fetch_slot`. Return how many pages are good.
 
         The result is `num_pages` only when the checkpoint arrived too. Nothing is committed here. When this
-        is
-        cancelled, or the store exceeds its patience, `on_late` gets the transfer.
+        is cancelled, or the store exceeds its patience, `on_late` gets the transfer.
         """
         first = len(lease.shared_entries)
         wanted = [

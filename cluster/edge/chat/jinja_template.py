@@ -1,9 +1,8 @@
 """Renders chat templates of Hugging Face folders in a sandbox, with everything that transformers offers to
 them.
 
-A template is a Jinja program that came with the model.
-It sees `messages`, `tools`, `documents`, `add_generation_prompt`, the model's special tokens and the
-variables of the request: plain JSON data.
+A template is a Jinja program that came with the model. It sees `messages`, `tools`, `documents`,
+`add_generation_prompt`, the model's special tokens and the variables of the request: plain JSON data.
 """
 
 import json
@@ -123,8 +122,7 @@ class JinjaTemplate:
         content ends.
 
         A message's None fields are left out, and its reasoning is also available as `thinking`, which the
-        templates of gpt-oss read.
-        Raises ValueError for a last message that cannot be continued.
+        templates of gpt-oss read. Raises ValueError for a last message that cannot be continued.
         """
         shown = [_shown(message) for message in messages]
         last = ""

@@ -1,8 +1,7 @@
 """Chat templates: their source, and the form of messages that each wants. jinja_template.py renders them.
 
 Templates differ in earlier calls: with arguments as an object or as its text, and with words, reasoning or
-both beside them.
-The form is found by trying.
+both beside them. The form is found by trying.
 """
 
 import json

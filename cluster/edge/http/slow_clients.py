@@ -18,8 +18,7 @@ class TimeoutProtocol(HttpToolsProtocol):
     """uvicorn's protocol of one connection, with timeouts.
 
     uvicorn stops the application at 64 KiB that the client has not taken and would wait forever; what it
-    closes it flushes first, forever as well.
-    Aborting a connection ends its requests like any disconnect.
+    closes it flushes first, forever as well. Aborting a connection ends its requests like any disconnect.
     """
 
     limits = EdgeLimits()

@@ -1,8 +1,7 @@
 """A link to a network namespace that delays packets and loses some.
 
-python tests/support/e2e/tun.py NAMESPACE NEAR FAR FILE, as root: FAR is the address of the
-namespace, NEAR of this end.
-`Loss` is read from FILE, as JSON. The program prints a line when the link is up, and ends with its
+python tests/support/e2e/tun.py NAMESPACE NEAR FAR FILE, as root: FAR is the address of the namespace, NEAR of
+this end. `Loss` is read from FILE, as JSON. The program prints a line when the link is up, and ends with its
 input.
 """
 

@@ -23,14 +23,11 @@ class Layer:
 
 class Decoder:
     """The model, or a rank's part of it, with its weights in memory. The sum over layers is float32, also
-    with
-    weights in bfloat16; the operators decide on the rest.
+    with weights in bfloat16; the operators decide on the rest.
 
-    A rank has some heads of every mixer, some inner columns of every MLP and some rows of the vocabulary.
-    Of the
-    projections back it computes some columns, over the whole of their input: ranks exchange columns, which
-    are
-    concatenated, and never terms of a sum. `config` has the rank's heads, `read` its tensors.
+    A rank has some heads of every mixer, some inner columns of every MLP and some rows of the vocabulary. Of
+    the projections back it computes some columns, over the whole of their input: ranks exchange columns,
+    which are concatenated, and never terms of a sum. `config` has the rank's heads, `read` its tensors.
     """
 
     def __init__(self, config: ArchitectureConfig, read: Read, operators: Operators, ranks: Ranks) -> None:

@@ -126,15 +126,12 @@ def load(
     mtp: bool = False,
 ) -> LoadedModel:
     """Load the model of a Hugging Face folder, or this rank's part of it, with its weights on `device`, and
-    with
-    `mtp` also its prediction head.
+    with `mtp` also its prediction head.
 
-    `progress(done_bytes, total_bytes)` is called per tensor. Tensors are moved one by one: host memory
-    holds
+    `progress(done_bytes, total_bytes)` is called per tensor. Tensors are moved one by one: host memory holds
     at most one of them for long.
 
-    The leader reads all bytes, for the fingerprint, the other ranks just theirs. Raises ModelError, with
-    one
+    The leader reads all bytes, for the fingerprint, the other ranks just theirs. Raises ModelError, with one
     line that names the fix, when the folder cannot be served or the ranks cannot share the model.
     """
     is_leader = ranks.index == LEADER

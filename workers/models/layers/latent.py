@@ -125,13 +125,11 @@ class QueryDown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentMixer:
-    """Latent attention with its weights. `up` gives [rotary part | rest] of each head, `latent` gives
-    [rotary key |
-    compression].
+    """Latent attention with its weights. `up` gives [rotary part | rest] of each head, `latent` gives [rotary
+    key | compression].
 
-    `absorb` [H, C, rest] and `release` [H, value, C] are the two halves of the projection from a
-    compression to
-    keys and values.
+    `absorb` [H, C, rest] and `release` [H, value, C] are the two halves of the projection from a compression
+    to keys and values.
     """
 
     config: LatentConfig

@@ -16,9 +16,8 @@ from tidemill.workers.models.loading.weights import Weight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Config:
-    """The Mamba-2 of a layer. A value head of `spec` is a head. A key head is a group of them that a rank
-    may have
-    alone. Each group has its B (key) and C (query) in its state, copies where the model has fewer
+    """The Mamba-2 of a layer. A value head of `spec` is a head. A key head is a group of them that a rank may
+    have alone. Each group has its B (key) and C (query) in its state, copies where the model has fewer
     `bc_groups`.
 
     norm_groups       equal parts of the model's whole inner width, each normed by itself

@@ -1,8 +1,7 @@
 """Rotary position embedding: the frequencies of a config.json. Pure.
 
 The types are those of transformers: default, linear (Chen et al., arXiv 2306.15595), llama3 (by wavelength)
-and
-yarn (Peng et al., arXiv 2309.00071).
+and yarn (Peng et al., arXiv 2309.00071).
 """
 
 import math

@@ -24,11 +24,9 @@ DIGESTED_BYTES = 16 << 20
 class WeightsFolder:
     """The tensors of one folder by the names that the model knows.
 
-    With `digests` every byte of what is read counts in the fingerprint, whatever the parts. A thread
-    digests a
-    tensor while it is read, so that its bytes come from the disk once. Without, only the bytes of the
-    requested
-    parts are read.
+    With `digests` every byte of what is read counts in the fingerprint, whatever the parts. A thread digests
+    a tensor while it is read, so that its bytes come from the disk once. Without, only the bytes of the
+    requested parts are read.
     """
 
     def __init__(

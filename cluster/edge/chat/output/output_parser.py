@@ -2,9 +2,8 @@
 
     <think> reasoning </think> words <tool_call> call </tool_call> ...
 
-The tags are data (formats.py).
-tool_call_stream.py parses a call while it arrives, and harmony.py reads models that write in channels.
-No text is lost: text that looks like a call and is none counts as words.
+The tags are data (formats.py). tool_call_stream.py parses a call while it arrives, and harmony.py reads
+models that write in channels. No text is lost: text that looks like a call and is none counts as words.
 """
 
 import re

@@ -141,9 +141,8 @@ class SamplingParams(Params):
     """Parameters of offline answers, with vLLM's names. Raises RequestError.
 
     `logprobs` asks for that many alternatives per token, `prompt_logprobs` for the prompt's.
-    `response_format` is OpenAI's, `structured_outputs` vLLM's: one of json, regex, choice, grammar (Lark)
-    and json_object.
-    `stop` is a text or a list of texts.
+    `response_format` is OpenAI's, `structured_outputs` vLLM's: one of json, regex, choice, grammar (Lark) and
+    json_object. `stop` is a text or a list of texts.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", frozen=True)
