@@ -74,6 +74,7 @@ check: setup
 	ruff check .
 	ruff format --check .
 	pyright
+	pyright -p benchmarks
 	python -m pytest tests/tidy
 
 bench: setup

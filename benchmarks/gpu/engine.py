@@ -203,7 +203,7 @@ def step_of(bed: Bed, rows: int, start: int, tokens: int) -> Step:
                 pages=tuple(map(PageId, range(row * width, (row + 1) * width))),
                 read=state if start else None,
                 writes=(state,),
-                draws=SamplingState(asked) if tokens == 1 else None,
+                sampling_state=SamplingState(asked) if tokens == 1 else None,
             )
         )
     return tuple(found)

@@ -57,11 +57,11 @@ class WatchedEngine(Engine):
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._sequences.running)
 
     def _preempt(self, sequence: Sequence, error: Exception | None = None) -> None:
         super()._preempt(sequence, error)
-        self.preemptions_max = max(self.preemptions_max, sequence.preemptions)
+        self.preemptions_max = max(self.preemptions_max, sequence.restore.preemptions)
 
 
 def serve(workload: Workload, setup: Setup) -> Outcome:

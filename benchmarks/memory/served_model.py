@@ -83,4 +83,8 @@ class NoStore(MemoryStore):
 
 
 def _drawn(row: Row) -> Drawn:
-    return Drawn() if row.draws is None else Drawn((answer_token(row.draws.sampling.seed, row.end),))
+    return (
+        Drawn()
+        if row.sampling_state is None
+        else Drawn((answer_token(row.sampling_state.sampling.seed, row.end),))
+    )

@@ -44,7 +44,7 @@ def table(found: dict[str, Any], *, seed: int, store: bool) -> str:
     """Return Markdown with a line for each policy and a column for each load."""
     lines: list[str] = []
     for rules in ("attention", "hybrid"):
-        loads = [(trace, load) for trace, each in LOADS.requests() for load in each]
+        loads = [(trace, load) for trace, each in LOADS.items() for load in each]
         lines += ["", f"| {rules} | " + " | ".join(f"{trace} {load:g}x" for trace, load in loads) + " |"]
         lines.append("|---" * (len(loads) + 1) + "|")
         for name in NAMES:
@@ -56,7 +56,7 @@ def table(found: dict[str, Any], *, seed: int, store: bool) -> str:
 
 def _runs(options: argparse.Namespace) -> Iterator[tuple[str, str, float, Setup]]:
     speed = SPEED if options.store else replace(SPEED, fetch_bytes_per_s=0.0)
-    for trace, loads in LOADS.requests():
+    for trace, loads in LOADS.items():
         for rules in options.rules:
             for load in loads:
                 for name in options.policies or NAMES:

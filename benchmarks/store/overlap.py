@@ -84,7 +84,7 @@ class IdleDevice:
         num_tokens = sum(len(row.tokens) for row in step)
         self._free_s = max(self._free_s, loop.time()) + num_tokens / self._tokens_per_s
         await asyncio.sleep(self._free_s - loop.time())
-        return [Drawn() if row.draws is None else Drawn((7,)) for row in step]
+        return [Drawn() if row.sampling_state is None else Drawn((7,)) for row in step]
 
 
 class TimedRunner:

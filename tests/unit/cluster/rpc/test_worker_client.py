@@ -55,7 +55,7 @@ def test_worker_that_still_runs_is_called_again(*, alone: bool) -> None:
                 await here.first(anext(deltas), "a", alone=alone)
                 here.storms.append(Weather(reset_share=1.0))
                 here.engine.step(("a", FIRST))
-                assert "lives" in await fails(anext(deltas), PagesMissing)
+                assert "still runs" in await fails(anext(deltas), PagesMissing)
             assert here.link.num_resets == 1
             await here.engine.until(lambda engine: not engine.calls)
             async with aclosing(peers.generate(WORKER, address, request("b"))) as deltas:
