@@ -237,6 +237,7 @@ class EngineInfo:
     page_bytes: int = 0
     state_bytes: int = 0  # of a checkpoint, its state and window; 0: the model needs no checkpoints
     step_tokens_max: int = 8192  # the most tokens that one step computes
+    itl_target_s: float = 0.0  # of a step with prompts beside streams; 0: no limit
     max_model_len: int = 0  # the most prompt and answer tokens that the model allows and the memory holds
     vocab_size: int = 0
     eos_token_ids: tuple[int, ...] = ()

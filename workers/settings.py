@@ -19,6 +19,9 @@ SpeculativeMethod = Literal["auto", "ngram", "mtp"]
 """The source of guesses: earlier occurrences of the last tokens ("ngram"), or the model's own prediction head
 ("mtp"), for which every worker keeps one more layer in its pages. "auto" is the head if the model has one."""
 
+ITL_TARGET_S, ITL_TARGET_CUDA_S = 0.1, 0.05
+"""The default times of a step with prompts beside streams, on CPUs and on CUDA devices."""
+
 DRAFTS_MAX = 16
 """The limit of guesses: in a hybrid each costs a state until it is confirmed, and a row of logits."""
 
@@ -59,6 +62,7 @@ class EngineSettings:
     threads: int = 1
     step_tokens_max: int = 512
     rows_max: int = 64
+    itl_target_s: float | None = None  # of a step beside streams; None: by the device, 0: no limit
     max_model_len: int | None = None
     overlap: bool = True  # launch the next step before the tokens of this one are read
     drafts_max: int = 0  # guessed tokens of a row; 0: no speculation
@@ -84,6 +88,12 @@ class EngineSettings:
         return self.backing or ("kvcached" if self.on_cuda else "mmap")
 
     @property
+    def step_target_s(self) -> float:
+        """The time that a step with prompts beside streams should take; 0: no limit."""
+        default_s = ITL_TARGET_CUDA_S if self.on_cuda else ITL_TARGET_S
+        return default_s if self.itl_target_s is None else self.itl_target_s
+
+    @property
     def group_sizes(self) -> frozenset[int]:
         """The group sizes of all workers of this store: they decide how it cuts pages and states."""
         return frozenset((self.tensor_parallel_size, *self.tensor_parallel_sizes))
@@ -101,6 +111,8 @@ class EngineSettings:
         ):
             if value is not None and value < 1:
                 raise SettingsError(f"{flag} is {value}: set it to 1 or more")
+        if self.step_target_s < 0:
+            raise SettingsError(f"--itl-target is {self.itl_target_s} s: set it to 0 or more")
         if not 0 <= self.drafts_max <= DRAFTS_MAX:
             raise SettingsError(f"--num-speculative-tokens is {self.drafts_max}: set it to 0 to {DRAFTS_MAX}")
         if self.speculative_method == "mtp" and not self.drafts_max:

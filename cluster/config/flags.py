@@ -118,6 +118,7 @@ FLAGS: tuple[Flag, ...] = (
             "kv_cache_dtype": None,
             "max_num_seqs": "N",
             "max_num_batched_tokens": "N",
+            "itl_target": "TIME",
             "num_speculative_tokens": "N",
             "speculative_method": None,
             "overlap": None,

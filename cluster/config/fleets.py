@@ -107,6 +107,7 @@ def engine_settings(
         threads=group.threads,
         step_tokens_max=engine.max_num_batched_tokens,
         rows_max=engine.max_num_seqs,
+        itl_target_s=engine.itl_target,
         max_model_len=model.max_model_len,
         overlap=engine.overlap,
         drafts_max=engine.num_speculative_tokens,

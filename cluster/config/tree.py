@@ -31,6 +31,7 @@ PORT_MAX = 65535
 
 DEVICE = r"^(cpu|cuda(:[0-9]+)?)$"
 SIZE = r"^\s*[0-9]+(\.[0-9]+)?\s*([kmgtKMGT]([iI]?[bB]?)|[bB])?\s*$"
+DURATION = r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(ms|s)?\s*$"
 NAME = {"type": "string", "minLength": 1}
 
 ClusterHost = Literal["loopback", "node", "node-plain"]
@@ -41,6 +42,16 @@ def _size(value: object) -> object:
     if isinstance(text, str):
         parse_bytes(text)  # raises ValueError
     return text
+
+
+def _duration(value: object) -> object:
+    """Return seconds, from a number of them or a text like 50ms or 0.05s."""
+    if not isinstance(value, str):
+        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    match = re.fullmatch(DURATION, value)
+    if match is None:
+        raise ValueError(f"time {value!r} is not a duration: write it like 50ms, 0.05s or 0.05")
+    return float(match[1]) * (1e-3 if match[2] == "ms" else 1.0)
 
 
 def _names(value: object) -> object:
@@ -57,6 +68,12 @@ Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Amount = Annotated[float, Field(ge=0), AfterValidator(_check_amount)]
+Duration = Annotated[
+    float,
+    Field(ge=0),
+    BeforeValidator(_duration),
+    WithJsonSchema({"anyOf": [{"type": "string", "pattern": DURATION}, {"type": "number", "minimum": 0}]}),
+]
 Port = Annotated[int, Field(ge=0, le=PORT_MAX)]
 Size = Annotated[
     str,
@@ -146,6 +163,9 @@ class EngineConfig(ConfigNode):
     """maximum number of rows in a step"""
     max_num_batched_tokens: Count = 512
     """maximum number of tokens in a step"""
+    itl_target: Duration | None = None
+    """target for the time of a step with prompts beside streams, for example 50ms; at least twice a step
+    without prompts; 0 for no limit (100ms; on CUDA 50ms)"""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=DRAFTS_MAX)] = 0
     """draft tokens per row and step; they are verified, so the answers stay the same"""
     speculative_method: SpeculativeMethod = "auto"

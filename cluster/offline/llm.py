@@ -45,6 +45,7 @@ FLAGS = {
     "kv_cache_dtype": "kv_dtype",
     "max_num_seqs": "rows_max",
     "max_num_batched_tokens": "step_tokens_max",
+    "itl_target": "itl_target_s",
     "num_speculative_tokens": "drafts_max",
     "eviction_policy": "eviction",
     "store": "store_url",

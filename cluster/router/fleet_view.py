@@ -57,6 +57,7 @@ class Column(IntEnum):
     PAGE_S = auto()  # to fetch a page
     STATE_S = auto()  # to fetch a checkpoint
     STEP_TOKENS = auto()
+    ITL_TARGET_S = auto()  # of a step with prompts beside streams; 0.0: no limit
     PAGE_TOKENS = auto()
     PAGE_BYTES = auto()
     STATE_BYTES = auto()
@@ -321,6 +322,7 @@ def _column(member: Member) -> Table:
     column[Column.PAGE_S] = page_s
     column[Column.STATE_S] = page_s * info.state_bytes / (info.page_bytes or 1)
     column[Column.STEP_TOKENS] = info.step_tokens_max
+    column[Column.ITL_TARGET_S] = info.itl_target_s
     column[Column.PAGE_TOKENS] = info.page_tokens
     column[Column.PAGE_BYTES] = info.page_bytes
     column[Column.STATE_BYTES] = info.state_bytes

@@ -107,6 +107,7 @@ class EngineWorker:
                     page_tokens=layout.page_tokens,
                 ),
                 capacity_tokens=capacity_tokens(layout, num_extents),
+                itl_target_s=info.itl_target_s,
                 idle_turn_s=IDLE_TURN_S,
             ),
             root_of,

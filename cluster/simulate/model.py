@@ -12,7 +12,7 @@ from tidemill.cluster.simulate.cost import StepCost
 from tidemill.cluster.simulate.heartbeats import ignore_changes
 from tidemill.cluster.simulate.trace import BLOCK_TOKENS, TraceRequest
 from tidemill.workers.messages import Announcement, MemoryUse, WorkerInfo, WorkerLoad
-from tidemill.workers.scheduling.prefill_throttle import BESIDE_STREAMS
+from tidemill.workers.scheduling.prefill_throttle import prompt_slowdown
 
 
 class ModelWorker:
@@ -74,7 +74,8 @@ class ModelWorker:
     def _serving(self, depth: int, keys: Sequence[bytes], num_tokens: int) -> tuple[float, int]:
         """Return the time to serve a prompt with `depth` cached blocks, and the number of fetched blocks. A
         fetch keeps the worker busy, too."""
-        beside = BESIDE_STREAMS if self.kv_tokens else 1.0
+        light_s = self._cost.decode_s(self.rows) if self.kv_tokens else 0.0
+        beside = prompt_slowdown(light_s, self.info.itl_target_s) if light_s else 1.0
         computed_s = self._cost.prefill_s(depth * BLOCK_TOKENS, num_tokens) * beside
         rate = self._cost.speed.fetch_bytes_per_s
         stored = self._stored.restorable(keys) if rate else 0

@@ -7,6 +7,7 @@ from tidemill.cluster.simulate.cost import StepCost, layout_for
 from tidemill.cluster.simulate.policies import OURS
 from tidemill.kvstore.layout import Layout
 from tidemill.workers.messages import Role, WorkerId, WorkerInfo
+from tidemill.workers.settings import ITL_TARGET_CUDA_S
 
 NEVER_S = 1e9
 """A limit of the time to first token that no prediction exceeds."""
@@ -62,6 +63,7 @@ class Setup:
                 page_bytes=layout.page_bytes,
                 state_bytes=layout.state_bytes,
                 step_tokens_max=self.cost.step_tokens // self.trace_tokens_per_token,
+                itl_target_s=ITL_TARGET_CUDA_S,
                 memory_bytes=self.blocks * layout.page_bytes,
             )
             for role, count in counts.items()

@@ -104,7 +104,7 @@ def check(case: Case, device: str = "cpu") -> None:
     before, wanted_state = layer.arena.cpu().clone(), layer.state.cpu().double()
     exact = [part.double() for part in layer.inputs]
     if case.operator == "gated_delta":  # its parameters of heads have the dtype of the case
-        layer.per_head = [part.to(case.dtype) for part in layer.per_head]
+        layer.per_head = tuple(part.to(case.dtype) for part in layer.per_head)
     wanted = layer.call(VARIANTS[case.operator][1], exact, wanted_state, rows, torch.float64)
     assert relative_error(layer.run(), wanted) < limit
     written = rows.writes_BK[rows.writes_BK >= 0].long()

@@ -7,7 +7,7 @@ from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.workers.messages import MemoryUse, Speed, WorkerLoad
 from tidemill.workers.scheduling.limits import EngineLimits
-from tidemill.workers.scheduling.prefill_throttle import BESIDE_STREAMS
+from tidemill.workers.scheduling.prefill_throttle import prompt_slowdown
 from tidemill.workers.scheduling.sequence import Sequence
 from tidemill.workers.transfer.transfer import Transfer
 
@@ -38,11 +38,12 @@ def load_of(
     )
     wanted_bytes = waiting_pages * layout.page_bytes + len(waiting) * layout.state_stride_bytes
     wanted_bytes += waiting_windows * layout.window_bytes
+    streams = sum(sequence.streams for sequence in running)
+    light_s = speed.step_s + streams * speed.row_s
+    slowdown = prompt_slowdown(light_s, limits.itl_target_s) if streams else 1.0
     return WorkerLoad(
         queued_tokens=sum(end - start for start, end in queued),
-        queued_s=queued_s(
-            speed, queued, limits.budget.tokens_max, streams=any(sequence.streams for sequence in running)
-        ),
+        queued_s=queued_s(speed, queued, limits.budget.tokens_max, slowdown),
         running_rows=len(running),
         waiting_rows=len(waiting),
         memory=memory_use(ledger, ranks),
@@ -67,13 +68,13 @@ def load_of(
     )
 
 
-def queued_s(speed: Speed, queued: Seq[tuple[int, int]], step_tokens: int, *, streams: bool) -> float:
-    """Return how long the ranges of prompt tokens `queued` will take in shared steps; 0 when it is
-    unknown."""
+def queued_s(speed: Speed, queued: Seq[tuple[int, int]], step_tokens: int, slowdown: float = 1.0) -> float:
+    """Return how long the ranges of prompt tokens `queued` will take in shared steps, `slowdown` times as
+    long as without streams; 0 when it is unknown."""
     num_tokens = sum(end - start for start, end in queued if end - start > 1)
     pairs = sum((end - start) * (start + end) / 2 for start, end in queued if end - start > 1)
     alone_s = speed.prefill_s(0, num_tokens, step_tokens) + (pairs - num_tokens**2 / 2) * speed.pair_s
-    return alone_s * (BESIDE_STREAMS if streams else 1.0)
+    return alone_s * slowdown
 
 
 def _start(ledger: Ledger, sequence: Sequence) -> int:

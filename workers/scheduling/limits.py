@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tidemill.workers.scheduling.plan import Budget
-from tidemill.workers.settings import CheckpointStrategy
+from tidemill.workers.settings import ITL_TARGET_S, CheckpointStrategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,7 @@ class EngineLimits:
     extents_min: int = 1  # of the arena; `resize` goes no lower
     checkpoint_strategy: CheckpointStrategy = "lazy"
     checkpoint_interval: int = 1  # pages
+    itl_target_s: float = ITL_TARGET_S  # of a step with prompts beside streams; 0: no limit
     overlap: bool = True  # launch the next step before the tokens of this one are read
     idle_turn_s: float = 0.1  # the longest interval between two iterations of an idle step loop
     drafts_max: int = 0  # guessed tokens of a row; 0: no speculation

@@ -48,7 +48,7 @@ class Scheduler:
         self._limits = limits
         self._sequences = sequences
         self._preempt = preempt
-        self._prefill_throttle = PrefillThrottle(ledger.layout.page_tokens)
+        self._prefill_throttle = PrefillThrottle(ledger.layout.page_tokens, limits.itl_target_s)
         self._isolated_runs = IsolatedRuns()
         self._guesses: dict[str, tuple[int, ...]] = {}  # of each stream that the next step can have
         self._guessing = False  # ... or that waits for a step in flight, because of guesses

@@ -36,6 +36,7 @@ SERVE_OPTIONS = [
     "--grpc-port",
     "--help",
     "--host",
+    "--itl-target",
     "--kernels",
     "--kv-cache-dtype",
     "--log-json",

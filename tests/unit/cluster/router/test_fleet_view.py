@@ -164,6 +164,7 @@ def test_fleet_replaces_a_heartbeat_by_the_next_one() -> None:
         Column.PAGE_S: 10.0,
         Column.STATE_S: 12.0,
         Column.STEP_TOKENS: 8192.0,
+        Column.ITL_TARGET_S: 0.0,
         Column.PAGE_TOKENS: 64.0,
         Column.PAGE_BYTES: 5.0,
         Column.STATE_BYTES: 6.0,

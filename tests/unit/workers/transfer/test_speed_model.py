@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from tidemill.workers.engine.load_report import queued_s
 from tidemill.workers.messages import Speed
-from tidemill.workers.scheduling.prefill_throttle import BESIDE_STREAMS
 from tidemill.workers.transfer.speed_model import (
     FETCHES_MIN,
     REFIT_STEPS,
@@ -165,7 +164,7 @@ def test_queued_prompts_share_steps() -> None:
     queued = [(0, 1000), (500, 700), (41, 42)]  # the last one decodes
     pairs = 1000 * 500 + 200 * 600
     alone_s = 2 * TRUE.step_s + 1200 * TRUE.token_s + pairs * TRUE.pair_s
-    assert queued_s(TRUE, queued, 1000, streams=False) == pytest.approx(alone_s)
-    assert queued_s(TRUE, queued, 1000, streams=True) == pytest.approx(alone_s * BESIDE_STREAMS)
-    assert queued_s(Speed(), queued, 1000, streams=True) == 0.0
-    assert queued_s(TRUE, [], 1000, streams=False) == 0.0
+    assert queued_s(TRUE, queued, 1000, 1.0) == pytest.approx(alone_s)
+    assert queued_s(TRUE, queued, 1000, 1.5) == pytest.approx(alone_s * 1.5)
+    assert queued_s(Speed(), queued, 1000, 1.5) == 0.0
+    assert queued_s(TRUE, [], 1000) == 0.0
