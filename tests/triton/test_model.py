@@ -99,7 +99,7 @@ class Launches(TorchDispatchMode):
 PRODUCT = ["to", "to", "linear"]  # of bfloat16 in float32: one launch on a device
 LINEAR = ["add_norm_rows", "linear", "convolve", "recur", "norm_gated_rows", "linear"]
 ATTENTION = [
-    *("add_norm_rows", "linear", "turn_and_store", "attend_span", "add_spans", "sigmoid_mul_part", "linear")
+    *("add_norm_rows", "linear", "rotate_and_store", "attend_span", "add_spans", "sigmoid_mul_part", "linear")
 ]
 DENSE = ["add_norm_rows", "linear", "silu_mul_part", "linear"]
 MOE = [
