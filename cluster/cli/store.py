@@ -56,28 +56,30 @@ def _with_timeouts(url: str) -> str:
 
 async def list_objects(store: PageStore) -> list[StoredObject]:
     """Return all objects of the store, the most recently used first."""
-    return sorted(await store.list_objects(), key=lambda held: (held.used_s or 0.0, str(held.key)))
+    return sorted(await store.list_objects(), key=lambda entry: (entry.used_s or 0.0, str(entry.key)))
 
 
 def objects_json(objects: Sequence[StoredObject]) -> list[dict[str, Any]]:
     return [
         {
-            "key": str(held.key),
-            "kind": NAMES[held.key.kind],
-            "shard": held.key.shard,
-            "bytes": held.bytes,
-            "used_s": held.used_s,
+            "key": str(entry.key),
+            "kind": NAMES[entry.key.kind],
+            "shard": entry.key.shard,
+            "bytes": entry.bytes,
+            "used_s": entry.used_s,
         }
-        for held in objects
+        for entry in objects
     ]
 
 
 def objects_table(objects: Sequence[StoredObject]) -> Table:
     rows = table(("key", "kind", "shard", "size", "unused"), num_left=2)
     rows.columns[0].overflow = "fold"  # so that keys can be copied
-    for held in objects:
-        used = "" if held.used_s is None else human_time(held.used_s)
-        rows.add_row(str(held.key), NAMES[held.key.kind], str(held.key.shard), human_bytes(held.bytes), used)
+    for entry in objects:
+        used = "" if entry.used_s is None else human_time(entry.used_s)
+        rows.add_row(
+            str(entry.key), NAMES[entry.key.kind], str(entry.key.shard), human_bytes(entry.bytes), used
+        )
     return rows
 
 
@@ -136,7 +138,7 @@ def state_table(state: State) -> RenderableType:
 async def fetch(store: PageStore, key: ObjectKey) -> tuple[Got, bytearray]:
     """Get an object and verify its seal; return the outcome and the body of a hit. A damaged object is
     deleted, as by any other get."""
-    sizes = {held.key: held.bytes - SEAL_BYTES for held in await store.list_objects()}
+    sizes = {entry.key: entry.bytes - SEAL_BYTES for entry in await store.list_objects()}
     if key not in sizes:
         return Got.MISS, bytearray()
     body = bytearray(max(sizes[key], 0))

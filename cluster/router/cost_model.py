@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.cluster.router.fleet_view import FETCHED_SHARE, Column, Table
-from tidemill.workers.scheduling.prefill_throttle import LIGHT_STEPS
+from tidemill.workers.scheduling.prefill_throttle import LIGHT_STEPS, prompt_slowdown
 
 Vector = npt.NDArray[np.float64]
 """A number for each slot; undefined for vacant slots."""
@@ -40,16 +40,13 @@ class Costs:
             speeds[1], speeds[3], speeds[4] = 1.0, ROW_TOKENS, self.page_tokens * FETCHED_SHARE
         self.step, self.token, self.pair, self.row, self.page, self.state = speeds
         has_streams = (table[Column.DECODES] > 0) & (table[Column.ROWS] > 0)
-        self.slowdown: Vector = np.where(has_streams, self._slowdown(table), 1.0)  # of prompts
-
-    def _slowdown(self, table: Table) -> Vector:
-        """Return `prompt_slowdown` of the prefill throttle beside the rows of each worker."""
-        target_s = table[Column.ITL_TARGET_S]
-        light = self.step + self.row * table[Column.ROWS]
-        if not self.in_seconds:
-            return np.full_like(light, LIGHT_STEPS / (LIGHT_STEPS - 1))
-        limit_s = np.maximum(target_s, LIGHT_STEPS * light)
-        return np.where((target_s > 0) & (light > 0), limit_s / np.maximum(limit_s - light, 1e-9), 1.0)
+        if self.in_seconds:
+            slowdown: Vector = prompt_slowdown(
+                self.step + self.row * table[Column.ROWS], table[Column.ITL_TARGET_S]
+            )
+        else:
+            slowdown = np.full_like(self.wait, LIGHT_STEPS / (LIGHT_STEPS - 1))
+        self.slowdown: Vector = np.where(has_streams, slowdown, 1.0)  # of prompts
 
     def computing(self, start: Vector | float, end: float) -> Vector:
         """Return the cost of prompt tokens `[start, end)` in steps of their own; `start <= end`."""

@@ -29,7 +29,7 @@ from tidemill.workers.transfer.arena_io import DirectIO
 from tidemill.workers.transfer.transfer import Transfer
 
 ROWS_MAX = 256
-IDLE_TURN_S = 1.0
+IDLE_INTERVAL_S = 1.0
 """The interval between turns of an idle engine. A thousand idle workers must cost little. A row may wait this
 long for memory that is freed without a step."""
 
@@ -108,7 +108,7 @@ class EngineWorker:
                 ),
                 capacity_tokens=capacity_tokens(layout, num_extents),
                 itl_target_s=info.itl_target_s,
-                idle_turn_s=IDLE_TURN_S,
+                idle_interval_s=IDLE_INTERVAL_S,
             ),
             root_of,
         )

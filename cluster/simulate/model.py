@@ -75,7 +75,7 @@ class ModelWorker:
         """Return the time to serve a prompt with `depth` cached blocks, and the number of fetched blocks. A
         fetch keeps the worker busy, too."""
         light_s = self._cost.decode_s(self.rows) if self.kv_tokens else 0.0
-        beside = prompt_slowdown(light_s, self.info.itl_target_s) if light_s else 1.0
+        beside = float(prompt_slowdown(light_s, self.info.itl_target_s))
         computed_s = self._cost.prefill_s(depth * BLOCK_TOKENS, num_tokens) * beside
         rate = self._cost.speed.fetch_bytes_per_s
         stored = self._stored.restorable(keys) if rate else 0

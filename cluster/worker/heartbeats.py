@@ -56,41 +56,41 @@ class UnsentAnnouncements:
         self._engine = engine
         self._unsent: dict[object, _Unsent] = {}
 
-    def take(self, listener: object, *, full: bool) -> Announcement:
-        """Return the changes that this listener has not received. Its first call must be a full one."""
-        unsent_changes = self._engine.take_announcement(full=False)
+    def take(self, router: object, *, full: bool) -> Announcement:
+        """Return the changes that this router has not received. Its first call must be a full one."""
+        latest = self._engine.take_announcement(full=False)
         for unsent in self._unsent.values():
-            unsent.added = (unsent.added - {*unsent_changes.removed}) | {*unsent_changes.added}
-            unsent.removed = (unsent.removed - {*unsent_changes.added}) | {*unsent_changes.removed}
-        changes = None if full else self._unsent[listener]
-        self._unsent[listener] = _Unsent()
+            unsent.added = (unsent.added - {*latest.removed}) | {*latest.added}
+            unsent.removed = (unsent.removed - {*latest.added}) | {*latest.removed}
+        changes = None if full else self._unsent[router]
+        self._unsent[router] = _Unsent()
         if changes is None:
             return self._engine.take_announcement(full=True)
         return Announcement(added=tuple(changes.added), removed=tuple(changes.removed))
 
-    def forget(self, listener: object) -> None:
-        self._unsent.pop(listener, None)
+    def forget(self, router: object) -> None:
+        self._unsent.pop(router, None)
 
 
 class Heartbeats:
     """The heartbeats to one router. Of several routers, `follow` selects the one whose orders count. Without
-    `unsent_changes` it is the router of another fleet, which only sets the budget of this worker."""
+    `unsent` it is the router of another fleet, which only sets the budget of this worker."""
 
     def __init__(
         self,
         engine: ReportingEngine,
         duties: Assignment,
         find_router: FindRouter,
-        unsent_changes: UnsentAnnouncements | None,
+        unsent: UnsentAnnouncements | None,
         tls: MutualTls | None = None,
     ) -> None:
         self._engine = engine
         self._duties = duties
         self._find_router = find_router
-        self._unsent_changes = unsent_changes
+        self._unsent = unsent
         self._tls = tls
         self._on_answer: Callable[[], None] | None = None
-        self._takes_budgets = unsent_changes is None
+        self._takes_budgets = unsent is None
         self._sequence = 0
         self._asked_bytes: int | None = None  # of the engine, by the last ack with a budget
 
@@ -113,14 +113,14 @@ class Heartbeats:
                 Malformed,
                 OSError,
             ) as error:
-                log.info("the router is away: %s", error)
+                log.info("the router did not acknowledge a heartbeat: %s", error)
             finally:
-                if self._unsent_changes is not None:
-                    self._unsent_changes.forget(self)
+                if self._unsent is not None:
+                    self._unsent.forget(self)
             await asyncio.sleep(RECONNECT_S)
 
     async def _report(self, channel: grpc.aio.Channel) -> None:
-        name = "Report" if self._unsent_changes is not None else "Memory"
+        name = "Report" if self._unsent is not None else "Memory"
         method: ReportMethod = channel.stream_stream(f"/tidemill.Router/{name}")
         now_s = asyncio.get_running_loop().time
         stream = method()
@@ -159,13 +159,11 @@ class Heartbeats:
 
     def _beat(self, load: WorkerLoad, *, full: bool) -> Heartbeat:
         self._sequence += 1
-        unsent_changes = (
-            Announcement() if self._unsent_changes is None else self._unsent_changes.take(self, full=full)
-        )
+        announcement = Announcement() if self._unsent is None else self._unsent.take(self, full=full)
         return Heartbeat(
             info=self._duties.info,
             sequence=self._sequence,
             load=load,
-            announcement=unsent_changes,
+            announcement=announcement,
             draining=self._duties.draining,
         )

@@ -26,6 +26,8 @@ FOLDERS = ("cluster", "workers", "kvstore", "kernels", "src", "tests", "benchmar
 SIM_RUNS = 100
 TIMEOUT_S = 300.0
 """A bug may cause an endless loop: a timeout counts as caught."""
+ATTEMPTS = 3
+"""A test with random cases may miss a bug in one run; a bug survives if it is missed in all of these."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,9 +42,10 @@ def main(arguments: Sequence[str]) -> int:
         if failure:
             print(f"{failure}\nthe tests fail without any bug: see `make test`")  # noqa: T201  the answer
             return 1
-        caught = sum(_run(chosen, copies))
-    print(f"{caught} of {len(chosen)} caught")  # noqa: T201  the answer
-    return 0 if caught == len(chosen) else 1
+        survivors = [bug for bug, caught in zip(chosen, _run(chosen, copies), strict=True) if not caught]
+    lines = [f"SURVIVED {bug.where}: {bug.bug}" for bug in survivors]
+    print(*lines, f"{len(chosen) - len(survivors)} of {len(chosen)} caught", sep="\n")  # noqa: T201  the answer
+    return 1 if survivors else 0
 
 
 def _run(bugs: Iterable[Planted], copies: Sequence[Path]) -> list[bool]:
@@ -67,13 +70,14 @@ def _is_caught(copy: Path, planted: Planted) -> bool:
     started_s = time.monotonic()
     path.write_text(planted.plant(text))
     try:
-        caught = bool(_failure(copy, planted.tests.split(), TIMEOUT_S))
+        attempts = range(1, ATTEMPTS + 1)
+        found = next((n for n in attempts if _failure(copy, planted.tests.split(), TIMEOUT_S)), None)
     finally:
         path.write_text(text)
     took_s = time.monotonic() - started_s
-    verdict = "caught  " if caught else "SURVIVED"
+    verdict = {None: "SURVIVED", 1: "caught  "}.get(found, f"caught in attempt {found}")
     print(f"{verdict} {took_s:5.1f} s  {planted.where}: {planted.bug}", flush=True)  # noqa: T201  the answer
-    return caught
+    return found is not None
 
 
 def _failure(copy: Path, tests: Iterable[str], timeout_s: float | None) -> str:

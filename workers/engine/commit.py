@@ -78,8 +78,8 @@ class StepCommitter:
             counters["spec_trials"] += 1
             counters["spec_drafted_tokens"] += drafts
             counters["spec_accepted_tokens"] += count - 1
-            for place in range(count - 1):
-                counters[f"spec_accepted_tokens_at_{place}"] += 1
+            for position in range(count - 1):
+                counters[f"spec_accepted_tokens_at_{position}"] += 1
 
     def _keep_state(self, sequence: Sequence, lease: Lease, *, done: bool) -> None:
         depth = lease.committed

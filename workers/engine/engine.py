@@ -88,7 +88,7 @@ class Engine:
                     continue
                 self._work.clear()
                 try:
-                    async with asyncio.timeout(self._limits.idle_turn_s):
+                    async with asyncio.timeout(self._limits.idle_interval_s):
                         await self._work.wait()
                 except TimeoutError:
                     if self._limits.ranks > 1:

@@ -40,7 +40,7 @@ def load_of(
     wanted_bytes += waiting_windows * layout.window_bytes
     streams = sum(sequence.streams for sequence in running)
     light_s = speed.step_s + streams * speed.row_s
-    slowdown = prompt_slowdown(light_s, limits.itl_target_s) if streams else 1.0
+    slowdown = float(prompt_slowdown(light_s, limits.itl_target_s)) if streams else 1.0
     return WorkerLoad(
         queued_tokens=sum(end - start for start, end in queued),
         queued_s=queued_s(speed, queued, limits.budget.tokens_max, slowdown),

@@ -100,7 +100,7 @@ class SharedMemory:
         round."""
         tokens, columns = x_TN.shape
         rows = self._share_bytes // (columns * x_TN.element_size())
-        assert rows, "a row is larger than a rank's place"
+        assert rows, "a row is larger than a rank's part of a slot"
         for start in range(0, tokens, rows):
             yield self._show(x_TN[start : start + rows])
 

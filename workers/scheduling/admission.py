@@ -120,7 +120,7 @@ class Admission:
         """Attach the pages that are here and reserve the rest. Return None when another request has begun to
         compute the prefix."""
         while True:
-            async with self.admission_queue.wait_turn(sequence.seniority):
+            async with self.admission_queue.wait_until_first(sequence.seniority):
                 while not self.admission_queue.has_older(sequence.seniority):
                     self.admission_queue.forget_change()
                     if self.in_progress.is_made(sequence):

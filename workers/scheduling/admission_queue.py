@@ -20,7 +20,7 @@ class AdmissionQueue:
         self._news = asyncio.Event()
 
     @asynccontextmanager
-    async def wait_turn(self, seniority: Seniority) -> AsyncGenerator[None]:
+    async def wait_until_first(self, seniority: Seniority) -> AsyncGenerator[None]:
         """Run the block when the request with this `seniority` is first: the smallest goes first."""
         entry = (seniority, asyncio.Event())
         heapq.heappush(self._waiting, entry)

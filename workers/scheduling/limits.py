@@ -19,7 +19,7 @@ class EngineLimits:
     checkpoint_interval: int = 1  # pages
     itl_target_s: float = ITL_TARGET_S  # of a step with prompts beside streams; 0: no limit
     overlap: bool = True  # launch the next step before the tokens of this one are read
-    idle_turn_s: float = 0.1  # the longest interval between two iterations of an idle step loop
+    idle_interval_s: float = 0.1  # the longest interval between two iterations of an idle step loop
     drafts_max: int = 0  # guessed tokens of a row; 0: no speculation
     mtp: bool = False  # a prediction head of the model makes the guesses
 

@@ -10,6 +10,9 @@ measured, so the target is all that there is to set (docs/decisions/0013).
 from collections import deque
 from statistics import median
 
+import numpy as np
+import numpy.typing as npt
+
 LIGHT_STEPS = 2
 """The target is at least this many times a step without prompts: prompts have half of the time or more."""
 
@@ -21,13 +24,15 @@ SAMPLES = 15
 that the times are those of the streams that run now."""
 
 
-def prompt_slowdown(light_s: float, target_s: float) -> float:
+def prompt_slowdown(
+    light_s: npt.NDArray[np.float64] | float, target_s: npt.NDArray[np.float64] | float
+) -> npt.NDArray[np.float64]:
     """Return how many times longer a prompt takes beside streams, where a step without prompts takes
-    `light_s`."""
-    if not target_s:
-        return 1.0
-    limit_s = max(target_s, LIGHT_STEPS * light_s)
-    return limit_s / (limit_s - light_s)
+    `light_s`; `target_s` 0 limits no prompt, and `light_s` 0 is not known."""
+    limit_s = np.maximum(target_s, LIGHT_STEPS * np.asarray(light_s))
+    prompts_s = limit_s - light_s
+    limited = np.greater(target_s, 0) & np.greater(light_s, 0)
+    return np.divide(limit_s, prompts_s, out=np.ones_like(limit_s), where=limited)
 
 
 class PrefillThrottle:
@@ -52,8 +57,9 @@ class PrefillThrottle:
         token_s = median(self._tokens_s) if self._tokens_s else 0.0
         if token_s <= 0:
             return most
-        limit_s = max(self._target_s, LIGHT_STEPS * self._light_s())
-        pages = int((limit_s - self._light_s()) / (token_s * self._page_tokens))
+        light_s = self._light_s()
+        limit_s = max(self._target_s, LIGHT_STEPS * light_s)
+        pages = int((limit_s - light_s) / (token_s * self._page_tokens))
         return min(most, max(1, pages) * self._page_tokens)
 
     def launched(self, prompt_tokens: int) -> None:

@@ -97,7 +97,7 @@ class Generation:
         return grpc.stream_stream_rpc_method_handler(serve)
 
     async def _generate(self, call: _RpcCall) -> None:
-        model, job, identity = await self._asked(call)
+        model, job, identity = await self._prepare(call)
         tally = UsageCounter(job)
         choices = [pb.Choice() for _ in job.requests]
         async with aclosing(self._edge.answers(model, job, identity)) as increments:
@@ -110,7 +110,7 @@ class Generation:
         await call.send(whole.SerializeToString())
 
     async def _generate_stream(self, call: _RpcCall) -> None:
-        model, job, identity = await self._asked(call)
+        model, job, identity = await self._prepare(call)
         tally = UsageCounter(job)
         unfinished = len(job.requests)
         async with aclosing(self._edge.answers(model, job, identity)) as increments:
@@ -145,7 +145,7 @@ class Generation:
         ]
         await call.send(pb.ListModelsResponse(models=models).SerializeToString())
 
-    async def _asked(self, call: _RpcCall) -> tuple[EdgeModel, PreparedRequest, RequestIdentity]:
+    async def _prepare(self, call: _RpcCall) -> tuple[EdgeModel, PreparedRequest, RequestIdentity]:
         body = body_of(call.data)
         model = self._edge.models.find(body.model)
         job = await model.intake.completion(body, caller_of(call.headers, self._edge.keys))

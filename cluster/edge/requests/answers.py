@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
 from tidemill.cluster.edge.chat.output.detokenizer import Answer, Growth
-from tidemill.cluster.edge.chat.output.harmony import listener
+from tidemill.cluster.edge.chat.output.harmony import open_parser
 from tidemill.cluster.edge.chat.output.parts import Parser, Part
 from tidemill.cluster.edge.chat.text import Tokenizer
 from tidemill.cluster.edge.requests.echo import Echo
@@ -40,7 +40,7 @@ async def answers(service: Service, tokenizer: Tokenizer, job: PreparedRequest) 
         for index, request in enumerate(job.requests):
             shown = () if job.output_format is None else job.output_format.tags
             answer = Answer(request, tokenizer.decoder(shown), job.ending)
-            speech = None if job.output_format is None else listener(job.output_format)
+            speech = None if job.output_format is None else open_parser(job.output_format)
             echo = None if job.echoes is None else Echo(job.echoes[index // job.n], tokenizer.piece)
             streams.append(_read(service.generate(request), answer, speech, echo, index))
             stack.push_async_callback(streams[-1].aclose)

@@ -47,7 +47,7 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "the admission queue serves in the order of joining",
-        "workers/scheduling/admission_queue.py::AdmissionQueue.wait_turn",
+        "workers/scheduling/admission_queue.py::AdmissionQueue.wait_until_first",
         "$MINE = ($SENIORITY, $ASYNCIO.$EVENT())",
         "$MINE = ((float(len(self._waiting)), 0), $ASYNCIO.$EVENT())",
         "tests/unit/workers/scheduling/test_admission_queue.py",
@@ -90,7 +90,7 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "a step with prompts beside streams exceeds its target by the time without prompts",
         "workers/scheduling/prefill_throttle.py::PrefillThrottle.prompt_tokens",
-        "($LIMIT_S - self.$LIGHT_S()) /",
+        "($LIMIT_S - $LIGHT_S) /",
         "$LIMIT_S /",
         "tests/unit/workers/scheduling/test_prefill_throttle.py",
     ),

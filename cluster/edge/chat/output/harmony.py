@@ -124,6 +124,6 @@ class Harmony:
         return [Call(self.num_calls - 1, name, text or "{}")]
 
 
-def listener(output_format: OutputFormat) -> Parser:
+def open_parser(output_format: OutputFormat) -> Parser:
     """Return the parser for an answer of this format."""
     return Harmony(output_format) if output_format.channels else OutputParser(output_format)

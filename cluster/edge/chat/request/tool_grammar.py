@@ -39,8 +39,8 @@ def forced(tools: Sequence[Tool], output_format: OutputFormat, added: Mapping[st
         check_schema(function.parameters or {}, "tools")
     written = form.written
     literal = partial(_literal, added=added)
-    is_thinking = reasoning is not None and output_format.thinking
-    close = literal(reasoning.close + BREAK) if reasoning is not None and is_thinking else ""
+    thinking = reasoning if output_format.thinking else None
+    close = literal(thinking.close + BREAK) if thinking else ""
     several = output_format.calls_max is None and written.between is not None
     more = f"({literal(written.between or '')} call)*" if several else ""
     bodies = [
@@ -127,11 +127,11 @@ def _python_arguments(name: str, schema: Mapping[str, Any]) -> Rules:
     rules = {first[-1]: EMPTY, more[-1]: EMPTY}
     for position, (parameter, wanted) in enumerate(parameters):
         argument = _in_order(_quoted(f"{parameter}="), _json({**wanted, **defined}), more[position + 1])
-        skipped = [] if parameter in needed else [position + 1]
-        rules[first[position]] = _one_of([argument, *(first[after] for after in skipped)])
-        rules[more[position]] = _one_of(
-            [_in_order(_quoted(", "), argument), *(more[after] for after in skipped)]
-        )
+        rules[first[position]] = argument
+        rules[more[position]] = _in_order(_quoted(", "), argument)
+        if parameter not in needed:
+            rules[first[position]] = _one_of([argument, first[position + 1]])
+            rules[more[position]] = _one_of([rules[more[position]], more[position + 1]])
     return rules
 
 

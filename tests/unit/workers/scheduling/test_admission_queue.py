@@ -19,7 +19,7 @@ class Clients:
         self._inside = 0
 
     async def take(self, arrival: int) -> None:
-        async with self.line.wait_turn((0.0, arrival)):
+        async with self.line.wait_until_first((0.0, arrival)):
             self._inside += 1
             assert self._inside == 1
             try:
@@ -50,7 +50,7 @@ def test_urgent_one_goes_before_those_that_came_first_and_equals_by_their_number
         served: list[tuple[float, int]] = []
 
         async def take(seniority: tuple[float, int]) -> None:
-            async with line.wait_turn(seniority):
+            async with line.wait_until_first(seniority):
                 await asyncio.sleep(1.0)
                 served.append(seniority)
 
@@ -124,7 +124,7 @@ def test_waiting_request_notices_freed_memory_and_new_requests() -> None:
             woken_s.append(clock())
 
         async def join() -> None:
-            async with line.wait_turn((0.0, 7)):
+            async with line.wait_until_first((0.0, 7)):
                 pass
 
         for wrap in (asyncio.create_task, None):

@@ -9,7 +9,7 @@ import pytest
 
 from tidemill.cluster.edge.chat.families import FAMILIES, style_of
 from tidemill.cluster.edge.chat.formats import FINAL, FORMS, THINKING
-from tidemill.cluster.edge.chat.output.harmony import listener
+from tidemill.cluster.edge.chat.output.harmony import open_parser
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text, joined
 from tidemill.cluster.settings import AUTO, ChatSettings
@@ -48,7 +48,7 @@ def parse(manner: OutputFormat, text: str) -> Parsed:
     """The same however the text is cut."""
     parsed: list[Parsed] = []
     for pieces in ([text], list(text)):
-        speech = listener(manner)
+        speech = open_parser(manner)
         parts: list[Part] = [part for piece in pieces for part in speech.push(piece, last=False)]
         parts += speech.push("", last=True)
         calls = joined(part for part in parts if isinstance(part, Call))
@@ -250,7 +250,7 @@ def test_further_calls_in_channels_are_dropped_where_one_is_wanted() -> None:
 
 
 def test_arguments_in_channels_are_streamed() -> None:
-    speech = listener(manner_of("gpt_oss", GPT_OSS))
+    speech = open_parser(manner_of("gpt_oss", GPT_OSS))
     assert speech.push("<|channel|>commentary to=functions.look<|mess", last=False) == []
     assert speech.push('age|> {"at', last=False) == [Call(0, "look", '{"at')]
     assert speech.push('": "x <', last=False) == [Call(0, None, '": "x ')]

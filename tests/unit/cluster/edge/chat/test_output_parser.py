@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.cluster.edge.chat.formats import CHANNEL, FINAL, FORMS, MESSAGE, SPOKEN_IN_CHANNELS, THINKING
-from tidemill.cluster.edge.chat.output.harmony import listener
+from tidemill.cluster.edge.chat.output.harmony import open_parser
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat, OutputParser
 from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text
 
@@ -21,7 +21,7 @@ LOOK = Call(0, "look", '{"at": "the harbor"}')
 
 
 def parsed(manner: OutputFormat, *pieces: str) -> list[Part]:
-    speech = listener(manner)
+    speech = open_parser(manner)
     parts = [part for piece in pieces for part in speech.push(piece, last=False)]
     return joined([*parts, *speech.push("", last=True)])
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from tests.support.cluster.fake_service import EOS, KEEPER
 from tidemill.cluster.edge.chat.formats import FORMS, THINKING, THOUGHT
-from tidemill.cluster.edge.chat.output.harmony import listener
+from tidemill.cluster.edge.chat.output.harmony import open_parser
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
 from tidemill.cluster.edge.chat.output.parts import Call, joined
 from tidemill.cluster.edge.chat.request.tool_grammar import forced
@@ -89,7 +89,7 @@ def takes(manner: OutputFormat, text: str, *, as_tokens: bool) -> bool:
 
 
 def calls_in(manner: OutputFormat, text: str) -> list[tuple[str | None, Any]]:
-    parts = listener(manner).push(text, last=True)
+    parts = open_parser(manner).push(text, last=True)
     calls = [part for part in parts if isinstance(part, Call)]
     assert len(calls) == len(parts), "nothing but calls"
     return [(call.name, json.loads(call.arguments)) for call in joined(calls)]
