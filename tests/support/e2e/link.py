@@ -41,6 +41,7 @@ class Link:
         self._loop = asyncio.new_event_loop()
         self._servers: list[asyncio.Server] = []
         self._proxies: dict[str, str] = {}
+        self._connections = set[asyncio.Task[None] | None]()  # asyncio forgets a task whose client is lost
         threading.Thread(target=self._loop.run_forever, name="link", daemon=True).start()
 
     def to(self, address: str, host: str = "127.0.0.1") -> str:
@@ -60,8 +61,14 @@ class Link:
             except OSError:
                 _reset(writer)
                 return
-            with suppress(OSError):
+            connection = asyncio.current_task()
+            self._connections.add(connection)
+            try:
                 await self._carry((reader, writer), onwards)
+            except OSError:
+                pass
+            finally:
+                self._connections.discard(connection)
 
         server = await asyncio.start_server(connected, host, 0)
         self._servers.append(server)

@@ -163,6 +163,21 @@ def test_cached_objects_are_evicted_before_running_requests(layout: Layout) -> N
     run(main())
 
 
+def test_request_waits_while_those_that_run_need_the_last_pages() -> None:
+    """Ten pages: the first request holds two or three and needs eight at its end, the prompt of the second
+    one has six."""
+    layout = fold_layout(4, hybrid=False, extent_bytes_min=1)
+
+    async def main() -> None:
+        async with bench(layout=layout, num_extents=10) as one:
+            first = asyncio.create_task(one.answer(a_request(prompt(8, 1), 24, request_id="first")))
+            await one.until(lambda: one.count("generated_tokens") > 0)
+            await asyncio.gather(first, one.answer(a_request(prompt(24, 2), 8, request_id="second")))
+            assert one.engine.preempted == []
+
+    run(main())
+
+
 def test_idle_worker_shrinks_immediately() -> None:
     async def main() -> None:
         async with bench(num_extents=40, tuning=Tuning(extents_min=4)) as one:
