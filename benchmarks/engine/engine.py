@@ -30,7 +30,7 @@ THREADS = 1
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
 FIRST_TOKEN, VOCABULARY = 3, 800
 
-MODELS = ("keeper", "hybrid-80m")
+MODELS = ("keeper", "hybrid-77m")
 BATCHES = (1, 8, 32)
 
 Row = dict[str, Any]

@@ -16,7 +16,7 @@ import psutil
 import torch
 import transformers
 
-from benchmarks.kernels import HYBRID_80M
+from benchmarks.kernels import HYBRID_77M
 from benchmarks.serving.report import mean, percentile
 from tidemill.workers.engine.build import BuiltEngine, build_engine
 from tidemill.workers.engine.commit import StepCommitter
@@ -141,7 +141,7 @@ def model_folder(name: str, scratch: Path) -> Path:
     folder = scratch / name
     if not folder.exists():
         torch.manual_seed(0)
-        config = transformers.Qwen3NextConfig(**HYBRID_80M)
+        config = transformers.Qwen3NextConfig(**HYBRID_77M)
         transformers.Qwen3NextForCausalLM(config).save_pretrained(folder)
     return folder
 

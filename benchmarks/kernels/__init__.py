@@ -1,5 +1,5 @@
 """Operators and models on CPU against the machine's rooflines, the definitions and their peers."""
 
-from benchmarks.kernels.shapes import HYBRID_80M, PAGE_TOKENS, step_inputs
+from benchmarks.kernels.shapes import HYBRID_77M, PAGE_TOKENS, step_inputs
 
-__all__ = ["HYBRID_80M", "PAGE_TOKENS", "step_inputs"]
+__all__ = ["HYBRID_77M", "PAGE_TOKENS", "step_inputs"]

@@ -53,8 +53,8 @@ def measured(options: argparse.Namespace, vllm: Peer | None) -> Iterator[tuple[s
             yield "operators", operators.operators(ours, vllm, roofline, budget_seconds)
     if "models" in options.parts:
         with tempfile.TemporaryDirectory() as scratch:
-            folders = {"keeper": bundled()["keeper"], "hybrid-80m": Path(scratch)}
-            shapes.write_hybrid(folders["hybrid-80m"])
+            folders = {"keeper": bundled()["keeper"], "hybrid-77m": Path(scratch)}
+            shapes.write_hybrid(folders["hybrid-77m"])
             by = models.Measure(ours, options.cache_dir, vllm, roofline, turns)
             yield "models", models.models(folders, by)
     yield "roofline", roofline.measured()

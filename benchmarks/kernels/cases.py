@@ -211,9 +211,10 @@ def cases() -> Iterator[Case]:
     for new, before, batch in ((1, 511, 1), (1, 511, 32), (1, 4095, 1), (512, 0, 1), (64, 960, 1)):
         yield attention(new, before, batch, (8, 2), 128)
     for new, batch in ((1, 1), (1, 8), (1, 32), (512, 1), (2048, 1)):
-        yield from delta(new, batch, 6, 2, 64)
+        for groups, heads, dim in ((6, 2, 64), (4, 2, 128)):
+            yield from delta(new, batch, groups, heads, dim)
         yield mamba2(new, batch, 8, 2, (128, 64))
     for rows in (1, 32, 512):
         yield from elementwise(rows, 768)
         yield rope(rows, (8, 2), 128)
-        yield moe(rows, 16, 4, 256, 128)
+        yield moe(rows, 16, 4, 512, 256)

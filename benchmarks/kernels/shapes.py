@@ -13,27 +13,30 @@ from tidemill.workers.models.bundled import bundled
 from tidemill.workers.models.inputs import Inputs
 
 PAGE_TOKENS = 64
-HYBRID_80M: dict[str, Any] = {
-    "vocab_size": 32_000,
-    "hidden_size": 768,
+HYBRID_77M: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
     "num_hidden_layers": 8,
-    "intermediate_size": 2048,
-    "num_attention_heads": 12,
+    "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "linear_num_key_heads": 6,
-    "linear_num_value_heads": 12,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "num_experts": 0,
-    "tie_word_embeddings": True,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "tie_word_embeddings": False,
 }
+"""A small Qwen3-Next with the heads and experts of a large one."""
 
 
 def write_hybrid(folder: Path) -> None:
     """Random weights in bfloat16, the type that models are published in, with keeper's tokenizer."""
     torch.manual_seed(0)
-    config = transformers.Qwen3NextConfig(**HYBRID_80M)
+    config = transformers.Qwen3NextConfig(**HYBRID_77M)
     transformers.Qwen3NextForCausalLM(config).bfloat16().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(bundled()["keeper"] / name, folder / name)

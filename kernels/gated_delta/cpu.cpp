@@ -1,9 +1,9 @@
 // Gated delta rule, one token after the other, over an indexed state: the same bits however a sequence is cut.
-#include "../shared/cpu.h"
+#include "../shared/recurrence.h"
 
 namespace {
-constexpr int COLUMNS = 32;  // value columns of one task: its part of the state stays in L1
-constexpr int VECS = COLUMNS / LANES;
+constexpr int VECS = 32 / LANES;                   // of a strip: in scratch it stays in L1
+constexpr int WIDE_VECS = LANES == 16 ? 8 : VECS;  // of a single token: as many as there are registers for
 constexpr int64_t AHEAD_TOKENS = 4;  // whose values are asked for: they lie too far apart for the CPU to foresee
 
 struct Sizes {
@@ -31,47 +31,82 @@ void normalise(const float* mixed, float* keys, int64_t tokens, const Sizes& s) 
     }
 }
 
-// What a token does to its state[key_dim][COLUMNS]: decay * state + k (outer) change
+// What a token does to its state: decay * state + k (outer) by. Without k, nothing.
+template <int N>
 struct Change {
-    const float* k;
-    vec by[VECS];
+    const float* k = nullptr;
+    vec by[N];
     float decay;
 
-    vec of(vec s, int64_t i, int n) const { return fused(splat(k[i]), by[n], s * decay); }
+    void make(int64_t i, vec* s) const {
+        const vec k_i = splat(k[i]);
+        for (int n = 0; n < N; n++) s[n] = fused(k_i, by[n], s[n] * decay);
+    }
 };
 
-// Makes the change that the token before left.
-void settle(float* state, Change before, int64_t key_dim) {
-    for (int64_t i = 0; i < key_dim; i++) {
-        for (int n = 0; n < VECS; n++) {
-            float* s = state + i * COLUMNS + n * LANES;
-            store(s, before.of(load(s), i, n));
-        }
-    }
-}
-
 // out <- q . (decay * state + k (outer) beta * (v - decay * k . state)). The change of the state is returned: the next
-// token makes it in the pass in which it reads (PENDING), which gives the same bits as `settle` before.
-template <bool PENDING>
-Change step(float* state, Change before, const float* keys, const float* v, float decay, float beta, float* out,
-            int64_t key_dim) {
+// token makes it in the pass in which it reads, from `from` to `to` (PENDING), or `settle` does, with the same bits.
+template <bool PENDING, int N, bool WHOLE>
+Change<N> step(Strip<N, WHOLE> from, Strip<N, WHOLE> to, const Change<N> before, const float* keys, const float* v,
+               float decay, float beta, float* out, int64_t key_dim) {
     const float *q = keys, *k = keys + key_dim;
-    vec at_k[VECS] = {}, at_q[VECS] = {};
+    vec at_k[N] = {}, at_q[N] = {}, s[N];
     for (int64_t i = 0; i < key_dim; i++) {
         const vec k_i = splat(k[i]), q_i = splat(q[i]);
-        for (int n = 0; n < VECS; n++) {
-            vec s = load(state + i * COLUMNS + n * LANES);
-            if (PENDING) store(state + i * COLUMNS + n * LANES, s = before.of(s, i, n));
-            at_k[n] = fused(k_i, s, at_k[n]);
-            at_q[n] = fused(q_i, s, at_q[n]);
+        from.get(i, s);
+        if constexpr (PENDING) before.make(i, s), to.put(i, s);
+        for (int n = 0; n < N; n++) {
+            at_k[n] = fused(k_i, s[n], at_k[n]);
+            at_q[n] = fused(q_i, s[n], at_q[n]);
         }
     }
-    Change change{k, {}, decay};
-    for (int n = 0; n < VECS; n++) {
-        change.by[n] = (load(v + n * LANES) - at_k[n] * decay) * beta;
-        store(out + n * LANES, fused(splat(k[key_dim]), change.by[n], at_q[n] * decay));
+    Change<N> change{k, {}, decay};
+    from.get(v, s, from.columns);
+    for (int n = 0; n < N; n++) {
+        change.by[n] = (s[n] - at_k[n] * decay) * beta;
+        at_q[n] = fused(splat(k[key_dim]), change.by[n], at_q[n] * decay);
     }
+    from.put(at_q, out, from.columns);
     return change;
+}
+
+template <int N, bool WHOLE>
+void settle(Strip<N, WHOLE> from, Strip<N, WHOLE> to, const Change<N> change, int64_t key_dim) {
+    vec s[N];
+    for (int64_t i = 0; i < key_dim; i++) from.get(i, s), change.make(i, s), to.put(i, s);
+}
+
+// The inputs of the tokens of one head, and its output; each with the distance between tokens.
+struct Head {
+    const float *keys, *values, *scales;
+    float* out;
+    int64_t keys_token, values_token, scales_token, out_token;
+};
+
+// A row of tokens over the columns from `start` on. A single token reads its slot twice, the second time from L2, and
+// writes a slot: neither copies.
+template <int N, bool WHOLE>
+__attribute__((noinline)) void run(const Row& row, const Head& head, Strip<N, WHOLE> from, int64_t start) {
+    const Strip<N, WHOLE> scratch = row.scratch<N, WHOLE>(start);
+    Change<N> left;
+    for (int64_t t = row.begin; t < row.end; t++) {
+        const float *keys = head.keys + t * head.keys_token, *scale = head.scales + t * head.scales_token;
+        const float* v = head.values + t * head.values_token + start;
+        float* out = head.out + t * head.out_token + start;
+        __builtin_prefetch(v + AHEAD_TOKENS * head.values_token);
+        if (left.k) {
+            left = step<true>(from, scratch, left, keys, v, scale[0], scale[1], out, row.key_dim);
+            from = scratch;
+        } else {
+            left = step<false>(from, scratch, left, keys, v, scale[0], scale[1], out, row.key_dim);
+        }
+        const int32_t write = row.write(t);
+        if (write < 0) continue;
+        const Strip<N, WHOLE> to = row.in_slot<N, WHOLE>(write, start);
+        settle(from, to, left, row.key_dim);
+        from = to;
+        left.k = nullptr;
+    }
 }
 }  // namespace
 
@@ -85,7 +120,7 @@ extern "C" void gated_delta(const float* mixed, const float* gates, int64_t gate
                             const int32_t* cu, const int32_t* read, const int32_t* writes, int64_t rows,
                             int64_t kept, int64_t key_heads, int64_t values, int64_t key_dim, int64_t value_dim) {
     const Sizes s{key_heads, values, key_dim, value_dim};
-    const int64_t tokens = cu[rows], heads = key_heads * values, parts = (value_dim + COLUMNS - 1) / COLUMNS;
+    const int64_t tokens = cu[rows], heads = key_heads * values;
     static thread_local std::vector<float> scratch;
     scratch.resize(tokens * key_heads * s.keys() + tokens * heads * 2);
     float *const keys = scratch.data(), *const scales = keys + tokens * key_heads * s.keys();
@@ -96,40 +131,17 @@ extern "C" void gated_delta(const float* mixed, const float* gates, int64_t gate
         scales[2 * i] = exp_f32(-exp_f32(a_log[head]) * softplus(gate[values] + dt_bias[head]));
         scales[2 * i + 1] = sigmoid(gate[0]);
     }
-#pragma omp parallel for collapse(3) schedule(dynamic) if (tokens * heads * key_dim * value_dim >= 1 << 17)
+#pragma omp parallel for collapse(2) schedule(dynamic) if (tokens * heads * key_dim * value_dim >= 1 << 17)
     for (int64_t b = 0; b < rows; b++) {
-        for (int64_t head = 0; head < heads; head++) {
-            for (int64_t part = 0; part < parts; part++) {
-                static thread_local std::vector<float> held;
-                float* const S = lined(held, key_dim * COLUMNS);
-                std::fill(S, S + key_dim * COLUMNS, 0.0f);
-                Change left{};  // to do in S, unless it has no k
-                const int64_t group = head / values, start = part * COLUMNS;
-                const int64_t width = std::min<int64_t>(COLUMNS, value_dim - start);
-                const int64_t offset = group * state_group + head % values * key_dim * value_dim + start;
-                if (read[b] >= 0) {
-                    const float* slot = state + read[b] * state_slot + offset;
-                    for (int64_t i = 0; i < key_dim; i++)
-                        std::memcpy(S + i * COLUMNS, slot + i * value_dim, width * sizeof(float));
-                }
-                for (int64_t t = cu[b]; t < cu[b + 1]; t++) {
-                    float v[COLUMNS] = {}, o[COLUMNS];
-                    const float* in = mixed + (t * key_heads + group) * s.channels() + 2 * key_dim;
-                    __builtin_prefetch(in + AHEAD_TOKENS * key_heads * s.channels() + head % values * value_dim + start);
-                    std::memcpy(v, in + head % values * value_dim + start, width * sizeof(float));
-                    const float* scale = scales + 2 * (t * heads + head);
-                    const float* at = keys + (group * tokens + t) * s.keys();
-                    left = (left.k ? step<true> : step<false>)(S, left, at, v, scale[0], scale[1], o, key_dim);
-                    std::memcpy(out + (t * heads + head) * value_dim + start, o, width * sizeof(float));
-                    const int64_t column = kept - (cu[b + 1] - t);
-                    if (column < 0 || writes[b * kept + column] < 0) continue;
-                    settle(S, left, key_dim);
-                    left.k = nullptr;
-                    float* slot = state + writes[b * kept + column] * state_slot + offset;
-                    for (int64_t i = 0; i < key_dim; i++)
-                        std::memcpy(slot + i * value_dim, S + i * COLUMNS, width * sizeof(float));
-                }
-            }
+        for (int64_t h = 0; h < heads; h++) {
+            const int64_t group = h / values, value = h % values;
+            const Row row{state + group * state_group + value * key_dim * value_dim,
+                          state_slot, key_dim, value_dim, cu[b], cu[b + 1], read[b], writes + b * kept, kept};
+            const Head head{keys + group * tokens * s.keys(),
+                            mixed + group * s.channels() + 2 * key_dim + value * value_dim,
+                            scales + 2 * h, out + h * value_dim,
+                            s.keys(), key_heads * s.channels(), 2 * heads, heads * value_dim};
+            each_strip<VECS, WIDE_VECS>(row, [&](auto from, int64_t start) { run(row, head, from, start); });
         }
     }
 }

@@ -1,23 +1,49 @@
 // State space duality of Mamba-2, one token after the other, over an indexed state: the same bits in any cut.
-#include "../shared/cpu.h"
+#include "../shared/recurrence.h"
 
 namespace {
-constexpr int SSD_VECS = 4;  // enough chains in flight to hide the latency of one
-constexpr int SSD_COLUMNS = SSD_VECS * LANES;  // of the state, those of one task, which stay in L1
+constexpr int SSD_VECS = 4;       // of a strip: enough chains in flight to hide the latency of one
+constexpr int SSD_WIDE_VECS = 8;  // of a single token, which waits for memory
 
-// state[key_dim][SSD_COLUMNS] <- decay * state + b (outer) u, out <- c . state
-void ssd_step(float* state, const float* b, const float* c, const vec* u, float decay, vec* out, int64_t key_dim) {
-    vec sum[SSD_VECS] = {};
-    for (int64_t i = 0; i < key_dim; i++) {
-        const vec b_i = splat(b[i]), c_i = splat(c[i]);
-        for (int n = 0; n < SSD_VECS; n++) {
-            float* s = state + i * SSD_COLUMNS + n * LANES;
-            const vec next = fused(b_i, u[n], load(s) * decay);
-            sum[n] = fused(c_i, next, sum[n]);
-            store(s, next);
+// The inputs of the tokens of one head, and its output; each with the distance between tokens.
+struct SsdHead {
+    const float *b, *c, *x, *gate, *scales;
+    float* out;
+    float skip;
+    int64_t mixed_token, gate_token, scales_token, out_token;
+};
+
+// A row of tokens over the columns from `start` on. The first token reads a slot, the last one writes one:
+//   state <- decay * state + b (outer) dt * x,  out <- (c . state + skip * x) * silu(gate)
+template <int N, bool WHOLE>
+__attribute__((noinline)) void ssd_run(const Row& row, const SsdHead& head, Strip<N, WHOLE> from, int64_t start) {
+    using Place = Strip<N, WHOLE>;
+    for (int64_t t = row.begin; t < row.end; t++) {
+        const int32_t write = row.write(t);
+        const Place to = write < 0 ? row.scratch<N, WHOLE>(start) : row.in_slot<N, WHOLE>(write, start);
+        const float *b = head.b + t * head.mixed_token, *c = head.c + t * head.mixed_token;
+        const float *scale = head.scales + t * head.scales_token, decay = scale[0];
+        vec x[N], u[N], sum[N] = {}, s[N];
+        from.get(head.x + t * head.mixed_token + start, x, from.columns);
+        for (int n = 0; n < N; n++) u[n] = x[n] * scale[1];
+        for (int64_t i = 0; i < row.key_dim; i++) {
+            const vec b_i = splat(b[i]), c_i = splat(c[i]);
+            from.get(i, s);
+            for (int n = 0; n < N; n++) {
+                s[n] = fused(b_i, u[n], s[n] * decay);
+                sum[n] = fused(c_i, s[n], sum[n]);
+            }
+            to.put(i, s);
         }
+        float columns[Place::WIDTH], gate[Place::WIDTH];
+        for (int n = 0; n < N; n++) store(columns + n * LANES, fused(splat(head.skip), x[n], sum[n]));
+        from.get(head.gate + t * head.gate_token + start, s, from.columns);
+        for (int n = 0; n < N; n++) store(gate + n * LANES, s[n]);
+        for (int64_t i = 0; i < Place::WIDTH; i++) columns[i] *= silu(gate[i]);
+        std::memcpy(head.out + t * head.out_token + start, columns,
+                    (WHOLE ? Place::WIDTH : from.columns) * sizeof(float));
+        from = to;
     }
-    for (int n = 0; n < SSD_VECS; n++) out[n] = sum[n];
 }
 }  // namespace
 
@@ -32,7 +58,7 @@ extern "C" void mamba2(const float* mixed, const float* z, int64_t z_token, int6
                        float dt_max, float* state, int64_t state_slot, int64_t state_group, float* out,
                        const int32_t* cu, const int32_t* read, const int32_t* writes, int64_t rows, int64_t kept,
                        int64_t groups, int64_t heads, int64_t key_dim, int64_t value_dim) {
-    const int64_t tokens = cu[rows], every = groups * heads, parts = (value_dim + SSD_COLUMNS - 1) / SSD_COLUMNS;
+    const int64_t tokens = cu[rows], every = groups * heads;
     const int64_t channels = 2 * key_dim + heads * value_dim;
     static thread_local std::vector<float> scratch;  // of each token and head: its decay, dt
     scratch.resize(2 * tokens * every);
@@ -44,42 +70,17 @@ extern "C" void mamba2(const float* mixed, const float* z, int64_t z_token, int6
         scales[2 * i] = exp_f32(-exp_f32(a_log[head]) * bound);
         scales[2 * i + 1] = bound;
     }
-#pragma omp parallel for collapse(3) schedule(dynamic) if (tokens * every * key_dim * value_dim >= 1 << 17)
+#pragma omp parallel for collapse(2) schedule(dynamic) if (tokens * every * key_dim * value_dim >= 1 << 17)
     for (int64_t b = 0; b < rows; b++) {
-        for (int64_t head = 0; head < every; head++) {
-            for (int64_t part = 0; part < parts; part++) {
-                static thread_local std::vector<float> held;
-                float* const S = lined(held, key_dim * SSD_COLUMNS);
-                std::fill(S, S + key_dim * SSD_COLUMNS, 0.0f);
-                const int64_t group = head / heads, start = part * SSD_COLUMNS;
-                const int64_t width = std::min<int64_t>(SSD_COLUMNS, value_dim - start);
-                const int64_t offset = group * state_group + head % heads * key_dim * value_dim + start;
-                if (read[b] >= 0) {
-                    const float* slot = state + read[b] * state_slot + offset;
-                    for (int64_t i = 0; i < key_dim; i++)
-                        std::memcpy(S + i * SSD_COLUMNS, slot + i * value_dim, width * sizeof(float));
-                }
-                for (int64_t t = cu[b]; t < cu[b + 1]; t++) {
-                    const float *B = mixed + (t * groups + group) * channels, *C = B + key_dim;
-                    const float* x = C + key_dim + head % heads * value_dim + start;
-                    const float* gate = z + t * z_token + group * z_group + head % heads * value_dim + start;
-                    const float decay = scales[2 * (t * every + head)], dt_t = scales[2 * (t * every + head) + 1];
-                    float columns[SSD_COLUMNS] = {};
-                    for (int64_t i = 0; i < width; i++) columns[i] = dt_t * x[i];
-                    vec u[SSD_VECS], y[SSD_VECS];
-                    for (int n = 0; n < SSD_VECS; n++) u[n] = load(columns + n * LANES);
-                    ssd_step(S, B, C, u, decay, y, key_dim);
-                    for (int n = 0; n < SSD_VECS; n++) store(columns + n * LANES, y[n]);
-                    float* to = out + (t * every + head) * value_dim + start;
-                    for (int64_t i = 0; i < width; i++)
-                        to[i] = __builtin_fmaf(skip[head], x[i], columns[i]) * silu(gate[i]);
-                    const int64_t column = kept - (cu[b + 1] - t);
-                    if (column < 0 || writes[b * kept + column] < 0) continue;
-                    float* slot = state + writes[b * kept + column] * state_slot + offset;
-                    for (int64_t i = 0; i < key_dim; i++)
-                        std::memcpy(slot + i * value_dim, S + i * SSD_COLUMNS, width * sizeof(float));
-                }
-            }
+        for (int64_t h = 0; h < every; h++) {
+            const int64_t group = h / heads, head = h % heads;
+            const Row row{state + group * state_group + head * key_dim * value_dim,
+                          state_slot, key_dim, value_dim, cu[b], cu[b + 1], read[b], writes + b * kept, kept};
+            const float* B = mixed + group * channels;
+            const SsdHead at{B, B + key_dim, B + 2 * key_dim + head * value_dim,
+                             z + group * z_group + head * value_dim, scales + 2 * h, out + h * value_dim, skip[h],
+                             groups * channels, z_token, 2 * every, every * value_dim};
+            each_strip<SSD_VECS, SSD_WIDE_VECS>(row, [&](auto from, int64_t start) { ssd_run(row, at, from, start); });
         }
     }
 }

@@ -83,7 +83,7 @@ extern "C" void moe_inner(const float* x, const int32_t* chosen, const void* gat
                           int64_t is_half, const float* bias, float* hidden, int64_t tokens, int64_t experts,
                           int64_t top_k, int64_t width, int64_t inner, int64_t is_clamped, float alpha, float limit) {
     const Picks picks = by_expert(chosen, tokens * top_k, experts);
-    std::vector<float> in, projected;
+    static thread_local std::vector<float> in, projected;
     for (int64_t e = 0; e < experts; e++) {
         const int64_t *pick = picks.index.data() + picks.start[e], n = picks.start[e + 1] - picks.start[e];
         if (n == 0) continue;
@@ -113,7 +113,7 @@ extern "C" void moe_outer(const float* hidden, const int32_t* chosen, const floa
                           int64_t top_k, int64_t width, int64_t inner) {
     const Picks picks = by_expert(chosen, tokens * top_k, experts);
     std::fill(y, y + tokens * width, 0.0f);
-    std::vector<float> in, out;
+    static thread_local std::vector<float> in, out;
     for (int64_t e = 0; e < experts; e++) {
         const int64_t *pick = picks.index.data() + picks.start[e], n = picks.start[e + 1] - picks.start[e];
         if (n == 0) continue;

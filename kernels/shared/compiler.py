@@ -36,7 +36,7 @@ def sources() -> list[Path]:
 def library_name(target: str) -> str:
     """Return the name of the shared object of these sources and flags for `target`."""
     digest = hashlib.sha256("\0".join((*FLAGS, target)).encode())
-    for source in (FOLDER / "shared/cpu.h", *sources()):
+    for source in (*sorted(FOLDER.glob("shared/*.h")), *sources()):
         digest.update(source.read_bytes())
     return f"kernels-{digest.hexdigest()[:16]}.so"
 

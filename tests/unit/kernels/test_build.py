@@ -111,14 +111,15 @@ def test_library_of_other_sources_or_another_machine_is_not_found(ahead: Path, t
 
 
 def test_name_of_a_library_depends_on_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for source in (compiler_module.FOLDER / "shared/cpu.h", *sources()):
+    headers = list(compiler_module.FOLDER.glob("shared/*.h"))
+    for source in (*headers, *sources()):
         copied = tmp_path / source.relative_to(compiler_module.FOLDER)
         copied.parent.mkdir(exist_ok=True)
         shutil.copy(source, copied)
     before = compiler_module.library_name("x86_64")
     monkeypatch.setattr(compiler_module, "FOLDER", tmp_path)
     assert compiler_module.library_name("x86_64") == before != compiler_module.library_name("aarch64")
-    for changed in (tmp_path / "shared/cpu.h", sources()[0]):
+    for changed in (*(tmp_path / "shared" / header.name for header in headers), sources()[0]):
         changed.write_text(changed.read_text() + "// changed\n")
         assert compiler_module.library_name("x86_64") != before
         before = compiler_module.library_name("x86_64")

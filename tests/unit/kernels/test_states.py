@@ -35,6 +35,7 @@ SHAPES = (
     Shape(groups=1, heads=1, key_dim=1, value_dim=1, width=1),
     Shape(groups=2, heads=1, key_dim=16, value_dim=16, width=4),
     Shape(groups=3, heads=2, key_dim=24, value_dim=33, width=3, biased=True),
+    Shape(groups=1, heads=2, key_dim=40, value_dim=128, width=4, biased=True),
     Shape(groups=1, heads=4, key_dim=63, value_dim=65, width=2),
     Shape(groups=1, heads=1, key_dim=256, value_dim=127, width=5, biased=True),
 )
@@ -125,7 +126,7 @@ def test_matches_the_definition(
 
 
 @settings(max_examples=25, deadline=None)
-@given(data=st.data(), shape=st.sampled_from(SHAPES[1:3]), run=st.sampled_from(RUNS))
+@given(data=st.data(), shape=st.sampled_from(SHAPES[1:4]), run=st.sampled_from(RUNS))
 def test_same_bits_however_a_sequence_is_cut(
     cpu: Operators, data: st.DataObject, shape: Shape, run: Run
 ) -> None:
@@ -163,7 +164,7 @@ def test_same_bits_in_any_batch_and_with_any_threads(cpu: Operators, run: Run) -
 
 
 @settings(max_examples=40, deadline=None)
-@given(data=st.data(), shape=st.sampled_from(SHAPES[1:3]), run=st.sampled_from(RUNS))
+@given(data=st.data(), shape=st.sampled_from(SHAPES[1:4]), run=st.sampled_from(RUNS))
 def test_kept_state_is_that_of_a_row_that_ends_there(
     cpu: Operators, data: st.DataObject, shape: Shape, run: Run
 ) -> None:
