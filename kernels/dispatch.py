@@ -3,7 +3,8 @@
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +40,7 @@ from tidemill.kernels.rope_store import cpu as rope_store_cpu
 from tidemill.kernels.rope_store import reference as rope_store_reference
 from tidemill.kernels.rope_store.cpu import RopeStore
 from tidemill.kernels.shared.build import KernelUnavailable, build
+from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kernels.shared.rows import Rows
 
 Variant = Literal["cpu", "triton", "reference"]
@@ -107,22 +109,32 @@ FOLDERS = {  # of the operators that are not called like theirs
 }
 
 
-def operators(variant: Variant, cache_dir: Path) -> Operators:
+def operators(variant: Variant, cache_dir: Path, compute_dtype: ComputeDtype = "float32") -> Operators:
     """All operators of one variant; compiled ones are kept in `cache_dir`. Raises KernelUnavailable.
+
+    `compute_dtype` is the type of products with weights in bfloat16, and of those of `attention`. Weights in
+    float32 have products in float32, whatever it is.
 
     `reference` is plain torch on any device and dtype; `cpu` takes float32 and is bit-exact: what it computes
     for a sequence does not depend on the batch, on how it is cut into steps, or on the number of threads.
-    `triton` takes CUDA memory, and its own cache of compiled kernels is where Triton keeps it. What it passes
-    from operator to operator is in the type of the weights; what it adds up over layers is float32.
+    `triton` takes CUDA memory, and its own cache of compiled kernels is where Triton keeps it. Its products,
+    and what it passes from operator to operator, are in the type of the weights, whatever `compute_dtype` is;
+    what it adds up over layers is float32.
     """
     match variant:
         case "reference":
-            return REFERENCE
+            if compute_dtype == "float32":
+                return REFERENCE
+            return replace(
+                REFERENCE,
+                pack=partial(linear_reference.pack, compute_dtype=compute_dtype),
+                attention=partial(attention_reference.attention, compute_dtype=compute_dtype),
+            )
         case "cpu":
             library = build(cache_dir)
             return Operators(
                 embed=embed_reference.embed,
-                pack=linear_cpu.bind_pack(library),
+                pack=linear_cpu.bind_pack(library, compute_dtype),
                 linear=linear_cpu.bind_linear(library),
                 logits=linear_cpu.bind_linear(library),
                 linear_heads=linear_cpu.bind_linear_heads(library),
@@ -136,7 +148,7 @@ def operators(variant: Variant, cache_dir: Path) -> Operators:
                 mamba2=mamba2_cpu.bind(library),
                 rope_angles=rope_store_cpu.bind_rope_angles(library),
                 rope_store=rope_store_cpu.bind_rope_store(library),
-                attention=attention_cpu.bind(library),
+                attention=attention_cpu.bind(library, compute_dtype),
                 route=moe_cpu.bind_route(library),
                 moe_inner=moe_cpu.bind_moe_inner(library),
                 moe_outer=moe_cpu.bind_moe_outer(library),

@@ -1,11 +1,11 @@
 """The settings of one engine: plain data, read once, without torch."""
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.layout import KvDtype
 from tidemill.kvstore.memory.recompute_cost import Policy
@@ -30,11 +30,6 @@ class SettingsError(TidemillError):
     """A setting has no meaning; the message names it."""
 
 
-def kv_dtype_of(devices: Iterable[str]) -> KvDtype:
-    """Return the dtype of pages that workers on these devices exchange, if none is configured."""
-    return "float32" if all(device == "cpu" for device in devices) else "bfloat16"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """The settings of one engine. `step_tokens_max` is the token budget of a step, `rows_max` its rows."""
@@ -45,7 +40,8 @@ class EngineSettings:
     store_url: str
     store_secret_file: Path | None = None  # seals stored objects: all workers of a store have the same one
     page_tokens: int = 64
-    kv_dtype: KvDtype | None = None  # of pages; None: float32, on CUDA bfloat16
+    compute_dtype: ComputeDtype | None = None  # of products; None: that of the weights
+    kv_dtype: KvDtype | None = None  # of pages; None: compute_dtype, on CUDA bfloat16
     device: str = "cpu"  # or cuda, or cuda:1
     backing: Literal["fixed", "mmap", "kvcached"] | None = None  # None: mmap, on CUDA kvcached
     memory_max_bytes: int | None = None  # address space to grow into; None: memory_bytes
@@ -81,7 +77,8 @@ class EngineSettings:
 
     @property
     def page_dtype(self) -> KvDtype:
-        return self.kv_dtype or kv_dtype_of([self.device])
+        """The dtype of pages, once `compute_dtype` is known."""
+        return self.kv_dtype or ("bfloat16" if self.on_cuda else self.compute_dtype or "float32")
 
     @property
     def backing_kind(self) -> Literal["fixed", "mmap", "kvcached"]:

@@ -115,6 +115,7 @@ FLAGS: tuple[Flag, ...] = (
         "engine",
         {
             "page_size": "TOKENS",
+            "compute_dtype": None,
             "kv_cache_dtype": None,
             "max_num_seqs": "N",
             "max_num_batched_tokens": "N",

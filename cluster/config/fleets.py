@@ -28,7 +28,7 @@ from tidemill.cluster.settings import (
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.workers.messages import Role
 from tidemill.workers.models.bundled import bundled
-from tidemill.workers.settings import EngineSettings, SettingsError, kv_dtype_of
+from tidemill.workers.settings import EngineSettings, SettingsError
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -85,6 +85,7 @@ def engine_settings(
 ) -> EngineSettings:
     """Return the engine settings of the workers of a group. Raises SettingsError."""
     engine, secret_file, floor = model.engine, config.store.secret_file, group.memory_floor
+    on_cuda = any(other.device != "cpu" for other in model.groups)
     return EngineSettings(
         model_folder=bundled().get(model.model) or Path(model.model),
         memory_bytes=parse_bytes(group.memory),
@@ -99,7 +100,8 @@ def engine_settings(
         store_secret_file=None if secret_file is None else Path(secret_file),
         cache_folder=surroundings.cache_folder,
         page_tokens=engine.page_size,
-        kv_dtype=engine.kv_cache_dtype or kv_dtype_of(other.device for other in model.groups),
+        compute_dtype=engine.compute_dtype,
+        kv_dtype=engine.kv_cache_dtype or ("bfloat16" if on_cuda else None),
         device=group.device,
         kernels=engine.kernels,
         backing=engine.backing,

@@ -24,7 +24,7 @@ from tidemill.kvstore.layout import KvDtype
 from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.workers.messages import Role
-from tidemill.workers.settings import DRAFTS_MAX, CheckpointStrategy, SpeculativeMethod
+from tidemill.workers.settings import DRAFTS_MAX, CheckpointStrategy, ComputeDtype, SpeculativeMethod
 
 MODELS_MAX = 64
 PORT_MAX = 65535
@@ -157,8 +157,11 @@ class EngineConfig(ConfigNode):
 
     page_size: Count = 64
     """tokens per page"""
+    compute_dtype: ComputeDtype | None = None
+    """data type of the factors of products; sums are float32 (float32 for weights in float32 or float16, else
+    bfloat16)"""
     kv_cache_dtype: KvDtype | None = None
-    """data type of pages (float32; bfloat16 if workers of the model have a CUDA device)"""
+    """data type of pages (that of products; bfloat16 if workers of the model have a CUDA device)"""
     max_num_seqs: Count = 64
     """maximum number of rows in a step"""
     max_num_batched_tokens: Count = 512

@@ -6,10 +6,23 @@
 #include "../shared/cpu.h"
 
 namespace {
-constexpr int64_t BLOCK = 64;         // keys
-constexpr int64_t TILE_QUERIES = 8 * 12;  // (token, head) pairs of one task: whole tiles of any machine
+constexpr int64_t TILE_QUERIES = 32 * 12;  // (token, head) pairs of one task at most: whole tiles of any machine
+constexpr int64_t TILE_FLOATS = 48 << 10;  // of their sums, which stay in L2
 constexpr float LOWEST = -1e30f;      // below any score, and finite: it may be taken from itself
-static_assert(BLOCK % PANEL == 0);
+
+// E is the type of the factors of a product: float, or uint32_t for a word of two bfloat16.
+template <typename E>
+constexpr bool PAIRED = std::is_same_v<E, uint32_t>;
+
+// Keys. Part of what the bits are, as all sums run block by block.
+template <typename E>
+constexpr int64_t BLOCK = PAIRED<E> ? 128 : 64;
+
+// A row of so many elements in E.
+template <typename E>
+constexpr int64_t words_of(int64_t elements) {
+    return PAIRED<E> ? (elements + 1) / 2 : elements;
+}
 
 struct Cache {  // [pages][kv_heads][K|V][page_tokens][dim], strides in bytes
     const char* data;
@@ -25,17 +38,6 @@ struct Task {
     int64_t row, begin, end;  // tokens [begin, end) of the batch
     int64_t position;         // of token `begin` in its sequence
 };
-
-float element(const char* at, int64_t i, bool half_width) {
-    if (!half_width) {
-        float x;
-        std::memcpy(&x, at + 4 * i, sizeof x);
-        return x;
-    }
-    uint16_t bits;
-    std::memcpy(&bits, at + 2 * i, sizeof bits);
-    return __builtin_bit_cast(float, (uint32_t)bits << 16);
-}
 
 #if defined(__AVX2__)
 // LANES rows of words become columns: squares beside the diagonal change places, of half the width, a quarter, and on.
@@ -65,101 +67,226 @@ inline void transpose(words rows[LANES]) {
 }
 #endif
 
-// LANES keys as so many columns of a panel [dim][PANEL].
-template <bool half_width>
-void gather_keys(const char* const* keys, int64_t dim, float* columns) {
-    constexpr int64_t WIDTH = half_width ? 2 : 4, STEP = LANES * 4 / WIDTH;
-    int64_t e = 0;
-    for (; e + STEP <= dim; e += STEP) {
+// A row of a key or a value as floats.
+void widen(const char* from, bool half_width, int64_t dim, float* to) {
+    if (!half_width) {
+        std::memcpy(to, from, dim * sizeof(float));
+        return;
+    }
+    for (int64_t e = 0; e < dim; e++) {
+        uint16_t bits;
+        std::memcpy(&bits, from + 2 * e, sizeof bits);
+        to[e] = __builtin_bit_cast(float, (uint32_t)bits << 16);
+    }
+}
+
+constexpr int64_t DIM_MAX = 1024;
+
+// A row of keys as words of E: of the page itself where it has them, else of `room`.
+template <typename E>
+const char* key_words(const char* key, bool half_width, int64_t dim, E* room) {
+    if (half_width && PAIRED<E> && dim % 2 == 0) return key;
+    if (!half_width && !PAIRED<E>) return key;
+    if constexpr (!PAIRED<E>) {
+        widen(key, half_width, dim, room);
+    } else {
+        float wide[DIM_MAX];
+        widen(key, half_width, dim, wide);
+        to_pairs(wide, dim, room);
+    }
+    return (const char*)room;
+}
+
+// LANES keys as so many columns of a panel [words_of(dim)][PANEL]. Asks for as many of `next`.
+template <typename E>
+void gather_keys(const char* const* keys, const char* const* next, bool half_width, int64_t dim, E* columns, E* room) {
+    const int64_t count = words_of<E>(dim);
+    const char* rows[LANES];
+    for (int j = 0; j < LANES; j++) rows[j] = key_words(keys[j], half_width, dim, room + j * count);
+    int64_t w = 0;
+    for (; w + LANES <= count; w += LANES) {
         words square[LANES];
-        for (int j = 0; j < LANES; j++) std::memcpy(&square[j], keys[j] + e * WIDTH, sizeof square[j]);
+        for (int j = 0; j < LANES; j++) {
+            __builtin_prefetch(next[j] + w * 4, 0, 2);
+            std::memcpy(&square[j], rows[j] + w * 4, sizeof square[j]);
+        }
         transpose(square);
-        for (int i = 0; i < LANES; i++) {
-            if constexpr (half_width) {  // a word has two elements
-                store(columns + (e + 2 * i) * PANEL, (vec)(square[i] << 16));
-                store(columns + (e + 2 * i + 1) * PANEL, (vec)(square[i] & 0xffff0000u));
+        for (int i = 0; i < LANES; i++) std::memcpy(columns + (w + i) * PANEL, &square[i], sizeof square[i]);
+    }
+    for (; w < count; w++)
+        for (int j = 0; j < LANES; j++) std::memcpy(columns + w * PANEL + j, rows[j] + w * 4, 4);
+}
+
+// A value as row `at` of panels [dim / PANEL][BLOCK][PANEL].
+void put_value(const char* value, bool half_width, int64_t dim, int64_t at, float* values) {
+    for (int64_t p = 0; p < dim; p += PANEL)
+        widen(value + p * (half_width ? 2 : 4), half_width, std::min<int64_t>(PANEL, dim - p),
+              values + p * BLOCK<float> + at * PANEL);
+}
+
+// PANEL elements of a value as bfloat16; zeros behind the last.
+typedef uint16_t halves __attribute__((vector_size(PANEL * 2)));
+
+inline __attribute__((always_inline)) halves panel_of(const char* value, bool half_width, int64_t dim, int64_t p) {
+    halves found{};
+    if (!value) return found;
+    const int64_t count = std::min<int64_t>(PANEL, dim - p);
+    if (half_width && count == PANEL) {
+        std::memcpy(&found, value + 2 * p, sizeof found);
+    } else if (half_width) {
+        std::memcpy(&found, value + 2 * p, 2 * count);
+    } else {
+        float wide[PANEL] = {};
+        uint32_t rounded[PANEL / 2];
+        std::memcpy(wide, value + 4 * p, 4 * count);
+        to_pairs(wide, PANEL, rounded);
+        std::memcpy(&found, rounded, sizeof found);
+    }
+    return found;
+}
+
+// Two values, or one and null, as row `at` of panels [dim / PANEL][BLOCK / 2][PANEL] of words.
+inline __attribute__((always_inline)) void put_values(const char* even, const char* odd, bool half_width, int64_t dim,
+                                                      int64_t at, uint32_t* values) {
+    halves first, second;
+    for (int l = 0; l < PANEL; l++) {
+        first[l] = l / 2 + (l % 2) * PANEL;
+        second[l] = first[l] + PANEL / 2;
+    }
+    for (int64_t p = 0; p < dim; p += PANEL) {
+        const halves a = panel_of(even, half_width, dim, p), b = panel_of(odd, half_width, dim, p);
+        uint32_t* to = values + p * (BLOCK<uint32_t> / 2) + at * PANEL;
+        const halves low = __builtin_shuffle(a, b, first), high = __builtin_shuffle(a, b, second);
+        std::memcpy(to, &low, sizeof low);
+        std::memcpy(to + LANES, &high, sizeof high);
+    }
+}
+
+// Where keys start + [from, to) of a head lie; beside them one of these is repeated.
+template <typename E>
+struct Block {
+    static constexpr int64_t SIZE = BLOCK<E>;
+    const char* rows[SIZE];
+    int64_t from = 0, to = 0;
+
+    Block(const Cache& cache, const int32_t* table, int64_t head, int64_t start, int64_t first, int64_t last)
+        : from(std::max<int64_t>(0, first - start)), to(std::min(SIZE, last - start)) {
+        int64_t page = (start + from) / cache.page_tokens, slot = (start + from) % cache.page_tokens;
+        for (int64_t j = from; j < to; j++, slot++) {
+            if (slot == cache.page_tokens) page++, slot = 0;
+            rows[j] = cache.data + table[page] * cache.page + head * cache.head + slot * cache.token;
+        }
+        const char* const any = from < to ? rows[from] : cache.data;
+        std::fill(rows, rows + from, any);
+        std::fill(rows + std::max<int64_t>(0, to), rows + SIZE, any);
+    }
+};
+
+// Keys as columns of panels [BLOCK / PANEL][words_of(dim)][PANEL], values as rows of panels. Columns beside those of the
+// block repeat a key: nobody looks at their scores. Asks for what it reads in the block that is next.
+template <typename E>
+void gather(const Cache& cache, const Block<E>& block, const Block<E>& next, int64_t dim, E* keys, E* values, E* room) {
+    const int64_t from = block.from, to = block.to;
+    for (int64_t j = from / LANES * LANES; j < to; j += LANES)
+        gather_keys(block.rows + j, next.rows + j, cache.half_width, dim,
+                    keys + j / PANEL * words_of<E>(dim) * PANEL + j % PANEL, room);
+    const auto value = [&](int64_t j) { return j < from || j >= to ? nullptr : block.rows[j] + cache.kv; };
+    const auto ask_next = [&](int64_t j) {
+        for (int64_t at = 0; at < dim * (cache.half_width ? 2 : 4); at += LINE)
+            __builtin_prefetch(next.rows[j] + cache.kv + at, 0, 2);
+    };
+    if constexpr (!PAIRED<E>) {
+        for (int64_t j = from; j < to; j++) {
+            ask_next(j);
+            put_value(value(j), cache.half_width, dim, j, values);
+        }
+    } else {
+        for (int64_t j = from / 2 * 2; j < to; j += 2) {
+            ask_next(j), ask_next(j + 1);
+            if (j >= from && j + 1 < to && cache.half_width && dim % PANEL == 0) {
+                put_values(value(j), value(j + 1), true, dim, j / 2, values);
             } else {
-                store(columns + (e + i) * PANEL, (vec)square[i]);
+                put_values(value(j), value(j + 1), cache.half_width, dim, j / 2, values);
             }
         }
     }
-    for (; e < dim; e++)
-        for (int j = 0; j < LANES; j++) columns[e * PANEL + j] = element(keys[j], e, half_width);
 }
 
-// Keys start + [from, to) as columns [from, to) of panels [BLOCK / PANEL][dim][PANEL], values as rows of panels
-// [dim / PANEL][BLOCK][PANEL]. Columns beside them repeat a key: nobody looks at their scores.
-template <bool half_width>
-void gather(const Cache& cache, const int32_t* table, int64_t head, int64_t start, int64_t from, int64_t to,
-            int64_t dim, float* keys, float* values) {
-    const char* rows[BLOCK];
-    int64_t page = (start + from) / cache.page_tokens, slot = (start + from) % cache.page_tokens;
-    for (int64_t j = from; j < to; j++, slot++) {
-        if (slot == cache.page_tokens) page++, slot = 0;
-        rows[j] = cache.data + table[page] * cache.page + head * cache.head + slot * cache.token;
-    }
-    std::fill(rows, rows + from, rows[from]);
-    std::fill(rows + to, rows + BLOCK, rows[from]);
-    for (int64_t j = from / LANES * LANES; j < to; j += LANES)
-        gather_keys<half_width>(rows + j, dim, keys + j / PANEL * dim * PANEL + j % PANEL);
-    for (int64_t j = from; j < to; j++)
-        for (int64_t p = 0; p < dim; p += PANEL) {
-            const int64_t width = std::min<int64_t>(PANEL, dim - p);
-            for (int64_t e = 0; e < width; e++)
-                values[p * BLOCK + j * PANEL + e] = element(rows[j] + cache.kv, p + e, half_width);
-        }
-}
-
-// Turns BLOCK scores of one query into weights, of which [from, to) count. Returns the factor by which what was
+// Turns SIZE scores of one query into weights, of which [from, to) count. Returns the factor by which what was
 // summed before shrinks: exactly 1 where none counts.
+template <int64_t SIZE>
 float fold_scores(float* score, int64_t from, int64_t to, float& highest, float& total) {
     const auto larger = [](vec a, vec b) { return a < b ? b : a; };
     vec most = splat(highest);
     for (int64_t j = 0; j < from; j++) score[j] = -INFINITY;
-    for (int64_t j = to; j < BLOCK; j++) score[j] = -INFINITY;
-    for (int64_t j = 0; j < BLOCK; j += LANES) most = larger(most, load(score + j));
+    for (int64_t j = to; j < SIZE; j++) score[j] = -INFINITY;
+    for (int64_t j = 0; j < SIZE; j += LANES) most = larger(most, load(score + j));
     const float peak = tree(most, larger);
-    for (int64_t j = 0; j < BLOCK; j++) score[j] = exp_f32(score[j] - peak);
+    for (int64_t j = 0; j < SIZE; j++) score[j] = exp_f32(score[j] - peak);
     for (int64_t j = 0; j < from; j++) score[j] = 0.0f;
-    for (int64_t j = to; j < BLOCK; j++) score[j] = 0.0f;
-    const float shrink = exp_f32(highest - peak);
+    for (int64_t j = to; j < SIZE; j++) score[j] = 0.0f;
+    const float shrink = peak == highest ? 1.0f : exp_f32(highest - peak);
     highest = peak;
-    total = total * shrink + sum(score, BLOCK);
+    total = total * shrink + sum(score, SIZE);
     return shrink;
 }
 
+template <typename E>
 void attend(const Task& task, const Seen& seen, const float* q, const Cache& cache, const int32_t* table, float* out,
             int64_t head, int64_t kv_heads, int64_t group, int64_t dim, float scale) {
+    constexpr int64_t BLOCK = ::BLOCK<E>, BLOCK_WORDS = words_of<E>(BLOCK);
+    const std::conditional_t<PAIRED<E>, FlushDenormals, Nothing> flushed;
     const int64_t queries = (task.end - task.begin) * group, panels = (dim + PANEL - 1) / PANEL, wide = panels * PANEL;
-    const int64_t first = std::max<int64_t>(0, task.position - seen.window + 1);
+    const int64_t first = std::max<int64_t>(0, task.position - seen.window + 1), depth = words_of<E>(dim);
     const int64_t last = task.position + task.end - task.begin;
-    static thread_local std::vector<float> scratch;
-    const int64_t cleared = (BLOCK + queries) * wide;
-    float* const values = lined(scratch, cleared + BLOCK * dim + queries * (BLOCK + dim + 2));
-    float *const sums = values + BLOCK * wide, *const keys = sums + queries * wide, *const S = keys + BLOCK * dim;
-    float *const Q = S + queries * BLOCK, *const highest = Q + queries * dim, *const total = highest + queries;
-    std::fill(values, values + cleared, 0.0f);
+    static thread_local std::vector<float> floats;
+    static thread_local std::vector<E> elements;
+    float* const sums = lined(floats, queries * wide + TILE_ROWS * BLOCK + dim + 2 * queries);
+    float *const S = sums + queries * wide, *const scaled = S + TILE_ROWS * BLOCK;
+    float *const highest = scaled + dim, *const total = highest + queries;
+    E* const values = lined(elements, BLOCK_WORDS * (wide + TILE_ROWS) + (BLOCK + LANES + queries) * depth);
+    E *const P = values + BLOCK_WORDS * wide, *const keys = P + BLOCK_WORDS * TILE_ROWS;
+    E *const room = keys + BLOCK * depth, *const Q = room + LANES * depth;
+    std::fill(sums, sums + queries * wide, 0.0f);
+    std::fill(values, values + BLOCK_WORDS * wide, E{});
     for (int64_t i = 0; i < queries; i++) {  // query i is head i % group of token i / group
         const float* in = q + (((task.begin + i / group) * kv_heads + head) * group + i % group) * dim;
-        for (int64_t e = 0; e < dim; e++) Q[i * dim + e] = in[e] * scale;
+        for (int64_t e = 0; e < dim; e++) scaled[e] = in[e] * scale;
+        if constexpr (PAIRED<E>) {
+            to_pairs(scaled, dim, Q + i * depth);
+        } else {
+            std::memcpy(Q + i * depth, scaled, dim * sizeof(float));
+        }
         highest[i] = seen.sinks ? std::max(LOWEST, seen.sinks[head * group + i % group]) : LOWEST;
         total[i] = seen.sinks ? 1.0f : 0.0f;
     }
+    Block<E> block(cache, table, head, first / BLOCK * BLOCK, first, last);
     for (int64_t start = first / BLOCK * BLOCK; start < last; start += BLOCK) {
         // What nobody sees of the first block stays zero: its pages may be somebody else's.
-        const int64_t unseen = std::max<int64_t>(0, first - start), count = std::min(BLOCK, last - start);
-        (cache.half_width ? gather<true> : gather<false>)(cache, table, head, start, unseen, count, dim, keys, values);
-        std::fill(S, S + queries * BLOCK, 0.0f);
-        multiply<false>(queries, BLOCK / PANEL, Q, dim, keys, dim * PANEL, dim, S, BLOCK);
-        for (int64_t i = 0; i < queries; i++) {
-            const int64_t end = task.position + i / group + 1 - start;
-            const int64_t from = std::clamp<int64_t>(end - seen.window, 0, BLOCK);
-            const int64_t to = std::clamp<int64_t>(end, 0, count);
-            const float shrink = fold_scores(S + i * BLOCK, from, to, highest[i], total[i]);
-            if (shrink == 1.0f) continue;
-            for (int64_t e = 0; e < wide; e++) sums[i * wide + e] *= shrink;
+        const Block<E> next(cache, table, head, start + BLOCK, first, last);
+        const int64_t count = block.to;
+        gather(cache, block, next, dim, keys, values, room);
+        block = next;
+        for (int64_t i = 0, rows; i < queries; i += rows) {
+            rows = std::min<int64_t>(TILE_ROWS, queries - i);
+            const auto end_of = [&](int64_t query) { return task.position + query / group + 1 - start; };
+            if (end_of(i + rows - 1) <= 0 || end_of(i) - seen.window >= BLOCK) continue;
+            std::fill(S, S + rows * BLOCK, 0.0f);
+            multiply<false>(rows, (count + PANEL - 1) / PANEL, Q + i * depth, depth, keys, depth * PANEL, depth, S, BLOCK);
+            for (int64_t r = 0; r < rows; r++) {
+                float *const score = S + r * BLOCK, *const sum = sums + (i + r) * wide;
+                const int64_t from = std::clamp<int64_t>(end_of(i + r) - seen.window, 0, BLOCK);
+                const int64_t to = std::clamp<int64_t>(end_of(i + r), 0, count);
+                const float shrink = fold_scores<BLOCK>(score, from, to, highest[i + r], total[i + r]);
+                if constexpr (PAIRED<E>) to_pairs(score, BLOCK, P + r * BLOCK_WORDS);
+                if (shrink == 1.0f) continue;
+                for (int64_t e = 0; e < wide; e++) sum[e] *= shrink;
+            }
+            const E* weights;
+            if constexpr (PAIRED<E>) weights = P; else weights = S;
+            multiply<false>(rows, panels, weights, BLOCK_WORDS, values, BLOCK_WORDS * PANEL, words_of<E>(count),
+                            sums + i * wide, wide);
         }
-        multiply<false>(queries, panels, S, BLOCK, values, BLOCK * PANEL, count, sums, wide);
     }
     for (int64_t i = 0; i < queries; i++) {
         float* to = out + (((task.begin + i / group) * kv_heads + head) * group + i % group) * dim;
@@ -176,8 +303,9 @@ extern "C" void attention(const float* q, const char* cache, int64_t page_stride
                           int64_t kv_stride, int64_t token_stride, int64_t half_width, const int32_t* table,
                           int64_t table_row, const int32_t* cu, const int32_t* lens, float* out, int64_t rows,
                           int64_t q_heads, int64_t kv_heads, int64_t dim, int64_t page_tokens, float scale,
-                          int64_t window, const float* sinks) {
-    const int64_t group = q_heads / kv_heads, tile = std::max<int64_t>(1, TILE_QUERIES / group);
+                          int64_t window, const float* sinks, int64_t paired) {
+    const int64_t group = q_heads / kv_heads;
+    const int64_t tile = std::max<int64_t>(1, std::min(TILE_QUERIES, TILE_FLOATS / dim) / group);
     const Cache pages{cache, page_stride, head_stride, kv_stride, token_stride, half_width, page_tokens};
     std::vector<Task> tasks;
     int64_t keys = 0;
@@ -191,6 +319,6 @@ extern "C" void attention(const float* q, const char* cache, int64_t page_stride
 #pragma omp parallel for collapse(2) schedule(dynamic) if (keys * kv_heads * dim >= 1 << 14)
     for (int64_t i = count - 1; i >= 0; i--)  // the longest first: late tokens see the most keys
         for (int64_t h = 0; h < kv_heads; h++)
-            attend(tasks[i], {window, sinks}, q, pages, table + tasks[i].row * table_row, out, h, kv_heads, group, dim,
+            (paired ? attend<uint32_t> : attend<float>)(tasks[i], {window, sinks}, q, pages, table + tasks[i].row * table_row, out, h, kv_heads, group, dim,
                    scale);
 }

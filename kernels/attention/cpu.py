@@ -5,14 +5,16 @@ from collections.abc import Callable
 import torch
 
 from tidemill.kernels.shared.build import Library
+from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kernels.shared.pages import page_arguments
 from tidemill.kernels.shared.rows import Rows
 
+DIM_MAX = 1024  # of cpu.cpp
 UNBOUNDED = 1 << 62  # a window of more tokens than there are
 
 
 def bind(
-    library: Library,
+    library: Library, compute_dtype: ComputeDtype
 ) -> Callable[[torch.Tensor, torch.Tensor, Rows, int | None, torch.Tensor | None], torch.Tensor]:
     call = library.function("attention")
 
@@ -23,6 +25,7 @@ def bind(
         _, kv_heads, _, page_tokens, _ = cache.shape
         assert q_THD.dtype == torch.float32
         assert q_THD.is_contiguous()
+        assert dim <= DIM_MAX
         assert window is None or window > 0
         assert sinks_H is None or (sinks_H.dtype == torch.float32 and sinks_H.is_contiguous())
         o_THD = torch.empty_like(q_THD)
@@ -31,6 +34,7 @@ def bind(
             rows.cu_B1.data_ptr(), rows.lens_B.data_ptr(), o_THD.data_ptr(), len(rows.lens_B),
             q_heads, kv_heads, dim, page_tokens, dim**-0.5,
             UNBOUNDED if window is None else window, None if sinks_H is None else sinks_H.data_ptr(),
+            compute_dtype == "bfloat16",
         )  # fmt: skip
         return o_THD
 

@@ -2,11 +2,17 @@
 
 import torch
 
+from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kernels.shared.rows import Rows, integers
 
 
 def attention(
-    q_THD: torch.Tensor, cache: torch.Tensor, rows: Rows, window: int | None, sinks_H: torch.Tensor | None
+    q_THD: torch.Tensor,
+    cache: torch.Tensor,
+    rows: Rows,
+    window: int | None,
+    sinks_H: torch.Tensor | None,
+    compute_dtype: ComputeDtype = "float32",
 ) -> torch.Tensor:
     """o = softmax(q K^T / sqrt(D)) V over the tokens up to and including the query's own, `[T, H, D]`.
 
@@ -17,8 +23,16 @@ def attention(
     sinks_H   float32, for each query head a score that takes its share of the softmax and has no value
               (attention sinks of gpt-oss); None: none
 
+    compute_dtype
+              of the factors of both products: with bfloat16, q / sqrt(D), keys, values and the weights of the
+              softmax are rounded, on CPU before the weights are divided by their sum
+
     A row with `lens` 0, the padding of a batch, gets zeros.
     """
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.bfloat16().to(x.dtype) if compute_dtype == "bfloat16" else x
+
     o_THD = torch.empty_like(q_THD)
     group, page_tokens = q_THD.shape[1] // cache.shape[1], cache.shape[3]
     starts = integers(rows.cu_B1)
@@ -30,8 +44,8 @@ def attention(
         pages_N = rows.pages_BN[b, first // page_tokens : -(-length // page_tokens)].long()
         kv_K2PD = cache[pages_N].permute(1, 2, 0, 3, 4).flatten(2, 3)
         kv_H2LD = kv_K2PD[:, :, offset : offset + count].to(q_THD.dtype).repeat_interleave(group, dim=0)
-        k_HLD, v_HLD = kv_H2LD[:, 0], kv_H2LD[:, -1]
-        scores_HNL = torch.einsum("nhd,hld->hnl", q_NHD, k_HLD) * q_THD.shape[2] ** -0.5
+        k_HLD, v_HLD = rounded(kv_H2LD[:, 0]), rounded(kv_H2LD[:, -1])
+        scores_HNL = torch.einsum("nhd,hld->hnl", rounded(q_NHD * q_THD.shape[2] ** -0.5), k_HLD)
         every_NL = torch.ones(len(q_NHD), count, dtype=torch.bool, device=q_THD.device)
         unseen_NL = every_NL.triu(before - first + 1)
         if window is not None:
@@ -41,5 +55,5 @@ def attention(
             sinks_HN1 = sinks_H.to(q_THD.dtype)[:, None, None].expand(-1, len(q_NHD), 1)
             scores_HNL = torch.cat([scores_HNL, sinks_HN1], -1)
         weights_HNL = scores_HNL.softmax(-1)[..., :count]
-        o_THD[starts[b] : starts[b + 1]] = torch.einsum("hnl,hld->nhd", weights_HNL, v_HLD)
+        o_THD[starts[b] : starts[b + 1]] = torch.einsum("hnl,hld->nhd", rounded(weights_HNL), v_HLD)
     return o_THD

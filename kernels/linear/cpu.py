@@ -6,9 +6,18 @@ import torch
 
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.shared.build import Library
+from tidemill.kernels.shared.compute_dtype import ComputeDtype
+
+FLOATS, WIDENED, PAIRS = range(3)  # of cpu.h
 
 
-def bind_pack(library: Library) -> Callable[[torch.Tensor, torch.Tensor | None], Packed]:
+def kind_of(weight: Packed) -> int:
+    return FLOATS if weight.data.dtype == torch.float32 else PAIRS if weight.rounds else WIDENED
+
+
+def bind_pack(
+    library: Library, compute_dtype: ComputeDtype
+) -> Callable[[torch.Tensor, torch.Tensor | None], Packed]:
     call = library.function("linear_pack")
     panel = library.function("linear_panel")()
     assert panel is not None
@@ -16,12 +25,14 @@ def bind_pack(library: Library) -> Callable[[torch.Tensor, torch.Tensor | None],
     def pack(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> Packed:
         *experts, n, k = weight_NK.shape
         is_half = weight_NK.dtype == torch.bfloat16
+        rounds = is_half and compute_dtype == "bfloat16"
         weight_ENK = (weight_NK if is_half else weight_NK.float()).contiguous().view(-1, n, k)
-        data = weight_ENK.new_empty(len(weight_ENK), -(-n // panel), k, panel)
-        for source, target in zip(weight_ENK, data, strict=True):
-            call(source.data_ptr(), target.data_ptr(), is_half, n, k)
+        data = weight_ENK.new_empty(len(weight_ENK), -(-n // panel), k + (k % 2 if rounds else 0), panel)
         bias = None if bias_N is None else bias_N.float().contiguous()
-        return Packed(data.view(*experts, *data.shape[1:]), bias, n, k)
+        packed = Packed(data.view(*experts, *data.shape[1:]), bias, n, k, rounds)
+        for source, target in zip(weight_ENK, data, strict=True):
+            call(source.data_ptr(), target.data_ptr(), kind_of(packed), n, k)
+        return packed
 
     return pack
 
@@ -40,7 +51,7 @@ def bind_linear(library: Library) -> Callable[[torch.Tensor, Packed], torch.Tens
             x_MK.data_ptr(),
             x_MK.stride(0),
             weight.data.data_ptr(),
-            weight.is_half,
+            kind_of(weight),
             bias,
             y_MN.data_ptr(),
             m,
@@ -65,7 +76,7 @@ def bind_linear_heads(library: Library) -> Callable[[torch.Tensor, Packed], torc
         y_THO = x_THI.new_empty(tokens, heads, weight.out_features)
         call(
             x_THI.data_ptr(), x_THI.stride(0), x_THI.stride(1),
-            data.data_ptr(), data.stride(0) * data.element_size(), weight.is_half,
+            data.data_ptr(), data.stride(0) * data.element_size(), kind_of(weight),
             y_THO.data_ptr(), tokens, heads, weight.out_features, width,
         )  # fmt: skip
         return y_THO

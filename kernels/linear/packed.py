@@ -13,13 +13,15 @@ class Packed:
     data    the weights, bfloat16 if they came so, else float32 (of a reference, whatever they were); only
             operators of the same variant understand their order
     bias_N  [.., out] or None
+    rounds  x is rounded to bfloat16; of weights in bfloat16 alone
     """
 
     data: torch.Tensor
     bias_N: torch.Tensor | None
     out_features: int
     in_features: int
+    rounds: bool = False
 
-    @property
-    def is_half(self) -> bool:
-        return self.data.dtype == torch.bfloat16
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x as the product takes it, in its own type."""
+        return x.bfloat16().to(x.dtype) if self.rounds else x

@@ -4,18 +4,22 @@ import torch
 from torch.nn import functional
 
 from tidemill.kernels.linear.packed import Packed
+from tidemill.kernels.shared.compute_dtype import ComputeDtype
 
 
-def pack(weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> Packed:
+def pack(
+    weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, compute_dtype: ComputeDtype = "float32"
+) -> Packed:
     """Weights `[.., N, K]` and bias `[.., N]`: for `linear` without a leading dimension, of heads for
     `linear_heads`, of experts for `moe_inner` and `moe_outer`."""
-    return Packed(weight_NK, bias_N, weight_NK.shape[-2], weight_NK.shape[-1])
+    rounds = weight_NK.dtype == torch.bfloat16 and compute_dtype == "bfloat16"
+    return Packed(weight_NK, bias_N, weight_NK.shape[-2], weight_NK.shape[-1], rounds)
 
 
 def linear(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
     """Float tensors; returns `[M, N]` in the type of x, to which weights are widened."""
     bias_N = None if weight.bias_N is None else weight.bias_N.to(x_MK.dtype)
-    return functional.linear(x_MK, weight.data.to(x_MK.dtype), bias_N)
+    return functional.linear(weight.rounded(x_MK), weight.data.to(x_MK.dtype), bias_N)
 
 
 def logits(x_MK: torch.Tensor, weight: Packed) -> torch.Tensor:
@@ -27,4 +31,4 @@ def linear_heads(x_THI: torch.Tensor, weight: Packed) -> torch.Tensor:
     """Multiply each head by its own weights, `[H, O, I]` without bias, to `[T, H, O]`. x may be strided
     except in I."""
     assert weight.bias_N is None
-    return torch.einsum("thi,hoi->tho", x_THI, weight.data.to(x_THI.dtype))
+    return torch.einsum("thi,hoi->tho", weight.rounded(x_THI), weight.data.to(x_THI.dtype))

@@ -78,20 +78,22 @@ extern "C" void route(const float* logits, int64_t logits_stride, const float* b
 }
 
 // hidden[t][i] = silu(gate) * up, or what `clamped` says, of the expert chosen[t][i]. Packed weights of expert e start
-// at e * gate_up_bytes, of bfloat16 if is_half; bias [experts][2 * inner], or null.
+// at e * gate_up_bytes, of that kind; bias [experts][2 * inner], or null.
 extern "C" void moe_inner(const float* x, const int32_t* chosen, const void* gate_up, int64_t gate_up_bytes,
-                          int64_t is_half, const float* bias, float* hidden, int64_t tokens, int64_t experts,
+                          int64_t kind, const float* bias, float* hidden, int64_t tokens, int64_t experts,
                           int64_t top_k, int64_t width, int64_t inner, int64_t is_clamped, float alpha, float limit) {
     const Picks picks = by_expert(chosen, tokens * top_k, experts);
-    static thread_local std::vector<float> in, projected;
+    static thread_local std::vector<uint32_t> in;
+    static thread_local std::vector<float> projected;
+    const int64_t words = row_words(kind, width);
     for (int64_t e = 0; e < experts; e++) {
         const int64_t *pick = picks.index.data() + picks.start[e], n = picks.start[e + 1] - picks.start[e];
         if (n == 0) continue;
-        in.resize(n * width), projected.resize(n * 2 * inner);
+        in.resize(n * words), projected.resize(n * 2 * inner);
         for (int64_t r = 0; r < n; r++)
-            std::memcpy(in.data() + r * width, x + pick[r] / top_k * width, width * sizeof(float));
-        linear(in.data(), width, (const char*)gate_up + e * gate_up_bytes, is_half,
-               bias ? bias + e * 2 * inner : nullptr, projected.data(), n, 2 * inner, width);
+            copy_row(kind, x + pick[r] / top_k * width, width, in.data() + r * words);
+        multiply_rows(in.data(), (const char*)gate_up + e * gate_up_bytes, kind, bias ? bias + e * 2 * inner : nullptr,
+                      projected.data(), n, 2 * inner, width);
         for (int64_t r = 0; r < n; r++) {
             const float *gate = projected.data() + r * 2 * inner, *up = gate + inner;
             float* out = hidden + pick[r] * inner;
@@ -105,23 +107,25 @@ extern "C" void moe_inner(const float* x, const int32_t* chosen, const void* gat
 }
 
 // y[t] = sum over its experts, in ascending order, of weight * down(hidden), then + shared[t] unless that is null, times
-// sigmoid(gate[t]) unless that is. Packed weights of expert e start at e * down_bytes, of bfloat16 if is_half; bias
-// [experts][width], or null.
+// sigmoid(gate[t]) unless that is. Packed weights of expert e start at e * down_bytes, of that kind; bias [experts][width],
+// or null.
 extern "C" void moe_outer(const float* hidden, const int32_t* chosen, const float* weights, const void* down,
-                          int64_t down_bytes, int64_t is_half, const float* bias, const float* shared,
+                          int64_t down_bytes, int64_t kind, const float* bias, const float* shared,
                           const float* gate, int64_t gate_stride, float* y, int64_t tokens, int64_t experts,
                           int64_t top_k, int64_t width, int64_t inner) {
     const Picks picks = by_expert(chosen, tokens * top_k, experts);
     std::fill(y, y + tokens * width, 0.0f);
-    static thread_local std::vector<float> in, out;
+    static thread_local std::vector<uint32_t> in;
+    static thread_local std::vector<float> out;
+    const int64_t words = row_words(kind, inner);
     for (int64_t e = 0; e < experts; e++) {
         const int64_t *pick = picks.index.data() + picks.start[e], n = picks.start[e + 1] - picks.start[e];
         if (n == 0) continue;
-        in.resize(n * inner), out.resize(n * width);
+        in.resize(n * words), out.resize(n * width);
         for (int64_t r = 0; r < n; r++)
-            std::memcpy(in.data() + r * inner, hidden + pick[r] * inner, inner * sizeof(float));
-        linear(in.data(), inner, (const char*)down + e * down_bytes, is_half, bias ? bias + e * width : nullptr,
-               out.data(), n, width, inner);
+            copy_row(kind, hidden + pick[r] * inner, inner, in.data() + r * words);
+        multiply_rows(in.data(), (const char*)down + e * down_bytes, kind, bias ? bias + e * width : nullptr,
+                      out.data(), n, width, inner);
         for (int64_t r = 0; r < n; r++) {
             float* to = y + pick[r] / top_k * width;
             const float weight = weights[pick[r]], *from = out.data() + r * width;

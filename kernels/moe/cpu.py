@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tidemill.kernels.linear.cpu import kind_of
 from tidemill.kernels.linear.packed import Packed
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.moe.routing import Routing
@@ -98,8 +99,8 @@ def bind_moe_outer(
 
 
 def _weights(packed: Packed) -> tuple[int, int, int, int | None]:
-    """Address, bytes from expert to expert, whether of bfloat16, and the address of the biases."""
+    """Address, bytes from expert to expert, kind, and the address of the biases."""
     bias_EN = packed.bias_N
     assert bias_EN is None or bias_EN.shape == (len(packed.data), packed.out_features)
     apart = packed.data.stride(0) * packed.data.element_size()
-    return packed.data.data_ptr(), apart, packed.is_half, None if bias_EN is None else bias_EN.data_ptr()
+    return packed.data.data_ptr(), apart, kind_of(packed), None if bias_EN is None else bias_EN.data_ptr()

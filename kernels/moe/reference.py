@@ -72,7 +72,7 @@ def moe_outer(
 
 def _of_expert(x_NK: torch.Tensor, weight: Packed, expert: int) -> torch.Tensor:
     bias = None if weight.bias_N is None else weight.bias_N[expert].to(x_NK.dtype)
-    return functional.linear(x_NK, weight.data[expert].to(x_NK.dtype), bias)
+    return functional.linear(weight.rounded(x_NK), weight.data[expert].to(x_NK.dtype), bias)
 
 
 def _activated(gate_NI: torch.Tensor, up_NI: torch.Tensor, experts: Experts) -> torch.Tensor:

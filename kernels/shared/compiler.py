@@ -17,12 +17,14 @@ FLAGS = (
 )
 KINDS = {
     "x86_64": {
+        "avx512_bf16": ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"),
         "avx512": ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
         "avx2": ("avx2", "fma"),
     }
 }
 """The kinds of CPU of each machine type, the fastest first, with their features by the names of /proc/cpuinfo
-and g++. Older CPUs get no library: without a fused multiply-add each one is a function call."""
+and, without underscores, of g++. Older CPUs get no library: without a fused multiply-add each one is a
+function call."""
 
 
 class KernelUnavailable(Exception):
@@ -56,7 +58,7 @@ def compile_ahead(folder: Path, compiler: str = "g++") -> list[Path]:
     made: list[Path] = []
     for kind, has in kinds(machine).items():
         made.append(folder / ahead_name(machine, kind))
-        compile_into(made[-1], [f"-m{feature}" for feature in has], compiler_path(compiler))
+        compile_into(made[-1], ["-m" + feature.replace("_", "") for feature in has], compiler_path(compiler))
     return made
 
 

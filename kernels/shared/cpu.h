@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -35,11 +36,13 @@ static inline vec load(const float* p) {
 
 static inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
 
-// So many floats of `room`, from a cache line on: a vector that lies on two costs twice.
-static inline float* lined(std::vector<float>& room, int64_t count) {
-    constexpr uintptr_t LINE = 64;
-    room.resize(count + LINE / sizeof(float));
-    return (float*)(((uintptr_t)room.data() + LINE - 1) / LINE * LINE);
+constexpr uintptr_t LINE = 64;  // bytes of a cache line
+
+// So many elements of `room`, from a cache line on: a vector that lies on two costs twice.
+template <typename T>
+static inline T* lined(std::vector<T>& room, int64_t count) {
+    room.resize(count + LINE / sizeof(T));
+    return (T*)(((uintptr_t)room.data() + LINE - 1) / LINE * LINE);
 }
 
 static inline vec splat(float x) { return x - vec{}; }  // -0.0 keeps its sign
@@ -118,20 +121,83 @@ static inline float dot(const float* x, const float* y, int64_t n) {
     return fold(lanes);
 }
 
-// A row of a panel, from float, or from the bits of bfloat16, where column j and column j + LANES share a word: a shift
-// and a mask widen both, without loss.
+typedef uint32_t words __attribute__((vector_size(LANES * 4)));
+
+// A word of two bfloat16 is a float of its lower half, and one of its upper half.
+static inline vec lower(words pairs) { return (vec)(pairs << 16); }
+
+static inline vec upper(words pairs) { return (vec)(pairs & 0xffff0000u); }
+
+static inline words load(const uint32_t* p) {
+    words v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+static inline words splat(uint32_t x) { return x + words{}; }
+
+// c + a.upper * b.upper, then + a.lower * b.lower, each rounded once, and denormals are zeros: vdpbf16ps, in which Zen 5
+// and the manuals agree. Without it a caller flushes denormals (FlushDenormals).
+static inline vec fused(words a, words b, vec c) {
+#if defined(__AVX512BF16__)
+    return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
+#else
+    return fused(lower(a), lower(b), fused(upper(a), upper(b), c));
+#endif
+}
+
+// While it lives, operands and results of this thread that are denormal are zeros.
+struct FlushDenormals {
+#if defined(__x86_64__)
+    const unsigned before = _mm_getcsr();
+    FlushDenormals() { _mm_setcsr(before | 0x8040); }
+    ~FlushDenormals() { _mm_setcsr(before); }
+#else
+    FlushDenormals() {}
+#endif
+};
+
+struct Nothing {
+    Nothing() {}
+};
+
+// The nearest bfloat16, ties to even; denormals become zeros. As vcvtneps2bf16, whatever the CPU.
+static inline uint32_t to_bfloat16(float x) {
+    const uint32_t bits = __builtin_bit_cast(uint32_t, x), size = bits & 0x7fffffffu;
+    const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+    return size < 0x00800000u ? bits >> 31 << 15 : size > 0x7f800000u ? bits >> 16 | 0x40 : rounded;
+}
+
+// x[k] rounded to bfloat16 in (k + 1) / 2 words, the element of even index below; a zero follows an odd k.
+static inline void to_pairs(const float* x, int64_t k, uint32_t* out) {
+    int64_t i = 0;
+#if defined(__AVX512BF16__)
+    for (; i + 2 * LANES <= k; i += 2 * LANES) {
+        const __m512bh both = _mm512_cvtne2ps_pbh((__m512)load(x + i + LANES), (__m512)load(x + i));
+        std::memcpy(out + i / 2, &both, sizeof both);
+    }
+#endif
+    for (; i + 1 < k; i += 2) out[i / 2] = to_bfloat16(x[i]) | to_bfloat16(x[i + 1]) << 16;
+    if (i < k) out[i / 2] = to_bfloat16(x[i]);
+}
+
+// A row of a panel, from float, or from the bits of bfloat16, where column j and column j + LANES share a word; or from
+// words, of which each has two elements of one column.
 static inline void load_panel(const float* p, vec columns[2]) {
     columns[0] = load(p);
     columns[1] = load(p + LANES);
 }
 
-typedef uint32_t words __attribute__((vector_size(LANES * 4)));
-
 static inline void load_panel(const uint16_t* p, vec columns[2]) {
     words v;
     std::memcpy(&v, p, sizeof v);
-    columns[0] = (vec)(v << 16);
-    columns[1] = (vec)(v & 0xffff0000u);
+    columns[0] = lower(v);
+    columns[1] = upper(v);
+}
+
+static inline void load_panel(const uint32_t* p, words columns[2]) {
+    columns[0] = load(p);
+    columns[1] = load(p + LANES);
 }
 
 // Few rows wait for memory. Row k of each panel asks for what comes soon; of a single panel also for a row of the next:
@@ -139,33 +205,41 @@ static inline void load_panel(const uint16_t* p, vec columns[2]) {
 constexpr int64_t SOON_BYTES = 2048;
 constexpr uint64_t STREAMS = 4;
 
+// The lines of a row of a panel, for L1 (3) or L2 (2).
+template <int LEVEL, typename B>
+static inline void ask(const B* row) {
+    __builtin_prefetch(row, 0, LEVEL);
+    if constexpr (PANEL * sizeof(B) > LINE) __builtin_prefetch(row + LINE / sizeof(B), 0, LEVEL);
+}
+
 template <int PANELS, typename B>
 static inline void ask_ahead(const B* b, int64_t b_stride, uint64_t depth, uint64_t k) {
-    for (int p = 0; p < PANELS; p++) __builtin_prefetch((const char*)(b + p * b_stride + k * PANEL) + SOON_BYTES);
+    for (int p = 0; p < PANELS; p++) ask<3>(b + p * b_stride + k * PANEL + SOON_BYTES / sizeof(B));
     const uint64_t later = k % STREAMS * (depth / STREAMS) + k / STREAMS;
-    if (PANELS == 1) __builtin_prefetch(b + b_stride + later * PANEL, 0, 2);
+    if (PANELS == 1) ask<2>(b + b_stride + later * PANEL);
 }
 
 // c[ROWS][PANELS * PANEL] += a[ROWS][depth] b, b in PANELS panels of [depth][PANEL]. Each element of c is one chain of
 // fused multiply-adds in the order of depth, continued from c: neither ROWS, PANELS nor a split of depth changes it.
-// B is float, or uint16_t for the bits of bfloat16, which give the same sums as their values in float.
-template <bool FEW, int ROWS, int PANELS, typename B>
-static inline void tile(const float* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t depth, float* c,
+// B is float, or uint16_t for the bits of bfloat16, which give the same sums as their values in float. Or A and B are
+// uint32_t, pairs of bfloat16, and depth counts pairs.
+template <bool FEW, int ROWS, int PANELS, typename A, typename B>
+static inline void tile(const A* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t depth, float* c,
                         int64_t c_stride) {
     constexpr int N = 2 * PANELS;
     vec acc[ROWS][N];
     for (int r = 0; r < ROWS; r++)
         for (int n = 0; n < N; n++) acc[r][n] = load(c + r * c_stride + n * LANES);
     for (int64_t k = 0; k < depth; k++) {
-        vec column[N];
+        decltype(splat(*a)) column[N];
         for (int p = 0; p < PANELS; p++) load_panel(b + p * b_stride + k * PANEL, column + 2 * p);
         if constexpr (FEW) {
             ask_ahead<PANELS>(b, b_stride, depth, k);
         } else if (PANELS == 1) {
-            __builtin_prefetch(b + b_stride + k * PANEL, 0, 2);  // the next panel, for L2
+            ask<2>(b + b_stride + k * PANEL);  // the next panel, for L2
         }
         for (int r = 0; r < ROWS; r++) {
-            const vec x = splat(a[r * a_stride + k]);
+            const auto x = splat(a[r * a_stride + k]);
             for (int n = 0; n < N; n++) acc[r][n] = fused(x, column[n], acc[r][n]);
         }
     }
@@ -173,8 +247,8 @@ static inline void tile(const float* a, int64_t a_stride, const B* b, int64_t b_
         for (int n = 0; n < N; n++) store(c + r * c_stride + n * LANES, acc[r][n]);
 }
 
-template <bool FEW, int ROWS, typename B>
-static inline void tile_panels(int64_t panels, const float* a, int64_t a_stride, const B* b, int64_t b_stride,
+template <bool FEW, int ROWS, typename A, typename B>
+static inline void tile_panels(int64_t panels, const A* a, int64_t a_stride, const B* b, int64_t b_stride,
                                int64_t depth, float* c, int64_t c_stride) {
     constexpr int WIDE = ROWS == 1 ? 4 : ROWS <= WIDE_ROWS ? 2 : 1;  // enough chains to hide the latency of one
     int64_t p = 0;
@@ -184,8 +258,8 @@ static inline void tile_panels(int64_t panels, const float* a, int64_t a_stride,
         tile<FEW, ROWS, 1>(a, a_stride, b + p * b_stride, b_stride, depth, c + p * PANEL, c_stride);
 }
 
-template <bool FEW, int ROWS = TILE_ROWS, typename B>
-static inline void tile_rows(int64_t rows, int64_t panels, const float* a, int64_t a_stride, const B* b,
+template <bool FEW, int ROWS = TILE_ROWS, typename A, typename B>
+static inline void tile_rows(int64_t rows, int64_t panels, const A* a, int64_t a_stride, const B* b,
                              int64_t b_stride, int64_t depth, float* c, int64_t c_stride) {
     if constexpr (ROWS > 1) {
         if (rows < ROWS) return tile_rows<FEW, ROWS - 1>(rows, panels, a, a_stride, b, b_stride, depth, c, c_stride);
@@ -194,10 +268,9 @@ static inline void tile_rows(int64_t rows, int64_t panels, const float* a, int64
 }
 
 // c[rows][panels * PANEL] += a b for any number of rows. FEW: so few that all wait for b, which lies in memory.
-template <bool FEW, typename B>
-static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, const float* a, int64_t a_stride,
-                                               const B* b, int64_t b_stride, int64_t depth, float* c,
-                                               int64_t c_stride) {
+template <bool FEW, typename A, typename B>
+static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, const A* a, int64_t a_stride, const B* b,
+                                               int64_t b_stride, int64_t depth, float* c, int64_t c_stride) {
     for (int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, r = 0; tiles > 0; tiles--) {
         const int64_t height = (rows - r + tiles - 1) / tiles;  // 7 rows are 4 + 3, not 6 + 1
         tile_rows<FEW>(height, panels, a + r * a_stride, a_stride, b, b_stride, depth, c + r * c_stride, c_stride);
@@ -205,7 +278,19 @@ static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, con
     }
 }
 
-// y[m][n] = x[m][k] W^T + bias, W packed by linear_pack, of bfloat16 if is_half; bias may be null. Defined in
+// What weights are packed as: float; bfloat16 that is widened, so that products are those of floats; or pairs of
+// bfloat16, for which x is rounded to bfloat16 once.
+enum Kind : int64_t { FLOATS, WIDENED, PAIRS };
+
+// A row of x as weights of that kind take it: so many words, which are floats but for PAIRS.
+static inline int64_t row_words(int64_t kind, int64_t k) { return kind == PAIRS ? (k + 1) / 2 : k; }
+
+static inline void copy_row(int64_t kind, const float* x, int64_t k, uint32_t* row) {
+    if (kind == PAIRS) return to_pairs(x, k, row);
+    std::memcpy(row, x, k * sizeof(float));
+}
+
+// y[m][n] = rows[m] W^T + bias, W [n][k] packed by linear_pack, rows by copy_row; bias may be null. Defined in
 // linear/cpu.cpp.
-extern "C" void linear(const float* x, int64_t x_stride, const void* packed, int64_t is_half, const float* bias,
-                       float* y, int64_t m, int64_t n, int64_t k);
+void multiply_rows(const uint32_t* rows, const void* packed, int64_t kind, const float* bias, float* y, int64_t m,
+                   int64_t n, int64_t k);

@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def _checks(model: Path, scratch: Path) -> Iterator[tuple[str, Check]]:
-    subject = Subject(model, operators("cpu", KERNELS), scratch)
+    subject = Subject(model, operators("cpu", KERNELS), operators("cpu", KERNELS, "bfloat16"), scratch)
     for name, check in CHECKS.items():
         yield name, partial(check, subject)
     journey = journey_of(model, KERNELS, scratch, subject.ours.vocab_size)

@@ -19,6 +19,12 @@ def cpu(kernel_cache: Path) -> Operators:
     return operators("cpu", kernel_cache)
 
 
+@pytest.fixture(scope="session")
+def half_cpu(kernel_cache: Path) -> Operators:
+    """Operators whose products are in bfloat16."""
+    return operators("cpu", kernel_cache, "bfloat16")
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Use one thread for small models; the test that compares with two threads sets them."""

@@ -14,6 +14,7 @@ from tests.support.parity.proof import CHECKS, PAGES, Subject
 from tests.support.parity.steps import Runner
 from tests.support.parity.ways import WAYS, journey_of, take
 from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.workers.models.architectures.registry import ARCHITECTURES, load
 from tidemill.workers.models.bundled import bundled
 
@@ -41,11 +42,14 @@ def _quick_way(name: str) -> object:
 
 @pytest.fixture(scope="module", params=[_quick_shape(name) for name in names()])
 def subject(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cpu: Operators
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    cpu: Operators,
+    half_cpu: Operators,
 ) -> Subject:
     scratch = tmp_path_factory.mktemp("model")
     folder = save(random_model(request.param), scratch / "model")
-    return Subject(folder, cpu, scratch, PAGES if request.param in FIRST else PAGES[1:2])
+    return Subject(folder, cpu, half_cpu, scratch, PAGES if request.param in FIRST else PAGES[1:2])
 
 
 def test_all_that_is_supported_is_here() -> None:
@@ -61,10 +65,14 @@ def test_architecture_passes(subject: Subject, check: str) -> None:
 @pytest.mark.parametrize(
     "name", [_quick_way(name) for name in sorted(FIRST | {"gpt_oss/page-wide", "gpt_oss/narrow"})]
 )
-def test_every_way_gives_the_same_answer(name: str, kernel_cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_every_way_gives_the_same_answer(
+    name: str, compute_dtype: ComputeDtype, kernel_cache: Path, tmp_path: Path
+) -> None:
     model = random_model(name)
     vocabulary = model.config.get_text_config().vocab_size
-    journey = journey_of(save(model, tmp_path / "model"), kernel_cache, tmp_path, vocabulary)
+    folder = save(model, tmp_path / "model")
+    journey = journey_of(folder, kernel_cache, tmp_path, vocabulary, compute_dtype)
     for way in WAYS:
         take(way, journey)
 

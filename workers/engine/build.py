@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -27,7 +27,13 @@ from tidemill.workers.execution.grammar import Grammars
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.mtp_drafter import MtpDrafter
 from tidemill.workers.messages import EngineInfo
-from tidemill.workers.models.architectures.registry import LoadedModel, describe, has_head, load
+from tidemill.workers.models.architectures.registry import (
+    LoadedModel,
+    compute_dtype_of,
+    describe,
+    has_head,
+    load,
+)
 from tidemill.workers.models.collectives import ALONE
 from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.inputs import Caches, caches_of
@@ -79,6 +85,7 @@ def check_settings(settings: EngineSettings) -> None:
         device_of(settings)
     ranks = settings.tensor_parallel_size
     layers, max_length = describe(settings.model_folder, ranks, mtp=mtp_of(settings))
+    settings = with_compute_dtype(settings)
     memory_of(settings, rank_layers(layers, ranks), max_length)
 
 
@@ -88,6 +95,7 @@ def build_engine(
     """Load the model and reserve the memory, on all ranks of a group. Raises ModelError, StoreError,
     OutOfMemory, SettingsError or GroupBroken, each with one line that names the fix."""
     device = device_of(settings)
+    settings = with_compute_dtype(settings)
     ops = operators_of(settings)
     if settings.tensor_parallel_size == 1:
         return _build(settings, progress, ops, device, None)
@@ -108,7 +116,15 @@ def _build(
 ) -> BuiltEngine:
     with granted(device, "the weights of the model: serve a smaller one, or stop what else uses it"):
         ranks_of_model = ALONE if group is None else group.ranks
-        loaded = load(settings.model_folder, ops, progress, ranks_of_model, device, mtp=mtp_of(settings))
+        loaded = load(
+            settings.model_folder,
+            ops,
+            progress,
+            ranks_of_model,
+            device,
+            mtp=mtp_of(settings),
+            compute_dtype=settings.compute_dtype,
+        )
     settle(device)
     shards = shards_of(loaded.layers, settings.group_sizes)
     namespace = namespace_of(settings, loaded.layers, shards)
@@ -175,10 +191,17 @@ def _root_of(model: str, layout: str, salt: str) -> PageKey:
     return Namespace(model=model, layout=layout, salt=salt).root()
 
 
+def with_compute_dtype(settings: EngineSettings) -> EngineSettings:
+    """Return the settings with the type of products, by the weights where none is set. Raises ModelError."""
+    if settings.compute_dtype is not None:
+        return settings
+    return replace(settings, compute_dtype=compute_dtype_of(settings.model_folder))
+
+
 def operators_of(settings: EngineSettings) -> Operators:
     """Return the operators for the device. Raises SettingsError."""
     try:
-        return operators(settings.variant, settings.cache_folder)
+        return operators(settings.variant, settings.cache_folder, settings.compute_dtype or "float32")
     except KernelUnavailable as error:
         raise SettingsError(str(error)) from error
 
@@ -187,7 +210,7 @@ def namespace_of(settings: EngineSettings, layers: Sequence[LayerSpec], shards: 
     """Return the namespace of the store's objects, which determines the meaning of their bytes apart from the
     tokens. `layers` are those of the whole model. Raises StoreError."""
     layout = layout_of(layers, settings.page_tokens, settings.page_dtype)
-    return shards.describe(layout) + sealing_of(settings).describe()
+    return f"{shards.describe(layout)}/{settings.compute_dtype}" + sealing_of(settings).describe()
 
 
 def mtp_of(settings: EngineSettings) -> bool:

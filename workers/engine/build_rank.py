@@ -7,7 +7,14 @@ import torch
 
 from tidemill.kvstore.shards import rank_share, shards_of
 from tidemill.workers.device import open_backing
-from tidemill.workers.engine.build import guesser_of, memory_of, mtp_of, open_arena_io, operators_of
+from tidemill.workers.engine.build import (
+    guesser_of,
+    memory_of,
+    mtp_of,
+    open_arena_io,
+    operators_of,
+    with_compute_dtype,
+)
 from tidemill.workers.execution.model_runner import outputs_of
 from tidemill.workers.execution.mtp_drafter import DrawnEnd
 from tidemill.workers.execution.step import PENDING, Step
@@ -28,9 +35,16 @@ from tidemill.workers.transfer.transfer import RankTransfer
 def build_rank(settings: EngineSettings, index: int, folder: Path) -> RankParts:
     """Meet the other ranks in `folder`, then load this rank's weights and reserve its memory. Raises the
     errors of `build_engine`."""
-    size = settings.tensor_parallel_size
+    settings, size = with_compute_dtype(settings), settings.tensor_parallel_size
     ranks = SharedMemory(folder, index, size, WAIT_S_MAX)
-    loaded = load(settings.model_folder, operators_of(settings), _no_progress, ranks, mtp=mtp_of(settings))
+    loaded = load(
+        settings.model_folder,
+        operators_of(settings),
+        _no_progress,
+        ranks,
+        mtp=mtp_of(settings),
+        compute_dtype=settings.compute_dtype,
+    )
     memory = memory_of(settings, loaded.local_layers, loaded.max_length)
     layout, backing = memory.layout, open_backing(settings, memory.reserved_bytes)
     share = rank_share(shards_of(loaded.layers, settings.group_sizes), index, size)

@@ -5,8 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
+from tidemill.kernels.shared.compute_dtype import ComputeDtype
+
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """The limits of the relative error by dtype."""
+
+COMPUTE_DTYPES: tuple[ComputeDtype, ...] = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)

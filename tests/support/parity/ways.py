@@ -11,6 +11,7 @@ from random import Random
 from unittest import mock
 
 from tests.support.parity.served import answer, generated, serving
+from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kvstore.layout import Layout, layout_of, restorable_end
 from tidemill.workers.engine import build
 from tidemill.workers.engine.build import BuiltEngine
@@ -51,7 +52,9 @@ class Journey:
         return [provenance for _, provenance in answers]
 
 
-def journey_of(folder: Path, kernels: Path, scratch: Path, vocabulary: int) -> Journey:
+def journey_of(
+    folder: Path, kernels: Path, scratch: Path, vocabulary: int, compute_dtype: ComputeDtype | None = None
+) -> Journey:
     layout = smallest_extents(describe(folder)[0], PAGE_TOKENS)
     settings = EngineSettings(
         model_folder=folder,
@@ -59,6 +62,7 @@ def journey_of(folder: Path, kernels: Path, scratch: Path, vocabulary: int) -> J
         store_url="memory:?size=0",
         cache_folder=kernels,
         page_tokens=PAGE_TOKENS,
+        compute_dtype=compute_dtype,
         backing="fixed",
         max_model_len=LENGTH_MAX,
     )

@@ -24,6 +24,12 @@ def reference() -> Operators:
     return REFERENCE
 
 
+@pytest.fixture(scope="session")
+def half_cpu(kernel_cache: Path) -> Operators:
+    """Operators whose products are in bfloat16."""
+    return operators("cpu", kernel_cache, "bfloat16")
+
+
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
     """Every tensor that an operator allocates starts as NaN: an element left unwritten shows."""

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.kernels.cases import random, same_bits
+from tests.support.kernels.cases import COMPUTE_DTYPES, random, same_bits, step
 from tidemill.kernels import dispatch
+from tidemill.kernels.attention.cpu import bind as bind_attention
 from tidemill.kernels.dispatch import Operators
 from tidemill.kernels.linear.cpu import bind_linear, bind_pack
 from tidemill.kernels.shared import compiler as compiler_module
@@ -89,6 +90,7 @@ def ahead(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("flags", "kind"),
     [
+        (f"{AVX512} avx512_bf16", "avx512_bf16"),
         (AVX512, "avx512"),
         (AVX512.replace("avx512vl", ""), "avx2"),
         (AVX2, "avx2"),
@@ -145,18 +147,36 @@ def test_prebuilt_library_needs_no_compiler_and_writes_nothing(
 
 
 @pytest.mark.slow
-def test_every_kind_of_cpu_computes_the_same_bits(tmp_path: Path, cpu: Operators) -> None:
-    """A fleet may have unequal machines, of which some compile their kernels and others do not."""
+def test_every_kind_of_cpu_computes_the_same_bits(tmp_path: Path, kernel_cache: Path) -> None:
+    """A fleet may have unequal machines, of which some compile their kernels and others do not. Some factors
+    are denormal, some products, and some sums."""
     draw = torch.Generator().manual_seed(0)
     x, weight, bias = random(draw, 65, 257), random(draw, 300, 257), random(draw, 300)
-    wanted = cpu.linear(x, cpu.pack(weight, bias))
+    small = [part * torch.exp(random(draw, *part.shape) - 45) for part in (x, weight)]
+    half = small[1].bfloat16()
+    cache = (random(draw, 3, 2, 2, 64, 72) * 1e-38).bfloat16()
+    rows = step([65], [100], torch.tensor([[2, 0, 1]], dtype=torch.int32))
+    q = random(draw, 65, 4, 72)
+
+    def run(library: Library) -> list[torch.Tensor]:
+        linear = bind_linear(library)
+        exact, paired = (bind_pack(library, dtype) for dtype in COMPUTE_DTYPES)
+        return [
+            linear(x, exact(weight, bias)),
+            linear(x, paired(weight.bfloat16(), bias)),
+            linear(small[0], paired(half, None)),
+            *(bind_attention(library, dtype)(q, cache, rows, None, None) for dtype in COMPUTE_DTYPES),
+        ]
+
+    wanted = run(build(kernel_cache))
+    assert {bool(flushed) for flushed in (wanted[2] == 0).flatten()} == {False, True}
     made = compile_ahead(tmp_path)
     runs = [path for path in made if _runs_here(path)]
     assert len(made) == len(kinds(platform.machine()))
     assert runs
     for path in runs:
-        library = Library(path, sources())
-        assert same_bits(bind_linear(library)(x, bind_pack(library)(weight, bias)), wanted), path.name
+        for found, expected in zip(run(Library(path, sources())), wanted, strict=True):
+            assert same_bits(found, expected), path.name
 
 
 def _runs_here(path: Path) -> bool:

@@ -1,12 +1,14 @@
 """`linear` and its kin against their definitions at odd sizes, and the same bits for a row in any batch."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.kernels.cases import random, same_bits
-from tidemill.kernels.dispatch import Operators
+from tests.support.kernels.cases import COMPUTE_DTYPES, random, same_bits
+from tidemill.kernels.dispatch import Operators, operators
+from tidemill.kernels.shared.compute_dtype import ComputeDtype
 
 ROWS = (1, 2, 7, 65, 300)
 OUT = (1, 16, 17, 63, 127, 300)
@@ -47,13 +49,64 @@ def test_row_has_the_same_bits_in_any_batch(cpu: Operators, n: int, k: int) -> N
         assert same_bits(cpu.linear(x[picked], weight), whole[picked]), rows
 
 
-def test_threads_change_no_bit(cpu: Operators) -> None:
+@pytest.mark.parametrize("depth", [500, 501])
+def test_threads_change_no_bit(cpu: Operators, half_cpu: Operators, depth: int) -> None:
     draw = torch.Generator().manual_seed(0)
-    x, weight = random(draw, 300, 500), cpu.pack(random(draw, 333, 500), None)
-    torch.set_num_threads(2)
-    two = cpu.linear(x, weight)
-    torch.set_num_threads(1)
-    assert same_bits(cpu.linear(x, weight), two)
+    x, weight_NK = random(draw, 300, depth), random(draw, 333, depth)
+    for weight in (cpu.pack(weight_NK, None), half_cpu.pack(weight_NK.bfloat16(), None)):
+        torch.set_num_threads(2)
+        two = cpu.linear(x, weight)
+        torch.set_num_threads(1)
+        assert same_bits(cpu.linear(x, weight), two)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_products_in_bfloat16_match_the_definition(half_cpu: Operators, tmp_path: Path, rows: int) -> None:
+    draw, reference = torch.Generator().manual_seed(rows), operators("reference", tmp_path, "bfloat16")
+    for n, k in itertools.product(OUT, IN):
+        x, weight, bias_N = random(draw, rows, k), random(draw, n, k).bfloat16(), random(draw, n)
+        wanted = reference.linear(x.double(), reference.pack(weight, bias_N))
+        terms = x.double().abs() @ weight.double().abs().T + 1
+        packed = half_cpu.pack(weight, bias_N)
+        assert packed.rounds
+        assert float(((half_cpu.linear(x, packed) - wanted).abs() / terms).max()) < 1e-5, (n, k)
+
+
+@pytest.mark.parametrize(("n", "k"), [(17, 63), (300, 600), (64, 256), (130, 1001)])
+def test_products_in_bfloat16_have_the_same_bits_in_any_batch(half_cpu: Operators, n: int, k: int) -> None:
+    draw = torch.Generator().manual_seed(n)
+    x, weight = random(draw, 400, k), half_cpu.pack(random(draw, n, k).bfloat16(), random(draw, n))
+    whole = half_cpu.linear(x, weight)
+    for rows in (1, 2, 6, 7, 12, 13, 16, 17, 191, 193):
+        picked = torch.randperm(400, generator=draw)[:rows]
+        assert same_bits(half_cpu.linear(x[picked], weight), whole[picked]), rows
+
+
+def test_products_in_bfloat16_of_wide_weights_are_in_float32(cpu: Operators, half_cpu: Operators) -> None:
+    """Weights of a router stay wide on purpose."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = random(draw, 9, 60), random(draw, 33, 60)
+    assert same_bits(half_cpu.linear(x, half_cpu.pack(weight, None)), cpu.linear(x, cpu.pack(weight, None)))
+
+
+def test_products_in_bfloat16_round_to_the_nearest_even_and_flush_denormals(half_cpu: Operators) -> None:
+    ulp = 2.0**-7
+    given = [1 + ulp / 2, 1 + 1.5 * ulp, -1 - ulp / 2, 1 + 0.51 * ulp, 3.4e38, torch.inf, 1e-39, -1e-39]
+    wanted = [1, 1 + 2 * ulp, -1, 1 + ulp, torch.inf, torch.inf, 0, 0]
+    one = half_cpu.pack(torch.ones(1, 1).bfloat16(), None)
+    found = half_cpu.linear(torch.tensor(given)[:, None], one)[:, 0]
+    assert torch.equal(found, torch.tensor(wanted))
+    assert bool(half_cpu.linear(torch.tensor([[torch.nan]]), one).isnan().all())
+    small = half_cpu.pack(torch.tensor([[1e-30]]).bfloat16(), None)
+    found = half_cpu.linear(torch.tensor([[1e-10], [1e-5]]), small)[:, 0]
+    assert torch.equal(found > 0, torch.tensor([False, True]))
+
+
+def test_products_in_bfloat16_take_the_odd_element_of_a_pair_first(half_cpu: Operators) -> None:
+    """vdpbf16ps has this order. A one is lost beside 2^24, but not beside 1 - 2^24."""
+    weight, big = half_cpu.pack(torch.ones(1, 2).bfloat16(), torch.ones(1)), 2.0**24
+    found = half_cpu.linear(torch.tensor([[-big, big], [big, -big]]), weight)[:, 0]
+    assert torch.equal(found, torch.tensor([0.0, 1.0]))
 
 
 def test_rows_may_be_a_slice_of_wider_ones(cpu: Operators) -> None:
@@ -77,10 +130,19 @@ def test_half_precision_weights_give_the_bits_of_wide_ones(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "heads", "n", "k"), [(1, 1, 1, 1), (3, 5, 33, 20), (70, 4, 64, 48)])
+@pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)
 def test_each_head_is_a_linear_of_its_own(
-    cpu: Operators, reference: Operators, tokens: int, heads: int, n: int, k: int, dtype: torch.dtype
+    kernel_cache: Path,
+    *,
+    tokens: int,
+    heads: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    compute_dtype: ComputeDtype,
 ) -> None:
     """The heads are columns of a wider tensor, computed with one thread and two."""
+    cpu, reference = (operators(variant, kernel_cache, compute_dtype) for variant in ("cpu", "reference"))
     draw = torch.Generator().manual_seed(n)
     x, weight = random(draw, tokens, heads, k + 7)[..., 4 : 4 + k], random(draw, heads, n, k).to(dtype)
     found = cpu.linear_heads(x, cpu.pack(weight, None))

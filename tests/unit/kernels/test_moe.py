@@ -1,13 +1,14 @@
 """`moe_inner` and `moe_outer` against their definitions; a token's sum is the same in any batch."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 
 from tests.support.kernels.cases import random, relative_error, same_bits
-from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.dispatch import Operators, operators
 from tidemill.kernels.moe.experts import Experts
 from tidemill.kernels.shared.rows import integers
 
@@ -98,12 +99,28 @@ def test_halves_are_each_tokens_sum_over_its_experts(
     assert relative_error(found, y_TH) < 1e-5
 
 
-def test_token_has_the_same_bits_in_any_batch(cpu: Operators) -> None:
+@pytest.mark.parametrize(("width", "inner"), [(40, 24), (63, 17)])
+def test_products_in_bfloat16_match_the_definition(
+    half_cpu: Operators, tmp_path: Path, width: int, inner: int
+) -> None:
+    layer, reference = Layer(65, 7, width, inner, 3), operators("reference", tmp_path, "bfloat16")
+    ours, truth = (layer.experts(ops, torch.bfloat16, biases=True) for ops in (half_cpu, reference))
+    hidden = half_cpu.moe_inner(layer.x_TH, layer.chosen_TK, ours)
+    assert relative_error(hidden, reference.moe_inner(layer.x_TH.double(), layer.chosen_TK, truth)) < 1e-5
+    y = half_cpu.moe_outer(hidden, layer.chosen_TK, layer.weights_TK, ours, None, None)
+    wanted = reference.moe_outer(
+        hidden.double(), layer.chosen_TK, layer.weights_TK.double(), truth, None, None
+    )
+    assert relative_error(y, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_token_has_the_same_bits_in_any_batch(half_cpu: Operators, dtype: torch.dtype) -> None:
     layer = Layer(50, 6, 40, 24, 3)
-    experts = layer.experts(cpu, biases=True, activation="clamped")
-    whole = layer.run(cpu, experts)
+    experts = layer.experts(half_cpu, dtype, biases=True, activation="clamped")
+    whole = layer.run(half_cpu, experts)
     for picked in (torch.arange(1), torch.arange(49, -1, -1), torch.arange(7, 50, 3)):
-        assert same_bits(layer.run(cpu, experts, picked), whole[picked])
+        assert same_bits(layer.run(half_cpu, experts, picked), whole[picked])
 
 
 def test_sum_runs_in_ascending_order_of_the_experts(cpu: Operators) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from tidemill.kernels.dispatch import Operators
+from tidemill.kernels.shared.compute_dtype import ComputeDtype
 from tidemill.kvstore.layout import LayerSpec
 from tidemill.kvstore.memory.recompute_cost import RecomputeCost
 from tidemill.workers.device import HOST
@@ -28,7 +29,7 @@ from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.inputs import Caches, Inputs
 from tidemill.workers.models.loading.checkpoint import Progress, WeightsFolder
 from tidemill.workers.models.loading.config_json import Raw
-from tidemill.workers.models.loading.tensor_files import read_json
+from tidemill.workers.models.loading.tensor_files import DTYPES, TensorFiles, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +125,16 @@ def load(
     device: torch.device = HOST,
     *,
     mtp: bool = False,
+    compute_dtype: ComputeDtype | None = None,
 ) -> LoadedModel:
     """Load the model of a Hugging Face folder, or this rank's part of it, with its weights on `device`, and
     with `mtp` also its prediction head.
 
     `progress(done_bytes, total_bytes)` is called per tensor. Tensors are moved one by one: host memory holds
     at most one of them for long.
+
+    `compute_dtype` is part of the fingerprint. With bfloat16, matrices are rounded to it; with float32, on a
+    CUDA device all weights become float32. Elsewhere `operators` decide on products.
 
     The leader reads all bytes, for the fingerprint, the other ranks just theirs. Raises ModelError, with one
     line that names the fix, when the folder cannot be served or the ranks cannot share the model.
@@ -139,9 +144,15 @@ def load(
     own, weights = local(config, ranks.size), weights_of(config)
 
     def read(name: str) -> torch.Tensor:
-        return checkpoint.read(name, weights[name].part(ranks.index, ranks.size)).to(device)
+        found = checkpoint.read(name, weights[name].part(ranks.index, ranks.size))
+        if compute_dtype == "bfloat16" and found.dim() > 1:
+            found = found.bfloat16()
+        if compute_dtype == "float32" and device.type == "cuda":
+            found = found.float()
+        return found.to(device)
 
     model = Decoder(own, read, operators, ranks)
+    identity = f"{_architecture(raw)} {config} {compute_dtype}"
     return LoadedModel(
         model=model,
         head=None if own.draft is None else MtpHead(own, own.draft, read, model, operators, ranks),
@@ -150,7 +161,7 @@ def load(
         vocab_size=config.vocab_size,
         max_length=config.max_length,
         eos_ids=_eos_ids(folder, raw),
-        fingerprint=checkpoint.fingerprint(f"{_architecture(raw)} {config}") if is_leader else "",
+        fingerprint=checkpoint.fingerprint(identity) if is_leader else "",
         cost=cost(config),
     )
 
@@ -163,6 +174,14 @@ def describe(
     _, config, _ = _open(folder, _no_progress, digests=False, mtp=mtp)
     local(config, tensor_parallel_size)
     return config.specs, config.max_length
+
+
+def compute_dtype_of(folder: Path) -> ComputeDtype:
+    """Return the type of products if none is set: float32 for weights in float32 or float16, else bfloat16.
+    Raises ModelError."""
+    _check_folder(folder)
+    dtypes = {header.dtype for header in TensorFiles(folder).headers.values()}
+    return "float32" if DTYPES.keys() & dtypes <= {"F32", "F16"} else "bfloat16"
 
 
 def has_head(folder: Path) -> bool:
@@ -185,10 +204,7 @@ def _no_progress(done_bytes: int, total_bytes: int) -> None:
 def _open(
     folder: Path, progress: Progress, *, digests: bool, mtp: bool
 ) -> tuple[dict[str, Any], ArchitectureConfig, WeightsFolder]:
-    if not folder.is_dir():
-        raise ModelError(
-            f"there is no model folder {folder}: give a Hugging Face folder or one of {', '.join(bundled())}"
-        )
+    _check_folder(folder)
     raw = read_json(folder / "config.json")
     architecture = ARCHITECTURES.get(_architecture(raw))
     if architecture is None:
@@ -210,6 +226,13 @@ def _open(
 
     checkpoint.check({name: weight.shape for name, weight in weights_of(config).items()}, ignored)
     return raw, config, checkpoint
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ModelError(
+            f"there is no model folder {folder}: give a Hugging Face folder or one of {', '.join(bundled())}"
+        )
 
 
 def _architecture(config: dict[str, Any]) -> str:

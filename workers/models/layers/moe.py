@@ -99,7 +99,7 @@ class MoeConfig:
         return Moe(
             config=self,
             scores=ops.pack(
-                functional.pad(scores_SH, (0, 0, 0, missing)),
+                functional.pad(scores_SH, (0, 0, 0, missing)).float(),  # rounding chooses other experts
                 None if bias_S is None else functional.pad(bias_S, (0, missing)),
             ),
             routing=Routing(

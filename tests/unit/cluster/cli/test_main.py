@@ -26,6 +26,7 @@ SERVE_OPTIONS = [
     "--cluster-ssl-ca-certs",
     "--cluster-ssl-certfile",
     "--cluster-ssl-keyfile",
+    "--compute-dtype",
     "--config",
     "--decode",
     "--decode-max",
