@@ -102,8 +102,8 @@ ATTENTION = [
     *("add_norm_rows", "linear", "rotate_and_store", "attend_span", "add_spans", "sigmoid_mul_part", "linear")
 ]
 DENSE = ["add_norm_rows", "linear", "silu_mul_part", "linear"]
-MOE = [
-    *("add_norm_rows", *PRODUCT, "choose", "plan", "gate_up_tile", "linear", "silu_mul_part", "linear"),
+MOE = [  # scores multiply weights that are kept in float32
+    *("add_norm_rows", "to", "linear", "choose", "plan", "gate_up_tile", "linear", "silu_mul_part", "linear"),
     *("plan", "down_tile", "combine"),
 ]
 
