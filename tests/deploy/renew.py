@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from tests.support.deploy.chart import CHART, EXAMPLES, GOLDEN, ROOT, chart_of, render, values_of
+from tests.support.deploy.chart import CHART, GOLDEN, ROOT, WITH_GOLDEN_FILE, chart_of, render, values_of
 from tidemill.cluster.config.tree import RootConfig
 from tidemill.cluster.edge.requests.api_keys import ApiKey
 
@@ -68,7 +68,7 @@ def _untitled(part: Any) -> Any:  # noqa: ANN401 - JSON
 
 def main() -> None:
     SCHEMA.write_text(schema_text())
-    for example in EXAMPLES:
+    for example in WITH_GOLDEN_FILE:
         golden_file(example).write_text(golden_text(example))
 
 

@@ -20,10 +20,12 @@ from tests.deploy.renew import SCHEMA, golden_file, golden_text, schema_text
 from tests.support.deploy.chart import (
     CHART,
     EXAMPLES,
+    GOLDEN,
     NAMESPACE,
     ROOT,
     SERVERS,
     TRAFFIC,
+    WITH_GOLDEN_FILE,
     Document,
     chart_of,
     documents_of,
@@ -44,6 +46,7 @@ def example(request: pytest.FixtureRequest) -> Path:
     return request.param
 
 
+@pytest.mark.parametrize("example", WITH_GOLDEN_FILE, ids=lambda example: example.stem)
 def test_example_renders_to_its_golden_file(example: Path) -> None:
     assert golden_text(example) == golden_file(example).read_text(), (
         "check the changes, then run `make helm-golden`"
@@ -51,16 +54,14 @@ def test_example_renders_to_its_golden_file(example: Path) -> None:
 
 
 def test_every_golden_file_has_an_example() -> None:
-    assert {path.name for path in golden_file(EXAMPLES[0]).parent.iterdir()} == {
-        example.name for example in EXAMPLES
-    }
+    assert {path.name for path in GOLDEN.iterdir()} == {example.name for example in WITH_GOLDEN_FILE}
 
 
 def test_every_template_is_used_by_an_example() -> None:
     for chart in (CHART, TRAFFIC):
         rendered_paths = {
             path
-            for example in EXAMPLES
+            for example in WITH_GOLDEN_FILE
             if chart_of(example) == chart
             for path, text in render(chart, values_of(example)).items()
             if text.strip()

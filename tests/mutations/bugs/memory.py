@@ -106,7 +106,7 @@ BUGS: tuple[Planted, ...] = (
         "kvstore/memory/lease.py::Lease.missing_slots",
         "return (*$SITES, *[$ALLOCATIONSITE.$SPARE_STATE] * self.$SPARE_SLOTS_MIN)",
         "return (*$SITES,)",
-        "tests/unit/kvstore/memory/test_allocation_sites.py tests/unit/kvstore/memory/test_lease_matrix.py",
+        "tests/unit/kvstore/memory/test_allocation_sites.py tests/unit/kvstore/memory/test_lease_bursts.py",
     ),
     Planted(
         "shared pages are not pinned",

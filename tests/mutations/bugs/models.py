@@ -22,7 +22,7 @@ BUGS: tuple[Planted, ...] = (
         "workers/models/architectures/granite.py::_mamba",
         "$KEY_HEADS=$GROUPS if $HEAD_GROUPS % $GROUPS else $HEAD_GROUPS,",
         "$KEY_HEADS=$HEAD_GROUPS,",
-        "tests/unit/workers/models/test_granite.py",
+        "tests/unit/workers/models/architectures/test_granite.py",
     ),
     Planted(
         "the MTP head swaps the token and the hidden state",
@@ -92,20 +92,20 @@ BUGS: tuple[Planted, ...] = (
         "workers/models/loading/dequantise.py::_Grid.of",
         "$START // $STEP,",
         "0,",
-        "tests/unit/workers/models/test_dequantise.py",
+        "tests/unit/workers/models/loading/test_dequantise.py",
     ),
     Planted(
         "block scales may differ from the size in the config",
         "workers/models/loading/encodings.py::_grid",
         "$GRID == tuple(-(-$SIZE // $STEP) for $SIZE, $STEP in zip($SHAPE, $STEPS, $STRICT=True)):",
         "$GRID:",
-        "tests/unit/workers/models/test_encodings.py",
+        "tests/unit/workers/models/loading/test_encodings.py",
     ),
     Planted(
         "a shard splits a pair of columns",
         "workers/models/loading/sharding.py::part_of",
         "$SHARE = -(-$RUN_ROWS // ($STEP * $SIZE)) * $STEP",
         "$SHARE = -(-$RUN_ROWS // $SIZE)",
-        "tests/unit/workers/models/test_sharding.py",
+        "tests/unit/workers/models/loading/test_sharding.py",
     ),
 )
