@@ -12,7 +12,8 @@ WORKLOADS = {"shared-prefix": 1, "multi-turn": 4, "unique": 4, "burst": 128}  # 
 
 def serving() -> None:
     """One prefill and one decode worker, started for this run and stopped after it."""
-    command = [sys.executable, "-m", "tidemill", "serve", "keeper", "--port", "0"]
+    arguments = ["serve", "keeper", "--prefill=1", "--decode=1", "--port=0"]
+    command = [sys.executable, "-m", "tidemill", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:  # noqa: S603 - our own command
         try:
             assert server.stdout is not None
@@ -34,5 +35,13 @@ def serving() -> None:
 if __name__ == "__main__":
     RESULTS.mkdir(exist_ok=True)
     serving()
-    for name in ("kernels", "engine", "store", "index", "memory", "router", "frontend"):
-        subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)  # noqa: S603 - our own command
+    for command in (
+        "python -m benchmarks.kernels",
+        "python -m benchmarks.engine.engine",
+        "python -m benchmarks.store.store",
+        "python -m benchmarks.memory.index",
+        "python -m benchmarks.memory.arena",
+        "python -m benchmarks.router.router",
+        "python -m benchmarks.serving.frontend",
+    ):
+        subprocess.run([sys.executable, *command.split()[1:]], check=True)  # noqa: S603 - our own command

@@ -103,8 +103,8 @@ def table() -> list[Row]:
 
 
 def speed(cache_dir: Path, count: int) -> list[Row]:
-    """Sides in turn; see kernels/models.py. Weights are bfloat16, with which ours computes; transformers
-    computes in float32, which is faster for it here."""
+    """Sides in turn; see benchmarks/kernels/models.py. Weights are bfloat16, with which ours computes;
+    transformers computes in float32, which is faster for it here."""
     rows: list[Row] = []
     for name, changes in MODELS.items():
         with tempfile.TemporaryDirectory() as scratch:
