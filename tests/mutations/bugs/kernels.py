@@ -6,8 +6,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "half-width keys lose every second element",
         "kernels/attention/cpu.cpp",
-        "$I] & 0xffff0000u));",
-        "$I] << 16));",
+        "uint16_t $BITS; std::memcpy(&$BITS, $FROM + 2 * $E,",
+        "uint16_t $BITS; std::memcpy(&$BITS, $FROM + 2 * ($E & ~1),",
         "tests/unit/kernels/test_pages.py",
     ),
     Planted(
@@ -34,8 +34,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "every head is multiplied by the first head's weights",
         "kernels/linear/cpu.cpp",
-        "$CONST float* in = $X + $H * $X_HEAD;",
-        "$CONST float* in = $X;",
+        "(const char*)$PACKED + $H * $HEAD_BYTES, $KIND",
+        "(const char*)$PACKED, $KIND",
         "tests/unit/kernels/test_linear.py",
     ),
     Planted(
