@@ -70,7 +70,7 @@ async def _send(client: httpx.AsyncClient, model: str, item: Item, clock: Callab
                 raise SystemExit(f"the stream failed: {chunk['error']['message']}")
             if chunk["choices"]:
                 times_s.append(clock())
-            usage = chunk["usage"] or usage
+            usage = chunk.get("usage") or usage
     return Sample(
         item=item,
         ttft_s=times_s[0] - start_s,
@@ -78,7 +78,7 @@ async def _send(client: httpx.AsyncClient, model: str, item: Item, clock: Callab
         e2e_s=times_s[-1] - start_s,
         prompt_tokens=usage["prompt_tokens"],
         output_tokens=usage["completion_tokens"],
-        details=usage["prompt_tokens_details"],
+        details=usage.get("prompt_tokens_details") or {},
     )
 
 
