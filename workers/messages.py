@@ -25,6 +25,9 @@ GRAMMAR_BYTES_MAX = 64 << 10
 """The size limit of a grammar. An ordinary schema compiles in 1 or 2 ms, the worst of this size that we found
 in 0.13 s."""
 
+BREAKPOINTS_MAX = 4
+"""The maximum number of breakpoints of a prompt, as in Anthropic's API."""
+
 GrammarKind = Literal["json_object", "json_schema", "regex", "lark", "choice"]
 
 
@@ -88,6 +91,8 @@ class Request:
     limit, because it was admitted before); both are for the router. A worker takes requests in order of
     arrival plus `queue_offset_s`: a negative one goes before those of tenants that used more. `on_trial`: the
     request was in a step of a worker that crashed, and runs alone until it has drawn TRIAL_TOKENS.
+    `breakpoints` are depths, ascending, at which later requests are likely to leave the prompt. They change no
+    token.
     `trace_parent` is the W3C traceparent of the sender; empty: no tracing.
     """
 
@@ -106,6 +111,7 @@ class Request:
     queue_offset_s: float = 0.0
     on_trial: bool = False
     trace_parent: str = ""
+    breakpoints: tuple[int, ...] = ()
 
     @property
     def to_score(self) -> int:

@@ -10,7 +10,7 @@ from tidemill.workers.execution.ngram_drafter import Drafter, HeadDrafter, Ngram
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.messages import TRIAL_TOKENS, Request, RequestError
 from tidemill.workers.scheduling.limits import EngineLimits
-from tidemill.workers.scheduling.sequence import PRIORITY_AGE_S, Delivery, Isolation, Sequence
+from tidemill.workers.scheduling.sequence import PRIORITY_AGE_S, Delivery, Isolation, Restore, Sequence
 
 
 class RequestIntake:
@@ -74,6 +74,7 @@ class RequestIntake:
             drafter=None if produces else self._drafter(),
             keys=page_keys(root, request.tokens, size),
             delivery=Delivery(scored=request.scored),
+            restore=Restore(junctions=_junctions(request, self._layout)),
             isolation=Isolation(until=_isolated_end(request, target, produces=produces)),
         )
 
@@ -81,6 +82,14 @@ class RequestIntake:
         if not self._limits.drafts_max:
             return None
         return HeadDrafter() if self._limits.mtp else NgramDrafter()
+
+
+def _junctions(request: Request, layout: Layout) -> set[int]:
+    """Return the page boundaries at or before the breakpoints of a request, where checkpoints are kept."""
+    if not layout.hybrid:
+        return set()
+    size, end = layout.page_tokens, restorable_end(len(request.tokens), layout.page_tokens)
+    return {depth // size * size for depth in request.breakpoints if size <= depth <= end}
 
 
 def _isolated_end(request: Request, target: int, *, produces: bool) -> int:

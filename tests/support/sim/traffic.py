@@ -30,6 +30,7 @@ async def converse(world: World, rng: Random, index: int, shared: list[int], lon
             sampling=Sampling(seed=rng.randrange(3), prompt_logprobs=1 if index % SCORED == turn else None),
             stop_token_ids=(2 + rng.randrange(6),) if rng.random() < 0.5 else (),
             priority=rng.choice([0, 0, 0, 1, -3]),
+            breakpoints=(len(shared), len(tokens)) if index % 2 else (),
         )
         try:
             answer = await ask(world, request, patience=rng.choice([1, 5, 1000, 1000, 1000]))

@@ -76,6 +76,22 @@ def test_short_shared_part_is_restorable_from_its_third_sight_on() -> None:
     run(main())
 
 
+def test_breakpoint_is_restorable_from_its_second_sight_on() -> None:
+    """The first prompt says where the others will leave it, between two pages and far from the grid."""
+    shared = prompt(10)
+
+    async def main() -> None:
+        async with bench() as one:
+            for seed, reused in ((1, 0), (2, 8)):
+                request = replace(a_request(shared + prompt(11, seed), 3), breakpoints=(2, 10, 21))
+                assert (await one.answer(request)).reused_tokens == reused
+        async with bench(one.store) as other:
+            provenance = await other.answer(a_request(shared + prompt(9, 3), 3))
+            assert provenance.fetched_tokens == 8, "breakpoints are published"
+
+    run(main())
+
+
 def test_long_shared_part_is_restorable_from_its_second_sight_on() -> None:
     """The first prompt has left checkpoints on the grid, one for every four pages."""
     shared = prompt(18)
