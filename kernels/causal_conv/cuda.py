@@ -12,36 +12,42 @@ from tidemill.kernels.shared.rows import Rows, rows_at_once
 
 TOKENS = 32  # of one program, where a row may have more than one
 CHANNELS = 128
+COLUMNS = tl.constexpr(128)  # of `writes` that are searched together for windows to keep
 
 
 @triton.jit
 def keep(
-    x, x_token, window, has_window, state, state_slot, writes, n, in_C,
-    WIDTH: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr,
+    x, x_token, window, has_window, state, state_slot, writes, kept, n, in_C,
+    WIDTH: tl.constexpr, C: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Writes the windows after the last KEPT tokens of a row of n; addresses are those of its channels."""
+    """Writes the windows after the last `kept` tokens of a row of n that have a slot. Addresses are those of
+    its channels."""
     past_W = tl.arange(0, triton.next_power_of_2(WIDTH))
     in_WC = (past_W < WIDTH - 1)[:, None] & in_C[None, :] & has_window
     old_WC = tl.load(window[None, :] + past_W[:, None] * C, mask=in_WC, other=0.0).to(tl.float32)
     tl.debug_barrier()  # what is written now may be the window that other threads of this program read
-    for column in range(KEPT):
-        end = n - (KEPT - 1 - column)
-        slot = tl.load(writes + column).to(tl.int64)
-        is_kept = in_C & (slot >= 0) & (end > 0)
-        for past in tl.static_range(WIDTH - 1):
-            at = end - (WIDTH - 1) + past
-            new_C = tl.load(x + at.to(tl.int64) * x_token, mask=is_kept & (at >= 0), other=0.0)
-            old_C = tl.sum(tl.where(past_W[:, None] == end + past, old_WC, 0.0), 0)
-            value_C = tl.where(at >= 0, new_C.to(tl.float32), old_C)
-            tl.store(state + slot * state_slot + past * C, value_C, mask=is_kept)
+    for first in range(0, kept, COLUMNS):
+        column_K = first + tl.arange(0, COLUMNS)
+        in_K = (column_K >= kept - n) & (column_K < kept)
+        slot_K = tl.load(writes + column_K, mask=in_K, other=-1)
+        for _ in range(tl.sum((slot_K >= 0).to(tl.int32))):
+            column = tl.min(tl.where(slot_K >= 0, column_K, kept))
+            slot = tl.max(tl.where(column_K == column, slot_K, -1)).to(tl.int64)
+            slot_K = tl.where(column_K == column, -1, slot_K)
+            for past in tl.static_range(WIDTH - 1):
+                at = n - (kept - 1 - column) - (WIDTH - 1) + past
+                new_C = tl.load(x + at.to(tl.int64) * x_token, mask=in_C & (at >= 0), other=0.0)
+                old_C = tl.sum(tl.where(past_W[:, None] == at + WIDTH - 1, old_WC, 0.0), 0)
+                value_C = tl.where(at >= 0, new_C.to(tl.float32), old_C)
+                tl.store(state + slot * state_slot + past * C, value_C, mask=in_C)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["kept", "rows"])
 def convolve(
     x, x_token, x_group, weight,
     bias,  # [groups, C], or None
-    state, state_slot, state_group, y, cu, read, writes, rows,
-    WIDTH: tl.constexpr, C: tl.constexpr, KEPT: tl.constexpr,
+    state, state_slot, state_group, y, cu, read, writes, kept, rows,
+    WIDTH: tl.constexpr, C: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr,  # power of two, at least the rows
 ) -> None:  # fmt: skip
@@ -86,7 +92,8 @@ def convolve(
     at_TC = y[None, :] + token_T.to(tl.int64)[:, None] * groups * C
     tl.store(at_TC, y_TC, mask=in_T[:, None] & in_C[None, :])
     if first == 0:
-        keep(x, x_token, window, source >= 0, state, state_slot, writes + row * KEPT, n, in_C, WIDTH, C, KEPT)
+        writes += row * kept
+        keep(x, x_token, window, source >= 0, state, state_slot, writes, kept, n, in_C, WIDTH, C)
 
 
 def causal_conv(
@@ -111,8 +118,8 @@ def causal_conv(
     convolve[(tokens // block + batch, groups, triton.cdiv(channels, part))](
         x_TGC, x_TGC.stride(0), x_TGC.stride(1), weight_WGC, bias_GC,
         state_SGWC, state_SGWC.stride(0), state_SGWC.stride(1), y_TGC,
-        rows.cu_B1, rows.read_B, rows.writes_BK, batch,
-        WIDTH=len(weight_WGC), C=channels, KEPT=rows.writes_BK.shape[1],
+        rows.cu_B1, rows.read_B, rows.writes_BK, rows.writes_BK.shape[1], batch,
+        WIDTH=len(weight_WGC), C=channels,
         TOKENS=block, CHANNELS=part, ROWS=rows_at_once(batch),
     )  # fmt: skip
     return y_TGC

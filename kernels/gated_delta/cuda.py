@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tidemill.kernels.gated_delta.inside import write_inside
 from tidemill.kernels.shared.recurrence import CHUNK, SHORT, between, chunk_at, cut, softplus
 from tidemill.kernels.shared.rows import Rows, rows_at_once
 
@@ -77,16 +78,16 @@ def diagonal_inverses(upper_CC):
     return A
 
 
-@triton.jit(do_not_specialize=["tokens", "rows"])
+@triton.jit(do_not_specialize=["kept", "tokens", "rows"])
 def prepare(
     mixed, mixed_token, mixed_group, gates, gates_token, a_log, dt_bias,
     total,  # float64 [H, T], of a chunk
     unit,  # float32 [H, T]
     w,  # [T, H, K]
     u,  # [T, H, V]
-    cu, writes, tokens, rows,
+    cu, writes, kept, tokens, rows,
     HEADS: tl.constexpr,  # of a group
-    K: tl.constexpr, V: tl.constexpr, KEPT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr,
     KEYS: tl.constexpr,  # power of two, at least K
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,  # power of two, at least the rows
@@ -95,7 +96,7 @@ def prepare(
     head, every = tl.program_id(1), tl.num_programs(1)
     row, chunk = chunk_at(cu, rows, tl.program_id(0), ROWS)
     start = tl.load(cu + row)
-    chunked, _ = cut(tl.load(cu + row + 1) - start, writes + row * KEPT, KEPT)
+    chunked, _ = cut(tl.load(cu + row + 1) - start, writes + row * kept + kept - 1, 1)
     if chunk * CHUNK >= chunked:
         return
     place_C, key_K, column_V = tl.arange(0, CHUNK), tl.arange(0, KEYS), tl.arange(0, COLUMNS)
@@ -140,18 +141,21 @@ def prepare(
         tl.store(u_C[:, None] + first + column_V[None, :], u_CV, mask=in_CV)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["kept", "tokens"])
 def advance(
     mixed, mixed_token, mixed_group, total, unit, w, u, state, state_slot, state_group,
     before,  # [chunks, H, K, V]: the state before each
-    cu, read, writes, tokens,
-    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KEPT: tl.constexpr,
+    cu, read, writes, kept, tokens,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    INSIDE: tl.constexpr,  # a row may keep more states than its last
 ) -> None:  # fmt: skip
     """Columns i of value head j of row k, of a grid (i, j, k)."""
     head, every, row = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
     start = tl.load(cu + row)
-    chunked, slot = cut(tl.load(cu + row + 1) - start, writes + row * KEPT, KEPT)
+    n = tl.load(cu + row + 1) - start
+    writes += row * kept
+    chunked, slot = cut(n, writes + kept - 1, 1)
     if chunked == 0:
         return
     place_C, key_K = tl.arange(0, CHUNK), tl.arange(0, KEYS)
@@ -182,23 +186,28 @@ def advance(
         last = start + tl.minimum((chunk + 1) * CHUNK, chunked) - 1
         total_last = tl.load(total + head * tokens + last)
         left_C = unit_C * tl.exp((total_last - total_C).to(tl.float32))
+        if INSIDE:
+            first = kept - n + chunk * CHUNK
+            write_inside(
+                S_KV, k_CK, u_CV, unit_C, total_C, in_C, state + at_KV, state_slot, in_KV, writes, first, kept
+            )
         S_KV *= tl.exp(total_last.to(tl.float32))
         added_CV = (u_CV * left_C[:, None]).to(k_CK.dtype)
         S_KV = tl.dot(tl.trans(k_CK), added_CV, S_KV, input_precision="ieee")
     tl.store(state + slot * state_slot + at_KV, S_KV, mask=in_KV & (slot >= 0))
 
 
-@triton.jit(do_not_specialize=["tokens", "rows"])
+@triton.jit(do_not_specialize=["kept", "tokens", "rows"])
 def answer(
-    mixed, mixed_token, mixed_group, total, unit, u, before, out, cu, writes, tokens, rows,
-    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KEPT: tl.constexpr,
+    mixed, mixed_token, mixed_group, total, unit, u, before, out, cu, writes, kept, tokens, rows,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     KEYS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Columns i of chunk j of value head k, of a grid (i, j, k)."""
     place, head, every = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     row, chunk = chunk_at(cu, rows, place, ROWS)
     start = tl.load(cu + row)
-    chunked, _ = cut(tl.load(cu + row + 1) - start, writes + row * KEPT, KEPT)
+    chunked, _ = cut(tl.load(cu + row + 1) - start, writes + row * kept + kept - 1, 1)
     if chunk * CHUNK >= chunked:
         return
     place_C, key_K = tl.arange(0, CHUNK), tl.arange(0, KEYS)
@@ -228,20 +237,20 @@ def answer(
     tl.store(out + own_C[:, None] + column_V[None, :], o_CV, mask=in_CV)
 
 
-@triton.jit(do_not_specialize=["alone"])
+@triton.jit(do_not_specialize=["kept", "alone"])
 def recur(
     mixed, mixed_token, mixed_group, gates, gates_token, a_log, dt_bias, state, state_slot, state_group,
-    out, cu, read, writes,
+    out, cu, read, writes, kept,
     alone,  # 1: nothing ran in chunks
-    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KEPT: tl.constexpr,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     KEYS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Columns i of value head j of row k, of a grid (i, j, k)."""
     head, every, row = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
     start = tl.load(cu + row)
     n = tl.load(cu + row + 1) - start
-    writes += row * KEPT
-    done, slot = cut(n, writes, KEPT)
+    writes += row * kept
+    done, slot = cut(n, writes + kept - 1, 1)
     done = tl.where(alone != 0, 0, done)
     if done >= n:
         return
@@ -271,10 +280,10 @@ def recur(
         S_KV += k_K[:, None] * change_V[None, :]
         o_V = asked_V + tl.sum(q_K * k_K) * change_V
         tl.store(out + (token * every + head) * V + column_V, o_V, mask=in_V)
-        column = KEPT - (n - t)
+        column = kept - (n - t)
         if column >= 0:
-            kept = tl.load(writes + column).to(tl.int64)
-            tl.store(state + kept * state_slot, S_KV, mask=in_KV & (kept >= 0))
+            to = tl.load(writes + column).to(tl.int64)
+            tl.store(state + to * state_slot, S_KV, mask=in_KV & (to >= 0))
 
 
 def gated_delta(
@@ -298,8 +307,9 @@ def gated_delta(
     mixed = (mixed_TGC, mixed_TGC.stride(0), mixed_TGC.stride(1))
     gates = (gates_TI, gates_TI.stride(0), a_log_H, dt_bias_H)
     state = (state_SGRKV, state_SGRKV.stride(0), state_SGRKV.stride(1))
-    ends, ids = (rows.cu_B1, rows.writes_BK), (rows.cu_B1, rows.read_B, rows.writes_BK)
-    sizes = {"HEADS": heads, "K": key_dim, "V": value_dim, "KEPT": rows.writes_BK.shape[1]}
+    writes = (rows.writes_BK, rows.writes_BK.shape[1])
+    ends, ids = (rows.cu_B1, *writes), (rows.cu_B1, rows.read_B, *writes)
+    sizes = {"HEADS": heads, "K": key_dim, "V": value_dim}
     sizes["KEYS"] = max(16, triton.next_power_of_2(key_dim))
     few, many = (max(16, min(most, triton.next_power_of_2(value_dim))) for most in (COLUMNS, ANSWER_COLUMNS))
     parts = triton.cdiv(value_dim, few)
@@ -318,7 +328,18 @@ def gated_delta(
             COLUMNS=few, ROWS=padded, **options,
         )  # fmt: skip
         advance[(parts, every, batch)](
-            *mixed, total_HT, unit_HT, w_THK, u_THV, *state, before, *ids, tokens, COLUMNS=few, **options
+            *mixed,
+            total_HT,
+            unit_HT,
+            w_THK,
+            u_THV,
+            *state,
+            before,
+            *ids,
+            tokens,
+            COLUMNS=few,
+            INSIDE=writes[1] > 1,
+            **options,
         )
         answer[(triton.cdiv(value_dim, many), chunks, every)](
             *mixed, total_HT, unit_HT, u_THV, before, o_TGRV, *ends, tokens, batch,

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tidemill.kernels.gated_delta.inside import write_inside
 from tidemill.kernels.mamba2.heads import Heads
 from tidemill.kernels.shared.recurrence import CHUNK, SHORT, between, chunk_at, cut, silu, softplus
 from tidemill.kernels.shared.rows import Rows, rows_at_once
@@ -38,21 +39,24 @@ def chunk_times(dt, dt_token, token_C, in_C, a_log, dt_bias, dt_min, dt_max):
     return dt_C, -tl.exp(tl.load(a_log).to(tl.float32)) * dt_C
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kept"])
 def advance(
     mixed, mixed_token, mixed_group, dt, dt_token, a_log, dt_bias, dt_min, dt_max,
     state, state_slot, state_group,
     before,  # [chunks, H, K, V]: the state before each
-    cu, read, writes,
+    cu, read, writes, kept,
     HEADS: tl.constexpr,  # of a group
-    K: tl.constexpr, V: tl.constexpr, KEPT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr,
     KEYS: tl.constexpr,  # power of two, at least K
     COLUMNS: tl.constexpr,
+    INSIDE: tl.constexpr,  # a row may keep more states than its last
 ) -> None:  # fmt: skip
     """Columns i of head j of row k, of a grid (i, j, k)."""
     head, every, row = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
     start = tl.load(cu + row)
-    chunked, slot = cut(tl.load(cu + row + 1) - start, writes + row * KEPT, KEPT)
+    n = tl.load(cu + row + 1) - start
+    writes += row * kept
+    chunked, slot = cut(n, writes + kept - 1, 1)
     if chunked == 0:
         return
     place_C, key_K = tl.arange(0, CHUNK), tl.arange(0, KEYS)
@@ -79,17 +83,22 @@ def advance(
         b_CK = tl.load(mixed_C[:, None] + key_K[None, :], mask=in_C[:, None] & in_K[None, :], other=0.0)
         x_C = mixed_C + 2 * K + head % HEADS * V
         x_CV = tl.load(x_C[:, None] + column_V[None, :], mask=in_C[:, None] & in_V[None, :], other=0.0)
+        if INSIDE:
+            first = kept - n + chunk * CHUNK
+            write_inside(
+                S_KV, b_CK, x_CV, dt_C, total_C, in_C, state + at_KV, state_slot, in_KV, writes, first, kept
+            )
         added_CV = (x_CV.to(tl.float32) * left_C[:, None]).to(x_CV.dtype)
         S_KV *= tl.exp(total_last.to(tl.float32))
         S_KV = tl.dot(tl.trans(b_CK), added_CV, S_KV, input_precision="ieee")
     tl.store(state + slot * state_slot + at_KV, S_KV, mask=in_KV & (slot >= 0))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["kept", "rows"])
 def answer(
     mixed, mixed_token, mixed_group, dt, dt_token, a_log, dt_bias, dt_min, dt_max,
-    z, z_token, z_group, skip, before, out, cu, writes, rows,
-    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KEPT: tl.constexpr,
+    z, z_token, z_group, skip, before, out, cu, writes, kept, rows,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     KEYS: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,  # power of two, at least the rows
 ) -> None:  # fmt: skip
@@ -97,7 +106,7 @@ def answer(
     place, head, every = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     row, chunk = chunk_at(cu, rows, place, ROWS)
     start = tl.load(cu + row)
-    chunked, _ = cut(tl.load(cu + row + 1) - start, writes + row * KEPT, KEPT)
+    chunked, _ = cut(tl.load(cu + row + 1) - start, writes + row * kept + kept - 1, 1)
     if chunk * CHUNK >= chunked:
         return
     place_C, key_K = tl.arange(0, CHUNK), tl.arange(0, KEYS)
@@ -127,20 +136,20 @@ def answer(
     tl.store(out + ((token_C * every + head) * V)[:, None] + column_V[None, :], y_CV, mask=in_CV)
 
 
-@triton.jit(do_not_specialize=["alone"])
+@triton.jit(do_not_specialize=["kept", "alone"])
 def recur(
     mixed, mixed_token, mixed_group, dt, dt_token, a_log, dt_bias, dt_min, dt_max,
-    z, z_token, z_group, skip, state, state_slot, state_group, out, cu, read, writes,
+    z, z_token, z_group, skip, state, state_slot, state_group, out, cu, read, writes, kept,
     alone,  # 1: nothing ran in chunks
-    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KEPT: tl.constexpr,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     KEYS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Columns i of head j of row k, of a grid (i, j, k)."""
     head, every, row = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
     start = tl.load(cu + row)
     n = tl.load(cu + row + 1) - start
-    writes += row * KEPT
-    done, slot = cut(n, writes, KEPT)
+    writes += row * kept
+    done, slot = cut(n, writes + kept - 1, 1)
     done = tl.where(alone != 0, 0, done)
     if done >= n:
         return
@@ -164,10 +173,10 @@ def recur(
         S_KV = S_KV * tl.exp(rate * now) + b_K[:, None] * (now * x_V)[None, :]
         y_V = (tl.sum(S_KV * c_K[:, None], 0) + straight * x_V) * silu(z_V.to(tl.float32))
         tl.store(out + (token * every + head) * V + column_V, y_V, mask=in_V)
-        column = KEPT - (n - t)
+        column = kept - (n - t)
         if column >= 0:
-            kept = tl.load(writes + column).to(tl.int64)
-            tl.store(state + kept * state_slot, S_KV, mask=in_KV & (kept >= 0))
+            to = tl.load(writes + column).to(tl.int64)
+            tl.store(state + to * state_slot, S_KV, mask=in_KV & (to >= 0))
 
 
 def mamba2(
@@ -194,8 +203,9 @@ def mamba2(
     inputs = (mixed_TGC, mixed_TGC.stride(0), mixed_TGC.stride(1), *times)
     gate = (z_TGRV, z_TGRV.stride(0), z_TGRV.stride(1), heads.skip_H)
     state = (state_SGRKV, state_SGRKV.stride(0), state_SGRKV.stride(1))
-    ids = (rows.cu_B1, rows.read_B, rows.writes_BK)
-    sizes = {"HEADS": values, "K": key_dim, "V": value_dim, "KEPT": rows.writes_BK.shape[1]}
+    writes = (rows.writes_BK, rows.writes_BK.shape[1])
+    ids = (rows.cu_B1, rows.read_B, *writes)
+    sizes = {"HEADS": values, "K": key_dim, "V": value_dim}
     sizes["KEYS"] = max(16, triton.next_power_of_2(key_dim))
     few, many = (max(16, min(most, triton.next_power_of_2(value_dim))) for most in (COLUMNS, ANSWER_COLUMNS))
     parts = triton.cdiv(value_dim, few)
@@ -205,9 +215,11 @@ def mamba2(
         before = mixed_TGC.new_empty(chunks, every, key_dim, value_dim)
         wide = mixed_TGC.dtype == torch.float32 or sizes["KEYS"] > 128
         options = {"num_warps": 8 if wide else 4, "num_stages": 2, **sizes}
-        advance[(parts, every, batch)](*inputs, *state, before, *ids, COLUMNS=few, **options)
+        advance[(parts, every, batch)](
+            *inputs, *state, before, *ids, COLUMNS=few, INSIDE=writes[1] > 1, **options
+        )
         answer[(triton.cdiv(value_dim, many), chunks, every)](
-            *inputs, *gate, before, y_TGRV, rows.cu_B1, rows.writes_BK, batch,
+            *inputs, *gate, before, y_TGRV, rows.cu_B1, *writes, batch,
             COLUMNS=many, ROWS=rows_at_once(batch), **options,
         )  # fmt: skip
     recur[(parts, every, batch)](*inputs, *gate, *state, y_TGRV, *ids, int(alone), COLUMNS=few, **sizes)

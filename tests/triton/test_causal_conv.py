@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.kernels.cases import LIMITS, Step, random, relative_error, same_bits, step
+from tests.support.kernels.cases import LIMITS, Step, random, relative_error, same_bits, slots_inside, step
 from tidemill.kernels.causal_conv import cuda, reference
 
 SLOTS = 12
@@ -91,6 +91,11 @@ CASES = {
     "mixed bfloat16": Case(**MIXED, dtype=torch.bfloat16, channels=130, biased=True),
     "kept and read": Case(
         new=[40, 3], read=[0, 1], writes=[[3, 0, 4], [1, -1, 5]], groups=2, width=3, biased=True
+    ),
+    "kept far inside": Case(
+        new=[300, 2],
+        read=[0, 1],
+        writes=slots_inside([300, 2], {1: 3, 2: 4, 33: 5, 200: 6, 299: 7, 300: 0}, {1: 8, 2: 1}),
     ),
     "nothing kept": Case(new=[33, 1], read=[0, -1], writes=[[-1, -1]] * 2),
     "width 1": Case(new=[2, 1], read=[0, -1], writes=[[3], [4]], width=1),

@@ -10,7 +10,16 @@ from typing import Literal
 import pytest
 import torch
 
-from tests.support.kernels.cases import LIMITS, Step, int32, random, relative_error, same_bits, step
+from tests.support.kernels.cases import (
+    LIMITS,
+    Step,
+    int32,
+    random,
+    relative_error,
+    same_bits,
+    slots_inside,
+    step,
+)
 from tidemill.kernels.gated_delta import cuda as gated_delta_cuda
 from tidemill.kernels.gated_delta import reference as gated_delta_reference
 from tidemill.kernels.mamba2 import cuda as mamba2_cuda
@@ -138,6 +147,14 @@ SHARED = {
     "states kept within chunks": Case(
         new=[130, 70, 18], read=[0, -1, 2], writes=[[-1, 4, 0], [5, -1, -1], [1, 6, 2]]
     ),
+    "states kept far inside": Case(
+        new=[200, 3, 130],
+        read=[0, -1, 2],
+        writes=slots_inside(
+            [200, 3, 130], {1: 1, 64: 3, 65: 4, 72: 5, 200: 0}, {3: 6}, {96: 7, 128: 2, 129: 8}
+        ),
+        heads=2,
+    ),
     "nothing kept": Case(new=[65, 3, 17], read=[0, -1, 3], writes=[[-1, -1]] * 3, groups=2),
     "strong and weak gates": Case(new=[60], read=[0], writes=[[1]], spread=100.0),
     "500 tokens": Case(**LONG),
@@ -180,6 +197,17 @@ def test_same_bits_in_any_batch_and_cut_at_chunks(
     found.append(cut.run(step([20], read=[2], writes=[[5]]), slice(131, 151)))
     assert same_bits(torch.cat(found), together)
     assert same_bits(cut.state[3:6], whole.state[3:6])
+
+
+def test_states_kept_inside_a_row_change_no_bit(case_of: Callable[..., Case]) -> None:
+    inside = {40: 6, 64: 7, 100: 8, 150: 1}
+    cases = [
+        case_of(new=[150, 20], read=[0, -1], writes=slots_inside([150, 20], slots, {20: 2}))
+        for slots in ({150: 1}, inside)
+    ]
+    plain, many = map(Layer, cases)
+    assert same_bits(plain.run(), many.run())
+    assert same_bits(plain.state[1:3], many.state[1:3])
 
 
 @pytest.mark.parametrize("new", [[0, 2], [20, 0, 3]], ids=str)

@@ -31,17 +31,16 @@ def buckets(rows_max: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < rows_max), rows_max)
 
 
-def shapes(rows_max: int, tokens_max: int, drafts_max: int = 0) -> list[tuple[int, int, int]]:
+def shapes(rows_max: int, tokens_max: int) -> list[tuple[int, int, int]]:
     """Return steps that launch every kernel that other steps launch, each as the number of rows, the
     tokens of the first row, and the states that a row may keep.
 
-    Kernels are compiled for one token per row and for more, for few rows and for many, by powers of two of
-    states, and by the number of tokens per expert.
+    Kernels are compiled for one token per row and for more, for few rows and for many, for one state per row
+    and for more, and by the number of tokens per expert.
     """
-    kept = [1 << power for power in range(drafts_max.bit_length() + 1)]
     counts = (1, *(1 << power for power in range(MANY_ROWS.bit_length(), rows_max.bit_length())), rows_max)
     one_each = [(rows, 1, 1) for rows in counts]
-    many_each = [(rows, CHUNK, states) for rows in counts for states in kept]
+    many_each = [(rows, CHUNK, states) for rows in counts for states in (1, 2)]
     many_tokens = [(1, 1 << power, 1) for power in range(1, tokens_max.bit_length())]
     found = dict.fromkeys([*one_each, *many_each, *many_tokens, (1, tokens_max, 1)])
     return [shape for shape in found if shape[0] - 1 + shape[1] <= tokens_max]

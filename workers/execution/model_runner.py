@@ -134,7 +134,7 @@ class TorchRunner:
                 self._stream.synchronize()
 
     def _warm_up(self, rows_max: int, tokens_max: int, table_width: int, drafts_max: int) -> None:
-        for rows, first, states in shapes(rows_max, tokens_max, drafts_max):
+        for rows, first, states in shapes(rows_max, tokens_max):
             with torch.inference_mode(), self._on_stream():
                 inputs = padding(rows, table_width, first, windows=self._caches.has_windows, states=states)
                 hidden_TH = self._hidden(inputs)

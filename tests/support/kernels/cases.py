@@ -49,6 +49,15 @@ def step(
     )
 
 
+def slots_inside(new: Sequence[int], *slots: dict[int, int]) -> list[list[int]]:
+    """Return `writes` of rows of `new` tokens: each row's slots for its states by their depth in the row."""
+    kept = max(new)
+    return [
+        [row.get(n - kept + 1 + column, -1) for column in range(kept)]
+        for n, row in zip(new, slots, strict=True)
+    ]
+
+
 def shuffled_pages(lens: Sequence[int], page_tokens: int, draw: torch.Generator) -> torch.Tensor:
     """Return a page table `[B, N]` in which no page follows its neighbour; unused entries name an unused
     page."""

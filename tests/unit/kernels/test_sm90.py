@@ -196,6 +196,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "linear layer, decode": recur([1] * 64, 1, 16, 128),
     "linear layer, mixed": recur([1, 12, 2000], 1, 16, 128),
     "linear layer, mixed, states of 12 tokens": recur([1, 12, 2000], 12, 16, 128),
+    "linear layer, mixed, states of 2000 tokens": recur([1, 12, 2000], 2000, 16, 128),
     "linear layer, mixed, dim 64": recur([1, 12, 2000], 1, 16, 64),
     "linear layer, mixed, dim 256": recur([1, 12, 2000], 1, 4, 256),
     "mamba2, decode": scan([1] * 64, 1, 8, 6, (128, 64)),

@@ -104,15 +104,13 @@ def test_other_steps_run_without_graphs() -> None:
 
 
 @PROPERTY
-@given(rows_max=st.integers(1, 1100), tokens_max=st.integers(2, 9000), drafts_max=st.integers(0, 8))
-def test_warming_up_stays_within_the_largest_step_and_reaches_it(
-    rows_max: int, tokens_max: int, drafts_max: int
-) -> None:
-    made = shapes(rows_max, tokens_max, drafts_max)
+@given(rows_max=st.integers(1, 1100), tokens_max=st.integers(2, 9000))
+def test_warming_up_stays_within_the_largest_step_and_reaches_it(rows_max: int, tokens_max: int) -> None:
+    made = shapes(rows_max, tokens_max)
     assert all(rows <= rows_max and rows - 1 + first <= tokens_max for rows, first, _ in made)
     assert (1, tokens_max, 1) in made
     assert (rows_max, 1, 1) in made or rows_max > tokens_max
-    assert max(states for _, _, states in made) > drafts_max or tokens_max < CHUNK
+    assert {states for _, _, states in made} == {1, 2} or tokens_max < CHUNK
     assert len(made) < 40
 
 

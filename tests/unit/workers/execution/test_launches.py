@@ -120,7 +120,7 @@ def test_driver_accepts_all_launches(
 
 
 STEPS = [
-    (rows, more, (1, 2, 4, 8)[(at + index) % 4] if more else 1, (1, 17, TABLE_WIDTH)[(at + index) % 3])
+    (rows, more, (1, 2, 5, 1 + more)[(at + index) % 4] if more else 1, (1, 17, TABLE_WIDTH)[(at + index) % 3])
     for at, rows in enumerate((1, 3, 300, ROWS_MAX))
     for index, more in enumerate((0, 1, 15, 16, 300, 1500, 3000, TOKENS_MAX - ROWS_MAX))
 ]
