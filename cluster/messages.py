@@ -130,7 +130,3 @@ class Hysteresis:
     cool_s: float = 60.0  # between two removals
     start_s_max: float = 120.0  # for a new worker to start, before more are added
     drain_s: float = 120.0  # in which the workers should empty the queue
-
-
-TTFT_S_MAX = 60.0
-"""The default limit of the time to first token, in seconds."""

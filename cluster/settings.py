@@ -1,12 +1,13 @@
 """The settings of a cluster: plain data that the supervisor sends to the actors unchanged."""
 
+import math
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from tidemill.cluster.messages import TTFT_S_MAX, Bounds, Hysteresis
+from tidemill.cluster.messages import Bounds, Hysteresis
 from tidemill.cluster.mutual_tls import MutualTls
 from tidemill.cluster.observability.telemetry import QUIET, Telemetry
 from tidemill.workers.messages import Role
@@ -70,7 +71,7 @@ class RouterSettings:
     broker: bool = True
     expected: frozenset[str] = frozenset()  # names of workers
     memory_router: str | None = None
-    ttft_s_max: float = TTFT_S_MAX  # the limit of the time to first token
+    ttft_s_max: float = math.inf  # the limit of the time to first token
     tls: MutualTls | None = None
     telemetry: Telemetry = QUIET
 

@@ -1,5 +1,6 @@
 """Translate a configuration into the settings of the cluster that it describes. Pure."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,7 +172,7 @@ def _fleet(config: RootConfig, index: int, surroundings: Surroundings, source: s
             replicas=model.routers,
             broker=model.engine.memory_broker,
             expected=frozenset(worker.name for worker in workers),
-            ttft_s_max=model.ttft_max,
+            ttft_s_max=math.inf if model.ttft_max is None else model.ttft_max,
         ),
         bounds=_bounds(model.groups),
         hysteresis=_hysteresis(model.autoscaling),

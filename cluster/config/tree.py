@@ -212,8 +212,9 @@ class ModelConfig(ConfigNode):
     """format of the model's tool calls; auto decides by its template and architecture"""
     reasoning_parser: ReasoningParser = "auto"
     """format of the model's reasoning; auto decides likewise"""
-    ttft_max: Seconds = 60.0
-    """refuse a request immediately (429) if its predicted time to first token is longer, in seconds"""
+    ttft_max: Seconds | None = None
+    """refuse a request immediately (429) if it would wait longer than this many seconds for others before its
+    first token (no limit)"""
     routers: Count = 1
     """number of routers; requests continue when one is lost"""
     groups: Annotated[tuple[GroupConfig, ...], Field(strict=False, min_length=1)] = (

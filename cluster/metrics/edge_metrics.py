@@ -1,5 +1,6 @@
 """Measure answers at the edge, as they pass. Labels are from fixed sets: models, statuses."""
 
+import math
 from collections import Counter as Count
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -8,7 +9,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from tidemill.cluster.messages import TTFT_S_MAX, Misses
+from tidemill.cluster.messages import Misses
 from tidemill.cluster.metrics import specs
 from tidemill.cluster.metrics.specs import EDGE, MODEL, Spec
 from tidemill.cluster.observability.telemetry import MetricsAlias
@@ -67,7 +68,7 @@ class EdgeMetrics:
         self._misses[model] = replace(misses, refused=misses.refused + 1)
 
     def record_first_token(self, model: str, request: Request, ttft_s: float) -> None:
-        most_s = self._ttft_s_max.get(model, TTFT_S_MAX)
+        most_s = self._ttft_s_max.get(model, math.inf)
         is_late = ttft_s > min(most_s if request.ttft_s_max is None else request.ttft_s_max, most_s)
         self.of_model(model).count(specs.LATE, is_late)
         misses = self._misses[model]

@@ -1,7 +1,8 @@
 """Admission: refuse requests that would wait too long, and order the others by tenant. Pure.
 
 A refusal is cheap and early: a client whose deadline would pass gets an error immediately, with the
-time after which a retry makes sense. Queues are therefore bounded in seconds at any load.
+time after which a retry makes sense. Without a limit, of the server or of the client, nothing is
+refused for being slow.
 """
 
 import math
@@ -10,7 +11,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Protocol
 
-from tidemill.cluster.messages import TTFT_S_MAX, PlacementRequest, Route
+from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.router.fair_queueing import FairQueue
 from tidemill.cluster.router.fleet_view import RequestBooked
 from tidemill.workers.messages import Overloaded
@@ -35,7 +36,7 @@ class LoadView(Protocol):
 class LoadShedder:
     """Refuses requests with too long a wait. Its only state is the queues of the tenants."""
 
-    def __init__(self, ttft_s_max: float = TTFT_S_MAX) -> None:
+    def __init__(self, ttft_s_max: float = math.inf) -> None:
         self._ttft_s_max = ttft_s_max
         self._fair_queue = FairQueue()
         self._advanced_at_s = -math.inf

@@ -39,20 +39,34 @@ class Costs:
             speeds = np.zeros((len(MEASURED), table.shape[1]))
             speeds[1], speeds[3], speeds[4] = 1.0, ROW_TOKENS, self.page_tokens * FETCHED_SHARE
         self.step, self.token, self.pair, self.row, self.page, self.state = speeds
-        has_streams = (table[Column.DECODES] > 0) & (table[Column.ROWS] > 0)
+        decodes = table[Column.DECODES] > 0
+        self._has_streams = decodes & (table[Column.STREAMS] > 0)
+        self._has_rows = decodes & (table[Column.ROWS] > 0)
+        self._light: Vector = self.step + self.row * np.maximum(table[Column.STREAMS], 1.0)
+        self._slowdown: Vector = np.full_like(self.wait, LIGHT_STEPS / (LIGHT_STEPS - 1))
         if self.in_seconds:
-            slowdown: Vector = prompt_slowdown(
-                self.step + self.row * table[Column.ROWS], table[Column.ITL_TARGET_S]
+            self._slowdown[:] = prompt_slowdown(
+                self._light,
+                table[Column.ITL_TARGET_S],
+                step_s=self.step,
+                token_s=self.token,
+                page_tokens=self.page_tokens,
+                tokens_max=self.step_tokens,
             )
-        else:
-            slowdown = np.full_like(self.wait, LIGHT_STEPS / (LIGHT_STEPS - 1))
-        self.slowdown: Vector = np.where(has_streams, slowdown, 1.0)  # of prompts
+        self.slowdown: Vector = np.where(self._has_streams, self._slowdown, 1.0)  # of prompts
 
     def computing(self, start: Vector | float, end: float) -> Vector:
         """Return the cost of prompt tokens `[start, end)` in steps of their own; `start <= end`."""
         num_tokens = end - start
         each = self.token + self.pair * ((start + end) / 2)
         return np.ceil(num_tokens / self.step_tokens) * self.step + num_tokens * each
+
+    def beside(self, alone: Vector, answer_tokens: int) -> Vector:
+        """Return the cost of prompts beside the streams of now, or beside the answers, each of
+        `answer_tokens`, of the prompts that wait before them. `alone` is their cost without streams."""
+        slowed = alone * self._slowdown
+        beside_next = np.minimum(slowed, alone + answer_tokens * self._light)
+        return np.where(self._has_streams, slowed, np.where(self._has_rows, beside_next, alone))
 
     def serving(self, start: Vector, stored: float, end: float) -> Vector:
         """Return the cost of the prompt `[0, end)` where the worker has `[0, start)`. The store has `[0,

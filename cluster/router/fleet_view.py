@@ -47,7 +47,8 @@ class Column(IntEnum):
     NAMESPACE = auto()  # 52 bits of the hash of the namespace of its pages
     BUSY_UNTIL_S = auto()  # the time at which its queued prompt tokens will be computed
     QUEUED_TOKENS = auto()
-    ROWS = auto()
+    ROWS = auto()  # running, waiting and booked requests
+    STREAMS = auto()  # the running ones that decode
     BUDGET_BYTES = auto()
     TAKEN_BYTES = auto()  # by running, waiting and booked requests
     STEP_S = auto()
@@ -310,6 +311,7 @@ def _column(member: Member) -> Table:
     column[Column.BUSY_UNTIL_S] = member.heartbeat_at_s + load.queued_s
     column[Column.QUEUED_TOKENS] = load.queued_tokens
     column[Column.ROWS] = load.running_rows + load.waiting_rows
+    column[Column.STREAMS] = load.streams
     column[Column.BUDGET_BYTES] = load.budget_bytes
     column[Column.TAKEN_BYTES] = load.memory.live + load.wanted_bytes
     column[Column.STEP_S] = speed.step_s

@@ -21,6 +21,7 @@ from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.router.cost_model import Costs, Vector
 from tidemill.cluster.router.fleet_view import Booking, Column, Fleet, Member, RequestBooked
 from tidemill.cluster.router.prefix_table import cut_keys
+from tidemill.workers.scheduling.limits import ANSWER_TOKENS
 
 GAP_PAGES_MAX = 2
 GAP_TOKENS_MIN = 128
@@ -44,9 +45,6 @@ fleet the cost is higher, because other requests wait for that work."""
 
 PATIENCE_S = 1.3
 """The longest extra wait for the benefit of others, beyond the least wait of all workers."""
-
-ANSWER_TOKENS = 256
-"""The length that answers are assumed not to exceed, whatever limit a client sets."""
 
 FULL_S = 0.1
 """The cost of a worker whose memory is half full. At nine tenths it is nine times as much."""
@@ -160,7 +158,8 @@ class _View:
 
 def prefill_time(view: _View, start: Vector, end: int) -> Vector:
     """Return the time of each worker to compute or fetch `[start, end)` of the prompt."""
-    return view.costs.serving(start, view.stored, end) * view.costs.slowdown
+    serving = view.costs.serving(start, view.stored, end)
+    return view.costs.beside(serving, min(view.request.max_new_tokens, ANSWER_TOKENS))
 
 
 def first_token_time(view: _View, decode_time: Vector, alone: Mask, prefill: _Prefill | None) -> Vector:

@@ -1,11 +1,11 @@
 """The router: receives heartbeats, places requests and passes on the commands of operators."""
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from tidemill.cluster.messages import (
-    TTFT_S_MAX,
     FleetStatus,
     PlacementRequest,
     Route,
@@ -43,7 +43,7 @@ class Router:
         *,
         broker: bool = True,
         expected: frozenset[str] = frozenset(),
-        ttft_s_max: float = TTFT_S_MAX,
+        ttft_s_max: float = math.inf,
         has_budgets: bool = True,
     ) -> None:
         """Create a router without workers.

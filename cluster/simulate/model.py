@@ -75,7 +75,19 @@ class ModelWorker:
         """Return the time to serve a prompt with `depth` cached blocks, and the number of fetched blocks. A
         fetch keeps the worker busy, too."""
         light_s = self._cost.decode_s(self.rows) if self.kv_tokens else 0.0
-        beside = float(prompt_slowdown(light_s, self.info.itl_target_s))
+        speed = self._cost.measured_speed(self.info.role)
+        beside = float(
+            prompt_slowdown(
+                light_s,
+                self.info.itl_target_s,
+                step_s=speed.step_s,
+                token_s=speed.token_s,
+                page_tokens=BLOCK_TOKENS,
+                tokens_max=self._cost.step_tokens,
+            )
+            if light_s
+            else 1.0
+        )
         computed_s = self._cost.prefill_s(depth * BLOCK_TOKENS, num_tokens) * beside
         rate = self._cost.speed.fetch_bytes_per_s
         stored = self._stored.restorable(keys) if rate else 0
@@ -107,6 +119,7 @@ class ModelWorker:
             queued_tokens=self._queued_tokens,
             queued_s=self.wait_s,
             running_rows=self.rows,
+            streams=self.rows if self.kv_tokens else 0,
             memory=MemoryUse(
                 pages_live=held, pages_cached=cached, empty=max(0, self.info.memory_bytes - held - cached)
             ),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.workers.messages import MemoryUse, Speed, WorkerLoad
-from tidemill.workers.scheduling.limits import EngineLimits
+from tidemill.workers.scheduling.limits import ANSWER_TOKENS, EngineLimits
 from tidemill.workers.scheduling.prefill_throttle import prompt_slowdown
 from tidemill.workers.scheduling.sequence import Sequence
 from tidemill.workers.transfer.transfer import Transfer
@@ -39,13 +39,12 @@ def load_of(
     wanted_bytes = waiting_pages * layout.page_bytes + len(waiting) * layout.state_stride_bytes
     wanted_bytes += waiting_windows * layout.window_bytes
     streams = sum(sequence.streams for sequence in running)
-    light_s = speed.step_s + streams * speed.row_s
-    slowdown = float(prompt_slowdown(light_s, limits.itl_target_s)) if streams else 1.0
     return WorkerLoad(
         queued_tokens=sum(end - start for start, end in queued),
-        queued_s=queued_s(speed, queued, limits.budget.tokens_max, slowdown),
+        queued_s=queued_s(speed, queued, limits, streams, _answer_steps(running, waiting)),
         running_rows=len(running),
         waiting_rows=len(waiting),
+        streams=streams,
         memory=memory_use(ledger, ranks),
         budget_bytes=ledger.budget_extents * layout.extent_bytes * ranks,
         wanted_bytes=wanted_bytes * ranks,
@@ -68,13 +67,33 @@ def load_of(
     )
 
 
-def queued_s(speed: Speed, queued: Seq[tuple[int, int]], step_tokens: int, slowdown: float = 1.0) -> float:
-    """Return how long the ranges of prompt tokens `queued` will take in shared steps, `slowdown` times as
-    long as without streams; 0 when it is unknown."""
+def queued_s(
+    speed: Speed, queued: Seq[tuple[int, int]], limits: EngineLimits, streams: int, answer_steps: int
+) -> float:
+    """Return how long the ranges of prompt tokens `queued` will take in shared steps, beside streams for at
+    most `answer_steps` of them; 0 when it is unknown."""
+    tokens_max = limits.budget.tokens_max
     num_tokens = sum(end - start for start, end in queued if end - start > 1)
     pairs = sum((end - start) * (start + end) / 2 for start, end in queued if end - start > 1)
-    alone_s = speed.prefill_s(0, num_tokens, step_tokens) + (pairs - num_tokens**2 / 2) * speed.pair_s
-    return alone_s * slowdown
+    alone_s = speed.prefill_s(0, num_tokens, tokens_max) + (pairs - num_tokens**2 / 2) * speed.pair_s
+    light_s = speed.step_s + max(1, streams) * speed.row_s
+    slowdown = prompt_slowdown(
+        light_s,
+        limits.itl_target_s,
+        step_s=speed.step_s,
+        token_s=speed.token_s,
+        page_tokens=limits.budget.page_tokens,
+        tokens_max=tokens_max,
+    )
+    return min(alone_s * float(slowdown), alone_s + answer_steps * light_s)
+
+
+def _answer_steps(running: Seq[Sequence], waiting: Seq[Sequence]) -> int:
+    """Return the most steps in which prompts run beside the answers of now and of the queue. No prompt of
+    the queue runs beside the answer of the last one."""
+    now = max((sequence.end - len(sequence.tokens) for sequence in running if sequence.streams), default=0)
+    queued = [sequence for sequence in (*running, *waiting) if not sequence.streams]
+    return now + sum(min(sequence.end - len(sequence.tokens), ANSWER_TOKENS) for sequence in queued[:-1])
 
 
 def _start(ledger: Ledger, sequence: Sequence) -> int:

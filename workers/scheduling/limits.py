@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from tidemill.workers.scheduling.plan import Budget
 from tidemill.workers.settings import ITL_TARGET_S, CheckpointStrategy
 
+ANSWER_TOKENS = 256
+"""The length that answers are assumed not to exceed in predictions, whatever limit a client sets."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:

@@ -19,20 +19,33 @@ LIGHT_STEPS = 2
 START_PAGES = 4
 """The prompt tokens of the first step, in pages, while the time of a prompt token is unknown."""
 
+Number = npt.NDArray[np.float64] | float
+
 SAMPLES = 15
 """The number of measured times of each kind that are kept. At least one step in SAMPLES carries no prompt, so
 that the times are those of the streams that run now."""
 
 
 def prompt_slowdown(
-    light_s: npt.NDArray[np.float64] | float, target_s: npt.NDArray[np.float64] | float
-) -> npt.NDArray[np.float64]:
+    light_s: Number,
+    target_s: Number,
+    *,
+    step_s: Number,
+    token_s: Number,
+    page_tokens: Number,
+    tokens_max: Number,
+) -> Number:
     """Return how many times longer a prompt takes beside streams, where a step without prompts takes
-    `light_s`; `target_s` 0 limits no prompt, and `light_s` 0 is not known."""
-    limit_s = np.maximum(target_s, LIGHT_STEPS * np.asarray(light_s))
-    prompts_s = limit_s - light_s
-    limited = np.greater(target_s, 0) & np.greater(light_s, 0)
-    return np.divide(limit_s, prompts_s, out=np.ones_like(limit_s), where=limited)
+    `light_s`; `target_s` 0 limits no prompt, and `token_s` 0 is not known.
+
+    `step_s` and `token_s` are the time of a step and of each prompt token in it, of which there
+    are at least `page_tokens` and at most `tokens_max`.
+    """
+    room_s = np.where(np.greater(target_s, 0), np.maximum(target_s - light_s, light_s), np.inf)
+    known_s = np.where(np.greater(token_s, 0), token_s, 1.0)
+    num_tokens = np.clip(room_s / known_s, page_tokens, np.maximum(page_tokens, tokens_max))
+    slowdown = (light_s / num_tokens + known_s) / (step_s / tokens_max + known_s)
+    return np.where(np.greater(token_s, 0), slowdown, 1.0)
 
 
 class PrefillThrottle:

@@ -18,6 +18,13 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/cluster/router/test_admission.py",
     ),
     Planted(
+        "requests that wait count as streams",
+        "cluster/router/cost_model.py::Costs.beside",
+        "np.where(self.$STREAMS, $SLOWED, np.where(self.$ROWS, $NEXT, $ALONE))",
+        "np.where(self.$ROWS, $SLOWED, $ALONE)",
+        "tests/sim/test_predictions.py",
+    ),
+    Planted(
         "fetched pages cost nothing",
         "cluster/router/cost_model.py::Costs.serving",
         "$MISSING / self.$PAGE_TOKENS * self.$PAGE",

@@ -221,7 +221,7 @@ def test_every_flag_has_help_with_default() -> None:
     assert all(help_of(flag) for flag in FLAGS)
     assert help_of(BY_OPTION["--port"]).endswith("(8000)")
     assert help_of(BY_OPTION["--memory"]).endswith("(1GiB)")
-    assert help_of(BY_OPTION["--ttft-max"]).endswith("(60)")
+    assert help_of(BY_OPTION["--ttft-max"]).endswith("(no limit)")
     assert "%" not in "".join(map(help_of, FLAGS)), "argparse would format it"
 
 

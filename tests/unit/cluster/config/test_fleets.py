@@ -1,5 +1,6 @@
 """A configuration is translated into the settings of its cluster."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_each_model_has_its_own_fleet() -> None:
         "small-mixed-0",
     ]
     assert (large.router.name, small.router.name) == ("org-large-router", "small-router")
-    assert (large.router.ttft_s_max, small.router.ttft_s_max) == (5, 60)
+    assert (large.router.ttft_s_max, small.router.ttft_s_max) == (5, math.inf)
     assert (large.router.replicas, small.router.replicas) == (2, 1)
     assert (large.model_folder, small.model_folder) == (bundled()["keeper"], Path("/models/small"))
     assert (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.cluster.heartbeats import heartbeat, placement_request
 from tests.support.sim.loop import simulate
-from tidemill.cluster.messages import TTFT_S_MAX, PlacementRequest, Route
+from tidemill.cluster.messages import PlacementRequest, Route
 from tidemill.cluster.router.admission import HEAD_START_S, LOOK_S, RETRY_S_MAX, LoadShedder
 from tidemill.cluster.router.fleet_view import Booking, RequestBooked
 from tidemill.cluster.router.router import Router
@@ -90,8 +90,16 @@ def test_admission_never_waits_longer_than_the_limit_of_the_server() -> None:
     view = FakeLoad()
     view.queued[PREFILL] = 61_000
     with pytest.raises(Overloaded):
+        admit(LoadShedder(60.0), view, request(ttft_s_max=1000.0))
+    assert LoadShedder(60.0).patience_s(request(ttft_s_max=1000.0)) == 60.0
+
+
+def test_admission_refuses_nothing_without_a_limit() -> None:
+    view = FakeLoad()
+    view.queued[PREFILL] = 10**9
+    assert admit(LoadShedder(), view, request()).predicted_s == pytest.approx(10**6, rel=0.01)
+    with pytest.raises(Overloaded):
         admit(LoadShedder(), view, request(ttft_s_max=1000.0))
-    assert LoadShedder().patience_s(request(ttft_s_max=1000.0)) == TTFT_S_MAX
 
 
 def test_admission_takes_prompts_of_any_length_in_an_idle_fleet() -> None:

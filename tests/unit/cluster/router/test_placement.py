@@ -260,10 +260,10 @@ def test_placement_makes_no_hop_for_a_longer_gap_to_busy_prefill_workers() -> No
     assert prefill_of(fleet_of(busy, measured("d")), prompt(longest - 40)) is None
     assert prefill_of(fleet_of(measured("p", "prefill"), measured("d")), prompt(longest - 40)) == "p"
     assert prefill_of(fleet_of(busy, measured("d")), prompt(longest + 200)) == "p", "streams would wait"
-    assert (
-        prefill_of(fleet_of(busy, measured("d", running_rows=1, itl_target_s=0.1)), prompt(longest - 40))
-        == "p"
-    ), "beside streams the limit is lower"
+    beside = measured("d", running_rows=1, streams=1, itl_target_s=0.1)
+    assert prefill_of(fleet_of(busy, beside), prompt(longest - 40)) == "p", (
+        "beside streams the limit is lower"
+    )
     assert prefill_of(fleet_of(busy, measured("d", speed=UNKNOWN)), prompt(longest - 40)) is None
 
 

@@ -103,7 +103,18 @@ def test_target_of_zero_limits_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("light_s", "target_s", "slowdown"),
-    [(0.01, 0.1, 10 / 9), (0.05, 0.1, 2.0), (0.5, 0.1, 2.0), (0.01, 0.0, 1.0)],
+    [(0.01, 0.1, 10 / 9), (0.05, 0.1, 2.0), (0.5, 0.1, 2.0), (0.01, 0.0, 1.01)],
 )
 def test_slowdown_of_prompts(light_s: float, target_s: float, slowdown: float) -> None:
-    assert prompt_slowdown(light_s, target_s) == pytest.approx(slowdown)
+    found = prompt_slowdown(light_s, target_s, step_s=0.0, token_s=1e-3, page_tokens=1, tokens_max=1000)
+    assert found == pytest.approx(slowdown)
+
+
+def test_slowdown_of_prompts_is_small_where_pages_or_the_budget_limit_a_step() -> None:
+    found = prompt_slowdown(0.06, 0.5, step_s=0.05, token_s=1e-4, page_tokens=64, tokens_max=500)
+    assert found == pytest.approx((0.06 + 0.05) / (0.05 + 0.05))
+    slow = prompt_slowdown(0.02, 0.1, step_s=0.0, token_s=0.01, page_tokens=64, tokens_max=500)
+    assert slow == pytest.approx(0.66 / 0.64), "a page takes longer than the target"
+    assert prompt_slowdown(0.06, 0.5, step_s=0.0, token_s=0.0, page_tokens=64, tokens_max=500) == 1.0, (
+        "unknown speed"
+    )

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from tidemill.workers.engine.load_report import queued_s
 from tidemill.workers.messages import Speed
+from tidemill.workers.scheduling.limits import EngineLimits
+from tidemill.workers.scheduling.plan import Budget
 from tidemill.workers.transfer.speed_model import (
     FETCHES_MIN,
     REFIT_STEPS,
@@ -164,7 +166,12 @@ def test_queued_prompts_share_steps() -> None:
     queued = [(0, 1000), (500, 700), (41, 42)]  # the last one decodes
     pairs = 1000 * 500 + 200 * 600
     alone_s = 2 * TRUE.step_s + 1200 * TRUE.token_s + pairs * TRUE.pair_s
-    assert queued_s(TRUE, queued, 1000, 1.0) == pytest.approx(alone_s)
-    assert queued_s(TRUE, queued, 1000, 1.5) == pytest.approx(alone_s * 1.5)
-    assert queued_s(Speed(), queued, 1000, 1.5) == 0.0
-    assert queued_s(TRUE, [], 1000) == 0.0
+    limits = EngineLimits(
+        budget=Budget(tokens_max=1000, rows_max=1, page_tokens=64), capacity_tokens=1, itl_target_s=1e-9
+    )
+    light_s = TRUE.step_s + TRUE.row_s
+    assert queued_s(TRUE, queued, limits, 0, 0) == pytest.approx(alone_s)
+    assert queued_s(TRUE, queued, limits, 1, 1) == pytest.approx(alone_s + light_s)
+    assert alone_s < queued_s(TRUE, queued, limits, 1, 10**6) <= 2 * alone_s
+    assert queued_s(Speed(), queued, limits, 1, 3) == 0.0
+    assert queued_s(TRUE, [], limits, 1, 3) == 0.0
