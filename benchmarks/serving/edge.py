@@ -28,7 +28,7 @@ import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.support.cluster.fake_service import FakeService, app_over, tokenizer
 
-from tidemill.cluster.edge.http.slow_clients import with_client_timeouts
+from tidemill.cluster.edge.http.connection import with_limits
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.security import Tls, uvicorn_settings
 
@@ -99,7 +99,7 @@ async def bare() -> ASGIApp:
 
 async def serve(kind: str, listener: socket.socket, tls: Tls | None) -> None:
     app = edge() if kind == "edge" else await bare()
-    http = with_client_timeouts(EdgeLimits()) if kind == "edge" else "httptools"
+    http = with_limits(EdgeLimits()) if kind == "edge" else "httptools"
     config = uvicorn.Config(
         app,
         http=http,

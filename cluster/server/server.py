@@ -25,7 +25,7 @@ from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.edge.cluster_service import ClusterService
 from tidemill.cluster.edge.grpc_api.server import PublicServer
 from tidemill.cluster.edge.http.app import app_of
-from tidemill.cluster.edge.http.slow_clients import with_client_timeouts
+from tidemill.cluster.edge.http.connection import with_limits
 from tidemill.cluster.edge.requests.context import EdgeContext, Sources, open_context
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.requests.security import uvicorn_settings
@@ -157,7 +157,7 @@ def _http_server(endpoint: Endpoint, context: EdgeContext) -> "_Server":
     app.openapi()  # builds the schema now, later it would delay streams
     config = uvicorn.Config(
         app,
-        http=with_client_timeouts(context.limits),
+        http=with_limits(context.limits),
         log_config=None,  # so that uvicorn uses our logging
         access_log=False,
         ws="none",

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.edge.http.app import app_of
-from tidemill.cluster.edge.http.slow_clients import with_client_timeouts
+from tidemill.cluster.edge.http.connection import with_limits
 from tidemill.cluster.edge.requests.api_keys import ApiKey
 from tidemill.cluster.edge.requests.context import Sources, open_context
 from tidemill.cluster.edge.requests.limits import EdgeLimits
@@ -284,7 +284,7 @@ async def serving(
     app: FastAPI, tls: Tls | None = None, limits: EdgeLimits | None = None
 ) -> AsyncGenerator[str]:
     """Yield the base URL of `app` behind a real socket, which listens from the start."""
-    http = with_client_timeouts(EdgeLimits() if limits is None else limits)
+    http = with_limits(EdgeLimits() if limits is None else limits)
     scheme = "http" if tls is None else "https"
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # a slow reader shows soon

@@ -1,4 +1,4 @@
-"""Slow clients tie up nothing: their connections are cut, their requests cancelled, others are served."""
+"""Clients that are slow or send without end tie up nothing: they are cut, the others are served."""
 
 import asyncio
 import itertools
@@ -27,7 +27,13 @@ from tests.support.cluster.fake_service import (
     tokenizer,
 )
 from tests.support.sockets import connected, until_closed
-from tidemill.cluster.edge.http.slow_clients import TAKEN_BYTES_MIN, TimeoutProtocol
+from tidemill.cluster.edge.http.connection import (
+    HEAD_BYTES_MAX,
+    SLICE_BYTES,
+    TAKEN_BYTES_MIN,
+    WAITING_MAX,
+    Connection,
+)
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.models import ServedBackend
 
@@ -195,11 +201,14 @@ class Scene:
 
     def __init__(self) -> None:
         self.waiting_bytes = 0
-        self.aborted = self.closed = False
+        self.aborted = self.closed = self.is_reading = False
+        self.written = b""
+        self.started = 0
         self._now_s = 0.0
         self._timers: list[Timer] = []
-        self.protocol = TimeoutProtocol(CONFIG, ServerState(), {}, cast("asyncio.AbstractEventLoop", self))
+        self.protocol = Connection(CONFIG, ServerState(), {}, cast("asyncio.AbstractEventLoop", self))
         self.protocol.connection_made(cast("asyncio.Transport", self))
+        self.is_reading = True
 
     def pass_time(self, seconds: float) -> None:
         until_s = self._now_s + seconds
@@ -219,10 +228,20 @@ class Scene:
 
     def create_task(self, work: Coroutine[Any, Any, None]) -> Timer:
         work.close()
+        self.started += 1
         return Timer(math.inf, lambda: None)
 
     def is_closing(self) -> bool:
-        return self.closed
+        return self.closed or self.aborted
+
+    def pause_reading(self) -> None:
+        self.is_reading = False
+
+    def resume_reading(self) -> None:
+        self.is_reading = True
+
+    def write(self, data: bytes) -> None:
+        self.written += data
 
     def get_extra_info(self, name: str) -> None:
         del name
@@ -242,6 +261,8 @@ class Scene:
 
 
 LIMITS = EdgeLimits()
+GET = b"GET /ping HTTP/1.1\r\n\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 def reading() -> Scene:
@@ -301,3 +322,99 @@ def test_lost_connection_leaves_no_timer() -> None:
     assert scene.num_timers == 2
     scene.protocol.connection_lost(None)
     assert scene.num_timers == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "text"),
+    [
+        (b"GET /", b"x"),
+        (b"GET / HTTP/1.1\r\nx-a: ", b"b"),
+        (b"GET / HTTP/1.1\r\n", b"x-a: b\r\n"),
+        (b"", b"\r\n"),
+        (CHUNKED + b"0\r\n", b"x-a: b\r\n"),
+        (CHUNKED + b"0\r\nx-a: ", b"b"),
+        (CHUNKED + b"1;", b"x"),
+    ],
+)
+@pytest.mark.parametrize("piece_bytes", [1000, SLICE_BYTES, 256 << 10])
+def test_head_without_end_ends_the_connection(before: bytes, text: bytes, piece_bytes: int) -> None:
+    scene = Scene()
+    scene.protocol.data_received(before)
+    piece = text * (piece_bytes // len(text))
+    sent = 0
+    while not scene.is_closing():
+        scene.protocol.data_received(piece)
+        sent += len(piece)
+        assert sent <= HEAD_BYTES_MAX + len(piece)
+    assert sum(map(len, itertools.chain(*(scene.protocol.headers or ())))) <= HEAD_BYTES_MAX + SLICE_BYTES
+    assert scene.aborted is (scene.started > 0)
+    assert scene.written.startswith(b"HTTP/1.1 431 ") is (scene.started == 0)
+
+
+def test_head_as_large_as_allowed_is_served_and_the_next_one_too() -> None:
+    scene = Scene()
+    head = b"GET / HTTP/1.1\r\nx-a: "
+    head += b"b" * (HEAD_BYTES_MAX - len(head) - 4) + b"\r\n\r\n"
+    for answered in range(3):
+        scene.protocol.data_received(head)
+        assert (scene.started, scene.is_closing()) == (answered + 1, False)
+        scene.protocol.cycle.response_complete = True
+        scene.protocol.on_response_complete()
+
+
+def test_too_large_head_is_answered() -> None:
+    async def main() -> bytes:
+        app = app_over(FakeService(saying(" a")))
+        async with asyncio.timeout(CUT_S), serving(app) as url, connected(url) as (reader, writer):
+            writer.write(GET[:-2] + b"x: " + b"y" * HEAD_BYTES_MAX)
+            return await until_closed(reader)
+
+    head, _, body = asyncio.run(main()).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ")
+    assert json.loads(body)["error"]["code"] == "headers_too_large"
+
+
+def test_trailers_are_not_taken_for_headers() -> None:
+    scene = Scene()
+    scene.protocol.data_received(CHUNKED + b"0\r\nauthorization: Bearer other\r\n\r\n")
+    assert [name for name, _ in scene.protocol.scope["headers"]] == [b"transfer-encoding"]
+
+
+@pytest.mark.parametrize("second", [GET * 2, GET + post({}, **{"content-length": str(1 << 30)})])
+def test_nothing_is_read_while_a_request_waits_for_an_earlier_answer(second: bytes) -> None:
+    scene = Scene()
+    scene.protocol.data_received(GET + second)
+    assert (scene.started, len(scene.protocol.pipeline), scene.is_reading) == (1, 2, False)
+    for waiting in (1, 0):
+        scene.protocol.flow.resume_reading()  # as an application does that waits for a disconnect
+        assert not scene.is_reading
+        scene.protocol.on_response_complete()
+        assert len(scene.protocol.pipeline) == waiting
+    assert (scene.started, scene.is_reading) == (3, True)
+
+
+def test_more_than_a_few_waiting_requests_end_the_connection() -> None:
+    scene = Scene()
+    scene.protocol.data_received(GET * (WAITING_MAX + 1))
+    assert not scene.aborted
+    scene = Scene()
+    scene.protocol.data_received(GET * 100_000)
+    assert scene.aborted
+    assert len(scene.protocol.pipeline) <= SLICE_BYTES // len(GET)
+
+
+def test_head_behind_an_open_answer_has_to_come_too() -> None:
+    scene = reading()
+    scene.pass_time(10 * LIMITS.headers_s_max)
+    scene.protocol.data_received(GET[:5])
+    scene.pass_time(LIMITS.headers_s_max - 1)
+    assert not scene.aborted
+    scene.pass_time(1)
+    assert scene.aborted
+
+
+def test_head_that_is_not_read_is_not_awaited() -> None:
+    scene = Scene()
+    scene.protocol.data_received(GET * 2 + GET[:5])
+    scene.pass_time(10 * LIMITS.headers_s_max)
+    assert not scene.aborted

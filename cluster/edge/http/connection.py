@@ -1,0 +1,182 @@
+"""One connection of a client: what it may send before it is answered, and how long it may take.
+
+middleware.py limits the body of a request, which can still be answered; TLS handshakes end after a minute,
+which is the event loop's default.
+"""
+
+import asyncio
+import json
+
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tidemill.cluster.edge.requests.errors import error_body
+from tidemill.cluster.edge.requests.limits import EdgeLimits
+
+HEAD_BYTES_MAX = 64 << 10
+"""The most bytes of a request line with its headers, of trailers, and of what surrounds a chunk of a body."""
+
+SLICE_BYTES = 16 << 10
+"""The parser gets what arrives in slices of this size, after each of which the limits are checked."""
+
+WAITING_MAX = 16
+"""The most requests of a connection that wait for the answer to an earlier one."""
+
+TAKEN_BYTES_MIN = 16 << 10
+"""A client that takes less of what waits for it in one period of `send_s_max` reads too slowly."""
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol of one connection, with limits.
+
+    uvicorn keeps heads of any length, and goes on reading while requests wait for their turn.
+    It stops the application at 64 KiB that the client has not taken and would wait forever; what it
+    closes it flushes first, forever as well. Aborting a connection ends its requests like any disconnect.
+    """
+
+    limits = EdgeLimits()
+    _requests = 0  # whose headers have arrived and whose answer is not complete
+    _is_in_head = False
+    _head_bytes = 0  # since the last complete head, piece of a body, or message
+    _head_due: asyncio.TimerHandle | None = None
+    _send_due: asyncio.TimerHandle | None = None
+
+    def connection_made(  # type: ignore[override]  # a Transport, as uvicorn has it
+        self, transport: asyncio.Transport
+    ) -> None:
+        super().connection_made(transport)
+        self.flow = _Turns(transport, self)
+        if len(self.connections) > self.limits.connections_max:
+            transport.abort()
+        else:
+            self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self._requests == 0:
+            self._await_head()
+        for start in range(0, len(data), SLICE_BYTES):
+            part = data[start : start + SLICE_BYTES]
+            self._head_bytes += len(part)
+            super().data_received(part)
+            if self.transport.is_closing():
+                return
+            if self._head_bytes > HEAD_BYTES_MAX:
+                self._refuse_head()
+                return
+            if len(self.pipeline) > WAITING_MAX:
+                self.transport.abort()
+                return
+
+    def on_message_begin(self) -> None:
+        self._is_in_head = True
+        self._await_head()
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # trailers are dropped
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._head_bytes = 0
+        self._requests += 1
+        self._forget_head()
+        if not self.flow.write_paused:  # a client that sends again has read what came before
+            self._forget_reader()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head_bytes = 0
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        self._forget_reader()
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        self._requests -= 1
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self.flow.resume_reading()  # the next request, if one waited, has begun
+        if self.transport.get_write_buffer_size():
+            self._await_reader()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._forget_head()
+        self._forget_reader()
+
+    def _refuse_head(self) -> None:
+        """Close the connection, with an answer unless that would be taken for an earlier request's."""
+        if self._requests:
+            self.transport.abort()
+            return
+        reason = f"the URL and the headers have more than {HEAD_BYTES_MAX >> 10} KiB: send less"
+        body = json.dumps(error_body(431, reason, None, "headers_too_large")).encode()
+        about = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
+        head = f"HTTP/1.1 431 Request Header Fields Too Large\r\n{about}\r\n\r\n"
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _await_head(self) -> None:
+        if self._head_due is None:
+            self._head_due = self.loop.call_later(self.limits.headers_s_max, self._end_head)
+
+    def _end_head(self) -> None:
+        self._head_due = None
+        if self.pipeline:  # the rest is not read yet
+            self._await_head()
+        else:
+            self.transport.abort()
+
+    def _forget_head(self) -> None:
+        if self._head_due is not None:
+            self._head_due.cancel()
+            self._head_due = None
+
+    def _await_reader(self) -> None:
+        if self._send_due is None:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        waiting_bytes = self.transport.get_write_buffer_size()
+        self._send_due = self.loop.call_later(self.limits.send_s_max, self._look_at_reader, waiting_bytes)
+
+    def _look_at_reader(self, before_bytes: int) -> None:
+        waiting_bytes = self.transport.get_write_buffer_size()
+        if waiting_bytes == 0:
+            self._send_due = None
+        elif waiting_bytes > before_bytes - TAKEN_BYTES_MIN:
+            self.transport.abort()
+        else:
+            self._look_again()
+
+    def _forget_reader(self) -> None:
+        if self._send_due is not None:
+            self._send_due.cancel()
+            self._send_due = None
+
+
+class _Turns(FlowControl):
+    """The flow of a connection, which reads nothing more while a request waits for an earlier answer."""
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        super().__init__(transport)
+        self._connection = connection
+
+    def resume_reading(self) -> None:
+        if not self._connection.pipeline:
+            super().resume_reading()
+
+
+def with_limits(limits: EdgeLimits) -> type[Connection]:
+    """Return the protocol with these limits, as uvicorn takes it: `http=with_limits(limits)`."""
+    return type("LimitedConnection", (Connection,), {"limits": limits})
