@@ -91,7 +91,7 @@ class Request:
     limit, because it was admitted before); both are for the router. A worker takes requests in order of
     arrival plus `queue_offset_s`: a negative one goes before those of tenants that used more. `on_trial`: the
     request was in a step of a worker that crashed, and runs alone until it has drawn TRIAL_TOKENS.
-    `breakpoints` are depths, ascending, at which later requests are likely to leave the prompt. They change no
+    `breakpoints` are ascending depths at which later requests are likely to leave the prompt. They change no
     token.
     `trace_parent` is the W3C traceparent of the sender; empty: no tracing.
     """

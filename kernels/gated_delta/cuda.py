@@ -328,19 +328,9 @@ def gated_delta(
             COLUMNS=few, ROWS=padded, **options,
         )  # fmt: skip
         advance[(parts, every, batch)](
-            *mixed,
-            total_HT,
-            unit_HT,
-            w_THK,
-            u_THV,
-            *state,
-            before,
-            *ids,
-            tokens,
-            COLUMNS=few,
-            INSIDE=writes[1] > 1,
-            **options,
-        )
+            *mixed, total_HT, unit_HT, w_THK, u_THV, *state, before, *ids, tokens,
+            COLUMNS=few, INSIDE=writes[1] > 1, **options,
+        )  # fmt: skip
         answer[(triton.cdiv(value_dim, many), chunks, every)](
             *mixed, total_HT, unit_HT, u_THV, before, o_TGRV, *ends, tokens, batch,
             COLUMNS=many, ROWS=padded, **options,
