@@ -91,9 +91,9 @@ class Request:
     limit, because it was admitted before); both are for the router. A worker takes requests in order of
     arrival plus `queue_offset_s`: a negative one goes before those of tenants that used more. `on_trial`: the
     request was in a step of a worker that crashed, and runs alone until it has drawn TRIAL_TOKENS.
-    `breakpoints` are ascending depths at which later requests are likely to leave the prompt. They change no
-    token.
     `trace_parent` is the W3C traceparent of the sender; empty: no tracing.
+    `breakpoints` are depths, ascending, where later requests are likely to leave the prompt.
+    They change no token.
     """
 
     request_id: str
@@ -214,7 +214,6 @@ class WorkerLoad:
     queued_s: float = 0.0  # the time that these will take, by `speed`
     running_rows: int = 0
     waiting_rows: int = 0
-    streams: int = 0  # running rows that decode, which prompts run beside
     memory: MemoryUse = field(default_factory=MemoryUse)
     budget_bytes: int = 0  # the memory that it may use
     wanted_bytes: int = 0  # the memory that its waiting requests will need

@@ -20,7 +20,7 @@ from tidemill.cluster.edge.chat.request.params import SEED_BITS, SamplingParams,
 from tidemill.cluster.edge.chat.request.request_builder import requests_of, terms_of
 from tidemill.cluster.edge.chat.request.structured import grammar_of
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
-from tidemill.cluster.edge.chat.text import Message
+from tidemill.cluster.edge.chat.text import MarkedPrompt, Message
 from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
 from tidemill.cluster.offline.calls import PromptJob, answer_all
 from tidemill.cluster.offline.engine_thread import EngineThread
@@ -104,9 +104,12 @@ class LLM:
             checked = prompts_of(prompts)
         except ValueError as error:
             raise RequestError(f"prompts: {error}", param="prompts") from error
-        tokens = [self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in checked]
+        marked = [
+            MarkedPrompt(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+            for prompt in checked
+        ]
         texts = [prompt if isinstance(prompt, str) else None for prompt in checked]
-        return self._answers(texts, tokens, sampling_params, progress=progress)
+        return self._answers(texts, marked, sampling_params, progress=progress)
 
     def chat(
         self,
@@ -117,8 +120,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template."""
         chats = cast("Sequence[Chat]", [messages] if messages and isinstance(messages[0], dict) else messages)
-        tokens = [self._tokenizer.chat(_messages_of(chat)) for chat in chats]
-        return self._answers([None] * len(tokens), tokens, sampling_params, progress=progress)
+        prompts = [self._tokenizer.chat(_messages_of(chat)) for chat in chats]
+        return self._answers([None] * len(prompts), prompts, sampling_params, progress=progress)
 
     def load(self) -> WorkerLoad:
         """Return the engine's present load and memory use, with its counters."""
@@ -129,11 +132,11 @@ class LLM:
         return self._thread.run(look())
 
     def _answers(
-        self, texts: Sequence[str | None], prompts: Sequence[list[int]], params: Params, *, progress: bool
+        self, texts: Sequence[str | None], prompts: Sequence[MarkedPrompt], params: Params, *, progress: bool
     ) -> list[RequestOutput]:
         jobs = [
-            self._job(text, tokens, prompt_params)
-            for text, tokens, prompt_params in zip(
+            self._job(text, prompt, prompt_params)
+            for text, prompt, prompt_params in zip(
                 texts, prompts, _for_each(params, len(prompts)), strict=True
             )
         ]
@@ -143,7 +146,7 @@ class LLM:
         with _bar(sum(len(job.requests) for job in jobs), show=progress) as advance:
             return self._thread.run(answer_all(self._built.engine, self._tokenizer, jobs, advance))
 
-    def _job(self, text: str | None, tokens: list[int], params: SamplingParams) -> PromptJob:
+    def _job(self, text: str | None, prompt: MarkedPrompt, params: SamplingParams) -> PromptJob:
         terms = terms_of(
             params,
             self._built.info,
@@ -152,7 +155,7 @@ class LLM:
             grammar=grammar_of(params.response_format, params.structured_outputs),
         )
         return PromptJob(
-            requests_of(terms, self._built.info, tokens, "prompts", lambda: str(next(self._ids))),
+            requests_of(terms, self._built.info, prompt, "prompts", lambda: str(next(self._ids))),
             terms.ending,
             text,
         )

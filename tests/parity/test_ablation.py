@@ -44,7 +44,9 @@ class Asked:
         self.requests = [
             Request(
                 request_id=str(index),
-                tokens=tuple(self.tokenizer.chat([Message(**message) for message in question.messages])),
+                tokens=tuple(
+                    self.tokenizer.chat([Message(**message) for message in question.messages]).tokens
+                ),
                 max_new_tokens=24,
                 sampling=Sampling(temperature=0),
                 stop_token_ids=(END_TOKEN,),

@@ -5,8 +5,9 @@ both beside them. The form is found by trying.
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,6 +102,39 @@ def _shows_call(prompt: str) -> bool:
     text."""
     mangled = "'tried_key'" in prompt or '\\"tried_key' in prompt
     return "tried_call" in prompt and "tried_value" in prompt and not mangled
+
+
+_ANSWER, _QUESTION = Message("assistant", "\ue000"), Message("user", "\ue000")
+"""Messages that begin as no other message does: with a character for private use."""
+
+
+def shared_ends(
+    render: Render, shape: Shape, messages: Sequence[Message], how: Rendering, text: str
+) -> set[int]:
+    """Return where later chats are likely to leave `text`, the rendered chat, in characters.
+
+    Other conversations share its tools and system messages. Its own next requests share all messages, or
+    those before the first one that the template renders differently once a question follows the answer.
+    `render` raises only RequestError.
+    """
+    first = next((index for index, message in enumerate(messages) if message.role != "system"), len(messages))
+    later = [[*messages[:first], _QUESTION]]
+    if not how.continues:
+        later += [[*messages, _ANSWER], [*messages, _ANSWER, _QUESTION]]
+    ends = set[int]()
+    for chat in later:
+        try:
+            other = render(shape.turns(chat), replace(how, answers=False, continues=False))
+        except RequestError:  # some templates refuse chats without a question, or two answers in a row
+            continue
+        ends.add(_num_equal(text, other))
+    return ends
+
+
+def _num_equal(left: str, right: str) -> int:
+    """Return the length of the common prefix."""
+    sizes = range(1, min(len(left), len(right)) + 1)
+    return bisect_left(sizes, 1, key=lambda size: int(not right.startswith(left[:size])))
 
 
 def check_chat(chat: ChatSettings) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tidemill.cluster.edge.chat.families import Style
 
@@ -38,6 +38,13 @@ class Rendering:
 PLAIN = Rendering()
 
 
+class MarkedPrompt(NamedTuple):
+    """The tokens of a prompt, and the depths, ascending, where later prompts are likely to leave it."""
+
+    tokens: list[int]
+    breakpoints: tuple[int, ...] = ()
+
+
 class TokenDecoder(Protocol):
     """The text of one stream of tokens, as far as its characters are complete."""
 
@@ -52,6 +59,11 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def encode_marked(self, text: str, ends: Collection[int]) -> MarkedPrompt:
+        """Return the tokens of a text, with breakpoints at the last tokens that end within its first `ends`
+        characters."""
+        ...
+
     @property
     def style(self) -> Style:
         """Return the formats of the model's calls and reasoning."""
@@ -62,8 +74,9 @@ class Tokenizer(Protocol):
         """Return the texts that are single tokens wherever they stand."""
         ...
 
-    def chat(self, messages: Sequence[Message], how: Rendering = PLAIN) -> list[int]:
-        """Return the tokens of a conversation. Raises RequestError."""
+    def chat(self, messages: Sequence[Message], how: Rendering = PLAIN) -> MarkedPrompt:
+        """Return the tokens of a conversation, with breakpoints where its next requests and other
+        conversations are likely to leave it. Raises RequestError."""
         ...
 
     def decoder(self, shown: Collection[str] = ()) -> TokenDecoder:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -15,8 +16,9 @@ from tidemill.cluster.edge.chat.templates import (
     PLAINLY,
     Render,
     Shape,
+    shared_ends,
 )
-from tidemill.cluster.edge.chat.text import PLAIN, Message, Rendering
+from tidemill.cluster.edge.chat.text import PLAIN, MarkedPrompt, Message, Rendering
 from tidemill.workers.messages import RequestError
 
 PENDING_TOKENS_MAX = 8
@@ -57,7 +59,10 @@ class FolderTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._raw.encode(text).ids
 
-    def chat(self, messages: Sequence[Message], how: Rendering = PLAIN) -> list[int]:
+    def encode_marked(self, text: str, ends: Collection[int]) -> MarkedPrompt:
+        return _marked(self._raw.encode(text), ends)
+
+    def chat(self, messages: Sequence[Message], how: Rendering = PLAIN) -> MarkedPrompt:
         template = self._template
         if template is None:
             raise RequestError(
@@ -78,8 +83,9 @@ class FolderTokenizer:
                 f"--tool-call-parser, one of {known}",
                 param="tools",
             )
-        text = template.render(template.shape.turns(messages), how) + how.begun
-        return self._raw.encode(text, add_special_tokens=False).ids
+        text = template.render(template.shape.turns(messages), how)
+        ends = shared_ends(template.render, template.shape, messages, how, text)
+        return _marked(self._raw.encode(text + how.begun, add_special_tokens=False), ends)
 
     def decoder(self, shown: Collection[str] = ()) -> "StreamDecoder":
         return StreamDecoder(self._raw, {token for token, text in self._special.items() if text not in shown})
@@ -93,6 +99,20 @@ class FolderTokenizer:
             return b"".join(self._bytes_of.get(char) or char.encode() for char in written)
         fallback = BYTE_FALLBACK.fullmatch(written)
         return bytes.fromhex(fallback[1]) if fallback else written.replace("\u2581", " ").encode()
+
+
+def _marked(encoding: Encoding, ends: Collection[int]) -> MarkedPrompt:
+    depths = {_depth_at(encoding, end) for end in ends} - {0}
+    return MarkedPrompt(encoding.ids, tuple(sorted(depths)))
+
+
+def _depth_at(encoding: Encoding, end: int) -> int:
+    """Return the number of tokens within the first `end` characters; 0 if no token is there."""
+    token = encoding.char_to_token(end)
+    if token is not None:
+        return token
+    token = encoding.char_to_token(end - 1) if end else None
+    return 0 if token is None else token + 1
 
 
 class StreamDecoder:

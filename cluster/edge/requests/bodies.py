@@ -32,7 +32,7 @@ from tidemill.cluster.edge.chat.request.params import (
     valid_text,
 )
 from tidemill.cluster.edge.chat.request.tools import TOOLS_MAX, Tool, ToolChoice
-from tidemill.workers.messages import RequestError
+from tidemill.workers.messages import BREAKPOINTS_MAX, RequestError
 
 CHOICES_MAX = 16
 PROMPTS_MAX = 64
@@ -153,6 +153,12 @@ class CompletionBody(Body):
     max_tokens: Annotated[int, Field(ge=0, le=1 << 31, description="0: the echo alone")] | None = None
     echo: bool = False
     best_of: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
+    cache_breakpoints: Annotated[
+        list[Annotated[int, Field(ge=1)]], FailFast(), Field(max_length=BREAKPOINTS_MAX)
+    ] = Field(
+        default=[],
+        description="where later prompts are likely to leave this one, in characters of a text or in tokens",
+    )
 
     def num_drawn(self) -> int:
         """Return the number of answers, of which the best `n` are returned. Raises RequestError."""

@@ -1,7 +1,7 @@
 """Turns a body into requests for the service. All checks happen here, before anything is sent."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -13,7 +13,7 @@ from tidemill.cluster.edge.chat.request.request_builder import GenerationTerms, 
 from tidemill.cluster.edge.chat.request.structured import grammar_of
 from tidemill.cluster.edge.chat.request.tool_grammar import forced
 from tidemill.cluster.edge.chat.request.tools import Tool, offered
-from tidemill.cluster.edge.chat.text import Rendering, Tokenizer, text_of
+from tidemill.cluster.edge.chat.text import MarkedPrompt, Rendering, Tokenizer, text_of
 from tidemill.cluster.edge.requests.bodies import (
     Body,
     ChatBody,
@@ -71,8 +71,8 @@ class Intake:
         self._check(body)
         tools = offered(body.tools, body.tool_choice)
         grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
-        tokens = await self._rendered(body, tools, self._opening(body, grammar))
-        output_format = self._output_format(body, tools, tokens, grammar)
+        prompt = await self._rendered(body, tools, self._opening(body, grammar))
+        output_format = self._output_format(body, tools, prompt.tokens, grammar)
         if body.tool_choice not in ("auto", "none"):
             if grammar is not None:
                 raise RequestError(
@@ -86,13 +86,13 @@ class Intake:
             ends = (self._tokenizer.added.get(tag) for tag in (RETURN, CALL_END))
             more = (token for token in ends if token is not None and token not in terms.stop_token_ids)
             terms = replace(terms, stop_token_ids=(*terms.stop_token_ids, *more))
-        return replace(self._job(terms, [tokens], "messages", body, caller), output_format=output_format)
+        return replace(self._job(terms, [prompt], "messages", body, caller), output_format=output_format)
 
     async def prompt_of(self, body: TokenizeBody) -> list[int]:
         """Return the tokens of a chat or of a text. Raises RequestError."""
         if body.prompt is not None:
-            return await self._encoded(body.prompt)
-        return await self._rendered(body, offered(body.tools, body.tool_choice))
+            return (await self._encoded(body.prompt)).tokens
+        return (await self._rendered(body, offered(body.tools, body.tool_choice))).tokens
 
     def _opening(self, body: ChatBody, grammar: Grammar | None) -> str:
         """Return the beginning of the answer: an answer that must match a grammar is text from its first
@@ -100,7 +100,7 @@ class Intake:
         asked = grammar is not None and self._tokenizer.style.in_channels
         return FINAL if asked and not body.continue_final_message else ""
 
-    async def _rendered(self, body: ChatBody, tools: list[Tool], begun: str = "") -> list[int]:
+    async def _rendered(self, body: ChatBody, tools: list[Tool], begun: str = "") -> MarkedPrompt:
         messages = [turn.message() for turn in body.messages]
         continues = body.continue_final_message
         how = Rendering(
@@ -139,7 +139,7 @@ class Intake:
     async def completion(self, body: CompletionBody, caller: Caller) -> PreparedRequest:
         """Prepare a completion. Raises RequestError."""
         self._check(body)
-        prompts = [await self._encoded(prompt) for prompt in body.prompt]
+        prompts = [await self._encoded(prompt, body.cache_breakpoints) for prompt in body.prompt]
         grammar = grammar_of(body.response_format, body.structured_outputs, body.guided())
         num_drawn = body.num_drawn()
         logprobs = 0 if body.logprobs is None and num_drawn > body.n else body.logprobs
@@ -156,23 +156,29 @@ class Intake:
         job = replace(job, logprobs=body.logprobs is not None)
         return replace(job, echoes=self._echoes(body, prompts)) if body.echo else job
 
-    def _echoes(self, body: CompletionBody, prompts: list[list[int]]) -> tuple[Prompt, ...]:
+    def _echoes(self, body: CompletionBody, prompts: list[MarkedPrompt]) -> tuple[Prompt, ...]:
         return tuple(
             Prompt(
-                text=given if isinstance(given, str) else text_of(self._tokenizer, tokens),
-                tokens=tokens,
+                text=given if isinstance(given, str) else text_of(self._tokenizer, prompt.tokens),
+                tokens=prompt.tokens,
                 alternatives=body.logprobs,
                 alone=body.max_tokens == 0,
             )
-            for given, tokens in zip(body.prompt, prompts, strict=True)
+            for given, prompt in zip(body.prompt, prompts, strict=True)
         )
 
-    async def _encoded(self, prompt: str | list[int]) -> list[int]:
+    async def _encoded(self, prompt: str | list[int], breakpoints: Sequence[int] = ()) -> MarkedPrompt:
+        if (last := max(breakpoints, default=0)) > len(prompt):
+            unit = "tokens" if isinstance(prompt, list) else "characters"
+            raise RequestError(
+                f"cache_breakpoints: {last} is beyond the end of a prompt of {len(prompt)} {unit}",
+                param="cache_breakpoints",
+            )
         if isinstance(prompt, list):
-            return prompt
+            return MarkedPrompt(prompt, tuple(sorted(set(breakpoints))))
         if len(prompt) <= INLINE_CHARS_MAX:
-            return self._tokenizer.encode(prompt)
-        return await asyncio.to_thread(self._tokenizer.encode, prompt)
+            return self._tokenizer.encode_marked(prompt, breakpoints)
+        return await asyncio.to_thread(self._tokenizer.encode_marked, prompt, breakpoints)
 
     def _check(self, body: Body) -> None:
         field = unsupported_field(body.model_extra or {})
@@ -208,7 +214,7 @@ class Intake:
         )
 
     def _job(
-        self, terms: GenerationTerms, prompts: list[list[int]], param: str, body: Body, caller: Caller
+        self, terms: GenerationTerms, prompts: list[MarkedPrompt], param: str, body: Body, caller: Caller
     ) -> PreparedRequest:
         terms = replace(terms, salt=caller.salt_with(body.cache_salt))
         tenant = caller.tenant_with(body.cache_salt)

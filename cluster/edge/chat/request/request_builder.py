@@ -7,6 +7,7 @@ from typing import Protocol
 
 from tidemill.cluster.edge.chat.output.detokenizer import Ending
 from tidemill.cluster.edge.chat.request.params import SEED_BITS, Params
+from tidemill.cluster.edge.chat.text import MarkedPrompt
 from tidemill.workers.messages import Grammar, Request, RequestError, Sampling
 
 
@@ -77,9 +78,10 @@ def terms_of(
 
 
 def requests_of(
-    terms: GenerationTerms, model: ModelLimits, tokens: Sequence[int], param: str, new_id: Callable[[], str]
+    terms: GenerationTerms, model: ModelLimits, prompt: MarkedPrompt, param: str, new_id: Callable[[], str]
 ) -> list[Request]:
     """Return the `n` requests for one prompt, which came in the field `param`. Raises RequestError."""
+    tokens = tuple(prompt.tokens)
     check_tokens(tokens, param, model)
     allowance = _allowance(len(tokens), param, terms.max_tokens, model)
     if terms.sampling.min_tokens > allowance:
@@ -91,12 +93,13 @@ def requests_of(
     return [
         Request(
             request_id=new_id(),
-            tokens=tuple(tokens),
+            tokens=tokens,
             max_new_tokens=allowance,
             sampling=replace(terms.sampling, seed=choice_seed(terms.sampling.seed, choice)),
             stop_token_ids=terms.stop_token_ids,
             salt=terms.salt,
             priority=terms.priority,
+            breakpoints=prompt.breakpoints,
         )
         for choice in range(terms.n)
     ]

@@ -54,6 +54,18 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
     return [[generated.token_ids for generated in output.outputs] for output in outputs]
 
 
+def test_second_chat_of_a_family_finds_its_system_prompt(llm: LLM) -> None:
+    """It computes less than a page of it; the grid is too wide to help."""
+    system = {"role": "system", "content": f"{FACTS} Be kind to all of them."}
+    questions = ("Where is the map?", "What does Tom like?")
+    chats = [[system, {"role": "user", "content": question}] for question in questions]
+    (first,), (second,) = [llm.chat(chat, GREEDY) for chat in chats]
+    pairs = zip(first.prompt_token_ids, second.prompt_token_ids, strict=False)
+    shared = next(depth for depth, (left, right) in enumerate(pairs) if left != right)
+    assert 16 < shared < 64
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, shared // 16 * 16)
+
+
 def straight(
     settings: dict[str, Any], prompts: list[list[int]], sampling: Callable[[int], Sampling]
 ) -> list[list[int]]:

@@ -77,7 +77,7 @@ def test_short_shared_part_is_restorable_from_its_third_sight_on() -> None:
 
 
 def test_breakpoint_is_restorable_from_its_second_sight_on() -> None:
-    """The first prompt names where the others will leave it, between two pages and far from the grid."""
+    """The first prompt names where the others will leave it, between two page boundaries."""
     shared = prompt(10)
 
     async def main() -> None:

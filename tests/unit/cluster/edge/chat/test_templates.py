@@ -37,6 +37,7 @@ ONE_TEXT = OBJECTS.replace(
     + """{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception("both") }}{% endif %}
 {%- if m.thinking %}({{ m.thinking }}){% endif %}""",
 )
+CONTINUED = Rendering(answers=False, continues=True)
 PROMPT = 'look: {"at": "the harbor"}'
 
 
@@ -49,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def rendered(tokenizer: FolderTokenizer, *messages: Message, how: Rendering | None = None) -> str:
-    return text_of(tokenizer, tokenizer.chat(messages, how or Rendering()))
+    return text_of(tokenizer, tokenizer.chat(messages, how or Rendering()).tokens)
 
 
 @pytest.mark.parametrize("template", [OBJECTS, TEXTS, SHOWN, ONE_TEXT])
@@ -121,3 +122,80 @@ def test_style_of_a_folder_and_tags_that_are_shown(folder: Path) -> None:
         decoder = tokenizer.decoder(shown)
         assert "".join(map(decoder.push, tokens)) == text
     assert {tokenizer.added[tag] for tag in CHANNELS} <= set(range(raw.get_vocab_size()))
+
+
+KEEPERS = (KEEPER / "chat_template.jinja").read_text()
+QWENS = """{% if tools %}<|system|>{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
+{{- tools | tojson }}{% elif messages[0].role == 'system' %}<|system|>{{ messages[0].content }}{% endif %}
+{%- set asked = namespace(at=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set asked.at = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{% if m.role != 'system' %}<|{{ m.role }}|>
+{%- if m.reasoning_content and loop.index0 > asked.at %}<think>{{ m.reasoning_content }}</think>{% endif %}
+{{- m.content }}
+{%- for c in m.tool_calls or [] %}[{{ c.function | tojson }}]{% endfor %}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|><think>{% endif %}"""
+"""Reasoning is shown until the next question, and the answer begins with it, as in templates of Qwen3."""
+STRICT = """{% for m in messages if m.role != 'system' %}
+{%- if (m.role == 'assistant') == loop.first or (loop.previtem and loop.previtem.role == m.role) %}
+{{- raise_exception('take turns') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+"""System messages are not shown, and others alternate, as in templates of Gemma."""
+AGENT = (
+    Message("system", "Be kind."),
+    Message("user", "Where?"),
+    Message("assistant", "", {"tool_calls": [CALL], "reasoning_content": "It is near."}),
+    Message("tool", "here", {"tool_call_id": "c"}),
+)
+TOOL = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "how", "ends"),
+    [
+        (KEEPERS, AGENT[1:2], Rendering(), ["<|user|>", "<|user|> Where?<|end|>\n<|assistant|>"]),
+        (
+            KEEPERS,
+            AGENT[:2],
+            Rendering(),
+            [
+                "<|system|> Be kind.<|end|>\n<|user|>",
+                "<|system|> Be kind.<|end|>\n<|user|> Where?<|end|>\n<|assistant|>",
+            ],
+        ),
+        (
+            QWENS,
+            AGENT,
+            Rendering(tools=[TOOL]),
+            [
+                '<|system|>Be kind.[{"type": "function", "function": {"name": "look"}}]<|user|>',
+                "Where?<|assistant|>",
+                '</think>[{"name": "look", "arguments": {"at": "the harbor"}}]<|tool|>here<|assistant|>',
+            ],
+        ),
+        (QWENS, AGENT[:2], Rendering(begun="!"), ["<|system|>Be kind.<|user|>", "Where?<|assistant|>"]),
+        (STRICT, AGENT[:2], Rendering(), ["[user]", "Where?[assistant]"]),
+        (STRICT, (*AGENT[:2], Message("assistant", "At")), Rendering(answers=False), ["[user]"]),
+        (KEEPERS, (Message("user", "a"), Message("assistant", "b")), CONTINUED, ["<|user|>"]),
+    ],
+)
+def test_breakpoints_are_where_later_chats_leave_the_prompt(
+    folder: Path, template: str, messages: tuple[Message, ...], how: Rendering, ends: list[str]
+) -> None:
+    tokenizer = load_tokenizer(folder, ChatSettings(template=template))
+    tokens, breakpoints = tokenizer.chat(messages, how)
+    prefixes = [text_of(tokenizer, tokens[:depth]) for depth in breakpoints]
+    assert len(prefixes) == len(ends)
+    assert all(prefix.endswith(end) for prefix, end in zip(prefixes, ends, strict=True)), prefixes
+
+
+def test_breakpoint_inside_of_a_token_is_at_its_start(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    text = "Emma is in the n\u00e4\u00efve \u65e5\u672c."
+    tokens = tokenizer.encode(text)
+    for end in range(1, len(text) + 1):
+        whole, breakpoints = tokenizer.encode_marked(text, [end])
+        depth = breakpoints[0] if breakpoints else 0
+        assert whole == tokens
+        assert text[:end].startswith(text_of(tokenizer, tokens[:depth]))
+        assert depth == len(tokens) or not text[:end].startswith(text_of(tokenizer, tokens[: depth + 1]))
+    assert tokenizer.encode_marked(text, range(1, len(text))).breakpoints[0] == 1

@@ -136,7 +136,7 @@ def test_pieces_of_a_vocabulary_with_byte_fallback() -> None:
 
 def test_chat_is_rendered_by_the_models_template_and_ends_where_the_answer_starts() -> None:
     tokenizer = load_tokenizer(KEEPER)
-    tokens = tokenizer.chat([Message("user", "Where is Emma?")])
+    tokens = tokenizer.chat([Message("user", "Where is Emma?")]).tokens
     assert raw().decode(tokens, skip_special_tokens=False) == "<|user|> Where is Emma?<|end|>\n<|assistant|>"
     assert tokenizer.encode("Emma") == raw().encode("Emma").ids
 

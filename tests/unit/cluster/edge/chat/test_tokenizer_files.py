@@ -109,12 +109,12 @@ def test_chats_are_rendered_as_transformers_renders_them(
         how = Rendering(tools=tools, options={"style": "brief"})
         if tools and "tools" not in template:
             continue
-        assert ours.chat(chat, how) == reference.apply_chat_template(
+        assert ours.chat(chat, how).tokens == reference.apply_chat_template(
             turns, tools=list(tools) or None, add_generation_prompt=True, return_dict=False, style="brief"
         )
     continued = Rendering(answers=False, continues=True)
     if chat[-1].content:
-        assert ours.chat(chat, continued) == reference.apply_chat_template(
+        assert ours.chat(chat, continued).tokens == reference.apply_chat_template(
             turns, continue_final_message=True, return_dict=False
         )
 
@@ -127,7 +127,7 @@ def test_special_tokens_of_an_older_folder_are_seen_by_its_template(folder: Path
         json.dumps({"bos_token": {"content": "<s>"}, "pad_token": "a"})
     )
     decode = RawTokenizer.from_file(str(folder / "tokenizer.json")).decode
-    assert decode(load_tokenizer(folder).chat(CHAT), skip_special_tokens=False) == "<s>a"
+    assert decode(load_tokenizer(folder).chat(CHAT).tokens, skip_special_tokens=False) == "<s>a"
 
 
 def test_templates_come_from_files_first_and_by_name(folder: Path) -> None:
@@ -135,10 +135,10 @@ def test_templates_come_from_files_first_and_by_name(folder: Path) -> None:
     write(folder, chat_template=named)
     tokenizer = load_tokenizer(folder, ChatSettings(tool_parser="hermes"))
     text = RawTokenizer.from_file(str(folder / "tokenizer.json")).decode
-    assert text(tokenizer.chat(CHAT)) == "plain"
-    assert text(tokenizer.chat(CHAT, Rendering(tools=[TOOL]))) == "with tools"
+    assert text(tokenizer.chat(CHAT).tokens) == "plain"
+    assert text(tokenizer.chat(CHAT, Rendering(tools=[TOOL])).tokens) == "with tools"
     (folder / "chat_template.jinja").write_text("from a file")
-    assert text(load_tokenizer(folder).chat(CHAT)) == "from a file"
+    assert text(load_tokenizer(folder).chat(CHAT).tokens) == "from a file"
 
 
 @pytest.mark.parametrize(

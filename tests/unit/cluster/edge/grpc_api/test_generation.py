@@ -122,7 +122,13 @@ FIELDS: dict[str, Any] = {
     "include_stop_str_in_output": True,
     "ignore_eos": True,
 }
-REST: dict[str, Any] = {"logprobs": 3, "cache_salt": "s", "priority": -5, "model": "keeper"}
+REST: dict[str, Any] = {
+    "logprobs": 3,
+    "cache_salt": "s",
+    "priority": -5,
+    "cache_breakpoints": [2, 1],
+    "model": "keeper",
+}
 FORMS: list[dict[str, Any]] = [
     {"json": '{"type": "object"}'},
     {"regex": "[ab]+"},
@@ -167,6 +173,7 @@ def test_service_gets_the_same_request_as_from_http() -> None:
     complete(app_over(service), prompt=[5, 6, 7], **FIELDS, **REST)
     sent = [replace(request, request_id="") for request in service.requests]
     assert sent[:2] == sent[2:]
+    assert sent[0].breakpoints == (1, 2)
 
 
 def test_every_sampling_field_is_tested() -> None:

@@ -99,6 +99,23 @@ def test_logprobs_of_chats_and_completions() -> None:
     converse(FakeService(saying(ANSWER)), talk)
 
 
+def test_breakpoints_of_texts_and_chats_reach_the_service() -> None:
+    service = FakeService(saying(ANSWER))
+    text = "Where is Emma? She is in the tower."
+    first = "Where is Emma?"
+
+    async def talk(client: AsyncOpenAI) -> None:
+        await client.completions.create(
+            model="keeper", prompt=text, extra_body={"cache_breakpoints": [len(text), len(first)]}
+        )
+        await client.chat.completions.create(model="keeper", messages=[{"role": "user", "content": first}])
+
+    converse(service, talk)
+    completion, chat = service.requests
+    assert completion.breakpoints == (len(tokenizer().encode(first)), len(completion.tokens))
+    assert chat.breakpoints == (1, len(chat.tokens)), "behind the head of the message, and all of it"
+
+
 def test_parsed_answer() -> None:
     class Place(BaseModel):
         name: str
