@@ -19,6 +19,9 @@ SpeculativeMethod = Literal["auto", "ngram", "mtp"]
 """The source of guesses: earlier occurrences of the last tokens ("ngram"), or the model's own prediction head
 ("mtp"), for which every worker keeps one more layer in its pages. "auto" is the head if the model has one."""
 
+LoadFormat = Literal["auto", "dummy"]
+"""The weights: those of the folder ("auto"), or random ones for its config.json ("dummy")."""
+
 ITL_TARGET_S, ITL_TARGET_CUDA_S = 0.1, 0.05
 """The default times of a step with prompts beside streams, on CPUs and on CUDA devices."""
 
@@ -39,6 +42,7 @@ class EngineSettings:
     cache_folder: Path  # for compiled kernels
     store_url: str
     store_secret_file: Path | None = None  # seals stored objects: all workers of a store have the same one
+    load_format: LoadFormat = "auto"
     page_tokens: int = 64
     compute_dtype: ComputeDtype | None = None  # of products; None: that of the weights
     kv_dtype: KvDtype | None = None  # of pages; None: compute_dtype, on CUDA bfloat16

@@ -114,6 +114,7 @@ FLAGS: tuple[Flag, ...] = (
         "workers",
         "engine",
         {
+            "load_format": None,
             "page_size": "TOKENS",
             "compute_dtype": None,
             "kv_cache_dtype": None,

@@ -100,6 +100,7 @@ def engine_settings(
         store_url=surroundings.store_url,
         store_secret_file=None if secret_file is None else Path(secret_file),
         cache_folder=surroundings.cache_folder,
+        load_format=engine.load_format,
         page_tokens=engine.page_size,
         compute_dtype=engine.compute_dtype,
         kv_dtype=engine.kv_cache_dtype or ("bfloat16" if on_cuda else None),

@@ -24,7 +24,13 @@ from tidemill.kvstore.layout import KvDtype
 from tidemill.kvstore.memory.recompute_cost import Policy
 from tidemill.kvstore.sizes import parse_bytes
 from tidemill.workers.messages import Role
-from tidemill.workers.settings import DRAFTS_MAX, CheckpointStrategy, ComputeDtype, SpeculativeMethod
+from tidemill.workers.settings import (
+    DRAFTS_MAX,
+    CheckpointStrategy,
+    ComputeDtype,
+    LoadFormat,
+    SpeculativeMethod,
+)
 
 MODELS_MAX = 64
 PORT_MAX = 65535
@@ -155,6 +161,9 @@ class AutoscalingConfig(ConfigNode):
 class EngineConfig(ConfigNode):
     """The settings of all workers of a model."""
 
+    load_format: LoadFormat = "auto"
+    """weights: auto reads those of the model folder; dummy draws random ones for its config.json, to test
+    speed and memory"""
     page_size: Count = 64
     """tokens per page"""
     compute_dtype: ComputeDtype | None = None

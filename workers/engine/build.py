@@ -84,7 +84,9 @@ def check_settings(settings: EngineSettings) -> None:
     if not settings.on_cuda:
         device_of(settings)
     ranks = settings.tensor_parallel_size
-    layers, max_length = describe(settings.model_folder, ranks, mtp=mtp_of(settings))
+    layers, max_length = describe(
+        settings.model_folder, ranks, mtp=mtp_of(settings), load_format=settings.load_format
+    )
     settings = with_compute_dtype(settings)
     memory_of(settings, rank_layers(layers, ranks), max_length)
 
@@ -124,6 +126,7 @@ def _build(
             device,
             mtp=mtp_of(settings),
             compute_dtype=settings.compute_dtype,
+            load_format=settings.load_format,
         )
     settle(device)
     shards = shards_of(loaded.layers, settings.group_sizes)
@@ -195,7 +198,7 @@ def with_compute_dtype(settings: EngineSettings) -> EngineSettings:
     """Return the settings with the type of products, by the weights where none is set. Raises ModelError."""
     if settings.compute_dtype is not None:
         return settings
-    return replace(settings, compute_dtype=compute_dtype_of(settings.model_folder))
+    return replace(settings, compute_dtype=compute_dtype_of(settings.model_folder, settings.load_format))
 
 
 def operators_of(settings: EngineSettings) -> Operators:
@@ -217,7 +220,7 @@ def mtp_of(settings: EngineSettings) -> bool:
     """Return whether a prediction head of the model makes guesses. Raises ModelError."""
     if not settings.drafts_max or settings.speculative_method == "ngram":
         return False
-    return settings.speculative_method == "mtp" or has_head(settings.model_folder)
+    return settings.speculative_method == "mtp" or has_head(settings.model_folder, settings.load_format)
 
 
 def guesser_of(

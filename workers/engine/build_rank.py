@@ -44,6 +44,7 @@ def build_rank(settings: EngineSettings, index: int, folder: Path) -> RankParts:
         ranks,
         mtp=mtp_of(settings),
         compute_dtype=settings.compute_dtype,
+        load_format=settings.load_format,
     )
     memory = memory_of(settings, loaded.local_layers, loaded.max_length)
     layout, backing = memory.layout, open_backing(settings, memory.reserved_bytes)

@@ -29,7 +29,9 @@ from tidemill.workers.models.errors import ModelError
 from tidemill.workers.models.inputs import Caches, Inputs
 from tidemill.workers.models.loading.checkpoint import Progress, WeightsFolder
 from tidemill.workers.models.loading.config_json import Raw
+from tidemill.workers.models.loading.dummy import DummyWeights, dummy_dtype
 from tidemill.workers.models.loading.tensor_files import DTYPES, TensorFiles, read_json
+from tidemill.workers.settings import LoadFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class LoadedModel:
     cost: RecomputeCost
 
 
-def load(
+def load(  # noqa: PLR0913  each is a part of the worker or a setting
     folder: Path,
     operators: Operators,
     progress: Progress,
@@ -126,9 +128,11 @@ def load(
     *,
     mtp: bool = False,
     compute_dtype: ComputeDtype | None = None,
+    load_format: LoadFormat = "auto",
 ) -> LoadedModel:
     """Load the model of a Hugging Face folder, or this rank's part of it, with its weights on `device`, and
-    with `mtp` also its prediction head.
+    with `mtp` also its prediction head. With `load_format` dummy the weights are random, and config.json
+    suffices.
 
     `progress(done_bytes, total_bytes)` is called per tensor. Tensors are moved one by one: host memory holds
     at most one of them for long.
@@ -140,7 +144,7 @@ def load(
     line that names the fix, when the folder cannot be served or the ranks cannot share the model.
     """
     is_leader = ranks.index == LEADER
-    raw, config, checkpoint = _open(folder, progress, digests=is_leader, mtp=mtp)
+    raw, config, checkpoint = _open(folder, progress, load_format, digests=is_leader, mtp=mtp)
     own, weights = local(config, ranks.size), weights_of(config)
 
     def read(name: str) -> torch.Tensor:
@@ -167,33 +171,37 @@ def load(
 
 
 def describe(
-    folder: Path, tensor_parallel_size: int = 1, *, mtp: bool = False
+    folder: Path, tensor_parallel_size: int = 1, *, mtp: bool = False, load_format: LoadFormat = "auto"
 ) -> tuple[tuple[LayerSpec, ...], int]:
     """Return the layers of the whole model and its length limit, without reading its weights. Raises the
     ModelError that `load` would in a group of this size, as far as headers show."""
-    _, config, _ = _open(folder, _no_progress, digests=False, mtp=mtp)
+    _, config, _ = _open(folder, _no_progress, load_format, digests=False, mtp=mtp)
     local(config, tensor_parallel_size)
     return config.specs, config.max_length
 
 
-def compute_dtype_of(folder: Path) -> ComputeDtype:
+def compute_dtype_of(folder: Path, load_format: LoadFormat = "auto") -> ComputeDtype:
     """Return the type of products if none is set: float32 for weights in float32 or float16, else bfloat16.
     Raises ModelError."""
     _check_folder(folder)
+    if load_format == "dummy":
+        is_float32 = dummy_dtype(read_json(folder / "config.json")) == torch.float32
+        return "float32" if is_float32 else "bfloat16"
     dtypes = {header.dtype for header in TensorFiles(folder).headers.values()}
     return "float32" if DTYPES.keys() & dtypes <= {"F32", "F16"} else "bfloat16"
 
 
-def has_head(folder: Path) -> bool:
-    """Return whether `load` can load a prediction head. Raises ModelError for a folder without a model."""
+def has_head(folder: Path, load_format: LoadFormat = "auto") -> bool:
+    """Return whether `load` finds a prediction head; random weights have one only on request. Raises
+    ModelError for a folder without a model."""
     raw = read_json(folder / "config.json")
     architecture = ARCHITECTURES.get(_architecture(raw))
-    if architecture is None or architecture.draft is None:
+    if architecture is None or architecture.draft is None or load_format == "dummy":
         return False
     return _holds_head(WeightsFolder(folder, _no_progress, digests=False))
 
 
-def _holds_head(checkpoint: WeightsFolder) -> bool:
+def _holds_head(checkpoint: WeightsFolder | DummyWeights) -> bool:
     return any(name.startswith(DRAFT) for name in checkpoint.names)
 
 
@@ -202,17 +210,21 @@ def _no_progress(done_bytes: int, total_bytes: int) -> None:
 
 
 def _open(
-    folder: Path, progress: Progress, *, digests: bool, mtp: bool
-) -> tuple[dict[str, Any], ArchitectureConfig, WeightsFolder]:
+    folder: Path, progress: Progress, load_format: LoadFormat, *, digests: bool, mtp: bool
+) -> tuple[dict[str, Any], ArchitectureConfig, WeightsFolder | DummyWeights]:
     _check_folder(folder)
     raw = read_json(folder / "config.json")
     architecture = ARCHITECTURES.get(_architecture(raw))
     if architecture is None:
         raise ModelError(f"{folder} is a {_architecture(raw)}: supported are {', '.join(ARCHITECTURES)}")
     config = architecture.parse(raw)
-    checkpoint = WeightsFolder(folder, progress, digests=digests, quantization=raw.get("quantization_config"))
+    if load_format == "dummy":
+        checkpoint = DummyWeights(raw, progress)
+    else:
+        quantization = raw.get("quantization_config")
+        checkpoint = WeightsFolder(folder, progress, digests=digests, quantization=quantization)
     if mtp:
-        if architecture.draft is None or not _holds_head(checkpoint):
+        if architecture.draft is None or not (load_format == "dummy" or _holds_head(checkpoint)):
             raise ModelError(
                 f"{folder} has no prediction head (tensors {DRAFT}*): set --speculative-method to ngram"
             )

@@ -40,6 +40,7 @@ SERVE_OPTIONS = [
     "--itl-target",
     "--kernels",
     "--kv-cache-dtype",
+    "--load-format",
     "--log-json",
     "--log-level",
     "--max-model-len",

@@ -1,0 +1,64 @@
+"""Random weights for a config.json alone: tests of speed and memory at sizes that are not at hand."""
+
+from collections.abc import Callable, Collection, Mapping
+from math import prod
+from typing import Any
+
+import torch
+import xxhash
+
+from tidemill.workers.models.loading.checkpoint import Progress
+from tidemill.workers.models.loading.sharding import RankSlice
+
+HIGH = 1e-3
+"""The values are uniform in [-HIGH, HIGH), as those of other engines."""
+
+PERIOD = 1_048_583
+"""Values of a tensor repeat after this many, a prime: rows and columns differ, and large tensors are fast."""
+
+
+class DummyWeights:
+    """The tensors that a model asks for, in the place of WeightsFolder.
+
+    Each is a function of its name, so that all workers and ranks have the same model. Quantised weights count
+    as plain ones.
+    """
+
+    names: Collection[str] = ()
+
+    def __init__(self, raw: Mapping[str, Any], progress: Progress) -> None:
+        self._dtype = dummy_dtype(raw)
+        self._progress = progress
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._done_bytes = 0
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool]) -> None:
+        """Take the shapes of the tensors that will be read."""
+        del ignored
+        self._shapes = dict(shapes)
+
+    def read(self, name: str, part: RankSlice) -> torch.Tensor:
+        """Return the part of a tensor, in memory of its own."""
+        shape = self._shapes[name]
+        count, draw = prod(shape), torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(name.encode()) >> 1)
+        block = torch.empty(min(count, PERIOD)).uniform_(-HIGH, HIGH, generator=draw).to(self._dtype)
+        whole = block.repeat(-(-count // PERIOD))[:count].view(shape)
+        zeros = whole.new_zeros(*shape[: part.dim], part.zeros, *shape[part.dim + 1 :])
+        pieces = [whole.narrow(part.dim, start, end - start) for start, end in part.ranges]
+        found = torch.cat([tensor for piece in pieces for tensor in (piece, zeros)], part.dim)
+        self._done_bytes += whole.nbytes
+        self._progress(
+            self._done_bytes, sum(prod(shape) for shape in self._shapes.values()) * self._dtype.itemsize
+        )
+        return found
+
+    def fingerprint(self, config: str) -> str:
+        """Return the digest of `config`, on which all else depends."""
+        return xxhash.xxh3_128_hexdigest(f"dummy {self._dtype} {config}".encode())
+
+
+def dummy_dtype(raw: Mapping[str, Any]) -> torch.dtype:
+    """Return the type of the weights that config.json names, float32 for float16, as WeightsFolder does."""
+    text: Mapping[str, Any] = raw.get("text_config") or raw
+    names = [text.get(key) or raw.get(key) for key in ("dtype", "torch_dtype")]
+    return torch.float32 if {"float32", "float16"} & set(names) else torch.bfloat16
