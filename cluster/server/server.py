@@ -1,6 +1,7 @@
 """Run a server: start the cluster and its HTTP and gRPC endpoint, and stop both."""
 
 import asyncio
+import gc
 import logging
 import math
 import signal
@@ -155,6 +156,7 @@ async def _serve_until_stopped(
 def _http_server(endpoint: Endpoint, context: EdgeContext) -> "_Server":
     app = app_of(context)
     app.openapi()  # builds the schema now, later it would delay streams
+    gc.freeze()  # so that collecting the objects of a large body does not visit all others
     config = uvicorn.Config(
         app,
         http=with_limits(context.limits),

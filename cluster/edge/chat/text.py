@@ -55,13 +55,18 @@ class TokenDecoder(Protocol):
 
 
 class Tokenizer(Protocol):
-    """A tokenizer; several threads may call it concurrently."""
+    """A tokenizer; several threads may call it concurrently, and other threads run while it encodes."""
 
     def encode(self, text: str) -> list[int]: ...
 
     def encode_marked(self, text: str, ends: Collection[int]) -> MarkedPrompt:
         """Return the tokens of a text, with breakpoints at the last tokens that end within its first `ends`
         characters."""
+        ...
+
+    @property
+    def token_chars_max(self) -> int:
+        """Return a length that no token's text exceeds."""
         ...
 
     @property

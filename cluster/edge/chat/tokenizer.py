@@ -52,15 +52,16 @@ class FolderTokenizer:
         self.style = style
         added = raw.get_added_tokens_decoder()
         self.added = {added_token.content: token for token, added_token in added.items()}
+        self.token_chars_max = max(map(len, raw.get_vocab()))
         self._texts = {token: added_token.content for token, added_token in added.items()}
         self._special = {token: special.content for token, special in added.items() if special.special}
         self._bytes_of = byte_alphabet() if "ByteLevel" in str(raw.decoder) else None
 
     def encode(self, text: str) -> list[int]:
-        return self._raw.encode(text).ids
+        return self.encode_marked(text, ()).tokens
 
     def encode_marked(self, text: str, ends: Collection[int]) -> MarkedPrompt:
-        return _marked(self._raw.encode(text), ends)
+        return self._encoded(text, ends, add_special_tokens=True)
 
     def chat(self, messages: Sequence[Message], how: Rendering = PLAIN) -> MarkedPrompt:
         template = self._template
@@ -85,7 +86,13 @@ class FolderTokenizer:
             )
         text = template.render(template.shape.turns(messages), how)
         ends = shared_ends(template.render, template.shape, messages, how, text)
-        return _marked(self._raw.encode(text + how.begun, add_special_tokens=False), ends)
+        return self._encoded(text + how.begun, ends, add_special_tokens=False)
+
+    def _encoded(self, text: str, ends: Collection[int], *, add_special_tokens: bool) -> MarkedPrompt:
+        """Encode a text as a batch, so that other threads run meanwhile; without `ends`, without offsets."""
+        encode = self._raw.encode_batch if ends else self._raw.encode_batch_fast
+        (encoding,) = encode([text], add_special_tokens=add_special_tokens)
+        return _marked(encoding, ends)
 
     def decoder(self, shown: Collection[str] = ()) -> "StreamDecoder":
         return StreamDecoder(self._raw, {token for token, text in self._special.items() if text not in shown})

@@ -3,6 +3,7 @@
 body --intake--> PreparedRequest --answers--> Increments --replies--> chunks or one JSON object
 """
 
+import asyncio
 import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -17,7 +18,14 @@ from tidemill.cluster.edge.http.errors import add_error_replies
 from tidemill.cluster.edge.http.memory import BudgetBody, memory_of
 from tidemill.cluster.edge.http.middleware import EdgeMiddleware
 from tidemill.cluster.edge.http.openapi import describe
-from tidemill.cluster.edge.http.replies import Kind, ReplyHead, chunk_choice, opening_choice, whole_reply
+from tidemill.cluster.edge.http.replies import (
+    Kind,
+    ReplyHead,
+    chunk_choice,
+    large_json,
+    opening_choice,
+    whole_reply,
+)
 from tidemill.cluster.edge.http.responses import add_responses_routes
 from tidemill.cluster.edge.http.stream import CLIENT_CLOSED_REQUEST, DONE, EventStream, event, while_connected
 from tidemill.cluster.edge.http.support import add_support_routes
@@ -192,12 +200,12 @@ class Edge:
         if stream is not None:
             return EventStream(self._chunks(reply, stream))
         whole = await while_connected(request.receive, self._whole(reply))
-        return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else JSONResponse(whole)
+        return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else whole
 
     def _answers(self, reply: _CompletionReply) -> AsyncGenerator[Increment]:
         return self._context.answers(reply.model, reply.job, reply.identity)
 
-    async def _whole(self, reply: _CompletionReply) -> Json:
+    async def _whole(self, reply: _CompletionReply) -> Response:
         job, head = reply.job, reply.head
         tally = UsageCounter(job)
         choices: list[list[Increment]] = [[] for _ in job.requests]
@@ -205,7 +213,9 @@ class Edge:
             async for increment in increments:
                 tally.record(increment)
                 choices[increment.choice].append(increment)
-        return whole_reply(head, job, choices, tally.usage())
+        if not (job.logprobs or job.prompt_logprobs):
+            return JSONResponse(whole_reply(head, job, choices, tally.usage()))
+        return await large_json(await asyncio.to_thread(whole_reply, head, job, choices, tally.usage()))
 
     async def _chunks(self, reply: _CompletionReply, options: StreamOptions) -> AsyncGenerator[bytes]:
         """Yield server-sent events. After the first, an error is an event too, because the status line has

@@ -17,6 +17,7 @@ from tidemill.cluster.edge.http.stream import EventStream, event
 from tidemill.cluster.edge.requests.api_keys import ApiKeys
 from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, request_id_of
 from tidemill.cluster.edge.requests.errors import error_of, headers_of
+from tidemill.cluster.edge.requests.json_body import check_json_body
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX, BODY_BYTES_PER_S, EdgeLimits, InFlightLimit
 from tidemill.workers.messages import Overloaded, RequestError, Unserved
 
@@ -124,7 +125,7 @@ class _Body:
 
     async def read(self, headers: Headers, receive: Receive) -> bool:
         """Read all of it; return False if the client disconnected before. Raises RequestError if it is too
-        large or too slow, and Overloaded."""
+        large, too slow or too complex, and Overloaded."""
         too_large = RequestError(
             f"the body is larger than {BODY_BYTES_MAX >> 20} MiB: send less",
             status=413,
@@ -147,8 +148,7 @@ class _Body:
                         raise too_large
                     parts.append(part)
                     if not message.get("more_body", False):
-                        self._whole = b"".join(parts)
-                        return True
+                        break
                     due.reschedule(due_s + self._num_bytes / BODY_BYTES_PER_S)
         except TimeoutError as error:
             raise RequestError(
@@ -156,6 +156,9 @@ class _Body:
                 status=408,
                 code="body_too_slow",
             ) from error
+        self._whole = b"".join(parts)
+        await check_json_body(self._whole)
+        return True
 
     def message(self) -> Message | None:
         """Return the body as the application receives it, once."""

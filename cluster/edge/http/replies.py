@@ -1,8 +1,12 @@
 """The JSON that clients read: chunks of a stream, whole answers, usage."""
 
-from collections.abc import Sequence
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import Literal, assert_never, cast
+
+from starlette.responses import Response
 
 from tidemill.cluster.edge.chat.output.detokenizer import Scored
 from tidemill.cluster.edge.chat.output.parts import Call, Part, ReasoningText, Text, joined
@@ -12,6 +16,11 @@ from tidemill.cluster.edge.requests.logprobs import Piece, chat_logprobs, comple
 from tidemill.cluster.edge.requests.usage import Json
 
 Kind = Literal["chat", "text"]
+
+SLICE_ITEMS = 1024
+"""The items of a list that are written without a pause."""
+
+ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,3 +187,30 @@ def _piece(call: Call, call_id: str) -> Json:
 def _finish(increment: Increment) -> str | None:
     finish = increment.growth.finish
     return "tool_calls" if finish == "stop" and increment.calls else finish
+
+
+async def large_json(body: object) -> Response:
+    """Return the same as JSONResponse(body), written in a thread, in pieces between which streams go on."""
+    content = await asyncio.to_thread(lambda: "".join(_written(body)).encode())
+    return Response(content, media_type="application/json")
+
+
+def _written(value: object) -> Iterator[str]:
+    match value:
+        case dict():
+            members = cast("dict[str, object]", value).items()
+            for position, (name, member) in enumerate(members):
+                yield f"{',' if position else '{'}{ENCODER.encode(name)}:"
+                yield from _written(member)
+            yield "}" if members else "{}"
+        case list():
+            items = cast("list[object]", value)
+            for start in range(0, len(items), SLICE_ITEMS):
+                yield "," if start else "["
+                if len(items) > SLICE_ITEMS:
+                    yield ENCODER.encode(items[start : start + SLICE_ITEMS])[1:-1]
+                else:
+                    yield ",".join("".join(_written(item)) for item in items)
+            yield "]" if items else "[]"
+        case _:
+            yield ENCODER.encode(value)

@@ -23,10 +23,9 @@ from pydantic import (
 from tidemill.cluster.edge.chat.request.params import TokenCount, absent_if_null, valid_text
 from tidemill.cluster.edge.chat.request.tools import TOOLS_MAX, Function
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
-from tidemill.cluster.edge.requests.bodies import ChatBody
+from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX, ChatBody
 from tidemill.workers.messages import RequestError
 
-ITEMS_MAX = 4096
 METADATA_MAX = 16
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 CHOICE_FORMS = 'give none, auto, required, or {"type": "function", "name": ...}'
@@ -151,7 +150,7 @@ class ResponsesBody(BaseModel):
     input: Annotated[
         list[InputItem],
         FailFast(),
-        Field(min_length=1, max_length=ITEMS_MAX, description="a text, or items"),
+        Field(min_length=1, max_length=MESSAGES_MAX, description="a text, or items"),
         BeforeValidator(_items),
     ]
     instructions: Annotated[str, AfterValidator(valid_text)] | None = None

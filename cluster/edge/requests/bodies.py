@@ -35,6 +35,7 @@ from tidemill.cluster.edge.chat.request.tools import TOOLS_MAX, Tool, ToolChoice
 from tidemill.workers.messages import BREAKPOINTS_MAX, RequestError
 
 CHOICES_MAX = 16
+MESSAGES_MAX = 4096
 PROMPTS_MAX = 64
 STOPS_MAX = 4
 STOP_BYTES_MAX = 256
@@ -118,7 +119,7 @@ class Body(Params):
 class ChatBody(Body):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MESSAGES_MAX)]
     tools: Annotated[list[Tool], FailFast(), Field(max_length=TOOLS_MAX)] = Field(default=[])
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
@@ -180,7 +181,7 @@ class CompletionBody(Body):
 class TokenizeBody(ChatBody):
     """The body of POST /tokenize: `messages` as for a chat, or a `prompt`."""
 
-    messages: Annotated[list[ChatMessage], FailFast()] = Field(default=[])
+    messages: Annotated[list[ChatMessage], FailFast(), Field(max_length=MESSAGES_MAX)] = Field(default=[])
     prompt: Annotated[str, AfterValidator(valid_text)] | None = None
     return_token_strs: bool = False
 

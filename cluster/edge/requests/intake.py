@@ -36,6 +36,9 @@ ROLE = "assistant"
 PROMPT_LOGPROBS_MAX = 1 << 18
 """The most prompt logprobs of one request, over all prompts, answers and alternatives: some 30 MiB."""
 
+TOKENIZED_MAX = 1 << 18
+"""The most tokens that are returned as such, or as many as the model takes."""
+
 INLINE_CHARS_MAX = 8192
 """Longer texts are tokenized in a thread: this many characters take about a millisecond."""
 
@@ -91,8 +94,14 @@ class Intake:
     async def prompt_of(self, body: TokenizeBody) -> list[int]:
         """Return the tokens of a chat or of a text. Raises RequestError."""
         if body.prompt is not None:
-            return (await self._encoded(body.prompt)).tokens
-        return (await self._rendered(body, offered(body.tools, body.tool_choice))).tokens
+            prompt = await self._encoded(body.prompt)
+        else:
+            prompt = await self._rendered(body, offered(body.tools, body.tool_choice))
+        most = max(TOKENIZED_MAX, self._model.max_model_len)
+        if len(prompt.tokens) > most:
+            count = f"{len(prompt.tokens):,}"
+            raise RequestError(f"the text has {count} tokens: send a part of at most {most:,}")
+        return prompt.tokens
 
     def _opening(self, body: ChatBody, grammar: Grammar | None) -> str:
         """Return the beginning of the answer: an answer that must match a grammar is text from its first
@@ -115,8 +124,10 @@ class Intake:
                 "add_generation_prompt starts an answer, continue_final_message goes on with one: give one",
                 param="continue_final_message",
             )
-        chars = sum(len(message.content) for message in messages) + len(messages)
-        if not tools and chars <= INLINE_CHARS_MAX:
+        chars = sum(len(message.content) for message in messages)
+        self._check_chars(chars, "messages")
+        is_plain = not (tools or how.options or any(message.more for message in messages))
+        if is_plain and chars + len(messages) <= INLINE_CHARS_MAX:
             return self._tokenizer.chat(messages, how)
         return await asyncio.to_thread(self._tokenizer.chat, messages, how)
 
@@ -154,7 +165,7 @@ class Intake:
             )
         job = self._job(terms, prompts, "prompt", body, caller)
         job = replace(job, logprobs=body.logprobs is not None)
-        return replace(job, echoes=self._echoes(body, prompts)) if body.echo else job
+        return replace(job, echoes=await asyncio.to_thread(self._echoes, body, prompts)) if body.echo else job
 
     def _echoes(self, body: CompletionBody, prompts: list[MarkedPrompt]) -> tuple[Prompt, ...]:
         return tuple(
@@ -176,9 +187,21 @@ class Intake:
             )
         if isinstance(prompt, list):
             return MarkedPrompt(prompt, tuple(sorted(set(breakpoints))))
+        self._check_chars(len(prompt), "prompt")
         if len(prompt) <= INLINE_CHARS_MAX:
             return self._tokenizer.encode_marked(prompt, breakpoints)
         return await asyncio.to_thread(self._tokenizer.encode_marked, prompt, breakpoints)
+
+    def _check_chars(self, chars: int, param: str) -> None:
+        """Refuse a text that is too long whatever its tokens are. Raises RequestError."""
+        most = self._model.max_model_len * self._tokenizer.token_chars_max
+        if chars > most:
+            raise RequestError(
+                f"{chars:,} characters exceed the {self._model.max_model_len} tokens that this model takes: "
+                f"shorten the {param}",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def _check(self, body: Body) -> None:
         field = unsupported_field(body.model_extra or {})

@@ -17,6 +17,7 @@ from tidemill.cluster.edge.chat.request.params import absent_if_null, valid_text
 from tidemill.cluster.edge.chat.text import Message
 
 CALLS_MAX = 128
+ARGUMENTS_BRACKETS_MAX = 1 << 16
 
 
 def _content(value: object) -> object:
@@ -41,6 +42,8 @@ Content = Annotated[str, BeforeValidator(_content), AfterValidator(valid_text)]
 def _arguments(value: object) -> dict[str, Any]:
     """Parse the arguments: clients send a text, templates want an object."""
     if isinstance(value, str):
+        if value.count("{") + value.count("[") > ARGUMENTS_BRACKETS_MAX:
+            raise ValueError(f"more than {ARGUMENTS_BRACKETS_MAX:,} objects and lists: leave some out")
         try:
             value = json.loads(value or "{}")
         except (ValueError, RecursionError):

@@ -1,8 +1,12 @@
 """Tokenizing over HTTP, and the probes."""
 
+import asyncio
+import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from starlette.responses import JSONResponse
 
 from tests.support.cluster.fake_service import (
     MODEL,
@@ -13,6 +17,10 @@ from tests.support.cluster.fake_service import (
     tokenizer,
     worker_status,
 )
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
+from tidemill.cluster.edge.http.replies import SLICE_ITEMS, large_json
+from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX
+from tidemill.cluster.edge.requests.intake import INLINE_CHARS_MAX
 
 APP = app_over(FakeService(saying("a")))
 
@@ -71,3 +79,85 @@ def test_probes() -> None:
         assert call(APP, "GET", path).status_code == with_workers
         assert call(bare, "GET", path).status_code == without
     assert call(APP, "GET", "/load").json() == {"server_load": 0}
+
+
+def test_text_beyond_any_tokens_of_the_model_is_not_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    most = MODEL.max_model_len * tokenizer().token_chars_max
+    status, found = post("/tokenize", prompt="a" * most)
+    assert (status, found["count"] > 0) == (200, True)
+    short = tokenizer().encode("a")
+
+    def encode(_: object, text: str) -> list[int]:
+        assert text == "a"
+        return short
+
+    monkeypatch.setattr(FolderTokenizer, "encode", encode)
+    monkeypatch.setattr(FolderTokenizer, "chat", encode)
+    halves = [{"role": "user", "content": "a" * (most // 2 + 1)}] * 2
+    bodies: list[tuple[str, dict[str, object]]] = [
+        ("/tokenize", {"prompt": "a" * (most + 1)}),
+        ("/tokenize", {"messages": halves}),
+        ("/v1/completions", {"prompt": ["a", "a" * (most + 1)]}),
+        ("/v1/chat/completions", {"messages": halves}),
+    ]
+    for path, body in bodies:
+        status, error = post(path, **body)
+        assert (status, error["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_messages_are_bounded() -> None:
+    for path in ("/tokenize", "/v1/chat/completions"):
+        status, error = post(path, messages=[{"role": "user", "content": ""}] * (MESSAGES_MAX + 1))
+        assert (status, error["error"]["param"]) == (400, "messages")
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "name", "content"])
+def test_long_chats_are_rendered_in_a_thread(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever field has the text; the loop goes on meanwhile."""
+    seen: list[threading.Thread] = []
+
+    def chat(*_: object) -> list[int]:
+        seen.append(threading.current_thread())
+        return [5]
+
+    monkeypatch.setattr(FolderTokenizer, "chat", chat)
+    monkeypatch.setattr(FolderTokenizer, "token_chars_max", 1 << 20, raising=False)
+    message = {"role": "assistant", "content": "", field: "a" * (INLINE_CHARS_MAX + 1)}
+    context_model = replace(MODEL, max_model_len=1 << 20)
+    service = FakeService(saying("a"), model=context_model)
+    reply = call(app_over(service), "POST", "/tokenize", json={"messages": [message]})
+    assert reply.json()["tokens"] == [5]
+    assert seen[0] is not threading.main_thread()
+
+
+def test_encoding_lets_other_threads_run() -> None:
+    """An encoder that held the interpreter would let the other thread run before and after it alone."""
+    counter, ended = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal counter
+        while not ended.wait(0.0005):
+            counter += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        before = counter
+        tokens = tokenizer().encode("Where is Emma? " * 100_000)
+        assert counter - before > 5
+    finally:
+        ended.set()
+        thread.join()
+    assert len(tokens) > 100_000
+
+
+@pytest.mark.parametrize("count", [0, 1, SLICE_ITEMS, SLICE_ITEMS + 1, 3 * SLICE_ITEMS])
+def test_large_replies_are_those_of_starlette(count: int) -> None:
+    body = {
+        "tokens": list(range(count)),
+        "of": [{"é": [["a", None, 1.5, {}]] * count}, [], {}, "x"],
+        "text": 'a"\\\n' * count,
+    }
+    assert asyncio.run(large_json(body)).body == JSONResponse(body).body

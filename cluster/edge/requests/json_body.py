@@ -1,0 +1,54 @@
+"""Bounds the cost of a JSON body before it is parsed.
+
+A parser holds the interpreter until it is done, in any thread: 4 MiB of `[],` take a second, a text of
+4 MiB some milliseconds. So the structure is counted first, by fast searches of the whole body.
+"""
+
+import asyncio
+from itertools import accumulate
+
+from tidemill.workers.messages import RequestError
+
+DEPTH_MAX = 128
+MEMBERS_MAX = 1 << 16
+CONTAINERS_MAX = 1 << 16
+VALUES_MAX = 1 << 18
+"""Each limit alone takes some 20 ms to parse and to check."""
+
+INLINE_BYTES_MAX = 256 << 10
+"""Longer bodies are counted in a thread."""
+
+NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+async def check_json_body(body: bytes) -> None:
+    """Check the structure of a body. Raises RequestError."""
+    if len(body) <= INLINE_BYTES_MAX:
+        check_json(body)
+    else:
+        await asyncio.to_thread(check_json, body)
+
+
+def check_json(body: bytes) -> None:
+    """Check the structure of a JSON text, as far as it is one. Raises RequestError.
+
+    Parsers read on until their first error, and up to there they and this function see the same strings.
+    """
+    if 0 in body:
+        raise RequestError("the body is no JSON in UTF-8: it holds a byte 0")
+    if body.count(b"[") + body.count(b"{") <= DEPTH_MAX and body.count(b",") < MEMBERS_MAX:
+        return
+    unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    _bound(unescaped.count(b'"') // 2, VALUES_MAX, "strings")
+    structure = b"".join(unescaped.split(b'"')[::2])
+    _bound(structure.count(b","), VALUES_MAX, "values")
+    _bound(structure.count(b":"), MEMBERS_MAX, "members of objects")
+    brackets = structure.translate(None, NO_BRACKETS)
+    _bound(len(brackets) // 2, CONTAINERS_MAX, "objects and lists")
+    depth = max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
+    _bound(depth, DEPTH_MAX, "levels of objects and lists")
+
+
+def _bound(found: int, most: int, what: str) -> None:
+    if found > most:
+        raise RequestError(f"the body has {found:,} {what}: send at most {most:,}", code="body_too_complex")

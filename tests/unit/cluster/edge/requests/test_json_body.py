@@ -1,0 +1,86 @@
+"""The structure of a body is bounded before it is parsed, and strings may hold anything."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.cluster.fake_service import FakeService, app_over, call, saying
+from tidemill.cluster.edge.requests.json_body import (
+    CONTAINERS_MAX,
+    DEPTH_MAX,
+    MEMBERS_MAX,
+    VALUES_MAX,
+    check_json,
+)
+from tidemill.workers.messages import RequestError
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+def items(item: str, count: int) -> str:
+    return f"[{','.join([item] * count)}]"
+
+
+def members(count: int) -> str:
+    return "{" + ",".join(f'"{name}" : 1' for name in range(count)) + "}"
+
+
+ALLOWED = [
+    (nested(DEPTH_MAX), nested(DEPTH_MAX + 1)),
+    (items("[]", CONTAINERS_MAX - 1), items("{}", CONTAINERS_MAX)),
+    (members(MEMBERS_MAX), members(MEMBERS_MAX + 1)),
+    (items("1", VALUES_MAX + 1), items("1", VALUES_MAX + 2)),
+    (items('""', VALUES_MAX - 1), items('""', VALUES_MAX + 1)),
+]
+
+
+@pytest.mark.parametrize(("allowed", "refused"), ALLOWED)
+@pytest.mark.parametrize("before", ["", r"\"", r"\\", r"\\\"", r"\\\\", '{"a": [', "]"])
+def test_each_limit_is_what_it_allows_behind_any_string(allowed: str, refused: str, before: str) -> None:
+    """A string in front must neither hide what follows nor be counted itself."""
+    text = f'"{before}"' if before.startswith("\\") else json.dumps(before)
+    check_json(f"{text} {allowed}".encode())
+    with pytest.raises(RequestError) as caught:
+        check_json(f"{text} {refused}".encode())
+    assert caught.value.code == "body_too_complex"
+
+
+@given(
+    st.recursive(
+        st.text() | st.integers() | st.text('\\"[]{},:'),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text('\\"[]{}'), inner),
+    )
+)
+def test_ordinary_json_is_allowed(value: object) -> None:
+    check_json(json.dumps([value, ["x"] * DEPTH_MAX, [[]] * DEPTH_MAX]).encode())
+
+
+def test_text_of_brackets_and_quotes_is_allowed() -> None:
+    check_json(json.dumps({"prompt": '[{"a\\": [' * 300_000}).encode())
+
+
+def posted(path: str, body: bytes) -> tuple[int, Any]:
+    service = FakeService(saying(" a"))
+    reply = call(app_over(service), "POST", path, content=body, headers={"content-type": "application/json"})
+    assert not service.requests
+    return reply.status_code, reply.json()["error"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
+def test_other_encodings_are_refused_because_they_could_hide_anything(encoding: str) -> None:
+    status, error = posted("/v1/completions", '{"prompt": "a"}'.encode(encoding))
+    assert (status, "UTF-8" in error["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize"])
+@pytest.mark.parametrize(
+    "field", [members(MEMBERS_MAX + 1), nested(DEPTH_MAX), items("[]", CONTAINERS_MAX)], ids=len
+)
+def test_complex_bodies_are_refused_everywhere(path: str, field: str) -> None:
+    status, error = posted(path, f'{{"model": "keeper", "unknown": {field}}}'.encode())
+    assert (status, error["code"]) == (400, "body_too_complex")
