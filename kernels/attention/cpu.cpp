@@ -18,10 +18,14 @@ constexpr bool PAIRED = std::is_same_v<E, uint32_t>;
 template <typename E>
 constexpr int64_t BLOCK = PAIRED<E> ? 128 : 64;
 
-// A row of so many elements in E.
+// Queries of one product with keys.
+template <typename E>
+constexpr int64_t QUERY_ROWS = PAIRED<E> ? 32 : TILE_ROWS;
+
+// The length in E of a row of `elements`.
 template <typename E>
 constexpr int64_t words_of(int64_t elements) {
-    return PAIRED<E> ? (elements + 1) / 2 : elements;
+    return PAIRED<E> ? block_words(elements) : elements;
 }
 
 struct Cache {  // [pages][kv_heads][K|V][page_tokens][dim], strides in bytes
@@ -85,19 +89,19 @@ constexpr int64_t DIM_MAX = 1024;
 // A row of keys as words of E: of the page itself where it has them, else of `room`.
 template <typename E>
 const char* key_words(const char* key, bool half_width, int64_t dim, E* room) {
-    if (half_width && PAIRED<E> && dim % 2 == 0) return key;
+    if (half_width && PAIRED<E> && dim == 2 * words_of<E>(dim)) return key;
     if (!half_width && !PAIRED<E>) return key;
     if constexpr (!PAIRED<E>) {
         widen(key, half_width, dim, room);
     } else {
         float wide[DIM_MAX];
         widen(key, half_width, dim, wide);
-        to_pairs(wide, dim, room);
+        to_blocks(wide, dim, room);
     }
     return (const char*)room;
 }
 
-// LANES keys as so many columns of a panel [words_of(dim)][PANEL]. Asks for as many of `next`.
+// LANES keys as columns of a panel [words_of(dim)][PANEL]. Prefetches as many of `next`.
 template <typename E>
 void gather_keys(const char* const* keys, const char* const* next, bool half_width, int64_t dim, E* columns, E* room) {
     const int64_t count = words_of<E>(dim);
@@ -183,7 +187,7 @@ struct Block {
 };
 
 // Keys as columns of panels [BLOCK / PANEL][words_of(dim)][PANEL], values as rows of panels. Columns beside those of the
-// block repeat a key: nobody looks at their scores. Asks for what it reads in the block that is next.
+// block repeat a key: their scores are not read. Prefetches what it reads in the block that is next.
 template <typename E>
 void gather(const Cache& cache, const Block<E>& block, const Block<E>& next, int64_t dim, E* keys, E* values, E* room) {
     const int64_t from = block.from, to = block.to;
@@ -201,7 +205,7 @@ void gather(const Cache& cache, const Block<E>& block, const Block<E>& next, int
             put_value(value(j), cache.half_width, dim, j, values);
         }
     } else {
-        for (int64_t j = from / 2 * 2; j < to; j += 2) {
+        for (int64_t j = from / 2 * 2; j < 2 * words_of<E>(to); j += 2) {
             ask_next(j), ask_next(j + 1);
             if (j >= from && j + 1 < to && cache.half_width && dim % PANEL == 0) {
                 put_values(value(j), value(j + 1), true, dim, j / 2, values);
@@ -241,11 +245,11 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
     const int64_t last = task.position + task.end - task.begin;
     static thread_local std::vector<float> floats;
     static thread_local std::vector<E> elements;
-    float* const sums = lined(floats, queries * wide + TILE_ROWS * BLOCK + dim + 2 * queries);
-    float *const S = sums + queries * wide, *const scaled = S + TILE_ROWS * BLOCK;
+    float* const sums = lined(floats, queries * wide + QUERY_ROWS<E> * BLOCK + dim + 2 * queries);
+    float *const S = sums + queries * wide, *const scaled = S + QUERY_ROWS<E> * BLOCK;
     float *const highest = scaled + dim, *const total = highest + queries;
-    E* const values = lined(elements, BLOCK_WORDS * (wide + TILE_ROWS) + (BLOCK + LANES + queries) * depth);
-    E *const P = values + BLOCK_WORDS * wide, *const keys = P + BLOCK_WORDS * TILE_ROWS;
+    E* const values = lined(elements, BLOCK_WORDS * (wide + QUERY_ROWS<E>) + (BLOCK + LANES + queries) * depth);
+    E *const P = values + BLOCK_WORDS * wide, *const keys = P + BLOCK_WORDS * QUERY_ROWS<E>;
     E *const room = keys + BLOCK * depth, *const Q = room + LANES * depth;
     std::fill(sums, sums + queries * wide, 0.0f);
     std::fill(values, values + BLOCK_WORDS * wide, E{});
@@ -253,7 +257,7 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
         const float* in = q + (((task.begin + i / group) * kv_heads + head) * group + i % group) * dim;
         for (int64_t e = 0; e < dim; e++) scaled[e] = in[e] * scale;
         if constexpr (PAIRED<E>) {
-            to_pairs(scaled, dim, Q + i * depth);
+            to_blocks(scaled, dim, Q + i * depth);
         } else {
             std::memcpy(Q + i * depth, scaled, dim * sizeof(float));
         }
@@ -262,13 +266,13 @@ void attend(const Task& task, const Seen& seen, const float* q, const Cache& cac
     }
     Block<E> block(cache, table, head, first / BLOCK * BLOCK, first, last);
     for (int64_t start = first / BLOCK * BLOCK; start < last; start += BLOCK) {
-        // What nobody sees of the first block stays zero: its pages may be somebody else's.
+        // What no query sees of the first block stays zero: its pages may belong to other rows.
         const Block<E> next(cache, table, head, start + BLOCK, first, last);
         const int64_t count = block.to;
         gather(cache, block, next, dim, keys, values, room);
         block = next;
         for (int64_t i = 0, rows; i < queries; i += rows) {
-            rows = std::min<int64_t>(TILE_ROWS, queries - i);
+            rows = std::min(QUERY_ROWS<E>, queries - i);
             const auto end_of = [&](int64_t query) { return task.position + query / group + 1 - start; };
             if (end_of(i + rows - 1) <= 0 || end_of(i) - seen.window >= BLOCK) continue;
             std::fill(S, S + rows * BLOCK, 0.0f);

@@ -10,14 +10,14 @@ constexpr int64_t PANEL_GROUP = 4;   // panels of one task
 constexpr int64_t FEW_ROWS = 16;     // for which panels are read from end to end
 constexpr int64_t SERIAL_BELOW = 1 << 20;  // multiply-adds worth less than waking a thread
 
-// Where element i of column j lies in a panel of that kind, and the depth of a panel: even for PAIRS.
+// Where element i of column j lies in a panel of that kind, and the depth of a panel: whole blocks for PAIRS.
 int64_t place(int64_t kind, int64_t i, int64_t j) {
     if (kind == FLOATS) return i * PANEL + j;
     if (kind == WIDENED) return i * PANEL + j % LANES * 2 + j / LANES;
     return i / 2 * 2 * PANEL + 2 * j + i % 2;
 }
 
-int64_t padded(int64_t kind, int64_t k) { return kind == PAIRS ? k + k % 2 : k; }
+int64_t padded(int64_t kind, int64_t k) { return kind == PAIRS ? 2 * block_words(k) : k; }
 
 template <typename W>
 void pack(const W* weight, W* packed, int64_t kind, int64_t n, int64_t k) {
@@ -54,7 +54,7 @@ void apply(const A* x, int64_t x_stride, const W* packed, const float* bias, flo
                 for (int64_t c = 0; c < columns; c++) out[c] = bias ? bias[column + c] : 0.0f;
                 for (int64_t c = 0; rest && c < PANEL; c++) last[r * PANEL + c] = c < rest ? out[whole * PANEL + c] : 0;
             }
-            const bool few = rows <= FEW_ROWS;
+            const bool few = rows <= FEW_ROWS || (HAS_AMX && std::is_same_v<A, uint32_t>);  // waits for memory
             const auto times = few ? multiply<true, A, W> : multiply<false, A, W>;
             const int64_t most = few ? k : DEPTH_BLOCK;
             for (int64_t start = 0; start < k; start += most) {
@@ -78,7 +78,7 @@ void multiply_any(const float* x, int64_t x_stride, const void* packed, int64_t 
     const int64_t words = row_words(kind, k);
     uint32_t* const rows = lined(room, m * words);
 #pragma omp parallel for if (m * n * k >= SERIAL_BELOW)
-    for (int64_t r = 0; r < m; r++) to_pairs(x + r * x_stride, k, rows + r * words);
+    for (int64_t r = 0; r < m; r++) to_blocks(x + r * x_stride, k, rows + r * words);
     apply(rows, words, (const uint32_t*)packed, bias, y, y_stride, m, n, words);
 }
 }  // namespace

@@ -9,6 +9,7 @@ from tidemill.kernels.shared.build import Library
 from tidemill.kernels.shared.compute_dtype import ComputeDtype
 
 FLOATS, WIDENED, PAIRS = range(3)  # of cpu.h
+BLOCK = 32  # elements of depth that PAIRS are padded to
 
 
 def kind_of(weight: Packed) -> int:
@@ -27,7 +28,8 @@ def bind_pack(
         is_half = weight_NK.dtype == torch.bfloat16
         rounds = is_half and compute_dtype == "bfloat16"
         weight_ENK = (weight_NK if is_half else weight_NK.float()).contiguous().view(-1, n, k)
-        data = weight_ENK.new_empty(len(weight_ENK), -(-n // panel), k + (k % 2 if rounds else 0), panel)
+        depth = -(-k // BLOCK) * BLOCK if rounds else k
+        data = weight_ENK.new_empty(len(weight_ENK), -(-n // panel), depth, panel)
         bias = None if bias_N is None else bias_N.float().contiguous()
         packed = Packed(data.view(*experts, *data.shape[1:]), bias, n, k, rounds)
         for source, target in zip(weight_ENK, data, strict=True):

@@ -77,7 +77,7 @@ extern "C" void route(const float* logits, int64_t logits_stride, const float* b
     }
 }
 
-// hidden[t][i] = silu(gate) * up, or what `clamped` says, of the expert chosen[t][i]. Packed weights of expert e start
+// hidden[t][i] = silu(gate) * up, or `clamped`, of the expert chosen[t][i]. Packed weights of expert e start
 // at e * gate_up_bytes, of that kind; bias [experts][2 * inner], or null.
 extern "C" void moe_inner(const float* x, const int32_t* chosen, const void* gate_up, int64_t gate_up_bytes,
                           int64_t kind, const float* bias, float* hidden, int64_t tokens, int64_t experts,

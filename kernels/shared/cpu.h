@@ -1,7 +1,7 @@
 // Vector type, exp and the one matrix tile that linear, attention and moe share.
 //
 // Bit-exactness: the build turns contraction off and never enables fast-math, so a plain loop has the same bits
-// whether the compiler vectorises it or not. What needs a fused multiply-add says so. A sum is either one chain in
+// whether the compiler vectorises it or not. A fused multiply-add is written as one. A sum is either one chain in
 // index order or `LANES_SUM` interleaved chains folded as a tree: its order depends on the length alone.
 #pragma once
 #include <algorithm>
@@ -13,11 +13,16 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#if defined(__AVX512BF16__) && defined(__linux__) && __GNUC__ >= 11
+#define AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 constexpr int TILE_ROWS = 12;
-constexpr int WIDE_ROWS = 7;  // two panels of so many rows fit the 32 registers
+constexpr int WIDE_ROWS = 7;  // two panels of these fit the 32 registers
 #else
 constexpr int LANES = 8;
 constexpr int TILE_ROWS = 6;
@@ -38,7 +43,7 @@ static inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
 
 constexpr uintptr_t LINE = 64;  // bytes of a cache line
 
-// So many elements of `room`, from a cache line on: a vector that lies on two costs twice.
+// The first `count` elements of `room` from a cache line on: a vector that lies on two costs twice.
 template <typename T>
 static inline T* lined(std::vector<T>& room, int64_t count) {
     room.resize(count + LINE / sizeof(T));
@@ -136,17 +141,7 @@ static inline words load(const uint32_t* p) {
 
 static inline words splat(uint32_t x) { return x + words{}; }
 
-// c + a.upper * b.upper, then + a.lower * b.lower, each rounded once, and denormals are zeros: vdpbf16ps, in which Zen 5
-// and the manuals agree. Without it a caller flushes denormals (FlushDenormals).
-static inline vec fused(words a, words b, vec c) {
-#if defined(__AVX512BF16__)
-    return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
-#else
-    return fused(lower(a), lower(b), fused(upper(a), upper(b), c));
-#endif
-}
-
-// While it lives, operands and results of this thread that are denormal are zeros.
+// In its scope, operands and results of this thread that are denormal are zeros.
 struct FlushDenormals {
 #if defined(__x86_64__)
     const unsigned before = _mm_getcsr();
@@ -168,6 +163,12 @@ static inline uint32_t to_bfloat16(float x) {
     return size < 0x00800000u ? bits >> 31 << 15 : size > 0x7f800000u ? bits >> 16 | 0x40 : rounded;
 }
 
+// Words of a block of depth: 32 elements, of which those of even index are one sum and the others another.
+constexpr int64_t DEPTH_WORDS = 16;
+
+// Words of k elements: whole blocks, with zeros at the end.
+static constexpr int64_t block_words(int64_t k) { return (k + 2 * DEPTH_WORDS - 1) / (2 * DEPTH_WORDS) * DEPTH_WORDS; }
+
 // x[k] rounded to bfloat16 in (k + 1) / 2 words, the element of even index below; a zero follows an odd k.
 static inline void to_pairs(const float* x, int64_t k, uint32_t* out) {
     int64_t i = 0;
@@ -181,8 +182,13 @@ static inline void to_pairs(const float* x, int64_t k, uint32_t* out) {
     if (i < k) out[i / 2] = to_bfloat16(x[i]);
 }
 
-// A row of a panel, from float, or from the bits of bfloat16, where column j and column j + LANES share a word; or from
-// words, of which each has two elements of one column.
+// The same in block_words(k).
+static inline void to_blocks(const float* x, int64_t k, uint32_t* out) {
+    to_pairs(x, k, out);
+    std::fill(out + (k + 1) / 2, out + block_words(k), 0);
+}
+
+// A row of a panel, from float, or from the bits of bfloat16, where column j and column j + LANES share a word.
 static inline void load_panel(const float* p, vec columns[2]) {
     columns[0] = load(p);
     columns[1] = load(p + LANES);
@@ -193,11 +199,6 @@ static inline void load_panel(const uint16_t* p, vec columns[2]) {
     std::memcpy(&v, p, sizeof v);
     columns[0] = lower(v);
     columns[1] = upper(v);
-}
-
-static inline void load_panel(const uint32_t* p, words columns[2]) {
-    columns[0] = load(p);
-    columns[1] = load(p + LANES);
 }
 
 // Few rows wait for memory. Row k of each panel asks for what comes soon; of a single panel also for a row of the next:
@@ -221,8 +222,7 @@ static inline void ask_ahead(const B* b, int64_t b_stride, uint64_t depth, uint6
 
 // c[ROWS][PANELS * PANEL] += a[ROWS][depth] b, b in PANELS panels of [depth][PANEL]. Each element of c is one chain of
 // fused multiply-adds in the order of depth, continued from c: neither ROWS, PANELS nor a split of depth changes it.
-// B is float, or uint16_t for the bits of bfloat16, which give the same sums as their values in float. Or A and B are
-// uint32_t, pairs of bfloat16, and depth counts pairs.
+// B is float, or uint16_t for the bits of bfloat16, which give the same sums as their values in float.
 template <bool FEW, int ROWS, int PANELS, typename A, typename B>
 static inline void tile(const A* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t depth, float* c,
                         int64_t c_stride) {
@@ -231,7 +231,7 @@ static inline void tile(const A* a, int64_t a_stride, const B* b, int64_t b_stri
     for (int r = 0; r < ROWS; r++)
         for (int n = 0; n < N; n++) acc[r][n] = load(c + r * c_stride + n * LANES);
     for (int64_t k = 0; k < depth; k++) {
-        decltype(splat(*a)) column[N];
+        vec column[N];
         for (int p = 0; p < PANELS; p++) load_panel(b + p * b_stride + k * PANEL, column + 2 * p);
         if constexpr (FEW) {
             ask_ahead<PANELS>(b, b_stride, depth, k);
@@ -239,7 +239,7 @@ static inline void tile(const A* a, int64_t a_stride, const B* b, int64_t b_stri
             ask<2>(b + b_stride + k * PANEL);  // the next panel, for L2
         }
         for (int r = 0; r < ROWS; r++) {
-            const auto x = splat(a[r * a_stride + k]);
+            const vec x = splat(a[r * a_stride + k]);
             for (int n = 0; n < N; n++) acc[r][n] = fused(x, column[n], acc[r][n]);
         }
     }
@@ -247,10 +247,148 @@ static inline void tile(const A* a, int64_t a_stride, const B* b, int64_t b_stri
         for (int n = 0; n < N; n++) store(c + r * c_stride + n * LANES, acc[r][n]);
 }
 
+// How a block of words is summed: each word has an element of the even chain, in its lower half, and one of the odd.
+#if defined(__AVX512BF16__)
+// vdpbf16ps adds the upper product of a word, then the lower one, each rounded once: two steps of a chain, from words
+// that have their elements of two steps, the first above. Zen 5 and the manuals agree.
+typedef uint32_t factor;
+typedef words factors;
+constexpr int64_t STEPS = 2;
+
+static inline vec fused(words a, words b, vec c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+
+// A block of a row: the even chain's words, then the odd one's.
+static inline void chains_of(const uint32_t* row, uint32_t* out) {
+    typedef uint16_t halves __attribute__((vector_size(DEPTH_WORDS * 4)));
+    halves block, from;
+    std::memcpy(&block, row, sizeof block);
+    for (int i = 0; i < 2 * DEPTH_WORDS; i++) from[i] = i % DEPTH_WORDS / 2 * 4 + 2 * (1 - i % 2) + i / DEPTH_WORDS;
+    block = __builtin_shuffle(block, from);
+    std::memcpy(out, &block, sizeof block);
+}
+
+// The next steps of a panel's columns.
+static inline void chains_of(const uint32_t* b, words even[2], words odd[2]) {
+    for (int i = 0; i < 2; i++) {
+        const words first = load(b + i * LANES), second = load(b + PANEL + i * LANES);
+        even[i] = first << 16 | (second & 0xffffu);
+        odd[i] = (first & 0xffff0000u) | second >> 16;
+    }
+}
+#else
+// The factors are widened, and a caller flushes denormals.
+typedef float factor;
+typedef vec factors;
+constexpr int64_t STEPS = 1;
+
+static inline void chains_of(const uint32_t* row, float* out) {
+    for (int i = 0; i < DEPTH_WORDS; i++) {
+        out[i] = __builtin_bit_cast(float, row[i] << 16);
+        out[DEPTH_WORDS + i] = __builtin_bit_cast(float, row[i] & 0xffff0000u);
+    }
+}
+
+static inline void chains_of(const uint32_t* b, vec even[2], vec odd[2]) {
+    for (int i = 0; i < 2; i++) even[i] = lower(load(b + i * LANES)), odd[i] = upper(load(b + i * LANES));
+}
+#endif
+
+// The same of pairs of bfloat16. Depth counts words, in blocks: an element of c adds, rounded, the sum of two chains that
+// start at 0 in each block, one of the even elements and one of the odd. As tdpbf16ps, which is the order's reason.
+template <bool FEW, int ROWS, int PANELS>
+static inline void tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, int64_t depth,
+                        float* c, int64_t c_stride) {
+    constexpr int N = 2 * PANELS, COUNT = DEPTH_WORDS / STEPS;
+    for (int64_t start = 0; start < depth; start += DEPTH_WORDS) {
+        factor x[ROWS][2 * COUNT];
+        for (int r = 0; r < ROWS; r++) chains_of(a + r * a_stride + start, x[r]);
+        vec even[ROWS][N] = {}, odd[ROWS][N] = {};
+        for (int k = 0; k < COUNT; k++) {
+            factors below[N], above[N];
+            for (int p = 0; p < PANELS; p++)
+                chains_of(b + p * b_stride + (start + k * STEPS) * PANEL, below + 2 * p, above + 2 * p);
+            for (int64_t at = start + k * STEPS; at < start + (k + 1) * STEPS; at++) {
+                if constexpr (FEW) {
+                    ask_ahead<PANELS>(b, b_stride, depth, at);
+                } else if (PANELS == 1) {
+                    ask<2>(b + b_stride + at * PANEL);
+                }
+            }
+            for (int r = 0; r < ROWS; r++)
+                for (int n = 0; n < N; n++) {
+                    even[r][n] = fused(splat(x[r][k]), below[n], even[r][n]);
+                    odd[r][n] = fused(splat(x[r][COUNT + k]), above[n], odd[r][n]);
+                }
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int n = 0; n < N; n++) {
+                float* to = c + r * c_stride + n * LANES;
+                store(to, load(to) + (even[r][n] + odd[r][n]));
+            }
+    }
+}
+
+#if defined(AMX)
+// Linux lets a process use AMX that asks for it.
+static inline bool may_use_amx() {
+    constexpr int REQUEST = 0x1023, TILE_DATA = 18;
+    return __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+
+inline const bool HAS_AMX = may_use_amx();
+constexpr int64_t AMX_ROWS = 16;  // of a register
+constexpr int64_t AMX_FROM = 2;   // rows: one has to wait for memory
+
+struct AmxShapes {
+    uint8_t palette = 1, start = 0, unused[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {};
+};
+
+// c[rows][panels * PANEL] += a b for at most two registers of rows, in the order of `tile` of pairs.
+template <bool TWO>
+static __attribute__((target("amx-tile,amx-bf16"))) void amx_tile(
+        int64_t rows, int64_t panels, const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
+        int64_t depth, float* c, int64_t c_stride) {
+    AmxShapes shapes;  // registers 0 to 3 are of c, 4 and 5 of a, 6 and 7 of b
+    for (int i : {0, 1, 4}) shapes.rows[i] = std::min(AMX_ROWS, rows);
+    for (int i : {2, 3, 5}) shapes.rows[i] = TWO ? rows - AMX_ROWS : AMX_ROWS;
+    for (int i : {6, 7}) shapes.rows[i] = DEPTH_WORDS;
+    _tile_loadconfig(&shapes);
+    for (int64_t p = 0; p < panels; p++, b += b_stride, c += PANEL) {
+        float* const second = c + AMX_ROWS * c_stride;
+        _tile_loadd(0, c, c_stride * 4);
+        _tile_loadd(1, c + LANES, c_stride * 4);
+        if (TWO) _tile_loadd(2, second, c_stride * 4);
+        if (TWO) _tile_loadd(3, second + LANES, c_stride * 4);
+        for (int64_t k = 0; k < depth; k += DEPTH_WORDS) {
+            _tile_loadd(6, b + k * PANEL, PANEL * 4);
+            _tile_loadd(7, b + k * PANEL + LANES, PANEL * 4);
+            _tile_loadd(4, a + k, a_stride * 4);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            if (!TWO) continue;
+            _tile_loadd(5, a + AMX_ROWS * a_stride + k, a_stride * 4);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, c, c_stride * 4);
+        _tile_stored(1, c + LANES, c_stride * 4);
+        if (TWO) _tile_stored(2, second, c_stride * 4);
+        if (TWO) _tile_stored(3, second + LANES, c_stride * 4);
+    }
+    _tile_release();
+}
+#else
+constexpr bool HAS_AMX = false;
+#endif
+
 template <bool FEW, int ROWS, typename A, typename B>
 static inline void tile_panels(int64_t panels, const A* a, int64_t a_stride, const B* b, int64_t b_stride,
                                int64_t depth, float* c, int64_t c_stride) {
-    constexpr int WIDE = ROWS == 1 ? 4 : ROWS <= WIDE_ROWS ? 2 : 1;  // enough chains to hide the latency of one
+    constexpr bool PAIRED = std::is_same_v<A, uint32_t>;  // two chains for each element of c
+    // Enough chains to hide the latency of one.
+    constexpr int WIDE = ROWS == 1 ? (PAIRED ? LANES / 4 : 4) : ROWS <= WIDE_ROWS / (PAIRED ? 2 : 1) ? 2 : 1;
     int64_t p = 0;
     for (; p + WIDE <= panels; p += WIDE)
         tile<FEW, ROWS, WIDE>(a, a_stride, b + p * b_stride, b_stride, depth, c + p * PANEL, c_stride);
@@ -258,7 +396,7 @@ static inline void tile_panels(int64_t panels, const A* a, int64_t a_stride, con
         tile<FEW, ROWS, 1>(a, a_stride, b + p * b_stride, b_stride, depth, c + p * PANEL, c_stride);
 }
 
-template <bool FEW, int ROWS = TILE_ROWS, typename A, typename B>
+template <bool FEW, int ROWS, typename A, typename B>
 static inline void tile_rows(int64_t rows, int64_t panels, const A* a, int64_t a_stride, const B* b,
                              int64_t b_stride, int64_t depth, float* c, int64_t c_stride) {
     if constexpr (ROWS > 1) {
@@ -271,9 +409,20 @@ static inline void tile_rows(int64_t rows, int64_t panels, const A* a, int64_t a
 template <bool FEW, typename A, typename B>
 static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, const A* a, int64_t a_stride, const B* b,
                                                int64_t b_stride, int64_t depth, float* c, int64_t c_stride) {
-    for (int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, r = 0; tiles > 0; tiles--) {
+    constexpr int MOST = std::is_same_v<A, uint32_t> ? TILE_ROWS / 2 : TILE_ROWS;
+#if defined(AMX)
+    if constexpr (std::is_same_v<A, uint32_t>) {
+        while (HAS_AMX && rows >= AMX_FROM) {
+            const int64_t height = std::min(2 * AMX_ROWS, rows);
+            const auto times = height > AMX_ROWS ? amx_tile<true> : amx_tile<false>;
+            times(height, panels, a, a_stride, b, b_stride, depth, c, c_stride);
+            rows -= height, a += height * a_stride, c += height * c_stride;
+        }
+    }
+#endif
+    for (int64_t tiles = (rows + MOST - 1) / MOST, r = 0; tiles > 0; tiles--) {
         const int64_t height = (rows - r + tiles - 1) / tiles;  // 7 rows are 4 + 3, not 6 + 1
-        tile_rows<FEW>(height, panels, a + r * a_stride, a_stride, b, b_stride, depth, c + r * c_stride, c_stride);
+        tile_rows<FEW, MOST>(height, panels, a + r * a_stride, a_stride, b, b_stride, depth, c + r * c_stride, c_stride);
         r += height;
     }
 }
@@ -282,11 +431,11 @@ static __attribute__((noinline)) void multiply(int64_t rows, int64_t panels, con
 // bfloat16, for which x is rounded to bfloat16 once.
 enum Kind : int64_t { FLOATS, WIDENED, PAIRS };
 
-// A row of x as weights of that kind take it: so many words, which are floats but for PAIRS.
-static inline int64_t row_words(int64_t kind, int64_t k) { return kind == PAIRS ? (k + 1) / 2 : k; }
+// The words of a row of x as weights of that kind take it; they are floats but for PAIRS.
+static inline int64_t row_words(int64_t kind, int64_t k) { return kind == PAIRS ? block_words(k) : k; }
 
 static inline void copy_row(int64_t kind, const float* x, int64_t k, uint32_t* row) {
-    if (kind == PAIRS) return to_pairs(x, k, row);
+    if (kind == PAIRS) return to_blocks(x, k, row);
     std::memcpy(row, x, k * sizeof(float));
 }
 

@@ -102,11 +102,20 @@ def test_products_in_bfloat16_round_to_the_nearest_even_and_flush_denormals(half
     assert torch.equal(found > 0, torch.tensor([False, True]))
 
 
-def test_products_in_bfloat16_take_the_odd_element_of_a_pair_first(half_cpu: Operators) -> None:
-    """vdpbf16ps has this order. A one is lost beside 2^24, but not beside 1 - 2^24."""
-    weight, big = half_cpu.pack(torch.ones(1, 2).bfloat16(), torch.ones(1)), 2.0**24
-    found = half_cpu.linear(torch.tensor([[-big, big], [big, -big]]), weight)[:, 0]
-    assert torch.equal(found, torch.tensor([0.0, 1.0]))
+@pytest.mark.parametrize("rows", [1, 3, 15, 16, 33])
+def test_products_in_bfloat16_sum_even_and_odd_elements_of_32_apart(half_cpu: Operators, rows: int) -> None:
+    """A step is as good as exact in float64, and then rounded like a fused multiply-add."""
+    draw = torch.Generator().manual_seed(rows)
+    x, weight, bias_N = random(draw, rows, 70).bfloat16(), random(draw, 33, 70).bfloat16(), random(draw, 33)
+    terms_MNK = torch.zeros(rows, 33, 96, dtype=torch.float64)
+    terms_MNK[..., :70] = x.double()[:, None] * weight.double()
+    wanted = bias_N.double().expand(rows, 33)
+    for block in terms_MNK.split(32, dim=-1):
+        chains = torch.zeros(rows, 33, 2, dtype=torch.float64)
+        for pair in block.split(2, dim=-1):
+            chains = (chains + pair).float().double()
+        wanted = (wanted + chains.sum(-1).float()).float().double()
+    assert same_bits(half_cpu.linear(x.float(), half_cpu.pack(weight, bias_N)), wanted.float())
 
 
 def test_rows_may_be_a_slice_of_wider_ones(cpu: Operators) -> None:
