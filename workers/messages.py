@@ -214,6 +214,7 @@ class WorkerLoad:
     queued_s: float = 0.0  # the time that these will take, by `speed`
     running_rows: int = 0
     waiting_rows: int = 0
+    streams: int = 0  # running rows that decode, which prompts run beside
     memory: MemoryUse = field(default_factory=MemoryUse)
     budget_bytes: int = 0  # the memory that it may use
     wanted_bytes: int = 0  # the memory that its waiting requests will need
