@@ -26,6 +26,7 @@ import torch
 from tidemill.kernels.dispatch import Operators, operators
 from tidemill.kvstore.layout import KvDtype, Layout, PageId, StateId, layout_of
 from tidemill.kvstore.memory.backing import Fixed
+from tidemill.kvstore.memory.lease import StateWrite
 from tidemill.workers.execution.cuda_graphs import Forward, Replay
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.sampling_state import SamplingState
@@ -202,7 +203,7 @@ def step_of(bed: Bed, rows: int, start: int, tokens: int) -> Step:
                 start=start,
                 pages=tuple(map(PageId, range(row * width, (row + 1) * width))),
                 read=state if start else None,
-                writes=(state,),
+                writes=(StateWrite(start + tokens, state),),
                 sampling_state=SamplingState(asked) if tokens == 1 else None,
             )
         )

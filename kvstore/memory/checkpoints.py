@@ -1,7 +1,8 @@
 """Turns states and windows of leases into checkpoints, and finds slots for their next steps.
 
 A checkpoint is made without a copy: the slot with the state at a page boundary goes to the index,
-and the next step reads it there and writes to another slot. Lease and index share the last window.
+and the next step reads it there and writes to another slot. The state at a page boundary inside a
+step is written to a slot of its own, which goes to the index. Lease and index share the last window.
 """
 
 from contextlib import suppress
@@ -33,8 +34,17 @@ class Checkpoints:
         """
         kept = self._keep(lease, last=last)
         if kept:
-            self._thin(lease)
+            self._thin(lease.shared_entries[-1])
         return kept
+
+    def keep_inside(self, lease: Lease, depth: int) -> None:
+        """Turn the state at `depth`, a page boundary inside a completed step, into a checkpoint, unless there
+        is one."""
+        entry = lease.shared_entries[depth // self._layout.page_tokens - 1]
+        if self._layout.hybrid and entry.checkpoint is None:
+            state = lease.states.pop(depth, None)
+            self._cache.keep_checkpoint(entry, Checkpoint(state, last_window(self._layout, lease, depth)))
+            self._thin(entry)
 
     def roll(self, lease: Lease) -> bool:
         """Replace the last checkpoint made while decoding by one at `committed`, a page boundary.
@@ -50,7 +60,7 @@ class Checkpoints:
         for slot in self._drop_rolling(lease):
             self.return_slot(lease, slot)
         lease.rolling = entry
-        self._thin(lease)
+        self._thin(entry)
         return True
 
     def borrow_slot(self, lease: Lease) -> bool:
@@ -62,6 +72,16 @@ class Checkpoints:
             with suppress(OutOfMemory):
                 lease.spare_slots.append(self._cache.take_state())
         return bool(lease.spare_slots)
+
+    def take_slots(self, lease: Lease, most: int) -> list[StateId]:
+        """Return up to `most` slots for states inside its next step. Those of a missing slot are skipped."""
+        slots: list[StateId] = []
+        while len(slots) < most:
+            if not self.borrow_slot(lease):
+                self._cache.counters["checkpoints_skipped"] += most - len(slots)
+                break
+            slots.append(lease.spare_slots.pop())
+        return slots
 
     def return_slot(self, lease: Lease, slot: StateId) -> None:
         """Keep a slot that is no longer needed as a spare, or free it."""
@@ -84,7 +104,9 @@ class Checkpoints:
             self._cache.counters["checkpoints_skipped"] += 1
             return False
         state = lease.states.pop(lease.committed, None)
-        self._cache.keep_checkpoint(entry, Checkpoint(state, last_window(self._layout, lease)))
+        self._cache.keep_checkpoint(
+            entry, Checkpoint(state, last_window(self._layout, lease, lease.committed))
+        )
         (in_flight or lease).source = self._cache.pin_checkpoint(entry)
         return True
 
@@ -102,11 +124,11 @@ class Checkpoints:
         slot = self._cache.reclaim_checkpoint(earlier)
         return [] if slot is None else [slot]
 
-    def _thin(self, lease: Lease) -> None:
-        """Drop surplus checkpoints on the path of the lease; those at junctions stay longest."""
-        above = list(self._cache.index.checkpoints_above(lease.shared_entries[-1]))
+    def _thin(self, entry: Entry) -> None:
+        """Drop surplus checkpoints above the one of `entry`; those at junctions stay longest."""
+        above = list(self._cache.index.checkpoints_above(entry))
         surplus = len(above) + 1 - self._per_path
-        unpinned = [entry for entry in above if not entry.checkpoint_pins]
-        unpinned.sort(key=lambda entry: (len(entry.children) > 1, entry.score))
-        for entry in unpinned[: max(0, surplus)]:
-            self._cache.drop_checkpoint(entry, "cap")
+        unpinned = [earlier for earlier in above if not earlier.checkpoint_pins]
+        unpinned.sort(key=lambda earlier: (len(earlier.children) > 1, earlier.score))
+        for earlier in unpinned[: max(0, surplus)]:
+            self._cache.drop_checkpoint(earlier, "cap")

@@ -13,10 +13,18 @@ windows       The window pages from `first_window` on, shared with checkpoints: 
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from tidemill.kvstore.layout import PageId, StateId, WindowId
 from tidemill.kvstore.memory.allocation_sites import AllocationSite
 from tidemill.kvstore.memory.prefix_index import Entry
+
+
+class StateWrite(NamedTuple):
+    """A write of the state after `depth` tokens of a sequence into a slot."""
+
+    depth: int
+    state: StateId
 
 
 @dataclass(slots=True, eq=False)
@@ -24,8 +32,9 @@ class StepInFlight:
     """A step that was launched and is not committed: it runs `[start, end)` of one lease.
 
     reads                 The slot of the state at `start`. None: the state is empty.
-    writes                The slots for the states at the last `len(writes)` depths up to `end`.
-                          A model without states has none.
+    writes                The states that it writes, ascending by depth: those at `inside`, then one
+                          before each draft, and that at `end`. A model without states has none.
+    inside                Page boundaries inside it whose states become checkpoints when it completes.
     void                  The step before it was committed only in part, so its output is dropped.
     deferred_free         Slots that only this step still uses. They are freed when it completes.
     deferred_free_pages   Pages of its table that the index had already. They are freed likewise.
@@ -34,7 +43,8 @@ class StepInFlight:
     start: int
     end: int
     reads: StateId | None
-    writes: tuple[StateId, ...]
+    writes: tuple[StateWrite, ...]
+    inside: tuple[int, ...]
     source: Entry | None = None  # pinned while its checkpoint is read
     void: bool = False
     deferred_free: tuple[StateId, ...] = ()
@@ -132,7 +142,7 @@ class Lease:
                 depth = flight.end
         assert depth == self.launched or self.ended
         owned = set(self.owned_states())
-        assert all(owned.issuperset(flight.writes) for flight in self.flights)
+        assert all(state in owned for flight in self.flights for _, state in flight.writes)
         assert all(flight.void or not flight.deferred_free for flight in self.flights)
         assert all(self.committed <= depth <= self.launched for depth in self.states)
         if self.source is not None:

@@ -7,8 +7,8 @@
 
 All memory of requests is allocated and freed here. A checkpoint is made without a copy: the slot
 with the state at a page boundary goes to the index, and the next step reads it there and writes to
-another slot. A lease that is released with steps in flight is freed when the last of them has
-completed.
+another slot. A step also writes states at page boundaries inside it, to slots of their own. A lease
+that is released with steps in flight is freed when the last of them has completed.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from tidemill.kvstore.memory.allocation_sites import NOTHING, Demand, FailAlloca
 from tidemill.kvstore.memory.arena import ArenaUsage
 from tidemill.kvstore.memory.cache import Cache
 from tidemill.kvstore.memory.checkpoints import Checkpoints
-from tidemill.kvstore.memory.lease import Lease, StepInFlight
+from tidemill.kvstore.memory.lease import Lease, StateWrite, StepInFlight
 from tidemill.kvstore.memory.prefix_index import Match
 
 FLIGHTS_MAX = 2
@@ -121,19 +121,25 @@ class Ledger:
         self._grow(lease, need)
         lease.fetched_windows = missing
 
-    def launch(self, lease: Lease, end: int, *, keep: bool = False, drafts: int = 0) -> StepInFlight:
+    def launch(
+        self, lease: Lease, end: int, *, keep: bool = False, drafts: int = 0, inside: Sequence[int] = ()
+    ) -> StepInFlight:
         """Record a step that runs `[launched, end)`, whose last `drafts` tokens may be rejected.
 
         With `keep`, the state at its start will become a checkpoint: the caller calls `keep_state`
         when the previous step is committed. The step then overwrites that state only if no slot can
         be had.
+
+        `inside` are page boundaries, ascending, before the first draft. Their states become checkpoints
+        when the step is committed; if not all of them get a slot, the deepest ones do.
         """
         assert not lease.ended
         assert len(lease.flights) < FLIGHTS_MAX
         start = lease.launched
         assert start < end - drafts <= end <= lease.allocated
         assert not windows.count_missing(self.layout, lease, end)
-        flight = StepInFlight(start, end, None, (), lease.source)
+        assert all(start < depth < end - drafts and not depth % self.layout.page_tokens for depth in inside)
+        flight = StepInFlight(start, end, None, (), tuple(inside), lease.source)
         lease.source = None
         if self.layout.has_states:
             if flight.source is not None and flight.source.checkpoint is not None:
@@ -141,10 +147,14 @@ class Ledger:
             elif start:
                 flight.reads = lease.states[start]
             if lease.writes_in_place(drafts) and not (keep and self._checkpoints.borrow_slot(lease)):
-                flight.writes = (lease.states.pop(start),)
+                slots = [lease.states.pop(start)]
             else:
-                flight.writes = tuple(lease.spare_slots.pop() for _ in range(drafts + 1))
-            lease.states |= zip(range(end - drafts, end + 1), flight.writes, strict=True)
+                slots = [lease.spare_slots.pop() for _ in range(drafts + 1)]
+            slots = [*self._checkpoints.take_slots(lease, len(inside)), *slots]
+            flight.inside = tuple(inside[drafts + 1 + len(inside) - len(slots) :])
+            depths = (*flight.inside, *range(end - drafts, end + 1))
+            flight.writes = tuple(map(StateWrite, depths, slots))
+            lease.states |= flight.writes
         lease.flights.append(flight)
         lease.launched = end
         return flight
@@ -168,7 +178,7 @@ class Ledger:
         if not flight.void and not lease.ended:
             assert flight.start <= num_tokens <= flight.end
             rejected = self._reject(lease, num_tokens) if num_tokens < flight.end else []
-            self._commit(lease, num_tokens, keys)
+            self._commit(lease, num_tokens, keys, flight.inside)
             self._cache.windows.unpin(windows.pop_out_of_window(self.layout, lease, num_tokens))
             for slot in rejected:
                 self._checkpoints.return_slot(lease, slot)
@@ -265,7 +275,9 @@ class Ledger:
             lease.first_window = len(lease.shared_entries) - len(shared)
             lease.rebuild_window_table()
 
-    def _commit(self, lease: Lease, num_tokens: int, keys: Sequence[PageKey]) -> None:
+    def _commit(
+        self, lease: Lease, num_tokens: int, keys: Sequence[PageKey], inside: Sequence[int] = ()
+    ) -> None:
         lease.committed = num_tokens
         lease.launched = max(lease.launched, num_tokens)
         while (len(lease.shared_entries) + 1) * self.layout.page_tokens <= num_tokens:
@@ -279,6 +291,9 @@ class Ledger:
                     lease.flights[-1].deferred_free_pages.append(page)
                 else:
                     self._cache.free_page(page)
+        for depth in inside:
+            if depth <= num_tokens:
+                self._checkpoints.keep_inside(lease, depth)
         for depth in [depth for depth in lease.states if depth < num_tokens]:
             self._checkpoints.return_slot(lease, lease.states.pop(depth))
 

@@ -91,9 +91,9 @@ def pop_out_of_window(layout: Layout, lease: Lease, depth: int) -> list[WindowId
     return popped
 
 
-def last_window(layout: Layout, lease: Lease) -> tuple[WindowId, ...]:
-    """Return the window pages of a checkpoint at `committed`, a page boundary."""
-    positions = layout.last_window(lease.committed // layout.page_tokens)
+def last_window(layout: Layout, lease: Lease, depth: int) -> tuple[WindowId, ...]:
+    """Return the window pages of a checkpoint at `depth`, a page boundary up to `committed`."""
+    positions = layout.last_window(depth // layout.page_tokens)
     first = positions.start - lease.first_window
     found = lease.windows[first : first + len(positions)]
     assert first >= 0 or not positions

@@ -15,7 +15,7 @@ from tests.support.parity.architectures import random_model, save
 from tidemill.kernels.dispatch import Operators
 from tidemill.kvstore.keys import Namespace, page_keys
 from tidemill.kvstore.layout import PageId, StateId, WindowId, layout_of
-from tidemill.kvstore.memory.lease import Lease
+from tidemill.kvstore.memory.lease import Lease, StateWrite
 from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
 from tidemill.kvstore.shards import Shards, rank_share, shards_of
 from tidemill.kvstore.stores.file_store import FileStore
@@ -120,7 +120,7 @@ class Group:
             pages=self.pages,
             windows=self.windows if self.layout.has_windows else (),
             read=self.slot if start else None,
-            writes=() if self.slot is None else (self.slot,),
+            writes=() if self.slot is None else (StateWrite(end, self.slot),),
             sampling_state=DRAWS if end == len(TOKENS) else None,
         )
         leader, *_ = self._threads.map(lambda rank: self._rank(rank, row), range(self._size))

@@ -38,7 +38,7 @@ class StepCommitter:
             self.void(planned)
             return False
         finish: FinishReason | None = None
-        end = flight.end
+        end, boundary = flight.end, sequence.boundary
         for start in range(0, len(drawn.scores), DELTA_SCORES_MAX):
             some = drawn.scores[start : start + DELTA_SCORES_MAX]
             sequence.delivery.scored += len(some)
@@ -56,6 +56,7 @@ class StepCommitter:
         self._ledger.commit(lease, end, sequence.keys)
         self._ledger.counters["computed_tokens"] += end - flight.start
         done = sequence.produces and end == sequence.target
+        self._publish_inside(sequence, flight.start, boundary)
         self._keep_state(sequence, lease, done=done)
         if sequence.produces and not done:  # its end waits for the checkpoint
             self._publisher.publish(sequence, len(lease.shared_entries), checkpoint=False)
@@ -80,6 +81,12 @@ class StepCommitter:
             counters["spec_accepted_tokens"] += count - 1
             for position in range(count - 1):
                 counters[f"spec_accepted_tokens_at_{position}"] += 1
+
+    def _publish_inside(self, sequence: Sequence, start: int, boundary: int) -> None:
+        """Publish the checkpoints inside the row that other requests look for."""
+        for depth in sequence.checkpoints(start, sequence.computed):
+            if depth in sequence.restore.junctions or depth == boundary:
+                self._publisher.publish(sequence, depth // sequence.page_tokens)
 
     def _keep_state(self, sequence: Sequence, lease: Lease, *, done: bool) -> None:
         depth = lease.committed

@@ -4,6 +4,7 @@ from collections.abc import Awaitable
 from typing import NamedTuple, Protocol
 
 from tidemill.kvstore.layout import PageId, StateId, WindowId
+from tidemill.kvstore.memory.lease import StateWrite
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.messages import TokenLogprob
 
@@ -25,10 +26,9 @@ class Row(NamedTuple):
     """`tokens` of one sequence, the first at position `start`. The page table covers them. So does that of
     window pages, in a model that has some; an entry is 0 where no query sees the page any more.
 
-    `read` is the state after `start` tokens (None: the empty state). `writes` receive the states after the
-    last `len(writes)` tokens (none in a model without states). The last `drafts` tokens are unconfirmed
-    guesses:
-    each has its own slot among `writes`.
+    `read` is the state after `start` tokens (None: the empty state). `writes` are the states to write at
+    depths inside the row and at its end, ascending (none in a model without states). The last `drafts` tokens
+    are unconfirmed guesses: each has its own slot among `writes`.
 
     `sampling_state` is set when the row ends at the last known token or at guesses after it. The first token
     is drawn at position `start + len(tokens) - drafts`, and another one after each guess that was right.
@@ -39,7 +39,7 @@ class Row(NamedTuple):
     start: int
     pages: tuple[PageId, ...]
     read: StateId | None
-    writes: tuple[StateId, ...]
+    writes: tuple[StateWrite, ...]
     drafts: int = 0
     sampling_state: SamplingState | None = None
     scores: Scores | None = None

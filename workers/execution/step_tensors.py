@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tidemill.workers.execution.step import Row, Step
+from tidemill.workers.execution.step import Step
 from tidemill.workers.models.inputs import Inputs
 
 
@@ -19,8 +19,6 @@ def inputs_of(step: Step, tokens: list[int], page_tokens: int) -> Inputs:
     starts = [0]
     for row in step:
         starts.append(starts[-1] + len(row.tokens))
-    states = max(1, *(len(row.writes) for row in step))
-    width = 1 << (states - 1).bit_length()  # a device compiles its kernels for each width
     return Inputs(
         tokens_T=torch.tensor(tokens),
         positions_T=torch.tensor([position for row in step for position in range(row.start, row.end)]),
@@ -29,7 +27,7 @@ def inputs_of(step: Step, tokens: list[int], page_tokens: int) -> Inputs:
         windows_BN=_tables([row.windows[: -(-row.end // page_tokens)] for row in step]),
         lens_B=int32([row.end for row in step]),
         read_B=int32([-1 if row.read is None else row.read for row in step]),
-        writes_BK=torch.tensor([_right(row, width) for row in step], dtype=torch.int32),
+        writes_BK=_writes(step),
     )
 
 
@@ -41,5 +39,12 @@ def _tables(tables: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.as_tensor(tables_BN)
 
 
-def _right(row: Row, width: int) -> tuple[int, ...]:
-    return (*[-1] * (width - len(row.writes)), *row.writes)
+def _writes(step: Step) -> torch.Tensor:
+    """Return the slots for the states after the last tokens of each row, as many as reach all that it
+    writes."""
+    kept = max((1 + row.end - row.writes[0].depth for row in step if row.writes), default=1)
+    writes_BK = np.full((len(step), kept), -1, np.int32)
+    for index, row in enumerate(step):
+        for depth, state in row.writes:
+            writes_BK[index, kept - 1 - (row.end - depth)] = state
+    return torch.as_tensor(writes_BK)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from tidemill.kvstore.keys import DIGEST_BYTES, Kind, PageKey
 from tidemill.kvstore.layout import PageId, StateId, WindowId
+from tidemill.kvstore.memory.lease import StateWrite
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import Row, Scores, Step
 from tidemill.workers.messages import Request
@@ -89,7 +90,7 @@ def encode(step: Step) -> Ints:
         )
         for row in step
     )
-    bodies = (chain(row.tokens, row.pages, row.writes, row.windows) for row in step)
+    bodies = (chain(row.tokens, row.pages, *row.writes, row.windows) for row in step)
     return ints(chain((len(step),), chain.from_iterable(heads), chain.from_iterable(bodies)))
 
 
@@ -122,7 +123,7 @@ def _row(head: Sequence[int], left: Iterator[int]) -> Row:
         start=start,
         pages=tuple(map(PageId, islice(left, num_pages))),
         read=None if read == NONE else StateId(read),
-        writes=tuple(map(StateId, islice(left, num_writes))),
+        writes=tuple(StateWrite(next(left), StateId(next(left))) for _ in range(num_writes)),
         windows=tuple(map(WindowId, islice(left, num_windows))),
         drafts=drafts,
         sampling_state=ELSEWHERE if sampling_state else None,

@@ -1,8 +1,8 @@
 """Plan the rows of the next step. Pure. There are no phases: every sequence catches up with its tokens.
 
-A row runs `[computed, end)`. It ends at the last known token, at a cut (a depth that gets a checkpoint), or
-on the page grid where the token budget ends. So the state at a boundary is the final state of a row. Guesses
-(drafts) follow the token of a stream when tokens of the budget are left.
+A row runs `[computed, end)`. It ends at the last known token, or on the page grid where the token budget
+ends. Checkpoints cut no row: their states are written inside it. Guesses (drafts) follow the token of a
+stream when tokens of the budget are left.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,12 @@ from typing import NamedTuple
 
 
 class Candidate(NamedTuple):
-    """A sequence that can run: `computed < known`, counted as if all steps in flight had landed. `cut` is the
-    next depth where a row of it must end, or None. `drafts` is the number of guesses that follow."""
+    """A sequence that can run: `computed < known`, counted as if all steps in flight had landed. `drafts`
+    is the number of guesses that follow."""
 
     sequence_id: str
     computed: int
     known: int
-    cut: int | None = None
     drafts: int = 0
 
 
@@ -74,7 +73,6 @@ def plan(candidates: Sequence[Candidate], budget: Budget, prompt_tokens_max: int
 
 
 def _row_tokens(candidate: Candidate, left: int, page_tokens: int) -> int:
-    end = candidate.known if candidate.cut is None else min(candidate.known, candidate.cut)
-    if end - candidate.computed <= left:
-        return end - candidate.computed
+    if candidate.known - candidate.computed <= left:
+        return candidate.known - candidate.computed
     return max(0, (candidate.computed + left) // page_tokens * page_tokens - candidate.computed)

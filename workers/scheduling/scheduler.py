@@ -109,7 +109,7 @@ class Scheduler:
             self._guessing |= launched > len(sequence.tokens)
             return None
         if count > 1:
-            return Candidate(sequence.id, launched, launched + count, sequence.next_cut)
+            return Candidate(sequence.id, launched, launched + count)
         if sequence.drafter is None:
             return Candidate(sequence.id, launched, launched + 1)
         guesses = sequence.guesses(self._drafts_max(sequence))
@@ -117,13 +117,15 @@ class Scheduler:
             self._guessing = True  # the next row of a repeating text has guesses when this one has landed
             return None
         self._guesses[sequence.id] = guesses
-        return Candidate(sequence.id, launched, launched + 1, None, len(guesses))
+        return Candidate(sequence.id, launched, launched + 1, len(guesses))
 
     def _drafts_max(self, sequence: Sequence) -> int:
         """Return the most guesses of the next row. Guesses stop at a page boundary whose state is wanted:
         otherwise the boundary would lie among unconfirmed tokens."""
         most = self._limits.drafts_max
-        if self._ledger.layout.hybrid and (self._limits.roll_pages or sequence.next_cut is not None):
+        if self._ledger.layout.hybrid and (
+            self._limits.roll_pages or sequence.checkpoints(sequence.launched, sequence.end)
+        ):
             most = min(most, -len(sequence.tokens) % sequence.page_tokens)
         return most
 
@@ -165,7 +167,8 @@ class Scheduler:
         start, drafts = lease.launched, row.drafts
         end = start + row.num_tokens
         keep = bool(lease.flights) and not start % sequence.page_tokens and self._keeps(sequence, start)
-        flight = self._ledger.launch(lease, end + drafts, keep=keep, drafts=drafts)
+        inside = sequence.checkpoints(start, end)
+        flight = self._ledger.launch(lease, end + drafts, keep=keep, drafts=drafts, inside=inside)
         tokens = (PENDING,) if end > len(sequence.tokens) else tuple(sequence.tokens[start:end])
         if drafts:
             tokens += self._guesses[sequence.id][:drafts]

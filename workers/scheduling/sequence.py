@@ -153,10 +153,10 @@ class Sequence:
         """The number of tokens it may grow to."""
         return len(self.request.tokens) + (0 if self.produces else self.request.max_new_tokens)
 
-    @property
-    def next_cut(self) -> int | None:
+    def checkpoints(self, start: int, end: int) -> list[int]:
+        """Return the depths between `start` and `end`, both excluded, that get a checkpoint, ascending."""
         wanted = self.restore.cuts | self.restore.junctions
-        return min((cut for cut in wanted if cut > self.launched), default=None)
+        return sorted(depth for depth in wanted if start < depth < end)
 
     def to_run(self, launched: int) -> int:
         """Return how many tokens, guesses excluded, the next row can have. It is 0 while the sequence waits

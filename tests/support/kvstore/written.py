@@ -67,6 +67,11 @@ class DeviceStep:
         return self.cells(self.flight.start, self.flight.end)
 
     @property
+    def states(self) -> set[StateId]:
+        """The slots that it writes."""
+        return {state for _, state in self.flight.writes}
+
+    @property
     def reads(self) -> list[PageCell]:
         return self.cells(0, self.flight.start)
 
@@ -87,7 +92,7 @@ class Memory:
         return UNDEFINED if busy else self.pages[page, cell]
 
     def state(self, state: StateId) -> Written:
-        busy = any(state in step.flight.writes for step in self.steps)
+        busy = any(state in step.states for step in self.steps)
         return UNDEFINED if busy else self.states[state]
 
     def window_cell(self, window: WindowId, cell: int) -> Written:
@@ -106,7 +111,7 @@ class Memory:
             assert window not in in_use, "a step still uses this window page"
             self.windows |= {(window, cell): UNDEFINED for cell in range(self.page_tokens)}
         for state in states:
-            assert not any(state in step.flight.writes for step in self.steps), "a step still writes here"
+            assert not any(state in step.states for step in self.steps), "a step still writes here"
             assert not any(state == step.flight.reads for step in self.steps), "a step still reads here"
             self.states[state] = UNDEFINED
 
@@ -154,7 +159,7 @@ class Memory:
             self.pages[cell] = step.tokens[: position + 1] if step.counts else UNDEFINED
         for position, cell in enumerate(step.window_writes, step.flight.start):
             self.windows[cell] = step.tokens[: position + 1] if step.counts else UNDEFINED
-        for depth, state in enumerate(step.flight.writes, step.flight.end + 1 - len(step.flight.writes)):
+        for depth, state in step.flight.writes:
             self.states[state] = step.tokens[:depth] if step.counts else UNDEFINED
 
     def check(self, arena: Arena) -> None:
@@ -163,8 +168,8 @@ class Memory:
             flight, lease = step.flight, step.lease
             assert {page for page, _ in step.writes} <= set(lease.private_pages)
             owned = set(lease.owned_states())
-            assert owned.issuperset(flight.writes)
-            assert not set(lease.spare_slots).intersection((*flight.writes, flight.reads))
+            assert owned.issuperset(step.states)
+            assert not set(lease.spare_slots).intersection((*step.states, flight.reads))
             source = None if flight.source is None else flight.source.checkpoint
             assert flight.reads is None or (source and flight.reads == source.state) or flight.reads in owned
             used = {window for window, _ in (*step.window_writes, *step.window_reads)}
@@ -186,4 +191,4 @@ class Memory:
             assert not any(cell in other.window_writes for other in self.steps if other is not step)
         if step.flight.reads is not None:
             assert self.states[step.flight.reads] == step.tokens[: step.flight.start]
-            assert not any(step.flight.reads in other.flight.writes for other in others)
+            assert not any(step.flight.reads in other.states for other in others)

@@ -115,8 +115,8 @@ class FoldRunner:
                 seen = range(max(0, position + 1 - self._layout.window_tokens), position + 1)
                 entry = _folded([bytes(self._view(row.windows, at)) for at in seen])
             self._kv(row.pages, position)[:] = entry
-        for slot, after in zip(reversed(row.writes), reversed(states), strict=False):
-            self._state(slot)[:] = after
+        for depth, slot in row.writes:
+            self._state(slot)[:] = states[depth - row.start - 1]
         scores = () if row.scores is None else tuple(self._scores(row, row.scores, states))
         drawn: list[int] = []
         if row.sampling_state is None:
@@ -149,7 +149,7 @@ class FoldRunner:
                 self._kv(row.pages, position)[:] = b"\xee" * KV_BYTES
                 if self._layout.has_windows:
                     self._view(row.windows, position)[:] = b"\xee" * KV_BYTES
-            for slot in row.writes:
+            for _, slot in row.writes:
                 self._state(slot)[:] = b"\xee" * len(EMPTY)
 
     def _kv(self, pages: Sequence[PageId], position: int) -> memoryview:

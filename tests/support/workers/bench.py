@@ -111,12 +111,13 @@ class Watched:
         for row in rows:
             written = row.pages[row.start // size : -(-row.end // size)]
             assert len(written) * size >= row.end - row.start, "tokens without a page"
-            assert len(set(row.writes)) == len(row.writes)
+            written_slots = [state for _, state in row.writes]
+            assert len(set(written_slots)) == len(written_slots)
             pages |= dict.fromkeys(written, row.sequence_id)
             windows |= dict.fromkeys(row.windows[row.start // size :], row.sequence_id)
-            slots |= dict.fromkeys(row.writes, row.sequence_id)
+            slots |= dict.fromkeys(written_slots, row.sequence_id)
         for row in rows:
-            holds = (*row.writes, *([] if row.read is None else [row.read]))
+            holds = (*(state for _, state in row.writes), *([] if row.read is None else [row.read]))
             mine = {row.sequence_id}
             assert {pages[page] for page in pages.keys() & row.pages} <= mine, "a page of another sequence"
             assert {windows[window] for window in windows.keys() & row.windows[row.start // size :]} <= mine

@@ -8,6 +8,7 @@ from benchmarks.memory.served_model import COST, Device, qwen_layout, step_secon
 
 from tidemill.cluster.simulate.clock import run_virtual
 from tidemill.kvstore.layout import PageId, StateId
+from tidemill.kvstore.memory.lease import StateWrite
 from tidemill.workers.execution.step import Row
 from tidemill.workers.messages import MemoryUse
 
@@ -25,7 +26,7 @@ def a_row(start: int, num_tokens: int) -> Row:
         start=start,
         pages=tuple(map(PageId, range(pages))),
         read=None,
-        writes=(StateId(0),),
+        writes=(StateWrite(start + num_tokens, StateId(0)),),
     )
 
 

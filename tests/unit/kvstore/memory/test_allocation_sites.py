@@ -60,7 +60,7 @@ class Driver:
     def run(self) -> None:
         for name, spare_slots_min in (("lazy", 0), ("double", 1)):
             lease = self.ledger.open(name, spare_slots_min=spare_slots_min)
-            self._step(lease, 3 * P)
+            self._step(lease, 3 * P, inside=(P, 2 * P))
             self._step(lease, 4 * P)
             self._roll(lease)
             self._step(lease, 5 * P - 1)
@@ -72,9 +72,17 @@ class Driver:
             self.ledger.release(name)
             self.ledger.check()
 
-    def _step(self, lease: Lease, end: int, *, drafts: int = 0, committed: int | None = None) -> None:
+    def _step(
+        self,
+        lease: Lease,
+        end: int,
+        *,
+        drafts: int = 0,
+        committed: int | None = None,
+        inside: tuple[int, ...] = (),
+    ) -> None:
         self._reserve(lease, end, drafts)
-        self.ledger.launch(lease, end, drafts=drafts)
+        self.ledger.launch(lease, end, drafts=drafts, inside=inside)
         self.ledger.commit(lease, end if committed is None else committed, KEYS[lease.spare_slots_min])
         self.ledger.check()
 
@@ -91,7 +99,7 @@ class Driver:
         self.ledger.commit(lease, boundary, KEYS[lease.spare_slots_min])
         kept = self.ledger.keep_state(lease)
         self.ledger.check()
-        assert kept == (second.reads not in second.writes)
+        assert kept == (second.reads not in [state for _, state in second.writes])
         assert kept or self.refuser.has_refused > refused
         assert kept or self.refuser.calls[AllocationSite.CHECKPOINT_STATE] > calls
         self.ledger.commit(lease, boundary + 1, KEYS[lease.spare_slots_min])

@@ -132,7 +132,7 @@ def test_commit_of_a_void_step_only_frees_its_memory() -> None:
     ledger.commit(lease, 3, KEYS)
     assert (void.void, lease.committed, lease.launched) == (True, 3, 3)
     assert lease.allocated == 4 * P
-    assert set(void.writes) <= set(lease.owned_states())
+    assert {state for _, state in void.writes} <= set(lease.owned_states())
     ledger.check()
     ledger.commit(lease, 7, KEYS)
     assert (lease.committed, lease.launched, ledger.num_slots) == (3, 3, 1)

@@ -123,7 +123,8 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         rows = [row for row in self.rows if row.lease.flights]
         row = rows[choice % len(rows)]
         flight = row.lease.flights[0]
-        drafts = max(0, len(flight.writes) - 1) if self.has_states else flight.end - flight.start - 1
+        last = (flight.start, *flight.inside)[-1]
+        drafts = len(flight.writes) - len(flight.inside) - 1 if self.has_states else flight.end - last - 1
         committed = flight.end - min(rejected, drafts)
         before = row.lease.committed
         self._commit(row, committed)
@@ -367,9 +368,16 @@ class LedgerAgainstMemory(RuleBasedStateMachine):
         row.tokens += [choice >> position & 1 for position in range(end - len(row.tokens))]
         spare = list(lease.spare_slots)
         keep = choice % 3 > 0
-        flight = self.ledger.launch(lease, end, keep=keep, drafts=drafts)
+        inside = [
+            depth
+            for depth in range(lease.launched + 1, end - drafts)
+            if not depth % P and choice >> depth & 1
+        ]
+        flight = self.ledger.launch(lease, end, keep=keep, drafts=drafts, inside=inside)
+        assert list(flight.inside) == inside[len(inside) - len(flight.inside) :], "the deepest ones"
+        assert len(flight.inside) == len(inside) or self.has_states
         assert (flight.start + count, flight.end) == (end, end) == (lease.launched, end)
-        self.memory.allocate((), set(flight.writes) - set(spare) - {flight.reads})
+        self.memory.allocate((), {state for _, state in flight.writes} - set(spare) - {flight.reads})
         self.memory.launch(lease, flight, row.tokens, hybrid=self.has_states)
         indexes = range(flight.start // P, -(-end // P) if lease.windows else 0)
         written = [lease.window_table[index] for index in indexes]

@@ -127,7 +127,7 @@ def test_down_to_the_floor_while_eight_run_and_up_again(layout: Layout, strategy
             gone = list(one.engine.preempted)
             assert gone == order[::-1][: len(gone)]
             assert 0 < len(gone) <= 8
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
             assert 0 < one.engine.load().running_rows < 8
             one.engine.resize(1000 * layout.extent_bytes)
             assert one.ledger.budget_extents == 300, "never more"

@@ -88,7 +88,7 @@ def test_prompts_that_part_at_different_depths(seed: int, overlap: bool, layout:
             await one.answer_all(requests)
             once = 16 + 4 * 12 + 8 * 8 + own_tokens(requests, 36)
             if layout.hybrid:
-                assert once <= one.count("computed_tokens") <= once + 16
+                assert once <= one.count("computed_tokens") <= once + 28
             else:
                 assert one.count("computed_tokens") == once
                 assert all(restorable_tokens(one, part) == len(part) for part in [trunk, *branches, *twigs])

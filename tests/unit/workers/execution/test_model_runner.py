@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.kvstore.layout import PageId, StateId, WindowId
+from tidemill.kvstore.memory.lease import StateWrite
 from tidemill.workers.execution.model_runner import TorchRunner
 from tidemill.workers.execution.sampler import draw
 from tidemill.workers.execution.sampling_state import SamplingState
@@ -32,7 +33,7 @@ def rows(draw_from: st.DrawFn, page_tokens: int) -> Row:
     needed = -(-(start + len(tokens)) // page_tokens)
     reserved = draw_from(st.integers(0, 2))
     drafts = draw_from(st.integers(0, len(tokens) - 1))
-    writes = draw_from(st.just(0) | st.just(drafts + 1))
+    depths = draw_from(st.just(set[int]()) | st.sets(st.integers(1, len(tokens)), min_size=1, max_size=5))
     pages = draw_from(st.lists(st.integers(1, 99), min_size=needed + reserved, max_size=needed + reserved))
     windows = draw_from(st.just([]) | st.lists(st.integers(0, 99), min_size=needed, max_size=needed))
     sampling = draw_from(
@@ -45,7 +46,10 @@ def rows(draw_from: st.DrawFn, page_tokens: int) -> Row:
         start=start,
         pages=tuple(map(PageId, pages)),
         read=draw_from(state_ids) if start else None,
-        writes=tuple(map(StateId, draw_from(st.permutations(range(10)))[:writes])),
+        writes=tuple(
+            StateWrite(start + depth, StateId(state))
+            for depth, state in zip(sorted(depths), draw_from(st.permutations(range(10))), strict=False)
+        ),
         drafts=drafts,
         sampling_state=None if sampling is None else draws_at(known, sampling),
         windows=tuple(map(WindowId, windows)),
@@ -103,9 +107,7 @@ def test_integers_of_a_step(drawn: tuple[Step, int]) -> None:
     cu = inputs.cu_B1.tolist()
     assert (len(cu), cu[0], cu[-1]) == (len(step) + 1, 0, len(inputs.tokens_T))
     width = inputs.writes_BK.shape[1]
-    most = max(1, *(len(row.writes) for row in step))
-    assert width in {1, 2, 4, 8, 16}
-    assert most <= width < 2 * most
+    assert width == max([1, *(row.end - depth + 1 for row in step for depth, _ in row.writes)])
     for index, row in enumerate(step):
         first, last = cu[index], cu[index + 1]
         assert row.end == row.start + len(row.tokens)
@@ -120,8 +122,9 @@ def test_integers_of_a_step(drawn: tuple[Step, int]) -> None:
         assert views[: len(row.windows[:reached])] == list(row.windows[:reached])
         assert not any(views[reached:])
         assert int(inputs.read_B[index]) == (-1 if row.read is None else row.read)
-        free = width - len(row.writes)
-        assert inputs.writes_BK[index].tolist() == [*[-1] * free, *row.writes]
+        slots = dict(row.writes)
+        depths = range(row.end - width + 1, row.end + 1)
+        assert inputs.writes_BK[index].tolist() == [slots.get(depth, -1) for depth in depths]
     assert inputs.pages_BN.shape[1] == max(-(-int(end) // page_tokens) for end in inputs.lens_B)
 
 

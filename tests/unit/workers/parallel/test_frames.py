@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from tidemill.kvstore.keys import DIGEST_BYTES, Kind, PageKey
 from tidemill.kvstore.layout import PageId, StateId, WindowId
+from tidemill.kvstore.memory.lease import StateWrite
 from tidemill.workers.execution.sampling_state import SamplingState
 from tidemill.workers.execution.step import PENDING, Row, Scores, Step
 from tidemill.workers.messages import Request
@@ -36,7 +37,7 @@ rows = st.builds(
     start=ids,
     pages=st.lists(ids.map(PageId), max_size=6).map(tuple),
     read=st.none() | ids.map(StateId),
-    writes=st.lists(ids.map(StateId), max_size=4).map(tuple),
+    writes=st.lists(st.builds(StateWrite, ids, ids.map(StateId)), max_size=4).map(tuple),
     drafts=st.integers(0, 3),
     sampling_state=st.none() | st.builds(SamplingState, st.just(REQUEST)),
     windows=st.lists(ids.map(WindowId), max_size=6).map(tuple),

@@ -25,9 +25,8 @@ def candidate_lists(draw: st.DrawFn) -> list[Candidate]:
     for index in range(draw(st.integers(0, 9))):
         computed = draw(st.integers(0, 80))
         known = computed + draw(st.just(1) | st.integers(1, 100))
-        cut = draw(st.none() | st.integers(computed + 1, known + 20))
         drafts = draw(st.integers(0, 5)) if known == computed + 1 else 0
-        drawn.append(Candidate(str(index), computed, known, cut, drafts))
+        drawn.append(Candidate(str(index), computed, known, drafts))
     return drawn
 
 
@@ -55,7 +54,7 @@ def gold(candidates: list[Candidate], budget: Budget, prompt_tokens_max: int) ->
             position += 1
             if position % page == 0:
                 ends_at = position
-            if position in {candidate.known, candidate.cut}:
+            if position == candidate.known:
                 ends_at = position
                 break
         if ends_at is None or len(chosen) == budget.rows_max:
@@ -101,15 +100,13 @@ def test_its_limits_are_kept(candidates: list[Candidate], budget: Budget, prompt
 def test_row_ends_where_a_row_may_end(
     candidates: list[Candidate], budget: Budget, prompt_tokens_max: int
 ) -> None:
-    """Rows end at the last known token, at the cut, or on the page grid. Guesses follow only the last
-    token."""
+    """Rows end at the last known token or on the page grid. Guesses follow only the last token."""
     by_id = {candidate.sequence_id: candidate for candidate in candidates}
     for sequence_id, num_tokens, drafts in plan(candidates, budget, prompt_tokens_max):
         one = by_id[sequence_id]
         end = one.computed + num_tokens
-        last = one.known if one.cut is None else min(one.known, one.cut)
-        assert one.computed < end <= last
-        assert end == last or end % budget.page_tokens == 0
+        assert one.computed < end <= one.known
+        assert end == one.known or end % budget.page_tokens == 0
         assert 0 <= drafts <= one.drafts
         assert not drafts or end == one.known
 
@@ -120,8 +117,7 @@ def test_guesses_take_nothing_from_a_prompt(
     budget: Budget, streams: int, pages: int, more: int, drafts: int
 ) -> None:
     decoding = [
-        Candidate(f"stream{index}", 10, 11, None, drafts)
-        for index in range(min(streams, budget.rows_max - 1))
+        Candidate(f"stream{index}", 10, 11, drafts) for index in range(min(streams, budget.rows_max - 1))
     ]
     computed = pages * budget.page_tokens
     prompt = Candidate("prompt", computed, computed + budget.page_tokens + more)
@@ -138,14 +134,14 @@ def test_step_of_every_kind_of_row() -> None:
     budget = Budget(tokens_max=40, rows_max=8, page_tokens=16)
     candidates = [
         Candidate("long", 5, 100),
-        Candidate("decode", 70, 71, None, 3),
-        Candidate("cut", 0, 60, 4),
+        Candidate("decode", 70, 71, 3),
+        Candidate("short", 0, 4),
         Candidate("tail", 64, 70),
         Candidate("late", 0, 100),
     ]
     rows = plan(candidates, budget, 100)
-    assert rows == [("decode", 1, 2), ("long", 27, 0), ("cut", 4, 0), ("tail", 6, 0)]
-    assert plan(candidates, budget, 16) == [("decode", 1, 3), ("long", 11, 0), ("cut", 4, 0)]
+    assert rows == [("decode", 1, 2), ("long", 27, 0), ("short", 4, 0), ("tail", 6, 0)]
+    assert plan(candidates, budget, 16) == [("decode", 1, 3), ("long", 11, 0), ("short", 4, 0)]
     assert plan(candidates, budget, 0) == [("decode", 1, 3)]
 
 

@@ -11,11 +11,11 @@ from tests.support.kvstore.leases import P, a_ledger
 from tests.support.sim.fold import fold_layout
 from tests.support.workers.bench import ATTENTION_ONLY, HYBRID, TIGHT, Tuning, a_request, bench, prompt, run
 from tidemill.kvstore.keys import Namespace, page_keys
-from tidemill.kvstore.layout import Layout
+from tidemill.kvstore.layout import Layout, StateId
 from tidemill.kvstore.memory.allocation_sites import AllocationSite, never
 from tidemill.kvstore.memory.ledger import Ledger
 from tidemill.workers.execution.sampling_state import SamplingState
-from tidemill.workers.execution.step import PENDING
+from tidemill.workers.execution.step import PENDING, Row
 from tidemill.workers.messages import Request
 from tidemill.workers.scheduling.limits import EngineLimits
 from tidemill.workers.scheduling.plan import Budget
@@ -116,6 +116,10 @@ def tokens_of(batch: Batch) -> dict[str, tuple[int, ...]]:
     return {row.row.sequence_id: row.row.tokens for row in batch.rows}
 
 
+def slots(row: Row) -> list[StateId]:
+    return [state for _, state in row.writes]
+
+
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_next_step_runs_the_token_that_this_one_draws(hybrid: bool) -> None:  # noqa: FBT001  a parameter
     desk = Desk(hybrid=hybrid)
@@ -158,15 +162,15 @@ def test_row_with_guesses_is_alone_until_they_have_landed() -> None:
     second = desk.launch()
     assert tokens_of(second) == {"a": (7, 8, 9, 10, 11)}
     (row,) = (planned.row for planned in second.rows)
-    assert (row.start, row.drafts, len(row.writes), len(set(row.writes))) == (4, 4, 5, 5)
-    assert row.read not in row.writes, "a wrong guess must not cost the state before it"
+    assert (row.start, row.drafts, len(row.writes), len(set(slots(row)))) == (4, 4, 5, 5)
+    assert row.read not in slots(row), "a wrong guess must not cost the state before it"
     assert desk.launch(in_flight=True).rows == [], "what comes next is not known"
     desk.land(second, (8, 9, 5))
     assert one.tokens == [1, 2, 3, 6, 7, 8, 9, 5]
     assert one.computed == 7
     third = desk.launch()
     assert tokens_of(third) == {"a": (5, 8, 9, 10, 11)}
-    assert third.rows[0].row.read == row.writes[2], "the state after the last right guess"
+    assert third.rows[0].row.read == row.writes[2].state, "the state after the last right guess"
 
 
 @pytest.mark.parametrize(("strategy", "most"), [("none", 4), ("lazy", 1), ("double", 1)])
@@ -233,12 +237,12 @@ def test_state_of_a_boundary_in_flight_is_not_overwritten(strategy: CheckpointSt
     first = desk.launch()
     second = desk.launch(in_flight=True)
     assert second.rows[0].row.end == 4
-    assert second.rows[0].row.writes == (second.rows[0].row.read,), "3 is no boundary: in place"
+    assert slots(second.rows[0].row) == [second.rows[0].row.read], "3 is no boundary: in place"
     desk.land(first, (7,))
     third = desk.launch(in_flight=True)
     (row,) = (planned.row for planned in third.rows)
-    assert row.read == second.rows[0].row.writes[0]
-    assert (row.writes == (row.read,)) == (strategy == "none")
+    assert row.read == second.rows[0].row.writes[0].state
+    assert (slots(row) == [row.read]) == (strategy == "none")
 
 
 def test_suspect_runs_alone_and_with_nothing_in_flight() -> None:
