@@ -14,7 +14,7 @@ BUGS: tuple[Planted, ...] = (
         "a device compiles kernels for drafts while serving",
         "workers/execution/cuda_graphs.py::shapes",
         "for $STATES in (1, 2)]",
-        "1]",
+        "for $STATES in (1,)]",
         "tests/unit/workers/execution/test_launches.py",
     ),
     Planted(

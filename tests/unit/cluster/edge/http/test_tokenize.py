@@ -17,6 +17,7 @@ from tests.support.cluster.fake_service import (
     tokenizer,
     worker_status,
 )
+from tidemill.cluster.edge.chat.text import MarkedPrompt
 from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
 from tidemill.cluster.edge.http.replies import SLICE_ITEMS, large_json
 from tidemill.cluster.edge.requests.bodies import MESSAGES_MAX
@@ -118,9 +119,9 @@ def test_long_chats_are_rendered_in_a_thread(field: str, monkeypatch: pytest.Mon
     """Whichever field has the text; the loop goes on meanwhile."""
     seen: list[threading.Thread] = []
 
-    def chat(*_: object) -> list[int]:
+    def chat(*_: object) -> MarkedPrompt:
         seen.append(threading.current_thread())
-        return [5]
+        return MarkedPrompt([5])
 
     monkeypatch.setattr(FolderTokenizer, "chat", chat)
     monkeypatch.setattr(FolderTokenizer, "token_chars_max", 1 << 20, raising=False)
@@ -155,7 +156,7 @@ def test_encoding_lets_other_threads_run() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, SLICE_ITEMS, SLICE_ITEMS + 1, 3 * SLICE_ITEMS])
 def test_large_replies_are_those_of_starlette(count: int) -> None:
-    body = {
+    body: dict[str, Any] = {
         "tokens": list(range(count)),
         "of": [{"é": [["a", None, 1.5, {}]] * count}, [], {}, "x"],
         "text": 'a"\\\n' * count,
