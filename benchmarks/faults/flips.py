@@ -150,7 +150,9 @@ def served_answers(num_asks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         log = folder / "log"
-        with serving(["--store", f"file://{folder}/store?size=1GiB&{TIMEOUT}"], log) as server:
+        with serving(
+            ["--prefill", "1", "--decode", "1", "--store", f"file://{folder}/store?size=1GiB&{TIMEOUT}"], log
+        ) as server:
 
             def flip_files() -> int:
                 files = [path for path in (folder / "store").rglob("*.[pcw]") if path.is_file()]
@@ -158,7 +160,9 @@ def served_answers(num_asks: int) -> dict[str, Any]:
                 return len(files)
 
             rows["files"] = _answers(server, flip_files, num_asks)
-        with serving(["--store", f"mooncake?size=256MiB&{TIMEOUT}"], log) as server:
+        with serving(
+            ["--prefill", "1", "--decode", "1", "--store", f"mooncake?size=256MiB&{TIMEOUT}"], log
+        ) as server:
             rows["owner's memory"] = _answers(server, lambda: flip_all(server), num_asks)
     return rows
 

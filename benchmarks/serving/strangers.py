@@ -160,7 +160,19 @@ def main() -> None:
         ]
         (Path(folder) / "keys.yaml").write_text(yaml.safe_dump({"keys": known}))
         server = Server(
-            ["keeper", "--port", "0", "--memory", "256MiB", "--api-keys-file", f"{folder}/keys.yaml"],
+            [
+                "keeper",
+                "--port",
+                "0",
+                "--prefill",
+                "1",
+                "--decode",
+                "1",
+                "--memory",
+                "256MiB",
+                "--api-keys-file",
+                f"{folder}/keys.yaml",
+            ],
             Path(folder) / "log",
         )
         try:

@@ -117,7 +117,10 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     rng = Random(0)
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(["keeper", "--port", "0", "--store", "mooncake?size=1GiB"], Path(folder, "log"))
+        server = Server(
+            ["keeper", "--port", "0", "--prefill", "1", "--decode", "1", "--store", "mooncake?size=1GiB"],
+            Path(folder, "log"),
+        )
         try:
             results = [kill(server, part, rng) for _ in range(options.rounds) for part in PARTS]
         finally:

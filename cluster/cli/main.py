@@ -31,7 +31,8 @@ from tidemill.cluster.cli.security import add_key_options, security_of, with_clu
 from tidemill.cluster.cli.serve import add_serving_options, config_of_options
 from tidemill.cluster.cli.simulate import add_simulate_options
 from tidemill.cluster.config.fleets import Surroundings, cluster_settings, summary, telemetry_of
-from tidemill.cluster.settings import ray_environ
+from tidemill.cluster.config.threads import arrangement, count_cores
+from tidemill.cluster.settings import WORKER_ENVIRON, ray_environ
 from tidemill.kvstore.errors import TidemillError
 from tidemill.kvstore.keys import ObjectKey
 from tidemill.kvstore.stores.circuit_breaker import ABSENT
@@ -160,7 +161,20 @@ def _demo(options: argparse.Namespace) -> int:
     from tidemill.cluster.cli.demo import run_demo
 
     del options
-    arguments = ["serve", "keeper", "--port", "0", "--memory", "64MiB", "--log-level", "warning"]
+    arguments = [
+        "serve",
+        "keeper",
+        "--port",
+        "0",
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+        "--memory",
+        "64MiB",
+        "--log-level",
+        "warning",
+    ]
     config = config_of_options(parser().parse_args(arguments))
     is_right = False
 
@@ -273,6 +287,8 @@ def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", sou
     joins = config.cluster.ray_address is not None
     os.environ.update(ray_environ(joins=joins, token=secrets.token_hex(32)))
     os.environ.update(telemetry.environ())
+    for name, value in WORKER_ENVIRON.items():
+        os.environ.setdefault(name, value)
     from tidemill.cluster.edge.requests.context import Sources
     from tidemill.cluster.edge.requests.limits import EdgeLimits
     from tidemill.cluster.observability.logs import start_logs
@@ -299,8 +315,11 @@ def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", sou
     with shared_store(store.url, STORE_FOLDERS) as store_url:
         if store.url is not None and store_url != store.url:
             console.print(Text(f"store: {store_url}"))  # for `tidemill store`
-        surroundings = Surroundings(store_url=store_url, cache_folder=cache_folder)
+        cores = count_cores(os.sched_getaffinity(0))
+        surroundings = Surroundings(store_url=store_url, cache_folder=cache_folder, cores=cores)
         settings = cluster_settings(config, surroundings, source)
+        if not joins:
+            console.print(Text(arrangement(settings.fleets, cores)))
         settings = with_cluster_security(settings, config.cluster).with_telemetry(telemetry)
         start_logs(telemetry)
         serve(endpoint, settings, sources, console, work)

@@ -11,6 +11,9 @@ from tidemill.cluster.config.paths import kind_of
 from tidemill.cluster.config.reading import load_config
 from tidemill.cluster.config.tree import RootConfig
 
+TEXTS = {"TIME", "N|auto"}
+"""The metavars of flags whose values the configuration reads from text."""
+
 MARK = "flag "
 """The prefix of the names under which argparse stores the values of flags."""
 
@@ -63,5 +66,6 @@ def _shape(flag: Flag) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
+    kind = str if flag.metavar in TEXTS else kind
     shape: dict[str, Any] = {"type": kind, "metavar": flag.metavar}
     return {**shape, "nargs": "+"} if is_list else shape

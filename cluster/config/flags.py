@@ -55,9 +55,9 @@ def _flags(title: str, scope: Scope, metavars: Mapping[str, str | None], prefix:
 
 def _role_flags() -> Iterator[Flag]:
     texts = {
-        "prefill": "number of workers that compute prompts (1)",
-        "decode": "number of workers that generate (1)",
-        "mixed": "number of workers that do both, instead of prefill and decode workers",
+        "prefill": "number of workers that compute prompts, beside decode workers",
+        "decode": "number of workers that generate, beside prefill workers",
+        "mixed": "number of workers that do both, instead of prefill and decode workers (1)",
     }
     for role in ROLES:
         yield Flag(
@@ -126,7 +126,7 @@ FLAGS: tuple[Flag, ...] = (
             "overlap": None,
         },
     ),
-    *_flags("workers", "group", {"threads": "N"}),
+    *_flags("workers", "group", {"threads": "N|auto"}),
     *_flags("device", "group", {"device": "NAME"}),
     *_flags("device", "engine", {"kernels": None, "backing": None, "enforce_eager": None}),
     *_flags("memory", "group", {"memory": "SIZE", "memory_floor": "SIZE"}),

@@ -8,6 +8,7 @@ from typing import get_args
 
 from tidemill.cluster.config.flags import with_config_paths
 from tidemill.cluster.config.problems import ConfigError
+from tidemill.cluster.config.threads import threads_of
 from tidemill.cluster.config.tree import (
     AutoscalingConfig,
     GroupConfig,
@@ -36,11 +37,12 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """The settings of engines that are not in the file: the running store and the folder of compiled
-    kernels."""
+    """The settings of engines that are not in the file: the running store, the folder of compiled kernels and
+    the cores of this machine."""
 
     store_url: str
     cache_folder: Path
+    cores: int = 1
 
 
 def cluster_settings(config: RootConfig, surroundings: Surroundings, source: str = "") -> ClusterSettings:
@@ -108,7 +110,7 @@ def engine_settings(
         kernels=engine.kernels,
         backing=engine.backing,
         enforce_eager=engine.enforce_eager,
-        threads=group.threads,
+        threads=threads_of(config, model, group, surroundings.cores),
         step_tokens_max=engine.max_num_batched_tokens,
         rows_max=engine.max_num_seqs,
         itl_target_s=engine.itl_target,

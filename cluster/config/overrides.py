@@ -71,7 +71,8 @@ def _add_groups(models: Sequence[Node], given: Sequence[GivenFlag], options: dic
     counted = {entry.flag.scope: entry.flag.option for entry in given if entry.flag.key == "replicas"}
     for location, model in models:
         if "groups" not in model:
-            model["groups"] = [{"role": role} for role in (("mixed",) if "mixed" in counted else ROLES[:2])]
+            is_split = "mixed" not in counted and any(entry.flag.scope in ROLES[:2] for entry in given)
+            model["groups"] = [{"role": role} for role in (ROLES[:2] if is_split else ("mixed",))]
         elif counted.keys() == {"mixed"} and not _groups(location, model, "mixed"):
             _replace_with_mixed(location, model)
     for role in ROLES:

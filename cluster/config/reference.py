@@ -13,7 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from tidemill.cluster.config.flags import FLAGS
 from tidemill.cluster.config.paths import ConfigKey, keys
-from tidemill.cluster.config.tree import SIZE, RootConfig
+from tidemill.cluster.config.tree import DURATION, SIZE, RootConfig
 
 INTRODUCTION = """\
 # Configuration
@@ -137,7 +137,7 @@ def _describe(value: Mapping[str, Any]) -> str:
             ]
             return " ".join([noun, *bounds])
         case {"pattern": pattern}:
-            return "a size" if pattern == SIZE else "a device"
+            return {SIZE: "a size", DURATION: "a time"}.get(pattern, "a device")
         case {"type": kind}:
             return {"string": "text", "boolean": "`true`, `false`", "array": "a list of texts"}.get(
                 kind, "`name: value` lines"

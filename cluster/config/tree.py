@@ -60,6 +60,13 @@ def _duration(value: object) -> object:
     return float(match[1]) * (1e-3 if match[2] == "ms" else 1.0)
 
 
+def _threads(value: object) -> object:
+    """Return a number of threads, None for auto."""
+    if value == "auto":
+        return None
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
 def _names(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
@@ -79,6 +86,11 @@ Duration = Annotated[
     Field(ge=0),
     BeforeValidator(_duration),
     WithJsonSchema({"anyOf": [{"type": "string", "pattern": DURATION}, {"type": "number", "minimum": 0}]}),
+]
+Threads = Annotated[
+    Count | None,
+    BeforeValidator(_threads),
+    WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}, {"type": "null"}]}),
 ]
 Port = Annotated[int, Field(ge=0, le=PORT_MAX)]
 Size = Annotated[
@@ -119,8 +131,9 @@ class GroupConfig(ConfigNode):
     """minimum memory of each worker, never lent (the need of one request of max_model_len tokens)"""
     device: Annotated[str, Field(pattern=DEVICE)] = "cpu"
     """device of the workers: cpu, cuda, cuda:1"""
-    threads: Count = 1
-    """CPU threads of each rank"""
+    threads: Threads = None
+    """CPU threads of each rank; auto is num_cpus, or the cores of the server's machine divided by all ranks
+    (1 in a joined Ray cluster); 1 for a model of less than 32 MiB (auto)"""
     num_cpus: Amount = 0.0
     """CPUs that Ray reserves for each rank"""
     num_gpus: Amount = 0.0
@@ -227,10 +240,9 @@ class ModelConfig(ConfigNode):
     routers: Count = 1
     """number of routers; requests continue when one is lost"""
     groups: Annotated[tuple[GroupConfig, ...], Field(strict=False, min_length=1)] = (
-        GroupConfig(role="prefill"),
-        GroupConfig(role="decode"),
+        GroupConfig(role="mixed"),
     )
-    """groups of workers (one worker for prefill, one for decode)"""
+    """groups of workers (one that computes prompts and generates)"""
     autoscaling: AutoscalingConfig = AutoscalingConfig()
     """delays of scaling, for groups with replicas_max"""
     engine: EngineConfig = EngineConfig()

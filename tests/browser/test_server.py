@@ -15,7 +15,9 @@ PROMPT = "The keeper keeps the lamp in the attic. " * 60
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("page")
-    server = Server(["keeper", "--port", "0", "--memory", "64MiB"], folder / "log")
+    server = Server(
+        ["keeper", "--port", "0", "--prefill", "1", "--decode", "1", "--memory", "64MiB"], folder / "log"
+    )
     try:
         yield server
         assert server.stop() == 0

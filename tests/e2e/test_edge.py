@@ -51,7 +51,21 @@ def edge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
     folder = tmp_path_factory.mktemp("edge")
     tls = issue(folder / "tls", trustme.CA())
     log_file = folder / "log"
-    arguments = ["keeper", "--port", "0", "--grpc-port", "0", "--memory", "64MiB", "--page-size", "16"]
+    arguments = [
+        "keeper",
+        "--port",
+        "0",
+        "--prefill",
+        "1",
+        "--decode",
+        "1",
+        "--grpc-port",
+        "0",
+        "--memory",
+        "64MiB",
+        "--page-size",
+        "16",
+    ]
     arguments += ["--cluster-ssl-certfile", str(tls.certificate), "--cluster-ssl-keyfile", str(tls.key)]
     arguments += ["--cluster-ssl-ca-certs", str(tls.ca)]
     arguments += ["--log-level", "debug", "--log-json", "--metrics-alias", "vllm"]

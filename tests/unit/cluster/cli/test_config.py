@@ -136,7 +136,7 @@ def test_show_prints_all_keys(file: Path, capsys: pytest.CaptureFixture[str]) ->
     file.write_text("models: [{model: keeper}]")
     assert cli.main(["config", "show", str(file)]) == 0
     shown = capsys.readouterr().out
-    assert [group["role"] for group in yaml.safe_load(shown)["models"][0]["groups"]] == ["prefill", "decode"]
+    assert [group["role"] for group in yaml.safe_load(shown)["models"][0]["groups"]] == ["mixed"]
     assert parse_config(shown, "shown") == parse_config(file.read_text(), "file")
     file.write_text("models: 1")
     assert cli.main(["config", "show", str(file)]) == cli.EXIT_REFUSED

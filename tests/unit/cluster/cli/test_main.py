@@ -180,7 +180,7 @@ def test_serve_refuses_store_path_that_is_not_writable(refused: Refused, tmp_pat
         (("--tensor-parallel-size", "0"), "--tensor-parallel-size"),
         (("--mixed", "1", "--decode-tensor-parallel-size", "2"), "--decode-tensor-parallel-size"),
         (("--prefill", "2", "--prefill-max", "1"), "--prefill-max is 1"),
-        (("--mixed-max", "2"), "--mixed-max"),
+        (("--decode", "1", "--mixed-max", "2"), "--mixed-max"),
         (("--ttft-max", "0"), "--ttft-max"),
         (("--send-timeout", "-1"), "--send-timeout"),
         (("--routers", "0"), "--routers"),

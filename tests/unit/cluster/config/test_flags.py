@@ -28,6 +28,7 @@ VALUES = {
     "--page-size": 7,
     "--overlap": False,
     "--memory": "7MiB",
+    "--itl-target": 0.05,
     "--threads": 7,
     "--device": "cuda:7",
     "--tensor-parallel-size": 7,

@@ -69,7 +69,7 @@ def test_single_model_has_names_without_prefix() -> None:
     cluster = settings("models: [{model: keeper, served_model_name: [a, b]}]")
     (only,) = cluster.fleets
     assert only.names == ("a", "b")
-    assert [worker.name for worker in only.workers] == ["prefill-0", "decode-0"]
+    assert [worker.name for worker in only.workers] == ["mixed-0"]
     assert only.router.name == "router"
     assert (cluster.ray_address, only.bounds) == (None, {})
 

@@ -59,7 +59,7 @@ def test_ranks_have_parts_of_the_same_dummy_weights() -> None:
 def test_rows_of_a_large_dummy_tensor_differ() -> None:
     rows = PERIOD // 1024 + 3
     values = weights(a=(rows, 1024)).read("a", whole(rows))
-    assert all(not torch.equal(values[row], values[0]) for row in range(1, rows))
+    assert len({row.numpy().tobytes() for row in values}) == rows
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("float16", "float32"), ("bfloat16", "bfloat16")])
@@ -72,11 +72,7 @@ def test_dummy_weights_have_the_type_that_the_config_names(folder: Path, dtype: 
 def test_dummy_model_has_the_layers_but_not_the_fingerprint_of_the_real_one(folder: Path) -> None:
     real = load(KEEPER, REFERENCE, no_progress)
     done: list[tuple[int, int]] = []
-
-    def progress(part: int, whole: int) -> None:
-        done.append((part, whole))
-
-    dummy = load(folder, REFERENCE, progress, load_format="dummy")
+    dummy = load(folder, REFERENCE, lambda at, of: done.append((at, of)), load_format="dummy")
     assert describe(folder, load_format="dummy") == describe(KEEPER)
     assert (dummy.layers, dummy.vocab_size, dummy.eos_ids) == (real.layers, real.vocab_size, real.eos_ids)
     assert dummy.fingerprint != real.fingerprint
