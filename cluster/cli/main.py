@@ -318,8 +318,12 @@ def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", sou
         cores = count_cores(os.sched_getaffinity(0))
         surroundings = Surroundings(store_url=store_url, cache_folder=cache_folder, cores=cores)
         settings = cluster_settings(config, surroundings, source)
-        if not joins:
-            console.print(Text(arrangement(settings.fleets, cores)))
         settings = with_cluster_security(settings, config.cluster).with_telemetry(telemetry)
         start_logs(telemetry)
-        serve(endpoint, settings, sources, console, work)
+
+        async def announced(url: str) -> None:
+            if not joins:
+                console.print(Text(arrangement(settings.fleets, cores)))
+            await work(url)
+
+        serve(endpoint, settings, sources, console, announced)
