@@ -46,6 +46,9 @@ class NoBytes:
     def map(self, offset_bytes: int, num_bytes: int) -> None:
         pass
 
+    def map_ahead(self, offset_bytes: int, num_bytes: int) -> None:
+        pass
+
     def unmap(self, offset_bytes: int, num_bytes: int) -> None:
         pass
 

@@ -19,6 +19,7 @@ from tidemill.cluster.observability.logs import start_logs
 from tidemill.cluster.rpc.router_client import FindRouter
 from tidemill.cluster.settings import RouterSettings, WorkerSettings
 from tidemill.cluster.worker.worker_process import Ready, State, WorkerProcess
+from tidemill.workers.engine.malloc import keep_freed_memory
 from tidemill.workers.messages import WorkerGone
 from tidemill.workers.parallel.link import Ended
 from tidemill.workers.settings import EngineSettings
@@ -89,6 +90,7 @@ class WorkerActor:
         namespace: str,
         placement_group: Any,  # noqa: ANN401 - Ray's type; it has a bundle for each rank, at least one
     ) -> None:
+        keep_freed_memory()
         start_logs(settings.telemetry, worker=settings.name)
         node: str = RAY.util.get_node_ip_address()
         self._settings = settings
@@ -178,6 +180,7 @@ class RankActor:
         from tidemill.workers.engine.build_rank import build_rank  # noqa: PLC0415 - torch
         from tidemill.workers.parallel.rank import carry_out  # noqa: PLC0415 - torch
 
+        keep_freed_memory()
         start_logs(leader.telemetry, worker=leader.name)
         self._name = f"rank {index} of {leader.name}"
         rendezvous = Path(folder)

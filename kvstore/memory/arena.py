@@ -171,9 +171,15 @@ class Arena:
     OutOfMemory, which is expected under load."""
 
     def __init__(
-        self, layout: Layout, num_extents: int, backing: Backing, budget_extents: int | None = None
+        self,
+        layout: Layout,
+        num_extents: int,
+        backing: Backing,
+        budget_extents: int | None = None,
+        ahead_extents: int = 0,
     ) -> None:
-        """Reserve `num_extents`, of which `budget_extents` (default: all) may be mapped."""
+        """Reserve `num_extents`, of which `budget_extents` (default: all) may be mapped. From the
+        first extent or budget on, the backing maps `ahead_extents` of them ahead of need."""
         assert num_extents > 0
         self.num_extents = num_extents
         self.budget_extents = num_extents if budget_extents is None else budget_extents
@@ -184,6 +190,8 @@ class Arena:
         self.windows: Pool[WindowId] = Pool(max(1, layout.windows_per_extent), self._open, self._close)
         self._unmapped = list(range(num_extents - 1, -1, -1))
         self._spare: list[int] = []  # empty, but still mapped
+        self._ahead_extents = ahead_extents
+        self._ahead: set[int] = set()  # not mapped, but with the backing's memory
 
     def resize(self, budget_extents: int) -> None:
         """Change the budget and unmap empty extents above it immediately; see `excess`."""
@@ -191,6 +199,7 @@ class Arena:
         self.budget_extents = budget_extents
         while self._spare and self.excess:
             self._unmap(self._spare.pop())
+        self._map_ahead()
 
     @property
     def excess(self) -> int:
@@ -228,6 +237,7 @@ class Arena:
         extents = [*self.pages.check(*pages), *self.states.check(*states), *self.windows.check(*windows)]
         extents += [*self._spare, *self._unmapped]
         assert sorted(extents) == list(range(self.num_extents)), "an extent is lost or counted twice"
+        assert len(self._ahead) <= max(0, self.budget_extents - self._mapped), "memory beyond the budget"
         assert not (self.excess and self._spare), "an empty extent above the budget was not unmapped"
 
     @property
@@ -241,7 +251,22 @@ class Arena:
             raise OutOfMemory("no extent of this class has room and no extent is empty")
         extent = self._unmapped[-1]
         self._backing.map(extent * self._extent_bytes, self._extent_bytes)
-        return self._unmapped.pop()
+        self._unmapped.pop()
+        self._ahead.discard(extent)
+        self._map_ahead()
+        return extent
+
+    def _map_ahead(self) -> None:
+        """Let the backing map the extents that will be opened next, within the budget, and return others."""
+        if not self._ahead_extents:
+            return
+        count = min(self._ahead_extents, max(0, self.budget_extents - self._mapped))
+        wanted = set(self._unmapped[len(self._unmapped) - count :])
+        for extent in self._ahead - wanted:
+            self._backing.unmap(extent * self._extent_bytes, self._extent_bytes)
+        for extent in sorted(wanted - self._ahead):
+            self._backing.map_ahead(extent * self._extent_bytes, self._extent_bytes)
+        self._ahead = wanted
 
     def _close(self, extent: int) -> None:
         self._spare.append(extent)
@@ -250,4 +275,4 @@ class Arena:
 
     def _unmap(self, extent: int) -> None:
         self._backing.unmap(extent * self._extent_bytes, self._extent_bytes)
-        self._unmapped.append(extent)
+        self._unmapped.insert(0, extent)  # the others may be mapped ahead

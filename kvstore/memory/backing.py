@@ -5,9 +5,11 @@ Mmap        host memory: reserving costs nothing, mapping takes memory, unmappin
 Kvcached    CUDA virtual memory: mapping takes device memory, unmapping returns it
 """
 
+import ctypes
 import errno
 import mmap
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from typing import Protocol, cast
 
@@ -18,7 +20,8 @@ from tidemill.kvstore.errors import OutOfMemory
 PAGE_BYTES = mmap.PAGESIZE
 _MAP_NORESERVE = 0x4000  # Linux on x86-64 and arm64; the mmap module of Python 3.11 does not name it
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module of Python 3.11 does not name it
-_POPULATE_BYTES = 4 << 20  # about 2 ms; madvise holds the GIL, so other threads wait
+_POPULATE_BYTES = 4 << 20  # about 2 ms; mmap.madvise holds the GIL, so other threads wait
+_madvise = ctypes.CDLL(None).madvise  # without the GIL
 
 
 class Backing(Protocol):
@@ -37,6 +40,11 @@ class Backing(Protocol):
     def map(self, offset_bytes: int, num_bytes: int) -> None:
         """Map `[offset, offset + num)`, no part of which is mapped yet. Its bytes are undefined. Raises
         OutOfMemory when the memory is not granted; then no part of the range is mapped."""
+        ...
+
+    def map_ahead(self, offset_bytes: int, num_bytes: int) -> None:
+        """Make a later `map` of this range fast, without waiting; it may have no effect. `unmap` returns the
+        memory that this takes."""
         ...
 
     def unmap(self, offset_bytes: int, num_bytes: int) -> None:
@@ -62,6 +70,9 @@ class Fixed:
     def map(self, offset_bytes: int, num_bytes: int) -> None:
         pass
 
+    def map_ahead(self, offset_bytes: int, num_bytes: int) -> None:
+        pass
+
     def unmap(self, offset_bytes: int, num_bytes: int) -> None:
         pass
 
@@ -82,6 +93,8 @@ class Mmap:
         self._reservation = _anonymous(num_bytes, flags=_MAP_NORESERVE)
         self._reservation.madvise(mmap.MADV_DONTDUMP)  # keeps prompts and gigabytes out of core dumps
         self.memory = torch.frombuffer(self._reservation, dtype=torch.uint8)
+        self._thread = ThreadPoolExecutor(1, "map-ahead")
+        self._ahead: Future[None] | None = None  # the last one
 
     def map(self, offset_bytes: int, num_bytes: int) -> None:
         """Fault every page in, so that steps do not, and mapped memory is resident memory."""
@@ -102,13 +115,25 @@ class Mmap:
                 " lower the memory of this worker, or give the machine or container more"
             ) from error
 
+    def map_ahead(self, offset_bytes: int, num_bytes: int) -> None:
+        """Fault the pages in on a thread, without the GIL. A refusal is left to `map`."""
+        _check_range(self, offset_bytes, num_bytes)
+        self._ahead = self._thread.submit(self._populate, self.memory.data_ptr() + offset_bytes, num_bytes)
+
     def unmap(self, offset_bytes: int, num_bytes: int) -> None:
         _check_range(self, offset_bytes, num_bytes)
+        if self._ahead is not None:  # it would map the range again
+            self._ahead.result()
         self._reservation.madvise(mmap.MADV_DONTNEED, offset_bytes, num_bytes)
 
     def close(self) -> None:
         """Unmap everything. Addresses stay reserved for tensors; a late reader sees zeros."""
+        self._thread.shutdown(cancel_futures=True)
         self._reservation.madvise(mmap.MADV_DONTNEED)
+
+    @staticmethod
+    def _populate(address: int, num_bytes: int) -> None:
+        _madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE)
 
 
 class BackingUnavailable(Exception):
@@ -201,6 +226,9 @@ class Kvcached:
             self._raise_refusal(num_bytes, error)
             raise
         assert created
+
+    def map_ahead(self, offset_bytes: int, num_bytes: int) -> None:
+        pass
 
     def unmap(self, offset_bytes: int, num_bytes: int) -> None:
         offsets = self._granules(offset_bytes, num_bytes)

@@ -47,6 +47,9 @@ from tidemill.workers.transfer.arena_io import ArenaIO, DirectIO
 from tidemill.workers.transfer.staging import StagingRing
 from tidemill.workers.transfer.transfer import IN_FLIGHT_BYTES_MAX, Transfer
 
+AHEAD_BYTES = 64 << 20
+"""The memory that is mapped ahead of need in each rank."""
+
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) while weights load."""
 
@@ -138,7 +141,8 @@ def _build(
 
     root_of = partial(_root_of, loaded.fingerprint, namespace)
     budget = memory.floor if settings.starts_at_floor else memory.share
-    arena = Arena(layout, memory.reserved, backing, budget)
+    ahead_bytes = AHEAD_BYTES if settings.backing_kind == "mmap" else 0
+    arena = Arena(layout, memory.reserved, backing, budget, ahead_bytes // layout.extent_bytes)
     index = PrefixIndex(layout, settings.eviction, loaded.cost)
     runner = open_runner(settings, loaded, memory, backing.memory, group)
     arena_io = open_arena_io(settings, layout, backing.memory, rank_share(shards, 0, ranks))

@@ -52,6 +52,7 @@ class Verb(IntEnum):
     PUT = 7  # the answer is how many of the first objects succeeded
     GET = 8
     ANSWER = 9
+    MAP_AHEAD = 10  # offset and size in bytes; no answer
 
 
 class Frame(NamedTuple):

@@ -2,7 +2,7 @@
 
     engine -> GroupRunner   -> STEP to the ranks, then its own part: the collectives meet inside the model
     engine -> Transfer      -> RankMate: PUT, GET
-    arena  -> GroupBacking  -> MAP, UNMAP
+    arena  -> GroupBacking  -> MAP, MAP_AHEAD, UNMAP
 
 The ranks decide nothing. Their arenas are alike, so an id means the same memory on each of them.
 """
@@ -213,6 +213,10 @@ class GroupBacking:
             self._own.unmap(offset_bytes, num_bytes)
             refused = OutOfMemory(f"a rank of the group is not granted {num_bytes:,} bytes of memory")
         raise refused
+
+    def map_ahead(self, offset_bytes: int, num_bytes: int) -> None:
+        self._links.send_all(Verb.MAP_AHEAD, ints((offset_bytes, num_bytes)))
+        self._own.map_ahead(offset_bytes, num_bytes)
 
     def unmap(self, offset_bytes: int, num_bytes: int) -> None:
         self._links.send_all(Verb.UNMAP, ints((offset_bytes, num_bytes)))

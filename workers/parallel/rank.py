@@ -92,6 +92,9 @@ class _Obeying:
                 self._begin(run(self._thread, self._part.run, decode(frame.body)))
             case Verb.MAP:
                 self._answer(frame, self._map(frame.body))
+            case Verb.MAP_AHEAD:
+                offset_bytes, num_bytes = frame.body.tolist()
+                self._part.backing.map_ahead(offset_bytes, num_bytes)
             case Verb.UNMAP:
                 offset_bytes, num_bytes = frame.body.tolist()
                 self._part.backing.unmap(offset_bytes, num_bytes)

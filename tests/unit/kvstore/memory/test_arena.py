@@ -26,6 +26,7 @@ class FakeBacking:
 
     def __init__(self, extent_bytes: int) -> None:
         self.mapped: set[int] = set()
+        self.ahead: set[int] = set()
         self.calls = 0
         self.refusals = 0  # the number of next calls that fail
         self._extent_bytes = extent_bytes
@@ -37,10 +38,19 @@ class FakeBacking:
             self.refusals -= 1
             raise OutOfMemory("refused")
         self.mapped.add(offset_bytes)
+        self.ahead.discard(offset_bytes)
         self.calls += 1
+
+    def map_ahead(self, offset_bytes: int, num_bytes: int) -> None:
+        assert num_bytes == self._extent_bytes
+        assert offset_bytes not in self.mapped | self.ahead
+        self.ahead.add(offset_bytes)
 
     def unmap(self, offset_bytes: int, num_bytes: int) -> None:
         assert num_bytes == self._extent_bytes
+        if offset_bytes in self.ahead:
+            self.ahead.remove(offset_bytes)
+            return
         self.mapped.remove(offset_bytes)
         self.calls += 1
 
@@ -127,11 +137,13 @@ class ArenaAgainstDicts(RuleBasedStateMachine):
         budget=choices,
         states_per_extent=st.integers(1, 3),
         hybrid=st.booleans(),
+        ahead=st.integers(0, 4),
     )
-    def build(self, num_extents: int, budget: int, states_per_extent: int, hybrid: bool) -> None:  # noqa: FBT001  drawn
+    def build(self, num_extents: int, budget: int, states_per_extent: int, hybrid: bool, ahead: int) -> None:  # noqa: FBT001  drawn
         self.layout = a_layout(states_per_extent, hybrid=hybrid)
         self.backing = FakeBacking(self.layout.extent_bytes)
-        self.arena = Arena(self.layout, num_extents, self.backing, budget % num_extents + 1)
+        self.arena = Arena(self.layout, num_extents, self.backing, budget % num_extents + 1, ahead)
+        self.ahead = ahead
         self.pages: PoolModel[PageId] = PoolModel(self.arena.pages)
         self.states: PoolModel[StateId] = PoolModel(self.arena.states)
 
@@ -192,6 +204,8 @@ class ArenaAgainstDicts(RuleBasedStateMachine):
         assert used <= self.backing.mapped
         assert len(self.backing.mapped - used) <= SPARE_EXTENTS_MAX
         budget_extents = self.arena.budget_extents
+        room = max(0, self.arena.budget_extents - len(self.backing.mapped))
+        assert len(self.backing.ahead) <= min(self.ahead, room), "memory beyond the budget"
         assert self.arena.excess == max(0, len(self.backing.mapped) - budget_extents)
         assert not self.arena.excess or used == self.backing.mapped, "an empty extent was not unmapped"
         assert self.arena.num_empty == max(0, budget_extents - len(used))
@@ -225,6 +239,24 @@ def an_arena(num_extents: int, states_per_extent: int = 1) -> tuple[Arena, FakeB
     layout = a_layout(states_per_extent)
     backing = FakeBacking(layout.extent_bytes)
     return Arena(layout, num_extents, backing), backing
+
+
+def test_arena_maps_the_next_extents_ahead_of_need() -> None:
+    layout = a_layout(1)
+    backing = FakeBacking(layout.extent_bytes)
+    arena = Arena(layout, 8, backing, 2, ahead_extents=2)
+    assert not backing.ahead, "the ranks may not be ready"
+    arena.resize(4)
+    for extent in range(4):
+        ahead = {number * layout.extent_bytes for number in range(extent, min(extent + 2, 4))}
+        assert backing.ahead == ahead
+        arena.states.take()
+        assert extent * layout.extent_bytes in backing.mapped
+    assert not backing.ahead
+    arena.resize(6)
+    assert len(backing.ahead) == 2
+    arena.resize(5)
+    assert len(backing.ahead) == 1
 
 
 def test_arena_reuses_an_extent_for_another_class_when_it_is_empty() -> None:

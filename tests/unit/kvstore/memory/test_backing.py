@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.e2e.server import eventually
 from tests.support.kvstore.fake_vmm import FakeVmm
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.memory.backing import (
@@ -93,6 +94,22 @@ def test_mmap_takes_memory_on_map_and_returns_it_on_unmap() -> None:
     backing.unmap((512 << 30) + 32 * MIB, 65 * MIB)
     assert abs(resident_bytes() - before - 32 * MIB) < NOISE_BYTES
     assert bool((backing.memory[512 << 30 : (512 << 30) + 32 * MIB] == 7).all())
+    backing.close()
+    assert abs(resident_bytes() - before) < NOISE_BYTES
+
+
+def test_mmap_takes_memory_ahead_of_map_and_returns_it_on_unmap() -> None:
+    before = resident_bytes()
+    backing = Mmap(1 << 40)
+    backing.map_ahead(0, 64 * MIB)
+    backing.map_ahead(64 * MIB, 33 * MIB)
+    backing.map(0, 64 * MIB)
+    backing.memory[: 64 * MIB] = 7
+    backing.unmap(64 * MIB, 33 * MIB)  # waits for the thread
+    assert abs(resident_bytes() - before - 64 * MIB) < NOISE_BYTES
+    assert bool((backing.memory[: 64 * MIB] == 7).all())
+    backing.map_ahead(64 * MIB, 33 * MIB)
+    eventually(lambda: abs(resident_bytes() - before - 97 * MIB) < NOISE_BYTES)
     backing.close()
     assert abs(resident_bytes() - before) < NOISE_BYTES
 
