@@ -63,7 +63,7 @@ class StreamingEngine(Protocol):
 class ServerLimits:
     """The limits of one edge: concurrent calls, and items of one call that it has not received yet."""
 
-    calls_max: int = 4096
+    calls_max: int = 8192
     items_max: int = 1024
     frame_items_max: int = 4096
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -18,7 +19,7 @@ from tidemill.cluster.edge.grpc_api.messages import body_of, grow, parse, tokeni
 from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, caller_of, request_id_of
 from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.intake import PreparedRequest
-from tidemill.cluster.edge.requests.limits import InFlightLimit
+from tidemill.cluster.edge.requests.limits import InFlightLimit, client_of
 from tidemill.cluster.edge.requests.models import EdgeModel
 from tidemill.cluster.edge.requests.recent_requests import RequestIdentity
 from tidemill.cluster.edge.requests.usage import UsageCounter
@@ -39,6 +40,7 @@ class _RpcCall:
     """One call: its message, its caller, and the destination of the answer."""
 
     id: str
+    client: str
     data: bytes
     headers: Mapping[str, str]
     send: Callable[[bytes], Awaitable[None]]
@@ -79,9 +81,12 @@ class Generation:
                 await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
                 self._edge.keys.admit(path, headers)
                 data = await self._read(frames)
-                with self._num_bytes.holding(len(data)):
+                client = client_of(self._edge.keys.tenant(headers), _address(context.peer()))
+                with self._num_bytes.holding(len(data), client):
                     await work(
-                        _RpcCall(request_id, data, headers, lambda message: self._write(context, message))
+                        _RpcCall(
+                            request_id, client, data, headers, lambda message: self._write(context, message)
+                        )
                     )
             except _Gone:
                 return
@@ -153,7 +158,9 @@ class Generation:
         return (
             model,
             job,
-            RequestIdentity(request_id=call.id, reply_id=reply_id, model=model.name, kind="grpc"),
+            RequestIdentity(
+                request_id=call.id, reply_id=reply_id, model=model.name, kind="grpc", client=call.client
+            ),
         )
 
     async def _read(self, frames: AsyncIterator[bytes]) -> bytes:
@@ -176,6 +183,11 @@ class Generation:
             raise _Gone from None
         except TimeoutError:
             raise RequestError("the answer was read too slowly: it was cut off", status=408) from None
+
+
+def _address(peer: str) -> str:
+    """Return the address of a peer like ipv6:%5B::1%5D:4711."""
+    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
 def _headers(context: "Context") -> dict[str, str]:

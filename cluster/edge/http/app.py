@@ -194,7 +194,11 @@ class Edge:
             piece=model.tokenizer.piece,
         )
         identity = RequestIdentity(
-            request_id=request.state.request_id, reply_id=head.reply_id, model=model.name, kind=kind
+            request_id=request.state.request_id,
+            reply_id=head.reply_id,
+            model=model.name,
+            kind=kind,
+            client=request.state.client,
         )
         reply = _CompletionReply(model, job, head, identity)
         if stream is not None:

@@ -11,7 +11,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tidemill.cluster.edge.requests.errors import error_body
-from tidemill.cluster.edge.requests.limits import EdgeLimits
+from tidemill.cluster.edge.requests.limits import EdgeLimits, InFlightLimit, client_of
+from tidemill.workers.messages import Overloaded
 
 HEAD_BYTES_MAX = 64 << 10
 """The most bytes of a request line with its headers, of trailers, and of what surrounds a chunk of a body."""
@@ -34,7 +35,9 @@ class Connection(HttpToolsProtocol):
     closes it flushes first, forever as well. Aborting a connection ends its requests like any disconnect.
     """
 
-    limits = EdgeLimits()
+    limits: EdgeLimits
+    places: InFlightLimit  # of all connections, which addresses share
+    _place: str | None = None  # the address for which it is counted
     _requests = 0  # whose headers have arrived and whose answer is not complete
     _is_in_head = False
     _head_bytes = 0  # since the last complete head, piece of a body, or message
@@ -46,10 +49,14 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         super().connection_made(transport)
         self.flow = _Turns(transport, self)
-        if len(self.connections) > self.limits.connections_max:
+        client = client_of(None, self.client and self.client[0])
+        try:
+            self.places.take(1, client)
+        except Overloaded:
             transport.abort()
-        else:
-            self._await_head()
+            return
+        self._place = client
+        self._await_head()
 
     def data_received(self, data: bytes) -> None:
         if self._requests == 0:
@@ -111,6 +118,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self._place is not None:
+            self.places.give(1, self._place)
+            self._place = None
         self._forget_head()
         self._forget_reader()
 
@@ -179,4 +189,5 @@ class _Turns(FlowControl):
 
 def with_limits(limits: EdgeLimits) -> type[Connection]:
     """Return the protocol with these limits, as uvicorn takes it: `http=with_limits(limits)`."""
-    return type("LimitedConnection", (Connection,), {"limits": limits})
+    places = InFlightLimit(limits.connections_max, "connections")
+    return type("LimitedConnection", (Connection,), {"limits": limits, "places": places})

@@ -18,7 +18,13 @@ from tidemill.cluster.edge.requests.api_keys import ApiKeys
 from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, request_id_of
 from tidemill.cluster.edge.requests.errors import error_of, headers_of
 from tidemill.cluster.edge.requests.json_body import check_json_body
-from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX, BODY_BYTES_PER_S, EdgeLimits, InFlightLimit
+from tidemill.cluster.edge.requests.limits import (
+    BODY_BYTES_MAX,
+    BODY_BYTES_PER_S,
+    EdgeLimits,
+    InFlightLimit,
+    client_of,
+)
 from tidemill.workers.messages import Overloaded, RequestError, Unserved
 
 STOPS = Unserved("this server stops")
@@ -63,17 +69,19 @@ class EdgeMiddleware:
                 begun[REQUEST_ID_HEADER] = request_id
             await send(message)
 
-        body = _Body(self._bytes, self._body_s_max)
+        body: _Body | None = None
         try:
-            self._admit(scope, headers)
+            client = self._admit(scope, headers)
+            scope["state"]["client"] = client
+            body = reading = _Body(self._bytes, client, self._body_s_max)
+            if not await body.read(headers, receive):
+                return
+
+            async def receive_after_body() -> Message:
+                return reading.message() or await receive()
+
             # read-only requests are answered also when the edge is full
-            with self._requests.holding(1) if scope["method"] == "POST" else nullcontext():
-                if not await body.read(headers, receive):
-                    return
-
-                async def receive_after_body() -> Message:
-                    return body.message() or await receive()
-
+            with self._requests.holding(1, client) if scope["method"] == "POST" else nullcontext():
                 await self._app(scope, receive_after_body, send_with_id)
         except (RequestError, Overloaded) as error:
             await self._refuse(error)(scope, receive, send_with_id)
@@ -81,15 +89,19 @@ class EdgeMiddleware:
             if not await self._cut(begun, scope, receive, send_with_id):
                 raise
         finally:
-            body.drop()
+            if body is not None:
+                body.drop()
 
-    def _admit(self, scope: Scope, headers: Headers) -> None:
-        """Admit a request. Raises RequestError and Overloaded."""
+    def _admit(self, scope: Scope, headers: Headers) -> str:
+        """Admit a request and return the client that shares limits. Raises RequestError and Overloaded."""
+        tenant: str | None = None
         if scope["path"] not in OPEN_PATHS:
             self._keys.admit(scope["path"], headers)
+            tenant = self._keys.tenant(headers)
         if not self._keys.are_needed:
             server = scope.get("server") or ("",)
             check_site(scope["method"], server[0], headers)
+        return client_of(tenant, (scope.get("client") or ("",))[0])
 
     async def _cut(self, begun: Headers | None, scope: Scope, receive: Receive, send: Send) -> bool:
         """Report the cut, if the reply has not `begun` or is an event stream; return whether that was
@@ -117,8 +129,9 @@ class EdgeMiddleware:
 class _Body:
     """The body of one request, counted against the bound on all bodies until it is dropped."""
 
-    def __init__(self, bound: InFlightLimit, s_max: float) -> None:
+    def __init__(self, bound: InFlightLimit, client: str, s_max: float) -> None:
         self._bound = bound
+        self._client = client
         self._s_max = s_max
         self._num_bytes = 0
         self._whole: bytes | None = None
@@ -134,7 +147,8 @@ class _Body:
         if int(headers.get("content-length", "0")) > BODY_BYTES_MAX:
             raise too_large
         parts: list[bytes] = []
-        due_s = asyncio.get_running_loop().time() + self._s_max
+        time_s = asyncio.get_running_loop().time
+        due_s = time_s() + self._s_max
         try:
             async with asyncio.timeout_at(due_s) as due:
                 while True:
@@ -142,14 +156,15 @@ class _Body:
                     if message["type"] == "http.disconnect":
                         return False
                     part: bytes = message.get("body", b"")
-                    self._bound.take(len(part))
+                    self._bound.take(len(part), self._client)
                     self._num_bytes += len(part)
                     if self._num_bytes > BODY_BYTES_MAX:
                         raise too_large
                     parts.append(part)
                     if not message.get("more_body", False):
                         break
-                    due.reschedule(due_s + self._num_bytes / BODY_BYTES_PER_S)
+                    on_average_s = due_s + self._num_bytes / BODY_BYTES_PER_S
+                    due.reschedule(min(on_average_s, time_s() + self._s_max))
         except TimeoutError as error:
             raise RequestError(
                 f"the body came too slowly: {self._num_bytes} bytes of it so far",
@@ -168,5 +183,5 @@ class _Body:
         return {"type": "http.request", "body": body, "more_body": False}
 
     def drop(self) -> None:
-        self._bound.give(self._num_bytes)
+        self._bound.give(self._num_bytes, self._client)
         self._num_bytes = 0

@@ -35,7 +35,11 @@ def add_responses_routes(app: FastAPI, context: EdgeContext) -> None:
             raise renamed(error) from None
         name = context.sources.new_id()
         identity = RequestIdentity(
-            request_id=request.state.request_id, reply_id=f"resp_{name}", model=model.name, kind="responses"
+            request_id=request.state.request_id,
+            reply_id=f"resp_{name}",
+            model=model.name,
+            kind="responses",
+            client=request.state.client,
         )
         created_s = int(context.sources.unix_time_s())
         reply = _ResponseReply(

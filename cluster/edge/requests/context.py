@@ -58,7 +58,7 @@ class EdgeContext:
         Overloaded, Unserved, RequestError."""
         job = _named(job, identity)
         with (
-            self.open_answers.holding(len(job.requests)),
+            self.open_answers.holding(len(job.requests), identity.client),
             self.metrics.watch(model.name, job.requests) as watch,
             self.recent.watch(identity, job) as entry,
             traced(self.sources.tracer, identity, job, entry) as going,

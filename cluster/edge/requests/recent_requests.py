@@ -18,12 +18,13 @@ RECENT_MAX = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestIdentity:
-    """The ids of a request. `reply_id` is the `id` of its answer."""
+    """The ids of a request. `reply_id` is the `id` of its answer; the answers of a `client` share limits."""
 
     request_id: str
     reply_id: str
     model: str
     kind: str
+    client: str = ""
 
 
 class RecentRequests:

@@ -167,7 +167,7 @@ def test_too_large_messages_are_refused_also_when_compressed() -> None:
 
 def test_answers_and_bytes_beyond_the_limits_are_refused() -> None:
     service = FakeService(saying(" Emma is"), stall_at=1)
-    limits = EdgeLimits(requests_max=8, answers_max=2, body_bytes_max=64)
+    limits = EdgeLimits(requests_max=8, answers_max=4, body_bytes_max=64)
 
     async def main() -> None:
         async with serving(service, limits=limits) as client, asyncio.timeout(WAIT_S_MAX):

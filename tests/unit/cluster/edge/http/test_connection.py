@@ -32,7 +32,7 @@ from tidemill.cluster.edge.http.connection import (
     SLICE_BYTES,
     TAKEN_BYTES_MIN,
     WAITING_MAX,
-    Connection,
+    with_limits,
 )
 from tidemill.cluster.edge.requests.limits import EdgeLimits
 from tidemill.cluster.edge.requests.models import ServedBackend
@@ -128,7 +128,7 @@ def test_client_that_closes_its_half_is_let_go(half: bytes) -> None:
     assert service.open_streams == 0
 
 
-def test_idle_connections_are_bounded_and_those_that_are_there_are_served() -> None:
+def test_idle_connections_of_a_client_are_bounded_and_the_others_are_served() -> None:
     async def main() -> None:
         limits = EdgeLimits(connections_max=20)
         app = app_over(FakeService(saying(" a")))
@@ -138,12 +138,57 @@ def test_idle_connections_are_bounded_and_those_that_are_there_are_served() -> N
             httpx.AsyncClient(base_url=url) as client,
             AsyncExitStack() as idle,
         ):
-            for _ in range(19):
+            for _ in range(9):
                 await idle.enter_async_context(connected(url))
             assert (await client.get("/health")).status_code == 200
             async with connected(url) as (one_more, _):
                 assert await until_closed(one_more) == b""
             assert (await client.get("/health")).status_code == 200
+            elsewhere = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+            async with httpx.AsyncClient(base_url=url, transport=elsewhere) as other:
+                assert (await other.get("/health")).status_code == 200
+
+    asyncio.run(main())
+
+
+SILENT = post({}, **{"content-length": "10"}).removesuffix(b"{}")
+
+
+def test_bodies_that_do_not_come_take_no_place_of_requests() -> None:
+    async def main() -> None:
+        limits = EdgeLimits(requests_max=2)
+        app = build_app([ServedBackend(FakeService(saying(" a")), tokenizer())], sources(), limits=limits)
+        async with asyncio.timeout(CUT_S), serving(app) as url, AsyncExitStack() as silent:
+            for _ in range(4):
+                _, writer = await silent.enter_async_context(connected(url))
+                writer.write(SILENT)
+            async with httpx.AsyncClient(base_url=url) as client:
+                for _ in range(4):
+                    assert (await client.post(PATH, json={"prompt": "a"})).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_waiting_bodies_of_one_client_leave_room_for_the_others() -> None:
+    """One address sends as much of bodies as it may and then nothing; another one is served."""
+    limits = EdgeLimits(body_bytes_max=1000)
+    app = build_app([ServedBackend(FakeService(saying(" a")), tokenizer())], sources(), limits=limits)
+    large = post({}, **{"content-length": "4000"}).removesuffix(b"{}") + b" " * 400
+
+    async def main() -> None:
+        elsewhere = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+        async with (
+            asyncio.timeout(CUT_S),
+            serving(app) as url,
+            connected(url) as (_, first),
+            connected(url) as (reader, second),
+            httpx.AsyncClient(base_url=url, transport=elsewhere) as other,
+        ):
+            first.write(large)
+            second.write(large)
+            assert (await until_closed(reader)).startswith(b"HTTP/1.1 429 ")
+            assert (await other.post(PATH, json={"prompt": "a" * 200})).status_code == 200
+            first.transport.abort()
 
     asyncio.run(main())
 
@@ -178,6 +223,7 @@ def test_client_that_does_not_read_is_cut_and_the_others_get_all() -> None:
     assert pulled < 2 * LONG, "one of the two was not read to its end"
 
 
+LIMITS = EdgeLimits()
 CONFIG = uvicorn.Config(app_over(FakeService(saying(" a"))), log_config=None)
 
 
@@ -206,7 +252,8 @@ class Scene:
         self.started = 0
         self._now_s = 0.0
         self._timers: list[Timer] = []
-        self.protocol = Connection(CONFIG, ServerState(), {}, cast("asyncio.AbstractEventLoop", self))
+        connection = with_limits(LIMITS)
+        self.protocol = connection(CONFIG, ServerState(), {}, cast("asyncio.AbstractEventLoop", self))
         self.protocol.connection_made(cast("asyncio.Transport", self))
         self.is_reading = True
 
@@ -260,7 +307,6 @@ class Scene:
         return sum(not timer.cancelled for timer in self._timers)
 
 
-LIMITS = EdgeLimits()
 GET = b"GET /ping HTTP/1.1\r\n\r\n"
 CHUNKED = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
 

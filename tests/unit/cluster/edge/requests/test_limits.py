@@ -5,6 +5,8 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.cluster.fake_service import (
@@ -17,9 +19,9 @@ from tests.support.cluster.fake_service import (
     sources,
     tokenizer,
 )
-from tidemill.cluster.edge.requests.api_keys import ApiKeys
+from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys, digest_of
 from tidemill.cluster.edge.requests.caller import caller_of
-from tidemill.cluster.edge.requests.limits import EdgeLimits
+from tidemill.cluster.edge.requests.limits import EdgeLimits, InFlightLimit, client_of
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.messages import Misses
 from tidemill.cluster.metrics.edge_metrics import EdgeMetrics
@@ -149,3 +151,74 @@ def test_missed_deadlines_are_counted() -> None:
     assert missed(0.001, None, **{"x-slo-ttft-ms": "60000"})[0].late == 1, "the server's is the longest"
     full = Overloaded("full", predicted_s=1.0, retry_after_s=1.0)
     assert missed(60.0, full) == (Misses(refused=1), 0)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-8, 8))), st.integers(1, 40))
+def test_no_client_takes_all_and_what_is_given_back_is_free(steps: list[tuple[str, int]], most: int) -> None:
+    limit = InFlightLimit(most, "things")
+    held = {"a": 0, "b": 0, "c": 0}
+    for client, amount in steps:
+        if amount < 0:
+            amount = max(amount, -held[client])
+            limit.give(-amount, client)
+            held[client] += amount
+        elif held[client] + amount <= most - sum(held.values()):
+            limit.take(amount, client)
+            held[client] += amount
+        else:
+            with pytest.raises(Overloaded, match="yours"):
+                limit.take(amount, client)
+        limit.check()
+        assert limit.held == sum(held.values())
+
+
+def test_one_client_after_the_other_finds_room() -> None:
+    limit = InFlightLimit(1024, "things")
+    for client, room in zip("abcdef", (512, 256, 128, 64, 32, 16), strict=True):
+        for _ in range(room):
+            limit.take(1, client)
+        with pytest.raises(Overloaded):
+            limit.take(1, client)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "address", "client"),
+    [
+        ("search", "10.0.0.1", "tenant:search"),
+        (None, "10.0.0.1", "10.0.0.1"),
+        (None, "::ffff:10.0.0.1", "10.0.0.1"),
+        (None, "2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        (None, "2001:db8:1:2::1", "2001:db8:1:2::/64"),
+        (None, "testclient", "testclient"),
+        (None, None, ""),
+    ],
+)
+def test_client_is_a_tenant_or_an_address(tenant: str | None, address: str | None, client: str) -> None:
+    assert client_of(tenant, address) == client
+
+
+def test_answers_of_one_tenant_leave_room_for_the_others() -> None:
+    keys = [ApiKey(tenant=tenant, sha256=digest_of(tenant)) for tenant in ("a", "b")]
+    service = FakeService(saying(" ok"), stall_at=0)
+    app = build_app(
+        [ServedBackend(service, tokenizer())], sources(), limits=EdgeLimits(answers_max=8), keys=keys
+    )
+
+    async def main() -> None:
+        async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+
+            async def ask(tenant: str, n: int) -> int:
+                headers = {"authorization": f"Bearer {tenant}"}
+                return (
+                    await client.post(TEXT, json={"prompt": "Hello", "n": n}, headers=headers)
+                ).status_code
+
+            first = asyncio.create_task(ask("a", 4))
+            await service.stalled.wait()
+            assert await ask("a", 1) == 429
+            service.stall_at = None
+            assert await ask("b", 2) == 200
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+
+    asyncio.run(main())
