@@ -35,7 +35,8 @@ class Inputs:
     lens_B          int32, tokens of the sequence after this step, including those of the row
     read_B          int32, state id to start from, -1 for the empty state
     writes_BK       int32, state ids that receive the states after the row's last K tokens, the last column
-                    after its last one (any of them may equal read); -1: that one is not kept
+                    after its last one (any of them may equal read); -1: that one is not kept. K reaches
+                    back to the first state that any row keeps
     """
 
     tokens_T: torch.Tensor

@@ -3,7 +3,7 @@ rest.
 
     maker       tokens [ system prompt ........ | its own question ]
     follower    tokens [ system prompt ........ | another question ]
-                                                ^ the maker's next step ends here and leaves a checkpoint
+                                                ^ the maker's next step leaves a checkpoint here
 
 So a prompt that many requests share is computed once, also when they arrive together, and all others can
 restore it.

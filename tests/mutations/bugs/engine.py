@@ -18,6 +18,13 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/workers/engine/test_engine.py tests/sim/test_serving.py",
     ),
     Planted(
+        "a checkpoint inside a row is not published",
+        "workers/engine/commit.py::StepCommitter._publish_inside",
+        "$DEPTH == $BOUNDARY:",
+        "False:",
+        "tests/unit/workers/engine/test_engine.py tests/unit/workers/engine/test_engine_store.py",
+    ),
+    Planted(
         "every boundary of an answer keeps its checkpoint",
         "workers/engine/commit.py::StepCommitter._keep_state",
         "if $DEPTH in $SEQUENCE.$RESTORE.$CUTS or $DEPTH in $SEQUENCE.$RESTORE.$JUNCTIONS:",

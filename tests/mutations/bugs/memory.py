@@ -67,6 +67,20 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/kvstore/memory/test_lease.py",
     ),
     Planted(
+        "a checkpoint inside a step has the windows of the step's end",
+        "kvstore/memory/checkpoints.py::Checkpoints.keep_inside",
+        "self.$LAYOUT, $LEASE, $DEPTH)",
+        "self.$LAYOUT, $LEASE, $LEASE.committed)",
+        "tests/unit/kvstore/memory/test_ledger.py",
+    ),
+    Planted(
+        "states inside a step are those of other depths when slots are short",
+        "kvstore/memory/ledger.py::Ledger.launch",
+        "$INSIDE[$DRAFTS + 1 + len($INSIDE) - len($SLOTS) :]",
+        "$INSIDE[: len($SLOTS) - 1 - $DRAFTS]",
+        "tests/unit/kvstore/memory/test_ledger.py tests/unit/workers/engine/test_strategies.py",
+    ),
+    Planted(
         "a rolling checkpoint is dropped while a request reads it",
         "kvstore/memory/checkpoints.py::Checkpoints._drop_rolling",
         "None or $EARLIER.$CHECKPOINT_PINS:",

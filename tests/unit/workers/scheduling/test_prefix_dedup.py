@@ -68,7 +68,7 @@ def test_follower_waits_until_the_last_page_that_both_have_is_there(depth: int) 
         assert await scene.follows(maker) is None
         waiting = await scene.follows(a_sequence(1, (*SHARED[:depth], 90, 91, 92)))
         assert waiting is not None
-        assert maker.restore.junctions == {depth}, "the maker's steps end where they part"
+        assert maker.restore.junctions == {depth}, "the maker leaves a checkpoint where they part"
         for computed in range(2, depth, 2):
             scene.compute(maker, computed)
             await asyncio.sleep(1)
