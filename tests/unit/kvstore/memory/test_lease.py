@@ -1,5 +1,7 @@
 """Leases in one situation per test: rolling, skipping, sharing, and insufficient memory."""
 
+from itertools import count
+
 import pytest
 
 from tests.support.kvstore.leases import KEYS, ROOT, P, a_cache, a_ledger, grow, scatter
@@ -293,3 +295,19 @@ def test_open_asserts_one_lease_per_request() -> None:
     ledger.open("a")
     with pytest.raises(AssertionError, match="a holds a lease already"):
         ledger.open("a")
+
+
+def test_deepest_states_inside_a_step_get_the_slots() -> None:
+    asked = count()
+    ledger = a_ledger(
+        8, fail_allocation=lambda site: site is AllocationSite.CHECKPOINT_STATE and next(asked) > 0
+    )
+    lease = ledger.open("a")
+    ledger.reserve(lease, 4 * P)
+    flight = ledger.launch(lease, 4 * P, inside=(P, 2 * P, 3 * P))
+    assert [depth for depth, _ in flight.writes] == [3 * P, 4 * P]
+    ledger.commit(lease, 4 * P, KEYS)
+    ledger.check()
+    depths = [entry.depth_pages for entry in lease.shared_entries if entry.checkpoint is not None]
+    assert depths == [3]
+    assert ledger.counters["checkpoints_skipped"] == 2
