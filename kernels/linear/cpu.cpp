@@ -8,7 +8,6 @@ constexpr int64_t ROW_BLOCK = 192;   // rows of x that stay in L2 while all pane
 constexpr int64_t DEPTH_BLOCK = 256; // depth of a panel that stays in L1 while the rows pass by
 constexpr int64_t PANEL_GROUP = 4;   // panels of one task
 constexpr int64_t FEW_ROWS = 16;     // for which panels are read from end to end
-constexpr int64_t SERIAL_BELOW = 1 << 20;  // multiply-adds worth less than waking a thread
 
 // Where element i of column j lies in a panel of that kind, and the depth of a panel: whole blocks for PAIRS.
 int64_t place(int64_t kind, int64_t i, int64_t j) {
@@ -33,61 +32,62 @@ void pack(const W* weight, W* packed, int64_t kind, int64_t n, int64_t k) {
     }
 }
 
-// Of PAIRS, k counts words.
+// Columns of one task of a product, for at most ROW_BLOCK rows from `row` on. Of PAIRS, k counts words.
 template <typename A, typename W>
-void apply(const A* x, int64_t x_stride, const W* packed, const float* bias, float* y, int64_t y_stride, int64_t m,
-           int64_t n, int64_t k) {
-    using Flush = std::conditional_t<std::is_same_v<A, uint32_t>, FlushDenormals, Nothing>;
-    const int64_t blocks = (m + ROW_BLOCK - 1) / ROW_BLOCK;
-    const int64_t groups = (n + PANEL_GROUP * PANEL - 1) / (PANEL_GROUP * PANEL);
-#pragma omp parallel for collapse(2) if (m * n * k >= SERIAL_BELOW)
-    for (int64_t block = 0; block < blocks; block++) {
-        for (int64_t group = 0; group < groups; group++) {
-            const int64_t row = block * ROW_BLOCK, rows = std::min(ROW_BLOCK, m - row);
-            const Flush flushed;
-            const int64_t column = group * PANEL_GROUP * PANEL;
-            const int64_t columns = std::min(PANEL_GROUP * PANEL, n - column);
-            const int64_t whole = columns / PANEL, rest = columns % PANEL;
-            float last[ROW_BLOCK * PANEL];  // a panel that is wider than what is left of y
-            for (int64_t r = 0; r < rows; r++) {
-                float* out = y + (row + r) * y_stride + column;
-                for (int64_t c = 0; c < columns; c++) out[c] = bias ? bias[column + c] : 0.0f;
-                for (int64_t c = 0; rest && c < PANEL; c++) last[r * PANEL + c] = c < rest ? out[whole * PANEL + c] : 0;
-            }
-            const bool few = rows <= FEW_ROWS || (HAS_AMX && std::is_same_v<A, uint32_t>);  // waits for memory
-            const auto times = few ? multiply<true, A, W> : multiply<false, A, W>;
-            const int64_t most = few ? k : DEPTH_BLOCK;
-            for (int64_t start = 0; start < k; start += most) {
-                const int64_t depth = std::min(most, k - start);
-                const A* a = x + row * x_stride + start;
-                const W* b = packed + column * k + start * PANEL;
-                times(rows, whole, a, x_stride, b, k * PANEL, depth, y + row * y_stride + column, y_stride);
-                if (rest) times(rows, 1, a, x_stride, b + whole * k * PANEL, k * PANEL, depth, last, PANEL);
-            }
-            for (int64_t r = 0; rest && r < rows; r++)
-                std::memcpy(y + (row + r) * y_stride + column + whole * PANEL, last + r * PANEL, rest * sizeof(float));
-        }
+void apply(const Product& product, int64_t row, int64_t column, int64_t n, int64_t k) {
+    const std::conditional_t<std::is_same_v<A, uint32_t>, FlushDenormals, Nothing> flushed;
+    const int64_t rows = std::min(ROW_BLOCK, product.m - row), stride = product.stride, y_stride = product.y_stride;
+    const int64_t columns = std::min(PANEL_GROUP * PANEL, n - column), whole = columns / PANEL, rest = columns % PANEL;
+    float *const y = product.y + row * y_stride + column, *const edge = y + whole * PANEL;
+    float last[ROW_BLOCK * PANEL];  // a panel that is wider than what is left of y
+    for (int64_t r = 0; r < rows; r++) {
+        float* out = y + r * y_stride;
+        for (int64_t c = 0; c < columns; c++) out[c] = product.bias ? product.bias[column + c] : 0.0f;
+        for (int64_t c = 0; rest && c < PANEL; c++) last[r * PANEL + c] = c < rest ? out[whole * PANEL + c] : 0;
     }
+    const bool few = rows <= FEW_ROWS || (HAS_AMX && std::is_same_v<A, uint32_t>);
+    const auto times = few ? multiply<true, A, W> : multiply<false, A, W>;
+    const int64_t most = few ? k : DEPTH_BLOCK;
+    for (int64_t start = 0; start < k; start += most) {
+        const int64_t depth = std::min(most, k - start);
+        const A* a = (const A*)product.rows + row * stride + start;
+        const W* b = (const W*)product.packed + column * k + start * PANEL;
+        times(rows, whole, a, stride, b, k * PANEL, depth, y, y_stride);
+        if (rest) times(rows, 1, a, stride, b + whole * k * PANEL, k * PANEL, depth, last, PANEL);
+    }
+    for (int64_t r = 0; rest && r < rows; r++) std::memcpy(edge + r * y_stride, last + r * PANEL, rest * sizeof(float));
 }
 
-void multiply_any(const float* x, int64_t x_stride, const void* packed, int64_t kind, const float* bias, float* y,
-                  int64_t y_stride, int64_t m, int64_t n, int64_t k) {
-    if (kind == FLOATS) return apply(x, x_stride, (const float*)packed, bias, y, y_stride, m, n, k);
-    if (kind == WIDENED) return apply(x, x_stride, (const uint16_t*)packed, bias, y, y_stride, m, n, k);
+// Products of floats, all of the same m: rows are rounded where the kind wants it.
+void multiply_floats(std::vector<Product> products, int64_t kind, int64_t n, int64_t k) {
+    const int64_t m = products[0].m, words = row_words(kind, k), count = kind == PAIRS ? m * products.size() : 0;
     static thread_local std::vector<uint32_t> room;
-    const int64_t words = row_words(kind, k);
-    uint32_t* const rows = lined(room, m * words);
-#pragma omp parallel for if (m * n * k >= SERIAL_BELOW)
-    for (int64_t r = 0; r < m; r++) to_blocks(x + r * x_stride, k, rows + r * words);
-    apply(rows, words, (const uint32_t*)packed, bias, y, y_stride, m, n, words);
+    uint32_t* const rounded = lined(room, count * words);
+    const std::vector<Product> given(products);
+    for (size_t i = 0; i < products.size() && kind == PAIRS; i++)
+        products[i].rows = rounded + i * m * words, products[i].stride = words;
+#pragma omp parallel if (m * n * k * (int64_t)products.size() >= SERIAL_BELOW)
+    {
+#pragma omp for
+        for (int64_t r = 0; r < count; r++)
+            to_blocks((const float*)given[r / m].rows + r % m * given[r / m].stride, k, rounded + r * words);
+        multiply_all(products, kind, n, k);
+    }
 }
 }  // namespace
 
-void multiply_rows(const uint32_t* rows, const void* packed, int64_t kind, const float* bias, float* y, int64_t m,
-                   int64_t n, int64_t k) {
-    const int64_t words = row_words(kind, k);
-    if (kind == PAIRS) return apply(rows, words, (const uint32_t*)packed, bias, y, n, m, n, words);
-    multiply_any((const float*)rows, words, packed, kind, bias, y, n, m, n, k);
+void multiply_all(const std::vector<Product>& products, int64_t kind, int64_t n, int64_t k) {
+    const auto times = kind == FLOATS    ? apply<float, float>
+                       : kind == WIDENED ? apply<float, uint16_t>
+                                         : apply<uint32_t, uint32_t>;
+    std::vector<std::pair<const Product*, int64_t>> blocks;
+    for (const Product& product : products)
+        for (int64_t row = 0; row < product.m; row += ROW_BLOCK) blocks.emplace_back(&product, row);
+    const int64_t count = blocks.size();
+#pragma omp for collapse(2) schedule(dynamic)
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t column = 0; column < n; column += PANEL_GROUP * PANEL)
+            times(*blocks[i].first, blocks[i].second, column, n, row_words(kind, k));
 }
 
 extern "C" int64_t linear_panel() { return PANEL; }
@@ -99,15 +99,15 @@ extern "C" void linear_pack(const void* weight, void* packed, int64_t kind, int6
 
 extern "C" void linear(const float* x, int64_t x_stride, const void* packed, int64_t kind, const float* bias, float* y,
                        int64_t m, int64_t n, int64_t k) {
-    multiply_any(x, x_stride, packed, kind, bias, y, n, m, n, k);
+    multiply_floats({{(const uint32_t*)x, x_stride, m, packed, bias, y, n}}, kind, n, k);
 }
 
 // y [m][heads][n] of x [m][heads][k] by strides; packed weights of head h start at h * head_bytes.
 extern "C" void linear_heads(const float* x, int64_t x_stride, int64_t x_head, const void* packed, int64_t head_bytes,
                              int64_t kind, float* y, int64_t m, int64_t heads, int64_t n, int64_t k) {
-    const int64_t work = m * n * k;  // of a head: threads take heads where one head is not worth waking them
-#pragma omp parallel for if (work < SERIAL_BELOW && heads * work >= SERIAL_BELOW)
+    std::vector<Product> products;
     for (int64_t h = 0; h < heads; h++)
-        multiply_any(x + h * x_head, x_stride, (const char*)packed + h * head_bytes, kind, nullptr, y + h * n,
-                     heads * n, m, n, k);
+        products.push_back({(const uint32_t*)(x + h * x_head), x_stride, m, (const char*)packed + h * head_bytes,
+                            nullptr, y + h * n, heads * n});
+    multiply_floats(products, kind, n, k);
 }

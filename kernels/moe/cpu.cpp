@@ -4,6 +4,17 @@
 namespace {
 struct Picks {  // indices into chosen, by expert, then by token; those of expert e are [start[e], start[e + 1])
     std::vector<int64_t> start, index;
+
+    // The products of all experts that have picks; rows and y are in the order of `index`.
+    std::vector<Product> products(const uint32_t* rows, int64_t words, const void* packed, int64_t bytes,
+                                  const float* bias, float* y, int64_t n) const {
+        std::vector<Product> found;
+        for (size_t e = 0; e + 1 < start.size(); e++)
+            if (start[e] < start[e + 1])
+                found.push_back({rows + start[e] * words, words, start[e + 1] - start[e],
+                                 (const char*)packed + e * bytes, bias ? bias + e * n : nullptr, y + start[e] * n, n});
+        return found;
+    }
 };
 
 Picks by_expert(const int32_t* chosen, int64_t count, int64_t experts) {
@@ -82,21 +93,25 @@ extern "C" void route(const float* logits, int64_t logits_stride, const float* b
 extern "C" void moe_inner(const float* x, const int32_t* chosen, const void* gate_up, int64_t gate_up_bytes,
                           int64_t kind, const float* bias, float* hidden, int64_t tokens, int64_t experts,
                           int64_t top_k, int64_t width, int64_t inner, int64_t is_clamped, float alpha, float limit) {
-    const Picks picks = by_expert(chosen, tokens * top_k, experts);
-    static thread_local std::vector<uint32_t> in;
-    static thread_local std::vector<float> projected;
-    const int64_t words = row_words(kind, width);
-    for (int64_t e = 0; e < experts; e++) {
-        const int64_t *pick = picks.index.data() + picks.start[e], n = picks.start[e + 1] - picks.start[e];
-        if (n == 0) continue;
-        in.resize(n * words), projected.resize(n * 2 * inner);
-        for (int64_t r = 0; r < n; r++)
-            copy_row(kind, x + pick[r] / top_k * width, width, in.data() + r * words);
-        multiply_rows(in.data(), (const char*)gate_up + e * gate_up_bytes, kind, bias ? bias + e * 2 * inner : nullptr,
-                      projected.data(), n, 2 * inner, width);
-        for (int64_t r = 0; r < n; r++) {
-            const float *gate = projected.data() + r * 2 * inner, *up = gate + inner;
-            float* out = hidden + pick[r] * inner;
+    const int64_t count = tokens * top_k, words = row_words(kind, width), n = 2 * inner;
+    const Picks picks = by_expert(chosen, count, experts);
+    static thread_local std::vector<uint32_t> rows_room;
+    static thread_local std::vector<float> projected_room;
+    uint32_t *const rows = lined(rows_room, (count + tokens) * words), *const rounded = rows + count * words;
+    float* const projected = lined(projected_room, count * n);
+    const auto products = picks.products(rows, words, gate_up, gate_up_bytes, bias, projected, n);
+#pragma omp parallel if (count * n * width >= SERIAL_BELOW)
+    {
+#pragma omp for
+        for (int64_t t = 0; t < tokens; t++) copy_row(kind, x + t * width, width, rounded + t * words);
+#pragma omp for
+        for (int64_t r = 0; r < count; r++)
+            std::memcpy(rows + r * words, rounded + picks.index[r] / top_k * words, words * sizeof(uint32_t));
+        multiply_all(products, kind, n, width);
+#pragma omp for
+        for (int64_t r = 0; r < count; r++) {
+            const float *gate = projected + r * n, *up = gate + inner;
+            float* out = hidden + picks.index[r] * inner;
             if (is_clamped) {
                 for (int64_t i = 0; i < inner; i++) out[i] = clamped(gate[i], up[i], alpha, limit);
             } else {
@@ -113,30 +128,30 @@ extern "C" void moe_outer(const float* hidden, const int32_t* chosen, const floa
                           int64_t down_bytes, int64_t kind, const float* bias, const float* shared,
                           const float* gate, int64_t gate_stride, float* y, int64_t tokens, int64_t experts,
                           int64_t top_k, int64_t width, int64_t inner) {
-    const Picks picks = by_expert(chosen, tokens * top_k, experts);
-    std::fill(y, y + tokens * width, 0.0f);
-    static thread_local std::vector<uint32_t> in;
-    static thread_local std::vector<float> out;
-    const int64_t words = row_words(kind, inner);
-    for (int64_t e = 0; e < experts; e++) {
-        const int64_t *pick = picks.index.data() + picks.start[e], n = picks.start[e + 1] - picks.start[e];
-        if (n == 0) continue;
-        in.resize(n * words), out.resize(n * width);
-        for (int64_t r = 0; r < n; r++)
-            copy_row(kind, hidden + pick[r] * inner, inner, in.data() + r * words);
-        multiply_rows(in.data(), (const char*)down + e * down_bytes, kind, bias ? bias + e * width : nullptr,
-                      out.data(), n, width, inner);
-        for (int64_t r = 0; r < n; r++) {
-            float* to = y + pick[r] / top_k * width;
-            const float weight = weights[pick[r]], *from = out.data() + r * width;
-            for (int64_t i = 0; i < width; i++) to[i] = __builtin_fmaf(weight, from[i], to[i]);
+    const int64_t count = tokens * top_k, words = row_words(kind, inner);
+    const Picks picks = by_expert(chosen, count, experts);
+    static thread_local std::vector<uint32_t> rows_room;
+    static thread_local std::vector<float> out_room;
+    std::vector<const float*> out_of(count);  // of each pick
+    uint32_t* const rows = lined(rows_room, count * words);
+    float* const out = lined(out_room, count * width);
+    for (int64_t r = 0; r < count; r++) out_of[picks.index[r]] = out + r * width;
+    const auto products = picks.products(rows, words, down, down_bytes, bias, out, width);
+#pragma omp parallel if (count * inner * width >= SERIAL_BELOW)
+    {
+#pragma omp for
+        for (int64_t r = 0; r < count; r++)
+            copy_row(kind, hidden + picks.index[r] * inner, inner, rows + r * words);
+        multiply_all(products, kind, width, inner);
+#pragma omp for
+        for (int64_t t = 0; t < tokens; t++) {
+            float* to = y + t * width;
+            std::fill(to, to + width, 0.0f);
+            for (int64_t pick = t * top_k; pick < (t + 1) * top_k; pick++)
+                for (int64_t i = 0; i < width; i++) to[i] = __builtin_fmaf(weights[pick], out_of[pick][i], to[i]);
+            if (!shared) continue;
+            const float scale = gate ? sigmoid(gate[t * gate_stride]) : 1.0f, *from = shared + t * width;
+            for (int64_t i = 0; i < width; i++) to[i] += from[i] * scale;
         }
-    }
-    if (!shared) return;
-#pragma omp parallel for if (tokens * width >= 1 << 14)
-    for (int64_t t = 0; t < tokens; t++) {
-        const float scale = gate ? sigmoid(gate[t * gate_stride]) : 1.0f, *from = shared + t * width;
-        float* to = y + t * width;
-        for (int64_t i = 0; i < width; i++) to[i] += from[i] * scale;
     }
 }

@@ -46,7 +46,7 @@ constexpr uintptr_t LINE = 64;  // bytes of a cache line
 // The first `count` elements of `room` from a cache line on: a vector that lies on two costs twice.
 template <typename T>
 static inline T* lined(std::vector<T>& room, int64_t count) {
-    room.resize(count + LINE / sizeof(T));
+    if (room.size() < count + LINE / sizeof(T)) room.resize(count + LINE / sizeof(T));
     return (T*)(((uintptr_t)room.data() + LINE - 1) / LINE * LINE);
 }
 
@@ -439,7 +439,17 @@ static inline void copy_row(int64_t kind, const float* x, int64_t k, uint32_t* r
     std::memcpy(row, x, k * sizeof(float));
 }
 
-// y[m][n] = rows[m] W^T + bias, W [n][k] packed by linear_pack, rows by copy_row; bias may be null. Defined in
-// linear/cpu.cpp.
-void multiply_rows(const uint32_t* rows, const void* packed, int64_t kind, const float* bias, float* y, int64_t m,
-                   int64_t n, int64_t k);
+// y[m][n] = rows[m] W^T + bias, W [n][k] packed by linear_pack, rows by copy_row; bias may be null.
+struct Product {
+    const uint32_t* rows;
+    int64_t stride, m;
+    const void* packed;
+    const float* bias;
+    float* y;
+    int64_t y_stride;
+};
+
+constexpr int64_t SERIAL_BELOW = 1 << 20;  // multiply-adds worth less than waking a thread
+
+// All threads of a parallel region call it together, or one thread outside. Defined in linear/cpu.cpp.
+void multiply_all(const std::vector<Product>& products, int64_t kind, int64_t n, int64_t k);

@@ -34,8 +34,8 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "every head is multiplied by the first head's weights",
         "kernels/linear/cpu.cpp",
-        "(const char*)$PACKED + $H * $HEAD_BYTES, $KIND",
-        "(const char*)$PACKED, $KIND",
+        "(const char*)$PACKED + $H * $HEAD_BYTES,",
+        "(const char*)$PACKED,",
         "tests/unit/kernels/test_linear.py",
     ),
     Planted(
