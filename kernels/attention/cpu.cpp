@@ -226,12 +226,15 @@ float fold_scores(float* score, int64_t from, int64_t to, float& highest, float&
     for (int64_t j = to; j < SIZE; j++) score[j] = -INFINITY;
     for (int64_t j = 0; j < SIZE; j += LANES) most = larger(most, load(score + j));
     const float peak = tree(most, larger);
-    for (int64_t j = 0; j < SIZE; j++) score[j] = exp_f32(score[j] - peak);
-    for (int64_t j = 0; j < from; j++) score[j] = 0.0f;
-    for (int64_t j = to; j < SIZE; j++) score[j] = 0.0f;
+    float sums[LANES_SUM] = {};
+    for (int64_t j = 0; j < SIZE; j += LANES) {
+        const vec given = load(score + j), weight = given == -INFINITY ? vec{} : exp_f32(given - peak);
+        store(score + j, weight);
+        store(sums + j % LANES_SUM, load(sums + j % LANES_SUM) + weight);
+    }
     const float shrink = peak == highest ? 1.0f : exp_f32(highest - peak);
     highest = peak;
-    total = total * shrink + sum(score, SIZE);
+    total = total * shrink + fold(sums);
     return shrink;
 }
 

@@ -63,23 +63,33 @@ static inline vec fused(vec a, vec b, vec c) {  // a * b + c, rounded once
 #endif
 }
 
-// e^x within 2 ulp; x is clamped to the range of normal results. Cody-Waite reduction and the Taylor series on
-// |r| <= ln(2) / 2. libm is not used: its vector and scalar variants may differ in the last bit.
-static inline float exp_f32(float x) {
-    x = x < -87.3f ? -87.3f : x;
-    x = x > 88.3f ? 88.3f : x;
-    const float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // nearest integer
-    float r = __builtin_fmaf(n, -0.693359375f, x);
-    r = __builtin_fmaf(n, 2.12194440e-4f, r);
-    float p = 1.0f / 5040;
-    p = __builtin_fmaf(p, r, 1.0f / 720);
-    p = __builtin_fmaf(p, r, 1.0f / 120);
-    p = __builtin_fmaf(p, r, 1.0f / 24);
-    p = __builtin_fmaf(p, r, 1.0f / 6);
-    p = __builtin_fmaf(p, r, 0.5f);
-    p = __builtin_fmaf(p, r, 1.0f);
-    p = __builtin_fmaf(p, r, 1.0f);
-    return p * __builtin_bit_cast(float, ((int32_t)n + 127) << 23);
+static inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+typedef int32_t ints __attribute__((vector_size(LANES * 4)));
+
+static inline float power_of_two(float n) { return __builtin_bit_cast(float, ((int32_t)n + 127) << 23); }
+
+static inline vec power_of_two(vec n) { return (vec)((__builtin_convertvector(n, ints) + 127) << 23); }
+
+// e^x within 2 ulp, of a float or a vec; x is clamped to the range of normal results. Cody-Waite reduction and the Taylor
+// series on |r| <= ln(2) / 2. libm is not used: its vector and scalar variants may differ in the last bit.
+template <typename T>
+static inline T exp_f32(T x) {
+    const T zero{};
+    x = x < zero - 87.3f ? zero - 87.3f : x;
+    x = x > zero + 88.3f ? zero + 88.3f : x;
+    const T n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // nearest integer
+    T r = fused(n, zero - 0.693359375f, x);
+    r = fused(n, zero + 2.12194440e-4f, r);
+    T p = zero + 1.0f / 5040;
+    p = fused(p, r, zero + 1.0f / 720);
+    p = fused(p, r, zero + 1.0f / 120);
+    p = fused(p, r, zero + 1.0f / 24);
+    p = fused(p, r, zero + 1.0f / 6);
+    p = fused(p, r, zero + 0.5f);
+    p = fused(p, r, zero + 1.0f);
+    p = fused(p, r, zero + 1.0f);
+    return p * power_of_two(n);
 }
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
@@ -87,8 +97,6 @@ static inline float sigmoid(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
 static inline float silu(float x) { return x / (1.0f + exp_f32(-x)); }
 
 static inline float softplus(float x) { return x > 20 ? x : std::log1p(exp_f32(x)); }
-
-typedef int32_t ints __attribute__((vector_size(LANES * 4)));
 
 // One float of all lanes: halves on halves, as a tree, in registers.
 template <int HALF = LANES / 2, typename Combine>
