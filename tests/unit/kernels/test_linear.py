@@ -112,8 +112,8 @@ def test_products_in_bfloat16_sum_even_and_odd_elements_of_32_apart(half_cpu: Op
     wanted = bias_N.double().expand(rows, 33)
     for start in range(0, 96, 32):
         chains = torch.zeros(rows, 33, 2, dtype=torch.float64)
-        for at in range(start, start + 32, 2):
-            chains = (chains + terms_MNK[..., at : at + 2]).float().double()
+        for k in range(start, start + 32, 2):
+            chains = (chains + terms_MNK[..., k : k + 2]).float().double()
         wanted = (wanted + chains.sum(-1).float()).float().double()
     assert same_bits(half_cpu.linear(x.float(), half_cpu.pack(weight, bias_N)), wanted.float())
 
