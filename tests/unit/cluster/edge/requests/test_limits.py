@@ -159,9 +159,9 @@ def test_no_client_takes_all_and_what_is_given_back_is_free(steps: list[tuple[st
     held = {"a": 0, "b": 0, "c": 0}
     for client, amount in steps:
         if amount < 0:
-            amount = max(amount, -held[client])
-            limit.give(-amount, client)
-            held[client] += amount
+            given = min(-amount, held[client])
+            limit.give(given, client)
+            held[client] -= given
         elif held[client] + amount <= most - sum(held.values()):
             limit.take(amount, client)
             held[client] += amount
