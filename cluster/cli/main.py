@@ -27,7 +27,7 @@ from tidemill import __version__
 from tidemill.cluster.cli.arguments import UsageError, bytes_of
 from tidemill.cluster.cli.config import add_config_commands
 from tidemill.cluster.cli.fleet import CommandContext, add_fleet_commands, show
-from tidemill.cluster.cli.security import add_key_options, security_of, with_cluster_security
+from tidemill.cluster.cli.security import KEY_VARIABLE, add_key_options, security_of, with_cluster_security
 from tidemill.cluster.cli.serve import add_serving_options, config_of_options
 from tidemill.cluster.cli.simulate import add_simulate_options
 from tidemill.cluster.config.fleets import Surroundings, cluster_settings, summary, telemetry_of
@@ -62,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     not have the object. 2: refused, with one line that names the fix."""
     options = parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is with nohup
+        signal.signal(signal.SIGHUP, _interrupt)
     try:
         return options.run(options)
     except TidemillError as error:
@@ -72,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _interrupt(number: int, frame: object) -> None:
-    """Make SIGTERM unwind the stack like SIGINT, so that everything started is stopped."""
+    """Make SIGTERM and SIGHUP unwind the stack like SIGINT, so that everything started is stopped."""
     del number, frame
     raise KeyboardInterrupt
 
@@ -309,6 +311,7 @@ def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", sou
         new_id=lambda: uuid.uuid4().hex,
         rng=Random(secrets.randbits(64)),  # noqa: S311 - seeds of sampling are no secrets
     )
+    os.environ.pop(KEY_VARIABLE, None)  # Ray's processes and the workers do not need it
     _sealing(None if store.secret_file is None else Path(store.secret_file))  # reports errors early
     cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill"
     console = Console(stderr=True)

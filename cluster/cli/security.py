@@ -11,7 +11,7 @@ from pathlib import Path
 from tidemill.cluster.cli.arguments import UsageError
 from tidemill.cluster.cli.server_address import ServerAddress
 from tidemill.cluster.config.tree import ClusterConfig, EdgeConfig
-from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of, read_keys
+from tidemill.cluster.edge.requests.api_keys import ApiKey, KeysFile, digest_of
 from tidemill.cluster.edge.requests.security import Security, Tls
 from tidemill.cluster.mutual_tls import CLUSTER_NAME, MutualTls
 from tidemill.cluster.settings import ClusterSettings
@@ -26,9 +26,10 @@ def security_of(edge: EdgeConfig, api_keys: Sequence[str] | None, environ: Mappi
     if not all(given):
         raise UsageError("--api-key is empty: give a long random text, like one of `tidemill key`")
     keys = [ApiKey(tenant=TENANT_OF_OPTIONS, sha256=digest_of(key), operator=True) for key in given]
-    if edge.api_keys_file is not None:
-        keys += read_keys(Path(edge.api_keys_file))
-    return Security(keys=tuple(keys), tls=_tls(edge))
+    if edge.api_keys_file is None:
+        return Security(keys=tuple(keys), tls=_tls(edge))
+    keys_file = KeysFile(path=Path(edge.api_keys_file), others=tuple(keys))
+    return Security(keys=keys_file.read(), keys_file=keys_file, tls=_tls(edge))
 
 
 def add_key_options(key: argparse.ArgumentParser) -> None:

@@ -27,6 +27,7 @@ from tidemill.cluster.edge.cluster_service import ClusterService
 from tidemill.cluster.edge.grpc_api.server import PublicServer
 from tidemill.cluster.edge.http.app import app_of
 from tidemill.cluster.edge.http.connection import with_limits
+from tidemill.cluster.edge.requests.api_keys import KeysWatch
 from tidemill.cluster.edge.requests.context import EdgeContext, Sources, open_context
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.requests.security import uvicorn_settings
@@ -38,8 +39,9 @@ from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.server.endpoint import Endpoint, PortTaken, listening, raise_file_limit
 from tidemill.cluster.server.support_info import support_parts
 from tidemill.cluster.settings import ClusterSettings, FleetSettings
-from tidemill.cluster.supervisor.launch import Cluster, start_cluster
+from tidemill.cluster.supervisor.launch import STOP_SIGNALS, Cluster, start_cluster
 from tidemill.cluster.supervisor.mooncake_service import running_store
+from tidemill.cluster.supervisor.private_folder import private_folder
 from tidemill.cluster.supervisor.scaler import Scaler
 from tidemill.cluster.supervisor.store_plan import check_shared, other_tiers
 from tidemill.kvstore.stores.open_store import open_store
@@ -80,8 +82,8 @@ def serve(
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(endpoint, settings, cluster, list(tokenizers), sources, listener, work))
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not interrupt the stop
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for number in STOP_SIGNALS:  # a second one must not interrupt the stop
+                signal.signal(number, signal.SIG_IGN)
             cluster.stop()
 
 
@@ -119,10 +121,12 @@ async def _serve(
         parts=support_parts(endpoint, settings, lines),
     )
     grpc_servers = await _start_grpc(endpoint, context)
+    keys_file = endpoint.security.keys_file
+    watches = [] if keys_file is None else [KeysWatch(context.keys, keys_file)]
     working = work(f"{endpoint.scheme}://{endpoint.host}:{listener.getsockname()[1]}")
     try:
         with keeping(lines):
-            runs = [*services, *scalers, *grpc_servers]
+            runs = [*services, *scalers, *grpc_servers, *watches]
             await _serve_until_stopped(_http_server(endpoint, context), listener, runs, working)
     finally:
         for service in services:
@@ -134,8 +138,9 @@ async def _serve_until_stopped(
 ) -> None:
     """Serve and run `runs` until `work` is done or a signal comes; then end all of them."""
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
     others = [asyncio.create_task(run.run()) for run in runs]
     for task in others:
         task.add_done_callback(_log_error)
@@ -227,7 +232,8 @@ def shared_store(url: str | None, folders: tuple[Path, ...]) -> Generator[str]:
     that exists."""
     if url is None:
         base = next((folder for folder in folders if folder.is_dir()), None)
-        with tempfile.TemporaryDirectory(prefix="tidemill-store-", dir=base) as folder:
+        parent = Path(tempfile.gettempdir()) if base is None else base
+        with private_folder("tidemill-store-", parent) as folder:
             yield f"file://{folder}"
         return
     check_shared(url)

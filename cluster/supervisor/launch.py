@@ -1,10 +1,8 @@
 """Start and stop a cluster: Ray, the routers, the workers. A failed start leaves nothing running."""
 
 import contextlib
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -21,6 +19,7 @@ from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
 from tidemill.cluster.supervisor.node_fit import Node, assign, demand_of, unschedulable_reason
+from tidemill.cluster.supervisor.private_folder import private_folder
 from tidemill.cluster.supervisor.processes import children, end, with_descendants
 from tidemill.cluster.supervisor.router_actor import RouterActor
 from tidemill.cluster.supervisor.start_progress import show_progress
@@ -37,6 +36,9 @@ POLL_S = 0.1
 REPORT_S = 60.0
 """The period of the messages about workers that have not started yet."""
 
+STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""SIGHUP comes when a terminal closes; a process that ignores it, as with nohup, goes on."""
+
 GRACE_S = 3.0
 CONNECT_S_MAX = 5.0
 RAY_STARTS_MAX = 4
@@ -44,8 +46,8 @@ RAY_WAS_SLOW = "timed out during startup"
 """The text of the error when a local node of Ray takes longer than Ray's fixed 30 s; a busy machine may need
 several attempts."""
 
-TEMP_PATH_LENGTH_MAX = 40
-"""Ray appends up to 60 characters for its sockets, and the path of a socket has at most 107 characters."""
+TEMP_PATH_LENGTH_MAX = 34
+"""A private folder and Ray's sockets append up to 66 characters, and the path of a socket has at most 107."""
 
 
 class LaunchError(TidemillError):
@@ -59,6 +61,7 @@ class Cluster:
         self._infos: dict[str, WorkerInfo] = {}
         self._settings = settings
         self._temp_folder: Path | None = None
+        self._files = contextlib.ExitStack()
         self._processes: list[psutil.Process] = []  # of Ray, if we started it
         self._routers: list[Any] = []
         self._actors: dict[str, Any] = {}
@@ -95,7 +98,9 @@ class Cluster:
                 raise LaunchError(
                     f"the path {settings.temp_folder} is too long for Ray's sockets: set TMPDIR=/tmp"
                 )
-            self._temp_folder = Path(tempfile.mkdtemp(prefix="tidemill-", dir=settings.temp_folder))
+            # Ray makes its folder one that all users may write to.
+            folder = private_folder("tidemill-", settings.temp_folder)
+            self._temp_folder = self._files.enter_context(folder)
             options = {
                 "address": "local",
                 "_temp_dir": str(self._temp_folder),
@@ -115,7 +120,7 @@ class Cluster:
 
     def _init_ray(self, options: Mapping[str, Any]) -> None:
         before = children()
-        dispositions = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        dispositions = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         try:
             with _raise_interrupts():
                 namespace = self._settings.namespace
@@ -247,13 +252,12 @@ class Cluster:
         grace_s = GRACE_S if RAY.is_initialized() else 0.0
         RAY.shutdown()
         end(processes, grace_s)
-        if self._temp_folder is not None:
-            shutil.rmtree(self._temp_folder, ignore_errors=True)
+        self._files.close()
 
 
 @contextlib.contextmanager
 def _raise_interrupts() -> Generator[None]:
-    """Raise KeyboardInterrupt at the end if a SIGTERM or SIGINT came within the block. The exception of the
+    """Raise KeyboardInterrupt at the end if one of STOP_SIGNALS came within the block. The exception of the
     signal's own callback may have been swallowed by another callback or a broad `except`."""
     reader, writer = socket.socketpair()
     with reader, writer:
@@ -265,7 +269,7 @@ def _raise_interrupts() -> Generator[None]:
         finally:
             signal.set_wakeup_fd(before)
         with contextlib.suppress(BlockingIOError):
-            if {signal.SIGTERM, signal.SIGINT}.intersection(reader.recv(4096)):
+            if STOP_SIGNALS.intersection(reader.recv(4096)):
                 raise KeyboardInterrupt
 
 

@@ -9,7 +9,10 @@ keys:
     operator: true          # may read /cluster and send commands, too
 """
 
+import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +23,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
 from tidemill.kvstore.errors import TidemillError
 from tidemill.workers.messages import Overloaded, RequestError
+
+LOOK_S = 2.0
+"""The period in which the file of keys is looked at: a key that was taken out is valid for as long."""
+
+log = logging.getLogger(__name__)
 
 OPERATORS_PATHS = ("/cluster", "/reset_prefix_cache", "/flush_cache")
 """The paths for operators, with all below them."""
@@ -50,6 +58,13 @@ class ApiKeys:
         self._keys = {key.sha256: key for key in keys}
         self._clock_s = clock_s
         self._paid_until_s: dict[str, float] = {}  # by digest
+
+    def replace(self, keys: Sequence[ApiKey]) -> None:
+        """Admit these keys from now on; those that stay keep what they have counted."""
+        self._keys = {key.sha256: key for key in keys}
+        self._paid_until_s = {
+            digest: paid_s for digest, paid_s in self._paid_until_s.items() if digest in self._keys
+        }
 
     @property
     def are_needed(self) -> bool:
@@ -122,3 +137,49 @@ def read_keys(path: Path) -> list[ApiKey]:
     except ValidationError as error:
         raise TidemillError(f"--api-keys-file: {path}: {request_error(problems_of(error))}") from None
     return keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysFile:
+    """A file of keys, and those that are valid beside it."""
+
+    path: Path
+    others: tuple[ApiKey, ...] = ()
+
+    def read(self) -> tuple[ApiKey, ...]:
+        """Return all keys. Raises TidemillError."""
+        return (*self.others, *read_keys(self.path))
+
+    def version(self) -> tuple[int, ...] | None:
+        """Return what differs after a change, also of the target of a link; None without a file."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+class KeysWatch:
+    """Reads the file of keys again when it has changed."""
+
+    def __init__(self, keys: ApiKeys, file: KeysFile) -> None:
+        self._keys = keys
+        self._file = file
+        self._version: tuple[int, ...] | None = ()  # the file may have changed since it was read first
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Admit the keys of the file if it has changed; keep the former ones if it cannot be read."""
+        version = self._file.version()
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._keys.replace(await asyncio.to_thread(self._file.read))
+        except TidemillError as error:
+            log.warning("%s: the keys from before stay valid", error)

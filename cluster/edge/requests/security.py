@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tidemill.cluster.edge.requests.api_keys import ApiKey
+from tidemill.cluster.edge.requests.api_keys import ApiKey, KeysFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,7 @@ class Security:
     """The security of an endpoint: without keys every client is admitted, without `tls` it is plain HTTP."""
 
     keys: tuple[ApiKey, ...] = ()
+    keys_file: KeysFile | None = None  # from which they are read again
     tls: Tls | None = None
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import shutil
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -224,3 +225,26 @@ def test_memory_command_needs_worker_and_size(
     refused: Refused, arguments: tuple[str, ...], named: str
 ) -> None:
     assert named in refused("memory", *arguments)
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_closed_terminal_stops_the_command_unless_it_is_ignored(
+    *, is_ignored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(_: argparse.Namespace) -> int:
+        signal.raise_signal(signal.SIGHUP)
+        return 0
+
+    def parser() -> argparse.ArgumentParser:
+        command = argparse.ArgumentParser()
+        command.set_defaults(run=run)
+        return command
+
+    monkeypatch.setattr(cli, "parser", parser)
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+        assert cli.main([]) == (0 if is_ignored else cli.EXIT_INTERRUPTED)
+    finally:
+        for number, disposition in before.items():
+            signal.signal(number, disposition)

@@ -1,5 +1,6 @@
 """API keys at the edge: who may ask what, how often, and whose prefixes are whose."""
 
+import asyncio
 from pathlib import Path
 
 import httpx
@@ -8,10 +9,10 @@ from fastapi import FastAPI
 
 from tests.support.cluster.fake_service import FakeService, build_app, call, saying, sources, tokenizer
 from tidemill.cluster.edge.http.middleware import OPEN_PATHS
-from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys, digest_of, read_keys
+from tidemill.cluster.edge.requests.api_keys import ApiKey, ApiKeys, KeysFile, KeysWatch, digest_of, read_keys
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.messages import Overloaded
+from tidemill.workers.messages import Overloaded, RequestError
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Hello!"}]}
@@ -165,3 +166,59 @@ def test_broken_file_is_named_with_its_place(tmp_path: Path, text: str, message:
         read_keys(file)
     with pytest.raises(TidemillError, match="cannot be read"):
         read_keys(tmp_path / "missing.yaml")
+
+
+def write_keys(path: Path, *names: str) -> None:
+    """Replace the file in one step, as `mv` and Kubernetes do."""
+    entries = (f"- {{tenant: {name}, sha256: {digest_of(name)}, requests_per_minute: 1}}" for name in names)
+    new = path.with_suffix(".new")
+    new.write_text("\n".join(["keys:", *entries]))
+    new.rename(path)
+
+
+def test_changed_file_takes_effect_and_a_broken_one_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys.yaml"
+    write_keys(path, "old", "both")
+    file = KeysFile(path=path, others=(ApiKey(tenant="operator", sha256=digest_of("fixed")),))
+    keys = ApiKeys(file.read())
+    watch = KeysWatch(keys, file)
+
+    def valid() -> set[str]:
+        found: set[str] = set()
+        asyncio.run(watch.look())
+        for name in ("old", "both", "new", "fixed"):
+            try:
+                keys.tenant({"authorization": f"Bearer {name}"})
+                found.add(name)
+            except RequestError:
+                pass
+        return found
+
+    assert valid() == {"old", "both", "fixed"}
+    keys.admit(CHAT, {"authorization": "Bearer both"})
+    write_keys(path, "both", "new")
+    assert valid() == {"both", "new", "fixed"}
+    with pytest.raises(Overloaded):
+        keys.admit(CHAT, {"authorization": "Bearer both"})
+    for broken in ("keys: []", "keys: [", None):
+        if broken is None:
+            path.unlink()
+        else:
+            path.write_text(broken)
+        caplog.clear()
+        assert valid() == valid() == {"both", "new", "fixed"}
+        assert len([record for record in caplog.records if "stay valid" in record.message]) == 1
+    write_keys(path, "old")
+    assert valid() == {"old", "fixed"}
+
+
+def test_first_look_finds_what_has_changed_since_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    write_keys(path, "old")
+    file = KeysFile(path=path)
+    keys = ApiKeys(file.read())
+    write_keys(path, "new")
+    asyncio.run(KeysWatch(keys, file).look())
+    assert keys.tenant({"authorization": "Bearer new"}) == "new"
