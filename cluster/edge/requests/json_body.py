@@ -10,7 +10,7 @@ from itertools import accumulate
 from tidemill.workers.messages import RequestError
 
 DEPTH_MAX = 128
-MEMBERS_MAX = 1 << 16
+MEMBERS_MAX = 1 << 15
 CONTAINERS_MAX = 1 << 16
 VALUES_MAX = 1 << 18
 """Each limit alone takes some 20 ms to parse and to check."""

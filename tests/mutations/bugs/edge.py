@@ -116,6 +116,20 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/cluster/edge/grpc_api/test_edges.py",
     ),
     Planted(
+        "a connection reads on while requests wait",
+        "cluster/edge/http/connection.py::_Turns.resume_reading",
+        "if not self.$CONNECTION.$PIPELINE:",
+        "if True:",
+        "tests/unit/cluster/edge/http/test_connection.py",
+    ),
+    Planted(
+        "trailers may be of any length",
+        "cluster/edge/http/connection.py::Connection.data_received",
+        "self.$HEAD_BYTES += len($PART)",
+        "self.$HEAD_BYTES += len($PART) if self._is_in_head else 0",
+        "tests/unit/cluster/edge/http/test_connection.py",
+    ),
+    Planted(
         "best_of returns the worst answer",
         "cluster/edge/http/replies.py::_returned",
         ", $REVERSE=True",
@@ -135,6 +149,20 @@ BUGS: tuple[Planted, ...] = (
         "not in",
         "in",
         "tests/unit/cluster/edge/http/test_same_origin.py",
+    ),
+    Planted(
+        "one client takes a whole limit",
+        "cluster/edge/requests/limits.py::InFlightLimit.take",
+        "if $HELD + $AMOUNT >",
+        "if $AMOUNT >",
+        "tests/unit/cluster/edge/requests/test_limits.py",
+    ),
+    Planted(
+        "an escaped quote hides the structure behind it",
+        "cluster/edge/requests/json_body.py::check_json",
+        '.replace(rb"\\"", b"")',
+        "",
+        "tests/unit/cluster/edge/requests/test_json_body.py",
     ),
     Planted(
         "token ids behind a stop string are returned",

@@ -69,6 +69,11 @@ class MadeCall(BaseModel):
     type: Literal["function"] = "function"
     function: CalledFunction
 
+    def shown(self) -> dict[str, Any]:
+        """Return it as chat templates want it."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {**({} if self.id is None else {"id": self.id}), "type": self.type, "function": function}
+
 
 def _not_none(content: str | None, info: ValidationInfo) -> str | None:
     calls = info.data.get("role") == "assistant" and info.data.get("tool_calls")
@@ -92,5 +97,12 @@ class ChatMessage(BaseModel):
     _nulls = model_validator(mode="before")(absent_if_null)
 
     def message(self) -> Message:
-        more = self.model_dump(exclude={"role", "content"}, exclude_none=True)
+        # Arguments are passed as they are: a copy of large ones would take long.
+        fields = {
+            "name": self.name,
+            "tool_calls": None if self.tool_calls is None else [call.shown() for call in self.tool_calls],
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }
+        more = {field: value for field, value in fields.items() if value is not None}
         return Message("system" if self.role == "developer" else self.role, self.content or "", more)

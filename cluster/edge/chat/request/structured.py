@@ -19,6 +19,9 @@ LARK_BYTES_MAX = 8 << 10
 """The time of a regex can grow with the square of its length and delays every row of a step: 20 ms at this
 size."""
 
+BYTES_PER_CONTAINER = 2
+"""An object or list in a schema is written in at least as many bytes."""
+
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 HARMLESS = ("disable_fallback", "backend")
 
@@ -127,9 +130,14 @@ def _schema(schema: dict[str, object], param: str) -> Grammar:
 def check_schema(schema: dict[str, object], param: str) -> None:
     """Check a schema's depth and the length of its patterns. Raises RequestError."""
     level: list[object] = [schema]
-    depth = 0
+    depth = found = 0
     while level:
         depth += 1
+        found += len(level)
+        if found * BYTES_PER_CONTAINER > GRAMMAR_BYTES_MAX:  # before it is written to be measured
+            raise RequestError(
+                f"{param} has {found:,} objects and lists or more: leave some out", param=param
+            )
         if depth > SCHEMA_DEPTH_MAX:
             raise RequestError(
                 f"{param} is nested more than {SCHEMA_DEPTH_MAX} levels deep: use $defs and $ref", param=param

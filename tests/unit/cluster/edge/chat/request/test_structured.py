@@ -86,6 +86,7 @@ MISTAKES: list[tuple[tuple[Any, Any, Any], str]] = [
     ((None, None, {"json": {"items": {"patternProperties": {LONG: {}}}}}), "guided_json"),
     ((None, None, {"regex": ""}), "guided_regex"),
     ((None, None, {"json": nested(SCHEMA_DEPTH_MAX + 1)}), "guided_json"),
+    ((None, None, {"json": {"enum": [[]] * GRAMMAR_BYTES_MAX}}), "guided_json"),
     (({"type": "json_object"}, None, {"regex": "a"}), "guided_regex"),
     ((None, {"regex": "a"}, {"regex": "a"}), "guided_regex"),
 ]
@@ -130,3 +131,9 @@ def test_anything_is_a_grammar_or_refused(
     if grammar is not None:
         grammar.text.encode()
         assert (grammar.text == "") == (grammar.kind == "json_object")
+
+
+def test_schema_of_too_many_objects_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json, "dumps", pytest.fail)
+    with pytest.raises(RequestError, match="leave some out"):
+        grammar_of(None, {"json": {"properties": {str(name): {} for name in range(GRAMMAR_BYTES_MAX)}}})
