@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from tidemill.cluster.edge.chat.request.messages import ChatMessage
+from tidemill.cluster.edge.chat.request.messages import ChatMessage, bounded_arguments
 from tidemill.cluster.edge.chat.request.params import (
     LOGPROBS_MAX,
     PROMPT_FORMS,
@@ -65,6 +65,9 @@ Prompts = Annotated[
     list[str | list[int]],
     PlainValidator(_prompts),
     WithJsonSchema({"description": PROMPT_FORMS, "type": ["string", "array"]}),
+]
+Messages = Annotated[
+    list[ChatMessage], FailFast(), Field(max_length=MESSAGES_MAX), BeforeValidator(bounded_arguments)
 ]
 LogprobCount = Annotated[int, Field(ge=0, le=LOGPROBS_MAX)]
 
@@ -119,7 +122,12 @@ class Body(Params):
 class ChatBody(Body):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MESSAGES_MAX)]
+    messages: Annotated[
+        list[ChatMessage],
+        FailFast(),
+        Field(min_length=1, max_length=MESSAGES_MAX),
+        BeforeValidator(bounded_arguments),
+    ]
     tools: Annotated[list[Tool], FailFast(), Field(max_length=TOOLS_MAX)] = Field(default=[])
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
@@ -181,7 +189,7 @@ class CompletionBody(Body):
 class TokenizeBody(ChatBody):
     """The body of POST /tokenize: `messages` as for a chat, or a `prompt`."""
 
-    messages: Annotated[list[ChatMessage], FailFast(), Field(max_length=MESSAGES_MAX)] = Field(default=[])
+    messages: Messages = Field(default=[])
     prompt: Annotated[str, AfterValidator(valid_text)] | None = None
     return_token_strs: bool = False
 

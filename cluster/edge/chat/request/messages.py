@@ -17,7 +17,9 @@ from tidemill.cluster.edge.chat.request.params import absent_if_null, valid_text
 from tidemill.cluster.edge.chat.text import Message
 
 CALLS_MAX = 128
-ARGUMENTS_BRACKETS_MAX = 1 << 16
+ARGUMENTS_BRACKETS_MAX = 1 << 17
+"""The most opening brackets in the arguments of all calls of a chat, which hold the interpreter while they
+are parsed."""
 
 
 def _content(value: object) -> object:
@@ -42,8 +44,6 @@ Content = Annotated[str, BeforeValidator(_content), AfterValidator(valid_text)]
 def _arguments(value: object) -> dict[str, Any]:
     """Parse the arguments: clients send a text, templates want an object."""
     if isinstance(value, str):
-        if value.count("{") + value.count("[") > ARGUMENTS_BRACKETS_MAX:
-            raise ValueError(f"more than {ARGUMENTS_BRACKETS_MAX:,} objects and lists: leave some out")
         try:
             value = json.loads(value or "{}")
         except (ValueError, RecursionError):
@@ -51,6 +51,25 @@ def _arguments(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("give the text of a JSON object, as it came")  # noqa: TRY004 - pydantic's
     return cast("dict[str, Any]", value)
+
+
+def bounded_arguments(messages: object) -> object:
+    """Return the messages of a chat before they are checked. Raises ValueError."""
+    found = 0
+    for message in cast("list[object]", messages) if isinstance(messages, list) else ():
+        match message:
+            case {"tool_calls": list(calls)}:
+                for call in cast("list[object]", calls):
+                    match call:
+                        case {"function": {"arguments": str(text)}}:
+                            found += text.count("{") + text.count("[")
+                        case _:
+                            pass
+            case _:
+                pass
+    if found > ARGUMENTS_BRACKETS_MAX:
+        raise ValueError(f"{found:,} objects and lists in arguments: send at most {ARGUMENTS_BRACKETS_MAX:,}")
+    return messages
 
 
 class CalledFunction(BaseModel):

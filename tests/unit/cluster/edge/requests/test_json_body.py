@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.cluster.fake_service import FakeService, app_over, call, saying
+from tidemill.cluster.edge.chat.request.messages import ARGUMENTS_BRACKETS_MAX
+from tidemill.cluster.edge.requests.bodies import ChatBody
 from tidemill.cluster.edge.requests.json_body import (
     CONTAINERS_MAX,
     DEPTH_MAX,
@@ -84,3 +86,16 @@ def test_other_encodings_are_refused_because_they_could_hide_anything(encoding: 
 def test_complex_bodies_are_refused_everywhere(path: str, field: str) -> None:
     status, error = posted(path, f'{{"model": "keeper", "unknown": {field}}}'.encode())
     assert (status, error["code"]) == (400, "body_too_complex")
+
+
+def test_arguments_of_all_calls_are_bounded_together() -> None:
+    """They are texts of the body, so their structure is not counted with its own."""
+
+    def chat(lists: int) -> dict[str, Any]:
+        text = json.dumps({"a": [[]] * (lists - 2)})
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": text}}
+        return {"messages": [{"role": "assistant", "tool_calls": [call, call]}] * 4}
+
+    assert ChatBody.model_validate(chat(ARGUMENTS_BRACKETS_MAX // 8))
+    status, error = posted("/v1/chat/completions", json.dumps(chat(ARGUMENTS_BRACKETS_MAX // 8 + 1)).encode())
+    assert (status, error["param"]) == (400, "messages")
