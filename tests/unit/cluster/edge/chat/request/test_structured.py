@@ -136,4 +136,6 @@ def test_anything_is_a_grammar_or_refused(
 def test_schema_of_too_many_objects_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json, "dumps", pytest.fail)
     with pytest.raises(RequestError, match="leave some out"):
-        grammar_of(None, {"json": {"properties": {str(name): {} for name in range(GRAMMAR_BYTES_MAX)}}})
+        grammar_of(
+            None, {"json": {"properties": {str(name): nested(1) for name in range(GRAMMAR_BYTES_MAX)}}}
+        )
