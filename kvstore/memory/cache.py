@@ -86,9 +86,9 @@ class Cache:
             self.arena.pages.pin(entry.page)
         return entry, taken_over
 
-    def keep_checkpoint(self, entry: Entry, checkpoint: Checkpoint) -> None:
+    def keep_checkpoint(self, entry: Entry, checkpoint: Checkpoint, *, spare: bool = False) -> None:
         """Move the pinned state of a checkpoint to the index, and share its window pages."""
-        self.index.keep_checkpoint(entry, checkpoint)
+        self.index.keep_checkpoint(entry, checkpoint, spare=spare)
         if checkpoint.state is not None:
             self.arena.states.unpin(checkpoint.state)
         self.windows.cache(checkpoint.windows)

@@ -25,26 +25,35 @@ class Checkpoints:
         self._per_path = per_path
         self._fail_allocation = fail_allocation
 
-    def keep(self, lease: Lease, *, last: bool = False) -> bool:
+    def keep(self, lease: Lease, *, last: bool = False, spare: bool = False) -> bool:
         """Turn the state at `committed`, a page boundary, into a checkpoint, unless there is one.
 
         The next step reads it there and writes to another slot; with `last` there is no next step.
         A checkpoint is optional: return False and change nothing when no second slot is free, or
         when the step in flight overwrites the state.
+        A spare one evicts nothing, has no credit before its first use, and counts for no limit.
         """
-        kept = self._keep(lease, last=last)
-        if kept:
+        if spare and not self.may_spare():
+            return False
+        kept = self._keep(lease, last=last, spare=spare)
+        if kept and not spare:
             self._thin(lease.shared_entries[-1])
         return kept
 
-    def keep_inside(self, lease: Lease, depth: int) -> None:
+    def may_spare(self) -> bool:
+        """Return whether memory is free for a spare checkpoint."""
+        return not self._layout.has_states or self._cache.state_is_free()
+
+    def keep_inside(self, lease: Lease, depth: int, *, spare: bool) -> None:
         """Turn the state at `depth`, a page boundary inside a completed step, into a checkpoint, unless there
         is one."""
         entry = lease.shared_entries[depth // self._layout.page_tokens - 1]
         if self._layout.hybrid and entry.checkpoint is None:
             state = lease.states.pop(depth, None)
-            self._cache.keep_checkpoint(entry, Checkpoint(state, last_window(self._layout, lease, depth)))
-            self._thin(entry)
+            kept = Checkpoint(state, last_window(self._layout, lease, depth))
+            self._cache.keep_checkpoint(entry, kept, spare=spare)
+            if not spare:
+                self._thin(entry)
 
     def roll(self, lease: Lease) -> bool:
         """Replace the last checkpoint made while decoding by one at `committed`, a page boundary.
@@ -83,6 +92,15 @@ class Checkpoints:
             slots.append(lease.spare_slots.pop())
         return slots
 
+    def take_free_slots(self, most: int) -> list[StateId]:
+        """Return up to `most` slots that are free without eviction."""
+        slots: list[StateId] = []
+        while len(slots) < most and self.may_spare():
+            if self._fail_allocation(AllocationSite.CHECKPOINT_STATE):
+                break
+            slots.append(self._cache.take_state())
+        return slots
+
     def return_slot(self, lease: Lease, slot: StateId) -> None:
         """Keep a slot that is no longer needed as a spare, or free it."""
         if len(lease.spare_slots) < lease.spare_slots_min + (not lease.writes_in_place(0)):
@@ -90,7 +108,7 @@ class Checkpoints:
         else:
             self._cache.free_state(slot)
 
-    def _keep(self, lease: Lease, *, last: bool) -> bool:
+    def _keep(self, lease: Lease, *, last: bool, spare: bool = False) -> bool:
         entry = self._boundary(lease)
         if not self._layout.hybrid or entry.checkpoint is not None:
             if last and self._layout.hybrid and lease.source is None:
@@ -105,7 +123,7 @@ class Checkpoints:
             return False
         state = lease.states.pop(lease.committed, None)
         self._cache.keep_checkpoint(
-            entry, Checkpoint(state, last_window(self._layout, lease, lease.committed))
+            entry, Checkpoint(state, last_window(self._layout, lease, lease.committed)), spare=spare
         )
         (in_flight or lease).source = self._cache.pin_checkpoint(entry)
         return True
@@ -125,8 +143,9 @@ class Checkpoints:
         return [] if slot is None else [slot]
 
     def _thin(self, entry: Entry) -> None:
-        """Drop surplus checkpoints above the one of `entry`; those at junctions stay longest."""
-        above = list(self._cache.index.checkpoints_above(entry))
+        """Drop surplus checkpoints above the one of `entry`, but no spare ones; those at junctions stay
+        longest."""
+        above = [earlier for earlier in self._cache.index.checkpoints_above(entry) if earlier.uses]
         surplus = len(above) + 1 - self._per_path
         unpinned = [earlier for earlier in above if not earlier.checkpoint_pins]
         unpinned.sort(key=lambda earlier: (len(earlier.children) > 1, earlier.score))

@@ -46,6 +46,7 @@ class StepInFlight:
     writes: tuple[StateWrite, ...]
     inside: tuple[int, ...]
     source: Entry | None = None  # pinned while its checkpoint is read
+    spare: frozenset[int] = frozenset()  # those of `inside` that are kept as spare ones
     void: bool = False
     deferred_free: tuple[StateId, ...] = ()
     deferred_free_pages: list[PageId] = field(default_factory=list[PageId])

@@ -122,7 +122,14 @@ class Ledger:
         lease.fetched_windows = missing
 
     def launch(
-        self, lease: Lease, end: int, *, keep: bool = False, drafts: int = 0, inside: Sequence[int] = ()
+        self,
+        lease: Lease,
+        end: int,
+        *,
+        keep: bool = False,
+        drafts: int = 0,
+        inside: Sequence[int] = (),
+        spare: Sequence[int] = (),
     ) -> StepInFlight:
         """Record a step that runs `[launched, end)`, whose last `drafts` tokens may be rejected.
 
@@ -132,6 +139,7 @@ class Ledger:
 
         `inside` are page boundaries, ascending, before the first draft. Their states become checkpoints
         when the step is committed; if not all of them get a slot, the deepest ones do.
+        Those at `spare` likewise, as far as slots are free.
         """
         assert not lease.ended
         assert len(lease.flights) < FLIGHTS_MAX
@@ -139,7 +147,7 @@ class Ledger:
         assert start < end - drafts <= end <= lease.allocated
         assert not windows.count_missing(self.layout, lease, end)
         assert all(start < depth < end - drafts and not depth % self.layout.page_tokens for depth in inside)
-        flight = StepInFlight(start, end, None, (), tuple(inside), lease.source)
+        flight = StepInFlight(start, end, None, (), tuple(sorted({*inside, *spare})), lease.source)
         lease.source = None
         if self.layout.has_states:
             if flight.source is not None and flight.source.checkpoint is not None:
@@ -150,11 +158,14 @@ class Ledger:
                 slots = [lease.states.pop(start)]
             else:
                 slots = [lease.spare_slots.pop() for _ in range(drafts + 1)]
-            slots = [*self._checkpoints.take_slots(lease, len(inside)), *slots]
-            flight.inside = tuple(inside[drafts + 1 + len(inside) - len(slots) :])
-            depths = (*flight.inside, *range(end - drafts, end + 1))
-            flight.writes = tuple(map(StateWrite, depths, slots))
+            kept = self._checkpoints.take_slots(lease, len(inside))
+            free = self._checkpoints.take_free_slots(len(spare))
+            found = [*zip(reversed(inside), kept, strict=False), *zip(reversed(spare), free, strict=False)]
+            flight.inside = tuple(sorted(depth for depth, _ in found))
+            writes = [*sorted(found), *zip(range(end - drafts, end + 1), slots, strict=True)]
+            flight.writes = tuple(StateWrite(depth, state) for depth, state in writes)
             lease.states |= flight.writes
+        flight.spare = frozenset(spare)
         lease.flights.append(flight)
         lease.launched = end
         return flight
@@ -178,7 +189,7 @@ class Ledger:
         if not flight.void and not lease.ended:
             assert flight.start <= num_tokens <= flight.end
             rejected = self._reject(lease, num_tokens) if num_tokens < flight.end else []
-            self._commit(lease, num_tokens, keys, flight.inside)
+            self._commit(lease, num_tokens, keys, flight)
             self._cache.windows.unpin(windows.pop_out_of_window(self.layout, lease, num_tokens))
             for slot in rejected:
                 self._checkpoints.return_slot(lease, slot)
@@ -203,9 +214,13 @@ class Ledger:
         if lease.runs:
             self.keep_state(lease)
 
-    def keep_state(self, lease: Lease, *, last: bool = False) -> bool:
+    def keep_state(self, lease: Lease, *, last: bool = False, spare: bool = False) -> bool:
         """Keep a checkpoint at `committed`, a page boundary; see `Checkpoints.keep`."""
-        return self._checkpoints.keep(lease, last=last)
+        return self._checkpoints.keep(lease, last=last, spare=spare)
+
+    def may_spare(self) -> bool:
+        """Return whether memory is free for a spare checkpoint."""
+        return self._checkpoints.may_spare()
 
     def roll_checkpoint(self, lease: Lease) -> bool:
         """Replace the last checkpoint made while decoding; see `Checkpoints.roll`."""
@@ -276,7 +291,7 @@ class Ledger:
             lease.rebuild_window_table()
 
     def _commit(
-        self, lease: Lease, num_tokens: int, keys: Sequence[PageKey], inside: Sequence[int] = ()
+        self, lease: Lease, num_tokens: int, keys: Sequence[PageKey], flight: StepInFlight | None = None
     ) -> None:
         lease.committed = num_tokens
         lease.launched = max(lease.launched, num_tokens)
@@ -291,9 +306,9 @@ class Ledger:
                     lease.flights[-1].deferred_free_pages.append(page)
                 else:
                     self._cache.free_page(page)
-        for depth in inside:
+        for depth in () if flight is None else flight.inside:
             if depth <= num_tokens:
-                self._checkpoints.keep_inside(lease, depth)
+                self._checkpoints.keep_inside(lease, depth, spare=depth in flight.spare)
         for depth in [depth for depth in lease.states if depth < num_tokens]:
             self._checkpoints.return_slot(lease, lease.states.pop(depth))
 

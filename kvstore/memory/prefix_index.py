@@ -44,6 +44,7 @@ class Entry:
     score           the eviction order: (value, time of last use); the least goes first
     saved_flops     the compute that a hit saves
     freed_bytes     the memory that its eviction frees
+    uses            0 for a spare checkpoint, at which no request has resumed
     """
 
     key: PageKey
@@ -169,10 +170,18 @@ class PrefixIndex:
             self._changes.add(key)
         return entry, True
 
-    def keep_checkpoint(self, entry: Entry, checkpoint: Checkpoint) -> None:
-        """Give `checkpoint` to `entry`, which has none."""
+    def keep_checkpoint(self, entry: Entry, checkpoint: Checkpoint, *, spare: bool = False) -> None:
+        """Give `checkpoint` to `entry`, which has none.
+
+        A spare one has no credit until a request resumes at it, and until then the checkpoints below it are
+        valued as if it were not there.
+        """
         assert entry.checkpoint is None
-        above = next(self.checkpoints_above(entry), None)
+        if not spare:
+            entry.uses = max(1, entry.uses)
+        elif not entry.freed_bytes:  # it never had a checkpoint
+            entry.uses = 0
+        above = next((above for above in self.checkpoints_above(entry) if above.uses), None)
         above_pages = 0 if above is None else above.depth_pages
         entry.checkpoint = checkpoint
         if checkpoint.state is not None:
@@ -360,7 +369,9 @@ class PrefixIndex:
         self._score(entry)
 
     def _score(self, entry: Entry) -> None:
-        if self.policy == "lru":
+        if not entry.uses:
+            value = 0.0
+        elif self.policy == "lru":
             value = float(self._uses)
         elif entry.freed_bytes:
             value = self._clock + entry.uses * entry.saved_flops / entry.freed_bytes

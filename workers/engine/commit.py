@@ -92,10 +92,12 @@ class StepCommitter:
         depth = lease.committed
         if depth % sequence.page_tokens:
             return
-        if depth in sequence.restore.cuts or depth in sequence.restore.junctions:
+        if depth in sequence.restore.wanted:
             self._ledger.keep_state(lease, last=done)
             if not done and (depth in sequence.restore.junctions or depth == sequence.boundary):
                 self._publisher.publish(sequence, depth // sequence.page_tokens)  # for other requests
+        elif depth in sequence.restore.grid:
+            self._ledger.keep_state(lease, spare=True)
         elif depth > len(sequence.request.tokens) and sequence.rolls(depth, self._limits.roll_pages):
             sequence.checkpoint_owed = not self._ledger.roll_checkpoint(lease)
 

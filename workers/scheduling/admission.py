@@ -31,7 +31,7 @@ CHECKPOINT_PAGES_MIN = 4
 """The minimum number of pages between checkpoints of a long prompt, for models whose states are small."""
 
 GRID_CHECKPOINTS_MAX = 8
-"""The maximum number of checkpoints of a long prompt. The distance between them is doubled to reach it."""
+"""The maximum number of checkpoints on the grid. The distance between them is doubled to reach it."""
 
 STATES_PER_REQUEST_MAX = 3
 """A request reads one state and writes another while the checkpoint before them is still kept."""
@@ -149,7 +149,8 @@ class Admission:
             if not self._lease(sequence, match, attached, target):
                 return None
         sequence.restore.junctions.add(len(match.path) * sequence.page_tokens)
-        sequence.restore.cuts = self._cuts(sequence)
+        sequence.restore.cuts = {sequence.boundary}
+        sequence.restore.grid = self._grid(sequence)
         return _Taken(attached, len(match.path), deeper)
 
     def _lease(self, sequence: Sequence, match: Match, attached: int, target: int | None) -> bool:
@@ -208,15 +209,15 @@ class Admission:
             extents += -(-sum(self._windows(running.end) for running in rows) // layout.windows_per_extent)
         return extents <= self._ledger.budget_extents
 
-    def _cuts(self, sequence: Sequence) -> set[int]:
-        """Return the depths that get checkpoints: the last page boundary, and a grid so wide that its
-        checkpoints take no more memory than the pages between them."""
+    def _grid(self, sequence: Sequence) -> set[int]:
+        """Return the depths of spare checkpoints: so far apart that they take no more memory than the pages
+        between them."""
         layout = self._ledger.layout
         checkpoint_pages = -(-layout.checkpoint_bytes // layout.page_bytes)
         interval = max(CHECKPOINT_PAGES_MIN, checkpoint_pages) * layout.page_tokens
         while sequence.boundary > GRID_CHECKPOINTS_MAX * interval:
             interval *= 2
-        return {*range(interval, sequence.boundary, interval), sequence.boundary}
+        return {*range(interval, sequence.boundary, interval)}
 
     async def _fetch(self, sequence: Sequence, keys: Seq[PageKey], depths: Seq[int]) -> list[int] | None:
         """Resume at the deepest of `depths`, and return None.

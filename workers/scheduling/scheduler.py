@@ -168,7 +168,10 @@ class Scheduler:
         end = start + row.num_tokens
         keep = bool(lease.flights) and not start % sequence.page_tokens and self._keeps(sequence, start)
         inside = sequence.checkpoints(start, end)
-        flight = self._ledger.launch(lease, end + drafts, keep=keep, drafts=drafts, inside=inside)
+        spare = sequence.spares(start, end)
+        flight = self._ledger.launch(
+            lease, end + drafts, keep=keep, drafts=drafts, inside=inside, spare=spare
+        )
         tokens = (PENDING,) if end > len(sequence.tokens) else tuple(sequence.tokens[start:end])
         if drafts:
             tokens += self._guesses[sequence.id][:drafts]
@@ -197,8 +200,10 @@ class Scheduler:
     def _keeps(self, sequence: Sequence, depth: int) -> bool:
         """Return whether the state at the boundary `depth`, where a step in flight ends, becomes a
         checkpoint."""
-        if depth in sequence.restore.cuts or depth in sequence.restore.junctions:
+        if depth in sequence.restore.wanted:
             return True
+        if depth in sequence.restore.grid:
+            return self._ledger.may_spare()
         return depth > len(sequence.request.tokens) and sequence.rolls(depth, self._limits.roll_pages)
 
 

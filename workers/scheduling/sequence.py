@@ -69,9 +69,15 @@ class Restore:
     preemptions: int = 0
     cuts: set[int] = field(default_factory=set[int])  # depths that get a checkpoint
     junctions: set[int] = field(default_factory=set[int])  # likewise, where prompts diverge
+    grid: set[int] = field(default_factory=set[int])  # likewise, in memory that is free anyway
     prefetched_pages: range = range(0)  # fetched from the store before its admission
     admission_s: float = 0.0  # seconds until it had memory, over all admissions, with fetches
     fetch_s: float = 0.0
+
+    @property
+    def wanted(self) -> set[int]:
+        """The depths that get a checkpoint even if others are evicted for it."""
+        return self.cuts | self.junctions
 
 
 @dataclass(slots=True, eq=False)
@@ -155,8 +161,11 @@ class Sequence:
 
     def checkpoints(self, start: int, end: int) -> list[int]:
         """Return the depths between `start` and `end`, both excluded, that get a checkpoint, ascending."""
-        wanted = self.restore.cuts | self.restore.junctions
-        return sorted(depth for depth in wanted if start < depth < end)
+        return sorted(depth for depth in self.restore.wanted if start < depth < end)
+
+    def spares(self, start: int, end: int) -> list[int]:
+        """Return the depths between `start` and `end`, both excluded, of spare checkpoints, ascending."""
+        return sorted(depth for depth in self.restore.grid - self.restore.wanted if start < depth < end)
 
     def to_run(self, launched: int) -> int:
         """Return how many tokens, guesses excluded, the next row can have. It is 0 while the sequence waits

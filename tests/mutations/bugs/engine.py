@@ -27,7 +27,7 @@ BUGS: tuple[Planted, ...] = (
     Planted(
         "every boundary of an answer keeps its checkpoint",
         "workers/engine/commit.py::StepCommitter._keep_state",
-        "if $DEPTH in $SEQUENCE.$RESTORE.$CUTS or $DEPTH in $SEQUENCE.$RESTORE.$JUNCTIONS:",
+        "if $DEPTH in $SEQUENCE.$RESTORE.wanted:",
         "if $DEPTH % $SEQUENCE.page_tokens == 0:",
         "tests/unit/workers/engine/test_engine.py tests/unit/workers/engine/test_strategies.py",
     ),

@@ -28,15 +28,16 @@ def keys_of(path: str) -> list[PageKey]:
 
 
 def insert_path(index: PrefixIndex, path: str, *, checkpoints: str = "") -> list[Entry]:
-    """Insert the unpinned pages of `path`, with a checkpoint where `checkpoints` has an x."""
+    """Insert the unpinned pages of `path`, with a checkpoint where `checkpoints` has an x, and a spare
+    one where it has an s."""
     entries: list[Entry] = []
     for key in keys_of(path):
         entry, _ = index.insert(entries[-1] if entries else None, key, PageId(len(index)))
         entries.append(entry)
     for entry, mark in zip(entries, checkpoints, strict=False):
-        if mark == "x":
+        if mark in "xs":
             state = StateId(len(index) * 10 + entry.depth_pages)
-            index.keep_checkpoint(entry, Checkpoint(state))
+            index.keep_checkpoint(entry, Checkpoint(state), spare=mark == "s")
     for entry in reversed(entries):
         index.unpin(entry)
     return entries

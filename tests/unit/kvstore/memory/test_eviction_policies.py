@@ -11,7 +11,8 @@ from tests.support.kvstore.indexes import (
     insert_path,
     keys_of,
 )
-from tidemill.kvstore.memory.prefix_index import PrefixIndex
+from tidemill.kvstore.layout import StateId
+from tidemill.kvstore.memory.prefix_index import Checkpoint, PrefixIndex
 from tidemill.kvstore.memory.recompute_cost import Policy, RecomputeCost
 
 
@@ -104,6 +105,31 @@ def test_value_of_a_checkpoint_is_lower_close_to_another() -> None:
     assert last.saved_flops == 1 + 7
     assert near.saved_flops == 6 + 21
     assert index.cheapest_checkpoint() is last
+
+
+@pytest.mark.parametrize("policy", ["lru", "value"])
+def test_spare_checkpoints_go_first_until_they_are_used(policy: Policy) -> None:
+    index = an_index(hybrid=True, policy=policy)
+    first, *_ = insert_path(index, "aaaa", checkpoints="s..x")
+    second, *_ = insert_path(index, "bbbb", checkpoints="s...")
+    assert index.cheapest_checkpoint() is first, "the older one"
+    assert index.credit(first) == 0
+    index.use([first])
+    assert index.credit(first) > 0
+    assert index.cheapest_checkpoint() is second
+
+
+def test_spare_checkpoint_takes_no_value_from_those_below_it() -> None:
+    index = an_index(hybrid=True)
+    spare, _, last = insert_path(index, "aaa", checkpoints="s.x")
+    alone = insert_path(index, "bbb", checkpoints="..x")[-1]
+    assert index.credit(last) == index.credit(alone)
+    index.use([spare])
+    below = insert_path(index, "aaac", checkpoints="...x")[-1]
+    index.drop_checkpoint(last)
+    index.drop_checkpoint(below)
+    index.keep_checkpoint(below, Checkpoint(StateId(99)))
+    assert below.saved_flops == 3, "a used one does"
 
 
 def test_use_does_not_renew_checkpoints_above_the_end() -> None:

@@ -177,6 +177,30 @@ def test_path_keeps_at_most_its_number_of_checkpoints(rolls: bool) -> None:  # n
     assert kept == ([1, 2, 7] if rolls else [1, 6, 7])
 
 
+def test_spare_checkpoints_count_for_no_limit() -> None:
+    ledger = Ledger(a_cache(30), checkpoints_per_path=2)
+    lease = ledger.open("a")
+    for num_pages in range(1, 7):
+        ledger.keep_state(grow(ledger, lease, num_pages * P), spare=num_pages % 2 > 0)
+    ledger.check()
+    kept = [depth for depth, entry in enumerate(lease.shared_entries, 1) if entry.checkpoint is not None]
+    assert kept == [1, 3, 4, 5, 6]
+
+
+def test_spare_checkpoint_evicts_nothing() -> None:
+    ledger = a_ledger(4)
+    grow(ledger, ledger.open("other"), P, page_keys(ROOT, [9, 9], P))
+    ledger.release("other")
+    lease = grow(ledger, ledger.open("a"), P)
+    blocker = grow(ledger, ledger.open("blocker"), 1, page_keys(ROOT, [8, 8], P))
+    while ledger.may_spare():
+        ledger.reserve(blocker, blocker.allocated + P)
+    before = (ledger.usage(), len(ledger.index))
+    assert not ledger.keep_state(lease, spare=True)
+    assert (ledger.usage(), len(ledger.index), ledger.counters["checkpoints_skipped"]) == (*before, 0)
+    ledger.check()
+
+
 def test_reserve_is_all_or_nothing() -> None:
     ledger = a_ledger(4)
     lease = grow(ledger, ledger.open("a"), 1)
