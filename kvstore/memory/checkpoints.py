@@ -5,6 +5,7 @@ and the next step reads it there and writes to another slot. The state at a page
 step is written to a slot of its own, which goes to the index. Lease and index share the last window.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 from tidemill.kvstore.errors import OutOfMemory
@@ -43,6 +44,15 @@ class Checkpoints:
     def may_spare(self) -> bool:
         """Return whether memory is free for a spare checkpoint."""
         return not self._layout.has_states or self._cache.state_is_free()
+
+    def slots_inside(
+        self, lease: Lease, inside: Sequence[int], spare: Sequence[int]
+    ) -> list[tuple[int, StateId]]:
+        """Return the depths that get a slot, ascending, each with its slot: first those of `inside`, and of
+        each the deepest."""
+        kept = self.take_slots(lease, len(inside))
+        free = self.take_free_slots(len(spare))
+        return sorted([*zip(reversed(inside), kept, strict=False), *zip(reversed(spare), free, strict=False)])
 
     def keep_inside(self, lease: Lease, depth: int, *, spare: bool) -> None:
         """Turn the state at `depth`, a page boundary inside a completed step, into a checkpoint, unless there
@@ -95,10 +105,11 @@ class Checkpoints:
     def take_free_slots(self, most: int) -> list[StateId]:
         """Return up to `most` slots that are free without eviction."""
         slots: list[StateId] = []
-        while len(slots) < most and self.may_spare():
-            if self._fail_allocation(AllocationSite.CHECKPOINT_STATE):
-                break
-            slots.append(self._cache.take_state())
+        with suppress(OutOfMemory):  # another process may have the memory
+            while len(slots) < most and self.may_spare():
+                if self._fail_allocation(AllocationSite.CHECKPOINT_STATE):
+                    break
+                slots.append(self._cache.take_state())
         return slots
 
     def return_slot(self, lease: Lease, slot: StateId) -> None:
@@ -107,6 +118,30 @@ class Checkpoints:
             lease.spare_slots.append(slot)
         else:
             self._cache.free_state(slot)
+
+    def take_back_optional(self, lease: Lease) -> bool:
+        """Take back what the lease holds for its checkpoints; return whether there was any.
+
+        If no other lease reads the checkpoint that the next step reads, that step overwrites it
+        instead. The second slot of the strategy `double` is freed; it is borrowed when needed, as
+        with `lazy`.
+        """
+        source = lease.source
+        if source is not None and source.checkpoint_pins == 1 and self._layout.has_states:
+            lease.source = None
+            if lease.rolling is source:
+                lease.rolling = None
+            self._cache.unpin_checkpoint(source)
+            slot = self._cache.reclaim_checkpoint(source)
+            assert slot is not None
+            lease.states[lease.committed] = slot
+            self._cache.counters["evicted_checkpoints_for_run"] += 1
+        elif not lease.spare_slots_min:
+            return False
+        lease.spare_slots_min = 0
+        while lease.spare_slots:
+            self._cache.free_state(lease.spare_slots.pop())
+        return True
 
     def _keep(self, lease: Lease, *, last: bool, spare: bool = False) -> bool:
         entry = self._boundary(lease)

@@ -98,7 +98,7 @@ class Ledger:
         if need is NOTHING and headroom is NOTHING:
             return
         while not self._could_grow(need, headroom):
-            if headroom.pages or drafts or not self._take_back_optional(lease):
+            if headroom.pages or drafts or not self._checkpoints.take_back_optional(lease):
                 wanted = f"{need.pages} pages, {need.windows} window pages and {len(need.slots)} states"
                 raise OutOfMemory(f"{wanted} are more than all that is not pinned")
             need = self._demand(lease, num_tokens, drafts, windows_end)
@@ -158,11 +158,9 @@ class Ledger:
                 slots = [lease.states.pop(start)]
             else:
                 slots = [lease.spare_slots.pop() for _ in range(drafts + 1)]
-            kept = self._checkpoints.take_slots(lease, len(inside))
-            free = self._checkpoints.take_free_slots(len(spare))
-            found = [*zip(reversed(inside), kept, strict=False), *zip(reversed(spare), free, strict=False)]
-            flight.inside = tuple(sorted(depth for depth, _ in found))
-            writes = [*sorted(found), *zip(range(end - drafts, end + 1), slots, strict=True)]
+            found = self._checkpoints.slots_inside(lease, inside, spare)
+            flight.inside = tuple(depth for depth, _ in found)
+            writes = [*found, *zip(range(end - drafts, end + 1), slots, strict=True)]
             flight.writes = tuple(StateWrite(depth, state) for depth, state in writes)
             lease.states |= flight.writes
         flight.spare = frozenset(spare)
@@ -347,30 +345,6 @@ class Ledger:
     def _refuse(self, need: Demand) -> None:
         if any(map(self._fail_allocation, need.sites())):
             raise OutOfMemory("refused")
-
-    def _take_back_optional(self, lease: Lease) -> bool:
-        """Take back what the lease holds for its checkpoints; return whether there was any.
-
-        If no other lease reads the checkpoint that the next step reads, that step overwrites it
-        instead. The second slot of the strategy `double` is freed; it is borrowed when needed, as
-        with `lazy`.
-        """
-        source = lease.source
-        if source is not None and source.checkpoint_pins == 1 and self.layout.has_states:
-            lease.source = None
-            if lease.rolling is source:
-                lease.rolling = None
-            self._cache.unpin_checkpoint(source)
-            slot = self._cache.reclaim_checkpoint(source)
-            assert slot is not None
-            lease.states[lease.committed] = slot
-            self.counters["evicted_checkpoints_for_run"] += 1
-        elif not lease.spare_slots_min:
-            return False
-        lease.spare_slots_min = 0
-        while lease.spare_slots:
-            self._cache.free_state(lease.spare_slots.pop())
-        return True
 
     def _grow(self, lease: Lease, need: Demand) -> None:
         try:

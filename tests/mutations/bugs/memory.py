@@ -75,9 +75,9 @@ BUGS: tuple[Planted, ...] = (
     ),
     Planted(
         "when slots are short, the shallowest states inside a step are kept",
-        "kvstore/memory/ledger.py::Ledger.launch",
-        "$INSIDE[$DRAFTS + 1 + len($INSIDE) - len($SLOTS) :]",
-        "$INSIDE[: len($SLOTS) - 1 - $DRAFTS]",
+        "kvstore/memory/checkpoints.py::Checkpoints.slots_inside",
+        "[*zip(reversed($INSIDE), $KEPT,",
+        "[*zip($INSIDE, $KEPT,",
         "tests/unit/kvstore/memory/test_lease.py",
     ),
     Planted(

@@ -53,20 +53,22 @@ def _arguments(value: object) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
+def _items(value: object) -> list[object]:
+    return cast("list[object]", value) if isinstance(value, list) else []
+
+
+def _field(value: object, name: str) -> object:
+    return cast("dict[str, object]", value).get(name) if isinstance(value, dict) else None
+
+
 def bounded_arguments(messages: object) -> object:
     """Return the messages of a chat before they are checked. Raises ValueError."""
     found = 0
-    for message in cast("list[object]", messages) if isinstance(messages, list) else ():
-        match message:
-            case {"tool_calls": list(calls)}:
-                for call in cast("list[object]", calls):
-                    match call:
-                        case {"function": {"arguments": str(text)}}:
-                            found += text.count("{") + text.count("[")
-                        case _:
-                            pass
-            case _:
-                pass
+    for message in _items(messages):
+        for call in _items(_field(message, "tool_calls")):
+            text = _field(_field(call, "function"), "arguments")
+            if isinstance(text, str):
+                found += text.count("{") + text.count("[")
     if found > ARGUMENTS_BRACKETS_MAX:
         raise ValueError(f"{found:,} objects and lists in arguments: send at most {ARGUMENTS_BRACKETS_MAX:,}")
     return messages
