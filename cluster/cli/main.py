@@ -8,6 +8,7 @@ and Ray reads its environment when it is imported.
 
 import argparse
 import asyncio
+import logging
 import os
 import secrets
 import signal
@@ -326,7 +327,7 @@ def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", sou
 
         async def announced(url: str) -> None:
             if not joins:
-                console.print(Text(arrangement(settings.fleets, cores)))
+                logging.getLogger(__name__).info(arrangement(settings.fleets, cores))
             await work(url)
 
         serve(endpoint, settings, sources, console, announced)

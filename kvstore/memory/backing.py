@@ -8,9 +8,11 @@ Kvcached    CUDA virtual memory: mapping takes device memory, unmapping returns 
 import ctypes
 import errno
 import mmap
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from importlib import import_module
+from threading import Thread
 from typing import Protocol, cast
 
 import torch
@@ -93,8 +95,8 @@ class Mmap:
         self._reservation = _anonymous(num_bytes, flags=_MAP_NORESERVE)
         self._reservation.madvise(mmap.MADV_DONTDUMP)  # keeps prompts and gigabytes out of core dumps
         self.memory = torch.frombuffer(self._reservation, dtype=torch.uint8)
-        self._thread = ThreadPoolExecutor(1, "map-ahead")
-        self._ahead: Future[None] | None = None  # the last one
+        self._ahead = deque[tuple[int, int]]()  # addresses and sizes that the thread will map
+        self._thread: Thread | None = None  # it ends when it has mapped them
 
     def map(self, offset_bytes: int, num_bytes: int) -> None:
         """Fault every page in, so that steps do not, and mapped memory is resident memory."""
@@ -118,22 +120,33 @@ class Mmap:
     def map_ahead(self, offset_bytes: int, num_bytes: int) -> None:
         """Fault the pages in on a thread, without the GIL. A refusal is left to `map`."""
         _check_range(self, offset_bytes, num_bytes)
-        self._ahead = self._thread.submit(self._populate, self.memory.data_ptr() + offset_bytes, num_bytes)
+        self._ahead.append((self.memory.data_ptr() + offset_bytes, num_bytes))
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = Thread(target=_populate, args=(self._ahead,), name="map-ahead", daemon=True)
+            self._thread.start()
 
     def unmap(self, offset_bytes: int, num_bytes: int) -> None:
         _check_range(self, offset_bytes, num_bytes)
-        if self._ahead is not None:  # it would map the range again
-            self._ahead.result()
+        self._stop_ahead()  # it would map the range again
         self._reservation.madvise(mmap.MADV_DONTNEED, offset_bytes, num_bytes)
 
     def close(self) -> None:
         """Unmap everything. Addresses stay reserved for tensors; a late reader sees zeros."""
-        self._thread.shutdown(cancel_futures=True)
+        self._stop_ahead()
         self._reservation.madvise(mmap.MADV_DONTNEED)
 
-    @staticmethod
-    def _populate(address: int, num_bytes: int) -> None:
-        _madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE)
+    def _stop_ahead(self) -> None:
+        """Wait for the range that the thread is mapping, and leave those after it to `map`."""
+        self._ahead.clear()
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _populate(ranges: deque[tuple[int, int]]) -> None:
+    with suppress(IndexError):
+        while True:
+            address, num_bytes = ranges.popleft()
+            _madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE)
 
 
 class BackingUnavailable(Exception):

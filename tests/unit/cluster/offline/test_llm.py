@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 import tidemill
+from tests.support.e2e.server import eventually
 from tidemill import LLM, SamplingParams
 from tidemill.cluster.edge.chat.request.request_builder import choice_seed
 from tidemill.cluster.offline.llm import settings_of
@@ -370,7 +371,7 @@ def test_close_ends_open_calls_and_leaves_no_thread(settings: dict[str, Any]) ->
         llm.close()
         with pytest.raises(WorkerGone, match="closed"):
             asking.result()
-    assert threads() == before
+    eventually(lambda: threads() == before)
     llm.close()
     with pytest.raises(WorkerGone, match="closed"):
         llm.generate("Hello")
@@ -379,7 +380,7 @@ def test_close_ends_open_calls_and_leaves_no_thread(settings: dict[str, Any]) ->
 def test_forgotten_one_leaves_no_thread(settings: dict[str, Any]) -> None:
     before = threads()
     LLM("keeper", **settings).generate("Hello", GREEDY)
-    assert threads() == before
+    eventually(lambda: threads() == before)
 
 
 def test_broken_engine_reports_why(settings: dict[str, Any]) -> None:
