@@ -22,9 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tidemill.kernels.gated_delta.inside import write_inside
 from tidemill.kernels.shared.recurrence import CHUNK, SHORT, between, chunk_at, cut, softplus
 from tidemill.kernels.shared.rows import Rows, rows_at_once
+from tidemill.kernels.shared.states_inside import write_inside
 
 BLOCK = tl.constexpr(16)  # of the inverse: substituted row by row; a chunk has four
 COLUMNS = 32  # of a state, kept in registers by one program; those of a head's programs share nothing

@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tidemill.kernels.gated_delta.inside import write_inside
 from tidemill.kernels.mamba2.heads import Heads
 from tidemill.kernels.shared.recurrence import CHUNK, SHORT, between, chunk_at, cut, silu, softplus
 from tidemill.kernels.shared.rows import Rows, rows_at_once
+from tidemill.kernels.shared.states_inside import write_inside
 
 COLUMNS = 32  # of a state, kept in registers by one program; those of a head's programs share nothing
 ANSWER_COLUMNS = 128
