@@ -284,7 +284,7 @@ def run_server(server: str, options: argparse.Namespace, name: str, run: int) ->
     rows: list[dict[str, Any]] = []
     with started(command, settings, url, options.folder / f"{server}.log") as root:
         served = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
-        warm = Work(name="warm", items=items_of([drawn(Random(-1), 64)] * 2, 8), concurrency=1)
+        warm = Work(name="warm", items=items_of([drawn(Random(1 << 32), 64)] * 2, 8), concurrency=1)
         asyncio.run(measure(url, served, root, warm))
         for work in works_of(seed=run):
             if not options.works or work.name in options.works:
