@@ -33,6 +33,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from benchmarks.kernels import HYBRID_77M
 from benchmarks.serving.serve import run_workload
 from benchmarks.serving.workloads import Item, Workload
 
@@ -66,25 +67,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
-    "hybrid": (
-        "Qwen3NextConfig",
-        {
-            "hidden_size": 512,
-            "intermediate_size": 1024,
-            "num_hidden_layers": 8,
-            "head_dim": 64,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "num_experts": 16,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 256,
-            "shared_expert_intermediate_size": 256,
-        },
-    ),
+    "hybrid": ("Qwen3NextConfig", HYBRID_77M),
 }
 """88M dense, and 76.5M of linear attention and experts."""
 
@@ -179,7 +162,7 @@ def make_model(folder: Path, name: str) -> Path:
     if (target / "tokenizer.json").exists():
         return target
     config_name, settings = MODELS[name]
-    config = getattr(transformers, config_name)(**COMMON, **settings)
+    config = getattr(transformers, config_name)(**{**settings, **COMMON})
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(target)
     tokenizer = Tokenizer(models.BPE())

@@ -50,8 +50,8 @@ class Checkpoints:
     ) -> list[tuple[int, StateId]]:
         """Return the depths that get a slot, ascending, each with its slot: first those of `inside`, and of
         each the deepest."""
-        kept = self.take_slots(lease, len(inside))
-        free = self.take_free_slots(len(spare))
+        kept = self._take_slots(lease, len(inside))
+        free = self._take_free_slots(len(spare))
         return sorted([*zip(reversed(inside), kept, strict=False), *zip(reversed(spare), free, strict=False)])
 
     def keep_inside(self, lease: Lease, depth: int, *, spare: bool) -> None:
@@ -92,26 +92,6 @@ class Checkpoints:
                 lease.spare_slots.append(self._cache.take_state())
         return bool(lease.spare_slots)
 
-    def take_slots(self, lease: Lease, most: int) -> list[StateId]:
-        """Return up to `most` slots for states inside its next step. Those of a missing slot are skipped."""
-        slots: list[StateId] = []
-        while len(slots) < most:
-            if not self.borrow_slot(lease):
-                self._cache.counters["checkpoints_skipped"] += most - len(slots)
-                break
-            slots.append(lease.spare_slots.pop())
-        return slots
-
-    def take_free_slots(self, most: int) -> list[StateId]:
-        """Return up to `most` slots that are free without eviction."""
-        slots: list[StateId] = []
-        with suppress(OutOfMemory):  # another process may have the memory
-            while len(slots) < most and self.may_spare():
-                if self._fail_allocation(AllocationSite.CHECKPOINT_STATE):
-                    break
-                slots.append(self._cache.take_state())
-        return slots
-
     def return_slot(self, lease: Lease, slot: StateId) -> None:
         """Keep a slot that is no longer needed as a spare, or free it."""
         if len(lease.spare_slots) < lease.spare_slots_min + (not lease.writes_in_place(0)):
@@ -142,6 +122,26 @@ class Checkpoints:
         while lease.spare_slots:
             self._cache.free_state(lease.spare_slots.pop())
         return True
+
+    def _take_slots(self, lease: Lease, most: int) -> list[StateId]:
+        """Return up to `most` slots for states inside its next step. Those of a missing slot are skipped."""
+        slots: list[StateId] = []
+        while len(slots) < most:
+            if not self.borrow_slot(lease):
+                self._cache.counters["checkpoints_skipped"] += most - len(slots)
+                break
+            slots.append(lease.spare_slots.pop())
+        return slots
+
+    def _take_free_slots(self, most: int) -> list[StateId]:
+        """Return up to `most` slots that are free without eviction."""
+        slots: list[StateId] = []
+        with suppress(OutOfMemory):  # another process may have the memory
+            while len(slots) < most and self.may_spare():
+                if self._fail_allocation(AllocationSite.CHECKPOINT_STATE):
+                    break
+                slots.append(self._cache.take_state())
+        return slots
 
     def _keep(self, lease: Lease, *, last: bool, spare: bool = False) -> bool:
         entry = self._boundary(lease)

@@ -304,9 +304,10 @@ class Ledger:
                     lease.flights[-1].deferred_free_pages.append(page)
                 else:
                     self._cache.free_page(page)
-        for depth in flight.inside if flight is not None else ():
-            if flight is not None and depth <= num_tokens:
-                self._checkpoints.keep_inside(lease, depth, spare=depth in flight.spare)
+        if flight is not None:
+            for depth in flight.inside:
+                if depth <= num_tokens:
+                    self._checkpoints.keep_inside(lease, depth, spare=depth in flight.spare)
         for depth in [depth for depth in lease.states if depth < num_tokens]:
             self._checkpoints.return_slot(lease, lease.states.pop(depth))
 

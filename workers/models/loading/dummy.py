@@ -30,12 +30,13 @@ class DummyWeights:
         self._dtype = dummy_dtype(raw)
         self._progress = progress
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._done_bytes = 0
+        self._done_bytes = self._total_bytes = 0
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], ignored: Callable[[str], bool]) -> None:
         """Take the shapes of the tensors that will be read."""
         del ignored
         self._shapes = dict(shapes)
+        self._total_bytes = sum(map(prod, shapes.values())) * self._dtype.itemsize
 
     def read(self, name: str, part: RankSlice) -> torch.Tensor:
         """Return the part of a tensor, in memory of its own."""
@@ -47,9 +48,7 @@ class DummyWeights:
         pieces = [whole.narrow(part.dim, start, end - start) for start, end in part.ranges]
         found = torch.cat([tensor for piece in pieces for tensor in (piece, zeros)], part.dim)
         self._done_bytes += whole.nbytes
-        self._progress(
-            self._done_bytes, sum(prod(shape) for shape in self._shapes.values()) * self._dtype.itemsize
-        )
+        self._progress(self._done_bytes, self._total_bytes)
         return found
 
     def fingerprint(self, config: str) -> str:
