@@ -28,6 +28,9 @@ in 0.13 s."""
 BREAKPOINTS_MAX = 4
 """The maximum number of breakpoints of a prompt, as in Anthropic's API."""
 
+RETAIN_S_MAX = 3600.0
+"""The longest time after its last use for which a prompt is retained, as in Anthropic's API."""
+
 GrammarKind = Literal["json_object", "json_schema", "regex", "lark", "choice"]
 
 
@@ -93,7 +96,9 @@ class Request:
     request was in a step of a worker that crashed, and runs alone until it has drawn TRIAL_TOKENS.
     `trace_parent` is the W3C traceparent of the sender; empty: no tracing.
     `breakpoints` are depths, ascending, where later requests are likely to leave the prompt.
-    They change no token.
+    For `retain_s` after its last use, 0 for not at all, the tenant pays for keeping what the prompt left in
+    memory. `session` replaces what earlier requests of that name retained; it is a digest with the tenant.
+    None of the three changes a token.
     """
 
     request_id: str
@@ -112,6 +117,8 @@ class Request:
     on_trial: bool = False
     trace_parent: str = ""
     breakpoints: tuple[int, ...] = ()
+    retain_s: float = 0.0
+    session: str = ""
 
     @property
     def to_score(self) -> int:

@@ -23,7 +23,8 @@ from tidemill.kernels.dispatch import Variant, operators
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.memory.arena import Arena
 from tidemill.kvstore.memory.cache import Cache
-from tidemill.kvstore.memory.prefix_index import Checkpoint, PrefixIndex
+from tidemill.kvstore.memory.entry import Checkpoint
+from tidemill.kvstore.memory.prefix_index import PrefixIndex
 from tidemill.kvstore.memory.recompute_cost import Policy
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -12,7 +12,9 @@ from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
 from tidemill.kvstore.memory import eviction
 from tidemill.kvstore.memory.arena import Arena, Id, Pool
-from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry, PrefixIndex
+from tidemill.kvstore.memory.entry import Checkpoint, Entry
+from tidemill.kvstore.memory.prefix_index import PrefixIndex
+from tidemill.kvstore.memory.retention import Retention
 from tidemill.kvstore.memory.windows import WindowCounts
 
 ChooseVictim = Callable[[PrefixIndex, Arena, Layout], eviction.Victim | None]
@@ -26,6 +28,7 @@ class Cache:
         self.layout = layout
         self.arena = arena
         self.index = index
+        self.retention = Retention(index, layout, lambda: arena.budget_extents * layout.extent_bytes)
         self.counters: Counter[str] = Counter()
         self.windows = WindowCounts(arena.windows)
 
@@ -95,10 +98,12 @@ class Cache:
 
     def drop_checkpoint(self, entry: Entry, reason: str) -> None:
         """Evict the checkpoint of `entry`. The name of a metric contains `reason`."""
+        self.retention.forget(entry)
         self._free_checkpoint(self.index.drop_checkpoint(entry), reason)
 
     def reclaim_checkpoint(self, entry: Entry) -> StateId | None:
         """Remove the checkpoint of `entry`; return the slot of its state, pinned."""
+        self.retention.forget(entry)
         state, windows = self.index.drop_checkpoint(entry)
         self.windows.drop(windows)
         if state is not None:
@@ -158,6 +163,7 @@ class Cache:
         windows = (list(pinned), [window for window in cached if window not in pinned])
         self.arena.check((pinned_pages, cached_pages), (pinned_states, cached_states), windows)
         self.index.check()
+        self.retention.check()
 
     def _free_checkpoint(self, checkpoint: Checkpoint, reason: str) -> None:
         if checkpoint.state is not None:
@@ -186,6 +192,7 @@ class Cache:
     def _evict(self, victim: eviction.Victim, reason: str) -> None:
         self.index.age(victim.price)
         for entry in victim.entries:
+            self.retention.forget(entry)
             self.index.remove(entry)
             self.arena.pages.free(entry.page)
             if entry.checkpoint is not None:

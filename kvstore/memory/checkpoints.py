@@ -12,8 +12,8 @@ from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.layout import StateId
 from tidemill.kvstore.memory.allocation_sites import AllocationSite, FailAllocation
 from tidemill.kvstore.memory.cache import Cache
+from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.lease import Lease
-from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
 from tidemill.kvstore.memory.windows import last_window
 
 
@@ -183,6 +183,6 @@ class Checkpoints:
         above = [earlier for earlier in self._cache.index.checkpoints_above(entry) if earlier.uses]
         surplus = len(above) + 1 - self._per_path
         unpinned = [earlier for earlier in above if not earlier.checkpoint_pins]
-        unpinned.sort(key=lambda earlier: (len(earlier.children) > 1, earlier.score))
+        unpinned.sort(key=lambda earlier: (len(earlier.children) > 1, self._cache.index.rank(earlier)))
         for earlier in unpinned[: max(0, surplus)]:
             self._cache.drop_checkpoint(earlier, "cap")

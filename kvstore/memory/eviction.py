@@ -17,7 +17,8 @@ from itertools import chain, islice
 
 from tidemill.kvstore.layout import Layout
 from tidemill.kvstore.memory.arena import Arena
-from tidemill.kvstore.memory.prefix_index import Entry, PrefixIndex
+from tidemill.kvstore.memory.entry import Entry
+from tidemill.kvstore.memory.prefix_index import PrefixIndex
 
 CANDIDATES_MAX = 4
 """The least valuable leaves whose extents are candidates; leases often use those extents."""

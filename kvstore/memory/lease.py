@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from tidemill.kvstore.layout import PageId, StateId, WindowId
 from tidemill.kvstore.memory.allocation_sites import AllocationSite
-from tidemill.kvstore.memory.prefix_index import Entry
+from tidemill.kvstore.memory.entry import Entry
 
 
 class StateWrite(NamedTuple):

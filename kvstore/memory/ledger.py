@@ -40,6 +40,7 @@ class Ledger:
     ) -> None:
         self.layout = cache.layout
         self.index = cache.index
+        self.retention = cache.retention
         self.counters = cache.counters
         self._cache = cache
         self._checkpoints = Checkpoints(cache, checkpoints_per_path, fail_allocation)

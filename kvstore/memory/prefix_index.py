@@ -13,54 +13,16 @@ the others.
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import Layout, PageId, StateId, WindowId
+from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.recompute_cost import Policy, RecomputeCost
 
 STALE_RECORDS_MAX = 256
 
-
-class Checkpoint(NamedTuple):
-    """The data that restores a depth in addition to its pages.
-
-    state       the slot of the state, if the model has states
-    windows     the pages of the last window, left to right, if the model has windows
-    """
-
-    state: StateId | None
-    windows: tuple[WindowId, ...] = ()
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A full page in the index.
-
-    `score`, `saved_flops` and `freed_bytes` belong to its checkpoint, or to the page if the model
-    needs no checkpoints.
-
-    depth_pages     the number of pages of the path, this one included
-    score           the eviction order: (value, time of last use); the least goes first
-    saved_flops     the compute that a hit saves
-    freed_bytes     the memory that its eviction frees
-    uses            0 for a spare checkpoint, at which no request has resumed
-    """
-
-    key: PageKey
-    parent: "Entry | None"
-    depth_pages: int
-    page: PageId
-    checkpoint: Checkpoint | None = None
-    pins: int = 0
-    checkpoint_pins: int = 0
-    children: list["Entry"] = field(default_factory=list["Entry"])
-    child_index: int = 0  # its index in the children of its parent
-    last_use: int = 0
-    uses: int = 1
-    score: tuple[float, int] = (0.0, 0)  # on equal values the less recently used goes first
-    saved_flops: float = 0.0
-    freed_bytes: int = 0
+RETAINED_USES = 8
+"""The number of uses that a fresh credit of a client counts for. What is used more often needs none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +58,12 @@ class PrefixIndex:
     value   clock at the last use + uses * (FLOPs that a hit saves) / (bytes that eviction frees).
             Each eviction advances the clock by its loss per freed byte.
 
-
     Recency and FLOP efficiency are the two terms of Marconi (Pan et al., MLSys 2025). Aging by a
     clock is from GreedyDual (Young, 1994), counting uses from GDSF (Cherkasova, 1998). Together
     they need neither a weight between the terms nor a pass over all entries.
+
+    A credit that a client asked for (`retention.py`) adds RETAINED_USES uses, which fade to nothing until its
+    end. A record in a heap does not fade; when the credit ends, `add_candidate` adds a right one.
     """
 
     def __init__(self, layout: Layout, policy: Policy = "value", cost: RecomputeCost | None = None) -> None:
@@ -112,6 +76,7 @@ class PrefixIndex:
         self._by_window: dict[WindowId, dict[Entry, None]] = {}  # checkpoints share window pages
         self._uses = 0
         self._clock = 0.0
+        self.now_s = 0.0
         # Heaps of eviction candidates; a stale record is renewed when it reaches the top.
         self._leaves: list[tuple[bool, tuple[float, int], PageKey]] = []
         self._checkpoints: list[tuple[tuple[float, int], PageKey]] = []
@@ -192,7 +157,7 @@ class PrefixIndex:
         own_bytes = self._layout.state_stride_bytes + len(checkpoint.windows) * self._layout.window_bytes
         self._appraise(entry, above_pages, segment_bytes + own_bytes)
         self._changes.add(entry.key)
-        self._add_candidate(entry)
+        self.add_candidate(entry)
 
     def drop_checkpoint(self, entry: Entry) -> Checkpoint:
         """Remove the checkpoint of `entry` and return it; the caller owns it."""
@@ -202,7 +167,7 @@ class PrefixIndex:
         self._forget_checkpoint(entry)
         entry.checkpoint = None
         self._changes.remove(entry.key)
-        self._add_candidate(entry)
+        self.add_candidate(entry)
         return checkpoint
 
     def remove(self, entry: Entry) -> None:
@@ -219,7 +184,7 @@ class PrefixIndex:
             if last is not entry:
                 siblings[entry.child_index] = last
                 last.child_index = entry.child_index
-            self._add_candidate(entry.parent)
+            self.add_candidate(entry.parent)
 
     def pin(self, entry: Entry) -> None:
         entry.pins += 1
@@ -227,7 +192,7 @@ class PrefixIndex:
     def unpin(self, entry: Entry) -> None:
         assert entry.pins > 0
         entry.pins -= 1
-        self._add_candidate(entry)
+        self.add_candidate(entry)
 
     def pin_checkpoint(self, entry: Entry) -> None:
         assert entry.checkpoint is not None
@@ -236,7 +201,7 @@ class PrefixIndex:
     def unpin_checkpoint(self, entry: Entry) -> None:
         assert entry.checkpoint_pins > 0
         entry.checkpoint_pins -= 1
-        self._add_candidate(entry)
+        self.add_candidate(entry)
 
     def cheapest_leaf(self) -> Entry | None:
         """Return the least valuable entry without children and pins; unrestorable ones first."""
@@ -268,9 +233,9 @@ class PrefixIndex:
             score, key = self._checkpoints[0]
             entry = self._entries.get(key)
             if entry is not None and entry.checkpoint is not None and not entry.checkpoint_pins:
-                if score == entry.score:
+                if score == self.rank(entry):
                     return entry
-                heapq.heapreplace(self._checkpoints, (entry.score, key))
+                heapq.heapreplace(self._checkpoints, (self.rank(entry), key))
             else:
                 heapq.heappop(self._checkpoints)
         return None
@@ -295,7 +260,16 @@ class PrefixIndex:
 
     def credit(self, entry: Entry) -> float:
         """Return the loss per byte freed by evicting `entry`: its value minus the clock."""
-        return max(0.0, entry.score[0] - self._clock)
+        return max(0.0, self.rank(entry)[0] - self._clock)
+
+    def rank(self, entry: Entry) -> tuple[float, int]:
+        """Return the score of `entry` with what is left of the credit that a client asked for."""
+        left_s = entry.retained_until_s - self.now_s
+        if left_s <= 0 or not entry.uses:
+            return entry.score
+        value, last_use = entry.score
+        use_value = self._uses - self._clock if self.policy == "lru" else self._value_of_use(entry)
+        return max(value, self._clock) + RETAINED_USES * use_value * left_s / entry.retained_s, last_use
 
     def age(self, credit: float) -> None:
         """Advance the clock after the eviction of an entry with this credit."""
@@ -358,7 +332,7 @@ class PrefixIndex:
         return not (entry.children or entry.pins or entry.checkpoint_pins)
 
     def _leaf_rank(self, entry: Entry) -> tuple[bool, tuple[float, int]]:
-        return (True, entry.score) if self.is_restorable(entry) else (False, (0.0, entry.last_use))
+        return (True, self.rank(entry)) if self.is_restorable(entry) else (False, (0.0, entry.last_use))
 
     def _appraise(self, entry: Entry, above_pages: int, freed_bytes: int) -> None:
         """Set the value of `entry`: it saves the pages `[above_pages, depth_pages)`."""
@@ -367,6 +341,9 @@ class PrefixIndex:
         entry.freed_bytes = freed_bytes
         self._uses += 1
         self._score(entry)
+
+    def _value_of_use(self, entry: Entry) -> float:
+        return entry.saved_flops / entry.freed_bytes if entry.freed_bytes else 0.0
 
     def _score(self, entry: Entry) -> None:
         if not entry.uses:
@@ -379,17 +356,17 @@ class PrefixIndex:
             value = 0.0
         entry.score = (value, self._uses)
 
-    def _add_candidate(self, entry: Entry) -> None:
+    def add_candidate(self, entry: Entry) -> None:
         """Add `entry` to the eviction candidates; rebuild the heaps when most records are stale."""
         if self._is_leaf(entry):
             heapq.heappush(self._leaves, (*self._leaf_rank(entry), entry.key))
         if entry.checkpoint is not None and not entry.checkpoint_pins:
-            heapq.heappush(self._checkpoints, (entry.score, entry.key))
+            heapq.heappush(self._checkpoints, (self.rank(entry), entry.key))
         if len(self._leaves) + len(self._checkpoints) > 4 * len(self._entries) + STALE_RECORDS_MAX:
             entries = self._entries.values()
             self._leaves = [(*self._leaf_rank(entry), entry.key) for entry in entries if self._is_leaf(entry)]
             self._checkpoints = [
-                (entry.score, entry.key)
+                (self.rank(entry), entry.key)
                 for entry in entries
                 if entry.checkpoint is not None and not entry.checkpoint_pins
             ]

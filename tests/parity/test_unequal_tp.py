@@ -15,8 +15,8 @@ from tests.support.parity.architectures import random_model, save
 from tidemill.kernels.dispatch import Operators
 from tidemill.kvstore.keys import Namespace, page_keys
 from tidemill.kvstore.layout import PageId, StateId, WindowId, layout_of
+from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.lease import Lease, StateWrite
-from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
 from tidemill.kvstore.shards import Shards, rank_share, shards_of
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.page_store import PageStore

@@ -24,6 +24,7 @@ from tidemill.workers.execution.grammar import Grammars
 from tidemill.workers.execution.step import Runner
 from tidemill.workers.messages import (
     ANNOUNCED_KEY_BYTES,
+    RETAIN_S_MAX,
     Announcement,
     Delta,
     Produced,
@@ -83,6 +84,7 @@ class Engine:
             while True:
                 self.steps += 1
                 self._drain.advance(self._sequences.running.values(), _now_s())
+                self._ledger.retention.advance(_now_s())
                 if await self._pipeline.step(self._limits.flights_max):
                     await asyncio.sleep(0)  # streams take their tokens before the next step
                     continue
@@ -282,8 +284,19 @@ class Engine:
     def _end(self, sequence: Sequence) -> None:
         """Release all that the sequence holds. This is the only place that does."""
         sequence.ended = True
+        self._retain(sequence)
         self._sequences.drop(sequence)
         self._release(sequence)
+
+    def _retain(self, sequence: Sequence) -> None:
+        """Let the tenant pay for keeping what the sequence computed, if the request asks for it."""
+        request, lease = sequence.request, sequence.lease
+        retain_s = min(request.retain_s, RETAIN_S_MAX)
+        if lease is not None and retain_s > 0:
+            depths = {depth // sequence.page_tokens for depth in sequence.restore.wanted}
+            self._ledger.retention.retain(
+                request.tenant, request.session, lease.shared_entries, retain_s, depths
+            )
 
     def _preempt(self, sequence: Sequence, error: Exception | None = None) -> None:
         """Take the memory of a running sequence. It is admitted again, with its pages still restorable; or

@@ -183,6 +183,7 @@ class Admission:
             self._ledger.release(sequence.id)
             return False
         self._ledger.index.use(lease.shared_entries)
+        self._ledger.retention.renew(lease.shared_entries)
         sequence.lease = lease
         return True
 

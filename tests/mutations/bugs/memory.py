@@ -221,4 +221,32 @@ BUGS: tuple[Planted, ...] = (
         "1\n            del",
         "tests/unit/kvstore/memory/test_windows.py tests/unit/kvstore/memory/test_ledger.py",
     ),
+    Planted(
+        "a credit does not fade",
+        "kvstore/memory/prefix_index.py::PrefixIndex.rank",
+        "$RETAINED * $USE * $LEFT / $ENTRY.retained_s",
+        "$RETAINED * $USE",
+        "tests/unit/kvstore/memory/test_retention.py",
+    ),
+    Planted(
+        "an entry whose credit ended is found at its old rank",
+        "kvstore/memory/retention.py::Retention._drop",
+        "self.$INDEX.add_candidate($ENTRY)",
+        "pass",
+        "tests/unit/workers/engine/test_retention.py",
+    ),
+    Planted(
+        "a tenant may retain all that others leave",
+        "kvstore/memory/retention.py::Retention.retain",
+        "2 * self.paid_bytes($TENANT)",
+        "self.paid_bytes($TENANT)",
+        "tests/unit/kvstore/memory/test_retention.py",
+    ),
+    Planted(
+        "a session keeps what its earlier prompts retained",
+        "workers/engine/engine.py::Engine._retain",
+        "request.session",
+        "''",
+        "tests/unit/workers/engine/test_retention.py",
+    ),
 )

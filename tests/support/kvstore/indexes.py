@@ -5,7 +5,8 @@ A letter is a page of one token, "aba" a prefix of three pages.
 
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import Attention, Layout, Linear, PageId, StateId, layout_of
-from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry, PrefixIndex
+from tidemill.kvstore.memory.entry import Checkpoint, Entry
+from tidemill.kvstore.memory.prefix_index import PrefixIndex
 from tidemill.kvstore.memory.recompute_cost import Policy, RecomputeCost
 
 PAGE_BYTES, STATE_BYTES = 8, 24

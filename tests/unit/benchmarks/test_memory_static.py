@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import PageId, StateId
+from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.ledger import Ledger
-from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry, PrefixIndex
+from tidemill.kvstore.memory.prefix_index import PrefixIndex
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ from tests.support.kvstore.leases import ROOT, P, a_cache, snapshot
 from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import page_keys
 from tidemill.kvstore.memory.allocation_sites import AllocationSite
+from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import Ledger
-from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
 
 KEYS = {0: page_keys(ROOT, [0] * 60, P), 1: page_keys(ROOT, [1] * 60, P)}
 """The keys of the two requests, by their number of spare slots."""

@@ -18,9 +18,9 @@ from tidemill.kvstore.layout import PageId, StateId
 from tidemill.kvstore.memory import eviction
 from tidemill.kvstore.memory.arena import Id
 from tidemill.kvstore.memory.cache import Cache
+from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import Ledger
-from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
 
 
 def keep(cache: Cache, path: str, *, credit: float | None = None, pinned: str = "") -> list[Entry]:

@@ -12,7 +12,8 @@ from tests.support.kvstore.indexes import (
     keys_of,
 )
 from tidemill.kvstore.layout import StateId
-from tidemill.kvstore.memory.prefix_index import Checkpoint, PrefixIndex
+from tidemill.kvstore.memory.entry import Checkpoint
+from tidemill.kvstore.memory.prefix_index import PrefixIndex
 from tidemill.kvstore.memory.recompute_cost import Policy, RecomputeCost
 
 

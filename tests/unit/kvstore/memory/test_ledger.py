@@ -15,9 +15,9 @@ from tidemill.kvstore.errors import OutOfMemory
 from tidemill.kvstore.keys import PageKey, page_keys
 from tidemill.kvstore.layout import PageId, StateId
 from tidemill.kvstore.memory.allocation_sites import Demand
+from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.lease import Lease
 from tidemill.kvstore.memory.ledger import FLIGHTS_MAX, Ledger
-from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
 from tidemill.kvstore.memory.recompute_cost import Policy
 
 TOKENS_MAX = 20

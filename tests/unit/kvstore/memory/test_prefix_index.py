@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.support.kvstore.indexes import PAGE_BYTES, STATE_BYTES, an_index, evict_all, insert_path, keys_of
 from tidemill.kvstore.keys import PageKey
 from tidemill.kvstore.layout import PageId, StateId, WindowId
-from tidemill.kvstore.memory.prefix_index import STALE_RECORDS_MAX, Checkpoint, Entry
+from tidemill.kvstore.memory.entry import Checkpoint, Entry
+from tidemill.kvstore.memory.prefix_index import STALE_RECORDS_MAX
 from tidemill.kvstore.memory.recompute_cost import Policy, RecomputeCost
 
 paths = st.text("ab", min_size=1, max_size=4)

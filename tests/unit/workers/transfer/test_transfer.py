@@ -23,8 +23,8 @@ from tidemill.kvstore.layout import (
     WindowId,
     layout_of,
 )
+from tidemill.kvstore.memory.entry import Checkpoint, Entry
 from tidemill.kvstore.memory.lease import Lease
-from tidemill.kvstore.memory.prefix_index import Checkpoint, Entry
 from tidemill.kvstore.shards import Shards, rank_layers, rank_share, shards_of
 from tidemill.kvstore.stores.file_store import FileStore
 from tidemill.kvstore.stores.memory_store import MemoryStore

@@ -1,0 +1,51 @@
+"""An entry of the prefix index: a full page, and the checkpoint after it."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tidemill.kvstore.keys import PageKey
+from tidemill.kvstore.layout import PageId, StateId, WindowId
+
+
+class Checkpoint(NamedTuple):
+    """The data that restores a depth in addition to its pages.
+
+    state       the slot of the state, if the model has states
+    windows     the pages of the last window, left to right, if the model has windows
+    """
+
+    state: StateId | None
+    windows: tuple[WindowId, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A full page in the index.
+
+    `score`, `saved_flops` and `freed_bytes` belong to its checkpoint, or to the page if the model
+    needs no checkpoints.
+
+    depth_pages     the number of pages of the path, this one included
+    score           the eviction order: (value, time of last use); the least goes first
+    saved_flops     the compute that a hit saves
+    freed_bytes     the memory that its eviction frees
+    uses            0 for a spare checkpoint, at which no request has resumed
+    retained_s      the length of the credit that a client asked for, until `retained_until_s`
+    """
+
+    key: PageKey
+    parent: "Entry | None"
+    depth_pages: int
+    page: PageId
+    checkpoint: Checkpoint | None = None
+    pins: int = 0
+    checkpoint_pins: int = 0
+    children: list["Entry"] = field(default_factory=list["Entry"])
+    child_index: int = 0  # its index in the children of its parent
+    last_use: int = 0
+    uses: int = 1
+    score: tuple[float, int] = (0.0, 0)  # on equal values the less recently used goes first
+    saved_flops: float = 0.0
+    freed_bytes: int = 0
+    retained_s: float = 0.0
+    retained_until_s: float = 0.0
