@@ -45,6 +45,11 @@ class Style:
     reasoning: Thinking | None = None
 
     @property
+    def tags(self) -> frozenset[str]:
+        marks = (self.form, self.reasoning)
+        return frozenset(tag for mark in marks if mark is not None for tag in mark.tags)
+
+    @property
     def in_channels(self) -> bool:
         return self.reasoning is SPOKEN_IN_CHANNELS or (
             self.form is not None and self.form.body == "channels"

@@ -78,6 +78,7 @@ _TRIED = (
     Message("assistant", "", _CALLS),
     Message("tool", "b", {"name": "tried_call", "tool_call_id": "call-0"}),
 )
+_SYSTEM = Message("system", "e")
 _BOTH = (_TRIED[0], Message("assistant", "c", {**_CALLS, "reasoning_content": "d"}), _TRIED[2])
 
 
@@ -88,6 +89,13 @@ def shape_of(render: Render) -> Shape:
     if right is None:
         return PLAINLY
     return Shape(text_arguments=right.text_arguments, one_text=not _tried(render, right, _BOTH))
+
+
+def tried(render: Render, shape: Shape) -> str:
+    """Return what a template writes for some chats; empty where it refuses them. `render` raises only
+    RequestError."""
+    chats = [(_SYSTEM, *_TRIED), (_SYSTEM, *_BOTH), _TRIED[:1]]
+    return "".join(_tried(render, shape, chat) for chat in chats)
 
 
 def _tried(render: Render, shape: Shape, messages: Sequence[Message]) -> str:

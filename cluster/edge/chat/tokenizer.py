@@ -6,10 +6,11 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from tokenizers import Encoding
+from tokenizers import AddedToken, Encoding, normalizers
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import DecodeStream
 
+from tidemill.cluster.edge.chat.control_tokens import MARK, ControlTokens, control_texts
 from tidemill.cluster.edge.chat.families import SILENT, Style
 from tidemill.cluster.edge.chat.formats import FORMS
 from tidemill.cluster.edge.chat.templates import (
@@ -17,6 +18,7 @@ from tidemill.cluster.edge.chat.templates import (
     Render,
     Shape,
     shared_ends,
+    tried,
 )
 from tidemill.cluster.edge.chat.text import PLAIN, MarkedPrompt, Message, Rendering
 from tidemill.workers.messages import RequestError
@@ -56,12 +58,20 @@ class FolderTokenizer:
         self._texts = {token: added_token.content for token, added_token in added.items()}
         self._special = {token: special.content for token, special in added.items() if special.special}
         self._bytes_of = byte_alphabet() if "ByteLevel" in str(raw.decoder) else None
+        texts = frozenset[str]()
+        if template is not None:
+            shown = template.text + tried(template.render, template.shape)
+            texts = control_texts(self._special.values(), self.added, shown)
+        self._control_ids = frozenset(self.added[text] for text in texts)
+        self._control = ControlTokens(texts, style.tags & texts - {*self._special.values()})
+        _hide_marked(raw, [added[token] for token in sorted(self._control_ids)])
 
     def encode(self, text: str) -> list[int]:
         return self.encode_marked(text, ()).tokens
 
     def encode_marked(self, text: str, ends: Collection[int]) -> MarkedPrompt:
-        return self._encoded(text, ends, add_special_tokens=True)
+        text = text.replace(MARK, f"{MARK[0]}{MARK}{MARK[1]}")  # it would be dropped
+        return _marked(self._encoding(text, offsets=bool(ends), add_special_tokens=True), ends)
 
     def chat(self, messages: Sequence[Message], how: Rendering = PLAIN) -> MarkedPrompt:
         template = self._template
@@ -84,15 +94,33 @@ class FolderTokenizer:
                 f"--tool-call-parser, one of {known}",
                 param="tools",
             )
+        messages, how = self._control.marked(messages, how)
         text = template.render(template.shape.turns(messages), how)
         ends = shared_ends(template.render, template.shape, messages, how, text)
-        return self._encoded(text + how.begun, ends, add_special_tokens=False)
-
-    def _encoded(self, text: str, ends: Collection[int], *, add_special_tokens: bool) -> MarkedPrompt:
-        """Encode a text as a batch, so that other threads run meanwhile; without `ends`, without offsets."""
-        encode = self._raw.encode_batch if ends else self._raw.encode_batch_fast
-        (encoding,) = encode([text], add_special_tokens=add_special_tokens)
+        text += how.begun
+        has_marks = MARK in text
+        encoding = self._encoding(text, offsets=bool(ends or has_marks), add_special_tokens=False)
+        if has_marks:
+            self._check_control(text, encoding)
         return _marked(encoding, ends)
+
+    def _encoding(self, text: str, *, offsets: bool, add_special_tokens: bool) -> Encoding:
+        """Encode a text as a batch, so that other threads run meanwhile."""
+        encode = self._raw.encode_batch if offsets else self._raw.encode_batch_fast
+        (encoding,) = encode([text], add_special_tokens=add_special_tokens)
+        return encoding
+
+    def _check_control(self, text: str, encoding: Encoding) -> None:
+        """Refuse a control token that the vocabulary itself makes of a client's text. Raises RequestError."""
+        for index, token in enumerate(encoding.ids):
+            if token in self._control_ids:
+                start, end = encoding.token_to_chars(index) or (0, 0)
+                if MARK in text[start:end]:
+                    raise RequestError(
+                        f"this model reads {self._texts[token]!r} as a control token wherever it stands: "
+                        "leave it out",
+                        param="messages",
+                    )
 
     def decoder(self, shown: Collection[str] = ()) -> "StreamDecoder":
         return StreamDecoder(self._raw, {token for token, text in self._special.items() if text not in shown})
@@ -106,6 +134,19 @@ class FolderTokenizer:
             return b"".join(self._bytes_of.get(char) or char.encode() for char in written)
         fallback = BYTE_FALLBACK.fullmatch(written)
         return bytes.fromhex(fallback[1]) if fallback else written.replace("\u2581", " ").encode()
+
+
+def _hide_marked(raw: RawTokenizer, control: Sequence[AddedToken]) -> None:
+    """Have the tokenizer find control tokens before it normalizes a text, and then drop marks.
+
+    A token that is found in normalized text would be made of other spellings, and of marked text.
+    """
+    for token in control:
+        if token.normalized:
+            flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "special")}
+            raw.add_tokens([AddedToken(token.content, normalized=False, **flags)])
+    steps = [normalizers.Replace(MARK, ""), *([raw.normalizer] if raw.normalizer is not None else ())]
+    raw.normalizer = normalizers.Sequence(steps)
 
 
 def _marked(encoding: Encoding, ends: Collection[int]) -> MarkedPrompt:
