@@ -18,6 +18,7 @@ class TidemillError(Exception):
         ConfigError         An invalid configuration: names every problem and its position.
         PortTaken           The configured port is in use.
         LaunchError         Ray, the router or a worker does not start: names the reason.
+        RayEnded            A process of our own Ray ended: start the server again.
         Malformed           Bytes from a peer that are not a valid message.
     """
 

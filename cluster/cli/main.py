@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Sequence
@@ -53,6 +54,7 @@ _Result = TypeVar("_Result")
 EXIT_WRONG_ANSWER = 1
 EXIT_NOT_THERE = 1
 EXIT_REFUSED = 2
+EXIT_LOST = os.EX_TEMPFAIL  # 75, of sysexits.h: try again
 EXIT_INTERRUPTED = 130
 
 STORE_FOLDERS = (Path("/dev/shm"),)  # noqa: S108 - the parent of a private folder, without --store
@@ -60,7 +62,8 @@ STORE_FOLDERS = (Path("/dev/shm"),)  # noqa: S108 - the parent of a private fold
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. 0: done. 1: the demo had a wrong answer, or the store does
-    not have the object. 2: refused, with one line that names the fix."""
+    not have the object. 2: refused, with one line that names the fix. 75: Ray has ended, and the server with
+    it."""
     options = parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is with nohup
@@ -107,6 +110,12 @@ def parser() -> argparse.ArgumentParser:
         commands.add_parser("simulate", help="replay a request trace through a cluster in virtual time")
     )
     _add_store_commands(commands.add_parser("store", help="inspect or benchmark a page store"))
+
+    cleanup = commands.add_parser(
+        "cleanup", help="remove what killed servers of this user have left: processes, folders, shared memory"
+    )
+    cleanup.add_argument("--dry-run", action="store_true", help="only list it")
+    cleanup.set_defaults(run=_cleanup)
     return command
 
 
@@ -156,8 +165,7 @@ def _serve(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         await asyncio.Event().wait()
 
-    _run(config, options.api_key, work, "" if options.config is None else str(options.config))
-    return 0
+    return _run(config, options.api_key, work, "" if options.config is None else str(options.config))
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -185,14 +193,25 @@ def _demo(options: argparse.Namespace) -> int:
         nonlocal is_right
         is_right = await run_demo(url, "keeper", bundled()["keeper"], Console())
 
-    _run(config, None, work)
-    return 0 if is_right else EXIT_WRONG_ANSWER
+    status = _run(config, None, work)
+    return status if is_right else EXIT_WRONG_ANSWER
 
 
 def _models(options: argparse.Namespace) -> int:
     del options
     for name, folder in bundled().items():
         sys.stdout.write(f"{name}\t{folder}\n")
+    return 0
+
+
+def _cleanup(options: argparse.Namespace) -> int:
+    from tidemill.cluster.cli.status import human_bytes
+    from tidemill.cluster.supervisor.private_folder import remove_abandoned
+
+    verb = "would remove" if options.dry_run else "removed"
+    for left in remove_abandoned(_folders(), dry_run=options.dry_run):
+        processes = "".join(f", process {process.pid}" for process in left.processes)
+        sys.stdout.write(f"{verb} {left.folder} ({human_bytes(left.num_bytes)}){processes}\n")
     return 0
 
 
@@ -283,9 +302,9 @@ def _sealing(secret_file: Path | None) -> Sealing:
     return sealing
 
 
-def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", source: str = "") -> None:
-    """Serve the cluster of `config` while `work` runs; `source` is the path of the file, if there is one.
-    Ray's environment is set before any module imports Ray."""
+def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", source: str = "") -> int:
+    """Serve the cluster of `config` while `work` runs; return the exit status. `source` is the path of the
+    file, if there is one. Ray's environment is set before any module imports Ray."""
     telemetry, edge, store = telemetry_of(config.telemetry), config.edge, config.store
     joins = config.cluster.ray_address is not None
     os.environ.update(ray_environ(joins=joins, token=secrets.token_hex(32)))
@@ -297,6 +316,8 @@ def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", sou
     from tidemill.cluster.observability.logs import start_logs
     from tidemill.cluster.server.endpoint import Endpoint
     from tidemill.cluster.server.server import serve, shared_store
+    from tidemill.cluster.supervisor.launch import RayEnded
+    from tidemill.cluster.supervisor.reaper import reaping
 
     endpoint = Endpoint(
         host=edge.host,
@@ -316,7 +337,7 @@ def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", sou
     _sealing(None if store.secret_file is None else Path(store.secret_file))  # reports errors early
     cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill"
     console = Console(stderr=True)
-    with shared_store(store.url, STORE_FOLDERS) as store_url:
+    with reaping(_folders()), shared_store(store.url, STORE_FOLDERS) as store_url:
         if store.url is not None and store_url != store.url:
             console.print(Text(f"store: {store_url}"))  # for `tidemill store`
         cores = count_cores(os.sched_getaffinity(0))
@@ -330,4 +351,14 @@ def _run(config: "RootConfig", api_keys: Sequence[str] | None, work: "Work", sou
                 logging.getLogger(__name__).info(arrangement(settings.fleets, cores))
             await work(url)
 
-        serve(endpoint, settings, sources, console, announced)
+        try:
+            serve(endpoint, settings, sources, console, announced)
+        except RayEnded as error:
+            sys.stderr.write(f"tidemill: {error}\n")
+            return EXIT_LOST
+    return 0
+
+
+def _folders() -> list[Path]:
+    """Return the folders below which servers make theirs."""
+    return [Path(tempfile.gettempdir()), *STORE_FOLDERS]

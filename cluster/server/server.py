@@ -28,7 +28,7 @@ from tidemill.cluster.edge.grpc_api.server import PublicServer
 from tidemill.cluster.edge.http.app import app_of
 from tidemill.cluster.edge.http.connection import with_limits
 from tidemill.cluster.edge.requests.api_keys import KeysWatch
-from tidemill.cluster.edge.requests.context import EdgeContext, Sources, open_context
+from tidemill.cluster.edge.requests.context import EdgeContext, Sources, StopReason, open_context
 from tidemill.cluster.edge.requests.models import ServedBackend
 from tidemill.cluster.edge.requests.security import uvicorn_settings
 from tidemill.cluster.edge.service import ServedModel
@@ -39,7 +39,7 @@ from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.server.endpoint import Endpoint, PortTaken, listening, raise_file_limit
 from tidemill.cluster.server.support_info import support_parts
 from tidemill.cluster.settings import ClusterSettings, FleetSettings
-from tidemill.cluster.supervisor.launch import STOP_SIGNALS, Cluster, start_cluster
+from tidemill.cluster.supervisor.launch import STOP_SIGNALS, Cluster, RayEnded, start_cluster
 from tidemill.cluster.supervisor.mooncake_service import running_store
 from tidemill.cluster.supervisor.private_folder import private_folder
 from tidemill.cluster.supervisor.scaler import Scaler
@@ -127,16 +127,32 @@ async def _serve(
     try:
         with keeping(lines):
             runs = [*services, *scalers, *grpc_servers, *watches]
-            await _serve_until_stopped(_http_server(endpoint, context), listener, runs, working)
+            await _serve_until_stopped(
+                _http_server(endpoint, context), listener, runs, working, _watch(cluster, context.stop_reason)
+            )
     finally:
         for service in services:
             await service.close()
 
 
+async def _watch(cluster: Cluster, stop_reason: StopReason) -> None:
+    """Wait for the end of the cluster's own Ray; raises RayEnded then, which open answers report."""
+    try:
+        await cluster.run()
+    except RayEnded as error:
+        log.error("%s", error)  # noqa: TRY400 - expected
+        stop_reason.text = str(error)
+        raise
+
+
 async def _serve_until_stopped(
-    server: "_Server", listener: socket.socket, runs: Sequence[_Runs], work: Coroutine[Any, Any, None]
+    server: "_Server",
+    listener: socket.socket,
+    runs: Sequence[_Runs],
+    *works: Coroutine[Any, Any, None],
 ) -> None:
-    """Serve and run `runs` until `work` is done or a signal comes; then end all of them."""
+    """Serve and run `runs` until one of `works` is done or a signal comes; then end all of them. Raises what
+    `works` raise."""
     stop = asyncio.Event()
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -145,17 +161,18 @@ async def _serve_until_stopped(
     for task in others:
         task.add_done_callback(_log_error)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    working = asyncio.create_task(work)
+    working = [asyncio.create_task(work) for work in works]
     stopping = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait({serving, working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, *working, stopping}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         server.should_exit = True
-        for task in (working, stopping, *others):
+        for task in (*working, stopping, *others):
             task.cancel()
-        await asyncio.wait({serving, working, stopping, *others})
-    if not working.cancelled():
-        working.result()
+        await asyncio.wait({serving, *working, stopping, *others})
+    for task in working:
+        if not task.cancelled():
+            task.result()
 
 
 def _http_server(endpoint: Endpoint, context: EdgeContext) -> "_Server":

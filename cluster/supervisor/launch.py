@@ -1,5 +1,6 @@
 """Start and stop a cluster: Ray, the routers, the workers. A failed start leaves nothing running."""
 
+import asyncio
 import contextlib
 import signal
 import socket
@@ -19,8 +20,8 @@ from tidemill.cluster.rpc.router_client import RouterClient
 from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
 from tidemill.cluster.supervisor.node_fit import Node, assign, demand_of, unschedulable_reason
-from tidemill.cluster.supervisor.private_folder import private_folder
-from tidemill.cluster.supervisor.processes import children, end, with_descendants
+from tidemill.cluster.supervisor.private_folder import private_folder, writers
+from tidemill.cluster.supervisor.processes import children, end, runs, with_descendants
 from tidemill.cluster.supervisor.router_actor import RouterActor
 from tidemill.cluster.supervisor.start_progress import show_progress
 from tidemill.cluster.supervisor.worker_actor import WorkerActor, actor_options, find_router
@@ -33,6 +34,7 @@ RAY: Any = ray  # much of it has no types
 RESTARTS = {"max_restarts": -1, "max_task_retries": 0}
 
 POLL_S = 0.1
+CHECK_S = 0.25
 REPORT_S = 60.0
 """The period of the messages about workers that have not started yet."""
 
@@ -46,12 +48,19 @@ RAY_WAS_SLOW = "timed out during startup"
 """The text of the error when a local node of Ray takes longer than Ray's fixed 30 s; a busy machine may need
 several attempts."""
 
+ESSENTIAL = {"gcs_server": "GCS", "raylet": "raylet"}
+"""The processes of Ray without which nothing can be started or restarted, and their names in messages."""
+
 TEMP_PATH_LENGTH_MAX = 34
 """A private folder and Ray's sockets append up to 66 characters, and the path of a socket has at most 107."""
 
 
 class LaunchError(TidemillError):
     """The cluster cannot start; the message is one line with the reason."""
+
+
+class RayEnded(TidemillError):
+    """A process of Ray that we started has ended, so this cluster cannot go on."""
 
 
 class Cluster:
@@ -63,6 +72,7 @@ class Cluster:
         self._temp_folder: Path | None = None
         self._files = contextlib.ExitStack()
         self._processes: list[psutil.Process] = []  # of Ray, if we started it
+        self._essential: dict[str, psutil.Process] = {}  # those of ESSENTIAL, by their names in messages
         self._routers: list[Any] = []
         self._actors: dict[str, Any] = {}
         self._placement_groups: dict[str, Any] = {}  # by name of the worker
@@ -133,6 +143,20 @@ class Cluster:
             for number, disposition in dispositions.items():  # Ray's would end the process without `stop`
                 signal.signal(number, disposition)
             self._processes = [process for process in children() if process not in before]
+        named = {process.name(): process for process in self._processes}
+        self._essential = {ESSENTIAL[name]: named[name] for name in ESSENTIAL.keys() & named.keys()}
+
+    def check(self) -> None:
+        """Raise RayEnded if a process of our own Ray that the cluster needs has ended."""
+        for name, process in self._essential.items():
+            if not runs(process):
+                raise RayEnded(f"Ray's {name} has ended, and with it this server: start it again")
+
+    async def run(self) -> None:
+        """Call `check` until it raises RayEnded or this is cancelled."""
+        while True:
+            self.check()
+            await asyncio.sleep(CHECK_S)
 
     def unschedulable_reason(self, *workers: WorkerSettings) -> str | None:
         """Explain in one line why Ray cannot schedule these workers beside all that runs now, None if it can.
@@ -202,6 +226,7 @@ class Cluster:
         without_process = {worker.name: worker for worker in self._settings.workers}
         calls: dict[Any, str] = {}
         while len(ready) < len(self._actors):
+            self.check()
             waited = set(calls.values()) | set(ready)
             calls |= {
                 actor.state.remote(): name for name, actor in self._actors.items() if name not in waited
@@ -238,6 +263,9 @@ class Cluster:
         """End every process and remove every file of the cluster, or only our actors if Ray was joined. May
         be called at any time, also twice."""
         processes = with_descendants(self._processes)
+        gcs = self._essential.get("GCS")
+        if gcs is not None and not runs(gcs):
+            end(processes, 0.0)  # they would wait for it
         for actor in [*self._actors.values(), *self._routers]:
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
                 RAY.kill(actor, no_restart=True)
@@ -252,6 +280,8 @@ class Cluster:
         grace_s = GRACE_S if RAY.is_initialized() else 0.0
         RAY.shutdown()
         end(processes, grace_s)
+        if self._temp_folder is not None:  # a dead raylet's children are not below this process
+            end(writers(self._temp_folder), 0.0)
         self._files.close()
 
 

@@ -3,6 +3,9 @@
 /tmp/tidemill-x7k2w9qa/         mode 0700
   .lock                         locked by the process while it runs, whatever ends it
   files/                        the folder to use; what others make of its mode does not matter
+
+A folder with a free lock is abandoned: its process was killed. Processes that still have a file of
+it open for writing are those of the killed server, because all of Ray's write their logs there.
 """
 
 import fcntl
@@ -11,21 +14,36 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterable
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from tidemill.cluster.supervisor.processes import end
 
 LOCK = ".lock"
 FILES = "files"
 
+REMOVALS_MAX = 5
+"""A process that was about to start may add a file while its folder is being removed."""
+
+_NAME = re.compile(r"tidemill-(store-)?[a-z0-9_]{8}")
+
+
+class Abandoned(NamedTuple):
+    """A folder whose process was killed, and what that process has left with it."""
+
+    folder: Path
+    num_bytes: int
+    processes: list[psutil.Process]
+
 
 @contextmanager
 def private_folder(prefix: str, parent: Path) -> Generator[Path]:
-    """Yield a new folder below `parent` and remove it at the end; first remove those of the same prefix whose
-    process was killed."""
-    for abandoned in parent.glob(f"{prefix}*"):
-        if re.fullmatch(f"{re.escape(prefix)}[a-z0-9_]{{8}}", abandoned.name):
-            _remove_abandoned(abandoned)
+    """Yield a new folder below `parent` and remove it at the end; first remove those of killed processes."""
+    remove_abandoned([parent])
     folder, lock = _locked_folder(prefix, parent)
     try:
         files = folder / FILES
@@ -34,6 +52,60 @@ def private_folder(prefix: str, parent: Path) -> Generator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def remove_abandoned(parents: Iterable[Path], *, dry_run: bool = False) -> list[Abandoned]:
+    """End the processes of killed servers and remove their folders below `parents`; return what there was.
+    Only look with `dry_run`."""
+    found: list[Abandoned] = []
+    for parent in parents:
+        for folder in sorted(parent.glob("tidemill-*")):
+            if _NAME.fullmatch(folder.name):
+                with ExitStack() as stack:
+                    if _lock_abandoned(folder, stack):
+                        found.append(Abandoned(folder, _size_of(folder), writers(folder)))
+                        if not dry_run:
+                            _remove(folder)
+    return found
+
+
+def writers(folder: Path) -> list[psutil.Process]:
+    """Return the other processes of this user that have a file below `folder` open for writing."""
+    start = f"{folder.resolve()}/"
+    found: list[psutil.Process] = []
+    for pid in psutil.pids():
+        with suppress(OSError, psutil.NoSuchProcess):  # it has ended, or is another user's
+            if pid != os.getpid() and any(path.startswith(start) for path in _written(pid)):
+                found.append(psutil.Process(pid))
+    return found
+
+
+def _written(pid: int) -> Generator[str]:
+    """Yield the paths that a process has open for writing, also those of removed files. Raises OSError."""
+    with os.scandir(f"/proc/{pid}/fd") as entries:
+        for entry in entries:
+            if entry.stat(follow_symlinks=False).st_mode & stat.S_IWUSR:
+                yield os.readlink(entry.path)  # noqa: PTH115 - a Path costs more than the call
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, its lock last: what is left of it after an error is still abandoned."""
+    for _ in range(REMOVALS_MAX):
+        end(writers(folder), 0.0)
+        shutil.rmtree(folder / FILES, ignore_errors=True)
+        if not (folder / FILES).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+
+
+def _size_of(folder: Path) -> int:
+    """Return the bytes on disk of all files below the folder."""
+    num_bytes = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                num_bytes += os.lstat(f"{path}/{name}").st_blocks * 512
+    return num_bytes
 
 
 def _locked_folder(prefix: str, parent: Path) -> tuple[Path, int]:
@@ -50,20 +122,17 @@ def _locked_folder(prefix: str, parent: Path) -> tuple[Path, int]:
             os.close(lock)
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Remove a folder of this user with a lock that no process holds."""
+def _lock_abandoned(folder: Path, stack: ExitStack) -> bool:
+    """Lock a folder of this user until the end of `stack`; return False if a process holds its lock."""
     with suppress(OSError):
         directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            if os.fstat(directory).st_uid != os.geteuid():
-                return
-            lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
-            try:
-                found = os.fstat(lock)
-                if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode):
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if its process runs
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
-        finally:
-            os.close(directory)
+        stack.callback(os.close, directory)
+        if os.fstat(directory).st_uid != os.geteuid():
+            return False
+        lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
+        stack.callback(os.close, lock)
+        found = os.fstat(lock)
+        if found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if its process runs
+            return True
+    return False

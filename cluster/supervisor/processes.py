@@ -13,6 +13,14 @@ def children() -> list[psutil.Process]:
     return psutil.Process().children()
 
 
+def runs(process: psutil.Process) -> bool:
+    """Return whether the process has not ended; a zombie has."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def with_descendants(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
     """Return the roots that still run and all their descendants."""
     found: list[psutil.Process] = []

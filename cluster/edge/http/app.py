@@ -56,6 +56,7 @@ def app_of(context: EdgeContext) -> FastAPI:
         count=context.metrics.count_error,
         limits=context.limits,
         keys=context.keys,
+        stop_reason=context.stop_reason,
     )
     add_error_replies(app, context.metrics.count_error)
     app.add_api_route("/v1/chat/completions", edge.chat, methods=["POST"])

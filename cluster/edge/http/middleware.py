@@ -16,6 +16,7 @@ from tidemill.cluster.edge.http.same_origin import check_site
 from tidemill.cluster.edge.http.stream import EventStream, event
 from tidemill.cluster.edge.requests.api_keys import ApiKeys
 from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, request_id_of
+from tidemill.cluster.edge.requests.context import StopReason
 from tidemill.cluster.edge.requests.errors import error_of, headers_of
 from tidemill.cluster.edge.requests.json_body import check_json_body
 from tidemill.cluster.edge.requests.limits import (
@@ -26,8 +27,6 @@ from tidemill.cluster.edge.requests.limits import (
     client_of,
 )
 from tidemill.workers.messages import Overloaded, RequestError, Unserved
-
-STOPS = Unserved("this server stops")
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/metrics"}) | PAGE_PATHS
 """Probes and scrapers bring no keys; the page asks for one."""
@@ -44,11 +43,13 @@ class EdgeMiddleware:
         count: Callable[[int], None],
         limits: EdgeLimits,
         keys: ApiKeys,
+        stop_reason: StopReason,
     ) -> None:
         self._app = app
         self._new_id = new_id
         self._count = count
         self._keys = keys
+        self._stop_reason = stop_reason
         self._requests = InFlightLimit(limits.requests_max, "requests")
         self._bytes = InFlightLimit(limits.body_bytes_max, "bytes of bodies")
         self._body_s_max = limits.body_s_max
@@ -106,11 +107,12 @@ class EdgeMiddleware:
     async def _cut(self, begun: Headers | None, scope: Scope, receive: Receive, send: Send) -> bool:
         """Report the cut, if the reply has not `begun` or is an event stream; return whether that was
         possible."""
+        error = Unserved(self._stop_reason.text)
         if begun is None:
-            await self._refuse(STOPS)(scope, receive, send)
+            await self._refuse(error)(scope, receive, send)
             return True
         if begun.get("content-type", "").startswith(EventStream.media_type):
-            last = event(self._error_reply(STOPS)[1], "error")
+            last = event(self._error_reply(error)[1], "error")
             await send({"type": "http.response.body", "body": last, "more_body": False})
             return True
         return False

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 from types import MappingProxyType
 
@@ -38,6 +38,13 @@ class Sources:
     tracer: Tracer | None = None  # None: no tracing
 
 
+@dataclass(slots=True)
+class StopReason:
+    """The reason that open answers get when the server stops."""
+
+    text: str = "this server stops"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeContext:
     """The shared state of one edge's HTTP and gRPC servers."""
@@ -50,6 +57,7 @@ class EdgeContext:
     open_answers: InFlightLimit
     sources: Sources
     parts: Parts
+    stop_reason: StopReason = field(default_factory=StopReason)
 
     async def answers(
         self, model: EdgeModel, job: PreparedRequest, identity: RequestIdentity

@@ -81,4 +81,18 @@ BUGS: tuple[Planted, ...] = (
         "await self.sent.wait()",
         "tests/unit/cluster/edge/test_isolation_between_workers.py",
     ),
+    Planted(
+        "a process that reads a file of a dead server is killed",
+        "cluster/supervisor/private_folder.py::_written",
+        "if $ENTRY.stat(follow_symlinks=False).st_mode & stat.S_IWUSR:",
+        "if True:",
+        "tests/unit/cluster/supervisor/test_private_folder.py",
+    ),
+    Planted(
+        "a folder whose files could not all be removed loses its lock",
+        "cluster/supervisor/private_folder.py::_remove",
+        "if not ($FOLDER / FILES).exists():",
+        "if True:",
+        "tests/unit/cluster/supervisor/test_private_folder.py",
+    ),
 )

@@ -2,7 +2,7 @@
 
     await run(server, asks, salt, [when(3, 10, kill("decode-0")), after(2.0, stop(OWNER, for_s=4.0))])
 
-A name is that of a worker, or one of MASTER, OWNER, ROUTER, RANK: the process that is it at that time.
+A name is that of a worker, or one of PARTS: the process that is it at that time.
 """
 
 import asyncio
@@ -28,7 +28,10 @@ MASTER = "mooncake_master"
 OWNER = "tidemill.kvstore.stores.mooncake_memory_owner"
 ROUTER = "ray::RouterActor"
 RANK = "ray::RankActor"
-PARTS = (MASTER, OWNER, ROUTER, RANK)
+GCS = "/gcs_server"
+RAYLET = "/raylet/raylet"
+REAPER = "tidemill.cluster.supervisor.reaper"
+PARTS = (MASTER, OWNER, ROUTER, RANK, GCS, RAYLET, REAPER)
 
 LOOK_S = 0.05
 

@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 import psutil
 
+from tidemill.cluster.supervisor.private_folder import LOCK
+
 EVENTUALLY_S_MAX = 300
 LOOK_S = (0.02, 0.2)
 """Soon after the first look, then less and less often: looks are in the way of what they wait for."""
@@ -58,14 +60,14 @@ class Server:
 
     def __init__(self, arguments: Sequence[str], log_file: Path, module: str = "tidemill") -> None:
         self._log_file = log_file
-        self._temp_folder = Path(tempfile.mkdtemp(prefix="e2e-"))  # a short path, for Ray's sockets
+        self.temp_folder = Path(tempfile.mkdtemp(prefix="e2e-"))  # a short path, for Ray's sockets
         with log_file.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, "serve", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, "TMPDIR": str(self._temp_folder)},
+                env={**os.environ, "TMPDIR": str(self.temp_folder)},
             )
         assert self._process.stdout is not None
         printed: list[str] = []  # Ray itself may print something first
@@ -76,6 +78,15 @@ class Server:
             printed.append(line)
         self.kill_everything()
         raise AssertionError(f"not ready: {''.join(printed)}\n{log_file.read_text()}")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def folders(self) -> list[Path]:
+        """The private folders of the server, in the order of their paths."""
+        links = [path.readlink() for path in Path(f"/proc/{self.pid}/fd").iterdir() if path.is_symlink()]
+        return sorted(link.parent for link in links if link.name == LOCK)
 
     def workers(self, role: str = "") -> list[dict[str, Any]]:
         """The rows of `tidemill status`, of one role."""
@@ -100,19 +111,23 @@ class Server:
         eventually(all_are_new)
 
     def processes(self) -> list[psutil.Process]:
-        process = psutil.Process(self._process.pid)
+        process = psutil.Process(self.pid)
         return [process, *process.children(recursive=True)]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal and wait for the end; returns the exit status. Fails when a process outlives it, or a
-        temporary file."""
+        """Send a signal and `wait`."""
         processes = self.processes()
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
+        return self.wait(processes)
+
+    def wait(self, processes: Sequence[psutil.Process]) -> int:
+        """Wait for the end of the server and of its `processes`; returns the exit status. Fails when a
+        process outlives it, or a temporary file."""
         status = self._process.wait(timeout=EVENTUALLY_S_MAX)
         _, alive = psutil.wait_procs(processes, timeout=EVENTUALLY_S_MAX)
         self._close()
         assert not alive, f"processes outlive the server: {alive}"
-        files = list(self._temp_folder.iterdir())
+        files = list(self.temp_folder.iterdir())
         assert not files, f"files outlive the server: {files}"
         return status
 
@@ -129,7 +144,7 @@ class Server:
                     process.kill()
             self._process.wait()
         self._close()
-        shutil.rmtree(self._temp_folder, ignore_errors=True)
+        shutil.rmtree(self.temp_folder, ignore_errors=True)
 
 
 def run_cli(

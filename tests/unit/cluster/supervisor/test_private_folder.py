@@ -2,13 +2,18 @@
 
 import fcntl
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tidemill.cluster.supervisor.private_folder import LOCK, private_folder
+from tests.support.e2e.server import eventually
+from tidemill.cluster.supervisor.private_folder import FILES, LOCK, private_folder, remove_abandoned
+from tidemill.cluster.supervisor.processes import runs
 
 PREFIX = "tidemill-"
 HOLD = """
@@ -18,6 +23,22 @@ from tidemill.cluster.supervisor.private_folder import private_folder
 with private_folder(sys.argv[1], Path(sys.argv[2])) as files:
     print(files, flush=True)
     sys.stdin.read()
+"""
+OPEN = """
+import sys, time
+opened = open(sys.argv[1], sys.argv[2])
+print(flush=True)
+time.sleep(300)
+"""
+REAPED = """
+import subprocess, sys, time
+from pathlib import Path
+from tidemill.cluster.supervisor.private_folder import private_folder
+from tidemill.cluster.supervisor.reaper import reaping
+import psutil
+with reaping([Path(sys.argv[2])]), private_folder(sys.argv[1], Path(sys.argv[2])) as files:
+    print(files, psutil.Process().children()[0].pid, flush=True)
+    time.sleep(300)
 """
 
 
@@ -62,7 +83,85 @@ def test_folder_of_a_killed_process_is_removed_and_those_of_others_stay(tmp_path
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["results1", "store-abcdefgh", "ABCDEFGH", "abcdefgh2"])
+def test_processes_that_write_to_an_abandoned_folder_end_with_it(tmp_path: Path) -> None:
+    """A process that only reads there, like `tail -f` of a log, goes on."""
+    folder = tmp_path / f"{PREFIX}abcdefgh"
+    files = folder / FILES
+    files.mkdir(parents=True)
+    (folder / LOCK).touch()
+    (files / "log").write_bytes(bytes(10_000))
+    writer, reader = (
+        subprocess.Popen([sys.executable, "-c", OPEN, str(files / "log"), mode], stdout=subprocess.PIPE)
+        for mode in ("a", "r")
+    )
+    try:
+        for process in (writer, reader):
+            assert process.stdout is not None
+            process.stdout.readline()
+        for dry_run in (True, False):
+            assert folder.exists()
+            assert writer.poll() is None
+            (left,) = remove_abandoned([tmp_path], dry_run=dry_run)
+            assert left.folder == folder
+            assert left.num_bytes >= 10_000
+            assert [process.pid for process in left.processes] == [writer.pid]
+        assert not folder.exists()
+        assert not psutil.pid_exists(writer.pid)
+        assert reader.poll() is None
+    finally:
+        for process in (writer, reader):
+            process.kill()
+            process.communicate()
+    assert remove_abandoned([tmp_path]) == []
+
+
+def test_folder_with_a_file_that_appears_meanwhile_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = tmp_path / f"{PREFIX}abcdefgh" / FILES
+    files.mkdir(parents=True)
+    (files.parent / LOCK).touch()
+    rmtree, removed = shutil.rmtree, list[Path]()
+
+    def remove(path: Path, *, ignore_errors: bool) -> None:
+        rmtree(path, ignore_errors=ignore_errors)
+        if not removed:
+            path.mkdir(parents=True)
+        assert (files.parent / LOCK).exists() or path == files.parent
+        removed.append(path)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    remove_abandoned([tmp_path])
+    assert removed == [files, files, files.parent]
+    assert not files.parent.exists()
+
+
+def test_reaper_removes_the_folder_of_a_killed_process(tmp_path: Path) -> None:
+    """It ignores the signals that end the process."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", REAPED, PREFIX, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    files, reaper = holder.stdout.readline().split()
+    process = psutil.Process(int(reaper))
+    try:
+        eventually(lambda: ignores(process.pid, signal.SIGTERM))
+        process.terminate()
+        assert Path(files).exists()
+        assert runs(process)
+    finally:
+        holder.kill()
+        holder.communicate()
+    eventually(lambda: not runs(process))
+    assert not list(tmp_path.iterdir())
+
+
+def ignores(pid: int, number: signal.Signals) -> bool:
+    (mask,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigIgn" in line)
+    return bool(int(mask.split()[1], 16) & 1 << (number - 1))
+
+
+@pytest.mark.parametrize("name", ["results1", "other-abcdefgh", "ABCDEFGH", "abcdefgh2"])
 def test_folder_of_another_name_stays(name: str, tmp_path: Path) -> None:
     other = tmp_path / f"{PREFIX}{name}"
     other.mkdir()
