@@ -1,6 +1,6 @@
 """Keeps a folder of objects that several processes share within its size, without a server.
 
-    folder/usage        objects and bytes, stored or reserved, 8 bytes each; its lock guards them.
+    folder/usage        objects and bytes on disk, stored or reserved, 8 bytes each; its lock guards them.
     folder/aside/ID     a reservation of one put, in the same format, locked while in use.
     folder/aside/ID.new the temporary file of the object that this put is writing.
     folder/objects/ab/  objects, by the first digits of their names.
@@ -19,6 +19,7 @@ import errno
 import fcntl
 import os
 import re
+import stat
 import struct
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -35,11 +36,14 @@ _LOCK_WAITS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, *[0.01] * 99)
 _SLACK = 16
 """An eviction frees another 1/16 of the limit, so that recounts are rare."""
 
+BLOCK_BYTES = 4096
+"""The unit in which a file system gives space, with few exceptions; a recount sees what files really take."""
+
 _USAGE = struct.Struct("<QQ")
 
 
 class FolderUsage(NamedTuple):
-    """The number of objects and their bytes, seals included."""
+    """The number of objects and their bytes on disk, seals included."""
 
     objects: int
     bytes: int
@@ -52,6 +56,12 @@ class File(NamedTuple):
     used_ns: int
     path: str
     bytes: int
+    disk_bytes: int
+
+
+def disk_bytes(num_bytes: int) -> int:
+    """Return the bytes that a file of `num_bytes` takes on disk."""
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 class Reservation:
@@ -161,7 +171,7 @@ class FolderBound:
         self._ahead_s = os.fstat(usage_fd).st_mtime_ns / 1e9 - self._clock()
         usage = _count_reservations(self._reservations)  # before the objects: see the top of this file
         files = self.files()
-        usage = FolderUsage(usage.objects + len(files), usage.bytes + sum(file.bytes for file in files))
+        usage = FolderUsage(usage.objects + len(files), usage.bytes + sum(file.disk_bytes for file in files))
         if usage.bytes > limit_bytes:
             usage = self._evict(usage, limit_bytes - limit_bytes // _SLACK, files, keep)
         self._write_usage(usage_fd, usage)
@@ -176,7 +186,7 @@ class FolderBound:
             if file.path not in keep:
                 unlink(file.path)
                 self.evicted += 1
-                usage = _subtract(usage, FolderUsage(1, file.bytes))
+                usage = _subtract(usage, FolderUsage(1, file.disk_bytes))
         return usage
 
     def _write_usage(self, usage_fd: int, usage: FolderUsage) -> None:
@@ -227,14 +237,17 @@ def _subtract(usage: FolderUsage, part: FolderUsage) -> FolderUsage:
 
 
 def _files(objects: Path) -> Generator[File]:
-    """Yield the files that are named like objects; other files are neither counted nor deleted."""
+    """Yield the files that are named like objects; all else is neither counted nor deleted."""
     for folder in _entries(objects):
         if folder.is_dir(follow_symlinks=False):
             for entry in _entries(folder):
                 if OBJECT_NAME.fullmatch(entry.name):
                     with suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
-                        yield File(status.st_mtime_ns, entry.path, status.st_size)
+                        if not stat.S_ISDIR(status.st_mode):
+                            # A compressing file system may tell of fewer blocks, or later.
+                            on_disk = max(status.st_blocks * 512, disk_bytes(status.st_size))
+                            yield File(status.st_mtime_ns, entry.path, status.st_size, on_disk)
 
 
 def _entries(folder: "os.PathLike[str]") -> Generator["os.DirEntry[str]"]:

@@ -13,6 +13,7 @@ that most reads cost no write. The order of last use survives a restart.
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,12 +22,13 @@ from pathlib import Path
 
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.keys import ObjectKey
-from tidemill.kvstore.stores.folder_bound import FolderBound, FolderUsage, Reservation, unlink
+from tidemill.kvstore.stores.folder_bound import FolderBound, FolderUsage, Reservation, disk_bytes, unlink
 from tidemill.kvstore.stores.page_store import Got, Objects, Put, StoredObject, count_fitting, full_after
 from tidemill.kvstore.stores.seal import PLAIN, SEAL_BYTES, Sealing
 
 TOUCH_S = 1.0
 GONE = {errno.ENOENT, errno.ESTALE}  # evicted; ESTALE: by another host of a network file system
+NO_FILE = {errno.ELOOP, errno.ENXIO}  # a symbolic link, a socket
 
 
 class ObjectFolder:
@@ -62,9 +64,9 @@ class ObjectFolder:
         return self._bound.evicted
 
     def put(self, objects: Objects) -> list[Put]:
-        count = count_fitting([SEAL_BYTES + body.nbytes for _, body in objects], self._capacity_bytes)
+        count = count_fitting([_disk_bytes(body) for _, body in objects], self._capacity_bytes)
         batch = [(self._file(key), key, body) for key, body in objects[:count]]
-        missing = {path: SEAL_BYTES + body.nbytes for path, _, body in batch if not self._renew(path)}
+        missing = {path: _disk_bytes(body) for path, _, body in batch if not self._renew(path)}
         outcomes = [Put.EXISTED for _ in takewhile(lambda item: item[0] not in missing, batch)]
         if missing:
             keep = frozenset(path for path, _, _ in batch)
@@ -117,21 +119,27 @@ class ObjectFolder:
                     return [*outcomes, _outcome(error)]
                 if is_first:
                     outcome = Put.STORED
-                    reservation.reduce(FolderUsage(1, SEAL_BYTES + body.nbytes))
+                    reservation.reduce(FolderUsage(1, _disk_bytes(body)))
             outcomes.append(outcome)
         return outcomes
 
     def _load(self, key: ObjectKey, view: memoryview) -> Got:
         path = self._file(key)
         try:
-            fd = os.open(path, os.O_RDONLY)
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would block without
         except OSError as error:
+            if error.errno in NO_FILE:
+                with suppress(OSError):
+                    unlink(path)
+                return Got.CORRUPT
             return Got.MISS if error.errno in GONE else Got.UNREACHABLE
         try:
             status = os.fstat(fd)
             found = bytearray(SEAL_BYTES)
             got = Got.TRUNCATED
-            if status.st_size == SEAL_BYTES + view.nbytes and _read(fd, [memoryview(found), view]):
+            if not stat.S_ISREG(status.st_mode):
+                got = Got.CORRUPT
+            elif status.st_size == SEAL_BYTES + view.nbytes and _read(fd, [memoryview(found), view]):
                 got = self._sealing.verify(key, view, found)
             if got is Got.HIT:
                 self._touch(fd, status)
@@ -155,15 +163,21 @@ class ObjectFolder:
     def _renew(self, path: str) -> bool:
         """Return whether the object exists, and count that as a use."""
         try:
-            self._touch(path, os.stat(path))  # noqa: PTH116 - building a Path costs more than the call
+            status = os.lstat(path)
         except OSError:
             return False
-        return True
+        if is_file := stat.S_ISREG(status.st_mode):
+            self._touch(path, status)
+        return is_file
 
     def _touch(self, file: str | int, status: os.stat_result) -> None:
         if self._bound.now_s() - status.st_mtime > TOUCH_S:
             with suppress(OSError):
                 os.utime(file)
+
+
+def _disk_bytes(body: memoryview) -> int:
+    return disk_bytes(SEAL_BYTES + body.nbytes)
 
 
 def _outcome(error: OSError) -> Put:

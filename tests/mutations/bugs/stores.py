@@ -136,4 +136,18 @@ BUGS: tuple[Planted, ...] = (
         "pass",
         "tests/unit/kvstore/stores/test_tiered_store.py",
     ),
+    Planted(
+        "the size of a folder counts bytes instead of blocks",
+        "kvstore/stores/folder_bound.py::disk_bytes",
+        "return -(-$NUM_BYTES // BLOCK_BYTES) * BLOCK_BYTES",
+        "return $NUM_BYTES",
+        "tests/unit/kvstore/stores/test_file_store_faults.py",
+    ),
+    Planted(
+        "a symbolic link in place of an object is followed",
+        "kvstore/stores/object_folder.py::ObjectFolder._load",
+        "os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK",
+        "os.O_RDONLY | os.O_NONBLOCK",
+        "tests/unit/kvstore/stores/test_file_store_faults.py",
+    ),
 )

@@ -5,11 +5,12 @@ from pathlib import Path
 
 from tests.support.kvstore.objects import page
 from tests.support.kvstore.store_process import body
+from tidemill.kvstore.stores.folder_bound import BLOCK_BYTES
 from tidemill.kvstore.stores.object_folder import ObjectFolder
 from tidemill.kvstore.stores.page_store import Got, Put
 from tidemill.kvstore.stores.seal import SEAL_BYTES
 
-BODY_BYTES = 1000
+BODY_BYTES = BLOCK_BYTES - SEAL_BYTES
 OBJECT_BYTES = BODY_BYTES + SEAL_BYTES
 AMPLE_BYTES = 1 << 30
 
@@ -36,4 +37,5 @@ def age(path: Path, by_s: float) -> None:
 
 
 def stored_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.glob("objects/*/*"))
+    """The bytes that the objects take on disk."""
+    return sum(file.stat().st_blocks * 512 for file in path.glob("objects/*/*"))

@@ -17,12 +17,13 @@ from typing import Any
 from tests.support.kvstore.objects import page
 from tidemill.kvstore.stores import folder_bound, object_folder
 from tidemill.kvstore.stores.file_store import FileStore
+from tidemill.kvstore.stores.folder_bound import BLOCK_BYTES
 from tidemill.kvstore.stores.object_folder import ObjectFolder
 from tidemill.kvstore.stores.page_store import Got
 from tidemill.kvstore.stores.seal import SEAL_BYTES
 
 TRACED = {object_folder.__file__, folder_bound.__file__}
-CRASH_BODY_BYTES = 5000
+CRASH_BODY_BYTES = 2 * BLOCK_BYTES - SEAL_BYTES
 CRASH_LINES_MAX = 2000
 STORM_BYTES_MAX = 100_000
 STORM_KEYS = 200
@@ -146,7 +147,7 @@ def storm_bytes(number: int) -> int:
 
 
 def locked_bytes(folder: Path) -> int:
-    """Return the bytes of published and temporary files while no process can evict."""
+    """Return the bytes on disk of published and temporary files while no process can evict."""
     folder.mkdir(exist_ok=True)
     with (folder / "usage").open("ab") as usage:
         fcntl.flock(usage, fcntl.LOCK_EX)
@@ -154,7 +155,7 @@ def locked_bytes(folder: Path) -> int:
         for path in (*folder.glob("aside/*.new"), *folder.glob("objects/*/*")):
             with suppress(FileNotFoundError):
                 status = path.stat()
-                files[status.st_ino] = status.st_size
+                files[status.st_ino] = status.st_blocks * 512
         return sum(files.values())
 
 

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import socket
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
@@ -24,9 +25,10 @@ from tests.support.kvstore.objects import page
 from tests.support.kvstore.store_process import body
 from tidemill.kvstore.errors import StoreError
 from tidemill.kvstore.stores import folder_bound
-from tidemill.kvstore.stores.folder_bound import FolderBound, FolderUsage
+from tidemill.kvstore.stores.folder_bound import BLOCK_BYTES, FolderBound, FolderUsage
 from tidemill.kvstore.stores.object_folder import ObjectFolder
 from tidemill.kvstore.stores.page_store import Got, Put
+from tidemill.kvstore.stores.seal import PLAIN, SEAL_BYTES
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
@@ -229,6 +231,72 @@ def test_folder_bound_neither_counts_nor_deletes_foreign_files(tmp_path: Path) -
         assert put(folder, number) == [Put.STORED]
     assert all(path.exists() for path in foreign)
     assert {stored.key for stored in folder.list_objects()} <= {page(number) for number in range(6)}
+
+
+@pytest.mark.parametrize("body_bytes", [1, BLOCK_BYTES - SEAL_BYTES + 1, 2 * BLOCK_BYTES])
+def test_folder_bound_counts_whole_blocks(tmp_path: Path, body_bytes: int) -> None:
+    """Pages of 8 KiB take 12 KiB each with their seals."""
+    capacity_bytes = 64 * BLOCK_BYTES
+    folder = ObjectFolder(tmp_path, capacity_bytes)
+    stored: set[int] = set()
+    for number in range(80):
+        assert folder.put([(page(number), memoryview(bytearray(body_bytes)))]) == [Put.STORED]
+        stored.add(stored_bytes(tmp_path))
+        assert stored_bytes(tmp_path) == folder.usage.bytes
+    assert max(stored) <= capacity_bytes
+    assert max(stored) > capacity_bytes - 4 * BLOCK_BYTES, "space is left"
+    too_many = [(page(number), memoryview(bytearray(body_bytes))) for number in range(100, 165)]
+    assert Put.STORED in (outcomes := folder.put(too_many))
+    assert outcomes[-1] is not Put.STORED
+    assert stored_bytes(tmp_path) <= capacity_bytes
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        folder = os.open(path.parent, os.O_RDONLY)  # the path may be too long for a socket
+        try:
+            server.bind(f"/proc/self/fd/{folder}/{path.name}")
+        finally:
+            os.close(folder)
+
+
+def make_link(path: Path) -> None:
+    """Link to a file that would be a hit."""
+    target = path.parent.parent / "target"
+    found = body(1, 1, BODY_BYTES)
+    target.write_bytes(PLAIN.seal(page(1), memoryview(found)) + found)
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("make", [make_fifo, make_socket, make_link])
+def test_object_folder_reads_regular_files_only(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """Anything else under the name of an object is removed; a pipe would block its reader."""
+    folder = ObjectFolder(tmp_path, 2 * OBJECT_BYTES)
+    put(folder, 1)
+    path = object_path(tmp_path, 1)
+    path.unlink()
+    make(path)
+    assert get(folder, 1) is Got.CORRUPT
+    assert get(folder, 1) is Got.MISS
+    assert put(folder, 1) == [Put.STORED]
+    assert get(folder, 1) is Got.HIT
+
+
+def test_object_folder_serves_beside_a_folder_with_the_name_of_an_object(tmp_path: Path) -> None:
+    folder = ObjectFolder(tmp_path, 2 * OBJECT_BYTES)
+    put(folder, 1)
+    path = object_path(tmp_path, 1)
+    path.unlink()
+    path.mkdir()
+    assert get(folder, 1) is Got.CORRUPT
+    for number in range(2, 8):
+        assert put(folder, number) == [Put.STORED]
+        assert get(folder, number) is Got.HIT
+    assert path.is_dir()
 
 
 def test_object_folder_recovers_when_its_folder_is_emptied(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.support.kvstore.objects import page
 from tests.support.kvstore.store_process import STORM_BYTES_MAX, body
+from tidemill.kvstore.stores.folder_bound import BLOCK_BYTES
 from tidemill.kvstore.stores.object_folder import ObjectFolder
 from tidemill.kvstore.stores.page_store import Got
 from tidemill.kvstore.stores.seal import SEAL_BYTES
@@ -33,7 +34,7 @@ def finish(process: "subprocess.Popen[str]", stdin: str = "") -> list[str]:
 
 
 def test_file_store_one_of_several_processes_wins_each_key(tmp_path: Path) -> None:
-    num_keys, num_bytes, writers = 60, 20_000, (1, 2, 3)
+    num_keys, num_bytes, writers = 60, 5 * BLOCK_BYTES - SEAL_BYTES, (1, 2, 3)
     processes = [start("contend", tmp_path, writer, num_keys, num_bytes) for writer in writers]
     for process in processes:
         assert process.stdout is not None

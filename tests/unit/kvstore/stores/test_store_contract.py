@@ -16,6 +16,7 @@ from tests.support.mooncake import Mooncake, PlainClient, Shared, mooncake
 from tests.support.sim.faulty_store import FaultyStore
 from tidemill.kvstore.keys import Kind, ObjectKey
 from tidemill.kvstore.stores.file_store import FileStore
+from tidemill.kvstore.stores.folder_bound import BLOCK_BYTES
 from tidemill.kvstore.stores.memory_store import MemoryStore
 from tidemill.kvstore.stores.mooncake_admin import list_objects
 from tidemill.kvstore.stores.mooncake_client import MooncakeClient, NativeStore
@@ -25,7 +26,7 @@ from tidemill.kvstore.stores.remote_store import RemoteStore
 from tidemill.kvstore.stores.seal import PLAIN, SEAL_BYTES, SECRET_BYTES, Sealing
 from tidemill.kvstore.stores.tiered_store import Tier, TieredStore
 
-BODY_BYTES = 1000
+BODY_BYTES = BLOCK_BYTES - SEAL_BYTES
 OBJECT_BYTES = BODY_BYTES + SEAL_BYTES
 AMPLE_BYTES = 1 << 30
 
