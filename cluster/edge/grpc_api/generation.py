@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from urllib.parse import unquote
 
 import grpc
 import grpc.aio
 
+from tidemill.cluster.edge.grpc_api.call_shares import address_of, headers_of
 from tidemill.cluster.edge.grpc_api.errors import refusal_of
 from tidemill.cluster.edge.grpc_api.messages import body_of, grow, parse, tokenize_body_of, usage_of
 from tidemill.cluster.edge.requests.caller import REQUEST_ID_HEADER, caller_of, request_id_of
@@ -75,13 +75,13 @@ class Generation:
         path = f"/{SERVICE}/{name}"
 
         async def serve(frames: AsyncIterator[bytes], context: "Context") -> None:
-            headers = _headers(context)
+            headers = headers_of(context)
             request_id = request_id_of(headers.get(REQUEST_ID_HEADER)) or self._edge.sources.new_id()
             try:
                 await context.send_initial_metadata(((REQUEST_ID_HEADER, request_id),))
                 self._edge.keys.admit(path, headers)
                 data = await self._read(frames)
-                client = client_of(self._edge.keys.tenant(headers), _address(context.peer()))
+                client = client_of(self._edge.keys.tenant(headers), address_of(context.peer()))
                 with self._num_bytes.holding(len(data), client):
                     await work(
                         _RpcCall(
@@ -183,14 +183,3 @@ class Generation:
             raise _Gone from None
         except TimeoutError:
             raise RequestError("the answer was read too slowly: it was cut off", status=408) from None
-
-
-def _address(peer: str) -> str:
-    """Return the address of a peer like ipv6:%5B::1%5D:4711."""
-    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
-
-
-def _headers(context: "Context") -> dict[str, str]:
-    """Return the metadata that is text; of several values for a name, the last."""
-    metadata = context.invocation_metadata() or ()
-    return {name: value for name, value in metadata if isinstance(value, str)}

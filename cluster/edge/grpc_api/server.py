@@ -7,6 +7,7 @@ import grpc.aio
 from grpc_reflection.v1alpha import reflection
 
 from tidemill.cluster.edge.grpc_api import generation, health
+from tidemill.cluster.edge.grpc_api.call_shares import CallShares
 from tidemill.cluster.edge.grpc_api.generation import Generation
 from tidemill.cluster.edge.grpc_api.health import Health
 from tidemill.cluster.edge.requests.context import EdgeContext
@@ -48,8 +49,14 @@ class PublicServer:
         self._credentials = None if tls is None else _credentials(tls)
         self._health = Health(context.models, [generation.SERVICE])
         self._server = grpc.aio.server(
-            options=[*_OPTIONS, ("grpc.server.max_pending_requests", context.limits.requests_max)],
-            maximum_concurrent_rpcs=context.limits.requests_max,
+            options=[
+                *_OPTIONS,
+                ("grpc.server.max_pending_requests", context.limits.requests_max),
+                ("grpc.max_allowed_incoming_connections", context.limits.connections_max),
+            ],
+            interceptors=[CallShares(context.limits.requests_max, context.keys)],
+            # those that are being refused count here
+            maximum_concurrent_rpcs=2 * context.limits.requests_max,
         )
         service = Generation(context)
         self._server.add_generic_rpc_handlers((service.methods(), self._health.methods()))

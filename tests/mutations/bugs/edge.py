@@ -39,6 +39,20 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/cluster/edge/chat/test_control_tokens.py",
     ),
     Planted(
+        "fields inside of a field are not counted",
+        "cluster/edge/grpc_api/messages.py::_check_fields",
+        "if $INNER is not None and $INNER.$KIND is not None:",
+        "if False:",
+        "tests/unit/cluster/edge/grpc_api/test_edges.py",
+    ),
+    Planted(
+        "calls of gRPC are not shared among clients",
+        "cluster/edge/grpc_api/call_shares.py::CallShares._begin",
+        "self.$CALLS.take(1, $CLIENT)",
+        "self.calls.take(0, client)",
+        "tests/unit/cluster/edge/grpc_api/test_edges.py",
+    ),
+    Planted(
         "an echo omits the stop token behind it",
         "cluster/edge/chat/output/detokenizer.py::Answer.push",
         "and self.$ENDING.$SCORES_STOP: self",

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -23,6 +24,7 @@ from tests.support.cluster.grpc_edge import HELLO, Client, serving, trailing
 from tidemill.cluster.edge.grpc_api import generation, health
 from tidemill.cluster.edge.grpc_api.server import PublicServer
 from tidemill.cluster.edge.requests.api_keys import ApiKey, digest_of
+from tidemill.cluster.edge.requests.json_body import VALUES_MAX
 from tidemill.cluster.edge.requests.limits import BODY_BYTES_MAX, EdgeLimits
 from tidemill.cluster.edge.requests.security import Tls
 from tidemill.cluster.rpc.proto import generation_pb2 as pb
@@ -183,6 +185,71 @@ def test_answers_and_bytes_beyond_the_limits_are_refused() -> None:
             for stream in streams:
                 stream.cancel()
             await service.idle.wait()
+
+    grpc_loop.run(main())
+
+
+def wide(**fields: object) -> bytes:
+    """A request with these fields of its sampling."""
+    return pb.GenerateRequest(text="a", sampling=pb.Sampling(**fields)).SerializeToString()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (wide(logit_bias=dict.fromkeys(range(9000), 1.0)), "more than 8,192 fields"),
+        (wide(stop=["a"] * 9000), "more than 8,192 fields"),
+        (HELLO.SerializeToString() + b"\xf8\x07\x01" * 9000, "more than 8,192 fields"),
+        (HELLO.SerializeToString() + b"\xfb\x07" * 9000, "more than 8,192 fields"),
+        (wide(stop_token_ids=[1] * (VALUES_MAX + 1)), "262,145 values"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * (VALUES_MAX + 1))).SerializeToString(), "values"),
+        (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "no tidemill.v1.GenerateRequest"),
+        (b"\xff" * 400, "no tidemill.v1.GenerateRequest"),
+        (b"\x22\x7fa", "no tidemill.v1.GenerateRequest"),
+    ],
+)
+def test_messages_of_many_fields_are_refused_before_they_are_parsed(data: bytes, reason: str) -> None:
+    service = FakeService(saying("a"))
+
+    async def main() -> None:
+        async with serving(service) as client, asyncio.timeout(WAIT_S_MAX):
+            error = await client.refusal(data)
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert reason in (error.details() or "")
+            unpacked = pb.GenerateRequest(
+                text="a",
+                sampling=pb.Sampling(logit_bias=dict.fromkeys(range(800), 0.0), stop=["zz"] * 4),
+            )
+            assert (await client.generate(unpacked)).choices
+
+    grpc_loop.run(main())
+
+
+def test_client_that_floods_calls_leaves_some_to_others() -> None:
+    """Silent calls of every service count: answers, health watches and reflection."""
+    limits = EdgeLimits(requests_max=8)
+    paths = (f"/{generation.SERVICE}/Generate", f"/{reflection.SERVICE_NAME}/ServerReflectionInfo")
+
+    async def main() -> None:
+        async with serving(FakeService(saying("a")), limits=limits) as client, asyncio.timeout(WAIT_S_MAX):
+            watch = client.channel.unary_stream(f"/{health.SERVICE}/Watch")
+            held = [client.channel.stream_stream(paths[index % 2])() for index in range(8)]
+            held += [watch(b"") for _ in range(4)]
+            reasons: list[str] = []
+            while not reasons:  # the calls above begin meanwhile
+                with suppress(grpc.aio.AioRpcError):
+                    await client.generate(HELLO)
+                    continue
+                error = await client.refusal(HELLO.SerializeToString())
+                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                reasons.append(error.details() or "")
+            assert "half of what others leave" in reasons[0]
+            for call in held:
+                call.cancel()
+            answered = False
+            while not answered:
+                with suppress(grpc.aio.AioRpcError):
+                    answered = bool((await client.generate(HELLO)).choices)
 
     grpc_loop.run(main())
 
