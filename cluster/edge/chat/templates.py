@@ -14,7 +14,7 @@ from typing import Any, cast
 from tidemill.cluster.edge.chat.text import PLAIN, Message, Rendering
 from tidemill.cluster.settings import ChatSettings
 from tidemill.kvstore.errors import TidemillError
-from tidemill.workers.messages import RequestError
+from tidemill.workers.messages import BREAKPOINTS_MAX, RequestError
 
 Turns = Sequence[Mapping[str, Any]]
 Render = Callable[[Turns, Rendering], str]
@@ -112,31 +112,51 @@ def _shows_call(prompt: str) -> bool:
     return "tried_call" in prompt and "tried_value" in prompt and not mangled
 
 
-_ANSWER, _QUESTION = Message("assistant", "\ue000"), Message("user", "\ue000")
+_OTHER = "\ue000"
+_ANSWER, _QUESTION = Message("assistant", _OTHER), Message("user", _OTHER)
 """Messages that begin as no other message does: with a character for private use."""
+
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": _OTHER, "description": _OTHER, "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def shared_ends(
     render: Render, shape: Shape, messages: Sequence[Message], how: Rendering, text: str
-) -> set[int]:
-    """Return where later chats are likely to leave `text`, the rendered chat, in characters.
+) -> list[int]:
+    """Return where later chats are likely to leave `text`, the rendered chat, in characters: at most
+    BREAKPOINTS_MAX, those that the client marked first.
 
     Other conversations share its tools and system messages. Its own next requests share all messages, or
     those before the first one that the template renders differently once a question follows the answer.
     `render` raises only RequestError.
     """
     first = next((index for index, message in enumerate(messages) if message.role != "system"), len(messages))
-    later = [[*messages[:first], _QUESTION]]
-    if not how.continues:
-        later += [[*messages, _ANSWER], [*messages, _ANSWER, _QUESTION]]
-    ends = set[int]()
-    for chat in later:
+    continues, how = how.continues, replace(how, answers=False, continues=False)
+    opening = [*messages[:first], _QUESTION]
+    later = [
+        ([*messages[:index], _ending(messages[index], chars)], how) for index, chars in how.message_marks
+    ]
+    later += [(opening, replace(how, tools=[*how.tools[:count], _TOOL])) for count in how.tool_marks]
+    later.append((opening, how))
+    if not continues:
+        later += [([*messages, _ANSWER], how), ([*messages, _ANSWER, _QUESTION], how)]
+    ends: dict[int, None] = {}
+    for chat, changed in later:
+        if len(ends) == BREAKPOINTS_MAX:
+            break
         try:
-            other = render(shape.turns(chat), replace(how, answers=False, continues=False))
+            other = render(shape.turns(chat), changed)
         except RequestError:  # some templates refuse chats without a question, or two answers in a row
             continue
-        ends.add(_num_equal(text, other))
-    return ends
+        ends[_num_equal(text, other)] = None
+    return list(ends)
+
+
+def _ending(message: Message, chars: int) -> Message:
+    """Return a message that leaves another one behind its first `chars` characters."""
+    return Message(message.role, message.content[:chars] + _OTHER, message.more)
 
 
 def _num_equal(left: str, right: str) -> int:

@@ -26,6 +26,9 @@ class Rendering:
     continues  it ends inside of the last message, which the model continues
     options    variables of the template
     begun      the start of the answer, behind all that
+
+    Clients mark where later chats will leave this one: behind some characters of a message, or behind
+    the first tools.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -33,6 +36,8 @@ class Rendering:
     continues: bool = False
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     begun: str = ""
+    message_marks: Sequence[tuple[int, int]] = ()  # (index of the message, characters)
+    tool_marks: Sequence[int] = ()
 
 
 PLAIN = Rendering()

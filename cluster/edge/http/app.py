@@ -186,6 +186,7 @@ class Edge:
         kind: Kind,
         stream: StreamOptions | None,
     ) -> Response:
+        request.state.ignored = job.ignored
         sources = self._context.sources
         head = ReplyHead(
             kind=kind,

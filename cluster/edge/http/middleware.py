@@ -4,8 +4,9 @@ It also ends replies that are open when the server stops.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -27,6 +28,9 @@ from tidemill.cluster.edge.requests.limits import (
     client_of,
 )
 from tidemill.workers.messages import Overloaded, RequestError, Unserved
+
+IGNORED_HEADER = "x-tidemill-ignored"
+"""The header of a reply that names the fields of the request without an effect."""
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/metrics"}) | PAGE_PATHS
 """Probes and scrapers bring no keys; the page asks for one."""
@@ -67,7 +71,7 @@ class EdgeMiddleware:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = MutableHeaders(scope=message)
-                begun[REQUEST_ID_HEADER] = request_id
+                begun.update(_own_headers(scope["state"]))
             await send(message)
 
         body: _Body | None = None
@@ -126,6 +130,14 @@ class EdgeMiddleware:
         status, reply = error_of(error)
         self._count(status)
         return status, reply
+
+
+def _own_headers(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the headers of every reply: the id, and the fields of the request without an effect."""
+    ignored = state.get("ignored")
+    return {REQUEST_ID_HEADER: state["request_id"]} | (
+        {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
+    )
 
 
 class _Body:

@@ -33,6 +33,7 @@ def add_responses_routes(app: FastAPI, context: EdgeContext) -> None:
             job = await model.intake.chat(body.chat(), caller_of(request.headers, context.keys))
         except RequestError as error:
             raise renamed(error) from None
+        request.state.ignored = (*job.ignored, *body.ignored())
         name = context.sources.new_id()
         identity = RequestIdentity(
             request_id=request.state.request_id,

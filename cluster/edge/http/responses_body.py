@@ -14,12 +14,14 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
+    ModelWrapValidatorHandler,
     PlainValidator,
     ValidationError,
     WithJsonSchema,
     model_validator,
 )
 
+from tidemill.cluster.edge.chat.request.hints import CacheControl, Mark, marked_parts, marks_of
 from tidemill.cluster.edge.chat.request.params import TokenCount, absent_if_null, valid_text
 from tidemill.cluster.edge.chat.request.tools import TOOLS_MAX, Function
 from tidemill.cluster.edge.chat.request.validation import problems_of, request_error
@@ -99,7 +101,26 @@ class InputItem(BaseModel):
     arguments: str | None = None
     output: Text | None = None
 
+    _marks: tuple[Mark, ...] = ()
+
     _nulls = model_validator(mode="before")(absent_if_null)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _marked(cls, fields: object, check: ModelWrapValidatorHandler["InputItem"]) -> "InputItem":
+        item = check(fields)
+        given = cast("dict[str, object]", fields) if isinstance(fields, dict) else {}
+        return item.with_marks(marks_of(given.get("content" if item.type == "message" else "output")))
+
+    def with_marks(self, marks: tuple[Mark, ...]) -> "InputItem":
+        """Set the ends of its parts with cache_control, which its text does not show."""
+        self._marks = marks
+        return self
+
+    def parts(self) -> str | list[dict[str, object]]:
+        """Return the text of a message or of a call's output, in parts that end where it is marked."""
+        text = (self.content if self.type == "message" else self.output) or ""
+        return marked_parts(text, self._marks) if self._marks else text
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -119,6 +140,12 @@ class FlatTool(Function):
     """A function tool without a nested object."""
 
     type: Literal["function"]
+    cache_control: CacheControl | None = None
+
+    def nested(self) -> dict[str, object]:
+        """Return it in the form of a chat."""
+        function = self.model_dump(exclude={"type", "cache_control"}, exclude_none=True)
+        return {"type": "function", "function": function, "cache_control": self.cache_control}
 
 
 class TextConfig(BaseModel):
@@ -191,10 +218,7 @@ class ResponsesBody(BaseModel):
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "tools": [
-                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-                for tool in self.tools
-            ],
+            "tools": [tool.nested() for tool in self.tools],
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self._response_format(),
@@ -204,6 +228,11 @@ class ResponsesBody(BaseModel):
             return ChatBody.model_validate(fields)
         except ValidationError as error:
             raise renamed(request_error(problems_of(error))) from None
+
+    def ignored(self) -> tuple[str, ...]:
+        """Return the fields without an effect that the chat does not know of."""
+        names = [name for name in self.model_extra or {} if name in NOT_PASSED_ON]
+        return (*names, *(["store"] if self.store else []))
 
     def _response_format(self) -> dict[str, Any]:
         wanted = self.text.format
@@ -219,14 +248,14 @@ class ResponsesBody(BaseModel):
         for item in self.input:
             match item.type:
                 case "message":
-                    turns.append({"role": item.role, "content": item.content})
+                    turns.append({"role": item.role, "content": item.parts()})
                 case "function_call":
                     if not turns or turns[-1]["role"] != "assistant":
                         turns.append({"role": "assistant"})
                     called = {"name": item.name, "arguments": item.arguments}
                     turns[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": called})
                 case "function_call_output":
-                    turns.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+                    turns.append({"role": "tool", "tool_call_id": item.call_id, "content": item.parts()})
                 case "reasoning":
                     pass
         return turns

@@ -1,6 +1,6 @@
 """The bodies that clients send: fields, ranges, and refused fields that would change the answer.
 
-A null field counts as absent, and unknown fields are ignored.
+A null field counts as absent, and unknown fields are named in the reply's header.
 cluster/edge/chat/request/params.py has what offline calls use as well; the limits here are those of one
 HTTP request.
 """
@@ -19,11 +19,11 @@ from pydantic import (
     model_validator,
 )
 
+from tidemill.cluster.edge.chat.request.hints import HintedParams, Mark
 from tidemill.cluster.edge.chat.request.messages import ChatMessage, bounded_arguments
 from tidemill.cluster.edge.chat.request.params import (
     LOGPROBS_MAX,
     PROMPT_FORMS,
-    Params,
     Stop,
     TokenCount,
     absent_if_null,
@@ -40,8 +40,6 @@ PROMPTS_MAX = 64
 STOPS_MAX = 4
 STOP_BYTES_MAX = 256
 STOP_TOKENS_MAX = 64
-PRIORITY_MAX = 100
-"""The range in which a client may move a request before or behind others."""
 
 
 def _short(value: str) -> str:
@@ -83,7 +81,7 @@ class StreamOptions(BaseModel):
     _nulls = model_validator(mode="before")(absent_if_null)
 
 
-class Body(Params):
+class Body(HintedParams):
     """The fields of both endpoints. The guided_ fields are older names of structured_outputs."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
@@ -103,11 +101,6 @@ class Body(Params):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    priority: Annotated[
-        int, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX, description="lower values go first")
-    ] = 0
-    cache_salt: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")] | None = None
-    user: str | None = None
 
     def guided(self) -> dict[str, object]:
         """Return the guided_ fields, by form."""
@@ -138,6 +131,10 @@ class ChatBody(Body):
     max_completion_tokens: TokenCount | None = None
     logprobs: bool = False
     top_logprobs: LogprobCount = 0
+
+    def marks(self) -> list[Mark]:
+        tools = [Mark(0, tool.cache_control) for tool in self.tools if tool.cache_control is not None]
+        return [*tools, *(mark for message in self.messages for mark in message.marks)]
 
     def effort(self) -> dict[str, object]:
         """Return the variables of chat templates for it, which have different names for it."""
@@ -221,12 +218,14 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "kv_transfer_params": (),
+    "lora_path": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
+    "session_params": (),
     "skip_special_tokens": (True,),
     "suffix": ("",),
     "truncate_prompt_tokens": (),

@@ -15,6 +15,7 @@ from tidemill.cluster.edge.chat.request.tool_grammar import forced
 from tidemill.cluster.edge.chat.request.tools import Tool, offered
 from tidemill.cluster.edge.chat.text import MarkedPrompt, Rendering, Tokenizer, text_of
 from tidemill.cluster.edge.requests.bodies import (
+    UNSUPPORTED,
     Body,
     ChatBody,
     CompletionBody,
@@ -56,6 +57,7 @@ class PreparedRequest:
     prompt_logprobs: int | None = None  # alternatives per token in a separate list
     output_format: OutputFormat | None = None
     echoes: tuple[Prompt, ...] | None = None
+    ignored: tuple[str, ...] = ()  # fields without an effect
 
 
 class Intake:
@@ -89,7 +91,8 @@ class Intake:
             ends = (self._tokenizer.added.get(tag) for tag in (RETURN, CALL_END))
             more = (token for token in ends if token is not None and token not in terms.stop_token_ids)
             terms = replace(terms, stop_token_ids=(*terms.stop_token_ids, *more))
-        return replace(self._job(terms, [prompt], "messages", body, caller), output_format=output_format)
+        job = self._job(terms, [prompt], "messages", body, caller)
+        return replace(job, output_format=output_format)
 
     async def prompt_of(self, body: TokenizeBody) -> list[int]:
         """Return the tokens of a chat or of a text. Raises RequestError."""
@@ -118,6 +121,10 @@ class Intake:
             continues=continues,
             options={**body.effort(), **body.chat_template_kwargs},
             begun=begun,
+            message_marks=[
+                (index, chars) for index, turn in enumerate(body.messages) for chars, _ in turn.marks
+            ],
+            tool_marks=[count for count, tool in enumerate(tools, 1) if tool.cache_control is not None],
         )
         if how.answers and continues:
             raise RequestError(
@@ -126,7 +133,9 @@ class Intake:
             )
         chars = sum(len(message.content) for message in messages)
         self._check_chars(chars, "messages")
-        is_plain = not (tools or how.options or any(message.more for message in messages))
+        is_plain = not (
+            tools or how.options or how.message_marks or any(message.more for message in messages)
+        )
         if is_plain and chars + len(messages) <= INLINE_CHARS_MAX:
             return self._tokenizer.chat(messages, how)
         return await asyncio.to_thread(self._tokenizer.chat, messages, how)
@@ -204,6 +213,7 @@ class Intake:
             )
 
     def _check(self, body: Body) -> None:
+        body.check_marks()
         field = unsupported_field(body.model_extra or {})
         if field is not None:
             raise RequestError(
@@ -233,16 +243,24 @@ class Intake:
         return replace(
             terms_of(body, self._model, seed=seed, logprobs=logprobs, grammar=grammar),
             max_tokens=max_tokens,
-            priority=body.priority,
+            priority=body.sort_class(),
         )
 
     def _job(
         self, terms: GenerationTerms, prompts: list[MarkedPrompt], param: str, body: Body, caller: Caller
     ) -> PreparedRequest:
-        terms = replace(terms, salt=caller.salt_with(body.cache_salt))
-        tenant = caller.tenant_with(body.cache_salt)
+        salt = body.salt()
+        terms = replace(terms, salt=caller.salt_with(salt))
+        tenant = caller.tenant_with(salt)
+        sent = {
+            "tenant": tenant,
+            "ttft_s_max": caller.ttft_s_max,
+            "trace_parent": caller.trace_parent,
+            "retain_s": body.retain_s(),
+            "session": body.session(tenant),
+        }
         requests = tuple(
-            replace(request, tenant=tenant, ttft_s_max=caller.ttft_s_max, trace_parent=caller.trace_parent)
+            replace(request, **sent)
             for prompt in prompts
             for request in requests_of(terms, self._model, prompt, param, self._new_id)
         )
@@ -262,4 +280,5 @@ class Intake:
             ending=terms.ending,
             logprobs=terms.sampling.logprobs is not None,
             prompt_logprobs=body.prompt_logprobs,
+            ignored=body.ignored(UNSUPPORTED),
         )

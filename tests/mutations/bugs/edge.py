@@ -234,4 +234,18 @@ BUGS: tuple[Planted, ...] = (
         '"ready" for',
         "tests/unit/cluster/edge/grpc_api/test_edges.py",
     ),
+    Planted(
+        "extensions without an effect are silent",
+        "cluster/edge/chat/request/hints.py::HintedParams._ignored",
+        "in self.nvext.model_extra or {}",
+        "in {}",
+        "tests/unit/cluster/edge/http/test_hints.py",
+    ),
+    Planted(
+        "tenants share the names of sessions",
+        "cluster/edge/chat/request/hints.py::session_of",
+        "($TENANT, $KIND, $NAME)",
+        "($KIND, $NAME)",
+        "tests/unit/cluster/edge/http/test_hints.py",
+    ),
 )

@@ -9,10 +9,12 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
     ValidationInfo,
     model_validator,
 )
 
+from tidemill.cluster.edge.chat.request.hints import Mark, marks_of
 from tidemill.cluster.edge.chat.request.params import absent_if_null, valid_text
 from tidemill.cluster.edge.chat.text import Message
 
@@ -115,7 +117,23 @@ class ChatMessage(BaseModel):
     reasoning_content: Annotated[str, AfterValidator(valid_text)] | None = None
     content: Annotated[Content | None, AfterValidator(_not_none)] = Field(default=None, validate_default=True)
 
+    _marks: tuple[Mark, ...] = ()
+
     _nulls = model_validator(mode="before")(absent_if_null)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _marked(cls, fields: object, check: ModelWrapValidatorHandler["ChatMessage"]) -> "ChatMessage":
+        return check(fields).with_marks(marks_of(_field(fields, "content")))
+
+    def with_marks(self, marks: tuple[Mark, ...]) -> "ChatMessage":
+        """Set the ends of its parts with cache_control, which `content` does not show."""
+        self._marks = marks
+        return self
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        return self._marks
 
     def message(self) -> Message:
         # Arguments are passed as they are: a copy of large ones would take long.

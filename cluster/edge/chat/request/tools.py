@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
+from tidemill.cluster.edge.chat.request.hints import CacheControl
 from tidemill.workers.messages import RequestError
 
 TOOLS_MAX = 128
@@ -28,6 +29,7 @@ class Tool(BaseModel):
 
     type: Literal["function"]
     function: Function
+    cache_control: CacheControl | None = None
 
     def shown(self) -> dict[str, Any]:
         """Return it as chat templates want it."""

@@ -1,0 +1,243 @@
+"""Hints as clients send them: each row of the table in docs/api.md, and how hints come together."""
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from httpx import Response
+
+from tests.support.cluster.fake_service import (
+    KEEPER,
+    FakeService,
+    build_app,
+    call,
+    events_of,
+    saying,
+    sources,
+)
+from tidemill.cluster.edge.chat.text import text_of
+from tidemill.cluster.edge.chat.tokenizer import FolderTokenizer
+from tidemill.cluster.edge.chat.tokenizer_files import load_tokenizer
+from tidemill.cluster.edge.requests.models import ServedBackend
+from tidemill.cluster.settings import ChatSettings
+from tidemill.workers.messages import RETAIN_S_MAX, Request
+
+API = Path(__file__).parents[5] / "docs" / "api.md"
+IGNORED = "x-tidemill-ignored"
+TEXT = "Where is Emma? She is in the tower."
+ENDPOINTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}]}]},
+    "/v1/completions": {"prompt": TEXT},
+    "/v1/responses": {"input": [{"role": "user", "content": [{"type": "input_text", "text": TEXT}]}]},
+}
+CHATS = "/v1/chat/completions"
+MARK = {"type": "ephemeral"}
+JSON = {"content-type": "application/json"}
+TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]\n{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|> {{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+FLAT_TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+
+
+class Row(NamedTuple):
+    field: str
+    value: Any
+    verdict: str
+
+
+def rows() -> list[Row]:
+    section = API.read_text().split("## Hints (HTTP)")[1].split("\n## ")[0]
+    found = re.findall(r"^\| `([^`]+)` \| `([^|]+)` \| (\w+) \|", section, re.MULTILINE)
+    return [Row(field, json.loads(value), verdict) for field, value, verdict in found]
+
+
+def body_with(path: str, row: Row) -> dict[str, Any] | None:
+    """Return a body of this endpoint with the row's field; None if it has no such field."""
+    body = json.loads(json.dumps(ENDPOINTS[path]))
+    match row.field.split("."):
+        case ["messages[]", "content[]", "cache_control"]:
+            turns = body.get("messages") or body.get("input")
+            if turns is None:
+                return None
+            turns[0]["content"][0]["cache_control"] = row.value
+        case ["tools[]", "cache_control"]:
+            if path == "/v1/completions":
+                return None
+            body["tools"] = [{**(TOOL if path == CHATS else FLAT_TOOL), "cache_control": row.value}]
+        case ["cache_breakpoints"]:
+            if path != "/v1/completions":
+                return None
+            body["cache_breakpoints"] = row.value
+        case parts:
+            *parents, name = parts
+            inner = body
+            for parent in parents:
+                inner = inner.setdefault(parent, {})
+            inner[name] = row.value
+    return body
+
+
+@cache
+def with_tools() -> FolderTokenizer:
+    """keeper's, with a template that shows tools."""
+    return load_tokenizer(KEEPER, ChatSettings(template=TEMPLATE, tool_parser="hermes"))
+
+
+def sent(
+    path: str, body: dict[str, Any], *, stream: bool = False
+) -> tuple[int, Request | None, Response, list[str]]:
+    """Send a body; return the status, the request of the service without its id, the reply, and what was
+    ignored."""
+    service = FakeService(saying(" In the tower."))
+    app = build_app([ServedBackend(service, with_tools())], sources())
+    reply = call(app, "POST", path, content=json.dumps({**body, "stream": stream}), headers=JSON)
+    ignored = reply.headers.get(IGNORED, "")
+    request = replace(service.requests[0], request_id="") if service.requests else None
+    return reply.status_code, request, reply, ignored.split(", ") if ignored else []
+
+
+def test_table_has_each_verdict() -> None:
+    verdicts = [row.verdict for row in rows()]
+    assert set(verdicts) == {"accepted", "ignored", "refused"}
+    assert len(verdicts) >= 30
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.field)
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_field_does_what_its_row_states(path: str, row: Row) -> None:
+    body = body_with(path, row)
+    if body is None:
+        pytest.skip("the endpoint has no such field")
+    unmarked = [{**tool, "cache_control": None} for tool in body.get("tools", [])]
+    bare = {**ENDPOINTS[path], **({"tools": unmarked} if unmarked else {})}
+    status, request, reply, ignored = sent(path, body)
+    _, without, _, _ = sent(path, bare)
+    match row.verdict:
+        case "accepted":
+            assert (status, ignored) == (200, [])
+            assert request != without, "it has an effect"
+        case "ignored":
+            assert (status, ignored) == (200, [row.field])
+            assert request == without
+        case _:
+            assert (status, request) == (400, None)
+            assert reply.json()["error"]["param"] == row.field
+
+
+HINTS: list[tuple[dict[str, Any], float]] = [
+    ({}, 0),
+    ({"session_id": "s"}, 300),
+    ({"prompt_cache_key": "s"}, 300),
+    ({"session_id": "s", "cache_control": {"type": "ephemeral", "ttl": "1h"}}, 3600),
+    (
+        {
+            "cache_control": {"type": "ephemeral"},
+            "nvext": {"cache_control": {"type": "ephemeral", "ttl": "1h"}},
+        },
+        3600,
+    ),
+    ({"prompt_cache_retention": "in_memory"}, 300),
+    ({"prompt_cache_retention": "24h", "cache_control": {"type": "ephemeral"}}, RETAIN_S_MAX),
+    ({"session_id": None, "cache_control": None, "nvext": None}, 0),
+]
+
+
+@pytest.mark.parametrize(("hints", "retain_s"), HINTS)
+def test_longest_time_counts(hints: dict[str, Any], retain_s: float) -> None:
+    request = sent(CHATS, {**ENDPOINTS[CHATS], **hints})[1]
+    assert request is not None
+    assert request.retain_s == retain_s
+
+
+def test_sessions_of_tenants_and_kinds_differ() -> None:
+    sessions: list[str] = []
+    for hints in ({"session_id": "s"}, {"session_id": "s"}, {"prompt_cache_key": "s"}, {"session_id": "t"}):
+        request = sent(CHATS, {**ENDPOINTS[CHATS], **hints})[1]
+        assert request is not None
+        sessions.append(request.session)
+    other = sent(CHATS, {**ENDPOINTS[CHATS], "session_id": "s", "cache_salt": "else"})[1]
+    assert other is not None
+    assert sessions[0] == sessions[1]
+    assert len({*sessions, other.session}) == 4
+    assert "s" not in sessions
+
+
+def test_marks_come_before_the_breakpoints_that_the_edge_finds() -> None:
+    """A part ends inside of a message, and a request has at most four breakpoints."""
+    parts = [
+        {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
+        for text in ("Be", " kind", ".")
+    ]
+    parts[2].pop("cache_control")
+    messages = [{"role": "system", "content": parts}, {"role": "user", "content": "Where is Emma?"}]
+    request = sent(CHATS, {"messages": messages})[1]
+    assert request is not None
+    prefixes = [text_of(with_tools(), request.tokens[:depth]) for depth in request.breakpoints]
+    assert len(prefixes) == 4
+    assert prefixes[0].endswith("Be")
+    assert prefixes[1].endswith("Be kind")
+    plain = [{"role": "system", "content": "Be kind."}, messages[1]]
+    without = sent(CHATS, {"messages": plain})[1]
+    assert without is not None
+    assert without.tokens == request.tokens
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, "cache_control.ttl"),
+    ({"cache_control": {"type": "forever"}}, "cache_control.type"),
+    ({"session_id": ""}, "session_id"),
+    ({"session_id": "\ud800"}, "session_id"),
+    ({"session_id": "a" * 257}, "session_id"),
+    ({"prompt_cache_retention": "48h"}, "prompt_cache_retention"),
+    ({"nvext": 1}, "nvext"),
+    ({"nvext": {"agent_hints": {"priority": "high"}}}, "nvext.agent_hints.priority"),
+    ({"extra_key": "a", "cache_salt": "b"}, "extra_key"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}]},
+        "messages[0]",
+    ),
+    (
+        {
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": MARK}]}]
+            * 5
+        },
+        "cache_control",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD)
+def test_bad_hint_is_named(fields: dict[str, Any], param: str) -> None:
+    status, request, reply, _ = sent(CHATS, {**ENDPOINTS[CHATS], **fields})
+    assert (status, request, reply.json()["error"]["param"]) == (400, None, param)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_ignored_fields_are_named_in_streams_and_bounded(path: str, stream: bool) -> None:  # noqa: FBT001
+    fields = {f"field\r\n, {number}" + "x" * 99: 1 for number in range(99)}
+    status, _, reply, ignored = sent(path, {**ENDPOINTS[path], **fields}, stream=stream)
+    assert status == 200
+    assert len(ignored) == 32
+    assert ignored[0].startswith("field%0D%0A%2C%200xx")
+    assert max(map(len, ignored)) < 200
+    assert not stream or events_of(reply)
+
+
+def test_urgency_of_dynamo_is_a_priority_class() -> None:
+    for hints, priority in (
+        ({"nvext": {"agent_hints": {"priority": 5}}}, -5),
+        ({"nvext": {"agent_hints": {"priority": -500}}}, 100),
+        ({"nvext": {"agent_hints": {"priority": 5}}, "priority": 0}, 0),
+    ):
+        _, request, _, ignored = sent(CHATS, {**ENDPOINTS[CHATS], **hints})
+        assert request is not None
+        assert request.priority == priority
+        assert ignored == (["nvext.agent_hints.priority"] if "priority" in hints else [])
