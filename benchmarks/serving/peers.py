@@ -68,8 +68,40 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "hybrid": ("Qwen3NextConfig", HYBRID_77M),
+    "dense-hybrid": (
+        "Qwen3_5TextConfig",
+        {
+            "hidden_size": 768,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 12,
+            "head_dim": 64,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "window": (
+        "GptOssConfig",
+        {
+            "hidden_size": 512,
+            "intermediate_size": 256,
+            "num_hidden_layers": 12,
+            "head_dim": 64,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
-"""88M dense, and 76.5M of linear attention and experts."""
+"""Random models: dense, of linear attention and experts, dense with linear attention, and one whose layers
+alternate between a window and full attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,7 +352,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="keeps vLLM's environment and the models")
     parser.add_argument("--cores", type=int, choices=(1, 2), default=1)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["dense", "hybrid"])
     parser.add_argument("--works", nargs="+", choices=[work.name for work in works_of(0)])
     parser.add_argument("--only", choices=sorted(PORTS), help="one server alone, without a table")
     parser.add_argument("--arrangement", help="our workers; by default one, with a thread for each core")
