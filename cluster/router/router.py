@@ -27,7 +27,7 @@ from tidemill.cluster.router.quarantine import Quarantine
 from tidemill.workers.messages import Ack, Heartbeat, Role, Unserved, WorkerId
 
 SILENCE_S_MAX = 3.0
-"""The silence after which a worker is lost: three heartbeats, which its step loop sends."""
+"""The silence after which a worker is lost: three heartbeats, which need progress of its engine."""
 
 REMEMBERED_S = 60.0
 """The time after which the router forgets a lost worker, which then counts as silent, too."""

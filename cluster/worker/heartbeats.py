@@ -1,4 +1,4 @@
-"""Report to each router, while the engine's step loop makes progress."""
+"""Report to each router, while the engine makes progress."""
 
 import asyncio
 import logging
@@ -38,7 +38,7 @@ class Announces(Protocol):
 
 class ReportingEngine(duties.RestrictableEngine, Announces, Protocol):
     @property
-    def steps(self) -> int: ...
+    def progress(self) -> int: ...
     def load(self) -> WorkerLoad: ...
     def resize(self, budget_bytes: int) -> None: ...
 
@@ -125,7 +125,7 @@ class Heartbeats:
         now_s = asyncio.get_running_loop().time
         stream = method()
         full = True
-        steps = -1
+        progress = -1
         sent: WorkerLoad | None = None
         sent_duties = (self._duties.info.role, self._duties.draining)
         sent_at_s = 0.0
@@ -134,8 +134,8 @@ class Heartbeats:
             duties = (self._duties.info.role, self._duties.draining)
             new = sent is None or full or replace(load, counters=sent.counters) != sent
             new |= duties != sent_duties
-            if self._engine.steps != steps and (new or now_s() - sent_at_s >= BEAT_S_MAX):
-                steps, sent, sent_duties, sent_at_s = self._engine.steps, load, duties, now_s()
+            if self._engine.progress != progress and (new or now_s() - sent_at_s >= BEAT_S_MAX):
+                progress, sent, sent_duties, sent_at_s = self._engine.progress, load, duties, now_s()
                 await stream.write(encode_heartbeat(self._beat(load, full=full)))
                 answer = await stream.read()
                 if not isinstance(answer, bytes):  # the end of the stream

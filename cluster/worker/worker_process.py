@@ -139,12 +139,12 @@ class WorkerProcess:
         self._stop_requested.set()
 
     async def hangs(self) -> None:
-        """Return when the step loop has made no progress for too long."""
-        steps, since_s = -1, 0.0
+        """Return when the engine has made no progress for too long."""
+        progress, since_s = -1, 0.0
         now_s = asyncio.get_running_loop().time
         while True:
-            if self._engine is None or self._engine.steps != steps:
-                steps, since_s = (-1 if self._engine is None else self._engine.steps), now_s()
+            if self._engine is None or self._engine.progress != progress:
+                progress, since_s = (-1 if self._engine is None else self._engine.progress), now_s()
             elif now_s() - since_s > HANG_S_MAX:
                 return
             await asyncio.sleep(WATCH_S)

@@ -161,6 +161,7 @@ def _build(
         limits,
         root_of,
         grammars,
+        runner.cpu_s,
     )
     return BuiltEngine(
         engine=engine,

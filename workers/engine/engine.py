@@ -44,6 +44,9 @@ from tidemill.workers.transfer.transfer import Transfer
 
 LOOP_ENDED = "the worker's step loop has ended"
 
+PROGRESS_CPU_S = 0.1
+"""The CPU time of steps that counts as progress: in the 3 s after which a worker is lost, 3 % of a core."""
+
 
 class Engine:
     def __init__(
@@ -54,9 +57,12 @@ class Engine:
         limits: EngineLimits,
         root_of: Callable[[str], PageKey],
         grammars: Grammars | None = None,
+        step_cpu_s: Callable[[], float] = float,
     ) -> None:
-        """Create an engine. Without `grammars`, requests with a grammar are refused."""
-        self.steps = 0  # iterations of the loop, with idle ones: no progress means a wedged step
+        """Create an engine. Without `grammars`, requests with a grammar are refused. `step_cpu_s` returns the
+        CPU seconds that steps have used so far."""
+        self.steps = 0  # iterations of the loop, with idle ones
+        self._step_cpu_s = step_cpu_s
         self._limits = limits
         self._ledger = ledger
         self._transfer = transfer
@@ -175,6 +181,12 @@ class Engine:
         self._ledger.resize(max(self._limits.extents_min, min(extents, self._ledger.num_extents)))
         self._admission.admission_queue.memory_freed()
         self._work.set()
+
+    @property
+    def progress(self) -> int:
+        """Return a number that grows while the loop runs, or a step uses at least a part of a core. A step
+        of a large model takes many seconds; one that neither ends nor uses CPU time is wedged."""
+        return self.steps + int(self._step_cpu_s() / PROGRESS_CPU_S)
 
     def load(self) -> WorkerLoad:
         return load_of(

@@ -5,6 +5,8 @@ complete when they are copied, and freed memory is no longer used.
 """
 
 import asyncio
+import threading
+import time
 from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +24,10 @@ from tidemill.workers.execution.step_tensors import inputs_of
 from tidemill.workers.messages import TokenLogprob
 from tidemill.workers.models.architectures.registry import Model
 from tidemill.workers.models.inputs import Caches, Inputs, on_device
+
+
+def _own_clock() -> int:
+    return time.pthread_getcpuclockid(threading.get_ident())
 
 
 class Outputs(NamedTuple):
@@ -53,6 +59,7 @@ class TorchRunner:
         self._last: dict[str, int] = {}  # the token that each row of the previous step drew
         # OpenMP keeps the number of threads per calling thread, so it is set where the steps run.
         self._thread = ThreadPoolExecutor(1, "step", torch.set_num_threads, (threads,))
+        self._cpu_clock = self._thread.submit(_own_clock).result() if device.type == "cpu" else None
 
     def warm_up(self, rows_max: int, tokens_max: int, table_width: int = 1, drafts_max: int = 0) -> None:
         """Run steps of padding, before the first step. It compiles the kernels, and ensures memory for the
@@ -66,6 +73,11 @@ class TorchRunner:
 
     def run(self, step: Step) -> asyncio.Future[list[Drawn]]:
         return asyncio.get_running_loop().run_in_executor(self._thread, self.run_now, step)
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of the thread that runs the steps, also amid a step; 0 with a device, for
+        which a thread may wait by polling, and after `close`."""
+        return 0.0 if self._cpu_clock is None else time.clock_gettime(self._cpu_clock)
 
     def run_now(self, step: Step) -> list[Drawn]:
         last, self._last = self._last, {}
@@ -158,6 +170,7 @@ class TorchRunner:
 
     def close(self) -> None:
         """End the thread after its step."""
+        self._cpu_clock = None  # a thread that has ended has none
         self._thread.shutdown()
         self._graphs = None
 

@@ -45,6 +45,10 @@ class FakeEngine:
         self._broken = False
         self._produces = self._generates = True
 
+    @property
+    def progress(self) -> int:
+        return self.steps
+
     async def run(self) -> None:
         while not self._broken:
             await asyncio.sleep(STEP_S)

@@ -104,6 +104,10 @@ class PacedEngine:
         self._credit = 0.0
         self._produces = self._generates = True
 
+    @property
+    def progress(self) -> int:
+        return self.steps
+
     async def run(self) -> None:
         now_s = asyncio.get_running_loop().time
         before_s = now_s()

@@ -68,6 +68,7 @@ class Tuning:
     refuses: Callable[[AllocationSite], bool] = never
     breaks: Callable[[Step], Exception | None] = sound
     wraps: bool = True  # the runner is watched
+    step_cpu_s: Callable[[], float] = float
     backing: Callable[[int], Backing] = Fixed
 
 
@@ -242,6 +243,7 @@ async def bench(
             mtp=tuning.mtp,
         ),
         root_of,
+        step_cpu_s=tuning.step_cpu_s,
     )
     loop = asyncio.create_task(engine.run())
     made = Bench(engine, ledger, store, layout, watched, loop, tuning.vocabulary)

@@ -38,7 +38,7 @@ REQUEST = placement_request(wait_s_max=WAIT_S_MAX)
 
 @dataclass
 class CountingEngine:
-    """An engine that makes a step whenever `steps` is read, unless it is wedged."""
+    """An engine that makes a step whenever `progress` is read, unless it is wedged."""
 
     wedged: bool = False
     rows: int = 0
@@ -48,7 +48,7 @@ class CountingEngine:
     announced: list[bool] = field(default_factory=list[bool])  # whether each announcement was full
 
     @property
-    def steps(self) -> int:
+    def progress(self) -> int:
         self.counted_steps += not self.wedged
         return self.counted_steps
 

@@ -220,6 +220,25 @@ def test_aborted_at_any_moment_the_memory_comes_back(produces: bool) -> None:  #
     run(main())
 
 
+@pytest.mark.parametrize("share", [0.0, 0.05, 1.0])
+def test_step_that_uses_cpu_time_is_progress_however_long_it_takes(share: float) -> None:
+    async def main() -> None:
+        now_s = asyncio.get_running_loop().time
+        async with bench(tuning=Tuning(step_cpu_s=lambda: share * now_s())) as one:
+            one.runner.gate.clear()
+            answer = asyncio.create_task(one.answer(a_request(prompt(9), 2)))
+            await asyncio.sleep(1.0)
+            seen = [one.engine.progress]
+            for _ in range(20):
+                await asyncio.sleep(3.0)
+                seen.append(one.engine.progress)
+            assert len(set(seen)) == (len(seen) if share else 1)
+            one.runner.gate.set()
+            await answer
+
+    run(main())
+
+
 def test_client_that_hangs_up_frees_its_memory() -> None:
     async def main() -> None:
         async with bench() as one:

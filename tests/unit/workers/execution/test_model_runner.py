@@ -3,6 +3,7 @@
 # torch's conversions to lists are untyped.
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -176,6 +177,38 @@ def test_step_runs_beside_the_event_loop() -> None:
     asyncio.run(main())
     assert len(model.seen) == 1
     runner.close()
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_cpu_time_of_a_step_is_seen_while_it_runs(monkeypatch: pytest.MonkeyPatch, computes: bool) -> None:  # noqa: FBT001  a parameter
+    ends = threading.Event()
+
+    def forward(_inputs: Inputs, _caches: Caches) -> torch.Tensor:
+        while not ends.wait(0 if computes else None):
+            pass
+        return torch.zeros(1, VOCABULARY)
+
+    async def main() -> None:
+        step = asyncio.ensure_future(runner.run((a_row("a", (3,), 0),)))
+        await asyncio.sleep(0.2)
+        before_s = runner.cpu_s()
+        if computes:  # a busy machine grants time late
+            while True:
+                await asyncio.sleep(0.01)
+                if runner.cpu_s() - before_s > 0.1:
+                    break
+        else:
+            await asyncio.sleep(0.2)
+            assert runner.cpu_s() - before_s < 0.1
+        ends.set()
+        await step
+
+    model = Echo()
+    monkeypatch.setattr(model, "forward", forward)
+    runner = TorchRunner(model, NO_CACHES, page_tokens=4, threads=1)
+    asyncio.run(main())
+    runner.close()
+    assert runner.cpu_s() == 0.0
 
 
 def test_pending_token_is_the_one_that_its_sequence_drew_in_the_step_before() -> None:
