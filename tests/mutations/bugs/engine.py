@@ -11,6 +11,13 @@ BUGS: tuple[Planted, ...] = (
         "tests/unit/workers/parallel/test_group.py",
     ),
     Planted(
+        "a long step is taken for a wedged one",
+        "workers/engine/engine.py::Engine.progress",
+        "return self.steps + int(self._step_cpu_s() / PROGRESS_CPU_S)",
+        "return self.steps",
+        "tests/unit/workers/engine/test_engine.py",
+    ),
+    Planted(
         "an aborted sequence continues",
         "workers/engine/commit.py::StepCommitter.commit",
         "if $LEASE.$ENDED:",
