@@ -139,6 +139,28 @@ def conversations(rng: Random, count: int, turns: int) -> tuple[Item, ...]:
     return tuple(items)
 
 
+FAMILIES = (
+    (4, 4, 2400, 32, 4),
+    (3, 4, 2400, 8, 1),
+    (3, 4, 1024, 8, 1),
+    (8, 8, 1024, 8, 8),
+    (8, 8, 1024, 8, 1),
+)
+"""Families, prompts of each, shared tokens, tokens of an answer, and prompts at a time."""
+
+
+def family_work(
+    rng: Random, families: int, prompts: int, shared: int, max_tokens: int, concurrency: int
+) -> Work:
+    """Return prompts that share a prefix in each family and end with 128 tokens of their own."""
+    prefixes = [drawn(rng, shared) for _ in range(families)]
+    return Work(
+        name=f"{families} x {prompts} x ({shared:,} + 128), c={concurrency}",
+        items=items_of([prefix + drawn(rng, 128) for prefix in prefixes for _ in range(prompts)], max_tokens),
+        concurrency=concurrency,
+    )
+
+
 def works_of(seed: int) -> list[Work]:
     """Return every work with prompts that no earlier seed has sent."""
     rng = Random(seed)
@@ -158,6 +180,7 @@ def works_of(seed: int) -> list[Work]:
     shared = items_of([prefix + drawn(rng, 128) for prefix in prefixes for _ in range(8)], 128)
     works.append(Work(name="8 x 8 x (1,024 + 128)", items=shared, concurrency=8))
     works.append(Work(name="four conversations", items=conversations(rng, 4, 6), concurrency=4))
+    works += [family_work(rng, *family) for family in FAMILIES]
     return works
 
 

@@ -44,6 +44,14 @@ class Run:
     wall_s: float
     server_cpu_s: float
     samples: tuple[Sample, ...]
+    server_pss_mib: float = 0.0
+    hints: bool = False
+
+    @property
+    def findable_tokens(self) -> int:
+        """Tokens in full pages that the prompt before in the group had too."""
+        size = self.page_tokens
+        return sum(sample.item.shared_tokens // size * size for sample in self.samples)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -61,11 +69,13 @@ def summary(run: Run) -> dict[str, Any]:
     samples = run.samples
     gaps_s = [gap for sample in samples for gap in sample.gaps_s]
     prompt_tokens = sum(sample.prompt_tokens for sample in samples)
+    cached_tokens = sum(sample.details["cached_tokens"] for sample in samples)
     output_tokens = sum(sample.output_tokens for sample in samples)
     return {
         "workload": run.workload,
         "concurrency": run.concurrency,
         "seed": run.seed,
+        "hints": run.hints,
         "requests": len(samples),
         "wall_s": run.wall_s,
         "requests_per_s": len(samples) / run.wall_s,
@@ -73,11 +83,14 @@ def summary(run: Run) -> dict[str, Any]:
         "ttft_ms": _percentiles([sample.ttft_s for sample in samples]),
         "itl_ms": _percentiles(gaps_s),
         "e2e_ms": _percentiles([sample.e2e_s for sample in samples]),
-        "cached_token_ratio": sum(sample.details["cached_tokens"] for sample in samples) / prompt_tokens,
+        "ttft_ms_mean": 1000 * mean([sample.ttft_s for sample in samples]),
+        "cached_token_ratio": cached_tokens / prompt_tokens,
+        "cached_to_findable": cached_tokens / run.findable_tokens if run.findable_tokens else 0.0,
         "tokens_per_request": {
             source: mean([sample.details[f"{source}_tokens"] for sample in samples]) for source in SOURCES
         },
         "server_cpu_ms_per_output_token": 1000 * run.server_cpu_s / output_tokens,
+        "server_pss_mib": run.server_pss_mib,
         "by_position": {name: _part(part, run.page_tokens) for name, part in positions(samples).items()},
         "warm_to_cold_ttft": _warm_to_cold(samples),
     }

@@ -27,7 +27,13 @@ TIMEOUT_S = 600
 
 
 async def run_workload(
-    client: httpx.AsyncClient, workload: Workload, model: str, concurrency: int, clock: Callable[[], float]
+    client: httpx.AsyncClient,
+    workload: Workload,
+    model: str,
+    concurrency: int,
+    clock: Callable[[], float],
+    *,
+    hints: bool = False,
 ) -> list[Sample]:
     """Send every item, at most `concurrency` at a time, in order as far as they wait for no other."""
     slots = asyncio.Semaphore(concurrency)
@@ -36,8 +42,10 @@ async def run_workload(
     async def one(index: int, item: Item) -> Sample:
         if item.after is not None:
             await answered[item.after].wait()
+        if item.pause_s:
+            await asyncio.sleep(item.pause_s)
         async with slots:
-            sample = await _send(client, model, item, clock)
+            sample = await _send(client, model, item, clock, hints=hints)
         answered[index].set()
         return sample
 
@@ -46,8 +54,11 @@ async def run_workload(
     return [task.result() for task in tasks]
 
 
-async def _send(client: httpx.AsyncClient, model: str, item: Item, clock: Callable[[], float]) -> Sample:
-    body = {
+async def _send(
+    client: httpx.AsyncClient, model: str, item: Item, clock: Callable[[], float], *, hints: bool
+) -> Sample:
+    body: dict[str, object] = {
+        **(item.hints if hints else {}),
         "model": model,
         "prompt": item.tokens,
         "max_tokens": item.max_tokens,
@@ -88,7 +99,12 @@ def server_cpu_s(pids: Sequence[int]) -> float:
     return sum(used.user + used.system for used in times)
 
 
-async def measure(url: str, name: str, concurrency: int, seed: int) -> Run:
+def server_pss_mib(pids: Sequence[int]) -> float:
+    """Memory (PSS) of the frontend and the workers, when they run on this machine."""
+    return sum(psutil.Process(pid).memory_full_info().pss for pid in pids if psutil.pid_exists(pid)) / 2**20
+
+
+async def measure(url: str, name: str, concurrency: int, seed: int, *, hints: bool = False) -> Run:
     """One run of the workload `name`."""
     limits = httpx.Limits(max_connections=concurrency + 1)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits, trust_env=False) as client:
@@ -97,14 +113,18 @@ async def measure(url: str, name: str, concurrency: int, seed: int) -> Run:
         pids = sorted({cluster["frontend"]["pid"], *(worker["info"]["pid"] for worker in cluster["workers"])})
         workload = WORKLOADS[name](Random(seed), model["vocab_size"])
         cpu_s, start_s = server_cpu_s(pids), time.perf_counter()
-        samples = await run_workload(client, workload, model["id"], concurrency, time.perf_counter)
+        samples = await run_workload(
+            client, workload, model["id"], concurrency, time.perf_counter, hints=hints
+        )
         return Run(
             workload=name,
+            hints=hints,
             concurrency=concurrency,
             seed=seed,
             page_tokens=cluster["workers"][0]["info"]["page_tokens"],
             wall_s=time.perf_counter() - start_s,
             server_cpu_s=server_cpu_s(pids) - cpu_s,
+            server_pss_mib=server_pss_mib(pids),
             samples=tuple(samples),
         )
 
@@ -119,11 +139,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--seed", type=int, default=0, help="another seed sends prompts that no cache has seen"
     )
+    parser.add_argument("--hints", action="store_true", help="send what the workload says of what to keep")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     options = parser.parse_args(arguments)
     try:
-        run = asyncio.run(measure(options.url, options.workload, options.concurrency, options.seed))
+        run = asyncio.run(
+            measure(options.url, options.workload, options.concurrency, options.seed, hints=options.hints)
+        )
     except httpx.HTTPError as error:
         raise SystemExit(f"{options.url} does not answer as it should: {error}") from error
     figures = summary(run)

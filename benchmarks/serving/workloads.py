@@ -4,8 +4,8 @@ Prompts are token ids drawn from the vocabulary of the served model, so that eve
 that vocabulary, computes the same.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from random import Random
 
 FIRST_TOKEN = 16
@@ -14,10 +14,10 @@ FIRST_TOKEN = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One request. It is sent when the item of index `after` has been answered.
+    """One request. It is sent `pause_s` after the answer to the item of index `after`, or after the start.
 
     position counts the requests of its group from 0. The first `shared_tokens` of the prompt were in that
-    of the request before it in the group.
+    of the request before it in the group. `hints` are fields of the body that say what to keep.
     """
 
     tokens: tuple[int, ...]
@@ -26,6 +26,8 @@ class Item:
     position: int
     shared_tokens: int
     after: int | None = None
+    pause_s: float = 0.0
+    hints: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +123,63 @@ def burst(rng: Random, vocab_size: int, *, prompts: int = 128, shared: int = 100
     )
 
 
+def agents(
+    rng: Random,
+    vocab_size: int,
+    *,
+    families: int = 2,
+    sessions: int = 4,
+    turns: int = 8,
+    shared: int = 1024,
+    strangers: int = 32,
+) -> Workload:
+    """Sessions of agents, and prompts of strangers that come once while the agents wait for their tools.
+
+    A family shares a system prompt and tools of `shared` tokens. A turn adds 64 to 191 tokens: the answer
+    before it, scripted, and the result of a tool. Pauses are log-normal, with a median of 1 s and the same
+    spread as those of `tidemill simulate agents`. Hints mark the end of the shared part and name the session.
+    """
+    items: list[Item] = []
+    group = 0
+    for _ in range(families):
+        system = _tokens(rng, vocab_size, shared)
+        for _ in range(sessions):
+            history = system
+            for turn in range(turns):
+                history += _tokens(rng, vocab_size, rng.randrange(64, 192))
+                items.append(
+                    Item(
+                        tokens=history,
+                        max_tokens=8,
+                        group=group,
+                        position=turn,
+                        shared_tokens=len(items[-1].tokens) if turn else 0,
+                        after=len(items) - 1 if turn else None,
+                        pause_s=rng.lognormvariate(0.0, 1.2),
+                        hints={"session_id": f"agent-{group}", "cache_breakpoints": [shared]},
+                    )
+                )
+            group += 1
+    items += [
+        Item(
+            tokens=_tokens(rng, vocab_size, 1024),
+            max_tokens=8,
+            group=group + stranger,
+            position=0,
+            shared_tokens=0,
+            pause_s=rng.uniform(0.0, 2.0 * turns),
+        )
+        for stranger in range(strangers)
+    ]
+    return Workload("agents", tuple(items))
+
+
 WORKLOADS: dict[str, Callable[[Random, int], Workload]] = {
     "shared-prefix": shared_prefix,
     "multi-turn": multi_turn,
     "unique": unique,
     "burst": burst,
+    "agents": agents,
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.serving.plots import plot
 from benchmarks.serving.report import Run, Sample, percentile, summary, table_of
 from benchmarks.serving.serve import measure
-from benchmarks.serving.workloads import WORKLOADS, Item
+from benchmarks.serving.workloads import WORKLOADS, Item, agents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -82,6 +82,7 @@ def test_figures_of_a_known_run() -> None:
     assert figures["output_tokens_per_s"] == 6
     assert figures["server_cpu_ms_per_output_token"] == 250
     assert figures["cached_token_ratio"] == pytest.approx((1024 + 960) / 4400)
+    assert figures["cached_to_findable"] == pytest.approx((1024 + 960) / (3 * 1024))
     assert figures["tokens_per_request"]["prefilled"] == 592
     assert figures["by_position"]["second"]["shared_pages_computed_mean"] == 16
     assert figures["by_position"]["rest"]["shared_pages_computed_max"] == 1
@@ -124,3 +125,31 @@ def test_run_over_http() -> None:
     for item in items:
         if item.after is not None:
             assert sent.index(items[item.after].tokens) < sent.index(item.tokens)
+
+
+@pytest.mark.parametrize("hinted", ["with hints", "without"])
+def test_agents_pause_and_their_hints_are_sent_on_demand(
+    hinted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hints = hinted == "with hints"
+    service = FakeService(lambda _: [5] * 100, model=replace(MODEL, max_model_len=4096))
+    small = agents(Random(0), MODEL.vocab_size, sessions=1, turns=2, shared=256, strangers=1)
+    small = replace(small, items=tuple(replace(item, pause_s=item.pause_s / 50) for item in small.items))
+    monkeypatch.setitem(WORKLOADS, "agents", lambda *_: small)
+
+    async def main() -> Run:
+        async with serving(app_over(service)) as url:
+            return await measure(url, "agents", 8, 0, hints=hints)
+
+    run = asyncio.run(main())
+    assert run.wall_s > max(item.pause_s for item in small.items)
+    assert run.server_pss_mib > 0
+    assert len(service.requests) == 5
+    assert sorted(request.breakpoints for request in service.requests) == [()] + [(256,) if hints else ()] * 4
+    assert len({request.session for request in service.requests}) == (3 if hints else 1)
+
+
+def test_pauses_of_agents_have_a_long_tail() -> None:
+    pauses = sorted(item.pause_s for item in agents(Random(0), 896, sessions=64).items if item.hints)
+    assert pauses[len(pauses) // 2] == pytest.approx(1.0, rel=0.2)
+    assert sum(pauses[-len(pauses) // 10 :]) > 0.3 * sum(pauses)
