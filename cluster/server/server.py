@@ -153,10 +153,10 @@ async def _serve_until_stopped(
 ) -> None:
     """Serve and run `runs` until one of `works` is done or a signal comes; then end all of them. Raises what
     `works` raise."""
-    stop = asyncio.Event()
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in handled:
+        loop.add_signal_handler(number, stop.set)
     others = [asyncio.create_task(run.run()) for run in runs]
     for task in others:
         task.add_done_callback(_log_error)
@@ -170,6 +170,9 @@ async def _serve_until_stopped(
         for task in (*working, stopping, *others):
             task.cancel()
         await asyncio.wait({serving, *working, stopping, *others})
+        for number in handled:  # the end of the loop would make the next signal kill this process
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
     for task in working:
         if not task.cancelled():
             task.result()

@@ -21,7 +21,7 @@ from tidemill.cluster.rpc.worker_client import WorkerClients
 from tidemill.cluster.settings import ClusterSettings, FleetSettings, RouterSettings, WorkerSettings
 from tidemill.cluster.supervisor.node_fit import Node, assign, demand_of, unschedulable_reason
 from tidemill.cluster.supervisor.private_folder import private_folder, writers
-from tidemill.cluster.supervisor.processes import children, end, runs, with_descendants
+from tidemill.cluster.supervisor.processes import children, end, has_ended, with_descendants
 from tidemill.cluster.supervisor.router_actor import RouterActor
 from tidemill.cluster.supervisor.start_progress import show_progress
 from tidemill.cluster.supervisor.worker_actor import WorkerActor, actor_options, find_router
@@ -149,7 +149,7 @@ class Cluster:
     def check(self) -> None:
         """Raise RayEnded if a process of our own Ray that the cluster needs has ended."""
         for name, process in self._essential.items():
-            if not runs(process):
+            if has_ended(process):
                 raise RayEnded(f"Ray's {name} has ended, and with it this server: start it again")
 
     async def run(self) -> None:
@@ -264,7 +264,7 @@ class Cluster:
         be called at any time, also twice."""
         processes = with_descendants(self._processes)
         gcs = self._essential.get("GCS")
-        if gcs is not None and not runs(gcs):
+        if gcs is not None and has_ended(gcs):
             end(processes, 0.0)  # they would wait for it
         for actor in [*self._actors.values(), *self._routers]:
             with contextlib.suppress(ray.exceptions.RayError, ValueError):

@@ -11,8 +11,7 @@ import pytest
 
 from tests.support.e2e.faults import GCS, RAYLET, REAPER, Run, process_of, run
 from tests.support.e2e.history import Ask, asks
-from tests.support.e2e.server import Server, command_of, eventually, run_cli
-from tidemill.cluster.supervisor.processes import runs
+from tests.support.e2e.server import Server, command_of, eventually, run_cli, runs
 
 pytestmark = pytest.mark.slow
 

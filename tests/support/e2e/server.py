@@ -45,6 +45,14 @@ def command_of(process: psutil.Process) -> str:
     return ""
 
 
+def runs(process: psutil.Process) -> bool:
+    """Return whether the process has not ended; a zombie has."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def listening_of(processes: Sequence[psutil.Process]) -> list[str]:
     """The addresses that their sockets listen on."""
     found: list[str] = []
@@ -58,12 +66,19 @@ def listening_of(processes: Sequence[psutil.Process]) -> list[str]:
 class Server:
     """A server that answers. `url` is its root."""
 
-    def __init__(self, arguments: Sequence[str], log_file: Path, module: str = "tidemill") -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log_file: Path,
+        module: str = "tidemill",
+        prefix: Sequence[str] = (),
+    ) -> None:
+        """Start it and wait; `prefix` is a command that becomes the server."""
         self._log_file = log_file
         self.temp_folder = Path(tempfile.mkdtemp(prefix="e2e-"))  # a short path, for Ray's sockets
         with log_file.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, "serve", *arguments],
+                [*prefix, sys.executable, "-m", module, "serve", *arguments],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

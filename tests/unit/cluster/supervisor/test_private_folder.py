@@ -11,9 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.e2e.server import eventually
+from tests.support.e2e.server import eventually, runs
 from tidemill.cluster.supervisor.private_folder import FILES, LOCK, private_folder, remove_abandoned
-from tidemill.cluster.supervisor.processes import runs
 
 PREFIX = "tidemill-"
 HOLD = """

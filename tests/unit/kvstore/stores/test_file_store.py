@@ -84,6 +84,22 @@ def test_file_store_keeps_a_frequently_read_object_under_fast_turnover(tmp_path:
         assert get(folder, 0) is Got.HIT, number
 
 
+@pytest.mark.parametrize("by_s", [4e7, -4e7])
+def test_file_store_goes_on_when_the_wall_clock_has_jumped(tmp_path: Path, by_s: float) -> None:
+    """Files that were used before the jump keep their order, whether their times are now in the future or
+    long ago."""
+    folder = ObjectFolder(tmp_path, 3 * OBJECT_BYTES)
+    put(folder, 1, 2, 3)
+    for number, age_s in ((1, 0.0), (2, 100.0), (3, 200.0)):
+        age(object_path(tmp_path, number), by_s + age_s)
+    assert get(folder, 2) is Got.HIT
+    for number in range(4, 12):
+        assert put(folder, number) == [Put.STORED]
+        assert get(folder, number) is Got.HIT
+        assert stored_bytes(tmp_path) <= 3 * OBJECT_BYTES
+    assert get(folder, 3) is Got.MISS
+
+
 def test_file_store_counts_a_put_of_an_existing_object_as_a_use(tmp_path: Path) -> None:
     folder = ObjectFolder(tmp_path, 3 * OBJECT_BYTES)
     put(folder, 1, 2, 3)
