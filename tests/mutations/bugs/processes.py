@@ -95,4 +95,11 @@ BUGS: tuple[Planted, ...] = (
         "if True:",
         "tests/unit/cluster/supervisor/test_private_folder.py",
     ),
+    Planted(
+        "the watch of Ray takes the status of its processes",
+        "cluster/supervisor/processes.py::has_ended",
+        "os.WEXITED | os.WNOHANG | os.WNOWAIT",
+        "os.WEXITED | os.WNOHANG",
+        "tests/unit/cluster/supervisor/test_processes.py",
+    ),
 )

@@ -5,6 +5,7 @@ import json
 import shutil
 import signal
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -248,3 +249,22 @@ def test_closed_terminal_stops_the_command_unless_it_is_ignored(
     finally:
         for number, disposition in before.items():
             signal.signal(number, disposition)
+
+
+def test_cleanup_lists_and_removes_folders_of_killed_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(cli, "STORE_FOLDERS", (tmp_path / "shm", tmp_path / "missing"))
+    left = [tmp_path / "tidemill-abcdefgh", tmp_path / "shm/tidemill-store-abcdefgh"]
+    for folder in left:
+        (folder / "files").mkdir(parents=True)
+        (folder / ".lock").touch()
+        (folder / "files/page").write_bytes(bytes(5000))
+    for options, verb in ((["--dry-run"], "would remove"), ([], "removed")):
+        assert all(folder.exists() for folder in left)
+        assert cli.main(["cleanup", *options]) == 0
+        assert capsys.readouterr().out.splitlines() == [f"{verb} {folder} (8.00 KiB)" for folder in left]
+    assert not any(folder.exists() for folder in left)
+    assert cli.main(["cleanup"]) == 0
+    assert capsys.readouterr().out == ""

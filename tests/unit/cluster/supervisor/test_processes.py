@@ -1,0 +1,39 @@
+"""The end of a child is seen in each of its states."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import psutil
+
+from tidemill.cluster.supervisor.processes import has_ended
+
+
+def test_end_of_a_child_is_seen_before_and_after_its_status_is_read() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = psutil.Process(child.pid)
+    try:
+        assert not has_ended(process)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert has_ended(process)
+        assert child.wait() == -signal.SIGKILL, "its status was read in place of its owner"
+    finally:
+        child.communicate()
+    assert has_ended(process)
+
+
+def test_end_of_a_child_is_seen_without_file_descriptors() -> None:
+    """The watch of a server must not end it when it has no descriptors left."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    process = psutil.Process(child.pid)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        while not has_ended(process):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    child.wait()
