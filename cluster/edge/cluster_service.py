@@ -58,6 +58,10 @@ class ClusterService:
         status, budgets = await asyncio.gather(self._router.status(), self._memory.budgets())
         return status.with_budgets(budgets)
 
+    async def release(self, tenant: str, session: str) -> None:
+        for worker in (await self._router.status()).workers:
+            self._peers.release(worker.info.worker, worker.info.address, tenant, session)
+
     def reset_prefix_cache(self) -> None:
         """Change all names; entries under the old names are evicted like anything unused."""
         self._resets += 1

@@ -49,6 +49,10 @@ class Service(Protocol):
 
     async def status(self) -> FleetStatus: ...
 
+    async def release(self, tenant: str, session: str) -> None:
+        """Let all workers drop what `tenant` retains under a session. Raises Unserved."""
+        ...
+
     def reset_prefix_cache(self) -> None:
         """Make new requests find nothing cached before."""
         ...

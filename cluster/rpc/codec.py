@@ -109,7 +109,11 @@ class Prefetch(_Call, frozen=True):
 
 
 class Cancel(_Tagged, frozen=True):
+    """End a call. With a `name` there is none: a tenant no longer retains what it named so."""
+
     call: int
+    tenant: str = ""
+    name: str = ""
 
 
 ClientFrame = Hello | Generate | Produce | Prefetch | Cancel

@@ -87,6 +87,10 @@ class WorkerClients:
                     case Produced():
                         raise WorkerGone(f"{worker} produces instead of generating")
 
+    def release(self, worker: WorkerId, address: str, tenant: str, name: str) -> None:
+        """Let the worker drop what `tenant` retains there under `name`. Nothing answers."""
+        self._stream(worker, address).send(Cancel(0, tenant, name))
+
     async def _produced(
         self, worker: WorkerId, address: str, kind: type[Produce | Prefetch], request: Request
     ) -> Produced:
@@ -157,6 +161,11 @@ class _WorkerCall:
     def new_call(self) -> int:
         return next(self._numbers)
 
+    def send(self, frame: Cancel) -> None:
+        """Send a frame that nothing answers, if the stream is whole."""
+        if not self.broken:
+            self._frames.put_nowait(encode_client_frame(frame))
+
     @contextmanager
     def call(self, frame: Generate | Produce | Prefetch) -> Generator[Inbox]:
         """Send `frame`. In the block, the inbox receives the worker's items for it. Leaving early cancels the
@@ -183,8 +192,8 @@ class _WorkerCall:
 
     def _cancel(self, call: int) -> None:
         self._alone.discard(call)
-        if self._inboxes.pop(call, None) is not None and not self.broken:
-            self._frames.put_nowait(encode_client_frame(Cancel(call)))
+        if self._inboxes.pop(call, None) is not None:
+            self.send(Cancel(call))
 
     async def _sent(self) -> AsyncIterator[bytes]:
         while (frame := await self._frames.get()) is not None:

@@ -57,6 +57,7 @@ class StreamingEngine(Protocol):
     async def produce(self, request: Request, notify: Notify | None = None) -> Produced: ...
     async def prefetch(self, request: Request) -> Produced: ...
     def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]: ...
+    def release(self, tenant: str, name: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +175,8 @@ class _ServedCall:
 
     def _take(self, data: bytes) -> None:
         match decode_client_frame(data):
+            case Cancel(tenant=tenant, name=name) if name:
+                self._engine.release(tenant, name)
             case Cancel(call):
                 if task := self._calls.get(call):
                     task.cancel()

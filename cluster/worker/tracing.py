@@ -68,6 +68,9 @@ class TracedEngine:
                         generating.end()  # the reader stops early
                     yield delta
 
+    def release(self, tenant: str, name: str) -> None:
+        self._engine.release(tenant, name)
+
 
 def _attributes(request: Request) -> dict[str, str | float]:
     return {"gen_ai.request.id": request.request_id, "tidemill.known_tokens": len(request.tokens)}

@@ -188,6 +188,10 @@ class Engine:
         of a large model takes many seconds; one that neither ends nor uses CPU time is wedged."""
         return self.steps + int(self._step_cpu_s() / PROGRESS_CPU_S)
 
+    def release(self, tenant: str, name: str) -> None:
+        """Drop what `tenant` retains under the session `name`."""
+        self._ledger.retention.release(tenant, name)
+
     def load(self) -> WorkerLoad:
         return load_of(
             self._ledger,

@@ -8,11 +8,14 @@ import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
+from fastapi import Path as InPath
 from starlette.responses import JSONResponse, Response
 
 from tidemill import __version__
+from tidemill.cluster.edge.chat.request.hints import SALT_FORM, session_of
 from tidemill.cluster.edge.http.dashboard import add_page_routes
 from tidemill.cluster.edge.http.errors import add_error_replies
 from tidemill.cluster.edge.http.memory import BudgetBody, memory_of
@@ -32,7 +35,7 @@ from tidemill.cluster.edge.http.support import add_support_routes
 from tidemill.cluster.edge.http.tokenize import add_token_routes
 from tidemill.cluster.edge.http.workers import add_worker_routes
 from tidemill.cluster.edge.requests.answers import Increment
-from tidemill.cluster.edge.requests.bodies import ChatBody, CompletionBody, StreamOptions
+from tidemill.cluster.edge.requests.bodies import ChatBody, CompletionBody, PrefixBody, StreamOptions
 from tidemill.cluster.edge.requests.caller import caller_of
 from tidemill.cluster.edge.requests.context import EdgeContext
 from tidemill.cluster.edge.requests.errors import error_of
@@ -61,6 +64,8 @@ def app_of(context: EdgeContext) -> FastAPI:
     add_error_replies(app, context.metrics.count_error)
     app.add_api_route("/v1/chat/completions", edge.chat, methods=["POST"])
     app.add_api_route("/v1/completions", edge.completions, methods=["POST"])
+    app.add_api_route("/v1/prefixes", edge.retain_prefix, methods=["POST"])
+    app.add_api_route("/v1/prefixes/{name}", edge.release_prefix, methods=["DELETE"])
     app.add_api_route("/v1/models", edge.models)
     app.add_api_route("/v1/models/{name:path}", edge.model)
     add_responses_routes(app, context)
@@ -84,6 +89,10 @@ def app_of(context: EdgeContext) -> FastAPI:
     app.add_api_route("/metrics", edge.metrics, methods=["HEAD"], include_in_schema=False)
     describe(app)
     return app
+
+
+PrefixName = Annotated[str, InPath(max_length=64)]
+Salt = Annotated[str | None, Query(pattern=SALT_FORM)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +123,46 @@ class Edge:
         model = self._models.find(body.model)
         job = await model.intake.completion(body, caller_of(request.headers, self._context.keys))
         return await self._reply(request, model, job, "text", body.stream_options if body.stream else None)
+
+    async def retain_prefix(self, body: PrefixBody, request: Request) -> Response:
+        """Compute a prompt for later requests that begin with it, and retain it. Repeat it to renew it."""
+        model, sources = self._models.find(body.model), self._context.sources
+        job, prefix_id = await model.intake.prefix(body, caller_of(request.headers, self._context.keys))
+        request.state.ignored = job.ignored
+        identity = RequestIdentity(
+            request_id=request.state.request_id,
+            reply_id=prefix_id,
+            model=model.name,
+            kind="prefix",
+            client=request.state.client,
+        )
+        tally = UsageCounter(job)
+
+        async def compute() -> Response:
+            async with aclosing(self._context.answers(model, job, identity)) as increments:
+                async for increment in increments:
+                    tally.record(increment)
+            return JSONResponse(
+                {
+                    "id": prefix_id,
+                    "object": "prefix",
+                    "model": model.name,
+                    "tokens": len(job.requests[0].tokens),
+                    "cached_tokens": tally.cached_tokens(),
+                    "retain": body.retain,
+                    "expires_at": int(sources.unix_time_s() + body.retain),
+                }
+            )
+
+        whole = await while_connected(request.receive, compute())
+        return Response(status_code=CLIENT_CLOSED_REQUEST) if whole is None else whole
+
+    async def release_prefix(self, name: PrefixName, request: Request, cache_salt: Salt = None) -> Json:
+        """Retain a prefix no longer. `cache_salt` is that of its request."""
+        tenant = caller_of(request.headers, self._context.keys).tenant_with(cache_salt)
+        session = session_of(tenant, "prefix", name)
+        await asyncio.gather(*(model.service.release(tenant, session) for model in self._models))
+        return {"id": name, "object": "prefix", "deleted": True}
 
     async def models(self) -> Json:
         """List the models."""

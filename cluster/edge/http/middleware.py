@@ -29,6 +29,9 @@ from tidemill.cluster.edge.requests.limits import (
 )
 from tidemill.workers.messages import Overloaded, RequestError, Unserved
 
+ORDERS = frozenset({"POST", "DELETE"})
+"""The methods that count as requests."""
+
 IGNORED_HEADER = "x-tidemill-ignored"
 """The header of a reply that names the fields of the request without an effect."""
 
@@ -86,7 +89,7 @@ class EdgeMiddleware:
                 return reading.message() or await receive()
 
             # read-only requests are answered also when the edge is full
-            with self._requests.holding(1, client) if scope["method"] == "POST" else nullcontext():
+            with self._requests.holding(1, client) if scope["method"] in ORDERS else nullcontext():
                 await self._app(scope, receive_after_body, send_with_id)
         except (RequestError, Overloaded) as error:
             await self._refuse(error)(scope, receive, send_with_id)

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from tidemill.cluster.edge.chat.request.hints import HintedParams, Mark
+from tidemill.cluster.edge.chat.request.hints import RETAIN_S, HintedParams, Mark
 from tidemill.cluster.edge.chat.request.messages import ChatMessage, bounded_arguments
 from tidemill.cluster.edge.chat.request.params import (
     LOGPROBS_MAX,
@@ -28,11 +28,12 @@ from tidemill.cluster.edge.chat.request.params import (
     TokenCount,
     absent_if_null,
     one_or_many,
+    one_prompt,
     prompts_of,
     valid_text,
 )
 from tidemill.cluster.edge.chat.request.tools import TOOLS_MAX, Tool, ToolChoice
-from tidemill.workers.messages import BREAKPOINTS_MAX, RequestError
+from tidemill.workers.messages import BREAKPOINTS_MAX, RETAIN_S_MAX, RequestError
 
 CHOICES_MAX = 16
 MESSAGES_MAX = 4096
@@ -66,6 +67,14 @@ Prompts = Annotated[
 ]
 Messages = Annotated[
     list[ChatMessage], FailFast(), Field(max_length=MESSAGES_MAX), BeforeValidator(bounded_arguments)
+]
+Breakpoints = Annotated[
+    list[Annotated[int, Field(ge=1)]],
+    FailFast(),
+    Field(
+        max_length=BREAKPOINTS_MAX,
+        description="where later prompts are likely to leave this one, in characters of a text or in tokens",
+    ),
 ]
 LogprobCount = Annotated[int, Field(ge=0, le=LOGPROBS_MAX)]
 
@@ -159,12 +168,7 @@ class CompletionBody(Body):
     max_tokens: Annotated[int, Field(ge=0, le=1 << 31, description="0: the echo alone")] | None = None
     echo: bool = False
     best_of: Annotated[int, Field(ge=1, le=CHOICES_MAX)] | None = None
-    cache_breakpoints: Annotated[
-        list[Annotated[int, Field(ge=1)]], FailFast(), Field(max_length=BREAKPOINTS_MAX)
-    ] = Field(
-        default=[],
-        description="where later prompts are likely to leave this one, in characters of a text or in tokens",
-    )
+    cache_breakpoints: Breakpoints = Field(default=[])
 
     def num_drawn(self) -> int:
         """Return the number of answers, of which the best `n` are returned. Raises RequestError."""
@@ -183,6 +187,12 @@ class CompletionBody(Body):
         return 1 if self.max_tokens == 0 else self.max_tokens
 
 
+def _one_of_them(body: "TokenizeBody | PrefixBody") -> "TokenizeBody | PrefixBody":
+    if bool(body.messages) is (body.prompt is not None):
+        raise ValueError("give a prompt, or messages")
+    return body
+
+
 class TokenizeBody(ChatBody):
     """The body of POST /tokenize: `messages` as for a chat, or a `prompt`."""
 
@@ -191,10 +201,40 @@ class TokenizeBody(ChatBody):
     return_token_strs: bool = False
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> Self:
-        if bool(self.messages) is (self.prompt is not None):
-            raise ValueError("give a prompt, or messages")
+    def _whole(self) -> Self:
+        _one_of_them(self)
         return self
+
+
+PREFIX_FIELDS = frozenset(
+    (
+        *("model", "messages", "prompt", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort"),
+        *("add_generation_prompt", "continue_final_message", "retain", "cache_breakpoints"),
+        *("cache_salt", "extra_key", "priority", "nvext"),
+    )
+)
+"""The fields with an effect on a prefix."""
+
+
+class PrefixBody(ChatBody):
+    """The body of POST /v1/prefixes: `messages` as for a chat, or a `prompt`; nothing is answered to them."""
+
+    messages: Messages = Field(default=[])
+    prompt: Annotated[str | list[int] | None, PlainValidator(one_prompt)] = None
+    retain: Annotated[
+        float, Field(ge=1, le=RETAIN_S_MAX, description="seconds from the last use for which it is kept")
+    ] = RETAIN_S
+    cache_breakpoints: Breakpoints = Field(default=[])
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        _one_of_them(self)
+        return self
+
+    def unused(self) -> tuple[str, ...]:
+        """Return the fields of a chat without an effect here."""
+        known = self.model_fields_set - set(self.model_extra or {})
+        return tuple(sorted(known - PREFIX_FIELDS))
 
 
 class DetokenizeBody(BaseModel):

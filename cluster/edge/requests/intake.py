@@ -8,24 +8,27 @@ from random import Random
 from tidemill.cluster.edge.chat.formats import CALL_END, FINAL, RETURN, START
 from tidemill.cluster.edge.chat.output.detokenizer import Ending
 from tidemill.cluster.edge.chat.output.output_parser import OutputFormat
+from tidemill.cluster.edge.chat.request.hints import session_of
 from tidemill.cluster.edge.chat.request.params import SEED_BITS
 from tidemill.cluster.edge.chat.request.request_builder import GenerationTerms, requests_of, terms_of
 from tidemill.cluster.edge.chat.request.structured import grammar_of
 from tidemill.cluster.edge.chat.request.tool_grammar import forced
 from tidemill.cluster.edge.chat.request.tools import Tool, offered
 from tidemill.cluster.edge.chat.text import MarkedPrompt, Rendering, Tokenizer, text_of
+from tidemill.cluster.edge.flow import content_hash_of
 from tidemill.cluster.edge.requests.bodies import (
     UNSUPPORTED,
     Body,
     ChatBody,
     CompletionBody,
+    PrefixBody,
     TokenizeBody,
     unsupported_field,
 )
 from tidemill.cluster.edge.requests.caller import Caller
 from tidemill.cluster.edge.requests.echo import Prompt
 from tidemill.cluster.edge.service import ServedModel
-from tidemill.workers.messages import Grammar, Request, RequestError
+from tidemill.workers.messages import Grammar, Request, RequestError, Sampling
 
 REQUEST_CHOICES_MAX = 128
 TAIL_TOKENS = 8
@@ -94,6 +97,23 @@ class Intake:
         job = self._job(terms, [prompt], "messages", body, caller)
         return replace(job, output_format=output_format)
 
+    async def prefix(self, body: PrefixBody, caller: Caller) -> tuple[PreparedRequest, str]:
+        """Prepare a prompt that is retained and whose answer, one token, no client sees; return also its id.
+        Raises RequestError."""
+        self._check(body)
+        if body.prompt is not None:
+            prompt = await self._encoded(body.prompt, body.cache_breakpoints)
+        else:
+            prompt = await self._rendered(body, offered(body.tools, body.tool_choice), answers=False)
+        terms = replace(self._terms(body, 1, 1, None, None), n=1, sampling=Sampling(temperature=0.0))
+        job = self._job(terms, [prompt], "messages" if body.prompt is None else "prompt", body, caller)
+        (request,) = job.requests
+        prefix_id = f"prefix-{content_hash_of(request).hex()}"
+        session = session_of(request.tenant, "prefix", prefix_id)
+        request = replace(request, retain_s=body.retain, session=session)
+        ignored = (*job.ignored, *body.unused())
+        return replace(job, requests=(request,), ignored=ignored, prompt_logprobs=None), prefix_id
+
     async def prompt_of(self, body: TokenizeBody) -> list[int]:
         """Return the tokens of a chat or of a text. Raises RequestError."""
         if body.prompt is not None:
@@ -112,12 +132,17 @@ class Intake:
         asked = grammar is not None and self._tokenizer.style.in_channels
         return FINAL if asked and not body.continue_final_message else ""
 
-    async def _rendered(self, body: ChatBody, tools: list[Tool], begun: str = "") -> MarkedPrompt:
+    async def _rendered(
+        self, body: ChatBody, tools: list[Tool], begun: str = "", *, answers: bool = True
+    ) -> MarkedPrompt:
+        """Return the tokens of a chat; with `answers` up to the start of the answer, if the body names no end."""
         messages = [turn.message() for turn in body.messages]
         continues = body.continue_final_message
         how = Rendering(
             tools=[tool.shown() for tool in tools],
-            answers=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+            answers=(answers and not continues)
+            if body.add_generation_prompt is None
+            else body.add_generation_prompt,
             continues=continues,
             options={**body.effort(), **body.chat_template_kwargs},
             begun=begun,

@@ -19,6 +19,15 @@ class UsageCounter:
         self._completion_tokens += increment.growth.num_tokens
         self._traces.setdefault(increment.choice, increment.trace)
 
+    def cached_tokens(self) -> int:
+        """Return how many tokens of the prompts no worker computed."""
+        prompts = range(0, len(self._job.requests), self._job.n)
+        return sum(
+            self._traces[index].cached_tokens(len(self._job.requests[index].tokens))
+            for index in prompts
+            if index in self._traces
+        )
+
     def usage(self) -> Json:
         """Return OpenAI's usage, and the origin of the prompt's tokens.
 
@@ -33,11 +42,7 @@ class UsageCounter:
             "completion_tokens": self._completion_tokens,
             "total_tokens": prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {
-                "cached_tokens": sum(
-                    self._traces[index].cached_tokens(len(self._job.requests[index].tokens))
-                    for index in prompts
-                    if index in self._traces
-                ),
+                "cached_tokens": self.cached_tokens(),
                 "prefilled_tokens": sum(trace.prefilled.computed_tokens for trace in traces),
                 "fetched_tokens": sum(trace.provenance.fetched_tokens for trace in traces),
                 "replayed_tokens": sum(trace.provenance.computed_tokens for trace in traces),

@@ -248,4 +248,11 @@ BUGS: tuple[Planted, ...] = (
         "($KIND, $NAME)",
         "tests/unit/cluster/edge/http/test_hints.py",
     ),
+    Planted(
+        "a deleted prefix is that of any tenant",
+        "cluster/edge/http/app.py::Edge.release_prefix",
+        'session_of($TENANT, "prefix", $NAME)',
+        'session_of("", "prefix", $NAME)',
+        "tests/unit/cluster/edge/http/test_prefixes.py",
+    ),
 )

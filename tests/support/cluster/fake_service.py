@@ -180,6 +180,9 @@ class FakeService:
     async def status(self) -> FleetStatus:
         return FleetStatus(workers=self.workers)
 
+    async def release(self, tenant: str, session: str) -> None:
+        self.orders.append((tenant, session))
+
     def reset_prefix_cache(self) -> None:
         self.resets += 1
 

@@ -40,7 +40,12 @@ class ScriptedEngine:
     )
     begun: list[str] = field(default_factory=list[str])  # kinds of calls, in order
     notifiers: dict[str, Notify | None] = field(default_factory=dict[str, Notify | None])
+    released: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def release(self, tenant: str, name: str) -> None:
+        self.released.append((tenant, name))
+        self.changed.set()
 
     async def generate(self, request: Request, notify: Notify | None = None) -> AsyncGenerator[Delta]:
         self.notifiers[request.request_id] = notify

@@ -63,6 +63,9 @@ class FakeEngine:
         depth = len(request.tokens) - 1
         return Produced(depth=depth, provenance=Provenance(computed_tokens=depth))
 
+    def release(self, tenant: str, name: str) -> None:
+        del tenant, name
+
     async def prefetch(self, request: Request) -> Produced:
         depth = len(request.tokens) - 1
         return Produced(depth=depth, provenance=Provenance(fetched_tokens=depth))

@@ -147,6 +147,9 @@ class PacedEngine:
             self._leave(row)
         return Produced(depth=depth, provenance=Provenance(computed_tokens=depth))
 
+    def release(self, tenant: str, name: str) -> None:
+        del tenant, name
+
     async def prefetch(self, request: Request) -> Produced:
         return Produced(depth=0, provenance=Provenance(fetched_tokens=len(request.tokens) - 1))
 

@@ -55,11 +55,12 @@ def prompts_of(value: object) -> list[str | list[int]]:
     """Return one prompt or several, each as text or token ids, as a list of prompts. Raises ValueError."""
     items = cast("Sequence[object]", value) if isinstance(value, list | tuple) else ()
     if not items or isinstance(items[0], int):
-        return [_prompt(cast("object", value))]
-    return [_prompt(prompt) for prompt in items]
+        return [one_prompt(cast("object", value))]
+    return [one_prompt(prompt) for prompt in items]
 
 
-def _prompt(value: object) -> str | list[int]:
+def one_prompt(value: object) -> str | list[int]:
+    """Return a prompt as text or token ids. Raises ValueError."""
     if isinstance(value, str):
         return valid_text(value)
     tokens = list(cast("Sequence[object]", value)) if isinstance(value, list | tuple) else [None]

@@ -105,6 +105,9 @@ class FakeEngine:
         self.error = error
         self.parents: list[str] = []
 
+    def release(self, tenant: str, name: str) -> None:
+        del tenant, name
+
     async def produce(self, request: Request, notify: Notify | None = None) -> Produced:
         del notify
         self.parents.append(request.trace_parent)

@@ -76,3 +76,12 @@ def test_crashed_worker_is_not_taken_for_a_broken_connection(*, alone: bool) -> 
             await fails(anext(deltas), CrashedAlone if alone else WorkerGone)
 
     run(main())
+
+
+def test_worker_is_asked_to_release_what_a_tenant_retains() -> None:
+    async def main() -> None:
+        async with line() as (here, peers, address):
+            peers.release(WORKER, address, "key:a", "prefix")
+            await here.engine.until(lambda engine: engine.released == [("key:a", "prefix")])
+
+    run(main())
