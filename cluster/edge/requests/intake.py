@@ -135,7 +135,7 @@ class Intake:
     async def _rendered(
         self, body: ChatBody, tools: list[Tool], begun: str = "", *, answers: bool = True
     ) -> MarkedPrompt:
-        """Return the tokens of a chat; with `answers` up to the start of the answer, if the body names no end."""
+        """Return the tokens of a chat; `answers` up to the start of the answer, if the body names no end."""
         messages = [turn.message() for turn in body.messages]
         continues = body.continue_final_message
         how = Rendering(
