@@ -1,0 +1,294 @@
+"""Measure what attacks do to a well-behaved client: the server on one core, the clients on another.
+
+python -m benchmarks.serving.abuse [--only WORD] [--tls]
+
+Each attack of benchmarks.serving.attacks runs beside streams whose answers are known, a ping each 50 ms and a
+request for one token each 250 ms.
+Before it the same runs without an attack, and the worst gap of that is subtracted: other work on the machine
+makes gaps too.
+Of several rounds the smallest worst gap counts, for the same reason.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from pathlib import Path
+from random import Random
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+import trustme
+from tests.support.e2e.history import Ask, Call, broken
+from tests.support.e2e.server import Server
+from tests.support.e2e.streams import client_of
+
+from benchmarks.serving.attacks import ATTACKS, Attack
+
+_Result = TypeVar("_Result")
+
+RESULT = Path(__file__).parents[1] / "results" / "abuse.json"
+ARGUMENTS = ("keeper", "--port", "0", "--prefill", "1", "--decode", "1", "--memory", "256MiB")
+STREAMS = 4
+STREAM_TOKENS = 300
+CALM_S = 3.0
+PING_S, POST_S, LOOK_S = 0.05, 0.25, 0.05
+GAP_MS_MAX = {"body": 50.0, "flood": 250.0}
+GROWTH_MIB_MAX = 64.0
+
+
+@dataclass
+class Seen:
+    """The observations of the well-behaved client, and the memory of the edge."""
+
+    gaps_s: list[float] = field(default_factory=list[float])
+    waits_s: list[float] = field(default_factory=list[float])  # of pings and requests
+    streams: int = 0
+    refused: int = 0
+    broken: list[str] = field(default_factory=list[str])
+    edge_mib: list[float] = field(default_factory=list[float])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The result of one attack. Goals: GAP_MS_MAX, GROWTH_MIB_MAX, and no refused or broken answer."""
+
+    name: str
+    kind: str
+    gap_ms: float  # beyond the calm
+    calm_gap_ms: float
+    wait_ms: float  # the longest ping or request, beyond the calm
+    growth_mib: float
+    streams: int
+    refused: int
+    broken: int
+    statuses: dict[str, int]
+    trouble: list[str]
+
+    @property
+    def misses(self) -> list[str]:
+        return [
+            *(["gap"] if self.gap_ms > GAP_MS_MAX[self.kind] else []),
+            *(["memory"] if self.growth_mib > GROWTH_MIB_MAX else []),
+            *(["refused"] if self.refused else []),
+            *(["broken"] if self.broken else []),
+            *(["5xx"] if any(status.startswith("5") for status in self.statuses) else []),
+        ]
+
+    def line(self) -> str:
+        return (
+            f"{self.name:36} {self.kind:6} {self.gap_ms:8.0f} {self.calm_gap_ms:8.0f} {self.wait_ms:8.0f} "
+            f"{self.growth_mib:7.0f} {self.refused:5} {self.broken:5}  {' '.join(self.misses) or 'good':12} "
+            f"{json.dumps(self.statuses)}"
+        )
+
+
+HEADING = (
+    f"{'attack':36} {'kind':6} {'gap ms':>8} {'calm ms':>8} {'wait ms':>8} {'MiB':>7} {'429':>5} {'wrong':>5}"
+)
+
+
+class GoodClient:
+    """Streams with known answers, pings and short requests, while a window is open."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._edge = server.processes()[0]
+        rng = Random(3)
+        self._asks = [
+            Ask(
+                "/v1/completions",
+                {
+                    "model": "keeper",
+                    "prompt": [rng.randrange(100, 800) for _ in range(48)],
+                    "max_tokens": STREAM_TOKENS,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "logprobs": 0,
+                    "stream": True,
+                    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+                },
+            )
+            for _ in range(2 * STREAMS)
+        ]
+        self._known: list[Call] = []
+        self._numbers = count()
+
+    async def learn(self) -> None:
+        """Ask everything once in a calm."""
+        async with client_of(self._server.url) as client:
+            for ask in self._asks:
+                call = Call(ask)
+                await call.run(client, "good")
+                assert not broken(call, call), broken(call, call)
+                self._known.append(call)
+
+    async def window(self, work: Awaitable[_Result]) -> tuple[Seen, _Result]:
+        """Return what is seen until `work` is done and open streams have ended, and its result."""
+        seen, done = Seen(), asyncio.Event()
+        async with client_of(self._server.url) as client, asyncio.TaskGroup() as running:
+            for _ in range(STREAMS):
+                running.create_task(self._stream(client, seen, done))
+            running.create_task(self._every(PING_S, client.get, "/ping", {}, seen, done))
+            body = {"json": {"model": "keeper", "prompt": [70], "max_tokens": 1}}
+            running.create_task(self._every(POST_S, client.post, "/v1/completions", body, seen, done))
+            running.create_task(self._look(seen, done))
+            await asyncio.sleep(0.5)
+            result = await work
+            await asyncio.sleep(0.5)
+            done.set()
+        return seen, result
+
+    async def _stream(self, client: httpx.AsyncClient, seen: Seen, done: asyncio.Event) -> None:
+        while not done.is_set():
+            index = next(self._numbers) % len(self._asks)
+            call = Call(self._asks[index])
+            await call.run(client, "good")
+            seen.streams += 1
+            if any(trouble.startswith(("status 429", "status 503")) for trouble in call.trouble):
+                seen.refused += 1
+            elif problems := broken(call, self._known[index]):
+                seen.broken += problems[:1]
+            seen.gaps_s += [after.at_s - before.at_s for before, after in pairwise(call.chunks)]
+
+    async def _every(
+        self,
+        pause_s: float,
+        send: Callable[..., Awaitable[httpx.Response]],
+        path: str,
+        options: dict[str, Any],
+        seen: Seen,
+        done: asyncio.Event,
+    ) -> None:
+        while not done.is_set():
+            began_s = time.monotonic()
+            try:
+                status = (await send(path, **options)).status_code
+            except httpx.HTTPError as error:
+                seen.broken.append(f"{path}: {error!r}")
+                continue
+            seen.waits_s.append(time.monotonic() - began_s)
+            if status in (429, 503):
+                seen.refused += 1
+            elif status != 200:
+                seen.broken.append(f"{path}: status {status}")
+            await asyncio.sleep(pause_s)
+
+    async def _look(self, seen: Seen, done: asyncio.Event) -> None:
+        while not done.is_set():
+            seen.edge_mib.append(self._edge.memory_info().rss / 2**20)
+            await asyncio.sleep(LOOK_S)
+
+
+@contextmanager
+def on_cores(cores: Sequence[int]) -> Generator[None]:
+    """Run the block, and what it starts, on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+async def measured(server: Server, good: GoodClient, attack: Attack, rounds: int) -> Verdict:
+    calm: list[Seen] = []
+    under: list[Seen] = []
+    statuses: dict[str, int] = {}
+    for _ in range(rounds):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "benchmarks.serving.attacks", server.url, attack.name),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"built\n"
+        calm.append((await good.window(asyncio.sleep(CALM_S)))[0])
+        seen, (printed, _) = await good.window(process.communicate(b"\n"))
+        under.append(seen)
+        for status, times in json.loads(printed).items():
+            statuses[status] = statuses.get(status, 0) + times
+
+    def worst_ms(windows: list[Seen], name: str) -> float:
+        return 1000 * min(max(getattr(seen, name)) for seen in windows)
+
+    calm_ms = worst_ms(calm, "gaps_s")
+    return Verdict(
+        name=attack.name,
+        kind=attack.kind,
+        gap_ms=round(worst_ms(under, "gaps_s") - calm_ms, 1),
+        calm_gap_ms=round(calm_ms, 1),
+        wait_ms=round(worst_ms(under, "waits_s") - worst_ms(calm, "waits_s"), 1),
+        growth_mib=round(
+            max(max(seen.edge_mib) - before.edge_mib[-1] for before, seen in zip(calm, under, strict=True)), 1
+        ),
+        streams=sum(seen.streams for seen in under),
+        refused=sum(seen.refused for seen in under),
+        broken=sum(len(seen.broken) for seen in under),
+        statuses=statuses,
+        trouble=[problem for seen in under for problem in seen.broken][:3],
+    )
+
+
+def certificate(folder: Path) -> list[str]:
+    """Write a certificate for localhost; return the options that name it."""
+    issued = trustme.CA().issue_cert("localhost", "127.0.0.1")
+    issued.cert_chain_pems[0].write_to_path(folder / "cert.pem")
+    issued.private_key_pem.write_to_path(folder / "key.pem")
+    return ["--ssl-certfile", str(folder / "cert.pem"), "--ssl-keyfile", str(folder / "key.pem")]
+
+
+async def measure(server: Server, attacks: Sequence[Attack], rounds: int) -> list[Verdict]:
+    good = GoodClient(server)
+    await good.learn()
+    await good.window(asyncio.sleep(CALM_S))
+    print(HEADING, flush=True)
+    verdicts: list[Verdict] = []
+    for attack in attacks:
+        verdicts.append(await measured(server, good, attack, rounds))
+        print(verdicts[-1].line(), flush=True)
+    return verdicts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.abuse")
+    parser.add_argument("--only", default="", help="attacks whose kind or name has this in it")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--tls", action="store_true", help="all of it over TLS")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    options = parser.parse_args()
+    attacks = [
+        attack
+        for attack in ATTACKS.values()
+        if options.only in f"{attack.kind} {attack.name}" and (options.tls or "TLS" not in attack.name)
+    ]
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder:
+        more = certificate(Path(folder)) if options.tls else []
+        with on_cores(cores[:1]):
+            server = Server([*ARGUMENTS, *more], Path(folder) / "log")
+        try:
+            with on_cores(cores[1:] or cores):
+                verdicts = asyncio.run(measure(server, attacks, options.rounds))
+            with suppress(psutil.Error):
+                print(f"edge at the end: {server.processes()[0].memory_info().rss / 2**20:.0f} MiB")
+        finally:
+            server.stop()
+    found = [vars(verdict) for verdict in verdicts]
+    options.output.write_text(json.dumps({"tls": options.tls, "attacks": found}, indent=1) + "\n")
+    missed = [verdict for verdict in verdicts if verdict.misses]
+    print(f"{len(verdicts) - len(missed)} of {len(verdicts)} attacks within the goals")
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
